@@ -1,0 +1,67 @@
+"""gpulab: does the device change what a neural network learns, and if so, which factor does it?
+
+Public names are imported when first used, so that `import gpulab` is light and the environment of a
+setting can still be put in force before torch loads.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpulab import plots as plots
+    from gpulab.datasets import load as load
+    from gpulab.errors import DataError as DataError
+    from gpulab.errors import GpulabError as GpulabError
+    from gpulab.errors import UsageError as UsageError
+    from gpulab.experiments import Experiment as Experiment
+    from gpulab.models import Autoencoder as Autoencoder
+    from gpulab.models import PredNet as PredNet
+    from gpulab.passports import passport as passport
+    from gpulab.profiles import profile as profile
+    from gpulab.settings import Setting as Setting
+    from gpulab.settings import available_settings as available_settings
+    from gpulab.settings import setting as setting
+    from gpulab.settings import working_threads as working_threads
+    from gpulab.store import recorded_runs as recorded_runs
+    from gpulab.store import runs as runs
+    from gpulab.training import train as train
+    from gpulab.verdicts import compare as compare
+
+_HOME = {
+    "Autoencoder": "models",
+    "DataError": "errors",
+    "Experiment": "experiments",
+    "GpulabError": "errors",
+    "PredNet": "models",
+    "Setting": "settings",
+    "UsageError": "errors",
+    "available_settings": "settings",
+    "compare": "verdicts",
+    "load": "datasets",
+    "passport": "passports",
+    "profile": "profiles",
+    "recorded_runs": "store",
+    "runs": "store",
+    "setting": "settings",
+    "train": "training",
+    "working_threads": "settings",
+}
+_MODULES = ("plots",)
+
+__all__ = [*_HOME, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"gpulab.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'gpulab' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"gpulab.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

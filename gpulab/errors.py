@@ -1,0 +1,13 @@
+"""The errors that gpulab raises on purpose. Each message names the offending value and what to do."""
+
+
+class GpulabError(Exception):
+    """Something could not be done; the message says what, with the value, and what to do."""
+
+
+class UsageError(GpulabError, ValueError):
+    """The request itself was malformed: an unknown option, a size that does not divide."""
+
+
+class DataError(GpulabError):
+    """An input file or folder is missing, damaged or of the wrong kind; the message names it."""

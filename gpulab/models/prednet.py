@@ -1,0 +1,251 @@
+"""PredNet, a predictive-coding network for video, in two variants.
+
+`published`: the Chainer network of the paper's authors. `lotter`: the original of Lotter, Kreiman
+and Cox 2016 (arXiv 1605.08104). Both predict the next frame from the errors of the last prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gpulab.errors import UsageError
+from gpulab.models.base import Trainable, draw_normal_
+
+Frame = Float[Tensor, "b c h w"]
+
+
+class LayerState(NamedTuple):
+    """What a layer remembers: its representation R, the cell c, and its prediction P."""
+
+    r: Tensor
+    c: Tensor
+    p: Tensor
+
+
+State = list[LayerState]
+
+
+class PredNet(Trainable):
+    """A PredNet for frames of `size` (height, width), with `channels` from the bottom layer up.
+
+    Called on frames of shape (T, B, C, H, W) in [0, 1], and optionally a state, it returns the
+    prediction made after each frame, same shape, and the state. Prediction t is for frame t + 1.
+
+    `variant="published"` has peephole connections, sigmoid gates, LeCun-normal weights, and is
+    trained on the squared error of the prediction. `variant="lotter"` has hard-sigmoid gates, no
+    peepholes, Glorot-uniform weights, makes a first prediction before the first frame, and is trained
+    on its error units: `layer_weights` are (1, 0, 0, …) for the model that its authors call L_0, and
+    (1, 0.1, 0.1, …) for L_all.
+
+    Raises `UsageError` for a size that does not halve once per layer, naming the nearest that do.
+
+    >>> net = PredNet(channels=(3, 4, 8), size=(12, 16))
+    >>> predictions, state = net(torch.rand(5, 1, 3, 12, 16))
+    >>> predictions.shape
+    torch.Size([5, 1, 3, 12, 16])
+    """
+
+    sequential: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        channels: Sequence[int] = (3, 48, 96, 192),
+        size: tuple[int, int] = (120, 160),
+        variant: str = "published",
+        layer_weights: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        if variant not in ("published", "lotter"):
+            raise UsageError(f"variant={variant!r}: expected 'published' or 'lotter'")
+        if not channels or min(channels) < 1:
+            raise UsageError(f"channels={tuple(channels)!r}: expected one positive number per layer")
+        _check_divides(size, len(channels))
+        self.channels, self.size, self.variant = tuple(channels), tuple(size), variant
+        self.layer_weights = tuple(layer_weights or (1.0, *[0.0] * (len(channels) - 1)))
+        if len(self.layer_weights) != len(channels):
+            raise UsageError(f"layer_weights={self.layer_weights}: expected one for each of {len(channels)} layers")
+        above = (*self.channels[1:], 0)
+        self.conv_a = nn.ModuleList(
+            nn.Conv2d(2 * below, here, 3, padding=1) for below, here in zip(channels, channels[1:], strict=False)
+        )
+        self.conv_p = nn.ModuleList(nn.Conv2d(here, here, 3, padding=1) for here in channels)
+        self.lstm = nn.ModuleList(
+            ConvLSTM((2 * here, up), here, self._layer_size(layer), variant)
+            for layer, (here, up) in enumerate(zip(channels, above, strict=True))
+        )
+        self.draw_weights(torch.Generator().manual_seed(0))
+
+    @classmethod
+    def from_chainer(cls, file: str | Path) -> PredNet:
+        """The network in a `.model` file saved by the authors' Chainer code; see `chainer_file`."""
+        from gpulab.models.chainer_file import read_chainer
+
+        return read_chainer(file)
+
+    def draw_weights(self, generator: torch.Generator) -> None:
+        """Draw the variant's initial weights; biases are zero."""
+        for conv in (*self.conv_a, *self.conv_p):
+            if self.variant == "published":
+                draw_normal_(conv.weight, conv.in_channels * 9, generator)
+            else:
+                _draw_glorot_(conv.weight, conv.in_channels * 9, conv.out_channels * 9, generator)
+            nn.init.zeros_(conv.bias)
+        for cell in self.lstm:
+            cell.draw_weights(generator)
+
+    def forward(
+        self, frames: Float[Tensor, "t b c h w"], state: State | None = None
+    ) -> tuple[Float[Tensor, "t b c h w"], State]:
+        """The prediction after each frame, and the state after the last."""
+        expected = (self.channels[0], *self.size)
+        if frames.ndim != 5 or tuple(frames.shape[2:]) != expected:
+            raise UsageError(f"frames of shape {tuple(frames.shape)}: expected (T, B, {', '.join(map(str, expected))})")
+        state = self.initial_state(frames[0]) if state is None else state
+        predictions = []
+        for frame in frames:
+            state = self.top_down(self.bottom_up(frame, state), state)
+            predictions.append(state[0].p)
+        return torch.stack(predictions), state
+
+    def initial_state(self, frame: Frame) -> State:
+        """All zero; the `lotter` variant then makes its first prediction from zero errors."""
+        state = []
+        for layer, channels in enumerate(self.channels):
+            zeros = frame.new_zeros(len(frame), channels, *self._layer_size(layer))
+            state.append(LayerState(zeros, zeros, zeros))
+        if self.variant == "lotter":
+            state = self.top_down([torch.cat([s.p, s.p], 1) for s in state], state)
+        return state
+
+    def bottom_up(self, frame: Frame, state: State) -> list[Tensor]:
+        """The error units E of each layer, from the bottom up, (B, 2C, H, W) each."""
+        target, errors = frame, []
+        for layer, (_, _, prediction) in enumerate(state):
+            if layer > 0:
+                target = F.max_pool2d(F.relu(self.conv_a[layer - 1](errors[-1])), 2)
+            surprise = target - prediction if self.variant == "published" else prediction - target
+            errors.append(F.relu(torch.cat([surprise, -surprise], 1)))
+        return errors
+
+    def top_down(self, errors: list[Tensor], state: State) -> State:
+        """The next state, from the top layer down: representations, then predictions."""
+        following: State = []
+        for layer in reversed(range(len(state))):
+            inputs = [errors[layer]]
+            if following:
+                inputs.append(F.interpolate(following[0].r, scale_factor=2, mode="nearest"))
+            r, c = self.lstm[layer](inputs, state[layer].r, state[layer].c)
+            p = F.relu(self.conv_p[layer](r))
+            following.insert(0, LayerState(r, c, p.clamp(max=1.0) if layer == 0 else p))
+        return following
+
+    def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Float[Tensor, "t 1 c h w"]]:
+        """One update per window, a batch of one."""
+        yield window[:, None]
+
+    def training_loss(
+        self, batch: Float[Tensor, "t b c h w"], state: State | None
+    ) -> tuple[Tensor, Tensor, State | None]:
+        """Predict every frame of the batch but the first, each from the frames before it.
+
+        `published`: the sum over the window of the mean squared errors. `lotter`: the weighted mean
+        of the error units, averaged over the window. The state is cut off from the graph.
+        """
+        if self.variant == "published":
+            predictions, after = self(batch[:-1], state)
+            errors = (predictions - batch[1:]).square().flatten(1).mean(1)
+            return errors.sum(), errors.detach(), detached(after)
+        return self._error_unit_loss(batch, state)
+
+    def _error_unit_loss(self, batch: Tensor, state: State | None) -> tuple[Tensor, Tensor, State]:
+        state = self.initial_state(batch[0]) if state is None else state
+        errors, losses, squared = self.bottom_up(batch[0], state), [], []
+        for target in batch[1:]:
+            state = self.top_down(errors, state)
+            errors = self.bottom_up(target, state)
+            weighted = [w * e.mean() for w, e in zip(self.layer_weights, errors, strict=True)]
+            losses.append(torch.stack(weighted).sum())
+            squared.append((state[0].p.detach() - target).square().mean())
+        return torch.stack(losses).mean(), torch.stack(squared), detached(state)
+
+    def _layer_size(self, layer: int) -> tuple[int, int]:
+        return self.size[0] >> layer, self.size[1] >> layer
+
+
+class ConvLSTM(nn.Module):
+    """A convolutional LSTM (Shi et al. 2015). One convolution computes its four gates i, f, c, o.
+
+    Its input is the concatenation of `in_channels` groups and the hidden state. With peepholes
+    ("published"), the gates see the cell through element-wise weights of the state's full shape.
+    """
+
+    def __init__(self, in_channels: tuple[int, ...], channels: int, size: tuple[int, int], variant: str) -> None:
+        super().__init__()
+        self.groups = (*in_channels, channels)
+        self.channels = channels
+        self.hard = variant == "lotter"
+        self.gates = nn.Conv2d(sum(self.groups), 4 * channels, 3, padding=1)
+        if not self.hard:
+            self.peep_i = nn.Parameter(torch.empty(1, channels, *size))
+            self.peep_f = nn.Parameter(torch.empty(1, channels, *size))
+            self.peep_o = nn.Parameter(torch.empty(1, channels, *size))
+
+    def draw_weights(self, generator: torch.Generator) -> None:
+        """As if each gate had a convolution of its own for each group of inputs (published)."""
+        fan_in = sum(self.groups) * 9
+        if self.hard:
+            for gate in self.gates.weight.chunk(4):
+                _draw_glorot_(gate, fan_in, self.channels * 9, generator)
+        else:
+            for group in self.gates.weight.split(self.groups, dim=1):
+                if group.shape[1]:
+                    draw_normal_(group, group.shape[1] * 9, generator)
+            for peep in (self.peep_i, self.peep_f, self.peep_o):
+                draw_normal_(peep, peep.numel(), generator)
+        nn.init.zeros_(self.gates.bias)
+
+    def forward(self, inputs: list[Tensor], hidden: Frame, cell: Frame) -> tuple[Frame, Frame]:
+        """The new hidden state and cell."""
+        i, f, g, o = self.gates(torch.cat([*inputs, hidden], 1)).chunk(4, dim=1)
+        if self.hard:
+            new_cell = _hard_sigmoid(f) * cell + _hard_sigmoid(i) * g.tanh()
+            return _hard_sigmoid(o) * new_cell.tanh(), new_cell
+        i, f = i + self.peep_i * cell, f + self.peep_f * cell
+        new_cell = g.tanh() * i.sigmoid() + f.sigmoid() * cell
+        return (o + self.peep_o * cell).sigmoid() * new_cell.tanh(), new_cell
+
+
+def detached(state: State) -> State:
+    """The same state, cut off from the graph that made it."""
+    return [LayerState(*(tensor.detach() for tensor in layer)) for layer in state]
+
+
+def _hard_sigmoid(x: Tensor) -> Tensor:
+    """Keras's: 0.2 x + 0.5, clipped to [0, 1] (torch's has the slope 1/6)."""
+    return (0.2 * x + 0.5).clamp(0.0, 1.0)
+
+
+def _draw_glorot_(parameter: Tensor, fan_in: int, fan_out: int, generator: torch.Generator) -> None:
+    bound = (6.0 / (fan_in + fan_out)) ** 0.5
+    drawn = torch.rand(parameter.shape, generator=generator, dtype=torch.float32)
+    with torch.no_grad():
+        parameter.copy_((2.0 * drawn - 1.0) * bound)
+
+
+def _check_divides(size: tuple[int, int], layers: int) -> None:
+    step = 2 ** (layers - 1)
+    if all(edge > 0 and edge % step == 0 for edge in size):
+        return
+    below = tuple(max(step, edge // step * step) for edge in size)
+    above = tuple(max(step, -(-edge // step) * step) for edge in size)
+    raise UsageError(
+        f"size={tuple(size)}: {layers} layers halve a frame {layers - 1} times, so height and width "
+        f"must be multiples of {step}, for example {below} or {above}"
+    )

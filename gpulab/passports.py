@@ -1,0 +1,183 @@
+"""Passports: the hardware and software on which something ran, as one versioned JSON document."""
+
+from __future__ import annotations
+
+import functools
+import html
+import json
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PASSPORT_FORMAT = 1
+VECTOR_EXTENSIONS = re.compile(r"(sse4_[12]|avx.*|fma|f16c|amx.*|neon|asimd|sve2?|bf16|vsx)")
+
+
+class Passport(dict[str, Any]):
+    """A JSON-ready dictionary that shows itself as a table in a notebook."""
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The passport as (what, value) pairs, for a table."""
+        cpu, software = self["cpu"], self["software"]
+        rows = [
+            ("CPU", cpu["model"]),
+            ("cores", f"{cpu['physical_cores']} physical, {cpu['logical_cores']} logical"),
+            ("vector extensions", ", ".join(cpu["vector_extensions"]) or "none reported"),
+            ("memory", f"{self['memory_bytes'] / 2**30:.1f} GiB"),
+        ]
+        for index, gpu in enumerate(self["gpus"]):
+            details = [gpu["name"]]
+            if gpu.get("compute_capability"):
+                details.append(f"compute capability {gpu['compute_capability']}")
+            if gpu.get("multiprocessors"):
+                details.append(f"{gpu['multiprocessors']} multiprocessors")
+            if gpu.get("memory_bytes"):
+                details.append(f"{gpu['memory_bytes'] / 2**30:.0f} GiB")
+            if gpu.get("driver"):
+                details.append(f"driver {gpu['driver']}")
+            rows.append((f"GPU {index}", ", ".join(details)))
+        if not self["gpus"]:
+            rows.append(("GPU", "none"))
+        for name in ("cuda", "rocm", "cudnn", "blas", "onednn", "torch", "python", "os"):
+            if software[name]:
+                rows.append((name, software[name]))
+        commit = f" ({software['commit'][:10]})" if software["commit"] else ""
+        rows.append(("gpulab", software["gpulab"] + commit))
+        return rows
+
+    def summary(self) -> str:
+        """One line: the GPUs or, without one, the CPU, and torch's version."""
+        names = [gpu["name"] for gpu in self["gpus"]] or [self["cpu"]["model"]]
+        return f"{', '.join(names)}, torch {self['software']['torch']}"
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(what)}</th>"
+            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
+            for what, value in self.rows()
+        )
+        return f"<table>{cells}</table>"
+
+    def __str__(self) -> str:
+        return "\n".join(f"{what:18} {value}" for what, value in self.rows())
+
+    def to_json(self) -> str:
+        """The passport as JSON text."""
+        return json.dumps(self, indent=1)
+
+
+def passport() -> Passport:
+    """This machine: CPU, GPUs, libraries, operating system, and gpulab's version and commit.
+
+    >>> sorted(passport())
+    ['cpu', 'format', 'gpus', 'memory_bytes', 'software']
+    """
+    import psutil
+
+    cpu = cpu_description()
+    return Passport(
+        format=PASSPORT_FORMAT,
+        cpu={
+            "model": cpu["model"],
+            "architecture": platform.machine(),
+            "physical_cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
+            "logical_cores": psutil.cpu_count(),
+            "vector_extensions": [flag for flag in cpu["flags"] if VECTOR_EXTENSIONS.fullmatch(flag)],
+        },
+        memory_bytes=psutil.virtual_memory().total,
+        gpus=[*_cuda_gpus(), *_other_gpus()],
+        software=_software(),
+    )
+
+
+@functools.cache
+def cpu_description() -> dict[str, Any]:
+    """The CPU's model name and sorted feature flags (takes about a second the first time)."""
+    import cpuinfo
+
+    info = cpuinfo.get_cpu_info()
+    model = info.get("brand_raw") or platform.processor() or platform.machine()
+    return {"model": model, "flags": sorted(info.get("flags", []))}
+
+
+def _cuda_gpus() -> list[dict[str, Any]]:
+    import torch
+
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "kind": "cuda",
+                "name": properties.name,
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "multiprocessors": properties.multi_processor_count,
+                "memory_bytes": properties.total_memory,
+                "driver": _nvidia_driver() if torch.version.cuda else None,
+            }
+        )
+    return gpus
+
+
+def _other_gpus() -> list[dict[str, Any]]:
+    import torch
+
+    gpus: list[dict[str, Any]] = []
+    if torch.backends.mps.is_available():
+        gpus.append({"kind": "mps", "name": f"Apple GPU ({platform.processor() or platform.machine()})"})
+    if torch.xpu.is_available():
+        for index in range(torch.xpu.device_count()):
+            properties = torch.xpu.get_device_properties(index)
+            gpus.append({"kind": "xpu", "name": properties.name, "memory_bytes": properties.total_memory})
+    return gpus
+
+
+@functools.cache
+def _nvidia_driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return output.split("\n")[0].strip() or None
+
+
+def _software() -> dict[str, str | None]:
+    import torch
+
+    build = torch.__config__.show()
+    blas = re.search(r"BLAS_INFO=(\w+)", build)
+    mkl = re.search(r"oneAPI Math Kernel Library Version ([\w.-]+)", build)
+    onednn = re.search(r"MKL-DNN v([\w.]+)", build)
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "cudnn": str(cudnn) if cudnn else None,
+        "blas": " ".join(found[1] for found in (blas, mkl) if found) or None,
+        "onednn": onednn[1] if onednn else None,
+        "python": platform.python_version(),
+        "os": platform.platform(),
+        "gpulab": metadata.version("gpulab"),
+        "commit": _commit(),
+    }
+
+
+@functools.cache
+def _commit() -> str | None:
+    """The commit of the checkout that gpulab runs from; `GPULAB_COMMIT` where there is no git."""
+    if commit := os.environ.get("GPULAB_COMMIT"):
+        return commit
+    root = Path(__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,374 @@
+"""Two scenes that the project renders itself, endlessly, from a seed: a walk, and moving digits.
+
+The bytes are the same on every platform. To that end only operations that IEEE 754 rounds exactly
+(+ − × ÷ and comparisons, element by element) touch floating-point numbers: no sum over an axis, no
+matrix product, and sine from a polynomial below, since every C library has its own. Random numbers
+are the raw output of PCG64, which NumPy guarantees never to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.generic]
+Floats = npt.NDArray[np.floating]
+Frames = npt.NDArray[np.uint8]
+
+CHUNK_PIXELS = 100_000  # frames are rendered together until they hold about this many pixels
+PI = 3.141592653589793
+
+
+def random_bytes(*key: int, count: int) -> npt.NDArray[np.uint8]:
+    """`count` uniform bytes that depend on nothing but the integers in `key`."""
+    raw = np.random.PCG64(np.random.SeedSequence(key)).random_raw((count + 7) // 8)
+    return np.asarray(raw, dtype="<u8").view(np.uint8)[:count]
+
+
+def uniform(*key: int, count: int) -> Floats:
+    """`count` numbers uniform in [0, 1), a multiple of 2⁻⁵³ each, from `key` alone."""
+    raw = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
+    return (np.asarray(raw, dtype=np.uint64) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sine(angle: Floats) -> Floats:
+    """sin(angle) to about 1e-9, the same bits on every platform (Taylor's series, reduced to ±π/2)."""
+    turns = np.floor(angle / (2 * PI) + 0.5)
+    x = angle - turns * (2 * PI)
+    x = np.where(x > PI / 2, PI - x, np.where(x < -PI / 2, -PI - x, x))
+    square = x * x
+    series = np.ones_like(x)
+    for k in (13, 11, 9, 7, 5, 3):
+        series = 1.0 - square * series / (k * (k - 1))
+    return x * series
+
+
+def cosine(angle: Floats) -> Floats:
+    """cos(angle), as `sine`."""
+    return sine(angle + PI / 2)
+
+
+# --- the walk --------------------------------------------------------------------------------------
+# A town on a grid: streets two units wide every six units, houses between them. The walker keeps to
+# the middle of the street and at each crossing goes on or turns along a quarter circle. Lengths are
+# in units of one cell; the eye is half a unit above the ground.
+
+BLOCK, STREET = 6, 2
+STRAIGHT = float(BLOCK - STREET)  # from one crossing to the next
+EYE_HEIGHT = 0.5
+VIEW_DISTANCE = 20.0
+HALF_VIEW = 0.66  # tangent of half the horizontal field of view: 67 degrees
+TEXTURE = 64  # texels along an edge
+HOUSES = 8  # wall textures
+
+
+class Walk:
+    """A first-person walk through a textured town, with turns, head-bob and passers-by.
+
+    `size` is (height, width) in pixels. `speed` scales the motion; at 1 the walker covers a street
+    of four units in about 70 frames. Frames come as (3, height, width) arrays of bytes.
+
+    >>> walk = Walk(seed=0, size=(48, 64))
+    >>> next(walk.stream()).shape
+    (3, 48, 64)
+    """
+
+    def __init__(self, seed: int, size: tuple[int, int], speed: float = 1.0) -> None:
+        self.seed, self.size, self.speed = seed, size, speed
+        self.path = _Path(seed)
+        self.atlas = _atlas(seed)
+        self.palette = 40 + random_bytes(seed, 5, count=3 * 64).reshape(64, 3) // 2
+
+    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Frames]:
+        """Frames `start` to `stop` (without it: endlessly), one by one."""
+        height, width = self.size
+        chunk = max(1, CHUNK_PIXELS // (height * width))
+        while stop is None or start < stop:
+            # Chunks begin at multiples of their length, so that a frame has the same bytes
+            # wherever the stream began.
+            end = (start // chunk + 1) * chunk
+            yield from self.render(np.arange(start, end if stop is None else min(end, stop)))
+            start = end
+
+    def render(self, frames: npt.NDArray[np.integer]) -> Frames:
+        """The frames of these numbers, (len(frames), 3, height, width)."""
+        height, width = self.size
+        time = frames.astype(np.float64)
+        distance = time * (0.055 * self.speed)
+        x, y, heading = self.path.at(distance)
+        step = distance * 7.0  # the phase of a footstep
+        heading = heading + 0.16 * sine(distance * 0.9) + 0.01 * sine(step)
+        facing_x, facing_y = cosine(heading), sine(heading)
+        x, y = x - 0.03 * sine(step) * facing_y, y + 0.03 * sine(step) * facing_x
+        horizon = height * (0.5 + 0.012 * sine(step * 2.0) + 0.02 * sine(distance * 0.37))
+
+        column = ((np.arange(width) + 0.5) * (2.0 / width) - 1.0) * HALF_VIEW
+        ray_x = facing_x[:, None] - column * facing_y[:, None]
+        ray_y = facing_y[:, None] + column * facing_x[:, None]
+        depth, across, house, side = _cast(x, y, ray_x, ray_y, self.seed)
+
+        focal = width / (2 * HALF_VIEW)
+        f32 = np.float32
+        row = (np.arange(height) + 0.5 - horizon[:, None]).astype(f32)[:, :, None] / f32(focal)
+        depth32 = depth.astype(f32)[:, None, :]
+        roof = (0.7 + 0.25 * (house % 5)).astype(f32)[:, None, :]
+        ground = row * depth32 > EYE_HEIGHT
+        sky = row * depth32 < -roof
+
+        # Where each pixel looks in the atlas of textures, and how far away that is.
+        reach = EYE_HEIGHT / np.maximum(row, f32(1e-3))
+        reach = np.minimum(reach, f32(VIEW_DISTANCE))
+        tile_x = _texel((x.astype(f32)[:, None, None] + reach * ray_x.astype(f32)[:, None, :]) * f32(0.5))
+        tile_y = _texel((y.astype(f32)[:, None, None] + reach * ray_y.astype(f32)[:, None, :]) * f32(0.5))
+        ground_index = tile_y * TEXTURE + tile_x
+        brick_x = _texel(across.astype(f32))[:, None, :]
+        brick_y = _texel(row * depth32 * f32(0.8))
+        wall_index = (1 + house.astype(np.int32) % HOUSES)[:, None, :] * TEXTURE**2 + brick_y * TEXTURE + brick_x
+        cloud_x = _texel((heading[:, None] + column).astype(f32) * f32(0.7))[:, None, :]
+        cloud_y = np.clip((row * f32(-40.0)).astype(np.int32), 0, TEXTURE - 1)
+        sky_index = (1 + HOUSES) * TEXTURE**2 + cloud_y * TEXTURE + cloud_x
+        index = np.where(ground, ground_index, np.where(sky, sky_index, wall_index))
+        colour = self.atlas[index]
+
+        # Distance fades into haze; the two sides of a house are lit differently.
+        far = np.where(ground, reach, depth32)
+        clear = 256 - np.minimum((far * f32(7.5)).astype(np.int32), 150)
+        clear = np.where(~ground & (side[:, None, :] == 1), clear * 3 // 4, clear)
+        clear = np.where(sky, 256, clear).astype(np.uint16)[..., None]
+        lit = (colour * clear + (256 - clear) * np.uint16(120)) >> np.uint16(8)
+        image = np.ascontiguousarray(lit.astype(np.uint8).transpose(0, 3, 1, 2))
+        self._passers_by(image, distance, x, y, facing_x, facing_y, row[:, :, 0], column, depth)
+        return image
+
+    def _passers_by(
+        self,
+        image: Frames,
+        distance: Floats,
+        x: Floats,
+        y: Floats,
+        facing_x: Floats,
+        facing_y: Floats,
+        row: Floats,
+        column: Floats,
+        depth: Floats,
+    ) -> None:
+        """Draw the people who walk along the same street, three ahead coming and three going."""
+        people = [self._people(distance, family, k) for family in (0, 1) for k in range(3)]
+        person = np.stack([who for who, _, _ in people], axis=1)  # (frames, 6)
+        along = np.stack([where for _, where, _ in people], axis=1)
+        aside = np.stack([offset for _, _, offset in people], axis=1)
+        px, py, heading = self.path.at(along.ravel())
+        px, py, heading = (values.reshape(along.shape) for values in (px, py, heading))
+        px, py = px - aside * sine(heading), py + aside * cosine(heading)
+        to_x, to_y = px - x[:, None], py - y[:, None]
+        ahead = to_x * facing_x[:, None] + to_y * facing_y[:, None]
+        sideways = to_y * facing_x[:, None] - to_x * facing_y[:, None]
+        nearest_last = np.argsort(-ahead, axis=1, kind="stable")
+        frame = np.arange(len(distance))
+        for rank in range(nearest_last.shape[1]):
+            which = nearest_last[:, rank]
+            who, z = person[frame, which], ahead[frame, which]
+            safe = np.maximum(z, 0.2)
+            phase = distance * 9.0 + who * 1.7
+            # Height above the ground in units, 0 at the feet and 0.56 at the crown.
+            up = EYE_HEIGHT - row * safe[:, None]
+            legs = 0.05 + 0.03 * sine(phase)[:, None] * (0.26 - up) * 4.0
+            head = 0.8 * np.sqrt(np.maximum(0.0049 - (up - 0.49) * (up - 0.49), 0.0))
+            half = np.where(up > 0.42, head, np.where(up > 0.26, 0.085, legs))
+            half = np.where((up < 0) | (z < 0.25)[:, None], 0.0, half)
+            off = np.abs(column - (sideways[frame, which] / safe)[:, None]) * safe[:, None]
+            off = np.where(depth < safe[:, None], 9.0, off)  # a house stands before them
+            mask = off.astype(np.float32)[:, None, :] < half.astype(np.float32)[:, :, None]
+            for channel in range(3):
+                coat = self.palette[who % 64, channel][:, None]
+                trousers = self.palette[(who * 7 + 3) % 64, channel][:, None] // 2
+                skin = np.uint8((214, 170, 140)[channel])
+                paint = np.where(up > 0.42, skin, np.where(up > 0.26, coat, trousers))
+                np.copyto(image[:, channel], paint[:, :, None], where=mask)
+
+    def _people(self, distance: Floats, family: int, k: int) -> tuple[Array, Floats, Floats]:
+        """The k-th person ahead in a family: number, place along the path, offset to the side."""
+        gap, pace = ((3.7, -0.6), (6.1, 0.45))[family]
+        number = np.floor((distance * (1.0 - pace) + 0.3) / gap).astype(np.int64) + 1 + k
+        jitter = ((number * 2654435761 + self.seed * 97 + family * 31) % 1009) / 1009.0
+        aside = np.where(number % 2 == 0, 0.35, -0.35) + 0.3 * (jitter - 0.5)
+        return np.abs(number * 2 + family), number * gap + jitter + distance * pace, aside
+
+
+class _Path:
+    """Where the walker is and faces after a given distance: straight streets and quarter circles."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.starts: list[float] = [0.0]  # the distance at which a piece of the path begins
+        self.places: list[tuple[int, int, int]] = [(1, STREET, 1)]  # x, y, and heading in quarter turns
+        self.turns: list[int | None] = [None]  # None: a street; -1, 0, 1: a crossing
+        self._pending = np.empty(0, dtype=np.uint8)
+
+    def at(self, distance: Floats) -> tuple[Floats, Floats, Floats]:
+        """Position and heading (radians) at each distance, an array of any one shape (n,)."""
+        distance = np.maximum(distance, 0.0)
+        while self.starts[-1] <= distance.max(initial=0.0):
+            self._extend()
+        piece = np.searchsorted(np.array(self.starts), distance, side="right") - 1
+        along = distance - np.array(self.starts)[piece]
+        places = np.array(self.places, dtype=np.float64)[piece]
+        turn = np.array([0 if turn is None else turn for turn in self.turns], dtype=np.float64)[piece]
+        x, y, quarter = places[:, 0], places[:, 1], places[:, 2]
+        heading = quarter * (PI / 2)
+        # A turn follows a quarter circle of radius one: forward by sin, to the side by 1 − cos.
+        forward = np.where(turn == 0, along, sine(along))
+        aside = turn * (1.0 - cosine(along))
+        ahead_x, ahead_y = _quarter_direction(quarter)
+        x = x + forward * ahead_x - aside * ahead_y
+        y = y + forward * ahead_y + aside * ahead_x
+        return x, y, heading + turn * along
+
+    def _extend(self) -> None:
+        x, y, quarter = self.places[-1]
+        turn = self.turns[-1]
+        ahead_x, ahead_y = ((1, 0), (0, 1), (-1, 0), (0, -1))[quarter % 4]
+        if turn is None:  # at the end of a street comes a crossing
+            length, reach, aside = STRAIGHT, int(STRAIGHT), 0
+            following: int | None = self._choose_turn()
+        else:
+            length = float(STREET) if turn == 0 else PI / 2
+            reach, aside = (STREET, 0) if turn == 0 else (1, turn)
+            following = None
+        x, y = x + reach * ahead_x - aside * ahead_y, y + reach * ahead_y + aside * ahead_x
+        self.starts.append(self.starts[-1] + length)
+        self.places.append((x, y, quarter + (turn or 0)))
+        self.turns.append(following)
+
+    def _choose_turn(self) -> int:
+        crossing = len(self.turns) // 2
+        if crossing % 256 == 0:
+            self._pending = random_bytes(self.seed, 1, crossing // 256, count=256)
+        return (0, -1, 1)[self._pending[crossing % 256] % 3]
+
+
+def _quarter_direction(quarter: Floats) -> tuple[Floats, Floats]:
+    which = quarter.astype(np.int64) % 4
+    return np.array([1.0, 0.0, -1.0, 0.0])[which], np.array([0.0, 1.0, 0.0, -1.0])[which]
+
+
+def _cast(
+    x: Floats, y: Floats, ray_x: Floats, ray_y: Floats, seed: int
+) -> tuple[Floats, Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Follow each ray from cell to cell of the grid until it meets a house.
+
+    Returns the depth along the view, the place across the wall, the house's number and the side
+    that was hit (0 east or west, 1 north or south), each of the shape of `ray_x`: (frames, width).
+    The method is Amanatides and Woo, A fast voxel traversal algorithm for ray tracing, 1987.
+    """
+    x, y = np.broadcast_to(x[:, None], ray_x.shape), np.broadcast_to(y[:, None], ray_x.shape)
+    cell_x, cell_y = np.floor(x).astype(np.int64), np.floor(y).astype(np.int64)
+    ray_x = np.where(np.abs(ray_x) < 1e-9, 1e-9, ray_x)
+    ray_y = np.where(np.abs(ray_y) < 1e-9, 1e-9, ray_y)
+    step_x, step_y = np.where(ray_x > 0, 1, -1), np.where(ray_y > 0, 1, -1)
+    per_x, per_y = np.abs(1.0 / ray_x), np.abs(1.0 / ray_y)
+    next_x = np.where(ray_x > 0, cell_x + 1.0 - x, x - cell_x) * per_x
+    next_y = np.where(ray_y > 0, cell_y + 1.0 - y, y - cell_y) * per_y
+    depth, side = np.zeros_like(ray_x), np.zeros(ray_x.shape, dtype=np.int64)
+    walking = np.ones(ray_x.shape, dtype=bool)
+    while walking.any():
+        go_x = walking & (next_x < next_y)
+        go_y = walking & ~go_x
+        depth = np.where(go_x, next_x, np.where(go_y, next_y, depth))
+        side = np.where(go_x, 0, np.where(go_y, 1, side))
+        cell_x, cell_y = cell_x + step_x * go_x, cell_y + step_y * go_y
+        next_x, next_y = next_x + per_x * go_x, next_y + per_y * go_y
+        in_house = (cell_x % BLOCK >= STREET) & (cell_y % BLOCK >= STREET)
+        walking &= ~in_house & (depth < VIEW_DISTANCE)
+    depth = np.clip(depth, 0.05, VIEW_DISTANCE)
+    place = np.where(side == 0, y + depth * ray_y, x + depth * ray_x)
+    house = ((cell_x // BLOCK) * 73856093 + (cell_y // BLOCK) * 19349663 + seed * 83492791) % 1013
+    return depth, place - np.floor(place), house, side
+
+
+def _texel(place: Floats) -> npt.NDArray[np.int32]:
+    return np.floor(place * np.float32(TEXTURE)).astype(np.int32) & (TEXTURE - 1)
+
+
+def _atlas(seed: int) -> npt.NDArray[np.uint16]:
+    """Ground, eight house fronts and the sky, (10·64·64, 3), 0 to 255."""
+    noise = [_noise(seed, 2, k) for k in range(2 + HOUSES)]
+    tints = random_bytes(seed, 3, count=3 * HOUSES).reshape(HOUSES, 3).astype(np.int64)
+    u, v = np.meshgrid(np.arange(TEXTURE), np.arange(TEXTURE))
+    slabs = 70 + noise[0] // 3
+    slabs = np.where((u % 32 < 2) | (v % 32 < 2), 40, slabs)
+    textures = [np.stack([slabs, slabs, slabs - 8], axis=-1)]
+    for k in range(HOUSES):
+        tint = 70 + tints[k] * 120 // 255
+        pitch = (16, 32, 21)[k % 3]
+        front = tint * (128 + noise[1 + k][..., None] // 2) // 255
+        window = (u % pitch > pitch // 3) & (v % 32 > 10) & (v % 32 < 24)
+        mortar = (v % 8 == 0) | ((u + 4 * (v // 8)) % 16 == 0)
+        front = np.where(mortar[..., None], front * 3 // 4, front)
+        pane = np.array([52, 62, 80]) + noise[1 + k][..., None] // 8
+        textures.append(np.where(window[..., None], pane, front))
+    clouds = noise[1 + HOUSES]
+    height = np.minimum(v * 2, 80)
+    textures.append(np.stack([150 - height + clouds // 3, 175 - height // 2 + clouds // 4, 215 + clouds // 8], axis=-1))
+    return np.clip(np.concatenate([texture.reshape(-1, 3) for texture in textures]), 0, 255).astype(np.uint16)
+
+
+def _noise(*key: int) -> npt.NDArray[np.int64]:
+    """Smooth random texture that tiles, (64, 64), 0 to 255: value noise of five octaves."""
+    total = np.zeros((TEXTURE, TEXTURE), dtype=np.int64)
+    for octave, cells in enumerate((4, 8, 16, 32, 64)):
+        grid = random_bytes(*key, octave, count=cells * cells).reshape(cells, cells).astype(np.int64)
+        scale = TEXTURE // cells
+        place = np.arange(TEXTURE)
+        low, part = place // scale, place % scale
+        high = (low + 1) % cells
+        rows = grid[low] * (scale - part)[:, None] + grid[high] * part[:, None]
+        both = rows[:, low] * (scale - part) + rows[:, high] * part
+        total += both // (scale * scale) * (16 >> octave)
+    return total // 31
+
+
+# --- moving digits ----------------------------------------------------------------------------------
+
+
+class MovingDigits:
+    """Two handwritten digits that drift and bounce in a dark square (as Srivastava et al. 2015).
+
+    `digits` is an array of bytes (N, 28, 28). Every `LIFE` frames two other digits appear. Positions
+    move by whole pixels, so frames, (3, height, width), are exact.
+    """
+
+    LIFE = 100
+
+    def __init__(self, digits: Frames, seed: int, size: tuple[int, int], speed: float = 1.0) -> None:
+        self.digits, self.seed, self.size, self.speed = digits, seed, size, speed
+
+    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Frames]:
+        """Frames `start` to `stop` (without it: endlessly), one by one."""
+        while stop is None or start < stop:
+            yield self.frame(start)
+            start += 1
+
+    def frame(self, number: int) -> Frames:
+        """The frame of this number, (3, height, width)."""
+        height, width = self.size
+        scene, age = divmod(number, self.LIFE)
+        picture = np.zeros((height, width), dtype=np.uint8)
+        chance = uniform(self.seed, 7, scene, count=10).reshape(2, 5)
+        for which, *motion in chance:
+            digit = self.digits[int(which * len(self.digits))][:height, :width]
+            rows = _bounce(motion[0], motion[1], age * self.speed, height - digit.shape[0])
+            columns = _bounce(motion[2], motion[3], age * self.speed, width - digit.shape[1])
+            patch = picture[rows : rows + digit.shape[0], columns : columns + digit.shape[1]]
+            np.maximum(patch, digit, out=patch)
+        return np.repeat(picture[None], 3, axis=0)
+
+
+def _bounce(start: float, velocity: float, age: float, room: int) -> int:
+    """A place in 0…room of something that moves at ±1 to 3 pixels a frame and bounces."""
+    if room == 0:
+        return 0
+    place = (start * 2 * room + (1.0 + 2.0 * velocity) * age) % (2 * room)
+    return int(room - abs(place - room))

@@ -1,0 +1,418 @@
+"""One run: one training, from one seed, under one setting."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from gpulab import store as stores
+from gpulab.datasets import Data, Window, load
+from gpulab.errors import UsageError
+from gpulab.models import MODELS
+from gpulab.models.base import Trainable
+from gpulab.passports import Passport, passport
+from gpulab.profiles import Protocol, protocol
+from gpulab.settings import Setting, arithmetic
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LAST_FIFTH = 5
+CHECKPOINT_SECONDS = 10.0
+
+
+@dataclass
+class Run:
+    """What one training left: the trained `model`, its `history` and its `record`.
+
+    `history` has a row for each window: `window`, `step` (updates so far), `loss` (mean squared
+    error per frame, averaged over the window), `seconds`.
+    """
+
+    model: Trainable
+    history: pd.DataFrame
+    record: dict[str, Any]
+    path: Path | None = None
+
+    @property
+    def status(self) -> str:
+        """`finished` or `diverged`."""
+        return self.record["status"]
+
+    @property
+    def final_loss(self) -> float:
+        """The mean of the loss over the last fifth of the windows; NaN when diverged."""
+        return _number(self.record["summary"]["final_loss"])
+
+    @property
+    def heldout_loss(self) -> float:
+        """The mean squared error per held-out frame after training; NaN when diverged."""
+        return _number(self.record["summary"]["heldout_loss"])
+
+    def __repr__(self) -> str:
+        record, summary = self.record, self.record["summary"]
+        where = f"{record['experiment']} under {record['setting']}, seed {record['seed']}"
+        if self.status == "diverged":
+            return f"{where}: diverged at step {record['diverged_at']}"
+        return (
+            f"{where}: final loss {self.final_loss:.5f}, held out {self.heldout_loss:.5f}, "
+            f"{summary['seconds']:.1f} s ({summary['frames_per_second']:.0f} frames/s)"
+        )
+
+
+def train(
+    net: Trainable | str,
+    data: Data | str | None = None,
+    setting: Setting | str = "cpu",
+    seed: int = 0,
+    profile: str = "quick",
+    *,
+    frames: int | None = None,
+    learning_rate: float | None = None,
+    data_options: dict[str, Any] | None = None,
+    model_options: dict[str, Any] | None = None,
+    store: str | Path | None = None,
+    resume: bool = True,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    keep_weights: bool = True,
+    rerun: int = 0,
+    progress: bool | Callable[[int, float], None] = True,
+    command: str | None = None,
+) -> Run:
+    """Train a copy of a network by the published protocol, and return the run.
+
+    `net` is `"autoencoder"`, `"prednet"`, or a module derived from `Trainable`. The weights of a
+    fresh network are drawn from `seed`; a network that holds loaded weights starts from those. `net`
+    itself is left as it was, so that the next training starts from the same place. The profile says
+    how long and on what, unless `data` (a name or loaded), `frames`, `learning_rate`, `data_options`
+    (of `gpulab.load`) or `model_options` (of the model named) say otherwise.
+
+    PredNet: windows of 20 frames, one update each, the state carried from window to window; Adam with
+    learning rate 1e-3, beta 0.9 and 0.999, eps 1e-8; a batch of one. The autoencoder: one image per
+    update. The loss reported is the mean squared error per frame. `final_loss` is its mean over the
+    last fifth of the windows. A loss that is not finite ends the run as `diverged`.
+
+    With a `store` (a folder), the run is kept there, an interrupted one resumes from its last
+    checkpoint, and one that is already there is returned without training. `progress` is true for a
+    bar, or is called with (frames done, loss).
+
+    >>> run = train("autoencoder", profile="smoke", progress=False)
+    >>> run.status, len(run.history)
+    ('finished', 20)
+    """
+    parsed = Setting.parse(setting)
+    parsed.prepare()
+    name = net if isinstance(net, str) else type(net).__name__.lower()
+    plan = protocol(name if name in MODELS else "prednet", profile)
+    frames = plan.frames if frames is None else frames
+    if frames < plan.window:
+        raise UsageError(f"frames={frames}: a window alone has {plan.window}")
+    model = _model(net, plan, model_options or {})
+    dataset = _data(data, model, plan, frames, data_options or {})
+    rate = plan.learning_rate if learning_rate is None else learning_rate
+    configuration = {
+        "model": name,
+        "model_options": _model_description(net, model, plan, model_options or {}),
+        "data": dataset.name,
+        "data_options": dataset.options(),
+        "frames": frames,
+        "window": plan.window,
+        "learning_rate": rate,
+    }
+    with parsed.apply():
+        record = _record(name, profile, parsed, seed, rerun, configuration, passport(), command)
+        folder = None if store is None else Path(store)
+        if folder is not None and resume and stores.is_done(folder, record["id"]):
+            return _stored(folder / record["id"], model)
+        if model.fresh:
+            model.draw_weights(torch.Generator().manual_seed(seed))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            trainer = _Trainer(model, dataset, parsed, seed, plan.window, frames // plan.window, rate)
+            file = None if folder is None else stores.checkpoint_file(folder, record["id"])
+            if file is not None and resume and (checkpoint := stores.read_checkpoint(file)):
+                trainer.restore(*checkpoint)
+                record["resumed_at"] = trainer.windows_done
+            trainer.run(file, checkpoint_seconds, progress)
+            record |= trainer.outcome()
+    history = pd.DataFrame(trainer.history, columns=["window", "step", "loss", "seconds"])
+    model.fresh = False
+    run = Run(model.cpu(), history, record)
+    if folder is not None and file is not None:
+        run.path = stores.write_run(folder, record, history, model.state_dict() if keep_weights else None)
+        file.unlink(missing_ok=True)
+    return run
+
+
+class _Trainer:
+    """The loop over windows, and everything that must survive an interruption."""
+
+    def __init__(
+        self, model: Trainable, data: Data, setting: Setting, seed: int, window: int, count: int, rate: float
+    ) -> None:
+        self.model = model.to(setting.device, setting.dtype)
+        self.data, self.setting, self.seed = data, setting, seed
+        self.window, self.count = window, count
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=rate)
+        self.state: Any = None
+        self.history: list[tuple[int, int, float, float]] = []
+        self.step = 0
+        self.diverged_at: int | None = None
+        self.seconds = 0.0
+
+    @property
+    def windows_done(self) -> int:
+        return len(self.history)
+
+    def run(self, file: Path | None, every: float, progress: bool | Callable[[int, float], None]) -> None:
+        """Train window by window until the end, a loss that is not finite, or an interruption."""
+        self.model.train()
+        windows = self.data.windows(self.window, self.seed, self.windows_done)
+        started = time.perf_counter() - self.seconds
+        saved = time.monotonic()
+        with _Progress(self.count * self.window, self.windows_done * self.window, progress) as shown:
+            try:
+                while self.windows_done < self.count and self.diverged_at is None:
+                    loss = self._train_window(next(windows))
+                    self.seconds = time.perf_counter() - started
+                    self.history.append((self.windows_done, self.step, loss, self.seconds))
+                    shown.advance(self.window, loss)
+                    if file is not None and time.monotonic() - saved >= every:
+                        stores.write_checkpoint(file, *self.checkpoint())
+                        saved = time.monotonic()
+            except KeyboardInterrupt:
+                if file is not None:
+                    stores.write_checkpoint(file, *self.checkpoint())
+                raise
+
+    def _train_window(self, window: Window) -> float:
+        """One window: an update for each of its batches. Returns the loss per frame."""
+        if window.restart:
+            self.state = None
+        losses = []
+        for batch in self.model.batches(self._tensor(window.frames)):
+            self.optimizer.zero_grad(set_to_none=True)
+            objective, per_frame, self.state = self.model.training_loss(batch, self.state)
+            objective.backward()
+            self.optimizer.step()
+            self.step += 1
+            losses.append(per_frame.double().mean() if per_frame.device.type != "mps" else per_frame.mean())
+        # One look at the device per window: asking after every update would wait for it each time.
+        values = torch.stack(losses).tolist()
+        for place, value in enumerate(values):
+            if not math.isfinite(value):
+                self.diverged_at = self.step - len(values) + place + 1
+                return value
+        return math.fsum(values) / len(values)
+
+    def _tensor(self, frames: np.ndarray) -> Tensor:
+        # The conversion to [0, 1] is done on the CPU in float32, so that every device gets the same.
+        return torch.from_numpy(frames).to(torch.float32).div_(255).to(self.setting.device, self.setting.dtype)
+
+    @torch.no_grad()
+    def heldout_loss(self) -> float:
+        """The mean squared error per held-out frame."""
+        self.model.eval()
+        state, errors = None, []
+        for window in self.data.heldout(self.window):
+            state = None if window.restart else state
+            for batch in self.model.batches(self._tensor(window.frames)):
+                _, per_frame, state = self.model.training_loss(batch, state)
+                errors += per_frame.tolist()
+        return math.fsum(errors) / len(errors)
+
+    def outcome(self) -> dict[str, Any]:
+        """Status and summary for the record."""
+        diverged = self.diverged_at is not None
+        last = [loss for _, _, loss, _ in self.history[-max(1, self.count // LAST_FIFTH) :]]
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return {
+            "status": "diverged" if diverged else "finished",
+            "diverged_at": self.diverged_at,
+            "summary": {
+                # JSON has no NaN.
+                "final_loss": None if diverged else math.fsum(last) / len(last),
+                "heldout_loss": None if diverged else self.heldout_loss(),
+                "seconds": self.seconds,
+                "frames_per_second": self.windows_done * self.window / self.seconds,
+                "weights": digest.hexdigest(),
+            },
+        }
+
+    def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything needed to go on: weights, Adam's moments, the state, the random numbers."""
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        for index, moments in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"adam.{index}.{name}": torch.as_tensor(value) for name, value in moments.items()}
+        for layer, remembered in enumerate(self.state or ()):
+            tensors |= {f"state.{layer}.{name}": getattr(remembered, name) for name in remembered._fields}
+        tensors["random"] = torch.get_rng_state()
+        tensors["history"] = torch.tensor(self.history, dtype=torch.float64)
+        # A tensor that two names share may be stored once only.
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        return tensors, {"step": self.step}
+
+    def restore(self, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        """Go back to where `checkpoint` was called."""
+
+        def below(prefix: str) -> dict[str, Tensor]:
+            return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+        torch.nn.Module.load_state_dict(self.model, below("model."))
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in below("adam.").items():
+            index, key = name.split(".")
+            moments.setdefault(int(index), {})[key] = tensor
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        layers: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in below("state.").items():
+            layer, key = name.split(".")
+            layers.setdefault(int(layer), {})[key] = tensor.to(self.setting.device)
+        if layers:
+            from gpulab.models.prednet import LayerState
+
+            self.state = [LayerState(**layers[layer]) for layer in sorted(layers)]
+        torch.set_rng_state(tensors["random"])
+        rows = tensors["history"].tolist()
+        self.history = [(int(window), int(step), loss, seconds) for window, step, loss, seconds in rows]
+        self.step, self.seconds = notes["step"], self.history[-1][3]
+
+
+class _Progress:
+    """A bar with loss, rate and time left; or a function that is told; or nothing."""
+
+    def __init__(self, total: int, done: int, wanted: bool | Callable[[int, float], None]) -> None:
+        self.tell = wanted if callable(wanted) else None
+        self.done = done
+        self.bar = tqdm(total=total, initial=done, unit="frame", leave=False) if wanted is True else None
+
+    def advance(self, frames: int, loss: float) -> None:
+        self.done += frames
+        if self.tell:
+            self.tell(self.done, loss)
+        if self.bar is not None:
+            self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            self.bar.update(frames)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _model(net: Trainable | str, plan: Protocol, options: dict[str, Any]) -> Trainable:
+    if not isinstance(net, str):
+        if not isinstance(net, Trainable):
+            raise UsageError(
+                f"net is a {type(net).__name__}: derive it from gpulab.models.base.Trainable, which says what "
+                f"the training loop asks for, or name one of {', '.join(MODELS)}"
+            )
+        if options:
+            raise UsageError("model_options go with the name of a model, not with a model")
+        return copy.deepcopy(net)
+    if net not in MODELS:
+        raise UsageError(f"model {net!r}: expected one of {', '.join(MODELS)}")
+    wanted = {"size": plan.size, **plan.model, **options}
+    try:
+        return MODELS[net](**wanted)
+    except TypeError as error:
+        raise UsageError(f"model {net!r} with {options}: {error}") from None
+
+
+def _model_description(
+    net: Trainable | str, model: Trainable, plan: Protocol, options: dict[str, Any]
+) -> dict[str, Any]:
+    """What makes this model: its options, and for one that was loaded the digest of its weights."""
+    if isinstance(net, str):
+        described: dict[str, Any] = {"size": list(plan.size), **plan.model, **options}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in described.items()}
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    digest = hashlib.sha256(repr(sorted(shapes.items())).encode())
+    digest.update(repr(model).encode())
+    if not model.fresh:
+        for tensor in model.state_dict().values():
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return {"class": type(net).__qualname__, "digest": digest.hexdigest()}
+
+
+def _data(
+    data: Data | str | None, model: Trainable, plan: Protocol, frames: int, options: dict[str, Any]
+) -> Data:
+    """The data to train on, checked against what the model takes."""
+    if not isinstance(data, Data):
+        size = tuple(getattr(model, "size", plan.size))
+        try:
+            data = load(data or plan.data, **{"frames": frames, "size": size, **options})
+        except TypeError as error:
+            raise UsageError(f"data_options {options}: {error}") from None
+    if data.sequential != model.sequential:
+        kinds = {True: "a sequence of frames", False: "a set of images"}
+        raise UsageError(f"{data.name} is {kinds[data.sequential]}; {type(model).__name__} learns from {kinds[model.sequential]}")
+    wanted = (model.channels[0] if hasattr(model, "channels") else 1, *getattr(model, "size", data.size))
+    if (data.channels, *data.size) != wanted:
+        raise UsageError(f"{data.name} has frames of shape {(data.channels, *data.size)}; the model takes {wanted}")
+    return data
+
+
+def _record(
+    name: str,
+    profile: str,
+    setting: Setting,
+    seed: int,
+    rerun: int,
+    configuration: dict[str, Any],
+    here: Passport,
+    command: str | None,
+) -> dict[str, Any]:
+    # A run is done again on another chip, or with another torch or gpulab.
+    chip = here["cpu"]["model"] if setting.kind == "cpu" else here["gpus"]
+    software = {key: here["software"][key] for key in ("torch", "gpulab")}
+    identity = {
+        "experiment": name,
+        "profile": profile,
+        "setting": str(setting),
+        "seed": seed,
+        "rerun": rerun,
+        "configuration": configuration,
+    }
+    return {
+        "format": stores.RUN_FORMAT,
+        "id": stores.run_id({**identity, "chip": chip, **software}),
+        **identity,
+        "arithmetic": arithmetic(),
+        "passport": dict(here),
+        "command": command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _stored(folder: Path, model: Trainable) -> Run:
+    """A run that was done before; its model has the trained weights where they were kept."""
+    from safetensors.torch import load_file
+
+    record, history = stores.read_run(folder)
+    weights = folder / "weights.safetensors"
+    if weights.is_file():
+        model.load_state_dict(load_file(weights))
+    return Run(model, history, record, folder)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
