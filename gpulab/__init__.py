@@ -24,10 +24,14 @@ if TYPE_CHECKING:
     from gpulab.settings import available_settings as available_settings
     from gpulab.settings import setting as setting
     from gpulab.settings import working_threads as working_threads
+    from gpulab.speed import recorded_rooflines as recorded_rooflines
+    from gpulab.speed import roofline as roofline
     from gpulab.store import recorded_runs as recorded_runs
     from gpulab.store import runs as runs
     from gpulab.training import train as train
     from gpulab.verdicts import compare as compare
+
+__version__ = "0.1.0"
 
 _HOME = {
     "Autoencoder": "models",
@@ -42,7 +46,9 @@ _HOME = {
     "load": "datasets",
     "passport": "passports",
     "profile": "profiles",
+    "recorded_rooflines": "speed",
     "recorded_runs": "store",
+    "roofline": "speed",
     "runs": "store",
     "setting": "settings",
     "train": "training",

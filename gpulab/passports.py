@@ -9,9 +9,10 @@ import os
 import platform
 import re
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from gpulab import __version__
 
 PASSPORT_FORMAT = 1
 VECTOR_EXTENSIONS = re.compile(r"(sse4_[12]|avx.*|fma|f16c|amx.*|neon|asimd|sve2?|bf16|vsx)")
@@ -163,7 +164,7 @@ def _software() -> dict[str, str | None]:
         "onednn": onednn[1] if onednn else None,
         "python": platform.python_version(),
         "os": platform.platform(),
-        "gpulab": metadata.version("gpulab"),
+        "gpulab": __version__,
         "commit": _commit(),
     }
 

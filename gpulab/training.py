@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,42 +105,26 @@ def train(
 
     With a `store` (a folder), the run is kept there, an interrupted one resumes from its last
     checkpoint, and one that is already there is returned without training. `progress` is true for a
-    bar, or is called with (frames done, loss).
+    bar, or is called with (frames done, loss). `command` is noted in the record.
 
     >>> run = train("autoencoder", profile="smoke", progress=False)
     >>> run.status, len(run.history)
     ('finished', 20)
     """
-    parsed = Setting.parse(setting)
-    parsed.prepare()
-    name = net if isinstance(net, str) else type(net).__name__.lower()
-    plan = protocol(name if name in MODELS else "prednet", profile)
-    frames = plan.frames if frames is None else frames
-    if frames < plan.window:
-        raise UsageError(f"frames={frames}: a window alone has {plan.window}")
-    model = _model(net, plan, model_options or {})
-    dataset = _data(data, model, plan, frames, data_options or {})
-    rate = plan.learning_rate if learning_rate is None else learning_rate
-    configuration = {
-        "model": name,
-        "model_options": _model_description(net, model, plan, model_options or {}),
-        "data": dataset.name,
-        "data_options": dataset.options(),
-        "frames": frames,
-        "window": plan.window,
-        "learning_rate": rate,
-    }
+    plan = _plan(
+        net, data, setting, seed, profile, frames, learning_rate, data_options or {}, model_options or {}, rerun
+    )
+    model, parsed, folder = plan.model, plan.setting, None if store is None else Path(store)
     with parsed.apply():
-        record = _record(name, profile, parsed, seed, rerun, configuration, passport(), command)
-        folder = None if store is None else Path(store)
+        record = plan.record(passport(), command)
         if folder is not None and resume and stores.is_done(folder, record["id"]):
             return _stored(folder / record["id"], model)
+        file = None if folder is None else stores.checkpoint_file(folder, record["id"])
         if model.fresh:
             model.draw_weights(torch.Generator().manual_seed(seed))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            trainer = _Trainer(model, dataset, parsed, seed, plan.window, frames // plan.window, rate)
-            file = None if folder is None else stores.checkpoint_file(folder, record["id"])
+            trainer = _Trainer(plan)
             if file is not None and resume and (checkpoint := stores.read_checkpoint(file)):
                 trainer.restore(*checkpoint)
                 record["resumed_at"] = trainer.windows_done
@@ -156,16 +139,105 @@ def train(
     return run
 
 
+def planned_id(net: str, *, setting: str, seed: int, profile: str, rerun: int = 0, **options: Any) -> str:
+    """The id that `train` would give to a run with these arguments on this machine."""
+    chosen = {key: options.get(key) for key in ("data", "frames", "learning_rate")}
+    extras = {key: options.get(key) or {} for key in ("data_options", "model_options")}
+    plan = _plan(net, setting=setting, seed=seed, profile=profile, rerun=rerun, **chosen, **extras)
+    return plan.identity(passport())["id"]
+
+
+@dataclass
+class _Plan:
+    """All that `train` was asked for, checked."""
+
+    name: str
+    model: Trainable
+    data: Data
+    setting: Setting
+    seed: int
+    profile: str
+    rerun: int
+    frames: int
+    window: int
+    learning_rate: float
+    model_options: dict[str, Any]
+
+    def identity(self, here: Passport) -> dict[str, Any]:
+        """What makes this run this run, and its id. On another chip or torch it is another run."""
+        chip = here["cpu"]["model"] if self.setting.kind == "cpu" else here["gpus"]
+        identity = {
+            "experiment": self.name,
+            "profile": self.profile,
+            "setting": str(self.setting),
+            "seed": self.seed,
+            "rerun": self.rerun,
+            "configuration": {
+                "model": self.name,
+                "model_options": self.model_options,
+                "data": self.data.name,
+                "data_options": self.data.options(),
+                "frames": self.frames,
+                "window": self.window,
+                "learning_rate": self.learning_rate,
+            },
+        }
+        software = {key: here["software"][key] for key in ("torch", "gpulab")}
+        return {"id": stores.run_id({**identity, "chip": chip, **software}), **identity}
+
+    def record(self, here: Passport, command: str | None) -> dict[str, Any]:
+        """The record of a run that begins now."""
+        return {
+            "format": stores.RUN_FORMAT,
+            **self.identity(here),
+            "arithmetic": arithmetic(),
+            "passport": dict(here),
+            "command": command,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+
+
+def _plan(
+    net: Trainable | str,
+    data: Data | str | None,
+    setting: Setting | str,
+    seed: int,
+    profile: str,
+    frames: int | None,
+    learning_rate: float | None,
+    data_options: dict[str, Any],
+    model_options: dict[str, Any],
+    rerun: int,
+) -> _Plan:
+    name = net if isinstance(net, str) else type(net).__name__.lower()
+    plan = protocol(name if isinstance(net, str) or name in MODELS else "prednet", profile)
+    frames = plan.frames if frames is None else frames
+    if frames < plan.window:
+        raise UsageError(f"frames={frames}: a window alone has {plan.window}")
+    model = _model(net, plan, model_options)
+    return _Plan(
+        name=name,
+        model=model,
+        data=_data(data, model, plan, frames, data_options),
+        setting=Setting.parse(setting),
+        seed=seed,
+        profile=profile,
+        rerun=rerun,
+        frames=frames,
+        window=plan.window,
+        learning_rate=plan.learning_rate if learning_rate is None else learning_rate,
+        model_options=_model_description(net, model, plan, model_options),
+    )
+
+
 class _Trainer:
     """The loop over windows, and everything that must survive an interruption."""
 
-    def __init__(
-        self, model: Trainable, data: Data, setting: Setting, seed: int, window: int, count: int, rate: float
-    ) -> None:
-        self.model = model.to(setting.device, setting.dtype)
-        self.data, self.setting, self.seed = data, setting, seed
-        self.window, self.count = window, count
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=rate)
+    def __init__(self, plan: _Plan) -> None:
+        self.data, self.setting, self.seed = plan.data, plan.setting, plan.seed
+        self.window, self.count = plan.window, plan.frames // plan.window
+        self.model = plan.model.to(self.setting.device, self.setting.dtype)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=plan.learning_rate, fused=True)
         self.state: Any = None
         self.history: list[tuple[int, int, float, float]] = []
         self.step = 0
@@ -369,38 +441,6 @@ def _data(
     if (data.channels, *data.size) != wanted:
         raise UsageError(f"{data.name} has frames of shape {(data.channels, *data.size)}; the model takes {wanted}")
     return data
-
-
-def _record(
-    name: str,
-    profile: str,
-    setting: Setting,
-    seed: int,
-    rerun: int,
-    configuration: dict[str, Any],
-    here: Passport,
-    command: str | None,
-) -> dict[str, Any]:
-    # A run is done again on another chip, or with another torch or gpulab.
-    chip = here["cpu"]["model"] if setting.kind == "cpu" else here["gpus"]
-    software = {key: here["software"][key] for key in ("torch", "gpulab")}
-    identity = {
-        "experiment": name,
-        "profile": profile,
-        "setting": str(setting),
-        "seed": seed,
-        "rerun": rerun,
-        "configuration": configuration,
-    }
-    return {
-        "format": stores.RUN_FORMAT,
-        "id": stores.run_id({**identity, "chip": chip, **software}),
-        **identity,
-        "arithmetic": arithmetic(),
-        "passport": dict(here),
-        "command": command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
 
 
 def _stored(folder: Path, model: Trainable) -> Run:

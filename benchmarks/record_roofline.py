@@ -1,0 +1,18 @@
+"""Measure this machine's roofline and keep it with its passport.
+
+python benchmarks/record_roofline.py cuda:tf32=off cuda:tf32=on data/rooflines/nvidia-h200.json
+"""
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from gpulab.speed import roofline, write_roofline
+
+if __name__ == "__main__":
+    *settings, file = sys.argv[1:]
+    frame = pd.concat([roofline(setting) for setting in settings], ignore_index=True)
+    print(frame[["setting", "operation", "intensity", "gflops", "gigabytes_per_second", "spread"]].to_string())
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    write_roofline(frame, Path(file), "python benchmarks/record_roofline.py " + " ".join(sys.argv[1:]))

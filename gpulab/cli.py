@@ -1,0 +1,224 @@
+"""The command line: `gpulab devices | train | experiment | runs | companion`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gpulab.errors import GpulabError, UsageError
+
+app = typer.Typer(
+    help="Does the device change what a neural network learns? Train, compare and see.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+MODEL_HELP = "autoencoder or prednet"
+SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
+DATA_HELP = "digits, mnist, mnist:DIR, walk, moving-digits, video:FILE or frames:DIR"
+PROFILE_HELP = "smoke (seconds), quick (a laptop) or paper (as published)"
+STORE_HELP = "folder in which runs are kept  [default: $GPULAB_STORE or ./runs]"
+
+Profile = Annotated[str, typer.Option(help=PROFILE_HELP)]
+Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=False)]
+
+
+@app.command()
+def devices(as_json: Annotated[bool, typer.Option("--json", help="print the passport as JSON")] = False) -> None:
+    """Show this machine's passport and the settings that it can run."""
+    from gpulab.passports import passport
+    from gpulab.settings import available_settings
+
+    here = passport()
+    if as_json:
+        print(here.to_json())
+        return
+    _table("This machine", ["", ""], here.rows())
+    print("Settings that run here: " + "  ".join(available_settings()))
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    data: Annotated[str | None, typer.Option(help=DATA_HELP + "  [default: the profile's]")] = None,
+    setting: Annotated[str, typer.Option(help=SETTING_HELP)] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, help="draws the initial weights and the order of images")] = 0,
+    profile: Profile = "quick",
+    frames: Annotated[int | None, typer.Option(help="how many to train on  [default: the profile's]")] = None,
+    size: Annotated[str | None, typer.Option(help="height×width of the frames, such as 48x64")] = None,
+    channels: Annotated[str | None, typer.Option(help="PredNet's channels, such as 3,16,32")] = None,
+    speed: Annotated[float, typer.Option(help="of the motion in walk and moving-digits")] = 1.0,
+    grey: Annotated[bool, typer.Option("--grey", help="read a video or a folder with one channel")] = False,
+    learning_rate: Annotated[float | None, typer.Option(help="Adam's  [default: 0.001]")] = None,
+    store: Store = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="ignore a checkpoint or an earlier run")] = False,
+    checkpoint_seconds: Annotated[float, typer.Option(min=0, help="time between checkpoints")] = 10.0,
+    picture: Annotated[Path | None, typer.Option(help="write what the trained network makes to this PNG file")] = None,
+) -> None:
+    """Train one network from one seed under one setting. Interrupted, it resumes when run again."""
+    from gpulab.settings import Setting
+
+    Setting.parse(setting).prepare()
+    from gpulab import store as stores
+    from gpulab import training
+
+    model_options: dict[str, Any] = {}
+    data_options: dict[str, Any] = {}
+    if size:
+        model_options["size"] = data_options["size"] = tuple(_integers(size.replace("×", "x"), "x", "--size", 2))
+    if channels:
+        model_options["channels"] = _integers(channels, ",", "--channels")
+    elif grey and model == "prednet":
+        from gpulab.profiles import protocol
+
+        model_options["channels"] = [1, *protocol(model, profile).model["channels"][1:]]
+    data_options |= {"speed": speed} if speed != 1.0 else {}
+    data_options |= {"grey": True} if grey else {}
+    run = training.train(
+        model,
+        data,
+        setting,
+        seed,
+        profile,
+        frames=frames,
+        learning_rate=learning_rate,
+        data_options=data_options,
+        model_options=model_options,
+        store=store or stores.default_store(),
+        resume=not fresh,
+        checkpoint_seconds=checkpoint_seconds,
+        command=shlex.join(["gpulab", *sys.argv[1:]]),
+    )
+    print(run)
+    print(f"kept in {run.path}")
+    if picture:
+        from gpulab import plots
+
+        plots.save(plots.sample(run), picture)
+        print(f"picture in {picture}")
+
+
+@app.command()
+def experiment(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    setting: Annotated[list[str], typer.Option(help=SETTING_HELP + "; give it several times")],
+    seeds: Annotated[str | None, typer.Option(help="how many (10), or which (0,1,7)  [default: the profile's]")] = None,
+    profile: Profile = "quick",
+    data: Annotated[str | None, typer.Option(help=DATA_HELP)] = None,
+    frames: Annotated[int | None, typer.Option(help="how many to train on")] = None,
+    reruns: Annotated[int, typer.Option(min=1, help="how often each seed and setting is run")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="runs at the same time (seconds then say nothing)")] = 1,
+    store: Store = None,
+) -> None:
+    """Train seeds × settings in worker processes. What is done already is skipped."""
+    from gpulab.experiments import Experiment
+    from gpulab.verdicts import compare
+
+    options: dict[str, Any] = {name: value for name, value in {"data": data, "frames": frames}.items() if value}
+    chosen = None
+    if seeds:
+        numbers = _integers(seeds, ",", "--seeds")
+        chosen = numbers if "," in seeds else range(numbers[0])
+    exp = Experiment(model, setting, chosen, profile, store, reruns, workers, options)
+    frame = exp.run()
+    _show(frame)
+    print(compare(frame, str(frame.setting.iloc[0] if "cpu" not in set(frame.setting) else "cpu")))
+
+
+@app.command()
+def runs(
+    store: Annotated[Path | None, typer.Argument(help=STORE_HELP, show_default=False)] = None,
+    recorded: Annotated[bool, typer.Option("--recorded", help="the runs shipped with gpulab")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="print all columns as CSV")] = False,
+) -> None:
+    """List the runs in a store."""
+    from gpulab import store as stores
+
+    folder = store or stores.default_store()
+    if not recorded and not folder.is_dir():
+        raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
+    frame = stores.recorded_runs() if recorded else stores.runs(folder)
+    if csv:
+        frame.to_csv(sys.stdout, index=False)
+    elif frame.empty:
+        print(f"no runs in {folder}")
+    else:
+        _show(frame)
+
+
+@app.command()
+def companion(
+    profile: Profile = "quick",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps or xpu")] = "auto",
+    only: Annotated[str | None, typer.Option(help="notebooks whose names begin so, such as 04 or 03,04")] = None,
+    output: Annotated[Path, typer.Option(help="folder for the executed notebooks and the report")] = Path("build"),
+    notebooks: Annotated[Path, typer.Option(help="folder of the notebooks")] = Path("notebooks"),
+    store: Annotated[Path | None, typer.Option(help="folder in which runs are kept  [default: OUTPUT/runs]")] = None,
+) -> None:
+    """Execute the notebooks and bind them into one report. Exit status 1 when one of them failed."""
+    from gpulab import companion as binding
+
+    results = binding.execute(notebooks, output, profile, device, only, store)
+    report = binding.write_report(results, output, profile)
+    failed = [result.name for result in results if result.error]
+    for name in failed:
+        print(f"failed: {name}", file=sys.stderr)
+    print(f"report: {report}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line; an error of gpulab's own is one line, and the exit status says which."""
+    try:
+        app()
+    except UsageError as error:
+        _complain(error, 2)
+    except GpulabError as error:
+        _complain(error, 1)
+    except KeyboardInterrupt:
+        print("gpulab: interrupted; run the same command again to go on", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # `gpulab runs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(error: Exception, status: int) -> None:
+    print(f"gpulab: {error}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _integers(text: str, separator: str, option: str, count: int | None = None) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(separator)]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 0 or (count and len(numbers) != count):
+        raise UsageError(f"{option} {text!r}: expected whole numbers separated by {separator!r}")
+    return numbers
+
+
+def _show(frame: Any) -> None:
+    columns = ["experiment", "profile", "setting", "seed", "status", "final_loss", "heldout_loss", "seconds", "machine"]
+    rows = []
+    for row in frame[columns].itertuples(index=False):
+        rows.append([f"{value:.5g}" if isinstance(value, float) else str(value) for value in row])
+    _table(f"{len(frame)} runs", columns, rows)
+
+
+def _table(title: str, columns: list[str], rows: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, title=title, show_header=any(columns))
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    # Piped into a file there is no terminal whose width to keep to.
+    (console if console.is_terminal else Console(width=200)).print(table)
