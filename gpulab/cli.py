@@ -222,3 +222,7 @@ def _table(title: str, columns: list[str], rows: Any) -> None:
     console = Console()
     # Piped into a file there is no terminal whose width to keep to.
     (console if console.is_terminal else Console(width=200)).print(table)
+
+
+if __name__ == "__main__":
+    main()
