@@ -5,6 +5,7 @@ Nothing is kept beyond one window of frames, so a stream may be of any length.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import itertools
@@ -270,6 +271,7 @@ Data.__repr__ = describe  # type: ignore[assignment]
 # --- digits and MNIST --------------------------------------------------------------------------------
 
 
+@functools.cache
 def _sklearn_digits() -> Bytes:
     """The digits of scikit-learn, 8×8 in 17 shades, enlarged to 28×28: (1797, 1, 28, 28)."""
     from PIL import Image

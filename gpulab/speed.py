@@ -71,10 +71,10 @@ def _operations(setting: Setting) -> list[tuple[str, str, float, float, Callable
 
     size = torch.finfo(setting.dtype).bits // 8
     count = COPY_BYTES[setting.kind] // size
-    source, target = random(count), random(count)
+    source, other, target = random(count), random(count), random(count)
     operations: list[tuple[str, str, float, float, Callable[[], object]]] = [
         ("copy", "memory", 0.0, 2.0 * size * count, lambda: target.copy_(source)),
-        ("add", "memory", 1.0 * count, 3.0 * size * count, lambda: torch.add(source, source, out=target)),
+        ("add", "memory", 1.0 * count, 3.0 * size * count, lambda: torch.add(source, other, out=target)),
     ]
     edge = 16
     while edge <= LARGEST_MATRIX[setting.kind]:
