@@ -304,9 +304,11 @@ def _mnist(folder: Path | None) -> Images:
 
 
 def _mnist_cache() -> Path:
+    if folder := os.environ.get("GPULAB_DATA"):
+        return Path(folder) / "mnist"
     import pooch
 
-    return Path(os.environ.get("GPULAB_DATA") or pooch.os_cache("gpulab")) / "mnist"
+    return Path(pooch.os_cache("gpulab")) / "mnist"
 
 
 def _find_mnist(stem: str, folder: Path | None) -> Path | None:
