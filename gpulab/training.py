@@ -131,6 +131,7 @@ def train(
             trainer.run(file, checkpoint_seconds, progress)
             record |= trainer.outcome()
     history = pd.DataFrame(trainer.history, columns=["window", "step", "loss", "seconds"])
+    history["seconds"] = history.seconds.astype("float32")
     model.fresh = False
     run = Run(model.cpu(), history, record)
     if folder is not None and file is not None:

@@ -11,42 +11,57 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+AGAIN = " again"  # marks the reruns of the reference: the same seed and setting, a second time
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Settings compared on the same seeds with a reference.
 
-    `table` has a row per other setting: `setting`, `seeds` (compared), `same_bits` (in how many the
-    trained weights are identical), `mean_difference` from the reference, `largest_difference` on one
-    seed, and `diverged`. `between_seeds` is the standard deviation over seeds under the reference.
+    `table` has a row per other setting, and one for the reference's own reruns where there are any:
+    `setting`, `seeds` (compared), `same_bits` (in how many the trained weights are identical),
+    `mean_difference` from the reference, `largest_difference` on one seed, and `diverged`.
+    `differences` has a row per setting and seed. `between_seeds` is the standard deviation over
+    seeds under the reference.
     """
 
     metric: str
     reference: str
     table: pd.DataFrame
+    differences: pd.DataFrame
     between_seeds: float
 
     @property
     def largest(self) -> float:
-        """The largest difference that any setting made on any seed."""
-        return float(self.table.largest_difference.max()) if len(self.table) else 0.0
+        """The largest change that another setting made to any seed."""
+        others = self.table[self.table.setting != self.reference + AGAIN]
+        return float(others.largest_difference.max()) if len(others) else 0.0
 
     @property
     def ratio(self) -> float:
-        """The largest difference as a multiple of the spread between seeds."""
+        """The largest change as a multiple of the spread between seeds."""
         return self.largest / self.between_seeds if self.between_seeds else float("inf")
 
     def __str__(self) -> str:
-        if self.table.empty:
+        again = self.table[self.table.setting == self.reference + AGAIN]
+        others = len(self.table) - len(again)
+        if not others:
             return f"Only {self.reference} was run: there is nothing to compare it with."
-        size = "smaller" if self.ratio < 1 else "not smaller"
-        diverged = int(self.table.diverged.sum())
-        return (
+        lines = [
             f"Against {self.reference}, on the same seeds, the largest change of {self.metric} that any of "
-            f"{len(self.table)} other settings made to any seed is {self.largest:.2e}.\n"
-            f"The standard deviation between seeds under {self.reference} is {self.between_seeds:.2e}.\n"
-            f"The change of setting is {size} than the change of seed: {self.ratio:.4f} of it.\n"
-            f"Diverged runs: {diverged}."
-        )
+            f"{others} other settings made to a seed is {self.largest:.2e}.",
+            f"The standard deviation between seeds under {self.reference} is {self.between_seeds:.2e}.",
+            f"The change of setting is {'smaller' if self.ratio < 1 else 'not smaller'} than the change of seed: "
+            f"{self.ratio:.2g} of it.",
+        ]
+        if len(again):
+            repeat = again.iloc[0]
+            lines.append(
+                f"The same setting run again changed a seed by up to {repeat.largest_difference:.2e}; "
+                f"{repeat.same_bits} of {repeat.seeds} seeds gave the same bits twice."
+            )
+        lines.append(f"Diverged runs: {int(self.table.diverged.sum())}.")
+        return "\n".join(lines)
 
 
 def compare(frame: pd.DataFrame, reference: str, metric: str = "final_loss") -> Comparison:
@@ -54,20 +69,26 @@ def compare(frame: pd.DataFrame, reference: str, metric: str = "final_loss") -> 
 
     Descriptive: it says how far the settings are apart, in units of the spread between seeds, and
     claims nothing about seeds that were not run. The frame must hold one experiment and profile.
+    Raises `UsageError` otherwise, or when the reference was not run.
     """
     import pandas as pd
 
     groups = frame[["experiment", "profile"]].drop_duplicates()
     if len(groups) > 1:
         raise UsageError(f"the frame mixes {groups.to_dict('records')}; compare one experiment at a time")
-    base = frame[frame.setting == reference].drop_duplicates("seed").set_index("seed")
+    base = frame[(frame.setting == reference) & (frame.rerun == 0)].set_index("seed")
     if base.empty:
         raise UsageError(f"no runs under {reference!r}; there are {sorted(frame.setting.unique())}")
-    rows = []
-    for setting, group in frame[frame.setting != reference].groupby("setting", sort=False):
-        other = group.drop_duplicates("seed").set_index("seed")
-        both = base.join(other, rsuffix="_other", how="inner")
+    others = {setting: group for setting, group in frame.groupby("setting", sort=False) if setting != reference}
+    firsts = {setting: group[group.rerun == 0] for setting, group in others.items()}
+    again = frame[(frame.setting == reference) & (frame.rerun == 1)]
+    if len(again):
+        firsts[reference + AGAIN] = again
+    rows, moved = [], []
+    for setting, group in firsts.items():
+        both = base.join(group.set_index("seed"), rsuffix="_other", how="inner")
         difference = both[f"{metric}_other"].astype(float) - both[metric].astype(float)
+        moved.append(pd.DataFrame({"setting": setting, "seed": both.index, "difference": difference.to_numpy()}))
         rows.append(
             {
                 "setting": setting,
@@ -75,11 +96,10 @@ def compare(frame: pd.DataFrame, reference: str, metric: str = "final_loss") -> 
                 "same_bits": int((both.weights == both.weights_other).sum()),
                 "mean_difference": difference.mean(),
                 "largest_difference": difference.abs().max(),
-                "diverged": int((other.status == "diverged").sum()),
+                "diverged": int((group.status == "diverged").sum()),
             }
         )
-    table = pd.DataFrame(
-        rows, columns=["setting", "seeds", "same_bits", "mean_difference", "largest_difference", "diverged"]
-    )
+    columns = ["setting", "seeds", "same_bits", "mean_difference", "largest_difference", "diverged"]
+    differences = pd.concat(moved) if moved else pd.DataFrame(columns=["setting", "seed", "difference"])
     spread = float(base[metric].astype(float).std()) if len(base) > 1 else 0.0
-    return Comparison(metric, reference, table, spread)
+    return Comparison(metric, reference, pd.DataFrame(rows, columns=columns), differences, spread)

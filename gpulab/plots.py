@@ -1,0 +1,379 @@
+"""Figures, one visual language for all notebooks: drawn from data frames and runs only.
+
+A setting has the same colour everywhere, CPU settings in one family and GPU settings in another.
+Runs made here are filled, recorded ones hollow. Every seed is a point.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from gpulab.store import history
+from gpulab.verdicts import compare
+
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.axes import Axes
+
+    from gpulab.datasets import Data
+    from gpulab.training import Run
+
+DPI = 100
+# Okabe and Ito's palette, safe for colour-blind readers: blues and greens compute on CPUs.
+CPU_COLOURS = {
+    "cpu": "#0072B2",
+    "cpu:threads=1": "#56B4E9",
+    "cpu:isa=avx2": "#009E73",
+    "cpu:precision=float64": "#332288",
+}
+GPU_COLOURS = {
+    "cuda:tf32=off": "#D55E00",
+    "cuda:tf32=on": "#E69F00",
+    "cuda:cudnn=off": "#CC79A7",
+    "cuda:deterministic=on": "#882255",
+}
+OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77", "#CC6677")
+INK, FAINT = "#222222", "#999999"
+LEFT_OUT_BITS = 1e-12  # where a difference of exactly nothing is drawn on a logarithmic axis
+
+
+class Picture:
+    """A figure with its text alternative; a notebook shows it, `save` writes it."""
+
+    def __init__(self, figure: Figure, alt: str) -> None:
+        self.figure, self.alt = figure, alt
+
+    def png(self) -> bytes:
+        """The figure as PNG."""
+        stream = io.BytesIO()
+        self.figure.savefig(stream, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
+        return stream.getvalue()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"image/png": self.png(), "text/plain": self.alt}, {"image/png": {"alt": self.alt}}
+
+
+def save(picture: Picture, file: str | Path) -> None:
+    """Write a picture to a PNG file."""
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_bytes(picture.png())
+
+
+def colour(setting: str) -> str:
+    """The colour that a setting has in every figure."""
+    known = CPU_COLOURS | GPU_COLOURS
+    if setting in known:
+        return known[setting]
+    others = OTHER_CPU if setting.startswith("cpu") else OTHER_GPU
+    return others[zlib.crc32(setting.encode()) % len(others)]
+
+
+# --- runs --------------------------------------------------------------------------------------------
+
+
+def losses(frame: pd.DataFrame, metric: str = "final_loss", title: str | None = None) -> Picture:
+    """Each seed's loss under each setting, the same seeds joined by thin lines.
+
+    `frame` is one from `gpulab.runs` or `gpulab.recorded_runs`, of one experiment and profile.
+    """
+    frame = frame[frame.rerun == 0]
+    order = _order(frame)
+    figure, (axes,) = _canvas(1, height=3.6)
+    for _, seed in frame.groupby("seed"):
+        places = [order.index(setting) for setting in seed.setting]
+        in_order = np.argsort(places)
+        axes.plot(np.array(places)[in_order], seed[metric].to_numpy(float)[in_order], color=FAINT, lw=0.7, zorder=1)
+    for place, setting in enumerate(order):
+        group = frame[frame.setting == setting]
+        values = group[metric].astype(float)
+        _points(axes, np.full(len(values), place), values, setting, bool(group.recorded.all()))
+        diverged = int((group.status == "diverged").sum())
+        if diverged:
+            axes.annotate(f"{diverged} diverged", (place, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top")
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(order)), [_broken(setting) for setting in order])
+    axes.set_xlim(-0.6, len(order) - 0.4)
+    axes.set_ylabel(_metric_label(metric))
+    _plain_log(axes)
+    spread = frame.groupby("setting")[metric].agg(["min", "max"]).astype(float)
+    times = (spread["max"] / spread["min"]).max()
+    axes.set_title(title or f"From seed to seed the loss varies up to {times:.1f}-fold; along a line it hardly moves"
+                   if title or _flat(frame, metric) else f"From seed to seed the loss varies up to {times:.1f}-fold")
+    _key(axes, frame)
+    return Picture(figure, f"{metric} of each seed under {', '.join(order)}; the same seeds joined by lines.")
+
+
+def differences(frame: pd.DataFrame, reference: str, metric: str = "final_loss") -> Picture:
+    """How far each setting moves each seed's loss, beside how far the seeds are apart.
+
+    The axis is logarithmic; a difference of exactly nothing is drawn at the left edge.
+    """
+    comparison = compare(frame, reference, metric)
+    base = frame[(frame.setting == reference) & (frame.rerun == 0)].set_index("seed")[metric].astype(float)
+    rows = list(comparison.table.setting)
+    figure, (axes,) = _canvas(1, height=1.3 + 0.42 * (len(rows) + 1))
+    floor = _floor(comparison.differences)
+    for place, setting in enumerate(rows):
+        moved = comparison.differences[comparison.differences.setting == setting]
+        values = moved.difference.abs().to_numpy(float)
+        shown = np.where(values > 0, values, floor)
+        _points(axes, shown, np.full(len(shown), place), setting.removesuffix(" again"), bool(frame.recorded.all()))
+    between = np.abs(base.to_numpy()[:, None] - base.to_numpy()[None, :])[np.triu_indices(len(base), 1)]
+    axes.scatter(between, np.full(len(between), len(rows)), color=INK, s=14, alpha=0.5, marker="|", zorder=3)
+    axes.axvline(comparison.between_seeds, color=INK, lw=1, ls="--", zorder=1)
+    axes.annotate("standard deviation\nbetween seeds ", (comparison.between_seeds, -0.55), ha="right", va="center",
+                  fontsize=8, annotation_clip=False)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(rows) + 1), [*rows, "one seed against another"])
+    axes.set_ylim(len(rows) + 0.6, -0.9)
+    if (comparison.differences.difference == 0).any():
+        axes.axvline(floor, color=FAINT, lw=0.8)
+        axes.annotate(" exactly the same", (floor, -0.55), va="center", fontsize=8, color=INK)
+    axes.set_xlabel(f"change of {_metric_label(metric)} against {reference}, same seed")
+    axes.set_title(f"The largest change of setting is {comparison.ratio:.2g} of the spread between seeds")
+    return Picture(
+        figure,
+        f"Absolute change of {metric} against {reference} for {', '.join(rows)}, and between seeds, on a logarithmic axis.",
+    )
+
+
+def curves(frame: pd.DataFrame, baseline: float | None = None, baseline_label: str = "") -> Picture:
+    """The loss of every run while it learns, a thin line each; a `baseline` as a reference line."""
+    told = history(frame[frame.rerun == 0])
+    per_window = {row.id: row.frames_per_window for row in _window_lengths(frame).itertuples()}
+    figure, (axes,) = _canvas(1, height=3.6)
+    for name, run in told.groupby("id"):
+        smooth = run.loss.rolling(max(1, len(run) // 60), min_periods=1).mean()
+        frames_seen = (run.window + 1) * per_window[name]
+        axes.plot(frames_seen, smooth, color=colour(run.setting.iloc[0]), lw=0.9, alpha=0.7)
+    if baseline is not None:
+        axes.axhline(baseline, color=INK, lw=1, ls=":")
+        axes.annotate(baseline_label, (1, baseline), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+    axes.set_yscale("log")
+    _plain_log(axes)
+    axes.set_xlabel("frames seen" if told.experiment.iloc[0] == "prednet" else "images seen")
+    axes.set_ylabel(_metric_label("loss"))
+    seeds = told.seed.nunique()
+    apart = told.groupby("id").loss.last()
+    axes.set_title(f"{told.setting.nunique()} settings × {seeds} seeds: the runs end {apart.max() / apart.min():.1f}-fold apart")
+    _key(axes, frame, line=True)
+    return Picture(figure, f"Loss against frames seen, one line for each of {told.id.nunique()} runs, coloured by setting.")
+
+
+# --- pictures ----------------------------------------------------------------------------------------
+
+
+def predictions(run: Run, data: Data, moments: int = 5, skip: int = 10) -> Picture:
+    """What a trained PredNet saw coming: input, next frame, prediction and difference, in rows.
+
+    The frames are held-out ones, after `skip` frames for the state to settle.
+    """
+    import torch
+
+    window = np.concatenate([w.frames if w.restart else w.frames[1:] for w in data.heldout(20)])
+    frames = torch.from_numpy(window).float().div(255)[:, None]
+    with torch.no_grad():
+        predicted, _ = run.model.float().eval()(frames[:-1])
+    chosen = np.linspace(skip, len(predicted) - 1, moments).astype(int)
+    seen, following = frames[chosen, 0], frames[chosen + 1, 0]
+    guess = predicted[chosen, 0]
+    error = (guess - following).square().mean().item()
+    still = (seen - following).square().mean().item()
+    rows = {"frame t": seen, "frame t + 1": following, "predicted": guess, "difference": (guess - following).abs()}
+    return _picture_rows(
+        rows,
+        [f"t = {t}" for t in chosen],
+        f"Mean squared error of these predictions {error:.4f}; of repeating frame t {still:.4f}",
+    )
+
+
+def reconstructions(run: Run, data: Data, count: int = 8) -> Picture:
+    """What a trained autoencoder makes of held-out images: input, reconstruction, difference."""
+    import torch
+
+    images = torch.from_numpy(next(data.heldout(count)).frames).float().div(255)
+    with torch.no_grad():
+        made = run.model.float().eval()(images)
+    error = (made - images).square().mean().item()
+    rows = {"image": images, "reconstructed": made, "difference": (made - images).abs()}
+    return _picture_rows(rows, [""] * count, f"Mean squared error of these {count} images: {error:.4f}")
+
+
+def sample(run: Run) -> Picture:
+    """What a run's trained network makes of its held-out data."""
+    from gpulab.datasets import load
+
+    options = {key: value for key, value in run.record["configuration"]["data_options"].items()}
+    data = load(
+        run.record["configuration"]["data"],
+        frames=options.get("frames"),
+        size=tuple(options["size"]),
+        seed=options.get("scene_seed", 0),
+        speed=options.get("speed", 1.0),
+        grey=options.get("grey", False),
+    )
+    return predictions(run, data) if data.sequential else reconstructions(run, data)
+
+
+def frames(data: Data, count: int = 10, every: int = 30) -> Picture:
+    """Frames of a data set in two rows, `every` so many frames."""
+    import torch
+
+    stream = next(iter(data.windows(count * every))).frames[:: every][:count]
+    pictures = torch.from_numpy(stream).float().div(255)
+    half = (count + 1) // 2
+    rows = {"": pictures[:half], " ": pictures[half:]}
+    return _picture_rows(rows, [], f"{data.name}: every {every}th frame")
+
+
+# --- devices -----------------------------------------------------------------------------------------
+
+
+def roofline(frame: pd.DataFrame) -> Picture:
+    """Measured rates against arithmetic intensity, under each device's measured ceilings.
+
+    `frame` is from `gpulab.roofline`, or `gpulab.recorded_rooflines` with the column `machine`.
+    """
+    figure, (axes,) = _canvas(1, height=4.4)
+    frame = frame.assign(machine=frame["machine"] if "machine" in frame else "")
+    frame["machine"] = frame.machine.fillna("")
+    intensities = np.logspace(-1.5, 3.5, 200)
+    for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
+        tint, recorded = colour(setting), bool(machine)
+        bandwidth = device[device.kind == "memory"].gigabytes_per_second.max()
+        peak = device.gflops.max()
+        label = f"{setting}, {machine} (recorded)" if recorded else f"{setting} (this machine)"
+        axes.plot(intensities, np.minimum(bandwidth * intensities, peak), color=tint, lw=1.5, label=label)
+        for kind, marker in (("matrix", "o"), ("network", "D"), ("memory", "s")):
+            some = device[(device.kind == kind) & (device.flop > 0)]
+            axes.scatter(some.intensity, some.gflops, marker=marker, s=28, color="white" if recorded else tint,
+                         edgecolors=tint, zorder=3)
+    for row in frame[frame.kind == "network"].drop_duplicates("operation").itertuples():
+        axes.axvline(row.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
+        axes.annotate(row.operation, (row.intensity, 0.01), xycoords=("data", "axes fraction"), rotation=90,
+                      fontsize=7, va="bottom", ha="right", color=INK)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("arithmetic intensity (flop per byte moved)")
+    axes.set_ylabel("rate (Gflop/s)")
+    _plain_log(axes)
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
+    axes.set_title("Small layers stay far below what the device could do")
+    return Picture(figure, "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic.")
+
+
+# --- the pieces --------------------------------------------------------------------------------------
+
+
+def _canvas(panels: int, height: float) -> tuple[Figure, Sequence[Axes]]:
+    with sns.axes_style("ticks"):
+        figure = Figure(figsize=(7.2, height), layout="constrained")
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.title.set_fontsize(10)
+    return figure, axes
+
+
+def _points(axes: Axes, x: Any, y: Any, setting: str, recorded: bool) -> None:
+    tint = colour(setting)
+    face = "white" if recorded else tint
+    axes.scatter(x, y, s=30, color=face, edgecolors=tint, linewidths=1.2, zorder=3, alpha=0.9)
+
+
+def _key(axes: Axes, frame: pd.DataFrame, line: bool = False) -> None:
+    """A legend: what is hollow, or which colour is which setting."""
+    from matplotlib.lines import Line2D
+
+    if line:
+        handles = [Line2D([], [], color=colour(setting), label=setting) for setting in _order(frame)]
+    else:
+        handles = []
+        for recorded in sorted(frame.recorded.unique()):
+            label = "recorded elsewhere" if recorded else "made here"
+            face = "white" if recorded else FAINT
+            handles.append(Line2D([], [], ls="", marker="o", markeredgecolor=INK, markerfacecolor=face, label=label))
+    axes.legend(handles=handles, fontsize=8, frameon=False, loc="upper right", ncols=2)
+
+
+def _picture_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:
+    count = max(len(pictures) for pictures in rows.values())
+    height, width = next(iter(rows.values())).shape[-2:]
+    cell = 7.2 / count
+    figure = Figure(figsize=(7.2, cell * height / width * len(rows) + 0.6), layout="constrained")
+    grid = figure.subplots(len(rows), count, squeeze=False)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for (name, pictures), line in zip(rows.items(), grid, strict=True):
+        for place, picture in enumerate(pictures):
+            pixels = picture.permute(1, 2, 0).clamp(0, 1).numpy()
+            line[place].imshow(pixels if pixels.shape[2] == 3 else pixels[..., 0], cmap="gray", vmin=0, vmax=1)
+        line[0].text(-0.06, 0.5, name, transform=line[0].transAxes, ha="right", va="center", fontsize=8)
+    for axes, title in zip(grid[0], titles, strict=False):
+        axes.set_title(title, fontsize=8)
+    figure.suptitle(headline, fontsize=10)
+    return Picture(figure, f"Rows of pictures: {', '.join(name.strip() or 'frames' for name in rows)}. {headline}.")
+
+
+def _order(frame: pd.DataFrame) -> list[str]:
+    """The settings of a frame, in the order of the palette, the unknown ones last."""
+    known = [*CPU_COLOURS, *GPU_COLOURS]
+    return sorted(frame.setting.unique(), key=lambda s: (known.index(s) if s in known else len(known), s))
+
+
+def _broken(setting: str) -> str:
+    device, _, options = setting.rpartition(":") if "=" in setting else (setting, "", "")
+    return f"{device}\n{options.replace(',', chr(10))}"
+
+
+def _metric_label(metric: str) -> str:
+    names = {
+        "final_loss": "final loss (mean squared error per frame)",
+        "heldout_loss": "held-out loss (mean squared error per frame)",
+        "loss": "loss (mean squared error per frame)",
+    }
+    return names.get(metric, metric)
+
+
+def _plain_log(axes: Axes) -> None:
+    """Tick labels as plain numbers, also between the powers of ten when there are few of those."""
+    text: Callable[[float, int], str] = lambda value, _: f"{value:g}"  # noqa: E731
+    axes.yaxis.set_major_formatter(FuncFormatter(text))
+    low, high = axes.get_ylim()
+    if high / low < 30:
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if _leads(value) else ""))
+    axes.tick_params(axis="y", which="minor", labelsize=8)
+
+
+def _leads(value: float) -> bool:
+    return f"{value:.0e}"[0] in "25"
+
+
+def _floor(moved: pd.DataFrame) -> float:
+    sizes = moved.difference.abs()
+    smallest = sizes[sizes > 0].min()
+    return float(smallest) / 10 if smallest == smallest else LEFT_OUT_BITS
+
+
+def _flat(frame: pd.DataFrame, metric: str) -> bool:
+    """Whether the spread along seeds' lines is under a tenth of the spread between seeds."""
+    table = frame.pivot_table(index="seed", columns="setting", values=metric).astype(float)
+    along = (table.max(axis=1) - table.min(axis=1)).max()
+    return len(table) > 1 and bool(along < 0.1 * (table.max(axis=0) - table.min(axis=0)).max())
+
+
+def _window_lengths(frame: pd.DataFrame) -> pd.DataFrame:
+    from gpulab.store import read_record
+
+    rows = [(row.id, read_record(Path(row.path))["configuration"]["window"]) for row in frame.itertuples()]
+    return pd.DataFrame(rows, columns=["id", "frames_per_window"])
