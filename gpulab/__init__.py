@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gpulab.settings import available_settings as available_settings
     from gpulab.settings import setting as setting
     from gpulab.settings import working_threads as working_threads
+    from gpulab.speed import bounds as bounds
     from gpulab.speed import recorded_rooflines as recorded_rooflines
     from gpulab.speed import roofline as roofline
     from gpulab.store import recorded_runs as recorded_runs
@@ -42,6 +43,7 @@ _HOME = {
     "Setting": "settings",
     "UsageError": "errors",
     "available_settings": "settings",
+    "bounds": "speed",
     "compare": "verdicts",
     "load": "datasets",
     "passport": "passports",

@@ -160,10 +160,17 @@ def companion(
     output: Annotated[Path, typer.Option(help="folder for the executed notebooks and the report")] = Path("build"),
     notebooks: Annotated[Path, typer.Option(help="folder of the notebooks")] = Path("notebooks"),
     store: Annotated[Path | None, typer.Option(help="folder in which runs are kept  [default: OUTPUT/runs]")] = None,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="execute the notebooks themselves, to commit them")
+    ] = False,
 ) -> None:
     """Execute the notebooks and bind them into one report. Exit status 1 when one of them failed."""
     from gpulab import companion as binding
 
+    if in_place:
+        for file in binding.execute_in_place(notebooks, only):
+            print(f"executed: {file}")
+        return
     results = binding.execute(notebooks, output, profile, device, only, store)
     report = binding.write_report(results, output, profile)
     failed = [result.name for result in results if result.error]

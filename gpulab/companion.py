@@ -17,6 +17,7 @@ from gpulab.errors import GpulabError, UsageError
 from gpulab.profiles import PROFILES
 
 KERNEL = "python3"
+QUIET = ["--log-level=ERROR"]  # a kernel warns of its own local connection each time it starts
 CELL_SECONDS = 4 * 3600  # a cell that takes longer hangs
 
 
@@ -43,8 +44,10 @@ def find_notebooks(folder: Path, only: str | None) -> list[Path]:
         wanted = [part.strip() for part in only.split(",") if part.strip()]
         for part in wanted:
             if not any(file.name.startswith(part) for file in files):
-                raise UsageError(f"only={only!r}: no notebook begins with {part!r}; there are "
-                                 f"{', '.join(file.stem for file in files)}")
+                raise UsageError(
+                    f"only={only!r}: no notebook begins with {part!r}; there are "
+                    f"{', '.join(file.stem for file in files)}"
+                )
         files = [file for file in files if file.name.startswith(tuple(wanted))]
     if not files:
         raise GpulabError(f"{folder}: holds no notebooks")
@@ -68,14 +71,36 @@ def execute(
     (output / "notebooks").mkdir(parents=True, exist_ok=True)
     parameters = {"profile": profile, "device": device, "store": str((store or output / "runs").resolve())}
     results = []
-    with tqdm.tqdm(total=len(files), unit="notebook", bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {elapsed} {postfix}") as bar:
+    with tqdm.tqdm(
+        total=len(files), unit="notebook", bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {elapsed} {postfix}"
+    ) as bar:
         for file in files:
             bar.set_postfix_str(file.stem)
             results.append(_execute_one(file, output / "notebooks" / file.name, parameters))
-            bar.write(f"{file.stem}: {'FAILED' if results[-1].error else 'ok'}, {results[-1].seconds:.0f} s, "
-                      f"peak memory {results[-1].peak_memory_bytes / 2**20:.0f} MiB")
+            bar.write(
+                f"{file.stem}: {'FAILED' if results[-1].error else 'ok'}, {results[-1].seconds:.0f} s, "
+                f"peak memory {results[-1].peak_memory_bytes / 2**20:.0f} MiB"
+            )
             bar.update()
     return results
+
+
+def execute_in_place(notebooks: Path, only: str | None = None) -> list[Path]:
+    """Execute the notebooks where they are, with the parameters they have, ready to be committed."""
+    import nbclient
+    import nbformat
+
+    files = find_notebooks(notebooks, only)
+    for file in files:
+        notebook = nbformat.read(file, as_version=4)
+        with _environment(GOMP_SPINCOUNT="10000"):
+            resources = {"metadata": {"path": str(file.parent)}}
+            nbclient.NotebookClient(
+                notebook, timeout=CELL_SECONDS, kernel_name=KERNEL, resources=resources, extra_arguments=QUIET
+            ).execute()
+        tidy(notebook)
+        nbformat.write(notebook, file)
+    return files
 
 
 def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Result:
@@ -83,7 +108,9 @@ def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Resu
     import papermill
 
     notebook = nbformat.read(source, as_version=4)
-    accepted = {name: value for name, value in parameters.items() if re.search(rf"^{name}\b *=", _parameters(notebook), re.M)}
+    accepted = {
+        name: value for name, value in parameters.items() if re.search(rf"^{name}\b *=", _parameters(notebook), re.M)
+    }
     error = None
     started = time.perf_counter()
     with _peak_memory() as peak, _environment(GPULAB_PROFILE=parameters["profile"], GOMP_SPINCOUNT="10000"):
@@ -97,6 +124,7 @@ def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Resu
                 progress_bar={"leave": False, "desc": source.stem},
                 log_output=False,
                 execution_timeout=CELL_SECONDS,
+                extra_arguments=QUIET,
             )
         except papermill.PapermillExecutionError as failure:
             error = f"cell {failure.exec_count}: {failure.ename}: {failure.evalue}"
@@ -130,7 +158,9 @@ def tidy(notebook: Any) -> None:
                 if output.get("name") != "stderr"
                 and "application/vnd.jupyter.widget-view+json" not in output.get("data", {})
             ]
-    notebook.cells = [cell for cell in notebook.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])]
+    notebook.cells = [
+        cell for cell in notebook.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])
+    ]
     notebook.metadata.pop("papermill", None)
     notebook.metadata.pop("widgets", None)
 
@@ -217,7 +247,10 @@ def _environment(**variables: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _peak_memory() -> Iterator[list[int]]:
-    """The largest memory that all processes below this one held at one time (proportional share)."""
+    """The largest memory that all processes below this one held at one time.
+
+    Where the system tells (Linux), what processes share is counted once, by proportional set size.
+    """
     import psutil
 
     peak, stop = [0], threading.Event()
@@ -230,7 +263,8 @@ def _peak_memory() -> Iterator[list[int]]:
             for process in this.children(recursive=True):
                 if process.pid not in already:
                     with contextlib.suppress(psutil.Error):
-                        total += process.memory_info().rss
+                        memory = process.memory_full_info()
+                        total += getattr(memory, "pss", memory.rss)
             peak[0] = max(peak[0], total)
 
     watcher = threading.Thread(target=watch, daemon=True)

@@ -76,9 +76,9 @@ class Images(Data):
 
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
         """`length` images each; every pass over the images has an order of its own."""
-        order: dict[int, npt.NDArray[np.integer]] = {}
+        order: dict[int, Any] = {}
         for window in itertools.count(start):
-            places = np.arange(window * length, (window + 1) * length)
+            places = range(window * length, (window + 1) * length)
             passes = range(places[0] // len(self), places[-1] // len(self) + 1)
             order = {n: order[n] if n in order else self._order(seed, n) for n in passes}
             chosen = [order[place // len(self)][place % len(self)] for place in places]
@@ -121,7 +121,7 @@ class Sequence(Data):
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop` in order, training part and held-out part together."""
 
-    def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
+    def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:  # noqa: ARG002
         """Windows in order, endlessly; the seed plays no part in the order of a video."""
         in_a_pass = self.frames // length
         if in_a_pass == 0:
@@ -137,6 +137,17 @@ class Sequence(Data):
             raise DataError(f"{self.name}: {self.held} held-out frames; a prediction needs 2")
         length = min(length, self.held)
         yield from self._pass(length, 0, self.held // length, self.frames)
+
+    def repeat_loss(self, length: int = 20) -> float:
+        """The mean squared error of predicting, for each held-out frame, the one before it.
+
+        What any prediction should beat; in the units of the losses, of frames in [0, 1].
+        """
+        errors = []
+        for window in self.heldout(length):
+            frames = window.frames.astype(np.float64) / 255
+            errors.append(np.square(np.diff(frames, axis=0)).mean((1, 2, 3)))
+        return float(np.concatenate(errors).mean())
 
     def options(self) -> dict[str, Any]:
         """The size and the numbers of frames."""

@@ -59,7 +59,7 @@ class Experiment:
         self.settings = [str(Setting.parse(text)) for text in self.settings]
         seeds = plan.seeds if self.seeds is None else self.seeds
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
-        self.store = Path(stores.default_store() if self.store is None else self.store)
+        self.folder = Path(stores.default_store() if self.store is None else self.store)
         if not self.settings or not self.seeds or self.reruns < 1 or self.workers < 1:
             raise UsageError("an experiment needs settings, seeds, reruns and workers, at least one of each")
 
@@ -74,7 +74,7 @@ class Experiment:
                 "profile": self.profile,
                 "keep_weights": False,
                 "command": self._command(),
-                "store": str(self.store),
+                "store": str(self.folder),
                 **self.options,
             }
             for setting in self.settings
@@ -98,7 +98,7 @@ class Experiment:
         pending: queue.SimpleQueue[int] = queue.SimpleQueue()
         with _Bar(len(jobs), frames, progress) as bar, _Workers(self.workers) as workers:
             for number, job in enumerate(jobs):
-                if stores.is_done(self.store, name := planned_id(**job)):
+                if stores.is_done(self.folder, name := planned_id(**job)):
                     finished.append(name)
                     bar.told(number, job, frames, None)
                 else:
@@ -130,10 +130,10 @@ class Experiment:
                     raise
         if failures:
             raise GpulabError(
-                f"{len(failures)} of {len(jobs)} runs failed, the others are kept in {self.store}; "
+                f"{len(failures)} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
                 f"run again to try those: " + "; ".join(failures)
             )
-        frame = stores.runs(self.store)
+        frame = stores.runs(self.folder)
         return frame[frame.id.isin(finished)].reset_index(drop=True)
 
     def _command(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from gpulab.speed import bounds
 from gpulab.store import history
 from gpulab.verdicts import compare
 
@@ -59,7 +60,7 @@ class Picture:
         self.figure.savefig(stream, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
         return stream.getvalue()
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"image/png": self.png(), "text/plain": self.alt}, {"image/png": {"alt": self.alt}}
 
 
@@ -89,27 +90,28 @@ def losses(frame: pd.DataFrame, metric: str = "final_loss", title: str | None = 
     frame = frame[frame.rerun == 0]
     order = _order(frame)
     figure, (axes,) = _canvas(1, height=3.6)
-    for _, seed in frame.groupby("seed"):
+    for _, seed in frame.drop_duplicates(["setting", "seed"]).groupby("seed"):
         places = [order.index(setting) for setting in seed.setting]
         in_order = np.argsort(places)
         axes.plot(np.array(places)[in_order], seed[metric].to_numpy(float)[in_order], color=FAINT, lw=0.7, zorder=1)
-    for place, setting in enumerate(order):
-        group = frame[frame.setting == setting]
+    for (setting, recorded), group in frame.groupby(["setting", "recorded"]):
         values = group[metric].astype(float)
-        _points(axes, np.full(len(values), place), values, setting, bool(group.recorded.all()))
+        place = order.index(setting) + (0.15 if recorded and not frame.recorded.all() else 0.0)
+        _points(axes, np.full(len(values), place), values, setting, bool(recorded))
         diverged = int((group.status == "diverged").sum())
         if diverged:
-            axes.annotate(f"{diverged} diverged", (place, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top")
-    axes.set_yscale("log")
+            axes.annotate(
+                f"{diverged} diverged", (place, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top"
+            )
+    _loss_scale(axes)
     axes.set_xticks(range(len(order)), [_broken(setting) for setting in order])
     axes.set_xlim(-0.6, len(order) - 0.4)
     axes.set_ylabel(_metric_label(metric))
-    _plain_log(axes)
     spread = frame.groupby("setting")[metric].agg(["min", "max"]).astype(float)
     times = (spread["max"] / spread["min"]).max()
-    axes.set_title(title or f"From seed to seed the loss varies up to {times:.1f}-fold; along a line it hardly moves"
-                   if title or _flat(frame, metric) else f"From seed to seed the loss varies up to {times:.1f}-fold")
-    _key(axes, frame)
+    headline = f"From seed to seed the loss varies up to {times:.1f}-fold"
+    figure.suptitle(title or headline + ("; along a line it hardly moves" if _flat(frame, metric) else ""), fontsize=10)
+    _key(figure, frame)
     return Picture(figure, f"{metric} of each seed under {', '.join(order)}; the same seeds joined by lines.")
 
 
@@ -131,19 +133,26 @@ def differences(frame: pd.DataFrame, reference: str, metric: str = "final_loss")
     between = np.abs(base.to_numpy()[:, None] - base.to_numpy()[None, :])[np.triu_indices(len(base), 1)]
     axes.scatter(between, np.full(len(between), len(rows)), color=INK, s=14, alpha=0.5, marker="|", zorder=3)
     axes.axvline(comparison.between_seeds, color=INK, lw=1, ls="--", zorder=1)
-    axes.annotate("standard deviation\nbetween seeds ", (comparison.between_seeds, -0.55), ha="right", va="center",
-                  fontsize=8, annotation_clip=False)
+    axes.annotate(
+        "standard deviation\nbetween seeds ",
+        (comparison.between_seeds, -0.55),
+        ha="right",
+        va="center",
+        fontsize=8,
+        annotation_clip=False,
+    )
     axes.set_xscale("log")
     axes.set_yticks(range(len(rows) + 1), [*rows, "one seed against another"])
     axes.set_ylim(len(rows) + 0.6, -0.9)
     if (comparison.differences.difference == 0).any():
         axes.axvline(floor, color=FAINT, lw=0.8)
         axes.annotate(" exactly the same", (floor, -0.55), va="center", fontsize=8, color=INK)
-    axes.set_xlabel(f"change of {_metric_label(metric)} against {reference}, same seed")
-    axes.set_title(f"The largest change of setting is {comparison.ratio:.2g} of the spread between seeds")
+    axes.set_xlabel(f"change of {metric.replace('_', ' ')} against {reference}, same seed (mean squared error)")
+    figure.suptitle(f"The largest change of setting is {comparison.ratio:.2g} of the spread between seeds", fontsize=10)
+    _key(figure, frame)
     return Picture(
         figure,
-        f"Absolute change of {metric} against {reference} for {', '.join(rows)}, and between seeds, on a logarithmic axis.",
+        f"Change of {metric} against {reference} for {', '.join(rows)}, and between seeds, on a logarithmic axis.",
     )
 
 
@@ -158,35 +167,34 @@ def curves(frame: pd.DataFrame, baseline: float | None = None, baseline_label: s
         axes.plot(frames_seen, smooth, color=colour(run.setting.iloc[0]), lw=0.9, alpha=0.7)
     if baseline is not None:
         axes.axhline(baseline, color=INK, lw=1, ls=":")
-        axes.annotate(baseline_label, (1, baseline), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
-    axes.set_yscale("log")
-    _plain_log(axes)
+        axes.annotate(baseline_label, (0.01, baseline), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+    _loss_scale(axes)
     axes.set_xlabel("frames seen" if told.experiment.iloc[0] == "prednet" else "images seen")
     axes.set_ylabel(_metric_label("loss"))
     seeds = told.seed.nunique()
     apart = told.groupby("id").loss.last()
-    axes.set_title(f"{told.setting.nunique()} settings × {seeds} seeds: the runs end {apart.max() / apart.min():.1f}-fold apart")
-    _key(axes, frame, line=True)
-    return Picture(figure, f"Loss against frames seen, one line for each of {told.id.nunique()} runs, coloured by setting.")
+    figure.suptitle(
+        f"{told.setting.nunique()} settings × {seeds} seeds: the runs end {apart.max() / apart.min():.1f}-fold apart",
+        fontsize=10,
+    )
+    _key(figure, frame, line=True)
+    return Picture(
+        figure, f"Loss against frames seen, one line for each of {told.id.nunique()} runs, coloured by setting."
+    )
 
 
 # --- pictures ----------------------------------------------------------------------------------------
 
 
-def predictions(run: Run, data: Data, moments: int = 5, skip: int = 10) -> Picture:
-    """What a trained PredNet saw coming: input, next frame, prediction and difference, in rows.
+def predictions(run: Run, moments: int = 5, skip: int = 10) -> Picture:
+    """What a trained PredNet saw coming: frame, next frame, prediction and difference, in rows.
 
     The frames are held-out ones, after `skip` frames for the state to settle.
     """
-    import torch
-
-    window = np.concatenate([w.frames if w.restart else w.frames[1:] for w in data.heldout(20)])
-    frames = torch.from_numpy(window).float().div(255)[:, None]
-    with torch.no_grad():
-        predicted, _ = run.model.float().eval()(frames[:-1])
-    chosen = np.linspace(skip, len(predicted) - 1, moments).astype(int)
-    seen, following = frames[chosen, 0], frames[chosen + 1, 0]
-    guess = predicted[chosen, 0]
+    coming, predicted = (tensor[:, 0] for tensor in run.predict())
+    skip = min(skip, len(coming) // 2)
+    chosen = np.linspace(skip, len(coming) - 1, moments).astype(int)
+    seen, following, guess = coming[chosen - 1], coming[chosen], predicted[chosen]
     error = (guess - following).square().mean().item()
     still = (seen - following).square().mean().item()
     rows = {"frame t": seen, "frame t + 1": following, "predicted": guess, "difference": (guess - following).abs()}
@@ -197,39 +205,24 @@ def predictions(run: Run, data: Data, moments: int = 5, skip: int = 10) -> Pictu
     )
 
 
-def reconstructions(run: Run, data: Data, count: int = 8) -> Picture:
-    """What a trained autoencoder makes of held-out images: input, reconstruction, difference."""
-    import torch
-
-    images = torch.from_numpy(next(data.heldout(count)).frames).float().div(255)
-    with torch.no_grad():
-        made = run.model.float().eval()(images)
+def reconstructions(run: Run, count: int = 8) -> Picture:
+    """What a trained autoencoder makes of held-out images: image, reconstruction, difference."""
+    images, made = (tensor[:count] for tensor in run.predict())
     error = (made - images).square().mean().item()
     rows = {"image": images, "reconstructed": made, "difference": (made - images).abs()}
-    return _picture_rows(rows, [""] * count, f"Mean squared error of these {count} images: {error:.4f}")
+    return _picture_rows(rows, [""] * count, f"Mean squared error of these {len(images)} images: {error:.4f}")
 
 
 def sample(run: Run) -> Picture:
-    """What a run's trained network makes of its held-out data."""
-    from gpulab.datasets import load
-
-    options = {key: value for key, value in run.record["configuration"]["data_options"].items()}
-    data = load(
-        run.record["configuration"]["data"],
-        frames=options.get("frames"),
-        size=tuple(options["size"]),
-        seed=options.get("scene_seed", 0),
-        speed=options.get("speed", 1.0),
-        grey=options.get("grey", False),
-    )
-    return predictions(run, data) if data.sequential else reconstructions(run, data)
+    """What a run's trained network makes of the held-out part of its data."""
+    return predictions(run) if run.data.sequential else reconstructions(run)
 
 
 def frames(data: Data, count: int = 10, every: int = 30) -> Picture:
     """Frames of a data set in two rows, `every` so many frames."""
     import torch
 
-    stream = next(iter(data.windows(count * every))).frames[:: every][:count]
+    stream = next(iter(data.windows(count * every))).frames[::every][:count]
     pictures = torch.from_numpy(stream).float().div(255)
     half = (count + 1) // 2
     rows = {"": pictures[:half], " ": pictures[half:]}
@@ -245,8 +238,7 @@ def roofline(frame: pd.DataFrame) -> Picture:
     `frame` is from `gpulab.roofline`, or `gpulab.recorded_rooflines` with the column `machine`.
     """
     figure, (axes,) = _canvas(1, height=4.4)
-    frame = frame.assign(machine=frame["machine"] if "machine" in frame else "")
-    frame["machine"] = frame.machine.fillna("")
+    frame = frame.assign(machine=frame.get("machine", pd.Series("", frame.index)).fillna(""))
     intensities = np.logspace(-1.5, 3.5, 200)
     for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
         tint, recorded = colour(setting), bool(machine)
@@ -256,20 +248,38 @@ def roofline(frame: pd.DataFrame) -> Picture:
         axes.plot(intensities, np.minimum(bandwidth * intensities, peak), color=tint, lw=1.5, label=label)
         for kind, marker in (("matrix", "o"), ("network", "D"), ("memory", "s")):
             some = device[(device.kind == kind) & (device.flop > 0)]
-            axes.scatter(some.intensity, some.gflops, marker=marker, s=28, color="white" if recorded else tint,
-                         edgecolors=tint, zorder=3)
+            axes.scatter(
+                some.intensity,
+                some.gflops,
+                marker=marker,
+                s=28,
+                color="white" if recorded else tint,
+                edgecolors=tint,
+                zorder=3,
+            )
     for row in frame[frame.kind == "network"].drop_duplicates("operation").itertuples():
         axes.axvline(row.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
-        axes.annotate(row.operation, (row.intensity, 0.01), xycoords=("data", "axes fraction"), rotation=90,
-                      fontsize=7, va="bottom", ha="right", color=INK)
+        axes.annotate(
+            row.operation,
+            (row.intensity, 0.01),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            fontsize=7,
+            va="bottom",
+            ha="right",
+            color=INK,
+        )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("arithmetic intensity (flop per byte moved)")
     axes.set_ylabel("rate (Gflop/s)")
-    _plain_log(axes)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.legend(fontsize=8, frameon=False, loc="upper left")
-    axes.set_title("Small layers stay far below what the device could do")
-    return Picture(figure, "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic.")
+    least = bounds(frame.assign(setting=frame.machine + frame.setting)).sort_values("reached").iloc[0]
+    figure.suptitle(f"The least used: {least.operation} reaches {least.reached:.1%} of its ceiling", fontsize=10)
+    return Picture(
+        figure, "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic."
+    )
 
 
 # --- the pieces --------------------------------------------------------------------------------------
@@ -281,7 +291,6 @@ def _canvas(panels: int, height: float) -> tuple[Figure, Sequence[Axes]]:
         axes = figure.subplots(1, panels, squeeze=False)[0]
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
-        panel.title.set_fontsize(10)
     return figure, axes
 
 
@@ -291,8 +300,8 @@ def _points(axes: Axes, x: Any, y: Any, setting: str, recorded: bool) -> None:
     axes.scatter(x, y, s=30, color=face, edgecolors=tint, linewidths=1.2, zorder=3, alpha=0.9)
 
 
-def _key(axes: Axes, frame: pd.DataFrame, line: bool = False) -> None:
-    """A legend: what is hollow, or which colour is which setting."""
+def _key(figure: Figure, frame: pd.DataFrame, line: bool = False) -> None:
+    """A legend below the panels: what is hollow, or which colour is which setting."""
     from matplotlib.lines import Line2D
 
     if line:
@@ -300,10 +309,11 @@ def _key(axes: Axes, frame: pd.DataFrame, line: bool = False) -> None:
     else:
         handles = []
         for recorded in sorted(frame.recorded.unique()):
-            label = "recorded elsewhere" if recorded else "made here"
+            machines = ", ".join(sorted(frame[frame.recorded == recorded].machine.unique()))
+            label = f"recorded on {machines}" if recorded else f"made here, on {machines}"
             face = "white" if recorded else FAINT
             handles.append(Line2D([], [], ls="", marker="o", markeredgecolor=INK, markerfacecolor=face, label=label))
-    axes.legend(handles=handles, fontsize=8, frameon=False, loc="upper right", ncols=2)
+    figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=4 if line else 1)
 
 
 def _picture_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:
@@ -345,11 +355,13 @@ def _metric_label(metric: str) -> str:
     return names.get(metric, metric)
 
 
-def _plain_log(axes: Axes) -> None:
-    """Tick labels as plain numbers, also between the powers of ten when there are few of those."""
-    text: Callable[[float, int], str] = lambda value, _: f"{value:g}"  # noqa: E731
-    axes.yaxis.set_major_formatter(FuncFormatter(text))
-    low, high = axes.get_ylim()
+def _loss_scale(axes: Axes) -> None:
+    """Logarithmic where the losses span a factor of two or more, with plain numbers at the ticks."""
+    low, high = axes.dataLim.intervaly
+    if not low > 0 or high / low < 2:
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     if high / low < 30:
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if _leads(value) else ""))
     axes.tick_params(axis="y", which="minor", labelsize=8)

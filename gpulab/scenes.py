@@ -9,11 +9,12 @@ are the raw output of PCG64, which NumPy guarantees never to change.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.generic]
+Whole = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.floating]
 Frames = npt.NDArray[np.uint8]
 
@@ -188,7 +189,7 @@ class Walk:
                 paint = np.where(up > 0.42, skin, np.where(up > 0.26, coat, trousers))
                 np.copyto(image[:, channel], paint[:, :, None], where=mask)
 
-    def _people(self, distance: Floats, family: int, k: int) -> tuple[Array, Floats, Floats]:
+    def _people(self, distance: Floats, family: int, k: int) -> tuple[Whole, Floats, Floats]:
         """The k-th person ahead in a family: number, place along the path, offset to the side."""
         gap, pace = ((3.7, -0.6), (6.1, 0.45))[family]
         number = np.floor((distance * (1.0 - pace) + 0.3) / gap).astype(np.int64) + 1 + k
@@ -254,9 +255,7 @@ def _quarter_direction(quarter: Floats) -> tuple[Floats, Floats]:
     return np.array([1.0, 0.0, -1.0, 0.0])[which], np.array([0.0, 1.0, 0.0, -1.0])[which]
 
 
-def _cast(
-    x: Floats, y: Floats, ray_x: Floats, ray_y: Floats, seed: int
-) -> tuple[Floats, Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _cast(x: Floats, y: Floats, ray_x: Floats, ray_y: Floats, seed: int) -> tuple[Floats, Floats, Whole, Whole]:
     """Follow each ray from cell to cell of the grid until it meets a house.
 
     Returns the depth along the view, the place across the wall, the house's number and the side
@@ -315,9 +314,9 @@ def _atlas(seed: int) -> npt.NDArray[np.uint16]:
     return np.clip(np.concatenate([texture.reshape(-1, 3) for texture in textures]), 0, 255).astype(np.uint16)
 
 
-def _noise(*key: int) -> npt.NDArray[np.int64]:
+def _noise(*key: int) -> Whole:
     """Smooth random texture that tiles, (64, 64), 0 to 255: value noise of five octaves."""
-    total = np.zeros((TEXTURE, TEXTURE), dtype=np.int64)
+    total: Any = np.zeros((TEXTURE, TEXTURE), dtype=np.int64)
     for octave, cells in enumerate((4, 8, 16, 32, 64)):
         grid = random_bytes(*key, octave, count=cells * cells).reshape(cells, cells).astype(np.int64)
         scale = TEXTURE // cells
@@ -326,7 +325,7 @@ def _noise(*key: int) -> npt.NDArray[np.int64]:
         high = (low + 1) % cells
         rows = grid[low] * (scale - part)[:, None] + grid[high] * part[:, None]
         both = rows[:, low] * (scale - part) + rows[:, high] * part
-        total += both // (scale * scale) * (16 >> octave)
+        total = total + both // (scale * scale) * (16 >> octave)
     return total // 31
 
 

@@ -108,7 +108,7 @@ class Setting:
 
     def environment(self) -> dict[str, str]:
         """The variables that a process must be started with for this setting to hold in full."""
-        environment = {}
+        environment: dict[str, str] = {}
         if self.isa:
             environment |= dict(zip(ISA_VARIABLES, ISA_VALUES[self.isa], strict=True))
         if self.threads:
@@ -280,7 +280,7 @@ def _runs_here(candidate: Setting) -> bool:
 
 
 def _legacy_tf32() -> tuple[bool, bool] | None:
-    """torch has an old and a new interface to TF32; reading the old one fails once the new is used."""
+    """The library has an old and a new interface to TF32; reading the old one fails once the new is used."""
     import torch
 
     try:
@@ -299,7 +299,8 @@ def _set_legacy_tf32(matmul: bool, cudnn: bool) -> None:
 def _fp32_precisions() -> tuple[Any, Any, Any]:
     import torch
 
-    return torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    cudnn: Any = torch.backends.cudnn
+    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
 
 
 def _read_flags() -> dict[str, Any]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 FLOAT_BYTES = 4
-COPY_BYTES = {"cpu": 2**28, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
+COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
 LARGEST_MATRIX = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}
 
 
@@ -39,6 +39,35 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7) -> pd.DataFrame:
     frame["gflops"] = frame.flop / frame.seconds / 1e9
     frame["gigabytes_per_second"] = frame.bytes / frame.seconds / 1e9
     return frame.assign(setting=str(parsed))
+
+
+def bounds(frame: pd.DataFrame) -> pd.DataFrame:
+    """What holds each layer of the two networks back, by the ceilings that `roofline` measured.
+
+    One row a layer and setting: `operation`, `setting`, `intensity`, `ridge` (the intensity at which
+    the device's ceilings of bandwidth and arithmetic meet), `bound` (`memory` to the left of it,
+    `arithmetic` to the right) and `reached`, the measured rate over the ceiling at that intensity.
+    A layer that fits into a cache can reach more than the bandwidth of main memory allows.
+    """
+    import pandas as pd
+
+    rows = []
+    for setting, device in frame.groupby("setting", sort=False):
+        bandwidth = device[device.kind == "memory"].gigabytes_per_second.max()
+        peak = device.gflops.max()
+        for layer in device[device.kind == "network"].itertuples():
+            ceiling = min(bandwidth * layer.intensity, peak)
+            rows.append(
+                {
+                    "operation": layer.operation,
+                    "setting": setting,
+                    "intensity": layer.intensity,
+                    "ridge": peak / bandwidth,
+                    "bound": "memory" if layer.intensity < peak / bandwidth else "arithmetic",
+                    "reached": layer.gflops / ceiling,
+                }
+            )
+    return pd.DataFrame(rows)
 
 
 def write_roofline(frame: pd.DataFrame, file: Path, command: str) -> None:

@@ -37,9 +37,13 @@ def default_store() -> Path:
 
 def run_id(identity: dict[str, Any]) -> str:
     """A name for a run that depends on what was run, on what, and on nothing else."""
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
+    digest = _digest(identity)[:10]
     words = (identity["experiment"], identity["profile"], identity["setting"], f"seed{identity['seed']}", digest)
     return "-".join(re.sub(r"[^a-z0-9.]+", "_", str(word).lower()) for word in words)
+
+
+def _digest(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def is_done(store: Path, name: str) -> bool:
@@ -119,7 +123,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     Columns: `experiment`, `profile`, `setting`, `device`, `seed`, `rerun`, `status`, `final_loss`,
     `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the SHA-256 of the trained weights, so
     that equal bits can be seen), `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`,
-    `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped.
+    `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones can
+    be compared), `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped.
 
     >>> runs("a-folder-that-is-not-there").empty
     True
@@ -176,6 +181,8 @@ COLUMNS = [
     "torch",
     "gpulab",
     "data",
+    "frames",
+    "protocol",
     "recorded",
     "id",
     "path",
@@ -221,6 +228,8 @@ def _row(folder: Path, recorded: bool) -> dict[str, Any]:
             "torch": passport["software"]["torch"],
             "gpulab": passport["software"]["gpulab"],
             "data": record["configuration"]["data"],
+            "frames": record["configuration"]["frames"],
+            "protocol": _digest(record["configuration"])[:8],
             "recorded": recorded,
             "path": str(folder),
         }

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -25,22 +26,20 @@ from gpulab.passports import Passport, passport
 from gpulab.profiles import Protocol, protocol
 from gpulab.settings import Setting, arithmetic
 
-if TYPE_CHECKING:
-    import numpy as np
-
 LAST_FIFTH = 5
 CHECKPOINT_SECONDS = 10.0
 
 
 @dataclass
 class Run:
-    """What one training left: the trained `model`, its `history` and its `record`.
+    """What one training left: the trained `model`, the `data` it saw, its `history` and `record`.
 
     `history` has a row for each window: `window`, `step` (updates so far), `loss` (mean squared
     error per frame, averaged over the window), `seconds`.
     """
 
     model: Trainable
+    data: Data
     history: pd.DataFrame
     record: dict[str, Any]
     path: Path | None = None
@@ -59,6 +58,23 @@ class Run:
     def heldout_loss(self) -> float:
         """The mean squared error per held-out frame after training; NaN when diverged."""
         return _number(self.record["summary"]["heldout_loss"])
+
+    @torch.no_grad()
+    def predict(self, data: Data | None = None) -> tuple[Tensor, Tensor]:
+        """The held-out part of the data in [0, 1] and what the trained model makes of it, in float32.
+
+        For a sequence both are (T, 1, C, H, W): the frames from the second on, and the prediction of
+        each made from the frames before it. For images both are (N, C, H, W): images, reconstructions.
+        """
+        data = self.data if data is None else data
+        model = copy.deepcopy(self.model).float().eval()
+        length = self.record["configuration"]["window"]
+        pieces = [w.frames if w.restart else w.frames[1:] for w in data.heldout(length)]
+        inputs = torch.from_numpy(np.concatenate(pieces)).float().div(255)
+        if not data.sequential:
+            return inputs, model(inputs)
+        predicted, _ = model(inputs[:-1, None])
+        return inputs[1:, None], predicted
 
     def __repr__(self) -> str:
         record, summary = self.record, self.record["summary"]
@@ -118,7 +134,7 @@ def train(
     with parsed.apply():
         record = plan.record(passport(), command)
         if folder is not None and resume and stores.is_done(folder, record["id"]):
-            return _stored(folder / record["id"], model)
+            return _stored(folder / record["id"], plan)
         file = None if folder is None else stores.checkpoint_file(folder, record["id"])
         if model.fresh:
             model.draw_weights(torch.Generator().manual_seed(seed))
@@ -133,7 +149,7 @@ def train(
     history = pd.DataFrame(trainer.history, columns=["window", "step", "loss", "seconds"])
     history["seconds"] = history.seconds.astype("float32")
     model.fresh = False
-    run = Run(model.cpu(), history, record)
+    run = Run(model.cpu(), plan.data, history, record)
     if folder is not None and file is not None:
         run.path = stores.write_run(folder, record, history, model.state_dict() if keep_weights else None)
         file.unlink(missing_ok=True)
@@ -142,9 +158,9 @@ def train(
 
 def planned_id(net: str, *, setting: str, seed: int, profile: str, rerun: int = 0, **options: Any) -> str:
     """The id that `train` would give to a run with these arguments on this machine."""
-    chosen = {key: options.get(key) for key in ("data", "frames", "learning_rate")}
-    extras = {key: options.get(key) or {} for key in ("data_options", "model_options")}
-    plan = _plan(net, setting=setting, seed=seed, profile=profile, rerun=rerun, **chosen, **extras)
+    data, frames, rate = (options.get(key) for key in ("data", "frames", "learning_rate"))
+    data_options, model_options = (options.get(key) or {} for key in ("data_options", "model_options"))
+    plan = _plan(net, data, setting, seed, profile, frames, rate, data_options, model_options, rerun)
     return plan.identity(passport())["id"]
 
 
@@ -425,9 +441,7 @@ def _model_description(
     return {"class": type(net).__qualname__, "digest": digest.hexdigest()}
 
 
-def _data(
-    data: Data | str | None, model: Trainable, plan: Protocol, frames: int, options: dict[str, Any]
-) -> Data:
+def _data(data: Data | str | None, model: Trainable, plan: Protocol, frames: int, options: dict[str, Any]) -> Data:
     """The data to train on, checked against what the model takes."""
     if not isinstance(data, Data):
         size = tuple(getattr(model, "size", plan.size))
@@ -437,22 +451,25 @@ def _data(
             raise UsageError(f"data_options {options}: {error}") from None
     if data.sequential != model.sequential:
         kinds = {True: "a sequence of frames", False: "a set of images"}
-        raise UsageError(f"{data.name} is {kinds[data.sequential]}; {type(model).__name__} learns from {kinds[model.sequential]}")
-    wanted = (model.channels[0] if hasattr(model, "channels") else 1, *getattr(model, "size", data.size))
+        raise UsageError(
+            f"{data.name} is {kinds[data.sequential]}; {type(model).__name__} learns from {kinds[model.sequential]}"
+        )
+    channels: Any = getattr(model, "channels", (1,))
+    wanted = (channels[0], *getattr(model, "size", data.size))
     if (data.channels, *data.size) != wanted:
         raise UsageError(f"{data.name} has frames of shape {(data.channels, *data.size)}; the model takes {wanted}")
     return data
 
 
-def _stored(folder: Path, model: Trainable) -> Run:
+def _stored(folder: Path, plan: _Plan) -> Run:
     """A run that was done before; its model has the trained weights where they were kept."""
     from safetensors.torch import load_file
 
     record, history = stores.read_run(folder)
     weights = folder / "weights.safetensors"
     if weights.is_file():
-        model.load_state_dict(load_file(weights))
-    return Run(model, history, record, folder)
+        plan.model.load_state_dict(load_file(weights))
+    return Run(plan.model, plan.data, history, record, folder)
 
 
 def _number(value: float | None) -> float:

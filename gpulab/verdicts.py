@@ -48,8 +48,8 @@ class Comparison:
         if not others:
             return f"Only {self.reference} was run: there is nothing to compare it with."
         lines = [
-            f"Against {self.reference}, on the same seeds, the largest change of {self.metric} that any of "
-            f"{others} other settings made to a seed is {self.largest:.2e}.",
+            f"Against {self.reference}, on the same seeds, the largest change of {self.metric} that another setting "
+            f"made to a seed is {self.largest:.2e} (settings compared: {others}).",
             f"The standard deviation between seeds under {self.reference} is {self.between_seeds:.2e}.",
             f"The change of setting is {'smaller' if self.ratio < 1 else 'not smaller'} than the change of seed: "
             f"{self.ratio:.2g} of it.",
@@ -68,14 +68,12 @@ def compare(frame: pd.DataFrame, reference: str, metric: str = "final_loss") -> 
     """Compare each setting in a frame of runs with the reference, seed by seed.
 
     Descriptive: it says how far the settings are apart, in units of the spread between seeds, and
-    claims nothing about seeds that were not run. The frame must hold one experiment and profile.
-    Raises `UsageError` otherwise, or when the reference was not run.
+    claims nothing about seeds that were not run. Raises `UsageError` when the frame mixes protocols,
+    when two machines ran the same setting, or when the reference was not run.
     """
     import pandas as pd
 
-    groups = frame[["experiment", "profile"]].drop_duplicates()
-    if len(groups) > 1:
-        raise UsageError(f"the frame mixes {groups.to_dict('records')}; compare one experiment at a time")
+    _check_comparable(frame)
     base = frame[(frame.setting == reference) & (frame.rerun == 0)].set_index("seed")
     if base.empty:
         raise UsageError(f"no runs under {reference!r}; there are {sorted(frame.setting.unique())}")
@@ -103,3 +101,15 @@ def compare(frame: pd.DataFrame, reference: str, metric: str = "final_loss") -> 
     differences = pd.concat(moved) if moved else pd.DataFrame(columns=["setting", "seed", "difference"])
     spread = float(base[metric].astype(float).std()) if len(base) > 1 else 0.0
     return Comparison(metric, reference, pd.DataFrame(rows, columns=columns), differences, spread)
+
+
+def _check_comparable(frame: pd.DataFrame) -> None:
+    protocols = frame[["experiment", "profile", "frames", "protocol"]].drop_duplicates()
+    if len(protocols) > 1:
+        raise UsageError(f"the frame mixes {protocols.to_dict('records')}; compare runs of one protocol at a time")
+    twice = frame[frame.duplicated(["setting", "seed", "rerun"], keep=False)]
+    if len(twice):
+        raise UsageError(
+            f"{twice.setting.iloc[0]!r} seed {twice.seed.iloc[0]} was run more than once, on "
+            f"{', '.join(sorted(set(twice.machine)))}; compare one machine's runs of a setting at a time"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gpulab.errors import UsageError
-from gpulab.models.base import Trainable, draw_normal_
+from gpulab.models.base import Trainable, draw_normal_, zero_bias_
 
 
 class Autoencoder(Trainable):
@@ -30,7 +31,7 @@ class Autoencoder(Trainable):
         widths = [size[0] * size[1], *hidden]
         widths += widths[-2::-1]
         layers: list[nn.Module] = []
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in itertools.pairwise(widths):
             layers += [nn.Linear(before, after), nn.ReLU()]
         self.layers = nn.Sequential(*layers[:-1], nn.Sigmoid())
         self.draw_weights(torch.Generator().manual_seed(0))
@@ -40,7 +41,7 @@ class Autoencoder(Trainable):
         for layer in self.layers:
             if isinstance(layer, nn.Linear):
                 draw_normal_(layer.weight, layer.in_features, generator)
-                nn.init.zeros_(layer.bias)
+                zero_bias_(layer)
 
     def forward(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b 1 h w"]:
         """Reconstructions of images in [0, 1], same shape."""
@@ -52,7 +53,7 @@ class Autoencoder(Trainable):
         """One image per update."""
         yield from window.split(1)
 
-    def training_loss(self, batch: Tensor, state: None) -> tuple[Tensor, Tensor, None]:
+    def training_loss(self, batch: Tensor, state: None) -> tuple[Tensor, Tensor, None]:  # noqa: ARG002
         """The mean squared error of the reconstruction."""
         loss = (self(batch) - batch).square().mean()
         return loss, loss.detach()[None], None

@@ -36,6 +36,7 @@ class Trainable(nn.Module):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """Load weights, which training then starts from."""
         self.fresh = False
         return super().load_state_dict(state_dict, *args, **options)
 
@@ -45,3 +46,9 @@ def draw_normal_(parameter: Tensor, fan_in: int, generator: torch.Generator) -> 
     drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
     with torch.no_grad():
         parameter.copy_(drawn / math.sqrt(fan_in))
+
+
+def zero_bias_(layer: nn.Linear | nn.Conv2d) -> None:
+    """Set a layer's bias to zero."""
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)

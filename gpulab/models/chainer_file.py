@@ -6,6 +6,7 @@ import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ def read_chainer(file: str | Path) -> PredNet:
     return net
 
 
-def chainer_views(net: PredNet, of: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
+def chainer_views(net: PredNet, of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
     """Chainer's name → the part of a parameter that it names, taken from `of(parameter)`.
 
     Chainer gives each gate a convolution per group of inputs; here one convolution holds them all.

@@ -6,6 +6,7 @@ and Cox 2016 (arXiv 1605.08104). Both predict the next frame from the errors of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -16,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gpulab.errors import UsageError
-from gpulab.models.base import Trainable, draw_normal_
+from gpulab.models.base import Trainable, draw_normal_, zero_bias_
 
 Frame = Float[Tensor, "b c h w"]
 
@@ -72,14 +73,15 @@ class PredNet(Trainable):
         if len(self.layer_weights) != len(channels):
             raise UsageError(f"layer_weights={self.layer_weights}: expected one for each of {len(channels)} layers")
         above = (*self.channels[1:], 0)
-        self.conv_a = nn.ModuleList(
-            nn.Conv2d(2 * below, here, 3, padding=1) for below, here in zip(channels, channels[1:], strict=False)
-        )
-        self.conv_p = nn.ModuleList(nn.Conv2d(here, here, 3, padding=1) for here in channels)
-        self.lstm = nn.ModuleList(
+        conv_a = [nn.Conv2d(2 * below, here, 3, padding=1) for below, here in itertools.pairwise(channels)]
+        conv_p = [nn.Conv2d(here, here, 3, padding=1) for here in channels]
+        lstm = [
             ConvLSTM((2 * here, up), here, self._layer_size(layer), variant)
             for layer, (here, up) in enumerate(zip(channels, above, strict=True))
-        )
+        ]
+        self.conv_a: Sequence[nn.Conv2d] = nn.ModuleList(conv_a)  # type: ignore[assignment]
+        self.conv_p: Sequence[nn.Conv2d] = nn.ModuleList(conv_p)  # type: ignore[assignment]
+        self.lstm: Sequence[ConvLSTM] = nn.ModuleList(lstm)  # type: ignore[assignment]
         self.draw_weights(torch.Generator().manual_seed(0))
 
     @classmethod
@@ -96,7 +98,7 @@ class PredNet(Trainable):
                 draw_normal_(conv.weight, conv.in_channels * 9, generator)
             else:
                 _draw_glorot_(conv.weight, conv.in_channels * 9, conv.out_channels * 9, generator)
-            nn.init.zeros_(conv.bias)
+            zero_bias_(conv)
         for cell in self.lstm:
             cell.draw_weights(generator)
 
@@ -126,7 +128,8 @@ class PredNet(Trainable):
 
     def bottom_up(self, frame: Frame, state: State) -> list[Tensor]:
         """The error units E of each layer, from the bottom up, (B, 2C, H, W) each."""
-        target, errors = frame, []
+        target = frame
+        errors: list[Tensor] = []
         for layer, (_, _, prediction) in enumerate(state):
             if layer > 0:
                 target = F.max_pool2d(F.relu(self.conv_a[layer - 1](errors[-1])), 2)
@@ -209,7 +212,7 @@ class ConvLSTM(nn.Module):
                     draw_normal_(group, group.shape[1] * 9, generator)
             for peep in (self.peep_i, self.peep_f, self.peep_o):
                 draw_normal_(peep, peep.numel(), generator)
-        nn.init.zeros_(self.gates.bias)
+        zero_bias_(self.gates)
 
     def forward(self, inputs: list[Tensor], hidden: Frame, cell: Frame) -> tuple[Frame, Frame]:
         """The new hidden state and cell."""

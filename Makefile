@@ -1,0 +1,54 @@
+# What a fresh clone needs, in one command each: `make run`, `make test`. `make` alone lists them.
+SHELL := /bin/bash
+
+PYTHON ?= python3
+PROFILE ?= quick
+DEVICE ?= auto
+ONLY ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+UNFINISHED := $(VENV)/.unfinished
+
+.DEFAULT_GOAL := help
+.PHONY: help run test check lab clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "Settings: PROFILE=$(PROFILE) (smoke, quick, paper)  DEVICE=$(DEVICE) (auto, cpu, cuda, mps, xpu)"
+	@echo "          ONLY=$(ONLY) (such as 04 or 03,04)  PYTHON=$(PYTHON) (3.11, 3.12 or 3.13)"
+
+run: $(INSTALLED) ## execute the notebooks and bind them into a report in build/
+	$(BIN)/gpulab companion --profile $(PROFILE) --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) --output build
+
+test: check ## all checks and all tests, the notebooks included
+	GPULAB_PROFILE=smoke $(BIN)/python -m pytest
+
+check: $(INSTALLED) ## style, format and types, without the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+lab: $(INSTALLED) ## open the notebooks in JupyterLab
+	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
+
+clean: ## remove .venv, build/ with the runs in it, and caches; runs/ stays
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache
+	find gpulab tests benchmarks notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
+
+# Installs once, and again when the dependencies change. An installation that was broken off left
+# its mark, and the next one starts anew; what was downloaded is in pip's cache.
+$(INSTALLED): pyproject.toml constraints.txt
+	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
+	    echo "gpulab needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not here)." >&2; \
+	    echo "Name another one: make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; exit 1; }; \
+	  echo "Making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@touch $(UNFINISHED)
+	@echo "Installing into $(VENV): a few minutes, and up to 3 GB to download the first time"
+	@set -o pipefail; $(BIN)/python -m pip install -c constraints.txt -e ".[dev]" | awk ' \
+	  /(Downloading|Using cached) .* MB\)/ { print; fflush() } \
+	  /^Installing collected packages/ { print "  Installing", NF - 3, "packages"; fflush() }'
+	@rm $(UNFINISHED) && touch $@

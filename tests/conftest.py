@@ -1,0 +1,39 @@
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("GPULAB_PROFILE", "smoke")  # the kernels of the notebooks inherit it and train small
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # threads that wait by spinning starve the other processes
+
+
+@pytest.fixture(scope="session")
+def shared():
+    """Real data for development, which lies beside the checkout and is no part of the project."""
+    folder = Path(__file__).parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(
+            "the folder shared/data with real MNIST, a real video and Chainer's numbers is not beside the checkout"
+        )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def python():
+    """Run a piece of Python in a process of its own, with variables added to the environment."""
+
+    def run(code, *arguments, check=True, timeout=120, **environment):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
+    return run

@@ -1,0 +1,479 @@
+import itertools
+import json
+import os
+import re
+
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.settings import ISA_VARIABLES, OPTIONS, PRECISIONS, Setting, arithmetic, cpu_flags
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+needs_avx512 = pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
+
+ON_OFF = (None, "on", "off")
+VALUES = {
+    "threads": (None, "1", "12"),
+    "isa": (None, "sse4", "avx2", "avx512"),
+    "tf32": ON_OFF,
+    "cudnn": ON_OFF,
+    "deterministic": ON_OFF,
+    "precision": (None, *PRECISIONS),
+}
+
+
+def options_of(device):
+    """Every combination of the options that have a meaning on a device, as lists of `name=value`."""
+    names = [name for name in OPTIONS if device.partition(":")[0] in OPTIONS[name]]
+    for values in itertools.product(*(VALUES[name] for name in names)):
+        yield [f"{name}={value}" for name, value in zip(names, values, strict=True) if value is not None]
+
+
+def flags():
+    """Everything global that a setting may touch, read from torch and not from gpulab."""
+
+    def read(what):
+        try:
+            return what()
+        except RuntimeError:  # torch refuses to read the old interface once the new one was used
+            return "refused"
+
+    backends = torch.backends
+    return {
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn": (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic),
+        "old matmul": read(lambda: backends.cuda.matmul.allow_tf32),
+        "old cudnn": read(lambda: backends.cudnn.allow_tf32),
+        "old precision": read(torch.get_float32_matmul_precision),
+        "new": [
+            backend.fp32_precision
+            for backend in (
+                backends,
+                backends.cuda.matmul,
+                backends.cudnn,
+                backends.cudnn.conv,
+                backends.cudnn.rnn,
+                backends.mkldnn,
+                backends.mkldnn.matmul,
+                backends.mkldnn.conv,
+            )
+        ],
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(("CUBLAS", "OMP", "ATEN"))
+        },
+    }
+
+
+# --- text ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:13", "mps", "xpu"])
+def test_text_and_setting_are_inverse_for_every_combination_of_options(device):
+    for options in options_of(device):
+        text = ":".join([device, *([",".join(options)] if options else [])])
+        parsed = Setting.parse(text)
+        assert str(parsed) == text
+        assert repr(parsed) == f"Setting({text!r})"
+        assert Setting.parse(str(parsed)) == parsed
+        assert Setting.parse(parsed) is parsed
+        assert (parsed.device, parsed.kind) == (device, device.partition(":")[0])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_the_order_of_options_does_not_matter_and_one_order_is_printed(device):
+    longest = max(options_of(device), key=len)
+    texts = {f"{device}:{','.join(order)}" for order in itertools.permutations(longest)}
+    assert len(texts) == 24
+    assert {str(Setting.parse(text)) for text in texts} == {f"{device}:{','.join(longest)}"}
+    assert len({Setting.parse(text) for text in texts}) == 1
+
+
+def test_spaces_around_the_parts_do_not_matter():
+    assert str(Setting.parse(" cpu : threads = 2 , precision = float64 ")) == "cpu:threads=2,precision=float64"
+
+
+def test_one_gpu_has_one_text():
+    assert str(Setting.parse("cuda:01")) == "cuda:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", ["''", "cpu", "cuda"]),
+        ("gpu", ["'gpu'", "cpu", "cuda", "mps", "xpu"]),
+        ("CPU", ["'CPU'", "cpu"]),
+        ("cpu:", ["'cpu:'"]),
+        ("cpu:2", ["'cpu:2'", "threads"]),
+        ("cuda:-1", ["'cuda:-1'", "tf32"]),
+        ("cpu:threads", ["''", "1 to 9999"]),
+        ("cpu:threads=0", ["'0'", "1 to 9999"]),
+        ("cpu:threads=-1", ["'-1'", "1 to 9999"]),
+        ("cpu:threads=two", ["'two'", "1 to 9999"]),
+        ("cpu:threads=10000", ["'10000'", "1 to 9999"]),
+        ("cpu:threads=1,threads=2", ["'threads'", "twice"]),
+        ("cpu:threads=1,", ["''", "threads, isa"]),
+        ("cpu:isa=avx", ["'avx'", "sse4, avx2, avx512"]),
+        ("cpu:precision=float16", ["'float16'", "float32, float64, bfloat16"]),
+        ("cpu:deterministic=yes", ["'yes'", "on, off"]),
+        ("cuda:tf32=true", ["'true'", "on, off"]),
+        ("cpu:colour=red", ["'colour'", "threads, isa, tf32, cudnn, deterministic, precision"]),
+        ("cpu:tf32=on", ["'tf32'", "cuda only"]),
+        ("cpu:cudnn=off", ["'cudnn'", "cuda only"]),
+        ("mps:tf32=on", ["'tf32'", "cuda only"]),
+        ("xpu:tf32=off", ["'tf32'", "cuda only"]),
+        ("xpu:cudnn=off", ["'cudnn'", "cuda only"]),
+        ("cuda:threads=1", ["'threads'", "cpu only"]),
+        ("mps:threads=1", ["'threads'", "cpu only"]),
+        ("cuda:isa=avx2", ["'isa'", "cpu only"]),
+        (None, ["None", "cpu"]),
+    ],
+)
+def test_malformed_text_is_refused_naming_the_value_and_what_is_valid(text, named):
+    with pytest.raises(gl.UsageError) as error:
+        Setting.parse(text)
+    assert [word for word in named if word not in str(error.value)] == []
+
+
+def test_the_floating_point_type_follows_the_precision():
+    assert Setting.parse("cpu").dtype == torch.float32
+    assert [Setting.parse(f"cpu:precision={name}").dtype for name in PRECISIONS] == [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+    ]
+
+
+def test_the_environment_of_a_setting_holds_what_a_process_reads_only_when_it_starts():
+    assert Setting.parse("cpu").environment() == {}
+    assert Setting.parse("cuda:tf32=on").environment() == {}
+    assert Setting.parse("cpu:threads=3").environment() == {"OMP_NUM_THREADS": "3"}
+    assert Setting.parse("cuda:deterministic=on").environment() == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert Setting.parse("cpu:isa=avx2").environment() == dict(
+        zip(ISA_VARIABLES, ("avx2", "AVX2", "AVX2"), strict=True)
+    )
+
+
+# --- applying and restoring --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unusual_flags(monkeypatch):
+    """Flags that are nobody's default, so that a restored default would be seen."""
+    before, cudnn, matmul = flags(), torch.backends.cudnn, torch.backends.cuda.matmul
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    cudnn.enabled, cudnn.benchmark, cudnn.deterministic = False, True, True
+    matmul.allow_tf32, cudnn.allow_tf32 = True, False
+    torch.set_num_threads(3)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before["deterministic"], warn_only=before["warn_only"])
+    torch.set_default_dtype(before["dtype"])
+    torch.set_num_threads(before["threads"])
+    matmul.allow_tf32, cudnn.allow_tf32 = before["old matmul"], before["old cudnn"]
+    matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = (before["new"][k] for k in (1, 3, 4))
+    cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before["cudnn"]
+
+
+CPU_SETTINGS = ["cpu", "cpu:threads=1", "cpu:deterministic=on", "cpu:deterministic=off", "cpu:precision=float64"]
+CPU_SETTINGS += ["cpu:threads=2,deterministic=on,precision=bfloat16"]
+
+
+@pytest.mark.parametrize("text", CPU_SETTINGS)
+def test_every_flag_is_restored(text):
+    before = flags()
+    with gl.setting(text) as inside:
+        assert str(inside) == text
+        torch.set_num_threads(4)  # what somebody does inside is undone, too
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.allow_tf32 = False
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    assert flags() == before
+
+
+@pytest.mark.usefixtures("unusual_flags")
+@pytest.mark.parametrize("text", CPU_SETTINGS)
+def test_flags_that_the_user_had_changed_are_restored(text):
+    before = flags()
+    with gl.setting(text):
+        pass
+    assert flags() == before
+
+
+def test_a_workspace_that_the_user_had_configured_is_restored(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with gl.setting("cpu:deterministic=on"):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.parametrize("text", CPU_SETTINGS)
+def test_every_flag_is_restored_after_an_exception(text):
+    before = flags()
+    with pytest.raises(ZeroDivisionError), gl.setting(text):
+        raise ZeroDivisionError
+    assert flags() == before
+
+
+def test_nested_settings_are_undone_one_by_one():
+    before = flags()
+    with gl.setting("cpu:threads=1,precision=float64"):
+        outer = flags()
+        with gl.setting("cpu:threads=2,deterministic=on,precision=bfloat16"):
+            assert torch.get_num_threads() == 2
+            assert torch.zeros(1).dtype == torch.bfloat16
+            assert torch.are_deterministic_algorithms_enabled()
+        assert flags() == outer
+        with pytest.raises(gl.GpulabError), gl.setting("cuda:77"):
+            pass
+        assert flags() == outer
+    assert flags() == before
+
+
+def test_a_setting_is_in_force_inside():
+    with gl.setting("cpu:threads=1,deterministic=on,precision=float64") as inside:
+        assert torch.get_num_threads() == 1
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.deterministic
+        assert not torch.backends.cudnn.benchmark
+        assert torch.zeros(1).dtype == inside.dtype == torch.float64
+        assert {key: arithmetic()[key] for key in ("threads", "deterministic")} == {"threads": 1, "deterministic": True}
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    with gl.setting("cpu:deterministic=on"), gl.setting("cpu"):
+        assert torch.are_deterministic_algorithms_enabled(), "an option that is not named leaves a flag as it is"
+
+
+USED_BEFORE = [
+    "pass",
+    "torch.backends.cuda.matmul.allow_tf32 = True",
+    "torch.backends.cudnn.allow_tf32 = False",
+    "torch.set_float32_matmul_precision('high')",
+    "torch.set_float32_matmul_precision('medium')",
+    "torch.backends.fp32_precision = 'tf32'",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    "torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
+    "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+]
+
+# Using the new interface makes the old one unreadable for good: each case has a process of its own.
+FLAGS_IN_FORKS = """
+import contextlib, json, os
+import torch
+import gpulab as gl
+
+def flags():
+    def read(what):
+        try:
+            return what()
+        except RuntimeError:
+            return "refused"
+    b = torch.backends
+    return [
+        read(lambda: b.cuda.matmul.allow_tf32),
+        read(lambda: b.cudnn.allow_tf32),
+        read(torch.get_float32_matmul_precision),
+        *(x.fp32_precision for x in (b, b.cuda.matmul, b.cudnn, b.cudnn.conv, b.cudnn.rnn, b.mkldnn, b.mkldnn.matmul)),
+    ]
+
+torch.use_deterministic_algorithms(False)  # loads much of torch, here once for all
+for used in json.loads(os.environ["USED_BEFORE"]):
+    if os.fork():
+        os.wait()
+        continue
+    exec(used)
+    before = flags()
+    with gl.setting("cpu"):
+        inside = flags()
+    after = flags()
+    with contextlib.suppress(ZeroDivisionError), gl.setting("cpu:deterministic=on"):
+        1 / 0
+    print(json.dumps([used, before == inside, before == after, before == flags()]), flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this operating system cannot fork")
+def test_either_interface_to_tf32_may_have_been_used_before(python):
+    answers = python(FLAGS_IN_FORKS, USED_BEFORE=json.dumps(USED_BEFORE)).stdout.splitlines()
+    assert [json.loads(answer) for answer in answers] == [[used, True, True, True] for used in USED_BEFORE]
+
+
+def test_a_backend_still_follows_the_precision_of_all_backends_afterwards(python):
+    code = """
+    import torch
+    import gpulab as gl
+
+    torch.backends.fp32_precision = "tf32"
+    with gl.setting("cpu"):
+        pass
+    torch.backends.fp32_precision = "ieee"
+    print(torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
+    """
+    assert python(code).stdout.split() == ["ieee", "ieee"]
+
+
+# --- what a machine lacks ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"), [("cuda:7", "GPU"), ("mps", r"Apple GPU \(mps\)"), ("xpu", r"Intel GPU \(xpu\)")]
+)
+def test_what_this_machine_lacks_is_named_with_the_setting(text, missing):
+    present = {"cuda:7": torch.cuda.device_count() > 7, "mps": torch.backends.mps.is_available()}
+    if present.get(text, torch.xpu.is_available()):
+        pytest.skip(f"this machine has {text}")
+    with pytest.raises(gl.GpulabError, match=f"'{text}' cannot run here.*{missing}"), gl.setting(text):
+        pass
+
+
+def test_an_instruction_set_cannot_be_chosen_in_a_process_that_runs():
+    if "avx2" not in cpu_flags():
+        pytest.skip("this CPU has no AVX2")
+    with pytest.raises(gl.GpulabError) as error, gl.setting("cpu:isa=avx2"):
+        pass
+    assert "cpu:isa=avx2" in str(error.value)
+    for assignment in ("ATEN_CPU_CAPABILITY=avx2", "ONEDNN_MAX_CPU_ISA=AVX2", "MKL_ENABLE_INSTRUCTIONS=AVX2"):
+        assert assignment in str(error.value)
+
+
+def test_the_settings_listed_can_be_run_and_begin_with_the_plain_cpu():
+    listed = gl.available_settings()
+    assert listed[0] == "cpu"
+    assert len(set(listed)) == len(listed)
+    for text in listed:
+        if not Setting.parse(text).isa:
+            with gl.setting(text):
+                pass
+    assert gl.available_settings("cpu") == [text for text in listed if text.startswith("cpu")]
+
+
+def test_listing_an_unknown_or_absent_device_is_an_error():
+    with pytest.raises(gl.UsageError, match=r"'tpu'.*auto, cpu, cuda, mps or xpu"):
+        gl.available_settings("tpu")
+    absent = next(device for device in ("mps", "xpu") if not getattr(torch, device).is_available())
+    with pytest.raises(gl.GpulabError, match=f"'{absent}'"):
+        gl.available_settings(absent)
+
+
+# --- in processes of their own -----------------------------------------------------------------------
+
+COUNT_THREADS = """
+import sys, time
+import torch
+import gpulab as gl
+
+a = torch.randn(1500, 1500)
+
+def work():
+    end = time.perf_counter() + 1
+    while time.perf_counter() < end:
+        a @ a
+
+with gl.setting(sys.argv[1]):
+    print(gl.working_threads(work))
+"""
+
+
+def test_one_thread_works_when_one_is_asked_for(python):
+    assert int(python(COUNT_THREADS, "cpu:threads=1").stdout) == 1
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="this machine has one core")
+def test_two_threads_work_when_two_are_asked_for(python):
+    assert int(python(COUNT_THREADS, "cpu:threads=2").stdout) == 2
+
+
+def test_nobody_works_when_there_is_nothing_to_do():
+    assert gl.working_threads(lambda: None) == 0
+
+
+CONVOLVE = """
+import sys
+import torch
+import gpulab as gl
+
+with gl.setting(sys.argv[1]):
+    torch.nn.functional.conv2d(torch.ones(1, 64, 64, 64), torch.ones(64, 64, 3, 3))
+print("capability", torch.backends.cpu.get_cpu_capability())
+"""
+
+
+@needs_avx512
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_a_process_started_for_avx2_computes_with_avx2(python):
+    plain = python(CONVOLVE, "cpu", ONEDNN_VERBOSE="1").stdout
+    older = python(CONVOLVE, "cpu:isa=avx2", ONEDNN_VERBOSE="1", **Setting.parse("cpu:isa=avx2").environment()).stdout
+    assert "capability AVX512" in plain
+    assert re.search(r"convolution,\w+:avx(512|10)", plain), "nothing to tell AVX2 from"
+    assert "capability AVX2" in older
+    assert re.search(r"isa:.*AVX2", older)
+    assert re.search(r"convolution,\w+:avx2", older)
+    assert not re.search(r"avx-?512|avx10|amx", older, re.IGNORECASE)
+
+
+@needs_avx512
+def test_a_setting_prepares_a_process_in_which_torch_is_not_loaded(python):
+    code = """
+    from gpulab.settings import Setting
+
+    Setting.parse("cpu:isa=avx2,threads=1").prepare()
+    import torch
+
+    print(torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
+    """
+    assert python(code).stdout.split() == ["AVX2", "1"]
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------
+
+
+@needs_cuda
+@pytest.mark.parametrize("text", ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on,tf32=off"])
+def test_every_flag_is_restored_on_a_gpu(text):
+    before = flags()
+    with gl.setting(text):
+        pass
+    assert flags() == before
+
+
+TF32_ON_AND_OFF = """
+import json, sys
+import torch
+import gpulab as gl
+
+exec(sys.argv[1])
+a = torch.full((64, 64), 1 + 2**-12, device="cuda")  # TF32 keeps 10 bits: 1 + 2**-12 becomes 1
+image, kernel = a.repeat(16, 1).reshape(1, 64, 16, 64), a.reshape(64, 64, 1, 1)
+old = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+results = []
+for text in ("cuda:tf32=off", "cuda:tf32=on"):
+    with gl.setting(text):
+        results += [bool((a @ a > 64).all()), bool((torch.nn.functional.conv2d(image, kernel) > 64).all())]
+new = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+print(json.dumps([old == new, *results]))
+"""
+
+
+@needs_cuda
+@pytest.mark.parametrize("used", USED_BEFORE)
+def test_tf32_is_switched_whichever_interface_was_used_before(python, used):
+    restored, *exact = json.loads(python(TF32_ON_AND_OFF, used).stdout)
+    assert restored
+    assert exact[:2] == [True, True], "with TF32 off, matrix product and convolution keep every bit"
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert exact[2:] == [False, False], "with TF32 on, they lose the last bits"
+
+
+@needs_cuda
+def test_cudnn_can_be_switched_off():
+    image, kernel = torch.ones(1, 1, 8, 8, device="cuda"), torch.ones(1, 1, 3, 3, device="cuda")
+    with gl.setting("cuda:cudnn=off"):
+        assert not torch.backends.cudnn.enabled
+        assert torch.nn.functional.conv2d(image, kernel).sum() == 9 * 36

@@ -1,0 +1,238 @@
+"""The set-up around gpulab agrees with pyproject.toml, the one list of dependencies, and with the README."""
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
+RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
+EXTRAS = [Requirement(text) for extra in PROJECT["optional-dependencies"].values() for text in extra]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+PINS = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in CONSTRAINTS)}
+UNPINNED = {"gpulab", "pip", "setuptools", "wheel"}  # the project, and what installs it
+
+# conda-forge's names, where they differ. The -base packages come without a window toolkit.
+CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base", "seaborn": "seaborn-base"}
+
+# Modules whose distribution has another name.
+DISTRIBUTIONS = {"PIL": "pillow", "cpuinfo": "py-cpuinfo", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+
+# What is needed though nothing in gpulab/ imports it.
+NEEDED_UNSEEN = {
+    "ipykernel": "runs the notebooks",
+    "ipywidgets": "draws tqdm's bars in notebooks",
+    "jupyterlab": "make lab",
+    "pyarrow": "pandas reads and writes history.parquet with it",
+}
+
+
+def imported(source, filename):
+    """The top-level names that a piece of Python imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(source, filename)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def third_party(folder):
+    """{distribution: a file that imports it} for the Python files of a folder."""
+    found = {}
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files, folder
+    own = {"gpulab", *(file.stem for file in files)}
+    for file in files:
+        for name in imported(file.read_text(encoding="utf-8"), str(file)) - own - sys.stdlib_module_names:
+            found[canonicalize_name(DISTRIBUTIONS.get(name, name))] = str(file.relative_to(ROOT))
+    return found
+
+
+def names(requirements):
+    return {canonicalize_name(requirement.name) for requirement in requirements}
+
+
+def test_gpulab_imports_only_what_it_depends_on():
+    optional = set(PROJECT["optional-dependencies"]) - {"dev"}
+    extras = {Requirement(text).name for extra in optional for text in PROJECT["optional-dependencies"][extra]}
+    assert third_party("gpulab").keys() - names(RUNTIME) - extras == set()
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+def test_tests_and_benchmarks_import_only_what_pyproject_lists(folder):
+    assert third_party(folder).keys() - names(RUNTIME) - names(EXTRAS) == set()
+
+
+def test_notebooks_import_only_what_gpulab_depends_on():
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    if not notebooks:
+        pytest.skip("there are no notebooks")
+    for file in notebooks:
+        for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
+            lines = "".join(cell["source"]).splitlines() if cell["cell_type"] == "code" else []
+            code = "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!")))
+            found = imported(code, str(file)) - sys.stdlib_module_names - {"gpulab"}
+            assert {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in found} <= names(RUNTIME), file.name
+
+
+def test_every_dependency_is_used():
+    assert names(RUNTIME) - third_party("gpulab").keys() == NEEDED_UNSEEN.keys()
+
+
+def test_constraints_are_exact_versions_one_a_package():
+    assert CONSTRAINTS
+    assert [line for line in CONSTRAINTS if not re.fullmatch(r"[A-Za-z0-9][\w.-]*==\d[\w.]*", line)] == []
+    assert len(PINS) == len(CONSTRAINTS)
+    assert not PINS.keys() & UNPINNED
+
+
+def test_constraints_satisfy_every_requirement():
+    for requirement in RUNTIME + EXTRAS:
+        pin = PINS.get(canonicalize_name(requirement.name))
+        assert pin is not None, f"constraints.txt lacks {requirement.name}"
+        assert requirement.specifier.contains(pin), f"{requirement} against {pin}"
+
+
+def test_constraints_leave_nothing_open_that_is_installed_here():
+    waiting, seen, open_ends = [*RUNTIME, *EXTRAS], set(), set()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if (name, frozenset(requirement.extras)) in seen:
+            continue
+        seen.add((name, frozenset(requirement.extras)))
+        try:
+            below = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # a tool that is not installed here
+        if name not in PINS:
+            open_ends.add(name)
+        for text in map(Requirement, below):
+            extras = ("", *requirement.extras)
+            if text.marker is None or any(text.marker.evaluate({"extra": extra}) for extra in extras):
+                waiting.append(text)
+    assert open_ends - UNPINNED == set()
+
+
+def test_torch_and_torchvision_are_pinned_as_a_pair():
+    installed = importlib.metadata.version("torchvision").partition("+")[0]
+    if installed != PINS["torchvision"]:
+        pytest.skip(f"torchvision {installed} is installed; {PINS['torchvision']} is pinned")
+    (torch,) = [
+        wanted for wanted in map(Requirement, importlib.metadata.requires("torchvision")) if wanted.name == "torch"
+    ]
+    assert torch.specifier.contains(PINS["torch"]), torch
+
+
+def test_torchvision_was_compiled_for_this_torch():
+    import torch
+    from torchvision.ops import nms
+
+    boxes = torch.tensor([[0.0, 0.0, 2.0, 2.0], [0.0, 0.0, 2.0, 1.9], [5.0, 5.0, 6.0, 6.0]])
+    assert nms(boxes, torch.tensor([0.9, 0.8, 0.7]), 0.5).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(("file", "torch"), [("environment.yml", "pytorch"), ("binder/environment.yml", "pytorch-cpu")])
+def test_conda_environments_ask_for_what_pyproject_asks_for(file, torch):
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert re.search(r"^channels:\n  - conda-forge\ndependencies:$", text, re.M)
+    listed = re.findall(r"^  - (.+)$", text.partition("\ndependencies:\n")[2], re.M)
+    mapped = CONDA_NAMES | {"torch": torch}
+    wanted = [f"{mapped.get(requirement.name, requirement.name)}{requirement.specifier}" for requirement in RUNTIME]
+    assert sorted(listed) == sorted([*wanted, "python=3.12", "pip"])
+    assert "3.12" in Requirement(f"python{PROJECT['requires-python']}").specifier
+
+
+@pytest.mark.parametrize("file", [".ci/run", "binder/postBuild"])
+def test_scripts_can_be_executed(file):
+    if os.name == "nt":
+        pytest.skip("Windows has no executable bit")
+    assert os.access(ROOT / file, os.X_OK)
+    assert subprocess.run(["bash", "-n", ROOT / file], timeout=20).returncode == 0
+
+
+def test_ci_runs_make_test_and_nothing_else():
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line and not line.startswith("#")][1:] == ['cd "$(dirname "$0")/.."', "make test"]
+
+
+def test_readme_names_the_commands():
+    for command in (
+        "make run",
+        "make test",
+        "make lab",
+        "py -m venv .venv",
+        r'.venv\Scripts\python -m pip install -c constraints.txt -e ".[dev]"',
+        r".venv\Scripts\gpulab companion --profile quick",
+        r".venv\Scripts\python -m pytest",
+        r".venv\Scripts\jupyter lab notebooks",
+    ):
+        assert command in README, command
+
+
+def test_readme_names_only_commands_that_exist():
+    from typer.main import get_command
+
+    from gpulab.cli import app
+
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    assert set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.M)) <= targets
+    commands = get_command(app).commands
+    used = re.findall(r"(?:^\$ |`|\\)gpulab ([a-z]+)([^`\n]*)", README, re.M)
+    assert {name for name, _ in used} == commands.keys()
+    for name, arguments in used:
+        options = {option for parameter in commands[name].params for option in parameter.opts}
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", arguments)) <= options, f"gpulab {name}{arguments}"
+
+
+def test_readme_example_runs(tmp_path, python, monkeypatch):
+    (example,) = re.findall(r"```python\n(.+?)```", README, re.S)
+    monkeypatch.chdir(tmp_path)
+    assert python(example).stdout
+
+
+def test_readme_lists_the_notebooks_that_there_are():
+    listed = re.findall(r"^\| \[?`(\d\d_\w+)`", README, re.M)
+    there = [file.stem for file in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))]
+    if not there:
+        pytest.skip("there are no notebooks")
+    assert listed == there
+
+
+def test_readme_lists_the_options_of_a_setting():
+    from gpulab.settings import OPTIONS
+
+    table = dict(re.findall(r"^\| `(\w+)=[^|]*\| ([a-z, ]+) \|", README, re.M))
+    assert {name: tuple(devices.split(", ")) for name, devices in table.items()} == OPTIONS
+
+
+def test_recorded_data_goes_into_the_wheel():
+    included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    for source in included:
+        assert any((ROOT / source).iterdir()), f"{source} is empty, so git has no such folder and the build fails"
+    # gpulab.store and gpulab.speed look for them there when there is no checkout.
+    assert included == {"data/runs": "gpulab/recorded", "data/rooflines": "gpulab/rooflines"}
+
+
+def test_citation_has_the_version():
+    import gpulab
+
+    assert f"\nversion: {gpulab.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_budgets_find_their_marks():
+    assert len(re.findall(r"^<!-- budgets -->\n.+?^<!-- /budgets -->$", README, re.M | re.S)) == 1
