@@ -7,6 +7,7 @@ Runs made here are filled, recorded ones hollow. Every seed is a point.
 from __future__ import annotations
 
 import io
+import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from matplotlib.ticker import FuncFormatter
 
 from gpulab.speed import bounds
 from gpulab.store import history
-from gpulab.verdicts import compare
+from gpulab.verdicts import check_one_protocol, compare
 
 if TYPE_CHECKING:
     import torch
@@ -55,10 +56,14 @@ class Picture:
         self.figure, self.alt = figure, alt
 
     def png(self) -> bytes:
-        """The figure as PNG."""
-        stream = io.BytesIO()
-        self.figure.savefig(stream, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
-        return stream.getvalue()
+        """The figure as PNG, in 256 colours of its own, which keeps notebooks small."""
+        from PIL import Image
+
+        drawn, small = io.BytesIO(), io.BytesIO()
+        self.figure.savefig(drawn, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
+        picture = Image.open(drawn).convert("RGB")
+        picture.quantize(256, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+        return small.getvalue()
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"image/png": self.png(), "text/plain": self.alt}, {"image/png": {"alt": self.alt}}
@@ -87,6 +92,7 @@ def losses(frame: pd.DataFrame, metric: str = "final_loss", title: str | None = 
 
     `frame` is one from `gpulab.runs` or `gpulab.recorded_runs`, of one experiment and profile.
     """
+    check_one_protocol(frame)
     frame = frame[frame.rerun == 0]
     order = _order(frame)
     figure, (axes,) = _canvas(1, height=3.6)
@@ -104,7 +110,7 @@ def losses(frame: pd.DataFrame, metric: str = "final_loss", title: str | None = 
                 f"{diverged} diverged", (place, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top"
             )
     _loss_scale(axes)
-    axes.set_xticks(range(len(order)), [_broken(setting) for setting in order])
+    axes.set_xticks(range(len(order)), [re.sub("[:=,]", "\n", setting) for setting in order], fontsize=8)
     axes.set_xlim(-0.6, len(order) - 0.4)
     axes.set_ylabel(_metric_label(metric))
     spread = frame.groupby("setting")[metric].agg(["min", "max"]).astype(float)
@@ -339,11 +345,6 @@ def _order(frame: pd.DataFrame) -> list[str]:
     """The settings of a frame, in the order of the palette, the unknown ones last."""
     known = [*CPU_COLOURS, *GPU_COLOURS]
     return sorted(frame.setting.unique(), key=lambda s: (known.index(s) if s in known else len(known), s))
-
-
-def _broken(setting: str) -> str:
-    device, _, options = setting.rpartition(":") if "=" in setting else (setting, "", "")
-    return f"{device}\n{options.replace(',', chr(10))}"
 
 
 def _metric_label(metric: str) -> str:

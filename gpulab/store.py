@@ -46,9 +46,10 @@ def _digest(document: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def is_done(store: Path, name: str) -> bool:
-    """Whether the store holds a run of this name."""
-    return (store / name / "run.json").is_file()
+def is_done(store: Path, name: str, with_weights: bool = False) -> bool:
+    """Whether the store holds a run of this name, and with it the trained weights."""
+    wanted = ("run.json", "weights.safetensors") if with_weights else ("run.json",)
+    return all((store / name / file).is_file() for file in wanted)
 
 
 def write_run(
@@ -57,7 +58,10 @@ def write_run(
     history: pd.DataFrame,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Put a run into the store in one step and return its folder; a run already there stays."""
+    """Put a run into the store in one step and return its folder.
+
+    A run already there stays as it is; weights are added to it when it has none.
+    """
     folder = store / record["id"]
     with _scratch(store) as scratch:
         _write_history(scratch / "history.parquet", history)
@@ -69,6 +73,8 @@ def write_run(
         except OSError:  # another writer was first, or the store cannot be written
             if not is_done(store, record["id"]):
                 raise
+            if weights is not None:
+                (scratch / "weights.safetensors").replace(folder / "weights.safetensors")
     return folder
 
 

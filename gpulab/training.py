@@ -120,7 +120,8 @@ def train(
     last fifth of the windows. A loss that is not finite ends the run as `diverged`.
 
     With a `store` (a folder), the run is kept there, an interrupted one resumes from its last
-    checkpoint, and one that is already there is returned without training. `progress` is true for a
+    checkpoint, and one that is already there is returned without training (unless it was kept without
+    the weights that `keep_weights` asks for). `progress` is true for a
     bar, or is called with (frames done, loss). `command` is noted in the record.
 
     >>> run = train("autoencoder", profile="smoke", progress=False)
@@ -133,7 +134,7 @@ def train(
     model, parsed, folder = plan.model, plan.setting, None if store is None else Path(store)
     with parsed.apply():
         record = plan.record(passport(), command)
-        if folder is not None and resume and stores.is_done(folder, record["id"]):
+        if folder is not None and resume and stores.is_done(folder, record["id"], keep_weights):
             return _stored(folder / record["id"], plan)
         file = None if folder is None else stores.checkpoint_file(folder, record["id"])
         if model.fresh:
@@ -462,7 +463,7 @@ def _data(data: Data | str | None, model: Trainable, plan: Protocol, frames: int
 
 
 def _stored(folder: Path, plan: _Plan) -> Run:
-    """A run that was done before; its model has the trained weights where they were kept."""
+    """A run that was done before; without kept weights its model is untrained."""
     from safetensors.torch import load_file
 
     record, history = stores.read_run(folder)

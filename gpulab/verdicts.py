@@ -103,10 +103,15 @@ def compare(frame: pd.DataFrame, reference: str, metric: str = "final_loss") -> 
     return Comparison(metric, reference, pd.DataFrame(rows, columns=columns), differences, spread)
 
 
-def _check_comparable(frame: pd.DataFrame) -> None:
+def check_one_protocol(frame: pd.DataFrame) -> None:
+    """Raise `UsageError` when a frame mixes runs that learned different things or for different times."""
     protocols = frame[["experiment", "profile", "frames", "protocol"]].drop_duplicates()
     if len(protocols) > 1:
         raise UsageError(f"the frame mixes {protocols.to_dict('records')}; compare runs of one protocol at a time")
+
+
+def _check_comparable(frame: pd.DataFrame) -> None:
+    check_one_protocol(frame)
     twice = frame[frame.duplicated(["setting", "seed", "rerun"], keep=False)]
     if len(twice):
         raise UsageError(

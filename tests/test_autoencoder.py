@@ -1,0 +1,85 @@
+import math
+
+import pytest
+import torch
+
+import gpulab as gl
+
+
+def images(count, size=(28, 28)):
+    return torch.rand(count, 1, *size, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("hidden", "size"), [((128, 32), (28, 28)), ((5,), (28, 28)), ([64, 16, 8], (6, 10))])
+@torch.no_grad()
+def test_images_come_back_in_their_shape_and_in_0_to_1(hidden, size):
+    net = gl.Autoencoder(hidden, size)
+    made = net(images(3, size))
+    assert made.shape == (3, 1, *size)
+    assert 0 < made.min() < made.max() < 1
+    widths = [layer.out_features for layer in net.layers if isinstance(layer, torch.nn.Linear)]
+    assert widths == [*hidden, *reversed(hidden[:-1]), size[0] * size[1]]
+
+
+@torch.no_grad()
+def test_the_layers_are_those_of_the_docstring_written_out():
+    net, picture = gl.Autoencoder((6, 3), (4, 5)), images(1, (4, 5))
+    assert [p.shape for p in net.parameters()] == [(6, 20), (6,), (3, 6), (3,), (6, 3), (6,), (20, 6), (20,)]
+    a, b, c, d = (layer for layer in net.layers if isinstance(layer, torch.nn.Linear))
+    for layer in (a, b, c, d):
+        layer.bias += 0.1
+    code = (picture.flatten() @ a.weight.T + 0.1).clamp(min=0)
+    code = (code @ b.weight.T + 0.1).clamp(min=0)
+    code = (code @ c.weight.T + 0.1).clamp(min=0)
+    expected = 1 / (1 + torch.exp(-(code @ d.weight.T + 0.1)))
+    torch.testing.assert_close(net(picture).flatten(), expected, rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_the_loss_is_the_mean_squared_error():
+    net, picture = gl.Autoencoder((6, 3)), images(1)
+    loss, per_frame, state = net.training_loss(picture, None)
+    assert loss.item() == pytest.approx((net(picture) - picture).square().mean().item(), rel=1e-6)
+    assert per_frame.tolist() == [loss.item()]
+    assert state is None
+
+
+def test_a_window_is_one_update_an_image():
+    window = images(20)
+    batches = list(gl.Autoencoder().batches(window))
+    assert [batch.shape for batch in batches] == 20 * [(1, 1, 28, 28)]
+    assert (torch.cat(batches) == window).all()
+
+
+def test_weights_are_lecun_normal_and_biases_zero():
+    for layer in gl.Autoencoder((500, 200)).layers:
+        if isinstance(layer, torch.nn.Linear):
+            values = layer.weight.detach().flatten() * math.sqrt(layer.in_features)
+            assert abs(values.mean()) < 5 / math.sqrt(len(values))
+            assert abs(values.std() - 1) < 5 / math.sqrt(2 * len(values))
+            assert (layer.bias == 0).all()
+
+
+def test_the_drawn_weights_depend_on_the_generator_alone():
+    def drawn(net, seed):
+        net.draw_weights(torch.Generator().manual_seed(seed))
+        return torch.cat([parameter.detach().float().flatten() for parameter in net.parameters()])
+
+    reference = drawn(gl.Autoencoder((6, 3)), 1)
+    torch.manual_seed(77)
+    with gl.setting("cpu:precision=float64"):
+        assert (drawn(gl.Autoencoder((6, 3)), 1) == reference).all()
+    assert not (drawn(gl.Autoencoder((6, 3)), 2) == reference).all()
+
+
+@pytest.mark.parametrize("hidden", [(), (0,), (8, -1)])
+def test_widths_that_make_no_sense_are_refused(hidden):
+    with pytest.raises(gl.UsageError, match="hidden="):
+        gl.Autoencoder(hidden)
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (2, 3, 28, 28), (2, 1, 28, 27), (2, 784)])
+def test_images_of_another_shape_are_refused_with_the_shape_expected(shape):
+    with pytest.raises(gl.UsageError, match=r"expected \(B, 1, 28, 28\)") as error:
+        gl.Autoencoder()(torch.zeros(shape))
+    assert str(shape) in str(error.value)
