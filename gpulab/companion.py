@@ -15,6 +15,7 @@ from typing import Any
 
 from gpulab.errors import GpulabError, UsageError
 from gpulab.profiles import PROFILES
+from gpulab.settings import PATIENCE
 
 KERNEL = "python3"
 QUIET = ["--log-level=ERROR"]  # a kernel warns of its own local connection each time it starts
@@ -93,7 +94,7 @@ def execute_in_place(notebooks: Path, only: str | None = None) -> list[Path]:
     files = find_notebooks(notebooks, only)
     for file in files:
         notebook = nbformat.read(file, as_version=4)
-        with _environment(GOMP_SPINCOUNT="10000"):
+        with _environment(**PATIENCE):
             resources = {"metadata": {"path": str(file.parent)}}
             nbclient.NotebookClient(
                 notebook, timeout=CELL_SECONDS, kernel_name=KERNEL, resources=resources, extra_arguments=QUIET
@@ -113,7 +114,7 @@ def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Resu
     }
     error = None
     started = time.perf_counter()
-    with _peak_memory() as peak, _environment(GPULAB_PROFILE=parameters["profile"], GOMP_SPINCOUNT="10000"):
+    with _peak_memory() as peak, _environment(GPULAB_PROFILE=parameters["profile"], **PATIENCE):
         try:
             papermill.execute_notebook(
                 source,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import importlib.util
 import io
 import itertools
 import os
@@ -286,9 +287,13 @@ Data.__repr__ = describe  # type: ignore[assignment]
 def _sklearn_digits() -> Bytes:
     """The digits of scikit-learn, 8×8 in 17 shades, enlarged to 28×28: (1797, 1, 28, 28)."""
     from PIL import Image
-    from sklearn.datasets import load_digits
 
-    small = np.minimum(load_digits().images * 16, 255).astype(np.uint8)
+    # Only the file is wanted; importing scikit-learn for it costs a process 70 MB and a second.
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None
+    assert package.origin is not None
+    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    small = np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8)
     large = [Image.fromarray(digit).resize((28, 28), Image.Resampling.BICUBIC) for digit in small]
     return np.stack([np.asarray(digit) for digit in large])[:, None]
 

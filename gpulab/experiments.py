@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from gpulab import store as stores
 from gpulab.errors import GpulabError, UsageError
 from gpulab.profiles import protocol
-from gpulab.settings import Setting
+from gpulab.settings import PATIENCE, Setting
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -157,8 +157,7 @@ class _Worker:
 
     def __init__(self, setting: str, beside: int) -> None:
         self.setting = setting
-        # Threads that wait by spinning bring two busy processes to a standstill; they spin less here.
-        environment = {"GOMP_SPINCOUNT": "10000", **os.environ, **Setting.parse(setting).environment()}
+        environment = {**PATIENCE, **os.environ, **Setting.parse(setting).environment()}
         if beside > 1 and not setting.startswith("cpu"):
             environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
         pipe = subprocess.PIPE

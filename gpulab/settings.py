@@ -31,6 +31,10 @@ ISA_VALUES = {
 }
 ISA_CPU_FLAG = {"sse4": "sse4_2", "avx2": "avx2", "avx512": "avx512f"}
 
+# OpenMP's threads wait for each other by spinning. When two programs share the cores that brings both
+# nearly to a standstill, unless they give up spinning sooner; alone it costs a few per cent.
+PATIENCE = {"GOMP_SPINCOUNT": "10000"}
+
 # Which devices an option has a meaning on.
 OPTIONS = {
     "threads": ("cpu",),
@@ -120,7 +124,7 @@ class Setting:
     def prepare(self) -> None:
         """Put `environment` in force in this process, if torch has not been loaded yet."""
         if "torch" not in sys.modules:
-            os.environ.update(self.environment())
+            os.environ.update({**PATIENCE, **os.environ, **self.environment()})
 
     def check(self) -> None:
         """Raise `GpulabError`, naming what this machine lacks for the setting."""
@@ -349,7 +353,9 @@ def _restore_flags(saved: dict[str, Any]) -> None:
     cudnn = torch.backends.cudnn
     torch.set_num_threads(saved["threads"])
     torch.set_default_dtype(saved["dtype"])
-    torch.use_deterministic_algorithms(saved["deterministic"], warn_only=saved["warn_only"])
+    now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if now != (saved["deterministic"], saved["warn_only"]):  # the call imports torch's compiler: 150 MB
+        torch.use_deterministic_algorithms(saved["deterministic"], warn_only=saved["warn_only"])
     cudnn.enabled, cudnn.benchmark, cudnn.deterministic = saved["cudnn"]
     if saved["tf32"] is not None:
         _set_legacy_tf32(*saved["tf32"])

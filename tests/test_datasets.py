@@ -160,6 +160,13 @@ def test_held_out_frames_are_those_after_the_training_part(held, length):
     assert [window.restart for window in windows] == [True] + (len(windows) - 1) * [False]
 
 
+def test_the_loss_of_repeating_the_last_frame_is_that_of_the_held_out_part():
+    data = gl.load("walk", frames=40, size=SMALL)
+    frames = np.stack(list(data.stream(40, 60))) / 255
+    assert data.repeat_loss() == pytest.approx(np.square(frames[1:] - frames[:-1]).mean(), rel=1e-12)
+    assert data.repeat_loss(length=7) == pytest.approx(np.square(frames[1:14] - frames[:13]).mean(), rel=1e-12)
+
+
 def test_too_few_frames_for_a_window_are_an_error():
     with pytest.raises(gl.DataError, match="5 frames to train on; a window needs 20"):
         next(gl.load("walk", frames=5, size=SMALL).windows(20))

@@ -1,3 +1,4 @@
+import json
 import os
 import shlex
 import signal
@@ -15,7 +16,7 @@ from gpulab.settings import cpu_flags
 
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
 BROKEN = [sys.executable, "-c", "import sys; sys.exit('boom')"]
-SETTINGS = ["cpu:precision=float64,threads=1", "cpu:threads=1"]
+SETTINGS = ["cpu:threads=1", "cpu:threads=1,precision=float64"]
 
 
 def experiment(store, settings=("cpu:threads=1",), seeds=2, options=None, **more):
@@ -69,7 +70,7 @@ def test_a_worker_that_dies_is_reported_with_setting_seed_and_its_last_words(don
     store = done[0]
     monkeypatch.setattr(experiments, "WORKER", BROKEN)
     with pytest.raises(gl.GpulabError) as error:
-        experiment(store, SETTINGS[1:], seeds=[0, 1, 2, 3, 4, 5]).run(progress=False)
+        experiment(store, SETTINGS[:1], seeds=[0, 1, 2, 3, 4, 5]).run(progress=False)
     message = str(error.value)
     assert "4 of 6 runs failed" in message
     for seed in (2, 3, 4, 5):
@@ -95,10 +96,9 @@ def test_a_worker_that_cannot_be_started_is_reported(monkeypatch, tmp_path):
         experiment(tmp_path / "store", seeds=1).run(progress=False)
 
 
-def test_a_worker_that_says_what_is_no_answer_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(experiments, "WORKER", [sys.executable, "-c", "print('hello')"])
-    with pytest.raises(gl.GpulabError, match="cpu:threads=1 seed 0"):
-        experiment(tmp_path, seeds=1).run(progress=False)
+def test_a_library_may_print_in_a_worker(monkeypatch, tmp_path):
+    monkeypatch.setenv("MKL_VERBOSE", "1")  # prints from C, past Python's sys.stdout
+    assert len(experiment(tmp_path, seeds=1).run(progress=False)) == 1
 
 
 def test_a_failing_job_does_not_stop_the_good_ones(tmp_path):
@@ -129,15 +129,14 @@ INTERRUPTED = """
 import json, sys
 import gpulab as gl
 
-gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", sys.argv[1], options=json.loads(sys.argv[2])).run(progress=False)
+exp = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", sys.argv[1], options=json.loads(sys.argv[2]))
+exp.run(progress=False)
 """
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
 def test_an_interrupted_experiment_saves_a_checkpoint_ends_its_workers_and_goes_on(tmp_path):
-    import json
-
-    options = {**TINY, "frames": 4000, "checkpoint_seconds": 0}
+    options = {**TINY, "frames": 2000, "checkpoint_seconds": 0}
     command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), json.dumps(options)]
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
@@ -153,9 +152,9 @@ def test_an_interrupted_experiment_saves_a_checkpoint_ends_its_workers_and_goes_
     time.sleep(0.2)
     assert checkpoint.read_bytes() == before, "no worker goes on by itself"
     exp = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", tmp_path, options=options)
-    run = gl.train(**exp.jobs()[0], progress=False)
-    assert 0 < run.record["resumed_at"] < 200
-    assert len(run.history) == 200
+    run = gl.train(**{**exp.jobs()[0], "checkpoint_seconds": 60}, progress=False)
+    assert 0 < run.record["resumed_at"] < 100
+    assert len(run.history) == 100
 
 
 def test_jobs_are_ordered_by_setting_with_canonical_names(tmp_path):
@@ -194,7 +193,6 @@ def test_the_recorded_command_is_the_one_that_does_it(tmp_path):
         ({"workers": 0}, "workers"),
         ({"options": {"model_options": {"size": [9, 9]}}}, r"\(9, 9\)"),
         ({"options": {"frames": 3}}, "3"),
-        ({"options": {"colour": "red"}}, "colour"),
     ],
 )
 def test_an_experiment_that_makes_no_sense_is_refused_before_any_worker_starts(wrong, named, tmp_path, monkeypatch):

@@ -444,31 +444,34 @@ def test_every_flag_is_restored_on_a_gpu(text):
 
 
 TF32_ON_AND_OFF = """
-import json, sys
+import json, os
 import torch
 import gpulab as gl
 
-exec(sys.argv[1])
-a = torch.full((64, 64), 1 + 2**-12, device="cuda")  # TF32 keeps 10 bits: 1 + 2**-12 becomes 1
-image, kernel = a.repeat(16, 1).reshape(1, 64, 16, 64), a.reshape(64, 64, 1, 1)
-old = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
-results = []
-for text in ("cuda:tf32=off", "cuda:tf32=on"):
-    with gl.setting(text):
-        results += [bool((a @ a > 64).all()), bool((torch.nn.functional.conv2d(image, kernel) > 64).all())]
-new = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
-print(json.dumps([old == new, *results]))
+torch.use_deterministic_algorithms(False)
+for used in json.loads(os.environ["USED_BEFORE"]):
+    if os.fork():
+        os.wait()
+        continue
+    exec(used)
+    a = torch.full((64, 64), 1 + 2**-12, device="cuda")  # TF32 keeps 10 bits: 1 + 2**-12 becomes 1
+    image, kernel = a.repeat(16, 1).reshape(1, 64, 16, 64), a.reshape(64, 64, 1, 1)
+    old = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    exact = []
+    for text in ("cuda:tf32=off", "cuda:tf32=on"):
+        with gl.setting(text):
+            exact.append([bool((a @ a > 64).all()), bool((torch.nn.functional.conv2d(image, kernel) > 64).all())])
+    new = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    print(json.dumps([used, old == new, *exact]), flush=True)
+    os._exit(0)
 """
 
 
 @needs_cuda
-@pytest.mark.parametrize("used", USED_BEFORE)
-def test_tf32_is_switched_whichever_interface_was_used_before(python, used):
-    restored, *exact = json.loads(python(TF32_ON_AND_OFF, used).stdout)
-    assert restored
-    assert exact[:2] == [True, True], "with TF32 off, matrix product and convolution keep every bit"
-    if torch.cuda.get_device_capability() >= (8, 0):
-        assert exact[2:] == [False, False], "with TF32 on, they lose the last bits"
+def test_tf32_is_switched_whichever_interface_was_used_before(python):
+    answers = python(TF32_ON_AND_OFF, USED_BEFORE=json.dumps(USED_BEFORE)).stdout.splitlines()
+    every_bit, too_few = [True, True], [torch.cuda.get_device_capability() < (8, 0)] * 2
+    assert [json.loads(answer) for answer in answers] == [[used, True, every_bit, too_few] for used in USED_BEFORE]
 
 
 @needs_cuda

@@ -109,7 +109,7 @@ class PredNet(Trainable):
         expected = (self.channels[0], *self.size)
         if frames.ndim != 5 or tuple(frames.shape[2:]) != expected:
             raise UsageError(f"frames of shape {tuple(frames.shape)}: expected (T, B, {', '.join(map(str, expected))})")
-        state = self.initial_state(frames[0]) if state is None else state
+        state = self.initial_state(frames[0]) if state is None else [LayerState(*layer) for layer in state]
         predictions = []
         for frame in frames:
             state = self.top_down(self.bottom_up(frame, state), state)
@@ -168,7 +168,7 @@ class PredNet(Trainable):
         return self._error_unit_loss(batch, state)
 
     def _error_unit_loss(self, batch: Tensor, state: State | None) -> tuple[Tensor, Tensor, State]:
-        state = self.initial_state(batch[0]) if state is None else state
+        state = self.initial_state(batch[0]) if state is None else [LayerState(*layer) for layer in state]
         errors, losses, squared = self.bottom_up(batch[0], state), [], []
         for target in batch[1:]:
             state = self.top_down(errors, state)

@@ -1,0 +1,283 @@
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import pytest
+
+import gpulab as gl
+from gpulab import store as stores
+from gpulab.settings import cpu_flags
+
+COMMAND = [sys.executable, "-m", "gpulab.cli"]
+SMOKE = ["train", "autoencoder", "--profile", "smoke", "--frames", "40"]
+
+
+@pytest.fixture
+def cli(tmp_path):
+    """Run the command line in an empty folder."""
+
+    def run(*arguments, status=0, **environment):
+        done = subprocess.run(
+            [*COMMAND, *map(str, arguments)],
+            cwd=tmp_path,
+            env={**os.environ, "COLUMNS": "200", **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == status, done.stderr
+        assert "Traceback" not in done.stderr
+        return done
+
+    return run
+
+
+# Loading torch takes longer than most commands take: one process can run many of them, one by one.
+ONE_BY_ONE = """
+import contextlib, io, json, os, sys, traceback
+import gpulab.cli
+
+os.chdir(sys.argv[1])
+for arguments in json.loads(os.environ["ARGUMENTS"]):
+    sys.argv = ["gpulab", *map(str, arguments)]
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            gpulab.cli.main()
+            status = 0
+        except SystemExit as end:
+            status = end.code or 0
+        except BaseException:
+            status = traceback.format_exc().splitlines()[-1]
+    print(json.dumps([status, out.getvalue(), errors.getvalue()]), flush=True)
+"""
+
+
+@pytest.fixture
+def session(python, tmp_path):
+    """Run commands in an empty folder, all in one process, and give what each printed."""
+
+    def run(*commands):
+        done = python(ONE_BY_ONE, tmp_path, ARGUMENTS=json.dumps(commands), COLUMNS="200").stdout
+        answers = [json.loads(line) for line in done.splitlines()]
+        assert [(status, errors) for status, _, errors in answers if status] == []
+        return [out for _, out, _ in answers]
+
+    return run
+
+
+def test_help_lists_the_five_commands(cli):
+    text = cli("--help").stdout
+    assert re.findall(r"^\W*(devices|train|experiment|runs|companion)\b", text, re.MULTILINE) == [
+        *("devices", "train", "experiment", "runs", "companion")
+    ]
+    for command in ("devices", "train", "experiment", "runs", "companion"):
+        assert command in cli(command, "--help").stdout
+
+
+def test_devices_shows_the_passport_and_the_settings_that_run_here(cli):
+    assert json.loads(cli("devices", "--json").stdout) == gl.passport()
+    text = cli("devices").stdout
+    assert gl.passport()["software"]["python"] in text
+    assert text.split("Settings that run here: ")[1].split() == gl.available_settings()
+
+
+def test_a_run_is_trained_kept_listed_and_not_trained_again(session, tmp_path):
+    train = [*SMOKE, "--seed", "3", "--setting", "cpu:threads=1"]
+    first, again, other, listed, table = session(
+        train, train, [*train, "--fresh", "--store", "other"], ["runs"], ["runs", "runs", "--csv"]
+    )
+    assert re.search(r"autoencoder under cpu:threads=1, seed 3: final loss 0\.\d+", first)
+    assert again == first, "down to the seconds: it is the run that was there"
+    (run,) = gl.runs(tmp_path / "runs").itertuples()
+    assert f"kept in runs{os.sep}{run.id}" in first
+    record = stores.read_record(stores.Path(run.path))
+    assert record["command"] == "gpulab " + " ".join(train)
+    assert record["arithmetic"]["threads"] == 1
+    assert f"kept in other{os.sep}{run.id}" in other
+    assert gl.runs(tmp_path / "other").weights.tolist() == [run.weights]
+    assert "1 runs" in listed
+    assert "cpu:threads=1" in listed
+    frame = pd.read_csv(io.StringIO(table))
+    assert list(frame.columns) == stores.COLUMNS
+    assert frame.final_loss.tolist() == [run.final_loss]
+    assert frame.weights.tolist() == [run.weights]
+
+
+def test_a_fresh_run_ignores_a_checkpoint(session, tmp_path):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    for folder in ("resumed", "fresh"):
+        with pytest.raises(KeyboardInterrupt):
+            gl.train("autoencoder", profile="smoke", frames=40, store=tmp_path / folder, progress=stop)
+    session([*SMOKE, "--store", "resumed"], [*SMOKE, "--store", "fresh", "--fresh"])
+    records = [stores.read_record(stores.Path(gl.runs(tmp_path / folder).path[0])) for folder in ("resumed", "fresh")]
+    assert [record.get("resumed_at") for record in records] == [1, None]
+
+
+def test_a_real_video_is_trained_on(cli, shared, tmp_path):
+    video = shared / "video" / "road_camera.mp4"
+    cli(
+        *("train", "prednet", "--profile", "smoke", "--data", f"video:{video}", "--frames", 60),
+        *("--size", "24x32", "--channels", "3,4", "--learning-rate", "0.002"),
+    )
+    (run,) = gl.runs(tmp_path / "runs").itertuples()
+    configuration = stores.read_record(stores.Path(run.path))["configuration"]
+    assert (configuration["frames"], configuration["window"], configuration["learning_rate"]) == (60, 20, 0.002)
+    assert configuration["data"] == f"video:{video}"
+    assert configuration["data_options"] == {"size": [24, 32], "frames": 60, "heldout": 6}
+    assert configuration["model_options"] == {"size": [24, 32], "channels": [3, 4]}
+
+
+def test_an_experiment_is_run_and_compared(cli, tmp_path):
+    arguments = ["experiment", "autoencoder", "--profile", "smoke", "--frames", 40, "--seeds", "2"]
+    text = cli(*arguments, "--setting", "cpu", "--setting", "cpu:threads=1").stdout
+    assert "4 runs" in text
+    assert "Against cpu, on the same seeds" in text
+    frame = gl.runs(tmp_path / "runs")
+    assert frame[["setting", "seed"]].values.tolist() == [
+        ["cpu", 0],
+        ["cpu", 1],
+        ["cpu:threads=1", 0],
+        ["cpu:threads=1", 1],
+    ]
+    assert str(gl.compare(frame, "cpu")) in text
+    command = stores.read_record(stores.Path(frame.path[0]))["command"]
+    assert command.startswith("gpulab experiment autoencoder --profile smoke --setting cpu --setting cpu:threads=1")
+
+
+def test_recorded_runs_are_listed_as_csv_and_a_reader_may_leave_early(cli):
+    table = pd.read_csv(io.StringIO(cli("runs", "--recorded", "--csv").stdout))
+    assert table.recorded.all()
+    assert len(table) == len(gl.recorded_runs())
+    leaving = subprocess.Popen(
+        [*COMMAND, "runs", "--recorded", "--csv"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    leaving.stdout.close()
+    assert leaving.communicate()[1] == b""
+
+
+@pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
+def test_an_instruction_set_can_be_chosen(cli, tmp_path):
+    cli(*SMOKE, "--setting", "cpu:isa=avx2")
+    record = stores.read_record(stores.Path(gl.runs(tmp_path / "runs").path[0]))
+    assert record["arithmetic"]["cpu_capability"] == "AVX2"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
+def test_ctrl_c_saves_a_checkpoint_says_so_and_the_same_command_goes_on(tmp_path):
+    size = ["--size", "8x12", "--channels", "3,4", "--frames", "4000"]
+    command = [*COMMAND, "train", "prednet", "--profile", "smoke", *size, "--checkpoint-seconds", "0"]
+    training = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob(f"runs/{stores.WORK}/*.safetensors")):
+        assert training.poll() is None, training.stderr.read()
+        time.sleep(0.01)
+    training.send_signal(signal.SIGINT)
+    errors = training.communicate(timeout=60)[1]
+    assert training.returncode == 130
+    assert "interrupted; run the same command again to go on" in errors
+    assert "Traceback" not in errors
+    assert gl.runs(tmp_path / "runs").empty
+    options = {"model_options": {"size": (8, 12), "channels": [3, 4]}, "data_options": {"size": (8, 12)}}
+    run = gl.train("prednet", profile="smoke", frames=4000, store=tmp_path / "runs", progress=False, **options)
+    assert 0 < run.record["resumed_at"] < 200
+
+
+# --- errors ------------------------------------------------------------------------------------------------
+
+USAGE = {
+    "no such command": ["fly"],
+    "no model": ["train"],
+    "no such option": ["train", "prednet", "--colour", "red"],
+    "a seed below nothing": ["train", "prednet", "--seed", "-1"],
+    "frames in words": ["train", "prednet", "--frames", "many"],
+    "another setting": ["train", "prednet", "--setting", "gpu"],
+    "another option of a setting": ["train", "prednet", "--setting", "cpu:tf32=on"],
+    "another model": ["train", "resnet"],
+    "another profile": ["train", "prednet", "--profile", "huge"],
+    "other data": ["train", "prednet", "--profile", "smoke", "--data", "imagenet"],
+    "data for the other model": ["train", "prednet", "--profile", "smoke", "--data", "digits"],
+    "a size of one number": ["train", "prednet", "--size", "24"],
+    "a size in words": ["train", "prednet", "--size", "axb"],
+    "a size that does not halve": ["train", "prednet", "--profile", "smoke", "--size", "25x33"],
+    "channels in words": ["train", "prednet", "--channels", "a,b"],
+    "channels of nothing": ["train", "prednet", "--profile", "smoke", "--channels", "3,0"],
+    "grey data for colour channels": ["train", "prednet", "--profile", "smoke", "--channels", "1,4"],
+    "channels of the other model": ["train", "autoencoder", "--profile", "smoke", "--channels", "3,4"],
+    "too few frames": ["train", "prednet", "--profile", "smoke", "--frames", "5"],
+    "no frames": ["train", "prednet", "--profile", "smoke", "--frames", "0"],
+    "no speed": ["train", "prednet", "--profile", "smoke", "--speed", "0"],
+    "a learning rate below nothing": ["train", "prednet", "--profile", "smoke", "--learning-rate", "-1"],
+    "a learning rate that is no number": ["train", "prednet", "--profile", "smoke", "--learning-rate", "nan"],
+    "an experiment without a setting": ["experiment", "prednet"],
+    "an experiment with another setting": ["experiment", "prednet", "--setting", "gpu"],
+    "an experiment with seeds in words": ["experiment", "prednet", "--setting", "cpu", "--seeds", "some"],
+    "an experiment with no seeds": ["experiment", "prednet", "--setting", "cpu", "--seeds", "0"],
+    "an experiment with no frames": [
+        "experiment",
+        "prednet",
+        "--profile",
+        "smoke",
+        "--setting",
+        "cpu",
+        "--frames",
+        "0",
+    ],
+    "an experiment with no reruns": ["experiment", "prednet", "--setting", "cpu", "--reruns", "0"],
+}
+FAILURES = {
+    "a device that is not here": ["train", "prednet", "--profile", "smoke", "--setting", "cuda:77"],
+    "a video that is not there": ["train", "prednet", "--profile", "smoke", "--data", "video:missing.mp4"],
+    "a folder that is not there": ["train", "prednet", "--profile", "smoke", "--data", "frames:missing"],
+    "MNIST that is not there": ["train", "autoencoder", "--profile", "smoke", "--data", "mnist:missing"],
+    "runs that are not there": ["runs", "missing"],
+    "notebooks that are not there": ["companion", "--notebooks", "missing"],
+    "a store that is a file": ["train", "autoencoder", "--profile", "smoke", "--frames", "20", "--store", "a-file"],
+    "a checkpoint in a file": [*SMOKE, "--store", "a-file", "--checkpoint-seconds", "0"],
+    "a store below a file": ["train", "autoencoder", "--profile", "smoke", "--frames", "20", "--store", "a-file/b"],
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(python, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("errors")
+    (folder / "a-file").write_text("not a folder")
+    commands = {**USAGE, **FAILURES}
+    done = python(ONE_BY_ONE, folder, ARGUMENTS=json.dumps(list(commands.values()))).stdout
+    answers = [json.loads(line) for line in done.splitlines()]
+    return {name: (status, errors) for name, (status, _, errors) in zip(commands, answers, strict=True)}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_a_command_that_makes_no_sense_ends_with_status_2(outcomes, name):
+    status, errors = outcomes[name]
+    assert status == 2
+    assert errors.strip()
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_cannot_be_done_ends_with_status_1_and_one_line(outcomes, name):
+    status, errors = outcomes[name]
+    assert status == 1
+    lines = [line for line in errors.splitlines() if "frame/s" not in line]  # a progress bar is no message
+    assert lines[-1].startswith("gpulab: ")
+    assert re.search("cuda:77|missing|a-file", lines[-1])
+
+
+def test_errors_go_to_standard_error_and_say_no_traceback(cli):
+    for arguments, status in [
+        (USAGE["another setting"], 2),
+        (USAGE["another model"], 2),
+        (FAILURES["runs that are not there"], 1),
+    ]:
+        done = cli(*arguments, status=status)
+        assert done.stdout == ""
+        assert done.stderr.startswith("gpulab: ")
+        assert len(done.stderr.splitlines()) == 1
