@@ -9,10 +9,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from gpulab.errors import GpulabError, UsageError
 
+
+class _Commands(typer.core.TyperGroup):
+    """Says how to go on after Ctrl-C."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("gpulab: interrupted; run the same command again to go on", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Does the device change what a neural network learns? Train, compare and see.",
     no_args_is_help=True,
     add_completion=False,
@@ -120,7 +134,9 @@ def experiment(
     from gpulab.experiments import Experiment
     from gpulab.verdicts import compare
 
-    options: dict[str, Any] = {name: value for name, value in {"data": data, "frames": frames}.items() if value}
+    options: dict[str, Any] = {
+        name: value for name, value in {"data": data, "frames": frames}.items() if value is not None
+    }
     chosen = None
     if seeds:
         numbers = _integers(seeds, ",", "--seeds")
@@ -189,9 +205,6 @@ def main() -> None:
         _complain(error, 2)
     except GpulabError as error:
         _complain(error, 1)
-    except KeyboardInterrupt:
-        print("gpulab: interrupted; run the same command again to go on", file=sys.stderr)
-        sys.exit(130)
     except BrokenPipeError:  # `gpulab runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -12,6 +12,7 @@ import io
 import itertools
 import os
 import struct
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -220,7 +221,7 @@ class Folder(Sequence):
             with _open_image(file) as image:
                 try:
                     yield _fit(image, self.size, self.grey)
-                except OSError as error:
+                except (OSError, SyntaxError) as error:  # Pillow calls a broken PNG a syntax error
                     raise DataError(f"{file}: not a whole image: {error}") from None
 
 
@@ -253,8 +254,7 @@ def load(
         bool(where) and kind != "mnist"
     ):
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
-    if len(size) != 2 or min(size) < 1 or (frames is not None and frames < 1) or speed <= 0:
-        raise UsageError(f"data {name!r}: size={size}, frames={frames}, speed={speed} must be positive")
+    _check_sensible(name, frames, size, seed, speed)
     if kind == "digits":
         images = _sklearn_digits()
         return Images("digits", images[:1500], images[1500:])
@@ -267,6 +267,18 @@ def load(
     scene = Walk(seed, size, speed) if kind == "walk" else MovingDigits(_digit_bytes(), seed, size, speed)
     frames = 1000 if frames is None else frames
     return Rendered(kind, scene, frames, max(20, frames // HELD_OUT))
+
+
+def _check_sensible(name: str, frames: Any, size: Any, seed: Any, speed: float) -> None:
+    def whole(number: Any, least: int) -> bool:
+        return isinstance(number, int | np.integer) and bool(number >= least)
+
+    if not (isinstance(size, tuple | list) and len(size) == 2 and all(whole(edge, 1) for edge in size)):
+        raise UsageError(f"data {name!r}: size={size!r} must be (height, width), two whole numbers above 0")
+    if not (frames is None or whole(frames, 1)) or not whole(seed, 0):
+        raise UsageError(f"data {name!r}: frames={frames!r} must be a whole number above 0, seed={seed!r} one from 0")
+    if not 0 < speed < float("inf"):
+        raise UsageError(f"data {name!r}: speed={speed!r} must be a number above 0")
 
 
 def describe(data: Data) -> str:
@@ -305,6 +317,8 @@ def _digit_bytes() -> Bytes:
 def _mnist(folder: Path | None) -> Images:
     train = _find_mnist("train-images-idx3-ubyte", folder)
     test = _find_mnist("t10k-images-idx3-ubyte", folder)
+    if folder is None and train is not None and test is None:  # a download that was broken off
+        test = _download_mnist("t10k")
     if train is None and test is None:
         if folder is not None:
             raise DataError(
@@ -316,6 +330,8 @@ def _mnist(folder: Path | None) -> Images:
         return Images("mnist", _read_idx(train), _read_idx(test))
     images = _read_idx(train or test)  # type: ignore[arg-type]
     held = len(images) // HELD_OUT
+    if not held:
+        raise DataError(f"{train or test}: holds {len(images)} images; at least {HELD_OUT} are needed")
     return Images("mnist", images[:-held], images[-held:])
 
 
@@ -362,7 +378,7 @@ def _read_idx(file: Path) -> Bytes:
     """The images of an IDX file, (N, 1, H, W): the magic number 2051, three lengths, then bytes."""
     try:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file}: cannot be unpacked: {error}") from None
     if len(content) < 16:
         raise DataError(f"{file}: {len(content)} bytes; the header of an IDX file alone has 16")
@@ -403,16 +419,25 @@ def _count_video_frames(file: Path, grey: bool) -> int:
             first = next(container.decode(stream), None)
             promised = stream.frames
         with av.open(str(file)) as container:
-            count = sum(packet.size > 0 for packet in container.demux(video=0))
+            packets = [packet for packet in container.demux(video=0) if packet.size > 0]
+            count, ends = len(packets), max((_end(packet) for packet in packets), default=0.0)
+            lasts = (container.duration or 0) / av.time_base
     except av.FFmpegError as error:
         raise DataError(f"{file}: not a video that can be read (truncated, or another format): {error}") from None
     if first is None or count == 0:
         raise DataError(f"{file}: holds no frames")
     if count < promised:
         raise DataError(f"{file}: truncated: its header promises {promised} frames, it holds {count}")
+    if not promised and ends < 0.9 * lasts:  # some formats promise a duration only
+        raise DataError(f"{file}: truncated: its header promises {lasts:.1f} s, its frames end at {ends:.1f} s")
     if first.format.name.startswith("gray") and not grey:
         raise DataError(f"{file}: is grey ({first.format.name}); ask for grey=True (--grey) to read one channel")
     return count
+
+
+def _end(packet: Any) -> float:
+    """When a packet's frame ends, in seconds."""
+    return float(((packet.pts or 0) + (packet.duration or 0)) * packet.time_base)
 
 
 def _image_files(folder: Path, grey: bool) -> list[Path]:
@@ -431,18 +456,20 @@ def _image_files(folder: Path, grey: bool) -> list[Path]:
                     f"{file}: is {image.width}×{image.height} pixels, the images before it "
                     f"{first_size[0]}×{first_size[1]}; all must have one size"
                 )
-            if image.mode in ("1", "L", "LA", "I", "I;16", "F") and not grey:
+            if image.mode.partition(";")[0] in ("1", "L", "LA", "I", "F") and not grey:
                 raise DataError(f"{file}: is grey (mode {image.mode}); ask for grey=True (--grey) to read one channel")
     return files
 
 
 def _open_image(file: Path) -> PIL.Image.Image:
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         return Image.open(io.BytesIO(file.read_bytes()))
-    except (OSError, ValueError) as error:
-        reason = "the file is empty" if file.stat().st_size == 0 else error
+    except (OSError, ValueError, SyntaxError) as error:
+        reason: object = error
+        if isinstance(error, UnidentifiedImageError):
+            reason = "the file is empty" if file.stat().st_size == 0 else "of no known format, or damaged"
         raise DataError(f"{file}: not an image that can be read: {reason}") from None
 
 
@@ -454,6 +481,8 @@ def _fit(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:
     scale = min(image.width / width, image.height / height)
     cut_w, cut_h = width * scale, height * scale
     left, top = (image.width - cut_w) / 2, (image.height - cut_h) / 2
+    if image.mode.startswith("I;16"):  # Pillow would cut 16 bits off at 255
+        image = Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
     image = image.convert("L" if grey else "RGB")
     box = (left, top, left + cut_w, top + cut_h)
     pixels = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR, box=box))

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -149,7 +150,7 @@ class Experiment:
         for name in ("data", "frames"):
             if name in self.options:
                 parts += [f"--{name}", str(self.options[name])]
-        return " ".join(parts)
+        return shlex.join(parts)
 
 
 class _Worker:
@@ -161,9 +162,12 @@ class _Worker:
         if beside > 1 and not setting.startswith("cpu"):
             environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            WORKER, env=environment, text=True, encoding="utf-8", stdin=pipe, stdout=pipe, stderr=pipe
-        )
+        try:
+            self.process = subprocess.Popen(
+                WORKER, env=environment, text=True, encoding="utf-8", stdin=pipe, stdout=pipe, stderr=pipe
+            )
+        except OSError as error:
+            raise GpulabError(f"its worker process could not be started: {error}") from None
         self.last_words: collections.deque[str] = collections.deque(maxlen=3)
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -270,8 +274,9 @@ def worker_loop(lines: Iterator[str]) -> None:
     """What a worker process does: read a job a line, train, and answer with a line of JSON each."""
     from gpulab.training import train
 
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # whatever a library prints must not come between the answers
+    # Whatever a library prints, from Python or from C, must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
 
     def answer(**message: Any) -> None:
         print(json.dumps(message), file=answers, flush=True)

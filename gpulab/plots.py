@@ -154,7 +154,8 @@ def differences(frame: pd.DataFrame, reference: str, metric: str = "final_loss")
         axes.axvline(floor, color=FAINT, lw=0.8)
         axes.annotate(" exactly the same", (floor, -0.55), va="center", fontsize=8, color=INK)
     axes.set_xlabel(f"change of {metric.replace('_', ' ')} against {reference}, same seed (mean squared error)")
-    figure.suptitle(f"The largest change of setting is {comparison.ratio:.2g} of the spread between seeds", fontsize=10)
+    known = f"The largest change of setting is {comparison.ratio:.2g} of the spread between seeds"
+    figure.suptitle("One seed has no spread to compare with" if np.isnan(comparison.ratio) else known, fontsize=10)
     _key(figure, frame)
     return Picture(
         figure,

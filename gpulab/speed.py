@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpulab.errors import UsageError
 from gpulab.passports import passport
 from gpulab.settings import Setting
 
@@ -31,6 +32,8 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7) -> pd.DataFrame:
     """
     import pandas as pd
 
+    if repeats < 2:
+        raise UsageError(f"repeats={repeats}: a median with its spread needs at least 2")
     parsed = Setting.parse(setting)
     with parsed.apply():
         rows = [_measure(parsed, repeats, *operation) for operation in _operations(parsed)]

@@ -209,14 +209,14 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
             damaged.append(str(error))
     if damaged:
         warnings.warn(f"{len(damaged)} damaged run(s) skipped: " + "; ".join(damaged), stacklevel=3)
-    frame = pd.DataFrame(rows, columns=COLUMNS)
+    numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second"), float)
+    frame = pd.DataFrame(rows, columns=COLUMNS).astype(numbers)  # JSON's null becomes NaN
     return frame.sort_values(["experiment", "profile", "setting", "seed"], ignore_index=True)
 
 
 def _row(folder: Path, recorded: bool) -> dict[str, Any]:
     record = read_record(folder)
-    if not (folder / "history.parquet").is_file():
-        raise DataError(f"{folder}: has no history.parquet")
+    _check_history(folder / "history.parquet")
     try:
         passport, summary = record["passport"], record["summary"]
         gpu = ", ".join(gpu["name"] for gpu in passport["gpus"]) or None
@@ -243,6 +243,17 @@ def _row(folder: Path, recorded: bool) -> dict[str, Any]:
         raise DataError(f"{folder / 'run.json'}: not a whole record: {error!r}") from None
 
 
+def _check_history(file: Path) -> None:
+    """Raise `DataError` unless a Parquet file's own description can be read, which it ends with."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        pyarrow.parquet.read_metadata(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{file}: cannot be read: {error}") from None
+
+
 # --- checkpoints -------------------------------------------------------------------------------------
 
 
@@ -253,8 +264,11 @@ def checkpoint_file(store: Path, name: str) -> Path:
 
 def write_checkpoint(file: Path, tensors: dict[str, torch.Tensor], notes: dict[str, Any]) -> None:
     """Replace the checkpoint in one step: one safetensors file, with JSON notes in its header."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     scratch = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GpulabError(f"the store {file.parent.parent} cannot be written: {error}") from None
     try:
         _write_tensors(scratch, tensors, {"gpulab": json.dumps({"format": CHECKPOINT_FORMAT, **notes})})
         scratch.replace(file)
@@ -283,7 +297,8 @@ def read_checkpoint(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
 def _write_tensors(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     from safetensors.torch import save_file
 
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file, metadata)
+    # Cloned, because a tensor that two names share could not be stored.
+    save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, file, metadata)
     with file.open("rb+") as stream:
         os.fsync(stream.fileno())
 

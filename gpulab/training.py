@@ -129,9 +129,10 @@ def train(
     >>> run.status, len(run.history)
     ('finished', 20)
     """
-    plan = _plan(
-        net, data, setting, seed, profile, frames, learning_rate, data_options or {}, model_options or {}, rerun
-    )
+    with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
+        plan = _plan(
+            net, data, setting, seed, profile, frames, learning_rate, data_options or {}, model_options or {}, rerun
+        )
     model, parsed, folder = plan.model, plan.setting, None if store is None else Path(store)
     with parsed.apply():
         record = plan.record(passport(), command)
@@ -162,7 +163,8 @@ def planned_id(net: str, *, setting: str, seed: int, profile: str, rerun: int = 
     """The id that `train` would give to a run with these arguments on this machine."""
     data, frames, rate = (options.get(key) for key in ("data", "frames", "learning_rate"))
     data_options, model_options = (options.get(key) or {} for key in ("data_options", "model_options"))
-    plan = _plan(net, data, setting, seed, profile, frames, rate, data_options, model_options, rerun)
+    with torch.random.fork_rng(devices=[]):
+        plan = _plan(net, data, setting, seed, profile, frames, rate, data_options, model_options, rerun)
     return plan.identity(passport())["id"]
 
 
@@ -231,8 +233,11 @@ def _plan(
     name = net if isinstance(net, str) else type(net).__name__.lower()
     plan = protocol(name if isinstance(net, str) or name in MODELS else "prednet", profile)
     frames = plan.frames if frames is None else frames
-    if frames < plan.window:
-        raise UsageError(f"frames={frames}: a window alone has {plan.window}")
+    if not isinstance(frames, int) or frames < plan.window:
+        raise UsageError(f"frames={frames!r}: expected a whole number; a window alone has {plan.window}")
+    rate = plan.learning_rate if learning_rate is None else learning_rate
+    if not 0 < rate < math.inf:
+        raise UsageError(f"learning_rate={rate!r}: expected a number above 0")
     model = _model(net, plan, model_options)
     return _Plan(
         name=name,
@@ -244,7 +249,7 @@ def _plan(
         rerun=rerun,
         frames=frames,
         window=plan.window,
-        learning_rate=plan.learning_rate if learning_rate is None else learning_rate,
+        learning_rate=rate,
         model_options=_model_description(net, model, plan, model_options),
     )
 
@@ -258,6 +263,7 @@ class _Trainer:
         self.model = plan.model.to(self.setting.device, self.setting.dtype)
         self.optimizer = _Adam([p for p in self.model.parameters() if p.requires_grad], plan.learning_rate)
         self.state: Any = None
+        self.random = torch.get_rng_state()
         self.history: list[tuple[int, int, float, float]] = []
         self.step = 0
         self.diverged_at: int | None = None
@@ -279,27 +285,32 @@ class _Trainer:
                     loss = self._train_window(next(windows))
                     self.seconds = time.perf_counter() - started
                     self.history.append((self.windows_done, self.step, loss, self.seconds))
+                    self.random = torch.get_rng_state()
                     shown.advance(self.window, loss)
-                    if file is not None and time.monotonic() - saved >= every:
+                    if file is not None and self.diverged_at is None and time.monotonic() - saved >= every:
                         stores.write_checkpoint(file, *self.checkpoint())
                         saved = time.monotonic()
             except KeyboardInterrupt:
-                if file is not None:
+                if file is not None and self._at_a_window():
                     stores.write_checkpoint(file, *self.checkpoint())
                 raise
 
+    def _at_a_window(self) -> bool:
+        """Whether nothing has changed since the last window ended, so that one can go on from there."""
+        changing = next(self.model.buffers(), None) is not None
+        return bool(self.history) and self.step == self.history[-1][1] and not changing and self.diverged_at is None
+
     def _train_window(self, window: Window) -> float:
         """One window: an update for each of its batches. Returns the loss per frame."""
-        if window.restart:
-            self.state = None
-        losses = []
+        state, losses = None if window.restart else self.state, []
         for batch in self.model.batches(self._tensor(window.frames)):
             self.optimizer.forget_gradients()
-            objective, per_frame, self.state = self.model.training_loss(batch, self.state)
+            objective, per_frame, state = self.model.training_loss(batch, state)
             objective.backward()
-            self.optimizer.step()
             self.step += 1
+            self.optimizer.step()
             losses.append(per_frame.double().mean() if per_frame.device.type != "mps" else per_frame.mean())
+        self.state = state
         # One look at the device per window: asking after every update would wait for it each time.
         values = torch.stack(losses).tolist()
         for place, value in enumerate(values):
@@ -326,19 +337,22 @@ class _Trainer:
 
     def outcome(self) -> dict[str, Any]:
         """Status and summary for the record."""
+        heldout = math.nan if self.diverged_at else self.heldout_loss()
+        if not math.isfinite(heldout) and self.diverged_at is None:
+            self.diverged_at = self.step  # the last update ruined the weights, and no later loss shows it
         diverged = self.diverged_at is not None
         last = [loss for _, _, loss, _ in self.history[-max(1, self.count // LAST_FIFTH) :]]
         digest = hashlib.sha256()
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(_bytes(tensor))
         return {
             "status": "diverged" if diverged else "finished",
             "diverged_at": self.diverged_at,
             "summary": {
                 # JSON has no NaN.
                 "final_loss": None if diverged else math.fsum(last) / len(last),
-                "heldout_loss": None if diverged else self.heldout_loss(),
+                "heldout_loss": None if diverged else heldout,
                 "seconds": self.seconds,
                 "frames_per_second": self.windows_done * self.window / self.seconds,
                 "weights": digest.hexdigest(),
@@ -350,13 +364,10 @@ class _Trainer:
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         for name, moments in self.optimizer.state.items():
             tensors |= {f"adam.{name}.{index}": tensor for index, tensor in enumerate(moments)}
-        for layer, remembered in enumerate(self.state or ()):
-            tensors |= {f"state.{layer}.{place}": tensor for place, tensor in enumerate(remembered)}
-        tensors["random"] = torch.get_rng_state()
+        notes = {"step": self.step, "state": _packed(self.state, tensors)}
+        tensors["random"] = self.random
         tensors["history"] = torch.tensor(self.history, dtype=torch.float64)
-        # A tensor that two names share may be stored once only.
-        tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-        return tensors, {"step": self.step}
+        return tensors, notes
 
     def restore(self, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
         """Go back to where `checkpoint` was called."""
@@ -368,16 +379,39 @@ class _Trainer:
         for name, moments in self.optimizer.state.items():
             for index, tensor in enumerate(moments):
                 tensor.copy_(tensors[f"adam.{name}.{index}"])
-        layers: dict[int, dict[int, Tensor]] = {}
-        for name, tensor in below("state.").items():
-            layer, place = map(int, name.split("."))
-            layers.setdefault(layer, {})[place] = tensor.to(self.setting.device)
-        if layers:
-            self.state = [tuple(layers[layer][place] for place in sorted(layers[layer])) for layer in sorted(layers)]
-        torch.set_rng_state(tensors["random"])
+        self.state = _unpacked(notes["state"], tensors, self.setting.device)
+        self.random = tensors["random"]
+        torch.set_rng_state(self.random)
         rows = tensors["history"].tolist()
         self.history = [(int(window), int(step), loss, seconds) for window, step, loss, seconds in rows]
         self.step, self.seconds = notes["step"], self.history[-1][3]
+
+
+def _packed(state: Any, tensors: dict[str, Tensor]) -> Any:
+    """A state as JSON; its tensors go into `tensors`, under the names that stand in for them."""
+    if isinstance(state, Tensor):
+        name = f"state.{len(tensors)}"
+        tensors[name] = state
+        return {"tensor": name}
+    if isinstance(state, dict):
+        return {"dict": [[key, _packed(value, tensors)] for key, value in state.items()]}
+    if isinstance(state, list | tuple):
+        kind = "list" if isinstance(state, list) else "tuple"
+        return {kind: [_packed(value, tensors) for value in state]}
+    return {"value": state}
+
+
+def _unpacked(packed: Any, tensors: dict[str, Tensor], device: str) -> Any:
+    """The state that `_packed` took apart."""
+    ((kind, content),) = packed.items()
+    if kind == "tensor":
+        return tensors[content].to(device)
+    if kind == "dict":
+        return {key: _unpacked(value, tensors, device) for key, value in content}
+    if kind in ("list", "tuple"):
+        values = [_unpacked(value, tensors, device) for value in content]
+        return values if kind == "list" else tuple(values)
+    return content
 
 
 class _Adam:
@@ -477,13 +511,16 @@ def _model_description(
     digest.update(repr(model).encode())
     if not model.fresh:
         for tensor in model.state_dict().values():
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(_bytes(tensor))
     return {"class": type(net).__qualname__, "digest": digest.hexdigest()}
 
 
 def _data(data: Data | str | None, model: Trainable, plan: Protocol, frames: int, options: dict[str, Any]) -> Data:
     """The data to train on, checked against what the model takes."""
-    if not isinstance(data, Data):
+    if isinstance(data, Data):
+        if options:
+            raise UsageError(f"data_options {options} go with the name of a data set, not with one that is loaded")
+    else:
         size = tuple(getattr(model, "size", plan.size))
         try:
             data = load(data or plan.data, **{"frames": frames, "size": size, **options})
@@ -494,7 +531,7 @@ def _data(data: Data | str | None, model: Trainable, plan: Protocol, frames: int
         raise UsageError(
             f"{data.name} is {kinds[data.sequential]}; {type(model).__name__} learns from {kinds[model.sequential]}"
         )
-    channels: Any = getattr(model, "channels", (1,))
+    channels: Any = getattr(model, "channels", (data.channels,))
     wanted = (channels[0], *getattr(model, "size", data.size))
     if (data.channels, *data.size) != wanted:
         raise UsageError(f"{data.name} has frames of shape {(data.channels, *data.size)}; the model takes {wanted}")
@@ -508,8 +545,12 @@ def _stored(folder: Path, plan: _Plan) -> Run:
     record, history = stores.read_run(folder)
     weights = folder / "weights.safetensors"
     if weights.is_file():
-        plan.model.load_state_dict(load_file(weights))
+        plan.model.to(dtype=plan.setting.dtype).load_state_dict(load_file(weights))
     return Run(plan.model, plan.data, history, record, folder)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _number(value: float | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ class Comparison:
     `setting`, `seeds` (compared), `same_bits` (in how many the trained weights are identical),
     `mean_difference` from the reference, `largest_difference` on one seed, and `diverged`.
     `differences` has a row per setting and seed. `between_seeds` is the standard deviation over
-    seeds under the reference.
+    seeds under the reference. `diverged` counts the diverged runs, the reference's included.
     """
 
     metric: str
@@ -30,37 +31,46 @@ class Comparison:
     table: pd.DataFrame
     differences: pd.DataFrame
     between_seeds: float
+    diverged: int
 
     @property
     def largest(self) -> float:
-        """The largest change that another setting made to any seed."""
+        """The largest change that another setting made to any seed; NaN when no seed was in common."""
         others = self.table[self.table.setting != self.reference + AGAIN]
-        return float(others.largest_difference.max()) if len(others) else 0.0
+        return float(others.largest_difference.max()) if len(others) else math.nan
 
     @property
     def ratio(self) -> float:
-        """The largest change as a multiple of the spread between seeds."""
-        return self.largest / self.between_seeds if self.between_seeds else float("inf")
+        """The largest change as a multiple of the spread between seeds; NaN when either is unknown."""
+        return self.largest / self.between_seeds if self.between_seeds else math.nan
 
     def __str__(self) -> str:
         again = self.table[self.table.setting == self.reference + AGAIN]
         others = len(self.table) - len(again)
+        lines = []
         if not others:
-            return f"Only {self.reference} was run: there is nothing to compare it with."
-        lines = [
-            f"Against {self.reference}, on the same seeds, the largest change of {self.metric} that another setting "
-            f"made to a seed is {self.largest:.2e} (settings compared: {others}).",
-            f"The standard deviation between seeds under {self.reference} is {self.between_seeds:.2e}.",
-            f"The change of setting is {'smaller' if self.ratio < 1 else 'not smaller'} than the change of seed: "
-            f"{self.ratio:.2g} of it.",
-        ]
+            lines.append(f"Only {self.reference} was run: there is no other setting to compare it with.")
+        elif math.isnan(self.largest):
+            lines.append(f"No seed ended with a number both under {self.reference} and under another setting.")
+        else:
+            lines.append(
+                f"Against {self.reference}, on the same seeds, the largest change of {self.metric} that another "
+                f"setting made to a seed is {self.largest:.2e} (settings compared: {others})."
+            )
+        if math.isnan(self.between_seeds):
+            lines.append(f"One seed under {self.reference}: the spread between seeds is unknown.")
+        else:
+            lines.append(f"The standard deviation between seeds under {self.reference} is {self.between_seeds:.2e}.")
+        if not math.isnan(self.ratio):
+            size = "smaller" if self.ratio < 1 else "not smaller"
+            lines.append(f"The change of setting is {size} than the change of seed: {self.ratio:.2g} of it.")
         if len(again):
             repeat = again.iloc[0]
             lines.append(
                 f"The same setting run again changed a seed by up to {repeat.largest_difference:.2e}; "
                 f"{repeat.same_bits} of {repeat.seeds} seeds gave the same bits twice."
             )
-        lines.append(f"Diverged runs: {int(self.table.diverged.sum())}.")
+        lines.append(f"Diverged runs: {self.diverged}.")
         return "\n".join(lines)
 
 
@@ -74,24 +84,26 @@ def compare(frame: pd.DataFrame, reference: str, metric: str = "final_loss") -> 
     import pandas as pd
 
     _check_comparable(frame)
-    base = frame[(frame.setting == reference) & (frame.rerun == 0)].set_index("seed")
+    if metric not in frame:
+        raise UsageError(f"no column {metric!r}; there are {', '.join(frame.columns)}")
+    base = frame[(frame.setting == reference) & (frame.rerun == 0)].drop(columns="rerun")
     if base.empty:
         raise UsageError(f"no runs under {reference!r}; there are {sorted(frame.setting.unique())}")
     others = {setting: group for setting, group in frame.groupby("setting", sort=False) if setting != reference}
     firsts = {setting: group[group.rerun == 0] for setting, group in others.items()}
-    again = frame[(frame.setting == reference) & (frame.rerun == 1)]
+    again = frame[(frame.setting == reference) & (frame.rerun > 0)]
     if len(again):
         firsts[reference + AGAIN] = again
     rows, moved = [], []
     for setting, group in firsts.items():
-        both = base.join(group.set_index("seed"), rsuffix="_other", how="inner")
+        both = base.merge(group, on="seed", suffixes=("", "_other"))
         difference = both[f"{metric}_other"].astype(float) - both[metric].astype(float)
-        moved.append(pd.DataFrame({"setting": setting, "seed": both.index, "difference": difference.to_numpy()}))
+        moved.append(pd.DataFrame({"setting": setting, "seed": both.seed, "difference": difference}))
         rows.append(
             {
                 "setting": setting,
-                "seeds": len(both),
-                "same_bits": int((both.weights == both.weights_other).sum()),
+                "seeds": both.seed.nunique(),
+                "same_bits": int((both.weights == both.weights_other).groupby(both.seed).all().sum()),
                 "mean_difference": difference.mean(),
                 "largest_difference": difference.abs().max(),
                 "diverged": int((group.status == "diverged").sum()),
@@ -99,8 +111,10 @@ def compare(frame: pd.DataFrame, reference: str, metric: str = "final_loss") -> 
         )
     columns = ["setting", "seeds", "same_bits", "mean_difference", "largest_difference", "diverged"]
     differences = pd.concat(moved) if moved else pd.DataFrame(columns=["setting", "seed", "difference"])
-    spread = float(base[metric].astype(float).std()) if len(base) > 1 else 0.0
-    return Comparison(metric, reference, pd.DataFrame(rows, columns=columns), differences, spread)
+    table = pd.DataFrame(rows, columns=columns)
+    spread = float(base[metric].astype(float).std())
+    diverged = int(table.diverged.sum() + (base.status == "diverged").sum())
+    return Comparison(metric, reference, table, differences, spread, diverged)
 
 
 def check_one_protocol(frame: pd.DataFrame) -> None:

@@ -35,6 +35,7 @@ NEEDED_UNSEEN = {
     "ipykernel": "runs the notebooks",
     "ipywidgets": "draws tqdm's bars in notebooks",
     "jupyterlab": "make lab",
+    "scikit-learn": "its digits are read from the file that it ships",
 }
 
 

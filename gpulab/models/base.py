@@ -16,9 +16,9 @@ class Trainable(nn.Module):
 
     The loop hands over windows of frames in [0, 1], shaped (frames, C, H, W). `batches` cuts a
     window into what one update sees; `training_loss` returns what `backward` is called on, the mean
-    squared error per frame for the history, and a state for the next batch: None, or a list of tuples
-    of tensors, cut off from the graph. `fresh` is true until weights are loaded: training draws the
-    weights of a fresh model from the seed.
+    squared error per frame for the history, and a state for the next batch, cut off from the graph:
+    None, or tensors and numbers, in lists, tuples or dictionaries if need be. `fresh` is true until
+    weights are loaded: training draws the weights of a fresh model from the seed.
     """
 
     sequential: ClassVar[bool] = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.errors import DataError
+from gpulab.errors import DataError, UsageError
 from gpulab.models.prednet import PredNet
 
 GATES = "ifco"
@@ -25,7 +26,10 @@ def read_chainer(file: str | Path) -> PredNet:
     """
     arrays = _read_arrays(Path(file))
     channels, size = _architecture(Path(file), arrays)
-    net = PredNet(channels, size)
+    try:
+        net = PredNet(channels, size)
+    except UsageError as error:
+        raise DataError(f"{file}: not a PredNet of the authors: {error}") from None
     views = chainer_views(net, lambda parameter: parameter.data)
     missing, unknown = sorted(views.keys() - arrays), sorted(arrays.keys() - views)
     if missing or unknown:
@@ -65,12 +69,15 @@ def chainer_views(net: PredNet, of: Callable[[Any], Tensor]) -> dict[str, Tensor
 
 def _read_arrays(file: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(file, allow_pickle=False) as archive:
+        archive = np.load(file, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("one array, not an archive of them")
+        with archive:
             # The authors wrap the network in a classifier, which adds a prefix to every name.
             return {name.removeprefix("predictor/"): archive[name].astype(np.float32) for name in archive.files}
     except FileNotFoundError:
         raise DataError(f"{file}: no such file") from None
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise DataError(f"{file}: not a model saved by Chainer (a NumPy archive): {error}") from None
 
 
@@ -79,7 +86,7 @@ def _architecture(file: Path, arrays: dict[str, np.ndarray]) -> tuple[list[int],
     try:
         channels = [arrays[f"ConvP{layer}/W"].shape[0] for layer in range(layers)]
         height, width = arrays["ConvLSTM0/c_i/W"].shape[2:]
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, IndexError):
         found = ", ".join(sorted(arrays)[:4]) or "nothing"
         raise DataError(f"{file}: not a PredNet of the authors (found {found}, …)") from None
     return channels, (height, width)
