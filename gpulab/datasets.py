@@ -317,15 +317,13 @@ def _digit_bytes() -> Bytes:
 def _mnist(folder: Path | None) -> Images:
     train = _find_mnist("train-images-idx3-ubyte", folder)
     test = _find_mnist("t10k-images-idx3-ubyte", folder)
-    if folder is None and train is not None and test is None:  # a download that was broken off
-        test = _download_mnist("t10k")
     if train is None and test is None:
         if folder is not None:
             raise DataError(
                 f"{folder}: holds neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte "
                 f"(as they are or .gz); 'mnist' without a folder downloads them"
             )
-        train, test = (_download_mnist(part) for part in ("train", "t10k"))
+        train, test = _download_mnist()
     if train and test:
         return Images("mnist", _read_idx(train), _read_idx(test))
     images = _read_idx(train or test)  # type: ignore[arg-type]
@@ -351,8 +349,17 @@ def _find_mnist(stem: str, folder: Path | None) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
-def _download_mnist(part: str) -> Path:
-    """Fetch one file, checked against torchvision's MD5, from the first of its mirrors that answers."""
+def _download_mnist() -> tuple[Path, Path]:
+    """Fetch both files; they appear together, since half of them would be taken for other data."""
+    folder = _mnist_cache()
+    train, test = (_fetch_mnist(part, folder / "unfinished") for part in ("train", "t10k"))
+    moved = train.replace(folder / train.name), test.replace(folder / test.name)
+    (folder / "unfinished").rmdir()
+    return moved
+
+
+def _fetch_mnist(part: str, folder: Path) -> Path:
+    """One file, checked against torchvision's MD5, from the first of its mirrors that answers."""
     import pooch
     from torchvision.datasets import MNIST
 
@@ -360,18 +367,14 @@ def _download_mnist(part: str) -> Path:
     reasons = []
     for mirror in MNIST.mirrors:
         try:
-            return Path(
-                pooch.retrieve(
-                    mirror + name,
-                    known_hash=f"md5:{checksum}",
-                    fname=name,
-                    path=_mnist_cache(),
-                    progressbar=True,
-                )
+            file = pooch.retrieve(
+                mirror + name, known_hash=f"md5:{checksum}", fname=name, path=folder, progressbar=True
             )
         except (OSError, ValueError) as error:
             reasons.append(f"{mirror}: {error}")
-    raise DataError(f"{name} could not be downloaded to {_mnist_cache()}: {'; '.join(reasons)}")
+        else:
+            return Path(file)
+    raise DataError(f"{name} could not be downloaded to {folder.parent}: {'; '.join(reasons)}")
 
 
 def _read_idx(file: Path) -> Bytes:

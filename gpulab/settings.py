@@ -78,6 +78,8 @@ class Setting:
                 f"colon, options such as cpu:threads=1 or cuda:tf32=off,cudnn=off"
             )
         device, options = match.groups()
+        kind, _, index = device.partition(":")
+        device = f"{kind}:{int(index)}" if index else kind
         values: dict[str, Any] = {}
         for option in options.split(",") if options else ():
             name, _, value = (part.strip() for part in option.partition("="))
@@ -283,21 +285,42 @@ def _runs_here(candidate: Setting) -> bool:
     return True
 
 
-def _legacy_tf32() -> tuple[bool, bool] | None:
-    """The library has an old and a new interface to TF32; reading the old one fails once the new is used."""
+def _legacy_tf32() -> tuple[bool, bool, str] | None:
+    """The old interface to TF32, which refuses to be read once the new one has been used."""
     import torch
 
     try:
-        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        return matmul, cudnn, torch.get_float32_matmul_precision()
     except RuntimeError:
         return None
 
 
-def _set_legacy_tf32(matmul: bool, cudnn: bool) -> None:
+def _apply_tf32(wanted: bool) -> None:
     import torch
 
-    torch.backends.cuda.matmul.allow_tf32 = matmul
-    torch.backends.cudnn.allow_tf32 = cudnn
+    if _legacy_tf32() is None:
+        for backend in _fp32_precisions():
+            backend.fp32_precision = "tf32" if wanted else "ieee"
+    else:  # this sets the new interface as well, so that both can still be read
+        torch.backends.cuda.matmul.allow_tf32 = wanted
+        torch.backends.cudnn.allow_tf32 = wanted
+
+
+def _restore_tf32(legacy: tuple[bool, bool, str] | None, precisions: tuple[str, ...]) -> None:
+    """Put both interfaces back; what has not changed is left alone, for writing a value pins it."""
+    import torch
+
+    if legacy is not None and legacy != _legacy_tf32():
+        on_cpu: Any = torch.backends.mkldnn
+        before = on_cpu.matmul.fp32_precision
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = legacy[:2]
+        if torch.get_float32_matmul_precision() != legacy[2]:
+            torch.set_float32_matmul_precision(legacy[2])
+            on_cpu.matmul.fp32_precision = before
+    for backend, precision in zip(_fp32_precisions(), precisions, strict=True):
+        if backend.fp32_precision != precision:
+            backend.fp32_precision = precision
 
 
 def _fp32_precisions() -> tuple[Any, Any, Any]:
@@ -334,11 +357,7 @@ def _apply_flags(wanted: Setting) -> None:
     if wanted.cudnn is not None:
         cudnn.enabled = wanted.cudnn
     if wanted.tf32 is not None:
-        if _legacy_tf32() is not None:
-            _set_legacy_tf32(wanted.tf32, wanted.tf32)
-        else:
-            for backend in _fp32_precisions():
-                backend.fp32_precision = "tf32" if wanted.tf32 else "ieee"
+        _apply_tf32(wanted.tf32)
     if wanted.deterministic is not None:
         torch.use_deterministic_algorithms(wanted.deterministic)
         cudnn.deterministic = wanted.deterministic
@@ -357,12 +376,10 @@ def _restore_flags(saved: dict[str, Any]) -> None:
     if now != (saved["deterministic"], saved["warn_only"]):  # the call imports torch's compiler: 150 MB
         torch.use_deterministic_algorithms(saved["deterministic"], warn_only=saved["warn_only"])
     cudnn.enabled, cudnn.benchmark, cudnn.deterministic = saved["cudnn"]
-    if saved["tf32"] is not None:
-        _set_legacy_tf32(*saved["tf32"])
-    for backend, precision in zip(_fp32_precisions(), saved["fp32_precision"], strict=True):
-        backend.fp32_precision = precision
-    if saved["workspace"] is None:
-        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    _restore_tf32(saved["tf32"], saved["fp32_precision"])
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    if saved["workspace"] is not None:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = saved["workspace"]
 
 
 def arithmetic() -> dict[str, Any]:

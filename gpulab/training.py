@@ -236,8 +236,8 @@ def _plan(
     if not isinstance(frames, int) or frames < plan.window:
         raise UsageError(f"frames={frames!r}: expected a whole number; a window alone has {plan.window}")
     rate = plan.learning_rate if learning_rate is None else learning_rate
-    if not 0 < rate < math.inf:
-        raise UsageError(f"learning_rate={rate!r}: expected a number above 0")
+    if not 0 <= rate < math.inf:
+        raise UsageError(f"learning_rate={rate!r}: expected a number, 0 or above")
     model = _model(net, plan, model_options)
     return _Plan(
         name=name,

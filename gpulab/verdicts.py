@@ -37,7 +37,7 @@ class Comparison:
     def largest(self) -> float:
         """The largest change that another setting made to any seed; NaN when no seed was in common."""
         others = self.table[self.table.setting != self.reference + AGAIN]
-        return float(others.largest_difference.max()) if len(others) else math.nan
+        return float(others.largest_difference.max()) if len(others) else 0.0
 
     @property
     def ratio(self) -> float:
@@ -49,7 +49,7 @@ class Comparison:
         others = len(self.table) - len(again)
         lines = []
         if not others:
-            lines.append(f"Only {self.reference} was run: there is no other setting to compare it with.")
+            lines.append(f"Only {self.reference} was run: there is nothing to compare it with.")
         elif math.isnan(self.largest):
             lines.append(f"No seed ended with a number both under {self.reference} and under another setting.")
         else:
@@ -61,7 +61,7 @@ class Comparison:
             lines.append(f"One seed under {self.reference}: the spread between seeds is unknown.")
         else:
             lines.append(f"The standard deviation between seeds under {self.reference} is {self.between_seeds:.2e}.")
-        if not math.isnan(self.ratio):
+        if others and not math.isnan(self.ratio):
             size = "smaller" if self.ratio < 1 else "not smaller"
             lines.append(f"The change of setting is {size} than the change of seed: {self.ratio:.2g} of it.")
         if len(again):

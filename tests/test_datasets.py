@@ -212,9 +212,11 @@ def test_every_pass_over_the_images_shows_each_once_in_an_order_of_its_own(lengt
 
 
 def test_each_seed_has_its_order_and_keeps_it():
-    first = [numbers(next(numbered_images(20).windows(20, seed=seed))) for seed in range(10)]
-    assert len({tuple(order) for order in first}) == 10
-    assert first == [numbers(next(numbered_images(20).windows(20, seed=seed))) for seed in range(10)]
+    def orders():
+        return [numbers(window) for seed in range(10) for window in taken(numbered_images(20).windows(20, seed), 3)]
+
+    assert len({tuple(order) for order in orders()}) == 30, "nor is the second pass the first one of the next seed"
+    assert orders() == orders()
 
 
 def test_the_order_of_images_leaves_the_random_numbers_of_torch_alone():
