@@ -171,11 +171,16 @@ def test_an_instruction_set_can_be_chosen(cli, tmp_path):
     assert record["arithmetic"]["cpu_capability"] == "AVX2"
 
 
+def hears_ctrl_c():
+    """A process started by one that ignores SIGINT (a job in the background) would ignore it too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
 def test_ctrl_c_saves_a_checkpoint_says_so_and_the_same_command_goes_on(tmp_path):
     size = ["--size", "8x12", "--channels", "3,4", "--frames", "4000"]
     command = [*COMMAND, "train", "prednet", "--profile", "smoke", *size, "--checkpoint-seconds", "0"]
-    training = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    training = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
     while not list(tmp_path.glob(f"runs/{stores.WORK}/*.safetensors")):
         assert training.poll() is None, training.stderr.read()
         time.sleep(0.01)

@@ -134,11 +134,16 @@ exp.run(progress=False)
 """
 
 
+def hears_ctrl_c():
+    """A process started by one that ignores SIGINT (a job in the background) would ignore it too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
 def test_an_interrupted_experiment_saves_a_checkpoint_ends_its_workers_and_goes_on(tmp_path):
     options = {**TINY, "frames": 2000, "checkpoint_seconds": 0}
     command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), json.dumps(options)]
-    parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(f"{stores.WORK}/*.safetensors")):
         assert parent.poll() is None, parent.stderr.read()

@@ -123,7 +123,7 @@ def test_a_longer_stream_takes_no_more_memory(scene):
             tracemalloc.stop()
 
     peak(150)  # what is made once, is made now
-    assert peak(1500) < 1.02 * peak(300)
+    assert peak(1500) < peak(300) + 10_000  # a frame alone has 2,304 bytes
 
 
 def test_digits_stay_inside_and_appear_whole():

@@ -89,7 +89,7 @@ def test_the_id_depends_on_what_is_run_and_on_nothing_else(record):
 def test_many_threads_write_at_once_and_readers_see_whole_runs_only(record, tmp_path):
     writers, seeds = 8, 6
     tmp_path.joinpath(stores.WORK).mkdir()
-    reading = threading.Event()
+    finished = threading.Event()
 
     def work(writer):
         for seed in range(seeds):  # all write these
@@ -100,7 +100,7 @@ def test_many_threads_write_at_once_and_readers_see_whole_runs_only(record, tmp_
 
     def read():
         seen = 0
-        while not reading.is_set():
+        while not finished.is_set():
             frame = gl.runs(tmp_path)
             assert len(frame) >= seen
             seen = len(frame)
@@ -109,9 +109,11 @@ def test_many_threads_write_at_once_and_readers_see_whole_runs_only(record, tmp_
     with warnings.catch_warnings(), ThreadPoolExecutor(writers + 1) as pool:
         warnings.simplefilter("error")
         reader = pool.submit(read)
-        for done in [pool.submit(work, writer) for writer in range(writers)]:
-            done.result()
-        reading.set()
+        try:
+            for done in [pool.submit(work, writer) for writer in range(writers)]:
+                done.result()
+        finally:
+            finished.set()
         reader.result()
     frame = gl.runs(tmp_path)
     assert frame.seed.tolist() == [*range(seeds), *range(100, 100 + writers)]
