@@ -81,9 +81,9 @@ def test_help_lists_the_five_commands(cli):
         assert command in cli(command, "--help").stdout
 
 
-def test_devices_shows_the_passport_and_the_settings_that_run_here(cli):
-    assert json.loads(cli("devices", "--json").stdout) == gl.passport()
-    text = cli("devices").stdout
+def test_devices_shows_the_passport_and_the_settings_that_run_here(session):
+    document, text = session(["devices", "--json"], ["devices"])
+    assert json.loads(document) == gl.passport()
     assert gl.passport()["software"]["python"] in text
     assert text.split("Settings that run here: ")[1].split() == gl.available_settings()
 
@@ -178,7 +178,7 @@ def hears_ctrl_c():
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
 def test_ctrl_c_saves_a_checkpoint_says_so_and_the_same_command_goes_on(tmp_path):
-    size = ["--size", "8x12", "--channels", "3,4", "--frames", "4000"]
+    size = ["--size", "8x12", "--channels", "3,4", "--frames", "2000"]
     command = [*COMMAND, "train", "prednet", "--profile", "smoke", *size, "--checkpoint-seconds", "0"]
     training = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
     while not list(tmp_path.glob(f"runs/{stores.WORK}/*.safetensors")):
@@ -191,8 +191,8 @@ def test_ctrl_c_saves_a_checkpoint_says_so_and_the_same_command_goes_on(tmp_path
     assert "Traceback" not in errors
     assert gl.runs(tmp_path / "runs").empty
     options = {"model_options": {"size": (8, 12), "channels": [3, 4]}, "data_options": {"size": (8, 12)}}
-    run = gl.train("prednet", profile="smoke", frames=4000, store=tmp_path / "runs", progress=False, **options)
-    assert 0 < run.record["resumed_at"] < 200
+    run = gl.train("prednet", profile="smoke", frames=2000, store=tmp_path / "runs", progress=False, **options)
+    assert 0 < run.record["resumed_at"] < 100
 
 
 # --- errors ------------------------------------------------------------------------------------------------
