@@ -207,7 +207,7 @@ def test_readme_example_runs(tmp_path, python, monkeypatch):
 
 
 def test_readme_lists_the_notebooks_that_there_are():
-    listed = re.findall(r"^\| \[?`(\d\d_\w+)`", README, re.M)
+    listed = re.findall(r"^\| \[`(\d\d_\w+)`\]", README, re.M)
     there = [file.stem for file in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))]
     if not there:
         pytest.skip("there are no notebooks")
