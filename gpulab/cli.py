@@ -39,7 +39,10 @@ DATA_HELP = "digits, mnist, mnist:DIR, walk, moving-digits, video:FILE or frames
 PROFILE_HELP = "smoke (seconds), quick (a laptop) or paper (as published)"
 STORE_HELP = "folder in which runs are kept  [default: $GPULAB_STORE or ./runs]"
 
+LOADER_HELP = "how frames reach the device: window, or one by one through a buffer: copied, reused, imitated"
+
 Profile = Annotated[str, typer.Option(help=PROFILE_HELP)]
+Loader = Annotated[str, typer.Option(help=LOADER_HELP)]
 Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=False)]
 
 
@@ -70,6 +73,7 @@ def train(
     speed: Annotated[float, typer.Option(help="of the motion in walk and moving-digits")] = 1.0,
     grey: Annotated[bool, typer.Option("--grey", help="read a video or a folder with one channel")] = False,
     learning_rate: Annotated[float | None, typer.Option(help="Adam's  [default: 0.001]")] = None,
+    loader: Loader = "window",
     store: Store = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="ignore a checkpoint or an earlier run")] = False,
     checkpoint_seconds: Annotated[float, typer.Option(min=0, help="time between checkpoints")] = 10.0,
@@ -102,6 +106,7 @@ def train(
         profile,
         frames=frames,
         learning_rate=learning_rate,
+        loader=loader,
         data_options=data_options,
         model_options=model_options,
         store=store or stores.default_store(),
@@ -126,6 +131,8 @@ def experiment(
     profile: Profile = "quick",
     data: Annotated[str | None, typer.Option(help=DATA_HELP)] = None,
     frames: Annotated[int | None, typer.Option(help="how many to train on")] = None,
+    speed: Annotated[float | None, typer.Option(help="of the motion in walk and moving-digits")] = None,
+    loader: Annotated[str | None, typer.Option(help=LOADER_HELP)] = None,
     reruns: Annotated[int, typer.Option(min=1, help="how often each seed and setting is run")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="runs at the same time (seconds then say nothing)")] = 1,
     store: Store = None,
@@ -135,8 +142,9 @@ def experiment(
     from gpulab.verdicts import compare
 
     options: dict[str, Any] = {
-        name: value for name, value in {"data": data, "frames": frames}.items() if value is not None
+        name: value for name, value in {"data": data, "frames": frames, "loader": loader}.items() if value is not None
     }
+    options |= {} if speed is None else {"data_options": {"speed": speed}}
     chosen = None
     if seeds:
         numbers = _integers(seeds, ",", "--seeds")

@@ -151,6 +151,14 @@ class Sequence(Data):
             errors.append(np.square(np.diff(frames, axis=0)).mean((1, 2, 3)))
         return float(np.concatenate(errors).mean())
 
+    def missing_colour_loss(self, length: int = 20) -> float:
+        """The least mean squared error, over the held-out frames, of a prediction that is black in one colour.
+
+        A network with a dead output channel can do no better, so a loss below this says that it has none.
+        """
+        squares = [np.square(window.frames / 255).mean((0, 2, 3)) for window in self.heldout(length)]
+        return float(np.mean(squares, axis=0).min() / self.channels)
+
     def options(self) -> dict[str, Any]:
         """The size and the numbers of frames."""
         return super().options() | {"frames": self.frames, "heldout": self.held}

@@ -147,9 +147,11 @@ class Experiment:
             parts += ["--reruns", str(self.reruns)]
         if self.workers > 1:
             parts += ["--workers", str(self.workers)]
-        for name in ("data", "frames"):
+        for name in ("data", "frames", "loader"):
             if name in self.options:
                 parts += [f"--{name}", str(self.options[name])]
+        if speed := (self.options.get("data_options") or {}).get("speed"):
+            parts += ["--speed", str(speed)]
         return shlex.join(parts)
 
 

@@ -126,8 +126,8 @@ def read_history(folder: Path) -> pd.DataFrame:
 def runs(store: str | Path | None = None) -> pd.DataFrame:
     """All runs in a store as one data frame, one row a run.
 
-    Columns: `experiment`, `profile`, `setting`, `device`, `seed`, `rerun`, `status`, `final_loss`,
-    `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the SHA-256 of the trained weights, so
+    Columns: `experiment`, `profile`, `setting`, `device`, `seed`, `rerun`, `loader` (how frames reached
+    the device), `status`, `final_loss`, `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the SHA-256 of the trained weights, so
     that equal bits can be seen), `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`,
     `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones can
     be compared), `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped.
@@ -174,6 +174,7 @@ COLUMNS = [
     "device",
     "seed",
     "rerun",
+    "loader",
     "status",
     "final_loss",
     "heldout_loss",
@@ -226,6 +227,7 @@ def _row(folder: Path, recorded: bool) -> dict[str, Any]:
             **{key: summary.get(key) for key in ("final_loss", "heldout_loss", "seconds", "frames_per_second")},
             "device": device,
             "rerun": record.get("rerun", 0),
+            "loader": record.get("loader", "window"),
             "weights": summary.get("weights"),
             "diverged_at": record.get("diverged_at"),
             "machine": passport["cpu"]["model"] if device == "cpu" else gpu,

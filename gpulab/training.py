@@ -6,7 +6,7 @@ import copy
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from gpulab import store as stores
 from gpulab.datasets import Data, Window, load
 from gpulab.errors import UsageError
+from gpulab.loaders import LOADERS, Feed, Loader
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable
 from gpulab.passports import Passport, passport
@@ -97,6 +98,7 @@ def train(
     *,
     frames: int | None = None,
     learning_rate: float | None = None,
+    loader: str = "window",
     data_options: dict[str, Any] | None = None,
     model_options: dict[str, Any] | None = None,
     store: str | Path | None = None,
@@ -131,7 +133,17 @@ def train(
     """
     with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
         plan = _plan(
-            net, data, setting, seed, profile, frames, learning_rate, data_options or {}, model_options or {}, rerun
+            net,
+            data,
+            setting,
+            seed,
+            profile,
+            frames,
+            learning_rate,
+            loader,
+            data_options or {},
+            model_options or {},
+            rerun,
         )
     model, parsed, folder = plan.model, plan.setting, None if store is None else Path(store)
     with parsed.apply():
@@ -162,9 +174,10 @@ def train(
 def planned_id(net: str, *, setting: str, seed: int, profile: str, rerun: int = 0, **options: Any) -> str:
     """The id that `train` would give to a run with these arguments on this machine."""
     data, frames, rate = (options.get(key) for key in ("data", "frames", "learning_rate"))
+    loader = options.get("loader", "window")
     data_options, model_options = (options.get(key) or {} for key in ("data_options", "model_options"))
     with torch.random.fork_rng(devices=[]):
-        plan = _plan(net, data, setting, seed, profile, frames, rate, data_options, model_options, rerun)
+        plan = _plan(net, data, setting, seed, profile, frames, rate, loader, data_options, model_options, rerun)
     return plan.identity(passport())["id"]
 
 
@@ -182,6 +195,7 @@ class _Plan:
     frames: int
     window: int
     learning_rate: float
+    loader: str
     model_options: dict[str, Any]
 
     def identity(self, here: Passport) -> dict[str, Any]:
@@ -203,6 +217,8 @@ class _Plan:
                 "learning_rate": self.learning_rate,
             },
         }
+        if self.loader != "window":
+            identity["loader"] = self.loader
         software = {key: here["software"][key] for key in ("torch", "gpulab")}
         return {"id": stores.run_id({**identity, "chip": chip, **software}), **identity}
 
@@ -226,6 +242,7 @@ def _plan(
     profile: str,
     frames: int | None,
     learning_rate: float | None,
+    loader: str,
     data_options: dict[str, Any],
     model_options: dict[str, Any],
     rerun: int,
@@ -238,6 +255,8 @@ def _plan(
     rate = plan.learning_rate if learning_rate is None else learning_rate
     if not 0 <= rate < math.inf:
         raise UsageError(f"learning_rate={rate!r}: expected a number, 0 or above")
+    if loader not in LOADERS:
+        raise UsageError(f"loader {loader!r}: expected one of {', '.join(LOADERS)}")
     model = _model(net, plan, model_options)
     return _Plan(
         name=name,
@@ -250,6 +269,7 @@ def _plan(
         frames=frames,
         window=plan.window,
         learning_rate=rate,
+        loader=loader,
         model_options=_model_description(net, model, plan, model_options),
     )
 
@@ -260,6 +280,7 @@ class _Trainer:
     def __init__(self, plan: _Plan) -> None:
         self.data, self.setting, self.seed = plan.data, plan.setting, plan.seed
         self.window, self.count = plan.window, plan.frames // plan.window
+        self.loader = Loader(plan.loader, self.setting)
         self.model = plan.model.to(self.setting.device, self.setting.dtype)
         self.optimizer = _Adam([p for p in self.model.parameters() if p.requires_grad], plan.learning_rate)
         self.state: Any = None
@@ -303,7 +324,7 @@ class _Trainer:
     def _train_window(self, window: Window) -> float:
         """One window: an update for each of its batches. Returns the loss per frame."""
         state, losses = None if window.restart else self.state, []
-        for batch in self.model.batches(self._tensor(window.frames)):
+        for batch in self._batches(window):
             self.optimizer.forget_gradients()
             objective, per_frame, state = self.model.training_loss(batch, state)
             objective.backward()
@@ -319,9 +340,11 @@ class _Trainer:
                 return value
         return math.fsum(values) / len(values)
 
-    def _tensor(self, frames: np.ndarray) -> Tensor:
-        # The conversion to [0, 1] is done on the CPU in float32, so that every device gets the same.
-        return torch.from_numpy(frames).to(torch.float32).div_(255).to(self.setting.device, self.setting.dtype)
+    def _batches(self, window: Window) -> Iterable[Tensor | Feed]:
+        if self.loader.name == "window":
+            return self.model.batches(self.loader.window(window.frames))
+        feed = self.loader.feed(window.frames)
+        return [feed] if self.model.sequential else feed
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
@@ -330,7 +353,7 @@ class _Trainer:
         state, errors = None, []
         for window in self.data.heldout(self.window):
             state = None if window.restart else state
-            for batch in self.model.batches(self._tensor(window.frames)):
+            for batch in self.model.batches(self.loader.window(window.frames)):
                 _, per_frame, state = self.model.training_loss(batch, state)
                 errors += per_frame.tolist()
         return math.fsum(errors) / len(errors)

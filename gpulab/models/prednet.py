@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gpulab.errors import UsageError
+from gpulab.loaders import Feed
 from gpulab.models.base import Trainable, draw_normal_, zero_bias_
 
 Frame = Float[Tensor, "b c h w"]
@@ -154,23 +155,38 @@ class PredNet(Trainable):
         yield window[:, None]
 
     def training_loss(
-        self, batch: Float[Tensor, "t b c h w"], state: State | None
+        self, batch: Float[Tensor, "t b c h w"] | Feed, state: State | None
     ) -> tuple[Tensor, Tensor, State | None]:
         """Predict every frame of the batch but the first, each from the frames before it.
 
         `published`: the sum over the window of the mean squared errors. `lotter`: the weighted mean
         of the error units, averaged over the window. The state is cut off from the graph.
         """
-        if self.variant == "published":
+        if self.variant != "published":
+            return self._error_unit_loss(iter(batch), state)
+        if isinstance(batch, Tensor):
             predictions, after = self(batch[:-1], state)
             errors = (predictions - batch[1:]).square().flatten(1).mean(1)
             return errors.sum(), errors.detach(), detached(after)
-        return self._error_unit_loss(batch, state)
+        return self._published_loop(batch, state)
 
-    def _error_unit_loss(self, batch: Tensor, state: State | None) -> tuple[Tensor, Tensor, State]:
-        state = self.initial_state(batch[0]) if state is None else [LayerState(*layer) for layer in state]
-        errors, losses, squared = self.bottom_up(batch[0], state), [], []
-        for target in batch[1:]:
+    def _published_loop(self, frames: Feed, state: State | None) -> tuple[Tensor, Tensor, State | None]:
+        """Frame by frame: a prediction is compared with the next frame as soon as that arrives."""
+        losses: list[Tensor] = []
+        for number, frame in enumerate(frames):
+            state = self.initial_state(frame) if state is None else [LayerState(*layer) for layer in state]
+            if number > 0:
+                losses.append(F.mse_loss(state[0].p, frame))
+            if number < len(frames) - 1:  # the last frame is the first of the next window
+                state = self.top_down(self.bottom_up(frame, state), state)
+        errors = torch.stack(losses)
+        return errors.sum(), errors.detach(), None if state is None else detached(state)
+
+    def _error_unit_loss(self, frames: Iterator[Tensor], state: State | None) -> tuple[Tensor, Tensor, State]:
+        first = next(frames)
+        state = self.initial_state(first) if state is None else [LayerState(*layer) for layer in state]
+        errors, losses, squared = self.bottom_up(first, state), [], []
+        for target in frames:
             state = self.top_down(errors, state)
             errors = self.bottom_up(target, state)
             weighted = [w * e.mean() for w, e in zip(self.layer_weights, errors, strict=True)]
