@@ -129,7 +129,7 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     Columns: `experiment`, `profile`, `setting`, `device`, `seed`, `rerun`, `loader` (how frames reached
     the device), `status`, `final_loss`, `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the SHA-256 of the trained weights, so
     that equal bits can be seen), `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`,
-    `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones can
+    `speed` (of the motion in a rendered scene), `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones can
     be compared), `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped.
 
     >>> runs("a-folder-that-is-not-there").empty
@@ -188,6 +188,7 @@ COLUMNS = [
     "torch",
     "gpulab",
     "data",
+    "speed",
     "frames",
     "protocol",
     "recorded",
@@ -210,7 +211,7 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
             damaged.append(str(error))
     if damaged:
         warnings.warn(f"{len(damaged)} damaged run(s) skipped: " + "; ".join(damaged), stacklevel=3)
-    numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second"), float)
+    numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second", "speed"), float)
     frame = pd.DataFrame(rows, columns=COLUMNS).astype(numbers)  # JSON's null becomes NaN
     return frame.sort_values(["experiment", "profile", "setting", "seed"], ignore_index=True)
 
@@ -236,6 +237,7 @@ def _row(folder: Path, recorded: bool) -> dict[str, Any]:
             "torch": passport["software"]["torch"],
             "gpulab": passport["software"]["gpulab"],
             "data": record["configuration"]["data"],
+            "speed": record["configuration"].get("data_options", {}).get("speed"),
             "frames": record["configuration"]["frames"],
             "protocol": _digest(record["configuration"])[:8],
             "recorded": recorded,
