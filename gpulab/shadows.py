@@ -1,0 +1,200 @@
+"""An operation beside its exact twin: the same inputs in float64, and how far rounding may lead.
+
+An error is measured against the operation itself in float64, from the very inputs that it got, so
+that what went wrong earlier is not held against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from gpulab.numerics import round_to, significant_bits
+
+SAFETY = 4.0  # Higham and Mary's lambda: beyond it, rounding errors that behave as random are all but impossible
+EXPLAINED = 0.5  # the share of an error that a number format must account for to be named as its cause
+
+# The operands that are multiplied with each other, by position. What else there is (a bias) is added.
+PRODUCTS = {
+    "mm": (0, 1),
+    "bmm": (0, 1),
+    "mv": (0, 1),
+    "dot": (0, 1),
+    "addmm": (1, 2),
+    "baddbmm": (1, 2),
+    "addmv": (1, 2),
+    "convolution": (0, 1),
+    "convolution_backward": (0, 1, 2),
+}
+# The formats that hardware multiplies in when it is asked for float32, and how it gets there.
+ROUNDINGS = (("tf32", "nearest"), ("tf32", "truncate"), ("bfloat16", "nearest"), ("float16", "nearest"))
+
+
+@dataclass(frozen=True)
+class Examined:
+    """One operation's error against float64, relative to the size of the exact result.
+
+    `bound` is the error that rounding explains, in the same unit; `format` the number format that its
+    inputs were rounded to, judging by the error; `bits` how many significant bits the factors of a
+    product used. None where there is nothing to say: no twin in float64, or no product.
+    """
+
+    error: float | None = None
+    bound: float | None = None
+    format: str | None = None
+    bits: int | None = None
+
+
+def examine(operation: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Examined:
+    """Compare what an operation returned with its twin in float64, run on the CPU.
+
+    `args` and `kwargs` are those of the call, before it changed any of them; `name` is the operation's
+    bare name, such as `convolution`.
+    """
+    made = _floating(out)
+    exact_args, exact_kwargs = _exact(list(args), kwargs)
+    try:
+        exact = _floating(operation(*exact_args, **exact_kwargs))
+    except (RuntimeError, NotImplementedError):
+        return Examined()  # a kernel of one device alone, or none for float64
+    if len(exact) != len(made) or any(e.shape != m.shape for e, m in zip(exact, made, strict=True)):
+        return Examined()
+    if not exact or not all(math.isfinite(_norm(e)) for e in exact):
+        return Examined()
+    again = _Again(operation, name, exact_args, exact_kwargs)
+    factors = [args[place] for place in PRODUCTS.get(name, ())]
+    try:
+        bounds = _product_bounds(again, args, made) if factors else _other_bounds(again, exact, made)
+    except (RuntimeError, NotImplementedError):
+        return Examined()
+    results = [(_distance(m, e), SAFETY * _norm(b), _norm(e)) for m, e, b in zip(made, exact, bounds, strict=True)]
+    worst = max(range(len(results)), key=lambda place: _ratio(results[place][0], results[place][1]))
+    error, bound, size = results[worst]
+    found = None
+    if factors and all(factor.dtype == torch.float32 for factor in factors):
+        one_rounding = bound / (SAFETY * math.sqrt(_inner(name, args)[worst]))
+        if error > 0.5 * one_rounding:  # else no format shorter than float32 was near
+            found = _explaining_format(again, made[worst], error, worst)
+    bits = min((significant_bits(factor) for factor in factors), default=None)
+    scale = size or 1.0
+    return Examined(error / scale, bound / scale, found, bits)
+
+
+def _ratio(error: float, bound: float) -> float:
+    if math.isnan(error):
+        return math.inf
+    return error / bound if bound else (math.inf if error else 0.0)
+
+
+class _Again:
+    """Runs the twin once more, on inputs that are changed first."""
+
+    def __init__(self, operation: Callable[..., Any], name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+        self.operation, self.name, self.args, self.kwargs = operation, name, args, kwargs
+
+    def __call__(self, change: Callable[[Tensor], Tensor], only: Sequence[int] | None = None) -> list[Tensor]:
+        def changed(value: Any) -> Any:
+            return change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        args = [
+            tree_map(changed, value) if only is None or place in only else value
+            for place, value in enumerate(self.args)
+        ]
+        return _floating(self.operation(*args, **self.kwargs))
+
+
+def _product_bounds(again: _Again, args: Sequence[Any], made: list[Tensor]) -> list[Tensor]:
+    """sqrt(n) u |A| |B|, the bound of Higham and Mary 2019 (SIAM J. Sci. Comput. 41(5)) without its factor."""
+    unit = max(_roundoff(tensor.dtype) for tensor in made)
+    return [unit * math.sqrt(n) * size for n, size in zip(_inner(again.name, args), again(torch.abs), strict=True)]
+
+
+def _other_bounds(again: _Again, exact: list[Tensor], made: list[Tensor]) -> list[Tensor]:
+    """How far the result moves when every input is off by one rounding, and one more for the result.
+
+    Summed over n terms, sqrt(n) as much. Two draws, so that one lucky sign does not hide a movement.
+    """
+    unit = max(_roundoff(tensor.dtype) for tensor in made)
+    generator = torch.Generator().manual_seed(0)
+
+    def nudged(x: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, x.shape, generator=generator, dtype=torch.int8).to(x.dtype)
+        return x * (1 + unit * (2 * signs - 1))
+
+    moves = [[(n - e).abs() for n, e in zip(again(nudged), exact, strict=True)] for _ in range(2)]
+    inputs = max((t.numel() for t in tree_flatten(again.args)[0] if isinstance(t, Tensor)), default=1)
+    roots = [max(1.0, math.sqrt(inputs / max(1, e.numel()))) for e in exact]
+    # Sums over n terms of one sign go wrong by sqrt(n) roundings of the sum, wherever the terms cancel.
+    return [
+        root * (torch.maximum(first, second) + unit * e.abs())
+        for root, first, second, e in zip(roots, *moves, exact, strict=True)
+    ]
+
+
+def _inner(name: str, args: Sequence[Any]) -> list[float]:
+    """How many products are summed in each element of each result."""
+    if name == "convolution":
+        weight, transposed = args[1], args[6]
+        return [weight.numel() / weight.shape[1 if transposed else 0]]
+    if name == "convolution_backward":
+        gradient, weight, transposed, wanted = args[0], args[2], args[7], args[10]
+        summed = gradient.numel() / gradient.shape[1]
+        inner = [weight.numel() / weight.shape[0 if transposed else 1], summed, summed]
+        return [n for n, asked in zip(inner, wanted, strict=True) if asked]
+    return [args[PRODUCTS[name][0]].shape[-1]]
+
+
+def _explaining_format(again: _Again, made: Tensor, error: float, place: int) -> str | None:
+    """The format whose rounding of the factors explains the error best, if any explains half of it."""
+    best, best_share = None, EXPLAINED
+    for format_, mode in ROUNDINGS:
+
+        def rounded(x: Tensor, format_: str = format_, mode: str = mode) -> Tensor:
+            return round_to(x.float(), format_, mode).double()
+
+        share = 1 - (_distance(made, again(rounded, PRODUCTS[again.name])[place]) / error) ** 2
+        if share > best_share:
+            best, best_share = format_, share
+    return best
+
+
+def _exact(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def upcast(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().to("cpu", torch.float64 if value.is_floating_point() else None, copy=True)
+
+    leaves, form = tree_flatten((args, kwargs))
+    exact_args, exact_kwargs = tree_unflatten([upcast(leaf) for leaf in leaves], form)
+    return exact_args, exact_kwargs
+
+
+def _floating(out: Any) -> list[Tensor]:
+    return [
+        t.detach().to("cpu", torch.float64) if t.device.type != "cpu" else t.detach()
+        for t in tree_flatten(out)[0]
+        if isinstance(t, Tensor) and t.is_floating_point() and t.numel()
+    ]
+
+
+def _distance(made: Tensor, exact: Tensor) -> float:
+    """The norm of the difference; where both are infinite with one sign, or both NaN, nothing."""
+    gap = made.double() - exact
+    same = (made.double() == exact) | (made.isnan() & exact.isnan())
+    return _norm(torch.where(same, torch.zeros_like(gap), gap))
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def _roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2

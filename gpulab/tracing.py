@@ -1,0 +1,467 @@
+"""One training step, operation by operation: what each computed, how exactly, and for whom.
+
+A trace is a file of its own: two laboratories record the same step, each on its card, and compare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import hashlib
+import inspect
+import json
+import linecache
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from gpulab.errors import DataError, UsageError
+from gpulab.guards import guard
+from gpulab.passports import passport
+from gpulab.settings import Setting, arithmetic
+from gpulab.shadows import examine
+
+TRACE_FORMAT = 1
+SKETCH = 256  # how many numbers stand for a tensor: distances between sketches are right to about 1/sqrt(128)
+IN_FULL = 64  # a tensor of up to so many numbers is kept as it is
+SEED = 0  # torch's random numbers begin here in every execution of a step
+
+# What computes nothing: changes of shape, and memory that has not been written yet.
+SILENT = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+HERE = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step that can be done under any setting: one forward and one backward pass.
+
+    The model is copied, moved to the setting's device and precision, and `loss(model(inputs), targets)`
+    differentiated, where `batch` is (inputs, targets). The model itself stays as it is. Without a
+    `loss`, the mean of the squared output is differentiated, and `batch` is the inputs alone.
+
+    >>> step = Step(nn.Linear(4, 2), (torch.ones(3, 4), torch.zeros(3, 2)), nn.functional.mse_loss)
+    >>> step(Setting.parse("cpu")).shape
+    torch.Size([])
+    """
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[[Any, Any], Tensor] | None = None
+
+    def __call__(self, setting: Setting) -> Tensor:
+        """Do the step and return the loss."""
+
+        def there(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(setting.device, setting.dtype if value.is_floating_point() else None)
+
+        model = copy.deepcopy(self.model).to(setting.device, setting.dtype)
+        model.zero_grad()
+        batch = tree_map(there, self.batch)
+        if self.loss is None:
+            out = model(batch)
+            loss = next(t for t in tree_flatten(out)[0] if isinstance(t, Tensor)).square().mean()
+        else:
+            inputs, targets = batch
+            loss = self.loss(model(inputs), targets)
+        loss.backward()
+        return loss.detach()
+
+
+@dataclass
+class Operation:
+    """What one operation did.
+
+    `name` is torch's, without device or overload; `module` the path of the module that called it
+    (for the backward pass: that called what is differentiated); `line` the line of the user's code;
+    `inputs` and `outputs` name values of the trace. `error` is its own error against float64 from the
+    same inputs, `bound` what rounding explains, both relative to the exact result. `repeats` says
+    whether it gave the same bits when the step was done again from the same inputs.
+    """
+
+    name: str
+    phase: str
+    module: str
+    line: str
+    inputs: list[str]
+    outputs: list[str]
+    shape: list[int]
+    dtype: str
+    arguments: str
+    random: bool = False
+    repeats: bool | None = None
+    steady: bool = True
+    error: float | None = None
+    bound: float | None = None
+    format: str | None = None
+    bits: int | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """The error in units of what rounding explains."""
+        if self.error is None or self.bound is None:
+            return None
+        return self.error / self.bound if self.bound else (np.inf if self.error else 0.0)
+
+
+@dataclass
+class Trace:
+    """One step under one setting: its `operations`, and a sketch of each value that they met.
+
+    `reference` are the operations of the same step in float64, and `sketches` hold the values of both.
+    """
+
+    setting: str
+    operations: list[Operation]
+    reference: list[Operation]
+    sketches: dict[str, np.ndarray]
+    overwritten: list[dict[str, str]] = field(default_factory=list)
+    passport: dict[str, Any] = field(default_factory=dict)
+    arithmetic: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"trace of {len(self.operations)} operations under {self.setting}"
+
+    def save(self, file: str | Path) -> Path:
+        """Write the trace to one file: safetensors, with JSON in its header."""
+        from safetensors.numpy import save_file
+
+        file = Path(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        notes = {"format": TRACE_FORMAT, **{k: v for k, v in asdict(self).items() if k != "sketches"}}
+        scratch = file.with_name(f".{file.name}.{os.getpid()}")
+        save_file(self.sketches, scratch, {"gpulab trace": json.dumps(notes)})
+        scratch.replace(file)
+        return file
+
+    @classmethod
+    def load(cls, file: str | Path) -> Trace:
+        """Read a trace. Raises `DataError`, naming the file, for one that is missing, cut short or foreign."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(file), framework="numpy") as archive:
+                header = archive.metadata() or {}
+                sketches = {name: archive.get_tensor(name) for name in archive.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{file}: not a trace that can be read (missing, or cut short?): {error}") from None
+        if "gpulab trace" not in header:
+            raise DataError(f"{file}: a safetensors file, but no trace; `gpulab record` writes one")
+        try:
+            notes = json.loads(header["gpulab trace"])
+            if notes.pop("format") != TRACE_FORMAT:
+                raise DataError(f"{file}: a trace of another format; this gpulab reads format {TRACE_FORMAT}")
+            for key in ("operations", "reference"):
+                notes[key] = [Operation(**operation) for operation in notes[key]]
+            trace = cls(sketches=sketches, **notes)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{file}: a damaged trace: {error!r}") from None
+        named = {value for op in (*trace.operations, *trace.reference) for value in (*op.inputs, *op.outputs)}
+        if lacking := named - sketches.keys():
+            raise DataError(f"{file}: a damaged trace: {len(lacking)} of {len(named)} values are missing")
+        return trace
+
+
+def record(
+    step: Callable[..., Any], setting: Setting | str = "cpu", file: str | Path | None = None, progress: bool = True
+) -> Trace:
+    """Do a step under a setting and note what every operation computed; with `file`, keep the trace.
+
+    `step` is a `Step`, or a function that does one training step, backward pass included. It is called
+    with the `Setting`, whose `.device` and `.dtype` it puts its tensors on, or, if it takes no
+    argument, with these as torch's defaults. It is done three times from the same random numbers:
+    twice under the setting, to see whether it repeats itself, and once in float64 on the CPU.
+
+    Raises `UsageError` for a step that is none, `GpulabError` for a setting that cannot run here.
+
+    >>> record(Step(nn.Linear(4, 2), torch.ones(3, 4)), "cpu", progress=False).setting
+    'cpu'
+    """
+    parsed = Setting.parse(setting)
+    if not callable(step):
+        raise UsageError(f"step is a {type(step).__name__}; expected gpulab.Step or a function that does one step")
+    sketches: dict[str, np.ndarray] = {}
+    first = _perform(step, parsed, sketches, None)
+    with _bar(2 * len(first.operations), progress) as bar:
+        second = _perform(step, parsed, sketches, bar, examined=True)
+        exact = _perform(step, Setting.parse("cpu:precision=float64"), sketches, bar)
+    _note_repeats(second.operations, first.operations)
+    trace = Trace(
+        setting=str(parsed),
+        operations=second.operations,
+        reference=exact.operations,
+        sketches=sketches,
+        overwritten=second.overwritten,
+        passport=dict(passport()),
+        arithmetic=second.arithmetic,
+    )
+    named = {value for op in (*trace.operations, *trace.reference) for value in (*op.inputs, *op.outputs)}
+    trace.sketches = {name: sketches[name] for name in sketches if name in named}
+    if file is not None:
+        trace.save(file)
+    return trace
+
+
+@dataclass
+class _Performance:
+    operations: list[Operation]
+    overwritten: list[dict[str, str]]
+    arithmetic: dict[str, Any]
+
+
+def _perform(
+    step: Callable[..., Any], setting: Setting, sketches: dict[str, np.ndarray], bar: Any, examined: bool = False
+) -> _Performance:
+    """Do the step once under a setting, watched."""
+    watcher = _Watcher(sketches, bar, examined)
+    devices = [torch.device(setting.device)] if setting.kind == "cuda" else []
+    with (
+        torch.random.fork_rng(devices=devices),
+        setting.apply(),
+        watcher.modules(),
+        guard(on="collect") as report,
+        watcher,
+    ):
+        torch.manual_seed(SEED)
+        if isinstance(step, Step) or _takes_an_argument(step):
+            step(setting)
+        else:
+            with torch.device(setting.device):
+                step()
+        flags = arithmetic()
+    if not watcher.operations:
+        raise UsageError("the step ran no operation of torch on floating-point numbers: there is nothing to compare")
+    found = [{"operation": f.operation, "line": f.line, "cause": f.cause} for f in report.findings]
+    return _Performance(watcher.operations, found, flags)
+
+
+def _takes_an_argument(step: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(step).bind("setting")
+    except TypeError:
+        return False
+    return True
+
+
+class _Watcher(TorchDispatchMode):
+    """Sees every operation below autograd, forward and backward."""
+
+    def __init__(self, sketches: dict[str, np.ndarray], bar: Any, examined: bool) -> None:
+        super().__init__()
+        self.sketches, self.bar, self.examined = sketches, bar, examined
+        self.operations: list[Operation] = []
+        self.path: list[str] = []
+        self.names: dict[int, str] = {}
+        self.made_by: dict[int, tuple[str, str]] = {}  # autograd's number of a node: who called it
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and note what it did."""
+        kwargs = kwargs or {}
+        name = operation._schema.name.partition("::")[2]
+        bare = name.rstrip("_")
+        if bare in SILENT or _called_by_the_guard():
+            return operation(*args, **kwargs)
+        before = _copied(args, kwargs) if operation._schema.is_mutable else (args, kwargs)
+        inputs = [self._value(t) for t in tree_flatten(before)[0] if _counts(t)]
+        out = operation(*args, **kwargs)
+        results = [t for t in tree_flatten(out)[0] if _counts(t)]
+        if not results:
+            return out
+        phase, module, line = self._caller()
+        noted = Operation(
+            name=bare,
+            phase=phase,
+            module=module,
+            line=line,
+            inputs=inputs,
+            outputs=[self._value(t) for t in results],
+            shape=list(results[0].shape),
+            dtype=str(results[0].dtype).removeprefix("torch."),
+            arguments=_plain(args, kwargs),
+            random=_is_random(operation, args, kwargs),
+        )
+        if self.examined and not noted.random and not operation.is_view:
+            exact = examine(operation, bare, *before, out)
+            noted.error, noted.bound, noted.format, noted.bits = exact.error, exact.bound, exact.format, exact.bits
+            noted.steady = _steady(operation, before, noted.outputs)
+        self.operations.append(noted)
+        if self.bar is not None:
+            self.bar.update()
+        return out
+
+    def _value(self, tensor: Tensor) -> str:
+        content = tensor.detach().to("cpu").contiguous()
+        name = _fingerprint(content)
+        if name not in self.sketches:
+            self.sketches[name] = sketch(content)
+        return name
+
+    def _caller(self) -> tuple[str, str, str]:
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            module, line = self.made_by.get(node._sequence_nr(), ("", ""))
+            return "backward", module, line
+        module = self.path[-1] if self.path else ""
+        line = _users_line()
+        self.made_by[torch.autograd._get_sequence_nr() - 1] = module, line  # type: ignore[attr-defined]
+        return "forward", module, line
+
+    @contextlib.contextmanager
+    def modules(self) -> Iterator[None]:
+        """Follow which module is at work."""
+
+        def enter(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001
+            if not self.path:
+                self.names = {id(part): name or type(module).__name__ for name, part in module.named_modules()}
+            self.path.append(self.names.get(id(module), type(module).__name__))
+
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001
+            if self.path:
+                self.path.pop()
+
+        before = hooks.register_module_forward_pre_hook(enter)
+        after = hooks.register_module_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+
+def _steady(operation: Any, call: tuple[Sequence[Any], dict[str, Any]], outputs: list[str]) -> bool:
+    """Whether the operation gives the same bits again from the same inputs."""
+    args, kwargs = _copied(*call)
+    again = operation(*args, **kwargs)
+    return [_fingerprint(t.detach().to("cpu").contiguous()) for t in tree_flatten(again)[0] if _counts(t)] == outputs
+
+
+def _note_repeats(operations: list[Operation], again: list[Operation]) -> None:
+    """Compare two executions of one step: same inputs, same outputs?"""
+    twins = dict(keyed(again))
+    for key, operation in keyed(operations):
+        twin = twins.get(key)
+        if operation.random:
+            continue
+        if twin is None:
+            operation.repeats = False
+        elif twin.inputs == operation.inputs:
+            operation.repeats = twin.outputs == operation.outputs and operation.steady
+        else:
+            operation.repeats = operation.steady
+
+
+def keyed(operations: list[Operation]) -> Iterator[tuple[tuple[Any, ...], Operation]]:
+    """Each operation with a key that its counterpart in another trace has too."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    for operation in operations:
+        key = (operation.phase, operation.module, operation.line, operation.name)
+        yield (*key, seen[key]), operation
+        seen[key] += 1
+
+
+# --- values ----------------------------------------------------------------------------------------------
+
+
+def sketch(tensor: Tensor) -> np.ndarray:
+    """A small tensor as it is, a large one as `SKETCH` sums of its numbers under signs from a hash.
+
+    The count sketch (Charikar, Chen, Farach-Colton 2002): linear, so that the distance of two tensors
+    can be told from their sketches; float64. The signs depend on the place alone, on every machine.
+    """
+    numbers = tensor.detach().reshape(-1).to(torch.float64).numpy()
+    if numbers.size <= IN_FULL:
+        return numbers.copy()
+    bucket, sign = _places(numbers.size)
+    return np.bincount(bucket, weights=np.nan_to_num(numbers * sign), minlength=SKETCH)
+
+
+@functools.lru_cache(maxsize=8)
+def _places(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The bucket and the sign of each place, by splitmix64's mixing function (Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        x = (np.arange(count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return (x % np.uint64(SKETCH)).astype(np.intp), np.where(x >> np.uint64(63), -1.0, 1.0)
+
+
+def _fingerprint(content: Tensor) -> str:
+    digest = hashlib.blake2b(f"{content.dtype}{tuple(content.shape)}".encode(), digest_size=12)
+    digest.update(content.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _counts(value: Any) -> bool:
+    """Whether a value is one that rounding can touch."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0 and not value.is_sparse
+
+
+def _copied(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, (args, kwargs))
+
+
+def _plain(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """The arguments that are no tensors, nor devices or formats, which a setting may change."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return "·"
+        return None if isinstance(value, torch.device | torch.dtype | torch.layout | torch.Generator) else value
+
+    return repr(tree_map(shown, (list(args), {k: v for k, v in kwargs.items() if k != "pin_memory"})))
+
+
+def _is_random(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws; attention is marked as drawing also when it drops nothing."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    named = dict(zip((a.name for a in operation._schema.arguments), args, strict=False)) | kwargs
+    return named.get("dropout_p", 1.0) != 0.0
+
+
+# --- whose line ------------------------------------------------------------------------------------------
+
+
+def _users_line() -> str:
+    """The innermost line of code that is neither torch's nor gpulab's, as `file:line: text`."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(HERE) or f"{os.sep}models{os.sep}" in file.removeprefix(HERE[1]):
+            text = linecache.getline(file, frame.f_lineno).strip()
+            return f"{os.path.basename(file)}:{frame.f_lineno}: {text}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def _called_by_the_guard() -> bool:
+    frame = sys._getframe(2)
+    for _ in range(6):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.endswith("guards.py"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _bar(total: int, wanted: bool) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, unit="operation", leave=False, disable=not wanted)
