@@ -12,6 +12,7 @@ own check of the version counter, so the guard does that as well.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import linecache
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -38,6 +40,7 @@ from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, Usa
 
 TABLE = 1 << 16  # random numbers, one for each place in a row of words
 CHUNK = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
+SCRATCH = (("running_mean", ("running_mean", "running_var")), ("noise", ("noise",)))
 PACKAGE = str(Path(__file__).parent)
 TORCH = str(Path(torch.__file__).parent)
 INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
@@ -201,11 +204,10 @@ class Guard:
 
     def _unpack(self, saved: _Saved) -> Tensor:
         if not getattr(_looking, "inside", False):
-            self._check(saved)
+            self._check(saved, _current_node(sys._getframe().f_back))
         return saved.tensor
 
-    def _check(self, saved: _Saved) -> None:
-        node = torch._C._current_autograd_node()
+    def _check(self, saved: _Saved, node: Any) -> None:
         if saved.tensor._version != saved.version:
             self._found_one(_facts(saved), _name(node), _operand(node, saved.tensor), "inplace")
             return
@@ -214,7 +216,7 @@ class Guard:
         with self._lock:
             self.checked += digest is not None
             self.unchecked += digest is None
-        if digest is None or _is_running_statistic(node, saved.tensor):
+        if digest is None or _is_scratch(node, saved.tensor):
             return
         cause = "data" if now is saved.tensor else "replaced"
         if isinstance(digest, Tensor):
@@ -224,7 +226,7 @@ class Guard:
 
     def _compare_later(self, saved: _Saved, node: Any, cause: str, digest: Tensor) -> None:
         """On an accelerator: compare there, and look at the answers once, when `backward` ends."""
-        differs = digest.ne(saved.digest)
+        differs = torch.ne(digest, saved.digest)  # type: ignore[arg-type]  # both were taken on this device
         task = torch._C._current_graph_task_id()
         if task < 0:  # somebody looks at what a node has saved, outside of backward
             if differs.item():
@@ -293,7 +295,7 @@ class _Saved:
     def current(self) -> Tensor:
         """What autograd would use if there were no guard."""
         original = None if self.original is None else self.original()
-        if original is None or original is self.tensor or self.digest is None:
+        if original is None or not self._is_plain():
             return self.tensor
         return self.tensor if original.data_ptr() == self.tensor.data_ptr() else original.detach()
 
@@ -349,7 +351,7 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
     if not parts:
         return None
     if all(part.device.type == "cpu" for part in parts):
-        return functools.reduce(lambda so_far, part: zlib.crc32(_bytes(part), so_far), parts, 0)
+        return functools.reduce(_checksum, parts, 0)
     digests = [_digest(part) for part in parts]
     return functools.reduce(lambda so_far, digest: so_far * 0x5851F42D4C957F2D + digest, digests)
 
@@ -392,12 +394,15 @@ def _flat(tensor: Tensor) -> Tensor:
             if stride == 0 and tensor.shape[dim] > 1:
                 tensor = tensor.narrow(dim, 0, 1)
         strides = tensor.stride()
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-    return tensor.reshape(-1)
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _bytes(tensor: Tensor) -> Any:
-    return _flat(tensor).view(torch.uint8).numpy()
+def _checksum(so_far: int, tensor: Tensor) -> int:
+    flat = _flat(tensor)
+    size = flat.numel() * flat.element_size()
+    # Not through .numpy(), after which torch would refuse to resize the tensor.
+    return zlib.crc32((ctypes.c_char * size).from_address(flat.data_ptr()), so_far) if size else so_far
 
 
 def _digest(tensor: Tensor) -> Tensor:
@@ -464,8 +469,17 @@ def _describe(facts: _Facts, operation: str, operand: str | None, cause: str, th
     )
 
 
+def _current_node(caller: types.FrameType | None) -> Any:
+    """The operation whose backward pass uses a saved tensor; None for a recomputation, and outside of backward."""
+    node = torch._C._current_autograd_node()
+    recomputing = caller is not None and caller.f_code.co_filename == torch.utils.checkpoint.__file__
+    return None if recomputing and not isinstance(node, torch.autograd.function.BackwardCFunction) else node
+
+
 def _name(node: Any) -> str:
-    return "<no operation>" if node is None else node.name()
+    if node is None:
+        return "recomputation" if torch._C._current_graph_task_id() >= 0 else "no operation"
+    return node.name()
 
 
 def _function(operation: str) -> str:
@@ -496,12 +510,16 @@ def _operand(node: Any, tensor: Tensor) -> str | None:
     return same[0] if same else None
 
 
-def _is_running_statistic(node: Any, tensor: Tensor) -> bool:
-    """Batch normalisation in training keeps its running mean and variance, moves them, and never uses them."""
-    if not hasattr(type(node), "_saved_running_mean") or not getattr(node, "_saved_training", False):
+def _is_scratch(node: Any, tensor: Tensor) -> bool:
+    """Whether the operation itself writes there after saving, as its backward pass expects.
+
+    Batch normalisation in training moves its running mean and variance, and its backward pass never uses
+    them; a randomised leaky ReLU keeps the tensor that it is about to fill with its noise.
+    """
+    written = next((names for name, names in SCRATCH if hasattr(type(node), f"_saved_{name}")), ())
+    if not written or not getattr(node, "_saved_training", False):
         return False
-    statistics = [kept for name, kept in _kept(node) if name in ("running_mean", "running_var")]
-    return any(kept.data_ptr() == tensor.data_ptr() for kept in statistics)
+    return any(kept.data_ptr() == tensor.data_ptr() for name, kept in _kept(node) if name in written)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -553,7 +571,7 @@ def _holders(facts: _Facts, thread: int) -> tuple[list[str], list[str]]:
             first, after = np.lib.array_utils.byte_bounds(value)
             if facts.device == "cpu" and first < high and low < after:
                 arrays[f"the NumPy array `{name}` ({value.dtype}, shape {value.shape}) in {where}"] = None
-        elif value.layout == torch.strided and str(value.device) == facts.device and value.numel():
+        elif str(value.device) == facts.device:
             first, after = _span(value)
             if first < high and low < after:
                 tensors[f"the tensor `{name}` (shape {tuple(value.shape)}) in {where}"] = None
@@ -579,7 +597,7 @@ def _generators() -> Iterator[tuple[str, str, Any]]:
     """The variables of suspended generators: a loader that a `for` loop draws from has no name there."""
     for held in gc.get_objects():
         if type(held) is types.GeneratorType and held.gi_suspended and _is_users(held.gi_code.co_filename):
-            yield from _inside(str(_line(held.gi_frame)), dict(held.gi_frame.f_locals))
+            yield from _inside(str(_line(held.gi_frame)), dict(held.gi_frame.f_locals))  # type: ignore[union-attr]
 
 
 def _inside(where: str, variables: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -596,7 +614,10 @@ def _inside(where: str, variables: dict[str, Any]) -> Iterator[tuple[str, str, A
 
 
 def _is_data(value: Any) -> bool:
-    return isinstance(value, np.ndarray) or type(value) in (Tensor, torch.nn.Parameter)
+    if isinstance(value, np.ndarray):
+        return True
+    plain = type(value) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return plain and value.layout == torch.strided and value.device.type != "meta"
 
 
 def _forbidden(error: RuntimeError) -> str:
