@@ -14,8 +14,13 @@ if TYPE_CHECKING:
     from gpulab.datasets import load as load
     from gpulab.errors import DataError as DataError
     from gpulab.errors import GpulabError as GpulabError
+    from gpulab.errors import OverwrittenError as OverwrittenError
+    from gpulab.errors import OverwrittenWarning as OverwrittenWarning
     from gpulab.errors import UsageError as UsageError
     from gpulab.experiments import Experiment as Experiment
+    from gpulab.guards import Guard as Guard
+    from gpulab.guards import Overwritten as Overwritten
+    from gpulab.guards import guard as guard
     from gpulab.models import Autoencoder as Autoencoder
     from gpulab.models import PredNet as PredNet
     from gpulab.passports import passport as passport
@@ -39,12 +44,17 @@ _HOME = {
     "DataError": "errors",
     "Experiment": "experiments",
     "GpulabError": "errors",
+    "Guard": "guards",
+    "Overwritten": "guards",
+    "OverwrittenError": "errors",
+    "OverwrittenWarning": "errors",
     "PredNet": "models",
     "Setting": "settings",
     "UsageError": "errors",
     "available_settings": "settings",
     "bounds": "speed",
     "compare": "verdicts",
+    "guard": "guards",
     "load": "datasets",
     "passport": "passports",
     "profile": "profiles",

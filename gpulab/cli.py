@@ -78,6 +78,9 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="ignore a checkpoint or an earlier run")] = False,
     checkpoint_seconds: Annotated[float, typer.Option(min=0, help="time between checkpoints")] = 10.0,
     picture: Annotated[Path | None, typer.Option(help="write what the trained network makes to this PNG file")] = None,
+    guard: Annotated[
+        bool, typer.Option("--guard", help="end with an error if something is overwritten before backward uses it")
+    ] = False,
 ) -> None:
     """Train one network from one seed under one setting. Interrupted, it resumes when run again."""
     from gpulab.settings import Setting
@@ -112,6 +115,7 @@ def train(
         store=store or stores.default_store(),
         resume=not fresh,
         checkpoint_seconds=checkpoint_seconds,
+        guard=guard,
         command=shlex.join(["gpulab", *sys.argv[1:]]),
     )
     print(run)

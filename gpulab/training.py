@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import math
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from tqdm.auto import tqdm
 
+from gpulab import guards
 from gpulab import store as stores
 from gpulab.datasets import Data, Window, load
 from gpulab.errors import UsageError
@@ -106,6 +108,7 @@ def train(
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     keep_weights: bool = True,
     rerun: int = 0,
+    guard: bool = False,
     progress: bool | Callable[[int, float], None] = True,
     command: str | None = None,
 ) -> Run:
@@ -126,6 +129,9 @@ def train(
     checkpoint, and one that is already there is returned without training (unless it was kept without
     the weights that `keep_weights` asks for). `progress` is true for a
     bar, or is called with (frames done, loss). `command` is noted in the record.
+
+    With `guard`, a tensor that is overwritten between its saving and the backward pass ends the run with
+    `OverwrittenError`; see `gpulab.guard`. What is computed stays the same bits.
 
     >>> run = train("autoencoder", profile="smoke", progress=False)
     >>> run.status, len(run.history)
@@ -159,7 +165,8 @@ def train(
             if file is not None and resume and (checkpoint := stores.read_checkpoint(file)):
                 trainer.restore(*checkpoint)
                 record["resumed_at"] = trainer.windows_done
-            trainer.run(file, checkpoint_seconds, progress)
+            with guards.guard() if guard else contextlib.nullcontext():
+                trainer.run(file, checkpoint_seconds, progress)
             record |= trainer.outcome()
     history = pd.DataFrame(trainer.history, columns=["window", "step", "loss", "seconds"])
     history["seconds"] = history.seconds.astype("float32")
