@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpulab import plots as plots
+    from gpulab.audits import audit as audit
     from gpulab.datasets import load as load
     from gpulab.errors import DataError as DataError
     from gpulab.errors import GpulabError as GpulabError
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from gpulab.speed import roofline as roofline
     from gpulab.store import recorded_runs as recorded_runs
     from gpulab.store import runs as runs
+    from gpulab.tracing import Step as Step
+    from gpulab.tracing import Trace as Trace
+    from gpulab.tracing import record as record
     from gpulab.training import train as train
     from gpulab.verdicts import compare as compare
 
@@ -50,7 +54,10 @@ _HOME = {
     "OverwrittenWarning": "errors",
     "PredNet": "models",
     "Setting": "settings",
+    "Step": "tracing",
+    "Trace": "tracing",
     "UsageError": "errors",
+    "audit": "audits",
     "available_settings": "settings",
     "bounds": "speed",
     "compare": "verdicts",
@@ -58,6 +65,7 @@ _HOME = {
     "load": "datasets",
     "passport": "passports",
     "profile": "profiles",
+    "record": "tracing",
     "recorded_rooflines": "speed",
     "recorded_runs": "store",
     "roofline": "speed",

@@ -1,4 +1,4 @@
-"""Number formats: rounding to them, and how many bits a tensor's numbers really use."""
+"""Number formats: rounding to them, and telling that a tensor's numbers were rounded."""
 
 from __future__ import annotations
 
@@ -39,15 +39,24 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
     return torch.where(special, x.to(torch.float32), rounded)
 
 
-def significant_bits(x: Tensor) -> int:
-    """How many significant bits the numbers of a tensor use, the leading one included.
+def rounded_format(x: Tensor) -> str | None:
+    """The format that the numbers of a float32 tensor were rounded to, judging by their ends.
 
-    Full float32 numbers use 24, numbers that were once rounded to TF32 11, to bfloat16 8.
+    `tf32` (or float16, which keeps as many bits), `bfloat16`, or None for full float32 numbers, and for
+    whole numbers and their like, which are short without having been rounded.
 
-    >>> significant_bits(torch.tensor([0.5, 0.75]))
-    2
+    >>> rounded_format(torch.randn(100)), rounded_format(round_to(torch.randn(100), "tf32"))
+    (None, 'tf32')
     """
-    numbers = x.detach().to("cpu", torch.float32).contiguous().view(torch.int32).numpy()
-    used = int(np.bitwise_or.reduce(numbers & 0x7FFFFF, axis=None)) if numbers.size else 0
-    trailing = (used & -used).bit_length() - 1 if used else 23
-    return 24 - trailing
+    bits = x.detach().to("cpu").contiguous().view(torch.int32).numpy().ravel().astype(np.int64)
+    bits = bits[(bits & 0x7F800000) != 0]  # neither zeros nor subnormals, which are short by nature
+    if bits.size < 4:
+        return None
+    significands, exponents = (bits & 0x7FFFFF) | 0x800000, (bits & 0x7F800000) >> 23
+    used = int(np.bitwise_or.reduce(significands))
+    length = used.bit_length() - (used & -used).bit_length() + 1
+    lowest = (exponents + np.log2(significands & -significands)).min()  # the last place of any, and the first below
+    if exponents.max() + 24 - lowest <= length + 2:
+        return None  # whole numbers and other multiples of one number: short without having been rounded
+    formats = ("bfloat16", "tf32")
+    return next((name for name in formats if 0 <= SIGNIFICANT_BITS[name] - length <= 2), None)

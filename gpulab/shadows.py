@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from gpulab.numerics import round_to, significant_bits
+from gpulab.numerics import round_to, rounded_format
 
 SAFETY = 4.0  # Higham and Mary's lambda: beyond it, rounding errors that behave as random are all but impossible
 EXPLAINED = 0.5  # the share of an error that a number format must account for to be named as its cause
@@ -40,15 +40,15 @@ ROUNDINGS = (("tf32", "nearest"), ("tf32", "truncate"), ("bfloat16", "nearest"),
 class Examined:
     """One operation's error against float64, relative to the size of the exact result.
 
-    `bound` is the error that rounding explains, in the same unit; `format` the number format that its
-    inputs were rounded to, judging by the error; `bits` how many significant bits the factors of a
-    product used. None where there is nothing to say: no twin in float64, or no product.
+    `bound` is the error that rounding explains, in the same unit. `format` is the short number format
+    that a product was computed in: by the error, when its kernel rounded the factors, or by the factors,
+    when they had been `rounded_before`. None where there is nothing to say: no twin in float64, no product.
     """
 
     error: float | None = None
     bound: float | None = None
     format: str | None = None
-    bits: int | None = None
+    rounded_before: bool = False
 
 
 def examine(operation: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Examined:
@@ -76,14 +76,14 @@ def examine(operation: Callable[..., Any], name: str, args: Sequence[Any], kwarg
     results = [(_distance(m, e), SAFETY * _norm(b), _norm(e)) for m, e, b in zip(made, exact, bounds, strict=True)]
     worst = max(range(len(results)), key=lambda place: _ratio(results[place][0], results[place][1]))
     error, bound, size = results[worst]
-    found = None
+    found = before = None
     if factors and all(factor.dtype == torch.float32 for factor in factors):
         one_rounding = bound / (SAFETY * math.sqrt(_inner(name, args)[worst]))
         if error > 0.5 * one_rounding:  # else no format shorter than float32 was near
             found = _explaining_format(again, made[worst], error, worst)
-    bits = min((significant_bits(factor) for factor in factors), default=None)
+        before = next(filter(None, map(rounded_format, factors)), None)
     scale = size or 1.0
-    return Examined(error / scale, bound / scale, found, bits)
+    return Examined(error / scale, bound / scale, found or before, found is None and before is not None)
 
 
 def _ratio(error: float, bound: float) -> float:

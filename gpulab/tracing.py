@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import functools
 import hashlib
 import inspect
@@ -14,7 +15,7 @@ import json
 import linecache
 import os
 import sys
-from collections import Counter
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,15 +28,16 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from gpulab.errors import DataError, UsageError
+from gpulab.errors import DataError, OverwrittenWarning, UsageError
 from gpulab.guards import guard
 from gpulab.passports import passport
 from gpulab.settings import Setting, arithmetic
 from gpulab.shadows import examine
 
 TRACE_FORMAT = 1
-SKETCH = 256  # how many numbers stand for a tensor: distances between sketches are right to about 1/sqrt(128)
+SKETCH = 64  # how many numbers stand for a tensor: distances between sketches are right to about a fifth
 IN_FULL = 64  # a tensor of up to so many numbers is kept as it is
+EXACT = "cpu:precision=float64"
 SEED = 0  # torch's random numbers begin here in every execution of a step
 
 # What computes nothing: changes of shape, and memory that has not been written yet.
@@ -62,23 +64,30 @@ class Step:
 
     def __call__(self, setting: Setting) -> Tensor:
         """Do the step and return the loss."""
+        return self.prepared(setting)()
+
+    def prepared(self, setting: Setting) -> Callable[[], Tensor]:
+        """The step with its model and batch in place; call it once."""
 
         def there(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             return value.to(setting.device, setting.dtype if value.is_floating_point() else None)
 
-        model = copy.deepcopy(self.model).to(setting.device, setting.dtype)
+        model, batch = copy.deepcopy(self.model).to(setting.device, setting.dtype), tree_map(there, self.batch)
         model.zero_grad()
-        batch = tree_map(there, self.batch)
-        if self.loss is None:
-            out = model(batch)
-            loss = next(t for t in tree_flatten(out)[0] if isinstance(t, Tensor)).square().mean()
-        else:
-            inputs, targets = batch
-            loss = self.loss(model(inputs), targets)
-        loss.backward()
-        return loss.detach()
+
+        def once() -> Tensor:
+            if self.loss is None:
+                out = model(batch)
+                loss = next(t for t in tree_flatten(out)[0] if isinstance(t, Tensor)).square().mean()
+            else:
+                inputs, targets = batch
+                loss = self.loss(model(inputs), targets)
+            loss.backward()
+            return loss.detach()
+
+        return once
 
 
 @dataclass
@@ -87,7 +96,7 @@ class Operation:
 
     `name` is torch's, without device or overload; `module` the path of the module that called it
     (for the backward pass: that called what is differentiated); `line` the line of the user's code;
-    `inputs` and `outputs` name values of the trace. `error` is its own error against float64 from the
+    `inputs`, `outputs` and `changed` (inputs that it wrote to) name values of the trace. `error` is its own error against float64 from the
     same inputs, `bound` what rounding explains, both relative to the exact result. `repeats` says
     whether it gave the same bits when the step was done again from the same inputs.
     """
@@ -101,13 +110,14 @@ class Operation:
     shape: list[int]
     dtype: str
     arguments: str
+    changed: list[str] = field(default_factory=list)
     random: bool = False
     repeats: bool | None = None
     steady: bool = True
     error: float | None = None
     bound: float | None = None
     format: str | None = None
-    bits: int | None = None
+    rounded_before: bool = False
 
     @property
     def ratio(self) -> float | None:
@@ -169,21 +179,27 @@ class Trace:
             trace = cls(sketches=sketches, **notes)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{file}: a damaged trace: {error!r}") from None
-        named = {value for op in (*trace.operations, *trace.reference) for value in (*op.inputs, *op.outputs)}
+        named = {value for op in (*trace.operations, *trace.reference) for value in (*op.inputs, *op.outputs, *op.changed)}
         if lacking := named - sketches.keys():
             raise DataError(f"{file}: a damaged trace: {len(lacking)} of {len(named)} values are missing")
         return trace
 
 
 def record(
-    step: Callable[..., Any], setting: Setting | str = "cpu", file: str | Path | None = None, progress: bool = True
+    step: Callable[..., Any],
+    setting: Setting | str = "cpu",
+    file: str | Path | None = None,
+    *,
+    reference: Trace | None = None,
+    progress: bool = True,
 ) -> Trace:
     """Do a step under a setting and note what every operation computed; with `file`, keep the trace.
 
     `step` is a `Step`, or a function that does one training step, backward pass included. It is called
     with the `Setting`, whose `.device` and `.dtype` it puts its tensors on, or, if it takes no
     argument, with these as torch's defaults. It is done three times from the same random numbers:
-    twice under the setting, to see whether it repeats itself, and once in float64 on the CPU.
+    twice under the setting, to see whether it repeats itself, and once in float64 on the CPU, unless
+    another trace of the step serves as the `reference`.
 
     Raises `UsageError` for a step that is none, `GpulabError` for a setting that cannot run here.
 
@@ -195,20 +211,24 @@ def record(
         raise UsageError(f"step is a {type(step).__name__}; expected gpulab.Step or a function that does one step")
     sketches: dict[str, np.ndarray] = {}
     first = _perform(step, parsed, sketches, None)
-    with _bar(2 * len(first.operations), progress) as bar:
+    with _bar(len(first.operations) * (1 if reference else 2), progress) as bar:
         second = _perform(step, parsed, sketches, bar, examined=True)
-        exact = _perform(step, Setting.parse("cpu:precision=float64"), sketches, bar)
+        if reference:
+            exact = reference.reference
+            sketches |= reference.sketches
+        else:
+            exact = _perform(step, Setting.parse(EXACT), sketches, bar).operations
     _note_repeats(second.operations, first.operations)
     trace = Trace(
         setting=str(parsed),
         operations=second.operations,
-        reference=exact.operations,
+        reference=exact,
         sketches=sketches,
         overwritten=second.overwritten,
         passport=dict(passport()),
         arithmetic=second.arithmetic,
     )
-    named = {value for op in (*trace.operations, *trace.reference) for value in (*op.inputs, *op.outputs)}
+    named = {value for op in (*trace.operations, *trace.reference) for value in (*op.inputs, *op.outputs, *op.changed)}
     trace.sketches = {name: sketches[name] for name in sketches if name in named}
     if file is not None:
         trace.save(file)
@@ -231,21 +251,34 @@ def _perform(
     with (
         torch.random.fork_rng(devices=devices),
         setting.apply(),
+        _ready(step, setting) as run,
         watcher.modules(),
-        guard(on="collect") as report,
+        warnings.catch_warnings(action="ignore", category=OverwrittenWarning),
+        guard(on="warn") as report,
         watcher,
     ):
         torch.manual_seed(SEED)
-        if isinstance(step, Step) or _takes_an_argument(step):
-            step(setting)
-        else:
-            with torch.device(setting.device):
-                step()
+        run()
         flags = arithmetic()
     if not watcher.operations:
         raise UsageError("the step ran no operation of torch on floating-point numbers: there is nothing to compare")
-    found = [{"operation": f.operation, "line": f.line, "cause": f.cause} for f in report.findings]
+    found = [
+        {"operation": f.operation, "line": f"{f.line}: {f.line.text}", "why": f.explanation, "remedy": f.remedy}
+        for f in report.findings
+    ]
     return _Performance(watcher.operations, found, flags)
+
+
+@contextlib.contextmanager
+def _ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], Any]]:
+    """The step as a function without arguments, under a setting that is in force."""
+    if isinstance(step, Step):
+        yield step.prepared(setting)
+    elif _takes_an_argument(step):
+        yield functools.partial(step, setting)
+    else:
+        with torch.device(setting.device):
+            yield step
 
 
 def _takes_an_argument(step: Callable[..., Any]) -> bool:
@@ -276,7 +309,8 @@ class _Watcher(TorchDispatchMode):
         bare = name.rstrip("_")
         if bare in SILENT or _called_by_the_guard():
             return operation(*args, **kwargs)
-        before = _copied(args, kwargs) if operation._schema.is_mutable else (args, kwargs)
+        writes = operation._schema.is_mutable or "batch_norm" in bare  # which does not say that it does
+        before = _copied(args, kwargs) if writes else (args, kwargs)
         inputs = [self._value(t) for t in tree_flatten(before)[0] if _counts(t)]
         out = operation(*args, **kwargs)
         results = [t for t in tree_flatten(out)[0] if _counts(t)]
@@ -293,11 +327,13 @@ class _Watcher(TorchDispatchMode):
             shape=list(results[0].shape),
             dtype=str(results[0].dtype).removeprefix("torch."),
             arguments=_plain(args, kwargs),
+            changed=self._changed(args, kwargs, inputs) if writes else [],
             random=_is_random(operation, args, kwargs),
         )
         if self.examined and not noted.random and not operation.is_view:
             exact = examine(operation, bare, *before, out)
-            noted.error, noted.bound, noted.format, noted.bits = exact.error, exact.bound, exact.format, exact.bits
+            noted.error, noted.bound = exact.error, exact.bound
+            noted.format, noted.rounded_before = exact.format, exact.rounded_before
             noted.steady = _steady(operation, before, noted.outputs)
         self.operations.append(noted)
         if self.bar is not None:
@@ -310,6 +346,10 @@ class _Watcher(TorchDispatchMode):
         if name not in self.sketches:
             self.sketches[name] = sketch(content)
         return name
+
+    def _changed(self, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[str]) -> list[str]:
+        after = [self._value(t) for t in tree_flatten((args, kwargs))[0] if _counts(t)]
+        return [now for now, then in zip(after, inputs, strict=True) if now != then]
 
     def _caller(self) -> tuple[str, str, str]:
         node = torch._C._current_autograd_node()
@@ -352,26 +392,35 @@ def _steady(operation: Any, call: tuple[Sequence[Any], dict[str, Any]], outputs:
 
 def _note_repeats(operations: list[Operation], again: list[Operation]) -> None:
     """Compare two executions of one step: same inputs, same outputs?"""
-    twins = dict(keyed(again))
-    for key, operation in keyed(operations):
-        twin = twins.get(key)
-        if operation.random:
+    for operation, twin in aligned(operations, again):
+        if operation is None or operation.random:
             continue
-        if twin is None:
-            operation.repeats = False
-        elif twin.inputs == operation.inputs:
-            operation.repeats = twin.outputs == operation.outputs and operation.steady
+        same_inputs = twin is not None and twin.inputs == operation.inputs
+        operation.repeats = operation.steady and (twin is not None) and not (
+            same_inputs and twin.outputs != operation.outputs
+        )
+
+
+def aligned(
+    first: list[Operation], second: list[Operation], twins: dict[str, str] | None = None
+) -> list[tuple[Operation | None, Operation | None]]:
+    """Operations that stand for each other, in order, and None beside one that only one of the two ran.
+
+    Phase, module and name must agree; `twins` maps names of kernels to the name that they share.
+    """
+
+    def keys(operations: list[Operation]) -> list[tuple[str, str, str]]:
+        return [(op.phase, op.module, (twins or {}).get(op.name, op.name)) for op in operations]
+
+    pairs: list[tuple[Operation | None, Operation | None]] = []
+    matcher = difflib.SequenceMatcher(None, keys(first), keys(second), autojunk=False)
+    for tag, a, a_end, b, b_end in matcher.get_opcodes():
+        if tag == "equal":
+            pairs += zip(first[a:a_end], second[b:b_end], strict=True)
         else:
-            operation.repeats = operation.steady
-
-
-def keyed(operations: list[Operation]) -> Iterator[tuple[tuple[Any, ...], Operation]]:
-    """Each operation with a key that its counterpart in another trace has too."""
-    seen: Counter[tuple[Any, ...]] = Counter()
-    for operation in operations:
-        key = (operation.phase, operation.module, operation.line, operation.name)
-        yield (*key, seen[key]), operation
-        seen[key] += 1
+            pairs += [(op, None) for op in first[a:a_end]]
+            pairs += [(None, op) for op in second[b:b_end]]
+    return pairs
 
 
 # --- values ----------------------------------------------------------------------------------------------

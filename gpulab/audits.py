@@ -1,0 +1,460 @@
+"""The audit: one training step under two settings, compared operation by operation, and explained."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpulab.errors import DataError, UsageError
+from gpulab.settings import Setting
+from gpulab.shadows import PRODUCTS
+from gpulab.tracing import Operation, Trace, aligned, record
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from gpulab.plots import Picture
+
+# Worst first.
+KINDS = ("mismatch", "overwritten", "nondeterminism", "different random numbers", "reduced precision", "rounding")
+FAULTS = KINDS[:2]  # what no correct device explains
+UNEXPLAINED = 2.0**-12  # half of float32's digits: no chain of roundings in one operation loses as many
+SAME_VALUE = 2.0**-20
+TF32_SIZE = 2.0**-8  # the error of a kernel that multiplies in TF32 is below
+SAME_STEP = 1e-6  # of float64 on two CPUs, after a whole step
+SHORT = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+# Kernels of different devices that compute the same thing.
+TWINS = {
+    "cudnn_batch_norm": "native_batch_norm",
+    "miopen_batch_norm": "native_batch_norm",
+    "cudnn_batch_norm_backward": "native_batch_norm_backward",
+    "miopen_batch_norm_backward": "native_batch_norm_backward",
+    "_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "_scaled_dot_product_efficient_attention": "attention",
+    "_scaled_dot_product_flash_attention": "attention",
+    "_scaled_dot_product_cudnn_attention": "attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "attention_backward",
+    "_scaled_dot_product_efficient_attention_backward": "attention_backward",
+    "_scaled_dot_product_flash_attention_backward": "attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward": "attention_backward",
+}
+ADVICE = {
+    "mismatch": "look for a bug here: compare this operation's arguments and kernel under both settings",
+    "nondeterminism": (
+        "if runs must repeat, use deterministic=on (torch.use_deterministic_algorithms); else compare settings "
+        "only by verdicts over many seeds"
+    ),
+    "different random numbers": (
+        "draw on the CPU with a seeded torch.Generator and move the result; generators of CPUs and GPUs differ"
+    ),
+    "rounding": "nothing: all is well",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found about one operation, under `setting`: its `kind` (of `KINDS`) and what to do.
+
+    `module` is the path of the module, `line` the user's line, `ratio` the operation's own error in
+    units of what rounding explains (NaN where it has no twin in float64), `detail` what was seen.
+    """
+
+    kind: str
+    setting: str
+    operation: str
+    phase: str
+    module: str
+    line: str
+    ratio: float
+    detail: str
+    advice: str
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        at = f"\n      at {self.line}" if self.line else ""
+        return (
+            f"{self.kind}: {self.operation} ({self.phase}){where}, under {self.setting}{at}"
+            f"\n      {self.detail}\n      do: {self.advice}"
+        )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An operation under both settings, or under one alone, and the same one in float64."""
+
+    a: Operation | None
+    b: Operation | None
+    exact: Operation | None
+
+    @property
+    def one(self) -> Operation:
+        """Either of the two, for what they have in common."""
+        found = self.a or self.b
+        assert found is not None
+        return found
+
+
+class Audit:
+    """What `audit` returns. `findings`, worst first; `table`, a row for each operation; `plot()`.
+
+    `kind` is the worst kind found; `faulty` says whether something is wrong that no correct device
+    explains: a mismatch, or overwritten memory.
+    """
+
+    def __init__(self, a: Trace, b: Trace) -> None:
+        self.a, self.b = a, b
+        self.pairs = list(_paired(a, b))
+        self.findings = sorted(self._find(), key=_severity)
+
+    @property
+    def kind(self) -> str:
+        """The worst kind of finding; `rounding` when all is well."""
+        return self.findings[0].kind
+
+    @property
+    def faulty(self) -> bool:
+        """Whether there is a mismatch or overwritten memory."""
+        return self.kind in FAULTS
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """One row for each operation, in the order in which they ran.
+
+        `operation`, `phase`, `module`, `line`; `kind`; for both settings the operation's own error
+        `error_a` against float64 from the same inputs, the bound that rounding explains `bound_a`, and
+        `ratio_a`; the error that has come together since the beginning of the step, `so_far_a`; the
+        `difference` between the two settings; all relative to the size of the exact result; and whether
+        both gave the `same_bits`.
+        """
+        import pandas as pd
+
+        kinds = {}
+        for finding in reversed(self.findings):
+            kinds[finding.operation, finding.phase, finding.module, finding.line] = finding.kind
+        rows = []
+        for pair in self.pairs:
+            op = pair.one
+            row = {"operation": op.name, "phase": op.phase, "module": op.module, "line": op.line}
+            row["kind"] = kinds.get((op.name, op.phase, op.module, op.line), "rounding")
+            for side, trace, mine in (("a", self.a, pair.a), ("b", self.b, pair.b)):
+                row[f"error_{side}"] = _number(mine and mine.error)
+                row[f"bound_{side}"] = _number(mine and mine.bound)
+                row[f"ratio_{side}"] = _number(mine and mine.ratio)
+                row[f"so_far_{side}"] = _apart(trace, mine, trace, pair.exact)
+            row["difference"] = _apart(self.b, pair.b, self.a, pair.a)
+            row["same_bits"] = bool(pair.a and pair.b and pair.a.outputs == pair.b.outputs)
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+    def plot(self) -> Picture:
+        """The error along the network, under both settings."""
+        from gpulab import plots
+
+        return plots.audit(self)
+
+    def __str__(self) -> str:
+        return f"{self._headline()}\n" + "\n".join(f"  {text}" for text in self._grouped())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "so_far_a", "so_far_b", "difference"]
+        rows = "".join(
+            f"<tr><td><b>{html.escape(f.kind)}</b></td><td>{html.escape(f.operation)} ({f.phase})</td>"
+            f"<td>{html.escape(f.module)}</td><td>{html.escape(f.setting)}</td>"
+            f"<td style='text-align:left'>{html.escape(f.detail)}"
+            f"<br><code>{html.escape(f.line)}</code><br><i>{html.escape(f.advice)}</i></td></tr>"
+            for f in self.findings[:20]
+        )
+        more = f"<p>and {len(self.findings) - 20} more findings</p>" if len(self.findings) > 20 else ""
+        every = self.table[shown].to_html(index=False, float_format=lambda v: f"{v:.2g}", na_rep="")
+        return (
+            f"<p>{html.escape(self._headline())}</p><table><thead><tr><th>finding</th><th>operation</th><th>module"
+            f"</th><th>under</th><th style='text-align:left'>what was seen, where, and what to do</th></tr></thead>"
+            f"<tbody>{rows}</tbody></table>{more}"
+            f"<details><summary>all {len(self.pairs)} operations</summary>{every}</details>"
+        )
+
+    def save(self, file: str | Path) -> None:
+        """Write the report to an HTML file of its own, the plot included."""
+        import base64
+
+        picture = self.plot()
+        image = base64.b64encode(picture.png()).decode()
+        style = "body{font:15px sans-serif;margin:2em;max-width:80em}td,th{padding:.3em .6em;vertical-align:top}"
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(
+            f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>gpulab audit</title>"
+            f"<style>{style}</style></head><body><h1>Audit: {html.escape(self.a.setting)} against "
+            f"{html.escape(self.b.setting)}</h1><img alt='{html.escape(picture.alt)}' "
+            f"src='data:image/png;base64,{image}'>{self._repr_html_()}</body></html>",
+            encoding="utf-8",
+        )
+
+    def _headline(self) -> str:
+        both = sum(pair.a is not None and pair.b is not None for pair in self.pairs)
+        alone = len(self.pairs) - both
+        checked = [op for pair in self.pairs for op in (pair.a, pair.b) if op is not None and op.ratio is not None]
+        counts = Counter(finding.kind for finding in self.findings if finding.kind != "rounding")
+        said = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind]) or "all is well: rounding alone"
+        other = f" ({alone} more ran under one setting only)" if alone else ""
+        return (
+            f"{self.a.setting} against {self.b.setting}: {said}. {both} operations were matched{other}; "
+            f"{len(checked)} were checked against float64."
+        )
+
+    def _grouped(self, most: int = 12) -> list[str]:
+        """The findings as text, those of one kind and operation together."""
+        groups: dict[tuple[str, ...], list[Finding]] = {}
+        for finding in self.findings:
+            groups.setdefault((finding.kind, finding.setting, finding.operation, finding.advice), []).append(finding)
+        texts = []
+        for alike in groups.values():
+            more = f"\n      and {len(alike) - 1} more such operations" if len(alike) > 1 else ""
+            texts.append(f"{alike[0]}{more}")
+        return texts[:most] + ([f"… and {len(texts) - most} more groups"] if len(texts) > most else [])
+
+    # --- finding ---------------------------------------------------------------------------------------
+
+    def _find(self) -> Iterator[Finding]:
+        for trace in (self.a, self.b):
+            yield from _overwritten(trace)
+        makers = _makers(self.a), _makers(self.b)
+        matched = {id(op) for pair in self.pairs if pair.a and pair.b for op in (pair.a, pair.b)}
+        unsteady = any(op.repeats is False for trace in (self.a, self.b) for op in trace.operations)
+        blamed = bool(self.a.overwritten or self.b.overwritten or unsteady)
+        for pair in self.pairs:
+            sides = [list(_own_findings(op, trace)) if op else [] for op, trace in ((pair.a, self.a), (pair.b, self.b))]
+            own = _united(*sides)
+            yield from own
+            if pair.a and pair.b and not own:
+                yield from self._pair_findings(pair.a, pair.b, makers, matched, blamed)
+        yield self._rounding()
+
+    def _pair_findings(
+        self, a: Operation, b: Operation, makers: tuple[dict[str, Operation], ...], matched: set[int], blamed: bool
+    ) -> Iterator[Finding]:
+        """What shows only when the two are laid side by side."""
+        if a.random or b.random:
+            if a.outputs != b.outputs:
+                yield _finding("different random numbers", self.b, b, f"drew other numbers than under {self.a.setting}")
+            return
+        if a.name == b.name and a.name in PRODUCTS and a.arguments != b.arguments:
+            yield _finding("mismatch", self.b, b, f"called with {b.arguments}; under {self.a.setting} {a.arguments}")
+            return
+        gaps = [self._gap(x, y) for x, y in zip(a.inputs, b.inputs, strict=False)]
+        for x, y, gap in zip(a.inputs, b.inputs, gaps, strict=False):
+            maker_a, maker_b = makers[0].get(x), makers[1].get(y)
+            if gap <= SAME_VALUE or blamed or math.isnan(gap):
+                continue
+            if maker_a is None and maker_b is None:
+                yield _finding(
+                    "mismatch", self.b, b, f"was given other data or weights than under {self.a.setting}: {gap:.1e} apart"
+                )
+                return
+            strange = [m for m in (maker_a, maker_b) if m is not None and id(m) not in matched]
+            if gap > UNEXPLAINED and (strange or maker_a is None or maker_b is None):
+                setting = self.a.setting if strange and strange[0] is maker_a else self.b.setting
+                came = f"came out of {strange[0].name}, which ran under {setting} only" if strange else "was not computed"
+                yield _finding("mismatch", self.b, b, f"one of its inputs {came}: {gap:.1e} apart")
+                return
+        if a.ratio is None or b.ratio is None:
+            yield from self._unchecked_findings(a, b, gaps)
+
+    def _unchecked_findings(self, a: Operation, b: Operation, gaps: list[float]) -> Iterator[Finding]:
+        """For kernels without a twin in float64: do they make the same of nearly the same?"""
+        known = [gap for gap in gaps if not math.isnan(gap)]
+        apart = self._gap(a.outputs[0], b.outputs[0])
+        if not known or max(known) > UNEXPLAINED / 64 or not apart > UNEXPLAINED:
+            return
+        detail = f"from the same inputs, its results are {apart:.1e} apart"
+        for op, trace in ((a, self.a), (b, self.b)):
+            if apart < TF32_SIZE and "tf32" in (trace.arithmetic.get("matmul_fp32"), trace.arithmetic.get("convolution_fp32")):
+                yield _finding("reduced precision", trace, op, f"{detail}, as TF32 makes them", _precision_advice(op, trace))
+                return
+        yield _finding("mismatch", self.b, b, detail)
+
+    def _gap(self, value_a: str, value_b: str) -> float:
+        return 0.0 if value_a == value_b else distance(self.b.sketches[value_b], self.a.sketches[value_a])
+
+    def _rounding(self) -> Finding:
+        """The operation that rounding alone moved most: a measure of how well all is."""
+        traced = [(op, trace) for trace in (self.a, self.b) for op in trace.operations if op.ratio is not None]
+        fine = [(op, trace) for op, trace in traced if (op.ratio or 0.0) <= 1 and op.format is None]
+        if not fine:
+            return Finding("rounding", "", "", "", "", "", math.nan, "no operation has a twin in float64", "")
+        op, trace = max(fine, key=lambda pair: pair[0].ratio or 0.0)
+        detail = f"{len(fine)} operations within what rounding explains; this one, of all, comes nearest: {op.ratio:.2f} of it"
+        return _finding("rounding", trace, op, detail)
+
+
+def audit(
+    step: Callable[..., Any] | Trace | str | Path,
+    a: str | Setting | Trace | Path,
+    b: str | Setting | None = None,
+    *,
+    progress: bool = True,
+) -> Audit:
+    """Do one training step under two settings and in float64, and explain where they part.
+
+    `audit(step, "cpu", "cuda")` does the step here, as `gpulab.record` does; `audit(trace_a, trace_b)`
+    compares two traces, or files of traces, from different machines.
+
+    Each operation's result is compared with the same operation in float64 from the same inputs, and its
+    error with what rounding explains. The findings: `rounding`, all is well; `reduced precision`, a
+    product was computed in TF32, bfloat16 or float16; `nondeterminism`, the step does not repeat itself;
+    `different random numbers`, drawn on the device; `overwritten`, memory that the backward pass needed
+    had changed; `mismatch`, nothing known explains it: a bug.
+
+    Raises `UsageError` for arguments that are neither, `DataError` for traces of different steps.
+
+    >>> import torch
+    >>> from gpulab.tracing import Step
+    >>> audit(Step(torch.nn.Linear(4, 2), torch.ones(3, 4)), "cpu", "cpu:threads=1", progress=False).kind
+    'rounding'
+    """
+    if isinstance(step, Trace | str | Path):
+        if b is not None or not isinstance(a, Trace | str | Path):
+            raise UsageError("audit of traces: expected two, as audit(trace_a, trace_b)")
+        traces = [x if isinstance(x, Trace) else Trace.load(x) for x in (step, a)]
+        _check_same_step(*traces)
+        return Audit(*traces)
+    if not isinstance(a, str | Setting) or not isinstance(b, str | Setting):
+        raise UsageError('audit of a step: expected two settings, as audit(step, "cpu", "cuda")')
+    for setting in (a, b):
+        Setting.parse(setting).check()
+    first = record(step, a, progress=progress)
+    return Audit(first, record(step, b, reference=first, progress=progress))
+
+
+def distance(x: np.ndarray, reference: np.ndarray) -> float:
+    """The distance of two sketched values relative to the second; NaN where they have other sizes."""
+    if x.shape != reference.shape:
+        return math.nan
+    size = float(np.linalg.norm(reference))
+    apart = float(np.linalg.norm(x - reference))
+    return apart / size if size else (math.inf if apart else 0.0)
+
+
+def _own_findings(op: Operation, trace: Trace) -> Iterator[Finding]:
+    """What an operation shows by itself."""
+    if op.repeats is False:
+        yield _finding("nondeterminism", trace, op, "gave other bits when the step was done again")
+    if op.format or (op.dtype in SHORT and op.inputs and op.error is not None):
+        yield _finding("reduced precision", trace, op, _precision_detail(op), _precision_advice(op, trace))
+    elif op.ratio is not None and not op.ratio <= 1:
+        times = "rounding explains none" if math.isinf(op.ratio) else f"{op.ratio:.3g} times what rounding explains"
+        yield _finding("mismatch", trace, op, f"its error against float64 is {op.error:.1e}, {times}")
+
+
+def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
+    """What both settings show, once."""
+    kinds = {finding.kind: finding for finding in second}
+    both = [replace(f, setting=f"{f.setting} and {kinds[f.kind].setting}") for f in first if f.kind in kinds]
+    known = {finding.kind for finding in both}
+    return both + [finding for finding in (*first, *second) if finding.kind not in known]
+
+
+def _precision_detail(op: Operation) -> str:
+    if op.format is None:
+        return f"computed in {op.dtype}"
+    when = "were rounded to {} before" if op.rounded_before else "are rounded to {} by the kernel"
+    size = f"; error {op.error:.1e}" if op.error is not None and not op.rounded_before else ""
+    return f"its factors {when.format(op.format)}{size}"
+
+
+def _precision_advice(op: Operation, trace: Trace) -> str:
+    kind = Setting.parse(trace.setting).kind
+    if op.format is None:
+        return f"look for autocast, .to(torch.{op.dtype}) or precision={op.dtype} if float32 was meant"
+    if op.rounded_before:
+        return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
+    if kind == "cuda":
+        backend = "cudnn" if op.name.startswith("convolution") else "cuda.matmul"
+        return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"
+    part = "conv" if op.name.startswith("convolution") else "matmul"
+    return f'torch.backends.mkldnn.{part}.fp32_precision = "ieee" computes it in float32'
+
+
+def _overwritten(trace: Trace) -> Iterator[Finding]:
+    for found in trace.overwritten:
+        yield Finding(
+            "overwritten",
+            trace.setting,
+            found["operation"],
+            "backward",
+            "",
+            found["line"],
+            math.nan,
+            f"what it needed had been overwritten since it was saved: {found['why']}",
+            found["remedy"],
+        )
+
+
+def _finding(kind: str, trace: Trace, op: Operation, detail: str, advice: str = "") -> Finding:
+    ratio = math.nan if op.ratio is None else op.ratio
+    advice = advice or ADVICE[kind]
+    return Finding(kind, trace.setting, op.name, op.phase, op.module, op.line, ratio, detail, advice)
+
+
+def _severity(finding: Finding) -> tuple[int, float]:
+    return KINDS.index(finding.kind), -(0.0 if math.isnan(finding.ratio) else finding.ratio)
+
+
+def _paired(a: Trace, b: Trace) -> Iterator[Pair]:
+    """Operations of the two that stand for each other, each with the one in float64."""
+    exact = {id(op): twin for op, twin in aligned(a.operations, a.reference, TWINS) if op is not None}
+    exact |= {id(op): twin for op, twin in aligned(b.operations, a.reference, TWINS) if op is not None}
+    for one, other in aligned(a.operations, b.operations, TWINS):
+        yield Pair(one, other, exact.get(id(one)) or exact.get(id(other)))
+
+
+def _makers(trace: Trace) -> dict[str, Operation]:
+    """Which operation first computed each value."""
+    makers: dict[str, Operation] = {}
+    for op in trace.operations:
+        for value in (*op.outputs, *op.changed):
+            if value not in op.inputs:
+                makers.setdefault(value, op)
+    return makers
+
+
+def _check_same_step(a: Trace, b: Trace) -> None:
+    """Raise `DataError` for traces of steps that are not one and the same."""
+    pairs = aligned(a.reference, b.reference)
+    common = [(first, second) for first, second in pairs if first is not None and second is not None]
+    if 2 * len(common) < max(len(a.reference), len(b.reference)):
+        raise DataError(
+            f"the traces are of different steps: {len(common)} operations in common, of {len(a.reference)} and "
+            f"{len(b.reference)}"
+        )
+    if any(op.repeats is False for trace in (a, b) for op in trace.operations):
+        return  # a step that does not repeat itself may well begin differently
+    for first, second in common:
+        for x, y in zip(first.inputs, second.inputs, strict=False):
+            gap = distance(b.sketches[y], a.sketches[x])
+            if gap > SAME_STEP:
+                where = first.module or first.line or "the step"
+                raise DataError(
+                    f"the traces are of different data or weights: {first.name} in {where} begins with values "
+                    f"{gap:.1e} apart in float64; use the same seeds and files on both machines"
+                )
+
+
+def _apart(trace: Trace, op: Operation | None, other: Trace, exact: Operation | None) -> float:
+    if op is None or exact is None:
+        return math.nan
+    return distance(trace.sketches[op.outputs[0]], other.sketches[exact.outputs[0]])
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
