@@ -25,7 +25,7 @@ import types
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,12 +216,14 @@ class Guard:
         with self._lock:
             self.checked += digest is not None
             self.unchecked += digest is None
-        if digest is None or _is_scratch(node, saved.tensor):
+        if digest is None or (not isinstance(digest, Tensor) and digest == saved.digest):
+            return
+        if _is_scratch(node, saved.tensor):
             return
         cause = "data" if now is saved.tensor else "replaced"
         if isinstance(digest, Tensor):
             self._compare_later(saved, node, cause, digest)
-        elif digest != saved.digest:
+        else:
             self._found_one(_facts(saved), _name(node), _operand(node, saved.tensor), cause)
 
     def _compare_later(self, saved: _Saved, node: Any, cause: str, digest: Tensor) -> None:
@@ -489,11 +491,11 @@ def _function(operation: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"Backward\d+$", "", operation)).lower()
 
 
-def _kept(node: Any) -> Iterator[tuple[str, Tensor]]:
+def _kept(node: Any, attributes: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a node has saved, by name."""
     _looking.inside = True
     try:
-        for attribute in dir(node):
+        for attribute in attributes:
             if attribute.startswith("_saved_"):
                 with contextlib.suppress(RuntimeError):
                     value = getattr(node, attribute)
@@ -506,7 +508,11 @@ def _kept(node: Any) -> Iterator[tuple[str, Tensor]]:
 def _operand(node: Any, tensor: Tensor) -> str | None:
     if tensor.layout != torch.strided or tensor.device.type == "meta" or type(tensor) is not Tensor:
         return None
-    same = [name for name, kept in _kept(node) if kept.shape == tensor.shape and kept.data_ptr() == tensor.data_ptr()]
+    same = [
+        name
+        for name, kept in _kept(node, dir(node))
+        if kept.shape == tensor.shape and kept.data_ptr() == tensor.data_ptr()
+    ]
     return same[0] if same else None
 
 
@@ -519,7 +525,7 @@ def _is_scratch(node: Any, tensor: Tensor) -> bool:
     written = next((names for name, names in SCRATCH if hasattr(type(node), f"_saved_{name}")), ())
     if not written or not getattr(node, "_saved_training", False):
         return False
-    return any(kept.data_ptr() == tensor.data_ptr() for name, kept in _kept(node) if name in written)
+    return any(kept.data_ptr() == tensor.data_ptr() for _, kept in _kept(node, [f"_saved_{name}" for name in written]))
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
