@@ -135,7 +135,9 @@ class Guard:
 
     It may be entered again, and inside itself. torch's hooks belong to a thread: a graph that another
     thread builds is not seen. Of several pairs of hooks torch applies the innermost alone: inside
-    `save_on_cpu` or a checkpointed function what is saved is theirs, and not seen either.
+    `save_on_cpu` or a checkpointed function what is saved is theirs, and not seen either; and a guard
+    inside `save_on_cpu` takes its place. On an accelerator the answers are read once, when `backward`
+    ends, so the error comes then, before the optimizer's step, and the operand is not named.
     """
 
     def __init__(self, on: str = "raise") -> None:
@@ -242,7 +244,7 @@ class Guard:
 
     def _settle(self, task: int) -> None:
         with self._lock:
-            pending = self._pending.pop(task)
+            pending = self._pending.pop(task, [])
         for device in {differs.device for differs, *_ in pending}:
             here = [entry for entry in pending if entry[0].device == device]
             answers = torch.stack([differs for differs, *_ in here]).tolist()
@@ -261,6 +263,7 @@ class Guard:
             with self._lock:
                 self._found[key] = known
         if self.on == "raise":
+            self._pending.pop(torch._C._current_graph_task_id(), None)  # this backward ends here
             raise OverwrittenError(known)
         if not self._threads:
             self._warn(stacklevel=2)
