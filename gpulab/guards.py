@@ -25,7 +25,7 @@ import types
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,7 +135,9 @@ class Guard:
 
     It may be entered again, and inside itself. torch's hooks belong to a thread: a graph that another
     thread builds is not seen. Of several pairs of hooks torch applies the innermost alone: inside
-    `save_on_cpu` or a checkpointed function what is saved is theirs, and not seen either.
+    `save_on_cpu` or a checkpointed function what is saved is theirs, and not seen either; and a guard
+    inside `save_on_cpu` takes its place. On an accelerator the answers are read once, when `backward`
+    ends, so the error comes then, before the optimizer's step, and the operand is not named.
     """
 
     def __init__(self, on: str = "raise") -> None:
@@ -216,12 +218,14 @@ class Guard:
         with self._lock:
             self.checked += digest is not None
             self.unchecked += digest is None
-        if digest is None or _is_scratch(node, saved.tensor):
+        if digest is None or (not isinstance(digest, Tensor) and digest == saved.digest):
+            return
+        if _is_scratch(node, saved.tensor):
             return
         cause = "data" if now is saved.tensor else "replaced"
         if isinstance(digest, Tensor):
             self._compare_later(saved, node, cause, digest)
-        elif digest != saved.digest:
+        else:
             self._found_one(_facts(saved), _name(node), _operand(node, saved.tensor), cause)
 
     def _compare_later(self, saved: _Saved, node: Any, cause: str, digest: Tensor) -> None:
@@ -240,7 +244,7 @@ class Guard:
 
     def _settle(self, task: int) -> None:
         with self._lock:
-            pending = self._pending.pop(task)
+            pending = self._pending.pop(task, [])
         for device in {differs.device for differs, *_ in pending}:
             here = [entry for entry in pending if entry[0].device == device]
             answers = torch.stack([differs for differs, *_ in here]).tolist()
@@ -259,6 +263,7 @@ class Guard:
             with self._lock:
                 self._found[key] = known
         if self.on == "raise":
+            self._pending.pop(torch._C._current_graph_task_id(), None)  # this backward ends here
             raise OverwrittenError(known)
         if not self._threads:
             self._warn(stacklevel=2)
@@ -489,11 +494,11 @@ def _function(operation: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"Backward\d+$", "", operation)).lower()
 
 
-def _kept(node: Any) -> Iterator[tuple[str, Tensor]]:
+def _kept(node: Any, attributes: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a node has saved, by name."""
     _looking.inside = True
     try:
-        for attribute in dir(node):
+        for attribute in attributes:
             if attribute.startswith("_saved_"):
                 with contextlib.suppress(RuntimeError):
                     value = getattr(node, attribute)
@@ -506,7 +511,11 @@ def _kept(node: Any) -> Iterator[tuple[str, Tensor]]:
 def _operand(node: Any, tensor: Tensor) -> str | None:
     if tensor.layout != torch.strided or tensor.device.type == "meta" or type(tensor) is not Tensor:
         return None
-    same = [name for name, kept in _kept(node) if kept.shape == tensor.shape and kept.data_ptr() == tensor.data_ptr()]
+    same = [
+        name
+        for name, kept in _kept(node, dir(node))
+        if kept.shape == tensor.shape and kept.data_ptr() == tensor.data_ptr()
+    ]
     return same[0] if same else None
 
 
@@ -519,7 +528,7 @@ def _is_scratch(node: Any, tensor: Tensor) -> bool:
     written = next((names for name, names in SCRATCH if hasattr(type(node), f"_saved_{name}")), ())
     if not written or not getattr(node, "_saved_training", False):
         return False
-    return any(kept.data_ptr() == tensor.data_ptr() for name, kept in _kept(node) if name in written)
+    return any(kept.data_ptr() == tensor.data_ptr() for _, kept in _kept(node, [f"_saved_{name}" for name in written]))
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -110,6 +110,12 @@ def test_a_run_is_trained_kept_listed_and_not_trained_again(session, tmp_path):
     assert frame.weights.tolist() == [run.weights]
 
 
+def test_a_guarded_run_computes_the_same(session, tmp_path):
+    session([*SMOKE, "--store", "plain"], [*SMOKE, "--store", "guarded", "--guard"])
+    plain, guarded = (gl.runs(tmp_path / folder).iloc[0] for folder in ("plain", "guarded"))
+    assert (plain.id, plain.final_loss, plain.heldout_loss) == (guarded.id, guarded.final_loss, guarded.heldout_loss)
+
+
 def test_a_fresh_run_ignores_a_checkpoint(session, tmp_path):
     def stop(*_):
         raise KeyboardInterrupt

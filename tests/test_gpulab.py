@@ -14,11 +14,11 @@ MODULES = sorted(info.name for info in pkgutil.iter_modules([str(PACKAGE)]))
 FLOORS = [
     ["errors"],
     ["settings", "passports"],
-    ["models", "datasets", "scenes", "profiles"],
+    ["models", "datasets", "scenes", "profiles", "guards"],
     ["training", "store"],
     ["experiments", "verdicts", "speed"],
     ["plots"],
-    ["cli", "companion", "worker"],
+    ["cli", "companion", "worker", "pytest_plugin"],
 ]
 FLOOR = {module: number for number, modules in enumerate(FLOORS) for module in modules}
 

@@ -54,20 +54,24 @@ class Weight(nn.Module):
 @pytest.mark.parametrize("wrap", [torch.as_tensor, torch.from_numpy])
 def test_a_numpy_buffer_that_is_used_again(wrap):
     net, buffer = nn.Conv2d(3, 3, 3, padding=1), np.zeros((1, 3, 6, 8), np.float32)
-    losses = []
-    with pytest.raises(gl.OverwrittenError) as caught, gl.guard():
+
+    def train():
+        losses = []
         for step in range(3):
             buffer[...] = step
             frame = wrap(buffer)
             losses.append(F.mse_loss(net(frame), frame))
         sum(losses).backward()
+
+    with pytest.raises(gl.OverwrittenError) as caught, gl.guard():
+        train()
     finding = caught.value.finding
     assert (finding.operation, finding.function, finding.operand) == ("MseLossBackward0", "mse_loss", "target")
     assert (finding.shape, finding.dtype, finding.device) == ((1, 3, 6, 8), "float32", "cpu")
     assert finding.cause == "numpy"
     assert finding.line.file == __file__
     assert finding.line.text == "losses.append(F.mse_loss(net(frame), frame))"
-    assert finding.line.function == "test_a_numpy_buffer_that_is_used_again"
+    assert finding.line.function == "train"
     text = str(caught.value)
     for part in (
         "mse_loss (MseLossBackward0)",
@@ -99,10 +103,17 @@ def test_one_line_is_reported_once_with_a_count():
 
 def test_the_backward_pass_goes_on_under_warn():
     net, buffer = Weight(3), np.ones(3, np.float32)
-    with pytest.warns(gl.OverwrittenWarning, match="NumPy array `buffer`") as caught, gl.guard(on="warn") as report:
-        loss = net(torch.from_numpy(buffer)).sum()
-        buffer[:] = 5
-        loss.backward()
+    guard = gl.guard(on="warn")
+
+    def guarded():
+        with guard as report:
+            loss = net(torch.from_numpy(buffer)).sum()
+            buffer[:] = 5
+            loss.backward()
+        return report
+
+    with pytest.warns(gl.OverwrittenWarning, match="NumPy array `buffer`") as caught:
+        report = guarded()
     assert net.w.grad.tolist() == [5, 5, 5]
     assert report
     assert len(report) == 1
@@ -559,30 +570,37 @@ def test_compiled_functions(backend):
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
+def saved():
+    return [thing for thing in gc.get_objects() if type(thing) is guards._Saved]
+
+
 @pytest.mark.parametrize("ending", ["backward", "dropped", "error"])
 def test_memory_is_freed(ending):
+    """At once, without the garbage collector, unless an error's traceback keeps its frames."""
+
+    def step():
+        net, x = Weight(1000), torch.zeros(1000)
+        with gl.guard():
+            y = net(x).exp()
+            loss = y.sum()
+            if ending == "error":
+                y.data.add_(1)
+            if ending != "dropped":
+                loss.backward()
+            assert saved() if ending == "dropped" else not saved()
+            return weakref.ref(y)
+
     gc.collect()
     gc.disable()
     try:
-        net, buffer = Weight(1000), np.zeros(1000, np.float32)
-        with gl.guard():
-            y = net(torch.from_numpy(buffer).clone()).exp()
-            loss = y.sum()
-            kept = weakref.ref(y)
-            if ending == "backward":
-                loss.backward()
-            elif ending == "error":
-                y.data.add_(1)
-                with pytest.raises(gl.OverwrittenError) as caught:
-                    loss.backward()
-                del caught
-            del y, loss
-        live = [o for o in gc.get_objects() if type(o) is guards._Saved]
-        assert ending == "error" or (kept() is None and not live)  # an error's traceback keeps its frames
+        y = step()
+    except gl.OverwrittenError:
+        gc.collect()
+    else:
+        assert y() is None
     finally:
         gc.enable()
-    gc.collect()
-    assert not [o for o in gc.get_objects() if type(o) is guards._Saved]
+    assert not saved()
 
 
 # --- the fingerprint ---------------------------------------------------------------------------------------------
