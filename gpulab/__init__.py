@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from gpulab.store import recorded_runs as recorded_runs
     from gpulab.store import runs as runs
     from gpulab.training import train as train
-    from gpulab.verdicts import compare as compare
+    from gpulab.verdicts import seeds_needed as seeds_needed
+    from gpulab.verdicts import variance_components as variance_components
+    from gpulab.verdicts import verdict as verdict
 
 __version__ = "0.1.0"
 
@@ -44,7 +46,6 @@ _HOME = {
     "UsageError": "errors",
     "available_settings": "settings",
     "bounds": "speed",
-    "compare": "verdicts",
     "load": "datasets",
     "passport": "passports",
     "profile": "profiles",
@@ -52,8 +53,11 @@ _HOME = {
     "recorded_runs": "store",
     "roofline": "speed",
     "runs": "store",
+    "seeds_needed": "verdicts",
     "setting": "settings",
     "train": "training",
+    "variance_components": "verdicts",
+    "verdict": "verdicts",
     "working_threads": "settings",
 }
 _MODULES = ("plots",)

@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter
 
 from gpulab.speed import bounds
 from gpulab.store import history
-from gpulab.verdicts import check_one_protocol, compare
+from gpulab.verdicts import Verdict, check_one_protocol, verdict
 
 if TYPE_CHECKING:
     import torch
@@ -121,27 +121,28 @@ def losses(frame: pd.DataFrame, metric: str = "final_loss", title: str | None = 
     return Picture(figure, f"{metric} of each seed under {', '.join(order)}; the same seeds joined by lines.")
 
 
-def differences(frame: pd.DataFrame, reference: str, metric: str = "final_loss") -> Picture:
+def differences(frame: pd.DataFrame, reference: str | None = None, metric: str = "final_loss") -> Picture:
     """How far each setting moves each seed's loss, beside how far the seeds are apart.
 
     The axis is logarithmic; a difference of exactly nothing is drawn at the left edge.
     """
-    comparison = compare(frame, reference, metric)
-    base = frame[(frame.setting == reference) & (frame.rerun == 0)].set_index("seed")[metric].astype(float)
-    rows = list(comparison.table.setting)
+    seen = verdict(frame, metric, reference=reference)
+    base = seen.runs[seen.runs.setting == seen.reference].set_index("seed")[metric]
+    again = seen.reruns.assign(setting=f"{seen.reference} again")
+    moved = pd.concat([seen.pairs, again], ignore_index=True)
+    rows = [*seen.table.setting, *again.setting.unique()]
     figure, (axes,) = _canvas(1, height=1.3 + 0.42 * (len(rows) + 1))
-    floor = _floor(comparison.differences)
+    floor = _floor(moved)
     for place, setting in enumerate(rows):
-        moved = comparison.differences[comparison.differences.setting == setting]
-        values = moved.difference.abs().to_numpy(float)
+        values = moved[moved.setting == setting].difference.abs().to_numpy(float)
         shown = np.where(values > 0, values, floor)
         _points(axes, shown, np.full(len(shown), place), setting.removesuffix(" again"), bool(frame.recorded.all()))
     between = np.abs(base.to_numpy()[:, None] - base.to_numpy()[None, :])[np.triu_indices(len(base), 1)]
     axes.scatter(between, np.full(len(between), len(rows)), color=INK, s=14, alpha=0.5, marker="|", zorder=3)
-    axes.axvline(comparison.between_seeds, color=INK, lw=1, ls="--", zorder=1)
+    axes.axvline(seen.between_seeds, color=INK, lw=1, ls="--", zorder=1)
     axes.annotate(
         "standard deviation\nbetween seeds ",
-        (comparison.between_seeds, -0.55),
+        (seen.between_seeds, -0.55),
         ha="right",
         va="center",
         fontsize=8,
@@ -150,16 +151,16 @@ def differences(frame: pd.DataFrame, reference: str, metric: str = "final_loss")
     axes.set_xscale("log")
     axes.set_yticks(range(len(rows) + 1), [*rows, "one seed against another"])
     axes.set_ylim(len(rows) + 0.6, -0.9)
-    if (comparison.differences.difference == 0).any():
+    if (moved.difference == 0).any():
         axes.axvline(floor, color=FAINT, lw=0.8)
         axes.annotate(" exactly the same", (floor, -0.55), va="center", fontsize=8, color=INK)
-    axes.set_xlabel(f"change of {metric.replace('_', ' ')} against {reference}, same seed (mean squared error)")
-    known = f"The largest change of setting is {comparison.ratio:.2g} of the spread between seeds"
-    figure.suptitle("One seed has no spread to compare with" if np.isnan(comparison.ratio) else known, fontsize=10)
+    axes.set_xlabel(f"change of {metric.replace('_', ' ')} against {seen.reference}, same seed (mean squared error)")
+    known = f"The largest change of setting is {seen.ratio:.2g} of the spread between seeds"
+    figure.suptitle("One seed has no spread to compare with" if np.isnan(seen.ratio) else known, fontsize=10)
     _key(figure, frame)
     return Picture(
         figure,
-        f"Change of {metric} against {reference} for {', '.join(rows)}, and between seeds, on a logarithmic axis.",
+        f"Change of {metric} against {seen.reference} for {', '.join(rows)}, and between seeds, on a logarithmic axis.",
     )
 
 

@@ -148,7 +148,7 @@ def test_an_experiment_is_run_and_compared(cli, tmp_path):
         ["cpu:threads=1", 0],
         ["cpu:threads=1", 1],
     ]
-    assert str(gl.compare(frame, "cpu")) in text
+    assert str(gl.verdict(frame)) in text
     command = stores.read_record(stores.Path(frame.path[0]))["command"]
     assert command.startswith("gpulab experiment autoencoder --profile smoke --setting cpu --setting cpu:threads=1")
 
