@@ -222,9 +222,9 @@ def sign_flip_p(differences: ArrayLike) -> float:
 
 
 def equivalence_p(differences: ArrayLike, margin: float) -> float:
-    """p of two one-sided t tests that the mean of differences, shape (n,), is within ±margin.
+    """The p-value of two one-sided t tests that the mean of differences, shape (n,), is within ±margin.
 
-    The larger of the two p (Schuirmann 1987). 0 where every difference is exactly zero; differences
+    The larger of the two (Schuirmann 1987). It is 0 where every difference is exactly zero; differences
     that are all the same have no spread, and p is then 0 or 1.
 
     >>> round(equivalence_p([-0.1, 0.0, 0.1, 0.05, -0.05], margin=0.2), 4)
