@@ -319,7 +319,7 @@ def _estimation_key(figure: Figure, seen: Verdict) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    dot = {"ls": "", "marker": "o", "markeredgecolor": INK, "ms": 5}
+    dot: dict[str, Any] = {"ls": "", "marker": "o", "markeredgecolor": INK, "ms": 5}
     recorded = _recorded(seen.runs)
     handles: list[Any] = []
     for flag in sorted(set(recorded)):

@@ -140,7 +140,7 @@ def test_an_experiment_is_run_and_compared(cli, tmp_path):
     arguments = ["experiment", "autoencoder", "--profile", "smoke", "--frames", 40, "--seeds", "2"]
     text = cli(*arguments, "--setting", "cpu", "--setting", "cpu:threads=1").stdout
     assert "4 runs" in text
-    assert "Against cpu, on the same seeds" in text
+    assert "cpu:threads=1 against cpu, 2 seeds" in text
     frame = gl.runs(tmp_path / "runs")
     assert frame[["setting", "seed"]].values.tolist() == [
         ["cpu", 0],
