@@ -777,7 +777,9 @@ def _count(n: int, block: str) -> str:
 
 
 def _p(value: float) -> str:
-    return "unknown" if math.isnan(value) else f"{value:.2g}" if value >= 0.001 else f"{value:.0e}"
+    if math.isnan(value):
+        return "unknown"
+    return f"{value:.2g}" if value >= 0.001 or value == 0 else f"{value:.0e}"
 
 
 def _estimate(row: dict[str, Any]) -> str:
