@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from gpulab.tracing import Trace as Trace
     from gpulab.tracing import record as record
     from gpulab.training import train as train
-    from gpulab.verdicts import compare as compare
+    from gpulab.verdicts import seeds_needed as seeds_needed
+    from gpulab.verdicts import variance_components as variance_components
+    from gpulab.verdicts import verdict as verdict
 
 __version__ = "0.1.0"
 
@@ -60,7 +62,6 @@ _HOME = {
     "audit": "audits",
     "available_settings": "settings",
     "bounds": "speed",
-    "compare": "verdicts",
     "guard": "guards",
     "load": "datasets",
     "passport": "passports",
@@ -70,8 +71,11 @@ _HOME = {
     "recorded_runs": "store",
     "roofline": "speed",
     "runs": "store",
+    "seeds_needed": "verdicts",
     "setting": "settings",
     "train": "training",
+    "variance_components": "verdicts",
+    "verdict": "verdicts",
     "working_threads": "settings",
 }
 _MODULES = ("plots",)

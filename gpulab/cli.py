@@ -143,7 +143,7 @@ def experiment(
 ) -> None:
     """Train seeds × settings in worker processes. What is done already is skipped."""
     from gpulab.experiments import Experiment
-    from gpulab.verdicts import compare
+    from gpulab.verdicts import verdict
 
     options: dict[str, Any] = {
         name: value for name, value in {"data": data, "frames": frames, "loader": loader}.items() if value is not None
@@ -156,7 +156,7 @@ def experiment(
     exp = Experiment(model, setting, chosen, profile, store, reruns, workers, options)
     frame = exp.run()
     _show(frame)
-    print(compare(frame, str(frame.setting.iloc[0] if "cpu" not in set(frame.setting) else "cpu")))
+    print(verdict(frame))
 
 
 @app.command()

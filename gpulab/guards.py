@@ -405,9 +405,13 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _checksum(so_far: int, tensor: Tensor) -> int:
     flat = _flat(tensor)
-    size = flat.numel() * flat.element_size()
+    return zlib.crc32(memory(flat), so_far) if flat.numel() else so_far
+
+
+def memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The bytes of a contiguous tensor on a CPU, where they lie; the tensor must outlive them."""
     # Not through .numpy(), after which torch would refuse to resize the tensor.
-    return zlib.crc32((ctypes.c_char * size).from_address(flat.data_ptr()), so_far) if size else so_far
+    return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
 
 
 def _digest(tensor: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def rounded_format(x: Tensor) -> str | None:
     >>> rounded_format(torch.randn(100)), rounded_format(round_to(torch.randn(100), "tf32"))
     (None, 'tf32')
     """
-    bits = x.detach().to("cpu").contiguous().view(torch.int32).numpy().ravel().astype(np.int64)
+    bits = x.detach().to("cpu").contiguous().view(torch.int32).to(torch.int64).numpy().ravel()
     bits = bits[(bits & 0x7F800000) != 0]  # neither zeros nor subnormals, which are short by nature
     if bits.size < 4:
         return None

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
-from gpulab.guards import guard
+from gpulab.guards import guard, memory
 from gpulab.passports import passport
 from gpulab.settings import Setting, arithmetic
 from gpulab.shadows import examine
@@ -432,9 +432,9 @@ def sketch(tensor: Tensor) -> np.ndarray:
     The count sketch (Charikar, Chen, Farach-Colton 2002): linear, so that the distance of two tensors
     can be told from their sketches; float64. The signs depend on the place alone, on every machine.
     """
-    numbers = tensor.detach().reshape(-1).to(torch.float64).numpy()
+    numbers = tensor.detach().reshape(-1).to(torch.float64, copy=True).numpy()
     if numbers.size <= IN_FULL:
-        return numbers.copy()
+        return numbers
     bucket, sign = _places(numbers.size)
     return np.bincount(bucket, weights=np.nan_to_num(numbers * sign), minlength=SKETCH)
 
@@ -452,7 +452,7 @@ def _places(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _fingerprint(content: Tensor) -> str:
     digest = hashlib.blake2b(f"{content.dtype}{tuple(content.shape)}".encode(), digest_size=12)
-    digest.update(content.reshape(-1).view(torch.uint8).numpy().data)
+    digest.update(memory(content))
     return digest.hexdigest()
 
 

@@ -131,7 +131,8 @@ def train(
     bar, or is called with (frames done, loss). `command` is noted in the record.
 
     With `guard`, a tensor that is overwritten between its saving and the backward pass ends the run with
-    `OverwrittenError`; see `gpulab.guard`. What is computed stays the same bits.
+    `OverwrittenError`; see `gpulab.guard`. What is computed stays the same bits. A run that is in the
+    store already is trained again, for it may have been kept without a guard.
 
     >>> run = train("autoencoder", profile="smoke", progress=False)
     >>> run.status, len(run.history)
@@ -154,7 +155,7 @@ def train(
     model, parsed, folder = plan.model, plan.setting, None if store is None else Path(store)
     with parsed.apply():
         record = plan.record(passport(), command)
-        if folder is not None and resume and stores.is_done(folder, record["id"], keep_weights):
+        if folder is not None and resume and not guard and stores.is_done(folder, record["id"], keep_weights):
             return _stored(folder / record["id"], plan)
         file = None if folder is None else stores.checkpoint_file(folder, record["id"])
         if model.fresh:

@@ -146,7 +146,7 @@ def test_an_experiment_is_run_and_compared(cli, tmp_path):
     arguments = ["experiment", "autoencoder", "--profile", "smoke", "--frames", 40, "--seeds", "2"]
     text = cli(*arguments, "--setting", "cpu", "--setting", "cpu:threads=1").stdout
     assert "4 runs" in text
-    assert "Against cpu, on the same seeds" in text
+    assert "cpu:threads=1 against cpu, 2 seeds" in text
     frame = gl.runs(tmp_path / "runs")
     assert frame[["setting", "seed"]].values.tolist() == [
         ["cpu", 0],
@@ -154,7 +154,7 @@ def test_an_experiment_is_run_and_compared(cli, tmp_path):
         ["cpu:threads=1", 0],
         ["cpu:threads=1", 1],
     ]
-    assert str(gl.compare(frame, "cpu")) in text
+    assert str(gl.verdict(frame)) in text
     command = stores.read_record(stores.Path(frame.path[0]))["command"]
     assert command.startswith("gpulab experiment autoencoder --profile smoke --setting cpu --setting cpu:threads=1")
 
