@@ -142,12 +142,12 @@ class Audit:
         rows = []
         for pair in self.pairs:
             op = pair.one
-            row = {"operation": op.name, "phase": op.phase, "module": op.module, "line": op.line}
+            row: dict[str, Any] = {"operation": op.name, "phase": op.phase, "module": op.module, "line": op.line}
             row["kind"] = kinds.get((op.name, op.phase, op.module, op.line), "rounding")
             for side, trace, mine in (("a", self.a, pair.a), ("b", self.b, pair.b)):
-                row[f"error_{side}"] = _number(mine and mine.error)
-                row[f"bound_{side}"] = _number(mine and mine.bound)
-                row[f"ratio_{side}"] = _number(mine and mine.ratio)
+                row[f"error_{side}"] = _number(mine.error if mine else None)
+                row[f"bound_{side}"] = _number(mine.bound if mine else None)
+                row[f"ratio_{side}"] = _number(mine.ratio if mine else None)
                 row[f"so_far_{side}"] = _apart(trace, mine, trace, pair.exact)
             row["difference"] = _apart(self.b, pair.b, self.a, pair.a)
             row["same_bits"] = bool(pair.a and pair.b and pair.a.outputs == pair.b.outputs)
@@ -258,13 +258,18 @@ class Audit:
                 continue
             if maker_a is None and maker_b is None:
                 yield _finding(
-                    "mismatch", self.b, b, f"was given other data or weights than under {self.a.setting}: {gap:.1e} apart"
+                    "mismatch",
+                    self.b,
+                    b,
+                    f"was given other data or weights than under {self.a.setting}: {gap:.1e} apart",
                 )
                 return
             strange = [m for m in (maker_a, maker_b) if m is not None and id(m) not in matched]
             if gap > UNEXPLAINED and (strange or maker_a is None or maker_b is None):
                 setting = self.a.setting if strange and strange[0] is maker_a else self.b.setting
-                came = f"came out of {strange[0].name}, which ran under {setting} only" if strange else "was not computed"
+                came = (
+                    f"came out of {strange[0].name}, which ran under {setting} only" if strange else "was not computed"
+                )
                 yield _finding("mismatch", self.b, b, f"one of its inputs {came}: {gap:.1e} apart")
                 return
         if a.ratio is None or b.ratio is None:
@@ -278,8 +283,13 @@ class Audit:
             return
         detail = f"from the same inputs, its results are {apart:.1e} apart"
         for op, trace in ((a, self.a), (b, self.b)):
-            if apart < TF32_SIZE and "tf32" in (trace.arithmetic.get("matmul_fp32"), trace.arithmetic.get("convolution_fp32")):
-                yield _finding("reduced precision", trace, op, f"{detail}, as TF32 makes them", _precision_advice(op, trace))
+            if apart < TF32_SIZE and "tf32" in (
+                trace.arithmetic.get("matmul_fp32"),
+                trace.arithmetic.get("convolution_fp32"),
+            ):
+                yield _finding(
+                    "reduced precision", trace, op, f"{detail}, as TF32 makes them", _precision_advice(op, trace)
+                )
                 return
         yield _finding("mismatch", self.b, b, detail)
 
@@ -293,7 +303,7 @@ class Audit:
         if not fine:
             return Finding("rounding", "", "", "", "", "", math.nan, "no operation has a twin in float64", "")
         op, trace = max(fine, key=lambda pair: pair[0].ratio or 0.0)
-        detail = f"{len(fine)} operations within what rounding explains; this one, of all, comes nearest: {op.ratio:.2f} of it"
+        detail = f"{len(fine)} operations within what rounding explains; this one comes nearest, {op.ratio:.2f} of it"
         return _finding("rounding", trace, op, detail)
 
 

@@ -1,4 +1,4 @@
-"""The command line: `gpulab devices | train | experiment | runs | companion`."""
+"""The command line: `gpulab devices | train | experiment | runs | record | audit | companion`."""
 
 from __future__ import annotations
 
@@ -178,6 +178,43 @@ def runs(
         print(f"no runs in {folder}")
     else:
         _show(frame)
+
+
+@app.command()
+def record(
+    step: Annotated[str, typer.Argument(help="module:name or file.py:name, a gpulab.Step or a function of one step")],
+    setting: Annotated[str, typer.Option(help=SETTING_HELP)] = "cpu",
+    output: Annotated[Path | None, typer.Option(help="trace file  [default: NAME-SETTING.trace]")] = None,
+) -> None:
+    """Record what every operation of a training step computes, to be compared with another machine's."""
+    from gpulab.settings import Setting
+
+    Setting.parse(setting).prepare()
+    import re
+
+    from gpulab import tracing
+
+    file = output or Path(re.sub(r"[^\w.]+", "-", f"{step.rpartition(':')[2]}-{setting}") + ".trace")
+    trace = tracing.record(tracing.find_step(step), setting, file)
+    print(f"{trace}\nkept in {file}")
+
+
+@app.command()
+def audit(
+    a: Annotated[Path, typer.Argument(help="a trace from `gpulab record`", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="another, of the same step", show_default=False)],
+    html: Annotated[Path | None, typer.Option(help="write the whole report to this HTML file")] = None,
+) -> None:
+    """Compare two traces: which operation differs, by how much, why. Exit status 1 when something is wrong."""
+    from gpulab.audits import audit as compare
+
+    report = compare(a, b)
+    print(report)
+    if html:
+        report.save(html)
+        print(f"report in {html}")
+    if report.faulty:
+        raise typer.Exit(1)
 
 
 @app.command()

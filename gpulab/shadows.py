@@ -32,6 +32,8 @@ PRODUCTS = {
     "convolution": (0, 1),
     "convolution_backward": (0, 1, 2),
 }
+ATTENTION = ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
+FACTORS = PRODUCTS | {f"_scaled_dot_product_{kind}": (0, 1, 2) for kind in ATTENTION}
 # The formats that hardware multiplies in when it is asked for float32, and how it gets there.
 ROUNDINGS = (("tf32", "nearest"), ("tf32", "truncate"), ("bfloat16", "nearest"), ("float16", "nearest"))
 
@@ -51,7 +53,9 @@ class Examined:
     rounded_before: bool = False
 
 
-def examine(operation: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Examined:
+def examine(
+    operation: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+) -> Examined:
     """Compare what an operation returned with its twin in float64, run on the CPU.
 
     `args` and `kwargs` are those of the call, before it changed any of them; `name` is the operation's
@@ -59,6 +63,8 @@ def examine(operation: Callable[..., Any], name: str, args: Sequence[Any], kwarg
     """
     made = _floating(out)
     exact_args, exact_kwargs = _exact(list(args), kwargs)
+    if name in FACTORS and name not in PRODUCTS:
+        operation, made = _attention(operation), made[:1]
     try:
         exact = _floating(operation(*exact_args, **exact_kwargs))
     except (RuntimeError, NotImplementedError):
@@ -68,9 +74,9 @@ def examine(operation: Callable[..., Any], name: str, args: Sequence[Any], kwarg
     if not exact or not all(math.isfinite(_norm(e)) for e in exact):
         return Examined()
     again = _Again(operation, name, exact_args, exact_kwargs)
-    factors = [args[place] for place in PRODUCTS.get(name, ())]
+    factors = [args[place] for place in FACTORS.get(name, ())]
     try:
-        bounds = _product_bounds(again, args, made) if factors else _other_bounds(again, exact, made)
+        bounds = _product_bounds(again, args, made) if name in PRODUCTS else _other_bounds(again, exact, made)
     except (RuntimeError, NotImplementedError):
         return Examined()
     results = [(_distance(m, e), SAFETY * _norm(b), _norm(e)) for m, e, b in zip(made, exact, bounds, strict=True)]
@@ -78,8 +84,9 @@ def examine(operation: Callable[..., Any], name: str, args: Sequence[Any], kwarg
     error, bound, size = results[worst]
     found = before = None
     if factors and all(factor.dtype == torch.float32 for factor in factors):
-        one_rounding = bound / (SAFETY * math.sqrt(_inner(name, args)[worst]))
-        if error > 0.5 * one_rounding:  # else no format shorter than float32 was near
+        # Where a format shorter than float32 was used, the error is at least half of one rounding.
+        suspicious = 0.5 * bound / (SAFETY * math.sqrt(_inner(name, args)[worst])) if name in PRODUCTS else bound
+        if error > suspicious:
             found = _explaining_format(again, made[worst], error, worst)
         before = next(filter(None, map(rounded_format, factors)), None)
     scale = size or 1.0
@@ -158,10 +165,25 @@ def _explaining_format(again: _Again, made: Tensor, error: float, place: int) ->
         def rounded(x: Tensor, format_: str = format_, mode: str = mode) -> Tensor:
             return round_to(x.float(), format_, mode).double()
 
-        share = 1 - (_distance(made, again(rounded, PRODUCTS[again.name])[place]) / error) ** 2
+        share = 1 - (_distance(made, again(rounded, FACTORS[again.name])[place]) / error) ** 2
         if share > best_share:
             best, best_share = format_, share
     return best
+
+
+def _attention(operation: Any) -> Callable[..., Tensor]:
+    """Scaled dot-product attention as written down, for kernels that exist on one device or for float32 alone."""
+    names = [argument.name for argument in operation._schema.arguments]
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        named = dict(zip(names, args, strict=False)) | kwargs
+        query, key, value = args[:3]
+        mask, causal = named.get("attn_mask", named.get("attn_bias")), named.get("is_causal", False)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=named.get("scale")
+        )
+
+    return attend
 
 
 def _exact(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -127,10 +127,11 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     """All runs in a store as one data frame, one row a run.
 
     Columns: `experiment`, `profile`, `setting`, `device`, `seed`, `rerun`, `loader` (how frames reached
-    the device), `status`, `final_loss`, `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the SHA-256 of the trained weights, so
-    that equal bits can be seen), `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`,
-    `speed` (of the motion in a rendered scene), `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones can
-    be compared), `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped.
+    the device), `status`, `final_loss`, `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the
+    SHA-256 of the trained weights, so that equal bits can be seen), `diverged_at`, `machine`, `cpu`,
+    `gpu`, `torch`, `gpulab`, `data`, `speed` (of the motion in a rendered scene), `frames`, `protocol` (a
+    digest of model, data, length and learning rate: runs with equal ones can be compared), `recorded`,
+    `id` and `path`. A damaged run is reported as a warning and skipped.
 
     >>> runs("a-folder-that-is-not-there").empty
     True

@@ -10,6 +10,8 @@ import copy
 import difflib
 import functools
 import hashlib
+import importlib
+import importlib.util
 import inspect
 import json
 import linecache
@@ -41,6 +43,7 @@ EXACT = "cpu:precision=float64"
 SEED = 0  # torch's random numbers begin here in every execution of a step
 
 # What computes nothing: changes of shape, and memory that has not been written yet.
+OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
 SILENT = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 HERE = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
 
@@ -96,9 +99,11 @@ class Operation:
 
     `name` is torch's, without device or overload; `module` the path of the module that called it
     (for the backward pass: that called what is differentiated); `line` the line of the user's code;
-    `inputs`, `outputs` and `changed` (inputs that it wrote to) name values of the trace. `error` is its own error against float64 from the
-    same inputs, `bound` what rounding explains, both relative to the exact result. `repeats` says
-    whether it gave the same bits when the step was done again from the same inputs.
+    `inputs`, `outputs` and `changed` (inputs that it wrote to) name values of the trace. `error` is its
+    own error against float64 from the same inputs, `bound` what rounding explains, both relative to the
+    exact result; `format` the short number format that a product was computed in. `steady` says whether
+    the operation gave the same bits when it was called again at once, `repeats` whether it did so, and
+    in the whole step done again as well.
     """
 
     name: str
@@ -179,7 +184,9 @@ class Trace:
             trace = cls(sketches=sketches, **notes)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{file}: a damaged trace: {error!r}") from None
-        named = {value for op in (*trace.operations, *trace.reference) for value in (*op.inputs, *op.outputs, *op.changed)}
+        named = {
+            value for op in (*trace.operations, *trace.reference) for value in (*op.inputs, *op.outputs, *op.changed)
+        }
         if lacking := named - sketches.keys():
             raise DataError(f"{file}: a damaged trace: {len(lacking)} of {len(named)} values are missing")
         return trace
@@ -281,6 +288,29 @@ def _ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], 
             yield step
 
 
+def find_step(name: str) -> Callable[..., Any]:
+    """The step that `module:name` or `file.py:name` stands for. Raises `UsageError` where there is none."""
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute.isidentifier():
+        raise UsageError(f"step {name!r}: expected module:name or file.py:name, such as my_training:step")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            sys.path.insert(0, os.getcwd())
+            module = importlib.import_module(where)
+    except (ImportError, OSError) as error:
+        raise UsageError(f"step {name!r}: {where} cannot be imported: {error}") from error
+    step = getattr(module, attribute, None)
+    if not callable(step):
+        raise UsageError(f"step {name!r}: {where} has no function or gpulab.Step named {attribute!r}")
+    return step
+
+
 def _takes_an_argument(step: Callable[..., Any]) -> bool:
     try:
         inspect.signature(step).bind("setting")
@@ -311,7 +341,10 @@ class _Watcher(TorchDispatchMode):
             return operation(*args, **kwargs)
         writes = operation._schema.is_mutable or "batch_norm" in bare  # which does not say that it does
         before = _copied(args, kwargs) if writes else (args, kwargs)
-        inputs = [self._value(t) for t in tree_flatten(before)[0] if _counts(t)]
+        random = _is_random(operation, args, kwargs)
+        blind = writes and (random or bare in OVERWRITES)
+        read = (before[0][1:], before[1]) if blind else before
+        inputs = [self._value(t) for t in tree_flatten(read)[0] if _counts(t)]
         out = operation(*args, **kwargs)
         results = [t for t in tree_flatten(out)[0] if _counts(t)]
         if not results:
@@ -327,8 +360,8 @@ class _Watcher(TorchDispatchMode):
             shape=list(results[0].shape),
             dtype=str(results[0].dtype).removeprefix("torch."),
             arguments=_plain(args, kwargs),
-            changed=self._changed(args, kwargs, inputs) if writes else [],
-            random=_is_random(operation, args, kwargs),
+            changed=[] if blind or not writes else self._changed(args, kwargs, inputs),
+            random=random,
         )
         if self.examined and not noted.random and not operation.is_view:
             exact = examine(operation, bare, *before, out)
@@ -358,7 +391,7 @@ class _Watcher(TorchDispatchMode):
             return "backward", module, line
         module = self.path[-1] if self.path else ""
         line = _users_line()
-        self.made_by[torch.autograd._get_sequence_nr() - 1] = module, line  # type: ignore[attr-defined]
+        self.made_by[torch.autograd._get_sequence_nr() - 1] = module, line
         return "forward", module, line
 
     @contextlib.contextmanager
@@ -396,8 +429,8 @@ def _note_repeats(operations: list[Operation], again: list[Operation]) -> None:
         if operation is None or operation.random:
             continue
         same_inputs = twin is not None and twin.inputs == operation.inputs
-        operation.repeats = operation.steady and (twin is not None) and not (
-            same_inputs and twin.outputs != operation.outputs
+        operation.repeats = (
+            operation.steady and (twin is not None) and not (same_inputs and twin.outputs != operation.outputs)
         )
 
 

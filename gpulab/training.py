@@ -334,7 +334,7 @@ class _Trainer:
         state, losses = None if window.restart else self.state, []
         for batch in self._batches(window):
             self.optimizer.forget_gradients()
-            objective, per_frame, state = self.model.training_loss(batch, state)
+            objective, per_frame, state = self.model.training_loss(batch, state)  # type: ignore[arg-type]
             objective.backward()
             self.step += 1
             self.optimizer.step()
