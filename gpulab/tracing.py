@@ -435,11 +435,12 @@ def _note_repeats(operations: list[Operation], again: list[Operation]) -> None:
 
 
 def aligned(
-    first: list[Operation], second: list[Operation], twins: dict[str, str] | None = None
+    first: list[Operation], second: list[Operation], twins: dict[str, str] | None = None, at_least: int = 1
 ) -> list[tuple[Operation | None, Operation | None]]:
     """Operations that stand for each other, in order, and None beside one that only one of the two ran.
 
-    Phase, module and name must agree; `twins` maps names of kernels to the name that they share.
+    Phase, module and name must agree; `twins` maps names of kernels to the name that they share. Fewer
+    than `at_least` in a row do not count.
     """
 
     def keys(operations: list[Operation]) -> list[tuple[str, str, str]]:
@@ -448,7 +449,7 @@ def aligned(
     pairs: list[tuple[Operation | None, Operation | None]] = []
     matcher = difflib.SequenceMatcher(None, keys(first), keys(second), autojunk=False)
     for tag, a, a_end, b, b_end in matcher.get_opcodes():
-        if tag == "equal":
+        if tag == "equal" and a_end - a >= min(at_least, len(first), len(second)):
             pairs += zip(first[a:a_end], second[b:b_end], strict=True)
         else:
             pairs += [(op, None) for op in first[a:a_end]]

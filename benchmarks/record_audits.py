@@ -1,0 +1,70 @@
+"""Audit the networks of `networks.py` between two settings on this machine; keep traces and a summary.
+
+    python benchmarks/record_audits.py cpu cuda:tf32=off --output data/audits
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import networks
+import typer
+
+import gpulab as gl
+from gpulab.audits import Audit
+from gpulab.tracing import Trace
+
+
+def main(
+    settings: Annotated[list[str], typer.Argument(help="the first against each of the others")],
+    output: Path = Path("data/audits"),
+    only: Annotated[str, typer.Option(help="networks, separated by commas")] = ",".join(networks.NETWORKS),
+    keep: Annotated[str, typer.Option(help="settings whose traces are kept, separated by semicolons")] = "",
+) -> None:
+    """Write OUTPUT/audits.json, and OUTPUT/NETWORK-SETTING.trace for what is to be kept."""
+    reference, *others = settings
+    rows = []
+    for name in only.split(","):
+        step = networks.NETWORKS[name]()
+        first = gl.record(step, reference, progress=False)
+        for setting in others:
+            started = time.perf_counter()
+            second = gl.record(step, setting, reference=first, progress=False)
+            rows.append(_row(name, Audit(first, second), time.perf_counter() - started))
+            print(json.dumps(rows[-1])[:400], flush=True)
+            if setting in keep.split(";"):
+                _keep(second, output / f"{name}-{setting.replace(':', '-').replace(',', '-')}.trace")
+    output.mkdir(parents=True, exist_ok=True)
+    document = {"command": shlex.join(["python", *sys.argv]), "passport": dict(gl.passport()), "audits": rows}
+    (output / "audits.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _row(name: str, report: Audit, seconds: float) -> dict[str, object]:
+    table = report.table
+    return {
+        "network": name,
+        "a": report.a.setting,
+        "b": report.b.setting,
+        "operations": len(table),
+        "matched": int((table.difference.notna() & table.error_a.notna()).sum()),
+        "checked": int(table.ratio_a.notna().sum() + table.ratio_b.notna().sum()),
+        "findings": dict(Counter(finding.kind for finding in report.findings)),
+        "largest_ratio": float(table[["ratio_a", "ratio_b"]].max().max()),
+        "largest_so_far": float(table[["so_far_a", "so_far_b"]].max().max()),
+        "worst": [str(finding) for finding in report.findings[:3]],
+        "seconds": seconds,
+    }
+
+
+def _keep(trace: Trace, file: Path) -> None:
+    trace.save(file)
+
+
+if __name__ == "__main__":
+    typer.run(main)
