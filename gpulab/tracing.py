@@ -360,7 +360,7 @@ class _Watcher(TorchDispatchMode):
             shape=list(results[0].shape),
             dtype=str(results[0].dtype).removeprefix("torch."),
             arguments=_plain(args, kwargs),
-            changed=[] if blind or not writes else self._changed(args, kwargs, inputs),
+            changed=self._changed(before, (args, kwargs)) if writes and not blind else [],
             random=random,
         )
         if self.examined and not noted.random and not operation.is_view:
@@ -380,9 +380,11 @@ class _Watcher(TorchDispatchMode):
             self.sketches[name] = sketch(content)
         return name
 
-    def _changed(self, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[str]) -> list[str]:
-        after = [self._value(t) for t in tree_flatten((args, kwargs))[0] if _counts(t)]
-        return [now for now, then in zip(after, inputs, strict=True) if now != then]
+    def _changed(self, before: Any, after: Any) -> list[str]:
+        """The values that an operation left in its inputs, where it wrote to them."""
+        pairs = zip(tree_flatten(before)[0], tree_flatten(after)[0], strict=True)
+        written = [(then, self._value(now)) for then, now in pairs if _counts(now)]
+        return [now for then, now in written if not _counts(then) or self._value(then) != now]
 
     def _caller(self) -> tuple[str, str, str]:
         node = torch._C._current_autograd_node()
