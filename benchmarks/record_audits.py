@@ -1,6 +1,6 @@
 """Audit the networks of `networks.py` between two settings on this machine; keep traces and a summary.
 
-    python benchmarks/record_audits.py cpu cuda:tf32=off --output data/audits
+python benchmarks/record_audits.py cpu cuda:tf32=off --output data/audits
 """
 
 from __future__ import annotations

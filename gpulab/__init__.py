@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpulab import plots as plots
+    from gpulab.anomaly import FirstWindow as FirstWindow
+    from gpulab.anomaly import anomaly_finding as anomaly_finding
+    from gpulab.anomaly import anomaly_table as anomaly_table
+    from gpulab.anomaly import anomaly_verdicts as anomaly_verdicts
+    from gpulab.anomaly import first_window as first_window
     from gpulab.audits import audit as audit
     from gpulab.datasets import load as load
     from gpulab.errors import DataError as DataError
@@ -49,6 +54,7 @@ _HOME = {
     "Autoencoder": "models",
     "DataError": "errors",
     "Experiment": "experiments",
+    "FirstWindow": "anomaly",
     "GpulabError": "errors",
     "Guard": "guards",
     "Overwritten": "guards",
@@ -59,9 +65,13 @@ _HOME = {
     "Step": "tracing",
     "Trace": "tracing",
     "UsageError": "errors",
+    "anomaly_finding": "anomaly",
+    "anomaly_table": "anomaly",
+    "anomaly_verdicts": "anomaly",
     "audit": "audits",
     "available_settings": "settings",
     "bounds": "speed",
+    "first_window": "anomaly",
     "guard": "guards",
     "load": "datasets",
     "passport": "passports",

@@ -148,7 +148,7 @@ class Audit:
                 row[f"error_{side}"] = _number(mine.error if mine else None)
                 row[f"bound_{side}"] = _number(mine.bound if mine else None)
                 row[f"ratio_{side}"] = _number(mine.ratio if mine else None)
-                row[f"so_far_{side}"] = _apart(trace, mine, trace, pair.exact)
+                row[f"so_far_{side}"] = _apart(trace, mine, self.a, pair.exact)
             row["difference"] = _apart(self.b, pair.b, self.a, pair.a)
             row["same_bits"] = bool(pair.a and pair.b and pair.a.outputs == pair.b.outputs)
             rows.append(row)
@@ -194,8 +194,8 @@ class Audit:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(
             f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>gpulab audit</title>"
-            f"<style>{style}</style></head><body><h1>Audit: {html.escape(self.a.setting)} against "
-            f"{html.escape(self.b.setting)}</h1><img alt='{html.escape(picture.alt)}' "
+            f"<style>{style}</style></head><body><h1>Audit: {html.escape(self.a.title)} against "
+            f"{html.escape(self.b.title)}</h1><img alt='{html.escape(picture.alt)}' "
             f"src='data:image/png;base64,{image}'>{self._repr_html_()}</body></html>",
             encoding="utf-8",
         )
@@ -208,7 +208,7 @@ class Audit:
         said = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind]) or "all is well: rounding alone"
         other = f" ({alone} more ran under one setting only)" if alone else ""
         return (
-            f"{self.a.setting} against {self.b.setting}: {said}. {both} operations were matched{other}; "
+            f"{self.a.title} against {self.b.title}: {said}. {both} operations were matched{other}; "
             f"{len(checked)} were checked against float64."
         )
 
@@ -246,10 +246,10 @@ class Audit:
         """What shows only when the two are laid side by side."""
         if a.random or b.random:
             if a.outputs != b.outputs:
-                yield _finding("different random numbers", self.b, b, f"drew other numbers than under {self.a.setting}")
+                yield _finding("different random numbers", self.b, b, f"drew other numbers than under {self.a.title}")
             return
         if a.name == b.name and a.name in PRODUCTS and a.arguments != b.arguments:
-            yield _finding("mismatch", self.b, b, f"called with {b.arguments}; under {self.a.setting} {a.arguments}")
+            yield _finding("mismatch", self.b, b, f"called with {b.arguments}; under {self.a.title} {a.arguments}")
             return
         gaps = [self._gap(x, y) for x, y in zip(a.inputs, b.inputs, strict=False)]
         for x, y, gap in zip(a.inputs, b.inputs, gaps, strict=False):
@@ -261,12 +261,12 @@ class Audit:
                     "mismatch",
                     self.b,
                     b,
-                    f"was given other data or weights than under {self.a.setting}: {gap:.1e} apart",
+                    f"was given other data or weights than under {self.a.title}: {gap:.1e} apart",
                 )
                 return
             strange = [m for m in (maker_a, maker_b) if m is not None and id(m) not in matched]
             if gap > UNEXPLAINED and (strange or maker_a is None or maker_b is None):
-                setting = self.a.setting if strange and strange[0] is maker_a else self.b.setting
+                setting = self.a.title if strange and strange[0] is maker_a else self.b.title
                 came = (
                     f"came out of {strange[0].name}, which ran under {setting} only" if strange else "was not computed"
                 )
@@ -399,7 +399,7 @@ def _overwritten(trace: Trace) -> Iterator[Finding]:
     for found in trace.overwritten:
         yield Finding(
             "overwritten",
-            trace.setting,
+            trace.title,
             found["operation"],
             "backward",
             "",
@@ -413,7 +413,7 @@ def _overwritten(trace: Trace) -> Iterator[Finding]:
 def _finding(kind: str, trace: Trace, op: Operation, detail: str, advice: str = "") -> Finding:
     ratio = math.nan if op.ratio is None else op.ratio
     advice = advice or ADVICE[kind]
-    return Finding(kind, trace.setting, op.name, op.phase, op.module, op.line, ratio, detail, advice)
+    return Finding(kind, trace.title, op.name, op.phase, op.module, op.line, ratio, detail, advice)
 
 
 def _severity(finding: Finding) -> tuple[int, float]:
@@ -453,6 +453,8 @@ def _check_same_step(a: Trace, b: Trace) -> None:
     if any(op.repeats is False for trace in (a, b) for op in trace.operations):
         return  # a step that does not repeat itself may well begin differently
     for first, second in common:
+        if first.phase != "forward" or first.random:
+            continue
         for x, y in zip(first.inputs, second.inputs, strict=False):
             gap = distance(b.sketches[y], a.sketches[x])
             if gap > SAME_STEP:

@@ -6,7 +6,8 @@ On a CPU wrapping copies nothing, so every time step of the graph holds the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
+
+if TYPE_CHECKING:
+    from gpulab.models.base import Trainable
 
 LOADERS = ("window", "copied", "reused", "imitated")
 
@@ -67,6 +71,13 @@ class Loader:
         numpy_type = np.float64 if self.dtype == torch.float64 else np.float32
         buffer = np.empty((1, *frames.shape[1:]), numpy_type)
         return Feed(frames, buffer, {"copied": self._copy, "reused": self._wrap, "imitated": self._imitate}[self.name])
+
+    def batches(self, model: Trainable, frames: np.ndarray) -> Iterable[Tensor | Feed]:
+        """What each update of a model sees of a window."""
+        if self.name == "window":
+            return model.batches(self.window(frames))
+        feed = self.feed(frames)
+        return [feed] if model.sequential else feed
 
     def _wrap(self, buffer: np.ndarray) -> Tensor:
         return torch.as_tensor(buffer, device=self.device, dtype=self.dtype)

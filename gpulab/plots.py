@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from gpulab.speed import bounds
 from gpulab.store import history
@@ -46,6 +46,7 @@ GPU_COLOURS = {
     "cuda:deterministic=on": "#882255",
 }
 OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77", "#CC6677")
+SPEED_COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#222222")
 INK, FAINT = "#222222", "#999999"
 LEFT_OUT_BITS = 1e-12  # where a difference of exactly nothing is drawn on a logarithmic axis
 
@@ -363,6 +364,48 @@ def curves(frame: pd.DataFrame, baseline: float | None = None, baseline_label: s
     )
 
 
+def shared_memory(frame: pd.DataFrame) -> Picture:
+    """Each seed's loss with shared memory against its loss with copied frames, by size and speed of motion.
+
+    `frame` holds runs with the loader `copied` and with `reused` or `imitated`. Above the diagonal,
+    sharing was worse.
+    """
+    groups = list(frame.groupby(["profile", "device"], sort=False))[:2]
+    figure, panels = _canvas(len(groups), height=3.7)
+    markers = dict(zip(sorted(frame.speed.dropna().unique()), "os^Dv", strict=False))
+    above = total = 0
+    for axes, ((profile, device), runs) in zip(panels, groups, strict=True):
+        wide = runs.pivot_table(index=["speed", "seed", "setting", "recorded"], columns="loader", values="final_loss")
+        other = next(name for name in wide.columns if name != "copied")
+        for (speed, recorded), pairs in wide.dropna().groupby(["speed", "recorded"]):
+            tint = SPEED_COLOURS[list(markers).index(speed) % len(SPEED_COLOURS)]
+            axes.scatter(
+                pairs["copied"],
+                pairs[other],
+                marker=markers[speed],
+                s=24,
+                color="white" if recorded else tint,
+                edgecolors=tint,
+                label=f"speed {speed:g}",
+                zorder=3,
+            )
+            above += int((pairs[other] > pairs["copied"]).sum())
+            total += len(pairs)
+        ends = [runs.final_loss.min() * 0.8, runs.final_loss.max() * 1.25]
+        axes.plot(ends, ends, color=INK, lw=0.8, ls="--", zorder=1)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_formatter(NullFormatter())
+        axes.set_title(f"{profile} size, {device}: {other} against copied", fontsize=9)
+        axes.set_xlabel("final loss, frames copied")
+        axes.set_ylabel(f"final loss, buffer {other}")
+    panels[-1].legend(fontsize=8, frameon=False, loc="lower right")
+    figure.suptitle(f"Sharing memory gave the higher loss in {above} of {total} pairs of the same seed", fontsize=10)
+    _key(figure, frame)
+    return Picture(figure, "Final loss with shared memory against final loss with copied frames, one point a seed.")
+
+
 def audit(report: Audit) -> Picture:
     """The error of each operation's result, all that came before it included, along a training step.
 
@@ -376,7 +419,7 @@ def audit(report: Audit) -> Picture:
         axes.scatter(table.place, own, s=4, color=FAINT, zorder=1, label="rounding explains" if side == "a" else None)
         so_far = table[f"so_far_{side}"].replace(0, np.nan)
         style = {"lw": 1.4, "alpha": 0.9} if side == "a" else {"lw": 1.0, "alpha": 0.9, "ls": "--"}
-        axes.plot(table.place, so_far, color=_side_colour(report, side), label=f"{trace.setting}, so far", **style)
+        axes.plot(table.place, so_far, color=_side_colour(report, side), label=f"{trace.title}, so far", **style)
     marked = table[table.kind != "rounding"]
     heights = marked[["so_far_a", "so_far_b"]].max(axis=1)
     axes.scatter(marked.place, heights, marker="x", s=26, color=INK, zorder=4, label="finding" if len(marked) else None)
@@ -387,10 +430,10 @@ def audit(report: Audit) -> Picture:
     axes.set_yscale("log")
     axes.set_xlabel("operation, in the order of the step")
     axes.set_ylabel("error against float64, relative")
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=4)
     end = table[["so_far_a", "so_far_b"]].max(axis=1).max()
     figure.suptitle(f"Worst finding: {report.kind}; the largest error against float64 is {end:.1e}", fontsize=10)
-    settings = f"{report.a.setting} and {report.b.setting}"
+    settings = f"{report.a.title} and {report.b.title}"
     return Picture(figure, f"Relative error against float64 along the operations of a step, under {settings}.")
 
 

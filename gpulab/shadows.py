@@ -201,7 +201,7 @@ def _exact(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str
 
 def _floating(out: Any) -> list[Tensor]:
     return [
-        t.detach().to("cpu", torch.float64) if t.device.type != "cpu" else t.detach()
+        t.detach().to("cpu")
         for t in tree_flatten(out)[0]
         if isinstance(t, Tensor) and t.is_floating_point() and t.numel()
     ]

@@ -44,7 +44,8 @@ SEED = 0  # torch's random numbers begin here in every execution of a step
 
 # What computes nothing: changes of shape, and memory that has not been written yet.
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
-SILENT = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+SILENT = {"detach", "alias"}
+EMPTY = ("empty", "new_empty")
 HERE = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
 
 
@@ -146,6 +147,12 @@ class Trace:
     overwritten: list[dict[str, str]] = field(default_factory=list)
     passport: dict[str, Any] = field(default_factory=dict)
     arithmetic: dict[str, Any] = field(default_factory=dict)
+    label: str = ""
+
+    @property
+    def title(self) -> str:
+        """What the trace is called in reports: its label, or the setting."""
+        return self.label or self.setting
 
     def __repr__(self) -> str:
         return f"trace of {len(self.operations)} operations under {self.setting}"
@@ -198,6 +205,7 @@ def record(
     file: str | Path | None = None,
     *,
     reference: Trace | None = None,
+    label: str = "",
     progress: bool = True,
 ) -> Trace:
     """Do a step under a setting and note what every operation computed; with `file`, keep the trace.
@@ -206,7 +214,8 @@ def record(
     with the `Setting`, whose `.device` and `.dtype` it puts its tensors on, or, if it takes no
     argument, with these as torch's defaults. It is done three times from the same random numbers:
     twice under the setting, to see whether it repeats itself, and once in float64 on the CPU, unless
-    another trace of the step serves as the `reference`.
+    another trace of the step serves as the `reference`. Reports call the trace by its `label`, or else
+    by its setting.
 
     Raises `UsageError` for a step that is none, `GpulabError` for a setting that cannot run here.
 
@@ -234,6 +243,7 @@ def record(
         overwritten=second.overwritten,
         passport=dict(passport()),
         arithmetic=second.arithmetic,
+        label=label,
     )
     named = {value for op in (*trace.operations, *trace.reference) for value in (*op.inputs, *op.outputs, *op.changed)}
     trace.sketches = {name: sketches[name] for name in sketches if name in named}
@@ -279,7 +289,7 @@ def _perform(
 @contextlib.contextmanager
 def _ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], Any]]:
     """The step as a function without arguments, under a setting that is in force."""
-    if isinstance(step, Step):
+    if hasattr(step, "prepared"):
         yield step.prepared(setting)
     elif _takes_an_argument(step):
         yield functools.partial(step, setting)
@@ -337,7 +347,7 @@ class _Watcher(TorchDispatchMode):
         kwargs = kwargs or {}
         name = operation._schema.name.partition("::")[2]
         bare = name.rstrip("_")
-        if bare in SILENT or _called_by_the_guard():
+        if bare in SILENT or bare.startswith(EMPTY) or _called_by_the_guard():
             return operation(*args, **kwargs)
         writes = operation._schema.is_mutable or "batch_norm" in bare  # which does not say that it does
         before = _copied(args, kwargs) if writes else (args, kwargs)
@@ -516,7 +526,9 @@ def _is_random(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> b
     """Whether an operation draws; attention is marked as drawing also when it drops nothing."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    named = dict(zip((a.name for a in operation._schema.arguments), args, strict=False)) | kwargs
+    arguments = operation._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments}
+    named = defaults | dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
     return named.get("dropout_p", 1.0) != 0.0
 
 

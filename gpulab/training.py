@@ -7,7 +7,7 @@ import copy
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from gpulab import guards
 from gpulab import store as stores
 from gpulab.datasets import Data, Window, load
 from gpulab.errors import UsageError
-from gpulab.loaders import LOADERS, Feed, Loader
+from gpulab.loaders import LOADERS, Loader
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable
 from gpulab.passports import Passport, passport
@@ -139,7 +139,7 @@ def train(
     ('finished', 20)
     """
     with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
-        plan = _plan(
+        plan = plan_run(
             net,
             data,
             setting,
@@ -185,12 +185,12 @@ def planned_id(net: str, *, setting: str, seed: int, profile: str, rerun: int = 
     loader = options.get("loader", "window")
     data_options, model_options = (options.get(key) or {} for key in ("data_options", "model_options"))
     with torch.random.fork_rng(devices=[]):
-        plan = _plan(net, data, setting, seed, profile, frames, rate, loader, data_options, model_options, rerun)
+        plan = plan_run(net, data, setting, seed, profile, frames, rate, loader, data_options, model_options, rerun)
     return plan.identity(passport())["id"]
 
 
 @dataclass
-class _Plan:
+class Plan:
     """All that `train` was asked for, checked."""
 
     name: str
@@ -242,7 +242,7 @@ class _Plan:
         }
 
 
-def _plan(
+def plan_run(
     net: Trainable | str,
     data: Data | str | None,
     setting: Setting | str,
@@ -254,7 +254,8 @@ def _plan(
     data_options: dict[str, Any],
     model_options: dict[str, Any],
     rerun: int,
-) -> _Plan:
+) -> Plan:
+    """Check what `train` was asked for, load the data and make the model."""
     name = net if isinstance(net, str) else type(net).__name__.lower()
     plan = protocol(name if isinstance(net, str) or name in MODELS else "prednet", profile)
     frames = plan.frames if frames is None else frames
@@ -266,7 +267,7 @@ def _plan(
     if loader not in LOADERS:
         raise UsageError(f"loader {loader!r}: expected one of {', '.join(LOADERS)}")
     model = _model(net, plan, model_options)
-    return _Plan(
+    return Plan(
         name=name,
         model=model,
         data=_data(data, model, plan, frames, data_options),
@@ -285,7 +286,7 @@ def _plan(
 class _Trainer:
     """The loop over windows, and everything that must survive an interruption."""
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.data, self.setting, self.seed = plan.data, plan.setting, plan.seed
         self.window, self.count = plan.window, plan.frames // plan.window
         self.loader = Loader(plan.loader, self.setting)
@@ -332,7 +333,7 @@ class _Trainer:
     def _train_window(self, window: Window) -> float:
         """One window: an update for each of its batches. Returns the loss per frame."""
         state, losses = None if window.restart else self.state, []
-        for batch in self._batches(window):
+        for batch in self.loader.batches(self.model, window.frames):
             self.optimizer.forget_gradients()
             objective, per_frame, state = self.model.training_loss(batch, state)  # type: ignore[arg-type]
             objective.backward()
@@ -347,12 +348,6 @@ class _Trainer:
                 self.diverged_at = self.step - len(values) + place + 1
                 return value
         return math.fsum(values) / len(values)
-
-    def _batches(self, window: Window) -> Iterable[Tensor | Feed]:
-        if self.loader.name == "window":
-            return self.model.batches(self.loader.window(window.frames))
-        feed = self.loader.feed(window.frames)
-        return [feed] if self.model.sequential else feed
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
@@ -569,7 +564,7 @@ def _data(data: Data | str | None, model: Trainable, plan: Protocol, frames: int
     return data
 
 
-def _stored(folder: Path, plan: _Plan) -> Run:
+def _stored(folder: Path, plan: Plan) -> Run:
     """A run that was done before; without kept weights its model is untrained."""
     from safetensors.torch import load_file
 
