@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gpulab.models import PredNet as PredNet
     from gpulab.passports import passport as passport
     from gpulab.profiles import profile as profile
+    from gpulab.published import published_network as published_network
     from gpulab.settings import Setting as Setting
     from gpulab.settings import available_settings as available_settings
     from gpulab.settings import setting as setting
@@ -76,6 +77,7 @@ _HOME = {
     "load": "datasets",
     "passport": "passports",
     "profile": "profiles",
+    "published_network": "published",
     "record": "tracing",
     "recorded_rooflines": "speed",
     "recorded_runs": "store",
