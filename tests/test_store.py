@@ -338,7 +338,8 @@ def shipped():
     ],
 )
 def test_there_are_recorded_runs_of_ten_seeds(shipped, model, profile, settings):
-    these = shipped[(shipped.experiment == model) & (shipped.profile == profile) & (shipped.rerun == 0)]
+    of_the_notebooks = (shipped.loader == "window") & (shipped["rerun"] == 0)
+    these = shipped[(shipped.experiment == model) & (shipped.profile == profile) & of_the_notebooks]
     for setting in settings:
         assert these[these.setting == setting].seed.nunique() >= 10, setting
     assert these[these.setting.isin(settings)].protocol.nunique() == 1
