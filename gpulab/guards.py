@@ -74,6 +74,14 @@ def guard(on: str = "raise") -> Guard:
     return Guard(on)
 
 
+def _shown(file: str) -> str:
+    """A path as its reader knows it: gpulab's own and those below the current folder without what is above."""
+    for above in (Path(PACKAGE).parent, Path.cwd()):
+        if Path(file).is_relative_to(above):
+            return Path(file).relative_to(above).as_posix()
+    return file
+
+
 class Line(NamedTuple):
     """A line of source: `file`, `number`, `function` and `text`."""
 
@@ -87,7 +95,7 @@ class Line(NamedTuple):
         return linecache.getline(self.file, self.number).strip()
 
     def __str__(self) -> str:
-        return f"{self.function}, {self.file}:{self.number}"
+        return f"{self.function}, {_shown(self.file)}:{self.number}"
 
 
 @dataclass(frozen=True)
@@ -417,16 +425,18 @@ def memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
 def _digest(tensor: Tensor) -> Tensor:
     flat = _flat(tensor)
     words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
-    table = _table(str(words.device))
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for chunk in words.split(CHUNK):
-        rows = chunk[: len(chunk) // TABLE * TABLE].view(-1, TABLE)
-        rest = chunk[len(rows) * TABLE :]
-        digest = (rest * table[: len(rest)]).sum()
-        if len(rows):
-            digest = digest * 0x2545F4914F6CDD1D + ((rows * table).sum(1) * table[-len(rows) :]).sum()
-        total = total * 0x5851F42D4C957F2D + digest
-    return total
+    # Few and small kernels: on a GPU it is their launching that costs.
+    digests = [_chunk_digest(chunk, _table(str(words.device))) for chunk in words.split(CHUNK)] or [words.sum()]
+    return functools.reduce(lambda so_far, digest: so_far * 0x5851F42D4C957F2D + digest, digests)
+
+
+def _chunk_digest(words: Tensor, table: Tensor) -> Tensor:
+    whole = len(words) // TABLE
+    if whole == 0:
+        return (words * table[: len(words)]).sum()
+    rows, rest = words[: whole * TABLE].view(whole, TABLE), words[whole * TABLE :]
+    digest = ((rows * table).sum(1) * table[-whole:]).sum()
+    return digest * 0x2545F4914F6CDD1D + (rest * table[: len(rest)]).sum() if len(rest) else digest
 
 
 @functools.cache

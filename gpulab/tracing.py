@@ -538,7 +538,7 @@ def _is_random(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> b
 def _users_line() -> str:
     """The innermost line of code that is neither torch's nor gpulab's, as `file:line: text`."""
     frame = sys._getframe(2)
-    while frame is not None:
+    while frame is not None and frame.f_code is not _perform.__code__:
         file = frame.f_code.co_filename
         if not file.startswith(HERE) or f"{os.sep}models{os.sep}" in file.removeprefix(HERE[1]):
             text = linecache.getline(file, frame.f_lineno).strip()

@@ -5,8 +5,9 @@ seeds that both have, by the mean of the paired differences:
 
 - different: a sign-flip permutation test (Fisher 1935). Were the two levels the same, each difference
   could as well have had the other sign. It assumes no shape, so losses may have two humps.
-- equivalent: two one-sided t tests against a margin (Schuirmann 1987). A margin in standard deviations
-  between seeds is uncertain itself, so it is taken at the sd's lower 97.5 % confidence limit (`sd_at_least`).
+- equivalent: two one-sided t tests against a margin (Schuirmann 1987); for yes and no an exact test.
+  A margin in standard deviations between seeds is uncertain itself, so it is taken at the sd's lower
+  97.5 % confidence limit (`sd_at_least`).
 - Several levels: Holm's correction (1979), of the differences and of the equivalences, each for itself.
 
 `benchmarks/verdict_calibration.md` has the measured error rates, and where they are missed.
@@ -129,10 +130,10 @@ def verdict(
     """Say of each level of a factor whether it differs from the reference, is equivalent, or neither.
 
     `frame` has a row per run, as from `gpulab.runs`; `metric` is a column of numbers or of booleans
-    (then the test of differences is McNemar's); `factor` and `block` are columns. `margin` is the
-    largest difference without importance: a number in the metric's units, or a string such as
-    "0.25sd", in standard deviations between seeds under the reference. `reference` is a level; by
-    default "cpu", where there is none the first in the frame.
+    (then the tests are of how many seeds switch: McNemar's and `switches_p`); `factor` and `block` are
+    columns. `margin` is the largest difference without importance: a number in the metric's units, or a
+    string such as "0.25sd", in standard deviations between seeds under the reference. `reference` is a
+    level; by default "cpu", where there is none the first in the frame.
 
     Decisions: `different`, `equivalent`, `different but negligible` (both), `inconclusive`. Pairs with
     a diverged run have no difference of the metric: the metric is compared where both finished, and
@@ -244,6 +245,26 @@ def equivalence_p(differences: ArrayLike, margin: float) -> float:
     if not error > 0:
         return math.nan if math.isnan(error) else float(room <= 0)
     return float(stdtr(len(values) - 1, -room / error))
+
+
+def switches_p(differences: ArrayLike, margin: float) -> float:
+    """The p-value that fewer than a share `margin` of all seeds switch, for a metric of yes and no, (n,).
+
+    The share of seeds that switch bounds the difference of the two rates, so this is a test of
+    equivalence: exact and binomial (Clopper and Pearson 1934). A t test would call ten seeds of which
+    none switched equivalent, whatever the margin.
+
+    >>> round(switches_p([0.0] * 29, margin=0.1), 3)
+    0.047
+    """
+    from scipy.stats import binom
+
+    values = np.asarray(differences, float)
+    return float(binom.cdf(np.count_nonzero(values), len(values), min(margin, 1.0))) if len(values) else math.nan
+
+
+def _is_yes_or_no(pairs: pd.DataFrame) -> bool:
+    return bool(pairs[["reference", "other"]].stack().dropna().isin((0.0, 1.0)).all())
 
 
 def bca_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
@@ -464,6 +485,7 @@ def _row(pairs: pd.DataFrame, margin: float, alpha: float) -> dict[str, Any]:
     n = len(moved)
     one_only = pairs.reference_diverged != pairs.other_diverged
     low, high = bca_interval(moved, alpha)
+    equivalent = switches_p if _is_yes_or_no(pairs) else equivalence_p
     far = int((np.abs(moved) > margin).sum())
     return {
         "seeds": n,
@@ -472,7 +494,7 @@ def _row(pairs: pd.DataFrame, margin: float, alpha: float) -> dict[str, Any]:
         "high": high,
         "p_different": sign_flip_p(moved) if n > 1 else math.nan,
         "p_different_holm": math.nan,
-        "p_equivalent": equivalence_p(moved, margin) if n > 1 else math.nan,
+        "p_equivalent": equivalent(moved, margin) if n > 1 else math.nan,
         "p_equivalent_holm": math.nan,
         "margin": margin,
         "sd_of_differences": _sd(moved),
@@ -646,12 +668,24 @@ def _to_settle(table: pd.DataFrame, margin: str | float, losses: np.ndarray, alp
         return [math.nan] * len(table)
     sizes = _sizes(margin, _sd(losses), _kurtosis(losses))
     corrected = alpha / max(1, len(table))
-    return [
-        max(_to_detect(sd, sizes, corrected, 0.8), _to_exclude(sd, sizes, corrected, 0.8))
-        if decision == "inconclusive"
-        else math.nan
-        for sd, decision in zip(table.sd_of_differences, table.decision, strict=True)
-    ]
+    yes_or_no = bool(np.isin(losses, (0.0, 1.0)).all())
+    settled = []
+    for row in table.itertuples():
+        detect = _to_detect(row.sd_of_differences, sizes, corrected, 0.8)
+        if yes_or_no:
+            exclude = _to_exclude_switches(row.moved / row.seeds if row.seeds else 0.0, sizes, corrected)
+        else:
+            exclude = _to_exclude(row.sd_of_differences, sizes, corrected, 0.8)
+        settled.append(max(detect, exclude) if row.decision == "inconclusive" else math.nan)
+    return settled
+
+
+def _to_exclude_switches(share: float, sizes: tuple[np.ndarray, np.ndarray], alpha: float) -> float:
+    """Seeds at which as large a share of switches as was seen would be shown to be under the margin."""
+    from scipy.stats import binom
+
+    seeds, margins = sizes
+    return _first(seeds, binom.cdf(np.floor(share * seeds), seeds, np.minimum(margins, 1.0)) <= alpha)
 
 
 # --- where the variance comes from -------------------------------------------------------------------

@@ -310,6 +310,18 @@ def test_a_metric_of_yes_and_no_is_mcnemars_test(kind):
     assert seen.decision == "different"
 
 
+def test_few_seeds_of_which_none_switched_are_no_proof_of_equal_rates():
+    few = levels(cpu=[0.0, 1.0] * 5, cuda=[0.0, 1.0] * 5)
+    seen = gl.verdict(few, margin=0.1)
+    assert seen.decision == "inconclusive"
+    assert row(seen, "cuda")["p_equivalent"] == pytest.approx(0.9**10)
+    assert row(seen, "cuda")["seeds_needed"] == 29  # 0.9 ** 29 < 0.05 < 0.9 ** 28
+    many = levels(cpu=[0.0, 1.0] * 15, cuda=[0.0, 1.0] * 15)
+    assert gl.verdict(many, margin=0.1).decision == "equivalent"
+    switched = levels(cpu=[0.0, 1.0] * 30, cuda=[1.0, 1.0] + [0.0, 1.0] * 29)
+    assert row(gl.verdict(switched, margin=0.1), "cuda")["p_equivalent"] == pytest.approx(stats.binom.cdf(1, 60, 0.1))
+
+
 def test_numbers_in_single_precision_are_compared_in_double():
     runs = levels(cpu=BASE, cuda=shifted(1e-7))
     single = gl.verdict(runs.astype({"final_loss": "float32"}))
