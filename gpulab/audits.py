@@ -266,11 +266,8 @@ class Audit:
                 return
             strange = [m for m in (maker_a, maker_b) if m is not None and id(m) not in matched]
             if gap > UNEXPLAINED and (strange or maker_a is None or maker_b is None):
-                setting = self.a.title if strange and strange[0] is maker_a else self.b.title
-                came = (
-                    f"came out of {strange[0].name}, which ran under {setting} only" if strange else "was not computed"
-                )
-                yield _finding("mismatch", self.b, b, f"one of its inputs {came}: {gap:.1e} apart")
+                came = " and ".join(f"{_origin(m)} under {t.title}" for m, t in ((maker_a, self.a), (maker_b, self.b)))
+                yield _finding("mismatch", self.b, b, f"one of its inputs comes from {came}: {gap:.1e} apart")
                 return
         if a.ratio is None or b.ratio is None:
             yield from self._unchecked_findings(a, b, gaps)
@@ -364,6 +361,13 @@ def _own_findings(op: Operation, trace: Trace) -> Iterator[Finding]:
     elif op.ratio is not None and not op.ratio <= 1:
         times = "rounding explains none" if math.isinf(op.ratio) else f"{op.ratio:.3g} times what rounding explains"
         yield _finding("mismatch", trace, op, f"its error against float64 is {op.error:.1e}, {times}")
+
+
+def _origin(maker: Operation | None) -> str:
+    """Where a value comes from, in words."""
+    if maker is None:
+        return "data or weights"
+    return f"{maker.name} ({maker.phase}){f' in {maker.module}' if maker.module else ''}"
 
 
 def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
