@@ -228,7 +228,9 @@ def test_runs_keep_the_ids_that_they_were_recorded_with(model):
         if kind in seen:
             continue
         seen.add(kind)
-        options = {key: configuration["data_options"][key] for key in ("speed",) if key in configuration["data_options"]}
+        options = {
+            key: configuration["data_options"][key] for key in ("speed",) if key in configuration["data_options"]
+        }
         plan = training._plan(
             model,
             None,
