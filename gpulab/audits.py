@@ -453,6 +453,11 @@ def _check_same_step(a: Trace, b: Trace) -> None:
     if any(op.repeats is False for trace in (a, b) for op in trace.operations):
         return  # a step that does not repeat itself may well begin differently
     for first, second in common:
+        if first.shape != second.shape:
+            raise DataError(
+                f"the traces are of different data: {first.name} in {first.module or first.line or 'the step'} makes "
+                f"{first.shape} in one and {second.shape} in the other"
+            )
         for x, y in zip(first.inputs, second.inputs, strict=False):
             gap = distance(b.sketches[y], a.sketches[x])
             if gap > SAME_STEP:

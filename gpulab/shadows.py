@@ -93,7 +93,9 @@ def examine(
     found = before = None
     if factors and all(factor.dtype == torch.float32 for factor in factors):
         # Where a format shorter than float32 was used, the error is at least half of one rounding.
-        suspicious = 0.5 * bound / (SAFETY * math.sqrt(_inner(name, args)[worst])) if name in PRODUCTS else bound
+        suspicious = (
+            0.5 * bound / (SAFETY * math.sqrt(max(1, _inner(name, args)[worst]))) if name in PRODUCTS else bound
+        )
         if error > suspicious:
             found = _explaining_format(again, made[worst], error, worst)
         before = next(filter(None, map(rounded_format, factors)), None)

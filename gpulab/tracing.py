@@ -346,7 +346,7 @@ class _Watcher(TorchDispatchMode):
         read = (before[0][1:], before[1]) if blind else before
         inputs = [self._value(t) for t in tree_flatten(read)[0] if _counts(t)]
         out = operation(*args, **kwargs)
-        results = [t for t in tree_flatten(out)[0] if _counts(t)]
+        results = _results(operation, args, out)
         if not results:
             return out
         phase, module, line = self._caller()
@@ -416,11 +416,19 @@ class _Watcher(TorchDispatchMode):
             after.remove()
 
 
+def _results(operation: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
+    """What an operation returned; what it wrote to, for one that returns nothing, as optimizers' do."""
+    if out is None:
+        named = zip(operation._schema.arguments, args, strict=False)
+        out = [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
+    return [t for t in tree_flatten(out)[0] if _counts(t)]
+
+
 def _steady(operation: Any, call: tuple[Sequence[Any], dict[str, Any]], outputs: list[str]) -> bool:
-    """Whether the operation gives the same bits again from the same inputs."""
-    args, kwargs = _copied(*call)
-    again = operation(*args, **kwargs)
-    return [_fingerprint(t.detach().to("cpu").contiguous()) for t in tree_flatten(again)[0] if _counts(t)] == outputs
+    """Whether the operation gives the same bits again from the same inputs, which it may write to."""
+    args, kwargs = call
+    again = _results(operation, args, operation(*args, **kwargs))
+    return [_fingerprint(t.detach().to("cpu").contiguous()) for t in again] == outputs
 
 
 def _note_repeats(operations: list[Operation], again: list[Operation]) -> None:
@@ -496,7 +504,17 @@ def _counts(value: Any) -> bool:
 
 
 def _copied(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, (args, kwargs))
+    return tree_map(lambda v: _copy(v) if isinstance(v, Tensor) else v, (args, kwargs))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as the tensor does, gaps included: another layout may be another kernel."""
+    plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    if not plain or not tensor.numel():
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory_ = tensor.detach().as_strided((span,), (1,)).clone()
+    return memory_.as_strided(tensor.shape, tensor.stride())
 
 
 def _plain(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
@@ -514,8 +532,11 @@ def _is_random(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> b
     """Whether an operation draws; attention is marked as drawing also when it drops nothing."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    named = dict(zip((a.name for a in operation._schema.arguments), args, strict=False)) | kwargs
-    return named.get("dropout_p", 1.0) != 0.0
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return given != 0.0
+    return True
 
 
 # --- whose line ------------------------------------------------------------------------------------------
