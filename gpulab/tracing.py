@@ -19,7 +19,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,23 @@ SEED = 0  # torch's random numbers begin here in every execution of a step
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
 SILENT = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 HERE = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+OVERWRITTEN = {"operation", "line", "why", "remedy"}
+
+
+def _all(kind: Any, values: Any) -> bool:
+    return all(isinstance(value, kind) for value in values)
+
+
+# Whether a value read from a file is one of the type that a field of `Operation` is declared with.
+FITS: dict[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "str | None": lambda value: value is None or isinstance(value, str),
+    "bool | None": lambda value: value is None or isinstance(value, bool),
+    "float | None": lambda value: value is None or isinstance(value, float | int),
+    "list[str]": lambda value: isinstance(value, list) and _all(str, value),
+    "list[int]": lambda value: isinstance(value, list) and _all(int, value),
+}
 
 
 @dataclass(frozen=True)
@@ -182,7 +199,8 @@ class Trace:
             for key in ("operations", "reference"):
                 notes[key] = [Operation(**operation) for operation in notes[key]]
             trace = cls(sketches=sketches, **notes)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            trace._check()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
             raise DataError(f"{file}: a damaged trace: {error!r}") from None
         named = {
             value for op in (*trace.operations, *trace.reference) for value in (*op.inputs, *op.outputs, *op.changed)
@@ -190,6 +208,24 @@ class Trace:
         if lacking := named - sketches.keys():
             raise DataError(f"{file}: a damaged trace: {len(lacking)} of {len(named)} values are missing")
         return trace
+
+    def _check(self) -> None:
+        """Raise `TypeError` or `ValueError`, naming it, for what `record` never writes."""
+        Setting.parse(self.setting)
+        if not _all(dict, (self.arithmetic, self.passport)):
+            raise TypeError("arithmetic or passport")
+        for found in self.overwritten:
+            if found.keys() != OVERWRITTEN or not _all(str, found.values()):
+                raise ValueError(f"overwritten {found!r}")
+        for name, numbers in self.sketches.items():
+            if numbers.dtype != np.float64 or numbers.ndim != 1:
+                raise TypeError(f"value {name}: {numbers.dtype} of shape {numbers.shape}")
+        for operation in (*self.operations, *self.reference):
+            for part in fields(operation):
+                if not FITS[str(part.type)](value := getattr(operation, part.name)):
+                    raise TypeError(f"{part.name}={value!r} of {operation.name!r}")
+            if not operation.outputs:
+                raise ValueError(f"no outputs of {operation.name!r}")
 
 
 def record(
