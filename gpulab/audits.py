@@ -29,6 +29,7 @@ FAULTS = KINDS[:2]  # what no correct device explains
 UNEXPLAINED = 2.0**-12  # half of float32's digits: no chain of roundings in one operation loses as many
 SAME_VALUE = 2.0**-20
 TF32_SIZE = 2.0**-8  # the error of a kernel that multiplies in TF32 is below
+SHORT_SIZE = 2.0**-6  # of data and weights that were rounded to bfloat16, or shorter
 SAME_STEP = 1e-6  # of float64 on two CPUs, after a whole step
 SHORT = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 # Kernels of different devices that compute the same thing.
@@ -252,9 +253,11 @@ class Audit:
             yield _finding("mismatch", self.b, b, f"called with {b.arguments}; under {self.a.setting} {a.arguments}")
             return
         gaps = [self._gap(x, y) for x, y in zip(a.inputs, b.inputs, strict=False)]
+        short = a.dtype != b.dtype and (a.dtype in SHORT or b.dtype in SHORT)
+        same, explained = (SHORT_SIZE, math.inf) if short else (SAME_VALUE, UNEXPLAINED)
         for x, y, gap in zip(a.inputs, b.inputs, gaps, strict=False):
             maker_a, maker_b = makers[0].get(x), makers[1].get(y)
-            if gap <= SAME_VALUE or blamed or math.isnan(gap):
+            if gap <= same or blamed or math.isnan(gap):
                 continue
             if maker_a is None and maker_b is None:
                 yield _finding(
@@ -265,7 +268,7 @@ class Audit:
                 )
                 return
             strange = [m for m in (maker_a, maker_b) if m is not None and id(m) not in matched]
-            if gap > UNEXPLAINED and (strange or maker_a is None or maker_b is None):
+            if gap > explained and (strange or maker_a is None or maker_b is None):
                 setting = self.a.setting if strange and strange[0] is maker_a else self.b.setting
                 came = (
                     f"came out of {strange[0].name}, which ran under {setting} only" if strange else "was not computed"
@@ -278,7 +281,7 @@ class Audit:
     def _unchecked_findings(self, a: Operation, b: Operation, gaps: list[float]) -> Iterator[Finding]:
         """For kernels without a twin in float64: do they make the same of nearly the same?"""
         known = [gap for gap in gaps if not math.isnan(gap)]
-        apart = self._gap(a.outputs[0], b.outputs[0])
+        apart = max((self._gap(x, y) for x, y in zip(a.outputs, b.outputs, strict=False)), key=_number_or_nothing)
         if not known or max(known) > UNEXPLAINED / 64 or not apart > UNEXPLAINED:
             return
         detail = f"from the same inputs, its results are {apart:.1e} apart"
@@ -472,6 +475,10 @@ def _apart(trace: Trace, op: Operation | None, other: Trace, exact: Operation | 
     if op is None or exact is None:
         return math.nan
     return distance(trace.sketches[op.outputs[0]], other.sketches[exact.outputs[0]])
+
+
+def _number_or_nothing(gap: float) -> float:
+    return -1.0 if math.isnan(gap) else gap
 
 
 def _number(value: float | None) -> float:

@@ -252,6 +252,7 @@ def record(
     parsed = Setting.parse(setting)
     if not callable(step):
         raise UsageError(f"step is a {type(step).__name__}; expected gpulab.Step or a function that does one step")
+    parsed.check()
     sketches: dict[str, np.ndarray] = {}
     first = _perform(step, parsed, sketches, None)
     with _bar(len(first.operations) * (1 if reference else 2), progress) as bar:

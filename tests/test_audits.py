@@ -1,3 +1,4 @@
+import copy
 import itertools
 import math
 
@@ -143,6 +144,25 @@ def test_a_kernel_that_makes_nan_is_a_mismatch():
     assert report.kind == "mismatch"
 
 
+@pytest.mark.parametrize(("name", "place"), [("mkldnn_rnn_layer", 0), ("mkldnn_rnn_layer_backward", 1)])
+def test_a_wrong_kernel_without_a_twin_in_float64_is_seen_by_its_results(name, place):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN, whose LSTM is one kernel")
+
+    def kernel(operation, *args, **kwargs):
+        out = list(operation(*args, **kwargs))
+        out[place] = out[place] * 1.01
+        return tuple(out)
+
+    step = gl.Step(seeded(lambda: nn.LSTM(8, 16)), drawn(7, 4, 8))
+    if name not in {op.name for op in recorded(step).operations}:
+        pytest.skip("the LSTM of this machine is another kernel")
+    with FaultyKernels(**{name: kernel}):
+        report = audited(step)
+    assert report.kind == "mismatch"
+    assert name in {f.operation for f in faults(report)}
+
+
 def restless(size=2.0**-23):
     """A kernel that gives other bits every time, each of them as right as the others."""
     number = itertools.count()
@@ -191,9 +211,9 @@ def test_a_reused_buffer_is_overwritten():
 
     def step(name):
         def once(setting):
-            copy = gl.PredNet(channels=(3, 4), size=(8, 12)).to(setting.device, setting.dtype)
-            copy.load_state_dict(net.state_dict())
-            copy.training_loss(Loader(name, setting).feed(frames), None)[0].backward()
+            model = gl.PredNet(channels=(3, 4), size=(8, 12)).to(setting.device, setting.dtype)
+            model.load_state_dict(net.state_dict())
+            model.training_loss(Loader(name, setting).feed(frames), None)[0].backward()
 
         return once
 
@@ -250,6 +270,26 @@ def test_autocast_is_reduced_precision_and_no_bug():
     report = audited(step)
     assert report.kind == "reduced precision"
     assert {"convolution", "addmm"} <= {f.operation for f in faults(report)}
+
+
+def test_a_setting_of_shorter_numbers_is_reduced_precision_and_one_of_longer_is_fine():
+    step = gl.Step(seeded(lambda: nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))), drawn(8, 20))
+    report = audited(step, "cpu", "cpu:precision=bfloat16")
+    assert report.kind == "reduced precision"
+    assert {f.setting for f in faults(report)} == {"cpu:precision=bfloat16"}
+    assert audited(step, "cpu", "cpu:precision=float64").kind == "rounding"
+
+
+def test_autocast_under_one_setting_is_reduced_precision_there():
+    net = seeded(lambda: nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 2)))
+
+    def step(setting):
+        model = copy.deepcopy(net).to(setting.dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=setting.threads == 1):
+            loss = model(drawn(8, 20).to(setting.dtype)).float().square().mean()
+        loss.backward()
+
+    assert audited(step).kind == "reduced precision"
 
 
 def test_random_numbers_of_a_device_are_named():

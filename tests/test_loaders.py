@@ -35,10 +35,7 @@ def first_window(loader, setting="cpu"):
     """The losses of a first window, and the gradient of every parameter laid end to end."""
     setting = gl.Setting.parse(setting)
     net, loader = small_net(setting), Loader(loader, setting)
-    if loader.name == "window":
-        batch = next(net.batches(loader.window(frames())))
-    else:
-        batch = loader.feed(frames())
+    batch = next(net.batches(loader.window(frames()))) if loader.name == "window" else loader.feed(frames())
     objective, per_frame, _ = net.training_loss(batch, None)
     objective.backward()
     return per_frame, torch.cat([p.grad.flatten() for p in net.parameters()])
