@@ -44,7 +44,7 @@ SEED = 0  # torch's random numbers begin here in every execution of a step
 
 # What computes nothing: changes of shape, and memory that has not been written yet.
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
-SILENT = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+SILENT = {"detach", "alias", "set", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 HERE = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
 OVERWRITTEN = {"operation", "line", "why", "remedy"}
 
