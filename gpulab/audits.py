@@ -29,6 +29,7 @@ FAULTS = KINDS[:2]  # what no correct device explains
 UNEXPLAINED = 2.0**-12  # half of float32's digits: no chain of roundings in one operation loses as many
 SAME_VALUE = 2.0**-20
 TF32_SIZE = 2.0**-8  # the error of a kernel that multiplies in TF32 is below
+SHORT_SIZE = 2.0**-6  # of data and weights that were rounded to bfloat16, or shorter
 SAME_STEP = 1e-6  # of float64 on two CPUs, after a whole step
 SHORT = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 # Kernels of different devices that compute the same thing.
@@ -252,9 +253,11 @@ class Audit:
             yield _finding("mismatch", self.b, b, f"called with {b.arguments}; under {self.a.title} {a.arguments}")
             return
         gaps = [self._gap(x, y) for x, y in zip(a.inputs, b.inputs, strict=False)]
+        short = a.dtype != b.dtype and (a.dtype in SHORT or b.dtype in SHORT)
+        same, explained = (SHORT_SIZE, math.inf) if short else (SAME_VALUE, UNEXPLAINED)
         for x, y, gap in zip(a.inputs, b.inputs, gaps, strict=False):
             maker_a, maker_b = makers[0].get(x), makers[1].get(y)
-            if gap <= SAME_VALUE or blamed or math.isnan(gap):
+            if gap <= same or blamed or math.isnan(gap):
                 continue
             if maker_a is None and maker_b is None:
                 yield _finding(
@@ -264,8 +267,11 @@ class Audit:
                     f"was given other data or weights than under {self.a.title}: {gap:.1e} apart",
                 )
                 return
-            strange = [m for m in (maker_a, maker_b) if m is not None and id(m) not in matched]
-            if gap > UNEXPLAINED and (strange or maker_a is None or maker_b is None):
+            makers_here = [m for m in (maker_a, maker_b) if m is not None]
+            if any(m.name == "_to_copy" for m in makers_here):
+                continue  # a cast, as autocast makes them; a finding of its own where it is to short numbers
+            strange = [m for m in makers_here if id(m) not in matched]
+            if gap > explained and (strange or maker_a is None or maker_b is None):
                 came = " and ".join(f"{_origin(m)} under {t.title}" for m, t in ((maker_a, self.a), (maker_b, self.b)))
                 yield _finding("mismatch", self.b, b, f"one of its inputs comes from {came}: {gap:.1e} apart")
                 return
@@ -275,7 +281,7 @@ class Audit:
     def _unchecked_findings(self, a: Operation, b: Operation, gaps: list[float]) -> Iterator[Finding]:
         """For kernels without a twin in float64: do they make the same of nearly the same?"""
         known = [gap for gap in gaps if not math.isnan(gap)]
-        apart = self._gap(a.outputs[0], b.outputs[0])
+        apart = max((self._gap(x, y) for x, y in zip(a.outputs, b.outputs, strict=False)), key=_number_or_nothing)
         if not known or max(known) > UNEXPLAINED / 64 or not apart > UNEXPLAINED:
             return
         detail = f"from the same inputs, its results are {apart:.1e} apart"
@@ -459,6 +465,11 @@ def _check_same_step(a: Trace, b: Trace) -> None:
     for first, second in common:
         if first.phase != "forward" or first.random:
             continue
+        if first.shape != second.shape:
+            raise DataError(
+                f"the traces are of different data: {first.name} in {first.module or first.line or 'the step'} makes "
+                f"{first.shape} in one and {second.shape} in the other"
+            )
         for x, y in zip(first.inputs, second.inputs, strict=False):
             gap = distance(b.sketches[y], a.sketches[x])
             if gap > SAME_STEP:
@@ -473,6 +484,10 @@ def _apart(trace: Trace, op: Operation | None, other: Trace, exact: Operation | 
     if op is None or exact is None:
         return math.nan
     return distance(trace.sketches[op.outputs[0]], other.sketches[exact.outputs[0]])
+
+
+def _number_or_nothing(gap: float) -> float:
+    return -1.0 if math.isnan(gap) else gap
 
 
 def _number(value: float | None) -> float:

@@ -19,7 +19,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,26 @@ SEED = 0  # torch's random numbers begin here in every execution of a step
 
 # What computes nothing: changes of shape, and memory that has not been written yet.
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
-SILENT = {"detach", "alias"}
+SILENT = {"detach", "alias", "set"}
 EMPTY = ("empty", "new_empty")
 HERE = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+OVERWRITTEN = {"operation", "line", "why", "remedy"}
+
+
+def _all(kind: Any, values: Any) -> bool:
+    return all(isinstance(value, kind) for value in values)
+
+
+# Whether a value read from a file is one of the type that a field of `Operation` is declared with.
+FITS: dict[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "str | None": lambda value: value is None or isinstance(value, str),
+    "bool | None": lambda value: value is None or isinstance(value, bool),
+    "float | None": lambda value: value is None or isinstance(value, float | int),
+    "list[str]": lambda value: isinstance(value, list) and _all(str, value),
+    "list[int]": lambda value: isinstance(value, list) and _all(int, value),
+}
 
 
 @dataclass(frozen=True)
@@ -189,7 +206,8 @@ class Trace:
             for key in ("operations", "reference"):
                 notes[key] = [Operation(**operation) for operation in notes[key]]
             trace = cls(sketches=sketches, **notes)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            trace._check()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
             raise DataError(f"{file}: a damaged trace: {error!r}") from None
         named = {
             value for op in (*trace.operations, *trace.reference) for value in (*op.inputs, *op.outputs, *op.changed)
@@ -197,6 +215,24 @@ class Trace:
         if lacking := named - sketches.keys():
             raise DataError(f"{file}: a damaged trace: {len(lacking)} of {len(named)} values are missing")
         return trace
+
+    def _check(self) -> None:
+        """Raise `TypeError` or `ValueError`, naming it, for what `record` never writes."""
+        Setting.parse(self.setting)
+        if not _all(dict, (self.arithmetic, self.passport)):
+            raise TypeError("arithmetic or passport")
+        for found in self.overwritten:
+            if found.keys() != OVERWRITTEN or not _all(str, found.values()):
+                raise ValueError(f"overwritten {found!r}")
+        for name, numbers in self.sketches.items():
+            if numbers.dtype != np.float64 or numbers.ndim != 1:
+                raise TypeError(f"value {name}: {numbers.dtype} of shape {numbers.shape}")
+        for operation in (*self.operations, *self.reference):
+            for part in fields(operation):
+                if not FITS[str(part.type)](value := getattr(operation, part.name)):
+                    raise TypeError(f"{part.name}={value!r} of {operation.name!r}")
+            if not operation.outputs:
+                raise ValueError(f"no outputs of {operation.name!r}")
 
 
 def record(
@@ -225,6 +261,7 @@ def record(
     parsed = Setting.parse(setting)
     if not callable(step):
         raise UsageError(f"step is a {type(step).__name__}; expected gpulab.Step or a function that does one step")
+    parsed.check()
     sketches: dict[str, np.ndarray] = {}
     first = _perform(step, parsed, sketches, None)
     with _bar(len(first.operations) * (1 if reference else 2), progress) as bar:
@@ -356,7 +393,7 @@ class _Watcher(TorchDispatchMode):
         read = (before[0][1:], before[1]) if blind else before
         inputs = [self._value(t) for t in tree_flatten(read)[0] if _counts(t)]
         out = operation(*args, **kwargs)
-        results = [t for t in tree_flatten(out)[0] if _counts(t)]
+        results = _results(operation, args, out)
         if not results:
             return out
         phase, module, line = self._caller()
@@ -428,11 +465,19 @@ class _Watcher(TorchDispatchMode):
             after.remove()
 
 
+def _results(operation: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
+    """What an operation returned; what it wrote to, for one that returns nothing, as optimizers' do."""
+    if out is None:
+        named = zip(operation._schema.arguments, args, strict=False)
+        out = [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
+    return [t for t in tree_flatten(out)[0] if _counts(t)]
+
+
 def _steady(operation: Any, call: tuple[Sequence[Any], dict[str, Any]], outputs: list[str]) -> bool:
-    """Whether the operation gives the same bits again from the same inputs."""
-    args, kwargs = _copied(*call)
-    again = operation(*args, **kwargs)
-    return [_fingerprint(t.detach().to("cpu").contiguous()) for t in tree_flatten(again)[0] if _counts(t)] == outputs
+    """Whether the operation gives the same bits again from the same inputs, which it may write to."""
+    args, kwargs = call
+    again = _results(operation, args, operation(*args, **kwargs))
+    return [_fingerprint(t.detach().to("cpu").contiguous()) for t in again] == outputs
 
 
 def _note_repeats(operations: list[Operation], again: list[Operation]) -> None:
@@ -508,7 +553,17 @@ def _counts(value: Any) -> bool:
 
 
 def _copied(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, (args, kwargs))
+    return tree_map(lambda v: _copy(v) if isinstance(v, Tensor) else v, (args, kwargs))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as the tensor does, gaps included: another layout may be another kernel."""
+    plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    if not plain or not tensor.numel():
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory_ = tensor.detach().as_strided((span,), (1,)).clone()
+    return memory_.as_strided(tensor.shape, tensor.stride())
 
 
 def _plain(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
@@ -526,10 +581,11 @@ def _is_random(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> b
     """Whether an operation draws; attention is marked as drawing also when it drops nothing."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    arguments = operation._schema.arguments
-    defaults = {a.name: a.default_value for a in arguments}
-    named = defaults | dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-    return named.get("dropout_p", 1.0) != 0.0
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return given != 0.0
+    return True
 
 
 # --- whose line ------------------------------------------------------------------------------------------

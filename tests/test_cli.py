@@ -72,12 +72,11 @@ def session(python, tmp_path):
     return run
 
 
-def test_help_lists_the_five_commands(cli):
+def test_help_lists_every_command(cli):
+    commands = ["devices", "train", "experiment", "runs", "record", "audit", "companion"]
     text = cli("--help").stdout
-    assert re.findall(r"^\W*(devices|train|experiment|runs|companion)\b", text, re.MULTILINE) == [
-        *("devices", "train", "experiment", "runs", "companion")
-    ]
-    for command in ("devices", "train", "experiment", "runs", "companion"):
+    assert re.findall(rf"^\W*({'|'.join(commands)})\b", text, re.MULTILINE) == commands
+    for command in commands:
         assert command in cli(command, "--help").stdout
 
 
@@ -199,6 +198,103 @@ def test_ctrl_c_saves_a_checkpoint_says_so_and_the_same_command_goes_on(tmp_path
     options = {"model_options": {"size": (8, 12), "channels": [3, 4]}, "data_options": {"size": (8, 12)}}
     run = gl.train("prednet", profile="smoke", frames=2000, store=tmp_path / "runs", progress=False, **options)
     assert 0 < run.record["resumed_at"] < 100
+
+
+# --- a step ------------------------------------------------------------------------------------------------
+
+STEPS = """
+import torch
+import torch.nn as nn
+import gpulab
+
+torch.manual_seed(0)
+step = gpulab.Step(nn.Linear(4, 2), torch.ones(3, 4))
+other = gpulab.Step(nn.LSTM(4, 2), torch.ones(3, 4))
+
+
+def wrong(setting):
+    x = torch.ones(3, 4, dtype=setting.dtype, requires_grad=True)
+    buffer = torch.zeros(3, 4, dtype=setting.dtype)
+    loss = (x * buffer).sum()
+    buffer.data.add_(1)
+    loss.backward()
+"""
+
+
+@pytest.fixture(scope="module")
+def compared(python, tmp_path_factory):
+    """(status, output, errors) of some commands about recorded steps, all in one process, and their folder."""
+    folder = tmp_path_factory.mktemp("steps")
+    (folder / "my_steps.py").write_text(STEPS)
+    (folder / "no.trace").write_text("not a trace")
+    commands = {
+        "record by file": ["record", "my_steps.py:step"],
+        "record by module": ["record", "my_steps:step", "--setting", "cpu:threads=1", "--output", "deep/b.trace"],
+        "record another": ["record", "my_steps.py:other", "--output", "other.trace"],
+        "record what is wrong": ["record", "my_steps.py:wrong", "--output", "wrong.trace"],
+        "well": ["audit", "step-cpu.trace", "deep/b.trace", "--html", "pages/report.html"],
+        "wrong": ["audit", "wrong.trace", "wrong.trace", "--html", "wrong.html"],
+        "of different steps": ["audit", "step-cpu.trace", "other.trace"],
+        "a trace that is none": ["audit", "step-cpu.trace", "no.trace"],
+        "a trace that is missing": ["audit", "missing.trace", "step-cpu.trace"],
+        "one trace": ["audit", "step-cpu.trace"],
+        "no such function": ["record", "my_steps.py:nothing"],
+        "no such module": ["record", "no_such_module:step"],
+        "no name": ["record", "my_steps.py"],
+        "another setting": ["record", "my_steps.py:step", "--setting", "gpu"],
+        "a device that is not here": ["record", "my_steps.py:step", "--setting", "cuda:77"],
+    }
+    done = python(ONE_BY_ONE, folder, ARGUMENTS=json.dumps(list(commands.values())), COLUMNS="200").stdout
+    answers = [json.loads(line) for line in done.splitlines()]
+    return folder, dict(zip(commands, answers, strict=True))
+
+
+def test_steps_are_recorded_under_the_name_of_step_and_setting(compared):
+    folder, answers = compared
+    assert [answers[f"record {which}"][0] for which in ("by file", "by module", "another", "what is wrong")] == [0] * 4
+    assert "kept in step-cpu.trace" in answers["record by file"][1]
+    assert gl.Trace.load(folder / "step-cpu.trace").setting == "cpu"
+    assert gl.Trace.load(folder / "deep" / "b.trace").setting == "cpu:threads=1"
+
+
+def test_an_audit_where_all_is_well_ends_with_status_0(compared):
+    folder, answers = compared
+    status, text, _ = answers["well"]
+    assert status == 0
+    assert "cpu against cpu:threads=1: all is well: rounding alone" in text
+    page = (folder / "pages" / "report.html").read_text(encoding="utf-8")
+    assert "data:image/png;base64," in page
+    assert "cpu:threads=1" in page
+
+
+def test_an_audit_that_finds_something_wrong_ends_with_status_1_and_its_report(compared):
+    folder, answers = compared
+    status, text, errors = answers["wrong"]
+    assert (status, errors) == (1, "")
+    assert "overwritten" in text
+    assert "report in wrong.html" in text
+    assert "buffer.data.add_(1)" in text or "(x * buffer).sum()" in text
+    assert "overwritten" in (folder / "wrong.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "words"),
+    [
+        ("of different steps", 1, "different steps"),
+        ("a trace that is none", 1, "no.trace: not a trace"),
+        ("a trace that is missing", 1, "missing.trace"),
+        ("one trace", 2, "Missing argument"),
+        ("no such function", 2, "no function or gpulab.Step named 'nothing'"),
+        ("no such module", 2, "no_such_module cannot be imported"),
+        ("no name", 2, "expected module:name or file.py:name"),
+        ("another setting", 2, "setting 'gpu'"),
+        ("a device that is not here", 1, "cuda:77"),
+    ],
+)
+def test_a_step_or_trace_that_is_none_is_named(compared, name, expected, words):
+    status, _, errors = compared[1][name]
+    assert status == expected
+    assert words in errors
 
 
 # --- errors ------------------------------------------------------------------------------------------------

@@ -1,0 +1,562 @@
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gpulab as gl
+from gpulab.audits import KINDS, TWINS, Audit, distance
+from gpulab.loaders import Loader
+from gpulab.numerics import round_to
+
+A, B = "cpu", "cpu:threads=1"
+
+
+def audited(step, a=A, b=B):
+    return gl.audit(step, a, b, progress=False)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 5))
+
+
+def network_step():
+    return gl.Step(network(), drawn(4, 3, 6, 6))
+
+
+def faults(report):
+    return [finding for finding in report.findings if finding.kind != "rounding"]
+
+
+def under_b():
+    return torch.get_num_threads() == 1
+
+
+class FaultyKernels(TorchDispatchMode):
+    """Stands below the watcher as a device does: falsifies what float32 kernels named here return."""
+
+    def __init__(self, always=False, **kernels):
+        super().__init__()
+        self.kernels, self.always = kernels, always
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = operation._schema.name.partition("::")[2]
+        first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+        faulty = name in self.kernels and first is not None and first.dtype == torch.float32
+        if faulty and (self.always or under_b()):
+            return self.kernels[name](operation, *args, **kwargs)
+        return operation(*args, **kwargs)
+
+
+def tf32(operation, *args, **kwargs):
+    """A product that rounds its factors, and not what is added to them."""
+    added = 1 if operation._schema.name == "aten::addmm" else 0
+    factors = [round_to(arg, "tf32") for arg in args[added : added + 2]]
+    return operation(*args[:added], *factors, *args[added + 2 :], **kwargs)
+
+
+# --- planted faults: kernels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["under b", "under both"])
+def test_a_product_with_tf32_factors_is_reduced_precision_and_the_flag_is_named(always):
+    with FaultyKernels(addmm=tf32, mm=tf32, always=always):
+        report = audited(network_step())
+    assert report.kind == "reduced precision"
+    assert not report.faulty
+    assert {(f.operation, f.phase, f.module) for f in faults(report)} == {
+        ("addmm", "forward", "3"),
+        ("mm", "backward", "3"),
+    }
+    assert {f.setting for f in faults(report)} == {f"{A} and {B}" if always else B}
+    assert all("rounded to tf32 by the kernel" in f.detail for f in faults(report))
+    assert all('torch.backends.mkldnn.matmul.fp32_precision = "ieee"' in f.advice for f in faults(report))
+
+
+def test_a_convolution_with_tf32_factors_has_a_flag_of_its_own():
+    with FaultyKernels(convolution=tf32):
+        report = audited(network_step())
+    (found,) = faults(report)
+    assert (report.kind, found.operation, found.module) == ("reduced precision", "convolution", "0")
+    assert "torch.backends.mkldnn.conv.fp32_precision" in found.advice
+
+
+def slightly_wrong(operation, *args, **kwargs):
+    out = operation(*args, **kwargs)
+    return out * (1 + 1e-3 * drawn(*out.shape))
+
+
+def border_forgotten(operation, *args, **kwargs):
+    out = operation(*args, **kwargs)
+    out[..., -1] = 0
+    return out
+
+
+def gradient_halved(operation, *args, **kwargs):
+    out = operation(*args, **kwargs)
+    return out[0], out[1] / 2, out[2]
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["under b", "under both"])
+@pytest.mark.parametrize(
+    ("name", "kernel", "phase"),
+    [
+        ("convolution", slightly_wrong, "forward"),
+        ("convolution", border_forgotten, "forward"),
+        ("convolution_backward", gradient_halved, "backward"),
+        ("relu", slightly_wrong, "forward"),
+        ("threshold_backward", border_forgotten, "backward"),
+        ("mean", slightly_wrong, "forward"),
+    ],
+)
+def test_a_wrong_kernel_is_a_mismatch_of_that_operation_alone(name, kernel, phase, always):
+    with FaultyKernels(**{name: kernel}, always=always):
+        report = audited(network_step())
+    assert report.kind == "mismatch"
+    assert report.faulty
+    (found,) = faults(report)
+    module = {"convolution": "0", "convolution_backward": "0", "mean": ""}.get(name, "1")
+    assert (found.operation, found.phase, found.module) == (name, phase, module)
+    assert found.setting == (f"{A} and {B}" if always else B)
+    assert found.ratio > 1
+    assert "times what rounding explains" in found.detail
+
+
+def test_a_kernel_that_makes_nan_is_a_mismatch():
+    def kernel(operation, *args, **kwargs):
+        return operation(*args, **kwargs) * math.nan
+
+    with FaultyKernels(relu=kernel):
+        report = audited(network_step())
+    assert [f.operation for f in faults(report)][:1] == ["relu"]
+    assert report.kind == "mismatch"
+
+
+@pytest.mark.parametrize(("name", "place"), [("mkldnn_rnn_layer", 0), ("mkldnn_rnn_layer_backward", 1)])
+def test_a_wrong_kernel_without_a_twin_in_float64_is_seen_by_its_results(name, place):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN, whose LSTM is one kernel")
+
+    def kernel(operation, *args, **kwargs):
+        out = list(operation(*args, **kwargs))
+        out[place] = out[place] * 1.01
+        return tuple(out)
+
+    step = gl.Step(seeded(lambda: nn.LSTM(8, 16)), drawn(7, 4, 8))
+    if name not in {op.name for op in recorded(step).operations}:
+        pytest.skip("the LSTM of this machine is another kernel")
+    with FaultyKernels(**{name: kernel}):
+        report = audited(step)
+    assert report.kind == "mismatch"
+    assert name in {f.operation for f in faults(report)}
+
+
+def restless(size=2.0**-23):
+    """A kernel that gives other bits every time, each of them as right as the others."""
+    number = itertools.count()
+
+    def kernel(operation, *args, **kwargs):
+        return operation(*args, **kwargs) * (1 + size * (next(number) % 3))
+
+    return kernel
+
+
+def scatter_step(setting):
+    values = drawn(200, 4).to(setting.dtype).requires_grad_()
+    index = torch.arange(200) % 7
+    torch.zeros(7, 4, dtype=setting.dtype).index_add(0, index, values).square().sum().backward()
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["under b", "under both"])
+def test_a_scatter_that_does_not_repeat_itself_is_nondeterminism(always):
+    with FaultyKernels(index_add=restless(), always=always):
+        report = audited(scatter_step)
+    assert report.kind == "nondeterminism"
+    assert not report.faulty
+    assert {f.operation for f in faults(report)} == {"index_add"}
+    assert "deterministic=on" in faults(report)[0].advice
+
+
+def test_a_custom_operation_that_does_not_repeat_itself_is_nondeterminism():
+    number = itertools.count(1)
+
+    @torch.library.custom_op("gpulab_tests::restless", mutates_args=())
+    def operation(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + 2.0**-20 * (next(number) % 5))
+
+    report = audited(lambda setting: operation(drawn(100).to(setting.dtype)).sum())
+    found = [f for f in report.findings if f.kind == "nondeterminism"]
+    assert {f.operation for f in found} == {"restless"}
+    assert {f.setting for f in found} == {f"{A} and {B}"}
+
+
+# --- planted faults: the step's own code --------------------------------------------------------------------
+
+
+def test_a_reused_buffer_is_overwritten():
+    frames = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 12)).astype(np.uint8)
+    net = gl.PredNet(channels=(3, 4), size=(8, 12))
+
+    def step(name):
+        def once(setting):
+            model = gl.PredNet(channels=(3, 4), size=(8, 12)).to(setting.device, setting.dtype)
+            model.load_state_dict(net.state_dict())
+            model.training_loss(Loader(name, setting).feed(frames), None)[0].backward()
+
+        return once
+
+    report = audited(step("reused"))
+    assert report.kind == "overwritten"
+    assert report.faulty
+    assert {f.kind for f in report.findings} == {"overwritten", "rounding"}
+    assert "copy" in report.findings[0].advice
+    assert audited(step("copied")).kind == "rounding"
+
+
+class InShort(nn.Linear):
+    def forward(self, x):
+        if x.dtype == torch.float32:
+            return F.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).float()
+        return super().forward(x)
+
+
+def test_bfloat16_in_one_layer_is_reduced_precision_there():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), InShort(30, 20), nn.ReLU(), nn.Linear(20, 3))
+    report = audited(gl.Step(net, drawn(8, 20)))
+    assert report.kind == "reduced precision"
+    there = [f for f in faults(report) if f.module == "2"]
+    assert {f.phase for f in there} == {"forward", "backward"}
+    assert all(f.detail == "computed in bfloat16" and "autocast" in f.advice for f in there)
+    elsewhere = [f for f in faults(report) if f.module != "2"]
+    assert all("were rounded to bfloat16 before" in f.detail for f in elsewhere)
+
+
+def test_factors_that_somebody_rounded_are_told_from_a_kernel_that_rounds():
+    weight = drawn(40, 30)
+
+    def step(setting):
+        rounded = round_to(weight, "tf32") if setting.threads == 1 else weight
+        (drawn(8, 40, seed=1).to(setting.dtype) @ rounded.to(setting.dtype).requires_grad_()).sum().backward()
+
+    report = audited(step)
+    assert "reduced precision" in {f.kind for f in report.findings}
+    (found,) = [f for f in report.findings if f.kind == "reduced precision" and f.phase == "forward"]
+    assert "were rounded to tf32 before" in found.detail
+
+
+def test_autocast_is_reduced_precision_and_no_bug():
+    net = network()
+
+    def step(setting):
+        model = network().to(setting.dtype)
+        model.load_state_dict(net.state_dict())
+        with torch.autocast("cpu", torch.bfloat16, enabled=setting.dtype == torch.float32):
+            loss = model(drawn(4, 3, 6, 6).to(setting.dtype)).float().square().mean()
+        loss.backward()
+
+    report = audited(step)
+    assert report.kind == "reduced precision"
+    assert {"convolution", "addmm"} <= {f.operation for f in faults(report)}
+
+
+def test_a_setting_of_shorter_numbers_is_reduced_precision_and_one_of_longer_is_fine():
+    step = gl.Step(seeded(lambda: nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))), drawn(8, 20))
+    report = audited(step, "cpu", "cpu:precision=bfloat16")
+    assert report.kind == "reduced precision"
+    assert {f.setting for f in faults(report)} == {"cpu:precision=bfloat16"}
+    assert audited(step, "cpu", "cpu:precision=float64").kind == "rounding"
+
+
+def test_autocast_under_one_setting_is_reduced_precision_there():
+    net = seeded(lambda: nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 2)))
+
+    def step(setting):
+        model = copy.deepcopy(net).to(setting.dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=setting.threads == 1):
+            loss = model(drawn(8, 20).to(setting.dtype)).float().square().mean()
+        loss.backward()
+
+    assert audited(step).kind == "reduced precision"
+
+
+def test_random_numbers_of_a_device_are_named():
+    def step(setting):
+        generator = torch.Generator().manual_seed(setting.threads or 0)  # as if each device had its own
+        x = drawn(50, 20).to(setting.dtype).requires_grad_()
+        (x.tanh() * (torch.rand(50, 20, generator=generator, dtype=torch.float64) > 0.5)).sum().backward()
+
+    report = audited(step)
+    assert report.kind == "different random numbers"
+    (found,) = faults(report)
+    assert found.operation == "rand"
+    assert "torch.Generator" in found.advice
+    same = audited(gl.Step(nn.Sequential(nn.Linear(9, 9), nn.Dropout(0.5)), drawn(5, 9)))
+    assert same.kind == "rounding", "torch's own draws begin from one seed"
+
+
+def changed(under_a, under_b):
+    """A step whose middle is other code under the other setting."""
+    net = network()
+
+    def step(setting):
+        x = drawn(4, 3, 6, 6).to(setting.dtype)
+        weight = net[0].weight.detach().to(setting.dtype).requires_grad_()
+        middle = under_b if setting.threads == 1 else under_a
+        middle(x, weight).square().mean().backward()
+
+    return step
+
+
+def test_other_arguments_are_a_mismatch():
+    report = audited(
+        changed(lambda x, w: F.conv2d(x, w, padding=1).relu(), lambda x, w: F.conv2d(x, w, padding=1, stride=2).relu())
+    )
+    assert report.kind == "mismatch"
+    first = next(f for f in report.findings if f.operation == "convolution")
+    assert "[2, 2]" in first.detail
+    assert "[1, 1]" in first.detail
+
+
+def test_an_operation_too_many_is_a_mismatch_where_its_result_arrives():
+    report = audited(changed(lambda x, w: F.conv2d(x, w).relu(), lambda x, w: (1.01 * F.conv2d(x, w)).relu()))
+    assert report.kind == "mismatch"
+    assert any(f.operation == "relu" and "came out of mul" in f.detail for f in report.findings)
+
+
+def test_an_operation_that_is_missing_is_a_mismatch():
+    report = audited(changed(lambda x, w: F.conv2d(x, w).relu(), lambda x, w: F.conv2d(x, w)))
+    assert report.kind == "mismatch"
+    assert any("came out of relu" in f.detail for f in report.findings)
+
+
+def test_other_weights_or_data_are_a_mismatch_at_the_operation_that_meets_them():
+    weights = drawn(8, 3, 3, 3), drawn(8, 3, 3, 3, seed=1)
+
+    def step(setting):
+        weight = weights[setting.threads == 1].clone().to(setting.dtype).requires_grad_()
+        F.conv2d(drawn(4, 3, 6, 6).to(setting.dtype), weight).square().mean().backward()
+
+    report = audited(step)
+    assert report.kind == "mismatch"
+    assert any(f.operation == "convolution" and "other data or weights" in f.detail for f in report.findings)
+
+
+def test_what_an_optimizer_wrote_is_not_taken_for_other_weights():
+    """Operations on lists return nothing; what they wrote differs by rounding between two devices."""
+
+    def step(setting):
+        torch.manual_seed(0)
+        model = nn.Linear(100, 100).to(setting.dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        x = drawn(8, 100).to(setting.dtype)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            (loss * (1 + 1e-4 * (setting.threads == 1))).backward()
+            optimizer.step()
+
+    report = audited(step)
+    assert "mismatch" not in {f.kind for f in report.findings}
+    assert "_foreach_add" in set(report.table.operation)
+
+
+# --- nothing wrong ----------------------------------------------------------------------------------------
+
+CLEAN = {
+    "a convolution": network_step,
+    "batch norm, training": lambda: gl.Step(with_batch_norm(), drawn(6, 3, 8, 8)),
+    "batch norm, in use": lambda: gl.Step(with_batch_norm().eval(), drawn(6, 3, 8, 8)),
+    "an LSTM": lambda: gl.Step(seeded(lambda: nn.LSTM(8, 16, 2, batch_first=True)), drawn(4, 7, 8)),
+    "a GRU": lambda: gl.Step(seeded(lambda: nn.GRU(8, 16, bidirectional=True)), drawn(4, 7, 8)),
+    "a Transformer encoder": lambda: gl.Step(
+        seeded(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2)),
+        drawn(3, 5, 16),
+    ),
+    "resnet18": lambda: gl.Step(
+        seeded(lambda: torchvision.models.resnet18(num_classes=10)), classes(2, 32), F.cross_entropy
+    ),
+    "mobilenet_v3_small": lambda: gl.Step(
+        seeded(lambda: torchvision.models.mobilenet_v3_small(num_classes=10)), classes(2, 32), F.cross_entropy
+    ),
+    "vit_b_16": lambda: gl.Step(
+        seeded(lambda: torchvision.models.vit_b_16(image_size=32, num_classes=10)), classes(2, 32), F.cross_entropy
+    ),
+    "PredNet": lambda: prednet_step,
+}
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make()
+
+
+def classes(count, size):
+    return drawn(count, 3, size, size), torch.arange(count)
+
+
+def with_batch_norm():
+    return seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2)))
+
+
+def prednet_step(setting):
+    net = seeded(lambda: gl.PredNet(channels=(3, 4), size=(8, 12))).to(setting.device, setting.dtype)
+    net.training_loss(drawn(4, 1, 3, 8, 12).abs().clamp(max=1).to(setting.dtype), None)[0].backward()
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_network_between_two_settings_of_a_cpu_differs_by_rounding_alone(name):
+    report = audited(CLEAN[name]())
+    assert faults(report) == []
+    assert report.kind == "rounding"
+    table = report.table
+    checked = table.ratio_a.notna()
+    assert checked.mean() > 0.3 or name in ("an LSTM", "a GRU"), "which run in one kernel that float64 has not"
+    assert table.ratio_a.max() <= 1
+    assert table.ratio_b.max() <= 1
+
+
+# --- the report -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wrong():
+    with FaultyKernels(relu=slightly_wrong, addmm=tf32, index_add=restless()):
+        return audited(network_step())
+
+
+def test_findings_come_worst_first(wrong):
+    assert [f.kind for f in wrong.findings] == ["mismatch", "reduced precision", "rounding"]
+    assert KINDS.index("mismatch") < KINDS.index("overwritten") < KINDS.index("rounding")
+    with FaultyKernels(relu=border_forgotten, mean=slightly_wrong):
+        found = faults(audited(network_step()))
+    assert [f.operation for f in found] == ["relu", "mean"]
+    assert found[0].ratio > found[1].ratio
+
+
+def test_the_text_names_everything_and_what_to_do(wrong):
+    text = str(wrong)
+    assert repr(wrong) == text
+    for word in ("mismatch: relu (forward) in 1, under cpu:threads=1", "do: look for a bug", "1 × mismatch", "matched"):
+        assert word in text
+
+
+def test_the_table_has_a_row_for_each_operation(wrong):
+    table = wrong.table
+    assert len(table) == len(wrong.pairs) == len(wrong.a.operations)
+    row = table[table.operation == "relu"].iloc[0]
+    assert (row.kind, row.phase, row.module) == ("mismatch", "forward", "1")
+    assert row.error_a == 0
+    assert row.error_b == pytest.approx(1e-3, rel=0.2)
+    assert row.ratio_b == pytest.approx(row.error_b / row.bound_b)
+    assert row.difference == pytest.approx(1e-3, rel=0.5), "told from sketches"
+    assert not row.same_bits
+    assert table.same_bits.iloc[0]
+    assert set(table.phase) == {"forward", "backward"}
+
+
+def test_the_plot_draws_with_and_without_findings(wrong):
+    for report in (wrong, audited(scatter_step)):
+        picture = report.plot()
+        assert picture.png().startswith(b"\x89PNG")
+        assert report.kind in picture.figure._suptitle.get_text()
+    assert "finding" in {text.get_text() for text in wrong.plot().figure.axes[0].get_legend().get_texts()}
+
+
+def test_html_shows_the_findings_and_escapes_what_others_named(tmp_path):
+    net = nn.Sequential()
+    net.add_module("<script>alert(1)</script>", nn.Linear(4, 4))
+    with FaultyKernels(addmm=slightly_wrong):
+        report = audited(gl.Step(net, drawn(3, 4)))
+    report.save(tmp_path / "deep" / "report.html")
+    page = (tmp_path / "deep" / "report.html").read_text(encoding="utf-8")
+    for text in (report._repr_html_(), page):
+        assert "<script>" not in text
+        assert "&lt;script&gt;" in text
+        assert "<b>mismatch</b>" in text
+    assert "data:image/png;base64," in page
+
+
+def test_twins_name_kernels_of_torch_that_there_are():
+    missing = [name for name in TWINS if not hasattr(torch.ops.aten, name)]
+    assert missing == []
+
+
+# --- traces and arguments -------------------------------------------------------------------------------------
+
+
+def recorded(step, setting=A):
+    return gl.record(step, setting, progress=False)
+
+
+def test_two_traces_from_files_say_what_the_audit_of_the_step_says(tmp_path):
+    with FaultyKernels(relu=slightly_wrong):
+        here = audited(network_step())
+        files = [gl.record(network_step(), s, tmp_path / f"{n}.trace", progress=False) for n, s in (("a", A), ("b", B))]
+    there = gl.audit(tmp_path / "a.trace", str(tmp_path / "b.trace"))
+
+    def told(report):
+        return [(f.kind, f.operation, f.module, f.setting, f.ratio, f.detail) for f in report.findings]
+
+    assert told(there) == told(here)
+    assert str(gl.audit(*files)) == str(there)
+    assert isinstance(there, Audit)
+
+
+def test_traces_of_different_steps_data_or_weights_are_refused():
+    trace = recorded(network_step())
+    for other, words in [
+        (gl.Step(nn.LSTM(4, 4), drawn(3, 4)), "different steps"),
+        (gl.Step(network(), drawn(4, 3, 6, 6, seed=1)), "different data or weights"),
+        (gl.Step(network(), drawn(5, 3, 6, 6)), "different data"),
+    ]:
+        with pytest.raises(gl.DataError, match=words):
+            gl.audit(trace, recorded(other))
+    other = network()
+    with torch.no_grad():
+        other[3].weight[0, 0] += 0.1
+    with pytest.raises(gl.DataError, match="different data or weights"):
+        gl.audit(trace, recorded(gl.Step(other, drawn(4, 3, 6, 6))))
+
+
+def test_arguments_that_make_no_sense_are_refused():
+    trace = recorded(scatter_step)
+    for call in (
+        lambda: gl.audit(scatter_step, "cpu"),
+        lambda: gl.audit(scatter_step, "cpu", trace),
+        lambda: gl.audit(trace, trace, "cpu"),
+        lambda: gl.audit(trace, 3),
+        lambda: gl.audit(3, "cpu", "cpu:threads=1"),
+        lambda: gl.audit(scatter_step, "cpu", "gpu"),
+        lambda: audited(lambda: torch.arange(3) + 1),
+        lambda: audited(lambda: None),
+    ):
+        with pytest.raises(gl.UsageError):
+            call()
+    with pytest.raises(gl.GpulabError, match="cannot run here"):
+        gl.audit(scatter_step, "cpu", "cuda:77")
+
+
+def test_an_empty_batch_is_no_error():
+    assert audited(gl.Step(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)), torch.empty(0, 6))).kind == "rounding"
+
+
+def test_the_distance_of_two_values():
+    x = np.array([3.0, 4.0])
+    assert distance(x * 1.1, x) == pytest.approx(0.1)
+    assert distance(x, x) == 0
+    assert distance(x, 0 * x) == math.inf
+    assert distance(0 * x, 0 * x) == 0
+    assert math.isnan(distance(x, np.ones(3)))
