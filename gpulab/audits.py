@@ -6,7 +6,7 @@ import html
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,8 +56,9 @@ ADVICE = {
     "different random numbers": (
         "draw on the CPU with a seeded torch.Generator and move the result; generators of CPUs and GPUs differ"
     ),
-    "rounding": "nothing: all is well",
+    "rounding": "nothing",
 }
+ANOTHER_FUNCTION = "see what {module} does under {setting}: it computes another function there"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Finding:
     """What was found about one operation, under `setting`: its `kind` (of `KINDS`) and what to do.
 
     `module` is the path of the module, `line` the user's line, `ratio` the operation's own error in
-    units of what rounding explains (NaN where it has no twin in float64), `detail` what was seen.
+    units of what rounding explains (NaN where it has no twin in float64), `detail` what was seen; `op`
+    is the operation in its trace.
     """
 
     kind: str
@@ -77,6 +79,7 @@ class Finding:
     ratio: float
     detail: str
     advice: str
+    op: Operation | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -132,28 +135,38 @@ class Audit:
         `operation`, `phase`, `module`, `line`; `kind`; for both settings the operation's own error
         `error_a` against float64 from the same inputs, the bound that rounding explains `bound_a`, and
         `ratio_a`; the error that has come together since the beginning of the step, `so_far_a`; the
-        `difference` between the two settings; all relative to the size of the exact result; and whether
-        both gave the `same_bits`.
+        `difference` between the two settings; all relative to the size of the exact result (NaN where
+        that is next to nothing, as the gradient of a bias before a normalisation is); and whether both
+        gave the `same_bits`.
         """
         import pandas as pd
 
-        kinds = {}
-        for finding in reversed(self.findings):
-            kinds[finding.operation, finding.phase, finding.module, finding.line] = finding.kind
+        kinds = {id(finding.op): finding.kind for finding in reversed(self.findings)}
+        ordinary = self._ordinary()
         rows = []
         for pair in self.pairs:
             op = pair.one
             row: dict[str, Any] = {"operation": op.name, "phase": op.phase, "module": op.module, "line": op.line}
-            row["kind"] = kinds.get((op.name, op.phase, op.module, op.line), "rounding")
+            found = [kinds[id(one)] for one in (pair.a, pair.b) if id(one) in kinds]
+            row["kind"] = min(found, key=KINDS.index, default="rounding")
+            exact = pair.exact if pair.exact and self._size(pair.exact) > ordinary else None
             for side, trace, mine in (("a", self.a, pair.a), ("b", self.b, pair.b)):
                 row[f"error_{side}"] = _number(mine.error if mine else None)
                 row[f"bound_{side}"] = _number(mine.bound if mine else None)
                 row[f"ratio_{side}"] = _number(mine.ratio if mine else None)
-                row[f"so_far_{side}"] = _apart(trace, mine, self.a, pair.exact)
+                row[f"so_far_{side}"] = _apart(trace, mine, self.a, exact)
             row["difference"] = _apart(self.b, pair.b, self.a, pair.a)
             row["same_bits"] = bool(pair.a and pair.b and pair.a.outputs == pair.b.outputs)
             rows.append(row)
         return pd.DataFrame(rows)
+
+    def _size(self, op: Operation) -> float:
+        return float(np.linalg.norm(self.a.sketches[op.outputs[0]]))
+
+    def _ordinary(self) -> float:
+        """The size from which on a result is more than what roundings leave of zero."""
+        sizes = [self._size(pair.exact) for pair in self.pairs if pair.exact]
+        return 2.0**-36 * float(np.median(sizes)) if sizes else 0.0
 
     def plot(self) -> Picture:
         """The error along the network, under both settings."""
@@ -222,13 +235,26 @@ class Audit:
         for alike in groups.values():
             more = f"\n      and {len(alike) - 1} more such operations" if len(alike) > 1 else ""
             texts.append(f"{alike[0]}{more}")
-        return texts[:most] + ([f"… and {len(texts) - most} more groups"] if len(texts) > most else [])
+        return texts[:most] + ([f"… and {len(texts) - most} more groups"] if len(texts) > most else []) + self._alone()
+
+    def _alone(self, most: int = 6) -> list[str]:
+        """What ran under one setting only, by module: another kernel, or another function."""
+        counts: dict[tuple[str, str, str], Counter[str]] = {}
+        for pair in self.pairs:
+            if pair.a is None or pair.b is None:
+                title = self.b.title if pair.a is None else self.a.title
+                counts.setdefault((title, pair.one.phase, pair.one.module), Counter())[pair.one.name] += 1
+        texts = [
+            f"under {title} only, {phase}{f' in {module}' if module else ''}: "
+            + ", ".join(name if count == 1 else f"{count} × {name}" for name, count in names.items())
+            for (title, phase, module), names in counts.items()
+        ]
+        return texts[:most] + ([f"… and in {len(texts) - most} more places"] if len(texts) > most else [])
 
     # --- finding ---------------------------------------------------------------------------------------
 
     def _find(self) -> Iterator[Finding]:
-        for trace in (self.a, self.b):
-            yield from _overwritten(trace)
+        yield from _united(list(_overwritten(self.a)), list(_overwritten(self.b)))
         makers = _makers(self.a), _makers(self.b)
         matched = {id(op) for pair in self.pairs if pair.a and pair.b for op in (pair.a, pair.b)}
         unsteady = any(op.repeats is False for trace in (self.a, self.b) for op in trace.operations)
@@ -272,11 +298,26 @@ class Audit:
                 continue  # a cast, as autocast makes them; a finding of its own where it is to short numbers
             strange = [m for m in makers_here if id(m) not in matched]
             if gap > explained and (strange or maker_a is None or maker_b is None):
-                came = " and ".join(f"{_origin(m)} under {t.title}" for m, t in ((maker_a, self.a), (maker_b, self.b)))
-                yield _finding("mismatch", self.b, b, f"one of its inputs comes from {came}: {gap:.1e} apart")
+                yield self._another_function(maker_a, maker_b, b, gap)
                 return
         if a.ratio is None or b.ratio is None:
             yield from self._unchecked_findings(a, b, gaps)
+
+    def _another_function(
+        self, maker_a: Operation | None, maker_b: Operation | None, b: Operation, gap: float
+    ) -> Finding:
+        """Two values that should be one come from different operations: blame the one that made it, not its user."""
+        blamed, trace = (maker_b, self.b) if maker_b is not None else (maker_a, self.a)
+        if blamed is None or maker_a is maker_b:
+            blamed, trace = b, self.b
+        other, there = (maker_a, self.a) if trace is self.b else (maker_b, self.b)
+        detail = (
+            f"what it makes is {gap:.1e} (relative) from what {_origin(other)} makes in its place under {there.title}, "
+            f"though each computes rightly what it is asked to; first used by {b.name}"
+            f"{f' in {b.module}' if b.module else ''}"
+        )
+        place = blamed.module or blamed.line or "this line"
+        return _finding("mismatch", trace, blamed, detail, ANOTHER_FUNCTION.format(module=place, setting=trace.title))
 
     def _unchecked_findings(self, a: Operation, b: Operation, gaps: list[float]) -> Iterator[Finding]:
         """For kernels without a twin in float64: do they make the same of nearly the same?"""
@@ -378,10 +419,14 @@ def _origin(maker: Operation | None) -> str:
 
 def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
     """What both settings show, once."""
-    kinds = {finding.kind: finding for finding in second}
-    both = [replace(f, setting=f"{f.setting} and {kinds[f.kind].setting}") for f in first if f.kind in kinds]
-    known = {finding.kind for finding in both}
-    return both + [finding for finding in (*first, *second) if finding.kind not in known]
+
+    def same(finding: Finding) -> tuple[str, str, str]:
+        return finding.kind, finding.operation, finding.line
+
+    others = {same(finding): finding for finding in second}
+    both = [replace(f, setting=f"{f.setting} and {others[same(f)].setting}") for f in first if same(f) in others]
+    known = {same(finding) for finding in both}
+    return both + [finding for finding in (*first, *second) if same(finding) not in known]
 
 
 def _precision_detail(op: Operation) -> str:
@@ -423,7 +468,7 @@ def _overwritten(trace: Trace) -> Iterator[Finding]:
 def _finding(kind: str, trace: Trace, op: Operation, detail: str, advice: str = "") -> Finding:
     ratio = math.nan if op.ratio is None else op.ratio
     advice = advice or ADVICE[kind]
-    return Finding(kind, trace.title, op.name, op.phase, op.module, op.line, ratio, detail, advice)
+    return Finding(kind, trace.title, op.name, op.phase, op.module, op.line, ratio, detail, advice, op)
 
 
 def _severity(finding: Finding) -> tuple[int, float]:

@@ -7,13 +7,14 @@ frames (T, C, H, W) in [0, 1], and channels such as 3,16,32. Prints JSON. Needs 
 import json
 import sys
 
-import chainer
 import numpy as np
-from chainer.functions.loss.mean_squared_error import mean_squared_error
 
 
 def window(net, frames, channels, copied):
     """Forward losses, and the gradient of their sum as one vector, from weights of a fixed seed."""
+    import chainer
+    from chainer.functions.loss.mean_squared_error import mean_squared_error
+
     np.random.seed(0)  # Chainer draws from NumPy's global generator
     _, colours, height, width = frames.shape
     predictor = net.PredNet(width, height, channels)
@@ -39,6 +40,7 @@ def window(net, frames, channels, copied):
 def main(folder, frames, channels):
     """Print how the two ways differ."""
     sys.path.insert(0, folder)
+    import chainer
     import net
 
     frames = np.load(frames, allow_pickle=False).astype(np.float32)

@@ -420,14 +420,25 @@ def audit(report: Audit) -> Picture:
         so_far = table[f"so_far_{side}"].replace(0, np.nan)
         style = {"lw": 1.4, "alpha": 0.9} if side == "a" else {"lw": 1.0, "alpha": 0.9, "ls": "--"}
         axes.plot(table.place, so_far, color=_side_colour(report, side), label=f"{trace.title}, so far", **style)
-    marked = table[table.kind != "rounding"]
-    heights = marked[["so_far_a", "so_far_b"]].max(axis=1)
-    axes.scatter(marked.place, heights, marker="x", s=26, color=INK, zorder=4, label="finding" if len(marked) else None)
+    marked = table.kind != "rounding"
+    heights = table[["so_far_a", "so_far_b"]].max(axis=1).bfill().ffill()  # what ran on one side has no height
+    axes.scatter(
+        table.place[marked],
+        heights[marked],
+        marker="x",
+        s=26,
+        color=INK,
+        zorder=4,
+        label="finding" if marked.any() else None,
+    )
     backward = table.index[table.phase == "backward"]
     if len(backward):
         axes.axvline(backward[0] - 0.5, color=FAINT, lw=0.8)
         axes.annotate(" backward", (backward[0], 0.98), xycoords=("data", "axes fraction"), va="top", fontsize=8)
     axes.set_yscale("log")
+    drawn = table[["so_far_a", "so_far_b"]].replace(0, np.nan)
+    if drawn.notna().any(axis=None):  # a bound far outside says nothing here
+        axes.set_ylim(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30))
     axes.set_xlabel("operation, in the order of the step")
     axes.set_ylabel("error against float64, relative")
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=4)

@@ -359,11 +359,11 @@ def find_step(name: str) -> Callable[..., Any]:
 
 
 def _takes_an_argument(step: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(step).bind("setting")
-    except TypeError:
-        return False
-    return True
+    """Whether a function asks for a setting: it has a parameter without a default, or one called `setting`."""
+    parameters = inspect.signature(step).parameters
+    return "setting" in parameters or any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values()
+    )
 
 
 class _Watcher(TorchDispatchMode):
@@ -605,7 +605,7 @@ def _users_line() -> str:
 
 def _called_by_the_guard() -> bool:
     frame = sys._getframe(2)
-    for _ in range(6):
+    for _ in range(16):
         if frame is None:
             return False
         if frame.f_code.co_filename.endswith("guards.py"):

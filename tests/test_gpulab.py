@@ -17,9 +17,10 @@ FLOORS = [
     ["loaders", "numerics"],
     ["models", "datasets", "scenes", "profiles", "guards", "shadows"],
     ["training", "store", "tracing"],
-    ["experiments", "verdicts", "speed", "audits"],
+    ["experiments", "verdicts", "speed", "audits", "published"],
+    ["anomaly"],
     ["plots"],
-    ["cli", "companion", "worker", "pytest_plugin"],
+    ["cli", "companion", "worker", "pytest_plugin", "chainer_window"],
 ]
 FLOOR = {module: number for number, modules in enumerate(FLOORS) for module in modules}
 
