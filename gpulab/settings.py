@@ -315,9 +315,13 @@ def _restore_tf32(legacy: tuple[bool, bool, str] | None, precisions: tuple[str, 
         on_cpu: Any = torch.backends.mkldnn
         before = on_cpu.matmul.fp32_precision
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = legacy[:2]
-        if torch.get_float32_matmul_precision() != legacy[2]:
+        with contextlib.suppress(RuntimeError):  # unreadable where TF32 was switched after "medium" was set
+            if torch.get_float32_matmul_precision() == legacy[2]:
+                legacy = None
+        if legacy is not None:
             torch.set_float32_matmul_precision(legacy[2])
-            on_cpu.matmul.fp32_precision = before
+            if on_cpu.matmul.fp32_precision != before:
+                on_cpu.matmul.fp32_precision = before
     for backend, precision in zip(_fp32_precisions(), precisions, strict=True):
         if backend.fp32_precision != precision:
             backend.fp32_precision = precision

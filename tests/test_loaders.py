@@ -228,7 +228,7 @@ def test_runs_keep_the_ids_that_they_were_recorded_with(model):
         options = {
             key: configuration["data_options"][key] for key in ("speed",) if key in configuration["data_options"]
         }
-        plan = training._plan(
+        plan = training.plan_run(
             model,
             None,
             record["setting"],

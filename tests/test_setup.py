@@ -202,8 +202,8 @@ def test_readme_names_only_commands_that_exist():
         assert set(re.findall(r"(?<!\S)--[a-z-]+", arguments)) <= options, f"gpulab {name}{arguments}"
 
 
-def test_readme_example_runs(tmp_path, python, monkeypatch):
-    (example,) = re.findall(r"```python\n(.+?)```", README, re.S)
+@pytest.mark.parametrize("example", re.findall(r"```python\n(.+?)```", README, re.S))
+def test_readme_examples_run(example, tmp_path, python, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert python(example).stdout
 
