@@ -23,7 +23,7 @@ from scipy import stats
 from tqdm import tqdm
 
 import gpulab as gl
-from gpulab import store, verdicts
+from gpulab import inference, store
 
 HERE = Path(__file__).parent
 SEEDS = (5, 10, 30)
@@ -51,19 +51,19 @@ LOSSES = {
 
 
 def flip_signs(n: int) -> np.ndarray:
-    """The signs that `verdicts.sign_flip_p` uses, shape (flips, n)."""
-    if n <= verdicts.EXACT:
+    """The signs that `inference.sign_flip_p` uses, shape (flips, n)."""
+    if n <= inference.EXACT:
         return 1.0 - 2.0 * (np.arange(2 ** (n - 1))[:, None] >> np.arange(n) & 1)
     generator = np.random.default_rng(0)
     bits = [
         np.unpackbits(generator.integers(0, 256, (count, -(-n // 8)), np.uint8), axis=1)[:, :n]
-        for count in verdicts._chunks(verdicts.FLIPS, n)
+        for count in inference._chunks(inference.FLIPS, n)
     ]
     return 2.0 * np.concatenate(bits) - 1
 
 
 def different_p(moved: np.ndarray) -> np.ndarray:
-    """`verdicts.sign_flip_p` of each row of (repeats, n), for differences other than zero."""
+    """`inference.sign_flip_p` of each row of (repeats, n), for differences other than zero."""
     moved = np.sort(moved, axis=1)
     n = moved.shape[1]
     signs = flip_signs(n).T
@@ -71,12 +71,12 @@ def different_p(moved: np.ndarray) -> np.ndarray:
     for part in np.array_split(np.arange(len(moved)), max(1, len(moved) // 500)):
         limit = np.abs(moved[part].sum(axis=1)) - 1e-12 * np.abs(moved[part]).sum(axis=1)
         extreme = (np.abs(moved[part] @ signs) >= limit[:, None]).sum(axis=1)
-        p[part] = extreme / signs.shape[1] if n <= verdicts.EXACT else (1 + extreme) / (1 + verdicts.FLIPS)
+        p[part] = extreme / signs.shape[1] if n <= inference.EXACT else (1 + extreme) / (1 + inference.FLIPS)
     return p
 
 
 def equivalent_p(moved: np.ndarray, margin: np.ndarray | float) -> np.ndarray:
-    """`verdicts.equivalence_p` of each row."""
+    """`inference.equivalence_p` of each row."""
     error = moved.std(axis=1, ddof=1) / np.sqrt(moved.shape[1])
     with np.errstate(divide="ignore", invalid="ignore"):
         p = stats.t.sf((margin - np.abs(moved.mean(axis=1))) / error, moved.shape[1] - 1)
@@ -84,10 +84,10 @@ def equivalent_p(moved: np.ndarray, margin: np.ndarray | float) -> np.ndarray:
 
 
 def sd_limit(losses: np.ndarray) -> np.ndarray:
-    """`verdicts.sd_at_least` of each row."""
+    """`inference.sd_at_least` of each row."""
     n = losses.shape[1]
     heavy = np.maximum(3.0, 3 + stats.kurtosis(losses, axis=1, bias=False))
-    exponent = stats.t.ppf(verdicts.SD_CONFIDENCE, n - 1) * np.sqrt((heavy - 1) / (n - 1)) / 2
+    exponent = stats.t.ppf(inference.SD_CONFIDENCE, n - 1) * np.sqrt((heavy - 1) / (n - 1)) / 2
     return losses.std(axis=1, ddof=1) * np.exp(-exponent)
 
 
@@ -95,9 +95,9 @@ def check_that_these_are_the_shipped_tests() -> None:
     generator = np.random.default_rng(1)
     for n in SEEDS:
         moved = generator.standard_t(3, (20, n))
-        assert np.allclose(different_p(moved), [verdicts.sign_flip_p(row) for row in moved], atol=1e-12)
-        assert np.allclose(equivalent_p(moved, 0.5), [verdicts.equivalence_p(row, 0.5) for row in moved])
-        assert np.allclose(sd_limit(moved), [verdicts.sd_at_least(row) for row in moved])
+        assert np.allclose(different_p(moved), [inference.sign_flip_p(row) for row in moved], atol=1e-12)
+        assert np.allclose(equivalent_p(moved, 0.5), [inference.equivalence_p(row, 0.5) for row in moved])
+        assert np.allclose(sd_limit(moved), [inference.sd_at_least(row) for row in moved])
 
 
 def error_rates() -> pd.DataFrame:
@@ -163,7 +163,7 @@ def coverage(repeats: int = 1000) -> pd.DataFrame:
             generator = np.random.default_rng(4)
             draw = LOSSES[name]
             moved = draw(generator, (repeats, n)) - draw(generator, (repeats, n))
-            inside = [low <= 0 <= high for low, high in map(verdicts.bca_interval, moved)]
+            inside = [low <= 0 <= high for low, high in map(inference.bca_interval, moved)]
             rows.append({"differences of": name, "seeds": n, "coverage": np.mean(inside)})
     return pd.DataFrame(rows)
 
@@ -286,7 +286,7 @@ Rows above 6 %: {len(over)} of {len(errors)}. With 5 seeds a difference cannot b
 {markdown(errors)}
 
 `naive sd` is what the margin would do if the sample's standard deviation were taken for the true one. The
-verdict takes the sd's lower {verdicts.SD_CONFIDENCE:.1%} limit instead.
+verdict takes the sd's lower {inference.SD_CONFIDENCE:.1%} limit instead.
 
 ## A limit: few seeds jump
 The effect makes some seeds jump from the low hump to the high one, and leaves all others as they are; the

@@ -24,18 +24,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpulab.errors import UsageError
+from gpulab.inference import (
+    bca_interval,
+    deviation,
+    equivalence_p,
+    heaviness,
+    holm,
+    sd_at_least,
+    share_at_most,
+    shrink,
+    sign_flip_p,
+    sign_test_p,
+    switches_p,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
-    from numpy.typing import ArrayLike
 
     from gpulab.plots import Picture
 
 DECISIONS = ("different", "different but negligible", "inconclusive", "equivalent")
-EXACT = 16  # up to so many differences other than zero, all 2^n signs are tried
-FLIPS = 9999  # beyond, so many are drawn
-RESAMPLES = 9999  # of the bootstrap
-SD_CONFIDENCE = 0.975  # of the limit at which a margin in sd is taken; at 0.95 a rare second hump misleads
 DIVERGED_APART = 0.1  # levels that may diverge on more of the seeds differently are not called equivalent
 MOST_SEEDS = 100_000  # seeds_needed looks no further
 
@@ -165,7 +173,7 @@ def verdict(
     reference = _reference(levels, reference)
     base = first[first[factor] == reference]
     losses = base.loc[base.status != "diverged", metric].to_numpy(float)
-    spread, at_least = _sd(losses), sd_at_least(losses)
+    spread, at_least = deviation(losses), sd_at_least(losses)
     size = _margin(margin, at_least)
     others = [level for level in levels if level != reference]
     pairs = _pairs(base, first, metric, factor, block, others)
@@ -185,173 +193,6 @@ def check_one_protocol(frame: pd.DataFrame, besides: str = "") -> None:
     protocols = frame[columns].drop_duplicates()
     if columns and len(protocols) > 1:
         raise UsageError(f"the frame mixes {protocols.to_dict('records')}; compare runs of one protocol at a time")
-
-
-# --- the tests ---------------------------------------------------------------------------------------
-
-
-def sign_flip_p(differences: ArrayLike) -> float:
-    """Two-sided p of the mean of paired differences, shape (n,), when each sign could be the other.
-
-    All 2^n signs are tried for up to 16 differences other than zero, else 9,999 are drawn with a fixed
-    seed and p = (1 + as extreme) / (1 + drawn) (Phipson and Smyth 2010). Differences of one size make
-    it a sign test, exact at any n: McNemar's where the metric is 0 or 1.
-
-    >>> sign_flip_p([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # 2 of 64
-    0.03125
-    """
-    from scipy.stats import binomtest
-
-    sizes = np.sort(np.asarray(differences, float))
-    sizes = sizes[sizes != 0]
-    n = len(sizes)
-    if n == 0:
-        return 1.0
-    if np.ptp(np.abs(sizes)) <= 1e-12 * np.abs(sizes).max():
-        return float(binomtest(int((sizes > 0).sum()), n).pvalue)
-    # Sums that are equal in the reals may differ in their last bits.
-    observed = abs(sizes.sum()) - 1e-12 * np.abs(sizes).sum()
-    if n <= EXACT:
-        codes = np.arange(2 ** (n - 1))  # the first sign is fixed: the other half mirrors this one
-        signs = 1.0 - 2.0 * (codes[:, None] >> np.arange(n) & 1)
-        return float(np.mean(np.abs(signs @ sizes) >= observed))
-    generator = np.random.default_rng(0)
-    extreme = 0
-    for count in _chunks(FLIPS, n):
-        # As ±1 in one byte, then twice the sum over the pluses less the sum of all.
-        pluses = np.unpackbits(generator.integers(0, 256, (count, -(-n // 8)), np.uint8), axis=1)[:, :n]
-        extreme += int((np.abs(2 * (pluses @ sizes) - sizes.sum()) >= observed).sum())
-    return (1 + extreme) / (1 + FLIPS)
-
-
-def equivalence_p(differences: ArrayLike, margin: float) -> float:
-    """The p-value of two one-sided t tests that the mean of differences, shape (n,), is within ±margin.
-
-    The larger of the two (Schuirmann 1987). It is 0 where every difference is exactly zero; differences
-    that are all the same have no spread, and p is then 0 or 1.
-
-    >>> round(equivalence_p([-0.1, 0.0, 0.1, 0.05, -0.05], margin=0.2), 4)
-    0.0024
-    """
-    from scipy.special import stdtr
-
-    values = np.sort(np.asarray(differences, float))
-    if len(values) == 0:
-        return math.nan
-    if not values.any():
-        return 0.0
-    room = margin - abs(values.mean())
-    error = _sd(values) / math.sqrt(len(values))
-    if not error > 0:
-        return math.nan if math.isnan(error) else float(room <= 0)
-    return float(stdtr(len(values) - 1, -room / error))
-
-
-def switches_p(differences: ArrayLike, margin: float) -> float:
-    """The p-value that fewer than a share `margin` of all seeds switch, for a metric of yes and no, (n,).
-
-    The share of seeds that switch bounds the difference of the two rates, so this is a test of
-    equivalence: exact and binomial (Clopper and Pearson 1934). A t test would call ten seeds of which
-    none switched equivalent, whatever the margin.
-
-    >>> round(switches_p([0.0] * 29, margin=0.1), 3)
-    0.047
-    """
-    from scipy.stats import binom
-
-    values = np.asarray(differences, float)
-    return float(binom.cdf(np.count_nonzero(values), len(values), min(margin, 1.0))) if len(values) else math.nan
-
-
-def _is_yes_or_no(pairs: pd.DataFrame) -> bool:
-    return bool(pairs[["reference", "other"]].stack().dropna().isin((0.0, 1.0)).all())
-
-
-def bca_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
-    """The BCa bootstrap interval of the mean of differences, shape (n,), at 1 − alpha (Efron 1987).
-
-    A single point where all are the same; NaN for fewer than two.
-
-    >>> bca_interval([1.0, 1.0, 1.0])
-    (1.0, 1.0)
-    """
-    from scipy.stats import norm
-
-    values = np.sort(np.asarray(differences, float))
-    n = len(values)
-    if n < 2:
-        return math.nan, math.nan
-    if np.ptp(values) <= 1e-12 * np.abs(values).max():  # the same but for rounding
-        return float(values[0]), float(values[-1])
-    mean = values.mean()
-    generator = np.random.default_rng(0)
-    means = np.concatenate(
-        [values[generator.integers(0, n, (count, n), np.int32)].mean(axis=1) for count in _chunks(RESAMPLES, n)]
-    )
-    below = (means < mean).mean() / 2 + (means <= mean).mean() / 2
-    if not 0 < below < 1:
-        return math.nan, math.nan
-    bias = norm.ppf(below)
-    left_out = (values.sum() - values) / (n - 1)
-    away = left_out.mean() - left_out
-    skew = (away**3).sum() / (6 * (away**2).sum() ** 1.5)
-    tail = norm.ppf([alpha / 2, 1 - alpha / 2])
-    share = norm.cdf(bias + (bias + tail) / (1 - skew * (bias + tail)))
-    low, high = np.quantile(means, share)
-    return float(low), float(high)
-
-
-def sd_at_least(values: ArrayLike, confidence: float = SD_CONFIDENCE) -> float:
-    """A lower confidence limit of the standard deviation behind a sample, shape (n,).
-
-    s · exp(−t · √((κ − 1) / (n − 1)) / 2), with t the quantile of Student's t and κ the sample's
-    kurtosis, or 3 where that is smaller: the delta method on ln s, never more certain than for normal
-    values. The textbook's limit (χ²) holds for normal values only; this one was found to hold for
-    heavy tails and two humps as well (at 97.5 %, with at most 6 % errors). NaN for fewer than two values.
-
-    >>> 0.5 < sd_at_least([-1.0, 1.0] * 50) < 1.0
-    True
-    """
-    values = np.sort(np.asarray(values, float))
-    n = len(values)
-    spread = _sd(values)
-    if not spread > 0:
-        return spread
-    return float(spread * _shrink(n, _kurtosis(values), confidence))
-
-
-def _shrink(n: ArrayLike, kurtosis: float, confidence: float = SD_CONFIDENCE) -> Any:
-    from scipy.special import stdtrit
-
-    n = np.asarray(n)
-    return np.exp(-stdtrit(n - 1, confidence) * np.sqrt((kurtosis - 1) / (n - 1)) / 2)
-
-
-def _kurtosis(values: np.ndarray) -> float:
-    from scipy.stats import kurtosis
-
-    return max(3.0, 3 + float(kurtosis(values, bias=False))) if len(values) > 3 and np.ptp(values) else 3.0
-
-
-def _sd(values: np.ndarray) -> float:
-    return float(values.std(ddof=1)) if len(values) > 1 else math.nan
-
-
-def _chunks(rows: int, columns: int) -> list[int]:
-    """Rows in parts of about 2 MB of float64, which stay in a processor's cache."""
-    part = max(1, 250_000 // columns)
-    return [min(part, rows - start) for start in range(0, rows, part)]
-
-
-def _holm(p: Sequence[float]) -> np.ndarray:
-    """Holm's corrected p; NaN (no test) stays NaN and counts for nothing."""
-    from statsmodels.stats.multitest import multipletests
-
-    corrected = np.array(p, float)
-    tests = ~np.isnan(corrected)
-    if tests.any():
-        corrected[tests] = multipletests(corrected[tests], method="holm")[1]
-    return corrected
 
 
 # --- from runs to a table ----------------------------------------------------------------------------
@@ -479,6 +320,10 @@ def _table(
     return table
 
 
+def _is_yes_or_no(pairs: pd.DataFrame) -> bool:
+    return bool(pairs[["reference", "other"]].stack().dropna().isin((0.0, 1.0)).all())
+
+
 def _row(pairs: pd.DataFrame, margin: float, alpha: float) -> dict[str, Any]:
     """What one level's pairs say, before any correction for the other levels."""
     moved = pairs.difference.dropna().to_numpy(float)
@@ -497,7 +342,7 @@ def _row(pairs: pd.DataFrame, margin: float, alpha: float) -> dict[str, Any]:
         "p_equivalent": equivalent(moved, margin) if n > 1 else math.nan,
         "p_equivalent_holm": math.nan,
         "margin": margin,
-        "sd_of_differences": _sd(moved),
+        "sd_of_differences": deviation(moved),
         "largest_difference": float(np.abs(moved).max()) if n else math.nan,
         "same_bits": int(pairs.same_bits.sum()),
         "moved": far,
@@ -506,28 +351,9 @@ def _row(pairs: pd.DataFrame, margin: float, alpha: float) -> dict[str, Any]:
         "reference_diverged": int(pairs.reference_diverged.sum()),
         "one_diverged": int(one_only.sum()),
         "diverged_apart_at_most": share_at_most(int(one_only.sum()), len(pairs)),
-        "p_diverged": _diverged_p(int((one_only & pairs.other_diverged).sum()), int(one_only.sum())),
+        "p_diverged": sign_test_p(int((one_only & pairs.other_diverged).sum()), int(one_only.sum())),
         "p_diverged_holm": math.nan,
     }
-
-
-def share_at_most(seen: int, of: int, confidence: float = 0.95) -> float:
-    """The largest share that is compatible with `seen` cases among `of` (Clopper and Pearson, one-sided).
-
-    >>> round(share_at_most(0, 10), 3)  # 1 − 0.05 ** (1 / 10)
-    0.259
-    """
-    from scipy.special import betaincinv
-
-    if of == 0 or seen == of:
-        return 1.0
-    return float(betaincinv(seen + 1, of - seen, confidence))
-
-
-def _diverged_p(more: int, pairs: int) -> float:
-    from scipy.stats import binomtest
-
-    return float(binomtest(more, pairs).pvalue) if pairs else 1.0
 
 
 def _correct(table: pd.DataFrame, alpha: float) -> None:
@@ -538,10 +364,10 @@ def _correct(table: pd.DataFrame, alpha: float) -> None:
     """
     could = [2.0 ** (1 - k) <= alpha for k in table.one_diverged]
     lost = np.where(could, table.p_diverged, math.nan)
-    corrected = _holm([*table.p_different, *lost])
+    corrected = holm([*table.p_different, *lost])
     table["p_different_holm"] = corrected[: len(table)]
     table["p_diverged_holm"] = np.where(could, corrected[len(table) :], 1.0)
-    table["p_equivalent_holm"] = _holm(list(table.p_equivalent))
+    table["p_equivalent_holm"] = holm(list(table.p_equivalent))
 
 
 def _decide(row: dict[str, Any], alpha: float) -> str:
@@ -594,7 +420,7 @@ def seeds_needed(
             raise UsageError("give a frame, or sd and between_seeds; not both")
         seen = verdict(frame, metric, factor, block, margin, alpha, reference)
         base = seen.runs[(seen.runs[factor] == seen.reference) & (seen.runs.status != "diverged")]
-        heavy, between_seeds = _kurtosis(base[metric].to_numpy(float)), seen.between_seeds
+        heavy, between_seeds = heaviness(base[metric].to_numpy(float)), seen.between_seeds
         levels = [{factor: row[factor], "sd": row.sd_of_differences} for _, row in seen.table.iterrows()]
     elif sd is None or not 0 <= sd < math.inf:
         raise UsageError(f"sd {sd!r}: give the standard deviation of paired differences, or a frame of runs")
@@ -624,7 +450,7 @@ def _sizes(margin: str | float, between_seeds: float | None, heavy: float) -> tu
         return seeds, np.full(len(seeds), _margin(margin))
     if between_seeds is None or not between_seeds >= 0:
         raise UsageError(f"margin {margin!r} needs the standard deviation between seeds: between_seeds=…, or 2 seeds")
-    return seeds, share * between_seeds * _shrink(seeds, heavy)
+    return seeds, share * between_seeds * shrink(seeds, heavy)
 
 
 def _to_detect(sd: float, sizes: tuple[np.ndarray, np.ndarray], alpha: float, power: float) -> float:
@@ -666,7 +492,7 @@ def _to_settle(table: pd.DataFrame, margin: str | float, losses: np.ndarray, alp
     """Seeds at which an inconclusive level would be settled with a power of 0.8."""
     if len(losses) < 2 or "inconclusive" not in set(table.decision):
         return [math.nan] * len(table)
-    sizes = _sizes(margin, _sd(losses), _kurtosis(losses))
+    sizes = _sizes(margin, deviation(losses), heaviness(losses))
     corrected = alpha / max(1, len(table))
     yes_or_no = bool(np.isin(losses, (0.0, 1.0)).all())
     settled = []

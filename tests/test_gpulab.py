@@ -14,7 +14,7 @@ MODULES = sorted(info.name for info in pkgutil.iter_modules([str(PACKAGE)]))
 FLOORS = [
     ["errors"],
     ["settings", "passports"],
-    ["loaders", "numerics"],
+    ["loaders", "numerics", "inference"],
     ["models", "datasets", "scenes", "profiles", "guards", "shadows"],
     ["training", "store", "tracing"],
     ["experiments", "verdicts", "speed", "audits", "published"],

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 import gpulab as gl
-from gpulab import verdicts
+from gpulab import inference
 
 
 def frame(*rows, **columns):
@@ -73,43 +73,43 @@ def test_sign_flips_agree_with_scipy():
             vectorized=True,
             n_resamples=np.inf,
         )
-        assert verdicts.sign_flip_p(moved) == pytest.approx(theirs.pvalue)
+        assert inference.sign_flip_p(moved) == pytest.approx(theirs.pvalue)
 
 
 def test_sign_flips_are_counted_by_hand():
-    assert verdicts.sign_flip_p([1.0, 2.0, 4.0]) == 2 / 8
-    assert verdicts.sign_flip_p([1.0, 2.0, -4.0]) == pytest.approx(8 / 8)
-    assert verdicts.sign_flip_p([3.0, 2.0, -1.0]) == 4 / 8, "|sum| is 4 or more for ±(3, 2, -1) and ±(3, 2, 1)"
-    assert verdicts.sign_flip_p([0.0] * 5) == 1
-    assert verdicts.sign_flip_p([0.0, 1.0, 2.0, 4.0, 0.0]) == 2 / 8, "a difference of nothing has no sign"
+    assert inference.sign_flip_p([1.0, 2.0, 4.0]) == 2 / 8
+    assert inference.sign_flip_p([1.0, 2.0, -4.0]) == pytest.approx(8 / 8)
+    assert inference.sign_flip_p([3.0, 2.0, -1.0]) == 4 / 8, "|sum| is 4 or more for ±(3, 2, -1) and ±(3, 2, 1)"
+    assert inference.sign_flip_p([0.0] * 5) == 1
+    assert inference.sign_flip_p([0.0, 1.0, 2.0, 4.0, 0.0]) == 2 / 8, "a difference of nothing has no sign"
 
 
 def test_sums_equal_but_for_rounding_count_as_equal():
     moved = [0.1, 0.2, -0.3]  # sums to 5.6e-17, not to 0
-    assert verdicts.sign_flip_p(moved) == 1
-    assert verdicts.sign_flip_p([0.3, 0.1, 0.2]) == 2 / 8
+    assert inference.sign_flip_p(moved) == 1
+    assert inference.sign_flip_p([0.3, 0.1, 0.2]) == 2 / 8
 
 
 def test_equal_differences_are_mcnemars_test():
     moved = [1] * 15 + [-1] * 5 + [0] * 100
-    assert verdicts.sign_flip_p(moved) == pytest.approx(stats.binomtest(5, 20).pvalue)
+    assert inference.sign_flip_p(moved) == pytest.approx(stats.binomtest(5, 20).pvalue)
 
 
 def test_many_differences_are_drawn_and_never_give_zero():
     generator = np.random.default_rng(2)
     moved = generator.standard_normal(60) + 0.2
-    assert verdicts.sign_flip_p(moved) == pytest.approx(stats.ttest_1samp(moved, 0).pvalue, abs=0.01)
-    assert verdicts.sign_flip_p(np.arange(1.0, 61)) == 1e-4, "(1 + 0) / (1 + 9999)"
+    assert inference.sign_flip_p(moved) == pytest.approx(stats.ttest_1samp(moved, 0).pvalue, abs=0.01)
+    assert inference.sign_flip_p(np.arange(1.0, 61)) == 1e-4, "(1 + 0) / (1 + 9999)"
 
 
 @pytest.mark.parametrize("n", [10, 40])
 def test_the_order_of_differences_does_not_matter(n):
     moved = np.random.default_rng(3).standard_normal(n)
     for test in (
-        verdicts.sign_flip_p,
-        verdicts.bca_interval,
-        verdicts.sd_at_least,
-        lambda d: verdicts.equivalence_p(d, 0.5),
+        inference.sign_flip_p,
+        inference.bca_interval,
+        inference.sd_at_least,
+        lambda d: inference.equivalence_p(d, 0.5),
     ):
         assert test(moved) == test(moved[::-1])
 
@@ -120,14 +120,14 @@ def test_equivalence_is_two_one_sided_t_tests():
     moved = np.random.default_rng(4).standard_normal(12) + 0.3
     for margin in (0.1, 0.5, 1.0):
         theirs = DescrStatsW(moved).ttost_mean(-margin, margin)[0]
-        assert verdicts.equivalence_p(moved, margin) == pytest.approx(theirs)
-        assert verdicts.equivalence_p(-moved, margin) == pytest.approx(theirs)
+        assert inference.equivalence_p(moved, margin) == pytest.approx(theirs)
+        assert inference.equivalence_p(-moved, margin) == pytest.approx(theirs)
 
 
 def test_equivalence_without_any_spread():
-    assert verdicts.equivalence_p([0.0] * 4, 0.1) == 0
-    assert verdicts.equivalence_p([0.5] * 4, 0.6) == 0
-    assert verdicts.equivalence_p([0.5] * 4, 0.4) == 1
+    assert inference.equivalence_p([0.0] * 4, 0.1) == 0
+    assert inference.equivalence_p([0.5] * 4, 0.6) == 0
+    assert inference.equivalence_p([0.5] * 4, 0.4) == 1
 
 
 @pytest.mark.parametrize("n", [6, 30])
@@ -135,11 +135,11 @@ def test_the_interval_is_scipys(n):
     moved = np.random.default_rng(5).lognormal(size=n)
     theirs = stats.bootstrap((moved,), np.mean, method="BCa", n_resamples=9999, rng=0).confidence_interval
     width = theirs.high - theirs.low
-    assert verdicts.bca_interval(moved) == pytest.approx(tuple(theirs), abs=0.04 * width)
+    assert inference.bca_interval(moved) == pytest.approx(tuple(theirs), abs=0.04 * width)
 
 
 def test_the_interval_of_one_value_is_unknown():
-    assert np.isnan(verdicts.bca_interval([1.0])).all()
+    assert np.isnan(inference.bca_interval([1.0])).all()
 
 
 def test_the_limit_of_the_sd_is_rarely_above_it():
@@ -148,22 +148,22 @@ def test_the_limit_of_the_sd_is_rarely_above_it():
         (lambda: generator.standard_normal(10), 1),
         (lambda: (generator.random(10) < 0.35) + 0.05 * generator.standard_normal(10), math.hypot(0.477, 0.05)),
     ):
-        limits = np.array([verdicts.sd_at_least(draw()) for _ in range(300)])
+        limits = np.array([inference.sd_at_least(draw()) for _ in range(300)])
         assert (limits > sd).mean() < 0.04
         assert np.median(limits) > 0.4 * sd, "yet it is of use"
 
 
 def test_the_limit_of_the_sd_nears_the_sd():
     losses = np.random.default_rng(7).standard_normal(20_000)
-    assert 0.97 < verdicts.sd_at_least(losses) < 1
+    assert 0.97 < inference.sd_at_least(losses) < 1
 
 
 def test_shares_that_went_unseen():
-    assert verdicts.share_at_most(0, 10) == pytest.approx(1 - 0.05 ** (1 / 10))
+    assert inference.share_at_most(0, 10) == pytest.approx(1 - 0.05 ** (1 / 10))
     theirs = stats.binomtest(3, 12, alternative="less").proportion_ci(0.95, "exact").high
-    assert verdicts.share_at_most(3, 12) == pytest.approx(theirs)
-    assert verdicts.share_at_most(4, 4) == 1
-    assert verdicts.share_at_most(0, 0) == 1
+    assert inference.share_at_most(3, 12) == pytest.approx(theirs)
+    assert inference.share_at_most(4, 4) == 1
+    assert inference.share_at_most(0, 0) == 1
 
 
 # --- verdicts ----------------------------------------------------------------------------------------
@@ -248,9 +248,9 @@ def test_the_whole_is_equivalent_only_when_each_is():
 
 def test_a_margin_in_sd_is_taken_at_the_limit_of_the_sd():
     seen = gl.verdict(levels(cpu=BASE, cuda=shifted(TINY)), margin=" .5 sd")
-    assert row(seen, "cuda")["margin"] == pytest.approx(0.5 * verdicts.sd_at_least(BASE))
+    assert row(seen, "cuda")["margin"] == pytest.approx(0.5 * inference.sd_at_least(BASE))
     assert seen.between_seeds == pytest.approx(np.std(BASE, ddof=1))
-    assert seen.between_seeds_at_least == verdicts.sd_at_least(BASE)
+    assert seen.between_seeds_at_least == inference.sd_at_least(BASE)
     assert row(gl.verdict(levels(cpu=BASE, cuda=BASE), margin=0.07), "cuda")["margin"] == 0.07
 
 
@@ -548,8 +548,8 @@ def test_the_seeds_needed_reach_the_power_in_simulation(ratio):
         return np.mean([test(shift + ratio * generator.standard_normal(n)) <= 0.05 for _ in range(400)])
 
     n, m = int(told.to_detect), int(told.to_exclude)
-    assert 0.73 < rate(verdicts.sign_flip_p, n, 1.0) < 0.95
-    assert 0.73 < rate(lambda moved: verdicts.equivalence_p(moved, 1.0), m, 0.0) < 0.93
+    assert 0.73 < rate(inference.sign_flip_p, n, 1.0) < 0.95
+    assert 0.73 < rate(lambda moved: inference.equivalence_p(moved, 1.0), m, 0.0) < 0.93
     assert told.seeds == max(n, m)
 
 
