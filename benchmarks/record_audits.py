@@ -6,6 +6,7 @@ python benchmarks/record_audits.py cpu cuda:tf32=off --output data/audits
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 import time
@@ -18,7 +19,6 @@ import typer
 
 import gpulab as gl
 from gpulab.audits import Audit
-from gpulab.tracing import Trace
 
 
 def main(
@@ -39,7 +39,7 @@ def main(
             rows.append(_row(name, Audit(first, second), time.perf_counter() - started))
             print(json.dumps(rows[-1])[:400], flush=True)
             if setting in keep.split(";"):
-                _keep(second, output / f"{name}-{setting.replace(':', '-').replace(',', '-')}.trace")
+                second.save(output / re.sub(r"[^\w.]+", "-", f"{name}-{setting}.trace"))
     output.mkdir(parents=True, exist_ok=True)
     document = {"command": shlex.join(["python", *sys.argv]), "passport": dict(gl.passport()), "audits": rows}
     (output / "audits.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -60,10 +60,6 @@ def _row(name: str, report: Audit, seconds: float) -> dict[str, object]:
         "worst": [str(finding) for finding in report.findings[:3]],
         "seconds": seconds,
     }
-
-
-def _keep(trace: Trace, file: Path) -> None:
-    trace.save(file)
 
 
 if __name__ == "__main__":

@@ -465,6 +465,10 @@ class _Watcher(TorchDispatchMode):
             after.remove()
 
 
+# torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
+_Watcher.__torch_dispatch__ = getattr(_Watcher.__torch_dispatch__, "__wrapped__", _Watcher.__torch_dispatch__)  # type: ignore[method-assign]
+
+
 def _results(operation: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
     """What an operation returned; what it wrote to, for one that returns nothing, as optimizers' do."""
     if out is None:

@@ -1,6 +1,7 @@
 import copy
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ import gpulab as gl
 from gpulab.audits import KINDS, TWINS, Audit, distance
 from gpulab.loaders import Loader
 from gpulab.numerics import round_to
+from gpulab.tracing import find_step
 
+ROOT = Path(__file__).parent.parent
 A, B = "cpu", "cpu:threads=1"
 
 
@@ -496,6 +499,20 @@ def test_html_shows_the_findings_and_escapes_what_others_named(tmp_path):
         assert "&lt;script&gt;" in text
         assert "<b>mismatch</b>" in text
     assert "data:image/png;base64," in page
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "vit_b_16"])
+def test_this_cpu_and_a_recorded_gpu_differ_by_nothing_unexplained(name):
+    """The trace was made by an NVIDIA H200 with another version of torch, from the same step."""
+    recorded = gl.Trace.load(ROOT / "data" / "audits" / f"{name}-cuda-tf32-off.trace")
+    assert "H200" in recorded.passport["gpus"][0]["name"]
+    here = gl.record(find_step(f"{ROOT}/benchmarks/networks.py:{name}"), "cpu", progress=False)
+    report = gl.audit(here, recorded)
+    assert not report.faulty, str(report)
+    assert {finding.kind for finding in faults(report)} <= {"nondeterminism", "different random numbers"}
+    matched = report.table.difference.notna()
+    assert matched.mean() > 0.9
+    assert not report.table.same_bits[matched].all(), "two devices do round differently"
 
 
 def test_twins_name_kernels_of_torch_that_there_are():
