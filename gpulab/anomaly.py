@@ -2,6 +2,8 @@
 
 The loop that the paper's authors published fills one NumPy buffer per frame and wraps it for the device.
 Where wrapping does not copy, the gradient of every step is taken against the window's last frame.
+
+Source of the loop: `main.py` of github.com/eijwat/prednet_in_chainer_py3.
 """
 
 from __future__ import annotations

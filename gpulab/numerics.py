@@ -13,7 +13,7 @@ DROPPED_BITS = {"tf32": 13}
 TORCH_FORMATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 FORMATS = ("tf32", *TORCH_FORMATS)
 # Significant bits of each format, the leading one included.
-SIGNIFICANT_BITS = {"float32": 24, "tf32": 11, "float16": 11, "bfloat16": 8}
+SIGNIFICANT_BITS = {"tf32": 11, "bfloat16": 8}
 
 
 def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:

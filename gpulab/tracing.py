@@ -154,7 +154,9 @@ class Operation:
 class Trace:
     """One step under one setting: its `operations`, and a sketch of each value that they met.
 
-    `reference` are the operations of the same step in float64, and `sketches` hold the values of both.
+    `reference` are the operations of the same step in float64, and `sketches` hold the values of both:
+    float64 arrays of at most 64 numbers, by name. `overwritten` is what the guard found, `passport` the
+    machine, `arithmetic` the flags in force; reports call the trace by its `label`, or by its setting.
     """
 
     setting: str
