@@ -1,0 +1,28 @@
+"""Figures, one visual language for all notebooks: drawn from data frames, reports and runs only.
+
+`style` holds that language; each of the other files draws one kind of thing.
+"""
+
+from gpulab.plots.comparisons import curves, differences, losses, shared_memory
+from gpulab.plots.devices import roofline
+from gpulab.plots.estimates import estimation
+from gpulab.plots.pictures import frames, predictions, reconstructions, sample
+from gpulab.plots.steps import audit
+from gpulab.plots.style import Picture, colour, save
+
+__all__ = [
+    "Picture",
+    "audit",
+    "colour",
+    "curves",
+    "differences",
+    "estimation",
+    "frames",
+    "losses",
+    "predictions",
+    "reconstructions",
+    "roofline",
+    "sample",
+    "save",
+    "shared_memory",
+]

@@ -1,0 +1,183 @@
+"""Runs under several settings: their losses, how they came about, and what a setting changed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from gpulab.plots.style import FAINT, INK, Picture, canvas, colour, key, loss_scale, metric_label, points, setting_order
+from gpulab.store import history
+from gpulab.verdicts import check_one_protocol, verdict
+
+SPEED_COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#222222")
+LEFT_OUT_BITS = 1e-12  # where a difference of exactly nothing is drawn on a logarithmic axis
+
+
+def losses(frame: pd.DataFrame, metric: str = "final_loss", title: str | None = None) -> Picture:
+    """Each seed's loss under each setting, the same seeds joined by thin lines.
+
+    `frame` is one from `gpulab.runs` or `gpulab.recorded_runs`, of one experiment and profile.
+    """
+    check_one_protocol(frame)
+    frame = frame[frame.rerun == 0]
+    order = setting_order(frame)
+    figure, (axes,) = canvas(1, height=3.6)
+    for _, seed in frame.drop_duplicates(["setting", "seed"]).groupby("seed"):
+        places = [order.index(setting) for setting in seed.setting]
+        in_order = np.argsort(places)
+        axes.plot(np.array(places)[in_order], seed[metric].to_numpy(float)[in_order], color=FAINT, lw=0.7, zorder=1)
+    for (setting, recorded), group in frame.groupby(["setting", "recorded"]):
+        values = group[metric].astype(float)
+        place = order.index(setting) + (0.15 if recorded and not frame.recorded.all() else 0.0)
+        points(axes, np.full(len(values), place), values, setting, bool(recorded))
+        diverged = int((group.status == "diverged").sum())
+        if diverged:
+            axes.annotate(
+                f"{diverged} diverged", (place, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top"
+            )
+    loss_scale(axes)
+    axes.set_xticks(range(len(order)), [re.sub("[:=,]", "\n", setting) for setting in order], fontsize=8)
+    axes.set_xlim(-0.6, len(order) - 0.4)
+    axes.set_ylabel(metric_label(metric))
+    spread = frame.groupby("setting")[metric].agg(["min", "max"]).astype(float)
+    times = (spread["max"] / spread["min"]).max()
+    headline = f"From seed to seed the loss varies up to {times:.1f}-fold"
+    figure.suptitle(title or headline + ("; along a line it hardly moves" if _flat(frame, metric) else ""), fontsize=10)
+    key(figure, frame)
+    return Picture(figure, f"{metric} of each seed under {', '.join(order)}; the same seeds joined by lines.")
+
+
+def differences(frame: pd.DataFrame, reference: str | None = None, metric: str = "final_loss") -> Picture:
+    """How far each setting moves each seed's loss, beside how far the seeds are apart.
+
+    The axis is logarithmic; a difference of exactly nothing is drawn at the left edge.
+    """
+    seen = verdict(frame, metric, reference=reference)
+    base = seen.runs[seen.runs.setting == seen.reference].set_index("seed")[metric]
+    again = seen.reruns.assign(setting=f"{seen.reference} again")
+    moved = pd.concat([seen.pairs, again], ignore_index=True)
+    rows = [*seen.table.setting, *again.setting.unique()]
+    figure, (axes,) = canvas(1, height=1.3 + 0.42 * (len(rows) + 1))
+    floor = _floor(moved)
+    for place, setting in enumerate(rows):
+        values = moved[moved.setting == setting].difference.abs().to_numpy(float)
+        shown = np.where(values > 0, values, floor)
+        points(axes, shown, np.full(len(shown), place), setting.removesuffix(" again"), bool(frame.recorded.all()))
+    between = np.abs(base.to_numpy()[:, None] - base.to_numpy()[None, :])[np.triu_indices(len(base), 1)]
+    axes.scatter(between, np.full(len(between), len(rows)), color=INK, s=14, alpha=0.5, marker="|", zorder=3)
+    axes.axvline(seen.between_seeds, color=INK, lw=1, ls="--", zorder=1)
+    axes.annotate(
+        "standard deviation\nbetween seeds ",
+        (seen.between_seeds, -0.55),
+        ha="right",
+        va="center",
+        fontsize=8,
+        annotation_clip=False,
+    )
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(rows) + 1), [*rows, "one seed against another"])
+    axes.set_ylim(len(rows) + 0.6, -0.9)
+    if (moved.difference == 0).any():
+        axes.axvline(floor, color=FAINT, lw=0.8)
+        axes.annotate(" exactly the same", (floor, -0.55), va="center", fontsize=8, color=INK)
+    axes.set_xlabel(f"change of {metric.replace('_', ' ')} against {seen.reference}, same seed (mean squared error)")
+    known = f"The largest change of setting is {seen.ratio:.2g} of the spread between seeds"
+    figure.suptitle("One seed has no spread to compare with" if np.isnan(seen.ratio) else known, fontsize=10)
+    key(figure, frame)
+    return Picture(
+        figure,
+        f"Change of {metric} against {seen.reference} for {', '.join(rows)}, and between seeds, on a logarithmic axis.",
+    )
+
+
+def curves(frame: pd.DataFrame, baseline: float | None = None, baseline_label: str = "") -> Picture:
+    """The loss of every run while it learns, a thin line each; a `baseline` as a reference line."""
+    told = history(frame[frame.rerun == 0])
+    per_window = {row.id: row.frames_per_window for row in _window_lengths(frame).itertuples()}
+    figure, (axes,) = canvas(1, height=3.6)
+    for name, run in told.groupby("id"):
+        smooth = run.loss.rolling(max(1, len(run) // 60), min_periods=1).mean()
+        frames_seen = (run.window + 1) * per_window[name]
+        axes.plot(frames_seen, smooth, color=colour(run.setting.iloc[0]), lw=0.9, alpha=0.7)
+    if baseline is not None:
+        axes.axhline(baseline, color=INK, lw=1, ls=":")
+        axes.annotate(baseline_label, (0.01, baseline), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+    loss_scale(axes)
+    axes.set_xlabel("frames seen" if told.experiment.iloc[0] == "prednet" else "images seen")
+    axes.set_ylabel(metric_label("loss"))
+    seeds = told.seed.nunique()
+    apart = told.groupby("id").loss.last()
+    figure.suptitle(
+        f"{told.setting.nunique()} settings × {seeds} seeds: the runs end {apart.max() / apart.min():.1f}-fold apart",
+        fontsize=10,
+    )
+    key(figure, frame, line=True)
+    return Picture(
+        figure, f"Loss against frames seen, one line for each of {told.id.nunique()} runs, coloured by setting."
+    )
+
+
+def shared_memory(frame: pd.DataFrame) -> Picture:
+    """Each seed's loss with shared memory against its loss with copied frames, by size and speed of motion.
+
+    `frame` holds runs with the loader `copied` and with `reused` or `imitated`. Above the diagonal,
+    sharing was worse.
+    """
+    groups = list(frame.groupby(["profile", "device"], sort=False))[:2]
+    figure, panels = canvas(len(groups), height=3.7)
+    markers = dict(zip(sorted(frame.speed.dropna().unique()), "os^Dv", strict=False))
+    above = total = 0
+    for axes, ((profile, device), runs) in zip(panels, groups, strict=True):
+        wide = runs.pivot_table(index=["speed", "seed", "setting", "recorded"], columns="loader", values="final_loss")
+        other = next(name for name in wide.columns if name != "copied")
+        for (speed, recorded), pairs in wide.dropna().groupby(["speed", "recorded"]):
+            tint = SPEED_COLOURS[list(markers).index(speed) % len(SPEED_COLOURS)]
+            axes.scatter(
+                pairs["copied"],
+                pairs[other],
+                marker=markers[speed],
+                s=24,
+                color="white" if recorded else tint,
+                edgecolors=tint,
+                label=f"speed {speed:g}",
+                zorder=3,
+            )
+            above += int((pairs[other] > pairs["copied"]).sum())
+            total += len(pairs)
+        ends = [runs.final_loss.min() * 0.8, runs.final_loss.max() * 1.25]
+        axes.plot(ends, ends, color=INK, lw=0.8, ls="--", zorder=1)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_formatter(NullFormatter())
+        axes.set_title(f"{profile} size, {device}: {other} against copied", fontsize=9)
+        axes.set_xlabel("final loss, frames copied")
+        axes.set_ylabel(f"final loss, buffer {other}")
+    panels[-1].legend(fontsize=8, frameon=False, loc="lower right")
+    figure.suptitle(f"Sharing memory gave the higher loss in {above} of {total} pairs of the same seed", fontsize=10)
+    key(figure, frame)
+    return Picture(figure, "Final loss with shared memory against final loss with copied frames, one point a seed.")
+
+
+def _floor(moved: pd.DataFrame) -> float:
+    sizes = moved.difference.abs()
+    smallest = sizes[sizes > 0].min()
+    return float(smallest) / 10 if smallest == smallest else LEFT_OUT_BITS
+
+
+def _flat(frame: pd.DataFrame, metric: str) -> bool:
+    """Whether the spread along seeds' lines is under a tenth of the spread between seeds."""
+    table = frame.pivot_table(index="seed", columns="setting", values=metric).astype(float)
+    along = (table.max(axis=1) - table.min(axis=1)).max()
+    return len(table) > 1 and bool(along < 0.1 * (table.max(axis=0) - table.min(axis=0)).max())
+
+
+def _window_lengths(frame: pd.DataFrame) -> pd.DataFrame:
+    from gpulab.store import read_record
+
+    rows = [(row.id, read_record(Path(row.path))["configuration"]["window"]) for row in frame.itertuples()]
+    return pd.DataFrame(rows, columns=["id", "frames_per_window"])
