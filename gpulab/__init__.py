@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gpulab.anomaly import first_window as first_window
     from gpulab.audits import audit as audit
     from gpulab.datasets import load as load
+    from gpulab.emulation import emulate as emulate
     from gpulab.errors import DataError as DataError
     from gpulab.errors import GpulabError as GpulabError
     from gpulab.errors import OverwrittenError as OverwrittenError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from gpulab.guards import guard as guard
     from gpulab.models import Autoencoder as Autoencoder
     from gpulab.models import PredNet as PredNet
+    from gpulab.numerics import round_to as round_to
+    from gpulab.numerics import ulp_distance as ulp_distance
     from gpulab.passports import passport as passport
     from gpulab.profiles import profile as profile
     from gpulab.published import published_network as published_network
@@ -72,6 +75,7 @@ _HOME = {
     "audit": "audits",
     "available_settings": "settings",
     "bounds": "speed",
+    "emulate": "emulation",
     "first_window": "anomaly",
     "guard": "guards",
     "load": "datasets",
@@ -82,10 +86,12 @@ _HOME = {
     "recorded_rooflines": "speed",
     "recorded_runs": "store",
     "roofline": "speed",
+    "round_to": "numerics",
     "runs": "store",
     "seeds_needed": "verdicts",
     "setting": "settings",
     "train": "training",
+    "ulp_distance": "numerics",
     "variance_components": "verdicts",
     "verdict": "verdicts",
     "working_threads": "settings",

@@ -1,6 +1,8 @@
-"""Number formats: rounding to them, and telling that a tensor's numbers were rounded."""
+"""Number formats: rounding to them, distances in them, and telling that a tensor's numbers were rounded."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -8,35 +10,136 @@ from torch import Tensor
 
 from gpulab.errors import UsageError
 
-# Bits of the significand that are dropped from float32's 23 stored ones.
-DROPPED_BITS = {"tf32": 13}
-TORCH_FORMATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-FORMATS = ("tf32", *TORCH_FORMATS)
-# Significant bits of each format, the leading one included.
-SIGNIFICANT_BITS = {"tf32": 11, "bfloat16": 8}
+MODES = ("nearest", "away", "truncate")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary floating-point format.
+
+    `precision` counts the significant bits, the leading one included; the smallest normal number is
+    2 to the power of `smallest`, the largest finite one is `largest`. `dtype` is torch's, where it has one.
+    """
+
+    precision: int
+    smallest: int
+    largest: float
+    dtype: torch.dtype | None = None
+    subnormals: bool = True
+    infinities: bool = True
+
+
+def _of(dtype: torch.dtype, precision: int, infinities: bool = True) -> Format:
+    limits = torch.finfo(dtype)
+    return Format(precision, int(np.log2(limits.smallest_normal)), limits.max, dtype, infinities=infinities)
+
+
+# float32_ftz is float32 as code compiled for speed has it: subnormal numbers count as zero.
+FORMATS = {
+    "float32": _of(torch.float32, 24),
+    "float32_ftz": Format(24, -126, torch.finfo(torch.float32).max, subnormals=False),
+    "tf32": Format(11, -126, (2 - 2.0**-10) * 2.0**127),
+    "bfloat16": _of(torch.bfloat16, 8),
+    "float16": _of(torch.float16, 11),
+    "float8_e4m3fn": _of(torch.float8_e4m3fn, 4, infinities=False),
+    "float8_e5m2": _of(torch.float8_e5m2, 3),
+}
 
 
 def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
-    """Round a float32 tensor to a format's numbers, to the nearest (ties to even); float32 again.
+    """Round a float32 tensor to the numbers of the format `name`; float32 again, of the same shape.
 
-    `mode="truncate"`, for `tf32`, drops the bits that the format lacks, as a unit does that is
-    handed float32 numbers and does not read their end. Raises `UsageError` for an unknown format.
+    `mode` is `nearest` (ties to even, IEEE 754), `away` (nearest, ties away from zero, as `cvt.rna` on a
+    GPU) or `truncate` (toward zero: the bits that the format lacks are dropped). What rounds beyond the
+    largest number becomes infinite, or that largest number in `float8_e4m3fn`, which has no infinities.
+    Raises `UsageError` for an unknown format or mode, and for numbers that are not float32.
 
     >>> round_to(torch.tensor([1 / 3]), "tf32").item()
     0.333251953125
+    >>> round_to(torch.tensor([300.0, 500.0]), "float8_e4m3fn").tolist()
+    [288.0, 448.0]
+
+    Source: Micikevicius et al. 2022, *FP8 formats for deep learning* (arXiv 2209.05433); NVIDIA, *A100 Tensor
+    Core GPU Architecture* (TF32).
     """
-    if name in TORCH_FORMATS:
-        return x.to(TORCH_FORMATS[name]).to(torch.float32)
-    if name not in DROPPED_BITS or mode not in ("nearest", "truncate"):
-        raise UsageError(f"format {name!r}, mode {mode!r}: expected {', '.join(FORMATS)}, and nearest or truncate")
-    dropped = DROPPED_BITS[name]
-    bits = x.to(torch.float32).contiguous().view(torch.int32)
-    special = ~torch.isfinite(x)
+    if name not in FORMATS or mode not in MODES:
+        raise UsageError(f"format {name!r}, mode {mode!r}: expected {', '.join(FORMATS)}, and {', '.join(MODES)}")
+    if x.dtype != torch.float32:
+        raise UsageError(f"numbers to round must be float32, and these are {str(x.dtype).removeprefix('torch.')}")
+    target = FORMATS[name]
+    if name == "float32":
+        return x.clone()
+    if not target.subnormals:
+        return torch.where(x.abs() < 2.0**target.smallest, x * 0.0, x)
+    if target.smallest == FORMATS["float32"].smallest and (target.dtype is None or mode != "nearest"):
+        return _round_bits(x, 24 - target.precision, mode)
+    if mode == "nearest" and target.dtype is not None:
+        given = x if target.infinities else x.clamp(-target.largest, target.largest)  # torch before 2.12 made NaN of it
+        return given.to(target.dtype).to(torch.float32)
+    return _round_steps(x, target, mode)
+
+
+def _round_bits(x: Tensor, dropped: int, mode: str) -> Tensor:
+    """Round off the last bits of float32's significand, in a format with float32's exponents."""
+    bits = x.view(torch.int32)
+    mask = -(1 << dropped)
     if mode == "nearest":
-        odd = (bits >> dropped) & 1
-        bits = bits + ((1 << (dropped - 1)) - 1) + odd
-    rounded = (bits & ~((1 << dropped) - 1)).view(torch.float32)
-    return torch.where(special, x.to(torch.float32), rounded)
+        made = (bits >> dropped).bitwise_and_(1).add_(bits).add_((1 << (dropped - 1)) - 1)
+    elif mode == "away":
+        made = bits + (1 << (dropped - 1))
+    else:
+        made = bits.clone()
+    rounded = made.bitwise_and_(mask).view(torch.float32)
+    return torch.where(x.isnan(), x, rounded)  # a NaN whose payload carries over would be a number
+
+
+def _round_steps(x: Tensor, target: Format, mode: str) -> Tensor:
+    """Round to multiples of the format's step at each number, in float64, where both are exact."""
+    wide = x.double()
+    exponent = torch.frexp(wide).exponent.clamp_min(target.smallest + 1)  # frexp's significands lie below 1
+    step = power_of_two(exponent - target.precision)
+    half = 0.0 if mode == "truncate" else 0.5
+    made = torch.trunc(wide.abs() / step + half) * step
+    overflow = target.largest if mode == "truncate" or not target.infinities else np.inf
+    made = torch.where(made > target.largest, overflow, made)
+    if target.infinities:
+        made = torch.where(wide.isinf(), np.inf, made)
+    return torch.copysign(torch.where(wide.isnan(), wide, made), wide).float()
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """Two to the power of whole numbers from -1022 to 1023, exact, as float64."""
+    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
+
+
+def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
+    """How many numbers of their own format lie between two tensors' elements: 0 for equal ones, 1 for neighbours.
+
+    Both are of one floating-point type (float16, bfloat16, float32, float64) and of shapes that broadcast;
+    int64. Zeros of either sign are one number. A NaN is at 0 from a NaN and at 2^63 - 1 from a number.
+
+    >>> ulp_distance(torch.tensor(1.0), torch.tensor(1.0000001))
+    tensor(1)
+
+    Source: B. Dawson, *Comparing floating point numbers* (2012), after W. Kahan.
+    """
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size())
+    if a.dtype != b.dtype or not a.is_floating_point() or whole is None:
+        raise UsageError(
+            f"distances in ulps are between tensors of one type, float16, bfloat16, float32 or float64; "
+            f"these are {str(a.dtype).removeprefix('torch.')} and {str(b.dtype).removeprefix('torch.')}"
+        )
+
+    def rank(x: Tensor) -> Tensor:
+        bits = x.contiguous().view(whole).to(torch.int64)
+        return torch.where(bits < 0, torch.iinfo(whole).min - bits, bits)
+
+    # Numbers of opposite signs may lie more than 2^63 - 1 apart in float64: saturate.
+    first, second = torch.broadcast_tensors(rank(a), rank(b))
+    gap, largest = (first - second).abs(), torch.iinfo(torch.int64).max
+    opposite = (first < 0) != (second < 0)
+    gap = torch.where(opposite & (first.abs() > largest - second.abs()), largest, gap)
+    return torch.where(a.isnan() | b.isnan(), torch.where(a.isnan() & b.isnan(), 0, largest), gap)
 
 
 def rounded_format(x: Tensor) -> str | None:
@@ -59,4 +162,4 @@ def rounded_format(x: Tensor) -> str | None:
     if exponents.max() + 24 - lowest <= length + 2:
         return None  # whole numbers and other multiples of one number: short without having been rounded
     formats = ("bfloat16", "tf32")
-    return next((name for name in formats if 0 <= SIGNIFICANT_BITS[name] - length <= 2), None)
+    return next((name for name in formats if 0 <= FORMATS[name].precision - length <= 2), None)

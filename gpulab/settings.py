@@ -43,6 +43,8 @@ OPTIONS = {
     "cudnn": ("cuda",),
     "deterministic": ("cpu", "cuda", "mps", "xpu"),
     "precision": ("cpu", "cuda", "mps", "xpu"),
+    "emulate": ("cpu", "cuda", "mps", "xpu"),
+    "order": ("cpu", "cuda", "mps", "xpu"),
 }
 
 
@@ -65,6 +67,8 @@ class Setting:
     cudnn: bool | None = None
     deterministic: bool | None = None
     precision: str | None = None
+    emulate: str | None = None
+    order: str | None = None
 
     @classmethod
     def parse(cls, text: str | Setting) -> Setting:
@@ -86,6 +90,10 @@ class Setting:
             if name in values:
                 raise UsageError(f"setting {text!r}: {name!r} is given twice")
             values[name] = _parse_option(text, device, name, value)
+        if values.get("precision", "float32") != "float32" and {"emulate", "order"} & set(values):
+            raise UsageError(
+                f"setting {text!r}: what is emulated is the arithmetic of float32 numbers: leave precision away"
+            )
         return cls(device, **values)
 
     def __str__(self) -> str:
@@ -104,6 +112,11 @@ class Setting:
     def kind(self) -> str:
         """The device without its index: `cpu`, `cuda`, `mps` or `xpu`."""
         return self.device.partition(":")[0]
+
+    @property
+    def emulated(self) -> bool:
+        """Whether another chip's arithmetic is imitated (`gpulab.emulate`)."""
+        return self.emulate is not None or self.order is not None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,6 +165,10 @@ class Setting:
             missing = f"no {self.isa} instructions"
         if missing:
             raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {missing}")
+        if self.emulated:
+            from gpulab.emulation import arithmetic_of
+
+            arithmetic_of(self.emulate or "float32", self.order)
         self._check_isa_in_force()
 
     def _check_isa_in_force(self) -> None:
@@ -174,7 +191,13 @@ class Setting:
         saved = _read_flags()
         try:
             _apply_flags(self)
-            with torch.cuda.device(self.device) if self.kind == "cuda" else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if self.kind == "cuda":
+                    stack.enter_context(torch.cuda.device(self.device))
+                if self.emulated:
+                    from gpulab.emulation import emulate
+
+                    stack.enter_context(emulate(self.emulate or "float32", order=self.order))
                 yield self
         finally:
             _restore_flags(saved)
@@ -263,6 +286,10 @@ def _parse_option(text: str | Setting, device: str, name: str, value: str) -> An
         if not re.fullmatch(r"[1-9]\d{0,3}", value):
             raise UsageError(f"setting {text!r}: threads={value!r} must be a number from 1 to 9999")
         return int(value)
+    if name in ("emulate", "order"):
+        if not value:
+            raise UsageError(f"setting {text!r}: {name} needs a value, such as emulate=tf32 or order=pairwise")
+        return value
     if name == "isa":
         choices = {choice: choice for choice in ISA_VALUES}
     elif name == "precision":

@@ -13,11 +13,13 @@ MODULES = sorted(info.name for info in pkgutil.iter_modules([str(PACKAGE)]))
 # Imports run downwards only; a line is a floor, the lowest first.
 FLOORS = [
     ["errors"],
+    ["numerics"],
+    ["emulation"],
     ["settings", "passports"],
-    ["loaders", "numerics", "inference"],
+    ["loaders", "inference"],
     ["models", "datasets", "scenes", "profiles", "guards", "shadows"],
     ["training", "store", "tracing"],
-    ["experiments", "verdicts", "speed", "audits", "published"],
+    ["experiments", "verdicts", "speed", "audits", "published", "products"],
     ["anomaly"],
     ["plots"],
     ["cli", "companion", "worker", "pytest_plugin", "chainer_window"],

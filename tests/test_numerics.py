@@ -90,7 +90,7 @@ def test_shape_and_strides_of_any_tensor(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("tf16", "nearest"), ("", "nearest"), ("float32", "nearest"), ("tf32", "up")]
+    ("name", "mode"), [("tf16", "nearest"), ("", "nearest"), ("float64", "nearest"), ("tf32", "up")]
 )
 def test_another_format_or_mode_is_refused_by_name(name, mode):
     with pytest.raises(gl.UsageError, match=f"format '{name}', mode '{mode}'"):

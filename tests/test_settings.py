@@ -20,6 +20,8 @@ VALUES = {
     "cudnn": ON_OFF,
     "deterministic": ON_OFF,
     "precision": (None, *PRECISIONS),
+    "emulate": (None, "tf32", "hopper"),
+    "order": (None, "pairwise", "tensor-core+split-4"),
 }
 
 
@@ -27,6 +29,9 @@ def options_of(device):
     """Every combination of the options that have a meaning on a device, as lists of `name=value`."""
     names = [name for name in OPTIONS if device.partition(":")[0] in OPTIONS[name]]
     for values in itertools.product(*(VALUES[name] for name in names)):
+        *_, precision, emulate, order = values
+        if precision not in (None, "float32") and (emulate or order):
+            continue  # what is emulated is the arithmetic of float32
         yield [f"{name}={value}" for name, value in zip(names, values, strict=True) if value is not None]
 
 
@@ -62,6 +67,13 @@ def flags():
                 backends.mkldnn.conv,
             )
         ],
+        "fused": (
+            torch.backends.mha.get_fastpath_enabled(),
+            backends.cuda.flash_sdp_enabled(),
+            backends.cuda.mem_efficient_sdp_enabled(),
+            backends.cuda.math_sdp_enabled(),
+            torch._C._get_mkldnn_enabled(),
+        ),
         "environment": {
             name: value for name, value in os.environ.items() if name.startswith(("CUBLAS", "OMP", "ATEN"))
         },
@@ -87,7 +99,7 @@ def test_text_and_setting_are_inverse_for_every_combination_of_options(device):
 def test_the_order_of_options_does_not_matter_and_one_order_is_printed(device):
     longest = max(options_of(device), key=len)
     texts = {f"{device}:{','.join(order)}" for order in itertools.permutations(longest)}
-    assert len(texts) == 24
+    assert len(texts) == 720
     assert {str(Setting.parse(text)) for text in texts} == {f"{device}:{','.join(longest)}"}
     assert len({Setting.parse(text) for text in texts}) == 1
 
@@ -129,6 +141,9 @@ def test_one_gpu_has_one_text():
         ("cuda:threads=1", ["'threads'", "cpu only"]),
         ("mps:threads=1", ["'threads'", "cpu only"]),
         ("cuda:isa=avx2", ["'isa'", "cpu only"]),
+        ("cpu:emulate=", ["'cpu:emulate='", "emulate=tf32"]),
+        ("cpu:emulate=tf32,precision=float64", ["float32", "leave precision away"]),
+        ("cpu:precision=bfloat16,order=pairwise", ["float32", "leave precision away"]),
         (None, ["None", "cpu"]),
     ],
 )
@@ -180,7 +195,7 @@ def unusual_flags(monkeypatch):
 
 
 CPU_SETTINGS = ["cpu", "cpu:threads=1", "cpu:deterministic=on", "cpu:deterministic=off", "cpu:precision=float64"]
-CPU_SETTINGS += ["cpu:threads=2,deterministic=on,precision=bfloat16"]
+CPU_SETTINGS += ["cpu:threads=2,deterministic=on,precision=bfloat16", "cpu:emulate=hopper,order=tensor-core+split-2"]
 
 
 @pytest.mark.parametrize("text", CPU_SETTINGS)
