@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from gpulab.passports import passport as passport
     from gpulab.profiles import profile as profile
     from gpulab.published import published_network as published_network
+    from gpulab.reproduction import Reproduction as Reproduction
+    from gpulab.reproduction import reproduce as reproduce
+    from gpulab.retraining import seed_runs as seed_runs
     from gpulab.settings import Setting as Setting
     from gpulab.settings import available_settings as available_settings
     from gpulab.settings import setting as setting
@@ -65,6 +68,7 @@ _HOME = {
     "OverwrittenError": "errors",
     "OverwrittenWarning": "errors",
     "PredNet": "models",
+    "Reproduction": "reproduction",
     "Setting": "settings",
     "Step": "tracing",
     "Trace": "tracing",
@@ -85,9 +89,11 @@ _HOME = {
     "record": "tracing",
     "recorded_rooflines": "speed",
     "recorded_runs": "store",
+    "reproduce": "reproduction",
     "roofline": "speed",
     "round_to": "numerics",
     "runs": "store",
+    "seed_runs": "retraining",
     "seeds_needed": "verdicts",
     "setting": "settings",
     "train": "training",

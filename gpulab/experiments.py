@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import collections
 import contextlib
 import functools
 import json
 import os
+import pickle
 import queue
 import shlex
 import signal
@@ -97,7 +99,7 @@ class Experiment:
         finished: list[str] = []
         failures: list[str] = []
         pending: queue.SimpleQueue[int] = queue.SimpleQueue()
-        with _Bar(len(jobs), frames, progress) as bar, _Workers(self.workers) as workers:
+        with _Bar(len(jobs), frames, progress) as bar, Workers(self.workers) as workers:
             for number, job in enumerate(jobs):
                 if stores.is_done(self.folder, name := planned_id(**job)):
                     finished.append(name)
@@ -173,8 +175,8 @@ class _Worker:
         self.last_words: collections.deque[str] = collections.deque(maxlen=3)
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> str:
-        """Have a job done; returns the id of the run. `tell` hears (frames done, loss)."""
+    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
+        """Have a job done; returns the id of the run, or what a call gave. `tell` hears (frames done, loss)."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(OSError):  # if it has died, the end of its answers says so
@@ -186,6 +188,8 @@ class _Worker:
                 raise GpulabError(message["error"])
             if "id" in message:
                 return message["id"]
+            if "result" in message:
+                return message["result"]
             tell(message["done"], message["loss"])
         status = self.process.wait()
         words = " ".join(self.last_words) or "it said nothing (killed, or out of memory?)"
@@ -214,7 +218,7 @@ class _Worker:
         self.process.wait()
 
 
-class _Workers:
+class Workers:
     """One worker a thread, replaced when the setting changes or it has died."""
 
     def __init__(self, count: int) -> None:
@@ -222,7 +226,7 @@ class _Workers:
         self.mine = threading.local()
         self.all: list[_Worker] = []
 
-    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> str:
+    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
         """Have a job done by this thread's worker."""
         worker: _Worker | None = getattr(self.mine, "worker", None)
         if worker is None or worker.setting != job["setting"] or not worker.alive:
@@ -237,7 +241,7 @@ class _Workers:
         for worker in self.all:
             worker.stop()
 
-    def __enter__(self) -> _Workers:
+    def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -273,9 +277,11 @@ class _Bar:
 
 
 def worker_loop(lines: Iterator[str]) -> None:
-    """What a worker process does: read a job a line, train, and answer with a line of JSON each."""
-    from gpulab.training import train
+    """What a worker process does: read a job a line, train, and answer with a line of JSON each.
 
+    A job holds the arguments of `gpulab.train`, or in `call` a pickled function with its arguments, which
+    comes from the process that started this one.
+    """
     # Whatever a library prints, from Python or from C, must not come between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -286,9 +292,16 @@ def worker_loop(lines: Iterator[str]) -> None:
     for line in lines:
         job = json.loads(line)
         try:
-            run = train(**job, progress=lambda done, loss: answer(done=done, loss=loss))
-            answer(id=run.record["id"])
+            if "call" in job:
+                sys.path[:] = job["path"]  # as where the function was defined
+                function, arguments = pickle.loads(base64.b64decode(job["call"]))
+                answer(result=function(*arguments, lambda done, loss: answer(done=done, loss=loss)))
+            else:
+                from gpulab.training import train
+
+                run = train(**job, progress=lambda done, loss: answer(done=done, loss=loss))
+                answer(id=run.record["id"])
         except GpulabError as error:
             answer(error=str(error))
-        except (RuntimeError, TypeError, ValueError, OSError) as error:
+        except Exception as error:  # whatever a function of the user's raises
             answer(error=f"{type(error).__name__}: {error}")

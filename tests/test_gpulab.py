@@ -20,7 +20,7 @@ FLOORS = [
     ["models", "datasets", "scenes", "profiles", "guards", "shadows"],
     ["training", "store", "tracing"],
     ["experiments", "verdicts", "speed", "audits", "published", "products"],
-    ["anomaly"],
+    ["anomaly", "retraining", "search_space", "reproduction"],
     ["plots"],
     ["cli", "companion", "worker", "pytest_plugin", "chainer_window"],
 ]

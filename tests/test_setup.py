@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
+SEARCH = [Requirement(text) for text in PROJECT["optional-dependencies"]["search"]]  # notebook 09 searches
 EXTRAS = [Requirement(text) for extra in PROJECT["optional-dependencies"].values() for text in extra]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -155,7 +156,8 @@ def test_conda_environments_ask_for_what_pyproject_asks_for(file, torch):
     assert re.search(r"^channels:\n  - conda-forge\ndependencies:$", text, re.M)
     listed = re.findall(r"^  - (.+)$", text.partition("\ndependencies:\n")[2], re.M)
     mapped = CONDA_NAMES | {"torch": torch}
-    wanted = [f"{mapped.get(requirement.name, requirement.name)}{requirement.specifier}" for requirement in RUNTIME]
+    asked = RUNTIME + SEARCH
+    wanted = [f"{mapped.get(requirement.name, requirement.name)}{requirement.specifier}" for requirement in asked]
     assert sorted(listed) == sorted([*wanted, "python=3.12", "pip"])
     assert "3.12" in Requirement(f"python{PROJECT['requires-python']}").specifier
 
