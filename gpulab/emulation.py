@@ -36,16 +36,20 @@ CHUNK = 1 << 18  # products that are looked at together: a tensor of 2 MiB, whic
 class Arithmetic:
     """How a chip multiplies and sums matrices of float32 numbers.
 
-    Factors are rounded to `format` by `rounding`. The sum is float32's, in this machine's order or in
-    `order`; where it is split into `slices`, that many sums are made and added in turn. The result is
-    rounded to `result`. A tensor core adds `block` products to the sum at once, each cut `fraction` bits
-    below the leading bit of the largest, and cuts the new sum to `kept` significant bits. Factors that are
-    16-bit numbers themselves are its own too: `half_block` of them at once.
+    Factors are rounded to `format`: those of matrix products, of convolutions with the gradient of their
+    input, and of the gradient of their weight by one rounding each of `roundings`. The sum is float32's, in
+    this machine's order or in `order`; where it is split into `slices`, that many sums are made and added in
+    turn. The result is rounded to `result`.
+
+    A tensor core adds `block` products to the sum at once, each cut `fraction` bits below the leading bit of
+    the largest, and cuts the new sum to `kept` significant bits. Factors that are 16-bit numbers themselves
+    are its own too: `half_block` of them at once. A convolution runs through `tile` channels at every place
+    of its kernel, then through the next ones; through all of them where there is no tile.
     """
 
     name: str
     format: str = "float32"
-    rounding: str = "nearest"
+    roundings: tuple[str, str, str] = ("nearest", "nearest", "nearest")
     result: str = "float32"
     order: str | None = None
     slices: int = 1
@@ -53,6 +57,7 @@ class Arithmetic:
     half_block: int = 16
     fraction: int = 25
     kept: int = 24
+    tile: int | None = None
 
     def __str__(self) -> str:
         order = "+".join([self.order or "", f"split-{self.slices}"] if self.slices > 1 else [self.order or ""])
@@ -67,12 +72,13 @@ PRECISIONS = {name: Arithmetic(name, name) for name in FORMATS} | {
     "float8_e5m2": Arithmetic("float8_e5m2", "float8_e5m2", block=32, fraction=13, kept=14),
 }
 # Generations of cards. Only from Ampere on do tensor cores take float32 numbers, as TF32. Blocks and bits are
-# those of Fasi et al. 2021 and Xie et al. 2025; Hopper's are confirmed bit for bit by data/products.
+# those of Fasi et al. 2021 and Xie et al. 2025. Roundings and tiles are what cuBLAS's and cuDNN's kernels for
+# each generation were found to do on an H200, which runs both; for hopper, blocks and bits as well (data/products).
 CHIPS = {
-    "pascal": Arithmetic("pascal"),
+    "pascal": Arithmetic("pascal", half_block=0),
     "turing": Arithmetic("turing", half_block=8, fraction=24),
-    "ampere": Arithmetic("ampere", "tf32", block=4, half_block=8, fraction=24),
-    "hopper": Arithmetic("hopper", "tf32"),
+    "ampere": Arithmetic("ampere", "tf32", ("nearest", "away", "away"), block=4, half_block=8, fraction=24),
+    "hopper": Arithmetic("hopper", "tf32", ("nearest", "nearest", "truncate"), tile=32),
 }
 KNOWN = PRECISIONS | CHIPS
 
@@ -96,7 +102,11 @@ def arithmetic_of(name: str = "float32", order: str | None = None, rounding: str
             f"or both, such as {ORDERS[-1]}+split-4"
         )
     whole, slices = found.groups() if found else (None, None)
-    return replace(KNOWN[name], order=whole, slices=int(slices or 1), rounding=rounding or KNOWN[name].rounding)
+    known = KNOWN[name]
+    if whole == "tensor-core" and known.format.startswith("float32") and (name == "pascal" or name in PRECISIONS):
+        raise UsageError(f"order {order!r}: there are no tensor cores for {name}; tf32, ampere or hopper have them")
+    roundings = known.roundings if rounding is None else (rounding,) * 3
+    return replace(known, order=whole, slices=int(slices or 1), roundings=roundings)
 
 
 @contextlib.contextmanager
@@ -114,8 +124,12 @@ def emulate(name: str = "float32", *, order: str | None = None, rounding: str | 
     sums that are added in turn, as N threads or a split-K kernel would; `tensor-core+split-4` is both. None
     leaves it to this machine's libraries, the fast way: sums are float32's then, and only the formats differ.
 
-    `rounding` replaces the rounding of the factors, `nearest` (what cuBLAS and cuDNN do), by `away` or
-    `truncate`. An emulation inside another one replaces it for its block.
+    `rounding` of the factors is `nearest` in a format, and for a chip what its libraries' kernels do (cuDNN's
+    newest cut the factors of weight gradients); `nearest`, `away` or `truncate` is used for all if given.
+    An emulation inside another one replaces it for its block.
+
+    What it cannot know is which kernel a library will choose: an H200 that may use TF32 computes many small
+    convolutions in float32 all the same (`gpulab.products`).
 
     Raises `UsageError` for unknown names, and `GpulabError` where an operation hides its products.
 
@@ -236,23 +250,26 @@ def _remedy(name: str) -> str:
 # --- products --------------------------------------------------------------------------------------------
 
 
-def product(a: Tensor, b: Tensor, how: Arithmetic) -> Tensor:
+MATRIX, CONVOLUTION, WEIGHT = range(3)  # places in `Arithmetic.roundings`
+
+
+def product(a: Tensor, b: Tensor, how: Arithmetic, kind: int = MATRIX) -> Tensor:
     """The product of matrices (…, M, K) and (…, K, N) by an arithmetic, before it is rounded to its result."""
     if a.dtype in HALVES:  # as they are: only the sum is a tensor core's own
-        return summed(a.float(), b.float(), replace(how, block=how.half_block, fraction=how.fraction, kept=24))
-    return summed(_rounded(a, how), _rounded(b, how), how)
+        return summed(a.float(), b.float(), replace(how, block=how.half_block, kept=24))
+    return summed(_rounded(a, how, kind), _rounded(b, how, kind), how)
 
 
-def _rounded(x: Tensor, how: Arithmetic) -> Tensor:
+def _rounded(x: Tensor, how: Arithmetic, kind: int = MATRIX) -> Tensor:
     """A factor in the format; 8-bit formats with a scale, a power of two, that makes use of their range."""
     if how.format == "float32":
         return x
     if not how.format.startswith("float8"):
-        return round_to(x, how.format, how.rounding)
+        return round_to(x, how.format, how.roundings[kind])
     largest = x.abs().amax() if x.numel() else x.new_tensor(1.0)
     exponent = torch.log2(FORMATS[how.format].largest / largest).floor()
     scale = torch.where(exponent.isfinite(), torch.exp2(exponent.clamp(-100, 100)), 1.0)
-    return round_to(x * scale, how.format, how.rounding) / scale
+    return round_to(x * scale, how.format, how.roundings[kind]) / scale
 
 
 def _finished(x: Tensor, how: Arithmetic, dtype: torch.dtype) -> Tensor:
@@ -326,7 +343,8 @@ class _Geometry:
 def _convolution(operation: Any, args: Sequence[Any], how: Arithmetic) -> Tensor:
     x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
     if not _reordered(how, x.dtype):
-        return _finished(operation(_rounded(x, how), _rounded(weight, how), *args[2:]), how, x.dtype)
+        factors = (_rounded(factor, how, CONVOLUTION) for factor in (x, weight))
+        return _finished(operation(*factors, *args[2:]), how, x.dtype)
     geometry = _Geometry.of(_sides(x), groups, stride, padding, dilation, output_padding)
     flat, kernel = _two_sided(x), _two_sided(weight)
     if transposed:
@@ -353,8 +371,7 @@ def _convolution_backward(operation: Any, args: Sequence[Any], how: Arithmetic) 
     gradient, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, wanted = args
     to_bias = gradient.sum([0, *range(2, gradient.dim())]) if wanted[2] else None  # a sum, not a product
     if not _reordered(how, x.dtype):
-        factors = (_rounded(t, how) for t in (gradient, x, weight))
-        to_input, to_weight, _ = operation(*factors, *args[3:10], [*wanted[:2], False])
+        to_input, to_weight = _both_gradients(operation, args, how)
     else:
         geometry = _Geometry.of(_sides(x), groups, stride, padding, dilation, output_padding)
         flow, seen, kernel = (_two_sided(t) for t in (gradient, x, weight))
@@ -369,6 +386,20 @@ def _convolution_backward(operation: Any, args: Sequence[Any], how: Arithmetic) 
         for t, asked, like in zip((to_input, to_weight), wanted, (x, weight), strict=False)
     )
     return *made, to_bias
+
+
+def _both_gradients(operation: Any, args: Sequence[Any], how: Arithmetic) -> tuple[Tensor | None, Tensor | None]:
+    """In this machine's order: at once, or one after the other where their factors are rounded differently."""
+    wanted = args[10][:2]
+    if how.roundings[CONVOLUTION] == how.roundings[WEIGHT] or not all(wanted):
+        kind = CONVOLUTION if wanted[0] else WEIGHT
+        factors = (_rounded(factor, how, kind) for factor in args[:3])
+        return operation(*factors, *args[3:10], [*wanted, False])[:2]
+    halves = []
+    for kind in (CONVOLUTION, WEIGHT):
+        factors = (_rounded(factor, how, kind) for factor in args[:3])
+        halves.append(operation(*factors, *args[3:10], [kind == CONVOLUTION, kind == WEIGHT, False]))
+    return halves[0][0], halves[1][1]
 
 
 CONVOLUTIONS = {"convolution": _convolution, "convolution_backward": _convolution_backward}
@@ -396,13 +427,22 @@ def _patches(x: Tensor, size: Sequence[int], geometry: _Geometry) -> Tensor:
 def _correlation(x: Tensor, weight: Tensor, geometry: _Geometry, how: Arithmetic) -> Tensor:
     """What torch calls a convolution: (N, C, H, W) and (O, C / groups, h, w) to (N, O, H', W')."""
     size = weight.shape[2:]
-    rows = weight.flatten(1).unflatten(0, (geometry.groups, -1))
-    made = product(rows, _patches(x, size, geometry), how)
+    rows, columns = weight.flatten(1).unflatten(0, (geometry.groups, -1)), _patches(x, size, geometry)
+    if how.order == "tensor-core":
+        way = _way(weight.shape[1], size, how.tile)
+        rows, columns = rows[:, :, way], columns[:, way]
+    made = product(rows, columns, how, CONVOLUTION)
     height, width = (
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, p, d, k, s in zip(x.shape[2:], geometry.padding, geometry.dilation, size, geometry.stride, strict=True)
     )
     return made.reshape(len(weight), len(x), height, width).transpose(0, 1)
+
+
+def _way(channels: int, size: Sequence[int], tile: int | None) -> Tensor:
+    """In which order a GPU runs through the products of an output: tiles of channels, the kernel's places, channels."""
+    places = torch.arange(channels * size[0] * size[1]).reshape(channels, -1)
+    return torch.cat([part.T.flatten() for part in places.split(tile or channels)])
 
 
 def _input_gradient(
@@ -426,7 +466,7 @@ def _input_gradient(
 
 def _weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, geometry: _Geometry, how: Arithmetic) -> Tensor:
     flow = gradient.unflatten(1, (geometry.groups, -1)).permute(1, 2, 0, 3, 4).flatten(2)
-    return product(flow, _patches(x, weight.shape[2:], geometry).transpose(1, 2), how).reshape(weight.shape)
+    return product(flow, _patches(x, weight.shape[2:], geometry).transpose(1, 2), how, WEIGHT).reshape(weight.shape)
 
 
 # --- sums ------------------------------------------------------------------------------------------------
