@@ -610,13 +610,13 @@ def _users_line() -> str:
 
 
 def _called_by_the_guard() -> bool:
-    frame = sys._getframe(2)
+    frame = sys._getframe(1).f_back  # none on a thread of autograd's, where a GPU's backward pass runs
     for _ in range(16):
         if frame is None:
             return False
         if frame.f_code.co_filename.endswith("guards.py"):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

@@ -103,7 +103,7 @@ def test_the_finding_follows_from_the_tables():
 def test_recorded_runs_answer_for_both_sizes():
     recorded = gl.recorded_runs().query("loader != 'window'")
     counts = recorded.groupby(["experiment", "profile", "device", "speed", "loader"], dropna=False).seed.nunique()
-    assert counts.min() >= 28
+    assert counts.min() == 32
     assert {1.0, 2.0, 4.0} == set(recorded[recorded.experiment == "prednet"].speed)
     for _, pair in recorded.groupby(["experiment", "profile", "device", "speed"], dropna=False):
         assert pair.loader.nunique() == 2

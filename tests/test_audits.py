@@ -515,6 +515,15 @@ def test_this_cpu_and_a_recorded_gpu_differ_by_nothing_unexplained(name):
     assert not report.table.same_bits[matched].all(), "two devices do round differently"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+@pytest.mark.parametrize("setting", ["cuda:tf32=off", "cuda:tf32=on"])
+@pytest.mark.parametrize("name", ["resnet18", "lstm", "transformer"])
+def test_this_gpu_and_its_host_differ_by_nothing_unexplained(name, setting):
+    report = audited(find_step(f"{ROOT}/benchmarks/networks.py:{name}"), "cpu", setting)
+    assert not report.faulty, str(report)
+    assert {op.phase for op in report.b.operations} == {"forward", "backward"}
+
+
 def test_twins_name_kernels_of_torch_that_there_are():
     missing = [name for name in TWINS if not hasattr(torch.ops.aten, name)]
     assert missing == []

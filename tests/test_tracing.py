@@ -330,6 +330,30 @@ def test_a_module_whose_error_is_caught_does_not_lend_its_name_to_the_next():
     assert [op.module for op in named(trace, "addmm")] == ["breaks.inner", "after"]
 
 
+class BackwardInBackward(torch.autograd.Function):
+    """Calls backward in its backward pass, and so on; autograd goes on with the 61st in a thread of its own."""
+
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.depth = depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.depth:
+            with torch.enable_grad():
+                x = torch.ones(2, requires_grad=True)
+                (3 * BackwardInBackward.apply(x, ctx.depth - 1)).sum().backward()
+        return gradient, None
+
+
+def test_a_backward_pass_in_a_thread_of_autograds_is_recorded():
+    """There no frame of Python's lies below, as in the backward pass on a GPU."""
+    trace = recorded(lambda: BackwardInBackward.apply(torch.ones(2, requires_grad=True), 61).sum().backward())
+    assert len(named(trace, "mul", "backward")) == 2 * 61
+    assert {op.repeats for op in trace.operations} == {True}
+
+
 def test_recording_leaves_random_numbers_and_flags_alone():
     step = gl.Step(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), torch.ones(2, 4))
     before = state()
