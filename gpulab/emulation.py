@@ -110,15 +110,18 @@ def arithmetic_of(name: str = "float32", order: str | None = None, rounding: str
 
 
 @contextlib.contextmanager
-def emulate(name: str = "float32", *, order: str | None = None, rounding: str | None = None) -> Iterator[Arithmetic]:
+def emulate(
+    name: str | Arithmetic = "float32", *, order: str | None = None, rounding: str | None = None
+) -> Iterator[Arithmetic]:
     """Inside the `with` block, products of matrices and convolutions compute as another chip would.
 
     Those of any PyTorch code, forward and backward, on any device, as long as the numbers are float32.
 
     `name` is a format (`tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2`, `float32`,
     `float32_ftz`, which takes subnormal numbers for zero) or a generation of cards (`pascal`: GTX 10;
-    `turing`: RTX 20; `ampere`: RTX 30, A100; `hopper`: H100, H200). The 16-bit formats return 16-bit
-    numbers, as autocast does; the 8-bit ones scale each tensor to their range first, as torchao does.
+    `turing`: RTX 20; `ampere`: RTX 30, A100; `hopper`: H100, H200), or an `Arithmetic` of one's own. The
+    16-bit formats return 16-bit numbers, as autocast does; the 8-bit ones scale each tensor to their range
+    first, as torchao does.
 
     `order` says how the products are added: `sequential`, `pairwise`, `tensor-core`, or `split-N`, into N
     sums that are added in turn, as N threads or a split-K kernel would; `tensor-core+split-4` is both. None
@@ -140,7 +143,7 @@ def emulate(name: str = "float32", *, order: str | None = None, rounding: str | 
     >>> (x @ x.T).item()
     1.1111111640930176
     """
-    how = arithmetic_of(name, order, rounding)
+    how = name if isinstance(name, Arithmetic) else arithmetic_of(name, order, rounding)
     outer = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Emulator) and not mode.paused]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     for mode in outer:

@@ -1,0 +1,39 @@
+"""Emulated products beside an NVIDIA GPU's: record the GPU's, compare, write the table.
+
+python benchmarks/compare_products.py --record data/products    # on a machine with an NVIDIA GPU
+python benchmarks/compare_products.py --write benchmarks/products.md    # anywhere, against what is recorded
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpulab.products import compare_products, record_products, recorded_products
+
+
+def main(
+    record: Annotated[Path | None, typer.Option(help="record this machine's GPU into this folder")] = None,
+    write: Annotated[Path | None, typer.Option(help="write the table to this file")] = None,
+    exact: Annotated[bool, typer.Option(help="also sum in the tensor core's order")] = True,
+) -> None:
+    """Record, or compare what is recorded."""
+    command = shlex.join(["python", *sys.argv])
+    if record is not None:
+        record_products(record, command)
+        return
+    _, notes = recorded_products()
+    frame = compare_products(exact=exact)
+    gpu = notes["passport"]["gpus"][0]["name"]
+    text = f"{gpu}: `{notes['command']}`. Here: `{command}`.\n\n{frame.to_markdown(index=False, floatfmt='.4g')}\n"
+    print(text)
+    if write is not None:
+        write.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
