@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from gpulab.anomaly import first_window as first_window
     from gpulab.audits import audit as audit
     from gpulab.datasets import load as load
+    from gpulab.decoders import available_decoders as available_decoders
+    from gpulab.decoders import compare_decoders as compare_decoders
+    from gpulab.decoders import decode_jpeg as decode_jpeg
+    from gpulab.decoders import encode_jpeg as encode_jpeg
     from gpulab.emulation import emulate as emulate
     from gpulab.errors import DataError as DataError
     from gpulab.errors import GpulabError as GpulabError
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from gpulab.numerics import round_to as round_to
     from gpulab.numerics import ulp_distance as ulp_distance
     from gpulab.passports import passport as passport
+    from gpulab.perturbations import flip_bit as flip_bit
     from gpulab.profiles import profile as profile
     from gpulab.published import published_network as published_network
     from gpulab.reproduction import Reproduction as Reproduction
@@ -77,10 +82,15 @@ _HOME = {
     "anomaly_table": "anomaly",
     "anomaly_verdicts": "anomaly",
     "audit": "audits",
+    "available_decoders": "decoders",
     "available_settings": "settings",
     "bounds": "speed",
+    "compare_decoders": "decoders",
+    "decode_jpeg": "decoders",
     "emulate": "emulation",
+    "encode_jpeg": "decoders",
     "first_window": "anomaly",
+    "flip_bit": "perturbations",
     "guard": "guards",
     "load": "datasets",
     "passport": "passports",

@@ -35,14 +35,23 @@ app = typer.Typer(
 
 MODEL_HELP = "autoencoder or prednet"
 SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
-DATA_HELP = "digits, mnist, mnist:DIR, walk, moving-digits, video:FILE or frames:DIR"
+DATA_HELP = "digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR; or jpeg: and one of these"
 PROFILE_HELP = "smoke (seconds), quick (a laptop) or paper (as published)"
 STORE_HELP = "folder in which runs are kept  [default: $GPULAB_STORE or ./runs]"
 
+FLIP_HELP = "number of the initial weight whose last bit is changed"
+DRAWS_HELP = "whose generator draws the initial weights: cpu or device"
+DECODER_HELP = "who decodes jpeg:NAME: pillow, torchvision, av or nvjpeg  [default: pillow]"
+QUALITY_HELP = "of the frames of jpeg:NAME, 1 to 100  [default: 75]"
 LOADER_HELP = "how frames reach the device: window, or one by one through a buffer: copied, reused, imitated"
 
 Profile = Annotated[str, typer.Option(help=PROFILE_HELP)]
 Loader = Annotated[str, typer.Option(help=LOADER_HELP)]
+Flip = Annotated[int | None, typer.Option(min=0, help=FLIP_HELP)]
+Draws = Annotated[str, typer.Option(help=DRAWS_HELP)]
+Decoder = Annotated[str | None, typer.Option(help=DECODER_HELP)]
+Quality = Annotated[int | None, typer.Option(help=QUALITY_HELP)]
+Subsampling = Annotated[str | None, typer.Option(help="of the colours of jpeg:NAME: 4:4:4, 4:2:2 or 4:2:0")]
 Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=False)]
 
 
@@ -74,6 +83,11 @@ def train(
     grey: Annotated[bool, typer.Option("--grey", help="read a video or a folder with one channel")] = False,
     learning_rate: Annotated[float | None, typer.Option(help="Adam's  [default: 0.001]")] = None,
     loader: Loader = "window",
+    decoder: Decoder = None,
+    quality: Quality = None,
+    subsampling: Subsampling = None,
+    flip: Flip = None,
+    draws: Draws = "cpu",
     store: Store = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="ignore a checkpoint or an earlier run")] = False,
     checkpoint_seconds: Annotated[float, typer.Option(min=0, help="time between checkpoints")] = 10.0,
@@ -101,6 +115,7 @@ def train(
         model_options["channels"] = [1, *protocol(model, profile).model["channels"][1:]]
     data_options |= {"speed": speed} if speed != 1.0 else {}
     data_options |= {"grey": True} if grey else {}
+    data_options |= _given(decoder=decoder, quality=quality, subsampling=subsampling)
     run = training.train(
         model,
         data,
@@ -110,6 +125,8 @@ def train(
         frames=frames,
         learning_rate=learning_rate,
         loader=loader,
+        flip=flip,
+        draws=draws,
         data_options=data_options,
         model_options=model_options,
         store=store or stores.default_store(),
@@ -137,6 +154,11 @@ def experiment(
     frames: Annotated[int | None, typer.Option(help="how many to train on")] = None,
     speed: Annotated[float | None, typer.Option(help="of the motion in walk and moving-digits")] = None,
     loader: Annotated[str | None, typer.Option(help=LOADER_HELP)] = None,
+    decoder: Decoder = None,
+    quality: Quality = None,
+    subsampling: Subsampling = None,
+    flip: Flip = None,
+    draws: Draws = "cpu",
     reruns: Annotated[int, typer.Option(min=1, help="how often each seed and setting is run")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="runs at the same time (seconds then say nothing)")] = 1,
     store: Store = None,
@@ -145,10 +167,10 @@ def experiment(
     from gpulab.experiments import Experiment
     from gpulab.verdicts import verdict
 
-    options: dict[str, Any] = {
-        name: value for name, value in {"data": data, "frames": frames, "loader": loader}.items() if value is not None
-    }
-    options |= {} if speed is None else {"data_options": {"speed": speed}}
+    options = _given(data=data, frames=frames, loader=loader, flip=flip)
+    options |= {} if draws == "cpu" else {"draws": draws}
+    if data_options := _given(speed=speed, decoder=decoder, quality=quality, subsampling=subsampling):
+        options["data_options"] = data_options
     chosen = None
     if seeds:
         numbers = _integers(seeds, ",", "--seeds")
@@ -261,6 +283,10 @@ def main() -> None:
 def _complain(error: Exception, status: int) -> None:
     print(f"gpulab: {error}", file=sys.stderr)
     sys.exit(status)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _integers(text: str, separator: str, option: str, count: int | None = None) -> list[int]:

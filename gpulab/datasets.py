@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from gpulab.decoders import check_jpeg, decode_jpeg, encode_jpeg
 from gpulab.errors import DataError, UsageError
 from gpulab.scenes import MovingDigits, Walk
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 
-NAMES = ("digits", "mnist", "mnist:DIR", "walk", "moving-digits", "video:FILE", "frames:DIR")
+NAMES = ("digits", "mnist", "mnist:DIR", "walk", "moving-digits", "video:FILE", "frames:DIR", "jpeg:NAME")
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
 HELD_OUT = 10  # one frame in this many is held out, where the data's length is given
 
@@ -50,6 +51,7 @@ class Data(ABC):
     channels: int
     size: tuple[int, int]
     sequential: bool
+    decoder: str | None = None  # of JPEG frames: part of how they arrive, not of what is learned
 
     @abstractmethod
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
@@ -233,6 +235,31 @@ class Folder(Sequence):
                     raise DataError(f"{file}: not a whole image: {error}") from None
 
 
+class Recompressed(Sequence):
+    """Another sequence, each frame encoded as a JPEG file and decoded again by a decoder."""
+
+    def __init__(self, inner: Sequence, quality: int, subsampling: str, decoder: str) -> None:
+        super().__init__(f"jpeg:{inner.name}", inner.channels, inner.size, inner.frames, inner.held)
+        self.inner, self.quality, self.subsampling, self.decoder = inner, quality, subsampling, decoder
+
+    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+        """Frames `start` to `stop`, encoded and decoded as they are asked for."""
+        for frame in self.inner.stream(start, stop):
+            yield decode_jpeg(encode_jpeg(frame, self.quality, self.subsampling), str(self.decoder))
+
+    def options(self) -> dict[str, Any]:
+        """What makes the inner data, and how its frames are encoded."""
+        return self.inner.options() | {"quality": self.quality, "subsampling": self.subsampling}
+
+
+def _recompressed(inner: Data, quality: int, subsampling: str, decoder: str) -> Data:
+    check_jpeg(quality, subsampling)
+    decode_jpeg(encode_jpeg(np.zeros((3, 8, 8), np.uint8)), decoder)  # an unknown or missing one is told now
+    if not isinstance(inner, Sequence):
+        raise UsageError(f"data 'jpeg:{inner.name}': expected a sequence of frames after jpeg:, such as jpeg:walk")
+    return Recompressed(inner, quality, subsampling, decoder)
+
+
 def load(
     name: str,
     frames: int | None = None,
@@ -240,6 +267,9 @@ def load(
     seed: int = 0,
     speed: float = 1.0,
     grey: bool = False,
+    quality: int | None = None,
+    subsampling: str | None = None,
+    decoder: str | None = None,
 ) -> Data:
     """A data set by name.
 
@@ -250,6 +280,8 @@ def load(
     - `moving-digits`: two digits that drift and bounce.
     - `video:FILE`, `frames:DIR`: your own. `grey=True` reads them with one channel; without it, grey
       input is refused rather than passed off as colour.
+    - `jpeg:NAME`: the frames of one of the above, encoded by Pillow with a `quality` (75) and colour
+      `subsampling` (`4:2:0`) and decoded by a `decoder`: see `gpulab.decode_jpeg`.
 
     `frames` is how many to train on; a tenth as many again, those that follow, are held out. `size`
     is (height, width). Raises `UsageError` for an unknown name, `DataError` for files.
@@ -258,6 +290,11 @@ def load(
     walk: 100 frames of 3×24×32 to train on, 20 held out
     """
     kind, _, where = name.partition(":")
+    if kind == "jpeg" and where.partition(":")[0] != "jpeg":
+        inner = load(where, frames, size, seed, speed, grey)
+        return _recompressed(inner, quality or 75, subsampling or "4:2:0", decoder or "pillow")
+    if given := [option for option in (quality, subsampling, decoder) if option is not None]:
+        raise UsageError(f"data {name!r}: {given[0]!r} goes with JPEG frames; write jpeg:{name}")
     if kind not in {known.partition(":")[0] for known in NAMES} or (kind in ("video", "frames")) != (
         bool(where) and kind != "mnist"
     ):

@@ -39,7 +39,8 @@ class Experiment:
     `seeds` is a number or the seeds themselves; without it the profile says. `reruns` repeats each
     seed and setting. `workers` is how many runs go on at the same time: more than one is for a GPU
     that a single small network cannot fill, and makes `seconds` say nothing. `options` are those of
-    `gpulab.train` that JSON can carry, such as `frames` or `data`.
+    `gpulab.train` that JSON can carry, such as `frames` or `data`. Each of the `variants` adds options of
+    its own: all of them are trained under every setting.
 
     >>> import tempfile
     >>> settings = ["cpu", "cpu:threads=1"]
@@ -56,15 +57,17 @@ class Experiment:
     reruns: int = 1
     workers: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    variants: Iterable[dict[str, Any]] = ({},)
 
     def __post_init__(self) -> None:
         plan = protocol(self.model, self.profile)
         self.settings = [str(Setting.parse(text)) for text in self.settings]
         seeds = plan.seeds if self.seeds is None else self.seeds
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
+        self.variants = list(self.variants)
         self.folder = Path(stores.default_store() if self.store is None else self.store)
-        if not self.settings or not self.seeds or self.reruns < 1 or self.workers < 1:
-            raise UsageError("an experiment needs settings, seeds, reruns and workers, at least one of each")
+        if not (self.settings and self.seeds and self.variants) or self.reruns < 1 or self.workers < 1:
+            raise UsageError("an experiment needs settings, seeds, variants, reruns and workers, at least one of each")
 
     def jobs(self) -> list[dict[str, Any]]:
         """The arguments of each training, ordered by setting."""
@@ -76,11 +79,13 @@ class Experiment:
                 "rerun": rerun,
                 "profile": self.profile,
                 "keep_weights": False,
-                "command": self._command(),
+                "command": self._command(variant),
                 "store": str(self.folder),
                 **self.options,
+                **variant,
             }
             for setting in self.settings
+            for variant in self.variants
             for rerun in range(self.reruns)
             for seed in self.seeds  # type: ignore[union-attr]
         ]
@@ -139,8 +144,8 @@ class Experiment:
         frame = stores.runs(self.folder)
         return frame[frame.id.isin(finished)].reset_index(drop=True)
 
-    def _command(self) -> str:
-        """The command line that does this experiment."""
+    def _command(self, variant: dict[str, Any]) -> str:
+        """The command line that does this experiment, in one of its variants."""
         parts = ["gpulab", "experiment", self.model, "--profile", self.profile]
         for setting in self.settings:
             parts += ["--setting", setting]
@@ -149,11 +154,11 @@ class Experiment:
             parts += ["--reruns", str(self.reruns)]
         if self.workers > 1:
             parts += ["--workers", str(self.workers)]
-        for name in ("data", "frames", "loader"):
-            if name in self.options:
-                parts += [f"--{name}", str(self.options[name])]
-        if speed := (self.options.get("data_options") or {}).get("speed"):
-            parts += ["--speed", str(speed)]
+        options = self.options | variant
+        given = options | (options.get("data_options") or {})
+        for name in ("data", "frames", "loader", "flip", "draws", "speed", "decoder", "quality", "subsampling"):
+            if given.get(name) is not None:
+                parts += [f"--{name}", str(given[name])]
         return shlex.join(parts)
 
 

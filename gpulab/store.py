@@ -127,11 +127,12 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     """All runs in a store as one data frame, one row a run.
 
     Columns: `experiment`, `profile`, `setting`, `device`, `seed`, `rerun`, `loader` (how frames reached
-    the device), `status`, `final_loss`, `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the
-    SHA-256 of the trained weights, so that equal bits can be seen), `diverged_at`, `machine`, `cpu`,
-    `gpu`, `torch`, `gpulab`, `data`, `speed` (of the motion in a rendered scene), `frames`, `protocol` (a
-    digest of model, data, length and learning rate: runs with equal ones can be compared), `recorded`,
-    `id` and `path`. A damaged run is reported as a warning and skipped.
+    the device), `decoder` (of JPEG frames), `flip` (the initial weight whose last bit was changed), `draws`
+    (whose generator drew the initial weights), `status`, `final_loss`, `heldout_loss`, `seconds`,
+    `frames_per_second`, `weights` (the SHA-256 of the trained weights, so that equal bits can be seen),
+    `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`, `speed` (of the motion in a rendered
+    scene), `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones
+    can be compared), `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped.
 
     >>> runs("a-folder-that-is-not-there").empty
     True
@@ -176,6 +177,9 @@ COLUMNS = [
     "seed",
     "rerun",
     "loader",
+    "decoder",
+    "flip",
+    "draws",
     "status",
     "final_loss",
     "heldout_loss",
@@ -212,7 +216,7 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
             damaged.append(str(error))
     if damaged:
         warnings.warn(f"{len(damaged)} damaged run(s) skipped: " + "; ".join(damaged), stacklevel=3)
-    numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second", "speed"), float)
+    numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second", "speed", "flip"), float)
     frame = pd.DataFrame(rows, columns=COLUMNS).astype(numbers)  # JSON's null becomes NaN
     return frame.sort_values(["experiment", "profile", "setting", "seed"], ignore_index=True)
 
@@ -230,6 +234,9 @@ def _row(folder: Path, recorded: bool) -> dict[str, Any]:
             "device": device,
             "rerun": record.get("rerun", 0),
             "loader": record.get("loader", "window"),
+            "decoder": record.get("decoder"),
+            "flip": record.get("flip"),
+            "draws": record.get("draws", "cpu"),
             "weights": summary.get("weights"),
             "diverged_at": record.get("diverged_at"),
             "machine": passport["cpu"]["model"] if device == "cpu" else gpu,

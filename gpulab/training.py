@@ -27,9 +27,11 @@ from gpulab.loaders import LOADERS, Loader
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable
 from gpulab.passports import Passport, passport
+from gpulab.perturbations import check_weight, flip_bit
 from gpulab.profiles import Protocol, protocol
 from gpulab.settings import Setting, arithmetic
 
+DRAWS = ("cpu", "device")
 LAST_FIFTH = 5
 CHECKPOINT_SECONDS = 10.0
 
@@ -109,6 +111,9 @@ def train(
     keep_weights: bool = True,
     rerun: int = 0,
     guard: bool = False,
+    flip: int | None = None,
+    draws: str = "cpu",
+    watch: Callable[[Trainable, int], None] | None = None,
     progress: bool | Callable[[int, float], None] = True,
     command: str | None = None,
 ) -> Run:
@@ -134,6 +139,12 @@ def train(
     `OverwrittenError`; see `gpulab.guard`. What is computed stays the same bits. A run that is in the
     store already is trained again, for it may have been kept without a guard.
 
+    Two things that a device may change before the first step: `flip` changes the last bit of the weight of
+    that number (`gpulab.flip_bit`); `draws` says whose generator draws the initial weights, the `cpu`'s or
+    the `device`'s own, which gives other numbers from the same seed.
+
+    `watch` is called with the model and the number of updates, before the first and after each window.
+
     >>> run = train("autoencoder", profile="smoke", progress=False)
     >>> run.status, len(run.history)
     ('finished', 20)
@@ -151,6 +162,8 @@ def train(
             data_options or {},
             model_options or {},
             rerun,
+            flip,
+            draws,
         )
     model, parsed, folder = plan.model, plan.setting, None if store is None else Path(store)
     with parsed.apply():
@@ -158,8 +171,7 @@ def train(
         if folder is not None and resume and not guard and stores.is_done(folder, record["id"], keep_weights):
             return _stored(folder / record["id"], plan)
         file = None if folder is None else stores.checkpoint_file(folder, record["id"])
-        if model.fresh:
-            model.draw_weights(torch.Generator().manual_seed(seed))
+        plan.begin()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             trainer = _Trainer(plan)
@@ -167,7 +179,7 @@ def train(
                 trainer.restore(*checkpoint)
                 record["resumed_at"] = trainer.windows_done
             with guards.guard() if guard else contextlib.nullcontext():
-                trainer.run(file, checkpoint_seconds, progress)
+                trainer.run(file, checkpoint_seconds, progress, watch)
             record |= trainer.outcome()
     history = pd.DataFrame(trainer.history, columns=["window", "step", "loss", "seconds"])
     history["seconds"] = history.seconds.astype("float32")
@@ -185,7 +197,21 @@ def planned_id(net: str, *, setting: str, seed: int, profile: str, rerun: int = 
     loader = options.get("loader", "window")
     data_options, model_options = (options.get(key) or {} for key in ("data_options", "model_options"))
     with torch.random.fork_rng(devices=[]):
-        plan = plan_run(net, data, setting, seed, profile, frames, rate, loader, data_options, model_options, rerun)
+        plan = plan_run(
+            net,
+            data,
+            setting,
+            seed,
+            profile,
+            frames,
+            rate,
+            loader,
+            data_options,
+            model_options,
+            rerun,
+            options.get("flip"),
+            options.get("draws", "cpu"),
+        )
     return plan.identity(passport())["id"]
 
 
@@ -205,6 +231,16 @@ class Plan:
     learning_rate: float
     loader: str
     model_options: dict[str, Any]
+    flip: int | None = None
+    draws: str = "cpu"
+
+    def begin(self) -> None:
+        """Give the model the weights that training starts from."""
+        if self.model.fresh:
+            device = self.setting.device if self.draws == "device" else "cpu"
+            self.model.draw_weights(torch.Generator(device).manual_seed(self.seed))
+        if self.flip is not None:
+            flip_bit(self.model, self.flip)
 
     def identity(self, here: Passport) -> dict[str, Any]:
         """What makes this run this run, and its id. On another chip or torch it is another run."""
@@ -225,8 +261,10 @@ class Plan:
                 "learning_rate": self.learning_rate,
             },
         }
-        if self.loader != "window":
-            identity["loader"] = self.loader
+        # What a device may do otherwise, and what is learned does not: a factor, no part of the configuration.
+        usual = {"loader": "window", "decoder": None, "flip": None, "draws": "cpu"}
+        chosen = {"loader": self.loader, "decoder": self.data.decoder, "flip": self.flip, "draws": self.draws}
+        identity |= {name: value for name, value in chosen.items() if value != usual[name]}
         software = {key: here["software"][key] for key in ("torch", "gpulab")}
         return {"id": stores.run_id({**identity, "chip": chip, **software}), **identity}
 
@@ -254,6 +292,8 @@ def plan_run(
     data_options: dict[str, Any],
     model_options: dict[str, Any],
     rerun: int,
+    flip: int | None = None,
+    draws: str = "cpu",
 ) -> Plan:
     """Check what `train` was asked for, load the data and make the model."""
     name = net if isinstance(net, str) else type(net).__name__.lower()
@@ -266,7 +306,10 @@ def plan_run(
         raise UsageError(f"learning_rate={rate!r}: expected a number, 0 or above")
     if loader not in LOADERS:
         raise UsageError(f"loader {loader!r}: expected one of {', '.join(LOADERS)}")
+    if draws not in DRAWS:
+        raise UsageError(f"draws {draws!r}: expected one of {', '.join(DRAWS)}")
     model = _model(net, plan, model_options)
+    check_weight(model, flip)
     return Plan(
         name=name,
         model=model,
@@ -280,6 +323,8 @@ def plan_run(
         learning_rate=rate,
         loader=loader,
         model_options=_model_description(net, model, plan, model_options),
+        flip=flip,
+        draws=draws,
     )
 
 
@@ -303,9 +348,17 @@ class _Trainer:
     def windows_done(self) -> int:
         return len(self.history)
 
-    def run(self, file: Path | None, every: float, progress: bool | Callable[[int, float], None]) -> None:
+    def run(
+        self,
+        file: Path | None,
+        every: float,
+        progress: bool | Callable[[int, float], None],
+        watch: Callable[[Trainable, int], None] | None = None,
+    ) -> None:
         """Train window by window until the end, a loss that is not finite, or an interruption."""
         self.model.train()
+        if watch:
+            watch(self.model, self.step)
         windows = self.data.windows(self.window, self.seed, self.windows_done)
         started = time.perf_counter() - self.seconds
         saved = time.monotonic()
@@ -317,6 +370,8 @@ class _Trainer:
                     self.history.append((self.windows_done, self.step, loss, self.seconds))
                     self.random = torch.get_rng_state()
                     shown.advance(self.window, loss)
+                    if watch:
+                        watch(self.model, self.step)
                     if file is not None and self.diverged_at is None and time.monotonic() - saved >= every:
                         stores.write_checkpoint(file, *self.checkpoint())
                         saved = time.monotonic()

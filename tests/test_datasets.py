@@ -52,7 +52,7 @@ def every_name(tmp_path):
     write_video(tmp_path / "noise.mkv", noise(30, 30, 40, 3))
     write_images(tmp_path / "frames", noise(30, 30, 40, 3))
     write_idx(tmp_path / "t10k-images-idx3-ubyte", noise(30, 28, 28))
-    names = ["digits", f"mnist:{tmp_path}", "walk", "moving-digits"]
+    names = ["digits", f"mnist:{tmp_path}", "walk", "moving-digits", "jpeg:walk"]
     return [*names, f"video:{tmp_path / 'noise.mkv'}", f"frames:{tmp_path / 'frames'}"]
 
 
@@ -71,7 +71,7 @@ def test_every_kind_of_name_loads_and_describes_itself(every_name):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "imagenet", "digits:7", "walk:x", "moving-digits:x", "video", "video:", "frames:"]
+    "name", ["", "imagenet", "digits:7", "walk:x", "moving-digits:x", "video", "video:", "frames:", "jpeg:"]
 )
 def test_an_unknown_name_is_refused_with_a_list_of_the_known_ones(name):
     with pytest.raises(gl.UsageError) as error:

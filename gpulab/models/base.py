@@ -33,7 +33,7 @@ class Trainable(nn.Module):
         raise NotImplementedError
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """Draw initial weights from a generator on the CPU, in float32, whatever the setting is."""
+        """Draw initial weights from a generator, in float32 on its own device, whatever the setting is."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
@@ -43,8 +43,8 @@ class Trainable(nn.Module):
 
 
 def draw_normal_(parameter: Tensor, fan_in: int, generator: torch.Generator) -> None:
-    """Fill with a normal of variance 1 / fan_in (LeCun et al. 1998), drawn on the CPU in float32."""
-    drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+    """Fill with a normal of variance 1 / fan_in (LeCun et al. 1998), drawn on the generator's device in float32."""
+    drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device=generator.device).cpu()
     with torch.no_grad():
         parameter.copy_(drawn / math.sqrt(fan_in))
 

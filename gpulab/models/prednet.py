@@ -253,7 +253,7 @@ def _hard_sigmoid(x: Tensor) -> Tensor:
 
 def _draw_glorot_(parameter: Tensor, fan_in: int, fan_out: int, generator: torch.Generator) -> None:
     bound = (6.0 / (fan_in + fan_out)) ** 0.5
-    drawn = torch.rand(parameter.shape, generator=generator, dtype=torch.float32)
+    drawn = torch.rand(parameter.shape, generator=generator, dtype=torch.float32, device=generator.device).cpu()
     with torch.no_grad():
         parameter.copy_((2.0 * drawn - 1.0) * bound)
 

@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+import gpulab as gl
+
+SMALL = {"profile": "smoke", "progress": False}
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+
+
+def weights(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("weight", [0, 5, 7, 11])
+def test_the_last_bit_of_that_weight_alone_changes(weight):
+    before = weights(network())
+    after = weights(gl.flip_bit(network(), weight))
+    assert gl.ulp_distance(before, after).tolist() == [int(number == weight) for number in range(len(before))]
+
+
+@pytest.mark.parametrize("bit", [0, 22, 23, 30, 31])
+def test_any_bit_can_be_changed_and_changed_back(bit):
+    model = network()
+    before = weights(model).view(torch.int32)
+    gl.flip_bit(model, 4, bit)
+    apart = (weights(model).view(torch.int32) ^ before).to(torch.int64) & 0xFFFFFFFF
+    assert apart.tolist() == [2**bit if number == 4 else 0 for number in range(len(before))]
+    assert (weights(gl.flip_bit(model, 4, bit)).view(torch.int32) == before).all()
+
+
+def test_the_sign_bit_is_the_sign():
+    before, after = weights(network())[0], weights(gl.flip_bit(network(), 0, 31))[0]
+    assert after == -before
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"weight": 14}, "flip 14: .* from 0 to 13"),
+        ({"weight": -1}, "flip -1"),
+        ({"weight": 0.5}, "flip 0.5"),
+        ({"bit": 32}, "bit 32: .* from 0, the last place, to 31, the sign"),
+    ],
+)
+def test_what_is_not_there_cannot_be_flipped(options, words):
+    with pytest.raises(gl.UsageError, match=words):
+        gl.flip_bit(network(), **options)
+
+
+def test_only_float32_weights_have_these_bits():
+    with pytest.raises(gl.UsageError, match="float64"):
+        gl.flip_bit(network().double())
+
+
+def test_a_training_with_a_flipped_bit_begins_one_bit_apart():
+    seen = {}
+    for flip in (None, 3):
+        gl.train(
+            "prednet", frames=20, flip=flip, watch=lambda m, s, f=flip: seen.setdefault((f, s), weights(m)), **SMALL
+        )
+    apart = gl.ulp_distance(seen[None, 0], seen[3, 0])
+    assert apart.sum() == apart[3] == 1
+    assert (gl.ulp_distance(seen[None, 1], seen[3, 1]) > 0).sum() > 1
+
+
+def test_the_record_of_a_run_says_what_was_flipped_and_who_drew(tmp_path):
+    gl.train("autoencoder", frames=40, flip=2, draws="device", store=tmp_path, **SMALL)
+    (row,) = gl.runs(tmp_path).itertuples()
+    assert (row.flip, row.draws) == (2, "device")
+
+
+def test_on_a_cpu_the_device_draws_as_the_cpu_does():
+    runs = [gl.train("autoencoder", frames=40, draws=draws, **SMALL) for draws in ("cpu", "device")]
+    assert len({run.record["summary"]["weights"] for run in runs}) == 1
+    assert len({run.record["id"] for run in runs}) == 2
+
+
+def test_a_flip_or_generator_that_is_not_there_is_refused():
+    with pytest.raises(gl.UsageError, match="flip 999999999: expected the number of a weight"):
+        gl.train("autoencoder", flip=999_999_999, **SMALL)
+    with pytest.raises(gl.UsageError, match="draws 'dice': expected one of cpu, device"):
+        gl.train("autoencoder", draws="dice", **SMALL)
