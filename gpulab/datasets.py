@@ -290,12 +290,12 @@ def load(
     walk: 100 frames of 3×24×32 to train on, 20 held out
     """
     kind, _, where = name.partition(":")
-    if kind == "jpeg" and where.partition(":")[0] != "jpeg":
+    if kind == "jpeg" and where.partition(":")[0] not in ("", "jpeg"):
         inner = load(where, frames, size, seed, speed, grey)
         return _recompressed(inner, quality or 75, subsampling or "4:2:0", decoder or "pillow")
     if given := [option for option in (quality, subsampling, decoder) if option is not None]:
         raise UsageError(f"data {name!r}: {given[0]!r} goes with JPEG frames; write jpeg:{name}")
-    if kind not in {known.partition(":")[0] for known in NAMES} or (kind in ("video", "frames")) != (
+    if kind not in {known.partition(":")[0] for known in NAMES[:-1]} or (kind in ("video", "frames")) != (
         bool(where) and kind != "mnist"
     ):
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
