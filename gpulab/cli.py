@@ -1,4 +1,4 @@
-"""The command line: `gpulab devices | train | experiment | runs | record | audit | companion`."""
+"""The command line: `gpulab devices | train | experiment | reproduce | runs | record | audit | companion`."""
 
 from __future__ import annotations
 
@@ -182,6 +182,63 @@ def experiment(
 
 
 @app.command()
+def reproduce(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    target: Annotated[str, typer.Option(help="the old setting, whose runs are in the store")],
+    setting: Annotated[str, typer.Option(help="the new setting, " + SETTING_HELP)],
+    search: Annotated[
+        list[str],
+        typer.Option(
+            help="what may change: learning_rate=0.0003,0.003 or 0.0001..0.01, tf32=off; give it several times"
+        ),
+    ],
+    profile: Profile = "quick",
+    metric: Annotated[str, typer.Option(help="final_loss or heldout_loss")] = "final_loss",
+    margin: Annotated[
+        str, typer.Option(help="largest difference of no importance, such as 0.25sd or 0.001")
+    ] = "0.25sd",
+    trials: Annotated[int, typer.Option(min=1, help="changes to try at most")] = 30,
+    workers: Annotated[int, typer.Option(min=1, help="runs at the same time")] = 1,
+    store: Store = None,
+    csv: Annotated[bool, typer.Option("--csv", help="print the table of trials as CSV")] = False,
+    picture: Annotated[Path | None, typer.Option(help="draw distance against difference into this PNG file")] = None,
+) -> None:
+    """Find the smallest change that gives the old setting's losses under the new one. Exit status 1 when none does.
+
+    The runs of the old setting come from the store; `gpulab experiment` makes them. Killed, the search
+    goes on when it is run again.
+    """
+    from gpulab import store as stores
+    from gpulab.reproduction import reproduce as find
+    from gpulab.settings import Setting
+
+    folder = store or stores.default_store()
+    frame = stores.runs(folder)
+    wanted = str(Setting.parse(target))
+    old = frame[(frame.experiment == model) & (frame.profile == profile) & (frame.setting == wanted)]
+    if old.empty:
+        raise UsageError(
+            f"no runs of {model} under {wanted} with profile {profile} in {folder}; make them with "
+            f"`gpulab experiment {model} --setting {wanted} --profile {profile} --seeds 20`"
+        )
+    size = margin if margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
+    found = find(old, _space(search), setting, metric=metric, margin=size, trials=trials, workers=workers, store=folder)
+    if csv:
+        found.table.to_csv(sys.stdout, index=False)
+    else:
+        columns = ["changes", "distance", "state", "decision", "seeds", "diverged", "difference", "confirmed"]
+        _rows(f"{len(found.table)} trials", found.table, columns)
+        print(found)
+    if picture:
+        from gpulab import plots
+
+        plots.save(found.plot(), picture)
+        print(f"picture in {picture}", file=sys.stderr)
+    if not found.confirmed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def runs(
     store: Annotated[Path | None, typer.Argument(help=STORE_HELP, show_default=False)] = None,
     recorded: Annotated[bool, typer.Option("--recorded", help="the runs shipped with gpulab")] = False,
@@ -299,12 +356,47 @@ def _integers(text: str, separator: str, option: str, count: int | None = None) 
     return numbers
 
 
+def _space(options: list[str]) -> dict[str, Any]:
+    """What `--search` says: lists of values, or ranges."""
+    space: dict[str, Any] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not (equals and name and text) or name in space:
+            raise UsageError(f"--search {option!r}: expected name=value,value or name=low..high, each name once")
+        if ".." in text:
+            space[name] = tuple(_numbers(text.replace("..", ","), "--search"))
+        else:
+            space[name] = [_value(part) for part in text.split(",")]
+    return space
+
+
+def _value(text: str) -> Any:
+    """A whole number, a number, or a word."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _numbers(text: str, option: str) -> list[float]:
+    numbers = [_value(part) for part in text.split(",")]
+    if any(isinstance(number, str) for number in numbers):
+        raise UsageError(f"{option} {text!r}: expected numbers")
+    return numbers
+
+
 def _show(frame: Any) -> None:
     columns = ["experiment", "profile", "setting", "seed", "status", "final_loss", "heldout_loss", "seconds", "machine"]
+    _rows(f"{len(frame)} runs", frame, columns)
+
+
+def _rows(title: str, frame: Any, columns: list[str]) -> None:
     rows = []
     for row in frame[columns].itertuples(index=False):
         rows.append([f"{value:.5g}" if isinstance(value, float) else str(value) for value in row])
-    _table(f"{len(frame)} runs", columns, rows)
+    _table(title, columns, rows)
 
 
 def _table(title: str, columns: list[str], rows: Any) -> None:

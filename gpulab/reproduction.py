@@ -19,26 +19,28 @@ smallest such change, a flag of the setting included, after which a verdict says
 
 from __future__ import annotations
 
-import contextlib
+import base64
 import itertools
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpulab import store as stores
-from gpulab.errors import DataError, GpulabError, UsageError
+from gpulab.errors import GpulabError, UsageError
 from gpulab.inference import holm, share_at_most
-from gpulab.retraining import Lab, Own, Records, Trainings, check_numbers, check_runs_here, optional
+from gpulab.retraining import Lab, Own, Records, Trainings, check_numbers, check_runs_here
 from gpulab.search_space import Question, checked_search, checked_target, factor_of, key
 from gpulab.settings import Setting
+from gpulab.studies import Study, losses_of
 from gpulab.verdicts import DIVERGED_APART, Verdict
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from gpulab.plots import Picture
 
 FIRST_LOOK = 3
 HOPELESS = 0.999  # confidence of the interval that must lie outside the margin before a trial is given up
@@ -57,13 +59,13 @@ class Reproduction:
     fresh seeds `fresh_decision`, `fresh_seeds`, `fresh_difference`, `fresh_p_equivalent` and the level
     `fresh_alpha` that it was held to; `confirmed`; and a `note` on why it was pruned or failed.
 
-    `best` has the changes of the smallest that was confirmed, {} where nothing need change; where none
-    was confirmed, of the smallest that was equivalent on the seeds of the search (`confirmed` is then
-    false); None where nothing worked. `setting` is the new setting, and `best_setting` the same with
-    `best` applied. `smaller_left` is how many nearer points of the space were not tried: 0 is proof,
-    within the space; None says that it has infinitely many.
+    `chosen` is the row of the answer and `best` its changes: of the smallest that was confirmed ({} where
+    nothing need change); where none was, of the smallest that was equivalent on the seeds of the search,
+    and `confirmed` is false; None where nothing worked. `setting` is the new setting, `best_setting` the
+    same with `best` applied. `smaller_left` is how many points of the space, nearer than the answer, were
+    not tried: 0 is proof, within the space; None says that they cannot be counted.
 
-    `print(result)` says it in sentences, a notebook shows both.
+    `print(result)` says it in sentences, `result.plot()` draws it, a notebook shows both.
     """
 
     table: pd.DataFrame
@@ -73,7 +75,8 @@ class Reproduction:
     margin: float
     margin_asked: str | float
     alpha: float
-    factors: tuple[str, ...]
+    original: dict[str, Any]
+    chosen: int | None
     best: dict[str, Any] | None
     best_setting: str | None
     confirmed: bool
@@ -89,6 +92,12 @@ class Reproduction:
 
     def __str__(self) -> str:
         return self.finding
+
+    def plot(self) -> Picture:
+        """Distance of each change against the difference that is left, beside the margin."""
+        from gpulab.plots import changes
+
+        return changes(self)
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Sentences, table and figure as one piece of HTML; the sentences alone as text."""
@@ -166,130 +175,12 @@ def reproduce(
     factors = [factor_of(name, values, lab, parsed) for name, values in checked_search(search).items()]
     if not any(factor.others for factor in factors):
         raise UsageError(f"search {dict(search)!r}: every value is what it is already, so nothing can change")
-    question = Question(runs, metric, margin, alpha, parsed, factors, lab)
+    question = Question(runs, metric, margin, alpha, parsed, factors, lab, prune)
     check_runs_here(parsed)
-    file = Path(study) if study is not None else _study_folder(store) / f"reproduce-{question.digest[:10]}.journal"
-    with _Study(file, question) as kept, Trainings(lab, workers) as trainings:
+    folder = Path(stores.default_store() if store is None else store)
+    file = folder / f"reproduce-{question.digest[:10]}.journal" if study is None else Path(study)
+    with Study(file, question) as kept, Trainings(lab, workers) as trainings:
         return _Search(question, kept, trainings, trials, prune).run(progress)
-
-
-# --- the study ---------------------------------------------------------------------------------------
-
-
-class _Study:
-    """Optuna's study in a file of its own, which one process at a time may use."""
-
-    def __init__(self, file: Path, question: Question) -> None:
-        self.file, self.question = file, question
-        self.optuna = optional("optuna")
-        self.lock = optional("filelock").FileLock(f"{file}.owner", timeout=0)
-
-    def __enter__(self) -> _Study:
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.lock.acquire()
-        except optional("filelock").Timeout:
-            raise UsageError(f"{self.file}: another process is at work on this study") from None
-        except OSError as error:
-            raise GpulabError(f"{self.file}: cannot be written: {error}") from None
-        try:
-            with self._quietly():
-                self.study = self._opened()
-                self._take_up()
-        except BaseException:
-            self.lock.release()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-
-    def _opened(self) -> Any:
-        journal = self.optuna.storages.journal
-        Path(f"{self.file}.lock").unlink(missing_ok=True)  # Optuna's, of a process that was killed: we own the file
-        _drop_half_a_line(self.file)
-        empty = not self.file.exists() or self.file.stat().st_size == 0
-        try:
-            storage = self.optuna.storages.JournalStorage(journal.JournalFileBackend(str(self.file)))
-            if empty:
-                study = self.optuna.create_study(storage=storage, study_name="reproduce", direction="minimize")
-                study.set_user_attr("question", self.question.text)
-            else:
-                study = self.optuna.load_study(storage=storage, study_name="reproduce")
-            asked = study.user_attrs["question"]
-            trials = [(trial.state, trial.params, trial.user_attrs) for trial in study.trials]
-            assert isinstance(asked, dict)
-            assert all(isinstance(losses, dict) for *_, kept in trials if (losses := kept.get("losses")) is not None)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            AssertionError,
-            self.optuna.exceptions.OptunaError,
-        ) as error:
-            raise DataError(
-                f"{self.file}: not a whole study of gpulab reproduce ({type(error).__name__}: {error}); "
-                "move it away to begin anew"
-            ) from None
-        other = [name for name, value in _as_json(self.question.text).items() if asked.get(name) != value]
-        if other:
-            raise DataError(
-                f"{self.file}: a study of another question (other {'; other '.join(other)}); name another file"
-            )
-        return study
-
-    def _take_up(self) -> None:
-        """Queue again what a process left behind when it was killed, and what failed."""
-        if not self.study.trials:
-            for point in [self.question.original(), *self.question.alone()]:
-                self.study.enqueue_trial(point)
-        states = self.optuna.trial.TrialState
-        for trial in self.study.get_trials(deepcopy=False, states=(states.RUNNING, states.FAIL)):
-            kept = trial.user_attrs
-            if trial.state == states.RUNNING:
-                self.study._storage.set_trial_user_attr(trial._trial_id, "left", "killed")
-                self.study.tell(trial.number, state=states.FAIL)
-            elif "error" not in kept or kept.get("left"):
-                continue
-            else:
-                self.study._storage.set_trial_user_attr(trial._trial_id, "left", "tried again")
-            point = kept.get("point") or trial.params
-            if len(point) == len(self.question.factors):
-                attributes = {name: kept[name] for name in ("losses", "confirmation") if name in kept}
-                self.study.enqueue_trial(point, attributes)
-
-    @contextlib.contextmanager
-    def _quietly(self) -> Iterator[None]:
-        """Optuna's log and its warnings of a queue whose ranges have narrowed say nothing new."""
-        import warnings
-
-        before = self.optuna.logging.get_verbosity()
-        self.optuna.logging.set_verbosity(self.optuna.logging.ERROR)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            self.optuna.logging.set_verbosity(before)
-
-
-def _as_json(document: Any) -> Any:
-    return json.loads(json.dumps(document))
-
-
-def _drop_half_a_line(file: Path) -> None:
-    """A process that was killed while it wrote leaves half a line; what is appended to it would be lost."""
-    if not file.exists():
-        return
-    with file.open("rb+") as stream:
-        text = stream.read()
-        if text and not text.endswith(b"\n"):
-            stream.truncate(text.rfind(b"\n") + 1)
-
-
-def _study_folder(store: str | Path | None) -> Path:
-    return Path(stores.default_store() if store is None else store)
 
 
 # --- the search --------------------------------------------------------------------------------------
@@ -298,9 +189,8 @@ def _study_folder(store: str | Path | None) -> Path:
 class _Search:
     """Tries points of the space, until none that is nearer than the best is left or `trials` are done."""
 
-    def __init__(self, question: Question, kept: _Study, trainings: Trainings, trials: int, prune: bool) -> None:
-        self.question, self.kept, self.trainings, self.trials, self.prune = question, kept, trainings, trials, prune
-        self.study, self.states = kept.study, kept.optuna.trial.TrialState
+    def __init__(self, question: Question, study: Study, trainings: Trainings, trials: int, prune: bool) -> None:
+        self.question, self.study, self.trainings, self.trials, self.prune = question, study, trainings, trials, prune
         self.points = question.points()
 
     def run(self, progress: bool) -> Reproduction:
@@ -308,101 +198,71 @@ class _Search:
         from tqdm.auto import tqdm
 
         per_trial = len(self.question.seeds)
-        with (
-            self.kept._quietly(),
-            tqdm(total=self.trials * per_trial, unit="run", disable=not progress, leave=False) as self.bar,
-        ):
-            while (done := len(self.tried())) < self.trials:
+        with tqdm(total=self.trials * per_trial, unit="run", disable=not progress, leave=False) as self.bar:
+            while (done := len(self.study.tried())) < self.trials:
                 self._show(done * per_trial)
                 trial = self._next()
                 if trial is None:
                     break
                 self._try(trial)
-            tried = self.tried()
-        if tried and all(trial.state == self.states.FAIL for trial in tried):
+        tried = self.study.tried()
+        if tried and all("error" in trial.user_attrs for trial in tried):
             raise GpulabError(f"every trial failed ({len(tried)}); the first: {tried[0].user_attrs['error']}")
         return self._result(tried)
 
-    def tried(self) -> list[Any]:
-        """The trials that count: not those passed over, nor those that were killed and tried again."""
-        over = (self.states.COMPLETE, self.states.PRUNED, self.states.FAIL)
-        every = self.study.get_trials(deepcopy=False, states=over)
-        return [t for t in every if "left" not in t.user_attrs and "passed over" not in t.user_attrs]
-
     def best(self) -> Any:
         """The nearest trial that was confirmed, or None."""
-        confirmed = [t for t in self.tried() if t.user_attrs.get("confirmed")]
-        return min(confirmed, key=lambda t: t.value, default=None)
+        confirmed = [trial for trial in self.study.tried() if trial.user_attrs.get("confirmed")]
+        return min(confirmed, key=lambda trial: trial.value, default=None)
 
-    @property
     def limit(self) -> float:
         """The distance that a point must stay under to be of interest."""
         best = self.best()
         return math.inf if best is None else best.value
 
-    def nearer(self) -> list[dict[str, Any]] | None:
-        """The points not tried yet that would be better than the best; None where they cannot be listed."""
+    def news(self, points: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of the points that are not tried yet and nearer than the best."""
+        seen, limit = {key(trial.params) for trial in self.study.tried()}, self.limit()
+        return [point for point in points if self.question.distance(point) < limit and key(point) not in seen]
+
+    def untried(self) -> list[dict[str, Any]] | None:
+        """The points of the space that are news; None where they cannot be listed."""
         if self.points is None:
-            return [] if self.limit == 0 else None
-        seen, limit = {key(t.params) for t in self.tried()}, self.limit
-        return [p for p in self.points if self.question.distance(p) < limit and key(p) not in seen]
+            return [] if self.limit() == 0 else None
+        return self.news(self.points)
 
     def _next(self) -> Any:
-        """A trial worth training: from the queue, then from the sampler, then the nearest untried."""
-        left = self.nearer()
-        if left == []:
+        """A trial of the next point: what was left, one factor changed, the sampler's, the nearest; else None."""
+        untried = self.untried()
+        if untried == []:
             return None
-        proposals = 0
-        while proposals < PROPOSALS:
-            queued = bool(self.study.get_trials(deepcopy=False, states=(self.states.WAITING,)))
-            trial = self._ask()
-            if self._worth(trial.params):
+        if first := self.news([*self.study.left(), self.question.original(), *self.question.alone()]):
+            return self.study.begin(first[0])
+        for _ in range(PROPOSALS):
+            trial = self.study.propose(self.limit())
+            if self.news([trial.params]):
                 return trial
-            trial.set_user_attr("passed over", True)
-            self.study.tell(trial, state=self.states.FAIL)
-            proposals += not queued
-        if not left:
-            return None
-        self.study.enqueue_trial(left[0])
-        return self._ask()
-
-    def _ask(self) -> Any:
-        limit = self.limit
-        number = len(self.study.get_trials(deepcopy=False))
-        # Seeded by what came before, so that a search that was interrupted goes the way of one that was not.
-        self.study.sampler = self.kept.optuna.samplers.TPESampler(seed=number, n_startup_trials=1)
-        return self.study.ask({f.name: f.distribution(limit) for f in self.question.factors})
-
-    def _worth(self, point: Mapping[str, Any]) -> bool:
-        seen = {key(t.params) for t in self.tried()}
-        return self.question.distance(point) < self.limit and key(point) not in seen
+            self.study.pass_over(trial)
+        return self.study.begin(untried[0]) if untried else None
 
     def _try(self, trial: Any) -> None:
-        """Train the seeds of one trial, in looks, and judge it."""
-        trial.set_user_attr("point", trial.params)
-        question = self.question
-        losses = {int(seed): _number(loss) for seed, loss in trial.user_attrs.get("losses", {}).items()}
+        """Train the seeds of one trial, with looks in between, and judge it."""
+        question, seeds = self.question, self.question.seeds
+        losses = self.study.losses(trial.params)
         try:
             for size in self._looks():
-                self._train(trial, losses, question.seeds[:size])
-                seen = question.verdict({seed: losses[seed] for seed in question.seeds[:size]})
-                reason = hopeless(seen, len(question.seeds)) if self.prune and size < len(question.seeds) else ""
-                if reason:
+                self._train(trial, losses, seeds[:size])
+                seen = question.verdict({seed: losses[seed] for seed in seeds[:size]})
+                pruned = hopeless(seen, len(seeds)) if size < len(seeds) else ""
+                if pruned:
                     break
             violation = _violation(seen, question.alpha)
-            if not reason and seen.decision in WITHIN:
-                violation = self._confirm(trial, losses, violation)
+            if not pruned and seen.decision in WITHIN:
+                violation = self._confirm(trial, losses)
         except Exception as error:  # whatever a function of the user's raises
-            trial.set_user_attr("error", _said(error))
-            self.study.tell(trial, state=self.states.FAIL)
-            return
-        trial.set_constraint("equivalent", violation)
-        if reason:
-            trial.set_user_attr("note", reason)
-            trial.report(question.distance(trial.params), len(losses))
-            self.study.tell(trial, state=self.states.PRUNED)
+            self.study.fail(trial, error)
         else:
-            self.study.tell(trial, question.distance(trial.params))
+            self.study.finish(trial, question.distance(trial.params), violation, pruned)
 
     def _looks(self) -> list[int]:
         """After how many seeds a trial is looked at."""
@@ -412,26 +272,25 @@ class _Search:
 
     def _train(self, trial: Any, losses: dict[int, float], seeds: Sequence[int]) -> None:
         """Train the seeds whose loss is not known yet; each is written down at once."""
-        changes = self.question.changes(trial.params)
-        setting, told = self.question.arguments(changes)
-        missing = [seed for seed in seeds if seed not in losses]
-        for seed, loss in self.trainings.losses(setting, missing, told):
+        setting, changes = self.question.arguments(self.question.changes(trial.params))
+        self.bar.set_description(self.question.words(trial.params))
+        self.study.write_losses(trial, losses)
+        for seed, loss in self.trainings.losses(setting, [seed for seed in seeds if seed not in losses], changes):
             losses[seed] = loss
-            trial.set_user_attr("losses", {str(s): _json(value) for s, value in sorted(losses.items())})
+            self.study.write_losses(trial, losses)
             self.bar.update()
-            self.bar.set_description(self.question.words(trial.params), refresh=False)
 
-    def _confirm(self, trial: Any, losses: dict[int, float], violation: float) -> float:
+    def _confirm(self, trial: Any, losses: dict[int, float]) -> float:
         """Train the fresh seeds; a verdict on those alone confirms. Returns the violation for the sampler."""
-        number = trial.user_attrs.get("confirmation")
-        if number is None:
-            number = 1 + sum("confirmation" in t.user_attrs for t in self.tried())
-            trial.set_user_attr("confirmation", number)
-        self._train(trial, losses, self.question.fresh)
-        seen = self.question.verdict({s: losses[s] for s in self.question.fresh}, self.question.alpha / 2**number)
+        question = self.question
+        self._train(trial, losses, question.fresh)
+        number = 1 + sum("confirmed" in other.user_attrs for other in self.study.tried())
+        level = question.alpha / 2**number
+        seen = question.verdict({seed: losses[seed] for seed in question.fresh}, level)
         confirmed = seen.decision in WITHIN
+        trial.set_user_attr("fresh_alpha", level)
         trial.set_user_attr("confirmed", confirmed)
-        return min(violation, 0.0) if confirmed else max(_violation(seen, self.question.alpha), 0.01)
+        return 0.0 if confirmed else max(_violation(seen, level), 0.01)
 
     def _show(self, done: int) -> None:
         """Bring the bar up to date: pruned trials left seeds untrained, confirmed ones trained more."""
@@ -443,15 +302,11 @@ class _Search:
     def _result(self, tried: list[Any]) -> Reproduction:
         """The answer, computed anew from the losses that are written down."""
         question = self.question
-        rows, search_verdicts, fresh_verdicts = [], {}, {}
-        for place, trial in enumerate(tried):
-            losses = {int(seed): _number(loss) for seed, loss in trial.user_attrs.get("losses", {}).items()}
-            row, search_verdicts[place], fresh_verdicts[place] = self._row(place, trial, losses)
-            rows.append(row)
-        table = _table(rows)
+        judged = [self._judge(place, trial) for place, trial in enumerate(tried)]
+        table = _table([row for row, _, _ in judged])
         chosen, confirmed = _chosen(table)
         best = None if chosen is None else question.changes(tried[chosen].params)
-        left = self.nearer()
+        untried = self.untried()
         return Reproduction(
             table=table,
             target=question.target,
@@ -460,38 +315,38 @@ class _Search:
             margin=question.margin,
             margin_asked=question.margin_asked,
             alpha=question.alpha,
-            factors=tuple(factor.name for factor in question.factors),
+            original=question.original(),
+            chosen=chosen,
             best=best,
             best_setting=None if best is None else question.arguments(best)[0],
             confirmed=confirmed,
-            search_verdict=None if chosen is None else search_verdicts[chosen],
-            fresh_verdict=None if chosen is None else fresh_verdicts[chosen],
-            smaller_left=None if left is None else len(left),
-            study=self.kept.file,
+            search_verdict=None if chosen is None else judged[chosen][1],
+            fresh_verdict=None if chosen is None else judged[chosen][2],
+            smaller_left=None if untried is None else len(untried),
+            study=self.study.file,
         )
 
-    def _row(self, place: int, trial: Any, losses: dict[int, float]) -> tuple[dict[str, Any], Any, Any]:
+    def _judge(self, place: int, trial: Any) -> tuple[dict[str, Any], Verdict | None, Verdict | None]:
         """One trial: its row of the table, its verdict on the seeds of the search and on the fresh ones."""
         question, kept = self.question, trial.user_attrs
-        names = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed"}
         row: dict[str, Any] = {
             "trial": place,
             "changes": question.words(trial.params),
-            **{name: trial.params[name] for name in (f.name for f in question.factors)},
+            **{factor.name: trial.params[factor.name] for factor in question.factors},
             "distance": question.distance(trial.params),
-            "state": names[trial.state.name],
-            "note": kept.get("error") or kept.get("note") or "",
+            "state": "failed" if "error" in kept else "pruned" if "pruned" in kept else "finished",
+            "note": kept.get("error") or kept.get("pruned") or "",
         }
-        if trial.state == self.states.FAIL:
+        if row["state"] == "failed":
             return row, None, None
-        searched = question.verdict({s: loss for s, loss in losses.items() if s in question.seeds})
+        losses = losses_of(trial)
+        searched = question.verdict({seed: losses[seed] for seed in question.seeds if seed in losses})
         row |= _judged(searched, "")
-        fresh = None
-        if "confirmed" in kept:
-            level = question.alpha / 2 ** kept["confirmation"]
-            fresh = question.verdict({s: losses[s] for s in question.fresh}, level)
-            row |= _judged(fresh, "fresh_") | {"fresh_alpha": level, "confirmed": fresh.decision in WITHIN}
-        return row, searched, fresh
+        if "confirmed" not in kept:
+            return row, searched, None
+        level = kept["fresh_alpha"]
+        fresh = question.verdict({seed: losses[seed] for seed in question.fresh}, level)
+        return row | _judged(fresh, "fresh_") | {"fresh_alpha": level, "confirmed": kept["confirmed"]}, searched, fresh
 
 
 def hopeless(seen: Verdict, seeds: int) -> str:
@@ -563,19 +418,6 @@ def _worked(table: pd.DataFrame) -> pd.Series:
     return (table.state == "finished") & table.decision.isin(WITHIN)
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _json(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
-
-
-def _said(error: BaseException) -> str:
-    return str(error) if isinstance(error, GpulabError) else f"{type(error).__name__}: {error}"
-
-
 # --- words -------------------------------------------------------------------------------------------
 
 
@@ -585,7 +427,7 @@ def _sentences(found: Reproduction) -> list[str]:
     if found.best is not None:
         lines += [_evidence(found)]
     if found.best != {}:
-        lines += [_unchanged(table.iloc[0])]
+        lines += [_unchanged(row) for _, row in table[table.distance == 0].iterrows()]
     lines += _alone(found)
     lines += [_smaller(found)] if found.best != {} else []
     failed = table[table.state == "failed"]
@@ -602,20 +444,15 @@ def _answer(found: Reproduction) -> str:
         return f"Nothing need change: {where} the losses of {found.target} come back as they are{held}."
     if found.best is None:
         return f"No change tried gives the losses of {found.target} {where} again ({tried})."
-    row = _best_row(found)
+    row = found.table.loc[found.chosen]
     change = f"{row.changes} (distance {row.distance:.3g}; {tried})"
     if found.confirmed:
         return f"The smallest change found that gives the losses of {found.target} {where} again: {change}."
     return f"Not confirmed: {change} gave the losses of {found.target} {where} again on the seeds of the search only."
 
 
-def _best_row(found: Reproduction) -> Any:
-    place, _ = _chosen(found.table)
-    return found.table.loc[place]
-
-
 def _evidence(found: Reproduction) -> str:
-    row = _best_row(found)
+    row = found.table.loc[found.chosen]
     searched = (
         f"on the {row.seeds} of the search {row.decision}, equivalence p = {_p(row.p_equivalent)}, "
         f"{_p(row.p_equivalent_holm)} after Holm over {len(found.table)} trials"
@@ -646,11 +483,7 @@ def _unchanged(row: Any) -> str:
 def _alone(found: Reproduction) -> list[str]:
     """What each factor did without the others."""
     table = found.table
-    original = table.iloc[0]
-    changed = {
-        name: table[name].ne(original[name]) & ~(table[name].isna() & _missing(original[name]))
-        for name in found.factors
-    }
+    changed = {name: _differs(table[name], value) for name, value in found.original.items()}
     number = sum(flags.astype(int) for flags in changed.values())
     parts = []
     for name, flags in changed.items():
@@ -663,26 +496,23 @@ def _alone(found: Reproduction) -> list[str]:
     return [f"Confirmed, by what was changed: {'; '.join(parts)}."] if parts else []
 
 
-def _missing(value: Any) -> bool:
-    return value is None or value != value
+def _differs(values: pd.Series, original: Any) -> pd.Series:
+    return values.notna() if original is None else values != original
 
 
 def _smaller(found: Reproduction) -> str:
-    """What is known of smaller changes."""
-    table = found.table
+    """What is known of smaller changes, or where nothing worked, of any."""
+    table, which = found.table, "change"
     if found.confirmed:
-        nearer = table[(table.distance < _best_row(found).distance) & (table.trial > 0)]
-        open_ones = int((nearer.decision == "inconclusive").sum())
-        words = f"Of {len(nearer)} smaller change(s) tried none was confirmed, {open_ones} remained inconclusive"
-    else:
-        open_ones = int(((table.decision == "inconclusive") & (table.state == "finished")).sum())
-        words = f"{open_ones} of {len(table)} trials remained inconclusive"
-    left = "smaller changes" if found.confirmed else "changes"
+        table, which = table[table.distance < table.distance[found.chosen]], "smaller change"
+    tried = table[table.distance > 0]
+    unsettled = int(((tried.decision == "inconclusive") & (tried.state == "finished")).sum())
+    words = f"{len(tried)} {which}{'' if len(tried) == 1 else 's'} tried in vain, {unsettled} of them inconclusive"
+    if not len(tried):
+        words = f"No {which} was tried in vain"
     if found.smaller_left is None:
-        return f"{words}; the space holds more {left} than were tried."
-    if found.smaller_left:
-        return f"{words}; {found.smaller_left} {left} in the space were not tried."
-    return f"{words}; no {left.removesuffix('s')} in the space is left untried."
+        return f"{words}; the space holds more."
+    return f"{words}; {found.smaller_left or 'none'} in the space left untried."
 
 
 def _p(value: float) -> str:
@@ -692,4 +522,7 @@ def _p(value: float) -> str:
 def _html(found: Reproduction) -> str:
     shown = ["changes", "distance", "state", "decision", "seeds", "diverged", "difference", "p_equivalent_holm"]
     sentences = "".join(f"<p>{escape(line)}</p>" for line in found.finding.splitlines())
-    return sentences + found.table[[*shown, "confirmed"]].to_html(index=False, float_format="{:.3g}".format)
+    table = found.table[[*shown, "confirmed"]].to_html(index=False, float_format="{:.3g}".format)
+    picture = found.plot()
+    image = base64.b64encode(picture.png()).decode()
+    return f'{sentences}{table}<img alt="{escape(picture.alt)}" src="data:image/png;base64,{image}">'

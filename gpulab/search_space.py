@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpulab.errors import UsageError
+from gpulab.passports import passport
 from gpulab.retraining import Lab
 from gpulab.settings import OPTIONS, Setting
 from gpulab.verdicts import Verdict, check_one_protocol, verdict
@@ -204,6 +205,7 @@ class Question:
         setting: Setting,
         factors: list[Factor],
         lab: Lab,
+        prune: bool = True,
     ) -> None:
         self.metric, self.margin_asked, self.alpha = metric, margin, alpha
         self.setting, self.factors, self.lab = setting, factors, lab
@@ -219,8 +221,9 @@ class Question:
             "target": {str(seed): loss for seed, loss in self.losses.items()},
             "space": {f.name: [f.original, *f.others, "range" if f.is_range else "list"] for f in factors},
             "setting": str(setting),
-            "metric, margin, alpha": [metric, margin, alpha],
+            "way of judging": {"metric": metric, "margin": margin, "alpha": alpha, "prune": prune},
             "training": lab.identity,
+            "machine": _machine(setting),
         }
         self.digest = _digest(self.text)
 
@@ -279,6 +282,13 @@ class Question:
         return sorted((dict(zip(names, values, strict=True)) for values in every), key=self.distance)
 
 
+def _machine(setting: Setting) -> list[Any]:
+    """What, besides the question, decides a loss: on another chip or torch it is another one."""
+    here = passport()
+    chip = here["cpu"]["model"] if setting.kind == "cpu" else here["gpus"]
+    return [chip, here["software"]["torch"]]
+
+
 def _digest(document: Any) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
@@ -290,5 +300,5 @@ def key(values: Mapping[str, Any]) -> str:
 
 def _shown(value: Any) -> str:
     if value is None:
-        return "as it is"
+        return "unset"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -7,12 +7,14 @@ from gpulab.plots.comparisons import curves, differences, losses, shared_memory
 from gpulab.plots.devices import roofline
 from gpulab.plots.estimates import estimation
 from gpulab.plots.pictures import frames, predictions, reconstructions, sample
+from gpulab.plots.searches import changes
 from gpulab.plots.steps import audit
 from gpulab.plots.style import Picture, colour, save
 
 __all__ = [
     "Picture",
     "audit",
+    "changes",
     "colour",
     "curves",
     "differences",
