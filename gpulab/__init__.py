@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from gpulab.guards import guard as guard
     from gpulab.models import Autoencoder as Autoencoder
     from gpulab.models import PredNet as PredNet
+    from gpulab.models import Whitener as Whitener
     from gpulab.numerics import round_to as round_to
     from gpulab.numerics import ulp_distance as ulp_distance
     from gpulab.passports import passport as passport
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from gpulab.retraining import seed_runs as seed_runs
     from gpulab.settings import Setting as Setting
     from gpulab.settings import available_settings as available_settings
+    from gpulab.settings import float32_products as float32_products
     from gpulab.settings import setting as setting
     from gpulab.settings import working_threads as working_threads
     from gpulab.speed import bounds as bounds
@@ -78,6 +80,7 @@ _HOME = {
     "Step": "tracing",
     "Trace": "tracing",
     "UsageError": "errors",
+    "Whitener": "models",
     "anomaly_finding": "anomaly",
     "anomaly_table": "anomaly",
     "anomaly_verdicts": "anomaly",
@@ -91,6 +94,7 @@ _HOME = {
     "encode_jpeg": "decoders",
     "first_window": "anomaly",
     "flip_bit": "perturbations",
+    "float32_products": "settings",
     "guard": "guards",
     "load": "datasets",
     "passport": "passports",

@@ -116,7 +116,8 @@ class Audit:
     def __init__(self, a: Trace, b: Trace) -> None:
         self.a, self.b = a, b
         self.pairs = list(_paired(a, b))
-        self.findings = sorted(self._find(), key=_severity)
+        self.first_nan = {id(trace): _first_nan(trace) for trace in (a, b)}
+        self.findings = sorted((self._with_nan(finding) for finding in self._find()), key=self._severity)
 
     @property
     def kind(self) -> str:
@@ -165,7 +166,7 @@ class Audit:
 
     def _ordinary(self) -> float:
         """The size from which on a result is more than what roundings leave of zero."""
-        sizes = [self._size(pair.exact) for pair in self.pairs if pair.exact]
+        sizes = [self._size(pair.exact) for pair in self.pairs if pair.exact and not pair.exact.nans]
         return 2.0**-36 * float(np.median(sizes)) if sizes else 0.0
 
     def plot(self) -> Picture:
@@ -223,8 +224,18 @@ class Audit:
         other = f" ({alone} more ran under one setting only)" if alone else ""
         return (
             f"{self.a.title} against {self.b.title}: {said}. {both} operations were matched{other}; "
-            f"{len(checked)} were checked against float64."
+            f"{len(checked)} were checked against float64.{self._nan_sentence()}"
         )
+
+    def _nan_sentence(self) -> str:
+        """Where numbers end, if they end under one setting only."""
+        nans = [(trace, self.first_nan[id(trace)][0]) for trace in (self.a, self.b)]
+        found = [(trace, born) for trace, born in nans if born is not None]
+        if len(found) != 1:
+            return ""
+        ((trace, born),) = found
+        where = f" in {born.module}" if born.module else ""
+        return f" Under {trace.title} alone the step makes NaN, first in {born.name} ({born.phase}){where}."
 
     def _grouped(self, most: int = 12) -> list[str]:
         """The findings as text, those of one kind and operation together."""
@@ -343,6 +354,21 @@ class Audit:
     def _gap(self, value_a: str, value_b: str) -> float:
         return 0.0 if value_a == value_b else distance(self.b.sketches[value_b], self.a.sketches[value_a])
 
+    def _with_nan(self, finding: Finding) -> Finding:
+        """A finding that says so where the step's first NaN goes back to it."""
+        for trace in (self.a, self.b):
+            born, cause = self.first_nan[id(trace)]
+            if born is not None and cause is not None and finding.op is cause and cause is not born:
+                becomes = f"; what follows from it becomes NaN in {born.name} ({born.phase}), at {born.line}"
+                return replace(finding, detail=finding.detail + becomes)
+        return finding
+
+    def _severity(self, finding: Finding) -> tuple[int, bool, float]:
+        """Worst first; among those of one kind, what made the step's first NaN."""
+        causes = [cause for _, cause in self.first_nan.values() if cause is not None]
+        no_cause = not any(finding.op is cause for cause in causes)
+        return KINDS.index(finding.kind), no_cause, -(0.0 if math.isnan(finding.ratio) else finding.ratio)
+
     def _rounding(self) -> Finding:
         """The operation that rounding alone moved most: a measure of how well all is."""
         traced = [(op, trace) for trace in (self.a, self.b) for op in trace.operations if op.ratio is not None]
@@ -442,11 +468,14 @@ def _precision_detail(op: Operation) -> str:
 
 
 def _precision_advice(op: Operation, trace: Trace) -> str:
-    kind = Setting.parse(trace.setting).kind
+    setting = Setting.parse(trace.setting)
+    kind = setting.kind
     if op.format is None:
         return f"look for autocast, .to(torch.{op.dtype}) or precision={op.dtype} if float32 was meant"
     if op.rounded_before:
         return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
+    if setting.emulated:
+        return f"{trace.setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
     if kind == "cuda":
         backend = "cudnn" if op.name.startswith("convolution") else "cuda.matmul"
         return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"
@@ -475,10 +504,6 @@ def _finding(kind: str, trace: Trace, op: Operation, detail: str, advice: str = 
     return Finding(kind, trace.title, op.name, op.phase, op.module, op.line, ratio, detail, advice, op)
 
 
-def _severity(finding: Finding) -> tuple[int, float]:
-    return KINDS.index(finding.kind), -(0.0 if math.isnan(finding.ratio) else finding.ratio)
-
-
 def _paired(a: Trace, b: Trace) -> Iterator[Pair]:
     """Operations of the two that stand for each other, each with the one in float64."""
     exact: dict[int, Operation | None] = {}
@@ -498,6 +523,27 @@ def _makers(trace: Trace) -> dict[str, Operation]:
             if value not in op.inputs:
                 makers.setdefault(value, op)
     return makers
+
+
+def _first_nan(trace: Trace) -> tuple[Operation | None, Operation | None]:
+    """The operation that made the step's first NaN, and the nearest one before it that had lost precision.
+
+    The way back is along the values; a NaN in what was given to the step is nobody's.
+    """
+    makers = _makers(trace)
+    bad = {value for op in trace.operations if op.nans for value in op.outputs}
+    born = next((op for op in trace.operations if op.nans and op.inputs and not bad & set(op.inputs)), None)
+    if born is None:
+        return None, None
+    seen, front = {id(born)}, [born]
+    while front:
+        cause = next((op for op in front if op.format or op.dtype in SHORT), None)
+        if cause is not None:
+            return born, cause
+        before = [makers[value] for op in front for value in op.inputs if value in makers]
+        front = list({id(op): op for op in before if id(op) not in seen}.values())
+        seen |= {id(op) for op in front}
+    return born, None
 
 
 def _check_same_step(a: Trace, b: Trace) -> None:

@@ -33,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-MODEL_HELP = "autoencoder or prednet"
+MODEL_HELP = "autoencoder, prednet or whitener"
 SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 DATA_HELP = "digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR; or jpeg: and one of these"
 PROFILE_HELP = "smoke (seconds), quick (a laptop) or paper (as published)"

@@ -144,7 +144,7 @@ def emulate(
     1.1111111640930176
     """
     how = name if isinstance(name, Arithmetic) else arithmetic_of(name, order, rounding)
-    outer = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Emulator) and not mode.paused]
+    outer = _in_force()
     fast_path = torch.backends.mha.get_fastpath_enabled()
     for mode in outer:
         mode.paused = True
@@ -156,6 +156,20 @@ def emulate(
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for mode in outer:
             mode.paused = False
+
+
+def emulating() -> bool:
+    """Whether an emulation is in force here.
+
+    >>> with emulate("tf32"):
+    ...     emulating()
+    True
+    """
+    return bool(_in_force())
+
+
+def _in_force() -> list[_Emulator]:
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Emulator) and not mode.paused]
 
 
 # --- which operations ------------------------------------------------------------------------------------
@@ -263,6 +277,15 @@ def product(a: Tensor, b: Tensor, how: Arithmetic, kind: int = MATRIX) -> Tensor
     return summed(_rounded(a, how, kind), _rounded(b, how, kind), how)
 
 
+def rounded_factor(x: Tensor, name: str, rounding: str | None = None) -> Tensor:
+    """A factor of a matrix product as an arithmetic has it: in its format, scaled first where that has 8 bits.
+
+    >>> rounded_factor(torch.tensor([1e-4, 3e-4]), "float8_e4m3fn").tolist()
+    [0.00010013580322265625, 0.0002899169921875]
+    """
+    return _rounded(x, arithmetic_of(name, rounding=rounding))
+
+
 def _rounded(x: Tensor, how: Arithmetic, kind: int = MATRIX) -> Tensor:
     """A factor in the format; 8-bit formats with a scale, a power of two, that makes use of their range."""
     if how.format == "float32":
@@ -276,7 +299,8 @@ def _rounded(x: Tensor, how: Arithmetic, kind: int = MATRIX) -> Tensor:
 
 
 def _finished(x: Tensor, how: Arithmetic, dtype: torch.dtype) -> Tensor:
-    return (round_to(x, how.result) if dtype == torch.float32 and how.result != "float32" else x).to(dtype)
+    made = round_to(x, how.result) if dtype == torch.float32 and how.result != "float32" else x
+    return made.to(dtype).contiguous()  # as kernels return it
 
 
 def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], how: Arithmetic) -> Any:

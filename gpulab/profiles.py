@@ -43,6 +43,11 @@ PROTOCOLS = {
         "quick": Protocol("walk", 1_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}),
         "paper": Protocol("walk", 5_000, 20, 10, (120, 160), {"channels": [3, 48, 96, 192]}),
     },
+    "whitener": {
+        "smoke": Protocol("digits", 8_000, 200, 6, (28, 28), {"hidden": 128, "code": 24, "batch_size": 50}),
+        "quick": Protocol("digits", 20_000, 200, 10, (28, 28), {"hidden": 128, "code": 24, "batch_size": 50}),
+        "paper": Protocol("mnist", 60_000, 200, 10, (28, 28), {"hidden": 128, "code": 24, "batch_size": 50}),
+    },
 }
 
 

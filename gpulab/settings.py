@@ -221,6 +221,32 @@ def setting(text: str | Setting) -> contextlib.AbstractContextManager[Setting]:
     return Setting.parse(text).apply()
 
 
+@contextlib.contextmanager
+def float32_products() -> Iterator[None]:
+    """Inside the `with` block matrix products and convolutions keep float32, whatever the setting allows.
+
+    For the one line of a training that needs all digits, while the rest may use TF32. The gradients of what is
+    computed inside are computed later, outside of it, as the setting says. Emulated arithmetic is left out too.
+
+    >>> import torch
+    >>> x = torch.tensor([[1.0, 1 / 3]])
+    >>> with setting("cpu:emulate=tf32"):
+    ...     with float32_products():
+    ...         inside = (x @ x.T).item()
+    ...     inside, (x @ x.T).item()
+    (1.1111111640930176, 1.111055612564087)
+    """
+    from gpulab.emulation import emulate, emulating
+
+    legacy, precisions = _legacy_tf32(), tuple(backend.fp32_precision for backend in _fp32_precisions())
+    _apply_tf32(False)
+    try:
+        with emulate("float32") if emulating() else contextlib.nullcontext():
+            yield
+    finally:
+        _restore_tf32(legacy, precisions)
+
+
 def available_settings(device: str = "auto") -> list[str]:
     """The settings that this machine can run and that are worth comparing.
 

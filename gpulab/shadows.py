@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from gpulab.emulation import rounded_factor
 from gpulab.numerics import round_to, rounded_format
 
 SAFETY = 4.0  # Higham and Mary's lambda: beyond it, rounding errors that behave as random are all but impossible
@@ -37,8 +38,17 @@ ATTENTION = ("efficient_attention", "flash_attention", "cudnn_attention", "flash
 FACTORS = PRODUCTS | {f"_scaled_dot_product_{kind}": (0, 1, 2) for kind in ATTENTION}
 # Eigenvectors are right with either sign: two right answers may be far apart.
 AMBIGUOUS = {"_linalg_eigh", "_linalg_svd", "linalg_eig"}
-# The formats that hardware multiplies in when it is asked for float32, and how it gets there.
-ROUNDINGS = (("tf32", "nearest"), ("tf32", "truncate"), ("bfloat16", "nearest"), ("float16", "nearest"))
+# The formats that hardware multiplies in when it is asked for float32, how it gets there, and the result's format.
+ROUNDINGS = (
+    ("tf32", "nearest", None),
+    ("tf32", "truncate", None),
+    ("bfloat16", "nearest", None),
+    ("float16", "nearest", None),
+    ("bfloat16", "nearest", "bfloat16"),
+    ("float16", "nearest", "float16"),
+    ("float8_e4m3fn", "nearest", None),
+    ("float8_e5m2", "nearest", None),
+)
 
 
 @dataclass(frozen=True)
@@ -177,12 +187,15 @@ def _inner(name: str, args: Sequence[Any]) -> list[float]:
 def _explaining_format(again: _Again, made: Tensor, error: float, place: int) -> str | None:
     """The format whose rounding of the factors explains the error best, if any explains half of it."""
     best, least = None, 1 - (EXPLAINED if made.numel() > FEW else FEW_EXPLAINED)
-    for format_, mode in ROUNDINGS:
+    for format_, mode, result in ROUNDINGS:
 
         def rounded(x: Tensor, format_: str = format_, mode: str = mode) -> Tensor:
-            return round_to(x.float(), format_, mode).double()
+            return rounded_factor(x.float(), format_, mode).double()
 
-        left = (_distance(made, again(rounded, FACTORS[again.name])[place]) / error) ** 2
+        candidate = again(rounded, FACTORS[again.name])[place]
+        if result is not None:  # it overflows where the format ends
+            candidate = round_to(candidate.float(), result).double()
+        left = (_distance(made, candidate) / error) ** 2
         if left < (least if best is None else least / 2):  # TF32 and float16 often round alike
             best, least = format_, left
     return best

@@ -121,7 +121,7 @@ class Operation:
     own error against float64 from the same inputs, `bound` what rounding explains, both relative to the
     exact result; `format` the short number format that a product was computed in. `steady` says whether
     the operation gave the same bits when it was called again at once, `repeats` whether it did so, and
-    in the whole step done again as well.
+    in the whole step done again as well. `nans` says whether there is a NaN in what it returned.
     """
 
     name: str
@@ -141,6 +141,7 @@ class Operation:
     bound: float | None = None
     format: str | None = None
     rounded_before: bool = False
+    nans: bool = False
 
     @property
     def ratio(self) -> float | None:
@@ -411,6 +412,7 @@ class _Watcher(TorchDispatchMode):
             arguments=_plain(args, kwargs),
             changed=self._changed(before, (args, kwargs)) if writes and not blind else [],
             random=random,
+            nans=any(bool(t.isnan().any()) for t in results),
         )
         if self.examined and not noted.random and not operation.is_view:
             exact = examine(operation, bare, *before, out)

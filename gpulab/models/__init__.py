@@ -2,7 +2,8 @@
 
 from gpulab.models.autoencoder import Autoencoder
 from gpulab.models.prednet import PredNet
+from gpulab.models.whitener import Whitener
 
-__all__ = ["MODELS", "Autoencoder", "PredNet"]
+__all__ = ["MODELS", "Autoencoder", "PredNet", "Whitener"]
 
-MODELS = {"autoencoder": Autoencoder, "prednet": PredNet}
+MODELS = {"autoencoder": Autoencoder, "prednet": PredNet, "whitener": Whitener}

@@ -1,0 +1,92 @@
+"""What a step of the whitened autoencoder costs in float32, in TF32, and in TF32 with one product kept in float32.
+
+python benchmarks/record_precision_price.py data/precision/my-machine.json
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from tqdm import tqdm
+
+import gpulab as gl
+
+CURES = (("cuda:tf32=off", "one-pass"), *(("cuda:tf32=on", how) for how in ("one-pass", "float32", "centred")))
+
+
+def main(
+    output: Path,
+    setting: Annotated[list[str], typer.Option(help="instead of float32 and TF32 on a GPU")] = [],  # noqa: B006
+    hidden: int = 8192,
+    code: int = 512,
+    batch_size: int = 16384,
+    rounds: Annotated[int, typer.Option(help="each way is timed once a round")] = 25,
+    steps: Annotated[int, typer.Option(help="steps that are timed together")] = 4,
+) -> None:
+    """Time every way in turn, so that a machine that warms up or slows down favours none."""
+    ways = list(itertools.product(setting, ("one-pass", "float32", "centred"))) if setting else list(CURES)
+    training = {way: _Training(*way, hidden, code, batch_size) for way in ways}
+    times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+    for way in ways:
+        training[way].seconds(steps)  # kernels are chosen and memory is taken
+    for _ in tqdm(range(rounds), unit="round"):
+        for way in ways:
+            times[way].append(1000 * training[way].seconds(steps) / steps)
+    rows = [_row(*way, times[way]) for way in ways]
+    for row in rows:
+        print(json.dumps(row))
+    document = {
+        "command": shlex.join(["python", *sys.argv]),
+        "passport": dict(gl.passport()),
+        "hidden": hidden,
+        "code": code,
+        "batch_size": batch_size,
+        "rounds": rounds,
+        "steps": steps,
+        "ways": rows,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+class _Training:
+    """Updates of one network on one batch of images, under one setting."""
+
+    def __init__(self, setting: str, covariance: str, hidden: int, code: int, batch_size: int) -> None:
+        self.setting = gl.Setting.parse(setting)
+        self.net = gl.Whitener(hidden, code, batch_size, covariance).to(self.setting.device)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), 0.0)  # weights that stay: no way drifts off to NaN
+        window = next(gl.load("digits").windows(batch_size)).frames
+        self.images = torch.from_numpy(window).float().div(255).to(self.setting.device)
+
+    def seconds(self, steps: int) -> float:
+        """How long so many updates take."""
+        wait: Callable[[], None] = torch.cuda.synchronize if self.setting.kind == "cuda" else lambda: None
+        with self.setting.apply():
+            wait()
+            started = time.perf_counter()
+            for _ in range(steps):
+                self.optimizer.zero_grad()
+                self.net.training_loss(self.images, None)[0].backward()
+                self.optimizer.step()
+            wait()
+            return time.perf_counter() - started
+
+
+def _row(setting: str, covariance: str, times: list[float]) -> dict[str, object]:
+    low, middle, high = statistics.quantiles(times, n=4)
+    return {"setting": setting, "covariance": covariance, "ms": middle, "ms_low": low, "ms_high": high}
+
+
+if __name__ == "__main__":
+    typer.run(main)
