@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 import gpulab as gl
 
-CURES = (("cuda:tf32=off", "one-pass"), *(("cuda:tf32=on", how) for how in ("one-pass", "float32", "centred")))
+# One pass in TF32 is left out: it makes NaN, and a factorisation that fails may be done sooner.
+WAYS = (("cuda:tf32=off", "one-pass"), ("cuda:tf32=on", "float32"), ("cuda:tf32=on", "centred"))
 
 
 def main(
@@ -34,7 +35,7 @@ def main(
     steps: Annotated[int, typer.Option(help="steps that are timed together")] = 4,
 ) -> None:
     """Time every way in turn, so that a machine that warms up or slows down favours none."""
-    ways = list(itertools.product(setting, ("one-pass", "float32", "centred"))) if setting else list(CURES)
+    ways = list(itertools.product(setting, ("one-pass", "float32", "centred"))) if setting else list(WAYS)
     training = {way: _Training(*way, hidden, code, batch_size) for way in ways}
     times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     for way in ways:
@@ -65,7 +66,7 @@ class _Training:
     def __init__(self, setting: str, covariance: str, hidden: int, code: int, batch_size: int) -> None:
         self.setting = gl.Setting.parse(setting)
         self.net = gl.Whitener(hidden, code, batch_size, covariance).to(self.setting.device)
-        self.optimizer = torch.optim.Adam(self.net.parameters(), 0.0)  # weights that stay: no way drifts off to NaN
+        self.optimizer = torch.optim.Adam(self.net.parameters(), 0.0)  # no way learns more than another
         window = next(gl.load("digits").windows(batch_size)).frames
         self.images = torch.from_numpy(window).float().div(255).to(self.setting.device)
 
@@ -77,10 +78,14 @@ class _Training:
             started = time.perf_counter()
             for _ in range(steps):
                 self.optimizer.zero_grad()
-                self.net.training_loss(self.images, None)[0].backward()
+                loss = self.net.training_loss(self.images, None)[0]
+                loss.backward()
                 self.optimizer.step()
             wait()
-            return time.perf_counter() - started
+            taken = time.perf_counter() - started
+        if not loss.isfinite():
+            raise gl.GpulabError(f"the loss under {self.setting} is not finite: NaN may take another time than numbers")
+        return taken
 
 
 def _row(setting: str, covariance: str, times: list[float]) -> dict[str, object]:

@@ -45,6 +45,9 @@ DECODER_HELP = "who decodes jpeg:NAME: pillow, torchvision, av or nvjpeg  [defau
 QUALITY_HELP = "of the frames of jpeg:NAME, 1 to 100  [default: 75]"
 LOADER_HELP = "how frames reach the device: window, or one by one through a buffer: copied, reused, imitated"
 
+Options = Annotated[
+    list[str], typer.Option("--option", help="an option of the model, such as covariance=centred; several times")
+]
 Profile = Annotated[str, typer.Option(help=PROFILE_HELP)]
 Loader = Annotated[str, typer.Option(help=LOADER_HELP)]
 Flip = Annotated[int | None, typer.Option(min=0, help=FLIP_HELP)]
@@ -79,6 +82,7 @@ def train(
     frames: Annotated[int | None, typer.Option(help="how many to train on  [default: the profile's]")] = None,
     size: Annotated[str | None, typer.Option(help="height×width of the frames, such as 48x64")] = None,
     channels: Annotated[str | None, typer.Option(help="PredNet's channels, such as 3,16,32")] = None,
+    option: Options = [],  # noqa: B006
     speed: Annotated[float, typer.Option(help="of the motion in walk and moving-digits")] = 1.0,
     grey: Annotated[bool, typer.Option("--grey", help="read a video or a folder with one channel")] = False,
     learning_rate: Annotated[float | None, typer.Option(help="Adam's  [default: 0.001]")] = None,
@@ -103,7 +107,7 @@ def train(
     from gpulab import store as stores
     from gpulab import training
 
-    model_options: dict[str, Any] = {}
+    model_options = _model_options(option)
     data_options: dict[str, Any] = {}
     if size:
         model_options["size"] = data_options["size"] = tuple(_integers(size.replace("×", "x"), "x", "--size", 2))
@@ -159,6 +163,7 @@ def experiment(
     subsampling: Subsampling = None,
     flip: Flip = None,
     draws: Draws = "cpu",
+    option: Options = [],  # noqa: B006
     reruns: Annotated[int, typer.Option(min=1, help="how often each seed and setting is run")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="runs at the same time (seconds then say nothing)")] = 1,
     store: Store = None,
@@ -171,6 +176,7 @@ def experiment(
     options |= {} if draws == "cpu" else {"draws": draws}
     if data_options := _given(speed=speed, decoder=decoder, quality=quality, subsampling=subsampling):
         options["data_options"] = data_options
+    options |= {"model_options": model_options} if (model_options := _model_options(option)) else {}
     chosen = None
     if seeds:
         numbers = _integers(seeds, ",", "--seeds")
@@ -368,6 +374,17 @@ def _space(options: list[str]) -> dict[str, Any]:
         else:
             space[name] = [_value(part) for part in text.split(",")]
     return space
+
+
+def _model_options(options: list[str]) -> dict[str, Any]:
+    """What `--option` says: a value for each name."""
+    given: dict[str, Any] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not (equals and name and text) or name in given:
+            raise UsageError(f"--option {option!r}: expected name=value, each name once")
+        given[name] = _value(text)
+    return given
 
 
 def _value(text: str) -> Any:

@@ -159,6 +159,8 @@ class Experiment:
         for name in ("data", "frames", "loader", "flip", "draws", "speed", "decoder", "quality", "subsampling"):
             if given.get(name) is not None:
                 parts += [f"--{name}", str(given[name])]
+        for name, value in (options.get("model_options") or {}).items():
+            parts += ["--option", f"{name}={value}"]
         return shlex.join(parts)
 
 

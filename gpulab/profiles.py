@@ -32,6 +32,7 @@ class Protocol:
         return asdict(self) | {"size": list(self.size)}
 
 
+WHITENER = {"hidden": 128, "code": 24, "batch_size": 50, "covariance": "one-pass"}
 PROTOCOLS = {
     "autoencoder": {
         "smoke": Protocol("digits", 400, 20, 2, (28, 28), {"hidden": [64, 16]}),
@@ -44,9 +45,9 @@ PROTOCOLS = {
         "paper": Protocol("walk", 5_000, 20, 10, (120, 160), {"channels": [3, 48, 96, 192]}),
     },
     "whitener": {
-        "smoke": Protocol("digits", 8_000, 200, 6, (28, 28), {"hidden": 128, "code": 24, "batch_size": 50}),
-        "quick": Protocol("digits", 20_000, 200, 10, (28, 28), {"hidden": 128, "code": 24, "batch_size": 50}),
-        "paper": Protocol("mnist", 60_000, 200, 10, (28, 28), {"hidden": 128, "code": 24, "batch_size": 50}),
+        "smoke": Protocol("digits", 8_000, 200, 6, (28, 28), WHITENER),
+        "quick": Protocol("digits", 20_000, 200, 10, (28, 28), WHITENER),
+        "paper": Protocol("mnist", 60_000, 200, 10, (28, 28), WHITENER),
     },
 }
 

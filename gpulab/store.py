@@ -128,8 +128,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
 
     Columns: `experiment`, `profile`, `setting`, `device`, `seed`, `rerun`, `loader` (how frames reached
     the device), `decoder` (of JPEG frames), `flip` (the initial weight whose last bit was changed), `draws`
-    (whose generator drew the initial weights), `status`, `final_loss`, `heldout_loss`, `seconds`,
-    `frames_per_second`, `weights` (the SHA-256 of the trained weights, so that equal bits can be seen),
+    (whose generator drew the initial weights), `covariance` (how the whitener computes it), `status`,
+    `final_loss`, `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the SHA-256 of the trained weights, so that equal bits can be seen),
     `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`, `speed` (of the motion in a rendered
     scene), `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones
     can be compared), `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped.
@@ -185,6 +185,7 @@ COLUMNS = [
     "heldout_loss",
     "seconds",
     "frames_per_second",
+    "covariance",
     "weights",
     "diverged_at",
     "machine",
@@ -237,6 +238,7 @@ def _row(folder: Path, recorded: bool) -> dict[str, Any]:
             "decoder": record.get("decoder"),
             "flip": record.get("flip"),
             "draws": record.get("draws", "cpu"),
+            "covariance": record["configuration"].get("model_options", {}).get("covariance"),
             "weights": summary.get("weights"),
             "diverged_at": record.get("diverged_at"),
             "machine": passport["cpu"]["model"] if device == "cpu" else gpu,
@@ -247,12 +249,18 @@ def _row(folder: Path, recorded: bool) -> dict[str, Any]:
             "data": record["configuration"]["data"],
             "speed": record["configuration"].get("data_options", {}).get("speed"),
             "frames": record["configuration"]["frames"],
-            "protocol": _digest(record["configuration"])[:8],
+            "protocol": _digest(_learned(record["configuration"]))[:8],
             "recorded": recorded,
             "path": str(folder),
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{folder / 'run.json'}: not a whole record: {error!r}") from None
+
+
+def _learned(configuration: dict[str, Any]) -> dict[str, Any]:
+    """What was to be learned. How a covariance is computed should not change it; it is a column of its own."""
+    options = {name: value for name, value in configuration.get("model_options", {}).items() if name != "covariance"}
+    return {**configuration, "model_options": options} if "model_options" in configuration else configuration
 
 
 def _check_history(file: Path) -> None:
