@@ -218,6 +218,8 @@ def reproduce(
     from gpulab.reproduction import reproduce as find
     from gpulab.settings import Setting
 
+    space = _space(search)
+    size = margin if margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
     folder = store or stores.default_store()
     frame = stores.runs(folder)
     wanted = str(Setting.parse(target))
@@ -227,8 +229,7 @@ def reproduce(
             f"no runs of {model} under {wanted} with profile {profile} in {folder}; make them with "
             f"`gpulab experiment {model} --setting {wanted} --profile {profile} --seeds 20`"
         )
-    size = margin if margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
-    found = find(old, _space(search), setting, metric=metric, margin=size, trials=trials, workers=workers, store=folder)
+    found = find(old, space, setting, metric=metric, margin=size, trials=trials, workers=workers, store=folder)
     if csv:
         found.table.to_csv(sys.stdout, index=False)
     else:

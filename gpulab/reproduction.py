@@ -52,12 +52,12 @@ WITHIN = ("equivalent", "different but negligible")  # both say that the differe
 class Reproduction:
     """What a search for the smallest change found.
 
-    `table` has a row a trial, the unchanged one first: `changes` in words, a column for each factor with
-    its value, `distance`, `state` (`finished`, `pruned`, `failed`), `decision` of the verdict on the
-    seeds of the search with `seeds`, `diverged`, `difference` (from the target, mean over seeds), its
-    interval `low`, `high`, `p_equivalent` and, corrected over all trials, `p_equivalent_holm`; on the
-    fresh seeds `fresh_decision`, `fresh_seeds`, `fresh_difference`, `fresh_p_equivalent` and the level
-    `fresh_alpha` that it was held to; `confirmed`; and a `note` on why it was pruned or failed.
+    `table` has a row a trial: `changes` in words; a column for each factor with its value; `distance`;
+    `state` (`finished`, `pruned`, `failed`); `decision` of the verdict on the seeds of the search (none for
+    a pruned trial), with its `seeds`, `diverged`, `difference` (from the target, mean over seeds), interval
+    `low`, `high`, `p_equivalent` and, corrected over all trials, `p_equivalent_holm`; from the fresh seeds
+    `fresh_decision`, `fresh_seeds`, `fresh_difference`, `fresh_p_equivalent` and the level `fresh_alpha`
+    that it was held to; `confirmed`; a `note` on why it was pruned or failed.
 
     `chosen` is the row of the answer and `best` its changes: of the smallest that was confirmed ({} where
     nothing need change); where none was, of the smallest that was equivalent on the seeds of the search,
@@ -342,6 +342,8 @@ class _Search:
         losses = losses_of(trial)
         searched = question.verdict({seed: losses[seed] for seed in question.seeds if seed in losses})
         row |= _judged(searched, "")
+        if row["state"] == "pruned":
+            row["decision"] = ""
         if "confirmed" not in kept:
             return row, searched, None
         level = kept["fresh_alpha"]

@@ -83,3 +83,29 @@ def test_images_of_another_shape_are_refused_with_the_shape_expected(shape):
     with pytest.raises(gl.UsageError, match=r"expected \(B, 1, 28, 28\)") as error:
         gl.Autoencoder()(torch.zeros(shape))
     assert str(shape) in str(error.value)
+
+
+def test_batch_size_says_how_many_images_an_update_sees():
+    window = torch.rand(20, 1, 28, 28)
+    assert [len(batch) for batch in gl.Autoencoder(batch_size=8).batches(window)] == [8, 8, 4]
+    net = gl.Autoencoder(batch_size=8)
+    loss, each, _ = net.training_loss(window[:8], None)
+    apart = torch.stack([net.training_loss(image, None)[0] for image in window[:8].split(1)])
+    assert loss.item() == pytest.approx(apart.mean().item(), rel=1e-6)
+    assert each.shape == (8,)
+    run = gl.train("autoencoder", profile="smoke", model_options={"batch_size": 8}, progress=False)
+    assert run.history.step.iloc[-1] == 60  # 20 windows of three updates
+
+
+def test_networks_of_another_batch_size_are_other_runs():
+    ids = {
+        gl.train(gl.Autoencoder((8,), batch_size=size), profile="smoke", frames=20, progress=False).record["id"]
+        for size in (1, 4)
+    }
+    assert len(ids) == 2
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, "4"])
+def test_batch_sizes_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(gl.UsageError, match="batch_size="):
+        gl.Autoencoder(batch_size=wrong)

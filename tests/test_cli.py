@@ -73,7 +73,7 @@ def session(python, tmp_path):
 
 
 def test_help_lists_every_command(cli):
-    commands = ["devices", "train", "experiment", "runs", "record", "audit", "companion"]
+    commands = ["devices", "train", "experiment", "reproduce", "runs", "record", "audit", "companion"]
     text = cli("--help").stdout
     assert re.findall(rf"^\W*({'|'.join(commands)})\b", text, re.MULTILINE) == commands
     for command in commands:
@@ -156,6 +156,22 @@ def test_an_experiment_is_run_and_compared(cli, tmp_path):
     assert str(gl.verdict(frame)) in text
     command = stores.read_record(stores.Path(frame.path[0]))["command"]
     assert command.startswith("gpulab experiment autoencoder --profile smoke --setting cpu --setting cpu:threads=1")
+
+
+def test_the_smallest_change_is_searched_and_drawn(session, tmp_path):
+    old = ["--profile", "smoke", "--frames", 40, "--seeds", 6]
+    asked = ["autoencoder", "--profile", "smoke", "--target", "cpu:threads=1", "--workers", 2]
+    asked += ["--setting", "cpu:threads=1,precision=bfloat16", "--search", "precision=float32,float64"]
+    _, text, csv = session(
+        ["experiment", "autoencoder", *old, "--setting", "cpu:threads=1"],
+        ["reproduce", *asked, "--margin", "1e-6", "--picture", "found.png"],
+        ["reproduce", *asked, "--margin", "1e-6", "--csv"],
+    )
+    assert "The smallest change found" in text
+    assert "precision bfloat16 → float32 (distance 1; 2 tried)" in text
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+    table = pd.read_csv(io.StringIO(csv))
+    assert table.confirmed.tolist() == [False, True]
 
 
 def test_recorded_runs_are_listed_as_csv_and_a_reader_may_leave_early(cli):
@@ -299,6 +315,7 @@ def test_a_step_or_trace_that_is_none_is_named(compared, name, expected, words):
 
 # --- errors ------------------------------------------------------------------------------------------------
 
+SEARCH = ["reproduce", "prednet", "--target", "cpu", "--setting", "cpu:threads=1", "--search"]
 USAGE = {
     "no such command": ["fly"],
     "no model": ["train"],
@@ -337,6 +354,11 @@ USAGE = {
         "--frames",
         "0",
     ],
+    "a search without runs of the old setting": [*SEARCH, "learning_rate=0.1"],
+    "a search of nothing": [*SEARCH, "learning_rate"],
+    "a search of a range in words": [*SEARCH, "learning_rate=low..high"],
+    "a search with a margin in words": [*SEARCH, "learning_rate=0.1", "--margin", "small"],
+    "a search with no trials": [*SEARCH, "learning_rate=0.1", "--trials", "0"],
     "an experiment with no reruns": ["experiment", "prednet", "--setting", "cpu", "--reruns", "0"],
 }
 FAILURES = {

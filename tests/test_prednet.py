@@ -348,3 +348,21 @@ def test_frames_of_another_shape_are_refused_with_the_shape_expected(shape):
     with pytest.raises(gl.UsageError, match=r"expected \(T, B, 3, 8, 12\)") as error:
         small()(torch.zeros(shape, dtype=torch.float64))
     assert str(shape) in str(error.value)
+
+
+@pytest.mark.parametrize("variant", ["published", "lotter"])
+def test_kernels_of_another_size_keep_the_frame(variant):
+    net = gl.PredNet(channels=(3, 4), size=(8, 12), variant=variant, kernel_size=5)
+    predictions, _ = net(torch.rand(3, 1, 3, 8, 12))
+    assert predictions.shape == (3, 1, 3, 8, 12)
+    sizes = {tuple(module.kernel_size) for module in net.modules() if isinstance(module, torch.nn.Conv2d)}
+    assert sizes == {(5, 5)}
+    if variant == "published":  # LeCun-normal: variance 1 / fan in, which is the larger kernel's
+        weight = gl.PredNet(channels=(3, 64), size=(8, 12), kernel_size=5).conv_p[1].weight
+        assert weight.var().item() == pytest.approx(1 / (64 * 25), rel=0.05)
+
+
+@pytest.mark.parametrize("wrong", [0, 2, 11, 3.5, "3"])
+def test_kernel_sizes_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(gl.UsageError, match="kernel_size="):
+        gl.PredNet(kernel_size=wrong)

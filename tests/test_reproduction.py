@@ -509,6 +509,15 @@ def test_a_factor_that_the_network_does_not_have_is_refused(old, store):
         gl.reproduce(old, {"stride": [2]}, NEW, store=store, **QUIET)
 
 
+def test_what_can_be_changed_of_the_networks_of_gpulab(old, store):
+    lab = gl.retraining.Records(old, "final_loss", store)
+    assert lab.originals == {"learning_rate": 1e-3, "batch_size": 1}
+    job = lab.job(NEW, 3, {"batch_size": 4})
+    assert job["model_options"] == {"size": [28, 28], "hidden": [64, 16], "batch_size": 4}
+    same = lab.job("cpu:threads=1", 3, {})
+    assert gl.training.planned_id(**same) == old.id[3], "with nothing changed it is the run that there was"
+
+
 # --- how it looks ---------------------------------------------------------------------------------------
 
 

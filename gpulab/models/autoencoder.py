@@ -16,18 +16,22 @@ from gpulab.models.base import Trainable, draw_normal_, zero_bias_
 class Autoencoder(Trainable):
     """Fully connected: 784 → 128 → 32 → 128 → 784, rectified inside, a sigmoid at the end.
 
-    Trained as the article describes: one image per update, mean squared error.
+    Trained as the article describes: one image per update (or `batch_size`), mean squared error.
 
     >>> images = torch.rand(5, 1, 28, 28)
     >>> Autoencoder()(images).shape
     torch.Size([5, 1, 28, 28])
     """
 
-    def __init__(self, hidden: Sequence[int] = (128, 32), size: tuple[int, int] = (28, 28)) -> None:
+    def __init__(
+        self, hidden: Sequence[int] = (128, 32), size: tuple[int, int] = (28, 28), batch_size: int = 1
+    ) -> None:
         super().__init__()
         if not hidden or min(hidden) < 1:
             raise UsageError(f"hidden={tuple(hidden)!r}: expected the widths of one or more layers")
-        self.size = size
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise UsageError(f"batch_size={batch_size!r}: expected a whole number from 1")
+        self.size, self.batch_size = size, batch_size
         widths = [size[0] * size[1], *hidden]
         widths += widths[-2::-1]
         layers: list[nn.Module] = []
@@ -50,10 +54,14 @@ class Autoencoder(Trainable):
         return self.layers(images.flatten(1)).view_as(images)
 
     def batches(self, window: Float[Tensor, "t 1 h w"]) -> Iterator[Tensor]:
-        """One image per update."""
-        yield from window.split(1)
+        """`batch_size` images per update, fewer where a window ends."""
+        yield from window.split(self.batch_size)
 
     def training_loss(self, batch: Tensor, state: None) -> tuple[Tensor, Tensor, None]:  # noqa: ARG002
         """The mean squared error of the reconstruction."""
         loss = (self(batch) - batch).square().mean()
-        return loss, loss.detach()[None], None
+        return loss, loss.detach().expand(len(batch)), None
+
+    def extra_repr(self) -> str:
+        """What tells two networks of equal layers apart."""
+        return "" if self.batch_size == 1 else f"batch_size={self.batch_size}"

@@ -46,6 +46,8 @@ class PredNet(Trainable):
     on its error units: `layer_weights` are (1, 0, 0, …) for the model that its authors call L_0, and
     (1, 0.1, 0.1, …) for L_all.
 
+    `kernel_size` is that of every convolution, published as 3.
+
     Raises `UsageError` for a size that does not halve once per layer, naming the nearest that do.
 
     >>> net = PredNet(channels=(3, 4, 8), size=(12, 16))
@@ -62,22 +64,29 @@ class PredNet(Trainable):
         size: tuple[int, int] = (120, 160),
         variant: str = "published",
         layer_weights: Sequence[float] | None = None,
+        kernel_size: int = 3,
     ) -> None:
         super().__init__()
         if variant not in ("published", "lotter"):
             raise UsageError(f"variant={variant!r}: expected 'published' or 'lotter'")
         if not channels or min(channels) < 1:
             raise UsageError(f"channels={tuple(channels)!r}: expected one positive number per layer")
+        if kernel_size not in (1, 3, 5, 7, 9):
+            raise UsageError(f"kernel_size={kernel_size!r}: expected 1, 3, 5, 7 or 9")
         _check_divides(size, len(channels))
+        self.kernel_size = kernel_size
         self.channels, self.size, self.variant = tuple(channels), tuple(size), variant
         self.layer_weights = tuple(layer_weights or (1.0, *[0.0] * (len(channels) - 1)))
         if len(self.layer_weights) != len(channels):
             raise UsageError(f"layer_weights={self.layer_weights}: expected one for each of {len(channels)} layers")
         above = (*self.channels[1:], 0)
-        conv_a = [nn.Conv2d(2 * below, here, 3, padding=1) for below, here in itertools.pairwise(channels)]
-        conv_p = [nn.Conv2d(here, here, 3, padding=1) for here in channels]
+        around = kernel_size // 2
+        conv_a = [
+            nn.Conv2d(2 * below, here, kernel_size, padding=around) for below, here in itertools.pairwise(channels)
+        ]
+        conv_p = [nn.Conv2d(here, here, kernel_size, padding=around) for here in channels]
         lstm = [
-            ConvLSTM((2 * here, up), here, self._layer_size(layer), variant)
+            ConvLSTM((2 * here, up), here, self._layer_size(layer), variant, kernel_size)
             for layer, (here, up) in enumerate(zip(channels, above, strict=True))
         ]
         self.conv_a: Sequence[nn.Conv2d] = nn.ModuleList(conv_a)  # type: ignore[assignment]
@@ -96,9 +105,10 @@ class PredNet(Trainable):
         """Draw the variant's initial weights; biases are zero."""
         for conv in (*self.conv_a, *self.conv_p):
             if self.variant == "published":
-                draw_normal_(conv.weight, conv.in_channels * 9, generator)
+                draw_normal_(conv.weight, conv.in_channels * self.kernel_size**2, generator)
             else:
-                _draw_glorot_(conv.weight, conv.in_channels * 9, conv.out_channels * 9, generator)
+                fans = conv.in_channels * self.kernel_size**2, conv.out_channels * self.kernel_size**2
+                _draw_glorot_(conv.weight, *fans, generator)
             zero_bias_(conv)
         for cell in self.lstm:
             cell.draw_weights(generator)
@@ -205,12 +215,15 @@ class ConvLSTM(nn.Module):
     ("published"), the gates see the cell through element-wise weights of the state's full shape.
     """
 
-    def __init__(self, in_channels: tuple[int, ...], channels: int, size: tuple[int, int], variant: str) -> None:
+    def __init__(
+        self, in_channels: tuple[int, ...], channels: int, size: tuple[int, int], variant: str, kernel_size: int = 3
+    ) -> None:
         super().__init__()
         self.groups = (*in_channels, channels)
         self.channels = channels
         self.hard = variant == "lotter"
-        self.gates = nn.Conv2d(sum(self.groups), 4 * channels, 3, padding=1)
+        self.area = kernel_size**2
+        self.gates = nn.Conv2d(sum(self.groups), 4 * channels, kernel_size, padding=kernel_size // 2)
         if not self.hard:
             self.peep_i = nn.Parameter(torch.empty(1, channels, *size))
             self.peep_f = nn.Parameter(torch.empty(1, channels, *size))
@@ -218,14 +231,14 @@ class ConvLSTM(nn.Module):
 
     def draw_weights(self, generator: torch.Generator) -> None:
         """As if each gate had a convolution of its own for each group of inputs (published)."""
-        fan_in = sum(self.groups) * 9
+        fan_in = sum(self.groups) * self.area
         if self.hard:
             for gate in self.gates.weight.chunk(4):
-                _draw_glorot_(gate, fan_in, self.channels * 9, generator)
+                _draw_glorot_(gate, fan_in, self.channels * self.area, generator)
         else:
             for group in self.gates.weight.split(self.groups, dim=1):
                 if group.shape[1]:
-                    draw_normal_(group, group.shape[1] * 9, generator)
+                    draw_normal_(group, group.shape[1] * self.area, generator)
             for peep in (self.peep_i, self.peep_f, self.peep_o):
                 draw_normal_(peep, peep.numel(), generator)
         zero_bias_(self.gates)

@@ -111,7 +111,7 @@ def _name(axes: Axes, found: Reproduction, table: pd.DataFrame) -> None:
         axes.annotate(
             words,
             at,
-            (-8 if left else 8, 0 if lost else 9),
+            (-8 if left else 8, -12 if lost else 9),
             xycoords=axes.get_xaxis_transform() if lost else "data",
             textcoords="offset points",
             ha="right" if left else "left",
