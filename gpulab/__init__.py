@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from gpulab.anomaly import anomaly_verdicts as anomaly_verdicts
     from gpulab.anomaly import first_window as first_window
     from gpulab.audits import audit as audit
+    from gpulab.conversions import conversion_check as conversion_check
     from gpulab.datasets import load as load
     from gpulab.decoders import available_decoders as available_decoders
     from gpulab.decoders import compare_decoders as compare_decoders
     from gpulab.decoders import decode_jpeg as decode_jpeg
     from gpulab.decoders import encode_jpeg as encode_jpeg
+    from gpulab.divergence import growth as growth
     from gpulab.emulation import emulate as emulate
     from gpulab.errors import DataError as DataError
     from gpulab.errors import GpulabError as GpulabError
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from gpulab.errors import OverwrittenWarning as OverwrittenWarning
     from gpulab.errors import UsageError as UsageError
     from gpulab.experiments import Experiment as Experiment
+    from gpulab.factors import FactorTable as FactorTable
+    from gpulab.factors import factor_table as factor_table
+    from gpulab.factors import recorded_measurements as recorded_measurements
     from gpulab.guards import Guard as Guard
     from gpulab.guards import Overwritten as Overwritten
     from gpulab.guards import guard as guard
@@ -44,6 +49,13 @@ if TYPE_CHECKING:
     from gpulab.reproduction import Reproduction as Reproduction
     from gpulab.reproduction import reproduce as reproduce
     from gpulab.retraining import seed_runs as seed_runs
+    from gpulab.roundings import first_bit as first_bit
+    from gpulab.roundings import fma as fma
+    from gpulab.roundings import fused_operations as fused_operations
+    from gpulab.roundings import product_errors as product_errors
+    from gpulab.roundings import repeatability as repeatability
+    from gpulab.roundings import shuffled_sums as shuffled_sums
+    from gpulab.roundings import summation as summation
     from gpulab.settings import Setting as Setting
     from gpulab.settings import available_settings as available_settings
     from gpulab.settings import float32_products as float32_products
@@ -68,6 +80,7 @@ _HOME = {
     "Autoencoder": "models",
     "DataError": "errors",
     "Experiment": "experiments",
+    "FactorTable": "factors",
     "FirstWindow": "anomaly",
     "GpulabError": "errors",
     "Guard": "guards",
@@ -89,20 +102,29 @@ _HOME = {
     "available_settings": "settings",
     "bounds": "speed",
     "compare_decoders": "decoders",
+    "conversion_check": "conversions",
     "decode_jpeg": "decoders",
     "emulate": "emulation",
     "encode_jpeg": "decoders",
+    "factor_table": "factors",
+    "first_bit": "roundings",
     "first_window": "anomaly",
     "flip_bit": "perturbations",
     "float32_products": "settings",
+    "fma": "roundings",
+    "fused_operations": "roundings",
+    "growth": "divergence",
     "guard": "guards",
     "load": "datasets",
     "passport": "passports",
+    "product_errors": "roundings",
     "profile": "profiles",
     "published_network": "published",
     "record": "tracing",
+    "recorded_measurements": "factors",
     "recorded_rooflines": "speed",
     "recorded_runs": "store",
+    "repeatability": "roundings",
     "reproduce": "reproduction",
     "roofline": "speed",
     "round_to": "numerics",
@@ -110,6 +132,8 @@ _HOME = {
     "seed_runs": "retraining",
     "seeds_needed": "verdicts",
     "setting": "settings",
+    "shuffled_sums": "roundings",
+    "summation": "roundings",
     "train": "training",
     "ulp_distance": "numerics",
     "variance_components": "verdicts",

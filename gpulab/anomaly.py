@@ -43,7 +43,8 @@ class FirstWindow:
 
     For `gpulab.audit` and `gpulab.record` it is a step like any other. `gradient(setting)` returns what
     the step computes. `net` is a name, whose weights are drawn from `seed`, or a trained network.
-    `frames` cuts the window short. Nothing is updated.
+    `frames` cuts the window short. Nothing is updated. `options` are those of `gpulab.train` that change
+    what the step begins with: `data`, `data_options`, `flip`, `draws`, and the `setting` whose device draws.
 
     >>> step = FirstWindow("autoencoder", "reused", profile="smoke")
     >>> step.gradient("cpu").losses.shape
@@ -57,11 +58,13 @@ class FirstWindow:
         seed: int = 0,
         profile: str = "quick",
         frames: int | None = None,
+        **options: Any,
     ) -> None:
+        asked: dict[str, Any] = {"data": None, "setting": "cpu", "data_options": {}, **options}
+        fixed: dict[str, Any] = {"frames": None, "learning_rate": None, "model_options": {}, "rerun": 0}
         with torch.random.fork_rng(devices=[]):
-            self.plan = plan_run(net, None, "cpu", seed, profile, None, None, loader, {}, {}, 0)
-        if self.plan.model.fresh:
-            self.plan.model.draw_weights(torch.Generator().manual_seed(seed))
+            self.plan = plan_run(net=net, seed=seed, profile=profile, loader=loader, **fixed, **asked)
+        self.plan.begin()
         self.frames = next(self.plan.data.windows(self.plan.window, seed)).frames[:frames]
         self.loader = loader
 

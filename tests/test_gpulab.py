@@ -16,11 +16,12 @@ FLOORS = [
     ["numerics"],
     ["emulation"],
     ["settings", "passports"],
-    ["loaders", "inference", "decoders", "perturbations"],
+    ["loaders", "inference", "decoders", "perturbations", "processes", "conversions"],
     ["models", "datasets", "scenes", "profiles", "guards", "shadows"],
     ["training", "store", "tracing"],
     ["experiments", "verdicts", "speed", "audits", "published", "products"],
-    ["anomaly", "retraining", "search_space", "studies", "reproduction"],
+    ["anomaly", "retraining", "search_space", "studies", "reproduction", "roundings", "divergence"],
+    ["factors"],
     ["plots"],
     ["cli", "companion", "worker", "pytest_plugin", "chainer_window"],
 ]
@@ -119,7 +120,7 @@ def test_imports_run_downwards(file):
     module = module_of(file)
     found = list(imports(file))
     upwards = [(other, lazy) for other, lazy in found if FLOOR[other] > FLOOR[module]]
-    shown = ("verdicts", "audits", "reproduction")
+    shown = ("factors", "verdicts", "audits", "reproduction")
     shows_itself = [("plots", True)] if module in shown else []  # when asked for its figure
     assert upwards == shows_itself
     if module in ("settings", "passports"):  # each may ask the other, when called

@@ -6,6 +6,7 @@
 from gpulab.plots.comparisons import curves, differences, losses, shared_memory
 from gpulab.plots.devices import roofline
 from gpulab.plots.estimates import estimation
+from gpulab.plots.floating import bits, decoded, factor_effects, growth, sums
 from gpulab.plots.pictures import frames, predictions, reconstructions, sample
 from gpulab.plots.searches import changes
 from gpulab.plots.steps import audit
@@ -14,12 +15,16 @@ from gpulab.plots.style import Picture, colour, save
 __all__ = [
     "Picture",
     "audit",
+    "bits",
     "changes",
     "colour",
     "curves",
+    "decoded",
     "differences",
     "estimation",
+    "factor_effects",
     "frames",
+    "growth",
     "losses",
     "predictions",
     "reconstructions",
@@ -27,4 +32,5 @@ __all__ = [
     "sample",
     "save",
     "shared_memory",
+    "sums",
 ]

@@ -1,0 +1,262 @@
+"""Why two correct devices disagree: sums in another order, products rounded once or twice, races.
+
+Every number here is computed where it is asked for. What a GPU gave is recorded with `gpulab.record_factors`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gpulab.emulation import emulate
+from gpulab.errors import UsageError
+from gpulab.numerics import ulp_distance
+from gpulab.processes import measure
+from gpulab.settings import Setting
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FRACTION_BITS = 23  # of a float32 number
+
+
+def first_bit(a: Tensor | float, b: Tensor | float) -> int | None:
+    """The first bit of the fraction, 1 to 23, in which two float32 numbers differ; None for equal ones.
+
+    That is the place of the leading bit of their distance: neighbours differ in bit 23, numbers two or three
+    places apart in bit 22. So 1.000…0 and its neighbour 0.111…1, whose every bit is another, differ in bit 23.
+    Numbers of other signs or a factor of two apart differ in bit 0.
+
+    >>> first_bit(1.0, 1.0 + 2.0**-23), first_bit(1.0, 1.5), first_bit(1.0, 1.0)
+    (23, 1, None)
+    """
+    one, other = (torch.as_tensor(x, dtype=torch.float32).reshape(()) for x in (a, b))
+    apart = int(ulp_distance(one, other))
+    return None if apart == 0 else max(0, FRACTION_BITS + 1 - apart.bit_length())
+
+
+# --- order of summation ----------------------------------------------------------------------------------
+
+
+def summation(x: Tensor, orders: tuple[str, ...] = ("sequential", "pairwise", "split-4")) -> pd.DataFrame:
+    """The same float32 numbers (N,) added in several orders, and by this machine's own kernels.
+
+    A row each: `order`, `sum`, `ulps` (how many float32 numbers lie between it and the exact sum, rounded
+    once) and `first_bit` (see `gpulab.first_bit`; empty where the sum is the exact one's float32 number).
+    `orders` are those of `gpulab.emulate`; `backwards` is `sequential` from the other end.
+
+    >>> summation(torch.tensor([1e8, 1.0, -1e8])).set_index("order").loc["sequential", "sum"].item()
+    0.0
+
+    Source: Higham 1993, *The accuracy of floating point summation* (SIAM J. Sci. Comput. 14).
+    """
+    import pandas as pd
+
+    numbers = _checked_numbers(x)
+    exact = np.float32(math.fsum(numbers.tolist())).item()
+    sums = {"exact": exact, "backwards": _emulated_sum(numbers.flip(0), "sequential")}
+    sums |= {order: _emulated_sum(numbers, order) for order in orders}
+    for threads in sorted({1, torch.get_num_threads()}):
+        with Setting.parse(f"cpu:threads={threads}").apply():
+            sums[f"torch.sum, {threads} thread{'s' if threads > 1 else ''}"] = numbers.sum().item()
+    sums["torch.dot"] = torch.dot(numbers, torch.ones_like(numbers)).item()
+    rows = [
+        {"order": order, "sum": value, "ulps": _ulps(value, exact), "first_bit": first_bit(value, exact)}
+        for order, value in sums.items()
+    ]
+    return pd.DataFrame(rows).astype({"first_bit": "Int64"})
+
+
+def shuffled_sums(x: Tensor, count: int = 1000, seed: int = 0) -> Tensor:
+    """The sums of `count` random orders of the same float32 numbers, each added from left to right.
+
+    >>> len(shuffled_sums(torch.ones(10), 5).unique())
+    1
+    """
+    numbers = _checked_numbers(x).numpy()
+    generator = np.random.default_rng(seed)
+    # NumPy's accumulate adds in float32, one after the other.
+    return torch.tensor([np.add.accumulate(generator.permutation(numbers))[-1].item() for _ in range(count)])
+
+
+def _checked_numbers(x: Tensor) -> Tensor:
+    if x.dtype != torch.float32 or x.ndim != 1 or not len(x):
+        raise UsageError(f"numbers of shape {tuple(x.shape)} and type {x.dtype}: expected float32 in one row")
+    return x.detach().cpu()
+
+
+def _emulated_sum(x: Tensor, order: str) -> float:
+    """A product with ones, which are exact, adds in the order that is asked for."""
+    with emulate(order=order):
+        return (x[None] @ torch.ones(len(x), 1)).item()
+
+
+def _ulps(value: float, exact: float) -> int:
+    return int(ulp_distance(torch.tensor(value), torch.tensor(exact)))
+
+
+# --- fused multiply-add ----------------------------------------------------------------------------------
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """A · b + c of float32 tensors, rounded once, as a fused multiply-add does; `a * b + c` rounds twice.
+
+    In float64 the product of two float32 numbers is exact. Their sum with c is rounded to odd, so that
+    rounding it again to float32 gives what rounding once gives.
+
+    >>> a = torch.tensor(1 + 2.0**-12)
+    >>> fma(a, a, torch.tensor(-1.0)).item(), (a * a - 1).item()
+    (0.0004883408546447754, 0.00048828125)
+
+    Source: Boldo, Melquiond 2008, *Emulation of FMA and correctly rounded sums: proved algorithms using
+    rounding to odd* (IEEE Trans. Comput. 57).
+    """
+    if {a.dtype, b.dtype, c.dtype} != {torch.float32}:
+        raise UsageError(f"a, b and c are {a.dtype}, {b.dtype} and {c.dtype}: expected float32")
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    virtual = total - product
+    error = (product - (total - virtual)) + (addend - virtual)  # Knuth's: what rounding the sum left out
+    even = (total.view(torch.int64) & 1) == 0
+    odd = torch.nextafter(total, torch.copysign(torch.full_like(total, math.inf), error))
+    return torch.where((error != 0) & even & error.isfinite(), odd, total).float()
+
+
+def fused_operations(settings: tuple[str, ...] | None = None, count: int = 100_000) -> pd.DataFrame:
+    """Which operations of this machine fuse: their share of the bits that `gpulab.fma` gives.
+
+    Each computes a · b + c on `count` random numbers. `rounded_once` and `rounded_twice` are the shares of
+    results with the bits of `fma(a, b, c)` and of `a * b + c`; where both are below 1 it does neither. By
+    default the settings are `cpu` and, where the CPU can more, `cpu:isa=sse4`, which has no fused instruction.
+
+    >>> fused_operations(("cpu",), count=1000).setting.unique().tolist()
+    ['cpu']
+    """
+    import pandas as pd
+
+    settings = _with_and_without_fma() if settings is None else settings
+    return pd.DataFrame([row for setting in settings for row in measure("fused_share", setting, count=count)])
+
+
+def _with_and_without_fma() -> tuple[str, ...]:
+    from gpulab.settings import cpu_flags
+
+    return ("cpu", "cpu:isa=sse4") if "fma" in cpu_flags() else ("cpu",)
+
+
+def fused_share(setting: str, count: int) -> list[dict[str, Any]]:
+    """The rows of `fused_operations` for one setting."""
+    generator = torch.Generator().manual_seed(0)
+    a, c = torch.randn(2, count, generator=generator)
+    b = torch.randn(1, generator=generator)
+    once, twice = fma(a, b, c), a * b + c
+    with Setting.parse(setting).apply() as here:
+        x, y, z = (tensor.to(here.device) for tensor in (a, b, c))
+        pair = torch.stack([z, x])
+        kernel = torch.stack([torch.ones_like(y), y])
+        made = {
+            "a * b + c": x * y + z,
+            "torch.addcmul(c, a, b)": torch.addcmul(z, x, y),
+            "matrix product": (pair.T @ kernel)[:, 0],
+            "convolution": F.conv2d(pair[None, :, :, None], kernel.view(1, 2, 1, 1)).flatten(),
+        }
+    return [
+        {
+            "setting": setting,
+            "operation": name,
+            "rounded_once": (result.cpu() == once).double().mean().item(),
+            "rounded_twice": (result.cpu() == twice).double().mean().item(),
+        }
+        for name, result in made.items()
+    ]
+
+
+# --- the same again --------------------------------------------------------------------------------------
+
+
+def repeatability(settings: tuple[str, ...] = ("cpu",), times: int = 20) -> pd.DataFrame:
+    """How many different results an operation gives when it is done `times` over on the same numbers.
+
+    A row per setting and operation: `results` with other bits (1: it repeats itself) and `spread`, the
+    largest relative distance between two of them. A GPU's threads add in the order in which they arrive,
+    where the operation lets them; `deterministic=on` makes it choose another algorithm, or refuse
+    (`results` is then empty).
+
+    >>> repeatability(("cpu:threads=1",), times=3).results.tolist()
+    [1, 1, 1, 1]
+    """
+    import pandas as pd
+
+    rows = [row for setting in settings for row in _repeated(setting, times)]
+    return pd.DataFrame(rows).astype({"results": "Int64"})
+
+
+def _repeated(setting: str, times: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(200_000, generator=generator)
+    places = torch.randint(0, 100, (200_000,), generator=generator)
+    images = torch.randn(8, 16, 48, 64, generator=generator)
+    weight = torch.randn(32, 16, 3, 3, generator=generator)
+    rows = []
+    with Setting.parse(setting).apply() as here:
+        x, where, frames, kernel = (t.to(here.device) for t in (values, places, images, weight))
+        kernel.requires_grad_()
+        operations = {
+            "sum": lambda: x.sum(),
+            "index_add": lambda: x.new_zeros(100).index_add_(0, where, x),
+            "scatter_add": lambda: x.new_zeros(100).scatter_add_(0, where, x),
+            "gradient of a convolution": lambda: torch.autograd.grad(F.conv2d(frames, kernel).square().sum(), kernel)[
+                0
+            ],
+        }
+        for name, operation in operations.items():
+            try:
+                made = [operation().detach().cpu() for _ in range(times)]
+            except RuntimeError:  # asked to be deterministic, and has no such algorithm
+                rows.append({"setting": setting, "operation": name, "results": None, "spread": math.nan})
+                continue
+            different = {tuple(result.flatten().tolist()) for result in made}
+            spread = max(float((result - made[0]).norm() / made[0].norm()) for result in made)
+            rows.append({"setting": setting, "operation": name, "results": len(different), "spread": spread})
+    return rows
+
+
+# --- products in fewer bits ------------------------------------------------------------------------------
+
+
+def product_errors(names: tuple[str, ...] = ("float32", "tf32", "bfloat16"), size: int = 256) -> pd.DataFrame:
+    """How far a product of random matrices, computed in a format or as a chip does, is from float64's.
+
+    A row for each of `names` (those of `gpulab.emulate`): `error`, the relative distance (Frobenius), and
+    `first_bit`, the bit of the fraction that such an error reaches. All are emulated but `float32`.
+
+    >>> errors = product_errors(("float32", "tf32"), size=64).error
+    >>> bool(errors[1] > 100 * errors[0])
+    True
+    """
+    import pandas as pd
+
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, size, size, generator=generator)
+    exact = a.double() @ b.double()
+    rows = []
+    for name in names:
+        with emulate(name):
+            made = (a @ b).double()
+        error = float((made - exact).norm() / exact.norm())
+        rows.append({"arithmetic": name, "error": error, "first_bit": bit_of(error)})
+    return pd.DataFrame(rows).astype({"first_bit": "Int64"})
+
+
+def bit_of(relative: float) -> int | None:
+    """The bit of the fraction, 1 to 23 and beyond, that a relative difference reaches; None for nothing.
+
+    >>> bit_of(2.0**-10), bit_of(0.0)
+    (10, None)
+    """
+    return max(0, -math.floor(math.log2(relative))) if relative > 0 else None
