@@ -387,26 +387,28 @@ def record_factors(
     net: str = "prednet",
     profile: str = "quick",
     seeds: int = 10,
+    frames: int | None = None,
     workers: int = 1,
-    kind: str | None = None,
+    kind: str = "cpu",
     command: str | None = None,
     progress: bool = True,
 ) -> None:
     """Measure on this machine what `factor_table` shows of it elsewhere: runs go to `store`, the rest to `file`.
 
-    `kind`, cpu or cuda, picks the factors that are changed on one kind of device. The file is JSON: the
-    passport and the command, one step of each factor, and how this machine converts bytes, repeats itself,
+    `kind`, `cpu` or `cuda`, is the device that the factors are changed on. The file is JSON: the passport and the command, one step of each factor, and how this machine converts bytes, repeats itself,
     fuses, and decodes JPEG.
     """
     from gpulab.datasets import load
 
-    here = [factor for factor in factors(net) if factor.kind == (kind or factor.kind) and factor.runs_here()]
-    device = kind or "cpu"
+    here = [factor for factor in factors(net) if factor.kind == kind and factor.runs_here()]
+    if not here:
+        raise UsageError(f"kind {kind!r}: expected cpu, or cuda on a machine with such a GPU")
     base = here[0].base["setting"]
-    _train(here, net, profile, seeds, {"store": store, "workers": workers}, progress)
-    settings = (base, "cuda:tf32=off,deterministic=off") if device == "cuda" else (base, "cpu")
+    options = {} if frames is None else {"frames": frames}
+    runs = _train(here, net, profile, seeds, {"store": store, "workers": workers, "options": options}, progress)
+    settings = (base, "cuda:tf32=off,deterministic=off") if kind == "cuda" else (base, "cpu")
     tables = {
-        "conversions": conversion_check(device),
+        "conversions": conversion_check(kind),
         "repeatability": repeatability(settings),
         "decoders": compare_decoders(next(load("walk", frames=20, size=(48, 64)).windows(20)).frames),
     }
@@ -414,7 +416,8 @@ def record_factors(
         "format": FORMAT,
         "network": net,
         "profile": profile,
-        "kind": device,
+        "frames": int(runs.frames.iloc[0]),
+        "kind": kind,
         "passport": dict(passport()),
         "command": command,
         "recorded": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -485,6 +488,7 @@ def _recorded_rows(record: dict[str, Any], net: str) -> tuple[list[dict[str, Any
     gpus = ", ".join(gpu["name"] for gpu in here["gpus"])
     same = (runs.cpu == here["cpu"]["model"]) & (runs.torch == here["software"]["torch"])
     same &= (runs.gpu.fillna("") == gpus) & (runs.profile == record["profile"]) & (runs.experiment == net)
+    same &= runs.frames == record["frames"]
     asked = [f for f in factors(net) if (f.words, level(f.base)) in {(s["change"], s["base"]) for s in record["steps"]}]
     common = {"source": RECORDED, "profile": record["profile"]}
     return _joined(record["steps"], runs[same], asked, common, here)
