@@ -395,8 +395,9 @@ def record_factors(
 ) -> None:
     """Measure on this machine what `factor_table` shows of it elsewhere: runs go to `store`, the rest to `file`.
 
-    `kind`, `cpu` or `cuda`, is the device that the factors are changed on. The file is JSON: the passport and the command, one step of each factor, and how this machine converts bytes, repeats itself,
-    fuses, and decodes JPEG.
+    `kind`, `cpu` or `cuda`, is the device that the factors are changed on. The file is JSON: the passport
+    and the command, one step of each factor, and how this machine converts bytes, repeats itself, fuses, and
+    decodes JPEG. Raises `UsageError` where there is no such device.
     """
     from gpulab.datasets import load
 
