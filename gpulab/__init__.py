@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from gpulab.retraining import seed_runs as seed_runs
     from gpulab.roundings import first_bit as first_bit
     from gpulab.roundings import fma as fma
+    from gpulab.roundings import format_bits as format_bits
     from gpulab.roundings import fused_operations as fused_operations
     from gpulab.roundings import product_errors as product_errors
     from gpulab.roundings import repeatability as repeatability
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from gpulab.verdicts import seeds_needed as seeds_needed
     from gpulab.verdicts import variance_components as variance_components
     from gpulab.verdicts import verdict as verdict
+    from gpulab.widgets import bit_explorer as bit_explorer
 
 __version__ = "0.1.0"
 
@@ -100,6 +102,7 @@ _HOME = {
     "audit": "audits",
     "available_decoders": "decoders",
     "available_settings": "settings",
+    "bit_explorer": "widgets",
     "bounds": "speed",
     "compare_decoders": "decoders",
     "conversion_check": "conversions",
@@ -112,6 +115,7 @@ _HOME = {
     "flip_bit": "perturbations",
     "float32_products": "settings",
     "fma": "roundings",
+    "format_bits": "roundings",
     "fused_operations": "roundings",
     "growth": "divergence",
     "guard": "guards",

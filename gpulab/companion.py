@@ -154,16 +154,19 @@ def tidy(notebook: Any) -> None:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
             cell.outputs = [
-                output
-                for output in cell.outputs
-                if output.get("name") != "stderr"
-                and "application/vnd.jupyter.widget-view+json" not in output.get("data", {})
+                output for output in cell.outputs if output.get("name") != "stderr" and _keeps_without_kernel(output)
             ]
     notebook.cells = [
         cell for cell in notebook.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])
     ]
     notebook.metadata.pop("papermill", None)
     notebook.metadata.pop("widgets", None)
+
+
+def _keeps_without_kernel(output: Any) -> bool:
+    """Leave a widget's still picture, if it brings one, in its place."""
+    data = output.get("data", {})
+    return data.pop("application/vnd.jupyter.widget-view+json", None) is None or "image/png" in data
 
 
 def write_report(results: list[Result], output: Path, profile: str) -> Path:

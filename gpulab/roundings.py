@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from gpulab.emulation import emulate
 from gpulab.errors import UsageError
-from gpulab.numerics import ulp_distance
+from gpulab.numerics import FORMATS, round_to, ulp_distance
 from gpulab.processes import measure
 from gpulab.settings import Setting
 
@@ -38,6 +38,26 @@ def first_bit(a: Tensor | float, b: Tensor | float) -> int | None:
     one, other = (torch.as_tensor(x, dtype=torch.float32).reshape(()) for x in (a, b))
     apart = int(ulp_distance(one, other))
     return None if apart == 0 else max(0, FRACTION_BITS + 1 - apart.bit_length())
+
+
+def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple[str, str, str]:
+    """Sign, exponent and fraction of a number in a format, as the format itself stores them.
+
+    Source: IEEE 754; the shorter formats as in `gpulab.round_to`.
+
+    >>> format_bits(-0.1, "float16")
+    ('1', '01011', '1001100110')
+    """
+    rounded = round_to(torch.tensor([x], dtype=torch.float32), name, mode)
+    target = FORMATS[name]
+    if target.dtype is None:  # tf32 is float32 without its last bits
+        pattern = f"{int(rounded.view(torch.int32)) & 0xFFFFFFFF:032b}"[: 9 + target.precision - 1]
+    else:
+        stored = rounded.to(target.dtype).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[target.dtype.itemsize])
+        width = 8 * target.dtype.itemsize
+        pattern = f"{int(stored) & (1 << width) - 1:0{width}b}"
+    fraction = target.precision - 1
+    return pattern[0], pattern[1:-fraction], pattern[-fraction:]
 
 
 # --- order of summation ----------------------------------------------------------------------------------

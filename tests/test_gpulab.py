@@ -23,6 +23,7 @@ FLOORS = [
     ["anomaly", "retraining", "search_space", "studies", "reproduction", "roundings", "divergence"],
     ["factors"],
     ["plots"],
+    ["widgets"],
     ["cli", "companion", "worker", "pytest_plugin", "chainer_window"],
 ]
 FLOOR = {module: number for number, modules in enumerate(FLOORS) for module in modules}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from gpulab.factors import FactorTable
 
+SHOWN_FORMATS = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 SIGN, EXPONENT, FRACTION = "#D55E00", "#009E73", "#0072B2"
 CHANGE_COLOURS = ("#0072B2", "#E69F00", "#222222", "#CC79A7", "#009E73")
 
@@ -26,59 +28,50 @@ CHANGE_COLOURS = ("#0072B2", "#E69F00", "#222222", "#CC79A7", "#009E73")
 # --- bits ------------------------------------------------------------------------------------------------
 
 
-def bits(x: float, formats: tuple[str, ...] | None = None) -> Picture:
-    """The bits of a number in float32, and after it was rounded to each format.
+def bits(x: float, formats: Sequence[str] | None = None) -> Picture:
+    """The bits of a number in float32, and after it was rounded to each format, as that format stores them.
 
-    A box is a bit: sign, exponent, fraction; dark ones are 1. All rows show float32's 32 bits, so that what
-    a format drops is seen as empty boxes on the right.
+    A box is a bit: sign, exponent, fraction; filled ones are 1. Fractions begin in one column, so that what
+    a format drops is seen on the right.
+
+    >>> bits(0.1, ["float32", "bfloat16"]).alt
+    'Bits of 0.1: sign, exponent and fraction in float32, bfloat16.'
     """
     from gpulab.numerics import FORMATS
 
-    names = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2") if formats is None else formats
+    names = SHOWN_FORMATS if formats is None else tuple(formats)
     if unknown := [name for name in names if name not in FORMATS]:
         raise UsageError(f"format {unknown[0]!r}: expected one of {', '.join(FORMATS)}")
-    figure = Figure(figsize=(7.2, 0.7 + 0.42 * len(names)), layout="constrained")
+    figure = Figure(figsize=(7.2, 0.7 + 0.4 * len(names)), layout="constrained")
     axes = figure.subplots()
     for row, name in enumerate(names):
         _bit_row(axes, row, name, x)
     for place, width, label, tint in ((0, 1, "±", SIGN), (1, 8, "exponent", EXPONENT), (9, 23, "fraction", FRACTION)):
-        axes.text(place + width / 2, -0.35, label, ha="center", va="bottom", fontsize=8, color=tint)
-    axes.set(xlim=(-6.5, 44), ylim=(len(names), -1))
+        axes.text(place + width / 2, -0.15, label, ha="center", va="bottom", fontsize=8, color=tint)
+    axes.set(xlim=(-7, 46), ylim=(len(names), -0.8))
     axes.set_axis_off()
-    figure.suptitle(f"{np.float32(x):.9g} in float32, and rounded to shorter formats", fontsize=10)
+    figure.suptitle(f"{x:.10g} in float32, and rounded to shorter formats", fontsize=10)
     return Picture(figure, f"Bits of {x:g}: sign, exponent and fraction in {', '.join(names)}.")
 
 
 def _bit_row(axes: Axes, row: int, name: str, x: float) -> None:
     import torch
 
-    from gpulab.numerics import FORMATS, round_to
+    from gpulab.numerics import round_to
+    from gpulab.roundings import format_bits
 
-    rounded = round_to(torch.tensor([x], dtype=torch.float32), name)
-    pattern = f"{int(rounded.view(torch.int32)) & 0xFFFFFFFF:032b}"
-    kept = FORMATS[name].precision - 1
-    for place, bit in enumerate(pattern):
+    sign, exponent, fraction = format_bits(x, name)
+    for place, bit in [(0, sign), *enumerate(exponent, 9 - len(exponent)), *enumerate(fraction, 9)]:
         tint = SIGN if place == 0 else EXPONENT if place < 9 else FRACTION
-        lost = place >= 9 + kept
-        face = "white" if lost or bit == "0" else tint
-        edge = "#DDDDDD" if lost else tint
-        axes.add_patch(Rectangle((place + 0.08, row + 0.1), 0.84, 0.8, facecolor=face, edgecolor=edge, lw=0.8))
-        if not lost:
-            axes.text(
-                place + 0.5,
-                row + 0.52,
-                bit,
-                ha="center",
-                va="center",
-                fontsize=6,
-                color="white" if bit == "1" else tint,
-            )
+        face, ink = (tint, "white") if bit == "1" else ("white", tint)
+        axes.add_patch(Rectangle((place + 0.08, row + 0.1), 0.84, 0.8, facecolor=face, edgecolor=tint, lw=0.8))
+        axes.text(place + 0.5, row + 0.52, bit, ha="center", va="center", fontsize=6, color=ink)
+    value = round_to(torch.tensor([x], dtype=torch.float32), name).item()
     axes.text(-0.4, row + 0.5, name, ha="right", va="center", fontsize=8)
-    value = rounded.item()
-    error = abs(value - float(np.float32(x)))
-    axes.text(32.5, row + 0.5, f"{value:.9g}", va="center", fontsize=8)
-    if error and np.isfinite(error):
-        axes.text(44, row + 0.5, f"off by {error:.0e}", ha="right", va="center", fontsize=7, color=FAINT)
+    axes.text(32.5, row + 0.5, f"{value:.10g}", va="center", fontsize=8)
+    apart = abs(value - x)
+    note = "exact" if apart == 0 else f"off by {apart:.0e}" if np.isfinite(apart) else ""
+    axes.text(46, row + 0.5, note, ha="right", va="center", fontsize=7, color=FAINT)
 
 
 # --- sums ------------------------------------------------------------------------------------------------
@@ -93,7 +86,7 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
     places = np.round((named["sum"].to_numpy(float) - exact) / step).astype(int)
     figure, (axes,) = canvas(1, height=3.6)
     values, counts = np.unique(away, return_counts=True)
-    axes.bar(values, counts, width=0.8, color=CPU_COLOURS["cpu:threads=1"], label=f"{len(away)} random orders")
+    axes.bar(values, counts, width=0.8, color=CPU_COLOURS["cpu:threads=1"])
     axes.axvline(0, color=INK, lw=1, ls="--")
     top = counts.max()
     for height, place in enumerate(sorted(set(places))):
@@ -104,8 +97,7 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
         axes.annotate(f" {label} ", (place, level), ha="right" if left else "left", va="center", fontsize=7.5)
         axes.plot(place, level, marker="o", ms=4, color=GPU_COLOURS["cuda:tf32=off"])
     axes.set_xlabel("distance from the exact sum (units in the last place of float32)")
-    axes.set_ylabel("random orders")
-    axes.legend(fontsize=8, frameon=False, loc="center right")
+    axes.set_ylabel(f"how many of {len(away)} random orders")
     right = float((away == 0).mean())
     figure.suptitle(
         f"{len(values)} different sums of the same numbers; {right:.0%} of the orders give the exact one", fontsize=10
@@ -208,29 +200,29 @@ def factor_effects(report: FactorTable) -> Picture:
     stands at the left edge.
     """
     table = report.table.reset_index(drop=True)
-    figure, (left, right) = canvas(2, height=1.5 + 0.3 * len(table), share_rows=True)
+    figure, (left, right) = canvas(2, height=1.6 + 0.36 * len(table), share_rows=True)
     for place, row in enumerate(table.to_dict("records")):
         _draw_step(left, place, row)
         _draw_effects(right, place, row, report)
     left.set_xscale("log")
     left.set_xlim(1e-11, 30)
-    left.set_xlabel("gradient of one step moves by (relative)", fontsize=8)
+    left.set_xlabel("change of one step's gradient (relative)", fontsize=8)
     right.set_xscale("log")
     right.set_xlim(EDGE / 3, 100)
     right.axvline(0.25, color=FAINT, lw=0.9, ls=":")
     right.axvline(1, color=INK, lw=0.9, ls="--")
     right.annotate("margin ", (0.25, -0.75), ha="right", va="center", fontsize=7, annotation_clip=False)
     right.annotate(" sd between seeds", (1, -0.75), ha="left", va="center", fontsize=7, annotation_clip=False)
-    right.set_xlabel("final loss of a seed moves by (sd between seeds)", fontsize=8)
+    right.set_xlabel("change of a seed's final loss (sd)", fontsize=8)
     for axes, edge in ((left, 3e-11), (right, EDGE)):
         axes.xaxis.set_major_locator(LogLocator(10, numticks=7))
         axes.xaxis.set_major_formatter(
             FuncFormatter(lambda value, _, edge=edge: "" if value <= edge else f"$10^{{{round(np.log10(value))}}}$")
         )
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.annotate("same\nbits", (edge, len(table) - 0.1), ha="center", va="top", fontsize=7, annotation_clip=False)
+        axes.annotate("same bits", (edge, -0.75), ha="left", va="center", fontsize=7, annotation_clip=False)
         axes.tick_params(axis="x", labelsize=8)
-    names = [f"{r['factor']}\n{r['change']}" for r in table.to_dict("records")]
+    names = [f"{r['factor']}\n{_told(r)}" for r in table.to_dict("records")]
     left.set_yticks(range(len(table)), names, fontsize=7)
     left.set_ylim(len(table) - 0.4, -0.6)
     right.tick_params(axis="y", left=False)
@@ -240,6 +232,16 @@ def factor_effects(report: FactorTable) -> Picture:
         figure,
         f"For each of {table.factor.nunique()} factors, how far one step and the final losses move. {_counted(table)}.",
     )
+
+
+def _told(row: dict[str, Any]) -> str:
+    """What is changed, without what stays: `cpu:threads=1 → flip 0`."""
+    base, change = (str(row[side]) for side in ("base", "change"))
+    if change.startswith(base):
+        return change[len(base) :].strip(", :")
+    if change.split(", ")[0] == base.split(", ")[0]:
+        return change.split(", ", 1)[1]
+    return change
 
 
 EDGE = 1e-8  # sd between seeds, where a seed that keeps its bits is drawn
