@@ -83,9 +83,12 @@ def examine(
     if name in FACTORS and name not in PRODUCTS:
         operation, made = _attention(operation), made[:1]
     try:
-        exact = _floating(operation(*exact_args, **exact_kwargs))
+        twin = operation(*exact_args, **exact_kwargs)
     except (RuntimeError, NotImplementedError):
         return Examined()  # a kernel of one device alone, or none for float64
+    if _gave_up(operation, out) or _gave_up(operation, twin):
+        return Examined()  # what a factorisation leaves when it fails is each library's own
+    exact = _floating(twin)
     if len(exact) != len(made) or any(e.shape != m.shape for e, m in zip(exact, made, strict=True)):
         return Examined()
     if not exact or not all(math.isfinite(_norm(e)) for e in exact):
@@ -100,14 +103,17 @@ def examine(
     results = [(_distance(m, e), SAFETY * _norm(b), _norm(e)) for m, e, b in zip(made, exact, bounds, strict=True)]
     worst = max(range(len(results)), key=lambda place: _ratio(results[place][0], results[place][1]))
     error, bound, size = results[worst]
+    if math.isnan(bound):  # next to inputs for which there is no result
+        return Examined()
     found = before = None
     if factors and all(factor.dtype == torch.float32 for factor in factors):
         # Where a format shorter than float32 was used, the error is at least half of one rounding.
         suspicious = (
             0.5 * bound / (SAFETY * math.sqrt(max(1, _inner(name, args)[worst]))) if name in PRODUCTS else bound
         )
-        if error > suspicious:
-            found = _explaining_format(again, made[worst], error, worst)
+        if not error <= suspicious:
+            # Where factors overflowed the error is NaN, and the format that overflows there leaves none of it.
+            found = _explaining_format(again, made[worst], math.inf if math.isnan(error) else error, worst)
         before = next(filter(None, map(rounded_format, factors)), None)
     scale = size or 1.0
     return Examined(error / scale, bound / scale, found or before, found is None and before is not None)
@@ -235,6 +241,13 @@ def _floating(out: Any) -> list[Tensor]:
         for t in tree_flatten(out)[0]
         if isinstance(t, Tensor) and t.is_floating_point() and t.numel()
     ]
+
+
+def _gave_up(operation: Any, out: Any) -> bool:
+    """Whether a routine of linear algebra says that it failed: its result named `info` is not zero."""
+    schema = getattr(operation, "_schema", None)
+    names = [value.name for value in schema.returns] if schema is not None else []
+    return "info" in names and bool(out[names.index("info")].any())
 
 
 def _distance(made: Tensor, exact: Tensor) -> float:

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+import gpulab as gl
 from gpulab.numerics import round_to
-from gpulab.shadows import SAFETY, examine
+from gpulab.shadows import SAFETY, Examined, examine
 
 aten = torch.ops.aten
 UNIT = 2.0**-24
@@ -371,3 +372,30 @@ def test_a_wrong_product_is_not_excused_as_a_short_format():
     seen = examine(aten.mm.default, "mm", (a, b), {}, wrong)
     assert seen.format is None
     assert ratio(seen) > 10
+
+
+def test_a_factorisation_that_failed_is_no_error_whatever_it_left():
+    not_positive = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
+    cholesky = torch.ops.aten.linalg_cholesky_ex.default
+    left, info = cholesky(not_positive)
+    assert info != 0
+    for rest in (left, torch.full_like(left, torch.nan)):
+        assert examine(cholesky, "linalg_cholesky_ex", (not_positive,), {}, (rest, info)) == Examined()
+    fine = torch.eye(2)
+    assert examine(cholesky, "linalg_cholesky_ex", (fine,), {}, cholesky(fine)).error == 0
+    wrong = (2 * fine, torch.tensor(0))
+    seen = examine(cholesky, "linalg_cholesky_ex", (fine,), {}, wrong)
+    assert seen.error > seen.bound
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_formats_of_factors_and_result_are_told_also_where_they_overflow(name):
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(24, 24, generator=generator) for _ in range(2))
+    product = torch.ops.aten.mm.default
+    for scale in (1.0, 1e5):
+        with gl.emulate(name):
+            made = product(scale * a, b)
+        assert examine(product, "mm", (scale * a, b), {}, made).format == name
+    if name == "float16":
+        assert not made.isfinite().all()
