@@ -55,7 +55,8 @@ class Reproduction:
     `table` has a row a trial: `changes` in words; a column for each factor with its value; `distance`;
     `state` (`finished`, `pruned`, `failed`); `decision` of the verdict on the seeds of the search (none for
     a pruned trial), with its `seeds`, `diverged`, `difference` (from the target, mean over seeds), interval
-    `low`, `high`, `p_equivalent` and, corrected over all trials, `p_equivalent_holm`; from the fresh seeds
+    `low`, `high`, `p_equivalent`, corrected over all trials `p_equivalent_holm`, and where it is inconclusive
+    the `seeds_needed` to settle it, as many fresh ones not counted; from the fresh seeds
     `fresh_decision`, `fresh_seeds`, `fresh_difference`, `fresh_p_equivalent` and the level `fresh_alpha`
     that it was held to; `confirmed`; a `note` on why it was pruned or failed.
 
@@ -386,7 +387,8 @@ def _violation(seen: Verdict, alpha: float) -> float:
 
 def _judged(seen: Verdict, prefix: str) -> dict[str, Any]:
     (row,) = seen.table.to_dict("records")
-    names = ["decision", "seeds", "difference", "p_equivalent", *(["diverged", "low", "high"] if not prefix else [])]
+    names = ["decision", "seeds", "difference", "p_equivalent"]
+    names += [] if prefix else ["diverged", "low", "high", "seeds_needed"]
     return {f"{prefix}{name}": row[name] for name in names}
 
 
@@ -395,6 +397,7 @@ def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     import pandas as pd
 
     judged = ["decision", "seeds", "diverged", "difference", "low", "high", "p_equivalent", "p_equivalent_holm"]
+    judged += ["seeds_needed"]
     fresh = [f"fresh_{name}" for name in ("decision", "seeds", "difference", "p_equivalent", "alpha")]
     first = [name for name in rows[0] if name not in {*judged, *fresh, "note", "confirmed"}] if rows else []
     frame = pd.DataFrame(rows).reindex(columns=[*first, *judged, *fresh, "confirmed", "note"])
@@ -487,14 +490,14 @@ def _alone(found: Reproduction) -> list[str]:
     table = found.table
     changed = {name: _differs(table[name], value) for name, value in found.original.items()}
     number = sum(flags.astype(int) for flags in changed.values())
+    groups = {name: table[flags & (number == 1)] for name, flags in changed.items()}
+    groups["several together"] = table[number > 1]
     parts = []
-    for name, flags in changed.items():
-        some = table[flags & (number == 1)]
+    for name, some in groups.items():
+        unsettled = int((some.decision == "inconclusive").sum())
         if len(some):
-            parts.append(f"{name} {int(some.confirmed.sum())} of {len(some)}")
-    combined = table[number > 1]
-    if len(combined):
-        parts.append(f"several together {int(combined.confirmed.sum())} of {len(combined)}")
+            note = f" ({unsettled} inconclusive)" if unsettled else ""
+            parts.append(f"{name} {int(some.confirmed.sum())} of {len(some)}{note}")
     return [f"Confirmed, by what was changed: {'; '.join(parts)}."] if parts else []
 
 

@@ -118,16 +118,21 @@ class Records(Lab):
             name: value for name, value in plain.items() if isinstance(value, str | int | float)
         }
         self.names = tuple(self.originals)
+        for name in {"loader", "decoder", "flip", "draws"} & set(runs.columns):
+            if len(values := runs[name].drop_duplicates()) > 1:
+                raise UsageError(f"target mixes runs with {name} {', '.join(map(str, values))}; choose those of one")
         known = {"size", "scene_seed", "speed", "grey"} & done["data_options"].keys()
         renamed = {"scene_seed": "seed"}
-        self.base = {
+        chosen: dict[str, Any] = {name: record[name] for name in ("loader", "flip", "draws") if name in record}
+        decoder = {"decoder": record["decoder"]} if record.get("decoder") else {}
+        self.base: dict[str, Any] = {
             "net": record["experiment"],
             "profile": record["profile"],
             "data": done["data"],
-            "data_options": {renamed.get(name, name): done["data_options"][name] for name in sorted(known)},
+            "data_options": {renamed.get(name, name): done["data_options"][name] for name in sorted(known)} | decoder,
             "frames": done["frames"],
-            "loader": record.get("loader", "window"),
             "keep_weights": False,
+            **chosen,
         }
         self.identity = {**self.base, "learning_rate": done["learning_rate"], "model_options": self.model_options}
 
