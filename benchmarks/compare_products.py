@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import pandas as pd
 import typer
 
-from gpulab.products import compare_products, record_products, recorded_products
+from gpulab.products import compare_products, record_products, recorded_products, summarize_products
 
 
 def main(
@@ -29,10 +30,24 @@ def main(
     _, notes = recorded_products()
     frame = compare_products(exact=exact)
     gpu = notes["passport"]["gpus"][0]["name"]
-    text = f"{gpu}: `{notes['command']}`. Here: `{command}`.\n\n{frame.to_markdown(index=False, floatfmt='.4g')}\n"
+    tables = {"In short": summarize_products(frame)}
+    if exact:
+        tables["Not bit for bit"] = frame[(frame.used != "float32") & (frame.equal_exact < 1)]
+    text = f"# Emulated products beside those of an {gpu}\n\n"
+    text += f"Recorded by `{notes['command']}`, compared by `{command}`.\n"
+    for title, table in tables.items():
+        text += f"\n## {title}\n{_markdown(table)}\n"
     print(text)
     if write is not None:
         write.write_text(text, encoding="utf-8")
+
+
+def _markdown(frame: pd.DataFrame) -> str:
+    def shown(value: object) -> str:
+        return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+    rows = [list(frame.columns), ["---"] * len(frame.columns), *frame.to_numpy(dtype=object).tolist()]
+    return "\n".join(f"| {' | '.join(map(shown, row))} |" for row in rows)
 
 
 if __name__ == "__main__":

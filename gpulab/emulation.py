@@ -43,8 +43,9 @@ class Arithmetic:
 
     A tensor core adds `block` products to the sum at once, each cut `fraction` bits below the leading bit of
     the largest, and cuts the new sum to `kept` significant bits. Factors that are 16-bit numbers themselves
-    are its own too: `half_block` of them at once. A convolution runs through `tile` channels at every place
-    of its kernel, then through the next ones; through all of them where there is no tile.
+    are its own too: `half_block` of them at once. A slice is a multiple of `step` products. A convolution
+    runs through `tile` channels at every place of its kernel, then through the next ones; through all of
+    them where there is no tile.
     """
 
     name: str
@@ -57,19 +58,21 @@ class Arithmetic:
     half_block: int = 16
     fraction: int = 25
     kept: int = 24
+    step: int = 8
     tile: int | None = None
 
     def __str__(self) -> str:
-        order = "+".join([self.order or "", f"split-{self.slices}"] if self.slices > 1 else [self.order or ""])
-        return f"{self.name}, summed {order.strip('+')}" if order else self.name
+        parts = [self.order] if self.order else []
+        parts += [f"split-{self.slices}"] if self.slices > 1 else []
+        return f"{self.name}, summed {'+'.join(parts)}" if parts else self.name
 
 
 # Asked for 16 bits, as autocast asks, a GPU returns 16 bits. Of 8-bit products its tensor cores keep 14 bits.
 PRECISIONS = {name: Arithmetic(name, name) for name in FORMATS} | {
-    "bfloat16": Arithmetic("bfloat16", "bfloat16", result="bfloat16", block=16),
-    "float16": Arithmetic("float16", "float16", result="float16", block=16),
-    "float8_e4m3fn": Arithmetic("float8_e4m3fn", "float8_e4m3fn", block=32, fraction=13, kept=14),
-    "float8_e5m2": Arithmetic("float8_e5m2", "float8_e5m2", block=32, fraction=13, kept=14),
+    "bfloat16": Arithmetic("bfloat16", "bfloat16", result="bfloat16", block=16, step=64),
+    "float16": Arithmetic("float16", "float16", result="float16", block=16, step=64),
+    "float8_e4m3fn": Arithmetic("float8_e4m3fn", "float8_e4m3fn", block=32, fraction=13, kept=14, step=128),
+    "float8_e5m2": Arithmetic("float8_e5m2", "float8_e5m2", block=32, fraction=13, kept=14, step=128),
 }
 # Generations of cards. Only from Ampere on do tensor cores take float32 numbers, as TF32. Blocks and bits are
 # those of Fasi et al. 2021 and Xie et al. 2025. Roundings and tiles are what cuBLAS's and cuDNN's kernels for
@@ -273,7 +276,7 @@ MATRIX, CONVOLUTION, WEIGHT = range(3)  # places in `Arithmetic.roundings`
 def product(a: Tensor, b: Tensor, how: Arithmetic, kind: int = MATRIX) -> Tensor:
     """The product of matrices (…, M, K) and (…, K, N) by an arithmetic, before it is rounded to its result."""
     if a.dtype in HALVES:  # as they are: only the sum is a tensor core's own
-        return summed(a.float(), b.float(), replace(how, block=how.half_block, kept=24))
+        return summed(a.float(), b.float(), replace(how, block=how.half_block, kept=24, step=64))
     return summed(_rounded(a, how, kind), _rounded(b, how, kind), how)
 
 
@@ -504,7 +507,7 @@ def summed(a: Tensor, b: Tensor, how: Arithmetic) -> Tensor:
     inner = a.shape[-1]
     each = max(1, -(-inner // how.slices))
     if how.order == "tensor-core":
-        each = -(-each // how.block) * how.block
+        each = -(-each // how.step) * how.step
     total, *others = (
         _summed_whole(a[..., k : k + each], b[..., k : k + each, :], how) for k in range(0, max(1, inner), each)
     )

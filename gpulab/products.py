@@ -240,12 +240,12 @@ def compare_products(
 ) -> pd.DataFrame:
     """Compare a GPU's products (those recorded, if none are given) with the emulated ones: a row a case.
 
-    `used` is the format that the kernel multiplied in, which a library may choose: `float32` where it left
-    TF32 unused. `error` is the GPU's distance from the exact result, relative to that; `explained` the share
-    of its squared deviation that the emulation makes as well, and `equal` the share of elements that are the
-    same bits, both with this machine's sums and the format's or the chip's `rounding` that fits best. With
-    `exact`, `explained_exact` and `equal_exact` are the same for sums in the tensor core's order, through
-    `tile` channels at a time and in as many `slices` as fit best, up to 64.
+    `used` is the format that the kernel multiplied in, which the library chooses: `float32` where it left TF32
+    unused. `error` is the GPU's distance from the exact result, relative to that; `explained` the share of its
+    squared deviation that the emulation makes as well, and `equal` the share of elements that are the same
+    bits, both with sums as this machine makes them. With `exact`, `explained_exact` and `equal_exact` are the
+    same for sums in the tensor core's order. The `rounding` of the factors, the `tile` of channels and the
+    number of `slices` are those that fit normal numbers best, and are then held against all inputs.
     """
     import pandas as pd
     from tqdm.auto import tqdm
@@ -254,29 +254,41 @@ def compare_products(
         made, _ = recorded_products()
     wanted = [case for case in cases() if str(case) in made and case.inputs in inputs]
     rows: list[dict[str, Any]] = []
-    found: dict[Case, int] = {}
+    kernels: dict[Case, Arithmetic] = {}  # the library's choice depends on the shape, not on the numbers
     for case in tqdm(wanted, unit="product", disable=not progress, leave=False):
-        result = made[str(case)].double()
-        row, used = _closest(case, result)
-        if exact and used.format not in ("float32", "float32_ftz"):
-            family = replace(case, inputs=INPUTS[0])  # slices are the library's choice for a shape
-            row |= _exactly(case, result, used, found.get(family))
-            found.setdefault(family, row["slices"])
-        rows.append(row)
+        result, family = made[str(case)].double(), replace(case, inputs=INPUTS[0])
+        if family not in kernels:
+            kernels[family] = _closest(family, made[str(family)].double(), exact)
+        rows.append(_row(case, result, kernels[family], exact))
     return pd.DataFrame(rows)
 
 
-def _closest(case: Case, result: Tensor) -> tuple[dict[str, Any], Arithmetic]:
-    """The rounding of the factors that brings the emulation closest to a result."""
-    exact = _exact(case)
+def _closest(case: Case, result: Tensor, exact: bool) -> Arithmetic:
+    """The rounding, then the tile and the number of slices, with which the emulation comes closest to a result."""
     candidates = [replace(PRECISIONS[case.format], result=case.result)]
     if case.format == "tf32":
-        candidates = [replace(PRECISIONS["tf32"], roundings=(mode,) * 3) for mode in MODES] + [PRECISIONS["float32"]]
-    emulated = [_emulated(case, how) for how in candidates]
-    best = min(range(len(candidates)), key=lambda n: _finite_norm(emulated[n] - result))
-    how = candidates[best]
-    deviation = result - exact
-    row = {
+        tf32 = replace(PRECISIONS["tf32"], tile=CHIPS["hopper"].tile)
+        candidates = [replace(tf32, roundings=(mode,) * 3) for mode in MODES] + [PRECISIONS["float32"]]
+    best = min(candidates, key=lambda how: _finite_norm(_emulated(case, how) - result))
+    if not exact or best.format == "float32":
+        return best
+    tiles = [32, None] if case.operation in (FORWARD, TO_INPUT) else [None]
+    most = SLICES if case.operation == MATRIX else 1
+    tries = [replace(best, order="tensor-core", tile=tile, slices=1 + n) for tile in tiles for n in range(most)]
+    equal = 0.0
+    for how in tries:
+        now = _equal(_emulated(case, how), result)
+        if now > equal or how is tries[0]:
+            best, equal = how, now
+        if equal == 1:
+            break
+    return best
+
+
+def _row(case: Case, result: Tensor, how: Arithmetic, exact: bool) -> dict[str, Any]:
+    right = _exact(case)
+    emulated = _emulated(case, replace(how, order=None, slices=1))
+    row: dict[str, Any] = {
         "operation": case.operation,
         "size": case.size,
         "layout": "channels last" if case.channels_last else "",
@@ -284,31 +296,44 @@ def _closest(case: Case, result: Tensor) -> tuple[dict[str, Any], Arithmetic]:
         "asked": case.format,
         "result": case.result,
         "used": how.format,
-        "rounding": how.roundings[0] if how.format != "float32" else "",
-        "error": _finite_norm(deviation) / _finite_norm(exact),
-        "explained": _explained(result, emulated[best], exact),
-        "equal": _equal(emulated[best], result),
+        "rounding": "" if how.format == "float32" else how.roundings[0],
+        "error": _finite_norm(result - right) / _finite_norm(right),
+        "explained": _explained(result, emulated, right),
+        "equal": _equal(emulated, result),
     }
-    return row, how
+    if exact and how.order is not None:
+        emulated = _emulated(case, how)
+        row |= {"tile": how.tile, "slices": how.slices}
+        row |= {"explained_exact": _explained(result, emulated, right), "equal_exact": _equal(emulated, result)}
+    return row
 
 
-def _exactly(case: Case, result: Tensor, used: Arithmetic, slices: int | None) -> dict[str, Any]:
-    """The tile and the number of slices with which the tensor core's sums come closest."""
-    exact = _exact(case)
-    tries: list[dict[str, Any]] = []
-    hopper = replace(used, order="tensor-core")
-    if used.format == "tf32":
-        hopper = replace(CHIPS["hopper"], order="tensor-core", roundings=used.roundings)
-    tiles = [None] if case.operation in (MATRIX, TO_WEIGHT) else [32, None]
-    tried = range(1, SLICES + 1) if case.operation == MATRIX else [1]
-    for tile in tiles:
-        for number in tried if slices is None else [slices]:
-            emulated = _emulated(case, replace(hopper, tile=tile, slices=number))
-            explained, equal = _explained(result, emulated, exact), _equal(emulated, result)
-            tries.append({"tile": tile, "slices": number, "explained_exact": explained, "equal_exact": equal})
-            if equal == 1:
-                return tries[-1]
-    return max(tries, key=lambda row: row["equal_exact"])
+def summarize_products(frame: pd.DataFrame) -> pd.DataFrame:
+    """What `compare_products` found, a row for each operation, format asked for and format used.
+
+    `least` and `median` are over the cases; `bit for bit` counts those in which every element is the same.
+    """
+
+    def summary(rows: pd.DataFrame) -> pd.Series:
+        return pd.Series(
+            {
+                "cases": len(rows),
+                "median error": rows.error.median(),
+                "least explained": rows.explained.min(),
+                "median explained": rows.explained.median(),
+                "median equal": rows.equal.median(),
+                "least explained, tensor core's sums": rows.explained_exact.min(),
+                "median equal, tensor core's sums": rows.equal_exact.median(),
+                "bit for bit, tensor core's sums": int((rows.equal_exact == 1).sum()),
+            }
+        )
+
+    import pandas as pd
+
+    # Factors that are short already leave no deviation but that of the sums: a question of its own.
+    frame = frame.assign(inputs=frame.inputs.where(frame.inputs == "already rounded", "to be rounded"))
+    keys = ["operation", "asked", "result", "used", "rounding", "inputs"]
+    return frame.groupby(keys, sort=False).apply(summary, include_groups=False).reset_index()
 
 
 def _exact(case: Case) -> Tensor:

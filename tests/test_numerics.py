@@ -3,38 +3,44 @@ import pytest
 import torch
 
 import gpulab as gl
+from gpulab import numerics
 from gpulab.numerics import round_to, rounded_format
 
-# What float32 keeps: (bits of the significand after the leading one, smallest exponent, largest exponent).
-FORMATS = {"tf32": (10, -126, 127), "bfloat16": (7, -126, 127), "float16": (10, -14, 15)}
-SPECIAL = [
-    0.0,
-    -0.0,
-    np.inf,
-    -np.inf,
-    np.nan,
-    1.0,
-    -1.0,
-    65504.0,
-    65519.99,
-    65520.0,
-    -65520.0,
-    3.4028235e38,
-    -3.4028235e38,
-]
+# What a format keeps: (bits of the significand after the leading one, smallest exponent, largest finite number).
+FORMATS = {
+    "float32": (23, -126, (2 - 2.0**-23) * 2.0**127),
+    "tf32": (10, -126, (2 - 2.0**-10) * 2.0**127),
+    "bfloat16": (7, -126, (2 - 2.0**-7) * 2.0**127),
+    "float16": (10, -14, 65504.0),
+    "float8_e4m3fn": (3, -6, 448.0),
+    "float8_e5m2": (2, -14, 57344.0),
+}
+SHORT = [name for name in FORMATS if name != "float32"]
+SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0]
+# The largest numbers, what still rounds to them, and the first that does not.
+SPECIAL += [65504.0, 65519.99, 65520.0, -65520.0, 448.0, 463.9, 464.0, 464.1, -480.0, 57344.0, 61439.9, 61440.0]
+SPECIAL += [3.4028235e38, -3.4028235e38]
+ROUND = {
+    "nearest": np.rint,  # ties to even
+    "away": lambda steps: np.trunc(steps + np.copysign(0.5, steps)),
+    "truncate": np.trunc,
+}
 
 
-def nearest(value, name):
-    """The format's number nearest to a float32 one, ties to even, in exact arithmetic."""
+def rounded(value, name, mode):
+    """The format's number for a float32 one, in float64, where each operation here is exact."""
     bits, smallest, largest = FORMATS[name]
-    if not np.isfinite(value) or value == 0:
+    infinite = np.copysign(largest if name == "float8_e4m3fn" else np.inf, value)
+    if np.isnan(value) or value == 0:
         return value
-    _, exponent = np.frexp(value)
+    if np.isinf(value):
+        return infinite
+    _, exponent = np.frexp(float(value))
     step = 2.0 ** (max(int(exponent) - 1, smallest) - bits)
-    rounded = np.rint(float(value) / step) * step  # both are exact in float64, and rint breaks ties to even
-    if abs(rounded) >= 2.0 ** (largest + 1):
-        return np.copysign(np.inf, value)
-    return np.copysign(rounded, value)
+    made = ROUND[mode](float(value) / step) * step
+    if abs(made) > largest:
+        made = np.copysign(largest, value) if mode == "truncate" else infinite
+    return np.copysign(made, value)
 
 
 def bit_patterns():
@@ -42,7 +48,7 @@ def bit_patterns():
     generator = np.random.default_rng(0)
     exponents = np.arange(256, dtype=np.uint32)[:, None] << 23
     ends = [0, 1, 0x7FFFFF, 0x7FFFFE]
-    for bit in (12, 13, 15, 16):  # halfway between two numbers, and one bit to either side
+    for bit in (12, 13, 15, 16, 19, 20, 21):  # halfway between two numbers, and one bit to either side
         ends += [1 << bit, (1 << bit) - 1, (1 << bit) + 1, 3 << bit, 0x7FFFFF & ~((1 << bit) - 1)]
     significands = np.concatenate([np.array(ends, np.uint32), generator.integers(0, 1 << 23, 200, dtype=np.uint32)])
     positive = (exponents | significands[None]).ravel()
@@ -50,26 +56,38 @@ def bit_patterns():
     return np.concatenate([patterns.view(np.float32), np.array(SPECIAL, np.float32)])
 
 
+@pytest.mark.parametrize("mode", ROUND)
 @pytest.mark.parametrize("name", FORMATS)
-def test_rounding_is_to_the_nearest_number_of_the_format_bit_for_bit(name):
+def test_rounding_is_that_of_exact_arithmetic_bit_for_bit(name, mode):
     given = bit_patterns()
-    made = round_to(torch.from_numpy(given), name).numpy()
-    expected = np.array([nearest(value, name) for value in given], np.float32)
+    made = round_to(torch.from_numpy(given), name, mode).numpy()
+    expected = np.array([rounded(value, name, mode) for value in given], np.float32)
     nan = np.isnan(given)
     assert np.isnan(made[nan]).all()
     assert (made[~nan].view(np.uint32) == expected[~nan].view(np.uint32)).all()
 
 
-def test_truncation_drops_the_end_and_leaves_special_values_alone():
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn"])
+def test_every_number_of_a_format_that_torch_has_stays_as_it_is(name):
+    dtype = numerics.FORMATS[name].dtype
+    whole = {1: torch.int8, 2: torch.int16}[dtype.itemsize]
+    limits = torch.iinfo(whole)
+    every = torch.arange(limits.min, limits.max + 1, dtype=torch.int32).to(whole).view(dtype).float()
+    for mode in ROUND:
+        assert torch.equal(round_to(every, name, mode).nan_to_num(7), every.nan_to_num(7))
+
+
+def test_flushing_takes_subnormal_numbers_for_zero_and_no_others():
     given = bit_patterns()
-    made = round_to(torch.from_numpy(given), "tf32", "truncate").numpy()
-    finite = np.isfinite(given)
-    expected = (given.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-    assert (made[finite].view(np.uint32) == expected[finite].view(np.uint32)).all()
-    assert (made[~finite].view(np.uint32) == given[~finite].view(np.uint32)).all()
+    made = round_to(torch.from_numpy(given), "float32_ftz").numpy()
+    subnormal = np.abs(given) < 2.0**-126
+    assert (made[subnormal] == 0).all()
+    assert (np.signbit(made[subnormal]) == np.signbit(given[subnormal])).all()
+    assert (made[~subnormal].view(np.uint32) == given[~subnormal].view(np.uint32)).all()
+    assert np.count_nonzero(subnormal) > 100
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SHORT)
 def test_rounding_twice_changes_nothing_more_and_the_argument_stays(name):
     given = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     before = given.clone()
@@ -95,6 +113,54 @@ def test_shape_and_strides_of_any_tensor(name):
 def test_another_format_or_mode_is_refused_by_name(name, mode):
     with pytest.raises(gl.UsageError, match=f"format '{name}', mode '{mode}'"):
         round_to(torch.ones(3), name, mode)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int32], ids=str)
+def test_only_float32_numbers_are_rounded(dtype):
+    with pytest.raises(gl.UsageError, match=f"must be float32, and these are {str(dtype)[6:]}"):
+        round_to(torch.ones(3, dtype=dtype), "tf32")
+
+
+# --- distances --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_distance_counts_the_numbers_between(dtype):
+    at = torch.tensor([1.0, -3.5, 1e-3, 0.0, torch.finfo(dtype).max / 2], dtype=dtype)
+    up = at
+    for steps in range(1, 6):
+        up = torch.nextafter(up, torch.full_like(up, torch.inf))
+        assert gl.ulp_distance(at, up).tolist() == [steps] * 5
+        assert gl.ulp_distance(up, at).tolist() == [steps] * 5
+
+
+def test_a_distance_across_zero_is_the_sum_of_those_to_it():
+    smallest = torch.tensor(2.0**-149)
+    assert gl.ulp_distance(-smallest, smallest) == 2
+    assert gl.ulp_distance(torch.tensor(0.0), torch.tensor(-0.0)) == 0
+    assert gl.ulp_distance(-smallest, torch.tensor(0.0)) == 1
+
+
+def test_special_values_and_shapes_of_distances():
+    nan, inf, largest = torch.tensor(torch.nan), torch.tensor(torch.inf), torch.iinfo(torch.int64).max
+    assert gl.ulp_distance(nan, nan) == 0
+    assert gl.ulp_distance(nan, torch.tensor(1.0)) == gl.ulp_distance(inf, nan) == largest
+    assert gl.ulp_distance(inf, torch.tensor(3.4028234663852886e38)) == 1
+    far = torch.tensor([1e308, -1e308], dtype=torch.float64)
+    assert gl.ulp_distance(far, -far).tolist() == [largest, largest], "further apart than int64 counts"
+    assert gl.ulp_distance(torch.ones(3, 1), torch.ones(4)).shape == (3, 4)
+    a, b = torch.randn(2, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    between = [
+        abs(int(x) - int(y)) if (x < 0) == (y < 0) else None
+        for x, y in zip(a.view(torch.int64), b.view(torch.int64), strict=True)
+    ]
+    assert all(d is None or d == int(m) for d, m in zip(between, gl.ulp_distance(a, b), strict=True))
+
+
+@pytest.mark.parametrize(("one", "other"), [("float32", "float64"), ("int32", "int32"), ("float8_e5m2", "float8_e5m2")])
+def test_distances_between_other_types_are_refused(one, other):
+    with pytest.raises(gl.UsageError, match=f"these are {one} and {other}"):
+        gl.ulp_distance(torch.zeros(2).to(getattr(torch, one)), torch.zeros(2).to(getattr(torch, other)))
 
 
 # --- telling that numbers were rounded --------------------------------------------------------------------
