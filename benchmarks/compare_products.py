@@ -1,6 +1,6 @@
 """Emulated products beside an NVIDIA GPU's: record the GPU's, compare, write the table.
 
-python benchmarks/compare_products.py --record data/products    # on a machine with an NVIDIA GPU
+python benchmarks/compare_products.py --record data/gpu_products    # on a machine with an NVIDIA GPU
 python benchmarks/compare_products.py --write benchmarks/products.md    # anywhere, against what is recorded
 """
 

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from gpulab.numerics import ulp_distance as ulp_distance
     from gpulab.passports import passport as passport
     from gpulab.perturbations import flip_bit as flip_bit
+    from gpulab.products import compare_products as compare_products
+    from gpulab.products import summarize_products as summarize_products
     from gpulab.profiles import profile as profile
     from gpulab.published import published_network as published_network
     from gpulab.reproduction import Reproduction as Reproduction
@@ -105,6 +107,7 @@ _HOME = {
     "bit_explorer": "widgets",
     "bounds": "speed",
     "compare_decoders": "decoders",
+    "compare_products": "products",
     "conversion_check": "conversions",
     "decode_jpeg": "decoders",
     "emulate": "emulation",
@@ -137,6 +140,7 @@ _HOME = {
     "seeds_needed": "verdicts",
     "setting": "settings",
     "shuffled_sums": "roundings",
+    "summarize_products": "products",
     "summation": "roundings",
     "train": "training",
     "ulp_distance": "numerics",

@@ -76,7 +76,7 @@ PRECISIONS = {name: Arithmetic(name, name) for name in FORMATS} | {
 }
 # Generations of cards. Only from Ampere on do tensor cores take float32 numbers, as TF32. Blocks and bits are
 # those of Fasi et al. 2021 and Xie et al. 2025. Roundings and tiles are what cuBLAS's and cuDNN's kernels for
-# each generation were found to do on an H200, which runs both; for hopper, blocks and bits as well (data/products).
+# each generation were found to do on an H200, which runs both; for hopper, blocks and bits as well (data/gpu_products).
 CHIPS = {
     "pascal": Arithmetic("pascal", half_block=0),
     "turing": Arithmetic("turing", half_block=8, fraction=24),

@@ -1,7 +1,7 @@
 """Products of a real GPU beside the emulated ones: how much of what the chip does does the emulation explain?
 
 A case is one matrix product or convolution on inputs that any machine can make again from their seed.
-What a GPU computed is kept in `data/products`, so that every machine can compare.
+What a GPU computed is kept in `data/gpu_products`, so that every machine can compare.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def record_products(folder: Path, command: str) -> None:
 
 def _kernel(profile: Any) -> str:
     """The kernel that took most of the time, conversions and copies apart."""
-    aside = ("elementwise", "Memcpy", "Memset", "reduce", "convertTensor", "ToNhwc", "ToNchw", "init_device", "index")
+    aside = ("elementwise", "Memcpy", "Memset", "reduce", "convertTensor", "ToNhwc", "ToNchw", "init_device")
     spent = {
         event.name: event.device_time
         for event in profile.events()
@@ -221,14 +221,14 @@ def recorded_products() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     from gpulab.store import recorded_store
 
-    folder = recorded_store().parent / "products"
+    folder = recorded_store().parent / "gpu_products"
     try:
         notes = json.loads((folder / "products.json").read_text(encoding="utf-8"))
-        made = load_file(folder / "products.safetensors")
+        made, version = load_file(folder / "products.safetensors"), notes["format"]
     except Exception as error:  # safetensors has no common error
         raise DataError(f"{folder}: no products recorded there, or unreadable: {error}") from error
-    if notes.get("format") != PRODUCTS_FORMAT:
-        raise DataError(f"{folder / 'products.json'}: format {notes.get('format')!r}, expected {PRODUCTS_FORMAT}")
+    if version != PRODUCTS_FORMAT:
+        raise DataError(f"{folder / 'products.json'}: format {version!r}, expected {PRODUCTS_FORMAT}")
     return made, notes
 
 
@@ -313,6 +313,7 @@ def summarize_products(frame: pd.DataFrame) -> pd.DataFrame:
 
     `least` and `median` are over the cases; `bit for bit` counts those in which every element is the same.
     """
+    import pandas as pd
 
     def summary(rows: pd.DataFrame) -> pd.Series:
         return pd.Series(
@@ -328,9 +329,8 @@ def summarize_products(frame: pd.DataFrame) -> pd.DataFrame:
             }
         )
 
-    import pandas as pd
-
     # Factors that are short already leave no deviation but that of the sums: a question of its own.
+    frame = frame.reindex(columns=[*frame.columns.union(["explained_exact", "equal_exact"], sort=False)])
     frame = frame.assign(inputs=frame.inputs.where(frame.inputs == "already rounded", "to be rounded"))
     keys = ["operation", "asked", "result", "used", "rounding", "inputs"]
     return frame.groupby(keys, sort=False).apply(summary, include_groups=False).reset_index()

@@ -229,8 +229,9 @@ def test_recorded_data_goes_into_the_wheel():
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     for source in included:
         assert any((ROOT / source).iterdir()), f"{source} is empty, so git has no such folder and the build fails"
-    # gpulab.store and gpulab.speed look for them there when there is no checkout.
-    assert included == {"data/runs": "gpulab/recorded", "data/rooflines": "gpulab/rooflines"}
+    # gpulab.store, gpulab.speed and gpulab.products look for them there when there is no checkout.
+    expected = {"runs": "recorded", "rooflines": "rooflines", "gpu_products": "gpu_products"}
+    assert included == {f"data/{source}": f"gpulab/{target}" for source, target in expected.items()}
 
 
 def test_citation_has_the_version():

@@ -1,0 +1,107 @@
+"""A vision transformer on handwritten digits, trained under emulated and under real TF32: curves and verdicts.
+
+python benchmarks/emulated_training.py cpu cpu:emulate=ampere --output here.json
+python benchmarks/emulated_training.py cuda:tf32=off cuda:tf32=on --output gpu.json    # on an NVIDIA GPU
+python benchmarks/emulated_training.py --report benchmarks/emulated_training here.json gpu.json
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import torch
+import typer
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.models import VisionTransformer
+from tqdm.auto import tqdm
+
+import gpulab as gl
+
+SEEDS, STEPS, BATCH = 12, 150, 32
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """Scikit-learn's digits as three-channel images of 16×16, and what they show."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    small = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    return F.interpolate(small, scale_factor=2).expand(-1, 3, -1, -1).contiguous(), torch.tensor(labels)
+
+
+def train(setting: str, seed: int, images: Tensor, labels: Tensor) -> list[float]:
+    """The loss of every step. Weights and batches are drawn on the CPU, the same under every setting."""
+    torch.manual_seed(seed)
+    net = VisionTransformer(16, 4, num_layers=3, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=10)
+    torch.nn.init.normal_(net.heads.head.weight, std=0.02)
+    batches = torch.randint(len(labels), (STEPS, BATCH), generator=torch.Generator().manual_seed(seed))
+    losses = []
+    with gl.setting(setting) as chosen:
+        net.to(chosen.device)
+        images, labels = images.to(chosen.device), labels.to(chosen.device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        for batch in batches.to(chosen.device):
+            loss = F.cross_entropy(net(images[batch]), labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def report(files: list[Path], stem: Path) -> None:
+    """Curves and verdicts of what was trained, beside each other."""
+    import matplotlib.pyplot as plt
+
+    documents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    runs = pd.DataFrame([run for document in documents for run in document["runs"]])
+    runs["final_loss"] = [sum(losses[-STEPS // 5 :]) / (STEPS // 5) for losses in runs.losses]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, dpi=100)
+    pairs = [("cpu", "cpu:emulate=ampere", "emulated here"), ("cuda:tf32=off", "cuda:tf32=on", "a real GPU")]
+    text = ["# A vision transformer under emulated and real TF32", ""]
+    for axis, (plain, short, title) in zip(axes, pairs, strict=True):
+        for setting, colour, style in ((plain, "tab:blue", "-"), (short, "tab:orange", "--")):
+            curves = pd.DataFrame(list(runs[runs.setting == setting].losses))
+            smooth = curves.T.rolling(10, min_periods=1).mean()
+            axis.plot(smooth, color=colour, alpha=0.25, lw=0.8)
+            axis.plot(smooth.mean(axis=1), style, color=colour, lw=2, label=setting)
+        axis.set(title=title, xlabel="step", ylabel="cross-entropy, mean of 10 steps", yscale="log")
+        axis.legend()
+        found = gl.verdict(
+            runs[runs.setting.isin((plain, short))], metric="final_loss", margin="0.25sd", reference=plain
+        )
+        text += [f"- {title}: {line}" for line in str(found).splitlines()]
+    text += ["", f"![loss curves]({stem.name}.png)", ""]
+    text += [f"Recorded by `{document['command']}` on {document['machine']}." for document in documents]
+    figure.tight_layout()
+    figure.savefig(stem.with_suffix(".png"))
+    stem.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
+    print("\n".join(text))
+
+
+def main(
+    given: Annotated[list[str], typer.Argument(help="settings to train under, or files to report on")],
+    output: Path = Path("emulated_training.json"),
+    reported: Annotated[Path | None, typer.Option("--report", help="write STEM.md and STEM.png")] = None,
+) -> None:
+    """Train, or report what was trained."""
+    if reported is not None:
+        report([Path(name) for name in given], reported)
+        return
+    images, labels = digits()
+    jobs = tqdm([(setting, seed) for setting in given for seed in range(SEEDS)], unit="training")
+    runs = [{"setting": s, "seed": seed, "losses": train(s, seed, images, labels)} for s, seed in jobs]
+    here = gl.passport()
+    machine = ", ".join(gpu["name"] for gpu in here["gpus"]) or here["cpu"]["model"]
+    document = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "passport": dict(here), "runs": runs}
+    output.write_text(json.dumps(document) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

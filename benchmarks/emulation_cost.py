@@ -1,0 +1,119 @@
+"""What `gpulab.emulate` costs: a training step under it over the same step without it.
+
+    python benchmarks/emulation_cost.py --write benchmarks/emulation_cost.md
+
+Steps with and without take turns; a ratio is the median of the paired ratios, with the quartiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import guard_cost
+import torch
+import typer
+
+import gpulab as gl
+
+ARITHMETICS = {
+    "tf32": {"name": "tf32"},
+    "bfloat16": {"name": "bfloat16"},
+    "float16": {"name": "float16"},
+    "float8_e4m3fn": {"name": "float8_e4m3fn"},
+    "float32_ftz": {"name": "float32_ftz"},
+    "ampere": {"name": "ampere"},
+    "hopper": {"name": "hopper"},
+    "split-4": {"order": "split-4"},
+}
+SLOW = {
+    "pairwise": {"order": "pairwise"},
+    "sequential": {"order": "sequential"},
+    "hopper, tensor-core": {"name": "hopper", "order": "tensor-core"},
+}
+
+
+def steps() -> dict[str, Callable[[], object]]:
+    """Training steps of the size that people train on a laptop."""
+
+    def of(net: torch.nn.Module, x: torch.Tensor) -> Callable[[], object]:
+        return lambda: net(x).square().mean().backward()
+
+    made: dict[str, Callable[[], object]] = {
+        name: of(make(), torch.randn(shape)) for name, (make, shape) in guard_cost.CASES.items()
+    }
+    frames = torch.rand(10, 1, 3, 48, 64)
+    prednet, autoencoder = gl.PredNet(channels=(3, 16, 32), size=(48, 64)), gl.Autoencoder()
+    images = torch.rand(1, 28 * 28)
+
+    def window() -> None:
+        state, loss = None, torch.zeros(())
+        for frame, following in itertools.pairwise(frames):
+            prediction, state = prednet(frame, state)
+            loss = loss + torch.nn.functional.mse_loss(prediction, following)
+        loss.backward()
+
+    made["PredNet, a window of the quick profile"] = window
+    made["autoencoder, one image"] = lambda: torch.nn.functional.mse_loss(autoencoder(images), images).backward()
+    return made
+
+
+def ratios(step: Callable[[], object], arithmetic: dict[str, str], repeats: int) -> list[float]:
+    """Paired ratios of the time under emulation to the time without."""
+
+    def seconds(context: contextlib.AbstractContextManager[object]) -> float:
+        start = time.perf_counter()
+        with context:
+            step()
+        return time.perf_counter() - start
+
+    made = []
+    for turn in range(repeats + 1):
+        plain, emulated = seconds(contextlib.nullcontext()), seconds(gl.emulate(**arithmetic))
+        if turn:  # the first warms up
+            made.append(emulated / plain)
+    return made
+
+
+def main(
+    repeats: int = 9,
+    slow: Annotated[bool, typer.Option(help="also the orders that are summed one by one")] = True,
+    write: Annotated[Path | None, typer.Option(help="write the table to this file")] = None,
+) -> None:
+    """Print the table."""
+    processor = gl.passport()["cpu"]["model"]
+    lines = [
+        "# What emulation costs",
+        f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}. Time of a training step under "
+        f"emulation over that of a plain one: median of {repeats} pairs, quartiles in brackets.",
+        "",
+        f"| step | plain, ms | {' | '.join(ARITHMETICS)} |",
+        f"|---|---|{'---|' * len(ARITHMETICS)}",
+    ]
+    for name, step in steps().items():
+        step()
+        start = time.perf_counter()
+        step()
+        cells = [f"{1000 * (time.perf_counter() - start):.3g}"]
+        for arithmetic in ARITHMETICS.values():
+            low, middle, high = statistics.quantiles(ratios(step, arithmetic, repeats), n=4)
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    if slow:
+        step = steps()["PredNet, a window of the quick profile"]
+        lines += ["", "Sums made one by one here, on the window of PredNet:", "", "| order | ratio |", "|---|---|"]
+        lines += [f"| {name} | {statistics.median(ratios(step, how, 1)):.0f} |" for name, how in SLOW.items()]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if write is not None:
+        write.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
