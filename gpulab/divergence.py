@@ -6,6 +6,7 @@ Source: Summers, Dinneen 2021, *Nondeterminism and instability in neural network
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +19,15 @@ from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.numerics import ulp_distance
 from gpulab.profiles import protocol
-from gpulab.training import train
+from gpulab.training import plan_run, train
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SHOWN = 40  # moments of a training at which it is compared
 SETTING = "cpu:threads=1"
-# The weights that are flipped: PredNet's first, and one of a pixel that is not black in every image.
-FLIPPED = {"prednet": 0, "autoencoder": 14 * 28 + 14}
+# Where a bit is flipped. Many of an autoencoder's first weights see black pixels only.
+FLIPPED = {"prednet": "conv_a.0.weight", "autoencoder": "layers.2.weight"}
 OTHER_SEED = "another seed"
 
 
@@ -55,7 +56,7 @@ def growth(
     import pandas as pd
 
     usual: Mapping[str, Mapping[str, Any]] = {
-        "one bit of one weight": {"flip": FLIPPED.get(net, 0)},
+        "one bit of one weight": {"flip": flipped(net, profile)},
         "float64": {"setting": "cpu:precision=float64"},
     }
     chosen = usual if changes is None else changes
@@ -79,6 +80,18 @@ def growth(
     for seed in range(seeds - 1):
         rows += _rows(net, OTHER_SEED, seed, bases[seed], bases[seed + 1])
     return pd.DataFrame(rows)
+
+
+def flipped(net: str, profile: str) -> int:
+    """The number of the weight whose last bit is changed: the first of the layer in `FLIPPED`.
+
+    >>> flipped("prednet", "smoke")
+    0
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = plan_run(net, None, "cpu", 0, profile, None, None, "window", {}, {}, 0).model
+    before = itertools.takewhile(lambda named: named[0] != FLIPPED[net], model.named_parameters())
+    return sum(parameter.numel() for _, parameter in before)
 
 
 def _rows(net: str, change: str, seed: int, base: dict[int, Tensor], other: dict[int, Tensor]) -> list[dict[str, Any]]:

@@ -11,10 +11,11 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -23,18 +24,17 @@ from gpulab import store as stores
 from gpulab.anomaly import FirstWindow
 from gpulab.conversions import conversion_check
 from gpulab.decoders import available_decoders, compare_decoders
-from gpulab.divergence import FLIPPED
+from gpulab.divergence import flipped
 from gpulab.errors import DataError, GpulabError, UsageError
 from gpulab.experiments import Experiment
 from gpulab.passports import passport
 from gpulab.processes import measure
 from gpulab.roundings import bit_of, first_bit, fused_share, repeatability
 from gpulab.settings import Setting, cpu_flags
+from gpulab.training import train
 from gpulab.verdicts import DECISIONS, Verdict, verdict
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from gpulab.plots import Picture
 
 FORMAT = 1
@@ -100,14 +100,14 @@ def _jpeg(setting: str, decoder: str) -> dict[str, Any]:
     return {"setting": setting, "data": "jpeg:walk", "data_options": {"decoder": decoder}}
 
 
-def factors(net: str = "prednet") -> list[Factor]:
+def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
     """The factors that are asked about: those of a CPU, then those of a GPU.
 
     >>> factors()[0].name
     'CPU threads'
     """
     on_cpu, on_gpu = {"setting": CPU}, {"setting": GPU}
-    bit = {"flip": FLIPPED.get(net, 0)}
+    bit = {"flip": flipped(net, profile)}
     found = [
         Factor("CPU threads", on_cpu, {"setting": "cpu"}),
         Factor("CPU instruction set", on_cpu, {"setting": f"{CPU},isa=avx2"}),
@@ -199,8 +199,6 @@ def _train(
     asked: list[Factor], net: str, profile: str, seeds: int, options: dict[str, Any], progress: bool
 ) -> pd.DataFrame:
     """The runs of all levels, those that share a setting in one process."""
-    import pandas as pd
-
     levels = [side for factor in asked for side in (factor.base, factor.change)]
     variants: dict[str, list[dict[str, Any]]] = {}
     for chosen in levels:
@@ -214,8 +212,23 @@ def _train(
     frames = []
     for shared, settings in groups.items():
         exp = Experiment(net, settings, seeds, profile, variants=json.loads(shared), **options)
-        frames.append(exp.run(progress=progress))
+        frames.append(_in_this_process(exp, progress) if exp.workers == 1 else exp.run(progress))
     return pd.concat(frames, ignore_index=True).drop_duplicates("id")
+
+
+def _in_this_process(exp: Experiment, progress: bool) -> pd.DataFrame:
+    """An experiment without the start of a process for each setting, where the settings allow it.
+
+    Every flag is restored after a training, so that none leaks into the next.
+    """
+    needy = [setting for setting in exp.settings if Setting.parse(setting).isa]
+    done = []
+    if needy:
+        done.append(replace(exp, settings=needy).run(progress))
+    jobs = [job for job in exp.jobs() if job["setting"] not in needy]
+    trained = [train(**job, progress=False) for job in tqdm(jobs, unit="run", leave=False, disable=not progress)]
+    here = stores.runs(exp.folder)
+    return pd.concat([*done, here[here.id.isin([run.record["id"] for run in trained])]], ignore_index=True)
 
 
 def _of_level(frame: pd.DataFrame, options: dict[str, Any]) -> pd.DataFrame:
@@ -232,8 +245,6 @@ def _of_level(frame: pd.DataFrame, options: dict[str, Any]) -> pd.DataFrame:
 
 def _verdicts(frame: pd.DataFrame, asked: list[Factor]) -> dict[str, Verdict]:
     """A verdict for each base on all that is compared with it, so that Holm's correction sees all."""
-    import pandas as pd
-
     judged: dict[str, Verdict] = {}
     for base in {level(factor.base): factor.base for factor in asked}.values():
         changed = {level(f.change): f.change for f in asked if f.base == base}
@@ -281,8 +292,9 @@ class FactorTable:
     def __str__(self) -> str:
         return self.finding()
 
-    def _repr_html_(self) -> str:
-        return _shown(self.table).to_html(index=False, na_rep="")
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        shown = _shown(self.table)
+        return {"text/plain": shown.to_string(index=False), "text/html": shown.to_html(index=False)}, {}
 
 
 def factor_table(
@@ -306,9 +318,7 @@ def factor_table(
     >>> table.set_index("factor").loc["determinism", "same_bits"].item()
     2
     """
-    import pandas as pd
-
-    here = [factor for factor in factors(net) if factor.runs_here()]
+    here = [factor for factor in factors(net, profile) if factor.runs_here()]
     rows = _step_rows(here, net, profile, progress)
     options = {} if frames is None else {"frames": frames}
     runs = _train(here, net, profile, seeds, {"store": store, "options": options}, progress)
@@ -318,7 +328,7 @@ def factor_table(
             more, theirs = _recorded_rows(record, net)
             whole += more
             judged |= theirs
-        missing = [f for f in factors(net) if f.name not in {row["factor"] for row in whole}]
+        missing = [f for f in factors(net, profile) if f.name not in {row["factor"] for row in whole}]
         whole += [
             {
                 "factor": f.name,
@@ -330,7 +340,7 @@ def factor_table(
             for f in missing
         ]
     table = pd.DataFrame(whole)
-    order = list(dict.fromkeys(factor.name for factor in factors(net)))
+    order = list(dict.fromkeys(factor.name for factor in factors(net, profile)))
     table = table.sort_values("factor", key=lambda names: names.map(order.index), kind="stable", ignore_index=True)
     return FactorTable(_typed(table), judged)
 
@@ -401,7 +411,7 @@ def record_factors(
     """
     from gpulab.datasets import load
 
-    here = [factor for factor in factors(net) if factor.kind == kind and factor.runs_here()]
+    here = [factor for factor in factors(net, profile) if factor.kind == kind and factor.runs_here()]
     if not here:
         raise UsageError(f"kind {kind!r}: expected cpu, or cuda on a machine with such a GPU")
     base = here[0].base["setting"]
@@ -457,8 +467,6 @@ def recorded_measurements(name: str) -> pd.DataFrame:
     >>> "machine" in recorded_measurements("conversions")
     True
     """
-    import pandas as pd
-
     if name not in MEASURED:
         raise UsageError(f"measurement {name!r}: expected one of {', '.join(MEASURED)}")
     parts = []
@@ -490,7 +498,11 @@ def _recorded_rows(record: dict[str, Any], net: str) -> tuple[list[dict[str, Any
     same = (runs.cpu == here["cpu"]["model"]) & (runs.torch == here["software"]["torch"])
     same &= (runs.gpu.fillna("") == gpus) & (runs.profile == record["profile"]) & (runs.experiment == net)
     same &= runs.frames == record["frames"]
-    asked = [f for f in factors(net) if (f.words, level(f.base)) in {(s["change"], s["base"]) for s in record["steps"]}]
+    asked = [
+        f
+        for f in factors(net, record["profile"])
+        if (f.words, level(f.base)) in {(s["change"], s["base"]) for s in record["steps"]}
+    ]
     common = {"source": RECORDED, "profile": record["profile"]}
     return _joined(record["steps"], runs[same], asked, common, here)
 
@@ -525,7 +537,6 @@ def _in_words(row: dict[str, Any]) -> str:
 
 def _shown(table: pd.DataFrame) -> pd.DataFrame:
     """The table as a reader wants it: few columns, few digits."""
-    import pandas as pd
 
     def bit(value: Any) -> str:
         return "same" if pd.isna(value) else f"bit {value}"

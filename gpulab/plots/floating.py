@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 SHOWN_FORMATS = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 SIGN, EXPONENT, FRACTION = "#D55E00", "#009E73", "#0072B2"
+PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
 CHANGE_COLOURS = ("#0072B2", "#E69F00", "#222222", "#CC79A7", "#009E73")
 
 
@@ -94,7 +96,9 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
         level = top * (1.12 + 0.11 * height)
         axes.plot([place, place], [0, level], color=GPU_COLOURS["cuda:tf32=off"], lw=0.8, zorder=0)
         left = place > values.mean()
-        axes.annotate(f" {label} ", (place, level), ha="right" if left else "left", va="center", fontsize=7.5)
+        axes.annotate(
+            f"  {label}  ", (place, level), ha="right" if left else "left", va="center", fontsize=7.5, bbox=PLAIN
+        )
         axes.plot(place, level, marker="o", ms=4, color=GPU_COLOURS["cuda:tf32=off"])
     axes.set_xlabel("distance from the exact sum (units in the last place of float32)")
     axes.set_ylabel(f"how many of {len(away)} random orders")
@@ -125,8 +129,13 @@ def growth(frame: pd.DataFrame) -> Picture:
         axes.set_title(network, fontsize=9)
         axes.set_xlabel("updates of the weights")
     panels[0].set_ylabel("distance of the weights, relative")
-    panels[0].annotate(
-        "one rounding", (0.98, 2.0**-24), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7
+    panels[-1].annotate(
+        " one\n rounding",
+        (1, 2.0**-24),
+        xycoords=("axes fraction", "data"),
+        va="center",
+        fontsize=7,
+        annotation_clip=False,
     )
     figure.suptitle(_grown(frame), fontsize=10)
     _line_key(figure, tints, frame.seed.nunique())
@@ -235,13 +244,11 @@ def factor_effects(report: FactorTable) -> Picture:
 
 
 def _told(row: dict[str, Any]) -> str:
-    """What is changed, without what stays: `cpu:threads=1 → flip 0`."""
-    base, change = (str(row[side]) for side in ("base", "change"))
-    if change.startswith(base):
-        return change[len(base) :].strip(", :")
-    if change.split(", ")[0] == base.split(", ")[0]:
-        return change.split(", ", 1)[1]
-    return change
+    """What is changed, without what stays: of `cpu:threads=1,isa=avx2` against `cpu:threads=1`, `isa=avx2`."""
+    base, change = (re.split(r"[:,] ?", str(row[side])) for side in ("base", "change"))
+    if base[0] != change[0]:
+        return str(row["change"])
+    return ", ".join(part for part in change[1:] if part not in base) or f"no {', '.join(base[1:])}"
 
 
 EDGE = 1e-8  # sd between seeds, where a seed that keeps its bits is drawn
@@ -254,15 +261,6 @@ def _tint(row: dict[str, Any]) -> str:
 def _draw_step(axes: Axes, place: int, row: dict[str, Any]) -> None:
     moved = row["step_moved"]
     if pd.isna(moved):
-        axes.annotate(
-            "not recorded",
-            (0.5, place),
-            xycoords=("axes fraction", "data"),
-            fontsize=7,
-            ha="center",
-            va="center",
-            color=FAINT,
-        )
         return
     axes.scatter(row["base_error"], place, marker="|", s=60, color=FAINT, zorder=2)
     tint = _tint(row)
