@@ -99,7 +99,7 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
         axes.annotate(
             f"  {label}  ", (place, level), ha="right" if left else "left", va="center", fontsize=7.5, bbox=PLAIN
         )
-        axes.plot(place, level, marker="o", ms=4, color=GPU_COLOURS["cuda:tf32=off"])
+        axes.plot(place, level, marker="o", ms=4, color=GPU_COLOURS["cuda:tf32=off"], zorder=5)
     axes.set_xlabel("distance from the exact sum (units in the last place of float32)")
     axes.set_ylabel(f"how many of {len(away)} random orders")
     right = float((away == 0).mean())
