@@ -230,7 +230,12 @@ def test_recorded_data_goes_into_the_wheel():
     for source in included:
         assert any((ROOT / source).iterdir()), f"{source} is empty, so git has no such folder and the build fails"
     # gpulab.store, gpulab.speed and gpulab.products look for them there when there is no checkout.
-    expected = {"runs": "recorded", "rooflines": "rooflines", "gpu_products": "gpu_products"}
+    expected = {
+        "factors": "recorded_factors",
+        "runs": "recorded",
+        "rooflines": "rooflines",
+        "gpu_products": "gpu_products",
+    }
     assert included == {f"data/{source}": f"gpulab/{target}" for source, target in expected.items()}
 
 

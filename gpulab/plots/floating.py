@@ -248,7 +248,7 @@ def _told(row: dict[str, Any]) -> str:
     base, change = (re.split(r"[:,] ?", str(row[side])) for side in ("base", "change"))
     if base[0] != change[0]:
         return str(row["change"])
-    return ", ".join(part for part in change[1:] if part not in base) or f"no {', '.join(base[1:])}"
+    return ", ".join(part for part in change[1:] if part not in base) or f"without {', '.join(base[1:])}"
 
 
 EDGE = 1e-8  # sd between seeds, where a seed that keeps its bits is drawn
