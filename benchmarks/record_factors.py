@@ -13,7 +13,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=["cpu", "cuda"], help="the device that the factors are changed on")
     parser.add_argument("--output", required=True, help="JSON file, such as data/factors/NAME.json")
-    parser.add_argument("--store", default="data/runs", help="folder of the runs")
+    parser.add_argument("--store", default="data/factors/runs", help="folder of the runs")
     parser.add_argument("--profile", default="quick")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--frames", type=int, help="to train on  [default: the profile's]")

@@ -309,8 +309,8 @@ def factor_table(
     """Change each factor alone, from the same weights, and say what it does to a step and to the final loss.
 
     On this machine everything that it can do is measured: one step of a few seeds, and `seeds` trainings per
-    level, kept in `store` and resumed from there. `recorded` adds what `gpulab.recorded_runs` and the
-    recordings in `data/factors` have, and a row that says so for each factor of which nothing is known.
+    level, kept in `store` and resumed from there. `recorded` adds what other machines measured, kept in
+    `data/factors`, and a row that says so for each factor of which nothing is known.
     The decisions are those of `gpulab.verdict`, paired by seed, a margin of a quarter of the standard
     deviation between seeds, corrected for the number of factors with the same base (Holm).
 
@@ -493,7 +493,7 @@ def _recorded_rows(record: dict[str, Any], net: str) -> tuple[list[dict[str, Any
     if record["network"] != net:
         return [], {}
     here = record["passport"]
-    runs = stores.recorded_runs()
+    runs = stores.runs(_folder() / "runs").assign(recorded=True)
     gpus = ", ".join(gpu["name"] for gpu in here["gpus"])
     same = (runs.cpu == here["cpu"]["model"]) & (runs.torch == here["software"]["torch"])
     same &= (runs.gpu.fillna("") == gpus) & (runs.profile == record["profile"]) & (runs.experiment == net)

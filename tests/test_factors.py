@@ -106,15 +106,12 @@ def test_it_is_said_in_words_and_drawn(report):
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
-    file = folder / "factors" / "here.json"
-    record_factors(file, folder / "runs", "autoencoder", seeds=2, command="python record", **SMALL)
+    record_factors(folder / "here.json", folder / "runs", "autoencoder", seeds=2, command="python record", **SMALL)
     return folder
 
 
 def test_a_recording_is_read_as_recorded(recording, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_folder", lambda: recording / "factors")
-    runs = gl.runs(recording / "runs").assign(recorded=True)
-    monkeypatch.setattr(module.stores, "recorded_runs", lambda: runs)
+    monkeypatch.setattr(module, "_folder", lambda: recording)
     (record,) = recorded_factors()
     assert record["command"] == "python record"
     assert record["passport"]["cpu"] == gl.passport()["cpu"]
