@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from gpulab.anomaly import anomaly_verdicts as anomaly_verdicts
     from gpulab.anomaly import first_window as first_window
     from gpulab.audits import audit as audit
+    from gpulab.cards import cards_finding as cards_finding
+    from gpulab.cards import cards_table as cards_table
+    from gpulab.cards import covariance_spectrum as covariance_spectrum
+    from gpulab.cards import recorded_cards_audit as recorded_cards_audit
+    from gpulab.cards import recorded_prices as recorded_prices
     from gpulab.conversions import conversion_check as conversion_check
     from gpulab.datasets import load as load
     from gpulab.decoders import available_decoders as available_decoders
@@ -106,8 +111,11 @@ _HOME = {
     "available_settings": "settings",
     "bit_explorer": "widgets",
     "bounds": "speed",
+    "cards_finding": "cards",
+    "cards_table": "cards",
     "compare_decoders": "decoders",
     "compare_products": "products",
+    "covariance_spectrum": "cards",
     "conversion_check": "conversions",
     "decode_jpeg": "decoders",
     "emulate": "emulation",
@@ -129,6 +137,8 @@ _HOME = {
     "published_network": "published",
     "record": "tracing",
     "recorded_measurements": "factors",
+    "recorded_cards_audit": "cards",
+    "recorded_prices": "cards",
     "recorded_rooflines": "speed",
     "recorded_runs": "store",
     "repeatability": "roundings",

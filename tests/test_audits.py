@@ -595,3 +595,60 @@ def test_the_distance_of_two_values():
     assert distance(x, 0 * x) == math.inf
     assert distance(0 * x, 0 * x) == 0
     assert math.isnan(distance(x, np.ones(3)))
+
+
+# --- emulated arithmetic -------------------------------------------------------------------------------
+
+
+class Batched(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(drawn(4, 16, 8))
+
+    def forward(self, x):
+        return torch.bmm(x, self.weight)
+
+
+LAYERS = {
+    "linear": (lambda: torch.nn.Linear(64, 32), (40, 64), {("addmm", "forward"), ("mm", "backward")}),
+    "conv": (
+        lambda: torch.nn.Conv2d(3, 8, 3),
+        (4, 3, 12, 12),
+        {("convolution", "forward"), ("convolution_backward", "backward")},
+    ),
+    "bmm": (Batched, (4, 12, 16), {("bmm", "forward"), ("bmm", "backward")}),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("emulated", ["tf32", "ampere", "hopper", "ampere,order=tensor-core", "float8_e4m3fn"])
+def test_an_emulated_layer_is_reduced_precision_forward_and_backward(layer, emulated):
+    make, shape, products = LAYERS[layer]
+    step = gl.Step(torch.nn.Sequential(make(), torch.nn.Tanh()), drawn(*shape))
+    setting = f"cpu:emulate={emulated}"
+    with gl.guard():
+        report = gl.audit(step, "cpu", setting, progress=False)
+    assert report.kind == "reduced precision"
+    assert {(f.operation, f.phase) for f in report.findings if f.kind != "rounding"} == products
+    found = [f for f in report.findings if f.kind == "reduced precision"]
+    assert {f.op.format for f in found} == {"float8_e4m3fn" if "float8" in emulated else "tf32"}
+    assert all(f.setting == setting and "gpulab.float32_products()" in f.advice for f in found)
+
+
+@pytest.mark.parametrize("emulated", ["emulate=turing", "order=sequential", "emulate=pascal,order=pairwise"])
+def test_another_order_of_float32_sums_is_rounding(emulated):
+    step = gl.Step(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Tanh()), drawn(4, 3, 12, 12))
+    assert gl.audit(step, "cpu", f"cpu:{emulated}", progress=False).kind == "rounding"
+
+
+def test_the_same_emulation_around_both_settings_is_no_difference_between_them():
+    step = gl.Step(torch.nn.Linear(64, 32), drawn(40, 64))
+    report = gl.audit(step, "cpu:emulate=tf32", "cpu:emulate=tf32,threads=1", progress=False)
+    (found, *_) = report.findings
+    assert (report.kind, found.setting) == ("reduced precision", "cpu:emulate=tf32 and cpu:threads=1,emulate=tf32")
+
+
+def test_where_a_nan_was_put_in_nobody_is_blamed():
+    step = gl.Step(torch.nn.Linear(4, 2), torch.full((3, 4), torch.nan))
+    report = gl.audit(step, "cpu", "cpu:threads=1", progress=False)
+    assert "makes NaN" not in str(report)

@@ -21,7 +21,7 @@ FLOORS = [
     ["training", "store", "tracing"],
     ["experiments", "verdicts", "speed", "audits", "published", "products"],
     ["anomaly", "retraining", "search_space", "studies", "reproduction", "roundings", "divergence"],
-    ["factors"],
+    ["factors", "cards"],
     ["plots"],
     ["widgets"],
     ["cli", "companion", "worker", "pytest_plugin", "chainer_window"],

@@ -3,6 +3,7 @@
 `style` holds that language; each of the other files draws one kind of thing.
 """
 
+from gpulab.plots.cards import divergence, prices, spectrum
 from gpulab.plots.comparisons import curves, differences, losses, shared_memory
 from gpulab.plots.devices import roofline
 from gpulab.plots.estimates import estimation
@@ -21,16 +22,19 @@ __all__ = [
     "curves",
     "decoded",
     "differences",
+    "divergence",
     "estimation",
     "factor_effects",
     "frames",
     "growth",
     "losses",
     "predictions",
+    "prices",
     "reconstructions",
     "roofline",
     "sample",
     "save",
     "shared_memory",
+    "spectrum",
     "sums",
 ]

@@ -1,0 +1,144 @@
+"""Two cards: where runs become NaN, the eigenvalues that explain it, and what the cure costs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import FuncFormatter
+
+from gpulab.models.whitener import EPSILON
+from gpulab.plots.style import FAINT, INK, Picture, canvas, colour, loss_scale, metric_label
+from gpulab.settings import Setting
+from gpulab.store import history
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WAY_COLOURS = {"one-pass": "#D55E00", "float32": "#0072B2", "centred": "#009E73"}
+
+
+def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
+    """Every run's loss while it learns, the old card's left and the new one's right; a cross where it became NaN.
+
+    Frames as from `gpulab.runs`. Emulated runs are dashed, recorded ones thin, their crosses hollow.
+    """
+    figure, panels = canvas(2, height=3.9, share_rows=True)
+    for axes, frame, name in zip(panels, (old, new), ("old card", "new card"), strict=True):
+        for setting, runs in frame.groupby("setting", sort=False):
+            _draw_runs(axes, str(setting), runs)
+        lost = int((frame.status == "diverged").sum())
+        axes.set_title(f"{name}: {lost} of {len(frame)} runs became NaN", fontsize=9)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlabel("updates")
+        axes.margins(y=0.3)
+        loss_scale(axes)
+        axes.legend(fontsize=7, frameon=False, loc="lower left")
+    last = max(axes.get_xlim()[1] for axes in panels)
+    for axes in panels:
+        axes.set_xlim(0.8, last)
+    crosses = "crosses: the update at which a run\nbecame NaN; hollow ones were recorded"
+    if (new.status == "diverged").any():
+        panels[1].annotate(crosses, (0.99, 0.91), xycoords="axes fraction", ha="right", va="center", fontsize=7)
+    panels[0].set_ylabel(metric_label("loss").replace("frame", "image"), fontsize=9)
+    counts = [f"{int((frame.status == 'diverged').sum())} of {len(frame)}" for frame in (old, new)]
+    figure.suptitle("One network, one seed after another, on two cards' arithmetic", fontsize=10)
+    return Picture(
+        figure,
+        f"Loss against updates, a line for each run. Of the old card's runs {counts[0]} became NaN, of the new "
+        f"card's {counts[1]}, each marked by a cross at the update where it did.",
+    )
+
+
+def _draw_runs(axes: Axes, setting: str, runs: pd.DataFrame) -> None:
+    recorded, tint = bool(runs.recorded.iloc[0]), colour(setting)
+    emulated = Setting.parse(setting).emulated
+    style: Any = {"color": tint, "lw": 0.6 if recorded else 1.0, "ls": "--" if emulated else "-", "alpha": 0.7}
+    for _, run in history(runs).groupby("id"):
+        shown = run[np.isfinite(run.loss)]
+        axes.plot(shown.step, shown.loss, **style)
+    lost = runs[runs.status == "diverged"]
+    heights = np.linspace(0.84, 0.98, max(2, len(lost)))[: len(lost)]  # many become NaN at the same update
+    face = "white" if recorded else tint
+    axes.scatter(
+        lost.diverged_at.astype(float),
+        heights,
+        marker="X",
+        s=26,
+        color=face,
+        edgecolors=tint,
+        linewidths=0.8,
+        transform=axes.get_xaxis_transform(),
+        zorder=4,
+    )
+    where = f", recorded on {runs.machine.iloc[0]}" if recorded else ", emulated here" if emulated else ", here"
+    axes.plot([], [], label=f"{setting}{where}", **style)
+
+
+def spectrum(frame: pd.DataFrame) -> Picture:
+    """The eigenvalues of one seed's covariance, and the smallest of each seed's, from `gpulab.covariance_spectrum`.
+
+    Below −ε, the dotted line, a covariance has no Cholesky factor.
+    """
+    figure, (left, right) = canvas(2, height=3.8, share_rows=True)
+    frame = frame.reset_index(drop=True)
+    ways = list(frame[["setting", "covariance"]].drop_duplicates().itertuples(index=False, name=None))
+    smallest = frame.loc[frame.groupby(["setting", "covariance", "seed"]).eigenvalue.idxmin()]
+    worst = smallest.loc[smallest.eigenvalue.idxmin()].seed
+    for place, (setting, way) in enumerate(ways):
+        rows = frame[(frame.setting == setting) & (frame.covariance == way)]
+        emulated, tint = Setting.parse(setting).emulated, WAY_COLOURS[way]
+        one = rows[rows.seed == worst]
+        style: Any = {"ls": "--" if emulated else "-", "lw": 1.2, "color": tint if emulated else INK}
+        left.plot(one["rank"], one.eigenvalue, label=f"{way}, {setting}", **style)
+        low = smallest[(smallest.setting == setting) & (smallest.covariance == way)]
+        aside = place + np.linspace(-0.2, 0.2, len(low)) if len(low) > 1 else np.full(len(low), float(place))
+        right.scatter(aside, low.eigenvalue, s=20, color=tint if emulated else INK, zorder=3)
+    for axes in (left, right):
+        axes.axhline(-EPSILON, color=INK, lw=0.9, ls=":")
+        axes.axhline(0, color=FAINT, lw=0.8)
+        axes.set_yscale("symlog", linthresh=1e-5)
+    lost = int((smallest[smallest.covariance == "one-pass"].eigenvalue < -EPSILON).sum())
+    below = {"xytext": (0, -3), "textcoords": "offset points", "va": "top", "fontsize": 8}
+    left.annotate("no Cholesky factor below", (1, -EPSILON), **below)  # type: ignore[arg-type]
+    left.set_xlabel(f"rank of the eigenvalue (seed {worst}, first batch)")
+    left.set_ylabel("eigenvalue of the covariance")
+    kinds = ["emulated" if Setting.parse(setting).emulated else "float32" for setting, _ in ways]
+    right.set_xticks(
+        range(len(ways)), [f"{way}\n{kind}" for (_, way), kind in zip(ways, kinds, strict=True)], fontsize=7
+    )
+    right.set_xlabel("smallest eigenvalue, a point a seed")
+    figure.legend(*left.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside lower center", ncols=2)
+    seeds = frame.seed.nunique()
+    headline = f"First batch: in one pass {lost} of {seeds} covariances have an eigenvalue too negative for a factor"
+    figure.suptitle(headline, fontsize=10)
+    return Picture(
+        figure,
+        f"Eigenvalues of the covariance of one batch by rank, and the smallest one for each of "
+        f"{seeds} seeds, by setting and way of computing; below minus {EPSILON:g} there is no factor.",
+    )
+
+
+def prices(frame: pd.DataFrame) -> Picture:
+    """The time of a step in float32, and in TF32 with either cure, from `gpulab.recorded_prices`."""
+    figure, (axes,) = canvas(1, height=1.2 + 0.45 * len(frame))
+    slowest = frame.ms.max()
+    for place, row in enumerate(frame.itertuples()):
+        tint = colour(row.setting)
+        axes.plot([row.ms_low, row.ms_high], [place, place], color=INK, lw=2, zorder=2)
+        axes.scatter([row.ms], [place], s=42, color="white", edgecolors=tint, linewidths=1.6, zorder=3)
+        axes.annotate(
+            f"{row.ms:.1f} ms, {slowest / row.ms:.2f}×", (row.ms, place), xytext=(9, 0), textcoords="offset points",
+            va="center", fontsize=8,
+        )  # fmt: skip
+    axes.set_yticks(range(len(frame)), [f"{row.setting}, {row.covariance}" for row in frame.itertuples()], fontsize=8)
+    axes.set_ylim(len(frame) - 0.5, -0.5)
+    axes.set_xlim(0, 1.25 * slowest)
+    axes.set_xlabel(f"milliseconds a step (median and quartiles), batches of {frame.batch_size.iloc[0]:,} images")
+    machines = ", ".join(sorted(frame.machine.unique()))
+    times = slowest / frame[frame.ms < slowest].ms
+    headline = f"{times.min():.2g} to {times.max():.2g} times as fast as the slowest" if len(times) else "One way alone"
+    figure.suptitle(f"{headline}, recorded on {machines}", fontsize=10)
+    return Picture(figure, f"Milliseconds a step on {machines} for float32 and for TF32 with either cure.")
