@@ -14,18 +14,23 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from gpulab.products import compare_products, record_products, recorded_products, summarize_products
+from gpulab.products import compare_products, find_kernels, record_products, recorded_products, summarize_products
 
 
 def main(
     record: Annotated[Path | None, typer.Option(help="record this machine's GPU into this folder")] = None,
+    find: Annotated[
+        Path | None, typer.Option(help="search for the recorded kernels' arithmetic, into this folder")
+    ] = None,
     write: Annotated[Path | None, typer.Option(help="write the table to this file")] = None,
     exact: Annotated[bool, typer.Option(help="also sum in the tensor core's order")] = True,
 ) -> None:
     """Record, or compare what is recorded."""
-    command = shlex.join(["python", *sys.argv])
     if record is not None:
-        record_products(record, command)
+        record_products(record, shlex.join(["python", *sys.argv]))
+        return
+    if find is not None:
+        find_kernels(find)
         return
     _, notes = recorded_products()
     frame = compare_products(exact=exact)
@@ -34,7 +39,7 @@ def main(
     if exact:
         tables["Not bit for bit"] = frame[(frame.used != "float32") & (frame.equal_exact < 1)]
     text = f"# Emulated products beside those of an {gpu}\n\n"
-    text += f"Recorded by `{notes['command']}`, compared by `{command}`.\n"
+    text += f"Recorded by `{notes['command']}`, compared by `python benchmarks/compare_products.py`.\n"
     for title, table in tables.items():
         text += f"\n## {title}\n{_markdown(table)}\n"
     print(text)

@@ -216,7 +216,11 @@ def _kernel(profile: Any) -> str:
 
 
 def recorded_products() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What was recorded: the elements kept of every case, by its name, and the notes beside them."""
+    """What was recorded: the elements kept of every case, by its name, and the notes beside them.
+
+    The notes hold the `passport`, the `command`, the `kernels` that the library chose, and as `found` the
+    arithmetic that was found to fit each of them best.
+    """
     from safetensors.torch import load_file
 
     from gpulab.store import recorded_store
@@ -224,6 +228,7 @@ def recorded_products() -> tuple[dict[str, Tensor], dict[str, Any]]:
     folder = recorded_store().parent / "gpu_products"
     try:
         notes = json.loads((folder / "products.json").read_text(encoding="utf-8"))
+        notes["found"] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
         made, version = load_file(folder / "products.safetensors"), notes["format"]
     except Exception as error:  # safetensors has no common error
         raise DataError(f"{folder}: no products recorded there, or unreadable: {error}") from error
@@ -236,7 +241,12 @@ def recorded_products() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def compare_products(
-    made: dict[str, Tensor] | None = None, inputs: Sequence[str] = INPUTS, exact: bool = True, progress: bool = True
+    made: dict[str, Tensor] | None = None,
+    inputs: Sequence[str] = INPUTS,
+    operations: Sequence[str] = OPERATIONS,
+    exact: bool = True,
+    search: bool = False,
+    progress: bool = True,
 ) -> pd.DataFrame:
     """Compare a GPU's products (those recorded, if none are given) with the emulated ones: a row a case.
 
@@ -245,19 +255,24 @@ def compare_products(
     squared deviation that the emulation makes as well, and `equal` the share of elements that are the same
     bits, both with sums as this machine makes them. With `exact`, `explained_exact` and `equal_exact` are the
     same for sums in the tensor core's order. The `rounding` of the factors, the `tile` of channels and the
-    number of `slices` are those that fit normal numbers best, and are then held against all inputs.
+    number of `slices` are those that fit normal numbers best, and are then held against all inputs. What was
+    found for the recorded products is kept beside them; `search` looks again, for minutes.
     """
     import pandas as pd
     from tqdm.auto import tqdm
 
+    known: dict[str, Any] = {}
     if made is None:
-        made, _ = recorded_products()
-    wanted = [case for case in cases() if str(case) in made and case.inputs in inputs]
+        made, notes = recorded_products()
+        known = {} if search or not exact else notes["found"]
+    wanted = [c for c in cases() if str(c) in made and c.inputs in inputs and c.operation in operations]
     rows: list[dict[str, Any]] = []
     kernels: dict[Case, Arithmetic] = {}  # the library's choice depends on the shape, not on the numbers
     for case in tqdm(wanted, unit="product", disable=not progress, leave=False):
         result, family = made[str(case)].double(), replace(case, inputs=INPUTS[0])
-        if family not in kernels:
+        if str(family) in known:
+            kernels[family] = _read(family, known[str(family)])
+        elif family not in kernels:
             kernels[family] = _closest(family, made[str(family)].double(), exact)
         rows.append(_row(case, result, kernels[family], exact))
     return pd.DataFrame(rows)
@@ -283,6 +298,26 @@ def _closest(case: Case, result: Tensor, exact: bool) -> Arithmetic:
         if equal == 1:
             break
     return best
+
+
+FOUND = ("format", "roundings", "order", "slices", "tile")
+
+
+def find_kernels(folder: Path) -> None:
+    """Search for the arithmetic of every recorded kernel, minutes long, and keep it in `found.json` beside them."""
+    from tqdm.auto import tqdm
+
+    made, _ = recorded_products()
+    found = {}
+    for case in tqdm([case for case in cases() if case.inputs == INPUTS[0]], unit="kernel"):
+        how = _closest(case, made[str(case)].double(), exact=True)
+        found[str(case)] = {name: getattr(how, name) for name in FOUND}
+    (folder / "found.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _read(case: Case, known: dict[str, Any]) -> Arithmetic:
+    start = PRECISIONS[known["format"]]
+    return replace(start, result=case.result, **known | {"roundings": tuple(known["roundings"])})
 
 
 def _row(case: Case, result: Tensor, how: Arithmetic, exact: bool) -> dict[str, Any]:

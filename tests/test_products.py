@@ -124,7 +124,7 @@ def test_damaged_recordings_are_refused_by_name(damage, tmp_path, monkeypatch):
     monkeypatch.setattr("gpulab.store.recorded_store", lambda: tmp_path / "runs")
     source = products.__file__.replace("gpulab/products.py", "data/gpu_products")
     if damage != "missing":
-        for name in ("products.json", "products.safetensors"):
+        for name in ("products.json", "products.safetensors", "found.json"):
             content = open(f"{source}/{name}", "rb").read()  # noqa: SIM115
             (folder / name).write_bytes(content[: len(content) // 2] if damage == "truncated" else content)
     if damage == "another format":
