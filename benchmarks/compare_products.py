@@ -17,6 +17,17 @@ import typer
 from gpulab.products import compare_products, find_kernels, record_products, recorded_products, summarize_products
 
 
+READING = """
+`explained` is the share of the GPU's squared deviation from the exact result that the emulation makes as well, with
+sums as the CPU's libraries make them; `equal` the share of elements with the same bits. With the `tensor core's sums`
+the sums are made in the order found for the kernel. `used` is what the kernel multiplied in: a library that may use
+TF32 leaves it unused in many convolutions. Where all numbers are positive, or the factors are short already, rounding
+the factors does little, and what deviates is how the sum drifts when a tensor core cuts it: the formats cannot explain
+that, its sums do. What is not the same bits is split over the chip in a way that was not found: gradients of weights,
+convolutions over few places, a product of 8192 terms returned in bfloat16.
+"""
+
+
 def main(
     record: Annotated[Path | None, typer.Option(help="record this machine's GPU into this folder")] = None,
     find: Annotated[
@@ -40,6 +51,7 @@ def main(
         tables["Not bit for bit"] = frame[(frame.used != "float32") & (frame.equal_exact < 1)]
     text = f"# Emulated products beside those of an {gpu}\n\n"
     text += f"Recorded by `{notes['command']}`, compared by `python benchmarks/compare_products.py`.\n"
+    text += READING
     for title, table in tables.items():
         text += f"\n## {title}\n{_markdown(table)}\n"
     print(text)
