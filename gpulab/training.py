@@ -119,7 +119,7 @@ def train(
 ) -> Run:
     """Train a copy of a network by the published protocol, and return the run.
 
-    `net` is `"autoencoder"`, `"prednet"`, or a module derived from `Trainable`. The weights of a
+    `net` is `"autoencoder"`, `"prednet"`, `"whitener"`, or a module derived from `Trainable`. The weights of a
     fresh network are drawn from `seed`; a network that holds loaded weights starts from those. `net`
     itself is left as it was, so that the next training starts from the same place. The profile says
     how long and on what, unless `data` (a name or loaded), `frames`, `learning_rate`, `data_options`
@@ -127,7 +127,7 @@ def train(
 
     PredNet: windows of 20 frames, one update each, the state carried from window to window; Adam with
     learning rate 1e-3, beta 0.9 and 0.999, eps 1e-8; a batch of one. The autoencoder: one image per
-    update. The loss reported is the mean squared error per frame. `final_loss` is its mean over the
+    update; the whitener: 50. The loss reported is the mean squared error per frame. `final_loss` is its mean over the
     last fifth of the windows. A loss that is not finite ends the run as `diverged`.
 
     With a `store` (a folder), the run is kept there, an interrupted one resumes from its last

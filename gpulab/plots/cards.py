@@ -39,9 +39,9 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
     last = max(axes.get_xlim()[1] for axes in panels)
     for axes in panels:
         axes.set_xlim(0.8, last)
-    crosses = "crosses: the update at which a run\nbecame NaN; hollow ones were recorded"
+    crosses = "a cross: a run that\nbecame NaN at this\nupdate (hollow:\nrecorded)"
     if (new.status == "diverged").any():
-        panels[1].annotate(crosses, (0.99, 0.91), xycoords="axes fraction", ha="right", va="center", fontsize=7)
+        panels[1].annotate(crosses, (0.99, 0.75), xycoords="axes fraction", ha="right", va="center", fontsize=7)
     panels[0].set_ylabel(metric_label("loss").replace("frame", "image"), fontsize=9)
     counts = [f"{int((frame.status == 'diverged').sum())} of {len(frame)}" for frame in (old, new)]
     figure.suptitle("One network, one seed after another, on two cards' arithmetic", fontsize=10)
