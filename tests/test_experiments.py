@@ -185,9 +185,19 @@ def test_the_recorded_command_is_the_one_that_does_it(tmp_path):
     ]
 
 
+def test_each_variant_is_trained_under_every_setting_and_its_command_says_which(tmp_path):
+    variants = [{}, {"flip": 3}, {"data": "jpeg:walk", "data_options": {"decoder": "av", "quality": 50}}]
+    exp = gl.Experiment("prednet", ["cpu", "cpu:threads=1"], [0, 1], "smoke", tmp_path, variants=variants)
+    jobs = exp.jobs()
+    assert len({(job["setting"], job["seed"], job.get("flip"), job.get("data")) for job in jobs}) == len(jobs) == 12
+    told = {job["command"].partition(" --seeds 0,1")[2] for job in jobs}
+    assert told == {"", " --flip 3", " --data jpeg:walk --decoder av --quality 50"}
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
+        ({"variants": []}, "variants"),
         ({"model": "resnet"}, "'resnet'"),
         ({"profile": "huge"}, "'huge'"),
         ({"settings": ["gpu"]}, "'gpu'"),
