@@ -410,3 +410,16 @@ def test_errors_go_to_standard_error_and_say_no_traceback(cli):
         assert done.stdout == ""
         assert done.stderr.startswith("gpulab: ")
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_options_of_a_network_reach_it_and_its_record(cli, tmp_path):
+    options = ("--profile", "smoke", "--seeds", "1", "--setting", "cpu:threads=1", "--store", tmp_path)
+    cli("experiment", "whitener", *options, "--option", "covariance=centred", "--option", "code=20")
+    (run,) = gl.runs(tmp_path).itertuples()
+    assert run.covariance == "centred"
+    record = stores.read_record(tmp_path / run.id)
+    assert record["configuration"]["model_options"]["code"] == 20
+    assert record["command"].endswith("--option covariance=centred --option code=20")
+    for wrong in ("covariance", "=centred", "covariance=diagonal"):
+        said = cli("experiment", "whitener", *options, "--option", wrong, status=2).stderr
+        assert wrong.rpartition("=")[2] in said
