@@ -16,7 +16,6 @@ import typer
 
 from gpulab.products import compare_products, find_kernels, record_products, recorded_products, summarize_products
 
-
 READING = """
 `explained` is the share of the GPU's squared deviation from the exact result that the emulation makes as well, with
 sums as the CPU's libraries make them; `equal` the share of elements with the same bits. With the `tensor core's sums`

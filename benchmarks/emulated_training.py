@@ -12,6 +12,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import pandas as pd
 import torch
 import typer
@@ -35,11 +36,17 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def train(setting: str, seed: int, images: Tensor, labels: Tensor) -> list[float]:
-    """The loss of every step. Weights and batches are drawn on the CPU, the same under every setting."""
-    torch.manual_seed(seed)
+    """The loss of every step. NumPy draws weights and batches: the same on every machine, whatever its torch."""
+    generator = np.random.default_rng(seed)
     net = VisionTransformer(16, 4, num_layers=3, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=10)
-    torch.nn.init.normal_(net.heads.head.weight, std=0.02)
-    batches = torch.randint(len(labels), (STEPS, BATCH), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for weight in net.parameters():
+            if weight.dim() > 1:
+                scale = weight[0].numel() ** -0.5
+                weight.copy_(torch.from_numpy(scale * generator.standard_normal(weight.shape, np.float32)))
+            elif not weight.eq(1).all():  # biases; the scales of normalisation are ones
+                weight.zero_()
+    batches = torch.from_numpy(generator.integers(len(labels), size=(STEPS, BATCH)))
     losses = []
     with gl.setting(setting) as chosen:
         net.to(chosen.device)
