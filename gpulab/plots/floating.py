@@ -209,7 +209,7 @@ def factor_effects(report: FactorTable) -> Picture:
     stands at the left edge.
     """
     table = report.table.reset_index(drop=True)
-    figure, (left, right) = canvas(2, height=1.6 + 0.36 * len(table), share_rows=True)
+    figure, (left, right) = canvas(2, height=1.7 + 0.31 * len(table), share_rows=True)
     for place, row in enumerate(table.to_dict("records")):
         _draw_step(left, place, row)
         _draw_effects(right, place, row, report)
@@ -232,7 +232,7 @@ def factor_effects(report: FactorTable) -> Picture:
         axes.annotate("same bits", (edge, -0.75), ha="left", va="center", fontsize=7, annotation_clip=False)
         axes.tick_params(axis="x", labelsize=8)
     names = [f"{r['factor']}\n{_told(r)}" for r in table.to_dict("records")]
-    left.set_yticks(range(len(table)), names, fontsize=7)
+    left.set_yticks(range(len(table)), names, fontsize=6.5)
     left.set_ylim(len(table) - 0.4, -0.6)
     right.tick_params(axis="y", left=False)
     figure.suptitle(_counted(table), fontsize=10)
@@ -301,7 +301,7 @@ def _counted(table: pd.DataFrame) -> str:
 def _factor_key(figure: Figure, table: pd.DataFrame) -> None:
     from matplotlib.lines import Line2D
 
-    dot: dict[str, Any] = {"ls": "", "markeredgecolor": INK, "ms": 5}
+    dot: dict[str, Any] = {"ls": "", "ms": 5, "markeredgecolor": INK}
     handles = [
         Line2D([], [], marker="|", color=FAINT, ls="", ms=8, label="rounding alone: distance of the base from float64"),
         Line2D([], [], marker="o", markerfacecolor=FAINT, label="made here", **dot),
@@ -311,4 +311,7 @@ def _factor_key(figure: Figure, table: pd.DataFrame) -> None:
         handles.append(Line2D([], [], marker="o", markerfacecolor="white", label=f"recorded on {machines}", **dot))
     if table.emulated.fillna(False).any():
         handles.append(Line2D([], [], marker="^", markerfacecolor=FAINT, label="emulated", **dot))
+    for kind in sorted({str(base).partition(":")[0] for base in table.base}):
+        label = "changed on a CPU" if kind == "cpu" else "changed on a GPU"
+        handles.append(Line2D([], [], marker="s", ls="", ms=5, color=_tint({"base": kind}), label=label))
     figure.legend(handles=handles, fontsize=7.5, frameon=False, loc="outside lower center", ncols=2)
