@@ -45,7 +45,7 @@ PROTOCOLS = {
         "paper": Protocol("walk", 5_000, 20, 10, (120, 160), {"channels": [3, 48, 96, 192]}),
     },
     "whitener": {
-        "smoke": Protocol("digits", 8_000, 200, 6, (28, 28), WHITENER),
+        "smoke": Protocol("digits", 4_000, 200, 6, (28, 28), WHITENER),
         "quick": Protocol("digits", 20_000, 200, 10, (28, 28), WHITENER),
         "paper": Protocol("mnist", 60_000, 200, 10, (28, 28), WHITENER),
     },

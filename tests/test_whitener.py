@@ -95,7 +95,7 @@ def trained(setting, seed, how="one-pass"):
 def test_it_learns_in_float32_and_turns_nan_in_tf32(seed):
     fine, lost = trained(CPU, seed), trained(TF32, seed)
     assert fine.status == "finished"
-    assert fine.heldout_loss < 0.6 * images(500).var(0).mean()  # of what the mean image leaves
+    assert fine.heldout_loss < 0.75 * images(500).var(0).mean()  # of what the mean image leaves
     assert lost.status == "diverged"
     assert lost.record["diverged_at"] <= 40
     assert math.isnan(lost.final_loss)
