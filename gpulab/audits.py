@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpulab.arguments import are_numbers, differing
 from gpulab.errors import DataError, UsageError
 from gpulab.settings import Setting
-from gpulab.shadows import PRODUCTS
 from gpulab.tracing import Operation, Trace, aligned, record
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ KINDS = ("mismatch", "overwritten", "nondeterminism", "different random numbers"
 FAULTS = KINDS[:2]  # what no correct device explains
 UNEXPLAINED = 2.0**-12  # half of float32's digits: no chain of roundings in one operation loses as many
 SAME_VALUE = 2.0**-20
-TF32_SIZE = 2.0**-8  # the error of a kernel that multiplies in TF32 is below
+TF32_SIZE = 2.0**-14, 2.0**-8  # the error of a kernel that multiplies in TF32 lies between
+INHERITED = 16.0  # how much a few operations may make of the difference that they begin with
+ROUNDOFF = 2.0**-24
 SHORT_SIZE = 2.0**-6  # of data and weights that were rounded to bfloat16, or shorter
 SAME_STEP = 1e-6  # of float64 on two CPUs, after a whole step
 SHORT = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -38,6 +40,7 @@ TWINS = {
     "miopen_batch_norm": "native_batch_norm",
     "cudnn_batch_norm_backward": "native_batch_norm_backward",
     "miopen_batch_norm_backward": "native_batch_norm_backward",
+    "_unsafe_view": "view",
     "_scaled_dot_product_flash_attention_for_cpu": "attention",
     "_scaled_dot_product_efficient_attention": "attention",
     "_scaled_dot_product_flash_attention": "attention",
@@ -59,6 +62,7 @@ ADVICE = {
     "rounding": "nothing",
 }
 ANOTHER_FUNCTION = "see what {module} does under {setting}: it computes another function there"
+OTHER_ARGUMENTS = "see why {module} calls it with other arguments under {setting}: it computes another function there"
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ class Audit:
     def __init__(self, a: Trace, b: Trace) -> None:
         self.a, self.b = a, b
         self.pairs = list(_paired(a, b))
+        self._drawn: set[int] = set()  # the operations that are known to draw other numbers
         self.first_nan = {id(trace): _first_nan(trace) for trace in (a, b)}
         self.findings = sorted((self._with_nan(finding) for finding in self._find()), key=self._severity)
 
@@ -266,37 +271,78 @@ class Audit:
 
     def _find(self) -> Iterator[Finding]:
         yield from _united(list(_overwritten(self.a)), list(_overwritten(self.b)))
-        makers = _makers(self.a), _makers(self.b)
-        matched = {id(op) for pair in self.pairs if pair.a and pair.b for op in (pair.a, pair.b)}
         unsteady = any(op.repeats is False for trace in (self.a, self.b) for op in trace.operations)
         blamed = bool(self.a.overwritten or self.b.overwritten or unsteady)
         for pair in self.pairs:
             sides = [list(_own_findings(op, trace)) if op else [] for op, trace in ((pair.a, self.a), (pair.b, self.b))]
             own = _united(*sides)
             yield from own
-            if pair.a and pair.b and not own:
-                yield from self._pair_findings(pair.a, pair.b, makers, matched, blamed)
+            if not pair.a or not pair.b:
+                continue
+            called = self._other_arguments(pair.a, pair.b, other_data=blamed or bool(self._drawn))
+            if called:
+                yield called
+            elif not own:
+                yield from self._pair_findings(pair.a, pair.b, blamed)
         yield self._rounding()
 
-    def _pair_findings(
-        self, a: Operation, b: Operation, makers: tuple[dict[str, Operation], ...], matched: set[int], blamed: bool
-    ) -> Iterator[Finding]:
+    def _other_arguments(self, a: Operation, b: Operation, other_data: bool) -> Finding | None:
+        """The finding that one was called with other arguments, and made something else of what it was given.
+
+        Numbers may follow from the data or, with another data type, from its precision.
+        """
+        found = differing(a.name, a.arguments, b.name, b.arguments)
+        if a.dtype != b.dtype or (other_data and not a.random):
+            found = {name: values for name, values in found.items() if not are_numbers(*values)}
+        if not found or self._in_doubt(b) or self._same_results(a, b):
+            return None
+        here, there = (", ".join(f"{name}={values[side]}" for name, values in found.items()) for side in (1, 0))
+        where = f", at {a.line}" if a.line != b.line else ""
+        detail = f"called with {here}; under {self.a.title} with {there}{where}"
+        place = b.module or b.line or "the step"
+        return _finding("mismatch", self.b, b, detail, OTHER_ARGUMENTS.format(module=place, setting=self.b.title))
+
+    def _in_doubt(self, op: Operation) -> bool:
+        """Whether its module called it more often under one setting: which call stands for which is a guess."""
+        return self._often[0][_call(op)] != self._often[1][_call(op)]
+
+    @cached_property
+    def _often(self) -> tuple[Counter[tuple[str, str, str]], ...]:
+        return _calls(self.a), _calls(self.b)
+
+    def _same_results(self, a: Operation, b: Operation) -> bool:
+        """Whether two made the same of the same, but for rounding; of other inputs, whether they compute nothing."""
+        if a.random or b.random:
+            return a.outputs == b.outputs
+        gaps = [self._gap(x, y) for x, y in zip(a.inputs, b.inputs, strict=False)]
+        given = max((math.inf if math.isnan(gap) else gap for gap in gaps), default=0.0)
+        computes = a.bound is not None and b.bound is not None
+        if given > UNEXPLAINED / 64:
+            return not computes
+        results = list(zip((*a.outputs, *a.changed), (*b.outputs, *b.changed), strict=False))
+        if a.name != b.name:  # twins share what they compute, not what they keep for the backward pass
+            results = results[:1]
+        apart = max(math.inf if math.isnan(gap) else gap for gap in (self._gap(x, y) for x, y in results))
+        rounded = (_of(a.bound) + _of(b.bound)) * max(1.0, given / ROUNDOFF) + _of(a.error) + _of(b.error)
+        return apart <= (rounded if computes else max(SAME_VALUE, 4 * given))
+
+    def _pair_findings(self, a: Operation, b: Operation, blamed: bool) -> Iterator[Finding]:
         """What shows only when the two are laid side by side."""
         if a.random or b.random:
             if a.outputs != b.outputs:
-                yield _finding("different random numbers", self.b, b, f"drew other numbers than under {self.a.title}")
-            return
-        if a.name == b.name and a.name in PRODUCTS and a.arguments != b.arguments:
-            yield _finding("mismatch", self.b, b, f"called with {b.arguments}; under {self.a.title} {a.arguments}")
+                self._drawn |= {id(a), id(b)}
+                yield _drew_otherwise(b, self.b, self.a)
             return
         gaps = [self._gap(x, y) for x, y in zip(a.inputs, b.inputs, strict=False)]
-        short = a.dtype != b.dtype and (a.dtype in SHORT or b.dtype in SHORT)
+        short = self._short or (a.dtype != b.dtype and (a.dtype in SHORT or b.dtype in SHORT))
         same, explained = (SHORT_SIZE, math.inf) if short else (SAME_VALUE, UNEXPLAINED)
         for x, y, gap in zip(a.inputs, b.inputs, gaps, strict=False):
-            maker_a, maker_b = makers[0].get(x), makers[1].get(y)
-            if gap <= same or blamed or math.isnan(gap):
+            if gap <= same or math.isnan(gap):
                 continue
-            if maker_a is None and maker_b is None:
+            makers = self._makers[0].get(x), self._makers[1].get(y)
+            if makers == (None, None):
+                if blamed:
+                    continue
                 yield _finding(
                     "mismatch",
                     self.b,
@@ -304,15 +350,74 @@ class Audit:
                     f"was given other data or weights than under {self.a.title}: {gap:.1e} apart",
                 )
                 return
-            makers_here = [m for m in (maker_a, maker_b) if m is not None]
-            if any(m.name == "_to_copy" for m in makers_here):
+            if any(maker.name == "_to_copy" for maker in makers if maker is not None):
                 continue  # a cast, as autocast makes them; a finding of its own where it is to short numbers
-            strange = [m for m in makers_here if id(m) not in matched]
-            if gap > explained and (strange or maker_a is None or maker_b is None):
-                yield self._another_function(maker_a, maker_b, b, gap)
+            if self._in_doubt(b) or all(maker is not None and id(maker) in self._matched for maker in makers):
+                continue
+            found = self._stretch_finding(x, y, b, gap, math.inf if blamed else explained)
+            if found:
+                yield found
                 return
         if a.ratio is None or b.ratio is None:
             yield from self._unchecked_findings(a, b, gaps)
+
+    @cached_property
+    def _makers(self) -> tuple[dict[str, Operation], dict[str, Operation]]:
+        return _makers(self.a), _makers(self.b)
+
+    @cached_property
+    def _short(self) -> bool:
+        """Whether one setting rounds data and weights to a short format."""
+        return any(Setting.parse(trace.setting).precision in SHORT for trace in (self.a, self.b))
+
+    @cached_property
+    def _matched(self) -> dict[int, tuple[Operation, Operation]]:
+        """For each operation that both settings ran, the two that stand for each other."""
+        both = [(pair.a, pair.b) for pair in self.pairs if pair.a and pair.b]
+        return {id(op): (a, b) for a, b in both for op in (a, b)}
+
+    def _stretch_finding(self, x: str, y: str, user: Operation, gap: float, explained: float) -> Finding | None:
+        """What is wrong with the operations of one setting alone that lead to two values that should be one."""
+        (ops_a, begins_a), (ops_b, begins_b) = (
+            self._stretch(value, makers) for value, makers in zip((x, y), self._makers, strict=True)
+        )
+        sides = (ops_b, self.b, self.a), (ops_a, self.a, self.b)
+        random = [(op, trace, there) for ops, trace, there in sides for op in ops if op.random]
+        if random:  # then nobody can tell what else they did
+            known = any(id(op) in self._drawn for op, _, _ in random)
+            self._drawn |= {id(op) for op, _, _ in random}
+            return None if known else _drew_otherwise(*random[0])
+        begins = [self._results_apart(op) for op in (*begins_a, *begins_b)]
+        errors = [_of(op.error) for op in (*ops_a, *ops_b)]
+        if gap <= INHERITED * max((*begins, *errors), default=0.0):
+            return None
+        for ops, trace, there in sides:
+            unchecked = [op for op in ops if op.error is None and op.inputs]
+            if unchecked and _tf32_explains(gap, trace):
+                kernel = max(unchecked, key=lambda op: len(op.inputs))
+                detail = f"what it makes is {gap:.1e} (relative) from what there is under {there.title}, as by TF32"
+                return _finding("reduced precision", trace, kernel, detail, _precision_advice(kernel, trace))
+        if gap <= explained:
+            return None
+        return self._another_function(self._makers[0].get(x), self._makers[1].get(y), user, gap)
+
+    def _stretch(self, value: str, makers: dict[str, Operation]) -> tuple[list[Operation], list[Operation]]:
+        """The operations of one setting alone that lead to a value, the nearest first, and those before them."""
+        alone: dict[int, Operation] = {}
+        before: dict[int, Operation] = {}
+        front = [value]
+        while front:
+            made_by = {id(op): op for name in front if (op := makers.get(name)) is not None}
+            before |= {key: op for key, op in made_by.items() if key in self._matched}
+            new = {key: op for key, op in made_by.items() if key not in self._matched and key not in alone}
+            alone |= new
+            front = [name for op in new.values() for name in op.inputs]
+        return list(alone.values()), list(before.values())
+
+    def _results_apart(self, op: Operation) -> float:
+        """How far the results of an operation that both settings ran are apart."""
+        a, b = self._matched[id(op)]
+        return max(_number_or_nothing(self._gap(x, y)) for x, y in zip(a.outputs, b.outputs, strict=False))
 
     def _another_function(
         self, maker_a: Operation | None, maker_b: Operation | None, b: Operation, gap: float
@@ -337,19 +442,16 @@ class Audit:
         if a.name != b.name:  # twins share what they compute, not what they keep for the backward pass
             results = results[:1]
         apart = max((self._gap(x, y) for x, y in results), key=_number_or_nothing)
-        if not known or max(known) > UNEXPLAINED / 64 or not apart > UNEXPLAINED:
+        if not known or max(known) > UNEXPLAINED / 64:
             return
         detail = f"from the same inputs, its results are {apart:.1e} apart"
         for op, trace in ((a, self.a), (b, self.b)):
-            if apart < TF32_SIZE and "tf32" in (
-                trace.arithmetic.get("matmul_fp32"),
-                trace.arithmetic.get("convolution_fp32"),
-            ):
-                yield _finding(
-                    "reduced precision", trace, op, f"{detail}, as TF32 makes them", _precision_advice(op, trace)
-                )
+            if _tf32_explains(apart, trace):
+                advice = _precision_advice(op, trace)
+                yield _finding("reduced precision", trace, op, f"{detail}, as TF32 makes them", advice)
                 return
-        yield _finding("mismatch", self.b, b, detail)
+        if apart > UNEXPLAINED:
+            yield _finding("mismatch", self.b, b, detail)
 
     def _gap(self, value_a: str, value_b: str) -> float:
         return 0.0 if value_a == value_b else distance(self.b.sketches[value_b], self.a.sketches[value_a])
@@ -367,7 +469,8 @@ class Audit:
         """Worst first; among those of one kind, what made the step's first NaN."""
         causes = [cause for _, cause in self.first_nan.values() if cause is not None]
         no_cause = not any(finding.op is cause for cause in causes)
-        return KINDS.index(finding.kind), no_cause, -(0.0 if math.isnan(finding.ratio) else finding.ratio)
+        unexplained = finding.ratio if finding.ratio > 1 else 0.0
+        return KINDS.index(finding.kind), no_cause, -unexplained
 
     def _rounding(self) -> Finding:
         """The operation that rounding alone moved most: a measure of how well all is."""
@@ -440,6 +543,17 @@ def _own_findings(op: Operation, trace: Trace) -> Iterator[Finding]:
         yield _finding("mismatch", trace, op, f"its error against float64 is {op.error:.1e}, {times}")
 
 
+def _drew_otherwise(op: Operation, trace: Trace, other: Trace) -> Finding:
+    return _finding("different random numbers", trace, op, f"drew other numbers than under {other.title}")
+
+
+def _tf32_explains(apart: float, trace: Trace) -> bool:
+    """Whether two results are as far apart as TF32 makes them, and a GPU may use it."""
+    allowed = trace.arithmetic.get("matmul_fp32"), trace.arithmetic.get("convolution_fp32")
+    least, most = TF32_SIZE
+    return Setting.parse(trace.setting).kind == "cuda" and "tf32" in allowed and least < apart < most
+
+
 def _origin(maker: Operation | None) -> str:
     """Where a value comes from, in words."""
     if maker is None:
@@ -477,7 +591,7 @@ def _precision_advice(op: Operation, trace: Trace) -> str:
     if setting.emulated:
         return f"{trace.setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
     if kind == "cuda":
-        backend = "cudnn" if op.name.startswith("convolution") else "cuda.matmul"
+        backend = "cudnn" if op.name.startswith(("convolution", "_cudnn")) else "cuda.matmul"
         return f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"
     part = "conv" if op.name.startswith("convolution") else "matmul"
     return f'torch.backends.mkldnn.{part}.fp32_precision = "ieee" computes it in float32'
@@ -510,9 +624,24 @@ def _paired(a: Trace, b: Trace) -> Iterator[Pair]:
     for trace in (a, b):
         # A few operations alike amid others, in a kernel that float64 lacks, are no counterparts.
         pairs = aligned(trace.operations, a.reference, TWINS, at_least=3)
-        exact |= {id(op): twin for op, twin in pairs if op is not None}
+        exact |= {id(op): twin for op, twin in pairs if op and twin and op.shape == twin.shape}
+    often_a, often_b = _calls(a), _calls(b)
     for one, other in aligned(a.operations, b.operations, TWINS):
-        yield Pair(one, other, exact.get(id(one)) or exact.get(id(other)))
+        found = exact.get(id(one)) or exact.get(id(other))
+        if one and other and one.shape != other.shape and often_a[_call(one)] != often_b[_call(one)]:
+            yield Pair(one, None, exact.get(id(one)))
+            yield Pair(None, other, exact.get(id(other)))
+        else:
+            yield Pair(one, other, found)
+
+
+def _call(op: Operation) -> tuple[str, str, str]:
+    return op.phase, op.module, TWINS.get(op.name, op.name)
+
+
+def _calls(trace: Trace) -> Counter[tuple[str, str, str]]:
+    """How often each module called each operation."""
+    return Counter(map(_call, trace.operations))
 
 
 def _makers(trace: Trace) -> dict[str, Operation]:
@@ -579,6 +708,10 @@ def _apart(trace: Trace, op: Operation | None, other: Trace, exact: Operation | 
     if op is None or exact is None:
         return math.nan
     return distance(trace.sketches[op.outputs[0]], other.sketches[exact.outputs[0]])
+
+
+def _of(value: float | None) -> float:
+    return value or 0.0
 
 
 def _number_or_nothing(gap: float) -> float:

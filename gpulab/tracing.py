@@ -586,11 +586,11 @@ def _plain(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
 
 
 def _is_random(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws; attention is marked as drawing also when it drops nothing."""
+    """Whether an operation draws; attention and an LSTM are marked as drawing also when they drop nothing."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     for place, argument in enumerate(operation._schema.arguments):
-        if argument.name == "dropout_p":
+        if argument.name in ("dropout_p", "dropout"):
             given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
             return given != 0.0
     return True

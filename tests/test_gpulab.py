@@ -16,7 +16,7 @@ FLOORS = [
     ["numerics"],
     ["emulation"],
     ["settings", "passports"],
-    ["loaders", "inference", "decoders", "perturbations", "processes", "conversions"],
+    ["loaders", "inference", "decoders", "perturbations", "processes", "conversions", "arguments"],
     ["models", "datasets", "scenes", "profiles", "guards", "shadows"],
     ["training", "store", "tracing"],
     ["experiments", "verdicts", "speed", "audits", "published", "products"],
