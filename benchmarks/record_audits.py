@@ -1,6 +1,8 @@
 """Audit the networks of `networks.py` between two settings on this machine; keep traces and a summary.
 
 python benchmarks/record_audits.py cpu cuda:tf32=off --output data/audits
+
+With --recorded, the settings but the first are not run but read from traces that another machine kept.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import typer
 
 import gpulab as gl
 from gpulab.audits import Audit
+from gpulab.passports import Passport
 
 
 def main(
@@ -26,6 +29,7 @@ def main(
     output: Path = Path("data/audits"),
     only: Annotated[str, typer.Option(help="networks, separated by commas")] = ",".join(networks.NETWORKS),
     keep: Annotated[str, typer.Option(help="settings whose traces are kept, separated by semicolons")] = "",
+    recorded: Annotated[Path | None, typer.Option(help="a folder with traces NETWORK-SETTING.trace")] = None,
 ) -> None:
     """Write OUTPUT/audits.json, and OUTPUT/NETWORK-SETTING.trace for what is to be kept."""
     reference, *others = settings
@@ -35,11 +39,15 @@ def main(
         first = gl.record(step, reference, progress=False)
         for setting in others:
             started = time.perf_counter()
-            second = gl.record(step, setting, reference=first, progress=False)
-            rows.append(_row(name, Audit(first, second), time.perf_counter() - started))
+            file = re.sub(r"[^\w.]+", "-", f"{name}-{setting}.trace")
+            if recorded is None:
+                second = gl.record(step, setting, reference=first, progress=False)
+            else:
+                second = gl.Trace.load(recorded / file)
+            rows.append(_row(name, gl.audit(first, second), time.perf_counter() - started))
             print(json.dumps(rows[-1])[:400], flush=True)
             if setting in keep.split(";"):
-                second.save(output / re.sub(r"[^\w.]+", "-", f"{name}-{setting}.trace"))
+                second.save(output / file)
     output.mkdir(parents=True, exist_ok=True)
     document = {"command": shlex.join(["python", *sys.argv]), "passport": dict(gl.passport()), "audits": rows}
     (output / "audits.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -51,6 +59,8 @@ def _row(name: str, report: Audit, seconds: float) -> dict[str, object]:
         "network": name,
         "a": report.a.setting,
         "b": report.b.setting,
+        "machine_a": Passport(report.a.passport).summary(),
+        "machine_b": Passport(report.b.passport).summary(),
         "operations": len(table),
         "matched": int((table.difference.notna() & table.error_a.notna()).sum()),
         "checked": int(table.ratio_a.notna().sum() + table.ratio_b.notna().sum()),

@@ -121,6 +121,7 @@ class Audit:
         self.a, self.b = a, b
         self.pairs = list(_paired(a, b))
         self._drawn: set[int] = set()  # the operations that are known to draw other numbers
+        self._told: set[int] = set()  # the operations blamed for what they make: it has many users
         self.first_nan = {id(trace): _first_nan(trace) for trace in (a, b)}
         self.findings = sorted((self._with_nan(finding) for finding in self._find()), key=self._severity)
 
@@ -308,7 +309,7 @@ class Audit:
 
     @cached_property
     def _often(self) -> tuple[Counter[tuple[str, str, str]], ...]:
-        return _calls(self.a), _calls(self.b)
+        return _calls(self.a.operations), _calls(self.b.operations)
 
     def _same_results(self, a: Operation, b: Operation) -> bool:
         """Whether two made the same of the same, but for rounding; of other inputs, whether they compute nothing."""
@@ -356,7 +357,9 @@ class Audit:
                 continue
             found = self._stretch_finding(x, y, b, gap, math.inf if blamed else explained)
             if found:
-                yield found
+                if id(found.op) not in self._told:
+                    yield found
+                self._told.add(id(found.op))
                 return
         if a.ratio is None or b.ratio is None:
             yield from self._unchecked_findings(a, b, gaps)
@@ -584,7 +587,7 @@ def _precision_detail(op: Operation) -> str:
 def _precision_advice(op: Operation, trace: Trace) -> str:
     setting = Setting.parse(trace.setting)
     kind = setting.kind
-    if op.format is None:
+    if op.dtype in SHORT:
         return f"look for autocast, .to(torch.{op.dtype}) or precision={op.dtype} if float32 was meant"
     if op.rounded_before:
         return f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
@@ -624,8 +627,10 @@ def _paired(a: Trace, b: Trace) -> Iterator[Pair]:
     for trace in (a, b):
         # A few operations alike amid others, in a kernel that float64 lacks, are no counterparts.
         pairs = aligned(trace.operations, a.reference, TWINS, at_least=3)
-        exact |= {id(op): twin for op, twin in pairs if op and twin and op.shape == twin.shape}
-    often_a, often_b = _calls(a), _calls(b)
+        often, often_exact = _calls(trace.operations), _calls(a.reference)
+        sure = [(op, twin) for op, twin in pairs if op and twin and often[_call(op)] == often_exact[_call(op)]]
+        exact |= {id(op): twin for op, twin in sure if op.shape == twin.shape}
+    often_a, often_b = _calls(a.operations), _calls(b.operations)
     for one, other in aligned(a.operations, b.operations, TWINS):
         found = exact.get(id(one)) or exact.get(id(other))
         if one and other and one.shape != other.shape and often_a[_call(one)] != often_b[_call(one)]:
@@ -639,9 +644,9 @@ def _call(op: Operation) -> tuple[str, str, str]:
     return op.phase, op.module, TWINS.get(op.name, op.name)
 
 
-def _calls(trace: Trace) -> Counter[tuple[str, str, str]]:
+def _calls(operations: list[Operation]) -> Counter[tuple[str, str, str]]:
     """How often each module called each operation."""
-    return Counter(map(_call, trace.operations))
+    return Counter(map(_call, operations))
 
 
 def _makers(trace: Trace) -> dict[str, Operation]:
@@ -694,10 +699,16 @@ def _check_same_step(a: Trace, b: Trace) -> None:
                 f"the traces are of different data: {first.name} in {first.module or first.line or 'the step'} makes "
                 f"{first.shape} in one and {second.shape} in the other"
             )
+        where = first.module or first.line or "the step"
+        for name, (here, there) in differing(first.name, first.arguments, second.name, second.arguments).items():
+            if distance(b.sketches[second.outputs[0]], a.sketches[first.outputs[0]]) > SAME_STEP:
+                raise DataError(
+                    f"the traces are of different steps: even in float64, {first.name} in {where} is called with "
+                    f"{name}={here} in one and {name}={there} in the other"
+                )
         for x, y in zip(first.inputs, second.inputs, strict=False):
             gap = distance(b.sketches[y], a.sketches[x])
             if gap > SAME_STEP:
-                where = first.module or first.line or "the step"
                 raise DataError(
                     f"the traces are of different data or weights: {first.name} in {where} begins with values "
                     f"{gap:.1e} apart in float64; use the same seeds and files on both machines"

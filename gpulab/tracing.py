@@ -185,7 +185,7 @@ class Trace:
         file.parent.mkdir(parents=True, exist_ok=True)
         notes = {"format": TRACE_FORMAT, **{k: v for k, v in asdict(self).items() if k != "sketches"}}
         scratch = file.with_name(f".{file.name}.{os.getpid()}")
-        save_file(self.sketches, scratch, {"gpulab trace": json.dumps(notes)})
+        save_file(self.sketches, scratch, {"gpulab trace": json.dumps(notes, separators=(",", ":"))})
         scratch.replace(file)
         return file
 

@@ -619,3 +619,10 @@ def test_a_step_is_found_by_module_and_by_file(tmp_path, monkeypatch):
     ]:
         with pytest.raises(gl.UsageError, match=words):
             find_step(name)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_cudnn_draws_random_numbers_for_an_lstm_with_dropout_alone(dropout):
+    names = [argument.name for argument in torch.ops.aten._cudnn_rnn.default._schema.arguments]
+    call = [dropout if name == "dropout" else None for name in names]
+    assert tracing._is_random(torch.ops.aten._cudnn_rnn.default, call, {}) == (dropout > 0)
