@@ -463,3 +463,31 @@ def test_every_arithmetic_says_what_it_is():
     assert str(arithmetic_of("hopper", "tensor-core+split-4")) == "hopper, summed tensor-core+split-4"
     with emulate("ampere") as how:
         assert how == CHIPS["ampere"]
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+@pytest.mark.parametrize("order", [None, "pairwise", "tensor-core"])
+def test_a_gpu_emulates_as_a_cpu_does_its_backward_pass_included(order):
+    """The backward pass of a GPU runs on a thread of its own, which the emulation must reach as well."""
+
+    def gradients(device):
+        layer, linear = nn.Conv2d(3, 4, 3), nn.Linear(4 * 4 * 3, 5)
+        with torch.no_grad():
+            for seed, weight in enumerate([*layer.parameters(), *linear.parameters()]):
+                weight.copy_(draw(*weight.shape, seed=seed))
+        layer, linear, x = layer.to(device), linear.to(device), draw(2, 3, 6, 5).to(device).requires_grad_()
+        linear(layer(x).flatten(1)).square().sum().backward()
+        return [t.grad.cpu() for t in (x, *layer.parameters(), *linear.parameters())]
+
+    with gl.setting("cuda:tf32=off"):
+        plain = gradients("cuda")
+        with emulate("hopper", order=order):
+            made = gradients("cuda")
+    with emulate("hopper", order=order):
+        expected = gradients("cpu")
+    for gpu, cpu, without in zip(made, expected, plain, strict=True):
+        assert apart(gpu, cpu) < 1e-6
+        assert apart(gpu, without) > 1e-5
