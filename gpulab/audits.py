@@ -502,7 +502,8 @@ def audit(
     error with what rounding explains. The findings: `rounding`, all is well; `reduced precision`, a
     product was computed in TF32, bfloat16 or float16; `nondeterminism`, the step does not repeat itself;
     `different random numbers`, drawn on the device; `overwritten`, memory that the backward pass needed
-    had changed; `mismatch`, nothing known explains it: a bug.
+    had changed; `mismatch`, nothing known explains it, or the step calls an operation with other arguments:
+    a bug.
 
     Raises `UsageError` for arguments that are neither, `DataError` for traces of different steps.
 

@@ -717,7 +717,7 @@ def test_traces_of_different_steps_data_or_weights_are_refused():
 
 def test_traces_of_a_step_that_is_another_function_elsewhere_even_in_float64_are_refused():
     both = [recorded(with_a_function(lambda h, how=how: F.gelu(h, approximate=how))) for how in ("none", "tanh")]
-    with pytest.raises(gl.DataError, match="gelu in Middle is called with approximate='none' in one and .*'tanh'"):
+    with pytest.raises(gl.DataError, match=r"gelu in Middle is called with approximate='none' in one and .*'tanh'"):
         gl.audit(*both)
 
 
