@@ -180,7 +180,8 @@ class _Worker:
         except OSError as error:
             raise GpulabError(f"its worker process could not be started: {error}") from None
         self.last_words: collections.deque[str] = collections.deque(maxlen=3)
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
 
     def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
         """Have a job done; returns the id of the run, or what a call gave. `tell` hears (frames done, loss)."""
@@ -199,6 +200,7 @@ class _Worker:
                 return message["result"]
             tell(message["done"], message["loss"])
         status = self.process.wait()
+        self.listener.join(timeout=5)  # what it said last may still be on its way
         words = " ".join(self.last_words) or "it said nothing (killed, or out of memory?)"
         raise GpulabError(f"its worker process ended with status {status}: {words}")
 

@@ -373,14 +373,14 @@ def test_every_recorded_history_is_whole_and_agrees_with_its_summary(shipped):
         history = stores.read_history(Path(row.path))
         assert history.window.tolist() == list(range(len(history)))
         if row.status == "finished":
-            assert len(history) == row.frames // 20
+            assert len(history) == row.frames // {"whitener": 200}.get(row.experiment, 20)
             assert history.loss[-(len(history) // 5) :].mean() == pytest.approx(row.final_loss, rel=1e-12), row.id
 
 
 def test_recorded_runs_are_small_and_hold_no_weights():
     files = [file for file in stores.recorded_store().rglob("*") if file.is_file()]
     assert {file.name for file in files} == {"run.json", "history.parquet"}
-    assert sum(file.stat().st_size for file in files) < 6_000_000
+    assert sum(file.stat().st_size for file in files) < 7_000_000
 
 
 def test_nothing_is_ever_unpickled_from_a_file():
