@@ -23,7 +23,8 @@ from scipy import stats
 from tqdm import tqdm
 
 import gpulab as gl
-from gpulab import inference, store
+from gpulab.stats import tests as inference
+from gpulab.training import store
 
 HERE = Path(__file__).parent
 SEEDS = (5, 10, 30)

@@ -14,7 +14,13 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from gpulab.products import compare_products, find_kernels, record_products, recorded_products, summarize_products
+from gpulab.diagnostics.products import (
+    compare_products,
+    find_kernels,
+    record_products,
+    recorded_products,
+    summarize_products,
+)
 
 READING = """
 `explained` is the share of the GPU's squared deviation from the exact result that the emulation makes as well, with

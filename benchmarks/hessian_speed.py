@@ -41,8 +41,8 @@ from tqdm.auto import tqdm
 
 import gpulab as gl
 from gpulab.passports import passport
-from gpulab.profiles import PROFILES, protocol
 from gpulab.settings import PATIENCE
+from gpulab.training.protocol import PROFILES, protocol
 
 RECORDS = Path(__file__).parent.parent / "data" / "hessian_speed"
 # Only this benchmark needs them: they are no dependency of gpulab, and imported by name.

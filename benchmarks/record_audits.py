@@ -20,7 +20,7 @@ import networks
 import typer
 
 import gpulab as gl
-from gpulab.audits import Audit
+from gpulab.diagnostics.audits import Audit
 from gpulab.passports import Passport
 
 

@@ -7,7 +7,7 @@ import argparse
 import shlex
 import sys
 
-from gpulab.factors import record_factors
+from gpulab.companion.floating_point import record_factors
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

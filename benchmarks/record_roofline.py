@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from gpulab.speed import roofline, write_roofline
+from gpulab.diagnostics.rooflines import roofline, write_roofline
 
 if __name__ == "__main__":
     *settings, file = sys.argv[1:]

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import gpulab as gl
-from gpulab.saddles.recordings import write_table
+from gpulab.records import write_table
 
 # The most wanted first: network, profile, options of gpulab.curvature_along.
 CURVATURE = [

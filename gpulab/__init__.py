@@ -1,216 +1,155 @@
 """gpulab: does the device change what a neural network learns, and if so, which factor does it?
 
-Public names are imported when first used, so that `import gpulab` is light and the environment of a
-setting can still be put in force before torch loads.
+What most people call stands here, the rest in the packages, as in scipy and torch. Names are imported when
+first used, so that `import gpulab` is light and the environment of a setting can still be put in force
+before torch loads.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gpulab._lazy import attach
 
 if TYPE_CHECKING:
+    from gpulab import companion as companion
+    from gpulab import data as data
+    from gpulab import diagnostics as diagnostics
+    from gpulab import models as models
+    from gpulab import numerics as numerics
     from gpulab import plots as plots
-    from gpulab.anomaly import FirstWindow as FirstWindow
-    from gpulab.anomaly import anomaly_finding as anomaly_finding
-    from gpulab.anomaly import anomaly_table as anomaly_table
-    from gpulab.anomaly import anomaly_verdicts as anomaly_verdicts
-    from gpulab.anomaly import first_window as first_window
-    from gpulab.audits import audit as audit
-    from gpulab.cards import cards_finding as cards_finding
-    from gpulab.cards import cards_table as cards_table
-    from gpulab.cards import covariance_spectrum as covariance_spectrum
-    from gpulab.cards import recorded_cards_audit as recorded_cards_audit
-    from gpulab.cards import recorded_prices as recorded_prices
-    from gpulab.conversions import conversion_check as conversion_check
-    from gpulab.datasets import load as load
-    from gpulab.decoders import available_decoders as available_decoders
-    from gpulab.decoders import compare_decoders as compare_decoders
-    from gpulab.decoders import decode_jpeg as decode_jpeg
-    from gpulab.decoders import encode_jpeg as encode_jpeg
-    from gpulab.divergence import growth as growth
-    from gpulab.emulation import emulate as emulate
+    from gpulab import saddles as saddles
+    from gpulab import stats as stats
+    from gpulab import training as training
+    from gpulab.data.datasets import load as load
+    from gpulab.diagnostics.audits import audit as audit
+    from gpulab.diagnostics.guards import guard as guard
+    from gpulab.diagnostics.traces import Step as Step
+    from gpulab.diagnostics.traces import record as record
     from gpulab.errors import DataError as DataError
     from gpulab.errors import GpulabError as GpulabError
     from gpulab.errors import OverwrittenError as OverwrittenError
-    from gpulab.errors import OverwrittenWarning as OverwrittenWarning
     from gpulab.errors import UsageError as UsageError
-    from gpulab.experiments import Experiment as Experiment
-    from gpulab.factors import FactorTable as FactorTable
-    from gpulab.factors import factor_table as factor_table
-    from gpulab.factors import recorded_measurements as recorded_measurements
-    from gpulab.guards import Guard as Guard
-    from gpulab.guards import Overwritten as Overwritten
-    from gpulab.guards import guard as guard
-    from gpulab.models import Autoencoder as Autoencoder
-    from gpulab.models import LinearAutoencoder as LinearAutoencoder
-    from gpulab.models import PredNet as PredNet
-    from gpulab.models import Whitener as Whitener
-    from gpulab.numerics import round_to as round_to
-    from gpulab.numerics import ulp_distance as ulp_distance
+    from gpulab.numerics.emulation import emulate as emulate
     from gpulab.passports import passport as passport
-    from gpulab.perturbations import flip_bit as flip_bit
-    from gpulab.products import compare_products as compare_products
-    from gpulab.products import summarize_products as summarize_products
-    from gpulab.profiles import profile as profile
-    from gpulab.published import published_network as published_network
-    from gpulab.reproduction import Reproduction as Reproduction
-    from gpulab.reproduction import reproduce as reproduce
-    from gpulab.retraining import seed_runs as seed_runs
-    from gpulab.roundings import first_bit as first_bit
-    from gpulab.roundings import fma as fma
-    from gpulab.roundings import format_bits as format_bits
-    from gpulab.roundings import fused_operations as fused_operations
-    from gpulab.roundings import product_errors as product_errors
-    from gpulab.roundings import repeatability as repeatability
-    from gpulab.roundings import shuffled_sums as shuffled_sums
-    from gpulab.roundings import summation as summation
-    from gpulab.saddles import Hessian as Hessian
-    from gpulab.saddles import SpectralDensity as SpectralDensity
-    from gpulab.saddles import critical_losses as critical_losses
-    from gpulab.saddles import curvature_along as curvature_along
-    from gpulab.saddles import escape as escape
-    from gpulab.saddles import escape_table as escape_table
-    from gpulab.saddles import find_critical_point as find_critical_point
-    from gpulab.saddles import hessian as hessian
-    from gpulab.saddles import index as index
-    from gpulab.saddles import lanczos as lanczos
-    from gpulab.saddles import landscape as landscape
-    from gpulab.saddles import linear_autoencoder_saddle as linear_autoencoder_saddle
-    from gpulab.saddles import most_negative as most_negative
-    from gpulab.saddles import recorded_curvature as recorded_curvature
-    from gpulab.saddles import recorded_escapes as recorded_escapes
-    from gpulab.saddles import saddle_finding as saddle_finding
-    from gpulab.saddles import spectral_density as spectral_density
-    from gpulab.saddles import trace as trace
+    from gpulab.saddles.hessians import hessian as hessian
     from gpulab.settings import Setting as Setting
     from gpulab.settings import available_settings as available_settings
     from gpulab.settings import float32_products as float32_products
     from gpulab.settings import setting as setting
-    from gpulab.settings import working_threads as working_threads
-    from gpulab.speed import bounds as bounds
-    from gpulab.speed import recorded_rooflines as recorded_rooflines
-    from gpulab.speed import roofline as roofline
-    from gpulab.store import recorded_runs as recorded_runs
-    from gpulab.store import runs as runs
-    from gpulab.tracing import Step as Step
-    from gpulab.tracing import Trace as Trace
-    from gpulab.tracing import record as record
-    from gpulab.training import train as train
-    from gpulab.verdicts import seeds_needed as seeds_needed
-    from gpulab.verdicts import variance_components as variance_components
-    from gpulab.verdicts import verdict as verdict
-    from gpulab.widgets import bit_explorer as bit_explorer
-    from gpulab.widgets import slice_explorer as slice_explorer
+    from gpulab.stats.verdicts import verdict as verdict
+    from gpulab.training.experiment import Experiment as Experiment
+    from gpulab.training.objective import seed_runs as seed_runs
+    from gpulab.training.protocol import profile as profile
+    from gpulab.training.reproduction import reproduce as reproduce
+    from gpulab.training.run import train as train
+    from gpulab.training.store import recorded_runs as recorded_runs
+    from gpulab.training.store import runs as runs
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Autoencoder": "models",
+NAMES = {
     "DataError": "errors",
-    "Experiment": "experiments",
-    "FactorTable": "factors",
-    "FirstWindow": "anomaly",
+    "Experiment": "training.experiment",
     "GpulabError": "errors",
-    "Guard": "guards",
-    "Hessian": "saddles",
-    "LinearAutoencoder": "models",
-    "Overwritten": "guards",
     "OverwrittenError": "errors",
-    "OverwrittenWarning": "errors",
-    "PredNet": "models",
-    "Reproduction": "reproduction",
     "Setting": "settings",
-    "SpectralDensity": "saddles",
-    "Step": "tracing",
-    "Trace": "tracing",
+    "Step": "diagnostics.traces",
     "UsageError": "errors",
-    "Whitener": "models",
-    "anomaly_finding": "anomaly",
-    "anomaly_table": "anomaly",
-    "anomaly_verdicts": "anomaly",
-    "audit": "audits",
-    "available_decoders": "decoders",
+    "audit": "diagnostics.audits",
     "available_settings": "settings",
-    "bit_explorer": "widgets",
-    "bounds": "speed",
-    "cards_finding": "cards",
-    "cards_table": "cards",
-    "compare_decoders": "decoders",
-    "compare_products": "products",
-    "covariance_spectrum": "cards",
-    "critical_losses": "saddles",
-    "conversion_check": "conversions",
-    "curvature_along": "saddles",
-    "decode_jpeg": "decoders",
-    "emulate": "emulation",
-    "encode_jpeg": "decoders",
-    "escape": "saddles",
-    "escape_table": "saddles",
-    "factor_table": "factors",
-    "find_critical_point": "saddles",
-    "first_bit": "roundings",
-    "first_window": "anomaly",
-    "flip_bit": "perturbations",
+    "emulate": "numerics.emulation",
     "float32_products": "settings",
-    "fma": "roundings",
-    "format_bits": "roundings",
-    "fused_operations": "roundings",
-    "growth": "divergence",
-    "guard": "guards",
-    "hessian": "saddles",
-    "index": "saddles",
-    "lanczos": "saddles",
-    "landscape": "saddles",
-    "linear_autoencoder_saddle": "saddles",
-    "load": "datasets",
-    "most_negative": "saddles",
+    "guard": "diagnostics.guards",
+    "hessian": "saddles.hessians",
+    "load": "data.datasets",
     "passport": "passports",
-    "product_errors": "roundings",
-    "profile": "profiles",
-    "published_network": "published",
-    "record": "tracing",
-    "recorded_curvature": "saddles",
-    "recorded_escapes": "saddles",
-    "recorded_measurements": "factors",
-    "recorded_cards_audit": "cards",
-    "recorded_prices": "cards",
-    "recorded_rooflines": "speed",
-    "recorded_runs": "store",
-    "repeatability": "roundings",
-    "reproduce": "reproduction",
-    "roofline": "speed",
-    "round_to": "numerics",
-    "runs": "store",
-    "saddle_finding": "saddles",
-    "seed_runs": "retraining",
-    "seeds_needed": "verdicts",
+    "profile": "training.protocol",
+    "record": "diagnostics.traces",
+    "recorded_runs": "training.store",
+    "reproduce": "training.reproduction",
+    "runs": "training.store",
+    "seed_runs": "training.objective",
     "setting": "settings",
-    "shuffled_sums": "roundings",
-    "slice_explorer": "widgets",
-    "spectral_density": "saddles",
-    "summarize_products": "products",
-    "summation": "roundings",
-    "trace": "saddles",
-    "train": "training",
-    "ulp_distance": "numerics",
-    "variance_components": "verdicts",
-    "verdict": "verdicts",
+    "train": "training.run",
+    "verdict": "stats.verdicts",
+}
+PACKAGES = ("companion", "data", "diagnostics", "models", "numerics", "plots", "saddles", "stats", "training")
+
+# Names that stood here in 0.1.0 and have moved into the packages.
+ALIASES = {
+    "Autoencoder": "models.autoencoders",
+    "FactorTable": "companion.floating_point",
+    "FirstWindow": "training.step",
+    "Guard": "diagnostics.guards",
+    "Hessian": "saddles.hessians",
+    "LinearAutoencoder": "models.autoencoders",
+    "Overwritten": "diagnostics.guards",
+    "OverwrittenWarning": "errors",
+    "PredNet": "models.prednet",
+    "Reproduction": "training.reproduction",
+    "SpectralDensity": "saddles.spectrum",
+    "Trace": "diagnostics.traces",
+    "Whitener": "models.autoencoders",
+    "anomaly_finding": "companion.anomaly",
+    "anomaly_table": "companion.anomaly",
+    "anomaly_verdicts": "companion.anomaly",
+    "available_decoders": "data.jpeg",
+    "bit_explorer": "companion.widgets",
+    "bounds": "diagnostics.rooflines",
+    "cards_finding": "companion.old_gpu",
+    "cards_table": "companion.old_gpu",
+    "compare_decoders": "data.jpeg",
+    "compare_products": "diagnostics.products",
+    "conversion_check": "diagnostics.operations",
+    "covariance_spectrum": "companion.old_gpu",
+    "critical_losses": "saddles.theory",
+    "curvature_along": "saddles.curvature",
+    "decode_jpeg": "data.jpeg",
+    "encode_jpeg": "data.jpeg",
+    "escape": "saddles.escapes",
+    "escape_table": "saddles.escapes",
+    "factor_table": "companion.floating_point",
+    "find_critical_point": "saddles.critical",
+    "first_bit": "numerics.sums",
+    "first_window": "companion.anomaly",
+    "flip_bit": "models.base",
+    "fma": "numerics.sums",
+    "format_bits": "numerics.sums",
+    "fused_operations": "diagnostics.operations",
+    "growth": "training.growth",
+    "index": "saddles.spectrum",
+    "lanczos": "saddles.eigen",
+    "landscape": "saddles.landscapes",
+    "linear_autoencoder_saddle": "saddles.theory",
+    "most_negative": "saddles.spectrum",
+    "product_errors": "numerics.sums",
+    "published_network": "companion.chainer_reference",
+    "recorded_cards_audit": "companion.old_gpu",
+    "recorded_curvature": "saddles.curvature",
+    "recorded_escapes": "saddles.escapes",
+    "recorded_measurements": "companion.floating_point",
+    "recorded_prices": "companion.old_gpu",
+    "recorded_rooflines": "diagnostics.rooflines",
+    "repeatability": "diagnostics.operations",
+    "roofline": "diagnostics.rooflines",
+    "round_to": "numerics.formats",
+    "saddle_finding": "companion.saddle_points",
+    "seeds_needed": "stats.verdicts",
+    "shuffled_sums": "numerics.sums",
+    "slice_explorer": "companion.widgets",
+    "spectral_density": "saddles.spectrum",
+    "summarize_products": "diagnostics.products",
+    "summation": "numerics.sums",
+    "trace": "saddles.spectrum",
+    "ulp_distance": "numerics.formats",
+    "variance_components": "stats.verdicts",
     "working_threads": "settings",
 }
-_MODULES = ("plots",)
 
-__all__ = [*_HOME, *_MODULES]
+__all__ = [*NAMES, *PACKAGES]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"gpulab.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'gpulab' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"gpulab.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = attach(__name__, {**dict.fromkeys(PACKAGES, ""), **ALIASES, **NAMES})
 
 
 def __dir__() -> list[str]:

@@ -105,8 +105,8 @@ def train(
     from gpulab.settings import Setting
 
     Setting.parse(setting).prepare()
-    from gpulab import store as stores
-    from gpulab import training
+    from gpulab.training import run as training
+    from gpulab.training import store as stores
 
     model_options = _model_options(option)
     data_options: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def train(
     if channels:
         model_options["channels"] = _integers(channels, ",", "--channels")
     elif grey and model == "prednet":
-        from gpulab.profiles import protocol
+        from gpulab.training.protocol import protocol
 
         model_options["channels"] = [1, *protocol(model, profile).model["channels"][1:]]
     data_options |= {"speed": speed} if speed != 1.0 else {}
@@ -170,8 +170,8 @@ def experiment(
     store: Store = None,
 ) -> None:
     """Train seeds × settings in worker processes. What is done already is skipped."""
-    from gpulab.experiments import Experiment
-    from gpulab.verdicts import verdict
+    from gpulab.stats.verdicts import verdict
+    from gpulab.training.experiment import Experiment
 
     options = _given(data=data, frames=frames, loader=loader, flip=flip)
     options |= {} if draws == "cpu" else {"draws": draws}
@@ -215,9 +215,9 @@ def reproduce(
     The runs of the old setting come from the store; `gpulab experiment` makes them. Killed, the search
     goes on when it is run again.
     """
-    from gpulab import store as stores
-    from gpulab.reproduction import reproduce as find
     from gpulab.settings import Setting
+    from gpulab.training import store as stores
+    from gpulab.training.reproduction import reproduce as find
 
     space = _space(search)
     size = margin if margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
@@ -253,7 +253,7 @@ def runs(
     csv: Annotated[bool, typer.Option("--csv", help="print all columns as CSV")] = False,
 ) -> None:
     """List the runs in a store."""
-    from gpulab import store as stores
+    from gpulab.training import store as stores
 
     folder = store or stores.default_store()
     if not recorded and not folder.is_dir():
@@ -279,7 +279,7 @@ def record(
     Setting.parse(setting).prepare()
     import re
 
-    from gpulab import tracing
+    from gpulab.diagnostics import traces as tracing
 
     file = output or Path(re.sub(r"[^\w.]+", "-", f"{step.rpartition(':')[2]}-{setting}") + ".trace")
     trace = tracing.record(tracing.find_step(step), setting, file)
@@ -293,7 +293,7 @@ def audit(
     html: Annotated[Path | None, typer.Option(help="write the whole report to this HTML file")] = None,
 ) -> None:
     """Compare two traces: which operation differs, by how much, why. Exit status 1 when something is wrong."""
-    from gpulab.audits import audit as compare
+    from gpulab.diagnostics.audits import audit as compare
 
     report = compare(a, b)
     print(report)
@@ -317,7 +317,7 @@ def companion(
     ] = False,
 ) -> None:
     """Execute the notebooks and bind them into one report. Exit status 1 when one of them failed."""
-    from gpulab import companion as binding
+    from gpulab.companion import run as binding
 
     if in_place:
         for file in binding.execute_in_place(notebooks, only):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from gpulab.guards import Guard
+    from gpulab.diagnostics.guards import Guard
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def gpulab_guard() -> Iterator[Guard]:
 
     `@pytest.mark.usefixtures("gpulab_guard")` does the same for a class or a module.
     """
-    from gpulab.guards import guard
+    from gpulab.diagnostics.guards import guard
 
     with guard() as report:
         yield report

@@ -166,7 +166,7 @@ class Setting:
         if missing:
             raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {missing}")
         if self.emulated:
-            from gpulab.emulation import arithmetic_of
+            from gpulab.numerics.emulation import arithmetic_of
 
             arithmetic_of(self.emulate or "float32", self.order)
         self._check_isa_in_force()
@@ -195,7 +195,7 @@ class Setting:
                 if self.kind == "cuda":
                     stack.enter_context(torch.cuda.device(self.device))
                 if self.emulated:
-                    from gpulab.emulation import emulate
+                    from gpulab.numerics.emulation import emulate
 
                     stack.enter_context(emulate(self.emulate or "float32", order=self.order))
                 yield self
@@ -236,7 +236,7 @@ def float32_products() -> Iterator[None]:
     ...     inside, (x @ x.T).item()
     (1.1111111640930176, 1.1110568046569824)
     """
-    from gpulab.emulation import emulate, emulating
+    from gpulab.numerics.emulation import emulate, emulating
 
     legacy, precisions = _legacy_tf32(), tuple(backend.fp32_precision for backend in _fp32_precisions())
     _apply_tf32(False)

@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 import gpulab as gl
-from gpulab import store as stores
 from gpulab.settings import cpu_flags
+from gpulab.training import store as stores
 
 COMMAND = [sys.executable, "-m", "gpulab.cli"]
 SMOKE = ["train", "autoencoder", "--profile", "smoke", "--frames", "40"]

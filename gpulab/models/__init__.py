@@ -1,10 +1,9 @@
 """The networks that gpulab trains."""
 
-from gpulab.models.autoencoder import Autoencoder
-from gpulab.models.linear_autoencoder import LinearAutoencoder
+from gpulab.models.autoencoders import Autoencoder, LinearAutoencoder, Whitener
+from gpulab.models.base import Trainable, flip_bit
 from gpulab.models.prednet import PredNet
-from gpulab.models.whitener import Whitener
 
-__all__ = ["MODELS", "Autoencoder", "LinearAutoencoder", "PredNet", "Whitener"]
+__all__ = ["MODELS", "Autoencoder", "LinearAutoencoder", "PredNet", "Trainable", "Whitener", "flip_bit"]
 
 MODELS = {"autoencoder": Autoencoder, "prednet": PredNet, "whitener": Whitener}

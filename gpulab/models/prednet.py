@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from gpulab.data.feed import Feed
 from gpulab.errors import UsageError
-from gpulab.loaders import Feed
 from gpulab.models.base import Trainable, draw_normal_, zero_bias_
+from gpulab.models.chainer import read_chainer
 
 Frame = Float[Tensor, "b c h w"]
 
@@ -96,10 +97,8 @@ class PredNet(Trainable):
 
     @classmethod
     def from_chainer(cls, file: str | Path) -> PredNet:
-        """The network in a `.model` file saved by the authors' Chainer code; see `chainer_file`."""
-        from gpulab.models.chainer_file import read_chainer
-
-        return read_chainer(file)
+        """The network in a `.model` file saved by the authors' Chainer code; see `gpulab.models.chainer`."""
+        return read_chainer(file, cls)
 
     def draw_weights(self, generator: torch.Generator) -> None:
         """Draw the variant's initial weights; biases are zero."""

@@ -3,17 +3,17 @@
 `style` holds that language; each of the other files draws one kind of thing.
 """
 
-from gpulab.plots.cards import divergence, prices, spectrum
-from gpulab.plots.comparisons import curves, differences, losses, shared_memory
+from gpulab.plots.comparisons import curves, differences, losses
+from gpulab.plots.curvature import curvature_over_time, index_against_loss, spectra
 from gpulab.plots.devices import roofline
 from gpulab.plots.estimates import estimation
-from gpulab.plots.floating import bits, decoded, factor_effects, growth, sums
+from gpulab.plots.floating import bits, growth, sums
 from gpulab.plots.pictures import frames, predictions, reconstructions, sample
 from gpulab.plots.saddles import escape_law, escape_paths, landscape_slice, saddle_surface
 from gpulab.plots.searches import changes
-from gpulab.plots.spectra import curvature_over_time, index_against_loss, spectra
 from gpulab.plots.steps import audit
-from gpulab.plots.style import Picture, colour, save
+from gpulab.plots.style import colour, save
+from gpulab.report import Picture
 
 __all__ = [
     "Picture",
@@ -23,27 +23,21 @@ __all__ = [
     "colour",
     "curvature_over_time",
     "curves",
-    "decoded",
     "differences",
-    "divergence",
     "escape_law",
     "escape_paths",
     "estimation",
-    "factor_effects",
     "frames",
     "growth",
     "index_against_loss",
     "landscape_slice",
     "losses",
     "predictions",
-    "prices",
     "reconstructions",
     "roofline",
     "saddle_surface",
     "sample",
     "save",
-    "shared_memory",
     "spectra",
-    "spectrum",
     "sums",
 ]

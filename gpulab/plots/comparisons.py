@@ -7,13 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from gpulab.plots.style import FAINT, INK, Picture, canvas, colour, key, loss_scale, metric_label, points, setting_order
-from gpulab.store import history
-from gpulab.verdicts import check_one_protocol, verdict
+from gpulab.stats.verdicts import check_one_protocol, verdict
+from gpulab.training.store import history
 
-SPEED_COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#222222")
 LEFT_OUT_BITS = 1e-12  # where a difference of exactly nothing is drawn on a logarithmic axis
 
 
@@ -121,48 +119,6 @@ def curves(frame: pd.DataFrame, baseline: float | None = None, baseline_label: s
     )
 
 
-def shared_memory(frame: pd.DataFrame) -> Picture:
-    """Each seed's loss with shared memory against its loss with copied frames, by size and speed of motion.
-
-    `frame` holds runs with the loader `copied` and with `reused` or `imitated`. Above the diagonal,
-    sharing was worse.
-    """
-    groups = list(frame.groupby(["profile", "device"], sort=False))[:2]
-    figure, panels = canvas(len(groups), height=3.7)
-    markers = dict(zip(sorted(frame.speed.dropna().unique()), "os^Dv", strict=False))
-    above = total = 0
-    for axes, ((profile, device), runs) in zip(panels, groups, strict=True):
-        wide = runs.pivot_table(index=["speed", "seed", "setting", "recorded"], columns="loader", values="final_loss")
-        other = next(name for name in wide.columns if name != "copied")
-        for (speed, recorded), pairs in wide.dropna().groupby(["speed", "recorded"]):
-            tint = SPEED_COLOURS[list(markers).index(speed) % len(SPEED_COLOURS)]
-            axes.scatter(
-                pairs["copied"],
-                pairs[other],
-                marker=markers[speed],
-                s=24,
-                color="white" if recorded else tint,
-                edgecolors=tint,
-                label=f"speed {speed:g}",
-                zorder=3,
-            )
-            above += int((pairs[other] > pairs["copied"]).sum())
-            total += len(pairs)
-        ends = [runs.final_loss.min() * 0.8, runs.final_loss.max() * 1.25]
-        axes.plot(ends, ends, color=INK, lw=0.8, ls="--", zorder=1)
-        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axis.set_minor_formatter(NullFormatter())
-        axes.set_title(f"{profile} size, {device}: {other} against copied", fontsize=9)
-        axes.set_xlabel("final loss, frames copied")
-        axes.set_ylabel(f"final loss, buffer {other}")
-    panels[-1].legend(fontsize=8, frameon=False, loc="lower right")
-    figure.suptitle(f"Sharing memory gave the higher loss in {above} of {total} pairs of the same seed", fontsize=10)
-    key(figure, frame)
-    return Picture(figure, "Final loss with shared memory against final loss with copied frames, one point a seed.")
-
-
 def _floor(moved: pd.DataFrame) -> float:
     sizes = moved.difference.abs()
     smallest = sizes[sizes > 0].min()
@@ -177,7 +133,7 @@ def _flat(frame: pd.DataFrame, metric: str) -> bool:
 
 
 def _window_lengths(frame: pd.DataFrame) -> pd.DataFrame:
-    from gpulab.store import read_record
+    from gpulab.training.store import read_record
 
     rows = [(row.id, read_record(Path(row.path))["configuration"]["window"]) for row in frame.itertuples()]
     return pd.DataFrame(rows, columns=["id", "frames_per_window"])

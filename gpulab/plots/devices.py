@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import FuncFormatter
 
+from gpulab.diagnostics.rooflines import bounds
 from gpulab.plots.style import FAINT, INK, Picture, canvas, colour
-from gpulab.speed import bounds
 
 
 def roofline(frame: pd.DataFrame) -> Picture:

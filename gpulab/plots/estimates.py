@@ -22,12 +22,14 @@ from gpulab.plots.style import (
     colour,
     metric_label,
 )
-from gpulab.verdicts import Verdict
+from gpulab.report import draw
+from gpulab.stats.verdicts import Verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+@draw.register
 def estimation(seen: Verdict) -> Picture:
     """An estimation plot (Gardner and Altman 1986): every seed, and beside it the paired differences.
 

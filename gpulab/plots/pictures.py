@@ -13,8 +13,8 @@ from gpulab.plots.style import Picture
 if TYPE_CHECKING:
     import torch
 
-    from gpulab.datasets import Data
-    from gpulab.training import Run
+    from gpulab.data.datasets import Data
+    from gpulab.training.run import Run
 
 
 def predictions(run: Run, moments: int = 5, skip: int = 10) -> Picture:

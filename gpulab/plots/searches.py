@@ -9,7 +9,8 @@ import pandas as pd
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from gpulab.plots.style import FAINT, INK, Picture, canvas
-from gpulab.reproduction import WITHIN, Reproduction
+from gpulab.report import draw
+from gpulab.training.reproduction import WITHIN, Reproduction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +29,7 @@ LOOKS: dict[str, tuple[str, str, float]] = {
 }
 
 
+@draw.register
 def changes(found: Reproduction) -> Picture:
     """Each change by its distance from the original, and the difference from the target that it left.
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from gpulab.diagnostics.audits import Audit
 from gpulab.plots.style import FAINT, INK, Picture, canvas, colour
-
-if TYPE_CHECKING:
-    from gpulab.audits import Audit
+from gpulab.report import draw
 
 
+@draw.register
 def audit(report: Audit) -> Picture:
     """The error of each operation's result, all that came before it included, along a training step.
 

@@ -6,7 +6,6 @@ Runs made here are filled, recorded ones hollow. Every seed is a point.
 
 from __future__ import annotations
 
-import io
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +16,11 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from gpulab.report import Picture
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-DPI = 100
 # Okabe and Ito's palette, safe for colour-blind readers: blues and greens compute on CPUs.
 CPU_COLOURS = {
     "cpu": "#0072B2",
@@ -43,30 +43,9 @@ OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77",
 INK, FAINT = "#222222", "#999999"
 
 
-class Picture:
-    """A figure with its text alternative; a notebook shows it, `save` writes it."""
-
-    def __init__(self, figure: Figure, alt: str) -> None:
-        self.figure, self.alt = figure, alt
-
-    def png(self) -> bytes:
-        """The figure as PNG, in 256 colours of its own, which keeps notebooks small."""
-        from PIL import Image
-
-        drawn, small = io.BytesIO(), io.BytesIO()
-        self.figure.savefig(drawn, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
-        picture = Image.open(drawn).convert("RGB")
-        picture.quantize(256, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
-        return small.getvalue()
-
-    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {"image/png": self.png(), "text/plain": self.alt}, {"image/png": {"alt": self.alt}}
-
-
 def save(picture: Picture, file: str | Path) -> None:
     """Write a picture to a PNG file."""
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    Path(file).write_bytes(picture.png())
+    picture.save(file)
 
 
 def colour(setting: str) -> str:

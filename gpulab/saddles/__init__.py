@@ -1,15 +1,13 @@
 """Saddle points: Hessians as linear operators, their spectra, critical points, and ways out of them."""
 
-from gpulab.saddles.critical_points import CriticalPoint, find_critical_point
-from gpulab.saddles.densities import SpectralDensity, index, most_negative, spectral_density, trace
-from gpulab.saddles.escapes import Escape, EscapeTable, escape, escape_table
-from gpulab.saddles.findings import saddle_finding
+from gpulab.saddles.critical import CriticalPoint, find_critical_point
+from gpulab.saddles.curvature import curvature_along, recorded_curvature
+from gpulab.saddles.eigen import lanczos
+from gpulab.saddles.escapes import Escape, EscapeTable, escape, escape_table, recorded_escapes
 from gpulab.saddles.hessians import Hessian, hessian
-from gpulab.saddles.krylov import lanczos
 from gpulab.saddles.landscapes import Landscape, landscape
-from gpulab.saddles.recordings import recorded_escapes
+from gpulab.saddles.spectrum import SpectralDensity, index, most_negative, spectral_density, trace
 from gpulab.saddles.theory import LinearAutoencoderSaddle, critical_losses, linear_autoencoder_saddle
-from gpulab.saddles.trajectories import curvature_along, recorded_curvature
 
 __all__ = [
     "CriticalPoint",
@@ -32,7 +30,6 @@ __all__ = [
     "most_negative",
     "recorded_curvature",
     "recorded_escapes",
-    "saddle_finding",
     "spectral_density",
     "trace",
 ]

@@ -26,7 +26,8 @@ from tqdm.auto import tqdm
 
 from gpulab.errors import DataError, UsageError
 from gpulab.passports import passport
-from gpulab.saddles.critical_points import CriticalPoint
+from gpulab.records import read_tables, recorded_folder
+from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.hessians import Batch
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting
@@ -461,3 +462,15 @@ def _to(part: Any, setting: Setting) -> Tensor:
     if not isinstance(part, Tensor):
         raise UsageError(f"the data of the saddle are a {type(part).__name__}: expected tensors")
     return part.to(setting.device, setting.dtype if part.is_floating_point() else None)
+
+
+def recorded_escapes() -> pd.DataFrame:
+    """The escapes that other machines recorded: the `table` of `gpulab.escape_table`, kept in `data/saddles/escapes`.
+
+    >>> bool(recorded_escapes().recorded.all())
+    True
+    """
+    import pandas as pd
+
+    parts = [table.assign(recorded=True) for table, _ in read_tables(recorded_folder("saddles") / "escapes")]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["setting", "steps", "recorded"])

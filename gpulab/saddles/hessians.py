@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpulab.errors import DataError, UsageError
-from gpulab.saddles.replays import Products
-from gpulab.saddles.tangents import linearized
-from gpulab.saddles.tapes import UnsupportedError, check_loss
+from gpulab.saddles._forward.capture import UnsupportedError, check_loss
+from gpulab.saddles._forward.graphed_map import Products
+from gpulab.saddles._forward.jvp_rules import linearized
 
 Loss = Callable[..., Tensor]
 Batch = tuple[Any, Any]

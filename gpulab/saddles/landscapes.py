@@ -19,10 +19,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gpulab.errors import UsageError
-from gpulab.saddles.densities import most_negative
+from gpulab.saddles.eigen import lanczos
 from gpulab.saddles.hessians import Batch, Loss, hessian
-from gpulab.saddles.krylov import lanczos
 from gpulab.saddles.operators import check_count
+from gpulab.saddles.spectrum import most_negative
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,0 +1,28 @@
+"""Names of a package that are imported when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def attach(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """A package's `__getattr__`: each name of `homes` comes from the module named there.
+
+    A home is a module below the package, `"training.run"`, or names another attribute of it,
+    `"models.autoencoders:Whitener"`; an empty home is a module or package of that name itself.
+    """
+
+    def getattr_(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if not homes[name]:
+            return importlib.import_module(f"{package}.{name}")
+        module, _, attribute = homes[name].partition(":")
+        value = getattr(importlib.import_module(f"{package}.{module}"), attribute or name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return getattr_

@@ -1,0 +1,154 @@
+"""Things to touch: with a kernel they answer, without one they are a picture."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+import torch
+
+from gpulab.errors import UsageError
+from gpulab.numerics.formats import FORMATS, MODES, round_to
+from gpulab.numerics.sums import format_bits
+from gpulab.plots import bits, landscape_slice
+
+if TYPE_CHECKING:
+    from gpulab.saddles import Landscape
+
+COLOURS = ("#D55E00", *["#009E73"] * 8, *["#0072B2"] * 23)  # sign, exponent, fraction, as in the picture
+
+
+def bit_explorer(x: float = 0.1, name: str = "tf32") -> BitExplorer:
+    """The bits of a number, to be clicked; below them what a format makes of it.
+
+    Type a number or click a bit of its float32 pattern; choose a format and a rounding. In a notebook that
+    no kernel runs, the still picture `gpulab.plots.bits` stands there instead.
+
+    >>> explorer = bit_explorer(1.0)
+    >>> explorer.bits[-1].value = True  # a click on the last bit
+    >>> explorer.number.value
+    1.0000001192092896
+    """
+    return BitExplorer(x, name)
+
+
+class Explorer(ipywidgets.VBox):
+    """Widgets that a still `picture` stands for where no kernel runs."""
+
+    def picture(self) -> Any:
+        """What stands there without a kernel."""
+        raise NotImplementedError
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        """The widget, and the picture for those who cannot run it."""
+        bundle = super()._repr_mimebundle_(**options)
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+        still = self.picture()
+        more, about = still._repr_mimebundle_()
+        return {**more, **(data or {}), "text/plain": still.alt}, {**(metadata or {}), **about}
+
+
+class BitExplorer(Explorer):
+    """See `bit_explorer`: `number`, `format`, `rounding` and the 32 `bits` are widgets, `answer` their result."""
+
+    def __init__(self, x: float = 0.1, name: str = "tf32") -> None:
+        if name not in FORMATS:
+            raise UsageError(f"format {name!r}: expected one of {', '.join(FORMATS)}")
+        self.x = x
+        self.number = ipywidgets.FloatText(value=x, description="number")
+        self.format = ipywidgets.Dropdown(options=list(FORMATS), value=name, description="format")
+        self.rounding = ipywidgets.Dropdown(options=list(MODES), value=MODES[0], description="rounding")
+        layout = ipywidgets.Layout(width="20px", height="26px", margin="1px", padding="0px")
+        self.bits = [ipywidgets.ToggleButton(layout=layout) for _ in COLOURS]
+        self.answer = ipywidgets.HTML()
+        self.busy = False
+        super().__init__([ipywidgets.HBox([self.number, self.format, self.rounding]), self._row(), self.answer])
+        self.number.observe(self._typed, "value")
+        for widget in (self.format, self.rounding):
+            widget.observe(lambda _: self._show(), "value")
+        for bit in self.bits:
+            bit.observe(self._clicked, "value")
+        self._typed()
+
+    def picture(self) -> Any:
+        """What stands there without a kernel: the number in all formats."""
+        return bits(self.x)
+
+    def _row(self) -> Any:
+        parts = [self.bits[:1], self.bits[1:9], self.bits[9:]]
+        return ipywidgets.HBox([ipywidgets.HBox(part, layout=ipywidgets.Layout(margin="0 6px 0 0")) for part in parts])
+
+    def _typed(self, _: Any = None) -> None:
+        """A number was typed: show its bits."""
+        if self.busy:
+            return
+        self.busy = True
+        self.x = torch.tensor(self.number.value, dtype=torch.float32).item()
+        for bit, digit in zip(self.bits, "".join(format_bits(self.x)), strict=True):
+            bit.value = digit == "1"
+        self.busy = False
+        self._show()
+
+    def _clicked(self, _: Any) -> None:
+        """A bit was clicked: show the number that these bits are."""
+        if self.busy:
+            return
+        self.busy = True
+        pattern = int("".join("1" if bit.value else "0" for bit in self.bits), 2)
+        signed = pattern - (1 << 32) if pattern >> 31 else pattern
+        self.x = torch.tensor([signed], dtype=torch.int32).view(torch.float32).item()
+        if math.isfinite(self.x):  # infinity and NaN are no numbers that a page could be sent
+            self.number.value = self.x
+        self.busy = False
+        self._show()
+
+    def _show(self) -> None:
+        for bit, colour in zip(self.bits, COLOURS, strict=True):
+            bit.description = "1" if bit.value else "0"
+            bit.style.button_color = colour if bit.value else "white"
+            bit.style.text_color = "white" if bit.value else colour
+        name, mode = self.format.value, self.rounding.value
+        rounded = round_to(torch.tensor([self.x]), name, mode).item()
+        apart = abs(rounded - self.x)
+        off = f", off by {apart:.2g}" if math.isfinite(apart) else ""
+        self.answer.value = (
+            f"float32: {self.x:.12g}<br>{name}, {mode}: <b>{rounded:.12g}</b>{off}"
+            f"<br><code>{' '.join(format_bits(self.x, name, mode))}</code>"
+        )
+
+
+def slice_explorer(landscape: Landscape) -> SliceExplorer:
+    """The loss along a line through a network's weights, which a slider turns from the steepest way down to that up.
+
+    `landscape` is from `gpulab.landscape`. In a notebook that no kernel runs, the slice along the steepest way down
+    stands there instead.
+
+    >>> import gpulab
+    >>> layer = torch.nn.Linear(3, 1)
+    >>> around = gpulab.landscape(layer, torch.nn.functional.mse_loss, (torch.randn(9, 3), torch.randn(9, 1)))
+    >>> explorer = slice_explorer(around)
+    >>> explorer.angle.value = 90
+    """
+    return SliceExplorer(landscape)
+
+
+class SliceExplorer(Explorer):
+    """See `slice_explorer`: `angle` in degrees and `reach`, as a multiple of the landscape's extent, are sliders."""
+
+    def __init__(self, landscape: Landscape) -> None:
+        self.landscape = landscape
+        self.angle = ipywidgets.FloatSlider(0, min=0, max=90, step=1, description="angle (°)", continuous_update=False)
+        self.reach = ipywidgets.FloatLogSlider(1, min=-2, max=1, description="reach", continuous_update=False)
+        self.image = ipywidgets.Image(format="png")
+        super().__init__([ipywidgets.HBox([self.angle, self.reach]), self.image])
+        for slider in (self.angle, self.reach):
+            slider.observe(self._show, "value")
+        self._show()
+
+    def picture(self) -> Any:
+        """What stands there without a kernel: the slice that the sliders ask for."""
+        return landscape_slice(self.landscape, self.angle.value, self.reach.value * self.landscape.extent)
+
+    def _show(self, _: Any = None) -> None:
+        self.image.value = self.picture().png()

@@ -1,0 +1,537 @@
+"""Data: streams of frames and sets of images, as bytes, with a training and a held-out part.
+
+Nothing is kept beyond one window of frames, so a stream may be of any length.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import importlib.util
+import io
+import itertools
+import os
+import struct
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpulab.data.jpeg import check_jpeg, decode_jpeg, encode_jpeg
+from gpulab.data.scenes import MovingDigits, Walk
+from gpulab.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+Bytes = npt.NDArray[np.uint8]
+
+NAMES = ("digits", "mnist", "mnist:DIR", "walk", "moving-digits", "video:FILE", "frames:DIR", "jpeg:NAME")
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
+HELD_OUT = 10  # one frame in this many is held out, where the data's length is given
+
+
+@dataclass(frozen=True)
+class Window:
+    """`frames` (t, C, H, W) of bytes to train on; `restart` says that the state begins anew."""
+
+    frames: Bytes
+    restart: bool
+
+
+class Data(ABC):
+    """A data set: `channels`, `size` (height, width), and windows of its two parts."""
+
+    name: str
+    channels: int
+    size: tuple[int, int]
+    sequential: bool
+    decoder: str | None = None  # of JPEG frames: part of how they arrive, not of what is learned
+
+    @abstractmethod
+    def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
+        """Training windows from number `start` on, endlessly; `length` frames are new in each."""
+
+    @abstractmethod
+    def heldout(self, length: int) -> Iterator[Window]:
+        """The held-out frames, once, in windows."""
+
+    def options(self) -> dict[str, Any]:
+        """What, besides the name, makes this data: JSON-ready, for the record of a run."""
+        return {"size": list(self.size)}
+
+
+class Images(Data):
+    """Images (N, 1, H, W) without an order: each seed has its own, drawn on the CPU."""
+
+    sequential = False
+
+    def __init__(self, name: str, train: Bytes, heldout: Bytes) -> None:
+        self.name, self.train, self.held = name, train, heldout
+        self.channels, self.size = train.shape[1], (train.shape[2], train.shape[3])
+
+    def __len__(self) -> int:
+        return len(self.train)
+
+    def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
+        """`length` images each; every pass over the images has an order of its own."""
+        order: dict[int, Any] = {}
+        for window in itertools.count(start):
+            places = range(window * length, (window + 1) * length)
+            passes = range(places[0] // len(self), places[-1] // len(self) + 1)
+            order = {n: order[n] if n in order else self._order(seed, n) for n in passes}
+            chosen = [order[place // len(self)][place % len(self)] for place in places]
+            yield Window(self.train[chosen], restart=True)
+
+    def heldout(self, length: int) -> Iterator[Window]:
+        """The held-out images in their stored order."""
+        for start in range(0, len(self.held), length):
+            yield Window(self.held[start : start + length], restart=True)
+
+    def options(self) -> dict[str, Any]:
+        """The size and the numbers of images."""
+        return super().options() | {"images": len(self.train), "heldout": len(self.held)}
+
+    def _order(self, seed: int, number: int) -> npt.NDArray[np.integer]:
+        import torch
+
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        return torch.randperm(len(self), generator=generator).numpy()
+
+
+class Sequence(Data):
+    """Frames in order, (C, H, W) each: `frames` to train on, then `held` that are held out.
+
+    Windows follow the published loop. In the first one of a pass, `length` frames allow length − 1
+    predictions; each later one begins with the last frame of the one before. A sequence that is
+    shorter than the training is passed over again, the state beginning anew.
+    """
+
+    sequential = True
+
+    def __init__(self, name: str, channels: int, size: tuple[int, int], frames: int, held: int) -> None:
+        self.name, self.channels, self.size = name, channels, size
+        self.frames, self.held = frames, held
+
+    def __len__(self) -> int:
+        return self.frames
+
+    @abstractmethod
+    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+        """Frames `start` to `stop` in order, training part and held-out part together."""
+
+    def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:  # noqa: ARG002
+        """Windows in order, endlessly; the seed plays no part in the order of a video."""
+        in_a_pass = self.frames // length
+        if in_a_pass == 0:
+            raise DataError(f"{self.name}: {self.frames} frames to train on; a window needs {length}")
+        number = start % in_a_pass
+        while True:
+            yield from self._pass(length, number, in_a_pass, 0)
+            number = 0
+
+    def heldout(self, length: int) -> Iterator[Window]:
+        """The held-out frames in windows, the state beginning anew at the first."""
+        if self.held < 2:
+            raise DataError(f"{self.name}: {self.held} held-out frames; a prediction needs 2")
+        length = min(length, self.held)
+        yield from self._pass(length, 0, self.held // length, self.frames)
+
+    def repeat_loss(self, length: int = 20) -> float:
+        """The mean squared error of predicting, for each held-out frame, the one before it.
+
+        What any prediction should beat; in the units of the losses, of frames in [0, 1].
+        """
+        errors = []
+        for window in self.heldout(length):
+            frames = window.frames.astype(np.float64) / 255
+            errors.append(np.square(np.diff(frames, axis=0)).mean((1, 2, 3)))
+        return float(np.concatenate(errors).mean())
+
+    def missing_colour_loss(self, length: int = 20) -> float:
+        """The least mean squared error, over the held-out frames, of a prediction that is black in one colour.
+
+        A network with a dead output channel can do no better, so a loss below this says that it has none.
+        """
+        squares = [np.square(window.frames / 255).mean((0, 2, 3)) for window in self.heldout(length)]
+        return float(np.mean(squares, axis=0).min() / self.channels)
+
+    def options(self) -> dict[str, Any]:
+        """The size and the numbers of frames."""
+        return super().options() | {"frames": self.frames, "heldout": self.held}
+
+    def _pass(self, length: int, number: int, count: int, offset: int) -> Iterator[Window]:
+        begin = max(0, number * length - 1)
+        frames = self.stream(offset + begin, offset + count * length)
+        last: list[Bytes] = [next(frames)] if number else []
+        for window in range(number, count):
+            new = list(itertools.islice(frames, length))
+            yield Window(np.stack([*last, *new]), restart=window == 0)
+            last = new[-1:]
+
+
+class Rendered(Sequence):
+    """One of the project's own scenes, of any length."""
+
+    def __init__(self, name: str, scene: Walk | MovingDigits, frames: int, held: int) -> None:
+        super().__init__(name, 3, scene.size, frames, held)
+        self.scene = scene
+
+    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+        """Frames `start` to `stop`; without it they never end."""
+        return self.scene.stream(start, stop)
+
+    def options(self) -> dict[str, Any]:
+        """The size, the numbers of frames, the scene's seed and its speed."""
+        return super().options() | {"scene_seed": self.scene.seed, "speed": self.scene.speed}
+
+
+class Video(Sequence):
+    """A video file that PyAV can decode, centre-cropped to the shape of `size` and scaled to it."""
+
+    def __init__(self, file: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
+        self.file, self.grey = file, grey
+        count = _count_video_frames(file, grey)
+        super().__init__(f"video:{file}", 1 if grey else 3, size, *_split(f"video:{file}", count, frames))
+
+    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+        """Frames `start` to `stop`, decoded as they are asked for."""
+        import av
+
+        stop = self.frames + self.held if stop is None else stop
+        number = 0
+        try:
+            with av.open(str(self.file)) as container:
+                for number, frame in enumerate(itertools.islice(container.decode(video=0), stop)):
+                    if number >= start:
+                        yield _fit(frame.to_image(), self.size, self.grey)
+        except av.FFmpegError as error:
+            raise DataError(f"{self.file}: frame {number + 1} cannot be decoded: {error}") from None
+        if number + 1 < stop:
+            raise DataError(f"{self.file}: ends after frame {number + 1} of {stop}: is it truncated?")
+
+
+class Folder(Sequence):
+    """The images of a folder in the order of their names, all of one size."""
+
+    def __init__(self, folder: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
+        self.grey = grey
+        self.files = _image_files(folder, grey)
+        name = f"frames:{folder}"
+        super().__init__(name, 1 if grey else 3, size, *_split(name, len(self.files), frames))
+
+    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+        """Frames `start` to `stop`, read as they are asked for."""
+        for file in self.files[start : self.frames + self.held if stop is None else stop]:
+            with _open_image(file) as image:
+                try:
+                    yield _fit(image, self.size, self.grey)
+                except (OSError, SyntaxError) as error:  # Pillow calls a broken PNG a syntax error
+                    raise DataError(f"{file}: not a whole image: {error}") from None
+
+
+class Recompressed(Sequence):
+    """Another sequence, each frame encoded as a JPEG file and decoded again by a decoder."""
+
+    def __init__(self, inner: Sequence, quality: int, subsampling: str, decoder: str) -> None:
+        super().__init__(f"jpeg:{inner.name}", inner.channels, inner.size, inner.frames, inner.held)
+        self.inner, self.quality, self.subsampling, self.decoder = inner, quality, subsampling, decoder
+
+    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+        """Frames `start` to `stop`, encoded and decoded as they are asked for."""
+        for frame in self.inner.stream(start, stop):
+            yield decode_jpeg(encode_jpeg(frame, self.quality, self.subsampling), str(self.decoder))
+
+    def options(self) -> dict[str, Any]:
+        """What makes the inner data, and how its frames are encoded."""
+        return self.inner.options() | {"quality": self.quality, "subsampling": self.subsampling}
+
+
+def _recompressed(inner: Data, quality: int, subsampling: str, decoder: str) -> Data:
+    check_jpeg(quality, subsampling)
+    decode_jpeg(encode_jpeg(np.zeros((3, 8, 8), np.uint8)), decoder)  # an unknown or missing one is told now
+    if not isinstance(inner, Sequence):
+        raise UsageError(f"data 'jpeg:{inner.name}': expected a sequence of frames after jpeg:, such as jpeg:walk")
+    return Recompressed(inner, quality, subsampling, decoder)
+
+
+def load(
+    name: str,
+    frames: int | None = None,
+    size: tuple[int, int] = (48, 64),
+    seed: int = 0,
+    speed: float = 1.0,
+    grey: bool = False,
+    quality: int | None = None,
+    subsampling: str | None = None,
+    decoder: str | None = None,
+) -> Data:
+    """A data set by name.
+
+    - `digits`: scikit-learn's 1,797 real handwritten digits, at 28×28; embedded.
+    - `mnist`: the original files, found in `$GPULAB_DATA` or downloaded with checksums;
+      `mnist:DIR`: found in a folder. Where only the test split is there, it serves.
+    - `walk`: a first-person walk rendered from `seed`, with motion scaled by `speed`.
+    - `moving-digits`: two digits that drift and bounce.
+    - `video:FILE`, `frames:DIR`: your own. `grey=True` reads them with one channel; without it, grey
+      input is refused rather than passed off as colour.
+    - `jpeg:NAME`: the frames of one of the above, encoded by Pillow with a `quality` (75) and colour
+      `subsampling` (`4:2:0`) and decoded by a `decoder`: see `gpulab.decode_jpeg`.
+
+    `frames` is how many to train on; a tenth as many again, those that follow, are held out. `size`
+    is (height, width). Raises `UsageError` for an unknown name, `DataError` for files.
+
+    >>> load("walk", frames=100, size=(24, 32))
+    walk: 100 frames of 3×24×32 to train on, 20 held out
+    """
+    kind, _, where = name.partition(":")
+    if kind == "jpeg" and where.partition(":")[0] not in ("", "jpeg"):
+        inner = load(where, frames, size, seed, speed, grey)
+        return _recompressed(inner, quality or 75, subsampling or "4:2:0", decoder or "pillow")
+    if given := [option for option in (quality, subsampling, decoder) if option is not None]:
+        raise UsageError(f"data {name!r}: {given[0]!r} goes with JPEG frames; write jpeg:{name}")
+    if kind not in {known.partition(":")[0] for known in NAMES[:-1]} or (kind in ("video", "frames")) != (
+        bool(where) and kind != "mnist"
+    ):
+        raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
+    _check_sensible(name, frames, size, seed, speed)
+    if kind == "digits":
+        images = _sklearn_digits()
+        return Images("digits", images[:1500], images[1500:])
+    if kind == "mnist":
+        return _mnist(Path(where) if where else None)
+    if kind == "video":
+        return Video(Path(where), size, frames, grey)
+    if kind == "frames":
+        return Folder(Path(where), size, frames, grey)
+    scene = Walk(seed, size, speed) if kind == "walk" else MovingDigits(_digit_bytes(), seed, size, speed)
+    frames = 1000 if frames is None else frames
+    return Rendered(kind, scene, frames, max(20, frames // HELD_OUT))
+
+
+def _check_sensible(name: str, frames: Any, size: Any, seed: Any, speed: float) -> None:
+    def whole(number: Any, least: int) -> bool:
+        return isinstance(number, int | np.integer) and bool(number >= least)
+
+    if not (isinstance(size, tuple | list) and len(size) == 2 and all(whole(edge, 1) for edge in size)):
+        raise UsageError(f"data {name!r}: size={size!r} must be (height, width), two whole numbers above 0")
+    if not (frames is None or whole(frames, 1)) or not whole(seed, 0):
+        raise UsageError(f"data {name!r}: frames={frames!r} must be a whole number above 0, seed={seed!r} one from 0")
+    if not 0 < speed < float("inf"):
+        raise UsageError(f"data {name!r}: speed={speed!r} must be a number above 0")
+
+
+def describe(data: Data) -> str:
+    """The data in one line."""
+    noun = "frames" if data.sequential else "images"
+    held = data.options()["heldout"]
+    shape = f"{data.channels}×{data.size[0]}×{data.size[1]}"
+    return f"{data.name}: {len(data):,} {noun} of {shape} to train on, {held:,} held out"  # type: ignore[arg-type]
+
+
+Data.__repr__ = describe  # type: ignore[assignment]
+
+
+# --- digits and MNIST --------------------------------------------------------------------------------
+
+
+@functools.cache
+def _sklearn_digits() -> Bytes:
+    """The digits of scikit-learn, 8×8 in 17 shades, enlarged to 28×28: (1797, 1, 28, 28)."""
+    from PIL import Image
+
+    # Only the file is wanted; importing scikit-learn for it costs a process 70 MB and a second.
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None
+    assert package.origin is not None
+    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    small = np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8)
+    large = [Image.fromarray(digit).resize((28, 28), Image.Resampling.BICUBIC) for digit in small]
+    return np.stack([np.asarray(digit) for digit in large])[:, None]
+
+
+def _digit_bytes() -> Bytes:
+    return _sklearn_digits()[:, 0]
+
+
+def _mnist(folder: Path | None) -> Images:
+    train = _find_mnist("train-images-idx3-ubyte", folder)
+    test = _find_mnist("t10k-images-idx3-ubyte", folder)
+    if train is None and test is None:
+        if folder is not None:
+            raise DataError(
+                f"{folder}: holds neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte "
+                f"(as they are or .gz); 'mnist' without a folder downloads them"
+            )
+        train, test = _download_mnist()
+    if train and test:
+        return Images("mnist", _read_idx(train), _read_idx(test))
+    images = _read_idx(train or test)  # type: ignore[arg-type]
+    held = len(images) // HELD_OUT
+    if not held:
+        raise DataError(f"{train or test}: holds {len(images)} images; at least {HELD_OUT} are needed")
+    return Images("mnist", images[:-held], images[-held:])
+
+
+def _mnist_cache() -> Path:
+    if folder := os.environ.get("GPULAB_DATA"):
+        return Path(folder) / "mnist"
+    import pooch
+
+    return Path(pooch.os_cache("gpulab")) / "mnist"
+
+
+def _find_mnist(stem: str, folder: Path | None) -> Path | None:
+    """The file in the folder, or where torchvision would have put it below."""
+    folder = _mnist_cache() if folder is None else folder
+    places = (folder, folder / "MNIST" / "raw", folder / "raw")
+    candidates = [place / name for place in places for name in (stem, f"{stem}.gz")]
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _download_mnist() -> tuple[Path, Path]:
+    """Fetch both files; they appear together, since half of them would be taken for other data."""
+    folder = _mnist_cache()
+    train, test = (_fetch_mnist(part, folder / "unfinished") for part in ("train", "t10k"))
+    moved = train.replace(folder / train.name), test.replace(folder / test.name)
+    (folder / "unfinished").rmdir()
+    return moved
+
+
+def _fetch_mnist(part: str, folder: Path) -> Path:
+    """One file, checked against torchvision's MD5, from the first of its mirrors that answers."""
+    import pooch
+    from torchvision.datasets import MNIST
+
+    name, checksum = next(entry for entry in MNIST.resources if entry[0].startswith(f"{part}-images"))
+    reasons = []
+    for mirror in MNIST.mirrors:
+        try:
+            file = pooch.retrieve(
+                mirror + name, known_hash=f"md5:{checksum}", fname=name, path=folder, progressbar=True
+            )
+        except (OSError, ValueError) as error:
+            reasons.append(f"{mirror}: {error}")
+        else:
+            return Path(file)
+    raise DataError(f"{name} could not be downloaded to {folder.parent}: {'; '.join(reasons)}")
+
+
+def _read_idx(file: Path) -> Bytes:
+    """The images of an IDX file, (N, 1, H, W): the magic number 2051, three lengths, then bytes."""
+    try:
+        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: cannot be unpacked: {error}") from None
+    if len(content) < 16:
+        raise DataError(f"{file}: {len(content)} bytes; the header of an IDX file alone has 16")
+    magic, count, height, width = struct.unpack(">4I", content[:16])
+    if magic != 2051:
+        raise DataError(f"{file}: begins with {magic}, not with 2051 as images in an IDX file do")
+    if len(content) - 16 != count * height * width:
+        raise DataError(f"{file}: promises {count} images of {height}×{width}, holds {len(content) - 16} bytes")
+    return np.frombuffer(content, np.uint8, offset=16).reshape(count, 1, height, width)
+
+
+# --- video files and folders of frames -----------------------------------------------------------------
+
+
+def _split(name: str, count: int, frames: int | None) -> tuple[int, int]:
+    """How many of `count` frames to train on and to hold out: the last tenth, or as many as asked."""
+    held = max(2, count // (HELD_OUT + 1))
+    if count < 4:
+        raise DataError(f"{name}: {count} frames; at least 4 are needed")
+    if frames is None or frames + held > count:
+        return count - held, held  # a shorter sequence is passed over again
+    return frames, max(2, min(count - frames, frames // HELD_OUT))
+
+
+def _count_video_frames(file: Path, grey: bool) -> int:
+    """How many frames a video holds, from its packets, without decoding more than the first."""
+    import av
+
+    if not file.is_file():
+        raise DataError(f"{file}: no such file")
+    if file.stat().st_size == 0:
+        raise DataError(f"{file}: the file is empty")
+    try:
+        with av.open(str(file)) as container:
+            if not container.streams.video:
+                raise DataError(f"{file}: holds no video")
+            stream = container.streams.video[0]
+            first = next(container.decode(stream), None)
+            promised = stream.frames
+        with av.open(str(file)) as container:
+            packets = [packet for packet in container.demux(video=0) if packet.size > 0]
+            count, ends = len(packets), max((_end(packet) for packet in packets), default=0.0)
+            lasts = (container.duration or 0) / av.time_base
+    except av.FFmpegError as error:
+        raise DataError(f"{file}: not a video that can be read (truncated, or another format): {error}") from None
+    if first is None or count == 0:
+        raise DataError(f"{file}: holds no frames")
+    if count < promised:
+        raise DataError(f"{file}: truncated: its header promises {promised} frames, it holds {count}")
+    if not promised and ends < 0.9 * lasts:  # some formats promise a duration only
+        raise DataError(f"{file}: truncated: its header promises {lasts:.1f} s, its frames end at {ends:.1f} s")
+    if first.format.name.startswith("gray") and not grey:
+        raise DataError(f"{file}: is grey ({first.format.name}); ask for grey=True (--grey) to read one channel")
+    return count
+
+
+def _end(packet: Any) -> float:
+    """When a packet's frame ends, in seconds."""
+    return float(((packet.pts or 0) + (packet.duration or 0)) * packet.time_base)
+
+
+def _image_files(folder: Path, grey: bool) -> list[Path]:
+    """The images of a folder by name, after a look at the header of each."""
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
+    if not files:
+        raise DataError(f"{folder}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
+    first_size = None
+    for file in files:
+        with _open_image(file) as image:
+            first_size = first_size or image.size
+            if image.size != first_size:
+                raise DataError(
+                    f"{file}: is {image.width}×{image.height} pixels, the images before it "
+                    f"{first_size[0]}×{first_size[1]}; all must have one size"
+                )
+            if image.mode.partition(";")[0] in ("1", "L", "LA", "I", "F") and not grey:
+                raise DataError(f"{file}: is grey (mode {image.mode}); ask for grey=True (--grey) to read one channel")
+    return files
+
+
+def _open_image(file: Path) -> PIL.Image.Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(file.read_bytes()))
+    except (OSError, ValueError, SyntaxError) as error:
+        reason: object = error
+        if isinstance(error, UnidentifiedImageError):
+            reason = "the file is empty" if file.stat().st_size == 0 else "of no known format, or damaged"
+        raise DataError(f"{file}: not an image that can be read: {reason}") from None
+
+
+def _fit(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:
+    """Cut the middle out in the shape of `size` and scale it: (C, H, W) bytes."""
+    from PIL import Image
+
+    height, width = size
+    scale = min(image.width / width, image.height / height)
+    cut_w, cut_h = width * scale, height * scale
+    left, top = (image.width - cut_w) / 2, (image.height - cut_h) / 2
+    if image.mode.startswith("I;16"):  # Pillow would cut 16 bits off at 255
+        image = Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
+    image = image.convert("L" if grey else "RGB")
+    box = (left, top, left + cut_w, top + cut_h)
+    pixels = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR, box=box))
+    return np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1))

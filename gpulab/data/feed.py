@@ -1,0 +1,89 @@
+"""How the frames of a window reach the device: all at once, or one by one through a single buffer.
+
+The loop that was published fills one NumPy buffer, frame after frame, and wraps it for the device.
+On a CPU wrapping copies nothing, so every time step of the graph holds the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpulab.errors import UsageError
+from gpulab.settings import Setting
+
+LOADERS = ("window", "copied", "reused", "imitated")
+
+
+class Feed:
+    """The frames of a window, (1, C, H, W) each, handed over one after the other.
+
+    A frame is read into the buffer when it is asked for, and not before.
+    """
+
+    def __init__(self, frames: np.ndarray, buffer: np.ndarray, hand_over: Callable[[np.ndarray], Tensor]) -> None:
+        self.frames, self.buffer, self.hand_over = frames, buffer, hand_over
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for frame in self.frames:
+            np.divide(frame[None], 255, out=self.buffer, dtype=np.float32)
+            yield self.hand_over(self.buffer)
+
+
+class Loader:
+    """Hands windows of bytes (t, C, H, W) over to the device of a setting, scaled to [0, 1].
+
+    - `window`: a new tensor for the whole window; gpulab's own way.
+    - `reused`: the published loop in today's PyTorch: `torch.as_tensor(buffer, device=device)`.
+    - `copied`: the same, from a copy of the buffer.
+    - `imitated`: on any device what `reused` does on a CPU: every frame is written into the same
+      memory of the device, behind autograd's back.
+
+    >>> loader = Loader("reused", Setting.parse("cpu"))
+    >>> first, second = loader.feed(np.stack([np.zeros((1, 2, 2)), np.full((1, 2, 2), 255)]))
+    >>> first.max().item()
+    1.0
+    """
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        if name not in LOADERS:
+            raise UsageError(f"loader {name!r}: expected one of {', '.join(LOADERS)}")
+        self.name, self.device, self.dtype = name, setting.device, setting.dtype
+        self.shared: Tensor | None = None
+
+    def window(self, frames: np.ndarray) -> Tensor:
+        """The frames as one new tensor."""
+        # The conversion to [0, 1] is done on the CPU in float32, so that every device gets the same.
+        return torch.from_numpy(frames).to(torch.float32).div_(255).to(self.device, self.dtype)
+
+    def feed(self, frames: np.ndarray) -> Feed:
+        """The frames one by one, through one buffer."""
+        numpy_type = np.float64 if self.dtype == torch.float64 else np.float32
+        buffer = np.empty((1, *frames.shape[1:]), numpy_type)
+        return Feed(frames, buffer, {"copied": self._copy, "reused": self._wrap, "imitated": self._imitate}[self.name])
+
+    def batches(self, model: Any, frames: np.ndarray) -> Iterable[Tensor | Feed]:
+        """What each update of a model sees of a window."""
+        if self.name == "window":
+            return model.batches(self.window(frames))
+        feed = self.feed(frames)
+        return [feed] if model.sequential else feed
+
+    def _wrap(self, buffer: np.ndarray) -> Tensor:
+        return torch.as_tensor(buffer, device=self.device, dtype=self.dtype)
+
+    def _copy(self, buffer: np.ndarray) -> Tensor:
+        return self._wrap(buffer.copy())
+
+    def _imitate(self, buffer: np.ndarray) -> Tensor:
+        if self.shared is None:
+            self.shared = self._copy(buffer)
+        self.shared.data.copy_(torch.from_numpy(buffer))  # `.data` has a version counter of its own
+        return self.shared

@@ -1,0 +1,405 @@
+"""Products of a real GPU beside the emulated ones: how much of what the chip does does the emulation explain?
+
+A case is one matrix product or convolution on inputs that any machine can make again from their seed.
+What a GPU computed is kept in `data/gpu_products`, so that every machine can compare.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+from gpulab.errors import DataError, GpulabError
+from gpulab.numerics.emulation import CHIPS, PRECISIONS, Arithmetic, emulate
+from gpulab.numerics.formats import FORMATS, MODES, round_to
+from gpulab.records import recorded_folder
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PRODUCTS_FORMAT = 1
+KEPT = 1024  # elements of each result
+# (rows, summed, columns) of a matrix product; (images, channels, height, width) and (channels, size, stride) of a
+# convolution: two of PredNet's, one of its published size, and three of a residual network's.
+MATRICES = ((64, 64, 64), (48, 112, 80), (128, 1024, 64), (32, 8192, 32))
+CONVOLUTIONS = (
+    ((1, 16, 48, 64), (32, 3, 1)),
+    ((1, 96, 60, 80), (192, 3, 1)),
+    ((4, 64, 28, 28), (64, 3, 1)),
+    ((2, 512, 7, 7), (512, 3, 1)),
+    ((16, 64, 28, 28), (128, 3, 2)),
+    ((2, 64, 20, 24), (48, 1, 1)),
+)
+INPUTS = ("normal", "positive", "badly scaled", "already rounded")
+MATRIX, FORWARD, TO_INPUT, TO_WEIGHT = OPERATIONS = (
+    "matrix product",
+    "convolution",
+    "gradient of the input",
+    "gradient of the weight",
+)
+SLICES = 64  # so many sums are tried
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product: of what, asked for in which format, on which inputs."""
+
+    operation: str
+    shape: int
+    inputs: str
+    format: str
+    result: str = "float32"
+    channels_last: bool = False
+
+    def __str__(self) -> str:
+        layout = ", channels last" if self.channels_last else ""
+        return f"{self.operation} {self.shape}, {self.inputs}, {self.format} to {self.result}{layout}"
+
+    @property
+    def size(self) -> str:
+        """The shape in words."""
+        if self.operation == MATRIX:
+            return "×".join(map(str, MATRICES[self.shape]))
+        x, (channels, size, stride) = CONVOLUTIONS[self.shape]
+        return f"{'×'.join(map(str, x))} to {channels}, {size}×{size}" + (f", stride {stride}" if stride > 1 else "")
+
+    @cached_property
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """The two float32 factors: matrices; input and weight; gradient and weight; gradient and input."""
+        generator = np.random.default_rng([INPUTS.index(self.inputs), self.shape, OPERATIONS.index(self.operation)])
+        first, second = (self._drawn(generator, shape) for shape in self._shapes())
+        return first, second
+
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if self.operation == MATRIX:
+            rows, inner, columns = MATRICES[self.shape]
+            return (rows, inner), (inner, columns)
+        x, (channels, size, stride) = CONVOLUTIONS[self.shape]
+        weight, out = (channels, x[1], size, size), (x[0], channels, *((n - 1) // stride + 1 for n in x[2:]))
+        return {FORWARD: (x, weight), TO_INPUT: (out, weight), TO_WEIGHT: (out, x)}[self.operation]
+
+    def _drawn(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
+        if self.inputs == "positive":
+            return torch.from_numpy(generator.random(shape, dtype=np.float32))
+        x = generator.standard_normal(shape, dtype=np.float32)
+        if self.inputs == "badly scaled":
+            x = np.ldexp(x, generator.integers(-10, 11, shape)).astype(np.float32)
+        made = torch.from_numpy(x)
+        return round_to(made, self.format) if self.inputs == "already rounded" else made
+
+    def compute(self, first: Tensor, second: Tensor) -> Tensor:
+        """The product in the factors' own type, on the device where they are."""
+        if self.operation == MATRIX:
+            return first @ second
+        x, (_, size, stride) = CONVOLUTIONS[self.shape]
+        padding = size // 2
+        if self.operation == FORWARD:
+            return F.conv2d(first, second, stride=stride, padding=padding)
+        if self.operation == TO_INPUT:
+            images, inputs = len(first), second.shape[1]
+            return conv2d_input((images, inputs, *x[2:]), second, first, stride=stride, padding=padding)
+        return conv2d_weight(second, (first.shape[1], x[1], size, size), first, stride=stride, padding=padding)
+
+    def part(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """So much of the factors as `kept` elements of the product are made of."""
+        if self.operation == FORWARD:
+            return first[:1], second[:8]
+        if self.operation == TO_INPUT:
+            return first[:1], second[:, :8]
+        return (first[:, :8], second) if self.operation == TO_WEIGHT else (first, second)
+
+    def kept(self, product: Tensor) -> Tensor:
+        """Up to `KEPT` elements of a product, of the whole one or of its part."""
+        part = {MATRIX: product, TO_WEIGHT: product[:8]}.get(self.operation)
+        flat = (product[:1, :8] if part is None else part).reshape(-1)
+        return flat[torch.linspace(0, flat.numel() - 1, min(KEPT, flat.numel())).long().to(flat.device)]
+
+
+def cases() -> list[Case]:
+    """Every case that is recorded."""
+    formats = [("float32", "float32"), ("tf32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+    formats += [("float16", "float16"), ("float16", "float32"), ("float8_e4m3fn", "float32")]
+    matrices = [
+        Case(MATRIX, shape, given, *format_)
+        for format_ in formats
+        for shape in range(len(MATRICES))
+        for given in INPUTS[: 3 if format_[0] == "float32" else 4]
+    ]
+    convolutions = [
+        Case(operation, shape, given, asked, result, last)
+        for asked, result, last in (
+            ("tf32", "float32", False),
+            ("tf32", "float32", True),
+            ("bfloat16", "bfloat16", True),
+        )
+        for operation in OPERATIONS[1:]
+        for shape in range(len(CONVOLUTIONS))
+        for given in INPUTS[:3]
+    ]
+    return matrices + convolutions
+
+
+# --- a real GPU ------------------------------------------------------------------------------------------
+
+
+def real(case: Case) -> Tensor:
+    """What this machine's NVIDIA GPU computes, float32 numbers."""
+    first, second = (x.cuda() for x in case.operands)
+    if case.channels_last:
+        first, second = (x.to(memory_format=torch.channels_last) for x in (first, second))
+    if case.format.startswith("float8"):
+        return _scaled_product(first, second, FORMATS[case.format])
+    if case.format in ("bfloat16", "float16"):
+        first, second = (x.to(FORMATS[case.format].dtype) for x in (first, second))
+        if case.result == "float32":
+            return torch.mm(first, second, out_dtype=torch.float32)
+    from gpulab.settings import setting
+
+    with setting(f"cuda:tf32={'on' if case.format == 'tf32' else 'off'}"):
+        return case.compute(first, second).float()
+
+
+def _scaled_product(first: Tensor, second: Tensor, target: Any) -> Tensor:
+    """An 8-bit product as libraries call it, with power-of-two scales and the tensor core's own sums."""
+    scales = [torch.exp2(torch.log2(target.largest / x.abs().amax()).floor()) for x in (first, second)]
+    short = [(x * scale).to(target.dtype) for x, scale in zip((first, second), scales, strict=True)]
+    return torch._scaled_mm(
+        short[0],
+        short[1].t().contiguous().t(),  # it takes a second factor that lies column by column
+        scale_a=1 / scales[0],
+        scale_b=1 / scales[1],
+        out_dtype=torch.float32,
+        use_fast_accum=True,
+    )
+
+
+def record_products(folder: Path, command: str) -> None:
+    """Compute every case on this machine's NVIDIA GPU; keep elements of the results, kernels' names, the passport."""
+    from safetensors.torch import save_file
+    from tqdm.auto import tqdm
+
+    from gpulab.passports import passport
+
+    if not torch.cuda.is_available():
+        raise GpulabError("products are recorded on an NVIDIA GPU, and torch finds none here")
+    folder.mkdir(parents=True, exist_ok=True)
+    made, kernels = {}, {}
+    for case in tqdm(cases(), unit="product"):
+        name = str(case)
+        real(case)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            made[name] = case.kept(real(case)).cpu().contiguous()
+        kernels[name] = _kernel(profile)
+    save_file(made, folder / "products.safetensors")
+    notes = {"format": PRODUCTS_FORMAT, "passport": dict(passport()), "command": command, "kernels": kernels}
+    (folder / "products.json").write_text(json.dumps(notes, indent=1) + "\n", encoding="utf-8")
+
+
+def _kernel(profile: Any) -> str:
+    """The kernel that took most of the time, conversions and copies apart."""
+    aside = ("elementwise", "Memcpy", "Memset", "reduce", "convertTensor", "ToNhwc", "ToNchw", "init_device")
+    spent = {
+        event.name: event.device_time
+        for event in profile.events()
+        if event.device_time and not any(word in event.name for word in aside)
+    }
+    return max(spent, key=spent.__getitem__)[:160] if spent else ""
+
+
+def recorded_products() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What was recorded: the elements kept of every case, by its name, and the notes beside them.
+
+    The notes hold the `passport`, the `command`, the `kernels` that the library chose, and as `found` the
+    arithmetic that was found to fit each of them best.
+    """
+    from safetensors.torch import load_file
+
+    folder = recorded_folder("gpu_products")
+    try:
+        notes = json.loads((folder / "products.json").read_text(encoding="utf-8"))
+        notes["found"] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
+        made, version = load_file(folder / "products.safetensors"), notes["format"]
+    except Exception as error:  # safetensors has no common error
+        raise DataError(f"{folder}: no products recorded there, or unreadable: {error}") from error
+    if version != PRODUCTS_FORMAT:
+        raise DataError(f"{folder / 'products.json'}: format {version!r}, expected {PRODUCTS_FORMAT}")
+    return made, notes
+
+
+# --- the comparison --------------------------------------------------------------------------------------
+
+
+def compare_products(
+    made: dict[str, Tensor] | None = None,
+    inputs: Sequence[str] = INPUTS,
+    operations: Sequence[str] = OPERATIONS,
+    exact: bool = True,
+    search: bool = False,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Compare a GPU's products (those recorded, if none are given) with the emulated ones: a row a case.
+
+    `used` is the format that the kernel multiplied in, which the library chooses: `float32` where it left TF32
+    unused. `error` is the GPU's distance from the exact result, relative to that; `explained` the share of its
+    squared deviation that the emulation makes as well, and `equal` the share of elements that are the same
+    bits, both with sums as this machine makes them. With `exact`, `explained_exact` and `equal_exact` are the
+    same for sums in the tensor core's order. The `rounding` of the factors, the `tile` of channels and the
+    number of `slices` are those that fit normal numbers best, and are then held against all inputs. What was
+    found for the recorded products is kept beside them; `search` looks again, for minutes.
+
+    Raises `DataError` where nothing, or something unreadable, is recorded.
+
+    >>> frame = compare_products(inputs=["normal"], operations=["matrix product"], exact=False, progress=False)
+    >>> bool((frame.used == frame.asked).all()), bool(frame[frame.used == "tf32"].explained.min() > 0.99)
+    (True, True)
+
+    Source: the method of Fasi, Higham, Mikaitis, Pranesh 2021 (PeerJ Computer Science 7:e330).
+    """
+    import pandas as pd
+    from tqdm.auto import tqdm
+
+    known: dict[str, Any] = {}
+    if made is None:
+        made, notes = recorded_products()
+        known = {} if search or not exact else notes["found"]
+    wanted = [c for c in cases() if str(c) in made and c.inputs in inputs and c.operation in operations]
+    rows: list[dict[str, Any]] = []
+    kernels: dict[Case, Arithmetic] = {}  # the library's choice depends on the shape, not on the numbers
+    for case in tqdm(wanted, unit="product", disable=not progress, leave=False):
+        result, family = made[str(case)].double(), replace(case, inputs=INPUTS[0])
+        if str(family) in known:
+            kernels[family] = _read(family, known[str(family)])
+        elif family not in kernels:
+            kernels[family] = _closest(family, made[str(family)].double(), exact)
+        rows.append(_row(case, result, kernels[family], exact))
+    return pd.DataFrame(rows)
+
+
+def _closest(case: Case, result: Tensor, exact: bool) -> Arithmetic:
+    """The rounding, then the tile and the number of slices, with which the emulation comes closest to a result."""
+    candidates = [replace(PRECISIONS[case.format], result=case.result)]
+    if case.format == "tf32":
+        tf32 = replace(PRECISIONS["tf32"], tile=CHIPS["hopper"].tile)
+        candidates = [replace(tf32, roundings=(mode,) * 3) for mode in MODES] + [PRECISIONS["float32"]]
+    best = min(candidates, key=lambda how: _finite_norm(_emulated(case, how) - result))
+    if not exact or best.format == "float32":
+        return best
+    tiles = [32, None] if case.operation in (FORWARD, TO_INPUT) else [None]
+    most = SLICES if case.operation == MATRIX else 1
+    tries = [replace(best, order="tensor-core", tile=tile, slices=1 + n) for tile in tiles for n in range(most)]
+    equal = 0.0
+    for how in tries:
+        now = _equal(_emulated(case, how), result)
+        if now > equal or how is tries[0]:
+            best, equal = how, now
+        if equal == 1:
+            break
+    return best
+
+
+FOUND = ("format", "roundings", "order", "slices", "tile")
+
+
+def find_kernels(folder: Path) -> None:
+    """Search for the arithmetic of every recorded kernel, minutes long, and keep it in `found.json` beside them."""
+    from tqdm.auto import tqdm
+
+    made, _ = recorded_products()
+    found = {}
+    for case in tqdm([case for case in cases() if case.inputs == INPUTS[0]], unit="kernel"):
+        how = _closest(case, made[str(case)].double(), exact=True)
+        found[str(case)] = {name: getattr(how, name) for name in FOUND}
+    (folder / "found.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _read(case: Case, known: dict[str, Any]) -> Arithmetic:
+    start = PRECISIONS[known["format"]]
+    return replace(start, result=case.result, **known | {"roundings": tuple(known["roundings"])})
+
+
+def _row(case: Case, result: Tensor, how: Arithmetic, exact: bool) -> dict[str, Any]:
+    right = _exact(case)
+    emulated = _emulated(case, replace(how, order=None, slices=1))
+    row: dict[str, Any] = {
+        "operation": case.operation,
+        "size": case.size,
+        "layout": "channels last" if case.channels_last else "",
+        "inputs": case.inputs,
+        "asked": case.format,
+        "result": case.result,
+        "used": how.format,
+        "rounding": "" if how.format == "float32" else how.roundings[0],
+        "error": _finite_norm(result - right) / _finite_norm(right),
+        "explained": _explained(result, emulated, right),
+        "equal": _equal(emulated, result),
+    }
+    if exact and how.order is not None:
+        emulated = _emulated(case, how)
+        row |= {"tile": how.tile, "slices": how.slices}
+        row |= {"explained_exact": _explained(result, emulated, right), "equal_exact": _equal(emulated, result)}
+    return row
+
+
+def summarize_products(frame: pd.DataFrame) -> pd.DataFrame:
+    """What `compare_products` found, a row for each operation, format asked for and format used.
+
+    `least` and `median` are over the cases; `bit for bit` counts those in which every element is the same.
+
+    >>> frame = compare_products(inputs=["normal"], operations=["matrix product"], exact=False, progress=False)
+    >>> int(summarize_products(frame)["cases"].sum()) == len(frame)
+    True
+    """
+    import pandas as pd
+
+    def summary(rows: pd.DataFrame) -> pd.Series:
+        return pd.Series(
+            {
+                "cases": len(rows),
+                "median error": rows.error.median(),
+                "least explained": rows.explained.min(),
+                "median explained": rows.explained.median(),
+                "median equal": rows.equal.median(),
+                "least explained, tensor core's sums": rows.explained_exact.min(),
+                "median equal, tensor core's sums": rows.equal_exact.median(),
+                "bit for bit, tensor core's sums": int((rows.equal_exact == 1).sum()),
+            }
+        )
+
+    # Factors that are short already leave no deviation but that of the sums: a question of its own.
+    frame = frame.reindex(columns=[*frame.columns.union(["explained_exact", "equal_exact"], sort=False)])
+    frame = frame.assign(inputs=frame.inputs.where(frame.inputs == "already rounded", "to be rounded"))
+    keys = ["operation", "asked", "result", "used", "rounding", "inputs"]
+    return frame.groupby(keys, sort=False).apply(summary, include_groups=False).reset_index()
+
+
+def _exact(case: Case) -> Tensor:
+    return case.kept(case.compute(*(x.double() for x in case.part(*case.operands))))
+
+
+def _emulated(case: Case, how: Arithmetic) -> Tensor:
+    with emulate(how):
+        return case.kept(case.compute(*case.part(*case.operands))).double()
+
+
+def _explained(result: Tensor, emulated: Tensor, exact: Tensor) -> float:
+    deviation = _finite_norm(result - exact)
+    return 1 - (_finite_norm(result - emulated) / deviation) ** 2 if deviation else float("nan")
+
+
+def _equal(emulated: Tensor, result: Tensor) -> float:
+    return float(((emulated == result) | (emulated.isnan() & result.isnan())).double().mean())
+
+
+def _finite_norm(x: Tensor) -> float:
+    """The norm of what is finite: 16 bits overflow, in both alike or it shows in `equal`."""
+    return float(x[x.isfinite()].norm())

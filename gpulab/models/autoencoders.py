@@ -1,0 +1,207 @@
+"""Autoencoders for images: the paper's control experiment, a linear one, and one whose code is whitened."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gpulab.errors import UsageError
+from gpulab.models.base import Trainable, draw_normal_, zero_bias_
+from gpulab.settings import float32_products
+
+COVARIANCES = ("one-pass", "float32", "centred")
+EPSILON = 1e-5  # added to every variance, as batch normalisation does
+
+
+class Autoencoder(Trainable):
+    """Fully connected: 784 → 128 → 32 → 128 → 784, rectified inside, a sigmoid at the end.
+
+    Trained as the article describes: one image per update (or `batch_size`), mean squared error.
+
+    >>> images = torch.rand(5, 1, 28, 28)
+    >>> Autoencoder()(images).shape
+    torch.Size([5, 1, 28, 28])
+    """
+
+    def __init__(
+        self, hidden: Sequence[int] = (128, 32), size: tuple[int, int] = (28, 28), batch_size: int = 1
+    ) -> None:
+        super().__init__()
+        if not hidden or min(hidden) < 1:
+            raise UsageError(f"hidden={tuple(hidden)!r}: expected the widths of one or more layers")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise UsageError(f"batch_size={batch_size!r}: expected a whole number from 1")
+        self.size, self.batch_size = size, batch_size
+        widths = [size[0] * size[1], *hidden]
+        widths += widths[-2::-1]
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1], nn.Sigmoid())
+        self.draw_weights(torch.Generator().manual_seed(0))
+
+    def draw_weights(self, generator: torch.Generator) -> None:
+        """LeCun-normal weights, zero biases."""
+        for layer in self.layers:
+            if isinstance(layer, nn.Linear):
+                draw_normal_(layer.weight, layer.in_features, generator)
+                zero_bias_(layer)
+
+    def forward(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b 1 h w"]:
+        """Reconstructions of images in [0, 1], same shape."""
+        if tuple(images.shape[1:]) != (1, *self.size):
+            raise UsageError(f"images of shape {tuple(images.shape)}: expected (B, 1, {self.size[0]}, {self.size[1]})")
+        return self.layers(images.flatten(1)).view_as(images)
+
+    def batches(self, window: Float[Tensor, "t 1 h w"]) -> Iterator[Tensor]:
+        """`batch_size` images per update, fewer where a window ends."""
+        yield from window.split(self.batch_size)
+
+    def training_loss(self, batch: Tensor, state: None) -> tuple[Tensor, Tensor, None]:  # noqa: ARG002
+        """The mean squared error of the reconstruction."""
+        loss = (self(batch) - batch).square().mean()
+        return loss, loss.detach().expand(len(batch)), None
+
+    def extra_repr(self) -> str:
+        """What tells two networks of equal layers apart."""
+        return "" if self.batch_size == 1 else f"batch_size={self.batch_size}"
+
+
+class LinearAutoencoder(nn.Module):
+    """Linear, without biases: features → hidden → features, x ↦ decoder(encoder(x)).
+
+    The encoder's weight is (hidden, features), the decoder's (features, hidden). What each critical point of its
+    mean squared error is, `gpulab.linear_autoencoder_saddle` says.
+
+    Source: Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks 2:53).
+
+    >>> LinearAutoencoder(features=5, hidden=2)(torch.rand(7, 5)).shape
+    torch.Size([7, 5])
+    """
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        for name, width in (("features", features), ("hidden", hidden)):
+            if not isinstance(width, int) or width < 1:
+                raise UsageError(f"{name}={width!r}: expected a whole number from 1")
+        self.encoder = nn.Linear(features, hidden, bias=False)
+        self.decoder = nn.Linear(hidden, features, bias=False)
+        self.draw_weights(torch.Generator().manual_seed(0))
+
+    def draw_weights(self, generator: torch.Generator) -> None:
+        """LeCun-normal weights."""
+        for layer in (self.encoder, self.decoder):
+            draw_normal_(layer.weight, layer.in_features, generator)
+
+    def forward(self, x: Float[Tensor, "n features"]) -> Float[Tensor, "n features"]:
+        """The reconstruction of each row."""
+        return self.decoder(self.encoder(x))
+
+
+class Whitener(Trainable):
+    """Fully connected: 784 → 128 → 24 → 128 → 784; the code is of logistic units, and whitened.
+
+    Whitened over the images of a batch, the 24 numbers of the code are uncorrelated and of variance one, so
+    that none repeats what another says: z = L⁻¹ (h − m), where m is the mean of the codes h and L Lᵀ their
+    covariance (Cholesky's factor). `covariance` says how that is computed:
+
+    - `one-pass`: hᵀh / n − m mᵀ, so that sums over a batch suffice. Two large numbers are subtracted, and what
+      the product's rounding leaves of a small variance may be negative: then there is no L, and the loss is NaN.
+    - `float32`: the same, this one product in float32 whatever the setting allows (`gpulab.float32_products`).
+    - `centred`: (h − m)ᵀ(h − m) / n. Whatever the factors are rounded to, no variance comes out negative.
+
+    Trained as the article's autoencoder, by the mean squared error, but with `batch_size` images per update.
+
+    Sources: Huang, Yang, Lang, Deng 2018, *Decorrelated batch normalization* (CVPR, arXiv 1804.08450); Siarohin,
+    Sangineto, Sebe 2019, *Whitening and coloring batch transform for GANs* (ICLR, arXiv 1806.00420); Ermolov et
+    al. 2021, *Whitening for self-supervised representation learning* (ICML, arXiv 2007.06346), both by Cholesky;
+    Chan, Golub, LeVeque 1983, *Algorithms for computing the sample variance*, on one pass and its dangers.
+
+    >>> images = torch.rand(100, 1, 28, 28)
+    >>> net = Whitener()
+    >>> net(images).shape, net.whitened(images).std(0, correction=0).mean().item() > 0.7
+    (torch.Size([100, 1, 28, 28]), True)
+    """
+
+    def __init__(
+        self,
+        hidden: int = 128,
+        code: int = 24,
+        batch_size: int = 50,
+        covariance: str = "one-pass",
+        size: tuple[int, int] = (28, 28),
+    ) -> None:
+        super().__init__()
+        if covariance not in COVARIANCES:
+            raise UsageError(f"covariance={covariance!r}: expected one of {', '.join(COVARIANCES)}")
+        if min(hidden, code) < 1:
+            raise UsageError(f"hidden={hidden!r}, code={code!r}: expected the widths of two layers, from 1")
+        if batch_size <= code:
+            raise UsageError(f"batch_size={batch_size!r}: to whiten {code} numbers takes more than {code} images")
+        self.size, self.batch_size, self.covariance = size, batch_size, covariance
+        pixels = size[0] * size[1]
+        self.encoder = nn.Sequential(nn.Linear(pixels, hidden), nn.ReLU(), nn.Linear(hidden, code), nn.Sigmoid())
+        self.decoder = nn.Sequential(nn.Linear(code, hidden), nn.ReLU(), nn.Linear(hidden, pixels), nn.Sigmoid())
+        self.draw_weights(torch.Generator().manual_seed(0))
+
+    def draw_weights(self, generator: torch.Generator) -> None:
+        """LeCun-normal weights, zero biases."""
+        for layer in (*self.encoder, *self.decoder):
+            if isinstance(layer, nn.Linear):
+                draw_normal_(layer.weight, layer.in_features, generator)
+                zero_bias_(layer)
+
+    def forward(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b 1 h w"]:
+        """Reconstructions of images in [0, 1], same shape; NaN where the code cannot be whitened."""
+        return self.decoder(self.whitened(images)).view_as(images)
+
+    def codes(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b k"]:
+        """The codes of images, in (0, 1), before they are whitened."""
+        if tuple(images.shape[1:]) != (1, *self.size):
+            raise UsageError(f"images of shape {tuple(images.shape)}: expected (B, 1, {self.size[0]}, {self.size[1]})")
+        return self.encoder(images.flatten(1))
+
+    def whitened(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b k"]:
+        """The codes of images, uncorrelated and of variance one."""
+        codes = self.codes(images)
+        return whiten(codes, covariance(codes, self.covariance))
+
+    def batches(self, window: Float[Tensor, "t 1 h w"]) -> Iterator[Tensor]:
+        """As many images per update as `batch_size`, or some more where the window leaves a rest."""
+        yield from window.tensor_split(max(1, len(window) // self.batch_size))
+
+    def training_loss(self, batch: Tensor, state: None) -> tuple[Tensor, Tensor, None]:  # noqa: ARG002
+        """The mean squared error of the reconstruction."""
+        per_image = (self(batch) - batch).square().flatten(1).mean(1)
+        return per_image.mean(), per_image.detach(), None
+
+
+def covariance(codes: Float[Tensor, "b k"], how: str) -> Float[Tensor, "k k"]:
+    """The covariance of codes; see `Whitener` for the three ways.
+
+    >>> covariance(torch.tensor([[1.0], [3.0]]), "centred")
+    tensor([[1.]])
+    """
+    mean = codes.mean(0)
+    if how == "centred":
+        centred = codes - mean
+        return centred.T @ centred / len(codes)
+    with float32_products() if how == "float32" else contextlib.nullcontext():
+        second_moment = codes.T @ codes / len(codes)
+    return second_moment - torch.outer(mean, mean)
+
+
+def whiten(codes: Float[Tensor, "b k"], covariance: Float[Tensor, "k k"]) -> Float[Tensor, "b k"]:
+    """Codes, uncorrelated and of variance one; all NaN where the covariance has no Cholesky factor."""
+    regular = covariance + EPSILON * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
+    factor, failed = torch.linalg.cholesky_ex(regular)
+    # What is left of a factor that failed differs from library to library, and to raise an error would mean to
+    # wait for the device at every step.
+    factor = factor.masked_fill(failed != 0, math.nan)
+    return torch.linalg.solve_triangular(factor, (codes - codes.mean(0)).T, upper=False).T

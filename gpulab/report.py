@@ -1,0 +1,97 @@
+"""A result's faces: a picture, HTML and plain text.
+
+A result derives from `Report` and knows nothing of plots. The function that draws it registers with `draw`,
+as in `@draw.register`, and is found when the picture is asked for.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+DPI = 100
+STYLE = "body{font:15px sans-serif;margin:2em;max-width:80em}td,th{padding:.3em .6em;vertical-align:top}"
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A figure with its text alternative; a notebook shows it, `save` writes it."""
+
+    figure: Figure
+    alt: str
+
+    def png(self) -> bytes:
+        """The figure as PNG, in 256 colours of its own, which keeps notebooks small."""
+        from PIL import Image
+
+        drawn, small = io.BytesIO(), io.BytesIO()
+        self.figure.savefig(drawn, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
+        picture = Image.open(drawn).convert("RGB")
+        picture.quantize(256, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+        return small.getvalue()
+
+    def html(self) -> str:
+        """The figure as an element that needs no other file."""
+        return f'<img alt="{escape(self.alt)}" src="data:image/png;base64,{base64.b64encode(self.png()).decode()}">'
+
+    def save(self, file: str | Path) -> None:
+        """Write the figure to a PNG file, whose folder is made if need be."""
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_bytes(self.png())
+
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"image/png": self.png(), "text/plain": self.alt}, {"image/png": {"alt": self.alt}}
+
+
+@functools.singledispatch
+def draw(result: Any) -> Picture:
+    """The picture of a result. Raises `TypeError` for a kind that no plot is registered for."""
+    raise TypeError(f"nothing draws a {type(result).__name__}")
+
+
+class Report:
+    """A result that `print` says in sentences, `plot` draws, and a notebook shows with both."""
+
+    plots: ClassVar[str] = "gpulab.plots"  # where the function that draws it is registered
+
+    def plot(self) -> Picture:
+        """The result as a figure."""
+        importlib.import_module(self.plots)
+        return draw(self)
+
+    def html(self) -> str:
+        """The result as a piece of HTML."""
+        return paragraphs(str(self).splitlines())
+
+    def save(self, file: str | Path, title: str = "gpulab") -> None:
+        """Write the result to an HTML file of its own."""
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+            f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>{self.html()}</body></html>",
+            encoding="utf-8",
+        )
+
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"text/plain": str(self), "text/html": self.html()}, {}
+
+
+def paragraphs(lines: Iterable[str]) -> str:
+    """Lines of text as HTML."""
+    return "".join(f"<p>{escape(line)}</p>" for line in lines)
+
+
+def table(frame: pd.DataFrame) -> str:
+    """A data frame as HTML, its numbers in three digits."""
+    return frame.to_html(index=False, float_format="{:.3g}".format)

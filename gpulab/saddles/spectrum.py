@@ -1,0 +1,333 @@
+"""The whole spectrum of a symmetric operator from its products: density, trace, and how many eigenvalues are negative.
+
+Sources: Ubaru, Chen, Saad 2017, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*; Ghorbani,
+Krishnan, Xiao 2019 (arXiv 1901.10159) for Hessians of networks; Meyer, Musco, Musco, Woodruff 2021, *Hutch++*.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from gpulab.errors import DataError, UsageError
+from gpulab.saddles.eigen import lanczos
+from gpulab.saddles.operators import (
+    Operator,
+    check_count,
+    check_products,
+    check_square,
+    check_symmetric,
+    dense,
+    random_signs,
+)
+from gpulab.settings import float32_products
+
+Array = np.ndarray
+SMALL = 1_000  # the index of a matrix of this size is counted in the matrix itself
+ZERO = 1e-2  # of the largest |λ|: closer to zero, some sixty steps cannot tell the signs of a crowd
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number that was estimated from random probes: its `value`, and its standard `error`."""
+
+    value: float
+    error: float
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __repr__(self) -> str:
+        return f"{self.value:.6g} ± {self.error:.2g}"
+
+
+# --- the density -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class SpectralDensity:
+    """A spectrum as `probes` quadratures: `nodes` and `weights` (probes, steps), float64.
+
+    The weights of a probe add up to one. The sum of weight × f(node) estimates the mean of f over all
+    `size` eigenvalues; probes differ by chance, and the standard errors here are of their mean. The outermost
+    nodes approach the extreme eigenvalues from within. `products` with a vector were made. `halfway` is what half of
+    the steps gave: what is still different there has not converged.
+    """
+
+    nodes: Float[Array, "probes steps"]
+    weights: Float[Array, "probes steps"]
+    size: int
+    products: int
+    halfway: SpectralDensity | None = None
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """The lowest and the highest node."""
+        seen = self.nodes[self.weights > 0]
+        return float(seen.min()), float(seen.max())
+
+    def density(
+        self, grid: Float[Array, " g"] | None = None, width: float | None = None
+    ) -> tuple[Float[Array, " g"], Float[Array, " g"], Float[Array, " g"]]:
+        """(grid, density, its standard error): each node a normal curve of standard deviation `width`.
+
+        The width is one hundredth of the spectrum's range, and the grid goes four widths beyond it, unless
+        they are given. The density integrates to one.
+        """
+        low, high = self.extremes
+        if width is None:
+            width = max((high - low) / 100, 1e-3 * max(abs(low), abs(high)), 1e-12)
+        if not width > 0:
+            raise UsageError(f"width={width!r}: expected a number above 0")
+        grid = np.linspace(low - 4 * width, high + 4 * width, 1_000) if grid is None else np.asarray(grid, float)
+        curves = [
+            (w * np.exp(-0.5 * ((grid[:, None] - x) / width) ** 2)).sum(1) / (width * math.sqrt(2 * math.pi))
+            for x, w in zip(self.nodes, self.weights, strict=True)
+        ]
+        return grid, *_mean(np.array(curves))
+
+    def cumulative(self, x: Float[Array, " g"]) -> tuple[Float[Array, " g"], Float[Array, " g"]]:
+        """(the share of eigenvalues up to each x, its standard error)."""
+        below = self.nodes[..., None] <= np.asarray(x, float)
+        return _mean((self.weights[..., None] * below).sum(1))
+
+    def moments(self, highest: int) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        """(the means of λ, λ², … λ^highest over all eigenvalues, their standard errors)."""
+        check_count("highest", highest)
+        powers = self.nodes[..., None] ** np.arange(1, highest + 1)
+        return _mean((self.weights[..., None] * powers).sum(1))
+
+    def mass_below(self, x: float) -> Estimate:
+        """The share of eigenvalues below x."""
+        value, error = _mean((self.weights * (self.nodes < x)).sum(1))
+        return Estimate(float(value), float(error))
+
+    def __repr__(self) -> str:
+        low, high = self.extremes
+        shape = f"{self.nodes.shape[0]} probes of {self.nodes.shape[1]} steps"
+        return f"SpectralDensity of {self.size:,} eigenvalues from {low:.4g} to {high:.4g}, {shape}"
+
+
+def spectral_density(
+    H: Operator, *, probes: int = 10, steps: int = 100, seed: int = 0, progress: bool = True
+) -> SpectralDensity:
+    """The density of a symmetric operator's eigenvalues, by stochastic Lanczos quadrature.
+
+    Each probe is a vector of random signs from which `steps` steps of Lanczos are made: a quadrature that is
+    exact for polynomials of degree 2 · steps − 1 (before rounding). All probes advance together, so an operator
+    that multiplies many vectors at once is used well. Per probe three vectors are kept, and nothing is
+    orthogonalised again: in finite precision the quadrature stays accurate without (Greenbaum 1989; Chen,
+    Trogdon, Ubaru 2021, arXiv 2105.06595), although single nodes appear several times.
+
+    Raises `UsageError` for counts below one, `DataError` for an operator that is not symmetric or not finite.
+
+    >>> spectrum = spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
+    >>> round(float(spectrum.mass_below(0.0)), 1)
+    0.3
+    """
+    n = check_square(H)
+    check_count("probes", probes)
+    check_count("steps", steps)
+    # In float64 where there is one: sums over millions of numbers, whatever the operator's type.
+    kind = torch.float32 if H.device.type == "mps" else torch.float64
+    vector = random_signs(n, probes, H, seed) / math.sqrt(n)
+    before = torch.zeros((), dtype=H.dtype, device=H.device)
+    beta = torch.zeros(probes, dtype=kind, device=H.device)
+    alphas, betas = [], []
+    # Nothing here waits for the device: what is computed on it is read when all is done.
+    for step in tqdm(range(steps), unit="step", leave=False, delay=2, disable=not progress):
+        product = H @ vector
+        if step == 0 and probes > 1:
+            check_products(product)
+            check_symmetric(vector * math.sqrt(n), product)
+        alpha = (vector * product).sum(0, dtype=kind)
+        product = torch.addcmul(product, vector, alpha.to(H.dtype), value=-1)
+        product.addcmul_(before, beta.to(H.dtype), value=-1)
+        beta = torch.linalg.vector_norm(product, dim=0, dtype=kind)
+        # Where nothing is left the space is complete: a vector of zeros adds nodes without weight.
+        before, vector = vector, product * torch.where(beta > 0, 1 / beta, 0.0).to(H.dtype)
+        alphas.append(alpha)
+        betas.append(beta)
+    diagonal, beside = (torch.stack(numbers, 1).cpu().double() for numbers in (alphas, betas))
+    if not (diagonal.isfinite().all() and beside.isfinite().all()):
+        raise DataError("H @ v has values that are not finite")
+    half = max(1, steps // 2)
+    halfway = SpectralDensity(*_quadrature(diagonal[:, :half], beside[:, :half]), n, probes * half)
+    return SpectralDensity(*_quadrature(diagonal, beside), n, probes * steps, halfway)
+
+
+def _quadrature(diagonal: Tensor, beside: Tensor) -> tuple[Array, Array]:
+    """Nodes and weights (probes, steps) of tridiagonal matrices (Golub, Welsch 1969)."""
+    complete = (beside[:, :-1] == 0).cumsum(1) > 0
+    later = torch.where(complete, diagonal[:, :1], diagonal[:, 1:])  # within the spectrum, of no weight
+    coupled = torch.diag_embed(torch.where(complete, 0.0, beside[:, :-1]), -1)
+    nodes, vectors = torch.linalg.eigh(torch.diag_embed(torch.cat([diagonal[:, :1], later], 1)) + coupled)
+    return nodes.numpy(), vectors[:, 0].square().numpy()
+
+
+def _mean(values: Array) -> tuple[Array, Array]:
+    """The mean over probes and its standard error, NaN for one probe."""
+    count = len(values)
+    error = values.std(0, ddof=1) / math.sqrt(count) if count > 1 else np.full(values.shape[1:], math.nan)
+    return values.mean(0), error
+
+
+# --- trace and index -------------------------------------------------------------------------------------
+
+
+def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
+    """The sum of all eigenvalues, by Hutch++ (Meyer, Musco, Musco, Woodruff 2021), from about `probes` products.
+
+    A third of the products finds the directions of the large eigenvalues, a third sums these exactly, and a
+    third estimates the rest by Hutchinson's random signs, whose spread is the error. As many probes as
+    the operator has columns give the trace itself.
+
+    >>> trace(torch.diag(torch.arange(8.0)), probes=8)
+    28 ± 0
+    """
+    n = check_square(H)
+    check_count("probes", probes)
+    if probes >= n:
+        return Estimate(float(dense(H).trace()), 0.0)
+    if probes < 6:
+        raise UsageError(f"probes={probes}: expected 6 or more, for an error to be seen")
+    third = probes // 3
+    signs = random_signs(n, 2 * third, H, seed)
+    sketch = H @ signs[:, :third]
+    check_products(sketch)
+    check_symmetric(signs[:, :third], sketch)
+    basis = torch.linalg.qr(sketch).Q
+    exact = (basis * (H @ basis)).sum(dtype=torch.float64)
+    rest = _outside(basis, signs[:, third:])
+    quadratic = (rest * (H @ rest)).sum(0, dtype=torch.float64)
+    value, error = _mean(quadratic.cpu().numpy())
+    return Estimate(float(exact) + float(value), float(error))
+
+
+@float32_products()
+def _outside(basis: Tensor, vectors: Tensor) -> Tensor:
+    return vectors - basis @ (basis.T @ vectors)
+
+
+@dataclass(frozen=True)
+class Index:
+    """How many eigenvalues are negative: `int(index)`.
+
+    `value` and its standard `error` (zero when `exact`), as a `fraction` of all `size`; `zero` is how many are
+    within `threshold` of zero, and count as neither negative nor positive.
+    """
+
+    value: float
+    error: float
+    exact: bool
+    zero: float
+    size: int
+    threshold: float
+
+    @property
+    def fraction(self) -> float:
+        """The share of all eigenvalues that are negative."""
+        return self.value / self.size
+
+    def __int__(self) -> int:
+        return round(self.value)
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __repr__(self) -> str:
+        zero = f"{self.zero:,.0f} within {self.threshold:.1e} of zero"
+        if self.exact:
+            return f"{int(self):,} of {self.size:,} eigenvalues are negative, {zero}"
+        return f"about {int(self):,} ± {self.error:,.0f} of {self.size:,} eigenvalues are negative, {zero} (estimated)"
+
+
+def index(
+    H: Operator,
+    *,
+    exact: bool | None = None,
+    tolerance: float | None = None,
+    probes: int = 10,
+    steps: int = 100,
+    seed: int = 0,
+    progress: bool = True,
+) -> Index:
+    """How many eigenvalues of a symmetric operator are negative: the index of a critical point.
+
+    Up to a thousand columns (or where `exact` asks for it) they are counted in the matrix itself. More are
+    estimated from `gpulab.spectral_density`; the error then is the spread of the probes and what the second
+    half of the steps changed, together. An eigenvalue within `tolerance` times the largest |λ| counts as zero: by
+    default n · eps of the operator's type for the matrix, and 1e-2 for an estimate. Closer to zero, where networks have
+    most of their eigenvalues, the signs of nodes are chance: compare only what has the same tolerance.
+
+    >>> index(torch.diag(torch.tensor([3.0, -1.0, 0.0, -2.0])))
+    2 of 4 eigenvalues are negative, 1 within 1.4e-06 of zero
+    """
+    n = check_square(H)
+    exact = n <= SMALL if exact is None else exact
+    if tolerance is None:
+        tolerance = n * torch.finfo(H.dtype).eps if exact else ZERO
+    if not 0 <= tolerance < 1:
+        raise UsageError(f"tolerance={tolerance!r}: expected a number from 0 to 1")
+    if exact:
+        values = torch.linalg.eigvalsh(dense(H))
+        threshold = tolerance * float(values.abs().max())
+        zero = int((values.abs() <= threshold).sum())
+        return Index(int((values < -threshold).sum()), 0.0, True, zero, n, threshold)
+    return estimated_index(spectral_density(H, probes=probes, steps=steps, seed=seed, progress=progress), tolerance)
+
+
+def estimated_index(spectrum: SpectralDensity, tolerance: float = ZERO) -> Index:
+    """The index that a density implies: see `index`."""
+    n = spectrum.size
+    threshold = tolerance * max(abs(end) for end in spectrum.extremes)
+    negative, up_to = spectrum.mass_below(-threshold), spectrum.mass_below(threshold)
+    earlier = negative if spectrum.halfway is None else spectrum.halfway.mass_below(-threshold)
+    error = math.hypot(negative.error, negative.value - earlier.value)
+    return Index(n * negative.value, n * error, False, n * (up_to.value - negative.value), n, threshold)
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """The direction in which a loss curves down most: the curvature, and a unit vector (n,).
+
+    `value` is the eigenvalue, `residual` its ‖Hv − λv‖, `scale` the largest |λ| that was seen. `found` says
+    whether it curves down at all, by more than the residual: if not, `value` is the smallest curvature.
+    """
+
+    value: float
+    vector: Float[Tensor, " n"]
+    residual: float
+    scale: float
+    products: int
+
+    @property
+    def found(self) -> bool:
+        """Whether the curvature is negative beyond doubt."""
+        rounding = torch.finfo(self.vector.dtype).eps * math.sqrt(len(self.vector)) * self.scale
+        return self.value < -max(self.residual, rounding)
+
+    def __repr__(self) -> str:
+        what = "curvature" if self.found else "no negative curvature: the smallest is"
+        return f"{what} {self.value:.6g}, residual {self.residual:.1e}, {self.products:,} products"
+
+
+def most_negative(
+    H: Operator, *, tolerance: float | None = None, max_products: int = 3_000, seed: int = 0, progress: bool = True
+) -> Direction:
+    """The most negative eigenvalue of a symmetric operator, and its direction; see `gpulab.lanczos`.
+
+    >>> most_negative(torch.diag(torch.tensor([3.0, -1.0, 2.0]))).found
+    True
+    >>> most_negative(torch.eye(3)).found
+    False
+    """
+    pairs = lanczos(H, 1, tolerance=tolerance, max_products=max_products, seed=seed, progress=progress)
+    value, residual = float(pairs.values[0]), float(pairs.residuals[0])
+    return Direction(value, pairs.vectors[:, 0], residual, pairs.scale, pairs.products)

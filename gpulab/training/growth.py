@@ -1,0 +1,125 @@
+"""How fast a small difference grows while training: two trainings that begin one bit apart.
+
+Source: Summers, Dinneen 2021, *Nondeterminism and instability in neural network optimization* (arXiv
+2103.04514): one changed bit in the initial weights makes as much variability as any other source.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from gpulab.errors import UsageError
+from gpulab.models.base import Trainable
+from gpulab.numerics.formats import ulp_distance
+from gpulab.training.protocol import protocol
+from gpulab.training.run import plan_run, train
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SHOWN = 40  # moments of a training at which it is compared
+SETTING = "cpu:threads=1"
+# Where a bit is flipped. Many of an autoencoder's first weights see black pixels only.
+FLIPPED = {"prednet": "conv_a.0.weight", "autoencoder": "layers.2.weight"}
+OTHER_SEED = "another seed"
+
+
+def growth(
+    net: str = "prednet",
+    seeds: int = 3,
+    profile: str = "quick",
+    frames: int | None = None,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """The distance between two trainings of the same seed, one of them changed a little, as they go on.
+
+    `changes` names options of `gpulab.train` that one of the two has. Without it they are the last bit of
+    one initial weight, and float64, which differs from float32 by every rounding of the training. The
+    distance between one seed and the next is there for scale. A row per change, seed and moment, the
+    beginning included: `network`, `change`, `seed`, `step` (updates so far), `distance` of all weights
+    (Euclidean, relative), `changed` (the share of weights with other bits), `ulps` (the median over the
+    weights of the float32 numbers between the two). All are computed under `cpu:threads=1`.
+
+    >>> table = growth("autoencoder", seeds=1, profile="smoke", frames=40, progress=False)
+    >>> one_bit = table[table.change == "one bit of one weight"]
+    >>> bool(0 < one_bit.distance.iloc[0] < one_bit.distance.iloc[-1])
+    True
+    """
+    import pandas as pd
+
+    usual: Mapping[str, Mapping[str, Any]] = {
+        "one bit of one weight": {"flip": flipped(net, profile)},
+        "float64": {"setting": "cpu:precision=float64"},
+    }
+    chosen = usual if changes is None else changes
+    if seeds < 1:
+        raise UsageError(f"seeds={seeds!r}: expected one or more")
+    plan = protocol(net, profile)
+    moments = set(
+        np.unique(np.geomspace(1, (frames or plan.frames) // plan.window + 1, SHOWN).astype(int) - 1).tolist()
+    )
+    shared = {"profile": profile, "frames": frames, "setting": SETTING, "progress": False}
+    bases: list[dict[int, Tensor]] = []
+    rows = []
+    with tqdm(total=seeds * (1 + len(chosen)), unit="training", leave=False, disable=not progress) as bar:
+        for seed in range(seeds):
+            bases.append(_snapshots(net, moments, {**shared, "seed": seed}))
+            bar.update()
+            for name, change in chosen.items():
+                other = _snapshots(net, moments, {**shared, "seed": seed, **change})
+                rows += _rows(net, name, seed, bases[-1], other)
+                bar.update()
+    for seed in range(seeds - 1):
+        rows += _rows(net, OTHER_SEED, seed, bases[seed], bases[seed + 1])
+    return pd.DataFrame(rows)
+
+
+def flipped(net: str, profile: str) -> int:
+    """The number of the weight whose last bit is changed: the first of the layer in `FLIPPED`.
+
+    >>> flipped("prednet", "smoke")
+    0
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = plan_run(net, profile=profile).model
+    before = itertools.takewhile(lambda named: named[0] != FLIPPED[net], model.named_parameters())
+    return sum(parameter.numel() for _, parameter in before)
+
+
+def _rows(net: str, change: str, seed: int, base: dict[int, Tensor], other: dict[int, Tensor]) -> list[dict[str, Any]]:
+    return [
+        {"network": net, "change": change, "seed": seed, "step": step, **_apart(base[step], weights)}
+        for step, weights in other.items()
+    ]
+
+
+def _snapshots(net: str, moments: set[int], options: dict[str, Any]) -> dict[int, Tensor]:
+    """All weights of a training in one row, by the number of updates, at those windows."""
+    seen: dict[int, Tensor] = {}
+    windows = 0
+
+    def look(model: Trainable, step: int) -> None:
+        nonlocal windows
+        if windows in moments:
+            seen[step] = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().float()
+        windows += 1
+
+    train(net, watch=look, **options)
+    return seen
+
+
+def _apart(a: Tensor, b: Tensor) -> dict[str, float]:
+    ulps = ulp_distance(a, b)
+    return {
+        "distance": float((a.double() - b.double()).norm() / a.double().norm()),
+        "changed": float((ulps > 0).double().mean()),
+        "ulps": float(ulps.double().median()),
+    }

@@ -1,0 +1,102 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+import gpulab as gl
+from gpulab.models.autoencoders import COVARIANCES, EPSILON
+
+CPU, TF32 = "cpu:threads=1", "cpu:threads=1,emulate=ampere"
+
+
+@pytest.fixture(scope="module")
+def spectrum():
+    return gl.covariance_spectrum([CPU, TF32], seeds=range(6))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def here(store):
+    return gl.Experiment("whitener", [CPU, TF32], 6, "smoke", store).run(progress=False)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return gl.recorded_runs().query("experiment == 'whitener'")
+
+
+def test_the_spectrum_has_every_eigenvalue_once_largest_first(spectrum):
+    groups = spectrum.groupby(["setting", "covariance", "seed"])
+    assert len(groups) == 2 * len(COVARIANCES) * 6
+    for _, one in groups:
+        assert one["rank"].tolist() == list(range(1, 25))
+        assert (np.diff(one.eigenvalue) <= 0).all()
+
+
+def test_only_one_pass_in_tf32_loses_its_smallest_eigenvalues(spectrum):
+    smallest = spectrum.groupby(["setting", "covariance", "seed"]).eigenvalue.min().unstack("seed")
+    exact = smallest.loc[CPU, "centred"]
+    for setting, way in smallest.index:
+        off = (smallest.loc[setting, way] / exact - 1).abs().max()
+        assert (off > 0.5) == ((setting, way) == (TF32, "one-pass")), (setting, way, off)
+
+
+def test_a_negative_eigenvalue_below_epsilon_is_a_nan_at_the_first_update(spectrum, here):
+    smallest = spectrum[spectrum.setting == TF32].groupby(["covariance", "seed"]).eigenvalue.min()["one-pass"]
+    lost = here[here.setting == TF32].set_index("seed").diverged_at == 1
+    assert (lost == (smallest < -EPSILON)).all()
+
+
+def test_the_table_counts_runs_that_became_nan(here):
+    table = gl.cards_table(here).set_index("setting")
+    assert (table.loc[CPU, "diverged"], table.loc[TF32, "diverged"]) == (0, 6)
+    assert table.seeds.tolist() == [6, 6]
+    assert table.loc[CPU, "final_loss"] == pytest.approx(here[here.setting == CPU].final_loss.mean())
+
+
+def test_an_h200_did_what_the_emulation_does(recorded):
+    table = gl.cards_table(recorded).set_index(["setting", "covariance"])
+    assert table.loc[("cuda:tf32=on", "one-pass"), "diverged"] > 0.9 * table.loc[("cuda:tf32=on", "one-pass"), "seeds"]
+    assert table.diverged.sum() == table.loc[("cuda:tf32=on", "one-pass"), "diverged"]
+    report = gl.recorded_cards_audit()
+    emulated = gl.audit(gl.FirstWindow("whitener", seed=7, frames=50), CPU, TF32, progress=False)
+    for found in (report.findings[0], emulated.findings[0]):
+        assert (found.kind, found.operation) == ("reduced precision", "mm")
+        assert "codes.T @ codes" in found.line
+    assert report.findings[0].op.error == pytest.approx(emulated.findings[0].op.error, rel=1e-3)
+
+
+def test_prices_are_medians_between_their_quartiles():
+    table = gl.recorded_prices()
+    assert (table.ms_low <= table.ms).all()
+    assert (table.ms <= table.ms_high).all()
+    assert {"machine", "setting", "covariance", "rounds", "batch_size"} <= set(table)
+
+
+def test_the_finding_says_what_the_numbers_say(here, recorded, store):
+    old = here[here.setting == CPU]
+    search = {"learning_rate": [2e-3], "code": [16], "emulate": [None]}
+    found = gl.reproduce(old, search, TF32, margin="1sd", store=store, progress=False)
+    text = gl.cards_finding(pd.concat([here, recorded]), gl.recorded_cards_audit(), found)
+    assert f"under {CPU}, here: 0 of 6 seeds became NaN" in text
+    assert f"under {TF32}, here: 6 of 6 seeds became NaN" in text
+    assert "recorded on NVIDIA H200: 37 of 40 seeds became NaN" in text
+    assert "The audit blames mm (forward), reduced precision" in text
+    assert "centred under cuda:tf32=on against one-pass under cuda:tf32=off: 40 seeds, 0 became NaN" in text
+    assert "Of 2 retunings of the training 0 gave the old losses back, and of 1 changes of the arithmetic 1" in text
+
+
+def test_the_figures_are_small_and_say_what_they_show(spectrum, here, recorded):
+    both = pd.concat([here, recorded.query("covariance == 'one-pass' and seed < 6")])
+    fast = both.setting.isin([TF32, "cuda:tf32=on"])
+    pictures = {
+        "of the new card's": gl.companion.divergence(both[~fast], both[fast]),
+        "6 seeds": gl.companion.spectrum(pd.concat([spectrum, spectrum[:0]])),
+        "NVIDIA H200": gl.companion.prices(gl.recorded_prices()),
+    }
+    for words, picture in pictures.items():
+        assert words in picture.alt
+        assert 3_000 < len(picture.png()) < 150_000

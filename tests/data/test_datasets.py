@@ -1,0 +1,608 @@
+import functools
+import gzip
+import hashlib
+import http.server
+import itertools
+import struct
+import threading
+
+import av
+import numpy as np
+import pytest
+import torchvision
+from PIL import Image
+
+import gpulab as gl
+from gpulab.data.datasets import NAMES, Images, Sequence
+
+SMALL = (24, 32)
+
+
+def taken(windows, count):
+    return list(itertools.islice(windows, count))
+
+
+def noise(*shape):
+    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+class Counter(Sequence):
+    """A sequence whose frames hold their own number, to see which are used, and how often."""
+
+    def __init__(self, frames, held=20):
+        super().__init__("counter", 1, (1, 1), frames, held)
+        self.decoded = []
+
+    def stream(self, start=0, stop=None):
+        for number in range(start, self.frames + self.held if stop is None else stop):
+            self.decoded.append(number)
+            yield np.full((1, 1, 1), number, dtype=np.int64)
+
+
+def numbers(window):
+    return window.frames[:, 0, 0, 0].tolist()
+
+
+# --- names ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def every_name(tmp_path):
+    """A name of each kind that is known, with files made here."""
+    write_video(tmp_path / "noise.mkv", noise(30, 30, 40, 3))
+    write_images(tmp_path / "frames", noise(30, 30, 40, 3))
+    write_idx(tmp_path / "t10k-images-idx3-ubyte", noise(30, 28, 28))
+    names = ["digits", f"mnist:{tmp_path}", "walk", "moving-digits", "jpeg:walk"]
+    return [*names, f"video:{tmp_path / 'noise.mkv'}", f"frames:{tmp_path / 'frames'}"]
+
+
+def test_every_kind_of_name_loads_and_describes_itself(every_name):
+    assert {name.partition(":")[0] for name in every_name} == {name.partition(":")[0] for name in NAMES}
+    for name in every_name:
+        data = gl.load(name, size=SMALL)
+        window = next(data.windows(4))
+        assert window.restart
+        assert window.frames.dtype == np.uint8
+        assert window.frames.shape == (4, data.channels, *data.size)
+        assert len(next(data.heldout(2)).frames) == 2
+        assert f"{len(data):,}" in repr(data)
+        assert "held out" in repr(data)
+        assert data.size == ((28, 28) if data.channels == 1 else SMALL)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "imagenet", "digits:7", "walk:x", "moving-digits:x", "video", "video:", "frames:", "jpeg:"]
+)
+def test_an_unknown_name_is_refused_with_a_list_of_the_known_ones(name):
+    with pytest.raises(gl.UsageError) as error:
+        gl.load(name)
+    assert f"{name!r}" in str(error.value)
+    assert all(known in str(error.value) for known in NAMES)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"size": (0, 32)},
+        {"size": (24, -1)},
+        {"size": (24,)},
+        {"size": (24, 32, 3)},
+        {"size": 48},
+        {"size": (24.5, 32)},
+        {"frames": 0},
+        {"frames": -5},
+        {"frames": 2.5},
+        {"speed": 0},
+        {"speed": -1.0},
+        {"speed": float("nan")},
+        {"speed": float("inf")},
+        {"seed": -1},
+    ],
+    ids=str,
+)
+def test_nonsense_is_a_usage_error(nonsense):
+    with pytest.raises(gl.UsageError):
+        gl.load("walk", **nonsense)
+
+
+# --- windows of a sequence -------------------------------------------------------------------------------
+
+
+def test_the_published_protocol_has_250_windows_of_20_frames():
+    data = gl.load("walk", frames=5000, size=(3, 4))
+    windows = taken(data.windows(20), 251)
+    assert [len(window.frames) for window in windows] == [20] + 249 * [21] + [20]
+    assert [window.restart for window in windows] == [True] + 249 * [False] + [True]
+    assert sum(len(window.frames) - 1 for window in windows[:250]) == 4999  # predictions
+    every = np.concatenate([windows[0].frames, *(window.frames[1:] for window in windows[1:250])])
+    assert (every == np.stack(list(data.stream(0, 5000)))).all()
+    for before, after in itertools.pairwise(windows[:250]):
+        assert (after.frames[0] == before.frames[-1]).all()
+
+
+def test_a_short_sequence_is_passed_over_again_from_its_beginning():
+    windows = taken(Counter(frames=11).windows(4), 5)
+    assert [numbers(window) for window in windows] == [
+        [0, 1, 2, 3],
+        [3, 4, 5, 6, 7],
+        [0, 1, 2, 3],
+        [3, 4, 5, 6, 7],
+        [0, 1, 2, 3],
+    ]
+    assert [window.restart for window in windows] == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4])
+def test_starting_at_a_window_is_skipping_those_before(length):
+    whole = [(numbers(window), window.restart) for window in taken(Counter(frames=13).windows(length), 20)]
+    for start in range(12):
+        later = taken(Counter(frames=13).windows(length, start=start), 8)
+        assert [(numbers(window), window.restart) for window in later] == whole[start : start + 8]
+
+
+def test_no_frame_is_read_before_it_is_needed():
+    data = Counter(frames=1000)
+    windows = data.windows(10, start=50)
+    next(windows)
+    assert data.decoded == list(range(499, 510))
+    next(windows)
+    assert data.decoded == list(range(499, 520))
+
+
+@pytest.mark.parametrize(("held", "length"), [(20, 20), (20, 7), (20, 30), (45, 20), (2, 20)])
+def test_held_out_frames_are_those_after_the_training_part(held, length):
+    data = Counter(frames=40, held=held)
+    trained = {number for window in taken(data.windows(10), 8) for number in numbers(window)}
+    windows = list(data.heldout(length))
+    seen = [number for window in windows for number in numbers(window)[not window.restart :]]
+    assert trained == set(range(40))
+    assert seen == list(range(40, 40 + len(windows) * min(length, held)))
+    assert [window.restart for window in windows] == [True] + (len(windows) - 1) * [False]
+
+
+def test_the_loss_of_repeating_the_last_frame_is_that_of_the_held_out_part():
+    data = gl.load("walk", frames=40, size=SMALL)
+    frames = np.stack(list(data.stream(40, 60))) / 255
+    assert data.repeat_loss() == pytest.approx(np.square(frames[1:] - frames[:-1]).mean(), rel=1e-12)
+    assert data.repeat_loss(length=7) == pytest.approx(np.square(frames[1:14] - frames[:13]).mean(), rel=1e-12)
+
+
+def test_too_few_frames_for_a_window_are_an_error():
+    with pytest.raises(gl.DataError, match="5 frames to train on; a window needs 20"):
+        next(gl.load("walk", frames=5, size=SMALL).windows(20))
+    with pytest.raises(gl.DataError, match="1 held-out frames"):
+        next(Counter(frames=40, held=1).heldout(20))
+
+
+def test_a_scene_has_as_many_frames_as_asked_and_the_scene_of_its_seed_and_speed():
+    data = gl.load("walk", frames=300, size=SMALL, seed=3, speed=2.0)
+    assert data.options() == {"size": [24, 32], "frames": 300, "heldout": 30, "scene_seed": 3, "speed": 2.0}
+    first = next(data.windows(4)).frames
+    assert not (first == next(gl.load("walk", size=SMALL, seed=4, speed=2.0).windows(4)).frames).all()
+    assert not (first == next(gl.load("walk", size=SMALL, seed=3, speed=1.0).windows(4)).frames).all()
+    assert (first == next(gl.load("walk", size=SMALL, seed=3, speed=2.0).windows(4, seed=9)).frames).all()
+
+
+def test_moving_digits_are_real_digits():
+    digits = gl.load("digits")
+    (frame,) = gl.load("moving-digits", size=(28, 28)).stream(0, 1)  # no room to move: both fill the square
+    everything = np.concatenate([digits.train, digits.held])[:, 0]
+    inside = (everything <= frame[0]).all((1, 2))  # the digits of which each pixel is at most that of the frame
+    covered = functools.reduce(np.maximum, everything[inside])
+    assert (covered == frame[0]).all()
+
+
+# --- images ----------------------------------------------------------------------------------------------
+
+
+def numbered_images(count):
+    return Images("numbered", np.arange(count)[:, None, None, None], np.arange(count, count + 7)[:, None, None, None])
+
+
+@pytest.mark.parametrize("length", [1, 4, 7, 30])
+def test_every_pass_over_the_images_shows_each_once_in_an_order_of_its_own(length):
+    data = numbered_images(20)
+    stream = [number for window in taken(data.windows(length), 120 // length) for number in numbers(window)]
+    passes = [stream[start : start + 20] for start in range(0, len(stream) - 19, 20)]
+    assert len(passes) >= 5
+    assert all(sorted(one) == list(range(20)) for one in passes)
+    assert len({tuple(one) for one in passes}) == len(passes)
+
+
+def test_each_seed_has_its_order_and_keeps_it():
+    def orders():
+        return [numbers(window) for seed in range(10) for window in taken(numbered_images(20).windows(20, seed), 3)]
+
+    assert len({tuple(order) for order in orders()}) == 30, "nor is the second pass the first one of the next seed"
+    assert orders() == orders()
+
+
+def test_the_order_of_images_leaves_the_random_numbers_of_torch_alone():
+    import torch
+
+    state = torch.get_rng_state()
+    taken(numbered_images(20).windows(7), 10)
+    assert (torch.get_rng_state() == state).all()
+
+
+@pytest.mark.parametrize("start", [1, 2, 3, 11])
+def test_images_resume_in_the_middle_of_a_pass(start):
+    whole = [numbers(window) for window in taken(numbered_images(20).windows(7, seed=5), 20)]
+    later = [numbers(window) for window in taken(numbered_images(20).windows(7, seed=5, start=start), 5)]
+    assert later == whole[start : start + 5]
+
+
+def test_images_have_no_order_to_remember_and_the_held_out_ones_come_once():
+    data = numbered_images(20)
+    assert all(window.restart for window in taken(data.windows(7), 5))
+    assert [numbers(window) for window in data.heldout(4)] == [[20, 21, 22, 23], [24, 25, 26]]
+
+
+def test_digits_are_the_real_ones_enlarged_each_in_one_part_only():
+    from sklearn.datasets import load_digits
+
+    data = gl.load("digits")
+    assert (data.train.shape, data.held.shape) == ((1500, 1, 28, 28), (297, 1, 28, 28))
+    assert data.train.min() == 0
+    assert data.train.max() > 240
+    every, small = np.concatenate([data.train, data.held])[:, 0], load_digits().images
+    shrunk = np.stack([np.asarray(Image.fromarray(digit).resize((8, 8), Image.Resampling.BOX)) for digit in every])
+    alike = [np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in zip(shrunk, small, strict=True)]
+    assert min(alike) > 0.95  # in scikit-learn's order: no image is in both parts
+
+
+# --- MNIST -----------------------------------------------------------------------------------------------
+
+
+def idx(images, magic=2051):
+    return struct.pack(">4I", magic, *images.shape) + images.tobytes()
+
+
+def write_idx(file, images):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(gzip.compress(idx(images)) if file.suffix == ".gz" else idx(images))
+
+
+def test_real_mnist_where_only_the_test_split_is_there(shared):
+    data = gl.load(f"mnist:{shared / 'mnist'}")
+    assert (data.train.shape, data.held.shape) == ((9000, 1, 28, 28), (1000, 1, 28, 28))
+    every = np.concatenate([data.train, data.held])
+    assert (every.min(), every.max()) == (0, 255)
+    assert 0.1 < every.mean() / 255 < 0.16
+    assert (
+        hashlib.sha256(every.tobytes()).hexdigest()
+        == hashlib.sha256(
+            gzip.decompress((shared / "mnist" / "t10k-images-idx3-ubyte.gz").read_bytes())[16:]
+        ).hexdigest()
+    )
+
+
+@pytest.mark.parametrize("place", [".", "MNIST/raw", "raw"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_mnist_with_both_splits_is_found_where_tools_put_it(tmp_path, place, suffix):
+    train, test = noise(12, 28, 28), noise(5, 28, 28) // 2
+    write_idx(tmp_path / place / f"train-images-idx3-ubyte{suffix}", train)
+    write_idx(tmp_path / place / f"t10k-images-idx3-ubyte{suffix}", test)
+    data = gl.load(f"mnist:{tmp_path}")
+    assert data.name == "mnist"
+    assert (data.train[:, 0] == train).all()
+    assert (data.held[:, 0] == test).all()
+
+
+def test_mnist_is_found_in_the_folder_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPULAB_DATA", str(tmp_path))
+    write_idx(tmp_path / "mnist" / "train-images-idx3-ubyte.gz", noise(20, 28, 28))
+    data = gl.load("mnist")
+    assert (len(data.train), len(data.held)) == (18, 2)
+
+
+WHOLE = idx(noise(30, 28, 28))
+PACKED = gzip.compress(WHOLE)
+
+
+def damaged(content, place):
+    return content[:place] + b"\xff\xff\xff\xff" + content[place + 4 :]
+
+
+TEST = "t10k-images-idx3-ubyte"
+DAMAGED_MNIST = {
+    "half a .gz": (f"{TEST}.gz", PACKED[: len(PACKED) // 2], "cannot be unpacked"),
+    "changed .gz": (f"{TEST}.gz", damaged(PACKED, len(PACKED) // 2), "cannot be unpacked"),
+    "changed block": (f"{TEST}.gz", damaged(PACKED, 12), "cannot be unpacked"),
+    "not a .gz": (f"{TEST}.gz", WHOLE, "cannot be unpacked"),
+    "empty .gz": (f"{TEST}.gz", b"", "0 bytes"),
+    "empty": (TEST, b"", "0 bytes"),
+    "labels": (TEST, idx(noise(30, 28, 28), magic=2049), "2049"),
+    "too short": (TEST, WHOLE[:-1], "30 images of 28×28"),
+    "too long": (TEST, WHOLE + b"x", "30 images of 28×28"),
+    "half a header": ("train-images-idx3-ubyte", WHOLE[:10], "10 bytes"),
+    "no images": ("train-images-idx3-ubyte", idx(noise(0, 28, 28)), "0 images"),
+    "none to hold out": (TEST, idx(noise(9, 28, 28)), "9 images"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "reason"), DAMAGED_MNIST.values(), ids=DAMAGED_MNIST)
+def test_a_damaged_mnist_file_is_named(tmp_path, name, content, reason):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(gl.DataError) as error:
+        gl.load(f"mnist:{tmp_path}")
+    assert str(tmp_path / name) in str(error.value)
+    assert reason in str(error.value)
+
+
+def test_a_folder_without_mnist_is_named(tmp_path):
+    with pytest.raises(gl.DataError, match="neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte") as error:
+        gl.load(f"mnist:{tmp_path}")
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch):
+    """A mirror of MNIST on this machine, and a `GPULAB_DATA` to download to."""
+    served = tmp_path / "mirror"
+    write_idx(served / "train-images-idx3-ubyte.gz", noise(30, 28, 28))
+    write_idx(served / "t10k-images-idx3-ubyte.gz", noise(10, 28, 28))
+    sums = [(file.name, hashlib.md5(file.read_bytes()).hexdigest()) for file in sorted(served.iterdir())]
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=served)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
+        monkeypatch.setattr(torchvision.datasets.MNIST, "resources", sums)
+        monkeypatch.setenv("GPULAB_DATA", str(tmp_path / "data"))
+        yield served
+        server.shutdown()
+
+
+def test_mnist_is_downloaded_once_and_then_found(mirror):
+    data = gl.load("mnist")
+    assert (len(data.train), len(data.held)) == (30, 10)
+    assert (data.train[:, 0] == noise(30, 28, 28)).all()
+    for file in mirror.iterdir():
+        file.unlink()
+    assert (gl.load("mnist").train == data.train).all()
+
+
+@pytest.mark.usefixtures("mirror")
+def test_a_mirror_that_does_not_answer_is_passed_over(monkeypatch):
+    good = torchvision.datasets.MNIST.mirrors
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"{good[0]}nowhere/", *good])
+    assert len(gl.load("mnist").train) == 30
+
+
+def test_a_download_with_a_wrong_checksum_is_refused_and_leaves_nothing(mirror, tmp_path):
+    good = (mirror / "train-images-idx3-ubyte.gz").read_bytes()
+    write_idx(mirror / "train-images-idx3-ubyte.gz", noise(30, 28, 28) // 2)
+    with pytest.raises(gl.DataError, match=r"train-images-idx3-ubyte\.gz could not be downloaded.*http://127"):
+        gl.load("mnist")
+    assert [file for file in (tmp_path / "data").rglob("*") if file.is_file()] == []
+    (mirror / "train-images-idx3-ubyte.gz").write_bytes(good)
+    assert (gl.load("mnist").train[:, 0] == noise(30, 28, 28)).all()
+
+
+def test_half_a_download_is_not_taken_for_the_whole(mirror):
+    """The other file is fetched the next time: a split of the training images is other data."""
+    good = (mirror / "t10k-images-idx3-ubyte.gz").read_bytes()
+    (mirror / "t10k-images-idx3-ubyte.gz").unlink()
+    with pytest.raises(gl.DataError, match="t10k-images-idx3-ubyte"):
+        gl.load("mnist")
+    (mirror / "t10k-images-idx3-ubyte.gz").write_bytes(good)
+    data = gl.load("mnist")
+    assert (len(data.train), len(data.held)) == (30, 10)
+
+
+# --- video -----------------------------------------------------------------------------------------------
+
+
+def write_video(file, frames, codec="ffv1", pixels="bgr0"):
+    """Encode colour (T, H, W, 3) or grey (T, H, W) frames; FFV1 and PNG lose nothing."""
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream(codec, rate=25)
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = pixels
+        for frame in frames:
+            picture = av.VideoFrame.from_ndarray(frame, format="gray" if frame.ndim == 2 else "rgb24")
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "pixels"), [("a.mkv", "ffv1", "bgr0"), ("a.mp4", "png", "rgb24"), ("a.avi", "ffv1", "bgr0")]
+)
+def test_the_frames_of_a_lossless_video_of_odd_size_come_back_exactly(tmp_path, name, codec, pixels):
+    frames = noise(44, 45, 61, 3)
+    write_video(tmp_path / name, frames, codec, pixels)
+    data = gl.load(f"video:{tmp_path / name}", size=(45, 61))
+    assert (len(data), data.options()["heldout"]) == (40, 4)
+    assert (np.stack(list(data.stream())) == frames.transpose(0, 3, 1, 2)).all()
+    assert (np.stack(list(data.stream(5, 9))) == frames[5:9].transpose(0, 3, 1, 2)).all()
+
+
+def test_a_video_is_cut_in_the_middle_and_scaled(tmp_path):
+    frames = np.zeros((5, 40, 120, 3), dtype=np.uint8)
+    frames[:, :, 40:80] = (200, 100, 50)  # the middle third, a square, is all that a square shows
+    write_video(tmp_path / "a.mkv", frames)
+    (frame,) = gl.load(f"video:{tmp_path / 'a.mkv'}", size=(10, 10)).stream(0, 1)
+    assert (frame[:, :, 1:-1] == np.array([200, 100, 50])[:, None, None]).all()  # edges are blended with what is beyond
+
+
+def test_a_grey_video_must_be_asked_for_in_grey(tmp_path):
+    frames = noise(20, 45, 61)
+    write_video(tmp_path / "grey.mkv", frames, pixels="gray")
+    with pytest.raises(gl.DataError, match=r"grey\.mkv: is grey .*grey=True"):
+        gl.load(f"video:{tmp_path / 'grey.mkv'}")
+    data = gl.load(f"video:{tmp_path / 'grey.mkv'}", size=(45, 61), grey=True)
+    assert data.channels == 1
+    assert (np.stack(list(data.stream()))[:, 0] == frames).all()
+
+
+def test_a_colour_video_can_be_read_in_grey(tmp_path):
+    write_video(tmp_path / "a.mkv", noise(20, 24, 32, 3))
+    assert next(gl.load(f"video:{tmp_path / 'a.mkv'}", size=SMALL, grey=True).windows(5)).frames.shape == (5, 1, 24, 32)
+
+
+@pytest.mark.parametrize(("asked", "trained", "held"), [(None, 37, 3), (20, 20, 2), (1000, 37, 3), (38, 37, 3)])
+def test_a_video_gives_as_many_frames_as_asked_and_holds_the_next_ones_out(tmp_path, asked, trained, held):
+    write_video(tmp_path / "a.mkv", noise(40, 24, 32, 3))
+    data = gl.load(f"video:{tmp_path / 'a.mkv'}", frames=asked, size=SMALL)
+    assert data.options() == {"size": [24, 32], "frames": trained, "heldout": held}
+    every = np.stack(list(data.stream()))
+    assert (next(data.heldout(20)).frames == every[trained : trained + held]).all()
+
+
+def test_a_real_video(shared):
+    data = gl.load(f"video:{shared / 'video' / 'road_camera.mp4'}", size=SMALL)
+    assert (len(data), data.options()["heldout"], data.channels) == (201, 20, 3)
+    frames = np.stack(list(data.stream()))
+    assert frames.shape == (221, 3, 24, 32)
+    change = np.abs(np.diff(frames.astype(int), axis=0)).mean((1, 2, 3))
+    assert 0 < change.mean() < 20 < frames.std()  # a picture that moves a little from frame to frame
+    assert [window.restart for window in taken(data.windows(20), 12)] == [True] + 9 * [False] + [True, False]
+
+
+@pytest.mark.parametrize("part", [0.3, 0.5, 0.9])
+def test_a_truncated_real_video_is_named(shared, tmp_path, part):
+    content = (shared / "video" / "road_camera.mp4").read_bytes()
+    (tmp_path / "cut.mp4").write_bytes(content[: int(len(content) * part)])
+    with pytest.raises(gl.DataError, match=r"cut\.mp4: .*truncated"):
+        gl.load(f"video:{tmp_path / 'cut.mp4'}")
+
+
+def test_a_real_video_with_a_hole_is_named_with_the_frame(shared, tmp_path):
+    content = bytearray((shared / "video" / "road_camera.mp4").read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 20_000] = bytes(20_000)
+    (tmp_path / "hole.mp4").write_bytes(content)
+    data = gl.load(f"video:{tmp_path / 'hole.mp4'}", size=SMALL)
+    with pytest.raises(gl.DataError, match=r"hole\.mp4: frame 1\d\d cannot be decoded"):
+        list(data.stream())
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.avi", "a.mkv"])
+def test_a_truncated_video_is_named_whatever_holds_it(tmp_path, name):
+    write_video(tmp_path / name, noise(40, 45, 61, 3), *(("png", "rgb24") if name == "a.mp4" else ("ffv1", "bgr0")))
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(gl.DataError) as error:
+        list(gl.load(f"video:{tmp_path / name}", size=SMALL).stream())
+    assert str(tmp_path / name) in str(error.value)
+
+
+def test_what_is_not_a_video_is_named(tmp_path):
+    (tmp_path / "text.mp4").write_text("Call me Ishmael.\n" * 100)
+    (tmp_path / "empty.mp4").touch()
+    (tmp_path / "zeros.mp4").write_bytes(bytes(10_000))
+    write_sound(tmp_path / "sound.wav")
+    reasons = {
+        "text.mp4": "not a video",
+        "empty.mp4": "empty",
+        "zeros.mp4": "not a video",
+        "sound.wav": "no video",
+        "missing.mp4": "no such file",
+    }
+    for name, reason in reasons.items():
+        with pytest.raises(gl.DataError, match=reason) as error:
+            gl.load(f"video:{tmp_path / name}")
+        assert str(tmp_path / name) in str(error.value)
+
+
+def write_sound(file):
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), dtype=np.int16), format="s16", layout="mono")
+        frame.rate = 8000
+        container.mux(stream.encode(frame))
+
+
+def test_a_video_too_short_to_learn_from_is_named(tmp_path):
+    write_video(tmp_path / "a.mkv", noise(3, 24, 32, 3))
+    with pytest.raises(gl.DataError, match=r"a\.mkv: 3 frames; at least 4"):
+        gl.load(f"video:{tmp_path / 'a.mkv'}")
+
+
+# --- folders of frames -----------------------------------------------------------------------------------
+
+
+def write_images(folder, frames, suffix="png"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, frame in enumerate(frames):
+        Image.fromarray(frame).save(folder / f"{number:03}.{suffix}")
+
+
+def test_the_images_of_a_folder_come_back_exactly_in_the_order_of_their_names(tmp_path):
+    frames = noise(22, 24, 32, 3)
+    write_images(tmp_path, frames)
+    (tmp_path / "notes.txt").write_text("not a frame")
+    data = gl.load(f"frames:{tmp_path}", size=SMALL)
+    assert (len(data), data.options()["heldout"]) == (20, 2)
+    assert (np.stack(list(data.stream())) == frames.transpose(0, 3, 1, 2)).all()
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "webp", "bmp", "tiff"])
+def test_other_formats_are_read_and_truncated_ones_named(tmp_path, suffix):
+    write_images(tmp_path, noise(6, 24, 32, 3), suffix)
+    assert len(list(gl.load(f"frames:{tmp_path}", size=SMALL).stream())) == 6
+    file = tmp_path / f"004.{suffix}"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(gl.DataError, match=f"004.{suffix}"):
+        list(gl.load(f"frames:{tmp_path}", size=SMALL).stream())
+
+
+def test_a_folder_that_is_missing_or_empty_is_named(tmp_path):
+    for folder, reason in [(tmp_path / "missing", "no such folder"), (tmp_path, "holds no images")]:
+        with pytest.raises(gl.DataError, match=reason) as error:
+            gl.load(f"frames:{folder}")
+        assert str(folder) in str(error.value)
+
+
+def test_images_of_two_sizes_are_refused(tmp_path):
+    write_images(tmp_path, noise(6, 24, 32, 3))
+    Image.fromarray(noise(20, 32, 3)).save(tmp_path / "004.png")
+    with pytest.raises(gl.DataError, match=r"004\.png: is 32×20 pixels, the images before it 32×24"):
+        gl.load(f"frames:{tmp_path}")
+
+
+@pytest.mark.parametrize("suffix", ["png", "tiff"])
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, ">u2", np.float32])
+def test_grey_images_must_be_asked_for_in_grey_and_keep_their_shades(tmp_path, kind, suffix):
+    if suffix == "png" and kind in (">u2", np.float32):
+        pytest.skip("PNG stores no such numbers")
+    ramp = np.linspace(0, 255, 24 * 32).astype(np.uint8).reshape(24, 32)
+    wide = {
+        np.uint8: ramp,
+        np.uint16: ramp.astype(np.uint16) * 257,
+        ">u2": (ramp.astype(np.uint16) * 257).astype(">u2"),
+    }
+    write_images(tmp_path, np.stack(6 * [wide.get(kind, ramp.astype(np.float32))]), suffix)
+    with pytest.raises(gl.DataError, match=r"000\.\w+: is grey .*grey=True"):
+        gl.load(f"frames:{tmp_path}")
+    (frame,) = gl.load(f"frames:{tmp_path}", size=SMALL, grey=True).stream(0, 1)
+    assert (frame[0] == ramp).all()
+
+
+def damage_chunk(content):
+    """The length of the first chunk of pixels is wrong, so the next chunk begins in the wrong place."""
+    place = content.index(b"IDAT") - 1
+    return content[:place] + b"\x07" + content[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "spoil"),
+    [
+        ("empty", lambda _: b""),
+        ("text", lambda _: b"Call me Ishmael.\n" * 20),
+        ("half a header", lambda content: content[:20]),
+        ("truncated", lambda content: content[: len(content) // 2]),
+        ("bytes changed", lambda content: damaged(content, len(content) // 2)),
+        ("chunk", damage_chunk),
+    ],
+)
+def test_a_damaged_image_is_named(tmp_path, damage, spoil):
+    write_images(tmp_path, noise(6, 24, 32, 3))
+    (tmp_path / "004.png").write_bytes(spoil((tmp_path / "004.png").read_bytes()))
+    with pytest.raises(gl.DataError, match=r"004\.png") as error:
+        list(gl.load(f"frames:{tmp_path}", size=SMALL).stream())
+    assert "object at 0x" not in str(error.value), damage

@@ -1,0 +1,243 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.data.feed import LOADERS, Loader
+from gpulab.models.chainer import chainer_views
+from gpulab.passports import Passport
+from gpulab.training import run as training
+
+BUFFERED = ("copied", "reused", "imitated")
+RECORDED = sorted(Path("data/runs").glob("*/run.json"))
+MODELS = pytest.mark.parametrize("model", ["prednet", "autoencoder"])
+
+
+def frames(count=5, shape=(3, 12, 16), seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (count, *shape)).astype(np.uint8)
+
+
+def weights(model, loader, **options):
+    run = gl.train(model, seed=1, profile="smoke", frames=100, loader=loader, progress=False, **options)
+    assert run.status == "finished"
+    return run.record["summary"]["weights"]
+
+
+def small_net(setting):
+    net = gl.PredNet(channels=(3, 4, 8), size=(12, 16))
+    return net.to(setting.device, setting.dtype)
+
+
+def first_window(loader, setting="cpu"):
+    """The losses of a first window, and the gradient of every parameter laid end to end."""
+    setting = gl.Setting.parse(setting)
+    net, loader = small_net(setting), Loader(loader, setting)
+    batch = next(net.batches(loader.window(frames()))) if loader.name == "window" else loader.feed(frames())
+    objective, per_frame, _ = net.training_loss(batch, None)
+    objective.backward()
+    return per_frame, torch.cat([p.grad.flatten() for p in net.parameters()])
+
+
+def relative(one, other):
+    return float(torch.linalg.vector_norm((one - other).double()) / torch.linalg.vector_norm(other.double()))
+
+
+# --- memory ----------------------------------------------------------------------------------------------
+
+
+def test_reused_shares_memory_and_copied_does_not():
+    for name, shared in [("reused", True), ("imitated", True), ("copied", False)]:
+        given = list(Loader(name, gl.Setting.parse("cpu")).feed(frames(3)))
+        assert (len({tensor.data_ptr() for tensor in given}) == 1) is shared, name
+        assert bool((given[0] == given[2]).all()) is shared, "the first holds what came last"
+
+
+def test_reused_is_the_buffer_and_imitated_memory_of_its_own():
+    for name, same in [("reused", True), ("imitated", False), ("copied", False)]:
+        feed = Loader(name, gl.Setting.parse("cpu")).feed(frames(3))
+        tensor = next(iter(feed))
+        feed.buffer.fill(7)
+        assert bool((tensor == 7).all()) is same, name
+
+
+def test_autograd_is_not_told_that_the_memory_is_written_again():
+    for name in ("reused", "imitated"):
+        assert {t._version for t in Loader(name, gl.Setting.parse("cpu")).feed(frames(3))} == {0}, name
+
+
+def test_windows_of_one_loader_are_imitated_in_one_memory_also_when_their_length_changes():
+    loader = Loader("imitated", gl.Setting.parse("cpu"))
+    places = {tensor.data_ptr() for count in (3, 5) for tensor in loader.feed(frames(count))}
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("name", BUFFERED)
+@pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16"])
+def test_every_loader_gives_the_same_numbers_in_the_precision_of_the_setting(name, precision):
+    setting = gl.Setting.parse(f"cpu:precision={precision}")
+    loader, given = Loader(name, setting), frames()
+    window = Loader("window", setting).window(given)
+    seen = [tensor.clone() for tensor in loader.feed(given)]
+    assert {tensor.dtype for tensor in seen} == {getattr(torch, precision)} == {window.dtype}
+    assert torch.equal(torch.cat(seen), window)
+    assert len(loader.feed(given)) == len(given)
+
+
+def test_all_bytes_are_scaled_to_the_float32_nearest_to_k_by_255():
+    given = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)
+    expected = (np.arange(256) / 255).astype(np.float32)
+    for name in LOADERS:
+        loader = Loader(name, gl.Setting.parse("cpu"))
+        tensor = loader.window(given) if name == "window" else next(iter(loader.feed(given)))
+        assert (tensor.numpy().ravel() == expected).all(), name
+
+
+def test_a_frame_is_read_when_it_is_asked_for():
+    given = frames(3)
+    feed = iter(Loader("reused", gl.Setting.parse("cpu")).feed(given))
+    next(feed)
+    given[1] = 255
+    assert (next(feed) == 1).all()
+
+
+# --- training --------------------------------------------------------------------------------------------
+
+
+@MODELS
+def test_copied_trains_to_the_bits_of_window_and_imitated_to_those_of_reused(model):
+    made = {loader: weights(model, loader) for loader in LOADERS}
+    assert made["copied"] == made["window"]
+    assert made["imitated"] == made["reused"]
+    # One image is one graph: nothing is written between its forward and its backward pass.
+    assert (made["reused"] == made["copied"]) is (model == "autoencoder")
+
+
+@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
+def test_so_do_other_precisions(precision):
+    setting = f"cpu:precision={precision}"
+    made = {loader: weights("prednet", loader, setting=setting) for loader in LOADERS}
+    assert made["copied"] == made["window"]
+    assert made["imitated"] != made["copied"]
+    # A buffer of NumPy, which has no bfloat16, is copied when it is converted: nothing is shared.
+    assert made["reused"] == made["copied" if precision == "bfloat16" else "imitated"]
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_a_reused_buffer_leaves_the_first_losses_alone_and_spoils_the_gradient(precision):
+    setting = f"cpu:precision={precision}"
+    losses, gradient = first_window("window", setting)
+    for loader in BUFFERED:
+        its_losses, its_gradient = first_window(loader, setting)
+        assert torch.equal(its_losses, losses)
+        apart = relative(its_gradient, gradient)
+        if loader == "copied":
+            assert apart < (1e-6 if precision == "float32" else 1e-14)
+        else:
+            assert apart > 0.01
+
+
+def test_the_variant_of_lotter_is_not_spoilt():
+    """Its loss is the error units themselves, whose derivative needs their sign and no frame."""
+    net = gl.PredNet(channels=(3, 4), size=(12, 16), variant="lotter")
+    assert len({weights(net, loader) for loader in LOADERS}) == 1
+
+
+def test_the_guard_sees_the_reused_buffer_and_nothing_in_the_copied():
+    for loader in ("window", "copied"):
+        gl.train("prednet", profile="smoke", frames=20, loader=loader, guard=True, progress=False)
+    for loader in ("reused", "imitated"):
+        with pytest.raises(gl.OverwrittenError):
+            gl.train("prednet", profile="smoke", frames=20, loader=loader, guard=True, progress=False)
+
+
+# --- against Chainer ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chainer(shared):
+    with np.load(shared / "chainer" / "prednet_small_expected.npz") as archive:
+        expected = {name: archive[name] for name in archive.files}
+    return gl.PredNet.from_chainer(shared / "chainer" / "prednet_small.model"), expected
+
+
+@pytest.mark.parametrize("name", BUFFERED)
+def test_gradients_are_those_of_the_authors_loop_in_chainer(chainer, name):
+    """The truth test: Chainer itself, its frames copied, and its frames in one buffer."""
+    net, expected = chainer
+    loader = Loader(name, gl.Setting.parse("cpu"))
+    scaled = expected["frames"]
+    feed = loader.feed(np.rint(scaled * 255).astype(np.uint8))
+    feed.frames = scaled * np.float32(255)  # frames that are no bytes, to within one rounding
+    net.zero_grad()
+    net.training_loss(feed, None)[0].backward()
+    mine = chainer_views(net, lambda parameter: parameter.grad)
+    prefix = f"grad_{'copied' if name == 'copied' else 'reused'}/predictor/"
+    theirs = {key.removeprefix(prefix): value for key, value in expected.items() if key.startswith(prefix)}
+    assert mine.keys() == theirs.keys()
+    apart = {key: np.linalg.norm(mine[key].numpy() - theirs[key]) / np.linalg.norm(theirs[key]) for key in mine}
+    assert {key: value for key, value in apart.items() if not value < 1e-6} == {}
+
+
+# --- names and ids -----------------------------------------------------------------------------------------
+
+
+def test_an_unknown_loader_is_refused_with_the_names_of_those_there_are():
+    for call in (
+        lambda: Loader("chainer", gl.Setting.parse("cpu")),
+        lambda: gl.train("prednet", profile="smoke", loader="chainer", progress=False),
+        lambda: gl.Experiment("prednet", ["cpu"], [0], "smoke", options={"loader": "chainer"}).run(),
+    ):
+        with pytest.raises(gl.UsageError, match=r"loader 'chainer': expected one of window, copied, reused, imitated"):
+            call()
+
+
+def test_an_experiment_hands_its_loader_to_every_run(tmp_path):
+    options = {"loader": "reused", "frames": 20}
+    frame = gl.Experiment("prednet", ["cpu"], [0], "smoke", tmp_path, options=options).run()
+    record = json.loads((Path(frame.path[0]) / "run.json").read_text())
+    assert record["loader"] == "reused"
+    assert record["id"] == training.planned_id("prednet", setting="cpu", seed=0, profile="smoke", **options)
+    again = gl.train("prednet", profile="smoke", progress=False, **options)
+    assert frame.weights[0] == again.record["summary"]["weights"]
+
+
+def test_loaders_have_ids_of_their_own():
+    plan = {"setting": "cpu", "seed": 0, "profile": "smoke"}
+    ids = [training.planned_id("prednet", **plan, loader=loader) for loader in LOADERS]
+    assert len(set(ids)) == len(LOADERS)
+    assert training.planned_id("prednet", **plan) == ids[0]
+
+
+@pytest.mark.skipif(not RECORDED, reason="the recorded runs are not beside the tests")
+@pytest.mark.parametrize("model", ["prednet", "autoencoder"])
+def test_runs_keep_the_ids_that_they_were_recorded_with(model):
+    """Also those recorded before there were loaders."""
+    seen = set()
+    for file in RECORDED:
+        record = json.loads(file.read_text())
+        if record["experiment"] != model or record["configuration"]["data"] == "mnist":  # which is downloaded
+            continue
+        configuration, passport = record["configuration"], Passport(record["passport"])
+        kind = record["profile"], record["setting"], record.get("loader"), json.dumps(configuration)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        options = {
+            key: configuration["data_options"][key] for key in ("speed",) if key in configuration["data_options"]
+        }
+        plan = training.plan_run(
+            model,
+            setting=record["setting"],
+            seed=record["seed"],
+            profile=record["profile"],
+            frames=configuration["frames"],
+            learning_rate=configuration["learning_rate"],
+            loader=record.get("loader", "window"),
+            data_options=options,
+            rerun=record["rerun"],
+        )
+        assert plan.identity(passport)["id"] == record["id"]
+    assert {loader for _, _, loader, _ in seen} >= {None}

@@ -1,0 +1,135 @@
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import gpulab as gl
+from gpulab.data.jpeg import DECODERS, SUBSAMPLINGS, compare_decoders
+from gpulab.training.run import planned_id
+
+HERE = gl.available_decoders()
+FRAMES = next(gl.load("walk", frames=20, size=(24, 32)).windows(5)).frames
+SMALL = {"profile": "smoke", "frames": 20, "progress": False}
+
+
+def jpeg(**options):
+    return {"data": "jpeg:walk", "data_options": options, **SMALL}
+
+
+def test_the_decoders_that_are_dependencies_are_here():
+    assert {"pillow", "torchvision", "av"} <= set(HERE) <= set(DECODERS)
+
+
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
+def test_a_frame_is_encoded_as_pillow_does(subsampling):
+    frame = FRAMES[0]
+    made = gl.encode_jpeg(frame, 90, subsampling)
+    file = io.BytesIO()
+    Image.fromarray(frame.transpose(1, 2, 0)).save(file, "JPEG", quality=90, subsampling=subsampling)
+    assert made == file.getvalue()
+    assert (gl.decode_jpeg(made) == np.asarray(Image.open(file)).transpose(2, 0, 1)).all()
+
+
+@pytest.mark.parametrize("decoder", HERE)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_each_decoder_gives_the_same_picture_but_for_small_differences(decoder, channels):
+    frame = FRAMES[0, :channels]
+    made = gl.decode_jpeg(gl.encode_jpeg(frame, 100, "4:4:4"), decoder)
+    assert made.dtype == np.uint8
+    assert made.shape == frame.shape
+    assert np.abs(made.astype(int) - frame).max() <= 12
+
+
+def test_the_table_counts_what_differs():
+    table = compare_decoders(FRAMES).set_index(["decoder", "channel"])
+    assert (table.loc["pillow", ["differ", "mean", "largest"]] == 0).all(axis=None)
+    files = [gl.encode_jpeg(frame) for frame in FRAMES]
+    av, pillow = (np.stack([gl.decode_jpeg(file, name) for file in files]).astype(int) for name in ("av", "pillow"))
+    row = table.loc[("av", "green")]
+    assert row.pixels == av[:, 1].size
+    assert row.differ == (av != pillow)[:, 1].mean()
+    assert row["mean"] == np.abs(av - pillow)[:, 1].mean()
+    assert row.largest == np.abs(av - pillow)[:, 1].max()
+    assert row.differ > 0, "otherwise there is no factor to speak of"
+
+
+def test_with_another_reference_the_same_decoder_is_the_one_that_agrees():
+    table = compare_decoders(FRAMES, reference="av")
+    assert table[table.decoder == "av"].largest.max() == 0 < table[table.decoder == "pillow"].largest.max()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: gl.decode_jpeg(b"", "gimp"), gl.UsageError, "'gimp': expected one of pillow, torchvision"),
+        (lambda: gl.encode_jpeg(FRAMES), gl.UsageError, r"shape \(5, 3, 24, 32\)"),
+        (lambda: gl.encode_jpeg(FRAMES[0] / 255), gl.UsageError, "float64"),
+        (lambda: gl.encode_jpeg(FRAMES[0], 0), gl.UsageError, "quality=0: .* 1 to 100"),
+        (lambda: gl.encode_jpeg(FRAMES[0], 75, "4:1:1"), gl.UsageError, "'4:1:1': .*4:2:0"),
+        (lambda: compare_decoders(FRAMES, reference="gimp"), gl.UsageError, "reference 'gimp'"),
+        (lambda: gl.load("walk", decoder="av"), gl.UsageError, "write jpeg:walk"),
+        (lambda: gl.load("jpeg:walk", decoder="gimp"), gl.UsageError, "'gimp'"),
+        (lambda: gl.load("jpeg:walk", quality=101), gl.UsageError, "quality=101"),
+        (lambda: gl.load("jpeg:digits"), gl.UsageError, "such as jpeg:walk"),
+        (lambda: gl.load("jpeg:jpeg:walk"), gl.UsageError, "expected one of"),
+    ],
+)
+def test_nonsense_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize("decoder", HERE)
+@pytest.mark.parametrize("cut", [0, 3, 300])
+def test_a_damaged_file_is_a_data_error_in_one_line(decoder, cut):
+    with pytest.raises(gl.DataError) as error:
+        gl.decode_jpeg(gl.encode_jpeg(FRAMES[0])[:cut], decoder)
+    assert decoder in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif("nvjpeg" in HERE, reason="there is a GPU")
+def test_a_decoder_that_is_not_here_is_told_with_those_that_are():
+    with pytest.raises(gl.GpulabError, match="cannot run here; there are pillow"):
+        gl.load("jpeg:walk", decoder="nvjpeg")
+
+
+# --- as data ---------------------------------------------------------------------------------------------
+
+
+def test_jpeg_data_are_the_frames_encoded_and_decoded():
+    plain, again = (gl.load(name, frames=20, size=(24, 32)) for name in ("walk", "jpeg:walk"))
+    frames, made = (next(data.windows(5)).frames for data in (plain, again))
+    assert all((gl.decode_jpeg(gl.encode_jpeg(a)) == b).all() for a, b in zip(frames, made, strict=True))
+    assert again.options() == {**plain.options(), "quality": 75, "subsampling": "4:2:0"}
+    assert (next(again.heldout(2)).frames != next(plain.heldout(2)).frames).any()
+
+
+def test_a_decoder_is_a_factor_and_the_quality_is_not(tmp_path):
+    exp = gl.Experiment(
+        "prednet",
+        ["cpu"],
+        seeds=2,
+        profile="smoke",
+        store=tmp_path,
+        options={"frames": 20, "data": "jpeg:walk"},
+        variants=[{"data_options": {"decoder": name}} for name in ("pillow", "av")],
+    )
+    frame = exp.run(progress=False)
+    assert sorted(frame.decoder) == ["av", "av", "pillow", "pillow"]
+    assert frame.protocol.nunique() == 1
+    seen = gl.verdict(frame, factor="decoder", reference="pillow")
+    assert seen.table.seeds.tolist() == [2]
+    assert seen.table.same_bits.tolist() == [0]
+    other = gl.train("prednet", **jpeg(quality=50))
+    assert other.record["configuration"]["data_options"]["quality"] == 50
+    assert "--decoder av" in (tmp_path / frame.id[frame.decoder == "av"].iloc[0] / "run.json").read_text()
+
+
+def test_without_jpeg_a_run_keeps_its_id():
+    usual = {"setting": "cpu", "seed": 0, "profile": "smoke"}
+    assert planned_id("prednet", **usual) == planned_id("prednet", **usual, flip=None, draws="cpu")
+    names = {planned_id("prednet", **usual, **more) for more in ({}, {"flip": 0}, {"draws": "device"})}
+    names |= {planned_id("prednet", **usual, data="jpeg:walk", data_options={"decoder": d}) for d in ("av", "pillow")}
+    assert len(names) == 5

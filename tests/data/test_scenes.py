@@ -1,0 +1,175 @@
+import hashlib
+import itertools
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from gpulab.data.scenes import BLOCK, STREET, MovingDigits, Walk, _Path, cosine, random_bytes, sine, uniform
+
+# The bytes are the same with every NumPy, on every platform. If one of these changes, every recorded
+# run that was trained on the scene says something about other data than this version renders.
+WALK = [
+    (0, (48, 64), 1.0, 0, "cae003d20c4644b16613131c6811b783eed92f253c31656305cda3a901e93746"),
+    (0, (48, 64), 1.0, 137, "815916969acccd2673bd1d4f8ede7519881a032b2ae15651fcf13b55002bbcfb"),
+    (0, (48, 64), 1.0, 5000, "72b37f5c4c0aa2e1f5a342a0e9d88f485f1a96c0aabfd3fbcaf81a657dd18486"),
+    (3, (24, 32), 2.0, 0, "5a2508d64734491a93438462cb4b2b9ba386e613291004b173ec54d47b680a31"),
+    (3, (24, 32), 2.0, 137, "7ceabcd42d3943f34c6cb6b237fd5ca2942575494ec8d737d0ad783c3833b082"),
+    (3, (24, 32), 2.0, 5000, "7eac14b225aa54769b96347681e99f187d52a95b8b540d67c8a27a42bc7972ce"),
+    (7, (45, 61), 0.5, 0, "84c7f36ca743a947a08a87d24e90e4ccd795321b3f6f007b0f36c64b6e00ec7e"),
+    (7, (45, 61), 0.5, 137, "89a9fb9901e6773ad31100f72604adb56ac60a7502140723f37af1f64c03ac71"),
+    (7, (45, 61), 0.5, 5000, "da44f927d68456780d8c1e08ffd03c082a6605e66877e491e9f3c938ea66c484"),
+]
+# Two "digits" that are ramps of grey, so that nothing depends on how another library scales digits.
+RAMPS = (np.arange(7 * 28 * 28) % 251).astype(np.uint8).reshape(7, 28, 28)
+MOVING = [
+    (0, (48, 64), 1.0, 0, "4923781a4542c0f063f6db9871a611c1067b9e77533805310fed16ffd37d307b"),
+    (0, (48, 64), 1.0, 137, "1914304826eb381f7aed8624f79614a4339b005f2f5cb5b2c7b797057f8bd3ef"),
+    (0, (48, 64), 1.0, 5000, "aba374bedd705c20d6e98ce894589b69de053ac0f92c34ff3a61a16a82f59200"),
+    (3, (24, 32), 2.0, 0, "ac0d733784569e61f145a6116cc4cd6e5a1744213c44c7ae653bc3f387f43643"),
+    (3, (24, 32), 2.0, 137, "c9711e640db335812490514ad1427e680ec563d4ad285832af7d22b4332ab131"),
+    (3, (24, 32), 2.0, 5000, "30ed07c01891efef689b102b3b8ce1694ec40b720f4eccb30724d1edfb6acc3d"),
+]
+
+
+def moving(seed, size, speed=1.0):
+    return MovingDigits(RAMPS, seed, size, speed)
+
+
+SCENES = pytest.mark.parametrize("scene", [Walk, moving])
+
+
+def frames(scene, start, stop):
+    return np.stack(list(scene.stream(start, stop)))
+
+
+@pytest.mark.parametrize(("seed", "size", "speed", "number", "digest"), WALK)
+def test_the_walk_has_the_same_bytes_everywhere(seed, size, speed, number, digest):
+    (frame,) = Walk(seed, size, speed).stream(number, number + 1)
+    assert hashlib.sha256(frame.tobytes()).hexdigest() == digest
+
+
+@pytest.mark.parametrize(("seed", "size", "speed", "number", "digest"), MOVING)
+def test_moving_digits_have_the_same_bytes_everywhere(seed, size, speed, number, digest):
+    (frame,) = moving(seed, size, speed).stream(number, number + 1)
+    assert hashlib.sha256(frame.tobytes()).hexdigest() == digest
+
+
+def test_random_numbers_are_the_same_everywhere_and_depend_on_the_whole_key():
+    assert random_bytes(1, 2, 3, count=9).tolist() == [144, 185, 201, 246, 248, 17, 164, 171, 251]
+    assert uniform(1, 2, 3, count=2).tolist() == [0.6704722626516632, 0.1110146366693816]
+    assert random_bytes(1, 2, 3, count=5).tolist() == random_bytes(1, 2, 3, count=9)[:5].tolist()
+    assert len({uniform(*key, count=1)[0] for key in itertools.product(range(5), repeat=3)}) == 125
+
+
+@SCENES
+def test_frames_are_bytes_of_the_size_asked_for(scene):
+    for size in [(24, 32), (45, 61), (1, 1), (90, 40)]:
+        (frame,) = scene(0, size).stream(3, 4)
+        assert (frame.shape, frame.dtype) == ((3, *size), np.uint8)
+
+
+@SCENES
+def test_a_frame_does_not_depend_on_where_the_stream_began(scene):
+    whole = frames(scene(1, (24, 32)), 0, 400)
+    for start, stop in [(0, 1), (1, 400), (129, 131), (130, 390), (399, 400)]:  # a chunk holds 130 of these frames
+        assert (frames(scene(1, (24, 32)), start, stop) == whole[start:stop]).all()
+    endless = scene(1, (24, 32)).stream(395)
+    assert (np.stack(list(itertools.islice(endless, 5))) == whole[395:]).all()
+
+
+def test_a_frame_does_not_depend_on_how_many_are_rendered_together():
+    walk = Walk(2, (24, 32))
+    together = walk.render(np.arange(60))
+    assert (together == np.concatenate([walk.render(np.array([number])) for number in range(60)])).all()
+    backwards = walk.render(np.arange(60)[::-1])
+    assert (together == backwards[::-1]).all()
+
+
+@SCENES
+def test_seeds_differ(scene):
+    first = [frames(scene(seed, (24, 32)), 0, 5).tobytes() for seed in range(8)]
+    assert len(set(first)) == 8
+
+
+def test_more_speed_is_more_change_from_frame_to_frame():
+    def change(speed):
+        return np.abs(np.diff(frames(Walk(0, (24, 32), speed), 0, 200).astype(int), axis=0)).mean()
+
+    assert change(0.5) < change(1.0) < change(2.0)
+
+
+def test_at_twice_the_speed_every_second_frame_is_seen():
+    assert (frames(Walk(4, (24, 32), 2.0), 0, 50) == frames(Walk(4, (24, 32)), 0, 100)[::2]).all()
+    # A pair of moving digits lives a hundred frames at any speed.
+    assert (frames(moving(4, (48, 64), 2.0), 0, 50) == frames(moving(4, (48, 64)), 0, 100)[::2]).all()
+
+
+@SCENES
+def test_every_frame_shows_something_new(scene):
+    seen = frames(scene(0, (48, 64)), 0, 300)
+    assert (np.abs(np.diff(seen.astype(int), axis=0)).reshape(299, -1).max(1) > 0).all()
+
+
+@SCENES
+def test_a_longer_stream_takes_no_more_memory(scene):
+    def peak(count):
+        stream = scene(0, (24, 32)).stream(0, count)
+        tracemalloc.start()
+        try:
+            assert sum(1 for _ in stream) == count
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(150)  # what is made once, is made now
+    assert peak(1500) < peak(300) + 10_000  # a frame alone has 2,304 bytes
+
+
+def test_digits_stay_inside_and_appear_whole():
+    one = np.full((1, 28, 28), 200, dtype=np.uint8)
+    for frame in MovingDigits(one, 5, (40, 50), speed=3.0).stream(0, 250):
+        assert set(np.unique(frame)) == {0, 200}
+        assert (frame[0] == frame[1]).all()
+        assert (frame[0] == frame[2]).all()
+        covered = (frame[0] > 0).sum()
+        assert 28 * 28 <= covered <= 2 * 28 * 28
+
+
+def test_new_digits_appear_every_hundred_frames():
+    distinct = np.arange(1, 201, dtype=np.uint8)[:, None, None].repeat(28, 1).repeat(28, 2)
+    shown = [set(np.unique(frame)) - {0} for frame in MovingDigits(distinct, 0, (80, 80)).stream(0, 300)]
+    for life in (shown[:100], shown[100:200], shown[200:]):
+        assert len(set.union(*life)) == 2
+    assert len(set.union(*shown)) == 6
+
+
+def test_sine_and_cosine_are_accurate():
+    angles = np.concatenate([np.linspace(-1e4, 1e4, 200_001), np.arange(-40, 41) * (np.pi / 8)])
+    assert np.abs(sine(angles) - np.sin(angles)).max() < 1e-8
+    assert np.abs(cosine(angles) - np.cos(angles)).max() < 1e-8
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_walker_never_enters_a_house(seed):
+    """A point is in a street when either coordinate is within STREET of the beginning of its block."""
+    x, y, _ = _Path(seed).at(np.arange(0, 5_000, 0.05))
+    # The walker sways by 0.03 to either side; a quarter of a unit must be free.
+    for aside_x, aside_y in itertools.product((-0.25, 0.25), repeat=2):
+        assert (((x + aside_x) % BLOCK < STREET) | ((y + aside_y) % BLOCK < STREET)).all()
+
+
+def test_the_path_is_walked_at_an_even_pace_without_jumps():
+    x, y, heading = _Path(3).at(np.arange(0, 2_000, 0.01))
+    pace = np.hypot(np.diff(x), np.diff(y)) / 0.01
+    assert np.abs(pace - 1).max() < 1e-3
+    turned = np.diff(heading)
+    assert np.abs(turned).max() < 0.0101  # a quarter circle of radius one turns as far as it goes
+    sideways = np.diff(y) * cosine(heading[:-1]) - np.diff(x) * sine(heading[:-1])
+    assert np.abs(sideways).max() < 1e-4  # the walker goes where it faces
+
+
+def test_the_walker_turns_both_ways_and_goes_straight():
+    path = _Path(0)
+    path.at(np.array([1_000.0]))
+    assert {turn for turn in path.turns if turn is not None} == {-1, 0, 1}

@@ -1,0 +1,809 @@
+import copy
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gpulab as gl
+from gpulab.data.feed import Loader
+from gpulab.diagnostics.audits import KINDS, TWINS, Audit, distance
+from gpulab.diagnostics.reference import PRODUCTS
+from gpulab.diagnostics.traces import find_step
+from gpulab.numerics.formats import round_to
+
+ROOT = Path(__file__).parents[2]
+A, B = "cpu", "cpu:threads=1"
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    """`cpu` leaves the number of threads as it is: on a machine with one core too, it shall not be that of B."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def audited(step, a=A, b=B):
+    return gl.audit(step, a, b, progress=False)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 5))
+
+
+def network_step():
+    return gl.Step(network(), drawn(4, 3, 6, 6))
+
+
+def faults(report):
+    return [finding for finding in report.findings if finding.kind != "rounding"]
+
+
+def under_b():
+    return torch.get_num_threads() == 1
+
+
+class FaultyKernels(TorchDispatchMode):
+    """Stands below the watcher as a device does: falsifies what float32 kernels named here return."""
+
+    def __init__(self, always=False, **kernels):
+        super().__init__()
+        self.kernels, self.always = kernels, always
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = operation._schema.name.partition("::")[2]
+        first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+        faulty = name in self.kernels and first is not None and first.dtype == torch.float32
+        if faulty and (self.always or under_b()):
+            return self.kernels[name](operation, *args, **kwargs)
+        return operation(*args, **kwargs)
+
+
+def tf32(operation, *args, **kwargs):
+    """A product that rounds its factors, and not what is added to them."""
+    added = 1 if operation._schema.name == "aten::addmm" else 0
+    factors = [round_to(arg, "tf32") for arg in args[added : added + 2]]
+    return operation(*args[:added], *factors, *args[added + 2 :], **kwargs)
+
+
+# --- planted faults: kernels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["under b", "under both"])
+def test_a_product_with_tf32_factors_is_reduced_precision_and_the_flag_is_named(always):
+    with FaultyKernels(addmm=tf32, mm=tf32, always=always):
+        report = audited(network_step())
+    assert report.kind == "reduced precision"
+    assert not report.faulty
+    assert {(f.operation, f.phase, f.module) for f in faults(report)} == {
+        ("addmm", "forward", "3"),
+        ("mm", "backward", "3"),
+    }
+    assert {f.setting for f in faults(report)} == {f"{A} and {B}" if always else B}
+    assert all("rounded to tf32 by the kernel" in f.detail for f in faults(report))
+    assert all('torch.backends.mkldnn.matmul.fp32_precision = "ieee"' in f.advice for f in faults(report))
+
+
+def test_a_convolution_with_tf32_factors_has_a_flag_of_its_own():
+    with FaultyKernels(convolution=tf32):
+        report = audited(network_step())
+    (found,) = faults(report)
+    assert (report.kind, found.operation, found.module) == ("reduced precision", "convolution", "0")
+    assert "torch.backends.mkldnn.conv.fp32_precision" in found.advice
+
+
+def slightly_wrong(operation, *args, **kwargs):
+    out = operation(*args, **kwargs)
+    return out * (1 + 1e-3 * drawn(*out.shape))
+
+
+def border_forgotten(operation, *args, **kwargs):
+    out = operation(*args, **kwargs)
+    out[..., -1] = 0
+    return out
+
+
+def gradient_halved(operation, *args, **kwargs):
+    out = operation(*args, **kwargs)
+    return out[0], out[1] / 2, out[2]
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["under b", "under both"])
+@pytest.mark.parametrize(
+    ("name", "kernel", "phase"),
+    [
+        ("convolution", slightly_wrong, "forward"),
+        ("convolution", border_forgotten, "forward"),
+        ("convolution_backward", gradient_halved, "backward"),
+        ("relu", slightly_wrong, "forward"),
+        ("threshold_backward", border_forgotten, "backward"),
+        ("mean", slightly_wrong, "forward"),
+    ],
+)
+def test_a_wrong_kernel_is_a_mismatch_of_that_operation_alone(name, kernel, phase, always):
+    with FaultyKernels(**{name: kernel}, always=always):
+        report = audited(network_step())
+    assert report.kind == "mismatch"
+    assert report.faulty
+    (found,) = faults(report)
+    module = {"convolution": "0", "convolution_backward": "0", "mean": ""}.get(name, "1")
+    assert (found.operation, found.phase, found.module) == (name, phase, module)
+    assert found.setting == (f"{A} and {B}" if always else B)
+    assert found.ratio > 1
+    assert "times what rounding explains" in found.detail
+
+
+def test_a_kernel_that_makes_nan_is_a_mismatch():
+    def kernel(operation, *args, **kwargs):
+        return operation(*args, **kwargs) * math.nan
+
+    with FaultyKernels(relu=kernel):
+        report = audited(network_step())
+    assert [f.operation for f in faults(report)][:1] == ["relu"]
+    assert report.kind == "mismatch"
+
+
+@pytest.mark.parametrize(("name", "place"), [("mkldnn_rnn_layer", 0), ("mkldnn_rnn_layer_backward", 1)])
+def test_a_wrong_kernel_without_a_twin_in_float64_is_seen_by_its_results(name, place):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN, whose LSTM is one kernel")
+
+    def kernel(operation, *args, **kwargs):
+        out = list(operation(*args, **kwargs))
+        out[place] = out[place] * 1.01
+        return tuple(out)
+
+    step = gl.Step(seeded(lambda: nn.LSTM(8, 16)), drawn(7, 4, 8))
+    if name not in {op.name for op in recorded(step).operations}:
+        pytest.skip("the LSTM of this machine is another kernel")
+    with FaultyKernels(**{name: kernel}):
+        report = audited(step)
+    assert report.kind == "mismatch"
+    assert name in {f.operation for f in faults(report)}
+
+
+def restless(size=2.0**-23):
+    """A kernel that gives other bits every time, each of them as right as the others."""
+    number = itertools.count()
+
+    def kernel(operation, *args, **kwargs):
+        return operation(*args, **kwargs) * (1 + size * (next(number) % 3))
+
+    return kernel
+
+
+def scatter_step(setting):
+    values = drawn(200, 4).to(setting.dtype).requires_grad_()
+    index = torch.arange(200) % 7
+    torch.zeros(7, 4, dtype=setting.dtype).index_add(0, index, values).square().sum().backward()
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["under b", "under both"])
+def test_a_scatter_that_does_not_repeat_itself_is_nondeterminism(always):
+    with FaultyKernels(index_add=restless(), always=always):
+        report = audited(scatter_step)
+    assert report.kind == "nondeterminism"
+    assert not report.faulty
+    assert {f.operation for f in faults(report)} == {"index_add"}
+    assert "deterministic=on" in faults(report)[0].advice
+
+
+def test_a_custom_operation_that_does_not_repeat_itself_is_nondeterminism():
+    number = itertools.count(1)
+
+    @torch.library.custom_op("gpulab_tests::restless", mutates_args=())
+    def operation(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + 2.0**-20 * (next(number) % 5))
+
+    report = audited(lambda setting: operation(drawn(100).to(setting.dtype)).sum())
+    found = [f for f in report.findings if f.kind == "nondeterminism"]
+    assert {f.operation for f in found} == {"restless"}
+    assert {f.setting for f in found} == {f"{A} and {B}"}
+
+
+# --- planted faults: the step's own code --------------------------------------------------------------------
+
+
+def test_a_reused_buffer_is_overwritten():
+    frames = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 12)).astype(np.uint8)
+    net = gl.PredNet(channels=(3, 4), size=(8, 12))
+
+    def step(name):
+        def once(setting):
+            model = gl.PredNet(channels=(3, 4), size=(8, 12)).to(setting.device, setting.dtype)
+            model.load_state_dict(net.state_dict())
+            model.training_loss(Loader(name, setting).feed(frames), None)[0].backward()
+
+        return once
+
+    report = audited(step("reused"))
+    assert report.kind == "overwritten"
+    assert report.faulty
+    assert {f.kind for f in report.findings} == {"overwritten", "rounding"}
+    assert "copy" in report.findings[0].advice
+    assert audited(step("copied")).kind == "rounding"
+
+
+class InShort(nn.Linear):
+    def forward(self, x):
+        if x.dtype == torch.float32:
+            return F.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).float()
+        return super().forward(x)
+
+
+def test_bfloat16_in_one_layer_is_reduced_precision_there():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), InShort(30, 20), nn.ReLU(), nn.Linear(20, 3))
+    report = audited(gl.Step(net, drawn(8, 20)))
+    assert report.kind == "reduced precision"
+    there = [f for f in faults(report) if f.module == "2"]
+    assert {f.phase for f in there} == {"forward", "backward"}
+    assert all(f.detail == "computed in bfloat16" and "autocast" in f.advice for f in there)
+    elsewhere = [f for f in faults(report) if f.module != "2"]
+    assert all("were rounded to bfloat16 before" in f.detail for f in elsewhere)
+
+
+def test_factors_that_somebody_rounded_are_told_from_a_kernel_that_rounds():
+    weight = drawn(40, 30)
+
+    def step(setting):
+        rounded = round_to(weight, "tf32") if setting.threads == 1 else weight
+        (drawn(8, 40, seed=1).to(setting.dtype) @ rounded.to(setting.dtype).requires_grad_()).sum().backward()
+
+    report = audited(step)
+    assert "reduced precision" in {f.kind for f in report.findings}
+    (found,) = [f for f in report.findings if f.kind == "reduced precision" and f.phase == "forward"]
+    assert "were rounded to tf32 before" in found.detail
+
+
+def test_autocast_is_reduced_precision_and_no_bug():
+    net = network()
+
+    def step(setting):
+        model = network().to(setting.dtype)
+        model.load_state_dict(net.state_dict())
+        with torch.autocast("cpu", torch.bfloat16, enabled=setting.dtype == torch.float32):
+            loss = model(drawn(4, 3, 6, 6).to(setting.dtype)).float().square().mean()
+        loss.backward()
+
+    report = audited(step)
+    assert report.kind == "reduced precision"
+    assert {"convolution", "addmm"} <= {f.operation for f in faults(report)}
+
+
+def test_a_setting_of_shorter_numbers_is_reduced_precision_and_one_of_longer_is_fine():
+    step = gl.Step(seeded(lambda: nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))), drawn(8, 20))
+    report = audited(step, "cpu", "cpu:precision=bfloat16")
+    assert report.kind == "reduced precision"
+    assert {f.setting for f in faults(report)} == {"cpu:precision=bfloat16"}
+    assert audited(step, "cpu", "cpu:precision=float64").kind == "rounding"
+
+
+def test_autocast_under_one_setting_is_reduced_precision_there():
+    net = seeded(lambda: nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 2)))
+
+    def step(setting):
+        model = copy.deepcopy(net).to(setting.dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=setting.threads == 1):
+            loss = model(drawn(8, 20).to(setting.dtype)).float().square().mean()
+        loss.backward()
+
+    assert audited(step).kind == "reduced precision"
+
+
+def test_random_numbers_of_a_device_are_named():
+    def step(setting):
+        generator = torch.Generator().manual_seed(setting.threads or 0)  # as if each device had its own
+        x = drawn(50, 20).to(setting.dtype).requires_grad_()
+        (x.tanh() * (torch.rand(50, 20, generator=generator, dtype=torch.float64) > 0.5)).sum().backward()
+
+    report = audited(step)
+    assert report.kind == "different random numbers"
+    (found,) = faults(report)
+    assert found.operation == "rand"
+    assert "torch.Generator" in found.advice
+    same = audited(gl.Step(nn.Sequential(nn.Linear(9, 9), nn.Dropout(0.5)), drawn(5, 9)))
+    assert same.kind == "rounding", "torch's own draws begin from one seed"
+
+
+def changed(under_a, under_b):
+    """A step whose middle is other code under the other setting."""
+    net = network()
+
+    def step(setting):
+        x = drawn(4, 3, 6, 6).to(setting.dtype)
+        weight = net[0].weight.detach().to(setting.dtype).requires_grad_()
+        middle = under_b if setting.threads == 1 else under_a
+        middle(x, weight).square().mean().backward()
+
+    return step
+
+
+def test_other_arguments_are_a_mismatch():
+    report = audited(
+        changed(lambda x, w: F.conv2d(x, w, padding=1).relu(), lambda x, w: F.conv2d(x, w, padding=1, stride=2).relu())
+    )
+    assert report.kind == "mismatch"
+    first = next(f for f in report.findings if f.operation == "convolution")
+    assert "[2, 2]" in first.detail
+    assert "[1, 1]" in first.detail
+
+
+class Middle(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.one, self.two, self.function = nn.Linear(20, 30), nn.Linear(30, 5), function
+
+    def forward(self, x):
+        return self.two(self.function(self.one(x)))
+
+
+def with_a_function(function):
+    return gl.Step(seeded(lambda: Middle(function)), drawn(8, 20))
+
+
+def normalised(h, **options):
+    return F.batch_norm(h, torch.zeros(30, dtype=h.dtype), torch.ones(30, dtype=h.dtype), training=True, **options)
+
+
+def attended(h, **options):
+    return F.scaled_dot_product_attention(*[h[None, None]] * 3, **options)[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("function", "operation", "argument"),
+    [
+        (lambda h: F.gelu(h, approximate="tanh" if under_b() else "none"), "gelu", "approximate='tanh';'none'"),
+        (lambda h: F.softmax(h, 0 if under_b() else 1), "_softmax", "dim=0;1"),
+        (lambda h: F.elu(h, 1.1 if under_b() else 1.0), "elu", "alpha=1.1;1.0"),
+        (lambda h: F.layer_norm(h, (30,), eps=1e-6 if under_b() else 1e-5), "native_layer_norm", "eps=1e-06;1e-05"),
+        (lambda h: normalised(h, momentum=0.2 if under_b() else 0.1), "native_batch_norm", "momentum=0.2;0.1"),
+        (lambda h: h + h[:, [4, 3][under_b()], None], "select", "index=3;4"),
+        (lambda h: F.dropout(h, 0.5 if under_b() else 0.4), "bernoulli", "p=0.5;0.6"),
+        (
+            lambda h: F.gelu(F.dropout(h), approximate="tanh" if under_b() else "none"),
+            "gelu",
+            "approximate='tanh';'none'",
+        ),
+        (
+            lambda h: attended(h, is_causal=under_b()),
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "is_causal=True;False",
+        ),
+    ],
+)
+def test_an_argument_that_depends_on_the_setting_is_a_mismatch_though_each_side_is_right(function, operation, argument):
+    report = audited(with_a_function(function))
+    assert report.kind == "mismatch"
+    assert all(f.ratio <= 1 or math.isnan(f.ratio) for f in report.findings), "of what it was asked to compute"
+    name, values = argument.split("=")
+    here, there = values.split(";")
+    first = report.findings[0]
+    assert (first.operation, first.phase, first.setting) == (operation, "forward", B)
+    assert first.detail == f"called with {name}={here}; under {A} with {name}={there}"
+    assert "under_b()" in first.line or "return" in first.line
+    assert "other arguments under cpu:threads=1" in first.advice
+
+
+def test_arguments_on_two_lines_are_both_shown():
+    def function(h):
+        if under_b():
+            return F.gelu(h, approximate="tanh")
+        return F.gelu(h)
+
+    first = audited(with_a_function(function)).findings[0]
+    assert 'F.gelu(h, approximate="tanh")' in first.line
+    assert first.detail.endswith("return F.gelu(h)")
+
+
+@pytest.mark.parametrize(
+    ("function", "b"),
+    [
+        (lambda h: F.softmax(h, -1 if under_b() else 1), B),
+        (lambda h: h * h.sum().item(), B),
+        (lambda h: h.clone(memory_format=[torch.preserve_format, torch.contiguous_format][under_b()]).tanh(), B),
+        (lambda h: h.view(*[(2, 120), (4, 60)][under_b()]).tanh().view(8, 30), B),
+        (lambda h: h.clamp(min=torch.finfo(h.dtype).eps), "cpu:precision=bfloat16"),
+    ],
+    ids=["the same dimension", "a number made from data", "a memory format", "a shape", "a number format's epsilon"],
+)
+def test_arguments_that_may_differ_are_no_mismatch(function, b):
+    assert audited(with_a_function(function), A, b).kind in ("rounding", "reduced precision")
+
+
+def dropped_in_one_kernel(h):
+    if not under_b():
+        return F.dropout(h, 0.5)
+    torch.manual_seed(1)  # as if this device had a generator of its own
+    return torch.native_dropout(h, 0.5, True)[0]
+
+
+def test_dropout_in_another_kernel_is_other_random_numbers_and_no_mismatch():
+    report = audited(with_a_function(lambda h: F.relu(dropped_in_one_kernel(h))))
+    assert report.kind == "different random numbers"
+    assert [f.operation for f in faults(report)] == ["native_dropout"]
+
+
+def test_what_an_earlier_operation_lost_is_not_held_against_others():
+    """Under b two operations more, which change nothing but what TF32 had left."""
+    with FaultyKernels(addmm=tf32):
+        report = audited(with_a_function(lambda h: F.relu(h.exp().log() if under_b() else h)))
+    assert report.kind == "reduced precision", str(report)
+    with FaultyKernels(addmm=tf32):
+        report = audited(with_a_function(lambda h: F.relu(1.5 * h.exp().log() if under_b() else h)))
+    assert report.kind == "mismatch", "half as large again is more than TF32 explains"
+
+
+@pytest.mark.parametrize("b", ["cpu:emulate=tf32", "cpu:emulate=bfloat16", "cpu:precision=bfloat16"])
+def test_an_lstm_in_another_number_of_operations_is_reduced_precision(b):
+    report = audited(gl.Step(seeded(lambda: nn.LSTM(8, 16, 2)), drawn(7, 4, 8)), A, b)
+    assert report.kind == "reduced precision", str(report)
+
+
+def test_an_operation_too_many_is_a_mismatch_where_its_result_arrives():
+    report = audited(changed(lambda x, w: F.conv2d(x, w).relu(), lambda x, w: (1.01 * F.conv2d(x, w)).relu()))
+    assert report.kind == "mismatch"
+    assert any(f.operation == "mul" and "first used by relu" in f.detail for f in report.findings)
+
+
+def test_an_operation_that_is_missing_is_a_mismatch():
+    report = audited(changed(lambda x, w: F.conv2d(x, w).relu(), lambda x, w: F.conv2d(x, w)))
+    assert report.kind == "mismatch"
+    assert any("what relu (forward) makes in its place under cpu" in f.detail for f in report.findings)
+
+
+def test_other_weights_or_data_are_a_mismatch_at_the_operation_that_meets_them():
+    weights = drawn(8, 3, 3, 3), drawn(8, 3, 3, 3, seed=1)
+
+    def step(setting):
+        weight = weights[setting.threads == 1].clone().to(setting.dtype).requires_grad_()
+        F.conv2d(drawn(4, 3, 6, 6).to(setting.dtype), weight).square().mean().backward()
+
+    report = audited(step)
+    assert report.kind == "mismatch"
+    assert any(f.operation == "convolution" and "other data or weights" in f.detail for f in report.findings)
+
+
+def test_what_an_optimizer_wrote_is_not_taken_for_other_weights():
+    """Operations on lists return nothing; what they wrote differs by rounding between two devices."""
+
+    def step(setting):
+        torch.manual_seed(0)
+        model = nn.Linear(100, 100).to(setting.dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        x = drawn(8, 100).to(setting.dtype)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            (loss * (1 + 1e-4 * (setting.threads == 1))).backward()
+            optimizer.step()
+
+    report = audited(step)
+    assert "mismatch" not in {f.kind for f in report.findings}
+    assert "_foreach_add" in set(report.table.operation)
+
+
+# --- nothing wrong ----------------------------------------------------------------------------------------
+
+CLEAN = {
+    "a convolution": network_step,
+    "batch norm, training": lambda: gl.Step(with_batch_norm(), drawn(6, 3, 8, 8)),
+    "batch norm, in use": lambda: gl.Step(with_batch_norm().eval(), drawn(6, 3, 8, 8)),
+    "an LSTM": lambda: gl.Step(seeded(lambda: nn.LSTM(8, 16, 2, batch_first=True)), drawn(4, 7, 8)),
+    "a GRU": lambda: gl.Step(seeded(lambda: nn.GRU(8, 16, bidirectional=True)), drawn(4, 7, 8)),
+    "a Transformer encoder": lambda: gl.Step(
+        seeded(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2)),
+        drawn(3, 5, 16),
+    ),
+    "resnet18": lambda: gl.Step(
+        seeded(lambda: torchvision.models.resnet18(num_classes=10)), classes(2, 32), F.cross_entropy
+    ),
+    "mobilenet_v3_small": lambda: gl.Step(
+        seeded(lambda: torchvision.models.mobilenet_v3_small(num_classes=10)), classes(2, 32), F.cross_entropy
+    ),
+    "vit_b_16": lambda: gl.Step(
+        seeded(lambda: torchvision.models.vit_b_16(image_size=32, num_classes=10)), classes(2, 32), F.cross_entropy
+    ),
+    "PredNet": lambda: prednet_step,
+}
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make()
+
+
+def classes(count, size):
+    return drawn(count, 3, size, size), torch.arange(count)
+
+
+def with_batch_norm():
+    return seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2)))
+
+
+def prednet_step(setting):
+    net = seeded(lambda: gl.PredNet(channels=(3, 4), size=(8, 12))).to(setting.device, setting.dtype)
+    net.training_loss(drawn(4, 1, 3, 8, 12).abs().clamp(max=1).to(setting.dtype), None)[0].backward()
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_network_between_two_settings_of_a_cpu_differs_by_rounding_alone(name):
+    report = audited(CLEAN[name]())
+    assert faults(report) == []
+    assert report.kind == "rounding"
+    table = report.table
+    checked = table.ratio_a.notna()
+    assert checked.mean() > 0.3 or name in ("an LSTM", "a GRU"), "which run in one kernel that float64 has not"
+    assert table.ratio_a.max() <= 1
+    assert table.ratio_b.max() <= 1
+
+
+# --- the report -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wrong():
+    with FaultyKernels(relu=slightly_wrong, addmm=tf32, index_add=restless()):
+        return audited(network_step())
+
+
+def test_findings_come_worst_first(wrong):
+    assert [f.kind for f in wrong.findings] == ["mismatch", "reduced precision", "rounding"]
+    assert KINDS.index("mismatch") < KINDS.index("overwritten") < KINDS.index("rounding")
+    with FaultyKernels(relu=border_forgotten, mean=slightly_wrong):
+        found = faults(audited(network_step()))
+    assert [f.operation for f in found] == ["relu", "mean"]
+    assert found[0].ratio > found[1].ratio
+
+
+def test_the_text_names_everything_and_what_to_do(wrong):
+    text = str(wrong)
+    assert repr(wrong) == text
+    for word in ("mismatch: relu (forward) in 1, under cpu:threads=1", "do: look for a bug", "1 × mismatch", "matched"):
+        assert word in text
+
+
+def test_the_table_has_a_row_for_each_operation(wrong):
+    table = wrong.table
+    assert len(table) == len(wrong.pairs) == len(wrong.a.operations)
+    row = table[table.operation == "relu"].iloc[0]
+    assert (row.kind, row.phase, row.module) == ("mismatch", "forward", "1")
+    assert row.error_a == 0
+    assert row.error_b == pytest.approx(1e-3, rel=0.2)
+    assert row.ratio_b == pytest.approx(row.error_b / row.bound_b)
+    assert row.difference == pytest.approx(1e-3, rel=0.5), "told from sketches"
+    assert not row.same_bits
+    assert table.same_bits.iloc[0]
+    assert set(table.phase) == {"forward", "backward"}
+
+
+def test_the_plot_draws_with_and_without_findings(wrong):
+    for report in (wrong, audited(scatter_step)):
+        picture = report.plot()
+        assert picture.png().startswith(b"\x89PNG")
+        assert report.kind in picture.figure._suptitle.get_text()
+    assert "finding" in {text.get_text() for text in wrong.plot().figure.legends[0].get_texts()}
+
+
+def test_html_shows_the_findings_and_escapes_what_others_named(tmp_path):
+    net = nn.Sequential()
+    net.add_module("<script>alert(1)</script>", nn.Linear(4, 4))
+    with FaultyKernels(addmm=slightly_wrong):
+        report = audited(gl.Step(net, drawn(3, 4)))
+    report.save(tmp_path / "deep" / "report.html")
+    page = (tmp_path / "deep" / "report.html").read_text(encoding="utf-8")
+    for text in (report._repr_html_(), page):
+        assert "<script>" not in text
+        assert "&lt;script&gt;" in text
+        assert "<b>mismatch</b>" in text
+    assert "data:image/png;base64," in page
+
+
+RECORDED = sorted((ROOT / "data" / "audits").glob("*.trace"))
+
+
+def network_of(trace):
+    return trace.name.partition("-cuda")[0]
+
+
+def multiplies(trace):
+    return any(op.name in PRODUCTS or "_rnn" in op.name for op in trace.operations)
+
+
+@pytest.mark.parametrize("file", RECORDED, ids=network_of)
+def test_this_cpu_and_a_recorded_gpu_differ_by_nothing_unexplained(file):
+    """The trace was made by an NVIDIA H200 with another version of torch, from the same step."""
+    there = gl.Trace.load(file)
+    assert "H200" in there.passport["gpus"][0]["name"]
+    here = gl.record(find_step(f"{ROOT}/benchmarks/networks.py:{network_of(file)}"), "cpu", progress=False)
+    report = gl.audit(here, there)
+    assert not report.faulty, str(report)
+    assert {finding.kind for finding in faults(report)} <= {"nondeterminism", "different random numbers"}
+    products = [op for op in there.operations if op.name in PRODUCTS]
+    assert all(op.ratio <= 1 and op.format is None for op in products), "each was compared with float64"
+    matched = report.table.difference.notna()
+    assert matched.any()
+    assert matched.mean() > 0.9 or any("_rnn" in op.name or "dropout" in op.name for op in there.operations), (
+        "these are one kernel on a GPU, and several on this CPU"
+    )
+    assert not report.table.same_bits[matched].all(), "two devices do round differently"
+
+
+def test_the_recorded_gpu_rounds_the_factors_of_every_network_where_tf32_is_on():
+    document = json.loads((ROOT / "data" / "audits" / "audits.json").read_text(encoding="utf-8"))
+    rows = {(row["network"], row["b"]): row["findings"] for row in document["audits"]}
+    networks = {network_of(file) for file in RECORDED if multiplies(gl.Trace.load(file))}
+    assert networks == {network for network, _ in rows}
+    for network in networks:
+        assert "reduced precision" in rows[network, "cuda:tf32=on"]
+        assert "reduced precision" not in rows[network, "cuda:tf32=off"]
+    assert not any("mismatch" in findings for findings in rows.values())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+@pytest.mark.parametrize("setting", ["cuda:tf32=off", "cuda:tf32=on"])
+@pytest.mark.parametrize("name", ["resnet18", "lstm", "transformer"])
+def test_this_gpu_and_its_host_differ_by_nothing_unexplained(name, setting):
+    report = audited(find_step(f"{ROOT}/benchmarks/networks.py:{name}"), "cpu", setting)
+    assert not report.faulty, str(report)
+    assert {op.phase for op in report.b.operations} == {"forward", "backward"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+def test_another_function_on_this_gpu_is_a_mismatch():
+    report = audited(with_a_function(lambda h: F.gelu(h, approximate="tanh" if h.is_cuda else "none")), "cpu", "cuda")
+    assert report.kind == "mismatch"
+    assert report.findings[0].operation == "gelu"
+
+
+def test_twins_name_kernels_of_torch_that_there_are():
+    missing = [name for name in TWINS if not hasattr(torch.ops.aten, name)]
+    assert missing == []
+
+
+# --- traces and arguments -------------------------------------------------------------------------------------
+
+
+def recorded(step, setting=A):
+    return gl.record(step, setting, progress=False)
+
+
+def test_two_traces_from_files_say_what_the_audit_of_the_step_says(tmp_path):
+    with FaultyKernels(relu=slightly_wrong):
+        here = audited(network_step())
+        files = [gl.record(network_step(), s, tmp_path / f"{n}.trace", progress=False) for n, s in (("a", A), ("b", B))]
+    there = gl.audit(tmp_path / "a.trace", str(tmp_path / "b.trace"))
+
+    def told(report):
+        return [(f.kind, f.operation, f.module, f.setting, f.ratio, f.detail) for f in report.findings]
+
+    assert told(there) == told(here)
+    assert str(gl.audit(*files)) == str(there)
+    assert isinstance(there, Audit)
+
+
+def test_traces_of_different_steps_data_or_weights_are_refused():
+    trace = recorded(network_step())
+    for other, words in [
+        (gl.Step(nn.LSTM(4, 4), drawn(3, 4)), "different steps"),
+        (gl.Step(network(), drawn(4, 3, 6, 6, seed=1)), "different data or weights"),
+        (gl.Step(network(), drawn(5, 3, 6, 6)), "different data"),
+    ]:
+        with pytest.raises(gl.DataError, match=words):
+            gl.audit(trace, recorded(other))
+    other = network()
+    with torch.no_grad():
+        other[3].weight[0, 0] += 0.1
+    with pytest.raises(gl.DataError, match="different data or weights"):
+        gl.audit(trace, recorded(gl.Step(other, drawn(4, 3, 6, 6))))
+
+
+def test_traces_of_a_step_that_is_another_function_elsewhere_even_in_float64_are_refused():
+    both = [recorded(with_a_function(lambda h, how=how: F.gelu(h, approximate=how))) for how in ("none", "tanh")]
+    with pytest.raises(gl.DataError, match=r"gelu in Middle is called with approximate='none' in one and .*'tanh'"):
+        gl.audit(*both)
+
+
+def test_arguments_that_make_no_sense_are_refused():
+    trace = recorded(scatter_step)
+    for call in (
+        lambda: gl.audit(scatter_step, "cpu"),
+        lambda: gl.audit(scatter_step, "cpu", trace),
+        lambda: gl.audit(trace, trace, "cpu"),
+        lambda: gl.audit(trace, 3),
+        lambda: gl.audit(3, "cpu", "cpu:threads=1"),
+        lambda: gl.audit(scatter_step, "cpu", "gpu"),
+        lambda: audited(lambda: torch.arange(3) + 1),
+        lambda: audited(lambda: None),
+    ):
+        with pytest.raises(gl.UsageError):
+            call()
+    with pytest.raises(gl.GpulabError, match="cannot run here"):
+        gl.audit(scatter_step, "cpu", "cuda:77")
+
+
+def test_an_empty_batch_is_no_error():
+    assert audited(gl.Step(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)), torch.empty(0, 6))).kind == "rounding"
+
+
+def test_the_distance_of_two_values():
+    x = np.array([3.0, 4.0])
+    assert distance(x * 1.1, x) == pytest.approx(0.1)
+    assert distance(x, x) == 0
+    assert distance(x, 0 * x) == math.inf
+    assert distance(0 * x, 0 * x) == 0
+    assert math.isnan(distance(x, np.ones(3)))
+
+
+# --- emulated arithmetic -------------------------------------------------------------------------------
+
+
+class Batched(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(drawn(4, 16, 8))
+
+    def forward(self, x):
+        return torch.bmm(x, self.weight)
+
+
+LAYERS = {
+    "linear": (lambda: torch.nn.Linear(64, 32), (40, 64), {("addmm", "forward"), ("mm", "backward")}),
+    "conv": (
+        lambda: torch.nn.Conv2d(3, 8, 3),
+        (4, 3, 12, 12),
+        {("convolution", "forward"), ("convolution_backward", "backward")},
+    ),
+    "bmm": (Batched, (4, 12, 16), {("bmm", "forward"), ("bmm", "backward")}),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("emulated", ["tf32", "ampere", "hopper", "ampere,order=tensor-core", "float8_e4m3fn"])
+def test_an_emulated_layer_is_reduced_precision_forward_and_backward(layer, emulated):
+    make, shape, products = LAYERS[layer]
+    step = gl.Step(torch.nn.Sequential(make(), torch.nn.Tanh()), drawn(*shape))
+    setting = f"cpu:emulate={emulated}"
+    with gl.guard():
+        report = gl.audit(step, "cpu", setting, progress=False)
+    assert report.kind == "reduced precision"
+    assert {(f.operation, f.phase) for f in report.findings if f.kind != "rounding"} == products
+    found = [f for f in report.findings if f.kind == "reduced precision"]
+    assert {f.op.format for f in found} == {"float8_e4m3fn" if "float8" in emulated else "tf32"}
+    assert all(f.setting == setting and "gpulab.float32_products()" in f.advice for f in found)
+
+
+@pytest.mark.parametrize("emulated", ["emulate=turing", "order=sequential", "emulate=pascal,order=pairwise"])
+def test_another_order_of_float32_sums_is_rounding(emulated):
+    step = gl.Step(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Tanh()), drawn(4, 3, 12, 12))
+    assert gl.audit(step, "cpu", f"cpu:{emulated}", progress=False).kind == "rounding"
+
+
+def test_the_same_emulation_around_both_settings_is_no_difference_between_them():
+    step = gl.Step(torch.nn.Linear(64, 32), drawn(40, 64))
+    report = gl.audit(step, "cpu:emulate=tf32", "cpu:emulate=tf32,threads=1", progress=False)
+    (found, *_) = report.findings
+    assert (report.kind, found.setting) == ("reduced precision", "cpu:emulate=tf32 and cpu:threads=1,emulate=tf32")
+
+
+def test_where_a_nan_was_put_in_nobody_is_blamed():
+    step = gl.Step(torch.nn.Linear(4, 2), torch.full((3, 4), torch.nan))
+    report = gl.audit(step, "cpu", "cpu:threads=1", progress=False)
+    assert "makes NaN" not in str(report)

@@ -1,0 +1,855 @@
+import gc
+import threading
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gpulab as gl
+from gpulab.diagnostics import guards
+from gpulab.diagnostics.guards import fingerprint
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+
+
+def findings(step):
+    """What the guard collects in a step that goes on to its end."""
+    with warnings.catch_warnings(record=True) as caught, gl.guard(on="warn") as report:
+        warnings.simplefilter("always")
+        step()
+    assert bool(caught) == bool(report)
+    return report.findings
+
+
+def clean(step):
+    """The guard raises nothing in a step, and has looked at something."""
+    with gl.guard() as report:
+        step()
+    assert not report.findings
+    assert report.checked > 0
+    return report
+
+
+class Weight(nn.Module):
+    """One weight; mul keeps its input."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(shape))
+
+    def forward(self, x):
+        return x * self.w
+
+
+# --- what it catches -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [torch.as_tensor, torch.from_numpy])
+def test_a_numpy_buffer_that_is_used_again(wrap):
+    net, buffer = nn.Conv2d(3, 3, 3, padding=1), np.zeros((1, 3, 6, 8), np.float32)
+
+    def train():
+        losses = []
+        for step in range(3):
+            buffer[...] = step
+            frame = wrap(buffer)
+            losses.append(F.mse_loss(net(frame), frame))
+        sum(losses).backward()
+
+    with pytest.raises(gl.OverwrittenError) as caught, gl.guard():
+        train()
+    finding = caught.value.finding
+    assert (finding.operation, finding.function, finding.operand) == ("MseLossBackward0", "mse_loss", "target")
+    assert (finding.shape, finding.dtype, finding.device) == ((1, 3, 6, 8), "float32", "cpu")
+    assert finding.cause == "numpy"
+    assert finding.line.file == __file__
+    assert finding.line.text == "losses.append(F.mse_loss(net(frame), frame))"
+    assert finding.line.function == "train"
+    text = str(caught.value)
+    for part in (
+        "mse_loss (MseLossBackward0)",
+        "`target`",
+        "(1, 3, 6, 8)",
+        "NumPy array `buffer` (float32",
+        "test_guards",
+    ):
+        assert part in text
+    assert "torch.tensor(buffer)" in text
+    assert isinstance(caught.value, gl.GpulabError)
+
+
+def test_one_line_is_reported_once_with_a_count():
+    net, buffer = Weight(4), np.zeros(4, np.float32)
+
+    def step():
+        loss = 0
+        for value in range(20):
+            buffer[:] = value
+            loss = loss + net(torch.from_numpy(buffer)).sum()
+        loss.backward()
+
+    (finding,) = findings(step)
+    assert finding.count == 19  # the last frame is still what it was
+    assert finding.line.text == "return x * self.w"
+    assert "19 such tensors" in str(finding)
+
+
+def test_the_backward_pass_goes_on_under_warn():
+    net, buffer = Weight(3), np.ones(3, np.float32)
+    guard = gl.guard(on="warn")
+
+    def guarded():
+        with guard as report:
+            loss = net(torch.from_numpy(buffer)).sum()
+            buffer[:] = 5
+            loss.backward()
+        return report
+
+    with pytest.warns(gl.OverwrittenWarning, match="NumPy array `buffer`") as caught:
+        report = guarded()
+    assert net.w.grad.tolist() == [5, 5, 5]
+    assert report
+    assert len(report) == 1
+    assert "mul" in str(report)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+@DEVICES
+def test_a_write_through_data(device):
+    net = Weight(3).to(device)
+    x = torch.ones(3, device=device)
+
+    def step():
+        loss = net(x).sum()
+        x.data.mul_(2)
+        loss.backward()
+
+    (finding,) = findings(step)
+    assert finding.cause == "data"
+    assert finding.device.startswith(device)
+    assert "`x`" in finding.explanation
+    x.fill_(1)
+    with pytest.raises(gl.OverwrittenError, match=r"\.data"), gl.guard():
+        step()
+
+
+def test_a_write_through_the_numpy_view_of_a_tensor():
+    net, x = Weight(3), torch.ones(3)
+    view = x.numpy()
+
+    def step():
+        loss = net(x).sum()
+        view[0] = 7
+        loss.backward()
+
+    (finding,) = findings(step)
+    assert finding.cause == "numpy"
+    assert "`view`" in finding.explanation
+
+
+def test_data_that_is_assigned():
+    """Without the guard autograd sees the new values of a leaf, and with it the old ones: so it must say so."""
+    net, x = Weight(3), torch.ones(3, requires_grad=True)
+
+    def step(other):
+        loss = net(x).sum()
+        net.w.data = other
+        loss.backward()
+
+    (finding,) = findings(lambda: step(torch.full((3,), 9.0)))
+    assert (finding.cause, finding.operand) == ("replaced", "other")
+    clean(lambda: step(net.w.data.clone()))
+
+
+def test_an_image_that_is_flipped_in_place():
+    net, image = Weight(1, 4, 6), np.random.default_rng(0).random((1, 4, 6), np.float32)
+
+    def step():
+        loss = net(torch.from_numpy(image)).sum()
+        image[:] = image[:, :, ::-1].copy()
+        loss.backward()
+
+    (finding,) = findings(step)
+    assert finding.cause == "numpy"
+
+
+@DEVICES
+def test_a_loader_that_fills_one_tensor(device):
+    net = Weight(3).to(device)
+
+    def loader():
+        batch = torch.zeros(3, device=device)
+        for value in range(3):
+            batch.data.fill_(value)
+            yield batch
+
+    (finding,) = findings(lambda: sum(net(batch).sum() for batch in loader()).backward())
+    assert finding.cause == "data"
+    assert finding.count == 2
+
+
+def test_a_loader_whose_numpy_buffer_has_no_name_here():
+    net = Weight(3)
+
+    def loader():
+        hidden = np.zeros(3, np.float32)
+        for value in range(3):
+            hidden[:] = value
+            yield torch.from_numpy(hidden)
+
+    def step():
+        loss = 0
+        for batch in loader():
+            loss = loss + net(batch).sum()
+        loss.backward()
+
+    (finding,) = findings(step)
+    assert "NumPy array `hidden`" in finding.explanation
+    assert "loader" in finding.explanation
+
+
+def test_the_buffer_of_a_reader_object():
+    class Reader:
+        def __init__(self):
+            self.buffer = np.zeros(3, np.float32)
+
+        def read(self, value):
+            self.buffer[:] = value
+            return torch.from_numpy(self.buffer)
+
+    net, reader = Weight(3), Reader()
+
+    (finding,) = findings(lambda: (net(reader.read(1)).sum() + net(reader.read(2)).sum()).backward())
+    assert "`reader.buffer`" in finding.explanation
+
+
+def test_a_data_loader_with_a_recycled_shared_buffer():
+    shared = torch.zeros(2, 3).share_memory_()
+
+    def collate(rows):
+        shared.data.copy_(torch.stack(rows))
+        return shared
+
+    loader = torch.utils.data.DataLoader(torch.rand(6, 3), batch_size=2, collate_fn=collate)
+    net = Weight(3)
+
+    def step():
+        loss = 0
+        for batch in loader:
+            loss = loss + net(batch).sum()
+        loss.backward()
+
+    (finding,) = findings(step)
+    assert finding.cause == "shared"
+    assert "shared memory" in finding.explanation
+    assert "clone" in finding.remedy
+
+
+def test_what_torch_itself_would_refuse():
+    """With hooks in force torch no longer compares versions."""
+    net, x = Weight(3), torch.ones(3)
+
+    def step():
+        loss = net(x).sum()
+        x.add_(1)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step()
+    with pytest.raises(gl.OverwrittenError, match="in-place operation"), gl.guard():
+        step()
+
+    def through_output():
+        y = net(x).exp()
+        y.zero_()
+        y.sum().backward()
+
+    (finding,) = findings(through_output)
+    assert (finding.cause, finding.function, finding.operand) == ("inplace", "exp", "result")
+
+
+def test_backward_after_the_block():
+    net, buffer = Weight(3), np.ones(3, np.float32)
+    with gl.guard():
+        loss = net(torch.from_numpy(buffer)).sum()
+    buffer[:] = 2
+    with pytest.raises(gl.OverwrittenError):
+        loss.backward()
+    with gl.guard(on="warn") as report:
+        loss = net(torch.from_numpy(buffer)).sum()
+    buffer[:] = 3
+    with pytest.warns(gl.OverwrittenWarning):
+        loss.backward()
+    assert len(report) == 1
+
+
+def test_overwritten_but_never_used_is_no_error():
+    net, buffer = Weight(3), np.ones(3, np.float32)
+    with gl.guard() as report:
+        loss = net(torch.from_numpy(buffer)).sum()
+        buffer[:] = 2
+        del loss
+    assert not report
+
+
+def test_custom_functions():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,) = ctx.saved_tensors
+            return 2 * x * gradient
+
+    x = torch.ones(3, requires_grad=True)
+    clean(lambda: Square.apply(x).sum().backward())
+
+    def step():
+        loss = Square.apply(x).sum()
+        x.data.fill_(3)
+        loss.backward()
+
+    (finding,) = findings(step)
+    assert (finding.operation, finding.function) == ("SquareBackward", "Square")
+
+
+def test_double_backward():
+    x = torch.rand(3, requires_grad=True)
+    constant = torch.rand(3)
+
+    def step(spoil):
+        (gradient,) = torch.autograd.grad(((x * constant) ** 2).sum(), x, create_graph=True)
+        if spoil:
+            constant.data.add_(1)
+        (gradient**2).sum().backward()
+
+    clean(lambda: step(spoil=False))
+    assert {finding.cause for finding in findings(lambda: step(spoil=True))} == {"data"}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_functions(reentrant):
+    """What a checkpoint keeps is its inputs; those are seen."""
+    net, buffer = Weight(3), np.ones(3, np.float32)
+    x = torch.ones(3, requires_grad=True)
+
+    def step(spoil):
+        y = checkpoint(lambda a, b: net(a * b).sin(), x, torch.from_numpy(buffer), use_reentrant=reentrant)
+        if spoil:
+            buffer[:] += 1
+        y.sum().backward()
+
+    clean(lambda: step(spoil=False))
+    assert [finding.cause for finding in findings(lambda: step(spoil=True))] == ["numpy"]
+
+
+def test_nested_and_used_again():
+    net, x = Weight(3), torch.ones(3)
+    outer = gl.guard()
+    with outer, gl.guard(on="warn") as inner:
+        net(x).sum().backward()
+    assert (outer.checked, inner.checked > 0) == (0, True)  # torch applies the innermost hooks alone
+    with outer, outer:
+        net(x).sum().backward()
+    assert outer.checked > 0
+    before = outer.checked
+    net(x).sum().backward()
+    assert outer.checked == before
+
+
+def test_save_on_cpu_inside():
+    net, x = Weight(3), torch.ones(3)
+    with gl.guard() as report, torch.autograd.graph.save_on_cpu():
+        net(x).sum().backward()
+    assert report.checked == 0
+
+
+def test_two_threads():
+    reports = {}
+
+    def work(name, spoil):
+        net, x = Weight(50), torch.ones(50)
+        with warnings.catch_warnings(), gl.guard(on="warn") as report:
+            warnings.simplefilter("ignore")
+            for _ in range(50):
+                loss = net(x).sum()
+                if spoil:
+                    x.data.add_(1)
+                loss.backward()
+        reports[name] = report
+
+    threads = [threading.Thread(target=work, args=(name, name == "bad")) for name in ("good", "bad")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not reports["good"]
+    assert reports["bad"].findings[0].count == 50
+
+
+def test_mistakes_are_told():
+    with pytest.raises(gl.UsageError, match=r"'ignore'.*'raise' or 'warn'"):
+        gl.guard(on="ignore")
+    with pytest.raises(gl.GpulabError, match=r"torch\.func"), gl.guard():
+        torch.func.grad(lambda a: (a * a).sum())(torch.ones(2))
+
+    def guarded(a):
+        with gl.guard():
+            return (a * a).sum()
+
+    with pytest.raises(gl.GpulabError, match="forbids"):
+        torch.func.grad(guarded)(torch.ones(2))
+    with gl.guard():
+        torch.func.vmap(lambda a: (a * a).sum())(torch.ones(2, 2, requires_grad=True)).sum().backward()
+
+
+# --- what it leaves alone --------------------------------------------------------------------------------------
+
+
+class LSTM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.LSTM(5, 7, num_layers=2, dropout=0.1, batch_first=True), nn.Linear(7, 2)
+
+    def forward(self, x):
+        return self.out(self.cell(x)[0])
+
+
+MODELS = {
+    "resnet18": (lambda: torchvision.models.resnet18(num_classes=10), (2, 3, 64, 64)),
+    "mobilenet_v3_small": (lambda: torchvision.models.mobilenet_v3_small(num_classes=10), (2, 3, 64, 64)),
+    "vit_b_16": (lambda: torchvision.models.vit_b_16(image_size=32, num_classes=10), (1, 3, 32, 32)),
+    "lstm": (LSTM, (3, 6, 5)),
+    "transformer": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2),
+        (2, 5, 16),
+    ),
+}
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, 1e-3, foreach=True),
+}
+
+
+def two_steps(name, guarded, device="cpu"):
+    """Two updates of a real model; every gradient of both."""
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    net, x = build().to(device), torch.rand(shape, device=device)
+    optimizer = OPTIMIZERS["sgd" if name == "vit_b_16" else "adam"](net.parameters())
+    gradients = []
+
+    def loop():
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x).flatten(1), torch.zeros(len(x), dtype=torch.long, device=device)).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            gradients.append([p.grad.clone() for p in net.parameters()])
+            optimizer.step()
+
+    clean(loop) if guarded else loop()
+    return gradients
+
+
+@DEVICES
+@pytest.mark.parametrize("name", MODELS)
+def test_real_models_are_left_alone_and_their_gradients_are_the_same_bits(name, device):
+    deterministic = torch.backends.cudnn.flags(deterministic=True)
+    with deterministic:
+        plain, guarded = two_steps(name, False, device), two_steps(name, True, device)
+    if device == "cpu":
+        assert all(
+            torch.equal(a, b) for one, two in zip(plain, guarded, strict=True) for a, b in zip(one, two, strict=True)
+        )
+
+
+def test_honest_in_place_operations():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(8, 4))
+    average = [p.detach().clone() for p in net.parameters()]
+
+    def step():
+        for _ in range(3):
+            for _ in range(2):  # two passes accumulate, and the running statistics move in between
+                y = net(torch.rand(5, 4)) + net(torch.rand(5, 4))
+                y.add_(1).mul_(2)
+                y.square().mean().backward()
+            with torch.no_grad():
+                for p, mean in zip(net.parameters(), average, strict=True):
+                    p.sub_(0.1 * p.grad)
+                    mean.lerp_(p, 0.1)
+                    p.grad.zero_()
+
+    clean(step)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm2d(3),
+        nn.BatchNorm2d(3).eval(),
+        nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+        nn.RReLU(),
+        nn.RReLU(inplace=True),
+        nn.PReLU(),
+        nn.Hardswish(inplace=True),
+        nn.ELU(inplace=True),
+        nn.GroupNorm(1, 3),
+        nn.Dropout2d(),
+        nn.AdaptiveMaxPool2d(2),
+        nn.MaxPool2d(2),
+        nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 3, 1)),
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1)),
+    ],
+    ids=lambda layer: f"{type(layer).__name__}-{'train' if layer.training else 'eval'}",
+)
+def test_layers_are_left_alone(layer):
+    first = nn.Conv2d(3, 3, 1)
+
+    def step():
+        for _ in range(2):
+            (
+                layer(first(torch.rand(2, 3, 4, 4))).square().mean() + layer(first(torch.rand(2, 3, 4, 4))).mean()
+            ).backward()
+
+    clean(step)
+
+
+def test_running_statistics_that_backward_does_use():
+    norm, x = nn.BatchNorm1d(3).eval(), torch.rand(4, 3, requires_grad=True)
+
+    def step():
+        loss = norm(x).square().sum()
+        norm.running_mean.data.add_(1)
+        loss.backward()
+
+    assert "running_mean" in [finding.operand for finding in findings(step)]
+
+
+def test_embeddings_tied_weights_and_autocast():
+    embedding, out = nn.Embedding(10, 6, max_norm=1.0, sparse=False), nn.Linear(6, 10, bias=False)
+    out.weight = embedding.weight
+    optimizer = torch.optim.AdamW(out.parameters(), fused=True)
+
+    def step():
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = out(embedding(torch.tensor([1, 2, 3])).clone())
+                loss = F.cross_entropy(logits, torch.tensor([0, 1, 2]))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    clean(step)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions(backend):
+    net, x = Weight(3), torch.ones(3)
+    compiled = torch.compile(net, backend=backend)
+    torch.compiler.reset()
+    with gl.guard() as report:
+        compiled(x).sum().backward()
+    assert not report
+    torch.compiler.reset()
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+def saved():
+    return [thing for thing in gc.get_objects() if type(thing) is guards._Saved]
+
+
+@pytest.mark.parametrize("ending", ["backward", "dropped", "error"])
+def test_memory_is_freed(ending):
+    """At once, without the garbage collector, unless an error's traceback keeps its frames."""
+
+    def step():
+        net, x = Weight(1000), torch.zeros(1000)
+        with gl.guard():
+            y = net(x).exp()
+            loss = y.sum()
+            if ending == "error":
+                y.data.add_(1)
+            if ending != "dropped":
+                loss.backward()
+            assert saved() if ending == "dropped" else not saved()
+            return weakref.ref(y)
+
+    gc.collect()
+    gc.disable()
+    try:
+        y = step()
+    except gl.OverwrittenError:
+        gc.collect()
+    else:
+        assert y() is None
+    finally:
+        gc.enable()
+    assert not saved()
+
+
+# --- the fingerprint ---------------------------------------------------------------------------------------------
+
+
+def in_words(tensor):
+    """The fingerprint that accelerators use, here."""
+    return int(guards._digest(tensor))
+
+
+BOTH_WAYS = pytest.mark.parametrize("take", [fingerprint, in_words])
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.uint8,
+        torch.bool,
+    ],
+)
+def test_every_element_place_and_bit_counts(take, dtype):
+    generator = torch.Generator().manual_seed(1)
+    bits = 1 if dtype == torch.bool else 8
+    raw = torch.randint(0, 2**bits, (77 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    x = raw.view(dtype)
+    mark = take(x)
+    assert take(x.clone()) == mark
+    assert take(x.flip(0)) != mark
+    assert take(x.roll(1)) != mark
+    for place in range(len(raw)):
+        for bit in range(bits):
+            other = raw.clone()
+            other[place] ^= 1 << bit
+            assert take(other.view(dtype)) != mark
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("length", [2, 64, 65536, 65537, 200_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_changed_signs_are_seen(take, length, dtype):
+    """An even number of changes of the highest bit: a sum with odd weights would miss it."""
+    x = torch.rand(length, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    assert take(-x) != take(x)
+    if dtype.is_complex:
+        assert take(x.conj().resolve_conj()) != take(x)
+
+
+@BOTH_WAYS
+def test_kinds_of_memory(take):
+    x = torch.rand(2, 3, 4, 5)
+    kinds = {
+        "channels last": x.to(memory_format=torch.channels_last),
+        "transposed": x.transpose(1, 3),
+        "gaps": x[:, :, ::2, 1:3],
+        "expanded": torch.rand(1, 3, 1).expand(4, 3, 5),
+        "scalar": torch.tensor(3.0),
+        "scalar expanded": torch.tensor(3.0).expand(4),
+        "windows": torch.rand(10).unfold(0, 4, 1),
+        "nan": torch.tensor([float("nan"), 1.0]),
+        "odd offset": torch.rand(9).half()[1:],
+        "long": torch.rand(3 * guards.TABLE + 5),
+    }
+    for name, tensor in kinds.items():
+        mark = take(tensor)
+        assert mark == take(tensor), name
+        tensor.data.view_as(tensor)[(0,) * tensor.dim()] += 1
+        if name != "nan":
+            assert take(tensor) != mark, name
+    assert take(torch.empty(0)) == take(torch.empty(0))
+
+
+def test_dense_memory_is_read_where_it_lies():
+    x = torch.rand(2, 3, 4, 5)
+    for view in (x, x.transpose(0, 2), x.to(memory_format=torch.channels_last), x[:1].expand(9, 3, 4, 5)):
+        assert guards._flat(view).data_ptr() == view.data_ptr()
+
+
+def test_the_words_have_chunks(monkeypatch):
+    x = torch.rand(5 * guards.TABLE + 3)
+    monkeypatch.setattr(guards, "CHUNK", 2 * guards.TABLE)
+    marks = {in_words(x)}
+    for place in (0, guards.TABLE, 2 * guards.TABLE, 5 * guards.TABLE + 2):
+        y = x.clone()
+        y[place] += 1
+        marks.add(in_words(y))
+    a, b = x.clone(), x.clone().view(-1)
+    b[: 2 * guards.TABLE], b[2 * guards.TABLE : 4 * guards.TABLE] = (
+        a[2 * guards.TABLE : 4 * guards.TABLE],
+        a[: 2 * guards.TABLE],
+    )
+    marks.add(in_words(b))
+    assert len(marks) == 6
+
+
+def test_a_guarded_tensor_can_still_be_resized():
+    x = torch.rand(3)
+    fingerprint(x)
+    assert x.resize_(1000).shape == (1000,)
+
+
+def test_the_accelerators_way_through_a_whole_backward(monkeypatch):
+    """The comparison is put off to the end of backward; here with a CPU's tensors."""
+    monkeypatch.setattr(guards, "fingerprint", lambda tensor: guards._digest(tensor))
+    net, x = Weight(3), torch.rand(3)
+
+    def step(spoil):
+        y = net(x).exp()
+        if spoil:
+            y.data.add_(1)
+            x.data.add_(1)
+        y.sum().backward()
+
+    clean(lambda: step(spoil=False))
+    assert sorted(finding.function for finding in findings(lambda: step(spoil=True))) == ["exp", "mul"]
+    net.w.grad = None
+    with pytest.raises(gl.OverwrittenError), gl.guard() as report:
+        step(spoil=True)
+    assert not report._pending
+    norm = nn.BatchNorm1d(3)
+    clean(lambda: (norm(torch.rand(4, 3)).mean() + norm(torch.rand(4, 3)).mean()).backward())
+
+
+def test_tensors_of_other_kinds():
+    dense = torch.rand(3, 3)
+    for sparse in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
+        mark = fingerprint(sparse)
+        assert mark is not None
+        sparse.values().data.add_(1) if sparse.layout != torch.sparse_coo else sparse._values().add_(1)
+        assert fingerprint(sparse) != mark
+    x = torch.rand(3, dtype=torch.complex64)
+    assert fingerprint(x.conj()) == fingerprint(x)  # the same memory, and the flag cannot be changed
+    assert fingerprint(x.conj().imag) is not None
+    assert fingerprint(torch.rand(3, device="meta")) is None
+
+    class Mine(torch.Tensor):
+        pass
+
+    assert fingerprint(dense.as_subclass(Mine)) == fingerprint(dense)
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        assert fingerprint(torch.rand(3)) is None
+
+
+def test_steps_with_tensors_of_other_kinds():
+    def sparse():
+        matrix, weight = torch.eye(3).to_sparse(), torch.rand(3, 2, requires_grad=True)
+        torch.sparse.mm(matrix, weight).sum().backward()
+
+    def complex_numbers():
+        x = torch.rand(4, dtype=torch.complex64, requires_grad=True)
+        (torch.fft.fft(x).conj() * x).abs().sum().backward()
+
+    def indices():
+        x = torch.rand(5, requires_grad=True)
+        (x[torch.tensor([0, 2])] * x[:2]).sum().backward()
+        x.masked_fill(x > 0.5, 0.0).square().sum().backward()
+
+    def views():
+        x = torch.rand(4, 4, requires_grad=True)
+        y = x.expand(3, 4, 4).transpose(0, 2)[:, ::2]
+        (y * y).sum().backward()
+        (x[0] * torch.empty(0, 4)).sum().backward()
+
+    def scalars():
+        x = torch.tensor(2.0, requires_grad=True)
+        (x * 3.0 * x).backward()
+
+    for step in (sparse, complex_numbers, indices, views, scalars):
+        clean(step)
+    with gl.guard() as report:
+        (torch.rand(3, device="meta", requires_grad=True) * torch.rand(3, device="meta")).sum().backward()
+    assert report.checked == 0
+    assert report.unchecked > 0
+
+
+def test_random_numbers_are_left_alone():
+    state = torch.get_rng_state()
+    guards._table.cache_clear()
+    guards._digest(torch.rand(3, generator=torch.Generator()))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# --- where it is used ----------------------------------------------------------------------------------------------
+
+
+class Careless(gl.Autoencoder):
+    """An autoencoder whose images come through one buffer."""
+
+    def training_loss(self, batch, state):
+        buffer = np.zeros(batch.shape, np.float32)
+        objective, per_frame, state = super().training_loss(torch.from_numpy(buffer), state)
+        buffer[:] = 1
+        return objective, per_frame, state
+
+
+def test_training_under_guard():
+    options = {"model_options": {"hidden": [16]}, "frames": 200, "profile": "smoke", "progress": False}
+    options["setting"] = "cpu:threads=1"  # with many threads even the same training need not repeat itself
+    plain, guarded = (gl.train("autoencoder", guard=guard, **options) for guard in (False, True))
+    assert plain.record["summary"]["weights"] == guarded.record["summary"]["weights"]
+    assert plain.record["id"] == guarded.record["id"]
+    net = Careless(hidden=(16,))
+    with pytest.raises(gl.OverwrittenError, match="`buffer`"):
+        gl.train(net, "digits", guard=True, frames=200, profile="smoke", progress=False)
+
+
+def test_the_pytest_fixture(pytester):
+    pytester.makepyfile(
+        """
+        import numpy as np, torch
+
+        def step(spoil):
+            buffer, w = np.ones(3, np.float32), torch.ones(3, requires_grad=True)
+            loss = (torch.from_numpy(buffer) * w).sum()
+            buffer += spoil
+            loss.backward()
+
+        def test_good(gpulab_guard):
+            step(0)
+            assert gpulab_guard.checked
+
+        def test_bad(gpulab_guard):
+            step(1)
+
+        def test_without():
+            step(1)
+        """
+    )
+    result = pytester.runpytest("-p", "gpulab.pytest_plugin", "-p", "no:nbval")
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["*OverwrittenError*mul*", "*FAILED*test_bad*"])
+
+
+def test_the_plugin_imports_nothing_heavy(python):
+    python(
+        """
+        import sys, gpulab.pytest_plugin
+        heavy = {'torch', 'numpy', 'pandas'} & set(sys.modules)
+        assert not heavy, heavy
+        """
+    )

@@ -1,0 +1,401 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+import gpulab as gl
+from gpulab.diagnostics.reference import SAFETY, Examined, examine
+from gpulab.numerics.formats import round_to
+
+aten = torch.ops.aten
+UNIT = 2.0**-24
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ratio(seen):
+    return seen.error / seen.bound if seen.bound else math.inf if seen.error else 0.0
+
+
+class Watched(TorchDispatchMode):
+    """Examines every operation that runs, its results falsified by `fault`."""
+
+    def __init__(self, fault=lambda tensor: tensor):
+        super().__init__()
+        self.fault, self.seen = fault, []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = operation._schema.name.partition("::")[2].rstrip("_")
+        before = tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, (args, kwargs))
+        out = operation(*args, **kwargs)
+        drawn = torch.Tag.nondeterministic_seeded in operation.tags and "attention" not in name
+        if not drawn and not operation.is_view and "empty" not in name and name not in ("detach", "_to_copy"):
+            self.seen.append((name, examine(operation, name, *before, tree_map(self._falsified, out))))
+        return out
+
+    def _falsified(self, value):
+        return self.fault(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def watched(function, *tensors, fault=lambda tensor: tensor):
+    """What is seen of a function's operations and those of its backward pass, name by name."""
+    leaves = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
+    with Watched(fault) as mode:
+        out = function(*leaves)
+        if out.requires_grad:
+            out.backward(normal(*out.shape, seed=9, dtype=out.dtype))
+    return mode.seen
+
+
+# --- closed forms -----------------------------------------------------------------------------------------
+
+
+def test_the_error_and_the_bound_of_a_product_are_what_one_computes_by_hand():
+    a, b = normal(5, 30), normal(30, 7, seed=1)
+    made = a @ b
+    seen = examine(aten.mm.default, "mm", (a, b), {}, made)
+    exact = a.double().numpy() @ b.double().numpy()
+    size = np.linalg.norm(exact)
+    assert seen.error == pytest.approx(np.linalg.norm(made.double().numpy() - exact) / size, rel=1e-9)
+    bound = SAFETY * math.sqrt(30) * UNIT * np.linalg.norm(np.abs(a.double().numpy()) @ np.abs(b.double().numpy()))
+    assert seen.bound == pytest.approx(bound / size, rel=1e-9)
+    assert (seen.format, seen.rounded_before) == (None, False)
+
+
+def inner_products():
+    """name, operation, arguments, how many products are summed in each number of each result."""
+    x, w, grad = normal(2, 6, 9), normal(8, 3, 4, seed=1), normal(2, 8, 6, seed=2)
+    more = ([1], [0], [1], False, [0], 2)
+    yield "convolution", aten.convolution.default, (x, w, None, *more), [12]
+    backward = (grad, x, w, [8], *more)
+    yield "convolution_backward", aten.convolution_backward.default, (*backward, [True, True, True]), [16, 12, 12]
+    yield "convolution_backward", aten.convolution_backward.default, (*backward, [False, True, False]), [12]
+    yield "convolution_backward", aten.convolution_backward.default, (*backward, [True, False, True]), [16, 12]
+    turned = normal(6, 4, 3, seed=3)
+    yield "convolution", aten.convolution.default, (x, turned, None, [1], [0], [1], True, [0], 2), [9]
+    yield "addmm", aten.addmm.default, (normal(7), normal(4, 5), normal(5, 7)), [5]
+    yield "baddbmm", aten.baddbmm.default, (normal(3, 4, 7), normal(3, 4, 5), normal(3, 5, 7)), [5]
+    yield "bmm", aten.bmm.default, (normal(3, 4, 5), normal(3, 5, 7)), [5]
+    yield "mv", aten.mv.default, (normal(4, 5), normal(5)), [5]
+    yield "dot", aten.dot.default, (normal(50), normal(50, seed=1)), [50]
+    yield "addmv", aten.addmv.default, (normal(4), normal(4, 5), normal(5)), [5]
+
+
+@pytest.mark.parametrize(("name", "operation", "args", "inner"), inner_products(), ids=lambda value: str(value)[:24])
+def test_every_product_is_bounded_by_the_number_of_its_terms(name, operation, args, inner):
+    made = operation(*args)
+    seen = examine(operation, name, args, {}, made)
+    assert 0 <= ratio(seen) < 1
+    assert seen.error is not None
+    absolute = tree_map(lambda v: v.double().abs() if isinstance(v, torch.Tensor) else v, list(args))
+    exact = tree_map(lambda v: v.double() if isinstance(v, torch.Tensor) else v, list(args))
+    sizes, results = operation(*absolute), operation(*exact)
+    sizes = [s for s in (sizes if isinstance(sizes, tuple) else [sizes]) if s is not None]
+    results = [r for r in (results if isinstance(results, tuple) else [results]) if r is not None]
+    bounds = [
+        float(SAFETY * math.sqrt(n) * UNIT * size.norm() / result.norm())
+        for n, size, result in zip(inner, sizes, results, strict=True)
+    ]
+    assert len(bounds) == len(inner)
+    assert min(abs(seen.bound / bound - 1) for bound in bounds) < 1e-6
+
+
+# --- right kernels ------------------------------------------------------------------------------------------
+
+RIGHT = {
+    "exp": lambda x: x.exp(),
+    "log near 1": lambda x: (1 + 1e-5 * x).log(),
+    "log1p": lambda x: (1e-3 * x).log1p(),
+    "tanh near saturation": lambda x: (x + 8).tanh(),
+    "sigmoid near saturation": lambda x: (x + 14).sigmoid(),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "softplus": F.softplus,
+    "a sum that cancels": lambda x: torch.cat([x, -x * (1 + 1e-6)]).sum(),
+    "a mean off zero": lambda x: (x + 1000).mean(0),
+    "variance off zero": lambda x: (x + 100).var(0),
+    "norm": lambda x: torch.linalg.vector_norm(x),
+    "cumsum": lambda x: x.cumsum(0),
+    "prod": lambda x: (1 + 0.01 * x).prod(),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "softmax": lambda x: x.softmax(1),
+    "softmax of a masked row": lambda x: x.masked_fill(x > 1, -math.inf).softmax(1),
+    "log_softmax": lambda x: (30 * x).log_softmax(1),
+    "cross entropy": lambda x: F.cross_entropy(x, torch.arange(len(x)) % x.shape[1]),
+    "mse of what is close": lambda x: F.mse_loss(x, (x + 1e-6).detach()),
+    "layer norm": lambda x: F.layer_norm(x + 10, x.shape[1:]),
+    "layer norm of nearly a constant": lambda x: F.layer_norm(0.3 + 1e-6 * x, x.shape[1:]),
+    "batch norm": lambda x: F.batch_norm(x + 5, torch.zeros(12), torch.ones(12), training=True),
+    "batch norm in use": lambda x: F.batch_norm(x, torch.ones(12), torch.ones(12)),
+    "group norm": lambda x: F.group_norm(x[..., None], 3),
+    "max": lambda x: x.max(1).values,
+    "sort of what is close": lambda x: (1 + 1e-7 * x).sort(0).values,
+    "clamp at an edge": lambda x: (1 + 1e-7 * x).clamp(max=1.0),
+    "relu at zero": lambda x: (x.round() * 0 + x.detach().round()).relu() + 0 * x,
+    "max pooling": lambda x: F.max_pool2d(x[None], 3, 2, 1),
+    "max pooling of ties": lambda x: F.max_pool2d(x.round()[None], 3),
+    "average pooling": lambda x: F.avg_pool2d(x[None], 3, 2, 1),
+    "adaptive pooling": lambda x: F.adaptive_avg_pool2d(x[None], 5),
+    "bilinear": lambda x: F.interpolate(x[None, None], size=(71, 53), mode="bilinear"),
+    "bilinear, large": lambda x: F.interpolate(x.repeat(12, 20)[None, None], size=(499, 223), mode="bilinear"),
+    "bicubic": lambda x: F.interpolate(x[None, None], size=(31, 17), mode="bicubic"),
+    "nearest": lambda x: F.interpolate(x[None, None], scale_factor=1.7),
+    "embedding": lambda x: F.embedding(torch.arange(300) % 7, x),
+    "index_add": lambda x: torch.zeros(3, 12).index_add(0, torch.arange(len(x)) % 3, x),
+    "scatter_add": lambda x: torch.zeros(3, 12).scatter_add(0, torch.arange(len(x))[:, None].expand(-1, 12) % 3, x),
+    "index_put": lambda x: torch.zeros(3, 12).index_put((torch.arange(len(x)) % 3,), x, accumulate=True),
+    "LSTM cell": lambda x: torch.nn.LSTMCell(12, 5)(x)[0],
+    "GRU cell": lambda x: torch.nn.GRUCell(12, 5)(x),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, -1, 12)] * 3),
+    "attention, causal": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, -1, 12)] * 3, is_causal=True),
+    "a product that cancels": lambda x: torch.addmm(-(x @ x.T).detach(), x, x.T),
+    "conv1d": lambda x: F.conv1d(x[None], normal(4, len(x) // 2, 3), groups=2, stride=2, dilation=2),
+    "conv3d": lambda x: F.conv3d(x.view(1, 1, 4, -1, 12), normal(2, 1, 3, 3, 3)),
+    "transposed convolution": lambda x: F.conv_transpose2d(x[None, None], normal(1, 3, 3, 3), stride=2),
+    "depthwise convolution": lambda x: F.conv1d(x[None], normal(len(x), 1, 3), groups=len(x)),
+    "complex numbers": lambda x: (torch.complex(x, 2 * x) @ torch.complex(x.T, x.T)).abs(),
+    "eigenvectors": lambda x: torch.linalg.eigh(x.T @ x).eigenvectors.abs(),
+    "singular vectors": lambda x: torch.linalg.svd(x, full_matrices=False).U.abs(),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30], ids=str)
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_stays_within_what_rounding_explains(name, scale):
+    if scale != 1 and name in ("norm", "eigenvectors", "singular vectors", "complex numbers", "layer norm"):
+        pytest.skip("its squares are too small for float32: the error is one of range")
+    torch.manual_seed(0)
+    seen = watched(RIGHT[name], scale * normal(24, 12))
+    assert [(n, e.error, e.bound) for n, e in seen if e.error is not None and not ratio(e) <= 1] == []
+    assert [(n, e) for n, e in seen if e.format] == []
+    assert scale != 1 or any(e.error is not None for _, e in seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["softmax", "layer norm", "gelu", "a mean off zero", "max pooling", "LSTM cell"])
+def test_other_precisions_have_a_roundoff_of_their_own(name, dtype):
+    def function(x):
+        return RIGHT[name](x) if name != "LSTM cell" else F.linear(x, x).tanh()
+
+    seen = [e for _, e in watched(function, normal(24, 12, dtype=dtype)) if e.error is not None]
+    assert seen
+    assert [e for e in seen if not ratio(e) <= 1] == []
+    if dtype == torch.float64:
+        assert max(e.error for e in seen) < 1e-12
+    else:
+        assert max(e.error for e in seen) > 1e-5, "and it is looked at in float64"
+
+
+# --- wrong kernels --------------------------------------------------------------------------------------------
+
+# The relative error, of every number at random, that is surely noticed.
+CAUGHT = {
+    "exp": 1e-5,
+    "gelu": 1e-5,
+    "softmax": 1e-5,
+    "layer norm": 1e-4,
+    "batch norm": 1e-4,
+    "cross entropy": 1e-4,
+    "norm": 1e-4,
+    "average pooling": 1e-5,
+    "max pooling": 1e-5,
+    "nearest": 1e-5,
+    "bilinear": 1e-3,
+    "embedding": 1e-5,
+    "index_add": 1e-4,
+    "cumsum": 1e-4,
+    "LSTM cell": 1e-3,
+    "attention": 1e-4,
+    "conv1d": 1e-4,
+    "conv3d": 1e-4,
+    "transposed convolution": 1e-4,
+    "depthwise convolution": 1e-5,
+}
+
+
+PART_OF = {
+    "exp": ("exp",),
+    "gelu": ("gelu", "gelu_backward"),
+    "softmax": ("_softmax", "_softmax_backward_data"),
+    "layer norm": ("native_layer_norm", "native_layer_norm_backward"),
+    "batch norm": ("native_batch_norm", "native_batch_norm_backward"),
+    "cross entropy": ("_log_softmax", "nll_loss_forward", "_log_softmax_backward_data"),
+    "norm": ("linalg_vector_norm",),
+    "average pooling": ("avg_pool2d", "avg_pool2d_backward"),
+    "max pooling": ("max_pool2d_with_indices", "max_pool2d_with_indices_backward"),
+    "nearest": ("upsample_nearest2d", "upsample_nearest2d_backward"),
+    "bilinear": ("upsample_bilinear2d", "upsample_bilinear2d_backward"),
+    "embedding": ("embedding", "embedding_dense_backward"),
+    "index_add": ("index_add",),
+    "cumsum": ("cumsum",),
+    "LSTM cell": ("addmm",),
+    "attention": (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
+    "conv1d": ("convolution", "convolution_backward"),
+    "conv3d": ("convolution", "convolution_backward"),
+    "transposed convolution": ("convolution", "convolution_backward"),
+    "depthwise convolution": ("convolution", "convolution_backward"),
+}
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_what_is_wrong_is_noticed(name):
+    def fault(tensor):
+        return tensor * (1 + CAUGHT[name] * normal(*tensor.shape, seed=5).to(tensor.dtype))
+
+    torch.manual_seed(0)
+    seen = watched(RIGHT[name], normal(24, 12), fault=fault)
+    last = [e for n, e in seen if n in PART_OF[name]]
+    assert last
+    assert min(ratio(e) for e in last) > 1
+
+
+def test_one_wrong_number_among_many_is_noticed():
+    x = normal(100, 100)
+    wrong = x.relu()
+    wrong[3, 7] += 1.0
+    assert ratio(examine(aten.relu.default, "relu", (x,), {}, wrong)) > 1000
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_where_it_should_be_is_infinitely_wrong(value):
+    x = normal(10)
+    made = x.exp()
+    made[3] = value
+    assert not math.isfinite(examine(aten.exp.default, "exp", (x,), {}, made).error)
+
+
+# --- special numbers ------------------------------------------------------------------------------------------
+
+
+def test_numbers_out_of_range_are_explained_by_the_range():
+    for x in (normal(50) * 1e30, normal(50) * 1e-30):
+        assert ratio(examine(aten.mul.Tensor, "mul", (x, x), {}, x * x)) <= 1
+    small = torch.linspace(-104, -80, 50)
+    assert ratio(examine(aten.exp.default, "exp", (small,), {}, small.exp())) <= 1
+    flushed = torch.where(small.exp() < torch.finfo(torch.float32).tiny, 0.0, small.exp())
+    assert ratio(examine(aten.exp.default, "exp", (small,), {}, flushed)) <= 1, "as some units do"
+    wrong = torch.full((50,), 1e38)
+    assert ratio(examine(aten.mul.Tensor, "mul", (wrong / 1e38 * 1e20, wrong), {}, wrong)) > 1
+
+
+def test_nan_and_infinity_that_were_put_in_are_no_errors():
+    x = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
+    for operation, name in ((aten.exp.default, "exp"), (aten.tanh.default, "tanh"), (aten.relu.default, "relu")):
+        seen = examine(operation, name, (x,), {}, operation(x))
+        assert seen.error is None or ratio(seen) <= 1
+
+
+def test_nothing_is_said_of_what_has_no_twin():
+    whole = torch.arange(4)
+    for operation, name, args in [
+        (aten.add.Tensor, "add", (whole, whole)),
+        (aten.exp.default, "exp", (torch.empty(0),)),
+        (aten.gt.Scalar, "gt", (normal(4), 0)),
+        (aten._linalg_eigh.default, "_linalg_eigh", (torch.eye(3),)),
+    ]:
+        seen = examine(operation, name, args, {}, operation(*args))
+        assert (seen.error, seen.bound, seen.format) == (None, None, None)
+
+
+def test_examining_changes_neither_arguments_nor_results():
+    a, b = normal(4, 4), normal(4, 4, seed=1)
+    made = a.clone().add_(b)
+    copies = a.clone(), b.clone(), made.clone()
+    examine(aten.add_.Tensor, "add", (a, b), {}, made)
+    assert all(torch.equal(now, then) for now, then in zip((a, b, made), copies, strict=True))
+
+
+# --- short formats --------------------------------------------------------------------------------------------
+
+ALIKE = {"float16": ["tf32", "float16"]}  # but for its range, float16 rounds as TF32 does
+SHORT = [("tf32", "nearest"), ("tf32", "truncate"), ("bfloat16", "nearest"), ("float16", "nearest")]
+
+
+@pytest.mark.parametrize(("format_", "mode"), SHORT, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2000, 1), (3, 2, 4), (5, 30, 7), (64, 512, 64)], ids=str)
+def test_a_kernel_that_rounds_its_factors_is_told_by_the_format(format_, mode, shape):
+    rows, inner, columns = shape
+    a, b = normal(rows, inner), normal(inner, columns, seed=1)
+    made = round_to(a, format_, mode) @ round_to(b, format_, mode)
+    seen = examine(aten.mm.default, "mm", (a, b), {}, made)
+    assert seen.format in ALIKE.get(format_, [format_])
+    assert not seen.rounded_before
+
+
+@pytest.mark.parametrize(("format_", "mode"), SHORT, ids=str)
+def test_also_in_convolutions_forward_and_backward(format_, mode):
+    x, w, grad = normal(2, 6, 9, 9), normal(8, 6, 3, 3, seed=1), normal(2, 8, 9, 9, seed=2)
+    more = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+    def rounded(*tensors):
+        return [round_to(tensor, format_, mode) for tensor in tensors]
+
+    forward = aten.convolution.default
+    assert examine(forward, "convolution", (x, w, None, *more), {}, forward(*rounded(x, w), None, *more)).format
+    backward = aten.convolution_backward.default
+    for wanted in ([True, True, False], [False, True, False], [True, False, False]):
+        made = backward(*rounded(grad, x, w), None, *more, wanted)
+        seen = examine(backward, "convolution_backward", (grad, x, w, None, *more, wanted), {}, made)
+        assert seen.format in ALIKE.get(format_, [format_])
+        assert not seen.rounded_before
+
+
+def test_factors_that_were_rounded_before_are_told_apart_from_a_kernel_that_rounds():
+    a, b = round_to(normal(9, 30), "bfloat16"), normal(30, 9, seed=1)
+    seen = examine(aten.mm.default, "mm", (a, b), {}, a @ b)
+    assert (seen.format, seen.rounded_before) == ("bfloat16", True)
+    assert ratio(seen) <= 1
+
+
+def test_a_right_product_of_few_numbers_is_not_taken_for_a_short_format():
+    """One number in three lies nearer to one of four formats' results than to the exact one."""
+    alarms = 0
+    for seed in range(300):
+        a, b = normal(1, 3000, seed=seed).abs(), normal(3000, 1, seed=seed + 1000).abs()
+        alarms += examine(aten.mm.default, "mm", (a, b), {}, a @ b).format is not None
+    assert alarms <= 3
+
+
+def test_a_wrong_product_is_not_excused_as_a_short_format():
+    a, b = normal(9, 30), normal(30, 9, seed=1)
+    wrong = (a @ b) * (1 + 1e-3 * normal(9, 9, seed=2))
+    seen = examine(aten.mm.default, "mm", (a, b), {}, wrong)
+    assert seen.format is None
+    assert ratio(seen) > 10
+
+
+def test_a_factorisation_that_failed_is_no_error_whatever_it_left():
+    not_positive = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
+    cholesky = torch.ops.aten.linalg_cholesky_ex.default
+    left, info = cholesky(not_positive)
+    assert info != 0
+    for rest in (left, torch.full_like(left, torch.nan)):
+        assert examine(cholesky, "linalg_cholesky_ex", (not_positive,), {}, (rest, info)) == Examined()
+    fine = torch.eye(2)
+    assert examine(cholesky, "linalg_cholesky_ex", (fine,), {}, cholesky(fine)).error == 0
+    wrong = (2 * fine, torch.tensor(0))
+    seen = examine(cholesky, "linalg_cholesky_ex", (fine,), {}, wrong)
+    assert seen.error > seen.bound
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_formats_of_factors_and_result_are_told_also_where_they_overflow(name):
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(24, 24, generator=generator) for _ in range(2))
+    product = torch.ops.aten.mm.default
+    for scale in (1.0, 1e5):
+        with gl.emulate(name):
+            made = product(scale * a, b)
+        assert examine(product, "mm", (scale * a, b), {}, made).format == name
+    if name == "float16":
+        assert not made.isfinite().all()

@@ -1,0 +1,95 @@
+import json
+
+import pandas as pd
+import pytest
+
+import gpulab as gl
+from gpulab.diagnostics import rooflines as speed
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Every operation, measured twice each, with copies and matrices that take no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "COPY_BYTES", {"cpu": 2**20})
+        patch.setattr(speed, "LARGEST_MATRIX", {"cpu": 64})
+        yield gl.roofline("cpu:threads=1", repeats=2)
+
+
+def test_a_roofline_has_a_row_an_operation_with_the_columns_documented(small):
+    documented = {"operation", "kind", "flop", "bytes", "intensity", "seconds", "spread", "gflops", "setting"}
+    assert set(small.columns) == documented | {"gigabytes_per_second"}
+    assert set(small.kind) == {"memory", "matrix", "network"}
+    assert set(small.setting) == {"cpu:threads=1"}
+    assert small.operation.is_unique
+    assert (small.seconds > 0).all()
+    assert (small.spread >= 0).all()
+
+
+def test_operations_and_bytes_are_counted(small):
+    def counted(operation):
+        row = small[small.operation == operation].iloc[0]
+        return row.flop, row.bytes
+
+    numbers = 2**20 // 4
+    assert counted("copy") == (0, 4 * 2 * numbers)
+    assert counted("add") == (numbers, 4 * 3 * numbers)
+    assert counted("matrix product 32") == (2 * 32**3, 4 * 3 * 32**2)
+    assert counted("autoencoder, first layer") == (2 * 784 * 128, 4 * (784 * 128 + 784 + 128))
+    # 3×3, 5·16 channels in, 4·16 out, on a map of 24×32
+    flop, moved = 2 * 9 * 80 * 64 * 24 * 32, 4 * (9 * 80 * 64 + (80 + 64) * 24 * 32)
+    assert counted("PredNet (quick), gates") == (flop, moved)
+
+
+def test_the_rates_follow_from_counts_and_seconds(small):
+    pd.testing.assert_series_equal(small.intensity, small.flop / small.bytes, check_names=False)
+    pd.testing.assert_series_equal(small.gflops * 1e9 * small.seconds, small.flop, check_names=False)
+    pd.testing.assert_series_equal(small.gigabytes_per_second * 1e9 * small.seconds, small.bytes, check_names=False)
+
+
+def test_too_few_repeats_are_refused():
+    with pytest.raises(gl.UsageError, match="repeats"):
+        gl.roofline("cpu", repeats=1)
+
+
+def device(setting, bandwidth, peak, layers):
+    """A roofline with known ceilings: GB/s, GFLOP/s, and layers of (intensity, GFLOP/s)."""
+    rows = [{"operation": "copy", "kind": "memory", "gigabytes_per_second": bandwidth, "gflops": 0.0, "intensity": 0.0}]
+    rows += [{"operation": "product", "kind": "matrix", "gigabytes_per_second": 1.0, "gflops": peak, "intensity": 99.0}]
+    for number, (intensity, gflops) in enumerate(layers):
+        row = {"operation": f"layer {number}", "kind": "network", "gigabytes_per_second": gflops / intensity}
+        rows.append({**row, "gflops": gflops, "intensity": intensity})
+    return pd.DataFrame(rows).assign(setting=setting)
+
+
+def test_a_layer_left_of_the_ridge_is_bound_by_memory_and_right_of_it_by_arithmetic():
+    slow = device("cpu", bandwidth=10, peak=100, layers=[(0.5, 4.0), (20.0, 50.0)])
+    fast = device("cuda", bandwidth=1000, peak=50_000, layers=[(0.5, 100.0), (20.0, 5000.0)])
+    found = gl.bounds(pd.concat([slow, fast])).to_dict("records")
+    assert found == [
+        {"operation": "layer 0", "setting": "cpu", "intensity": 0.5, "ridge": 10, "bound": "memory", "reached": 0.8},
+        {"operation": "layer 1", "setting": "cpu", "intensity": 20, "ridge": 10, "bound": "arithmetic", "reached": 0.5},
+        {"operation": "layer 0", "setting": "cuda", "intensity": 0.5, "ridge": 50, "bound": "memory", "reached": 0.2},
+        {"operation": "layer 1", "setting": "cuda", "intensity": 20, "ridge": 50, "bound": "memory", "reached": 0.25},
+    ]
+
+
+def test_a_recorded_roofline_keeps_its_passport_and_command_and_is_read_back(small, tmp_path, monkeypatch):
+    (tmp_path / "rooflines").mkdir()
+    (tmp_path / "runs").mkdir()
+    speed.write_roofline(small, tmp_path / "rooflines" / "here.json", "the command")
+    document = json.loads((tmp_path / "rooflines" / "here.json").read_text())
+    assert (document["command"], document["passport"]) == ("the command", gl.passport())
+    monkeypatch.setattr("gpulab.records.DATA", tmp_path)
+    back = gl.recorded_rooflines()
+    assert set(back.machine) == {
+        gl.passport()["gpus"][0]["name"] if gl.passport()["gpus"] else gl.passport()["cpu"]["model"]
+    }
+    pd.testing.assert_frame_equal(back[small.columns], small)
+
+
+def test_recorded_rooflines_are_shipped_and_can_be_read():
+    shipped = gl.recorded_rooflines()
+    assert {"machine", "setting", "operation", "gflops"} <= set(shipped.columns)
+    assert "NVIDIA H200" in set(shipped.machine)
+    assert set(gl.bounds(shipped[shipped.machine == "NVIDIA H200"]).bound) <= {"memory", "arithmetic"}

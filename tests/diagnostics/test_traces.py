@@ -1,0 +1,628 @@
+import contextlib
+import copy
+import json
+import math
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from torch.utils.checkpoint import checkpoint
+
+import gpulab as gl
+from gpulab.diagnostics import traces as tracing
+from gpulab.diagnostics.traces import SKETCH, aligned, find_step, sketch
+
+
+def recorded(step, setting="cpu", **options):
+    return gl.record(step, setting, progress=False, **options)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make()
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 2)
+
+    def forward(self, x):
+        y = self.first(x)
+        return torch.relu(y)  # the line
+
+
+def tiny_step():
+    return gl.Step(seeded(Tiny), (drawn(4, 3), drawn(4, 2)), F.mse_loss)
+
+
+def named(trace, name, phase="forward"):
+    return [op for op in trace.operations if (op.name, op.phase) == (name, phase)]
+
+
+def values(trace, name):
+    return trace.sketches[name]
+
+
+# --- what is noted ----------------------------------------------------------------------------------------
+
+
+def test_a_tiny_step_is_recorded_as_one_computes_it_by_hand():
+    step = tiny_step()
+    trace = recorded(step)
+    (inputs, targets), weight, bias = step.batch, step.model.first.weight.detach(), step.model.first.bias.detach()
+    (linear,), (relu,), (loss,) = named(trace, "addmm"), named(trace, "relu"), named(trace, "mse_loss")
+    before = inputs @ weight.T + bias
+    after = before.relu()
+    for op, expected in [(linear, before), (relu, after), (loss, (after - targets).square().mean())]:
+        np.testing.assert_allclose(values(trace, op.outputs[0]), expected.double().ravel(), rtol=1e-6, atol=1e-7)
+        assert (op.phase, op.dtype, op.shape) == ("forward", "float32", list(expected.shape))
+        assert op.repeats
+        assert op.ratio <= 1
+    assert [op.module for op in (linear, relu, loss)] == ["first", "Tiny", ""]
+    assert relu.line == f"test_tracing.py:{Tiny.forward.__code__.co_firstlineno + 2}: return torch.relu(y)  # the line"
+    assert relu.inputs == linear.outputs
+    (mse_backward,), (relu_backward,) = (
+        named(trace, "mse_loss_backward", "backward"),
+        named(trace, "threshold_backward", "backward"),
+    )
+    gradient = 2 * (after - targets) / after.numel()
+    np.testing.assert_allclose(values(trace, mse_backward.outputs[0]), gradient.double().ravel(), rtol=1e-5)
+    assert relu_backward.module == "Tiny"
+    assert relu_backward.line == relu.line, "of the forward pass, which the user wrote"
+    (product,) = named(trace, "mm", "backward")
+    assert product.module == "first"
+    expected = ((gradient * (before > 0)).T @ inputs).double().ravel()
+    made = values(trace, product.outputs[0])
+    assert min(np.abs(made - expected.numpy()).max(), np.abs(made - expected.view(2, 3).T.ravel().numpy()).max()) < 1e-6
+
+
+def test_the_reference_is_the_same_step_in_float64():
+    trace = recorded(tiny_step())
+    assert [op.name for op in trace.reference] == [op.name for op in trace.operations]
+    assert {op.dtype for op in trace.reference} == {"float64"}
+    for mine, exact in zip(trace.operations, trace.reference, strict=True):
+        np.testing.assert_allclose(
+            values(trace, mine.outputs[0]), values(trace, exact.outputs[0]), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_the_trace_names_the_setting_the_machine_and_the_flags():
+    trace = recorded(tiny_step(), "cpu:threads=1")
+    assert trace.setting == "cpu:threads=1"
+    assert trace.arithmetic["threads"] == 1
+    assert trace.passport == dict(gl.passport())
+    assert "operations under cpu:threads=1" in repr(trace)
+    assert trace.overwritten == []
+
+
+def test_operations_that_write_say_what_they_changed():
+    def step(setting):
+        x = drawn(100).to(setting.dtype)
+        x.mul_(2)
+        y = torch.zeros(100, dtype=setting.dtype)
+        y.copy_(x)
+        return y.add_(1)
+
+    trace = recorded(step)
+    (doubled,), (copied,), (added,) = named(trace, "mul"), named(trace, "copy"), named(trace, "add")
+    assert doubled.changed == doubled.outputs
+    assert doubled.outputs != doubled.inputs
+    assert (copied.inputs, copied.changed) == (doubled.outputs, []), "what was there before does not matter"
+    assert added.inputs == copied.outputs
+
+
+def test_an_optimizer_that_returns_nothing_is_recorded_by_what_it_writes():
+    for options in ({"foreach": True}, {"fused": True}):
+        model = seeded(lambda: nn.Linear(4, 4))
+        start = model.state_dict()["weight"].clone()
+
+        def step(setting, options=options, start=start):
+            model = nn.Linear(4, 4).to(setting.dtype)
+            model.weight.data.copy_(start)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1, **options)
+            model(torch.ones(2, 4, dtype=setting.dtype)).sum().backward()
+            optimizer.step()
+
+        written = [op for op in recorded(step).operations if op.name in ("_foreach_addcdiv", "_fused_adam")]
+        assert written
+        assert all(op.outputs and op.repeats for op in written)
+
+
+# --- modules ------------------------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(3, 3)
+        self.parts = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh()), self.shared])
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return F.softmax(self.shared(x), 1)
+
+
+def test_modules_are_named_by_their_path_and_one_that_is_called_twice_by_its_first():
+    trace = recorded(gl.Step(seeded(Nested), drawn(2, 3)))
+    forward = [(op.name, op.module) for op in trace.operations if op.phase == "forward" and op.name != "t"]
+    assert forward[:5] == [
+        ("addmm", "parts.0.0"),
+        ("tanh", "parts.0.1"),
+        ("addmm", "shared"),
+        ("addmm", "shared"),
+        ("_softmax", "Nested"),
+    ]
+    assert {op.module for op in named(trace, "mm", "backward")} == {"shared", "parts.0.0"}
+    assert [op.module for op in named(trace, "tanh_backward", "backward")] == ["parts.0.1"]
+
+
+def test_code_without_modules_has_lines_alone():
+    def step(setting):
+        x = drawn(5).to(setting.dtype).requires_grad_()
+        x.exp().sum().backward()  # the only line
+
+    trace = recorded(step)
+    assert {op.module for op in trace.operations} == {""}
+    assert all("the only line" in op.line for op in trace.operations if op.name in ("exp", "sum", "mul"))
+
+
+class Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        out = x.exp()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (out,) = ctx.saved_tensors
+        return gradient * out
+
+
+class Custom(nn.Module):
+    def forward(self, x):
+        return Exponential.apply(2 * x)
+
+
+def test_a_function_of_the_users_own_is_seen_forward_and_backward():
+    trace = recorded(gl.Step(nn.Sequential(nn.Linear(3, 3), Custom()), drawn(2, 3)))
+    assert [op.module for op in named(trace, "exp")] == ["1"]
+    assert named(trace, "mul", "backward")
+
+
+# --- kinds of steps -----------------------------------------------------------------------------------------
+
+
+def two_backwards(setting):
+    y = seeded(lambda: nn.Linear(4, 2)).to(setting.dtype)(drawn(3, 4).to(setting.dtype))
+    y.sum().backward(retain_graph=True)
+    y.square().sum().backward()
+
+
+def no_backward(setting):
+    with torch.no_grad():
+        seeded(lambda: nn.Linear(4, 2)).to(setting.dtype)(drawn(3, 4).to(setting.dtype))
+
+
+def with_checkpoint(setting):
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh())).to(setting.dtype)
+    x = drawn(3, 4).to(setting.dtype).requires_grad_()
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+
+
+def without_an_argument():
+    seeded(lambda: nn.Linear(4, 2))(torch.ones(3, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("step", [two_backwards, no_backward, with_checkpoint, without_an_argument])
+def test_any_function_of_one_step_can_be_recorded(step):
+    trace = recorded(step)
+    assert all(op.repeats is not False for op in trace.operations)
+    assert ("backward" in {op.phase for op in trace.operations}) is (step is not no_backward)
+    assert {op.dtype for op in trace.reference} == {"float64"}
+    assert len(trace.reference) == len(trace.operations)
+
+
+def test_a_step_may_copy_a_network_with_buffers():
+    """Which sets a tensor to another memory: no arithmetic, and nothing that float64 could repeat."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+
+    def step(setting):
+        copy.deepcopy(net).to(setting.dtype)(drawn(2, 1, 5, 5).to(setting.dtype)).square().sum().backward()
+
+    assert [op.name for op in recorded(step).operations if op.ratio is not None and not op.ratio <= 1] == []
+
+
+def test_two_backward_passes_are_both_seen():
+    assert len(named(recorded(two_backwards), "mm", "backward")) == 2
+
+
+def test_a_step_is_called_with_its_setting_or_without():
+    settings = []
+    recorded(lambda setting: settings.append(str(setting)) or torch.ones(2, dtype=setting.dtype) + 1, "cpu:threads=1")
+    assert settings == ["cpu:threads=1", "cpu:threads=1", "cpu:precision=float64"]
+
+
+def test_a_step_leaves_its_model_as_it_was():
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout()))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    step = gl.Step(model, drawn(2, 1, 5, 5))
+    first, second = recorded(step), recorded(step)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [op.outputs for op in first.operations] == [op.outputs for op in second.operations]
+    assert model.training
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "step", nn.Linear(2, 2).weight])
+def test_what_is_no_step_is_refused(wrong):
+    with pytest.raises(gl.UsageError, match="a function that does one step"):
+        recorded(wrong)
+
+
+@pytest.mark.parametrize("step", [lambda: None, lambda: torch.arange(3) + 1, lambda: torch.empty(0) + 1])
+def test_a_step_without_floating_point_numbers_is_refused(step):
+    with pytest.raises(gl.UsageError, match="nothing to compare"):
+        recorded(step)
+
+
+# --- nothing is left behind ---------------------------------------------------------------------------------
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x):
+        self.inner(x)
+        raise ValueError("in the middle")
+
+
+def state():
+    return (
+        _len_torch_dispatch_stack(),
+        len(hooks._global_forward_hooks),
+        len(hooks._global_forward_pre_hooks),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        hash(torch.get_rng_state().numpy().tobytes()),
+    )
+
+
+def test_an_error_in_a_step_reaches_the_caller_and_leaves_nothing_behind():
+    breaking, step = gl.Step(nn.Sequential(Breaks()), torch.ones(1, 2)), tiny_step()
+    before = state()
+    with pytest.raises(ValueError, match="in the middle"):
+        recorded(breaking, "cpu:threads=1")
+    assert state() == before
+    trace = recorded(step)
+    assert [op.module for op in named(trace, "addmm")] == ["first"]
+    assert state() == before
+
+
+def test_a_module_whose_error_is_caught_does_not_lend_its_name_to_the_next():
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.breaks, self.after = Breaks(), nn.Linear(2, 2)
+
+        def forward(self, x):
+            with contextlib.suppress(ValueError):
+                self.breaks(x)
+            return self.after(x)
+
+    trace = recorded(gl.Step(Catches(), torch.ones(1, 2)))
+    assert [op.module for op in named(trace, "addmm")] == ["breaks.inner", "after"]
+
+
+class BackwardInBackward(torch.autograd.Function):
+    """Calls backward in its backward pass, and so on; autograd goes on with the 61st in a thread of its own."""
+
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.depth = depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.depth:
+            with torch.enable_grad():
+                x = torch.ones(2, requires_grad=True)
+                (3 * BackwardInBackward.apply(x, ctx.depth - 1)).sum().backward()
+        return gradient, None
+
+
+def test_a_backward_pass_in_a_thread_of_autograds_is_recorded():
+    """There no frame of Python's lies below, as in the backward pass on a GPU."""
+    trace = recorded(lambda: BackwardInBackward.apply(torch.ones(2, requires_grad=True), 61).sum().backward())
+    assert len(named(trace, "mul", "backward")) == 2 * 61
+    assert {op.repeats for op in trace.operations} == {True}
+
+
+def test_recording_leaves_random_numbers_and_flags_alone():
+    step = gl.Step(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), torch.ones(2, 4))
+    before = state()
+    recorded(step, "cpu:threads=1,precision=float64")
+    assert state() == before
+
+
+# --- repeating ------------------------------------------------------------------------------------------------
+
+
+def test_dropout_draws_the_same_and_is_marked_as_random():
+    trace = recorded(gl.Step(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), drawn(2, 4)))
+    assert [op.name for op in trace.operations if op.random]
+    assert all(op.repeats is not False for op in trace.operations)
+
+
+def test_attention_that_drops_nothing_is_not_random():
+    def step(setting):
+        q = drawn(1, 2, 5, 8).to(setting.dtype).requires_grad_()
+        F.scaled_dot_product_attention(q, q, q).sum().backward()
+
+    attention = [op for op in recorded(step).operations if "attention" in op.name]
+    assert attention
+    assert [op.name for op in attention if op.random] == []
+    assert all(op.error is not None for op in attention)
+
+
+def test_an_operation_on_parts_of_a_tensor_repeats_itself():
+    """A copy without the gaps would go through another kernel, which rounds otherwise."""
+
+    def step(setting):
+        whole = drawn(7, 37).to(setting.dtype)
+        for part in whole.split([5, 11, 21], 1):
+            part.sigmoid_()
+
+    trace = recorded(step)
+    assert [op.repeats for op in named(trace, "sigmoid")] == [True, True, True]
+
+
+def test_a_step_that_goes_on_from_where_it_was_is_not_repeatable():
+    weight = torch.ones(3)
+
+    def step(setting):
+        weight.mul_(1.5)
+        (weight.to(setting.dtype) * 2).sum()
+
+    trace = recorded(step)
+    assert named(trace, "mul")[0].inputs not in [op.inputs for op in trace.reference]
+
+
+# --- sketches -------------------------------------------------------------------------------------------------
+
+
+def test_a_small_tensor_is_kept_as_it_is():
+    x = drawn(8, 8)
+    assert (sketch(x) == x.double().ravel().numpy()).all()
+    assert len(sketch(drawn(1000))) == SKETCH
+    assert sketch(torch.tensor(2.5)).tolist() == [2.5]
+
+
+def test_a_sketch_is_the_same_on_every_machine():
+    numbers = torch.arange(1000, dtype=torch.float64)
+    made = sketch(numbers)
+    # splitmix64 written with Python's own integers
+    expected = [0.0] * SKETCH
+    for place in range(1000):
+        x = (place + 1) * 0x9E3779B97F4A7C15 % 2**64
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        x ^= x >> 31
+        expected[x % SKETCH] += -place if x >> 63 else place
+    assert made.tolist() == expected
+    assert made[[0, 2]].tolist() == [456.0, -110.0]
+
+
+def test_distances_between_sketches_are_those_between_tensors():
+    ratios = []
+    for seed in range(200):
+        x, error = drawn(2000, seed=seed), 1e-3 * drawn(2000, seed=seed + 1000)
+        told = np.linalg.norm(sketch(x + error) - sketch(x))
+        ratios.append(told / float((x + error - x).norm()))
+    assert np.mean(np.square(ratios)) == pytest.approx(1, abs=0.06), "unbiased"
+    assert np.std(ratios) < 0.15, "right to about a fifth"
+    assert 0.6 < min(ratios) < max(ratios) < 1.4
+
+
+def test_one_wrong_number_among_many_is_seen_in_full():
+    x = drawn(100_000)
+    wrong = x.clone()
+    wrong[777] += 5
+    assert np.linalg.norm(sketch(wrong) - sketch(x)) == pytest.approx(5, rel=1e-6)
+
+
+def test_sketches_are_linear_and_survive_nan():
+    x, y = drawn(500).double(), drawn(500, seed=1).double()
+    np.testing.assert_allclose(sketch(x + 2 * y), sketch(x) + 2 * sketch(y), atol=1e-12)
+    x[3] = math.nan
+    assert np.isfinite(sketch(x)).all()
+
+
+# --- files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces")
+    recorded(gl.Step(seeded(lambda: nn.Linear(20, 30)), drawn(5, 20)), file=folder / "deep" / "one.trace")
+    return folder / "deep" / "one.trace"
+
+
+def test_a_trace_is_read_as_it_was_written(file):
+    trace = recorded(gl.Step(seeded(lambda: nn.Linear(20, 30)), drawn(5, 20)))
+    read = gl.Trace.load(str(file))
+    assert read.setting == trace.setting
+    assert [op.outputs for op in read.operations] == [op.outputs for op in trace.operations]
+    assert [op.ratio for op in read.operations] == [op.ratio for op in trace.operations]
+    assert read.passport == trace.passport
+    assert read.sketches.keys() == trace.sketches.keys()
+    assert all((read.sketches[name] == trace.sketches[name]).all() for name in trace.sketches)
+    assert [entry.name for entry in file.parent.iterdir()] == ["one.trace"], "no scratch file is left"
+
+
+def test_nan_and_infinity_are_kept(tmp_path):
+    step = gl.Step(nn.Linear(3, 2), torch.tensor([[math.nan, math.inf, 1.0]]))
+    recorded(step, file=tmp_path / "a.trace")
+    read = gl.Trace.load(tmp_path / "a.trace")
+    assert any(np.isnan(sketch_).any() for sketch_ in read.sketches.values())
+
+
+def refused(file, *words):
+    with pytest.raises(gl.DataError) as error:
+        gl.Trace.load(file)
+    assert [word for word in (str(file), *words) if word not in str(error.value)] == []
+
+
+def test_a_trace_cut_short_anywhere_is_named(file, tmp_path):
+    content = file.read_bytes()
+    header = struct.unpack("<Q", content[:8])[0]
+    places = [0, 1, 7, 8, 9, header // 2, header + 7, header + 8, header + 9, len(content) // 2, len(content) - 1]
+    for place in places:
+        (tmp_path / "cut.trace").write_bytes(content[:place])
+        refused(tmp_path / "cut.trace")
+    (tmp_path / "long.trace").write_bytes(content + b"more")
+    refused(tmp_path / "long.trace")
+
+
+def test_what_is_no_trace_is_named(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"format": 1}))
+    (tmp_path / "a.pickle").write_bytes(pickle.dumps({"a": 1}))
+    (tmp_path / "a.txt").write_text("Call me Ishmael.")
+    safetensors.numpy.save_file({"weight": np.ones(3)}, tmp_path / "a.safetensors")
+    safetensors.numpy.save_file({"weight": np.ones(3)}, tmp_path / "b.safetensors", {"other": "notes"})
+    for name in ("a.json", "a.pickle", "a.txt", "missing.trace"):
+        refused(tmp_path / name, "not a trace")
+    for name in ("a.safetensors", "b.safetensors"):
+        refused(tmp_path / name, "no trace", "gpulab record")
+    refused(tmp_path)
+
+
+def rewritten(file, into, change):
+    with safetensors.safe_open(str(file), framework="numpy") as archive:
+        notes = json.loads(archive.metadata()["gpulab trace"])
+        sketches = {name: archive.get_tensor(name) for name in archive.keys()}  # noqa: SIM118
+    notes = change(notes, sketches) or notes
+    safetensors.numpy.save_file(
+        sketches, into, {"gpulab trace": notes if isinstance(notes, str) else json.dumps(notes)}
+    )
+    return into
+
+
+def put(*path, value):
+    def change(notes, sketches):  # noqa: ARG001
+        inner = notes
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+
+    return change
+
+
+def drop(*path):
+    def change(notes, sketches):  # noqa: ARG001
+        inner = notes
+        for key in path[:-1]:
+            inner = inner[key]
+        del inner[path[-1]]
+
+    return change
+
+
+DAMAGED = {
+    "another format": put("format", value=2),
+    "no format": drop("format"),
+    "no operations": drop("operations"),
+    "operations that are none": put("operations", value=3),
+    "an operation that is none": put("operations", 0, value="addmm"),
+    "an operation with more": put("operations", 0, "more", value=1),
+    "an operation with less": drop("operations", 0, "name"),
+    "an operation without inputs": put("operations", 0, "inputs", value=None),
+    "an operation without outputs": put("operations", 0, "outputs", value=[]),
+    "a name that is none": put("operations", 0, "outputs", value=[["a"]]),
+    "an error in words": put("operations", 1, "error", value="small"),
+    "a shape in words": put("operations", 1, "shape", value="large"),
+    "a setting that is none": put("setting", value="gpu"),
+    "a setting of another kind": put("setting", value=3),
+    "notes with more": put("more", value=1),
+    "arithmetic that is none": put("arithmetic", value=3),
+    "overwritten that is none": put("overwritten", value=[{"operation": "x"}]),
+    "notes that are a list": lambda notes, sketches: "[1, 2]",  # noqa: ARG005
+    "notes that are no JSON": lambda notes, sketches: "{",  # noqa: ARG005
+    "notes too deep": lambda notes, sketches: "[" * 100_000,  # noqa: ARG005
+    "a number too long": lambda notes, sketches: '{"format": ' + "9" * 5000 + "}",  # noqa: ARG005
+    "values that are missing": lambda notes, sketches: sketches.clear(),  # noqa: ARG005
+    "values of another type": lambda notes, sketches: sketches.update(
+        {notes["operations"][0]["outputs"][0]: np.array([[True]])}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_trace_is_named(file, tmp_path, name):
+    refused(rewritten(file, tmp_path / "damaged.trace", DAMAGED[name]))
+
+
+def test_a_trace_that_is_only_copied_is_read(file, tmp_path):
+    assert gl.Trace.load(rewritten(file, tmp_path / "same.trace", lambda notes, sketches: None)).operations  # noqa: ARG005
+
+
+# --- aligning ---------------------------------------------------------------------------------------------------
+
+
+def operations(*names):
+    return [tracing.Operation(name, "forward", "", "", [], [], [], "float32", "") for name in names]
+
+
+def test_operations_are_aligned_in_order_and_gaps_are_shown():
+    first, second = operations("a", "b", "c", "d"), operations("a", "x", "c", "d", "e")
+    pairs = [(one and one.name, other and other.name) for one, other in aligned(first, second)]
+    assert pairs == [("a", "a"), ("b", None), (None, "x"), ("c", "c"), ("d", "d"), (None, "e")]
+    assert aligned([], []) == []
+    twins = {"b": "x"}
+    assert ("b", "x") in [(one and one.name, other and other.name) for one, other in aligned(first, second, twins)]
+
+
+# --- finding a step by its name ---------------------------------------------------------------------------------
+
+
+def test_a_step_is_found_by_module_and_by_file(tmp_path, monkeypatch):
+    (tmp_path / "my_steps_here.py").write_text("def step(setting):\n    return setting\n\nnumber = 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    assert find_step("my_steps_here:step")("x") == "x"
+    assert find_step(f"{tmp_path / 'my_steps_here.py'}:step")("y") == "y"
+    for name, words in [
+        ("my_steps_here", "expected module:name"),
+        ("my_steps_here:", "expected module:name"),
+        (":step", "expected module:name"),
+        ("my_steps_here:1+1", "expected module:name"),
+        ("my_steps_here:other", "no function"),
+        ("my_steps_here:number", "no function"),
+        ("no_such_module_anywhere:step", "cannot be imported"),
+        ("missing.py:step", "cannot be imported"),
+    ]:
+        with pytest.raises(gl.UsageError, match=words):
+            find_step(name)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_cudnn_draws_random_numbers_for_an_lstm_with_dropout_alone(dropout):
+    names = [argument.name for argument in torch.ops.aten._cudnn_rnn.default._schema.arguments]
+    call = [dropout if name == "dropout" else None for name in names]
+    assert tracing._is_random(torch.ops.aten._cudnn_rnn.default, call, {}) == (dropout > 0)

@@ -1,0 +1,150 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.models.autoencoders import COVARIANCES, EPSILON, covariance, whiten
+
+CPU, TF32 = "cpu:threads=1", "cpu:threads=1,emulate=tf32"
+SEEDS = range(5)
+
+
+def codes(count=60, width=5, mean=0.5, spread=0.1):
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randn(count, width, generator=generator) @ torch.randn(width, width, generator=generator)
+    return mean + spread * mixed
+
+
+def images(count=50):
+    return torch.from_numpy(next(gl.load("digits").windows(count)).frames).float().div(255)
+
+
+@pytest.mark.parametrize("how", COVARIANCES)
+def test_each_covariance_is_that_of_numpy(how):
+    x = codes()
+    expected = torch.from_numpy(np.cov(x.double().numpy().T, bias=True)).float()
+    torch.testing.assert_close(covariance(x, how), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_whitened_codes_are_uncorrelated_and_of_variance_one():
+    x = codes().double()
+    white = whiten(x, covariance(x, "centred"))
+    assert white.mean(0).abs().max() < 1e-12
+    expected = torch.eye(5, dtype=torch.float64)
+    torch.testing.assert_close(white.T @ white / len(white), expected, rtol=0, atol=2 * EPSILON / 0.01**2)
+
+
+def test_a_covariance_with_a_negative_eigenvalue_makes_nan_and_no_error():
+    x = codes(width=2)
+    white = whiten(x, torch.diag(torch.tensor([1.0, -1e-3])))
+    assert white.shape == x.shape
+    assert white.isnan().all()
+    assert whiten(x, torch.diag(torch.tensor([1.0, 0.0]))).isfinite().all(), "a variance of nothing is made up for"
+
+
+def test_reconstructions_have_the_shape_of_the_images_and_lie_in_0_to_1():
+    net, batch = gl.Whitener(), images()
+    made = net(batch)
+    assert made.shape == batch.shape
+    assert 0 < made.min() < made.max() < 1
+    loss, per_image, state = net.training_loss(batch, None)
+    assert loss.item() == pytest.approx((made - batch).square().mean().item(), rel=1e-5)
+    assert (per_image.shape, state) == ((50,), None)
+    assert per_image.mean().item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(200, [50] * 4), (120, [60, 60]), (97, [97]), (30, [30])])
+def test_a_window_is_cut_into_batches_of_at_least_the_size_asked_for(count, sizes):
+    window = torch.arange(count, dtype=torch.float32)
+    batches = list(gl.Whitener().batches(window))
+    assert [len(batch) for batch in batches] == sizes
+    assert (torch.cat(batches) == window).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"covariance": "two-pass"}, r"covariance='two-pass': expected one of one-pass, float32, centred"),
+        ({"batch_size": 24}, r"batch_size=24: to whiten 24 numbers takes more than 24 images"),
+        ({"code": 0}, r"hidden=128, code=0"),
+        ({"hidden": -1}, r"hidden=-1, code=24"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_choices(options, message):
+    with pytest.raises(gl.UsageError, match=message):
+        gl.Whitener(**options)
+
+
+def test_images_of_another_shape_are_refused():
+    with pytest.raises(gl.UsageError, match=r"\(2, 1, 28, 27\): expected \(B, 1, 28, 28\)"):
+        gl.Whitener()(torch.zeros(2, 1, 28, 27))
+
+
+# --- the failure and its cures -------------------------------------------------------------------------
+
+
+def trained(setting, seed, how="one-pass"):
+    return gl.train(
+        "whitener", setting=setting, seed=seed, profile="smoke", model_options={"covariance": how}, progress=False
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_it_learns_in_float32_and_turns_nan_in_tf32(seed):
+    fine, lost = trained(CPU, seed), trained(TF32, seed)
+    assert fine.status == "finished"
+    assert fine.heldout_loss < 0.75 * images(500).var(0).mean()  # of what the mean image leaves
+    assert lost.status == "diverged"
+    assert lost.record["diverged_at"] <= 40
+    assert math.isnan(lost.final_loss)
+
+
+@pytest.mark.parametrize("how", ["float32", "centred"])
+def test_either_cure_learns_in_tf32_what_float32_learns(how):
+    for seed in SEEDS[:2]:
+        cured, fine = trained(TF32, seed, how), trained(CPU, seed)
+        assert cured.final_loss == pytest.approx(fine.final_loss, rel=0.05)
+
+
+@torch.no_grad()
+def test_whatever_the_rounding_a_centred_covariance_has_no_negative_eigenvalue():
+    x = 100 + codes(width=20)
+    with gl.emulate("tf32"):
+        lowest = {how: torch.linalg.eigvalsh(covariance(x, how).double()).min().item() for how in COVARIANCES}
+    assert lowest["one-pass"] < -EPSILON
+    assert lowest["centred"] > -1e-7 < lowest["float32"] + 1e-2
+
+
+@torch.no_grad()
+def test_products_kept_in_float32_are_those_without_an_emulation():
+    x = codes()
+    plain = x.T @ x
+    with gl.setting(TF32):
+        rounded = x.T @ x
+        with gl.float32_products():
+            kept = x.T @ x
+        again = x.T @ x
+    assert (kept == plain).all()
+    assert not (rounded == plain).all()
+    assert (again == rounded).all()
+
+
+def test_flags_are_put_back_after_float32_products():
+    before = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+    with gl.setting("cpu"), gl.float32_products():
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision) == before
+
+
+def test_the_audit_names_the_product_and_where_it_turns_nan():
+    step = gl.FirstWindow("whitener", seed=7, frames=50)
+    report = gl.audit(step, CPU, TF32, progress=False)
+    first = report.findings[0]
+    assert (first.kind, first.operation, first.phase) == ("reduced precision", "mm", "forward")
+    assert "codes.T @ codes" in first.line
+    assert "NaN in masked_fill (forward)" in first.detail
+    assert "gpulab.float32_products()" in first.advice
+    assert f"Under {TF32} alone the step makes NaN, first in masked_fill" in str(report)
+    assert not report.faulty

@@ -1,0 +1,495 @@
+"""Emulated arithmetic: against products written out, against exact fractions (test_products.py: an H200)."""
+
+import itertools
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gpulab as gl
+from gpulab.numerics.emulation import CHIPS, KNOWN, ORDERS, PRECISIONS, arithmetic_of, emulate, summed
+from gpulab.numerics.formats import FORMATS, round_to
+
+RELATIVE = {
+    "tf32": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    "float16": 2.0**-10,
+    "float8_e4m3fn": 2.0**-3,
+    "float8_e5m2": 2.0**-2,
+}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def apart(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+# --- formats: every way to multiply matrices ---------------------------------------------------------------
+
+A, B, V = draw(6, 5), draw(5, 4, seed=1), draw(5, seed=2)
+BATCH, OTHER = draw(3, 6, 5, seed=3), draw(3, 5, 4, seed=4)
+BIAS, BATCH_BIAS = draw(6, 4, seed=5), draw(3, 6, 4, seed=6)
+PRODUCTS = {
+    "mm": lambda r: r(A) @ r(B),
+    "mv": lambda r: r(A) @ r(V),
+    "dot": lambda r: r(V) @ r(V),
+    "vdot": lambda r: torch.vdot(r(V), r(V)),
+    "bmm": lambda r: r(BATCH) @ r(OTHER),
+    "broadcast": lambda r: r(BATCH) @ r(B),
+    "addmm": lambda r: torch.addmm(BIAS, r(A), r(B), beta=0.5, alpha=2),
+    "addmm without its first": lambda r: torch.addmm(BIAS * math.nan, r(A), r(B), beta=0),
+    "addmv": lambda r: torch.addmv(BIAS[:, 0], r(A), r(V), beta=2, alpha=0.5),
+    "baddbmm": lambda r: torch.baddbmm(BATCH_BIAS, r(BATCH), r(OTHER), beta=-1),
+    "addbmm": lambda r: torch.addbmm(BIAS, r(BATCH), r(OTHER), alpha=3),
+    "in place": lambda r: BIAS.clone().addmm_(r(A), r(B), beta=0.5),
+    "into a given tensor": lambda r: torch.mm(r(A), r(B), out=torch.empty(6, 4)),
+    "into a tensor of another size": lambda r: torch.mm(r(A), r(B), out=torch.empty(0)),
+    "einsum": lambda r: torch.einsum("bij,bjk->bik", r(BATCH), r(OTHER)),
+    "linear": lambda r: F.linear(r(A), r(B).T, BIAS[0]),
+    "convolution": lambda r: F.conv2d(r(draw(2, 3, 6, 5)), r(draw(4, 3, 3, 3, seed=1)), V[:4], padding=1),
+    "one-dimensional": lambda r: F.conv1d(r(draw(2, 3, 9)), r(draw(4, 3, 3, seed=1)), stride=2),
+    "transposed": lambda r: F.conv_transpose2d(r(draw(2, 4, 6, 5)), r(draw(4, 3, 3, 3, seed=1)), stride=2),
+    "three-dimensional": lambda r: F.conv3d(r(draw(1, 2, 4, 4, 4)), r(draw(3, 2, 2, 2, 2, seed=1))),
+    "in groups": lambda r: F.conv2d(r(draw(2, 4, 6, 5)), r(draw(6, 2, 3, 3, seed=1)), groups=2, dilation=2),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("name", ["tf32", "float32_ftz", "float32"])
+def test_factors_are_rounded_and_nothing_else(product, name):
+    with emulate(name):
+        made = PRODUCTS[product](lambda x: x)
+    assert torch.equal(made, PRODUCTS[product](lambda x: round_to(x, name)))
+    if name == "tf32":
+        assert not torch.equal(made, PRODUCTS[product](lambda x: x))
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_sixteen_bit_formats_round_the_result_as_well(product, name):
+    with emulate(name):
+        made = PRODUCTS[product](lambda x: x)
+    assert torch.equal(made, round_to(PRODUCTS[product](lambda x: round_to(x, name)), name))
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_eight_bit_formats_use_their_range_whatever_the_scale(name, scale):
+    a, b = draw(40, 30) * scale, draw(30, 20, seed=1)
+    with emulate(name):
+        made = a @ b
+    assert 0.05 * RELATIVE[name] < apart(made, a.double() @ b.double()) < RELATIVE[name]
+    with emulate(name):
+        assert torch.equal(torch.zeros(3, 3) @ torch.ones(3, 3), torch.zeros(3, 3))
+        assert torch.empty(0, 3).matmul(torch.empty(3, 2)).shape == (0, 2)
+
+
+def test_the_backward_pass_is_emulated_and_the_gradient_of_a_bias_is_a_plain_sum():
+    layer, x = nn.Linear(30, 20), draw(8, 30).requires_grad_()
+    flow = draw(8, 20, seed=1)
+    with emulate("tf32"):
+        layer(x).backward(flow)
+    assert torch.equal(x.grad, round_to(flow, "tf32") @ round_to(layer.weight.detach(), "tf32"))
+    assert torch.equal(layer.weight.grad, round_to(flow, "tf32").T @ round_to(x.detach(), "tf32"))
+    assert torch.equal(layer.bias.grad, flow.sum(0))
+    layer, x = nn.Conv2d(3, 4, 3), draw(2, 3, 8, 7).requires_grad_()
+    flow = draw(2, 4, 6, 5, seed=1)
+    with emulate("tf32"):
+        layer(x).backward(flow)
+    weight, short = round_to(layer.weight.detach(), "tf32"), round_to(flow, "tf32")
+    assert torch.equal(x.grad, nn.grad.conv2d_input(x.shape, weight, short))
+    assert torch.equal(layer.weight.grad, nn.grad.conv2d_weight(round_to(x.detach(), "tf32"), weight.shape, short))
+    assert apart(layer.bias.grad, flow.double().sum((0, 2, 3))) < 1e-6
+
+
+def test_chips_round_as_their_libraries_do():
+    """A tie: TF32's neighbours of 1 + 2^-11 are 1 and 1 + 2^-10; of 1 + 3·2^-11, 1 + 2^-9 is even."""
+    tie, one = torch.tensor([[1 + 2.0**-11]]), torch.ones(1, 1)
+    image, kernel = tie.view(1, 1, 1, 1), one.view(1, 1, 1, 1).requires_grad_()
+    expected = {"pascal": (tie, tie, tie), "turing": (tie, tie, tie)}
+    expected |= {"ampere": (1.0, 1 + 2.0**-10, 1 + 2.0**-10), "hopper": (1.0, 1.0, 1.0)}
+    for chip, (product, convolution, gradient) in expected.items():
+        kernel.grad = None
+        with emulate(chip):
+            assert tie @ one == product
+            out = F.conv2d(image, kernel)
+            assert out == convolution
+            out.backward()
+        assert kernel.grad == gradient
+    above = torch.tensor([[1 + 3 * 2.0**-11]])
+    for rounding, value in (("nearest", 1 + 2.0**-9), ("truncate", 1 + 2.0**-10), ("away", 1 + 2.0**-9)):
+        with emulate("hopper", rounding=rounding):
+            assert above @ one == value
+
+
+def test_an_old_card_computes_float32_as_this_cpu_does():
+    plain = A @ B
+    for chip in ("pascal", "turing"):
+        with emulate(chip):
+            inside = A @ B
+        assert torch.equal(inside, plain)
+
+
+def test_other_types_are_left_alone():
+    whole = torch.arange(6).reshape(2, 3)
+    for name in KNOWN:
+        with emulate(name):
+            made = A.double() @ B.double(), whole @ whole.T, A.bfloat16() @ B.bfloat16()
+        for inside, outside in zip(
+            made, (A.double() @ B.double(), whole @ whole.T, A.bfloat16() @ B.bfloat16()), strict=True
+        ):
+            assert torch.equal(inside, outside)
+
+
+def test_subnormal_numbers_are_zero_where_they_are_flushed():
+    tiny = torch.tensor([[2.0**-140, 1.0]])
+    with emulate("float32_ftz"):
+        assert tiny @ torch.tensor([[2.0**100], [0.0]]) == 0
+    assert tiny @ torch.tensor([[2.0**100], [0.0]]) == 2.0**-40
+
+
+# --- whole layers ------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "LSTM": (lambda: nn.LSTM(8, 8, num_layers=2), (5, 3, 8)),
+    "GRU": (lambda: nn.GRU(8, 8), (5, 3, 8)),
+    "RNN": (lambda: nn.RNN(8, 8), (5, 3, 8)),
+    "Transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), (5, 3, 8)),
+    "attention": (lambda: nn.MultiheadAttention(8, 2), (5, 3, 8)),
+    "bilinear": (lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)), (5, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_fused_layers_are_reached_forward_and_backward(name, train):
+    make, shape = LAYERS[name]
+    torch.manual_seed(0)
+    layer, x = make().train(train), draw(*shape)
+
+    def gradient(precision=torch.float32):
+        copy = make().train(train).to(precision)
+        copy.load_state_dict(layer.state_dict())
+        given = x.to(precision)
+        out = copy(given, given, given)[0] if name == "attention" else copy(given)
+        out = out[0] if isinstance(out, tuple) else out
+        out.square().sum().backward()
+        return torch.cat([out.detach().flatten(), *(p.grad.flatten() for p in copy.parameters())])
+
+    exact, plain = gradient(torch.float64), gradient()
+    with emulate("tf32"):
+        made = gradient()
+    assert apart(plain, exact) < 1e-6 < 3e-5 < apart(made, exact) < 3e-3
+    with torch.no_grad(), emulate("tf32"):  # a path of its own in torch, where nothing is differentiated
+        layer.eval()
+        layer(x, x, x) if name == "attention" else layer(x)
+
+
+def test_distances_between_points_go_through_a_product():
+    x, y = draw(40, 4) + 30, draw(40, 4, seed=1) + 30
+    exact = torch.cdist(x.double(), y.double())
+    with emulate("tf32"):
+        assert apart(torch.cdist(x, y), exact) > 1e-2, "cancellation leaves little of eleven bits"
+    assert apart(torch.cdist(x, y), exact) < 1e-2
+
+
+def test_products_that_no_rounding_reaches_are_named():
+    q = draw(1, 2, 4, 8)
+    operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with (
+        pytest.raises(gl.GpulabError, match="inside _scaled_dot_product_flash_attention_for_cpu: write it"),
+        emulate("tf32"),
+    ):
+        operation(q, q, q)
+
+
+def test_a_second_derivative_passes_through():
+    weight, x = draw(4, 4).requires_grad_(), draw(3, 4, seed=1)
+    with emulate("tf32"):
+        (first,) = torch.autograd.grad((x @ weight).pow(3).sum(), weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.pow(2).sum(), weight)
+    assert second.isfinite().all()
+
+
+# --- orders ------------------------------------------------------------------------------------------------
+
+
+def float32_of(value):
+    """The float32 number nearest to a fraction, ties to even."""
+    near = np.float32(float(value))
+    around = [np.nextafter(near, np.float32(side)) for side in (-np.inf, np.inf)]
+    even = {n: int(n.view(np.uint32)) & 1 for n in (near, *around)}
+    return min((near, *around), key=lambda n: (abs(Fraction(float(n)) - value), even[n]))
+
+
+def sequential(a, b):
+    total = np.float32(0)
+    for x, y in zip(a, b, strict=True):
+        total = float32_of(Fraction(float(total)) + Fraction(x) * Fraction(y))
+    return total
+
+
+def pairwise(a, b):
+    terms = [np.float32(x) * np.float32(y) for x, y in zip(a, b, strict=True)]
+    while len(terms) > 1:
+        terms = [terms[n] + terms[n + 1] for n in range(0, len(terms), 2)]
+    return terms[0]
+
+
+def leading(value):
+    """The exponent of a float32 number, of the smallest normal one for what is smaller."""
+    return max(math.frexp(value)[1] - 1, -126) if value else -126
+
+
+def cut(value, last):
+    """A fraction without what lies below 2^last."""
+    return Fraction(math.trunc(value / Fraction(2) ** last)) * Fraction(2) ** last
+
+
+def tensor_core(a, b, how):
+    """The definition, in exact fractions: align to the largest exponent, cut, add, cut to the bits kept."""
+    total = Fraction(0)
+    for start in range(0, len(a), how.block):
+        pairs = list(zip(a[start : start + how.block], b[start : start + how.block], strict=True))
+        top = max([leading(x) + leading(y) for x, y in pairs] + [leading(float(total))])
+        total = sum(
+            (cut(Fraction(x) * Fraction(y), top - how.fraction) for x, y in pairs), cut(total, top - how.fraction)
+        )
+        size = math.floor(math.log2(abs(total))) if total else 0
+        total = cut(total, max(size, -126) - how.kept + 1)
+    return np.float32(float(total))
+
+
+def vectors(count, spread, seed):
+    generator = np.random.default_rng(seed)
+    x = generator.standard_normal((2, count)) * 2.0 ** generator.integers(-spread, spread + 1, (2, count))
+    x[:, generator.random(count) < 0.1] = 0
+    return torch.from_numpy(x.astype(np.float32))
+
+
+@pytest.mark.parametrize("spread", [0, 6, 25])
+@pytest.mark.parametrize("count", [1, 2, 8, 64, 128])
+def test_orders_are_those_of_exact_arithmetic(count, spread):
+    for seed in range(5):
+        a, b = vectors(count, spread, seed)
+        assert (
+            sequential(a.tolist(), b.tolist()) == summed(a[None], b[:, None], arithmetic_of(order="sequential")).item()
+        )
+        assert pairwise(a.tolist(), b.tolist()) == summed(a[None], b[:, None], arithmetic_of(order="pairwise")).item()
+
+
+@pytest.mark.parametrize("spread", [0, 6, 25, 70])
+@pytest.mark.parametrize("count", [1, 3, 8, 37])
+@pytest.mark.parametrize("name", ["hopper", "ampere", "bfloat16", "float16", "float8_e4m3fn"])
+def test_a_tensor_core_is_its_definition_in_exact_fractions(name, count, spread):
+    how = replace(KNOWN[name], order="tensor-core")
+    for seed in range(5):
+        a, b = (round_to(x, how.format) for x in vectors(count, min(spread, 12 if "16" in name else 70), seed))
+        a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
+        assert tensor_core(a.tolist(), b.tolist(), how) == summed(a[None], b[:, None], how).item()
+
+
+def test_a_tensor_core_passes_on_what_is_not_finite():
+    with emulate("hopper", order="tensor-core"):
+        for given, expected in (([math.inf, 1.0], math.inf), ([-math.inf, 1.0], -math.inf), ([3e38, 3e38], math.inf)):
+            assert (torch.tensor([given]) @ torch.tensor([[1.0], [1.0]])).item() == expected
+        assert (torch.tensor([[math.inf, -math.inf]]) @ torch.ones(2, 1)).isnan().all()
+        assert (torch.tensor([[math.nan, 1.0]]) @ torch.ones(2, 1)).isnan().all()
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3, 7, 64, 9999])
+def test_a_split_sum_is_the_sum_of_its_parts_in_turn(slices):
+    a, b = draw(5, 40), draw(40, 6, seed=1)
+    with emulate(order=f"split-{slices}"):
+        made = a @ b
+    each = -(-40 // slices)
+    total = torch.zeros(5, 6)
+    for start in range(0, 40, each):
+        total = total + a[:, start : start + each] @ b[start : start + each]
+    assert torch.equal(made, total)
+
+
+GEOMETRIES = itertools.product((1, 2), (1, 2, 3), (0, 1, 2), (1, 2), (1, 2), (False, True))
+
+
+@pytest.mark.parametrize("order", [*ORDERS, "split-3", "tensor-core+split-2"])
+def test_convolutions_of_every_geometry_in_every_order_match_float64(order):
+    name, tolerance = ("tf32", 5e-3) if "tensor" in order else ("float32", 1e-5)
+    convolve = {
+        (1, False): F.conv1d,
+        (2, False): F.conv2d,
+        (1, True): F.conv_transpose1d,
+        (2, True): F.conv_transpose2d,
+    }
+    for sides, stride, padding, dilation, groups, transposed in GEOMETRIES:
+        x = draw(2, 4, *[11, 9][:sides]).requires_grad_()
+        shape = (4, 6 // groups) if transposed else (6, 4 // groups)
+        weight, bias = draw(*shape, *[3, 2][:sides], seed=1).requires_grad_(), draw(6, seed=2).requires_grad_()
+        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        if transposed and stride > 1:
+            options["output_padding"] = 1
+        function = convolve[sides, transposed]
+        right = function(x.double(), weight.double(), bias.double(), **options)
+        flow = draw(*right.shape, seed=3)
+        expected = right, *torch.autograd.grad(right, (x, weight, bias), flow.double())
+        with emulate(name, order=order):
+            out = function(x, weight, bias, **options)
+            made = out, *torch.autograd.grad(out, (x, weight, bias), flow)
+        for got, wanted in zip(made, expected, strict=True):
+            assert got.shape == wanted.shape
+            assert apart(got.detach(), wanted.detach()) < tolerance, (options, transposed)
+
+
+def test_orders_of_three_dimensional_convolutions_are_refused():
+    x, weight = draw(1, 2, 4, 4, 4), draw(3, 2, 2, 2, 2, seed=1)
+    with pytest.raises(gl.GpulabError, match="this one runs over 3"), emulate(order="pairwise"):
+        F.conv3d(x, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bit_numbers_take_the_tensor_cores_of_old_cards_too(dtype):
+    a, b = draw(20, 300).to(dtype), draw(300, 10, seed=1).to(dtype)
+    how = replace(CHIPS["turing"], order="tensor-core", block=8)
+    plain = A @ B
+    with emulate("turing", order="tensor-core"):
+        made = a @ b
+        assert torch.equal(A @ B, plain), "float32 numbers do not"
+    assert made.dtype == dtype
+    assert torch.equal(made, summed(a.float(), b.float(), how).to(dtype))
+
+
+# --- nesting -----------------------------------------------------------------------------------------------
+
+
+def test_an_inner_emulation_replaces_the_outer_one_and_leaves_it_in_place():
+    plain = A @ B
+    with emulate("bfloat16"):
+        outer = A @ B
+        with emulate("tf32"):
+            inner = A @ B
+            with emulate():
+                assert torch.equal(A @ B, plain)
+        assert torch.equal(A @ B, outer)
+    assert torch.equal(inner, round_to(A, "tf32") @ round_to(B, "tf32"))
+    assert torch.equal(A @ B, plain)
+
+
+def test_an_error_inside_ends_the_emulation():
+    plain = A @ B
+    with pytest.raises(ZeroDivisionError), emulate("tf32"):
+        _ = 1 / 0
+    assert torch.equal(A @ B, plain)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_setting_emulates_and_composes_with_its_other_options():
+    plain = A @ B
+    with gl.setting("cpu:threads=1,emulate=tf32,order=pairwise") as setting:
+        assert (setting.emulated, torch.get_num_threads()) == (True, 1)
+        made = A @ B
+    with emulate("tf32", order="pairwise"):
+        assert torch.equal(A @ B, made)
+    assert torch.equal(A @ B, plain)
+    assert not gl.Setting.parse("cpu:threads=1").emulated
+
+
+def test_the_guard_sees_through_an_emulation():
+    buffer = np.zeros((4, 3), np.float32)
+    x = torch.from_numpy(buffer)
+    weight = draw(3, 2).requires_grad_()
+
+    def step():
+        with emulate("tf32"), gl.guard():
+            loss = (x @ weight).square().sum()
+            buffer[:] += 1
+            loss.backward()
+
+    with pytest.raises(gl.OverwrittenError):
+        step()
+
+
+@pytest.mark.parametrize("net", ["autoencoder", "prednet"])
+def test_training_under_emulation_is_another_run_and_the_same_each_time(net):
+    runs = {
+        setting: [gl.train(net, setting=setting, seed=0, profile="smoke", frames=40).final_loss for _ in range(2)]
+        for setting in ("cpu", "cpu:emulate=tf32", "cpu:emulate=hopper")
+    }
+    assert all(first == second for first, second in runs.values())
+    losses = [first for first, _ in runs.values()]
+    assert len(set(losses)) >= 2
+    assert np.ptp(losses) < 0.1 * losses[0], "eleven bits are enough for these networks"
+
+
+# --- bad input ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        ({"name": "tf23"}, ["'tf23'", *FORMATS, *CHIPS]),
+        ({"name": ""}, ["''", "hopper"]),
+        ({"name": "tf32", "order": "sideways"}, ["'sideways'", *ORDERS, "split-N"]),
+        ({"name": "tf32", "order": ""}, ["''", *ORDERS]),
+        ({"name": "tf32", "order": "split-0"}, ["'split-0'", "1 to 9999"]),
+        ({"name": "tf32", "order": "split-4+sequential"}, ["'split-4+sequential'"]),
+        ({"name": "tf32", "order": "sequentialsplit-4"}, ["'sequentialsplit-4'"]),
+        ({"name": "tf32", "rounding": "up"}, ["'up'", "nearest, away, truncate"]),
+        ({"name": "pascal", "order": "tensor-core"}, ["no tensor cores for pascal", "tf32, ampere or hopper"]),
+        ({"name": "float32", "order": "tensor-core"}, ["no tensor cores for float32"]),
+    ],
+    ids=str,
+)
+def test_unknown_names_are_refused_naming_what_there_is(call, named):
+    with pytest.raises(gl.UsageError) as error, emulate(**call):
+        pass
+    assert [word for word in named if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("text", ["cpu:emulate=tf23", "cpu:order=sideways"])
+def test_a_setting_with_an_unknown_arithmetic_is_refused_when_applied(text):
+    with pytest.raises(gl.UsageError, match=r"there are the formats|expected sequential"), gl.setting(text):
+        pass
+
+
+def test_every_arithmetic_says_what_it_is():
+    assert str(PRECISIONS["tf32"]) == "tf32"
+    assert str(arithmetic_of("hopper", "split-4")) == "hopper, summed split-4"
+    assert str(arithmetic_of("hopper", "tensor-core+split-4")) == "hopper, summed tensor-core+split-4"
+    with emulate("ampere") as how:
+        assert how == CHIPS["ampere"]
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+@pytest.mark.parametrize("order", [None, "pairwise", "tensor-core"])
+def test_a_gpu_emulates_as_a_cpu_does_its_backward_pass_included(order):
+    """The backward pass of a GPU runs on a thread of its own, which the emulation must reach as well."""
+
+    def gradients(device):
+        layer, linear = nn.Conv2d(3, 4, 3), nn.Linear(4 * 4 * 3, 5)
+        with torch.no_grad():
+            for seed, weight in enumerate([*layer.parameters(), *linear.parameters()]):
+                weight.copy_(draw(*weight.shape, seed=seed))
+        layer, linear, x = layer.to(device), linear.to(device), draw(2, 3, 6, 5).to(device).requires_grad_()
+        linear(layer(x).flatten(1)).square().sum().backward()
+        return [t.grad.cpu() for t in (x, *layer.parameters(), *linear.parameters())]
+
+    with gl.setting("cuda:tf32=off"):
+        plain = gradients("cuda")
+        with emulate("hopper", order=order):
+            made = gradients("cuda")
+    with emulate("hopper", order=order):
+        expected = gradients("cpu")
+    for gpu, cpu, without in zip(made, expected, plain, strict=True):
+        assert apart(gpu, cpu) < 1e-6
+        assert apart(gpu, without) > 1e-5

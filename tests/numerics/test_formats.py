@@ -1,0 +1,218 @@
+import numpy as np
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.numerics import formats as numerics
+from gpulab.numerics.formats import round_to, rounded_format
+
+# What a format keeps: (bits of the significand after the leading one, smallest exponent, largest finite number).
+FORMATS = {
+    "float32": (23, -126, (2 - 2.0**-23) * 2.0**127),
+    "tf32": (10, -126, (2 - 2.0**-10) * 2.0**127),
+    "bfloat16": (7, -126, (2 - 2.0**-7) * 2.0**127),
+    "float16": (10, -14, 65504.0),
+    "float8_e4m3fn": (3, -6, 448.0),
+    "float8_e5m2": (2, -14, 57344.0),
+}
+SHORT = [name for name in FORMATS if name != "float32"]
+SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0]
+# The largest numbers, what still rounds to them, and the first that does not.
+SPECIAL += [65504.0, 65519.99, 65520.0, -65520.0, 448.0, 463.9, 464.0, 464.1, -480.0, 57344.0, 61439.9, 61440.0]
+SPECIAL += [3.4028235e38, -3.4028235e38]
+ROUND = {
+    "nearest": np.rint,  # ties to even
+    "away": lambda steps: np.trunc(steps + np.copysign(0.5, steps)),
+    "truncate": np.trunc,
+}
+
+
+def rounded(value, name, mode):
+    """The format's number for a float32 one, in float64, where each operation here is exact."""
+    bits, smallest, largest = FORMATS[name]
+    infinite = np.copysign(largest if name == "float8_e4m3fn" else np.inf, value)
+    if np.isnan(value) or value == 0:
+        return value
+    if np.isinf(value):
+        return infinite
+    _, exponent = np.frexp(float(value))
+    step = 2.0 ** (max(int(exponent) - 1, smallest) - bits)
+    made = ROUND[mode](float(value) / step) * step
+    if abs(made) > largest:
+        made = np.copysign(largest, value) if mode == "truncate" else infinite
+    return np.copysign(made, value)
+
+
+def bit_patterns():
+    """Float32 numbers of every exponent, ties of every format, subnormals and special values."""
+    generator = np.random.default_rng(0)
+    exponents = np.arange(256, dtype=np.uint32)[:, None] << 23
+    ends = [0, 1, 0x7FFFFF, 0x7FFFFE]
+    for bit in (12, 13, 15, 16, 19, 20, 21):  # halfway between two numbers, and one bit to either side
+        ends += [1 << bit, (1 << bit) - 1, (1 << bit) + 1, 3 << bit, 0x7FFFFF & ~((1 << bit) - 1)]
+    significands = np.concatenate([np.array(ends, np.uint32), generator.integers(0, 1 << 23, 200, dtype=np.uint32)])
+    positive = (exponents | significands[None]).ravel()
+    patterns = np.concatenate([positive, positive | np.uint32(1 << 31)])
+    return np.concatenate([patterns.view(np.float32), np.array(SPECIAL, np.float32)])
+
+
+@pytest.mark.parametrize("mode", ROUND)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounding_is_that_of_exact_arithmetic_bit_for_bit(name, mode):
+    given = bit_patterns()
+    made = round_to(torch.from_numpy(given), name, mode).numpy()
+    expected = np.array([rounded(value, name, mode) for value in given], np.float32)
+    nan = np.isnan(given)
+    assert np.isnan(made[nan]).all()
+    assert (made[~nan].view(np.uint32) == expected[~nan].view(np.uint32)).all()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn"])
+def test_every_number_of_a_format_that_torch_has_stays_as_it_is(name):
+    dtype = numerics.FORMATS[name].dtype
+    whole = {1: torch.int8, 2: torch.int16}[dtype.itemsize]
+    limits = torch.iinfo(whole)
+    every = torch.arange(limits.min, limits.max + 1, dtype=torch.int32).to(whole).view(dtype).float()
+    for mode in ROUND:
+        assert torch.equal(round_to(every, name, mode).nan_to_num(7), every.nan_to_num(7))
+
+
+def test_flushing_takes_subnormal_numbers_for_zero_and_no_others():
+    given = bit_patterns()
+    made = round_to(torch.from_numpy(given), "float32_ftz").numpy()
+    subnormal = np.abs(given) < 2.0**-126
+    assert (made[subnormal] == 0).all()
+    assert (np.signbit(made[subnormal]) == np.signbit(given[subnormal])).all()
+    assert (made[~subnormal].view(np.uint32) == given[~subnormal].view(np.uint32)).all()
+    assert np.count_nonzero(subnormal) > 100
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_rounding_twice_changes_nothing_more_and_the_argument_stays(name):
+    given = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    before = given.clone()
+    once = round_to(given, name)
+    assert torch.equal(round_to(once, name), once)
+    assert torch.equal(given, before)
+    assert not torch.equal(once, given)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_shape_and_strides_of_any_tensor(name):
+    given = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(round_to(given.T, name), round_to(given, name).T)
+    assert torch.equal(round_to(given[:, ::2], name), round_to(given, name)[:, ::2])
+    assert round_to(given[0, 0], name).shape == ()
+    assert round_to(given[:0], name).shape == (0, 6)
+    assert round_to(given, name).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("tf16", "nearest"), ("", "nearest"), ("float64", "nearest"), ("tf32", "up")]
+)
+def test_another_format_or_mode_is_refused_by_name(name, mode):
+    with pytest.raises(gl.UsageError, match=f"format '{name}', mode '{mode}'"):
+        round_to(torch.ones(3), name, mode)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int32], ids=str)
+def test_only_float32_numbers_are_rounded(dtype):
+    with pytest.raises(gl.UsageError, match=f"must be float32, and these are {str(dtype)[6:]}"):
+        round_to(torch.ones(3, dtype=dtype), "tf32")
+
+
+# --- distances --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_distance_counts_the_numbers_between(dtype):
+    at = torch.tensor([1.0, -3.5, 1e-3, 0.0, torch.finfo(dtype).max / 2], dtype=dtype)
+    up = at
+    for steps in range(1, 6):
+        up = torch.nextafter(up, torch.full_like(up, torch.inf))
+        assert gl.ulp_distance(at, up).tolist() == [steps] * 5
+        assert gl.ulp_distance(up, at).tolist() == [steps] * 5
+
+
+def test_a_distance_across_zero_is_the_sum_of_those_to_it():
+    smallest = torch.tensor(2.0**-149)
+    assert gl.ulp_distance(-smallest, smallest) == 2
+    assert gl.ulp_distance(torch.tensor(0.0), torch.tensor(-0.0)) == 0
+    assert gl.ulp_distance(-smallest, torch.tensor(0.0)) == 1
+
+
+def test_special_values_and_shapes_of_distances():
+    nan, inf, largest = torch.tensor(torch.nan), torch.tensor(torch.inf), torch.iinfo(torch.int64).max
+    assert gl.ulp_distance(nan, nan) == 0
+    assert gl.ulp_distance(nan, torch.tensor(1.0)) == gl.ulp_distance(inf, nan) == largest
+    assert gl.ulp_distance(inf, torch.tensor(3.4028234663852886e38)) == 1
+    far = torch.tensor([1e308, -1e308], dtype=torch.float64)
+    assert gl.ulp_distance(far, -far).tolist() == [largest, largest], "further apart than int64 counts"
+    assert gl.ulp_distance(torch.ones(3, 1), torch.ones(4)).shape == (3, 4)
+    a, b = torch.randn(2, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    between = [
+        abs(int(x) - int(y)) if (x < 0) == (y < 0) else None
+        for x, y in zip(a.view(torch.int64), b.view(torch.int64), strict=True)
+    ]
+    assert all(d is None or d == int(m) for d, m in zip(between, gl.ulp_distance(a, b), strict=True))
+
+
+@pytest.mark.parametrize(("one", "other"), [("float32", "float64"), ("int32", "int32"), ("float8_e5m2", "float8_e5m2")])
+def test_distances_between_other_types_are_refused(one, other):
+    with pytest.raises(gl.UsageError, match=f"these are {one} and {other}"):
+        gl.ulp_distance(torch.zeros(2).to(getattr(torch, one)), torch.zeros(2).to(getattr(torch, other)))
+
+
+# --- telling that numbers were rounded --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8, 1e30], ids=str)
+@pytest.mark.parametrize("count", [64, 100, 1000, 100_000])
+def test_rounded_numbers_are_told_from_full_ones(count, scale):
+    for seed in range(5 if count < 10_000 else 1):
+        x = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * scale
+        assert rounded_format(x) is None
+        assert rounded_format(x.relu()) is None
+        assert rounded_format(round_to(x, "tf32")) == "tf32"
+        assert rounded_format(round_to(x, "tf32", "truncate")) == "tf32"
+        assert rounded_format(round_to(x, "bfloat16")) == "bfloat16"
+        if scale == 1.0:
+            assert rounded_format(round_to(x, "float16")) == "tf32", "which has as many bits"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 16, 32])
+def test_few_numbers_give_no_false_alarm(count):
+    generator = torch.Generator().manual_seed(0)
+    seen = {rounded_format(torch.randn(count, generator=generator)) for _ in range(300)}
+    assert seen == {None}
+
+
+def test_infinities_and_nan_do_not_hide_a_rounding():
+    x = round_to(torch.randn(100, generator=torch.Generator().manual_seed(0)), "tf32")
+    assert rounded_format(torch.cat([x, torch.tensor([np.inf, -np.inf, np.nan, 0.0, 1e-42])])) == "tf32"
+
+
+SHORT_BY_NATURE = {
+    "an image": lambda k: k / 255,
+    "whole numbers": lambda k: k,
+    "whole numbers below nothing": lambda k: k - 128,
+    "squares": lambda k: k**2,
+    "eighths": lambda k: k / 8,
+    "tenths": lambda k: k / 10,
+    "a one-hot vector": lambda k: torch.eye(len(k))[0],
+    "a constant": lambda k: torch.full_like(k, 0.3),
+    "a short constant": lambda k: torch.full_like(k, 0.375),
+    "powers of two": lambda k: 2.0 ** (k % 40 - 20),
+    "a mask of dropout": lambda k: (k % 2) / 0.9,
+    "a mask of half of it": lambda k: (k % 2) / 0.5,
+    "zeros": lambda k: 0 * k,
+    "steps from 0 to 1": lambda k: torch.linspace(0, 1, len(k)),
+    "nothing": lambda k: k[:0],
+}
+
+
+@pytest.mark.parametrize("name", SHORT_BY_NATURE)
+@pytest.mark.parametrize("count", [10, 100, 5000])
+def test_what_is_short_by_nature_was_not_rounded(name, count):
+    whole = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(0)).float()
+    assert rounded_format(SHORT_BY_NATURE[name](whole)) is None

@@ -1,0 +1,170 @@
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.diagnostics.operations import fused_share
+from gpulab.numerics.sums import bit_of
+
+
+def random(count, seed=0):
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+# --- bits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", range(1, 24))
+def test_the_first_bit_is_the_one_that_was_changed(place):
+    x = torch.tensor(1.0)
+    assert gl.first_bit(x, gl.flip_bit(one(), 0, 23 - place).weight) == place
+
+
+def one():
+    layer = torch.nn.Linear(1, 1)
+    torch.nn.init.ones_(layer.weight)
+    return layer
+
+
+def test_a_carry_does_not_hide_that_two_numbers_are_neighbours():
+    below = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0))
+    assert gl.first_bit(2.0, below) == 23
+    assert gl.first_bit(1.0, -1.0) == 0
+    assert gl.first_bit(0.1, 0.1) is None
+
+
+@pytest.mark.parametrize("power", [1, 10, 23, 30])
+def test_a_relative_difference_reaches_its_bit(power):
+    assert bit_of(2.0**-power) == power
+    assert bit_of(1.5 * 2.0**-power) == power
+    assert bit_of(3.0) == 0
+
+
+# --- sums ------------------------------------------------------------------------------------------------
+
+
+def test_each_order_is_the_order_that_it_says():
+    x = random(1000)
+    table = gl.summation(x, ("sequential", "pairwise", "split-4")).set_index("order")
+    assert table.loc["sequential", "sum"] == np.add.accumulate(x.numpy())[-1]
+    assert table.loc["backwards", "sum"] == np.add.accumulate(x.numpy()[::-1])[-1]
+    assert table.loc["exact", "sum"] == np.float32(float(sum(Fraction(value) for value in x.tolist())))
+    assert table.loc["exact", "ulps"] == 0
+    assert table.loc["sequential", "ulps"] > 0, "otherwise the example shows nothing"
+    for row in table.itertuples():
+        bit = gl.first_bit(row.sum, table.loc["exact", "sum"])
+        assert pd.isna(row.first_bit) if bit is None else row.first_bit == bit
+
+
+def test_whole_numbers_have_one_sum_in_every_order():
+    x = torch.arange(1000, dtype=torch.float32)
+    assert (gl.summation(x).ulps == 0).all()
+    assert gl.shuffled_sums(x, 20).unique().tolist() == [499500.0]
+
+
+def test_random_orders_differ_and_repeat():
+    x = random(1000)
+    sums = gl.shuffled_sums(x, 50)
+    assert len(sums.unique()) > 1
+    assert (sums == gl.shuffled_sums(x, 50)).all()
+    assert (sums.double() - math.fsum(x.tolist())).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("x", [torch.zeros(2, 2), torch.zeros(0), torch.zeros(3, dtype=torch.float64)])
+def test_what_is_not_a_row_of_float32_is_refused(x):
+    with pytest.raises(gl.UsageError, match="expected float32 in one row"):
+        gl.summation(x)
+
+
+# --- fused multiply-add ----------------------------------------------------------------------------------
+
+
+def rounded_once(a, b, c):
+    """float32 of an exact value: the nearer of the two float32 numbers beside it, ties to even."""
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    guess = np.float32(float(exact))
+    near = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
+    even = {n: int(n.view(np.int32)) & 1 for n in near}
+    return min(near, key=lambda n: (abs(Fraction(float(n)) - exact), even[n]))
+
+
+def test_fma_rounds_once():
+    a, b, c = random(2000, 1), random(2000, 2), random(2000, 3)
+    made = gl.fma(a, b, c)
+    expected = [rounded_once(*triple) for triple in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
+    assert made.tolist() == expected
+    assert (made != a * b + c).any()
+
+
+def test_fma_where_rounding_twice_in_float64_would_err():
+    """Cancellation and halfway cases: a sum in float64, rounded to float32, would be wrong here."""
+    tiny, one, half = 2.0**-100, 1.0, 2.0**-24
+    cases = [(one, one + 2.0**-23, half * tiny), (one, half, one), (one + 2.0**-12, one - 2.0**-12, -one)]
+    halfway = 1.0 + 2.0**-23
+    cases += [(halfway, half, sign * tiny) for sign in (1, -1)] + [
+        (half, one, one + sign * 2.0**-23) for sign in (1, -1)
+    ]
+    # (1 + 2^-24) exactly between two float32 numbers, and a third term far below float64's last place
+    cases += [((1 + 2.0**-12), (2.0**-12), sign * tiny) for sign in (1, -1)]
+    for a, b, c in cases:
+        for signs in itertools.product((1, -1), repeat=2):
+            triple = [a * signs[0], b, c * signs[1]]
+            made = gl.fma(*(torch.tensor(x, dtype=torch.float32) for x in triple)).item()
+            assert made == rounded_once(*(float(np.float32(x)) for x in triple)), triple
+
+
+def test_fma_keeps_infinities_and_nans():
+    inf, nan, one = torch.tensor(math.inf), torch.tensor(math.nan), torch.tensor(1.0)
+    assert gl.fma(inf, one, one) == inf
+    assert gl.fma(inf, one, -inf).isnan()
+    assert gl.fma(nan, one, one).isnan()
+    with pytest.raises(gl.UsageError, match="float64"):
+        gl.fma(one.double(), one, one)
+
+
+def test_what_an_operation_fuses_is_measured():
+    rows = {row["operation"]: row for row in fused_share("cpu", 2000)}
+    plain = rows["a * b + c"]
+    assert plain["rounded_twice"] == 1.0 > plain["rounded_once"], "two operations cannot be fused eagerly"
+    assert all(0 <= row["rounded_once"] <= 1 for row in rows.values())
+
+
+def test_an_older_instruction_set_fuses_nothing():
+    if "sse4_1" not in gl.passport()["cpu"]["vector_extensions"]:
+        pytest.skip("no such CPU")
+    table = gl.fused_operations(("cpu:isa=sse4",), count=1000)
+    assert (table.rounded_twice == 1).all()
+    assert (table.rounded_once < 1).all()
+
+
+# --- repeating, and shorter formats ------------------------------------------------------------------------
+
+
+def test_operations_on_one_thread_repeat_themselves():
+    table = gl.repeatability(("cpu:threads=1",), times=3)
+    assert (table.results == 1).all()
+    assert (table.spread == 0).all()
+
+
+def test_an_operation_that_does_not_repeat_itself_is_counted(monkeypatch):
+    results = iter(torch.tensor([1.0, 2.0, 1.0, 4.0]))
+    monkeypatch.setattr(torch.Tensor, "sum", lambda *_: next(results))
+    monkeypatch.setattr(torch.autograd, "grad", lambda *_: [torch.zeros(1)])
+    monkeypatch.setattr(torch.nn.functional, "conv2d", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(torch.Tensor, "square", lambda *_: type("Squares", (), {"sum": lambda _: None})())
+    row = gl.repeatability(("cpu",), times=4).set_index("operation").loc["sum"]
+    assert row.results == 3
+    assert row.spread == 3.0
+
+
+def test_the_shorter_the_format_the_larger_the_error():
+    table = gl.product_errors(("float32", "tf32", "bfloat16", "float8_e4m3fn"), size=64)
+    assert table.error.is_monotonic_increasing
+    assert table.first_bit.tolist() == [bit_of(error) for error in table.error]
+    with pytest.raises(gl.UsageError, match="float4"):
+        gl.product_errors(("float4",))

@@ -1,0 +1,183 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import gpulab as gl
+from gpulab.saddles import critical as critical_points
+from gpulab.saddles.critical import find_critical_point
+
+MSE = nn.functional.mse_loss
+SCALES = torch.tensor([3.0, 2.4, 1.9, 1.4, 1.0])
+
+
+@pytest.fixture(scope="module")
+def data():
+    return torch.randn(40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * SCALES
+
+
+def network(seed, hidden=2):
+    net = gl.LinearAutoencoder(5, hidden)
+    net.draw_weights(torch.Generator().manual_seed(seed))
+    return net
+
+
+class Point(nn.Module):
+    """A function of a vector, instead of a network."""
+
+    def __init__(self, *x):
+        super().__init__()
+        self.x = nn.Parameter(torch.tensor(x, dtype=torch.float64))
+
+
+def search(function, *start, **options):
+    point = Point(*start)
+    return find_critical_point(point, lambda: function(point.x), progress=False, **options)
+
+
+@pytest.mark.parametrize("krylov", [False, True])
+def test_from_random_starts_the_losses_are_on_the_theoretical_list(data, krylov, monkeypatch):
+    if krylov:
+        monkeypatch.setattr(critical_points, "WRITTEN_OUT", 1)
+    listed = torch.tensor(gl.critical_losses(data, 2).loss)
+    indices = {}
+    for seed in range(8):
+        found = find_critical_point(network(seed), MSE, (data, data), progress=False)
+        assert found.found
+        assert found.kind == "critical point"
+        assert found.squared_gradient_norm <= 1e-20
+        assert found.hessian().gradient.square().sum() <= 1e-20
+        assert (listed - found.loss).abs().min() < 1e-9
+        indices[round(found.loss, 9)] = len(found.unstable[0])
+    assert len(indices) > 2, "not only the minimum is found"
+    assert max(indices.values()) > 0
+    assert indices.get(round(float(listed[0]), 9), 0) == 0
+
+
+def test_the_index_found_is_that_of_theory(data):
+    table = gl.critical_losses(data, 2)
+    full = table[table.components.map(len) == 2]
+    for seed in range(8):
+        found = find_critical_point(network(seed), MSE, (data, data), progress=False)
+        near = full[(full.loss - found.loss).abs() < 1e-9]
+        if len(near):
+            assert len(found.unstable[0]) == near["index"].iloc[0]
+
+
+def test_the_model_is_left_alone_and_a_copy_returned(data):
+    net = network(0)
+    before = [parameter.clone() for parameter in net.parameters()]
+    found = find_critical_point(net, MSE, (data.float(), data.float()), progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    assert net.encoder.weight.dtype == torch.float32
+    assert found.model.encoder.weight.dtype == torch.float64
+    assert float(found.objective(found.model).detach()) == pytest.approx(found.loss, abs=1e-15)
+
+
+def test_a_saddle_of_a_function():
+    found = search(lambda x: x[0] ** 2 - x[1] ** 2 + x[0] * x[1] ** 3, 0.3, 0.2)
+    assert found.found
+    assert found.loss == pytest.approx(0, abs=1e-12)
+    assert found.curvature == pytest.approx(-2)
+    assert found.steepest.abs().tolist() == pytest.approx([1, 0], abs=1e-9)
+    assert found.hessian().dense().diagonal().tolist() == pytest.approx([2, -2])
+
+
+def test_a_degenerate_minimum_is_found():
+    assert search(lambda x: (x**4).sum(), 0.5).found
+
+
+def test_a_closure_without_a_batch_leaves_its_model_alone():
+    point = Point(0.3, 0.2)
+    found = find_critical_point(point, lambda: (point.x - 1).square().sum(), progress=False)
+    assert point.x.tolist() == [0.3, 0.2]
+    assert found.model.x.tolist() == pytest.approx([1, 1])
+    assert found.hessian().loss == pytest.approx(0, abs=1e-20)
+    assert point.x.tolist() == [0.3, 0.2]
+    with pytest.raises(gl.UsageError, match="without a batch"):
+        found.objective(point)
+
+
+@pytest.mark.parametrize(
+    ("function", "start"),
+    [
+        (lambda x: (x**3 + x).sum(), [0.0]),  # no second derivative at its only inflexion
+        (lambda x: (x**3 + x).sum(), [0.5]),  # where the search ends at that inflexion
+        (lambda x: (x[0] ** 3 + x[0]) + x[1] ** 2, [0.0, 0.7]),
+        (lambda x: x.abs().sum(), [1.0, 2.0]),  # linear everywhere
+    ],
+)
+def test_where_the_gradient_cannot_get_smaller_is_no_critical_point(function, start):
+    found = search(function, *start)
+    assert found.kind == "gradient-flat region"
+    assert not found.found
+    assert found.squared_gradient_norm > 0.5
+    assert repr(found).startswith("Gradient-flat region")
+    assert "no critical point" in repr(found)
+
+
+def test_dead_units_are_a_gradient_flat_region():
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).double()
+    nn.init.constant_(net[0].bias, -100.0)  # no input reaches a unit
+    x = torch.randn(20, 3, dtype=torch.float64)
+    found = find_critical_point(net, lambda output, _: output.mean(), (x, x), progress=False)
+    assert found.kind == "gradient-flat region"
+    assert "linear" in found.message
+
+
+def test_a_plateau_without_end_is_no_critical_point():
+    found = search(lambda x: (-x[0]).exp() + x[1] ** 2, 1.0, 2.0)
+    assert not found.found
+    alone = search(lambda x: (-x[0]).exp(), 1.0, tolerance=1e-12)
+    assert not alone.found
+    assert "plateau" in alone.message
+
+
+@pytest.mark.parametrize("unit", [nn.Sigmoid, nn.Tanh])
+def test_networks_of_several_layers(unit):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 3, dtype=torch.float64, generator=generator)
+    y = torch.sin(2 * x[:, :1]) * x[:, 1:2]
+    kinds = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(3, 5), unit(), nn.Linear(5, 4), unit(), nn.Linear(4, 1))
+        found = find_critical_point(net, MSE, (x, y), progress=False)
+        kinds.append(found.kind)
+        assert found.found == (found.squared_gradient_norm <= 1e-20)
+        assert found.history.squared_gradient_norm.is_monotonic_decreasing
+        assert found.history.step.tolist() == list(range(len(found.history)))
+    assert "critical point" in kinds
+
+
+def test_the_autoencoder_of_the_article_in_small():
+    net = gl.Autoencoder(hidden=(6, 2), size=(4, 4))
+    images = torch.rand(30, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    found = find_critical_point(net, MSE, (images, images), progress=False)
+    assert found.found
+    assert len(found.eigenvalues) == sum(p.numel() for p in net.parameters())
+    assert found.eigenvalues.abs().min() < 1e-8, "the Hessian is singular"
+
+
+def test_too_few_steps_are_said_to_be_too_few(data):
+    found = find_critical_point(network(0), MSE, (data, data), max_steps=2, progress=False)
+    assert found.kind == "not converged"
+    assert "2 steps were not enough" in found.message
+    assert len(found.history) == 3
+
+
+def test_wrong_requests(data):
+    with pytest.raises(gl.UsageError, match="tolerance=0"):
+        find_critical_point(network(0), MSE, (data, data), tolerance=0)
+    with pytest.raises(gl.UsageError, match="max_steps=0"):
+        find_critical_point(network(0), MSE, (data, data), max_steps=0)
+    net = network(0)
+    with pytest.raises(gl.UsageError, match=r"encoder\.weight is not of float64"):
+        find_critical_point(net, lambda: net(data.float()).square().mean(), progress=False)
+    with torch.no_grad():
+        net.encoder.weight[0, 0] = math.nan
+    with pytest.raises(gl.DataError, match="not finite"):
+        find_critical_point(net, MSE, (data, data), progress=False)
+    with pytest.raises(gl.UsageError, match="training mode"):
+        find_critical_point(nn.Sequential(nn.Linear(5, 5), nn.Dropout()), MSE, (data, data), progress=False)

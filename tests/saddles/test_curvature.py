@@ -1,0 +1,193 @@
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab import records as recordings
+from gpulab.saddles import curvature as trajectories
+from gpulab.saddles.curvature import densities, read_curvature
+from gpulab.saddles.spectrum import ZERO
+
+SMALL = {"profile": "smoke", "frames": 40, "snapshots": 2, "steps": 8, "probes": 2, "progress": False}
+SETTINGS = ["cpu:threads=1", "cpu:precision=float64", "cpu:emulate=bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("curvature")
+
+
+@pytest.fixture(scope="module")
+def frame(folder):
+    return gl.curvature_along("autoencoder", setting=SETTINGS, seeds=2, store=folder, command="a command", **SMALL)
+
+
+def test_a_row_for_every_setting_seed_and_snapshot(frame):
+    assert frame.groupby(["setting", "seed"]).step.apply(list).tolist() == [[0, 40]] * 6
+    assert frame[frame.final].step.tolist() == [40] * 6
+    assert not frame.recorded.any()
+    assert frame[list(trajectories.MEASURED)].notna().all(axis=None)
+
+
+def test_the_instrument_is_the_same_under_every_setting(frame):
+    """Before training all have the same weights; afterwards they do not."""
+    rows = {setting: frame[(frame.setting == setting) & (frame.seed == 1)] for setting in SETTINGS}
+    first = [some[list(trajectories.MEASURED)].iloc[0].tolist() for some in rows.values()]
+    assert first[0] == first[1] == first[2]
+    assert len({some.largest.iloc[1] for some in rows.values()}) == 3
+
+
+def test_what_is_measured_is_the_hessian_of_the_trained_weights(frame):
+    run = gl.train("autoencoder", setting="cpu:threads=1", seed=1, profile="smoke", frames=40, progress=False)
+    images = next(run.data.windows(200, 0)).frames
+    model, batch = run.model, torch.from_numpy(images).float() / 255
+    H = gl.hessian(model, lambda: model.training_loss(batch, None)[0])
+    spectrum = gl.spectral_density(H, probes=2, steps=8)
+    row = frame[(frame.setting == "cpu:threads=1") & (frame.seed == 1) & frame.final].iloc[0]
+    assert row.loss == pytest.approx(H.loss, rel=1e-5)
+    assert row.gradient_norm == pytest.approx(float(H.gradient.norm()), rel=1e-4)
+    assert (row.smallest, row.largest) == pytest.approx(spectrum.extremes, rel=1e-4)
+    below = spectrum.mass_below(-ZERO * max(map(abs, spectrum.extremes)))
+    assert row.index_fraction == pytest.approx(below.value, rel=1e-3)
+
+
+def test_a_sequence_is_looked_at_from_a_state_of_zero():
+    frame = gl.curvature_along("prednet", seeds=[3], evaluated=3, **SMALL)
+    assert frame.evaluated.tolist() == [3, 3]
+    model = gl.PredNet(channels=(3, 8, 16), size=(24, 32))
+    model.draw_weights(torch.Generator().manual_seed(3))
+    frames = torch.from_numpy(next(gl.load("walk", frames=40, size=(24, 32)).windows(3, 0)).frames).float() / 255
+    _, losses, _ = model.training_loss(frames[:, None], None)
+    assert frame.loss.iloc[0] == pytest.approx(float(losses.mean()), rel=1e-5)
+
+
+def test_what_is_kept_is_not_made_again(frame, folder, monkeypatch):
+    monkeypatch.setattr(trajectories, "train", None)
+    again = gl.curvature_along("autoencoder", setting=SETTINGS, seeds=2, store=folder, **SMALL)
+    columns = [name for name in frame if name not in ("nodes", "node_weights")]
+    assert again[columns].equals(frame[columns])
+    for name in ("nodes", "node_weights"):
+        assert np.abs(np.stack(again[name]) - np.stack(frame[name])).max() < 1e-6
+    kept = read_curvature(folder)
+    assert sorted(kept.id) == sorted(frame.id)
+    _, record = recordings.read_table(next(folder.glob("*.parquet")))
+    assert record["command"] == "a command"
+    assert record["passport"]["software"]["torch"] == torch.__version__
+
+
+def test_other_questions_are_other_recordings(frame, folder):
+    assert len(frame)
+    before = len(list(folder.glob("*.parquet")))
+    gl.curvature_along("autoencoder", setting="cpu:threads=1", seeds=1, store=folder, **SMALL | {"steps": 3})
+    assert len(list(folder.glob("*.parquet"))) == before + 1
+
+
+def test_a_verdict_takes_the_last_rows(frame):
+    verdict = gl.verdict(frame[frame.final], metric="largest", reference="cpu:threads=1")
+    assert set(verdict.decisions) == set(SETTINGS[1:])
+    assert verdict.table.same_bits.tolist() == [0, 0]
+    assert frame.groupby(["setting", "seed"]).weights.nunique().tolist() == [1] * 6
+
+
+def test_a_training_that_diverges_has_a_last_row_without_numbers(monkeypatch):
+    def hot(*arguments, **options):
+        return gl.train(*arguments, **options, learning_rate=1e30)
+
+    monkeypatch.setattr(trajectories, "train", hot)
+    frame = gl.curvature_along("autoencoder", seeds=1, **SMALL)
+    assert frame.status.tolist() == ["diverged"] * 2
+    assert frame.final.tolist() == [False, True]
+    assert np.isfinite(frame.largest.iloc[0])
+    assert frame[list(trajectories.MEASURED)].iloc[1].isna().all()
+    assert gl.plots.curvature_over_time(frame).alt
+
+
+def test_damaged_recordings_are_named_and_skipped(frame, tmp_path, folder):
+    good = next(folder.glob("*.parquet"))
+    (tmp_path / good.name).write_bytes(good.read_bytes())
+    (tmp_path / "half.parquet").write_bytes(good.read_bytes()[:500])
+    frame[["step", "loss"]].to_parquet(tmp_path / "foreign.parquet")
+    with pytest.warns(UserWarning, match="skipped") as told:
+        assert read_curvature(tmp_path).id.nunique() == 1
+    words = " ".join(str(one.message) for one in told)
+    assert "half.parquet" in words
+    assert "foreign.parquet: not a recording of format" in words
+
+
+def test_what_is_shipped_is_recorded_with_its_passport():
+    frame, escapes = gl.recorded_curvature(), gl.recorded_escapes()
+    assert len(frame)
+    assert len(escapes)
+    assert frame.recorded.all()
+    assert escapes.recorded.all()
+    for name in ("curvature", "escapes"):
+        for _, record in recordings.read_tables(recordings.recorded_folder("saddles") / name):
+            assert record["command"].startswith("python benchmarks/record_saddles.py")
+            assert record["passport"]["software"]["commit"]
+            assert not record["passport"]["software"]["commit"].endswith("-dirty")
+
+
+def test_recordings_take_little_room():
+    files = list(recordings.recorded_folder("saddles").rglob("*.parquet"))
+    assert sum(file.stat().st_size for file in files) < 1_500_000
+
+
+def test_densities_of_rows_are_whole(frame):
+    for row, spectrum in densities(frame):
+        assert spectrum.extremes == pytest.approx((row.smallest, row.largest))
+        assert spectrum.weights.sum(1) == pytest.approx(np.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seeds": 0}, "expected one or more of each"),
+        ({"setting": []}, "expected one or more of each"),
+        ({"setting": "gpu"}, "setting 'gpu': expected a device"),
+        ({"snapshots": 0}, "snapshots=0: expected a whole number from 1"),
+        ({"evaluated": 0}, "evaluated=0"),
+        ({"net": "resnet"}, "model 'resnet': expected one of"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(options, words):
+    with pytest.raises(gl.UsageError, match=words) as caught:
+        gl.curvature_along(**{"net": "autoencoder", **SMALL, **options})
+    assert "\n" not in str(caught.value)
+
+
+# --- figures ---------------------------------------------------------------------------------------------
+
+
+def test_index_against_loss_says_how_they_go_together(frame):
+    picture = gl.plots.index_against_loss(frame)
+    shown = frame.loss.rank().corr(frame.index_fraction.rank())
+    assert f"autoencoder: rank correlation {shown:+.2f}" in picture.alt
+    assert len(picture.png()) < 150_000
+
+
+def test_recorded_points_are_hollow(frame):
+    from matplotlib.colors import to_hex
+
+    for recorded in (False, True):
+        picture = gl.plots.curvature_over_time(frame.assign(recorded=recorded))
+        faces = {to_hex(dots.get_facecolor()[0]) for axes in picture.figure.axes for dots in axes.collections}
+        assert (faces == {"#ffffff"}) == recorded
+
+
+def test_spectra_have_a_ridge_for_every_snapshot(frame):
+    picture = gl.plots.spectra(frame)
+    (axes,) = picture.figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "40"]
+    assert "2 seeds" in picture.alt
+    assert len(picture.png()) < 150_000
+
+
+def test_two_networks_do_not_go_into_one_spectrum(frame):
+    with pytest.raises(gl.UsageError, match="the frame mixes"):
+        gl.plots.spectra(pd.concat([frame, frame.assign(experiment="another")]))
+
+
+def test_nothing_to_draw_is_said(frame):
+    with pytest.raises(gl.UsageError, match="no row with numbers"):
+        gl.plots.spectra(frame[:0])

@@ -1,0 +1,149 @@
+import math
+
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.saddles import eigen as krylov
+
+
+def symmetric(values, seed=0):
+    """A dense float64 matrix with these eigenvalues."""
+    generator = torch.Generator().manual_seed(seed)
+    turn = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator, dtype=torch.float64)).Q
+    matrix = turn @ torch.diag(torch.as_tensor(values, dtype=torch.float64)) @ turn.T
+    return (matrix + matrix.T) / 2
+
+
+@pytest.fixture(scope="module")
+def known(small_hessian):
+    """The Hessian of a small network as a matrix, and its eigenvalues."""
+    _, matrix = small_hessian
+    return matrix, torch.linalg.eigvalsh(matrix)
+
+
+def wanted(values, k, which):
+    if which == "magnitude":
+        return values[values.abs().argsort(descending=True)[:k].sort().values]
+    below = {"smallest": k, "largest": 0, "both": math.ceil(k / 2)}[which]
+    return torch.cat([values[:below], values[len(values) - (k - below) :]])
+
+
+@pytest.mark.parametrize("which", krylov.WHICH)
+@pytest.mark.parametrize("k", [1, 5])
+def test_extreme_eigenpairs_of_networks_agree_with_the_dense_matrix(known, which, k):
+    H, values = known
+    pairs = gl.lanczos(H, k, which)
+    assert pairs.converged
+    assert (pairs.values - wanted(values, k, which)).abs().max() < 1e-8
+    assert ((H @ pairs.vectors - pairs.vectors * pairs.values).norm(dim=0) - pairs.residuals).abs().max() < 1e-12
+    assert (pairs.vectors.T @ pairs.vectors - torch.eye(k, dtype=torch.float64)).abs().max() < 1e-8
+    assert pairs.products < len(values)
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
+def test_a_network_of_either_type_gives_what_its_matrix_gives(small_hessian, known, dtype, within):
+    make, _ = small_hessian
+    H, (_, values) = make(dtype), known
+    pairs = gl.lanczos(H, 3)
+    assert pairs.converged
+    assert pairs.vectors.dtype == dtype
+    assert (pairs.values - values[:3]).abs().max() < within * max(1, float(values.abs().max()))
+
+
+REPEATED = {
+    "zero": [0.0] * 40,
+    "identity": [1.0] * 40,
+    "seven, a crowd of zeros, five": [-2.0] * 7 + [0.0] * 400 + [3.0] * 5 + [0.01 * i for i in range(90)],
+    "two values": [-2.0] * 70 + [3.0] * 70,
+    "low rank": [0.0] * 300 + [1.0, 1.0, -1.0],
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.parametrize("which", krylov.WHICH)
+def test_repeated_and_zero_eigenvalues_are_found_as_often_as_they_occur(name, which):
+    values = torch.tensor(REPEATED[name], dtype=torch.float64).sort().values
+    pairs = gl.lanczos(symmetric(values), 9, which)
+    assert (pairs.values.sort().values - wanted(values, 9, which)).abs().max() < 1e-8
+    assert torch.linalg.matrix_rank(pairs.vectors) == 9
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 12])
+def test_every_eigenvalue_of_a_small_matrix(n):
+    values = torch.linspace(-1, 2, n, dtype=torch.float64)
+    for which in krylov.WHICH:
+        for k in range(1, n + 1):
+            pairs = gl.lanczos(symmetric(values), k, which)
+            assert (pairs.values - wanted(values, k, which)).abs().max() < 1e-10
+
+
+def test_a_restart_keeps_what_was_found():
+    values = torch.linspace(0, 1, 400, dtype=torch.float64)
+    counted = Counted(torch.diag(values))
+    pairs = gl.lanczos(counted, 2)
+    assert pairs.converged
+    assert (pairs.values - values[:2]).abs().max() < 1e-8
+    assert counted.products == pairs.products > 80, "there were restarts, and all products are counted"
+
+
+class Counted:
+    def __init__(self, matrix):
+        self.matrix, self.products = matrix, 0
+        self.shape, self.dtype, self.device = matrix.shape, matrix.dtype, matrix.device
+
+    def __matmul__(self, vectors):
+        self.products += 1 if vectors.ndim == 1 else vectors.shape[1]
+        return self.matrix @ vectors
+
+
+def test_too_few_products_are_told():
+    pairs = gl.lanczos(torch.diag(torch.linspace(0, 1, 3000) ** 2), 2, max_products=60)
+    assert not pairs.converged
+    assert "NOT converged" in repr(pairs)
+    assert pairs.products <= 64
+    assert pairs.residuals.max() > 0
+
+
+def test_the_same_seed_gives_the_same_bits():
+    A = symmetric(torch.linspace(-1, 1, 60))
+    one, same, other = (gl.lanczos(A, 2, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(one.vectors, same.vectors)
+    assert not torch.equal(one.vectors, other.vectors)
+
+
+def test_vectors_are_orthogonal_whatever_the_arithmetic_of_the_setting():
+    A = symmetric(torch.linspace(-1, 1, 300)).float()
+    with gl.setting("cpu:emulate=bfloat16"):
+        vectors = gl.lanczos(A, 4, tolerance=0.02).vectors
+    assert (vectors.T @ vectors - torch.eye(4)).abs().max() < 1e-5
+
+
+def bad(matrix):
+    return pytest.param(matrix, id=str(tuple(getattr(matrix, "shape", ()))))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "options", "error", "words"),
+    [
+        (torch.eye(4)[:3], {}, gl.UsageError, r"\(3, 4\): expected \(n, n\)"),
+        (torch.eye(4).int(), {}, gl.UsageError, "torch.int32: expected torch.float32"),
+        (torch.eye(4), {"k": 5}, gl.UsageError, "k=5: expected a whole number from 1 to 4"),
+        (torch.eye(4), {"k": 0}, gl.UsageError, "k=0"),
+        (torch.eye(4), {"which": "SA"}, gl.UsageError, "which='SA': expected one of smallest, largest"),
+        (torch.eye(4), {"tolerance": -1}, gl.UsageError, "tolerance=-1"),
+        (torch.eye(4), {"max_products": 0}, gl.UsageError, "max_products=0"),
+        (torch.eye(4), {"block": 9}, gl.UsageError, "block=9: expected a whole number from 1 to 4"),
+        (torch.eye(40).triu(), {"k": 40}, None, None),
+        (torch.ones(40, 40).triu(), {}, gl.DataError, "not symmetric"),
+        (torch.full((4, 4), math.nan), {}, gl.DataError, "H @ v has 8 values that are not finite"),
+        ("a matrix", {}, gl.UsageError, "shape str: expected"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(matrix, options, error, words):
+    if error is None:
+        assert len(gl.lanczos(matrix, **options).values) == options["k"]
+        return
+    with pytest.raises(error, match=words) as caught:
+        gl.lanczos(matrix, **options)
+    assert "\n" not in str(caught.value)

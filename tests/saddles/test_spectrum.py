@@ -1,0 +1,192 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from test_eigen import symmetric
+
+import gpulab as gl
+from gpulab.saddles.spectrum import ZERO
+
+PROBES = 40
+
+
+@pytest.fixture(scope="module")
+def known(small_hessian):
+    """The Hessian of a small network as a matrix, and its eigenvalues."""
+    _, matrix = small_hessian
+    return matrix, torch.linalg.eigvalsh(matrix)
+
+
+@pytest.fixture(scope="module")
+def spectrum(known):
+    return gl.spectral_density(known[0], probes=PROBES, steps=40, seed=2, progress=False)
+
+
+def test_moments_are_within_the_sampling_error(known, spectrum):
+    _, values = known
+    truth = np.array([float((values**p).mean()) for p in range(1, 7)])
+    found, errors = spectrum.moments(6)
+    assert (np.abs(found - truth) / errors < 4).all()
+    assert (errors < 0.3 * np.abs(found).max()).all()
+
+
+def test_a_network_gives_what_its_matrix_gives(small_hessian, known):
+    make, _ = small_hessian
+    spectra = [gl.spectral_density(H, probes=2, steps=6, progress=False) for H in (make(torch.float64), known[0])]
+    assert np.abs(spectra[0].nodes - spectra[1].nodes).max() < 1e-8
+    assert np.abs(spectra[0].weights - spectra[1].weights).max() < 1e-6
+
+
+def test_a_quadrature_of_m_steps_is_exact_for_polynomials_below_degree_2m(known):
+    H, _ = known
+    spectrum = gl.spectral_density(H, probes=3, steps=4, seed=5)
+    signs = gl.saddles.operators.random_signs(H.shape[0], 3, H, 5)
+    moved, scale = signs, max(abs(end) for end in spectrum.extremes)
+    for power in range(1, 8):
+        moved = H @ moved
+        direct = (signs * moved).sum(0) / H.shape[0]
+        quadrature = (spectrum.weights * spectrum.nodes**power).sum(1)
+        assert np.abs(quadrature - direct.numpy()).max() < 1e-12 * scale**power
+
+
+def test_weights_add_up_and_the_density_integrates_to_one(spectrum):
+    assert np.abs(spectrum.weights.sum(1) - 1).max() < 1e-12
+    grid, density, error = spectrum.density()
+    assert np.trapezoid(density, grid) == pytest.approx(1, abs=1e-3)
+    assert (error >= 0).all()
+    share, _ = spectrum.cumulative(np.array([-1e9, 1e9]))
+    assert share.tolist() == pytest.approx([0, 1])
+
+
+def test_the_cumulative_density_is_that_of_the_matrix(known, spectrum):
+    _, values = known
+    places = np.quantile(values.numpy(), [0.001, 0.01, 0.99, 0.999])  # away from the crowd at zero
+    found, errors = spectrum.cumulative(places)
+    truth = [(values <= place).double().mean().item() for place in places]
+    assert (np.abs(found - truth) < 4 * errors + 2e-3).all()
+
+
+def test_the_outermost_nodes_are_the_extreme_eigenvalues(known, spectrum):
+    _, values = known
+    assert spectrum.extremes == pytest.approx((float(values[0]), float(values[-1])), abs=1e-8)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 120])
+@pytest.mark.parametrize("values", [[0.0] * 30, [2.0] * 30, [-1.0] * 10 + [0.0] * 15 + [4.0] * 5, [7.0]])
+def test_repeated_and_zero_eigenvalues(values, steps):
+    spectrum = gl.spectral_density(symmetric(values), probes=4, steps=steps)
+    assert np.isfinite(spectrum.nodes).all()
+    low, high = spectrum.extremes
+    assert min(values) - 1e-9 <= low <= high <= max(values) + 1e-9
+    if steps > 3:
+        shares, errors = spectrum.cumulative(np.array([-0.5, 0.5, 4.5]))
+        truth = [np.mean(np.array(values) <= x) for x in (-0.5, 0.5, 4.5)]
+        assert (np.abs(shares - truth) <= 5 * errors + 1e-9).all()
+
+
+def test_probes_are_the_same_on_every_device_and_for_every_seed_others():
+    A = symmetric(np.linspace(-1, 1, 50))
+    one, same, other = (gl.spectral_density(A, probes=2, steps=5, seed=seed) for seed in (0, 0, 1))
+    assert (one.nodes == same.nodes).all()
+    assert not (one.nodes == other.nodes).any()
+
+
+def test_rounding_without_orthogonalisation_leaves_the_quadrature_accurate():
+    values = np.concatenate([np.linspace(-0.01, 0.01, 500), [1.0, 5.0, 25.0, 125.0]])
+    A = symmetric(values)
+    kinds = [gl.spectral_density(A.to(kind), probes=20, steps=150) for kind in (torch.float32, torch.float64)]
+    for spectrum in kinds:
+        found, errors = spectrum.moments(3)
+        truth = [np.mean(values**p) for p in (1, 2, 3)]
+        assert (np.abs(found - truth) < 4 * errors).all()
+    assert kinds[0].extremes[1] == pytest.approx(125, rel=1e-4)
+    assert kinds[0].cumulative([0.5])[0] == pytest.approx(kinds[1].cumulative([0.5])[0], abs=1e-4)
+
+
+# --- trace and index -------------------------------------------------------------------------------------
+
+
+def test_the_trace_is_within_its_error(known):
+    H, values = known
+    truth = float(values.sum())
+    scores = [(float(found) - truth) / found.error for found in (gl.trace(H, 60, seed=seed) for seed in range(20))]
+    assert 0.4 < np.sqrt(np.mean(np.square(scores))) < 2
+    assert abs(np.mean(scores)) < 1
+
+
+def test_the_trace_of_a_matrix_of_low_rank_is_exact():
+    values = [5.0, 3.0, -1.0] + [0.0] * 200
+    found = gl.trace(symmetric(values), 15)
+    assert float(found) == pytest.approx(7, abs=1e-9)
+    assert found.error < 1e-9
+
+
+def test_as_many_probes_as_columns_give_the_trace_itself():
+    assert float(gl.trace(torch.diag(torch.arange(10.0)), 10)) == 45
+
+
+def test_the_index_of_a_small_matrix_is_counted():
+    index = gl.index(symmetric([-1.0] * 3 + [0.0] * 5 + [2.0] * 4))
+    assert (int(index), index.zero, index.error, index.exact) == (3, 5, 0, True)
+    assert index.fraction == 0.25
+    assert repr(index).startswith("3 of 12 eigenvalues are negative, 5 within")
+
+
+def test_the_index_of_a_network_is_estimated_with_an_error_that_holds(known):
+    H, values = known
+    threshold = ZERO * float(values.abs().max())
+    truth = int((values < -threshold).sum())
+    misses = []
+    for seed in range(4):
+        index = gl.index(H, exact=False, seed=seed, steps=60, progress=False)
+        assert not index.exact
+        assert index.threshold == pytest.approx(threshold)
+        misses.append(abs(index.value - truth) / index.error)
+    assert np.median(misses) < 2
+    assert "about" in repr(index)
+
+
+def test_a_gap_around_zero_makes_the_estimate_sharp():
+    values = np.concatenate([np.linspace(-3, -1, 400), np.linspace(1, 2, 800)])
+    index = gl.index(symmetric(values), probes=20)
+    assert not index.exact
+    assert abs(int(index) - 400) < 4 * index.error
+    assert index.error < 30
+
+
+def test_the_most_negative_direction(known):
+    H, values = known
+    found = gl.most_negative(H)
+    assert found.found
+    assert found.value == pytest.approx(float(values[0]), abs=1e-9)
+    assert float(found.vector @ (H @ found.vector)) == pytest.approx(found.value, abs=1e-9)
+    assert found.residual < 1e-8
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0, 1.0], [1.0, 2.0, 3.0], [0.0] * 5])
+def test_where_nothing_curves_down_that_is_said(values):
+    found = gl.most_negative(symmetric(values))
+    assert not found.found
+    assert "no negative curvature" in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: gl.spectral_density(torch.eye(3), probes=0), gl.UsageError, "probes=0"),
+        (lambda: gl.spectral_density(torch.eye(3), steps=1.5), gl.UsageError, "steps=1.5"),
+        (lambda: gl.spectral_density(torch.ones(90, 90).triu()), gl.DataError, "not symmetric"),
+        (lambda: gl.spectral_density(torch.full((3, 3), math.inf)), gl.DataError, "not finite"),
+        (lambda: gl.spectral_density(torch.full((3, 3), math.nan), probes=1), gl.DataError, "not finite"),
+        (lambda: gl.trace(torch.eye(30), 3), gl.UsageError, "probes=3: expected 6 or more"),
+        (lambda: gl.index(torch.ones(9, 9).triu()), gl.DataError, "not symmetric"),
+        (lambda: gl.index(torch.eye(9), tolerance=2), gl.UsageError, "tolerance=2"),
+        (lambda: gl.index(torch.eye(9)[0]), gl.UsageError, r"\(9,\): expected \(n, n\)"),
+        (lambda: gl.spectral_density(torch.eye(3)).density(width=0), gl.UsageError, "width=0"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(call, error, words):
+    with pytest.raises(error, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)

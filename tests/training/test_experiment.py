@@ -1,0 +1,218 @@
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.settings import cpu_flags
+from gpulab.training import experiment as experiments
+from gpulab.training import store as stores
+from gpulab.training.run import planned_id
+
+TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
+BROKEN = [sys.executable, "-c", "import sys; sys.exit('boom')"]
+SETTINGS = ["cpu:threads=1", "cpu:threads=1,precision=float64"]
+
+
+def experiment(store, settings=("cpu:threads=1",), seeds=2, options=None, **more):
+    options = {**TINY, "frames": 60, **(options or {})}
+    return gl.Experiment("prednet", settings, seeds, "smoke", store, options=options, **more)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """Two settings × two seeds, run in workers, and what the parent process was like before and after."""
+    store = tmp_path_factory.mktemp("store")
+    before = torch.get_num_threads(), dict(os.environ)
+    frame = experiment(store, SETTINGS).run(progress=False)
+    return store, frame, before, (torch.get_num_threads(), dict(os.environ))
+
+
+def test_every_setting_is_run_from_every_seed(done):
+    store, frame, _, _ = done
+    assert frame[["setting", "seed"]].values.tolist() == [[setting, seed] for setting in SETTINGS for seed in (0, 1)]
+    assert set(frame.status) == {"finished"}
+    assert frame.weights.is_unique
+    assert len(gl.runs(store)) == 4
+
+
+def test_a_worker_gives_the_bits_that_training_here_gives(done):
+    run = gl.train("prednet", profile="smoke", setting="cpu:threads=1", seed=1, frames=60, progress=False, **TINY)
+    frame = done[1]
+    (there,) = frame[(frame.setting == "cpu:threads=1") & (frame.seed == 1)].itertuples()
+    assert there.weights == run.record["summary"]["weights"]
+    assert there.final_loss == run.final_loss
+    assert there.id == planned_id(**experiment("anywhere").jobs()[1])
+
+
+def test_the_threads_of_workers_do_not_leak_into_this_process(done):
+    _, frame, before, after = done
+    assert before == after
+    records = [stores.read_record(stores.Path(path)) for path in frame.path]
+    assert [record["arithmetic"]["threads"] for record in records] == [1, 1, 1, 1]
+
+
+def test_what_is_done_is_skipped_without_a_worker(done, monkeypatch):
+    store, frame, _, _ = done
+    monkeypatch.setattr(experiments, "WORKER", BROKEN)
+    again = experiment(store, SETTINGS).run(progress=False)
+    assert again.equals(frame)
+    part = experiment(store, SETTINGS[1:], seeds=[1]).run(progress=False)
+    assert part[["setting", "seed"]].values.tolist() == [[SETTINGS[1], 1]], "runs of other experiments are left out"
+
+
+def test_a_worker_that_dies_is_reported_with_setting_seed_and_its_last_words(done, monkeypatch, tmp_path):
+    store = done[0]
+    monkeypatch.setattr(experiments, "WORKER", BROKEN)
+    with pytest.raises(gl.GpulabError) as error:
+        experiment(store, SETTINGS[:1], seeds=[0, 1, 2, 3, 4, 5]).run(progress=False)
+    message = str(error.value)
+    assert "4 of 6 runs failed" in message
+    for seed in (2, 3, 4, 5):
+        assert f"cpu:threads=1 seed {seed}: its worker process ended with status 1: boom" in message
+    assert str(store) in message
+    assert len(gl.runs(store)) == 4, "the others are kept"
+    assert "seed 0" not in message
+    with pytest.raises(gl.GpulabError, match="2 of 2 runs failed"):
+        experiment(tmp_path, seeds=2).run(progress=False)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
+def test_a_worker_that_is_killed_is_reported(monkeypatch, tmp_path):
+    killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    monkeypatch.setattr(experiments, "WORKER", killed)
+    with pytest.raises(gl.GpulabError, match=r"seed 0: its worker process ended with status -9: it said nothing"):
+        experiment(tmp_path, seeds=1).run(progress=False)
+
+
+def test_a_worker_that_cannot_be_started_is_reported(monkeypatch, tmp_path):
+    monkeypatch.setattr(experiments, "WORKER", [str(tmp_path / "no-python")])
+    with pytest.raises(gl.GpulabError, match="cpu:threads=1 seed 0"):
+        experiment(tmp_path / "store", seeds=1).run(progress=False)
+
+
+def test_a_library_may_print_in_a_worker(monkeypatch, tmp_path):
+    monkeypatch.setenv("MKL_VERBOSE", "1")  # prints from C, past Python's sys.stdout
+    assert len(experiment(tmp_path, seeds=1).run(progress=False)) == 1
+
+
+def test_a_failing_job_does_not_stop_the_good_ones(tmp_path):
+    with pytest.raises(gl.GpulabError, match=r"2 of 4 runs failed.*'cuda:77' cannot run here") as error:
+        experiment(tmp_path, ["cuda:77", "cpu:threads=1"]).run(progress=False)
+    assert "cuda:77 seed 0" in str(error.value)
+    assert "cuda:77 seed 1" in str(error.value)
+    assert gl.runs(tmp_path)[["setting", "seed"]].values.tolist() == [["cpu:threads=1", 0], ["cpu:threads=1", 1]]
+
+
+def test_two_workers_and_reruns(tmp_path):
+    frame = experiment(tmp_path, reruns=2, workers=2).run(progress=False)
+    assert sorted(frame[["seed", "rerun"]].values.tolist()) == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert frame.id.is_unique
+    by_seed = frame.groupby("seed").weights
+    assert by_seed.nunique().tolist() == [1, 1], "one thread gives the same bits every time"
+    assert frame.weights.nunique() == 2
+    assert gl.verdict(frame).reruns.same_bits.tolist() == [True, True]
+
+
+@pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
+def test_workers_are_started_with_the_instruction_set_of_their_setting(tmp_path):
+    frame = experiment(tmp_path, ["cpu:isa=avx2"], seeds=1).run(progress=False)
+    assert stores.read_record(stores.Path(frame.path[0]))["arithmetic"]["cpu_capability"] == "AVX2"
+
+
+INTERRUPTED = """
+import json, sys
+import gpulab as gl
+
+exp = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", sys.argv[1], options=json.loads(sys.argv[2]))
+exp.run(progress=False)
+"""
+
+
+def hears_ctrl_c():
+    """A process started by one that ignores SIGINT (a job in the background) would ignore it too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
+def test_an_interrupted_experiment_saves_a_checkpoint_ends_its_workers_and_goes_on(tmp_path):
+    options = {**TINY, "frames": 2000, "checkpoint_seconds": 0}
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), json.dumps(options)]
+    parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(f"{stores.WORK}/*.safetensors")):
+        assert parent.poll() is None, parent.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    parent.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in parent.communicate(timeout=60)[1]
+    assert gl.runs(tmp_path).empty
+    (checkpoint,) = tmp_path.glob(f"{stores.WORK}/*.safetensors")
+    before = checkpoint.read_bytes()
+    time.sleep(0.2)
+    assert checkpoint.read_bytes() == before, "no worker goes on by itself"
+    exp = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", tmp_path, options=options)
+    run = gl.train(**{**exp.jobs()[0], "checkpoint_seconds": 60}, progress=False)
+    assert 0 < run.record["resumed_at"] < 100
+    assert len(run.history) == 100
+
+
+def test_jobs_are_ordered_by_setting_with_canonical_names(tmp_path):
+    exp = experiment(tmp_path, ["cpu:precision=float64,threads=1", "cpu"], seeds=[7, 3], reruns=2)
+    assert exp.settings == ["cpu:threads=1,precision=float64", "cpu"]
+    assert [(job["setting"], job["rerun"], job["seed"]) for job in exp.jobs()] == [
+        (setting, rerun, seed) for setting in exp.settings for rerun in (0, 1) for seed in (7, 3)
+    ]
+    assert all(job["frames"] == 60 for job in exp.jobs())
+
+
+def test_without_seeds_the_profile_says_how_many(tmp_path):
+    assert len(gl.Experiment("prednet", ["cpu"], profile="smoke", store=tmp_path).jobs()) == 2
+    assert len(gl.Experiment("prednet", ["cpu"], profile="paper", store=tmp_path).jobs()) == 10
+
+
+def test_the_recorded_command_is_the_one_that_does_it(tmp_path):
+    options = {"data": "video:my film.mp4", "frames": 60}
+    exp = gl.Experiment("prednet", ["cpu", "cuda:tf32=off"], [0, 5], "smoke", tmp_path, 2, 3, options)
+    assert shlex.split(exp.jobs()[0]["command"]) == [
+        *("gpulab", "experiment", "prednet", "--profile", "smoke", "--setting", "cpu", "--setting", "cuda:tf32=off"),
+        *("--seeds", "0,5", "--reruns", "2", "--workers", "3", "--data", "video:my film.mp4", "--frames", "60"),
+    ]
+
+
+def test_each_variant_is_trained_under_every_setting_and_its_command_says_which(tmp_path):
+    variants = [{}, {"flip": 3}, {"data": "jpeg:walk", "data_options": {"decoder": "av", "quality": 50}}]
+    exp = gl.Experiment("prednet", ["cpu", "cpu:threads=1"], [0, 1], "smoke", tmp_path, variants=variants)
+    jobs = exp.jobs()
+    assert len({(job["setting"], job["seed"], job.get("flip"), job.get("data")) for job in jobs}) == len(jobs) == 12
+    told = {job["command"].partition(" --seeds 0,1")[2] for job in jobs}
+    assert told == {"", " --flip 3", " --data jpeg:walk --decoder av --quality 50"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"variants": []}, "variants"),
+        ({"model": "resnet"}, "'resnet'"),
+        ({"profile": "huge"}, "'huge'"),
+        ({"settings": ["gpu"]}, "'gpu'"),
+        ({"settings": []}, "settings"),
+        ({"seeds": []}, "seeds"),
+        ({"seeds": 0}, "seeds"),
+        ({"reruns": 0}, "reruns"),
+        ({"workers": 0}, "workers"),
+        ({"options": {"model_options": {"size": [9, 9]}}}, r"\(9, 9\)"),
+        ({"options": {"frames": 3}}, "3"),
+    ],
+)
+def test_an_experiment_that_makes_no_sense_is_refused_before_any_worker_starts(wrong, named, tmp_path, monkeypatch):
+    monkeypatch.setattr(experiments, "WORKER", BROKEN)
+    wanted = {"model": "prednet", "settings": ["cpu"], "seeds": 1, "profile": "smoke", "store": tmp_path}
+    with pytest.raises(gl.UsageError, match=named):
+        gl.Experiment(**{**wanted, **wrong}).run(progress=False)

@@ -1,0 +1,612 @@
+import copy
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gpulab as gl
+from gpulab.models.base import Trainable
+from gpulab.training import store as stores
+from gpulab.training.run import planned_id, train
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+
+SMALL = {"channels": [3, 4], "size": [8, 12]}
+TINY = {
+    "autoencoder": {"net": "autoencoder", "model_options": {"hidden": [16]}, "frames": 200},
+    "prednet": {"net": "prednet", "model_options": SMALL, "data_options": {"size": (8, 12)}, "frames": 200},
+}
+BOTH = pytest.mark.parametrize("model", TINY)
+
+
+def trained(model="prednet", **options):
+    return train(**{**TINY[model], "profile": "smoke", "progress": False, **options})
+
+
+def weights(run):
+    return run.record["summary"]["weights"]
+
+
+def same(run, other):
+    """The same bits: weights, losses, updates and summary."""
+    assert weights(run) == weights(other)
+    assert run.history[["window", "step", "loss"]].equals(other.history[["window", "step", "loss"]])
+    assert (run.final_loss, run.heldout_loss) == (other.final_loss, other.heldout_loss)
+    for name, tensor in run.model.state_dict().items():
+        assert (tensor == other.model.state_dict()[name]).all(), name
+    return True
+
+
+def strict_json(text):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+# --- the protocol ----------------------------------------------------------------------------------------
+
+
+def test_prednet_has_one_update_a_window():
+    run = train("prednet", profile="smoke", progress=False)
+    assert run.history.window.tolist() == list(range(10))
+    assert run.history.step.tolist() == list(range(1, 11))
+    assert run.record["configuration"]["window"] == 20
+    assert run.record["configuration"]["learning_rate"] == 1e-3
+    assert run.record["configuration"]["model_options"] == {"size": [24, 32], "channels": [3, 8, 16]}
+
+
+def test_the_autoencoder_has_one_update_an_image():
+    run = train("autoencoder", profile="smoke", progress=False)
+    assert run.history.window.tolist() == list(range(20))
+    assert run.history.step.tolist() == list(range(20, 401, 20))
+
+
+@BOTH
+def test_final_loss_is_the_mean_over_the_last_fifth_of_the_windows(model):
+    run = trained(model)
+    assert len(run.history) == 10
+    assert run.final_loss == pytest.approx(run.history.loss[8:].mean(), rel=1e-15)
+    assert trained(model, frames=60).final_loss == trained(model, frames=60).history.loss.iloc[-1]
+
+
+@BOTH
+def test_frames_that_do_not_fill_a_window_are_left_out(model):
+    assert weights(trained(model, frames=79)) == weights(trained(model, frames=60))
+    assert len(trained(model, frames=79).history) == 3
+
+
+def test_the_first_loss_is_that_of_the_drawn_weights():
+    net = gl.PredNet(SMALL["channels"], SMALL["size"])
+    net.draw_weights(torch.Generator().manual_seed(7))
+    window = next(gl.load("walk", size=(8, 12)).windows(20)).frames
+    _, per_frame, _ = net.training_loss(torch.from_numpy(window).float()[:, None] / 255, None)
+    assert len(per_frame) == 19
+    assert trained(seed=7, frames=20).history.loss[0] == pytest.approx(per_frame.double().mean().item(), rel=1e-12)
+
+
+def test_the_state_is_carried_from_window_to_window():
+    """With a learning rate of nothing, ten windows are one long one."""
+    run = trained(seed=7, learning_rate=0.0)
+    net = run.model
+    frames = torch.from_numpy(np.stack(list(run.data.stream(0, 200)))).float()[:, None] / 255
+    _, per_frame, _ = net.training_loss(frames, None)
+    windows = [per_frame[:19], *per_frame[19:].split(20)]
+    assert run.history.loss.tolist() == pytest.approx([window.double().mean().item() for window in windows], rel=1e-6)
+
+
+@BOTH
+def test_the_held_out_loss_is_that_of_the_trained_model_on_the_held_out_part(model):
+    run = trained(model)
+    truth, made = run.predict()
+    assert truth.shape == made.shape
+    assert len(truth) == (297 if model == "autoencoder" else 19)
+    assert (made - truth).square().mean().item() == pytest.approx(run.heldout_loss, rel=1e-5)
+    held = next(run.data.heldout(20)).frames
+    assert (
+        truth.reshape(-1, *truth.shape[-3:])[0].numpy()
+        == (held[0] if model == "autoencoder" else held[1]) / np.float32(255)
+    ).all()
+
+
+@BOTH
+def test_training_makes_the_loss_smaller(model):
+    run = trained(model, frames=1000, learning_rate=5e-3)
+    untrained = trained(model, frames=20, learning_rate=0.0)
+    assert run.status == "finished"
+    assert run.heldout_loss < 0.8 * untrained.heldout_loss
+
+
+class Scale(Trainable):
+    """The next frame is the last one times a number: a model whose gradient can be written down."""
+
+    sequential = True
+    channels = (3,)
+
+    def __init__(self, factor=0.3):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([factor]))
+
+    def draw_weights(self, generator):
+        with torch.no_grad():
+            self.factor.copy_(torch.rand(1, generator=generator))
+
+    def batches(self, window):
+        yield window
+
+    def training_loss(self, batch, state):
+        per_frame = (self.factor * batch[:-1] - batch[1:]).square().mean((1, 2, 3))
+        return per_frame.sum(), per_frame.detach(), state
+
+
+def test_the_updates_are_those_of_adam_written_down():
+    net = Scale()
+    net.load_state_dict({"factor": torch.tensor([0.25])})
+    data = gl.load("walk", frames=120, size=(8, 12))
+    run = train(net, data, "cpu:precision=float64", profile="smoke", frames=120, progress=False)
+    factor, first, second, losses = 0.25, 0.0, 0.0, []
+    for step, window in zip(range(1, 7), data.windows(20), strict=False):
+        frames = (window.frames.astype(np.float32) / np.float32(255)).astype(np.float64)
+        before, after = frames[:-1], frames[1:]
+        losses.append(np.mean((factor * before - after) ** 2))
+        slope = len(before) * np.mean(2 * before * (factor * before - after))
+        first, second = 0.9 * first + 0.1 * slope, 0.999 * second + 0.001 * slope**2
+        factor -= 1e-3 * (first / (1 - 0.9**step)) / (math.sqrt(second / (1 - 0.999**step)) + 1e-8)
+    assert run.history.loss.tolist() == pytest.approx(losses, rel=1e-12)
+    assert run.model.factor.item() == pytest.approx(factor, rel=1e-12)
+
+
+# --- seeds and settings ----------------------------------------------------------------------------------
+
+
+@BOTH
+def test_the_same_seed_and_setting_give_the_same_bits_and_another_seed_others(model):
+    first = trained(model, seed=3)
+    assert same(first, trained(model, seed=3))
+    assert weights(trained(model, seed=4)) != weights(first)
+    assert weights(trained(model, seed=3, learning_rate=2e-3)) != weights(first)
+
+
+@BOTH
+def test_another_setting_starts_from_the_same_weights_and_images(model):
+    runs = [trained(model, seed=3, setting=text) for text in ("cpu", "cpu:precision=float64", "cpu:threads=1")]
+    for run in runs[1:]:
+        assert run.history.loss.tolist() == pytest.approx(runs[0].history.loss.tolist(), rel=1e-3)
+    assert weights(runs[1]) != weights(runs[0])
+    assert runs[1].model.state_dict().popitem()[1].dtype == torch.float64
+    assert [run.record["arithmetic"]["threads"] for run in runs] == [
+        torch.get_num_threads(),
+        torch.get_num_threads(),
+        1,
+    ]
+
+
+def test_low_precision_trains():
+    run = trained(setting="cpu:precision=bfloat16", frames=60)
+    assert run.status == "finished"
+    assert run.final_loss == pytest.approx(trained(frames=60).final_loss, rel=0.1)
+
+
+@BOTH
+def test_random_numbers_and_flags_are_left_alone(model):
+    torch.manual_seed(99)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    trained(model, setting="cpu:threads=1,deterministic=on")
+    assert (torch.get_rng_state() == state).all()
+    assert torch.get_num_threads() == threads
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_random_numbers_of_the_process_play_no_part():
+    torch.manual_seed(1)
+    first = trained()
+    torch.manual_seed(2)
+    assert same(first, trained())
+
+
+# --- networks handed in ----------------------------------------------------------------------------------
+
+
+def test_a_network_handed_in_is_left_as_it_was_and_trains_as_by_its_name():
+    net = gl.PredNet(SMALL["channels"], SMALL["size"])
+    before = copy.deepcopy(net.state_dict())
+    run = train(net, seed=5, profile="smoke", progress=False)
+    assert weights(run) == weights(trained(seed=5))
+    assert net.fresh
+    assert run.model is not net
+    assert all((tensor == before[name]).all() for name, tensor in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_fresh_weights_come_from_the_seed_and_loaded_ones_are_trained_on():
+    net = gl.PredNet(SMALL["channels"], SMALL["size"])
+    drawn = [train(net, seed=seed, profile="smoke", frames=20, progress=False) for seed in (0, 1)]
+    assert weights(drawn[0]) != weights(drawn[1])
+    net.load_state_dict(drawn[0].model.state_dict())
+    kept = [train(net, seed=seed, profile="smoke", frames=20, learning_rate=0.0, progress=False) for seed in (0, 1)]
+    assert weights(kept[0]) == weights(kept[1]) == weights(drawn[0])
+
+
+def test_a_trained_network_is_trained_further():
+    first = trained(frames=20)
+    further = train(first.model, profile="smoke", frames=20, progress=False)
+    assert further.history.loss[0] != first.history.loss[0]
+    assert not first.model.fresh
+
+
+def test_networks_with_other_weights_are_other_runs(tmp_path):
+    net = gl.PredNet(SMALL["channels"], SMALL["size"])
+    options = {"profile": "smoke", "frames": 20, "progress": False, "store": tmp_path}
+    fresh = train(net, **options)
+    net.load_state_dict({name: tensor * 0.5 for name, tensor in net.state_dict().items()})
+    half = train(net, **options)
+    assert fresh.record["id"] != half.record["id"]
+    assert weights(fresh) != weights(half)
+    assert len(gl.runs(tmp_path)) == 2
+
+
+class Own(Trainable):
+    """A model of somebody's own: all that `Trainable` asks for, and no more."""
+
+    sequential = True
+
+    def __init__(self, middle=None):
+        super().__init__()
+        self.inner, self.outer = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        self.middle = middle or nn.Identity()
+
+    def draw_weights(self, generator):
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+    def batches(self, window):
+        yield window
+
+    def training_loss(self, batch, state):
+        made = torch.sigmoid(self.outer(self.middle(torch.relu(self.inner(batch[:-1])))))
+        per_frame = (made - batch[1:]).square().mean((1, 2, 3))
+        return per_frame.sum(), per_frame.detach(), state
+
+
+class Remembers(Own):
+    """Its state is a tensor: the mean of what it saw."""
+
+    channels = (3,)
+
+    def training_loss(self, batch, state):
+        state = batch.mean(0, keepdim=True) if state is None else 0.9 * state + 0.1 * batch.mean(0, keepdim=True)
+        objective, per_frame, _ = super().training_loss(batch + 0.1 * state, None)
+        return objective, per_frame, state.detach()
+
+
+def own_run(net, **options):
+    data = gl.load("walk", frames=100, size=(8, 12))
+    return train(net, data, **{"profile": "smoke", "frames": 100, "progress": False, **options})
+
+
+def test_a_model_of_ones_own_trains(tmp_path):
+    run = own_run(Own(), store=tmp_path)
+    assert run.status == "finished"
+    assert run.record["experiment"] == "own"
+    assert same(own_run(Own(), store=tmp_path), run)
+    assert gl.runs(tmp_path).experiment.tolist() == ["own"]
+
+
+def test_a_model_of_ones_own_may_say_its_channels_and_size():
+    net = Remembers()
+    net.size = (8, 12)
+    assert train(net, profile="smoke", frames=100, progress=False).data.size == (8, 12)
+    net.channels = (1,)
+    with pytest.raises(gl.UsageError, match=r"the model takes \(1, 8, 12\)"):
+        train(net, profile="smoke", frames=100, progress=False)
+
+
+def test_a_model_with_batch_normalisation_trains(tmp_path):
+    net = Remembers(nn.BatchNorm2d(3))
+    assert same(own_run(net, store=tmp_path), own_run(net))
+
+
+def test_a_model_that_uses_one_layer_twice_is_kept(tmp_path):
+    net = Remembers()
+    net.outer = net.inner
+    assert same(own_run(net, store=tmp_path), own_run(net))
+    assert same(own_run(net, store=tmp_path), own_run(net))  # from the store
+
+
+def test_a_state_of_any_kind_survives_an_interruption(tmp_path):
+    whole = own_run(Remembers())
+    interrupted(lambda progress: own_run(Remembers(), store=tmp_path, **progress), after=60)
+    assert same(own_run(Remembers(), store=tmp_path), whole)
+
+
+# --- runs that diverge -----------------------------------------------------------------------------------
+
+
+class Explodes(Remembers):
+    """Gives a loss that is not finite at its third window."""
+
+    def training_loss(self, batch, state):
+        objective, per_frame, _ = super().training_loss(batch, None)
+        state = 1 if state is None else state + 1
+        factor = math.nan if state == 3 else 1.0
+        return objective * factor, per_frame * factor, state
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(tmp_path):
+    run = own_run(Explodes(), store=tmp_path)
+    assert (run.status, run.record["diverged_at"]) == ("diverged", 3)
+    assert run.history.step.tolist() == [1, 2, 3]
+    assert math.isnan(run.final_loss)
+    assert math.isnan(run.heldout_loss)
+    assert "diverged at step 3" in repr(run)
+    record = strict_json((run.path / "run.json").read_text())
+    assert (record["status"], record["summary"]["final_loss"]) == ("diverged", None)
+    again = own_run(Explodes(), store=tmp_path)
+    assert (again.status, again.path) == ("diverged", run.path)
+    (row,) = gl.runs(tmp_path).itertuples()
+    assert (row.status, row.diverged_at) == ("diverged", 3)
+    assert math.isnan(row.final_loss)
+
+
+@BOTH
+def test_too_high_a_learning_rate_diverges_at_the_update_that_did_it(model, tmp_path):
+    run = trained(model, learning_rate=1e38, store=tmp_path)
+    assert run.status == "diverged"
+    assert run.record["diverged_at"] == 2  # the first loss is that of the drawn weights
+    assert strict_json((run.path / "run.json").read_text())["summary"]["heldout_loss"] is None
+
+
+def test_weights_that_the_last_update_ruined_are_no_finished_run(tmp_path):
+    run = trained(frames=20, learning_rate=1e38, store=tmp_path)
+    assert run.status == "diverged"
+    strict_json((run.path / "run.json").read_text())
+
+
+def test_a_diverged_run_that_could_not_be_stored_has_diverged_at_the_same_step_when_run_again(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    options = {"learning_rate": 1e38, "store": tmp_path, "checkpoint_seconds": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "write_run", full)
+        with pytest.raises(OSError, match="no space"):
+            trained(**options)
+    again = trained(**options)
+    assert again.record["diverged_at"] == 2
+    assert len(again.history) == 2
+
+
+# --- interruptions ---------------------------------------------------------------------------------------
+
+
+def interrupted(run, after):
+    """Run until so many frames are done, then press Ctrl-C."""
+
+    def progress(done, _):
+        if done >= after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run({"progress": progress})
+
+
+KILLED = """
+import json, sys, time
+import gpulab as gl
+
+def progress(done, loss):
+    if done == 120:
+        print("half way", flush=True)
+        time.sleep(300)
+
+gl.train(**json.loads(sys.argv[1]), checkpoint_seconds=0, progress=progress)
+"""
+
+
+@BOTH
+def test_a_killed_run_resumes_to_the_same_bits(model, tmp_path):
+    options = {
+        **TINY[model],
+        "profile": "smoke",
+        "setting": "cpu:threads=1",
+        "seed": 2,
+        "store": str(tmp_path / "killed"),
+    }
+    child = subprocess.Popen([sys.executable, "-c", KILLED, json.dumps(options)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "half way\n"
+    child.kill()
+    child.communicate()
+    assert gl.runs(tmp_path / "killed").empty
+    resumed = train(**options, progress=False)
+    assert resumed.record["resumed_at"] == 5
+    assert same(resumed, train(**{**options, "store": tmp_path / "whole"}, progress=False))
+    assert list((tmp_path / "killed" / stores.WORK).iterdir()) == []
+    assert len(gl.runs(tmp_path / "killed")) == 1
+
+
+@BOTH
+def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(model, tmp_path):
+    interrupted(lambda progress: trained(model, store=tmp_path, **progress), after=80)
+    assert len(list((tmp_path / stores.WORK).glob("*.safetensors"))) == 1
+    told = []
+    resumed = trained(model, store=tmp_path, progress=lambda done, loss: told.append((done, loss)))
+    assert resumed.record["resumed_at"] == 4
+    assert [done for done, _ in told] == [100, 120, 140, 160, 180, 200]
+    assert [loss for _, loss in told] == resumed.history.loss[4:].tolist()
+    assert same(resumed, trained(model))
+    assert list((tmp_path / stores.WORK).iterdir()) == []
+
+
+class Autoencoder(gl.Autoencoder):
+    """Presses Ctrl-C before the update of a number that is counted down."""
+
+    countdown = math.inf
+
+    def training_loss(self, batch, state):
+        if self.training:
+            Autoencoder.countdown -= 1
+            if Autoencoder.countdown < 0:
+                raise KeyboardInterrupt
+        return super().training_loss(batch, state)
+
+
+def test_a_run_interrupted_within_a_window_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    def run(**options):
+        return train(Autoencoder([16]), "digits", profile="smoke", frames=100, progress=False, **options)
+
+    whole = run()
+    monkeypatch.setattr(Autoencoder, "countdown", 47)  # in the third window of twenty images
+    with pytest.raises(KeyboardInterrupt):
+        run(store=tmp_path)
+    monkeypatch.setattr(Autoencoder, "countdown", math.inf)
+    assert same(run(store=tmp_path), whole)
+
+
+def test_a_run_interrupted_before_its_first_window_is_done_can_be_run_again(tmp_path, monkeypatch):
+    def run(**options):
+        return train(Autoencoder([16]), "digits", profile="smoke", frames=40, progress=False, **options)
+
+    whole = run()
+    monkeypatch.setattr(Autoencoder, "countdown", 0)
+    with pytest.raises(KeyboardInterrupt):
+        run(store=tmp_path)
+    monkeypatch.setattr(Autoencoder, "countdown", math.inf)
+    assert same(run(store=tmp_path), whole)
+
+
+def test_a_run_can_be_interrupted_again_and_again(tmp_path):
+    for after in (40, 80, 120, 160):
+        interrupted(lambda progress: trained(store=tmp_path, **progress), after=after)
+    assert same(trained(store=tmp_path), trained())
+
+
+@pytest.mark.parametrize("part", [0.0, 0.001, 0.5, 0.99])
+def test_a_truncated_checkpoint_is_reported_and_the_run_starts_anew(tmp_path, part):
+    interrupted(lambda progress: trained(store=tmp_path, **progress), after=80)
+    (file,) = (tmp_path / stores.WORK).glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[: int(part * file.stat().st_size)])
+    with pytest.warns(UserWarning, match="damaged checkpoint") as warned:
+        run = trained(store=tmp_path)
+    assert str(file) in str(warned[0].message)
+    assert "resumed_at" not in run.record
+    assert same(run, trained())
+
+
+def test_fresh_runs_ignore_checkpoints(tmp_path):
+    interrupted(lambda progress: trained(store=tmp_path, **progress), after=80)
+    run = trained(store=tmp_path, resume=False)
+    assert "resumed_at" not in run.record
+    assert same(run, trained())
+
+
+def test_other_seeds_settings_and_reruns_have_checkpoints_of_their_own(tmp_path):
+    interrupted(lambda progress: trained(store=tmp_path, **progress), after=80)
+    for other in ({"seed": 1}, {"setting": "cpu:threads=1"}, {"rerun": 1}, {"learning_rate": 2e-3}, {"frames": 220}):
+        assert "resumed_at" not in trained(store=tmp_path, **other).record
+
+
+# --- runs in a store -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", ["cpu", "cpu:precision=float64"])
+def test_a_run_that_is_done_is_returned_without_training(tmp_path, setting):
+    def never(*_):
+        raise AssertionError("it trains again")
+
+    first = trained(store=tmp_path, setting=setting, command="a command")
+    second = trained(store=tmp_path, setting=setting, progress=never)
+    assert same(first, second)
+    assert [tensor.dtype for tensor in second.model.state_dict().values()] == len(second.model.state_dict()) * [
+        gl.Setting.parse(setting).dtype
+    ]
+    assert second.path == first.path
+    assert second.record == first.record
+    assert second.record["command"] == "a command"
+    assert not second.model.fresh
+
+
+def test_weights_are_kept_only_when_asked(tmp_path):
+    run = trained(store=tmp_path, keep_weights=False)
+    assert sorted(file.name for file in run.path.iterdir()) == ["history.parquet", "run.json"]
+    assert sorted(file.name for file in trained(seed=1, store=tmp_path).path.iterdir()) == [
+        "history.parquet",
+        "run.json",
+        "weights.safetensors",
+    ]
+
+
+def test_the_record_says_what_was_run_and_on_what(tmp_path):
+    run = trained(store=tmp_path, seed=3, rerun=2, command="gpulab train prednet")
+    record = strict_json((run.path / "run.json").read_text())
+    assert record == run.record
+    assert record["passport"] == gl.passport()
+    assert (record["seed"], record["rerun"], record["setting"], record["profile"]) == (3, 2, "cpu", "smoke")
+    assert record["configuration"]["data_options"]["size"] == [8, 12]
+    assert record["configuration"]["frames"] == 200
+    assert record["id"] == run.path.name
+
+
+@BOTH
+def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
+    options = {**TINY[model], "setting": "cpu:threads=1", "seed": 1, "profile": "smoke", "rerun": 1}
+    assert planned_id(**options) == train(**options, store=tmp_path, progress=False).record["id"]
+    others = [{"seed": 2}, {"rerun": 0}, {"setting": "cpu"}, {"frames": 220}, {"learning_rate": 1.0}]
+    assert len({planned_id(**{**options, **other}) for other in [{}, *others]}) == 6
+
+
+# --- requests that make no sense -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"net": "resnet"}, "'resnet'"),
+        ({"net": None}, "Trainable"),
+        ({"net": nn.Linear(2, 2)}, "Linear.*Trainable"),
+        ({"net": gl.Autoencoder()}, "model_options"),
+        ({"setting": "gpu"}, "'gpu'"),
+        ({"profile": "huge"}, "'huge'.*smoke, quick, paper"),
+        ({"frames": 19}, "19.*20"),
+        ({"frames": 0}, "0.*20"),
+        ({"frames": 30.5}, "30.5"),
+        ({"learning_rate": -1.0}, "-1"),
+        ({"learning_rate": math.nan}, "nan"),
+        ({"data": "imagenet"}, "'imagenet'"),
+        ({"data": "digits"}, "digits is a set of images; PredNet learns from a sequence"),
+        ({"net": "autoencoder", "model_options": {}, "data": "walk"}, "walk is a sequence"),
+        ({"data_options": {"size": (24, 32)}}, r"\(3, 24, 32\).*\(3, 8, 12\)"),
+        ({"data_options": {"colour": 1}}, "colour"),
+        ({"data": gl.load("walk", size=(8, 12)), "data_options": {"speed": 2.0}}, "data_options"),
+        ({"model_options": {"depth": 3}}, "depth"),
+        ({"model_options": {"channels": [3, 4], "size": [9, 12]}}, r"\(9, 12\)"),
+        ({"model_options": {"channels": [1, 4], "size": [8, 12]}}, r"\(1, 8, 12\)"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_a_usage_error(wrong, named):
+    with pytest.raises(gl.UsageError, match=named):
+        trained(**{"frames": 20, **wrong})
+
+
+def test_a_setting_that_this_machine_lacks_is_an_error_before_any_training():
+    with pytest.raises(gl.GpulabError, match="cuda:77"):
+        trained(setting="cuda:77", progress=lambda *_: pytest.fail("it trains"))
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------
+
+
+@needs_cuda
+@BOTH
+def test_a_deterministic_gpu_gives_the_same_bits_and_resumes_to_them(model, tmp_path):
+    options = {"setting": "cuda:tf32=off,deterministic=on", "seed": 2}
+    whole = trained(model, **options)
+    assert same(whole, trained(model, **options))
+    interrupted(lambda progress: trained(model, store=tmp_path, **options, **progress), after=80)
+    assert same(trained(model, store=tmp_path, **options), whole)
+    assert whole.history.loss.tolist() == pytest.approx(trained(model, seed=2).history.loss.tolist(), rel=1e-3)

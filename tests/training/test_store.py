@@ -1,0 +1,394 @@
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.training import store as stores
+
+HISTORY = pd.DataFrame({"window": [0, 1], "step": [1, 2], "loss": [0.5, 0.25], "seconds": [0.1, 0.2]})
+
+
+@pytest.fixture(scope="module")
+def record():
+    """The record of a real run, to make others from."""
+    return gl.train("autoencoder", profile="smoke", frames=20, progress=False).record
+
+
+def numbered(record, seed, **changes):
+    return {**record, "id": f"run-{seed}", "seed": seed, **changes}
+
+
+def write(store, record, **options):
+    return stores.write_run(store, record, HISTORY, **options)
+
+
+# --- writing and reading -----------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read_back(record, tmp_path):
+    weights = {"a": torch.arange(6.0).reshape(2, 3).T, "b": torch.tensor(3)}
+    folder = write(tmp_path / "new" / "store", numbered(record, 5), weights=weights)
+    assert folder == tmp_path / "new" / "store" / "run-5"
+    assert sorted(file.name for file in folder.iterdir()) == ["history.parquet", "run.json", "weights.safetensors"]
+    back, history = stores.read_run(folder)
+    assert back == numbered(record, 5)
+    assert history.equals(HISTORY)
+    from safetensors.torch import load_file
+
+    assert all((tensor == weights[name]).all() for name, tensor in load_file(folder / "weights.safetensors").items())
+    assert list((tmp_path / "new" / "store" / stores.WORK).iterdir()) == []
+
+
+def test_a_run_that_is_there_already_stays(record, tmp_path):
+    write(tmp_path, numbered(record, 1, command="first"))
+    write(tmp_path, numbered(record, 1, command="second"))
+    assert stores.read_record(tmp_path / "run-1")["command"] == "first"
+
+
+def test_a_run_that_cannot_be_written_whole_leaves_nothing(record, tmp_path):
+    with pytest.raises(TypeError):
+        write(tmp_path, numbered(record, 1, command=object()))  # JSON has no objects
+    assert not stores.is_done(tmp_path, "run-1")
+    assert [path.name for path in tmp_path.rglob("*")] == [stores.WORK]
+    assert gl.runs(tmp_path).empty
+
+
+def test_a_store_that_cannot_be_written_is_named(record, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(gl.GpulabError, match="cannot be written") as error:
+        write(tmp_path / "file", numbered(record, 1))
+    assert str(tmp_path / "file") in str(error.value)
+
+
+def test_unfinished_runs_are_not_seen(record, tmp_path):
+    folder = write(tmp_path, numbered(record, 1))
+    shutil.copytree(folder, tmp_path / stores.WORK / "0123456789abcdef")
+    assert gl.runs(tmp_path).id.tolist() == ["run-1"]
+
+
+def test_the_id_depends_on_what_is_run_and_on_nothing_else(record):
+    identity = {"experiment": "prednet", "profile": "quick", "setting": "cuda:tf32=off", "seed": 3, "extra": {"a": 1}}
+    name = stores.run_id(identity)
+    assert re.fullmatch(r"prednet-quick-cuda_tf32_off-seed3-[0-9a-f]{10}", name)
+    assert stores.run_id(dict(reversed(identity.items()))) == name
+    assert len({stores.run_id({**identity, key: 7}) for key in identity} | {name}) == 6
+    assert re.fullmatch(r"[a-z0-9._-]+", record["id"]), "a folder of this name can be made anywhere"
+
+
+def test_many_threads_write_at_once_and_readers_see_whole_runs_only(record, tmp_path):
+    writers, seeds = 8, 6
+    tmp_path.joinpath(stores.WORK).mkdir()
+    finished = threading.Event()
+
+    def work(writer):
+        for seed in range(seeds):  # all write these
+            history = HISTORY.assign(loss=[float(writer), float(seed)])
+            weights = {"writer": torch.tensor([writer])}
+            stores.write_run(tmp_path, numbered(record, seed, command=f"writer {writer}"), history, weights)
+        write(tmp_path, numbered(record, 100 + writer))  # and this one alone
+
+    def read():
+        seen = 0
+        while not finished.is_set():
+            frame = gl.runs(tmp_path)
+            assert len(frame) >= seen
+            seen = len(frame)
+            stores.history(frame)
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(writers + 1) as pool:
+        warnings.simplefilter("error")
+        reader = pool.submit(read)
+        try:
+            for done in [pool.submit(work, writer) for writer in range(writers)]:
+                done.result()
+        finally:
+            finished.set()
+        reader.result()
+    frame = gl.runs(tmp_path)
+    assert frame.seed.tolist() == [*range(seeds), *range(100, 100 + writers)]
+    for row in frame[frame.seed < 100].itertuples():  # each is wholly of one writer
+        back, history = stores.read_run(Path(row.path))
+        assert back["command"] == f"writer {int(history.loss[0])}"
+    assert list((tmp_path / stores.WORK).iterdir()) == []
+
+
+WRITER = """
+import json, sys
+from pathlib import Path
+import pandas as pd
+from gpulab.training import store as stores
+
+folder, name = Path(sys.argv[1]), sys.argv[2]
+record = json.loads((folder / "record.json").read_text())
+history = pd.DataFrame({"window": [0], "step": [1], "loss": [0.5], "seconds": [0.1]})
+print("ready", flush=True)
+sys.stdin.readline()
+for seed in range(30):
+    stores.write_run(folder / "store", {**record, "id": f"both-{seed}", "seed": seed, "command": name}, history)
+    stores.write_run(folder / "store", {**record, "id": f"{name}-{seed}", "seed": seed, "command": name}, history)
+"""
+
+
+def test_two_processes_write_at_once(record, tmp_path):
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    pipe = subprocess.PIPE
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, tmp_path, name], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        )
+        for name in ("one", "two")
+    ]
+    assert [writer.stdout.readline() for writer in writers] == ["ready\n", "ready\n"]
+    for writer in writers:
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    assert [writer.communicate()[1] for writer in writers] == ["", ""]
+    names = [f"{name}-{seed}" for name in ("both", "one", "two") for seed in range(30)]
+    assert sorted(gl.runs(tmp_path / "store").id) == sorted(names)
+
+
+# --- frames ----------------------------------------------------------------------------------------------
+
+
+def test_a_frame_has_a_row_a_run_with_the_columns_documented(record, tmp_path):
+    for seed in (10, 9, 1):
+        write(tmp_path, numbered(record, seed))
+    frame = gl.runs(tmp_path)
+    assert frame.seed.tolist() == [1, 9, 10]
+    documented = re.findall(r"`(\w+)`", gl.runs.__doc__.partition("Columns:")[2].partition("A damaged")[0])
+    assert sorted(frame.columns) == sorted(documented)
+    row = frame.iloc[0]
+    assert (row.experiment, row.profile, row.setting, row.device) == ("autoencoder", "smoke", "cpu", "cpu")
+    assert (row.status, row.rerun, row.recorded, row.frames) == ("finished", 0, False, 20)
+    assert row.final_loss == record["summary"]["final_loss"]
+    assert row.weights == record["summary"]["weights"]
+    assert row.machine == row.cpu == record["passport"]["cpu"]["model"]
+    assert row.torch == torch.__version__
+    assert row.gpulab == gl.__version__
+    assert row.path == str(tmp_path / "run-1")
+
+
+def test_the_machine_of_a_gpu_run_is_the_gpu(record, tmp_path):
+    passport = {**record["passport"], "gpus": [{"name": "Titan"}]}
+    write(tmp_path, numbered(record, 0, setting="cuda:tf32=off", passport=passport))
+    (row,) = gl.runs(tmp_path).itertuples()
+    assert (row.device, row.machine, row.gpu) == ("cuda", "Titan", "Titan")
+
+
+def test_runs_of_one_protocol_and_no_others_have_its_digest(record, tmp_path):
+    for seed in range(3):
+        configuration = {**record["configuration"], "learning_rate": 1e-3 if seed < 2 else 2e-3}
+        write(tmp_path, numbered(record, seed, configuration=configuration))
+    first, second, other = gl.runs(tmp_path).protocol
+    assert first == second != other
+
+
+def test_a_loss_that_is_missing_is_nan_and_the_column_holds_numbers(record, tmp_path):
+    summary = {**record["summary"], "final_loss": None, "heldout_loss": None}
+    write(tmp_path, numbered(record, 0, status="diverged", diverged_at=3, summary=summary))
+    frame = gl.runs(tmp_path)
+    assert math.isnan(frame.final_loss[0])
+    assert frame.final_loss.dtype == frame.heldout_loss.dtype == float
+    write(tmp_path, numbered(record, 1))
+    assert gl.runs(tmp_path).final_loss.count() == 1
+
+
+def test_a_store_that_is_empty_or_absent_gives_an_empty_frame_with_all_columns(tmp_path):
+    for store in (tmp_path, tmp_path / "absent"):
+        assert gl.runs(store).empty
+        assert list(gl.runs(store).columns) == stores.COLUMNS
+
+
+def test_the_default_store_is_told_by_the_environment(record, tmp_path, monkeypatch):
+    write(tmp_path / "told", numbered(record, 1))
+    write(tmp_path / "runs", numbered(record, 2))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPULAB_STORE", str(tmp_path / "told"))
+    assert gl.runs().seed.tolist() == [1]
+    monkeypatch.delenv("GPULAB_STORE")
+    assert gl.runs().seed.tolist() == [2]
+
+
+def test_histories_are_put_below_each_other_with_the_columns_of_their_runs(record, tmp_path):
+    for seed in (1, 2):
+        write(tmp_path, numbered(record, seed))
+    histories = stores.history(gl.runs(tmp_path))
+    assert histories.loss.tolist() == [0.5, 0.25, 0.5, 0.25]
+    assert histories.seed.tolist() == [1, 1, 2, 2]
+    assert set(histories.setting) == {"cpu"}
+    assert histories.id.tolist() == ["run-1", "run-1", "run-2", "run-2"]
+    assert stores.history(gl.runs(tmp_path / "absent")).empty
+
+
+# --- damage ------------------------------------------------------------------------------------------------
+
+
+def change(file, **changes):
+    record = json.loads(file.read_text())
+    for key, value in changes.items():
+        if value is None:
+            del record[key]
+        else:
+            record[key] = value
+    file.write_text(json.dumps(record))
+
+
+DAMAGE = {
+    "record truncated": lambda folder: (folder / "run.json").write_bytes((folder / "run.json").read_bytes()[:200]),
+    "record empty": lambda folder: (folder / "run.json").write_bytes(b""),
+    "record binary": lambda folder: (folder / "run.json").write_bytes(bytes(range(128, 256))),
+    "record missing": lambda folder: (folder / "run.json").unlink(),
+    "record a list": lambda folder: (folder / "run.json").write_text("[1, 2]"),
+    "record of a later format": lambda folder: change(folder / "run.json", format=99),
+    "record without a seed": lambda folder: change(folder / "run.json", seed=None),
+    "record without a passport": lambda folder: change(folder / "run.json", passport=None),
+    "record without a configuration": lambda folder: change(folder / "run.json", configuration=None),
+    "record with half a passport": lambda folder: change(folder / "run.json", passport={"cpu": {}}),
+    "history missing": lambda folder: (folder / "history.parquet").unlink(),
+    "history empty": lambda folder: (folder / "history.parquet").write_bytes(b""),
+    "history garbage": lambda folder: (folder / "history.parquet").write_bytes(b"PAR" * 1000),
+    "history truncated": lambda folder: (folder / "history.parquet").write_bytes(
+        (folder / "history.parquet").read_bytes()[:500]
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_run_is_reported_and_skipped(record, tmp_path, damage):
+    for seed in range(3):
+        write(tmp_path, numbered(record, seed))
+    DAMAGE[damage](tmp_path / "run-1")
+    with pytest.warns(UserWarning, match=r"1 damaged run\(s\) skipped") as warned:
+        frame = gl.runs(tmp_path)
+    assert frame.seed.tolist() == [0, 2]
+    assert str(tmp_path / "run-1") in str(warned[0].message)
+    assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize("damage", [damage for damage in DAMAGE if damage.startswith("history")])
+def test_histories_with_a_damaged_one_among_them_name_it(record, tmp_path, damage):
+    write(tmp_path, numbered(record, 1))
+    frame = gl.runs(tmp_path)
+    DAMAGE[damage](tmp_path / "run-1")
+    with pytest.raises(gl.DataError, match=r"run-1.history\.parquet"):
+        stores.history(frame)
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_read_back_or_is_none(tmp_path):
+    file = stores.checkpoint_file(tmp_path, "a-run")
+    assert stores.read_checkpoint(file) is None
+    stores.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1})
+    stores.write_checkpoint(file, {"a": torch.arange(4)}, {"step": 2})
+    tensors, notes = stores.read_checkpoint(file)
+    assert tensors["a"].tolist() == [0, 1, 2, 3]
+    assert notes["step"] == 2
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_a_checkpoint_of_a_later_format_is_not_used(tmp_path, monkeypatch):
+    file = stores.checkpoint_file(tmp_path, "a-run")
+    with monkeypatch.context() as later:
+        later.setattr(stores, "CHECKPOINT_FORMAT", 99)
+        stores.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1})
+    assert stores.read_checkpoint(file) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"not tensors", bytes(100_000)])
+def test_a_damaged_checkpoint_is_set_aside_with_a_warning(tmp_path, content):
+    file = stores.checkpoint_file(tmp_path, "a-run")
+    file.parent.mkdir()
+    file.write_bytes(content)
+    with pytest.warns(UserWarning, match="damaged checkpoint"):
+        assert stores.read_checkpoint(file) is None
+    assert not file.exists()
+
+
+# --- what is shipped -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # none of them is damaged
+        return gl.recorded_runs()
+
+
+@pytest.mark.parametrize(
+    ("model", "profile", "settings"),
+    [
+        *(
+            (model, "paper", ("cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on"))
+            for model in ("autoencoder", "prednet")
+        ),
+        *((model, "quick", ("cpu", "cpu:threads=1")) for model in ("autoencoder", "prednet")),
+    ],
+)
+def test_there_are_recorded_runs_of_ten_seeds(shipped, model, profile, settings):
+    of_the_notebooks = (shipped.loader == "window") & (shipped["rerun"] == 0)
+    these = shipped[(shipped.experiment == model) & (shipped.profile == profile) & of_the_notebooks]
+    for setting in settings:
+        assert these[these.setting == setting].seed.nunique() >= 10, setting
+    assert these[these.setting.isin(settings)].protocol.nunique() == 1
+
+
+def test_recorded_runs_are_marked_as_recorded_and_others_are_not(shipped, record, tmp_path):
+    assert shipped.recorded.all()
+    write(tmp_path, numbered(record, 1))
+    assert not gl.runs(tmp_path).recorded.any()
+
+
+def test_every_recorded_run_has_the_passport_of_its_machine_and_its_command(shipped):
+    here = gl.passport()
+    for folder in map(Path, shipped.path):
+        record = stores.read_record(folder)
+        passport = record["passport"]
+        assert passport.keys() == here.keys(), folder
+        assert passport["cpu"].keys() == here["cpu"].keys()
+        assert passport["software"].keys() == here["software"].keys()
+        software = {key: passport["software"][key] for key in ("torch", "python", "os", "gpulab", "commit")}
+        assert None not in software.values(), folder
+        assert re.fullmatch("[0-9a-f]{40}", software["commit"]), f"{folder}: made by no commit that can be looked up"
+        assert record["command"].startswith("gpulab "), folder
+        if record["setting"].startswith("cuda"):
+            assert passport["gpus"][0]["driver"], folder
+            assert passport["software"]["cuda"]
+
+
+def test_every_recorded_history_is_whole_and_agrees_with_its_summary(shipped):
+    for row in shipped.itertuples():
+        history = stores.read_history(Path(row.path))
+        assert history.window.tolist() == list(range(len(history)))
+        if row.status == "finished":
+            assert len(history) == row.frames // {"whitener": 200}.get(row.experiment, 20)
+            assert history.loss[-(len(history) // 5) :].mean() == pytest.approx(row.final_loss, rel=1e-12), row.id
+
+
+def test_recorded_runs_are_small_and_hold_no_weights():
+    files = [file for file in stores.recorded_store().rglob("*") if file.is_file()]
+    assert {file.name for file in files} == {"run.json", "history.parquet"}
+    assert sum(file.stat().st_size for file in files) < 7_000_000
+
+
+def test_nothing_is_ever_unpickled_from_a_file():
+    pattern = r"pickle\.loads?\([^\n]*|torch\.load\b|joblib|allow_pickle=True|read_pickle"
+    found = [
+        (file.name, hit)
+        for file in Path(gl.__file__).parent.rglob("*.py")
+        for hit in re.findall(pattern, file.read_text())
+    ]
+    # What a process sends its own worker, through the pipe between them.
+    assert found == [("experiments.py", 'pickle.loads(base64.b64decode(job["call"]))')]
