@@ -277,7 +277,7 @@ class Specification:
         for name, option in OPTIONS.items():
             places = [self.options] if option.of == "run" else [nested[place] for place in option.of.split(" and ")]
             values = [place.get(name) for place in places]
-            if not option.flag or any(value in (None, False, option.usual) for value in values):
+            if not option.flag or any(value is None or value is False or value == option.usual for value in values):
                 continue
             if len(texts := {option.show(value) for value in values}) > 1:
                 continue
