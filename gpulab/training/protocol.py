@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpulab.errors import UsageError
@@ -36,10 +36,6 @@ class Protocol:
     size: tuple[int, int]
     model: dict[str, Any]
     learning_rate: float = 1e-3
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self) | {"size": list(self.size)}
 
 
 WHITENER = {"hidden": 128, "code": 24, "batch_size": 50, "covariance": "one-pass"}
