@@ -108,7 +108,7 @@ def test_the_order_of_differences_does_not_matter(n):
     for test in (
         inference.sign_flip_p,
         inference.bca_interval,
-        inference.sd_at_least,
+        inference.sd_lower_limit,
         lambda d: inference.equivalence_p(d, 0.5),
     ):
         assert test(moved) == test(moved[::-1])
@@ -148,22 +148,22 @@ def test_the_limit_of_the_sd_is_rarely_above_it():
         (lambda: generator.standard_normal(10), 1),
         (lambda: (generator.random(10) < 0.35) + 0.05 * generator.standard_normal(10), math.hypot(0.477, 0.05)),
     ):
-        limits = np.array([inference.sd_at_least(draw()) for _ in range(300)])
+        limits = np.array([inference.sd_lower_limit(draw()) for _ in range(300)])
         assert (limits > sd).mean() < 0.04
         assert np.median(limits) > 0.4 * sd, "yet it is of use"
 
 
 def test_the_limit_of_the_sd_nears_the_sd():
     losses = np.random.default_rng(7).standard_normal(20_000)
-    assert 0.97 < inference.sd_at_least(losses) < 1
+    assert 0.97 < inference.sd_lower_limit(losses) < 1
 
 
 def test_shares_that_went_unseen():
-    assert inference.share_at_most(0, 10) == pytest.approx(1 - 0.05 ** (1 / 10))
+    assert inference.clopper_pearson_upper(0, 10) == pytest.approx(1 - 0.05 ** (1 / 10))
     theirs = stats.binomtest(3, 12, alternative="less").proportion_ci(0.95, "exact").high
-    assert inference.share_at_most(3, 12) == pytest.approx(theirs)
-    assert inference.share_at_most(4, 4) == 1
-    assert inference.share_at_most(0, 0) == 1
+    assert inference.clopper_pearson_upper(3, 12) == pytest.approx(theirs)
+    assert inference.clopper_pearson_upper(4, 4) == 1
+    assert inference.clopper_pearson_upper(0, 0) == 1
 
 
 # --- verdicts ----------------------------------------------------------------------------------------
@@ -248,9 +248,9 @@ def test_the_whole_is_equivalent_only_when_each_is():
 
 def test_a_margin_in_sd_is_taken_at_the_limit_of_the_sd():
     seen = gl.verdict(levels(cpu=BASE, cuda=shifted(TINY)), margin=" .5 sd")
-    assert row(seen, "cuda")["margin"] == pytest.approx(0.5 * inference.sd_at_least(BASE))
+    assert row(seen, "cuda")["margin"] == pytest.approx(0.5 * inference.sd_lower_limit(BASE))
     assert seen.between_seeds == pytest.approx(np.std(BASE, ddof=1))
-    assert seen.between_seeds_at_least == inference.sd_at_least(BASE)
+    assert seen.between_seeds_at_least == inference.sd_lower_limit(BASE)
     assert row(gl.verdict(levels(cpu=BASE, cuda=BASE), margin=0.07), "cuda")["margin"] == 0.07
 
 
