@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,58 +51,37 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
     return frame
 
 
-@dataclass(frozen=True, eq=False)
-class Pairs:
-    """Runs of the levels of a factor beside those of a reference level on the same seeds.
+def pair(
+    frame: pd.DataFrame, metric: str, factor: str, block: str, reference: Any
+) -> tuple[Any, pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Put the runs of a frame beside those of the reference; `UsageError` for what cannot be compared.
 
-    `levels` are the others, in the order of the frame; `runs` the rows that are compared, first runs; `losses`
-    the metric of the finished reference runs; `table` and `reruns` as `Verdict.pairs` and `Verdict.reruns`.
+    Returns the reference, the first runs, their pairs, and the pairs of the reference run again, as in `Verdict`.
     """
-
-    factor: str
-    reference: Any
-    levels: list[Any]
-    runs: pd.DataFrame
-    losses: np.ndarray
-    table: pd.DataFrame
-    reruns: pd.DataFrame
-
-    def differences(self, level: Any) -> np.ndarray:
-        """Level minus reference where both finished, shape (pairs,)."""
-        return self.table.difference[self.table[self.factor] == level].dropna().to_numpy(float)
-
-
-def pair(frame: pd.DataFrame, metric: str, factor: str, block: str, reference: Any) -> Pairs:
-    """Put the runs of a frame beside those of the reference; `UsageError` for what cannot be compared."""
     frame = check_runs(frame, metric, factor, block)
-    first = frame[frame["rerun"] == 0]
-    repeated = first[first.duplicated([factor, block], keep=False)]
+    runs = frame[frame["rerun"] == 0]
+    repeated = runs[runs.duplicated([factor, block], keep=False)]
     if len(repeated):
-        machines = sorted(set(repeated.machine.astype(str))) if "machine" in repeated else []
+        advice = "; keep one row for each, or number repetitions in the column `rerun`"
+        if "machine" in repeated and len(machines := sorted(set(repeated.machine.astype(str)))) > 1:
+            advice = f", on {', '.join(machines)}; compare one machine's runs at a time"
         raise UsageError(
-            f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]} was run more than once"
-            + (
-                f", on {', '.join(machines)}; compare one machine's runs at a time"
-                if len(machines) > 1
-                else "; keep one row for each, or number repetitions in the column `rerun`"
-            )
+            f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]} was run more than once{advice}"
         )
-    levels = list(dict.fromkeys(first[factor]))
+    levels = list(dict.fromkeys(runs[factor]))
     if not levels:
         raise UsageError(f"no runs to compare{f' with {reference!r}' if reference is not None else ''}")
     if reference is None:
         reference = "cpu" if "cpu" in levels else levels[0]
     elif reference not in levels:
         raise UsageError(f"no runs under {reference!r}; there are {sorted(map(str, levels))}")
-    is_reference = frame[factor] == reference
-    base = frame[is_reference & (frame["rerun"] == 0)]
+    columns = [block, metric, "status", "weights"]
+    base = runs.loc[runs[factor] == reference, columns]
 
-    def beside(runs: pd.DataFrame) -> pd.DataFrame:
-        """A row per run of a level and block that the reference has, too."""
-        columns = [block, metric, "status", "weights"]
-        both = runs[[factor, *columns]].merge(base[columns], on=block, suffixes=("", "_base"))
+    def beside_base(others: pd.DataFrame) -> pd.DataFrame:
+        both = others[[factor, *columns]].merge(base, on=block, suffixes=("", "_base"))
         diverged, base_diverged = both.status == "diverged", both.status_base == "diverged"
-        table = both[[factor, block]].assign(
+        pairs = both[[factor, block]].assign(
             reference=both[f"{metric}_base"],
             other=both[metric],
             difference=(both[metric] - both[f"{metric}_base"]).where(~diverged & ~base_diverged),
@@ -111,14 +89,12 @@ def pair(frame: pd.DataFrame, metric: str, factor: str, block: str, reference: A
             other_diverged=diverged,
             same_bits=(both.weights == both.weights_base) & both.weights.notna(),
         )
-        return table.sort_values(block, kind="stable", ignore_index=True)
+        return pairs.sort_values(block, kind="stable", ignore_index=True)
 
-    return Pairs(
-        factor,
-        reference,
-        [level for level in levels if level != reference],
-        first,
-        base.loc[base.status != "diverged", metric].to_numpy(float),
-        beside(first[first[factor] != reference]),
-        beside(frame[is_reference & (frame["rerun"] > 0)]),
-    )
+    reruns = frame[(frame["rerun"] > 0) & (frame[factor] == reference)]
+    return reference, runs, beside_base(runs[runs[factor] != reference]), beside_base(reruns)
+
+
+def finished(runs: pd.DataFrame, metric: str, factor: str, level: Any) -> np.ndarray:
+    """The metric of the runs of a level that finished, shape (runs,)."""
+    return runs.loc[(runs[factor] == level) & (runs.status != "diverged"), metric].to_numpy(float)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpulab.errors import UsageError
-from gpulab.stats.pairs import pair
+from gpulab.stats.pairs import finished, pair
 from gpulab.stats.tests import kurtosis, sample_sd, sd_limit_ratio
 
 if TYPE_CHECKING:
@@ -83,27 +84,26 @@ def seeds_needed(
     if frame is not None:
         if sd is not None or between_seeds is not None:
             raise UsageError("give a frame, or sd and between_seeds; not both")
-        pairs = pair(frame, metric, factor, block, reference)
-        between_seeds, tails = sample_sd(pairs.losses), kurtosis(pairs.losses)
-        levels = [{factor: level, "sd": sample_sd(pairs.differences(level))} for level in pairs.levels]
+        reference, runs, pairs, _ = pair(frame, metric, factor, block, reference)
+        losses = finished(runs, metric, factor, reference)
+        between_seeds, tails = sample_sd(losses), kurtosis(losses)
+        levels = [
+            {factor: level, "sd": sample_sd(pairs.difference[pairs[factor] == level].dropna().to_numpy(float))}
+            for level in dict.fromkeys(runs[factor])
+            if level != reference
+        ]
     elif sd is None or not 0 <= sd < math.inf:
         raise UsageError(f"sd {sd!r}: give the standard deviation of paired differences, or a frame of runs")
     else:
         levels = [{"sd": float(sd)}]
     margins = _margins(margin, between_seeds, tails)
-    rows = [
-        {
-            **level,
-            "margin": margin,
-            "power": value,
-            "to_detect": _seeds_to_detect(level["sd"], margins, alpha, value),
-            "to_exclude": _seeds_to_exclude(level["sd"], margins, alpha, value),
-        }
-        for level in levels
-        for value in powers
-    ]
-    table = pd.DataFrame(rows)
-    return table.assign(seeds=table[["to_detect", "to_exclude"]].max(axis=1, skipna=False)) if rows else table
+    rows = []
+    for level, value in itertools.product(levels, powers):
+        detect = _seeds_to_detect(level["sd"], margins, alpha, value)
+        exclude = _seeds_to_exclude(level["sd"], margins, alpha, value)
+        row = {"margin": margin, "power": value, "to_detect": detect, "to_exclude": exclude}
+        rows.append({**level, **row, "seeds": max(detect, exclude)})
+    return pd.DataFrame(rows)
 
 
 def seeds_to_settle(table: pd.DataFrame, losses: np.ndarray, margin: str | float, alpha: float) -> list[float]:
@@ -145,10 +145,8 @@ def _seeds_to_detect(sd: float, margins: np.ndarray, alpha: float, power: float)
     from statsmodels.stats.power import TTestPower
 
     possible = alpha >= 2.0 ** (1 - SEEDS)
-    if math.isnan(sd):
-        return math.nan
-    if sd == 0:
-        return _fewest(possible & (margins > 0))
+    if not sd > 0:
+        return math.nan if math.isnan(sd) else _fewest(possible & (margins > 0))
     effect = margins / sd
     reached = TTestPower().power(effect, SEEDS, alpha, df=SEEDS - 1, alternative="two-sided")
     # With the fewest seeds the sign-flip test asks that every one moves the same way.
@@ -159,10 +157,8 @@ def _seeds_to_detect(sd: float, margins: np.ndarray, alpha: float, power: float)
 def _seeds_to_exclude(sd: float, margins: np.ndarray, alpha: float, power: float) -> float:
     from scipy.stats import nct, t
 
-    if math.isnan(sd):
-        return math.nan
-    if sd == 0:
-        return _fewest(margins > 0)
+    if not sd > 0:
+        return math.nan if math.isnan(sd) else _fewest(margins > 0)
     noncentrality = np.minimum(margins / sd * np.sqrt(SEEDS), 30)  # beyond, the power is 1 and the series slow
     return _fewest(2 * nct.sf(t.isf(alpha, SEEDS - 1), SEEDS - 1, noncentrality) - 1 >= power)
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from gpulab.report import Report
 from gpulab.report import table as html_table
-from gpulab.stats.pairs import Pairs, pair
 from gpulab.stats.pairs import check_one_protocol as check_one_protocol
+from gpulab.stats.pairs import finished, pair
 from gpulab.stats.power import MOST_SEEDS, check_alpha, parse_margin, seeds_to_settle
 from gpulab.stats.tests import (
     bca_interval,
@@ -191,40 +191,21 @@ def verdict(
         >>> verdict(pd.concat([cpu, cuda])).decision
         'different'
     """
-    check_alpha(alpha)
-    pairs = pair(frame, metric, factor, block, reference)
-    number, in_sd = parse_margin(margin)
-    sd_limit = sd_lower_limit(pairs.losses)
-    table = _table(pairs, number * sd_limit if in_sd else number, alpha)
-    table["seeds_needed"] = seeds_to_settle(table, pairs.losses, margin, alpha)
-    return Verdict(
-        metric,
-        factor,
-        block,
-        pairs.reference,
-        margin,
-        alpha,
-        table,
-        pairs.table,
-        pairs.reruns,
-        pairs.runs,
-        sample_sd(pairs.losses),
-        sd_limit,
-    )
-
-
-def _table(pairs: Pairs, margin: float, alpha: float) -> pd.DataFrame:
-    """`Verdict.table`, but for `seeds_needed`."""
     import pandas as pd
 
-    runs = pairs.runs[pairs.factor].value_counts()
-    rows = []
-    for level in pairs.levels:
-        both = pairs.table[pairs.table[pairs.factor] == level]
-        left_out = int(runs[level] + runs[pairs.reference] - 2 * len(both))
-        rows.append({pairs.factor: level, "decision": "", **_tests(both, margin, alpha), "left_out": left_out})
-    columns = [pairs.factor, "decision", *_tests(pairs.table[:0], margin, alpha), "left_out"]
-    table = pd.DataFrame(rows, columns=columns)
+    check_alpha(alpha)
+    reference, runs, pairs, reruns = pair(frame, metric, factor, block, reference)
+    losses = finished(runs, metric, factor, reference)
+    sd, sd_limit = sample_sd(losses), sd_lower_limit(losses)
+    number, in_sd = parse_margin(margin)
+    size = number * sd_limit if in_sd else number
+    rows, count = [], runs[factor].value_counts()
+    for level in dict.fromkeys(runs[factor]):
+        if level != reference:
+            both = pairs[pairs[factor] == level]
+            left_out = int(count[level] + count[reference] - 2 * len(both))
+            rows.append({factor: level, "decision": "", **_tests(both, size, alpha), "left_out": left_out})
+    table = pd.DataFrame(rows, columns=[factor, "decision", *_tests(pairs[:0], size, alpha), "left_out"])
     # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a false alarm,
     # and the others need no correction for it (Tarone 1990).
     testable = 2.0 ** (1 - table.one_diverged.to_numpy(float)) <= alpha
@@ -233,7 +214,8 @@ def _table(pairs: Pairs, margin: float, alpha: float) -> pd.DataFrame:
     table["p_diverged_holm"] = np.where(testable, corrected[len(table) :], 1.0)
     table["p_equivalent_holm"] = holm(list(table.p_equivalent))
     table["decision"] = [_decide(row, alpha) for row in table.itertuples()]
-    return table
+    table["seeds_needed"] = seeds_to_settle(table, losses, margin, alpha)
+    return Verdict(metric, factor, block, reference, margin, alpha, table, pairs, reruns, runs, sd, sd_limit)
 
 
 def _tests(pairs: pd.DataFrame, margin: float, alpha: float) -> dict[str, Any]:
