@@ -1,9 +1,6 @@
 """Tests and intervals on paired differences: what a verdict is made of, from arrays alone.
 
-scipy and statsmodels wherever they give the same numbers as fast. Not for sign flips, where
-`scipy.stats.permutation_test` takes 50 to 200 times as long; nor for the interval, where `scipy.stats.bootstrap`
-draws other resamples, which would change recorded digits; nor for equivalence, where `scipy.stats.ttest_1samp`
-warns of differences that are the same but for rounding, and statsmodels takes half a second to import.
+scipy does what it does with the same numbers as fast; where it does not, a comment says so.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ def sign_flip_p(differences: ArrayLike) -> float:
     if n == 0 or np.ptp(np.abs(values)) <= 1e-12 * np.abs(values).max():
         return sign_test_p(int((values > 0).sum()), n)
     total = values.sum()
-    # scipy's permutation_test takes 50 to 200 times as long, and takes sums that are equal but for rounding as unequal.
+    # Sums that are equal but for rounding count as equal; scipy's permutation_test takes 50 to 200 times as long.
     observed = abs(total) - 1e-12 * np.abs(values).sum()
     extreme = sum(int((np.abs(2 * (positive @ values) - total) >= observed).sum()) for positive in sign_flips(n))
     return extreme / 2 ** (n - 1) if n <= EXACT else (1 + extreme) / (1 + FLIPS)

@@ -353,7 +353,10 @@ def test_no_runs_are_refused():
             for margin in [0, -0.1, math.nan, math.inf, True, None, "sd", "-1sd", "0sd", "0.25", "1e", [0.1]]
         ),
         *(({"alpha": alpha}, "alpha") for alpha in [0, 1, -0.1, 2, math.nan, "5%"]),
-        *(({option: "beauty"}, "no column 'beauty'; there are setting, seed") for option in ("metric", "factor", "block")),
+        *(
+            ({option: "beauty"}, "no column 'beauty'; there are setting, seed")
+            for option in ("metric", "factor", "block")
+        ),
         ({"metric": "weights"}, "'weights' is of type"),
     ],
     ids=str,
