@@ -153,13 +153,17 @@ def recorded_runs() -> pd.DataFrame:
 
 
 def history(frame: pd.DataFrame) -> pd.DataFrame:
-    """The histories of the runs in a frame, one below the other, each row with the run's columns."""
+    """The histories of the runs in a frame, one below the other, each row with the run's columns.
+
+    `frames_seen` counts the frames, or images, up to the end of the row's window.
+    """
     import pandas as pd
 
     parts = []
     for row in frame.itertuples():
-        part = read_history(Path(row.path))
-        keys = ("id", "experiment", "profile", "setting", "seed", "recorded", "machine")
+        record, part = read_run(Path(row.path))
+        part["frames_seen"] = (part.window + 1) * record["configuration"]["window"]
+        keys = ("id", "experiment", "profile", "setting", "seed", "rerun", "recorded", "machine")
         parts.append(part.assign(**{key: getattr(row, key) for key in keys}))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
