@@ -38,13 +38,15 @@ from gpulab.plots.style import (
 )
 from gpulab.report import draw
 from gpulab.saddles.curvature import densities
+from gpulab.saddles.escapes import EscapeTable
+from gpulab.saddles.landscapes import Surface
 from gpulab.saddles.spectrum import ZERO
 from gpulab.stats.verdicts import check_one_protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gpulab.saddles import CriticalPoint, Landscape, LinearAutoencoderSaddle
+    from gpulab.saddles import Landscape
 
 SHOWN_FORMATS = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 SIGN, EXPONENT, FRACTION = "#D55E00", "#009E73", "#0072B2"
@@ -384,25 +386,21 @@ def _measured(frame: pd.DataFrame) -> pd.DataFrame:
 
 # --- saddles ---------------------------------------------------------------------------------------------
 
-GRID = 25  # places along each direction
 
-
-def saddle_surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0) -> Picture:
+@draw.register
+def saddle_surface(surface: Surface) -> Picture:
     """The loss around a saddle, over the directions of the least and of the greatest curvature.
 
     On the right, the loss along each of the two, and, dashed, what the curvature at the saddle alone would make of it.
 
     Args:
-        saddle: From `gpulab.linear_autoencoder_saddle` or `gpulab.find_critical_point`.
-        extent: How far to go, in the distance of the weights.
+        surface: From `gpulab.saddles.surface`.
     """
-    along = np.linspace(-extent, extent, GRID)
-    across = along * np.sqrt(min(1.0, -saddle.curvature / float(saddle.eigenvalues[-1])))
-    losses = _losses(saddle, along, across)
+    along, across, losses, loss = surface.along, surface.across, surface.losses, surface.loss
     figure, (left, right) = canvas(2, height=3.7)
     levels = np.unique(np.quantile(losses, np.linspace(0.02, 0.98, 13)))
     filled = left.contourf(along, across, losses, levels=levels, cmap="cividis", extend="both")
-    left.contour(along, across, losses, levels=[saddle.loss], colors="white", linewidths=1.2)
+    left.contour(along, across, losses, levels=[loss], colors="white", linewidths=1.2)
     left.plot(0, 0, **HERE)
     left.axhline(0, color=DOWN, lw=1.4)
     left.axvline(0, color=UP, lw=1.4)
@@ -411,40 +409,26 @@ def saddle_surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: floa
     bar = figure.colorbar(filled, ax=left, format=lambda value, _: f"{value:.3g}", shrink=0.85)
     bar.ax.tick_params(labelsize=7)
     bar.set_label("loss", fontsize=8)
-    least, greatest = losses[GRID // 2], losses[:, GRID // 2]
-    slices = ((along, least, DOWN, "least", saddle.curvature),)
-    slices += ((across, greatest, UP, "greatest", float(saddle.eigenvalues[-1])),)
-    for places, values, tint, name, curvature in slices:
+    least, greatest = losses[len(across) // 2], losses[:, len(along) // 2]
+    slices = ((along, least, DOWN, "least"), (across, greatest, UP, "greatest"))
+    for (places, values, tint, name), curvature in zip(slices, surface.curvatures, strict=True):
         right.plot(places, values, color=tint, lw=1.6, label=f"along the {name}: {curvature:.2g}")
-        right.plot(places, saddle.loss + curvature * places**2 / 2, color=tint, lw=0.9, ls="--")
-    right.plot(0, saddle.loss, zorder=5, **HERE)
+        right.plot(places, loss + curvature * places**2 / 2, color=tint, lw=0.9, ls="--")
+    right.plot(0, loss, zorder=5, **HERE)
     low, high = losses.min(), max(least.max(), greatest.max())
     right.set_ylim(low - 0.08 * (high - low), high + 0.25 * (high - low))
     right.set_xlabel("distance of the weights from the saddle", fontsize=8)
     right.set_ylabel("loss", fontsize=8)
     title = "curvature (dashed: it alone)"
     right.legend(fontsize=7.5, frameon=False, loc="upper center", title=title, title_fontsize=7.5)
-    ways_down = len(saddle.unstable[0])
-    headline = f"A saddle at loss {saddle.loss:.4g}: {ways_down} of {len(saddle.eigenvalues):,} directions lead down"
-    return finished(figure, headline, f"{headline}. Left, contours of the loss; right, the loss along two directions.")
+    return finished(
+        figure, str(surface), f"{surface}. Left, contours of the loss; right, the loss along two directions."
+    )
 
 
-def _losses(saddle: Any, along: np.ndarray, across: np.ndarray) -> np.ndarray:
-    """The loss at each place of the plane, a row for each distance across."""
-    import copy
-
-    net = copy.deepcopy(saddle.model)
-    with torch.no_grad():
-        centre = torch.nn.utils.parameters_to_vector(net.parameters()).clone()
-        rows = []
-        for up in across:
-            row = []
-            for down in along:
-                weights = centre + down * saddle.direction + up * saddle.steepest
-                torch.nn.utils.vector_to_parameters(weights, net.parameters())
-                row.append(float(saddle.objective(net)))
-            rows.append(row)
-    return np.array(rows)
+@draw.register
+def _(escapes: EscapeTable) -> Picture:
+    return escape_law(escapes.table)
 
 
 def escape_law(table: pd.DataFrame) -> Picture:
