@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from gpulab.data.datasets import Sequence, load
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
-from gpulab.plots.style import INK, canvas, finished, origin_keys, plain, points
+from gpulab.plots.style import INK, Look, canvas, finished, origin_keys, plain, points
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.training.protocol import protocol
@@ -187,7 +187,7 @@ def shared_memory(frame: pd.DataFrame) -> Picture:
         (shared,) = set(losses.columns) - {PLAIN}
         for (speed, recorded), pairs in losses.dropna().groupby(["speed", "recorded"]):
             marker, tint = looks[speed]
-            look = {"marker": marker, "s": 24, "linewidths": None, "label": f"speed {speed:g}"}
+            look: Look = {"marker": marker, "s": 24, "linewidths": None, "label": f"speed {speed:g}"}
             points(axes, pairs[PLAIN], pairs[shared], tint, recorded, **look)
             higher += list(pairs[shared] > pairs[PLAIN])
         ends = [runs.final_loss.min() * 0.8, runs.final_loss.max() * 1.25]

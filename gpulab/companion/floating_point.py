@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -169,21 +169,17 @@ def _step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> 
         except RuntimeError as error:  # torch's: a device lacks an operation under this setting
             warnings.warn(f"{factor.name}, {factor.words}: cannot be done here: {error}", stacklevel=3)
             continue
-        distances = [  # of one seed: moved, error, error of the base
-            (
-                float((b - a).norm() / a.norm()),
-                float((b - truth).norm() / truth.norm()),
-                float((a - truth).norm() / truth.norm()),
-            )
-            for truth, a, b in zip(exact["gradient"], base["gradient"], change["gradient"], strict=True)
-        ]
-        moved, error, base_error = max(distances, key=lambda distance: distance[0])
+        distances = []
+        for truth, a, b in zip(exact["gradient"], base["gradient"], change["gradient"], strict=True):
+            moved, off, base_off = (b - a).norm() / a.norm(), (b - truth).norm(), (a - truth).norm()
+            distances.append([float(moved), float(off / truth.norm()), float(base_off / truth.norm())])
+        step_moved, step_error, base_error = max(distances, key=lambda distance: distance[0])
         pairs = zip(base["losses"].flatten(), change["losses"].flatten(), strict=True)
         differing = [bit for a, b in pairs if (bit := first_bit(a, b)) is not None]
         rows.append(
             {"factor": factor.name, "change": factor.words, "base": level(factor.base), "emulated": factor.emulated}
-            | {"loss_bit": min(differing, default=None), "gradient_bit": bit_of(moved)}
-            | {"step_moved": moved, "step_error": error, "base_error": base_error}
+            | {"loss_bit": min(differing, default=None), "gradient_bit": bit_of(step_moved)}
+            | {"step_moved": step_moved, "step_error": step_error, "base_error": base_error}
         )
     return rows
 
@@ -194,34 +190,23 @@ def _step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> 
 def _train(
     chosen: list[Factor], net: str, profile: str, seeds: int, options: dict[str, Any], progress: bool
 ) -> pd.DataFrame:
-    """The runs of all levels, those that share a setting in one process."""
+    """The runs of all levels, in this process where settings and workers allow it: every flag is restored after one."""
     variants: dict[str, list[dict[str, Any]]] = {}
     for options_of_level in [side for factor in chosen for side in (factor.base, factor.change)]:
         variant = {name: value for name, value in options_of_level.items() if name != "setting"}
         of_setting = variants.setdefault(options_of_level["setting"], [])
         if variant not in of_setting:
             of_setting.append(variant)
-    groups: dict[str, list[str]] = {}
+    names: list[str] = []
     for setting, of_setting in variants.items():
-        groups.setdefault(json.dumps(of_setting, sort_keys=True), []).append(setting)
-    frames = []
-    for shared, settings in groups.items():
-        exp = Experiment(net, settings, seeds, profile, variants=json.loads(shared), **options)
-        frames.append(_in_this_process(exp, progress) if exp.workers == 1 else exp.run(progress))
-    return pd.concat(frames, ignore_index=True).drop_duplicates("id")
-
-
-def _in_this_process(exp: Experiment, progress: bool) -> pd.DataFrame:
-    """An experiment without the start of a process for each setting, where the settings allow it.
-
-    Every flag is restored after a training, so that none leaks into the next.
-    """
-    own_process = [setting for setting in exp.settings if Setting.parse(setting).isa]
-    frames = [replace(exp, settings=own_process).run(progress)] if own_process else []
-    jobs = [job for job in exp.jobs() if job["setting"] not in own_process]
-    trained = [train(**job, progress=False) for job in tqdm(jobs, unit="run", leave=False, disable=not progress)]
-    stored = stores.runs(exp.folder)
-    return pd.concat([*frames, stored[stored.id.isin([run.record["id"] for run in trained])]], ignore_index=True)
+        exp = Experiment(net, [setting], seeds, profile, variants=of_setting, **options)
+        if exp.workers > 1 or Setting.parse(setting).isa:
+            names += exp.run(progress).id
+        else:
+            bar = tqdm(exp.jobs(), desc=setting, unit="run", leave=False, disable=not progress)
+            names += [train(**job, progress=False).record["id"] for job in bar]
+    runs = stores.runs(exp.folder)
+    return runs[runs.id.isin(names)]
 
 
 def _of_level(frame: pd.DataFrame, options: dict[str, Any]) -> pd.DataFrame:

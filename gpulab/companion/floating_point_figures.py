@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -10,7 +11,21 @@ import pandas as pd
 
 from gpulab.companion.floating_point import RECORDED, FactorTable
 from gpulab.data.jpeg import available_decoders, decode_jpeg, encode_jpeg
-from gpulab.plots.style import FAINT, INK, ON_CPU, ON_GPU, canvas, decades, finished, grid, key, point_key, points
+from gpulab.plots.style import (
+    BESIDE,
+    FAINT,
+    INK,
+    ON_CPU,
+    ON_GPU,
+    Look,
+    canvas,
+    decades,
+    finished,
+    grid,
+    key,
+    point_key,
+    points,
+)
 from gpulab.report import Picture, draw
 
 SAME_STEP, SAME_LOSS = 3e-11, 1e-8  # where what keeps its bits is drawn: a gradient, a seed's final loss in sd
@@ -64,24 +79,21 @@ def factor_effects(report: FactorTable) -> Picture:
     for place, row in enumerate(table.to_dict("records")):
         names.append(f"{row['factor']}\n{_changed(row)}")
         tint = _tint(row["base"])
-        look: dict[str, Any] = {"marker": "^" if row["emulated"] else "o", "hollow": row["source"] == RECORDED}
+        look: Look = {"marker": "^" if row["emulated"] else "o", "hollow": row["source"] == RECORDED}
         if pd.notna(row["step_moved"]):
             left.scatter(row["base_error"], place, marker="|", s=60, color=FAINT, zorder=2)
             points(left, max(row["step_moved"], SAME_STEP), place, tint, s=26, **look)
-        beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
-        right.annotate(f" {row['decision']}", (1.0, place), fontsize=7, **beside)
+        right.annotate(f" {row['decision']}", (1.0, place), fontsize=7, **BESIDE)
         verdict = report.verdicts.get((row["source"], row["base"]))
         if verdict is not None and row["seeds"]:
             moved = verdict.pairs[verdict.pairs.change == row["change"]].difference.dropna().abs().to_numpy(float)
             heights = place + np.linspace(-0.22, 0.22, len(moved)) if len(moved) > 1 else [place]
             in_sd = np.maximum(moved / (verdict.between_seeds or np.nan), SAME_LOSS)
             points(right, in_sd, heights, tint, s=14, linewidths=0.9, **look)
-    above: dict[str, Any] = {"va": "center", "fontsize": 7, "annotation_clip": False}
+    above: Look = {"va": "center", "fontsize": 7, "annotation_clip": False}
     for axes, edge in ((left, SAME_STEP), (right, SAME_LOSS)):
         decades(axes.xaxis, 7)
-        axes.xaxis.set_major_formatter(
-            lambda value, _, edge=edge: "" if value <= edge else f"$10^{{{round(np.log10(value))}}}$"
-        )
+        axes.xaxis.set_major_formatter(functools.partial(_power, edge=edge))
         axes.annotate("same bits", (edge, -0.75), ha="left", **above)
         axes.tick_params(axis="x", labelsize=8)
     left.set_xlim(1e-11, 30)
@@ -111,6 +123,10 @@ def factor_effects(report: FactorTable) -> Picture:
     headline = f"Each factor alone, effect on the final loss: {decided}"
     alt = f"For each of {table.factor.nunique()} factors, how far one step and the final losses move. {headline}."
     return finished(figure, headline, alt, keys, size=7.5)
+
+
+def _power(value: float, _: Any, edge: float) -> str:
+    return "" if value <= edge else f"$10^{{{round(np.log10(value))}}}$"
 
 
 def _changed(row: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covarianc
 from gpulab.plots.style import (
     FAINT,
     INK,
+    Look,
     canvas,
     colour,
     dashes,
@@ -108,7 +109,8 @@ def recorded_cards_audit() -> Audit:
         >>> recorded_cards_audit().kind
         'reduced precision'
     """
-    return audit(*(recorded_folder("precision") / f"whitener-cuda-tf32-{flag}.trace" for flag in ("off", "on")))
+    folder = recorded_folder("precision")
+    return audit(folder / "whitener-cuda-tf32-off.trace", folder / "whitener-cuda-tf32-on.trace")
 
 
 def cards_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -224,12 +226,12 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
 
 def _draw_runs(axes: Axes, setting: str, runs: pd.DataFrame, lost: pd.DataFrame) -> None:
     recorded, emulated = bool(runs.recorded.iloc[0]), Setting.parse(setting).emulated
-    line: Any = {"color": colour(setting), "lw": 0.6 if recorded else 1.0, "ls": dashes(setting), "alpha": 0.7}
+    line: Look = {"color": colour(setting), "lw": 0.6 if recorded else 1.0, "ls": dashes(setting), "alpha": 0.7}
     for _, run in history(runs).groupby("id"):
         finite = run[np.isfinite(run.loss)]
         axes.plot(finite.step, finite.loss, **line)
     heights = np.linspace(0.84, 0.98, max(2, len(lost)))[: len(lost)]  # many become NaN at the same update
-    cross: Any = {"marker": "X", "s": 26, "linewidths": 0.8, "transform": axes.get_xaxis_transform(), "zorder": 4}
+    cross: Look = {"marker": "X", "s": 26, "linewidths": 0.8, "transform": axes.get_xaxis_transform(), "zorder": 4}
     points(axes, lost.diverged_at.astype(float), heights, colour(setting), recorded, **cross)
     where = f"recorded on {runs.machine.iloc[0]}" if recorded else "emulated here" if emulated else "here"
     axes.plot([], [], label=f"{setting}, {where}", **line)
@@ -260,7 +262,7 @@ def spectrum(frame: pd.DataFrame) -> Picture:
         axes.axhline(-EPSILON, color=INK, lw=0.9, ls=":")
         axes.axhline(0, color=FAINT, lw=0.8)
         axes.set_yscale("symlog", linthresh=1e-5)
-    below: Any = {"xytext": (0, -3), "textcoords": "offset points", "va": "top", "fontsize": 8}
+    below: Look = {"xytext": (0, -3), "textcoords": "offset points", "va": "top", "fontsize": 8}
     left.annotate("no Cholesky factor below", (1, -EPSILON), **below)
     left.set_xlabel(f"rank of the eigenvalue (seed {worst}, first batch)")
     left.set_ylabel("eigenvalue of the covariance")
@@ -280,7 +282,7 @@ def prices(frame: pd.DataFrame) -> Picture:
     """The time of a step in float32, and in TF32 with either cure, from `gpulab.recorded_prices`."""
     figure, (axes,) = canvas(1, height=1.2 + 0.45 * len(frame))
     slowest = frame.ms.max()
-    beside: Any = {"xytext": (9, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+    beside: Look = {"xytext": (9, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
     for place, row in enumerate(frame.itertuples()):
         axes.plot([row.ms_low, row.ms_high], [place, place], color=INK, lw=2, zorder=2)
         points(axes, row.ms, place, colour(row.setting), hollow=True, s=42, linewidths=1.6)

@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from gpulab.plots.style import (
     FAINT,
     INK,
+    Look,
     Picture,
     canvas,
     finished,
@@ -68,7 +69,7 @@ def estimation(verdict: Verdict) -> Picture:
     blocks = sorted(verdict.runs[block].unique())
     # how far above or below its row a seed is drawn, the same in every row
     aside = dict(zip(blocks, np.linspace(-0.2, 0.2, len(blocks)) if len(blocks) > 1 else [0.0], strict=True))
-    dots: dict[str, Any] = {"s": 20 if len(blocks) <= 40 else 5, "linewidths": 1.0, "alpha": 0.9}
+    dots: Look = {"s": 20 if len(blocks) <= 40 else 5, "linewidths": 1.0, "alpha": 0.9}
     figure, (left, right) = canvas(2, height=1.9 + 0.4 * len(levels), share_rows=True)
 
     runs = verdict.runs.assign(recorded=is_recorded(verdict.runs))
@@ -86,7 +87,7 @@ def estimation(verdict: Verdict) -> Picture:
     for (level, recorded), some in runs[~diverged].groupby([factor, "recorded"]):
         points(left, metric[some.index], some.height, tints[level], recorded, **dots)
     for level, some in runs[diverged].groupby(factor):
-        edge = {"marker": "x", "s": 24, "transform": left.get_yaxis_transform(), "zorder": 4}
+        edge: Look = {"marker": "x", "s": 24, "transform": left.get_yaxis_transform(), "zorder": 4}
         left.scatter(np.full(len(some), 0.97), some.height, color=tints[level], **edge)
     if diverged.any():
         left.margins(x=0.12)  # room for the crosses
@@ -192,7 +193,7 @@ def changes(reproduction: Reproduction) -> Picture:
     axes.axhline(0, color=INK, lw=0.8, zorder=1)
     for look, some in table.groupby("look"):
         tint, marker, size = LOOKS[str(look)]
-        dots: dict[str, Any] = {"c": tint, "marker": marker, "s": size, "zorder": 3}
+        dots: Look = {"c": tint, "marker": marker, "s": size, "zorder": 3}
         drawn, top = some[~lost[some.index]], some[lost[some.index]]
         axes.plot([drawn.place] * 2, [drawn.low, drawn.high], color=tint, lw=1.2, zorder=2)
         axes.scatter(drawn.place, drawn.difference, **dots)

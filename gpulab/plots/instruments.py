@@ -15,11 +15,13 @@ from gpulab.errors import UsageError
 from gpulab.numerics.formats import FORMATS, round_to
 from gpulab.numerics.sums import format_bits
 from gpulab.plots.style import (
+    BESIDE,
     CPU_COLOURS,
     FAINT,
     INK,
     ON_CPU,
     ON_GPU,
+    Look,
     Picture,
     canvas,
     colour,
@@ -54,7 +56,7 @@ DOWN, UP = ON_GPU, ON_CPU  # directions of negative and of positive curvature
 KERNEL = 0.05  # width of a node in a ridgeline, in decades
 ROOM = 0.75  # how far apart ridgelines stand, in heights of the tallest
 FLOOR = 1e-17  # displacements that a logarithmic axis can do without
-HERE: dict[str, Any] = {"marker": "o", "ms": 7, "color": "white", "markeredgecolor": INK}  # where a network is
+HERE: Look = {"marker": "o", "ms": 7, "color": "white", "markeredgecolor": INK}  # where a network is
 
 
 # --- numbers and devices ---------------------------------------------------------------------------------
@@ -117,7 +119,7 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
     values, counts = np.unique(away, return_counts=True)
     axes.bar(values, counts, width=0.8, color=CPU_COLOURS["cpu:threads=1"])
     axes.axvline(0, color=INK, lw=1, ls="--")
-    label: dict[str, Any] = {"va": "center", "fontsize": 7.5}
+    label: Look = {"va": "center", "fontsize": 7.5}
     label["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
     for height, place in enumerate(np.unique(places)):
         level = counts.max() * (1.12 + 0.11 * height)
@@ -153,12 +155,12 @@ def roofline(frame: pd.DataFrame) -> Picture:
         axes.plot(intensities, np.minimum(bandwidth * intensities, peak), color=colour(setting), lw=1.5, label=label)
         for kind, marker in (("matrix", "o"), ("network", "D"), ("memory", "s")):
             some = device[(device.kind == kind) & (device.flop > 0)]
-            look = {"marker": marker, "s": 28, "linewidths": None}
+            look: Look = {"marker": marker, "s": 28, "linewidths": None}
             points(axes, some.intensity, some.gflops, colour(setting), bool(machine), **look)
         layers = device[device.kind == "network"]
         networks.append(layers.assign(reached=layers.gflops / np.minimum(bandwidth * layers.intensity, peak)))
     layers = pd.concat(networks)
-    below: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": "right", "fontsize": 7}
+    below: Look = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": "right", "fontsize": 7}
     for row in layers.drop_duplicates("operation").itertuples():
         axes.axvline(row.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
         axes.annotate(row.operation, (row.intensity, 0.01), rotation=90, color=INK, **below)
@@ -195,12 +197,12 @@ def audit(report: Audit) -> Picture:
         bound = table[f"bound_{side}"].replace(0, np.nan)
         explained = "rounding explains" if side == "a" else None
         axes.scatter(table.place, bound, s=4, color=FAINT, zorder=1, label=explained)
-        line: dict[str, Any] = {"lw": 1.4} if side == "a" else {"lw": 1.0, "ls": "--"}
+        line: Look = {"lw": 1.4} if side == "a" else {"lw": 1.0, "ls": "--"}
         so_far = table[f"so_far_{side}"].replace(0, np.nan)
         axes.plot(table.place, so_far, color=tint, alpha=0.9, label=f"{trace.title}, so far", **line)
     found = table.kind != "rounding"
     heights = errors.max(axis=1).bfill().ffill()  # what ran on one side has no height
-    cross: dict[str, Any] = {"marker": "x", "s": 26, "color": INK, "zorder": 4}
+    cross: Look = {"marker": "x", "s": 26, "color": INK, "zorder": 4}
     axes.scatter(table.place[found], heights[found], label="finding" if found.any() else None, **cross)
     backward = table.index[table.phase == "backward"]
     if len(backward):
@@ -452,7 +454,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     for row in shown[shown.left].itertuples():
         marker = "s" if row.batch_size else "^" if row.emulated else "o"
         size = (16 if row.perturbation else 46) + 40 * row.recorded  # a ring around what was made here
-        look = {"color": "none" if row.recorded else colour(row.setting), "edgecolors": colour(row.setting)}
+        look: Look = {"color": "none" if row.recorded else colour(row.setting), "edgecolors": colour(row.setting)}
         axes.scatter(row.x, row.time, marker=marker, s=size, linewidths=1.1, zorder=3, **look)
     for row in shown[~shown.left].itertuples():
         size = 5 if row.perturbation else 8
@@ -511,8 +513,7 @@ def escape_paths(paths: pd.DataFrame, radius: float | None = None) -> Picture:
         axes.plot(path.step, height, color=colour(setting), lw=width, ls=line, alpha=0.9)
     if radius:
         axes.axhline(radius, color=FAINT, lw=0.9)
-        beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
-        axes.annotate(" left", (1, radius), fontsize=8, **beside)
+        axes.annotate(" left", (1, radius), fontsize=8, **BESIDE)
     decades(axes.yaxis)
     axes.set_xlabel("steps of gradient descent")
     axes.set_ylabel("displacement along the ways down", fontsize=9)
@@ -520,9 +521,9 @@ def escape_paths(paths: pd.DataFrame, radius: float | None = None) -> Picture:
     left = (ends["last"] > (radius or 10 * ends["first"].clip(lower=FLOOR))).sum()
     headline = f"{left} of {len(ends)} trainings leave the saddle"
     keys = setting_keys(paths) if not batches.all() else setting_keys(paths, ls="-")
-    for line in keys:
-        if dashes(str(line.get_label())) == "--":
-            line.set_label(f"{line.get_label()} (emulated)")
+    for setting, handle in zip(setting_order(paths), keys, strict=True):
+        if dashes(setting) == "--":
+            handle.set_label(f"{setting} (emulated)")
     if batches.any():
         keys.append(key("minibatches, running median", color=INK, ls=batch_line))
     return finished(figure, headline, f"Displacement against steps, logarithmic: {headline}.", keys)

@@ -8,8 +8,10 @@ import numpy as np
 import pandas as pd
 
 from gpulab.plots.style import (
+    BESIDE,
     FAINT,
     INK,
+    Look,
     Picture,
     canvas,
     colour,
@@ -95,7 +97,7 @@ def differences(verdict: Verdict) -> Picture:
     between = np.abs(base[:, None] - base)[np.triu_indices(len(base), 1)]
     axes.scatter(between, np.full(len(between), len(levels)), color=INK, s=14, alpha=0.5, marker="|", zorder=3)
     axes.axvline(verdict.between_seeds, color=INK, lw=1, ls="--", zorder=1)
-    above = {"va": "center", "fontsize": 8, "annotation_clip": False}
+    above: Look = {"va": "center", "fontsize": 8, "annotation_clip": False}
     axes.annotate("standard deviation\nbetween seeds ", (verdict.between_seeds, -0.55), ha="right", **above)
     if (sizes == 0).any():
         axes.axvline(edge, color=FAINT, lw=0.8)
@@ -162,8 +164,7 @@ def growth(frame: pd.DataFrame) -> Picture:
         axes.set_title(network, fontsize=9)
         axes.set_xlabel("updates of the weights")
     panels[0].set_ylabel("distance of the weights, relative")
-    at = {"xycoords": ("axes fraction", "data"), "va": "center", "fontsize": 7, "annotation_clip": False}
-    panels[-1].annotate(" one\n rounding", (1, 2.0**-24), **at)
+    panels[-1].annotate(" one\n rounding", (1, 2.0**-24), fontsize=7, **BESIDE)
     first = frame.change.iloc[0]
     grown = []
     for network, some in frame[frame.change == first].groupby("network", sort=False):

@@ -25,7 +25,7 @@ from gpulab.settings import Setting
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
+    from matplotlib.axis import XAxis, YAxis
 
 # Okabe and Ito's palette, safe for colour-blind readers: blues and greens compute on CPUs.
 CPU_COLOURS = {
@@ -48,6 +48,8 @@ GPU_COLOURS = {
 OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77", "#CC6677")
 INK, FAINT = "#222222", "#999999"
 ON_CPU, ON_GPU = CPU_COLOURS["cpu"], GPU_COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
+Look = dict[str, Any]  # how matplotlib is to draw a thing
+BESIDE: Look = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}  # right of the axes
 METRIC_LABELS = {
     "final_loss": "final loss (mean squared error per frame)",
     "heldout_loss": "held-out loss (mean squared error per frame)",
@@ -131,8 +133,8 @@ def is_recorded(frame: pd.DataFrame) -> pd.Series:
 
 def points(axes: Axes, x: Any, y: Any, tint: str, hollow: bool = False, **look: Any) -> None:
     """Points of one colour: filled for what was made here, hollow for what was recorded."""
-    look = {"s": 30, "linewidths": 1.2, "zorder": 3, **look}
-    axes.scatter(x, y, color="white" if hollow else tint, edgecolors=tint, **look)
+    face = "white" if hollow else tint
+    axes.scatter(x, y, **{"s": 30, "color": face, "edgecolors": tint, "linewidths": 1.2, "zorder": 3, **look})
 
 
 # --- keys ------------------------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ def loss_scale(axes: Axes) -> None:
     axes.tick_params(axis="y", which="minor", labelsize=8)
 
 
-def log_scale(axis: Axis, low: float, high: float, fine: float = 100, numbers: str = "{:,g}") -> None:
+def log_scale(axis: XAxis | YAxis, low: float, high: float, fine: float = 100, numbers: str = "{:,g}") -> None:
     """Logarithmic where the values span a factor of four or more, with plain numbers at few ticks.
 
     At 1, 2 and 5 of each decade where they span less than a factor of `fine`.
@@ -212,7 +214,7 @@ def log_scale(axis: Axis, low: float, high: float, fine: float = 100, numbers: s
     axis.set_minor_locator(NullLocator())
 
 
-def decades(axis: Axis, ticks: int = 9) -> None:
+def decades(axis: XAxis | YAxis, ticks: int = 9) -> None:
     """Logarithmic, with at most so many labelled powers of ten."""
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(LogLocator(10, numticks=ticks))
