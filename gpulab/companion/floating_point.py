@@ -201,7 +201,7 @@ def _train(
     for setting, of_setting in variants.items():
         exp = Experiment(net, [setting], seeds, profile, variants=of_setting, **options)
         if exp.workers > 1 or Setting.parse(setting).isa:
-            names += exp.run(progress).id
+            names += exp.run(progress).id.tolist()
         else:
             bar = tqdm(exp.jobs(), desc=setting, unit="run", leave=False, disable=not progress)
             names += [train(**job, progress=False).record["id"] for job in bar]
