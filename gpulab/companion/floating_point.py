@@ -23,14 +23,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from gpulab import records
 from gpulab.data.datasets import load
 from gpulab.data.jpeg import available_decoders, compare_decoders
 from gpulab.diagnostics.operations import conversion_check, fused_share, repeatability
 from gpulab.diagnostics.processes import measure
-from gpulab.errors import DataError, GpulabError, UsageError
+from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.sums import bit_of, first_bit
 from gpulab.passports import passport
-from gpulab.records import recorded_folder
 from gpulab.report import Report
 from gpulab.settings import Setting, cpu_flags
 from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
@@ -41,7 +41,6 @@ from gpulab.training.protocol import protocol
 from gpulab.training.run import train
 from gpulab.training.step import FirstWindow
 
-FORMAT = 1
 MEASURED = ("conversions", "repeatability", "fused", "decoders")
 STEP_SEEDS = 3  # one step is cheap, but one seed proves nothing
 MADE_HERE, RECORDED, NOT_RECORDED = "made here", "recorded", "not recorded"
@@ -330,7 +329,7 @@ def _with_verdicts(
     """Rows of one step, each with the verdict on the final loss; and the verdicts by source and base."""
     rows = []
     for step in steps:
-        device = machine["gpus"][0]["name"] if step["base"].startswith("cuda") else machine["cpu"]["model"]
+        device = records.machine(machine, step["base"].partition(":")[0])
         effect: dict[str, Any] = {"seeds": 0, "decision": NOT_RECORDED}
         judged = verdicts.get(step["base"])
         if judged is not None and step["change"] in judged.decisions:
@@ -387,7 +386,6 @@ def record_factors(
         "decoders": compare_decoders(next(load("walk", frames=20, size=(48, 64)).windows(20)).frames),
     }
     record = {
-        "format": FORMAT,
         "network": net,
         "profile": profile,
         "frames": protocol(net, profile).frames if frames is None else frames,
@@ -399,8 +397,7 @@ def record_factors(
         "fused": fused_share(base, 100_000),
         **{name: json.loads(table.to_json(orient="records")) for name, table in tables.items()},
     }
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    Path(file).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    records.write_json(Path(file), record)
     options = {} if frames is None else {"frames": frames}  # last: an interruption leaves what is quickly done
     _train(here, net, profile, seeds, {"store": store, "workers": workers, "options": options}, progress)
 
@@ -411,16 +408,7 @@ def recorded_factors() -> list[dict[str, Any]]:
     >>> all(record["format"] == 1 for record in recorded_factors())
     True
     """
-    records = []
-    for file in sorted(recorded_folder("factors").glob("*.json")):
-        try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{file}: cannot be read: {error}") from None
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise DataError(f"{file}: not of format {FORMAT}, which this gpulab reads")
-        records.append(record)
-    return records
+    return records.read_documents("factors")
 
 
 def recorded_measurements(name: str) -> pd.DataFrame:
@@ -442,7 +430,7 @@ def recorded_measurements(name: str) -> pd.DataFrame:
     parts = [pd.DataFrame(columns=["machine", "torch"])]
     for record in recorded_factors():
         there = record["passport"]
-        machine = there["gpus"][0]["name"] if record["kind"] == "cuda" else there["cpu"]["model"]
+        machine = records.machine(there, record["kind"])
         parts.append(pd.DataFrame(record[name]).assign(machine=machine, torch=there["software"]["torch"]))
     return pd.concat(parts[1:] or parts, ignore_index=True)
 
@@ -450,7 +438,7 @@ def recorded_measurements(name: str) -> pd.DataFrame:
 def _recorded_rows(record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[tuple[str, str], Verdict]]:
     """A recording's steps, with the verdicts on the recorded runs of the same machine."""
     net, profile, there = record["network"], record["profile"], record["passport"]
-    runs = stores.runs(recorded_folder("factors") / "runs").assign(recorded=True)
+    runs = stores.runs(records.recorded_folder("factors")).assign(recorded=True)
     gpus = ", ".join(gpu["name"] for gpu in there["gpus"])
     same = (runs.cpu == there["cpu"]["model"]) & (runs.torch == there["software"]["torch"])
     same &= (runs.gpu.fillna("") == gpus) & (runs.profile == profile) & (runs.experiment == net)

@@ -5,14 +5,14 @@ The network is `gpulab.Whitener`. What an H200 did with it is kept in `data/runs
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
 
+from gpulab import records
 from gpulab.diagnostics.audits import Audit, audit
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covariance
 from gpulab.plots.style import (
@@ -28,7 +28,6 @@ from gpulab.plots.style import (
     plain,
     points,
 )
-from gpulab.records import recorded_folder
 from gpulab.report import Picture
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
@@ -94,9 +93,8 @@ def recorded_prices() -> pd.DataFrame:
         True
     """
     parts = [pd.DataFrame()]
-    for file in sorted(recorded_folder("precision").glob("*.json")):
-        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        machine = ", ".join(gpu["name"] for gpu in record["passport"]["gpus"]) or record["passport"]["cpu"]["model"]
+    for record in records.read_documents("precision"):
+        machine = records.machine(record["passport"])
         common = {"machine": machine, "rounds": record["rounds"], "batch_size": record["batch_size"]}
         parts.append(pd.DataFrame(record["ways"]).assign(**common))
     return pd.concat(parts[1:] or parts, ignore_index=True)
@@ -109,7 +107,7 @@ def recorded_cards_audit() -> Audit:
         >>> recorded_cards_audit().kind
         'reduced precision'
     """
-    folder = recorded_folder("precision")
+    folder = records.recorded_folder("precision")
     return audit(folder / "whitener-cuda-tf32-off.trace", folder / "whitener-cuda-tf32-on.trace")
 
 
