@@ -168,18 +168,15 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
     """
     import pandas as pd
 
-    packed = {
-        path: (
-            {record["id"]: record for record in records.packed_runs(Path(path))},
-            records.packed_histories(Path(path)),
-        )
-        for path in set(frame.path)
-        if Path(path).is_file()
-    }
+    recorded: dict[str, dict[str, Any]] = {}  # of files of packed runs, by id
+    histories: dict[str, dict[str, pd.DataFrame]] = {}
+    for path in {path for path in frame.path if Path(path).is_file()}:
+        recorded[path] = {record["id"]: record for record in records.packed_runs(Path(path))}
+        histories[path] = records.packed_histories(Path(path))
     parts = []
     for row in frame.itertuples():
-        if row.path in packed:
-            record, part = (of_runs[row.id] for of_runs in packed[row.path])
+        if row.path in recorded:
+            record, part = recorded[row.path][row.id], histories[row.path][row.id]
         else:
             record, part = read_run(Path(row.path))
         part["frames_seen"] = (part.window + 1) * record["configuration"]["window"]
