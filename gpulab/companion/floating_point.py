@@ -295,7 +295,7 @@ def factor_table(
         progress: Show bars.
 
     Examples:
-        >>> table = factor_table("autoencoder", "smoke", seeds=2, frames=40, recorded=False, progress=False).table
+        >>> table = factor_table("autoencoder", "smoke", seeds=2, frames=20, recorded=False, progress=False).table
         >>> table.set_index("factor").loc["determinism", "same_bits"].item()
         2
     """

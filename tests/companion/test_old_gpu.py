@@ -20,7 +20,10 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def here(store):
-    return gl.Experiment("whitener", [CPU, TF32], 6, "smoke", store).run(progress=False)
+    for setting in (CPU, TF32):
+        for seed in range(6):
+            gl.train("whitener", setting=setting, seed=seed, profile="smoke", store=store, progress=False)
+    return gl.runs(store)
 
 
 @pytest.fixture(scope="module")
