@@ -197,8 +197,7 @@ def shared_memory(frame: pd.DataFrame) -> Picture:
             axis.set_major_formatter(plain)
             axis.set_minor_formatter(NullFormatter())
         axes.set_title(f"{profile} size, {device}: {shared} against copied", fontsize=9)
-        axes.set_xlabel("final loss, frames copied")
-        axes.set_ylabel(f"final loss, buffer {shared}")
+        axes.set(xlabel="final loss, frames copied", ylabel=f"final loss, buffer {shared}")
     panels[-1].legend(fontsize=8, frameon=False, loc="lower right")
     return finished(
         figure,

@@ -190,19 +190,15 @@ def _train(
     chosen: list[Factor], net: str, profile: str, seeds: int, options: dict[str, Any], progress: bool
 ) -> pd.DataFrame:
     """The runs of all levels, in this process where settings and workers allow it: every flag is restored after one."""
-    variants: dict[str, list[dict[str, Any]]] = {}
-    for options_of_level in [side for factor in chosen for side in (factor.base, factor.change)]:
-        variant = {name: value for name, value in options_of_level.items() if name != "setting"}
-        of_setting = variants.setdefault(options_of_level["setting"], [])
-        if variant not in of_setting:
-            of_setting.append(variant)
+    levels = [side for factor in chosen for side in (factor.base, factor.change)]
     names: list[str] = []
-    for setting, of_setting in variants.items():
-        exp = Experiment(net, [setting], seeds, profile, variants=of_setting, **options)
-        if exp.workers > 1 or Setting.parse(setting).isa:
+    for side in {json.dumps(side, sort_keys=True): side for side in levels}.values():
+        variant = {name: value for name, value in side.items() if name != "setting"}
+        exp = Experiment(net, [side["setting"]], seeds, profile, variants=[variant], **options)
+        if exp.workers > 1 or Setting.parse(side["setting"]).isa:
             names += exp.run(progress).id.tolist()
         else:
-            bar = tqdm(exp.jobs(), desc=setting, unit="run", leave=False, disable=not progress)
+            bar = tqdm(exp.jobs(), desc=level(side), unit="run", leave=False, disable=not progress)
             names += [train(**job, progress=False).record["id"] for job in bar]
     runs = stores.runs(exp.folder)
     return runs[runs.id.isin(names)]

@@ -262,8 +262,7 @@ def spectrum(frame: pd.DataFrame) -> Picture:
         axes.set_yscale("symlog", linthresh=1e-5)
     below: Look = {"xytext": (0, -3), "textcoords": "offset points", "va": "top", "fontsize": 8}
     left.annotate("no Cholesky factor below", (1, -EPSILON), **below)
-    left.set_xlabel(f"rank of the eigenvalue (seed {worst}, first batch)")
-    left.set_ylabel("eigenvalue of the covariance")
+    left.set(xlabel=f"rank of the eigenvalue (seed {worst}, first batch)", ylabel="eigenvalue of the covariance")
     right.set_xticks(range(len(names)), names, fontsize=7)
     right.set_xlabel("smallest eigenvalue, a point a seed")
     lost, seeds = int((smallest.xs("one-pass", level="covariance") < -EPSILON).sum()), frame.seed.nunique()

@@ -71,17 +71,14 @@ def execute(
     (output / "notebooks").mkdir(parents=True, exist_ok=True)
     parameters = {"profile": profile, "device": device, "store": str((store or output / "runs").resolve())}
     results = []
-    with tqdm.tqdm(
-        total=len(files), unit="notebook", bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {elapsed} {postfix}"
-    ) as bar:
-        for file in files:
-            bar.set_postfix_str(file.stem)
-            results.append(result := _execute_one(file, output / "notebooks" / file.name, parameters))
-            bar.write(
-                f"{file.stem}: {'FAILED' if result.error else 'ok'}, {result.seconds:.0f} s, "
-                f"peak memory {result.peak_memory_bytes / 2**20:.0f} MiB"
-            )
-            bar.update()
+    form = "{l_bar}{bar}| {n_fmt}/{total_fmt} {elapsed} {postfix}"
+    for file in (bar := tqdm.tqdm(files, unit="notebook", bar_format=form)):
+        bar.set_postfix_str(file.stem)
+        results.append(result := _execute_one(file, output / "notebooks" / file.name, parameters))
+        bar.write(
+            f"{file.stem}: {'FAILED' if result.error else 'ok'}, {result.seconds:.0f} s, "
+            f"peak memory {result.peak_memory_bytes / 2**20:.0f} MiB"
+        )
     return results
 
 

@@ -165,8 +165,7 @@ def roofline(frame: pd.DataFrame) -> Picture:
         axes.axvline(row.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
         axes.annotate(row.operation, (row.intensity, 0.01), rotation=90, color=INK, **below)
     axes.set(xscale="log", yscale="log")
-    axes.set_xlabel("arithmetic intensity (flop per byte moved)")
-    axes.set_ylabel("rate (Gflop/s)")
+    axes.set(xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.legend(fontsize=8, frameon=False, loc="upper left")
     least = layers.sort_values("reached").iloc[0]
@@ -212,8 +211,7 @@ def audit(report: Audit) -> Picture:
     drawn = errors.replace(0, np.nan)
     if drawn.notna().any(axis=None):  # a bound far outside says nothing here
         axes.set_ylim(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30))
-    axes.set_xlabel("operation, in the order of the step")
-    axes.set_ylabel("error against float64, relative")
+    axes.set(xlabel="operation, in the order of the step", ylabel="error against float64, relative")
     return finished(
         figure,
         f"Worst finding: {report.kind}; the largest error against float64 is {errors.max(axis=None):.1e}",
@@ -545,8 +543,7 @@ def landscape_slice(landscape: Landscape, angle: float = 0.0, extent: float | No
     axes.plot(0, landscape.loss, label="the network", zorder=5, **HERE)
     low, high = min(line.loss.min(), landscape.loss), line.loss.max()
     axes.set_ylim(low - 0.25 * (high - low), high + 0.1 * (high - low))
-    axes.set_xlabel("distance of the weights from the network's")
-    axes.set_ylabel("loss")
+    axes.set(xlabel="distance of the weights from the network's", ylabel="loss")
     axes.legend(fontsize=8, frameon=False)
     gain = 1 - line.loss.min() / landscape.loss
     headline = f"At {angle:g}° the curvature is {curvature:.2g}; the lowest loss on the line is {gain:.1%} lower"
