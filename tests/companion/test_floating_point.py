@@ -11,16 +11,11 @@ from gpulab.training import store as stores
 SMALL = {"profile": "smoke", "frames": 20, "progress": False}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fewer_steps():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "STEP_SEEDS", 2)
-        yield
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    return gl.factor_table("prednet", seeds=2, store=tmp_path_factory.mktemp("factors"), **SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "STEP_SEEDS", 1)
+        return gl.factor_table("prednet", seeds=2, store=tmp_path_factory.mktemp("factors"), **SMALL)
 
 
 @pytest.fixture(scope="module")
