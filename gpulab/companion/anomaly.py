@@ -31,6 +31,8 @@ PLAIN = "copied"
 SHARING = ("reused", "imitated")
 # What the runs are judged by, laid down in data/README.md before they were made.
 METRICS = ("final loss of all seeds", "share of seeds that did not learn", "final loss of the seeds that learned")
+COLUMNS = ["experiment", "profile", "setting", "speed", "loader", "metric", "seeds", "decision", "difference", "low"]
+COLUMNS += ["high", "relative", "margin", "p", "same_bits", "worse"]
 SPEED_COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#222222")
 
 
@@ -105,22 +107,17 @@ def anomaly_table(frame: pd.DataFrame) -> pd.DataFrame:
         and `same_bits` (seeds whose trained weights are identical).
     """
     rows = []
-    keys = ["experiment", "profile", "setting", "data", "speed"]
-    groups = list(frame.groupby(keys, dropna=False))
+    groups = list(frame.groupby(["experiment", "profile", "setting", "data", "speed"], dropna=False))
     for (experiment, profile, setting, data, speed), runs in tqdm(groups, unit="verdict", leave=False):
+        common = {"experiment": experiment, "profile": profile, "setting": setting, "speed": speed}
         plateau = _plateau(experiment, profile, data, speed, int(runs.frames.iloc[0]))
         for metric, judged in anomaly_verdicts(runs, plateau).items():
-            (row,) = judged.table.to_dict("records")
-            copied = judged.pairs.reference
-            rows.append(
-                {"experiment": experiment, "profile": profile, "setting": setting, "speed": speed}
-                | {"loader": row["loader"], "metric": metric}
-                | {name: row[name] for name in ("seeds", "decision", "difference", "low", "high")}
-                | {"relative": row["difference"] / copied.mean() if copied.any() else 0.0}
-                | {"margin": row["margin"], "p": row["p_different"], "same_bits": row["same_bits"]}
-                | {"worse": int((judged.pairs.difference > 0).sum())}
-            )
-    return pd.DataFrame(rows)
+            (level,) = judged.table.rename(columns={"p_different": "p"}).to_dict("records")
+            copied, difference = judged.pairs.reference, judged.pairs.difference
+            relative = level["difference"] / copied.mean() if copied.any() else 0.0
+            worse = int((difference > 0).sum())
+            rows.append({**common, **level, "metric": metric, "relative": relative, "worse": worse})
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pandas as pd
 
 from gpulab.errors import UsageError
@@ -77,7 +76,7 @@ def _same_batches(table: pd.DataFrame) -> list[str]:
     if steps.shape[1] < 2 or len(steps) < 2:
         return []
     arithmetic = float((steps.max(axis=1) / steps.min(axis=1) - 1).median())
-    seeds = float(np.median(steps.max() / steps.min() - 1))
+    seeds = float((steps.max() / steps.min() - 1).median())
     text = (
         f"With the same minibatches, the escape takes {arithmetic:.1%} longer in the slowest arithmetic than in the "
         f"fastest (median of {len(steps)} seeds); from seed to seed it takes up to {seeds:.0%} longer."
