@@ -20,6 +20,7 @@ import typer
 from tqdm import tqdm
 
 import gpulab as gl
+from gpulab.records import write_json
 
 # One pass in TF32 is left out: it makes NaN, and a factorisation that fails may be done sooner.
 WAYS = (("cuda:tf32=off", "one-pass"), ("cuda:tf32=on", "float32"), ("cuda:tf32=on", "centred"))
@@ -56,8 +57,7 @@ def main(
         "steps": steps,
         "ways": rows,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(output, document)
 
 
 class _Training:

@@ -2,30 +2,17 @@
 
 from gpulab._lazy import attach
 
-NAMES = {
-    "spectrum": "old_gpu",
-    "prices": "old_gpu",
-    "divergence": "old_gpu",
-    "factor_effects": "floating_point_figures",
-    "decoded": "floating_point_figures",
-    "shared_memory": "anomaly",
-    "FactorTable": "floating_point",
-    "anomaly_finding": "anomaly",
-    "anomaly_table": "anomaly",
-    "anomaly_verdicts": "anomaly",
-    "bit_explorer": "widgets",
-    "cards_finding": "old_gpu",
-    "cards_table": "old_gpu",
-    "covariance_spectrum": "old_gpu",
-    "factor_table": "floating_point",
-    "first_window": "anomaly",
-    "published_network": "chainer_reference",
-    "recorded_cards_audit": "old_gpu",
-    "recorded_measurements": "floating_point",
-    "recorded_prices": "old_gpu",
-    "saddle_finding": "saddle_points",
-    "slice_explorer": "widgets",
+HOMES = {
+    "anomaly": "anomaly_finding anomaly_table anomaly_verdicts first_window shared_memory",
+    "chainer_reference": "published_network",
+    "floating_point": "FactorTable factor_table recorded_measurements",
+    "floating_point_figures": "decoded factor_effects",
+    "old_gpu": "cards_finding cards_table covariance_spectrum divergence prices recorded_cards_audit recorded_prices "
+    "spectrum",
+    "saddle_points": "saddle_finding",
+    "widgets": "bit_explorer slice_explorer",
 }
+NAMES = {name: home for home, names in HOMES.items() for name in names.split()}
 
 __all__ = [*NAMES]
 

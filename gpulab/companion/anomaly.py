@@ -10,80 +10,78 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from matplotlib.ticker import FuncFormatter, NullFormatter
+import pandas as pd
+from matplotlib.ticker import NullFormatter
 from tqdm.auto import tqdm
 
 from gpulab.data.datasets import Sequence, load
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
-from gpulab.plots.style import INK, canvas, key
+from gpulab.plots.style import INK, Look, canvas, finished, origin_keys, plain, points
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.training.protocol import protocol
 from gpulab.training.step import FirstWindow
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 FAR = 1000  # roundings: a gradient so far off is wrong
+AGREES = "agrees to the last bit"
 PLAIN = "copied"
 SHARING = ("reused", "imitated")
 # What the runs are judged by, laid down in data/README.md before they were made.
 METRICS = ("final loss of all seeds", "share of seeds that did not learn", "final loss of the seeds that learned")
 COLUMNS = ["experiment", "profile", "setting", "speed", "loader", "metric", "seeds", "decision", "difference", "low"]
 COLUMNS += ["high", "relative", "margin", "p", "same_bits", "worse"]
+SPEED_COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#222222")
 
 
 def first_window(
     settings: list[str], net: str | Trainable = "prednet", seed: int = 0, profile: str = "quick"
 ) -> pd.DataFrame:
-    """The first window of a training with the buffer reused against copied.
+    """The first window with the buffer reused against copied.
 
     Args:
-        settings: the settings to look under.
-        net: "prednet", "autoencoder" or a network.
-        seed: draws the network's weights.
-        profile: how large.
+        settings: Under which to compute, a row for each.
+        net: A model's name, or a network, trained or not.
+        seed: Of the weights, where a name is given.
+        profile: How large.
 
     Returns:
-        A row per setting: `same_losses` counts the forward losses with the same bits, of `losses`;
-        `gradient_difference` is relative, and `rounding` the relative distance of the copied gradient to that in
-        float64, for scale.
+        `same_losses` counts the forward losses with the same bits, of `losses`; `gradient_difference` is
+        relative, and `rounding` the relative distance of the copied gradient to that in float64, for scale.
 
     Examples:
         >>> first_window(["cpu"], "autoencoder", profile="smoke").gradient_difference.tolist()
         [0.0]
     """
-    import pandas as pd
-
-    network = net if isinstance(net, str) else f"{type(net).__name__.lower()}, trained"
-    exact = FirstWindow(net, PLAIN, seed, profile).gradient("cpu:precision=float64")
+    copied, reused = (FirstWindow(net, loader, seed, profile) for loader in (PLAIN, "reused"))
+    exact = copied.gradient("cpu:precision=float64")
+    name = net if isinstance(net, str) else f"{type(net).__name__.lower()}, trained"
     rows = []
     for setting in settings:
-        copied, reused = (FirstWindow(net, loader, seed, profile).gradient(setting) for loader in (PLAIN, "reused"))
-        rounding = copied.against(exact)["gradient_difference"]
-        rows.append({"network": network, "setting": setting, **reused.against(copied), "rounding": rounding})
+        right = copied.gradient(setting)
+        rounding = right.against(exact)["gradient_difference"]
+        differences = reused.gradient(setting).against(right)
+        rows.append({"network": name, "setting": setting, **differences, "rounding": rounding})
     return pd.DataFrame(rows)
 
 
 def anomaly_verdicts(frame: pd.DataFrame, plateau: float, margin: str | float = "0.25sd") -> dict[str, Verdict]:
-    """The three verdicts on shared against copied memory, of runs of one size, speed and device.
-
-    A run that diverged did not learn; the third verdict takes the seeds that learned both ways.
+    """The three verdicts on shared against copied memory; the third takes the seeds that learned both ways.
 
     Args:
-        frame: runs with the loader `copied` and one of `reused` and `imitated` (see `gpulab.runs`).
-        plateau: a run whose final loss is not below it did not learn; `Sequence.missing_colour_loss` gives the least
-            loss of a prediction that is black in one colour.
-        margin: as for `gpulab.verdict`.
+        frame: Runs of one size, speed and device, from `gpulab.runs`, with the loader `copied` and one of
+            `reused` and `imitated`.
+        plateau: A run whose final loss is not below it, or that diverged, did not learn.
+            `Data.missing_colour_loss` gives the least loss of a prediction that is black in one colour.
+        margin: As of `gpulab.verdict`.
 
     Returns:
-        A verdict for each of `METRICS`; not the third where no seed learned both ways.
+        A verdict for each of `METRICS`, without the third where no seed learned both ways.
 
     Raises:
-        UsageError: for other loaders.
+        UsageError: For other loaders.
     """
     loaders = set(frame.loader)
     if PLAIN not in loaders or len(loaders & set(SHARING)) != 1 or len(loaders) != 2:
@@ -95,41 +93,51 @@ def anomaly_verdicts(frame: pd.DataFrame, plateau: float, margin: str | float = 
         METRICS[0]: verdict(frame, **options),
         METRICS[1]: verdict(frame.assign(stuck=stuck, status="finished"), metric="stuck", **options),
     }
-    return verdicts | ({METRICS[2]: verdict(learned, **options)} if len(learned) else {})
+    if len(learned):
+        verdicts[METRICS[2]] = verdict(learned, **options)
+    return verdicts
 
 
 def anomaly_table(frame: pd.DataFrame) -> pd.DataFrame:
     """`anomaly_verdicts` for every experiment, size, setting and speed in a frame of runs.
 
     Returns:
-        A row per verdict: `metric`, `seeds`, `decision`, `difference` (shared minus copied) with its interval `low`,
-        `high`, `relative` (to the mean with copied frames), `margin`, `p`, `same_bits` (seeds whose trained weights
-        are identical) and `worse` (seeds whose loss is higher).
+        A row each: `metric`, `seeds`, `decision`, `difference` (shared minus copied) with its interval `low`,
+        `high`, `relative` (to the mean with copied frames), `margin`, `p`, `worse` (seeds whose loss is higher)
+        and `same_bits` (seeds whose trained weights are identical).
     """
-    import pandas as pd
-
-    groups = list(frame.groupby(["experiment", "profile", "setting", "data", "speed"], dropna=False))
     rows = []
+    groups = list(frame.groupby(["experiment", "profile", "setting", "data", "speed"], dropna=False))
     for (experiment, profile, setting, data, speed), runs in tqdm(groups, unit="verdict", leave=False):
-        run = {"experiment": experiment, "profile": profile, "setting": setting, "speed": speed}
+        common = {"experiment": experiment, "profile": profile, "setting": setting, "speed": speed}
         plateau = _plateau(experiment, profile, data, speed, int(runs.frames.iloc[0]))
         for metric, judged in anomaly_verdicts(runs, plateau).items():
             (level,) = judged.table.rename(columns={"p_different": "p"}).to_dict("records")
             copied, difference = judged.pairs.reference, judged.pairs.difference
             relative = level["difference"] / copied.mean() if copied.any() else 0.0
-            rows.append({**run, **level, "metric": metric, "relative": relative, "worse": int((difference > 0).sum())})
+            worse = int((difference > 0).sum())
+            rows.append({**common, **level, "metric": metric, "relative": relative, "worse": worse})
     return pd.DataFrame(rows, columns=COLUMNS)
+
+
+@functools.cache
+def _plateau(experiment: str, profile: str, data: str, speed: float, frames: int) -> float:
+    """The least loss of a network with a dead colour; none for images, where nothing of the kind is known."""
+    if experiment != "prednet":
+        return math.inf
+    loaded = load(data, frames, protocol(experiment, profile).size, speed=1.0 if math.isnan(speed) else speed)
+    return loaded.missing_colour_loss() if isinstance(loaded, Sequence) else math.inf
 
 
 def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
     """What `first_window` and `anomaly_table` allow one to say, and what they do not, in sentences."""
     lines = []
     for row in window.itertuples():
-        exact = row.gradient_difference == 0
-        agrees = "agrees to the last bit" if exact else f"is off by {row.gradient_difference:.1e}"
+        off = row.gradient_difference
         lines.append(
             f"{row.network} under {row.setting}, one window, reused against copied: {row.same_losses} of {row.losses} "
-            f"forward losses have the same bits; the gradient {agrees} (rounding: {row.rounding:.0e})."
+            f"forward losses have the same bits; the gradient {f'is off by {off:.1e}' if off else AGREES} "
+            f"(rounding: {row.rounding:.0e})."
         )
     keys = ["experiment", "profile", "setting", "loader"]
     for (experiment, size, setting, loader), rows in table.groupby(keys, sort=False):
@@ -151,65 +159,47 @@ def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
 def _decisions(rows: pd.DataFrame) -> str:
     """The verdicts at each speed in one sentence: `different at speeds 1, 2 (+51% to +80%)`."""
     parts = []
-    for decision, alike in rows.groupby("decision", sort=False):
-        change = alike.difference if METRICS[1] in set(alike.metric) else alike.relative
-        speeds = "" if alike.speed.isna().all() else f" at speed {', '.join(f'{speed:g}' for speed in alike.speed)}"
-        amount = f"{change.min():+.0%}" + (f" to {change.max():+.0%}" if len(alike) > 1 else "")
-        parts.append(f"{decision}{speeds} ({amount}, higher in {alike.worse.sum()} of {alike.seeds.sum()} pairs)")
+    for decision, some in rows.groupby("decision", sort=False):
+        size = some.difference if METRICS[1] in set(some.metric) else some.relative
+        speeds = "" if some.speed.isna().all() else f" at speed {', '.join(f'{speed:g}' for speed in some.speed)}"
+        amount = f"{size.min():+.0%}" if len(some) == 1 else f"{size.min():+.0%} to {size.max():+.0%}"
+        parts.append(f"{decision}{speeds} ({amount}, higher in {some.worse.sum()} of {some.seeds.sum()} pairs)")
     return "; ".join(parts)
-
-
-@functools.cache
-def _plateau(experiment: str, profile: str, data: str, speed: float, frames: int) -> float:
-    """The least loss of a network with a dead colour; none for images, where nothing of the kind is known."""
-    if experiment != "prednet":
-        return math.inf
-    loaded = load(data, frames, protocol(experiment, profile).size, speed=1.0 if math.isnan(speed) else speed)
-    return loaded.missing_colour_loss() if isinstance(loaded, Sequence) else math.inf
-
-
-# --- figure ----------------------------------------------------------------------------------------------
-
-SPEED_COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#222222")
 
 
 def shared_memory(frame: pd.DataFrame) -> Picture:
     """Each seed's loss with shared memory against its loss with copied frames, by size and speed of motion.
 
-    `frame` holds runs with the loader `copied` and with `reused` or `imitated`. Above the diagonal,
-    sharing was worse.
+    Above the diagonal, sharing was worse.
+
+    Args:
+        frame: Runs with the loader `copied` and with `reused` or `imitated`.
     """
     groups = list(frame.groupby(["profile", "device"], sort=False))[:2]
     figure, panels = canvas(len(groups), height=3.7)
-    markers = dict(zip(sorted(frame.speed.dropna().unique()), "os^Dv", strict=False))
-    above = total = 0
+    looks = dict(zip(sorted(frame.speed.dropna().unique()), zip("os^Dv", SPEED_COLOURS, strict=True), strict=False))
+    higher = []
     for axes, ((profile, device), runs) in zip(panels, groups, strict=True):
-        wide = runs.pivot_table(index=["speed", "seed", "setting", "recorded"], columns="loader", values="final_loss")
-        other = next(name for name in wide.columns if name != "copied")
-        for (speed, recorded), pairs in wide.dropna().groupby(["speed", "recorded"]):
-            tint = SPEED_COLOURS[list(markers).index(speed) % len(SPEED_COLOURS)]
-            axes.scatter(
-                pairs["copied"],
-                pairs[other],
-                marker=markers[speed],
-                s=24,
-                color="white" if recorded else tint,
-                edgecolors=tint,
-                label=f"speed {speed:g}",
-                zorder=3,
-            )
-            above += int((pairs[other] > pairs["copied"]).sum())
-            total += len(pairs)
+        losses = runs.pivot_table(index=["speed", "seed", "setting", "recorded"], columns="loader", values="final_loss")
+        (shared,) = set(losses.columns) - {PLAIN}
+        for (speed, recorded), pairs in losses.dropna().groupby(["speed", "recorded"]):
+            marker, tint = looks[speed]
+            look: Look = {"marker": marker, "s": 24, "linewidths": None, "label": f"speed {speed:g}"}
+            points(axes, pairs[PLAIN], pairs[shared], tint, recorded, **look)
+            higher += list(pairs[shared] > pairs[PLAIN])
         ends = [runs.final_loss.min() * 0.8, runs.final_loss.max() * 1.25]
         axes.plot(ends, ends, color=INK, lw=0.8, ls="--", zorder=1)
         axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_major_formatter(plain)
             axis.set_minor_formatter(NullFormatter())
-        axes.set_title(f"{profile} size, {device}: {other} against copied", fontsize=9)
-        axes.set_xlabel("final loss, frames copied")
-        axes.set_ylabel(f"final loss, buffer {other}")
+        axes.set_title(f"{profile} size, {device}: {shared} against copied", fontsize=9)
+        axes.set(xlabel="final loss, frames copied", ylabel=f"final loss, buffer {shared}")
     panels[-1].legend(fontsize=8, frameon=False, loc="lower right")
-    figure.suptitle(f"Sharing memory gave the higher loss in {above} of {total} pairs of the same seed", fontsize=10)
-    key(figure, frame)
-    return Picture(figure, "Final loss with shared memory against final loss with copied frames, one point a seed.")
+    return finished(
+        figure,
+        f"Sharing memory gave the higher loss in {sum(higher)} of {len(higher)} pairs of the same seed",
+        "Final loss with shared memory against final loss with copied frames, one point a seed.",
+        origin_keys(frame),
+        columns=1,
+    )

@@ -28,36 +28,41 @@ INSTALL = (
 def published_network(python: str | None = None, folder: str | Path | None = None, profile: str = "quick") -> str:
     """One window of the authors' own network on a CPU, buffer reused against copied, in a sentence.
 
-    `python` is a Python with Chainer (else `$GPULAB_CHAINER_PYTHON`, else this one, if it has Chainer), and
-    `folder` holds the authors' `net.py` (else `$GPULAB_CHAINER_PREDNET`). That file is run, in a process
-    of its own. Where one of the two is missing the sentence says that it was skipped, and how to get it.
-    Raises `GpulabError` when the network does not run.
+    Where something is missing the sentence says that it was skipped, and how to get it.
+
+    Args:
+        python: A Python with Chainer, else `$GPULAB_CHAINER_PYTHON`, else this one, if it has Chainer.
+        folder: Holds the authors' `net.py`, else `$GPULAB_CHAINER_PREDNET`. That file is run, in a process
+            of its own.
+        profile: How large.
+
+    Raises:
+        GpulabError: When the network does not run.
     """
     python = python or os.environ.get("GPULAB_CHAINER_PYTHON")
     python = python or (sys.executable if importlib.util.find_spec("chainer") else None)
-    where = folder or os.environ.get("GPULAB_CHAINER_PREDNET")
-    if python is None or where is None:
-        missing = [name for name, found in (("Chainer", python), ("the authors' net.py", where)) if not found]
+    folder = folder or os.environ.get("GPULAB_CHAINER_PREDNET")
+    if python is None or folder is None:
+        missing = [name for name, value in (("Chainer", python), ("the authors' net.py", folder)) if not value]
         return f"Skipped: {' and '.join(missing)} not found; {INSTALL}."
-    if not (Path(where) / "net.py").is_file():
-        raise GpulabError(f"{where}: holds no net.py; it is in the folder PredNet of the authors' repository")
+    if not (Path(folder) / "net.py").is_file():
+        raise GpulabError(f"{folder}: holds no net.py; it is in the folder PredNet of the authors' repository")
     plan = protocol("prednet", profile)
     frames = next(load(plan.data, frames=plan.window * 2, size=plan.size).windows(plan.window)).frames / 255
     channels = ",".join(str(number) for number in plan.model["channels"])
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "frames.npy"
         np.save(file, frames.astype(np.float32), allow_pickle=False)
+        command = [python, str(SCRIPT), str(folder), str(file), channels]
         try:
-            done = subprocess.run(
-                [python, str(SCRIPT), str(where), str(file), channels], capture_output=True, text=True, timeout=600
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise GpulabError(f"{python}: could not run the published network: {error}") from None
     if done.returncode:
         raise GpulabError(f"{python}: the published network failed: {' '.join(done.stderr.split()[-30:])}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    answer = json.loads(done.stdout.splitlines()[-1])
     return (
-        f"The published network (Chainer {found['chainer']}, NumPy {found['numpy']}), first window, reused against "
-        f"copied: {found['same_losses']} of {found['losses']} forward losses have the same bits; the gradient is off "
-        f"by {found['gradient_difference']:.1e} (cosine {found['cosine']:.5f})."
+        f"The published network (Chainer {answer['chainer']}, NumPy {answer['numpy']}), first window, reused against "
+        f"copied: {answer['same_losses']} of {answer['losses']} forward losses have the same bits; the gradient is off "
+        f"by {answer['gradient_difference']:.1e} (cosine {answer['cosine']:.5f})."
     )

@@ -6,28 +6,31 @@ differs in nothing else. Factors of a GPU come from recordings where there is no
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from gpulab import records
+from gpulab.data.datasets import load
 from gpulab.data.jpeg import available_decoders, compare_decoders
 from gpulab.diagnostics.operations import conversion_check, fused_share, repeatability
 from gpulab.diagnostics.processes import measure
-from gpulab.errors import DataError, GpulabError, UsageError
+from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.sums import bit_of, first_bit
 from gpulab.passports import passport
-from gpulab.records import recorded_folder
 from gpulab.report import Report
 from gpulab.settings import Setting, cpu_flags
 from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
@@ -38,11 +41,10 @@ from gpulab.training.protocol import protocol
 from gpulab.training.run import train
 from gpulab.training.step import FirstWindow
 
-FORMAT = 1
 MEASURED = ("conversions", "repeatability", "fused", "decoders")
 STEP_SEEDS = 3  # one step is cheap, but one seed proves nothing
 MADE_HERE, RECORDED, NOT_RECORDED = "made here", "recorded", "not recorded"
-UNITS = {"effect": "difference", "low": "low", "high": "high", "largest": "largest_difference"}
+IN_SD = {"effect": "difference", "low": "low", "high": "high", "largest": "largest_difference"}
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,9 @@ class Factor:
     def runs_here(self) -> bool:
         """Whether this machine can do both."""
         decoder = (self.change.get("data_options") or {}).get("decoder")
-        isa = Setting.parse(self.change["setting"]).isa
         if decoder and decoder not in available_decoders():
             return False
-        if isa:  # the older instructions are another setting on a newer CPU only
+        if Setting.parse(self.change["setting"]).isa:  # the older instructions are another setting on a newer CPU only
             return {"avx2", "avx512f"} <= cpu_flags()
         try:
             for options in (self.base, self.change):
@@ -89,9 +90,9 @@ def level(options: dict[str, Any]) -> str:
     >>> level({"setting": "cpu", "flip": 0})
     'cpu, flip 0'
     """
-    given = options | (options.get("data_options") or {})
-    words = [f"{name} {given[name]}" for name in ("decoder", "flip", "draws") if given.get(name) is not None]
-    return ", ".join([options["setting"], *words])
+    flat = options | (options.get("data_options") or {})
+    unusual = [f"{name} {flat[name]}" for name in ("decoder", "flip", "draws") if flat.get(name) is not None]
+    return ", ".join([options["setting"], *unusual])
 
 
 CPU, GPU = "cpu:threads=1", "cuda:tf32=off,deterministic=on"
@@ -109,7 +110,7 @@ def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
     """
     on_cpu, on_gpu = {"setting": CPU}, {"setting": GPU}
     bit = {"flip": flipped(net, profile)}
-    found = [
+    every = [
         Factor("CPU threads", on_cpu, {"setting": "cpu"}),
         Factor("CPU instruction set", on_cpu, {"setting": f"{CPU},isa=avx2"}),
         Factor("determinism", on_cpu, {"setting": f"{CPU},deterministic=on"}),
@@ -125,7 +126,7 @@ def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
         Factor("who draws the weights", on_gpu, on_gpu | {"draws": "device"}, "cuda"),
         Factor("the device itself", on_gpu, {"setting": CPU}, "cuda"),
     ]
-    return found if net == "prednet" else [factor for factor in found if factor.name != "image decoder"]
+    return every if net == "prednet" else [factor for factor in every if factor.name != "image decoder"]
 
 
 # --- one step --------------------------------------------------------------------------------------------
@@ -136,126 +137,96 @@ def first_step(
 ) -> None:
     """Write what the first step of each seed computes under a setting to a safetensors file.
 
-    Per seed, `losses.SEED`, one a frame, and `gradient.SEED`, in a row.
+    `losses` (seeds, frames) and `gradient` (seeds, weights), in float64 as far as the setting goes.
     """
-    from safetensors.torch import save_file
-
-    made: dict[str, Tensor] = {}
+    losses, gradients = [], []
     for seed in range(seeds):
         step = FirstWindow(net, seed=seed, profile=profile, setting=setting, **(options or {}))
         computed = step.gradient(setting)
-        made[f"gradient.{seed}"] = torch.cat([g.reshape(-1) for _, g in sorted(computed.gradient.items())])
-        made[f"losses.{seed}"] = computed.losses.float()
-    save_file(made, file)
+        losses.append(computed.losses.float())
+        gradients.append(torch.cat([g.reshape(-1) for _, g in sorted(computed.gradient.items())]))
+    save_file({"losses": torch.stack(losses), "gradient": torch.stack(gradients)}, file)
 
 
-class _Steps:
-    """First steps under several levels, each computed once."""
+def _step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> list[dict[str, Any]]:
+    """One step of each factor, on the seed that it moves most: see `FactorTable`."""
 
-    def __init__(self, net: str, profile: str, seeds: int) -> None:
-        self.net, self.profile, self.seeds = net, profile, seeds
-        self.known: dict[str, dict[str, Tensor]] = {}
+    @functools.cache
+    def steps_under(level_json: str) -> dict[str, Tensor]:
+        options = json.loads(level_json)
+        setting = options.pop("setting")
+        with tempfile.TemporaryDirectory() as scratch:
+            file = str(Path(scratch) / "step.safetensors")
+            measure(first_step, setting, net=net, profile=profile, seeds=STEP_SEEDS, file=file, options=options)
+            return load_file(file)
 
-    def under(self, options: dict[str, Any]) -> dict[str, Tensor]:
-        """The losses and gradients under a level."""
-        from safetensors.torch import load_file
-
-        key = json.dumps(options, sort_keys=True)
-        if key not in self.known:
-            own = {name: value for name, value in options.items() if name != "setting"}
-            asked = {"net": self.net, "profile": self.profile, "seeds": self.seeds, "options": own}
-            with tempfile.TemporaryDirectory() as scratch:
-                file = str(Path(scratch) / "step.safetensors")
-                measure(first_step, options["setting"], file=file, **asked)
-                self.known[key] = load_file(file)
-        return self.known[key]
-
-    def compared(self, factor: Factor) -> dict[str, Any]:
-        """One step of a factor, on the seed that it moves most: see `FactorTable`."""
-        exact = self.under(factor.base | {"setting": "cpu:precision=float64"})
-        base, other = self.under(factor.base), self.under(factor.change)
-        moved, error, base_error, bits = [], [], [], []
-        for seed in range(self.seeds):
-            truth, a, b = (tensors[f"gradient.{seed}"] for tensors in (exact, base, other))
-            moved.append(float((b - a).norm() / a.norm()))
-            error.append(float((b - truth).norm() / truth.norm()))
-            base_error.append(float((a - truth).norm() / truth.norm()))
-            losses = zip(base[f"losses.{seed}"], other[f"losses.{seed}"], strict=True)
-            bits += [first_bit(one, another) for one, another in losses]
-        most = moved.index(max(moved))
-        differing = [bit for bit in bits if bit is not None]
-        return {
-            "loss_bit": min(differing) if differing else None,
-            "gradient_bit": bit_of(moved[most]),
-            "step_moved": moved[most],
-            "step_error": error[most],
-            "base_error": base_error[most],
-        }
+    rows = []
+    for factor in tqdm(chosen, unit="factor", leave=False, disable=not progress):
+        levels = factor.base | {"setting": "cpu:precision=float64"}, factor.base, factor.change
+        try:
+            exact, base, change = (steps_under(json.dumps(options, sort_keys=True)) for options in levels)
+        except RuntimeError as error:  # torch's: a device lacks an operation under this setting
+            warnings.warn(f"{factor.name}, {factor.words}: cannot be done here: {error}", stacklevel=3)
+            continue
+        distances = []
+        for truth, a, b in zip(exact["gradient"], base["gradient"], change["gradient"], strict=True):
+            moved, off, base_off = (b - a).norm() / a.norm(), (b - truth).norm(), (a - truth).norm()
+            distances.append([float(moved), float(off / truth.norm()), float(base_off / truth.norm())])
+        step_moved, step_error, base_error = max(distances, key=lambda distance: distance[0])
+        pairs = zip(base["losses"].flatten(), change["losses"].flatten(), strict=True)
+        differing = [bit for a, b in pairs if (bit := first_bit(a, b)) is not None]
+        rows.append(
+            {"factor": factor.name, "change": factor.words, "base": level(factor.base), "emulated": factor.emulated}
+            | {"loss_bit": min(differing, default=None), "gradient_bit": bit_of(step_moved)}
+            | {"step_moved": step_moved, "step_error": step_error, "base_error": base_error}
+        )
+    return rows
 
 
 # --- final losses ----------------------------------------------------------------------------------------
 
 
 def _train(
-    asked: list[Factor], net: str, profile: str, seeds: int, options: dict[str, Any], progress: bool
+    chosen: list[Factor], net: str, profile: str, seeds: int, options: dict[str, Any], progress: bool
 ) -> pd.DataFrame:
-    """The runs of all levels, those that share a setting in one process."""
-    levels = [side for factor in asked for side in (factor.base, factor.change)]
-    variants: dict[str, list[dict[str, Any]]] = {}
-    for chosen in levels:
-        own = {name: value for name, value in chosen.items() if name != "setting"}
-        known = variants.setdefault(chosen["setting"], [])
-        if own not in known:
-            known.append(own)
-    groups: dict[str, list[str]] = {}
-    for setting, found in variants.items():
-        groups.setdefault(json.dumps(found, sort_keys=True), []).append(setting)
-    frames = []
-    for shared, settings in groups.items():
-        exp = Experiment(net, settings, seeds, profile, variants=json.loads(shared), **options)
-        frames.append(_in_this_process(exp, progress) if exp.workers == 1 else exp.run(progress))
-    return pd.concat(frames, ignore_index=True).drop_duplicates("id")
-
-
-def _in_this_process(exp: Experiment, progress: bool) -> pd.DataFrame:
-    """An experiment without the start of a process for each setting, where the settings allow it.
-
-    Every flag is restored after a training, so that none leaks into the next.
-    """
-    needy = [setting for setting in exp.settings if Setting.parse(setting).isa]
-    done = []
-    if needy:
-        done.append(replace(exp, settings=needy).run(progress))
-    jobs = [job for job in exp.jobs() if job["setting"] not in needy]
-    trained = [train(**job, progress=False) for job in tqdm(jobs, unit="run", leave=False, disable=not progress)]
-    here = stores.runs(exp.folder)
-    return pd.concat([*done, here[here.id.isin([run.record["id"] for run in trained])]], ignore_index=True)
+    """The runs of all levels, in this process where settings and workers allow it: every flag is restored after one."""
+    levels = [side for factor in chosen for side in (factor.base, factor.change)]
+    names: list[str] = []
+    for side in {json.dumps(side, sort_keys=True): side for side in levels}.values():
+        variant = {name: value for name, value in side.items() if name != "setting"}
+        exp = Experiment(net, [side["setting"]], seeds, profile, variants=[variant], **options)
+        if exp.workers > 1 or Setting.parse(side["setting"]).isa:
+            names += exp.run(progress).id.tolist()
+        else:
+            bar = tqdm(exp.jobs(), desc=level(side), unit="run", leave=False, disable=not progress)
+            names += [train(**job, progress=False).record["id"] for job in bar]
+    runs = stores.runs(exp.folder)
+    return runs[runs.id.isin(names)]
 
 
 def _of_level(frame: pd.DataFrame, options: dict[str, Any]) -> pd.DataFrame:
     """The runs of a frame that were made under a level."""
-    own = options | (options.get("data_options") or {})
-    data = frame.data.str.startswith("jpeg:") if "data" in own else ~frame.data.str.startswith("jpeg:")
-    fits = (frame.setting == options["setting"]) & data & (frame.loader == "window") & (frame.rerun == 0)
-    fits &= frame.draws == own.get("draws", "cpu")
-    fits &= frame.flip == own["flip"] if "flip" in own else frame.flip.isna()
-    if "decoder" in own:
-        fits &= frame.decoder == own["decoder"]
+    flat = options | (options.get("data_options") or {})
+    jpeg = frame.data.str.startswith("jpeg:")
+    fits = (frame.setting == options["setting"]) & (frame.loader == "window") & (frame.rerun == 0)
+    fits &= jpeg if "data" in flat else ~jpeg
+    fits &= frame.draws == flat.get("draws", "cpu")
+    fits &= frame.flip == flat["flip"] if "flip" in flat else frame.flip.isna()
+    if "decoder" in flat:
+        fits &= frame.decoder == flat["decoder"]
     return frame[fits]
 
 
-def _verdicts(frame: pd.DataFrame, asked: list[Factor]) -> dict[str, Verdict]:
+def _verdicts(frame: pd.DataFrame, chosen: list[Factor]) -> dict[str, Verdict]:
     """A verdict for each base on all that is compared with it, so that Holm's correction sees all."""
-    judged: dict[str, Verdict] = {}
-    for base in {level(factor.base): factor.base for factor in asked}.values():
-        changed = {level(f.change): f.change for f in asked if f.base == base}
-        parts = [
-            _of_level(frame, options).assign(change=name) for name, options in {level(base): base, **changed}.items()
-        ]
-        both = pd.concat(parts, ignore_index=True)
-        if (both.change == level(base)).any() and both.change.nunique() > 1:
-            judged[level(base)] = verdict(both, factor="change", reference=level(base))
-    return judged
+    verdicts: dict[str, Verdict] = {}
+    for name, base in {level(factor.base): factor.base for factor in chosen}.items():
+        levels = {name: base} | {factor.words: factor.change for factor in chosen if factor.base == base}
+        parts = [_of_level(frame, options).assign(change=words) for words, options in levels.items()]
+        runs = pd.concat(parts, ignore_index=True)
+        if (runs.change == name).any() and runs.change.nunique() > 1:
+            verdicts[name] = verdict(runs, factor="change", reference=name)
+    return verdicts
 
 
 # --- the table -------------------------------------------------------------------------------------------
@@ -306,83 +277,65 @@ def factor_table(
     """Change each factor alone, from the same weights, and say what it does to a step and to the final loss.
 
     On this machine everything that it can do is measured: one step of a few seeds, and `seeds` trainings per
-    level, kept in `store` and resumed from there. `recorded` adds what other machines measured, kept in
-    `data/factors`, and a row that says so for each factor of which nothing is known.
-    The decisions are those of `gpulab.verdict`, paired by seed, a margin of a quarter of the standard
-    deviation between seeds, corrected for the number of factors with the same base (Holm). The profile
-    `smoke` takes a minute on two cores, `quick` several times that.
+    level. The decisions are those of `gpulab.verdict`, paired by seed, a margin of a quarter of the standard
+    deviation between seeds, corrected for the number of factors with the same base (Holm).
 
-    >>> table = factor_table("autoencoder", "smoke", seeds=2, frames=40, recorded=False, progress=False).table
-    >>> table.set_index("factor").loc["determinism", "same_bits"].item()
-    2
+    Args:
+        net: A model's name.
+        profile: `smoke` takes a minute on two cores, `quick` several times that.
+        seeds: How many trainings per level.
+        frames: How many to train on, instead of the profile's.
+        store: Where the trainings are kept and resumed from.
+        recorded: Add what other machines measured, kept in `data/factors`, and a row that says so for each
+            factor of which nothing is known.
+        progress: Show bars.
+
+    Examples:
+        >>> table = factor_table("autoencoder", "smoke", seeds=2, frames=20, recorded=False, progress=False).table
+        >>> table.set_index("factor").loc["determinism", "same_bits"].item()
+        2
     """
-    here = [factor for factor in factors(net, profile) if factor.runs_here()]
-    rows = _step_rows(here, net, profile, progress)
-    options = {} if frames is None else {"frames": frames}
-    runs = _train(here, net, profile, seeds, {"store": store, "options": options}, progress)
-    whole, judged = _joined(rows, runs, here, {"source": MADE_HERE, "profile": profile}, passport())
+    every = factors(net, profile)
+    here = [factor for factor in every if factor.runs_here()]
+    steps = _step_rows(here, net, profile, progress)
+    options = {"store": store, "options": {} if frames is None else {"frames": frames}}
+    runs = _train(here, net, profile, seeds, options, progress)
+    rows, verdicts = _with_verdicts(steps, _verdicts(runs, here), MADE_HERE, profile, passport())
     if recorded:
         for record in recorded_factors():
-            more, theirs = _recorded_rows(record, net)
-            whole += more
-            judged |= theirs
-        missing = [f for f in factors(net, profile) if f.name not in {row["factor"] for row in whole}]
-        whole += [
-            {
-                "factor": f.name,
-                "change": f.words,
-                "base": level(f.base),
-                "source": NOT_RECORDED,
-                "decision": NOT_RECORDED,
-            }
-            for f in missing
-        ]
-    table = pd.DataFrame(whole)
-    order = list(dict.fromkeys(factor.name for factor in factors(net, profile)))
-    table = table.sort_values("factor", key=lambda names: names.map(order.index), kind="stable", ignore_index=True)
-    return FactorTable(_typed(table), judged)
+            if record["network"] == net:
+                more, theirs = _recorded_rows(record)
+                rows += more
+                verdicts |= theirs
+        measured = {row["factor"] for row in rows}
+        missing = {"source": NOT_RECORDED, "decision": NOT_RECORDED}
+        for factor in every:
+            if factor.name not in measured:
+                rows.append({"factor": factor.name, "change": factor.words, "base": level(factor.base), **missing})
+    order = list(dict.fromkeys(factor.name for factor in every))
+    rows.sort(key=lambda row: order.index(row["factor"]))
+    table = pd.DataFrame(rows)
+    counts = {"loss_bit", "gradient_bit", "seeds", "same_bits"} & set(table)
+    return FactorTable(table.astype(dict.fromkeys(counts, "Int64")), verdicts)
 
 
-def _typed(table: pd.DataFrame) -> pd.DataFrame:
-    counts = dict.fromkeys(("loss_bit", "gradient_bit", "seeds", "same_bits"), "Int64")
-    return table.astype({name: kind for name, kind in counts.items() if name in table})
-
-
-def _step_rows(asked: list[Factor], net: str, profile: str, progress: bool) -> list[dict[str, Any]]:
-    steps = _Steps(net, profile, STEP_SEEDS)
-    rows = []
-    for factor in tqdm(asked, unit="factor", leave=False, disable=not progress):
-        try:
-            seen = steps.compared(factor)
-        except RuntimeError as error:  # torch's: a device lacks an operation under this setting
-            warnings.warn(f"{factor.name}, {factor.words}: cannot be done here: {error}", stacklevel=3)
-            continue
-        words = {"factor": factor.name, "change": factor.words, "base": level(factor.base)}
-        rows.append({**words, "emulated": factor.emulated, **seen})
-    return rows
-
-
-def _joined(
-    rows: list[dict[str, Any]], runs: pd.DataFrame, asked: list[Factor], common: dict[str, Any], here: Mapping[str, Any]
+def _with_verdicts(
+    steps: list[dict[str, Any]], verdicts: dict[str, Verdict], source: str, profile: str, machine: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[tuple[str, str], Verdict]]:
-    """Rows of one step with the verdicts on the final loss."""
-    judged = _verdicts(runs, asked)
-    whole = []
-    for row in rows:
-        on_gpu = row["base"].startswith("cuda")
-        machine = here["gpus"][0]["name"] if on_gpu else here["cpu"]["model"]
-        effect = _effect(judged.get(row["base"]), row["change"])
-        whole.append({**common, "machine": machine, **row, **effect})
-    return whole, {(common["source"], base): seen for base, seen in judged.items()}
-
-
-def _effect(seen: Verdict | None, change: str) -> dict[str, Any]:
-    if seen is None or change not in set(seen.table.change):
-        return {"seeds": 0, "decision": NOT_RECORDED}
-    row = seen.table.set_index("change").loc[change]
-    unit = seen.between_seeds or math.nan
-    scaled = {name: float(row[column]) / unit for name, column in UNITS.items()}
-    return {"seeds": int(row.seeds), **scaled, "same_bits": int(row.same_bits), "decision": row.decision}
+    """Rows of one step, each with the verdict on the final loss; and the verdicts by source and base."""
+    rows = []
+    for step in steps:
+        device = records.machine(machine, step["base"].partition(":")[0])
+        effect: dict[str, Any] = {"seeds": 0, "decision": NOT_RECORDED}
+        judged = verdicts.get(step["base"])
+        if judged is not None and step["change"] in judged.decisions:
+            row = judged.table.set_index("change").loc[step["change"]]
+            unit = judged.between_seeds or math.nan
+            effect = {"seeds": int(row.seeds)}
+            effect |= {name: float(row[column]) / unit for name, column in IN_SD.items()}
+            effect |= {"same_bits": int(row.same_bits), "decision": row.decision}
+        rows.append({"source": source, "profile": profile, "machine": device, **step, **effect})
+    return rows, {(source, base): judged for base, judged in verdicts.items()}
 
 
 # --- what other machines recorded ------------------------------------------------------------------------
@@ -400,14 +353,24 @@ def record_factors(
     command: str | None = None,
     progress: bool = True,
 ) -> None:
-    """Measure on this machine what `factor_table` shows of it elsewhere: runs go to `store`, the rest to `file`.
+    """Measure on this machine what `factor_table` shows of it elsewhere.
 
-    `kind`, `cpu` or `cuda`, is the device that the factors are changed on. The file is JSON: the passport
-    and the command, one step of each factor, and how this machine converts bytes, repeats itself, fuses, and
-    decodes JPEG. Raises `UsageError` where there is no such device.
+    Args:
+        file: JSON, for the passport and the command, one step of each factor, and how this machine converts
+            bytes, repeats itself, fuses, and decodes JPEG.
+        store: Where the runs go.
+        net: A model's name.
+        profile: How large.
+        seeds: How many trainings per level.
+        frames: How many to train on, instead of the profile's.
+        workers: How many runs go on at the same time.
+        kind: The device that the factors are changed on, `cpu` or `cuda`.
+        command: What is kept as the way to make the file again.
+        progress: Show bars.
+
+    Raises:
+        UsageError: Where there is no such device.
     """
-    from gpulab.data.datasets import load
-
     here = [factor for factor in factors(net, profile) if factor.kind == kind and factor.runs_here()]
     if not here:
         raise UsageError(f"kind {kind!r}: expected cpu, or cuda on a machine with such a GPU")
@@ -419,7 +382,6 @@ def record_factors(
         "decoders": compare_decoders(next(load("walk", frames=20, size=(48, 64)).windows(20)).frames),
     }
     record = {
-        "format": FORMAT,
         "network": net,
         "profile": profile,
         "frames": protocol(net, profile).frames if frames is None else frames,
@@ -431,8 +393,7 @@ def record_factors(
         "fused": fused_share(base, 100_000),
         **{name: json.loads(table.to_json(orient="records")) for name, table in tables.items()},
     }
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    Path(file).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    records.write_json(Path(file), record)
     options = {} if frames is None else {"frames": frames}  # last: an interruption leaves what is quickly done
     _train(here, net, profile, seeds, {"store": store, "workers": workers, "options": options}, progress)
 
@@ -443,58 +404,44 @@ def recorded_factors() -> list[dict[str, Any]]:
     >>> all(record["format"] == 1 for record in recorded_factors())
     True
     """
-    records = []
-    for file in sorted(recorded_folder("factors").glob("*.json")):
-        try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{file}: cannot be read: {error}") from None
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise DataError(f"{file}: not of format {FORMAT}, which this gpulab reads")
-        records.append(record)
-    return records
+    return records.read_documents("factors")
 
 
 def recorded_measurements(name: str) -> pd.DataFrame:
     """One of the tables that other machines recorded, with the columns `machine` and `torch`.
 
-    `name` is `conversions`, `repeatability`, `fused` or `decoders`: see `conversion_check`, `repeatability`,
-    `fused_operations` and `compare_decoders`.
+    Args:
+        name: `conversions`, `repeatability`, `fused` or `decoders`: see `conversion_check`, `repeatability`,
+            `fused_operations` and `compare_decoders`.
 
-    >>> "machine" in recorded_measurements("conversions")
-    True
+    Raises:
+        UsageError: For another name.
+
+    Examples:
+        >>> "machine" in recorded_measurements("conversions")
+        True
     """
     if name not in MEASURED:
         raise UsageError(f"measurement {name!r}: expected one of {', '.join(MEASURED)}")
-    parts = []
+    parts = [pd.DataFrame(columns=["machine", "torch"])]
     for record in recorded_factors():
-        here = record["passport"]
-        parts.append(pd.DataFrame(record[name]).assign(machine=_machine(record), torch=here["software"]["torch"]))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["machine", "torch"])
+        there = record["passport"]
+        machine = records.machine(there, record["kind"])
+        parts.append(pd.DataFrame(record[name]).assign(machine=machine, torch=there["software"]["torch"]))
+    return pd.concat(parts[1:] or parts, ignore_index=True)
 
 
-def _machine(record: dict[str, Any]) -> str:
-    here = record["passport"]
-    return here["gpus"][0]["name"] if record["kind"] == "cuda" else here["cpu"]["model"]
-
-
-def _recorded_rows(record: dict[str, Any], net: str) -> tuple[list[dict[str, Any]], dict[tuple[str, str], Verdict]]:
+def _recorded_rows(record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[tuple[str, str], Verdict]]:
     """A recording's steps, with the verdicts on the recorded runs of the same machine."""
-    if record["network"] != net:
-        return [], {}
-    here = record["passport"]
-    runs = stores.runs(recorded_folder("factors")).assign(recorded=True)
-    gpus = ", ".join(gpu["name"] for gpu in here["gpus"])
-    same = (runs.cpu == here["cpu"]["model"]) & (runs.torch == here["software"]["torch"])
-    same &= (runs.gpu.fillna("") == gpus) & (runs.profile == record["profile"]) & (runs.experiment == net)
+    net, profile, there = record["network"], record["profile"], record["passport"]
+    runs = stores.runs(records.recorded_folder("factors")).assign(recorded=True)
+    gpus = ", ".join(gpu["name"] for gpu in there["gpus"])
+    same = (runs.cpu == there["cpu"]["model"]) & (runs.torch == there["software"]["torch"])
+    same &= (runs.gpu.fillna("") == gpus) & (runs.profile == profile) & (runs.experiment == net)
     same &= runs.frames == record["frames"]
-    asked = [
-        f
-        for f in factors(net, record["profile"])
-        if (f.words, level(f.base)) in {(s["change"], s["base"]) for s in record["steps"]}
-    ]
-    common = {"source": RECORDED, "profile": record["profile"]}
-    return _joined(record["steps"], runs[same], asked, common, here)
+    stepped = {(step["change"], step["base"]) for step in record["steps"]}
+    chosen = [factor for factor in factors(net, profile) if (factor.words, level(factor.base)) in stepped]
+    return _with_verdicts(record["steps"], _verdicts(runs[same], chosen), RECORDED, profile, there)
 
 
 # --- words -----------------------------------------------------------------------------------------------
@@ -502,27 +449,23 @@ def _recorded_rows(record: dict[str, Any], net: str) -> tuple[list[dict[str, Any
 
 def _sentences(table: pd.DataFrame) -> Iterator[str]:
     """A paragraph for each machine: which factors came to which decision, and how far they moved a seed."""
-    known = table[table.source != NOT_RECORDED]
-    for (source, machine, profile), rows in known.groupby(["source", "machine", "profile"], sort=False):
-        seeds = ", ".join(str(n) for n in sorted(set(rows.seeds)))
+    measured = table[table.source != NOT_RECORDED]
+    for (source, machine, profile), rows in measured.groupby(["source", "machine", "profile"], sort=False):
+        seeds = ", ".join(map(str, sorted(set(rows.seeds))))
         yield f"{source} on {machine}, {profile} size, {seeds} seeds; in standard deviations between seeds:"
         same = rows[(rows.seeds > 0) & (rows.same_bits == rows.seeds)]
         if len(same):
             yield f"  the same bits on every seed: {'; '.join(same.factor)}."
         others = rows.drop(same.index)
         for decision in (*DECISIONS[::-1], NOT_RECORDED):
-            some = others[others.decision == decision]
-            if len(some):
-                yield f"  {decision}: {'; '.join(_in_words(row) for row in some.to_dict('records'))}."
-    if lost := sorted(set(table.factor[table.source == NOT_RECORDED])):
-        yield f"Not recorded: {', '.join(lost)}."
-
-
-def _in_words(row: dict[str, Any]) -> str:
-    name = f"{row['factor']}{' (emulated)' if row['emulated'] else ''}"
-    if not row["seeds"]:
-        return name
-    return f"{name} {row['effect']:+.1g} [{row['low']:.1g}, {row['high']:.1g}]"
+            words = []
+            for row in others[others.decision == decision].itertuples():
+                size = f" {row.effect:+.1g} [{row.low:.1g}, {row.high:.1g}]" if row.seeds else ""
+                words.append(f"{row.factor}{' (emulated)' if row.emulated else ''}{size}")
+            if words:
+                yield f"  {decision}: {'; '.join(words)}."
+    if missing := sorted(set(table.factor[table.source == NOT_RECORDED])):
+        yield f"Not recorded: {', '.join(missing)}."
 
 
 def _shown(table: pd.DataFrame) -> pd.DataFrame:
@@ -531,18 +474,18 @@ def _shown(table: pd.DataFrame) -> pd.DataFrame:
     def bit(value: Any) -> str:
         return "same" if pd.isna(value) else f"bit {value}"
 
-    known = table.source != NOT_RECORDED
+    measured = table.source != NOT_RECORDED
     shown = pd.DataFrame(
         {
             "factor": table.factor,
             "change": table.change,
             "source": [f"{s}, emulated" if e is True else s for s, e in zip(table.source, table.emulated, strict=True)],
-            "first bit, loss": table.loss_bit.map(bit).where(known, ""),
-            "first bit, gradient": table.gradient_bit.map(bit).where(known, ""),
-            "error of one step": table.step_error.map("{:.1e}".format).where(known, ""),
-            "of the base": table.base_error.map("{:.1e}".format).where(known, ""),
+            "first bit, loss": table.loss_bit.map(bit).where(measured, ""),
+            "first bit, gradient": table.gradient_bit.map(bit).where(measured, ""),
+            "error of one step": table.step_error.map("{:.1e}".format).where(measured, ""),
+            "of the base": table.base_error.map("{:.1e}".format).where(measured, ""),
             "effect on the loss (sd)": table.effect.map("{:+.1g}".format).where(table.seeds > 0, ""),
-            "seeds": table.seeds.where(known),
+            "seeds": table.seeds.where(measured),
             "same bits": table.same_bits.where(table.seeds > 0),
             "verdict": table.decision,
         }

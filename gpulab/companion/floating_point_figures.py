@@ -2,48 +2,63 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from gpulab.companion.floating_point import FactorTable
+from gpulab.companion.floating_point import RECORDED, FactorTable
 from gpulab.data.jpeg import available_decoders, decode_jpeg, encode_jpeg
-from gpulab.plots.style import CPU_COLOURS, FAINT, GPU_COLOURS, INK, canvas
+from gpulab.plots.style import (
+    BESIDE,
+    FAINT,
+    INK,
+    ON_CPU,
+    ON_GPU,
+    Look,
+    canvas,
+    decades,
+    finished,
+    grid,
+    key,
+    point_key,
+    points,
+)
 from gpulab.report import Picture, draw
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+SAME_STEP, SAME_LOSS = 3e-11, 1e-8  # where what keeps its bits is drawn: a gradient, a seed's final loss in sd
 
 
 def decoded(
-    frame: Any, decoders: tuple[str, ...] | None = None, quality: int = 75, subsampling: str = "4:2:0"
+    frame: np.ndarray, decoders: tuple[str, ...] | None = None, quality: int = 75, subsampling: str = "4:2:0"
 ) -> Picture:
-    """One frame (3, H, W) as each decoder makes it of the same JPEG file, and how far it is from the first."""
+    """One frame as each decoder makes it of the same JPEG file, and how far it is from the first.
+
+    Args:
+        frame: The picture (3, H, W) in bytes.
+        decoders: By default all that are here.
+        quality: Of the file, 1 to 100.
+        subsampling: Of the file's colours, such as `4:4:4`.
+    """
     names = available_decoders() if decoders is None else decoders
     file = encode_jpeg(frame, quality, subsampling)
-    pictures = {name: decode_jpeg(file, name) for name in names}
-    apart = {name: np.abs(p.astype(int) - pictures[names[0]]) for name, p in pictures.items()}
-    largest = max(1, *(int(a.max()) for a in apart.values()))
+    pictures = [decode_jpeg(file, name) for name in names]
+    differences = [np.abs(picture.astype(int) - pictures[0]) for picture in pictures]
+    largest = max(1, *(difference.max() for difference in differences))
     height, width = frame.shape[1:]
-    cell = 7.2 / len(names)
-    figure = Figure(figsize=(7.2, 2 * cell * height / width + 0.8), layout="constrained")
-    grid = figure.subplots(2, len(names), squeeze=False)
-    for column, name in enumerate(names):
-        grid[0, column].imshow(pictures[name].transpose(1, 2, 0), interpolation="nearest")
-        grid[0, column].set_title(name, fontsize=8)
-        grid[1, column].imshow(apart[name].max(0), cmap="magma", vmin=0, vmax=largest, interpolation="nearest")
-        share = (apart[name] > 0).mean()
-        grid[1, column].set_title(f"{share:.0%} of the values differ, by up to {apart[name].max()}", fontsize=8)
-    for axes in grid.flat:
-        axes.set_axis_off()
-    figure.suptitle(
-        f"One JPEG file, {len(names)} decoders; below, the difference from {names[0]}'s pixels", fontsize=10
+    figure, places = grid(2, len(names), height=2 * 7.2 / len(names) * height / width + 0.8)
+    for (above, below), name, picture, apart in zip(places.T, names, pictures, differences, strict=True):
+        above.imshow(picture.transpose(1, 2, 0), interpolation="nearest")
+        above.set_title(name, fontsize=8)
+        below.imshow(apart.max(0), cmap="magma", vmin=0, vmax=largest, interpolation="nearest")
+        below.set_title(f"{(apart > 0).mean():.0%} of the values differ, by up to {apart.max()}", fontsize=8)
+    return finished(
+        figure,
+        f"One JPEG file, {len(names)} decoders; below, the difference from {names[0]}'s pixels",
+        f"A frame decoded by {', '.join(names)}, and the differences between them.",
     )
-    return Picture(figure, f"A frame decoded by {', '.join(names)}, and the differences between them.")
 
 
 @draw.register
@@ -54,43 +69,67 @@ def factor_effects(report: FactorTable) -> Picture:
     how far the final loss of each seed moves, in standard deviations between seeds: filled for runs made
     here, hollow for recorded ones, a triangle where the change is emulated. A seed that keeps its bits
     stands at the left edge.
+
+    Args:
+        report: From `gpulab.factor_table`.
     """
     table = report.table.reset_index(drop=True)
     figure, (left, right) = canvas(2, height=1.7 + 0.31 * len(table), share_rows=True)
+    names = []
     for place, row in enumerate(table.to_dict("records")):
-        _draw_step(left, place, row)
-        _draw_effects(right, place, row, report)
-    left.set_xscale("log")
+        names.append(f"{row['factor']}\n{_changed(row)}")
+        tint = _tint(row["base"])
+        look: Look = {"marker": "^" if row["emulated"] else "o", "hollow": row["source"] == RECORDED}
+        if pd.notna(row["step_moved"]):
+            left.scatter(row["base_error"], place, marker="|", s=60, color=FAINT, zorder=2)
+            points(left, max(row["step_moved"], SAME_STEP), place, tint, s=26, **look)
+        right.annotate(f" {row['decision']}", (1.0, place), fontsize=7, **BESIDE)
+        verdict = report.verdicts.get((row["source"], row["base"]))
+        if verdict is not None and row["seeds"]:
+            moved = verdict.pairs[verdict.pairs.change == row["change"]].difference.dropna().abs().to_numpy(float)
+            heights = place + np.linspace(-0.22, 0.22, len(moved)) if len(moved) > 1 else [place]
+            in_sd = np.maximum(moved / (verdict.between_seeds or np.nan), SAME_LOSS)
+            points(right, in_sd, heights, tint, s=14, linewidths=0.9, **look)
+    above: Look = {"va": "center", "fontsize": 7, "annotation_clip": False}
+    for axes, edge in ((left, SAME_STEP), (right, SAME_LOSS)):
+        decades(axes.xaxis, 7)
+        axes.xaxis.set_major_formatter(functools.partial(_power, edge=edge))
+        axes.annotate("same bits", (edge, -0.75), ha="left", **above)
+        axes.tick_params(axis="x", labelsize=8)
     left.set_xlim(1e-11, 30)
     left.set_xlabel("change of one step's gradient (relative)", fontsize=8)
-    right.set_xscale("log")
-    right.set_xlim(EDGE / 3, 100)
-    right.axvline(0.25, color=FAINT, lw=0.9, ls=":")
-    right.axvline(1, color=INK, lw=0.9, ls="--")
-    right.annotate("margin ", (0.25, -0.75), ha="right", va="center", fontsize=7, annotation_clip=False)
-    right.annotate(" sd between seeds", (1, -0.75), ha="left", va="center", fontsize=7, annotation_clip=False)
-    right.set_xlabel("change of a seed's final loss (sd)", fontsize=8)
-    for axes, edge in ((left, 3e-11), (right, EDGE)):
-        axes.xaxis.set_major_locator(LogLocator(10, numticks=7))
-        axes.xaxis.set_major_formatter(
-            FuncFormatter(lambda value, _, edge=edge: "" if value <= edge else f"$10^{{{round(np.log10(value))}}}$")
-        )
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.annotate("same bits", (edge, -0.75), ha="left", va="center", fontsize=7, annotation_clip=False)
-        axes.tick_params(axis="x", labelsize=8)
-    names = [f"{r['factor']}\n{_told(r)}" for r in table.to_dict("records")]
     left.set_yticks(range(len(table)), names, fontsize=6.5)
     left.set_ylim(len(table) - 0.4, -0.6)
+    right.set_xlim(SAME_LOSS / 3, 100)
+    right.axvline(0.25, color=FAINT, lw=0.9, ls=":")
+    right.axvline(1, color=INK, lw=0.9, ls="--")
+    right.annotate("margin ", (0.25, -0.75), ha="right", **above)
+    right.annotate(" sd between seeds", (1, -0.75), ha="left", **above)
+    right.set_xlabel("change of a seed's final loss (sd)", fontsize=8)
     right.tick_params(axis="y", left=False)
-    figure.suptitle(_counted(table), fontsize=10)
-    _factor_key(figure, table)
-    return Picture(
-        figure,
-        f"For each of {table.factor.nunique()} factors, how far one step and the final losses move. {_counted(table)}.",
-    )
+
+    keys = [key("rounding alone: distance of the base from float64", ls="", marker="|", color=FAINT, ms=8)]
+    keys.append(point_key("made here", ms=5))
+    recorded = table.source == RECORDED
+    if recorded.any():
+        keys.append(point_key(f"recorded on {', '.join(sorted(set(table.machine[recorded])))}", hollow=True, ms=5))
+    if table.emulated.fillna(False).any():
+        keys.append(point_key("emulated", marker="^", ms=5))
+    for kind in sorted({str(base).partition(":")[0] for base in table.base}):
+        label = "changed on a CPU" if kind == "cpu" else "changed on a GPU"
+        keys.append(key(label, ls="", marker="s", ms=5, color=_tint(kind)))
+    counts = table[table.seeds.fillna(0) > 0].decision.value_counts()
+    decided = ", ".join(f"{count} {decision}" for decision, count in counts.items())
+    headline = f"Each factor alone, effect on the final loss: {decided}"
+    alt = f"For each of {table.factor.nunique()} factors, how far one step and the final losses move. {headline}."
+    return finished(figure, headline, alt, keys, size=7.5)
 
 
-def _told(row: dict[str, Any]) -> str:
+def _power(value: float, _: Any, edge: float) -> str:
+    return "" if value <= edge else f"$10^{{{round(np.log10(value))}}}$"
+
+
+def _changed(row: dict[str, Any]) -> str:
     """What is changed, without what stays: of `cpu:threads=1,isa=avx2` against `cpu:threads=1`, `isa=avx2`."""
     base, change = (re.split(r"[:,] ?", str(row[side])) for side in ("base", "change"))
     if base[0] != change[0]:
@@ -98,67 +137,5 @@ def _told(row: dict[str, Any]) -> str:
     return ", ".join(part for part in change[1:] if part not in base) or f"without {', '.join(base[1:])}"
 
 
-EDGE = 1e-8  # sd between seeds, where a seed that keeps its bits is drawn
-
-
-def _tint(row: dict[str, Any]) -> str:
-    return GPU_COLOURS["cuda:tf32=off"] if str(row["base"]).startswith("cuda") else CPU_COLOURS["cpu"]
-
-
-def _draw_step(axes: Axes, place: int, row: dict[str, Any]) -> None:
-    moved = row["step_moved"]
-    if pd.isna(moved):
-        return
-    axes.scatter(row["base_error"], place, marker="|", s=60, color=FAINT, zorder=2)
-    tint = _tint(row)
-    face = "white" if row["source"] == "recorded" else tint
-    marker = "^" if row["emulated"] else "o"
-    axes.scatter(max(moved, 3e-11), place, marker=marker, s=26, color=face, edgecolors=tint, linewidths=1.2, zorder=3)
-
-
-def _draw_effects(axes: Axes, place: int, row: dict[str, Any], report: FactorTable) -> None:
-    seen = report.verdicts.get((row["source"], row["base"]))
-    axes.annotate(
-        f" {row['decision']}",
-        (1.0, place),
-        xycoords=("axes fraction", "data"),
-        fontsize=7,
-        va="center",
-        annotation_clip=False,
-    )
-    if seen is None or not row["seeds"]:
-        return
-    pairs = seen.pairs[seen.pairs.change == row["change"]].difference.dropna()
-    sizes = np.maximum(np.abs(pairs.to_numpy(float)) / (seen.between_seeds or np.nan), EDGE)
-    heights = place + np.linspace(-0.22, 0.22, len(sizes)) if len(sizes) > 1 else [place]
-    tint = _tint(row)
-    face = "white" if row["source"] == "recorded" else tint
-    marker = "^" if row["emulated"] else "o"
-    axes.scatter(sizes, heights, marker=marker, s=14, color=face, edgecolors=tint, linewidths=0.9, zorder=3)
-
-
-def _counted(table: pd.DataFrame) -> str:
-    """The title: how many came to which decision."""
-    known = table[table.seeds.fillna(0) > 0]
-    counts = known.decision.value_counts()
-    words = ", ".join(f"{count} {decision}" for decision, count in counts.items())
-    return f"Each factor alone, effect on the final loss: {words}"
-
-
-def _factor_key(figure: Figure, table: pd.DataFrame) -> None:
-    from matplotlib.lines import Line2D
-
-    dot: dict[str, Any] = {"ls": "", "ms": 5, "markeredgecolor": INK}
-    handles = [
-        Line2D([], [], marker="|", color=FAINT, ls="", ms=8, label="rounding alone: distance of the base from float64"),
-        Line2D([], [], marker="o", markerfacecolor=FAINT, label="made here", **dot),
-    ]
-    if (table.source == "recorded").any():
-        machines = ", ".join(sorted(set(table.machine[table.source == "recorded"])))
-        handles.append(Line2D([], [], marker="o", markerfacecolor="white", label=f"recorded on {machines}", **dot))
-    if table.emulated.fillna(False).any():
-        handles.append(Line2D([], [], marker="^", markerfacecolor=FAINT, label="emulated", **dot))
-    for kind in sorted({str(base).partition(":")[0] for base in table.base}):
-        label = "changed on a CPU" if kind == "cpu" else "changed on a GPU"
-        handles.append(Line2D([], [], marker="s", ls="", ms=5, color=_tint({"base": kind}), label=label))
-    figure.legend(handles=handles, fontsize=7.5, frameon=False, loc="outside lower center", ncols=2)
+def _tint(base: str) -> str:
+    return ON_GPU if base.startswith("cuda") else ON_CPU

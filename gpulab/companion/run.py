@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import PATIENCE
@@ -24,7 +25,7 @@ CELL_SECONDS = 4 * 3600  # a cell that takes longer hangs
 
 @dataclass
 class Result:
-    """What came of one notebook."""
+    """What came of one notebook: its first heading, findings as text, figures as base64 PNG with alternative text."""
 
     name: str
     title: str
@@ -42,14 +43,12 @@ def find_notebooks(folder: Path, only: str | None) -> list[Path]:
         raise GpulabError(f"{folder}: no such folder; run this where the notebooks are")
     files = sorted(file for file in folder.glob("*.ipynb") if re.match(r"\d\d_", file.name))
     if only:
-        wanted = [part.strip() for part in only.split(",") if part.strip()]
-        for part in wanted:
-            if not any(file.name.startswith(part) for file in files):
-                raise UsageError(
-                    f"only={only!r}: no notebook begins with {part!r}; there are "
-                    f"{', '.join(file.stem for file in files)}"
-                )
-        files = [file for file in files if file.name.startswith(tuple(wanted))]
+        prefixes = tuple(part.strip() for part in only.split(",") if part.strip())
+        for prefix in prefixes:
+            if not any(file.name.startswith(prefix) for file in files):
+                there = ", ".join(file.stem for file in files)
+                raise UsageError(f"only={only!r}: no notebook begins with {prefix!r}; there are {there}")
+        files = [file for file in files if file.name.startswith(prefixes)]
     if not files:
         raise GpulabError(f"{folder}: holds no notebooks")
     return files
@@ -72,17 +71,14 @@ def execute(
     (output / "notebooks").mkdir(parents=True, exist_ok=True)
     parameters = {"profile": profile, "device": device, "store": str((store or output / "runs").resolve())}
     results = []
-    with tqdm.tqdm(
-        total=len(files), unit="notebook", bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {elapsed} {postfix}"
-    ) as bar:
-        for file in files:
-            bar.set_postfix_str(file.stem)
-            results.append(_execute_one(file, output / "notebooks" / file.name, parameters))
-            bar.write(
-                f"{file.stem}: {'FAILED' if results[-1].error else 'ok'}, {results[-1].seconds:.0f} s, "
-                f"peak memory {results[-1].peak_memory_bytes / 2**20:.0f} MiB"
-            )
-            bar.update()
+    form = "{l_bar}{bar}| {n_fmt}/{total_fmt} {elapsed} {postfix}"
+    for file in (bar := tqdm.tqdm(files, unit="notebook", bar_format=form)):
+        bar.set_postfix_str(file.stem)
+        results.append(result := _execute_one(file, output / "notebooks" / file.name, parameters))
+        bar.write(
+            f"{file.stem}: {'FAILED' if result.error else 'ok'}, {result.seconds:.0f} s, "
+            f"peak memory {result.peak_memory_bytes / 2**20:.0f} MiB"
+        )
     return results
 
 
@@ -94,11 +90,13 @@ def execute_in_place(notebooks: Path, only: str | None = None) -> list[Path]:
     files = find_notebooks(notebooks, only)
     for file in files:
         notebook = nbformat.read(file, as_version=4)
-        with _environment(**PATIENCE):
-            resources = {"metadata": {"path": str(file.parent)}}
-            nbclient.NotebookClient(
-                notebook, timeout=CELL_SECONDS, kernel_name=KERNEL, resources=resources, extra_arguments=QUIET
-            ).execute()
+        nbclient.NotebookClient(
+            notebook,
+            timeout=CELL_SECONDS,
+            kernel_name=KERNEL,
+            resources={"metadata": {"path": str(file.parent)}},
+            extra_arguments=QUIET,
+        ).execute(env={**os.environ, **PATIENCE})
         tidy(notebook)
         nbformat.write(notebook, file)
     return files
@@ -108,18 +106,16 @@ def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Resu
     import nbformat
     import papermill
 
-    notebook = nbformat.read(source, as_version=4)
-    accepted = {
-        name: value for name, value in parameters.items() if re.search(rf"^{name}\b *=", _parameters(notebook), re.M)
-    }
     error = None
     started = time.perf_counter()
-    with _peak_memory() as peak, _environment(GPULAB_PROFILE=parameters["profile"], **PATIENCE):
+    # papermill hands no environment on: the kernel inherits this process's
+    with _peak_memory() as peak, mock.patch.dict(os.environ, GPULAB_PROFILE=parameters["profile"], **PATIENCE):
         try:
+            accepted = papermill.inspect_notebook(source)
             papermill.execute_notebook(
                 source,
                 target,
-                parameters=accepted,
+                parameters={name: value for name, value in parameters.items() if name in accepted},
                 kernel_name=KERNEL,
                 cwd=source.parent,
                 progress_bar={"leave": False, "desc": source.stem},
@@ -132,39 +128,48 @@ def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Resu
         except (RuntimeError, OSError, ValueError, TimeoutError) as failure:  # a kernel that died, say
             error = f"{type(failure).__name__}: {failure}"
     seconds = time.perf_counter() - started
-    executed = nbformat.read(target, as_version=4) if target.is_file() else notebook
+    executed = nbformat.read(target if target.is_file() else source, as_version=4)
     tidy(executed)
     nbformat.write(executed, target)
+    headings = (re.match(r"# (.+)", cell.source) for cell in executed.cells if cell.cell_type == "markdown")
+    findings, figures = [], []
+    for cell in executed.cells:
+        outputs = cell.get("outputs", [])
+        printed = "".join(output.text for output in outputs if output.get("name") == "stdout").strip()
+        if "finding" in cell.metadata.get("tags", []) and printed:
+            findings.append(printed)
+        for output in outputs:
+            data = output.get("data", {})
+            if "image/png" in data:
+                alt = output.metadata.get("image/png", {}).get("alt") or data.get("text/plain", "")
+                figures.append({"png": data["image/png"].replace("\n", ""), "alt": alt})
     return Result(
         name=source.stem,
-        title=_title(executed) or source.stem,
+        title=next((heading[1] for heading in headings if heading), source.stem),
         seconds=seconds,
         peak_memory_bytes=peak[0],
         error=error,
         notebook=target,
-        findings=_texts(executed, "finding"),
-        figures=_figures(executed),
+        findings=findings,
+        figures=figures,
     )
 
 
 def tidy(notebook: Any) -> None:
     """Take out what execution leaves behind and nobody reads: bars, warnings on stderr, timings."""
-    for cell in notebook.cells:
-        cell.metadata.pop("papermill", None)
-        cell.metadata.pop("execution", None)
-        if cell.cell_type == "code":
-            cell.outputs = [
-                output for output in cell.outputs if output.get("name") != "stderr" and _keeps_without_kernel(output)
-            ]
     notebook.cells = [
         cell for cell in notebook.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])
     ]
-    notebook.metadata.pop("papermill", None)
-    notebook.metadata.pop("widgets", None)
+    for part in (notebook, *notebook.cells):
+        for name in ("papermill", "execution", "widgets"):
+            part.metadata.pop(name, None)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr" and _stands(output)]
 
 
-def _keeps_without_kernel(output: Any) -> bool:
-    """Leave a widget's still picture, if it brings one, in its place."""
+def _stands(output: Any) -> bool:
+    """Whether an output can be seen without a kernel; a widget by its still picture, if it brings one."""
     data = output.get("data", {})
     return data.pop("application/vnd.jupyter.widget-view+json", None) is None or "image/png" in data
 
@@ -177,13 +182,12 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
 
     folder = output / "report"
     folder.mkdir(parents=True, exist_ok=True)
-    here = passport()
     environment = jinja2.Environment(loader=jinja2.PackageLoader("gpulab.companion", "templates"), autoescape=True)
     page = environment.get_template("report.html").render(
         results=results,
         failed=[result for result in results if result.error],
         profile=profile,
-        passport=here,
+        passport=passport(),
         seconds=sum(result.seconds for result in results),
         peak=max(result.peak_memory_bytes for result in results),
         when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -191,62 +195,11 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
     )
     report = folder / "index.html"
     report.write_text(page, encoding="utf-8")
-    kept = [
-        {key: value for key, value in asdict(result).items() if key != "figures"} | {"notebook": result.notebook.name}
-        for result in results
-    ]
-    (folder / "results.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    rows = [asdict(result) | {"notebook": result.notebook.name} for result in results]
+    for row in rows:
+        del row["figures"]
+    (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return report.resolve()
-
-
-def _tagged(notebook: Any, tag: str) -> list[Any]:
-    return [cell for cell in notebook.cells if tag in cell.metadata.get("tags", [])]
-
-
-def _parameters(notebook: Any) -> str:
-    return "\n".join(cell.source for cell in _tagged(notebook, "parameters"))
-
-
-def _title(notebook: Any) -> str | None:
-    headings = (re.match(r"# (.+)", cell.source) for cell in notebook.cells if cell.cell_type == "markdown")
-    return next((heading[1] for heading in headings if heading), None)
-
-
-def _texts(notebook: Any, tag: str) -> list[str]:
-    """What the cells with a tag printed."""
-    found = []
-    for cell in _tagged(notebook, tag):
-        text = "".join(output.text for output in cell.get("outputs", []) if output.get("name") == "stdout")
-        if text.strip():
-            found.append(text.strip())
-    return found
-
-
-def _figures(notebook: Any) -> list[dict[str, str]]:
-    """Every picture of a notebook: base64 PNG and its text alternative."""
-    figures = []
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            data = output.get("data", {})
-            if "image/png" in data:
-                alt = output.metadata.get("image/png", {}).get("alt") or data.get("text/plain", "")
-                figures.append({"png": data["image/png"].replace("\n", ""), "alt": alt})
-    return figures
-
-
-@contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for the kernels started inside, and put the old ones back."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from gpulab.errors import UsageError
 from gpulab.stats.verdicts import verdict
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 COMPARED = {"index_fraction": "share of ways down", "smallest": "steepest way down"}
 
@@ -20,11 +18,11 @@ def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame 
     Settings are compared where two or more of one machine or more looked at the same seeds.
 
     Args:
-        escapes: the table of `gpulab.escape_table`.
-        curvature: the table of `gpulab.curvature_along`.
+        escapes: The `table` of `gpulab.escape_table`.
+        curvature: From `gpulab.curvature_along`.
 
     Raises:
-        UsageError: for neither.
+        UsageError: Where both are missing.
 
     Examples:
         >>> import gpulab, torch
@@ -41,44 +39,40 @@ def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame 
 
 
 def _escapes(table: pd.DataFrame) -> list[str]:
-    """How networks left a saddle: pushed, by rounding alone, and by the noise of minibatches."""
     lines = []
-    alone = table[(table.perturbation == 0) & (table.batch_size == 0)]
-    for recorded, rows in table[(table.perturbation > 0) & (table.batch_size == 0)].groupby("recorded"):
+    whole = table.batch_size == 0
+    pushed, alone = table[whole & (table.perturbation > 0)], table[whole & (table.perturbation == 0)]
+    for recorded, rows in pushed.groupby("recorded"):
         left = rows[rows.left & (rows.expected > 1)]
-        ratio = f", after {(left.steps / left.expected).median():.3f} times the steps that theory expects"
-        lines.append(
-            f"Pushed off the saddle ({_where(recorded)}), {len(left)} of {len(rows)} left{ratio if len(left) else ''} "
-            "(median)."
-        )
+        ratio = (left.steps / left.expected).median()
+        after = f", after {ratio:.3f} times the steps that theory expects" if len(left) else ""
+        lines.append(f"Pushed off the saddle ({_where(recorded)}), {len(left)} of {len(rows)} left{after} (median).")
     for (recorded, setting), rows in alone.groupby(["recorded", "setting"], sort=False):
         left = rows[rows.left]
+        times = f"after {left.steps.median():,.0f} steps" if len(left) else "never"
         lines.append(
             f"{setting} ({_where(recorded)}{', emulated' if rows.emulated.any() else ''}): its rounding moves as "
-            f"{rows.noise.median():.1e} would; {len(left)} of {len(rows)} left, {int(rows.held.sum())} held; "
-            f"{f'after {left.steps.median():,.0f} steps' if len(left) else 'never'}, theory "
-            f"{rows.expected.median():,.0f}."
+            f"{rows.noise.median():.1e} would; {len(left)} of {len(rows)} left, {int(rows.held.sum())} held; {times}, "
+            f"theory {rows.expected.median():,.0f}."
         )
-    batched = table[table.batch_size > 0]
-    for (recorded, setting, size), rows in batched.groupby(["recorded", "setting", "batch_size"], sort=False):
-        rounding = alone[(alone.setting == setting) & (alone.recorded == recorded) & (alone.noise > 0)].noise
+    for (recorded, setting, size), rows in table[~whole].groupby(["recorded", "setting", "batch_size"], sort=False):
+        rounding = alone[(alone.setting == setting) & (alone.recorded == recorded) & (alone.noise > 0)]
         text = f"{setting} with batches of {size}: noise of {rows.noise.median():.1e}"
         if len(rounding):
-            orders = math.log10(rows.noise.median() / rounding.median())
+            orders = math.log10(rows.noise.median() / rounding.noise.median())
             text += f", {orders:.1f} orders of magnitude above its rounding"
         lines.append(f"{text}; {int(rows.left.sum())} of {len(rows)} left, median {rows.steps.median():,.0f} steps.")
     if len(alone):
-        left, held = (", ".join(dict.fromkeys(alone.setting[which])) for which in (alone.left, alone.held))
-        parts = [f"rounding alone leads away under {left}"] if left else []
-        parts += [f"holds the network where it is under {held}"] if held else []
-        lines.append(f"So {' and '.join(parts) or 'rounding alone led away under no setting'}.")
-    return lines + _answer(batched)
+        free, held = (", ".join(alone.setting[which].unique()) for which in (alone.left, alone.held))
+        claims = [f"rounding alone leads away under {free}"] if free else []
+        claims += [f"holds the network where it is under {held}"] if held else []
+        lines.append(f"So {' and '.join(claims)}." if claims else "So rounding alone led away under no setting.")
+    return lines + _same_batches(table[~whole])
 
 
-def _answer(batched: pd.DataFrame) -> list[str]:
+def _same_batches(table: pd.DataFrame) -> list[str]:
     """What the same minibatches do in different arithmetic: the article's explanation, put to the test."""
-    keys = ["recorded", "batch_size", "seed"]
-    steps = batched.pivot_table(index=keys, columns="setting", values="steps").dropna()
+    steps = table.pivot_table(index=["recorded", "batch_size", "seed"], columns="setting", values="steps").dropna()
     if steps.shape[1] < 2 or len(steps) < 2:
         return []
     arithmetic = float((steps.max(axis=1) / steps.min(axis=1) - 1).median())
@@ -93,28 +87,20 @@ def _answer(batched: pd.DataFrame) -> list[str]:
 
 
 def _curvature(frame: pd.DataFrame) -> list[str]:
-    """How the curvature goes with the loss, and the verdicts on what trainings ended in."""
-    from scipy import stats
-
-    lines, verdicts = [], []
+    lines = []
     for (network, size, recorded), rows in frame.groupby(["experiment", "profile", "recorded"], sort=False):
-        known = rows.dropna(subset=["loss", "index_fraction"])
-        r = float(stats.spearmanr(known.loss, known.index_fraction).statistic) if len(known) > 2 else math.nan
-        lines.append(
-            f"{network}, {size} size ({_where(recorded)}): rank correlation of loss and share of ways down {r:+.2f}, "
-            f"{len(known)} snapshots."
-        )
+        where = f"{network}, {size} size ({_where(recorded)})"
+        measured = rows.dropna(subset=["loss", "index_fraction"])
+        r = measured.loss.corr(measured.index_fraction, method="spearman", min_periods=3)
+        lines.append(f"{where}: rank correlation of loss and share of ways down {r:+.2f}, {len(measured)} snapshots.")
     for (network, size), rows in frame.groupby(["experiment", "profile"], sort=False):
         ended = rows[rows.final].drop_duplicates(["setting", "seed"])
-        if ended.setting.nunique() < 2:
-            continue
-        for metric, name in COMPARED.items():
-            compared = verdict(ended, metric=metric)
-            decisions = "; ".join(f"{setting} {decision}" for setting, decision in compared.decisions.items())
-            verdicts.append(
-                f"{network}, {size} size, at the end of training, {name}, against {compared.reference}: {decisions}."
-            )
-    return lines + verdicts
+        for metric, name in COMPARED.items() if ended.setting.nunique() > 1 else ():
+            judged = verdict(ended, metric=metric)
+            decisions = "; ".join(f"{setting} {decision}" for setting, decision in judged.decisions.items())
+            where = f"{network}, {size} size, at the end of training"
+            lines.append(f"{where}, {name}, against {judged.reference}: {decisions}.")
+    return lines
 
 
 def _where(recorded: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -11,12 +12,13 @@ import torch
 from gpulab.errors import UsageError
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.numerics.sums import format_bits
-from gpulab.plots import bits, landscape_slice
+from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN, bits, landscape_slice
 
 if TYPE_CHECKING:
+    from gpulab.report import Picture
     from gpulab.saddles import Landscape
 
-COLOURS = ("#D55E00", *["#009E73"] * 8, *["#0072B2"] * 23)  # sign, exponent, fraction, as in the picture
+COLOURS = (SIGN, *[EXPONENT] * 8, *[FRACTION] * 23)  # as in the picture
 
 
 def bit_explorer(x: float = 0.1, name: str = "tf32") -> BitExplorer:
@@ -25,10 +27,18 @@ def bit_explorer(x: float = 0.1, name: str = "tf32") -> BitExplorer:
     Type a number or click a bit of its float32 pattern; choose a format and a rounding. In a notebook that
     no kernel runs, the still picture `gpulab.plots.bits` stands there instead.
 
-    >>> explorer = bit_explorer(1.0)
-    >>> explorer.bits[-1].value = True  # a click on the last bit
-    >>> explorer.number.value
-    1.0000001192092896
+    Args:
+        x: The number to begin with.
+        name: The format to begin with.
+
+    Raises:
+        UsageError: For an unknown format.
+
+    Examples:
+        >>> explorer = bit_explorer(1.0)
+        >>> explorer.bits[-1].value = True  # a click on the last bit
+        >>> explorer.number.value
+        1.0000001192092896
     """
     return BitExplorer(x, name)
 
@@ -36,7 +46,7 @@ def bit_explorer(x: float = 0.1, name: str = "tf32") -> BitExplorer:
 class Explorer(ipywidgets.VBox):
     """Widgets that a still `picture` stands for where no kernel runs."""
 
-    def picture(self) -> Any:
+    def picture(self) -> Picture:
         """What stands there without a kernel."""
         raise NotImplementedError
 
@@ -62,22 +72,21 @@ class BitExplorer(Explorer):
         layout = ipywidgets.Layout(width="20px", height="26px", margin="1px", padding="0px")
         self.bits = [ipywidgets.ToggleButton(layout=layout) for _ in COLOURS]
         self.answer = ipywidgets.HTML()
-        self.busy = False
-        super().__init__([ipywidgets.HBox([self.number, self.format, self.rounding]), self._row(), self.answer])
+        self.busy = False  # a change is being shown, and is not another one
+        groups = [self.bits[:1], self.bits[1:9], self.bits[9:]]
+        apart = ipywidgets.Layout(margin="0 6px 0 0")
+        row = ipywidgets.HBox([ipywidgets.HBox(group, layout=apart) for group in groups])
+        super().__init__([ipywidgets.HBox([self.number, self.format, self.rounding]), row, self.answer])
         self.number.observe(self._typed, "value")
         for widget in (self.format, self.rounding):
-            widget.observe(lambda _: self._show(), "value")
+            widget.observe(self._show, "value")
         for bit in self.bits:
             bit.observe(self._clicked, "value")
         self._typed()
 
-    def picture(self) -> Any:
+    def picture(self) -> Picture:
         """What stands there without a kernel: the number in all formats."""
         return bits(self.x)
-
-    def _row(self) -> Any:
-        parts = [self.bits[:1], self.bits[1:9], self.bits[9:]]
-        return ipywidgets.HBox([ipywidgets.HBox(part, layout=ipywidgets.Layout(margin="0 6px 0 0")) for part in parts])
 
     def _typed(self, _: Any = None) -> None:
         """A number was typed: show its bits."""
@@ -96,14 +105,13 @@ class BitExplorer(Explorer):
             return
         self.busy = True
         pattern = int("".join("1" if bit.value else "0" for bit in self.bits), 2)
-        signed = pattern - (1 << 32) if pattern >> 31 else pattern
-        self.x = torch.tensor([signed], dtype=torch.int32).view(torch.float32).item()
+        (self.x,) = struct.unpack("f", struct.pack("I", pattern))
         if math.isfinite(self.x):  # infinity and NaN are no numbers that a page could be sent
             self.number.value = self.x
         self.busy = False
         self._show()
 
-    def _show(self) -> None:
+    def _show(self, _: Any = None) -> None:
         for bit, colour in zip(self.bits, COLOURS, strict=True):
             bit.description = "1" if bit.value else "0"
             bit.style.button_color = colour if bit.value else "white"
@@ -121,14 +129,17 @@ class BitExplorer(Explorer):
 def slice_explorer(landscape: Landscape) -> SliceExplorer:
     """The loss along a line through a network's weights, which a slider turns from the steepest way down to that up.
 
-    `landscape` is from `gpulab.landscape`. In a notebook that no kernel runs, the slice along the steepest way down
-    stands there instead.
+    In a notebook that no kernel runs, the slice along the steepest way down stands there instead.
 
-    >>> import gpulab
-    >>> layer = torch.nn.Linear(3, 1)
-    >>> around = gpulab.landscape(layer, torch.nn.functional.mse_loss, (torch.randn(9, 3), torch.randn(9, 1)))
-    >>> explorer = slice_explorer(around)
-    >>> explorer.angle.value = 90
+    Args:
+        landscape: From `gpulab.landscape`.
+
+    Examples:
+        >>> import gpulab
+        >>> layer = torch.nn.Linear(3, 1)
+        >>> around = gpulab.landscape(layer, torch.nn.functional.mse_loss, (torch.randn(9, 3), torch.randn(9, 1)))
+        >>> explorer = slice_explorer(around)
+        >>> explorer.angle.value = 90
     """
     return SliceExplorer(landscape)
 
@@ -146,7 +157,7 @@ class SliceExplorer(Explorer):
             slider.observe(self._show, "value")
         self._show()
 
-    def picture(self) -> Any:
+    def picture(self) -> Picture:
         """What stands there without a kernel: the slice that the sliders ask for."""
         return landscape_slice(self.landscape, self.angle.value, self.reach.value * self.landscape.extent)
 

@@ -1,17 +1,24 @@
-"""Figures, one visual language for all notebooks: drawn from data frames, reports and runs only.
+"""Figures, one visual language for all notebooks: from finished results only.
 
-`style` holds that language; each of the other files draws one kind of thing.
+`style` holds that language; `runs`, `decisions`, `instruments` and `pictures` draw what their names say.
 """
 
-from gpulab.plots.comparisons import curves, differences, losses
-from gpulab.plots.curvature import curvature_over_time, index_against_loss, spectra
-from gpulab.plots.devices import roofline
-from gpulab.plots.estimates import estimation
-from gpulab.plots.floating import bits, growth, sums
+from gpulab.plots.decisions import changes, estimation
+from gpulab.plots.instruments import (
+    audit,
+    bits,
+    curvature_over_time,
+    escape_law,
+    escape_paths,
+    index_against_loss,
+    landscape_slice,
+    roofline,
+    saddle_surface,
+    spectra,
+    sums,
+)
 from gpulab.plots.pictures import frames, predictions, reconstructions, sample
-from gpulab.plots.saddles import escape_law, escape_paths, landscape_slice, saddle_surface
-from gpulab.plots.searches import changes
-from gpulab.plots.steps import audit
+from gpulab.plots.runs import curves, differences, growth, losses
 from gpulab.plots.style import colour, save
 from gpulab.report import Picture
 

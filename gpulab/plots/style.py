@@ -1,25 +1,31 @@
 """The one visual language of all figures: colours, what is filled or hollow, axes and their keys.
 
 A setting has the same colour everywhere, CPU settings in one family and GPU settings in another.
-Runs made here are filled, recorded ones hollow. Every seed is a point.
+Runs made here are filled, recorded ones hollow, emulated ones dashed. Every seed is a point.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from gpulab.report import Picture
+from gpulab.settings import Setting
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.axis import XAxis, YAxis
 
 # Okabe and Ito's palette, safe for colour-blind readers: blues and greens compute on CPUs.
 CPU_COLOURS = {
@@ -41,11 +47,54 @@ GPU_COLOURS = {
 }
 OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77", "#CC6677")
 INK, FAINT = "#222222", "#999999"
+ON_CPU, ON_GPU = CPU_COLOURS["cpu"], GPU_COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
+Look = dict[str, Any]  # how matplotlib is to draw a thing
+BESIDE: Look = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}  # right of the axes
+METRIC_LABELS = {
+    "final_loss": "final loss (mean squared error per frame)",
+    "heldout_loss": "held-out loss (mean squared error per frame)",
+    "loss": "loss (mean squared error per frame)",
+}
 
 
 def save(picture: Picture, file: str | Path) -> None:
     """Write a picture to a PNG file."""
     picture.save(file)
+
+
+# --- figures ---------------------------------------------------------------------------------------------
+
+
+def canvas(panels: int, height: float, share_rows: bool = False) -> tuple[Figure, Sequence[Axes]]:
+    """A figure as wide as a page, `height` in inches, with panels side by side."""
+    with sns.axes_style("ticks"):
+        figure = Figure(figsize=(7.2, height), layout="constrained")
+        axes = figure.subplots(1, panels, squeeze=False, sharey=share_rows)[0]
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def grid(rows: int, columns: int, height: float) -> tuple[Figure, np.ndarray]:
+    """A figure as wide as a page, `height` in inches, with places for pictures in rows and no axes."""
+    figure = Figure(figsize=(7.2, height), layout="constrained")
+    places = figure.subplots(rows, columns, squeeze=False)
+    for axes in places.flat:
+        axes.set_axis_off()
+    return figure, places
+
+
+def finished(
+    figure: Figure, title: str, alt: str, keys: Iterable[Artist] = (), columns: int = 2, size: float = 8
+) -> Picture:
+    """The figure with its title above, its keys below in so many columns, and its text alternative."""
+    figure.suptitle(title, fontsize=10)
+    if keys := list(keys):
+        figure.legend(handles=keys, fontsize=size, frameon=False, loc="outside lower center", ncols=columns)
+    return Picture(figure, alt)
+
+
+# --- colours and marks -----------------------------------------------------------------------------------
 
 
 def colour(setting: str) -> str:
@@ -57,37 +106,13 @@ def colour(setting: str) -> str:
     return others[zlib.crc32(setting.encode()) % len(others)]
 
 
-def canvas(panels: int, height: float, share_rows: bool = False) -> tuple[Figure, Sequence[Axes]]:
-    """A figure as wide as a page, `height` in inches, with one or two panels side by side."""
-    with sns.axes_style("ticks"):
-        figure = Figure(figsize=(7.2, height), layout="constrained")
-        axes = figure.subplots(1, panels, squeeze=False, sharey=share_rows)[0]
-    for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def points(axes: Axes, x: Any, y: Any, setting: str, recorded: bool) -> None:
-    """Points of one setting: filled for runs made here, hollow for recorded ones."""
-    tint = colour(setting)
-    face = "white" if recorded else tint
-    axes.scatter(x, y, s=30, color=face, edgecolors=tint, linewidths=1.2, zorder=3, alpha=0.9)
-
-
-def key(figure: Figure, frame: pd.DataFrame, line: bool = False) -> None:
-    """A legend below the panels: what is hollow, or which colour is which setting."""
-    from matplotlib.lines import Line2D
-
-    if line:
-        handles = [Line2D([], [], color=colour(setting), label=setting) for setting in setting_order(frame)]
-    else:
-        handles = []
-        for recorded in sorted(frame.recorded.unique()):
-            machines = ", ".join(sorted(frame[frame.recorded == recorded].machine.unique()))
-            label = f"recorded on {machines}" if recorded else f"made here, on {machines}"
-            face = "white" if recorded else FAINT
-            handles.append(Line2D([], [], ls="", marker="o", markeredgecolor=INK, markerfacecolor=face, label=label))
-    figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=4 if line else 1)
+def level_colours(factor: str, levels: Sequence[Any]) -> dict[Any, str]:
+    """A colour for each level of a factor: a setting's own, or one after the other."""
+    if factor == "setting":
+        return {level: colour(str(level)) for level in levels}
+    palette = [*CPU_COLOURS.values(), *GPU_COLOURS.values(), *OTHER_CPU, *OTHER_GPU]
+    palette.insert(1, palette.pop(4))  # the first two stand far apart
+    return {level: palette[place % len(palette)] for place, level in enumerate(levels)}
 
 
 def setting_order(frame: pd.DataFrame) -> list[str]:
@@ -96,27 +121,101 @@ def setting_order(frame: pd.DataFrame) -> list[str]:
     return sorted(frame.setting.unique(), key=lambda s: (known.index(s) if s in known else len(known), s))
 
 
+def dashes(setting: str) -> str:
+    """The line of a setting: dashed where it is emulated."""
+    return "--" if Setting.parse(setting).emulated else "-"
+
+
+def is_recorded(frame: pd.DataFrame) -> pd.Series:
+    """Which rows were recorded elsewhere; none where the frame does not say."""
+    return frame.get("recorded", pd.Series(False, frame.index)).astype(bool)
+
+
+def points(axes: Axes, x: Any, y: Any, tint: str, hollow: bool = False, **look: Any) -> None:
+    """Points of one colour: filled for what was made here, hollow for what was recorded."""
+    face = "white" if hollow else tint
+    axes.scatter(x, y, **{"s": 30, "color": face, "edgecolors": tint, "linewidths": 1.2, "zorder": 3, **look})
+
+
+# --- keys ------------------------------------------------------------------------------------------------
+
+
+def key(label: str, **look: Any) -> Line2D:
+    """A line, or with `ls=""` and a `marker` a point, and what it means."""
+    return Line2D([], [], label=label, **look)
+
+
+def point_key(label: str, hollow: bool = False, **look: Any) -> Line2D:
+    """A grey point, or a hollow one."""
+    face = "white" if hollow else FAINT
+    return key(label, **{"ls": "", "marker": "o", "markeredgecolor": INK, "markerfacecolor": face, **look})
+
+
+def margin_key(margin: float) -> Patch:
+    """The band of a margin."""
+    return Patch(color=FAINT, alpha=0.3, lw=0, label=f"margin, ±{margin:.2g}")
+
+
+def setting_keys(frame: pd.DataFrame, **look: Any) -> list[Line2D]:
+    """Which colour is which setting."""
+    return [key(s, **{"color": colour(s), "ls": dashes(s), **look}) for s in setting_order(frame)]
+
+
+def origin_keys(
+    frame: pd.DataFrame, here: str = "made here, on ", elsewhere: str = "recorded on ", **look: Any
+) -> Iterator[Line2D]:
+    """What is filled and what is hollow, with the machines where it was made."""
+    recorded = is_recorded(frame)
+    for hollow in sorted(recorded.unique()):
+        machines = sorted(set(frame.machine[recorded == hollow].astype(str))) if "machine" in frame else []
+        yield point_key((elsewhere if hollow else here) + ", ".join(machines), hollow, **look)
+
+
+# --- axes ------------------------------------------------------------------------------------------------
+
+
 def metric_label(metric: str) -> str:
     """A metric's name for an axis, with its unit."""
-    names = {
-        "final_loss": "final loss (mean squared error per frame)",
-        "heldout_loss": "held-out loss (mean squared error per frame)",
-        "loss": "loss (mean squared error per frame)",
-    }
-    return names.get(metric, metric)
+    return METRIC_LABELS.get(metric, metric)
+
+
+def plain(value: float, _: Any = None) -> str:
+    """A tick's number, written out."""
+    return f"{value:g}"
+
+
+def with_minus(value: float, _: Any = None) -> str:
+    """A tick's number, with a minus sign as long as a plus."""
+    return f"{value:g}".replace("-", "−")
 
 
 def loss_scale(axes: Axes) -> None:
-    """Logarithmic where the losses span a factor of two or more, with plain numbers at the ticks."""
+    """The vertical axis logarithmic where the losses span a factor of two or more, with plain numbers at the ticks."""
     low, high = axes.dataLim.intervaly
     if not low > 0 or high / low < 2:
         return
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(plain)
     if high / low < 30:
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if _leads(value) else ""))
+        axes.yaxis.set_minor_formatter(lambda value, _: plain(value) if f"{value:.0e}"[0] in "25" else "")
     axes.tick_params(axis="y", which="minor", labelsize=8)
 
 
-def _leads(value: float) -> bool:
-    return f"{value:.0e}"[0] in "25"
+def log_scale(axis: XAxis | YAxis, low: float, high: float, fine: float = 100, numbers: str = "{:,g}") -> None:
+    """Logarithmic where the values span a factor of four or more, with plain numbers at few ticks.
+
+    At 1, 2 and 5 of each decade where they span less than a factor of `fine`.
+    """
+    if not low > 0 or high / low < 4:
+        return
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if high / low < fine else (1.0,)))
+    axis.set_major_formatter(lambda value, _: numbers.format(value))
+    axis.set_minor_locator(NullLocator())
+
+
+def decades(axis: XAxis | YAxis, ticks: int = 9) -> None:
+    """Logarithmic, with at most so many labelled powers of ten."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(LogLocator(10, numticks=ticks))
+    axis.set_minor_formatter(NullFormatter())

@@ -162,14 +162,25 @@ def record_of(run: Any) -> dict[str, Any]:
 
 
 def history(frame: pd.DataFrame) -> pd.DataFrame:
-    """The histories of the runs in a frame, one below the other, each row with the run's columns."""
+    """The histories of the runs in a frame, one below the other, each row with the run's columns.
+
+    `frames_seen` counts the frames, or images, up to the end of the row's window.
+    """
     import pandas as pd
 
-    packed = {path: records.packed_histories(Path(path)) for path in set(frame.path) if Path(path).is_file()}
+    recorded: dict[str, dict[str, Any]] = {}  # of files of packed runs, by id
+    histories: dict[str, dict[str, pd.DataFrame]] = {}
+    for path in {path for path in frame.path if Path(path).is_file()}:
+        recorded[path] = {record["id"]: record for record in records.packed_runs(Path(path))}
+        histories[path] = records.packed_histories(Path(path))
     parts = []
     for row in frame.itertuples():
-        part = packed[row.path][row.id] if row.path in packed else read_history(Path(row.path))
-        keys = ("id", "experiment", "profile", "setting", "seed", "recorded", "machine")
+        if row.path in recorded:
+            record, part = recorded[row.path][row.id], histories[row.path][row.id]
+        else:
+            record, part = read_run(Path(row.path))
+        part["frames_seen"] = (part.window + 1) * record["configuration"]["window"]
+        keys = ("id", "experiment", "profile", "setting", "seed", "rerun", "recorded", "machine")
         parts.append(part.assign(**{key: getattr(row, key) for key in keys}))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 

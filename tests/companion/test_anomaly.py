@@ -10,20 +10,29 @@ import gpulab as gl
 from gpulab.companion import anomaly
 
 
-def test_the_forward_losses_agree_and_the_gradient_does_not():
-    (prednet,) = gl.first_window(["cpu"], "prednet", profile="smoke").to_dict("records")
+@pytest.fixture(scope="module")
+def window():
+    return gl.first_window(["cpu"], "prednet", profile="smoke")
+
+
+@pytest.fixture(scope="module")
+def control():
+    return gl.first_window(["cpu"], "autoencoder", profile="smoke")
+
+
+def test_the_forward_losses_agree_and_the_gradient_does_not(window, control):
+    (prednet,), (autoencoder,) = window.to_dict("records"), control.to_dict("records")
     assert prednet["same_losses"] == prednet["losses"] == 19
     assert prednet["gradient_difference"] > 1000 * prednet["rounding"] > 0
-    (control,) = gl.first_window(["cpu"], "autoencoder", profile="smoke").to_dict("records")
-    assert (control["same_losses"], control["gradient_difference"]) == (20, 0)
+    assert (autoencoder["same_losses"], autoencoder["gradient_difference"]) == (20, 0)
 
 
 def test_the_gradient_is_that_of_training():
-    step = gl.FirstWindow("prednet", "copied", seed=3, profile="smoke")
+    step = gl.FirstWindow("prednet", "copied", seed=3, profile="smoke", frames=5)
     computed = step.gradient("cpu")
     model, data = gl.PredNet(channels=(3, 8, 16), size=(24, 32)), gl.load("walk", frames=200, size=(24, 32))
     model.draw_weights(torch.Generator().manual_seed(3))
-    frames = torch.from_numpy(next(data.windows(20)).frames).float().div(255)[:, None]
+    frames = torch.from_numpy(next(data.windows(20)).frames[:5]).float().div(255)[:, None]
     objective, per_frame, _ = model.training_loss(frames, None)
     objective.backward()
     assert torch.allclose(computed.losses, per_frame.double(), rtol=1e-6)
@@ -33,7 +42,7 @@ def test_the_gradient_is_that_of_training():
 
 def test_the_audit_names_the_overwritten_frame():
     traces = [
-        gl.record(gl.FirstWindow("prednet", loader, profile="smoke", frames=4), label=loader, progress=False)
+        gl.record(gl.FirstWindow("prednet", loader, profile="smoke", frames=3), label=loader, progress=False)
         for loader in ("copied", "reused")
     ]
     report = gl.audit(*traces)
@@ -55,26 +64,23 @@ WORSE = [2 * loss for loss in COPIED[:-1]] + [0.15]
 
 
 def test_three_questions_are_asked():
-    judged = gl.anomaly_verdicts(pd.concat([runs("copied", COPIED), runs("reused", WORSE)]), plateau=0.05)
-    assert list(judged) == list(anomaly.METRICS)
-    assert judged[anomaly.METRICS[1]].table.difference[0] == 0
-    learned = judged[anomaly.METRICS[2]]
+    verdicts = gl.anomaly_verdicts(pd.concat([runs("copied", COPIED), runs("reused", WORSE)]), plateau=0.05)
+    assert list(verdicts) == list(anomaly.METRICS)
+    assert verdicts[anomaly.METRICS[1]].table.difference[0] == 0
+    learned = verdicts[anomaly.METRICS[2]]
     assert learned.table.seeds[0] == 7, "the seed on the plateau did not learn"
     assert learned.decision == "different"
 
 
-def test_a_seed_that_learned_one_way_only_counts_among_those_that_did_not():
-    lost = [*WORSE[:6], 0.2, 0.15]
-    judged = gl.anomaly_verdicts(pd.concat([runs("copied", COPIED), runs("imitated", lost)]), plateau=0.05)
-    assert judged[anomaly.METRICS[1]].table.difference[0] == pytest.approx(1 / 8)
-    assert judged[anomaly.METRICS[2]].table.seeds[0] == 6
-
-
-def test_a_diverged_run_did_not_learn():
-    diverged = runs("reused", [math.nan, *WORSE[1:]])
-    diverged.loc[0, "status"] = "diverged"
-    judged = gl.anomaly_verdicts(pd.concat([runs("copied", COPIED), diverged]), plateau=0.05)
-    assert judged[anomaly.METRICS[1]].table.difference[0] == pytest.approx(1 / 8)
+@pytest.mark.parametrize(
+    ("loader", "losses"), [("imitated", [*WORSE[:6], 0.2, 0.15]), ("reused", [math.nan, *WORSE[1:]])]
+)
+def test_a_seed_that_learned_one_way_only_or_diverged_did_not_learn(loader, losses):
+    other = runs(loader, losses)
+    other["status"] = other.final_loss.isna().map({True: "diverged", False: "finished"})
+    verdicts = gl.anomaly_verdicts(pd.concat([runs("copied", COPIED), other]), plateau=0.05)
+    assert verdicts[anomaly.METRICS[1]].table.difference[0] == pytest.approx(1 / 8)
+    assert verdicts[anomaly.METRICS[2]].table.seeds[0] == 6
 
 
 @pytest.mark.parametrize("loaders", [("copied",), ("window", "reused"), ("copied", "reused", "imitated")])
@@ -84,20 +90,27 @@ def test_other_loaders_are_refused_by_name(loaders):
         gl.anomaly_verdicts(frame, plateau=0.05)
 
 
-def test_the_finding_follows_from_the_tables():
-    window = gl.first_window(["cpu"], "prednet", profile="smoke")
+def test_the_finding_follows_from_the_tables(window, control):
     table = gl.anomaly_table(pd.concat([runs("copied", COPIED), runs("reused", WORSE)]))
-    told = gl.anomaly_finding(window, table)
-    assert "19 of 19 forward losses have the same bits; the gradient is off" in told
-    assert "final loss of the seeds that learned: different at speed 1 (+100%, higher in 7 of 7 pairs)" in told
-    assert "computes a wrong gradient" in told
-    assert "is not known" in told
-    control = gl.first_window(["cpu"], "autoencoder", profile="smoke")
+    text = gl.anomaly_finding(window, table)
+    assert "19 of 19 forward losses have the same bits; the gradient is off" in text
+    assert "final loss of the seeds that learned: different at speed 1 (+100%, higher in 7 of 7 pairs)" in text
+    assert "computes a wrong gradient" in text
+    assert "is not known" in text
     same = pd.concat([runs("copied", COPIED, weights="w"), runs("reused", COPIED, weights="w")])
-    told = gl.anomaly_finding(control, gl.anomaly_table(same))
-    assert "agrees to the last bit" in told
-    assert "the same bits in 8 of 8 pairs" in told
-    assert "wrong gradient" not in told
+    text = gl.anomaly_finding(control, gl.anomaly_table(same))
+    assert "agrees to the last bit" in text
+    assert "the same bits in 8 of 8 pairs" in text
+    assert "wrong gradient" not in text
+
+
+def test_the_figure_counts_the_pairs_that_shared_memory_made_worse():
+    picture = gl.companion.shared_memory(
+        pd.concat([runs("copied", COPIED), runs("reused", WORSE)]).assign(device="cpu")
+    )
+    assert picture.figure._suptitle.get_text() == (
+        "Sharing memory gave the higher loss in 7 of 8 pairs of the same seed"
+    )
 
 
 def test_recorded_runs_answer_for_both_sizes():

@@ -20,7 +20,10 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def here(store):
-    return gl.Experiment("whitener", [CPU, TF32], 6, "smoke", store).run(progress=False)
+    for setting in (CPU, TF32):
+        for seed in range(6):
+            gl.train("whitener", setting=setting, seed=seed, profile="smoke", store=store, progress=False)
+    return gl.runs(store)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +81,7 @@ def test_prices_are_medians_between_their_quartiles():
 
 def test_the_finding_says_what_the_numbers_say(here, recorded, store):
     old = here[here.setting == CPU]
-    search = {"learning_rate": [2e-3], "code": [16], "emulate": [None]}
+    search = {"learning_rate": [2e-3], "emulate": [None]}
     found = gl.reproduce(old, search, TF32, margin="1sd", store=store, progress=False)
     text = gl.cards_finding(pd.concat([here, recorded]), gl.recorded_cards_audit(), found)
     assert f"under {CPU}, here: 0 of 6 seeds became NaN" in text
@@ -86,7 +89,7 @@ def test_the_finding_says_what_the_numbers_say(here, recorded, store):
     assert "recorded on NVIDIA H200: 37 of 40 seeds became NaN" in text
     assert "The audit blames mm (forward), reduced precision" in text
     assert "centred under cuda:tf32=on against one-pass under cuda:tf32=off: 40 seeds, 0 became NaN" in text
-    assert "Of 2 retunings of the training 0 gave the old losses back, and of 1 changes of the arithmetic 1" in text
+    assert "Of 1 retunings of the training 0 gave the old losses back, and of 1 changes of the arithmetic 1" in text
 
 
 def test_the_figures_are_small_and_say_what_they_show(spectrum, here, recorded):

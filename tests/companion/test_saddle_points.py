@@ -1,24 +1,22 @@
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 import gpulab as gl
 
 EXACT, TF32 = "cpu:precision=float64", "cpu:emulate=tf32"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def escapes():
-    scales = torch.tensor([2.0, 1.6, 1.2, 0.9])
-    data = torch.randn(60, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scales
-    saddle = gl.linear_autoencoder_saddle(data, [1])
-    tables = [
-        gl.escape_table(saddle, [EXACT], perturbations=[1e-3, 1e-6], progress=False),
-        gl.escape_table(saddle, [EXACT, TF32], seeds=2, progress=False),
-        gl.escape_table(saddle, [EXACT, TF32], batch_sizes=[10], seeds=2, learning_rate=0.02, progress=False),
-    ]
-    return pd.concat([table.table for table in tables], ignore_index=True)
+    """What `gpulab.escape_table` measures: pushed off the saddle, left alone, and trained on minibatches."""
+    pushed = [{"setting": EXACT, "perturbation": size, "steps": size**-0.1} for size in (1e-3, 1e-6)]
+    alone = [{"setting": EXACT, "held": True}, {"setting": TF32, "noise": 1e-4, "steps": 90, "emulated": True}]
+    batched = [row | {"batch_size": 10, "noise": 0.1, "held": False, "steps": 50} for row in alone]
+    rows = [row | {"seed": seed} for row in alone + batched for seed in range(2)] + pushed
+    usual = {"perturbation": 0.0, "batch_size": 0, "recorded": False, "held": False, "emulated": False, "noise": 1e-16}
+    table = pd.DataFrame([{**usual, "expected": 80.0, "steps": np.nan, "seed": 0, **row} for row in rows])
+    return table.assign(left=table.steps.notna())
 
 
 def curvature(shift=0.0):

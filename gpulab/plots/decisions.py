@@ -1,0 +1,262 @@
+"""What was decided: every seed and difference behind a verdict, and what a search for the smallest change tried."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import MaxNLocator
+
+from gpulab.plots.style import (
+    FAINT,
+    INK,
+    Look,
+    Picture,
+    canvas,
+    finished,
+    is_recorded,
+    key,
+    level_colours,
+    log_scale,
+    margin_key,
+    metric_label,
+    origin_keys,
+    points,
+    with_minus,
+)
+from gpulab.report import draw
+from gpulab.stats.verdicts import Verdict
+from gpulab.training.reproduction import WITHIN, Reproduction
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+GREEN, RED = "#117733", "#CC3311"  # of no setting: colours here say how a change was judged
+# how a trial is drawn: colour, marker, size
+LOOKS: dict[str, tuple[str, str, float]] = {
+    "confirmed on fresh seeds": (GREEN, "*", 190),
+    "equivalent, not confirmed": (GREEN, "o", 42),
+    "inconclusive": (FAINT, "s", 30),
+    "different": (RED, "D", 30),
+    "pruned": (RED, "v", 24),
+    "diverged": (RED, "x", 40),
+    "failed": (INK, "+", 50),
+}
+
+
+@draw.register
+def estimation(verdict: Verdict) -> Picture:
+    """An estimation plot: every seed, and beside it the paired differences.
+
+    Left, the metric of each seed under each level, the same seed joined by a thin line; diverged runs
+    are crosses at the right edge. Right, the differences from the reference in standard deviations
+    between seeds (in the metric's units where there is no such spread), their mean with its BCa
+    interval, and the margin as a band; the axis is linear around zero and logarithmic outside where
+    the differences are much smaller than the margin.
+
+    Args:
+        verdict: From `gpulab.verdict`.
+
+    References:
+        Gardner, Altman 1986, *Confidence intervals rather than P values* (BMJ 292).
+    """
+    factor, block, table = verdict.factor, verdict.block, verdict.table
+    levels = [verdict.reference, *table[factor]]
+    rows = {level: row for row, level in enumerate(levels)}
+    tints = level_colours(factor, levels)
+    blocks = sorted(verdict.runs[block].unique())
+    # how far above or below its row a seed is drawn, the same in every row
+    aside = dict(zip(blocks, np.linspace(-0.2, 0.2, len(blocks)) if len(blocks) > 1 else [0.0], strict=True))
+    dots: Look = {"s": 20 if len(blocks) <= 40 else 5, "linewidths": 1.0, "alpha": 0.9}
+    figure, (left, right) = canvas(2, height=1.9 + 0.4 * len(levels), share_rows=True)
+
+    runs = verdict.runs.assign(recorded=is_recorded(verdict.runs))
+    runs["height"] = runs[factor].map(rows) + runs[block].map(aside)
+    diverged = runs.status == "diverged"
+    metric = runs[verdict.metric]
+    if not diverged.all():
+        low, high = metric[~diverged].min(), metric[~diverged].max()
+        left.xaxis.set_major_locator(MaxNLocator(4))
+        if (low, high) == (0, 1):
+            left.set_xticks([0, 1])
+        log_scale(left.xaxis, low, high, fine=30, numbers="{:g}")
+    for _, seed in runs[~diverged].sort_values("height").groupby(block):
+        left.plot(metric[seed.index], seed.height, color=FAINT, lw=0.5, alpha=0.7, zorder=1)
+    for (level, recorded), some in runs[~diverged].groupby([factor, "recorded"]):
+        points(left, metric[some.index], some.height, tints[level], recorded, **dots)
+    for level, some in runs[diverged].groupby(factor):
+        edge: Look = {"marker": "x", "s": 24, "transform": left.get_yaxis_transform(), "zorder": 4}
+        left.scatter(np.full(len(some), 0.97), some.height, color=tints[level], **edge)
+    if diverged.any():
+        left.margins(x=0.12)  # room for the crosses
+    left.set_xlabel(metric_label(verdict.metric), fontsize=8)
+    left.set_yticks(range(len(levels)), [_broken(str(level)) for level in levels], fontsize=8)
+    left.set_ylim(len(levels) - 0.5, -0.5)
+
+    unit = verdict.between_seeds if verdict.between_seeds > 0 else 1.0
+    margin = float(table.margin.iloc[0]) if len(table) else np.nan
+    if margin == margin:
+        right.axvspan(-margin / unit, margin / unit, color=FAINT, alpha=0.18, lw=0, zorder=0)
+    right.axvline(0, color=INK, lw=0.8, zorder=1)
+    hollow = dict(zip(runs[factor], runs.recorded, strict=True))
+    pairs = verdict.pairs[verdict.pairs.difference.notna()]
+    for row in table.to_dict("records"):
+        level = row[factor]
+        some, place = pairs[pairs[factor] == level], rows[level]
+        heights = place - 0.08 + 0.8 * some[block].map(aside)
+        points(right, some.difference / unit, heights, tints[level], hollow[level], **dots)
+        right.plot([row["low"] / unit, row["high"] / unit], [place + 0.33] * 2, color=INK, lw=1.8, zorder=4)
+        right.plot([row["difference"] / unit], [place + 0.33], marker="D", ms=4, color=INK, zorder=5)
+    _difference_scale(right, np.abs(pairs.difference.to_numpy(float)) / unit, margin / unit)
+    unit_name = f"sd between {block}s" if verdict.between_seeds > 0 else metric_label(verdict.metric)
+    right.set_xlabel(f"difference from {verdict.reference} ({unit_name})", fontsize=8)
+    right.tick_params(axis="y", left=False)
+    right.spines["left"].set_visible(False)
+    for axes in (left, right):
+        axes.tick_params(axis="x", labelsize=8)
+
+    on = " on " if "machine" in runs else ""
+    keys: list[Any] = [*origin_keys(runs, f"a {block}, made here{on}", f"a {block}, recorded{on}", ms=5)]
+    if diverged.any():
+        keys.append(key("diverged", ls="", marker="x", color=INK, ms=5))
+    keys.append(key(f"mean, {1 - verdict.alpha:.0%} interval", color=INK, marker="D", ms=4, lw=1.8))
+    if len(table):
+        keys.append(margin_key(margin))
+    headline = _decided(verdict)
+    alt = (
+        f"{verdict.metric} of each {block} under {', '.join(map(str, levels))}, and the differences from "
+        f"{verdict.reference} with intervals and the margin. {headline}."
+    )
+    return finished(figure, headline, alt, keys)
+
+
+def _difference_scale(axes: Axes, sizes: np.ndarray, margin: float) -> None:
+    """Linear; where the typical difference is under a hundredth of the widest thing shown, symlog."""
+    widest = np.nanmax([*sizes, margin, 0.0])
+    moved = sizes[sizes > 0]
+    if not widest > 0:
+        return
+    axes.set_xlim(-1.15 * widest, 1.15 * widest)
+    if not len(moved) or np.median(moved) > 0.01 * widest:
+        axes.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
+        return
+    first, last = (int(np.floor(np.log10(size))) for size in (np.quantile(moved, 0.25), widest))
+    axes.set_xscale("symlog", linthresh=10.0**first, linscale=0.5 + 0.3 * (last - first))
+    axes.set_xlim(-2 * widest, 2 * widest)
+    powers = np.unique([last, first])
+    labels = [f"$10^{{{power}}}$" for power in powers]
+    axes.set_xticks([*-(10.0**powers), 0, *10.0**powers], [*(f"−{label}" for label in labels), "0", *labels])
+    axes.minorticks_off()
+
+
+def _broken(label: str, width: int = 18) -> str:
+    """A long level on two lines, broken after a colon or comma."""
+    return label if len(label) <= width else re.sub(r"^([^:]*:|.{1,18}[,\s])", r"\1\n", label, count=1)
+
+
+def _decided(verdict: Verdict) -> str:
+    """The title: how many levels came to which decision."""
+    decisions = verdict.decisions
+    if not decisions:
+        return f"Only {verdict.reference}: nothing to compare with"
+    if len(decisions) == 1:
+        ((level, decision),) = decisions.items()
+        return f"{level} against {verdict.reference}: {decision}"
+    counts = pd.Series(list(decisions.values())).value_counts()
+    return f"Against {verdict.reference}: " + ", ".join(f"{n} {decision}" for decision, n in counts.items())
+
+
+@draw.register
+def changes(reproduction: Reproduction) -> Picture:
+    """Each change that a search tried, by its distance from the original, and the difference that it left.
+
+    Differences are from the target and in margins, linear inside the margin (the band) and logarithmic far
+    outside, with their intervals. Trials without any difference, because the runs diverged or failed, stand
+    at the top.
+
+    Args:
+        reproduction: From `gpulab.reproduce`.
+    """
+    table = reproduction.table.assign(look=[_look(row) for row in reproduction.table.to_dict("records")])
+    widest = max(1.0, table.distance.max())
+    alike = table.groupby(table.distance.round(2))  # changes of one distance stand beside each other
+    middle = (alike.look.transform("size") - 1) / 2
+    table["place"] = table.distance + 0.02 * widest * (alike.cumcount() - middle)
+    measures = ["difference", "low", "high"]
+    table[measures] = table[measures].astype(float) / reproduction.margin
+    lost = table.difference.isna() | table.look.isin(["diverged", "failed"])
+
+    figure, (axes,) = canvas(1, height=3.9)
+    axes.axhspan(-1, 1, color=FAINT, alpha=0.18, lw=0, zorder=0)
+    axes.axhline(0, color=INK, lw=0.8, zorder=1)
+    for look, some in table.groupby("look"):
+        tint, marker, size = LOOKS[str(look)]
+        dots: Look = {"c": tint, "marker": marker, "s": size, "zorder": 3}
+        drawn, top = some[~lost[some.index]], some[lost[some.index]]
+        axes.plot([drawn.place] * 2, [drawn.low, drawn.high], color=tint, lw=1.2, zorder=2)
+        axes.scatter(drawn.place, drawn.difference, **dots)
+        axes.scatter(top.place, np.full(len(top), 0.97), transform=axes.get_xaxis_transform(), **dots)
+    for row in table[(table.distance == 0) | (table.index == reproduction.chosen)].itertuples():
+        left, top = row.distance > table.distance.max() / 2, lost[row.Index]
+        axes.annotate(
+            row.changes if row.distance else "nothing changed",
+            (row.place, 0.97 if top else row.difference),
+            (-8 if left else 8, -12 if top else 9),
+            xycoords=axes.get_xaxis_transform() if top else "data",
+            textcoords="offset points",
+            ha="right" if left else "left",
+            va="center",
+            fontsize=8,
+            zorder=5,
+        )
+    _margin_scale(axes, table.loc[~lost, measures].to_numpy())
+    axes.set_xticks(MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(0, widest))
+    axes.set_xlim(-0.12 * widest, 1.15 * widest)
+    axes.set_xlabel("distance of the change from the original (0: nothing changed)", fontsize=9)
+    axes.set_ylabel("difference from the target, in margins", fontsize=9)
+
+    if reproduction.best is None:
+        headline = "No change gives the old losses again"
+    else:
+        words = table.changes[reproduction.chosen] if reproduction.best else "Nothing changed"
+        doubt = "" if reproduction.confirmed else ", but fresh seeds do not confirm it"
+        headline = f"{words}: the old losses again{doubt}"
+    headline += f" ({len(table)} tried)"
+    alt = (
+        f"Distance of {len(table)} changes from the original against the difference in {reproduction.metric} from "
+        f"{reproduction.target} that each left under {reproduction.setting}, with the margin as a band. {headline}."
+    )
+    keys = [
+        key(f"{look} ({count})", ls="", color=tint, marker=marker, ms=size**0.5 * 0.9)
+        for look, (tint, marker, size) in LOOKS.items()
+        if (count := int((table.look == look).sum()))
+    ]
+    return finished(figure, headline, alt, [*keys, margin_key(reproduction.margin)], columns=4)
+
+
+def _look(row: dict[str, Any]) -> str:
+    if row["state"] == "failed":
+        return "failed"
+    if row["diverged"]:
+        return "diverged"
+    if row["confirmed"]:
+        return "confirmed on fresh seeds"
+    if row["state"] == "pruned":
+        return "pruned"
+    return "equivalent, not confirmed" if row["decision"] in WITHIN else row["decision"]
+
+
+def _margin_scale(axes: Axes, ends: np.ndarray) -> None:
+    """Linear where nothing is further than four margins, else linear inside one margin and logarithmic beyond."""
+    widest = max(1.0, np.nanmax(np.abs(ends), initial=0.0))
+    if widest > 4:
+        axes.set_yscale("symlog", linthresh=1.0, linscale=0.8)
+        axes.set_ylim(-3 * widest, 3 * widest)
+        powers = [10.0**n for n in range(int(np.ceil(np.log10(3 * widest))))][-3:]
+        axes.set_yticks([*(-power for power in reversed(powers)), 0, *powers])
+    else:
+        axes.set_ylim(-1.3 * widest, 1.4 * widest)
+    axes.yaxis.set_major_formatter(with_minus)
+    axes.minorticks_off()

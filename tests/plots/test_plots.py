@@ -1,0 +1,150 @@
+"""What figures say and show, drawn from tables made by hand."""
+
+import io
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+import gpulab as gl
+from gpulab.plots import style
+
+SETTINGS = ("cpu", "cuda:tf32=on", "cpu:threads=1,emulate=tf32")
+
+
+@pytest.fixture
+def runs():
+    """Eight seeds from 0.1 to 0.8; the third setting moves each by a hundredth, and one run diverged."""
+    rows = [
+        {"setting": setting, "seed": seed, "final_loss": 0.1 * (seed + 1) * (1 + 0.01 * number), "status": "finished"}
+        | {"recorded": setting.startswith("cuda"), "machine": setting[:4], "weights": f"{seed}{number // 2}"}
+        for number, setting in ((0, SETTINGS[0]), (0, SETTINGS[1]), (1, SETTINGS[2]))
+        for seed in range(8)
+    ]
+    return pd.DataFrame(rows).assign(experiment="prednet", profile="smoke", protocol="p", rerun=0)
+
+
+def title(picture):
+    return picture.figure._suptitle.get_text()
+
+
+def words(picture):
+    return [text.get_text() for legend in picture.figure.legends for text in legend.get_texts()]
+
+
+def test_losses_join_the_seeds(runs):
+    runs.loc[0, ["final_loss", "status"]] = np.nan, "diverged"
+    picture = gl.plots.losses(runs)
+    (axes,) = picture.figure.axes
+    assert len(axes.lines) == 8
+    assert title(picture) == "From seed to seed the loss varies up to 8.0-fold; along a line it hardly moves"
+    assert "1 diverged" in {text.get_text() for text in axes.texts}
+    assert words(picture) == ["made here, on cpu, cpu:", "recorded on cuda"]
+    assert axes.get_yscale() == "log"
+    assert title(gl.plots.losses(runs, title="Mine")) == "Mine"
+    with pytest.raises(gl.UsageError, match="the frame mixes"):
+        gl.plots.losses(pd.concat([runs, runs.assign(experiment="autoencoder")]))
+
+
+def test_differences_are_those_of_the_verdict(runs):
+    again = runs[runs.setting == "cpu"].assign(rerun=1)
+    verdict = gl.verdict(pd.concat([runs, again]), reference="cpu")
+    picture = gl.plots.differences(verdict)
+    (axes,) = picture.figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == [*SETTINGS[1:], "cpu again", "one seed against another"]
+    assert title(picture) == f"The largest change of setting is {verdict.ratio:.2g} of the spread between seeds"
+    same, moved = (axes.collections[place].get_offsets()[:, 0] for place in (0, 1))
+    assert len(set(same)) == 1
+    assert same[0] < moved.min(), "what is exactly the same stands at the left edge"
+    assert np.allclose(np.sort(moved), 0.001 * np.arange(1, 9))
+    one = runs[runs.seed == 0].assign(loader=runs.setting)
+    assert (
+        title(gl.plots.differences(gl.verdict(one, factor="loader", reference="cpu")))
+        == "One seed has no spread to compare with"
+    )
+
+
+def test_curves_leave_reruns_out():
+    history = pd.DataFrame({"loss": [0.4, 0.2, 0.1], "frames_seen": [20, 40, 60]}).assign(
+        experiment="prednet", setting="cpu", seed=0, rerun=0, id="a", recorded=False, machine="m"
+    )
+    more = [history.assign(id="b", seed=1, loss=history.loss / 2), history.assign(id="c", rerun=1)]
+    picture = gl.plots.curves(pd.concat([history, *more]), baseline=0.3, baseline_label="repeating")
+    (axes,) = picture.figure.axes
+    assert [list(line.get_xdata()) for line in axes.lines[:2]] == [[20, 40, 60]] * 2
+    assert title(picture) == "1 settings × 2 seeds: the runs end 2.0-fold apart"
+    assert axes.get_xlabel() == "frames seen"
+
+
+def test_the_roofline_names_the_least_used_layer():
+    frame = gl.recorded_rooflines()
+    here = frame[frame.machine == frame.machine.iloc[0]].drop(columns="machine")
+    for table in (here, pd.concat([here, frame])):
+        picture = gl.plots.roofline(table)
+        named = table.assign(setting=table.get("machine", pd.Series("", table.index)).fillna("") + table.setting)
+        least = gl.bounds(named).sort_values("reached").iloc[0]
+        assert title(picture) == f"The least used: {least.operation} reaches {least.reached:.1%} of its ceiling"
+
+
+@pytest.mark.parametrize("x", [0.1, -3.0, 3e38, 1e-45])
+def test_bits_have_a_box_each(x):
+    (axes,) = gl.plots.bits(x).figure.axes
+    assert len(axes.patches) == 32 + 19 + 16 + 16 + 8 + 8
+
+
+def test_named_sums_are_marked():
+    x = torch.rand(100, generator=torch.Generator().manual_seed(0))
+    table = gl.summation(x)
+    picture = gl.plots.sums(gl.shuffled_sums(x), table)
+    (axes,) = picture.figure.axes
+    labels = ", ".join(text.get_text().strip() for text in axes.texts)
+    assert sorted(labels.split(", ")) == sorted(", ".join(table.order[table.order != "exact"]).split(", "))
+
+
+def test_frames_are_shown_in_two_rows():
+    picture = gl.plots.frames(gl.load("walk", frames=100, size=(24, 32)), count=7, every=10)
+    assert [len(axes.images) for axes in picture.figure.axes] == [1] * 7 + [0]
+    assert len(picture.png()) < 100_000
+
+
+def test_predictions_and_reconstructions_are_shown_beside_what_they_should_be():
+    for net, rows in (("prednet", 4), ("autoencoder", 3)):
+        run = gl.train(net, setting="cpu", profile="smoke", frames=20, progress=False)
+        picture = gl.plots.sample(run)
+        assert len(picture.figure.axes) == rows * (5 if net == "prednet" else 8)
+        assert "Mean squared error of these" in title(picture)
+
+
+# --- the visual language ---------------------------------------------------------------------------------
+
+
+def test_a_setting_has_one_colour_and_dashes_where_it_is_emulated(runs):
+    assert gl.plots.colour("cpu:threads=3") == gl.plots.colour("cpu:threads=3") in style.OTHER_CPU
+    assert gl.plots.colour("cuda:tf32=off") == style.ON_GPU
+    assert [style.dashes(setting) for setting in SETTINGS] == ["-", "-", "--"]
+    assert style.setting_order(runs) == [SETTINGS[0], SETTINGS[2], SETTINGS[1]]
+    levels = style.level_colours("loader", range(30))
+    assert levels[0] != levels[1]
+    assert len(levels) == 30
+
+
+@pytest.mark.parametrize(("low", "high", "scale"), [(0.0, 9.0, "linear"), (1.0, 3.0, "linear"), (1.0, 9.0, "log")])
+def test_an_axis_is_logarithmic_where_ratios_matter(low, high, scale):
+    _, (axes,) = style.canvas(1, height=2)
+    style.log_scale(axes.xaxis, low, high)
+    assert axes.get_xscale() == scale
+    axes.plot([0, 1], [low, high])
+    style.loss_scale(axes)
+    assert axes.get_yscale() == ("log" if low else "linear")
+
+
+def test_a_picture_is_a_small_png_with_words(tmp_path):
+    picture = gl.plots.bits(0.1, ["float32"])
+    gl.plots.save(picture, tmp_path / "new" / "bits.png")
+    assert Image.open(tmp_path / "new" / "bits.png").mode == "P"
+    assert Image.open(io.BytesIO(picture.png())).width > 600
+    bundle, about = picture._repr_mimebundle_()
+    assert about["image/png"]["alt"] == bundle["text/plain"] == picture.alt
