@@ -9,32 +9,34 @@ import pandas as pd
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from gpulab.plots.style import CPU_COLOURS, FAINT, GPU_COLOURS, INK, Picture, canvas, colour, setting_order
+from gpulab.report import draw
+from gpulab.saddles.escapes import EscapeTable
+from gpulab.saddles.landscapes import Surface
 from gpulab.settings import Setting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from gpulab.saddles import CriticalPoint, Landscape, LinearAutoencoderSaddle
+    from gpulab.saddles import Landscape
 
 DOWN, UP = GPU_COLOURS["cuda:tf32=off"], CPU_COLOURS["cpu"]
-GRID = 25  # places along each direction
 FLOOR = 1e-17  # displacements that a logarithmic axis can do without
 
 
-def saddle_surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0) -> Picture:
+@draw.register
+def saddle_surface(surface: Surface) -> Picture:
     """The loss around a saddle, over the directions of the least and of the greatest curvature.
 
-    `extent` is how far to go, in the distance of the weights. On the right, the loss along each of the two, and,
-    dashed, what the curvature at the saddle alone would make of it.
+    `surface` is from `gpulab.saddles.surface`. On the right, the loss along each of the two, and, dashed, what the
+    curvature at the saddle alone would make of it.
     """
-    along = np.linspace(-extent, extent, GRID)
-    across = along * np.sqrt(min(1.0, -saddle.curvature / float(saddle.eigenvalues[-1])))
-    losses = _losses(saddle, along, across)
+    along, across, losses, loss = surface.along, surface.across, surface.losses, surface.loss
+    middle = len(along) // 2
     figure, (left, right) = canvas(2, height=3.7)
     levels = np.quantile(losses, np.linspace(0.02, 0.98, 13))
     filled = left.contourf(along, across, losses, levels=np.unique(levels), cmap="cividis", extend="both")
-    left.contour(along, across, losses, levels=[saddle.loss], colors="white", linewidths=1.2)
+    left.contour(along, across, losses, levels=[loss], colors="white", linewidths=1.2)
     left.plot(0, 0, marker="o", ms=7, color="white", markeredgecolor=INK)
     left.axhline(0, color=DOWN, lw=1.4)
     left.axvline(0, color=UP, lw=1.4)
@@ -43,44 +45,21 @@ def saddle_surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: floa
     bar = figure.colorbar(filled, ax=left, format=FuncFormatter(lambda value, _: f"{value:.3g}"), shrink=0.85)
     bar.ax.tick_params(labelsize=7)
     bar.set_label("loss", fontsize=8)
-    curvatures = (saddle.curvature, float(saddle.eigenvalues[-1]))
-    slices = ((along, losses[GRID // 2], DOWN, "least"), (across, losses[:, GRID // 2], UP, "greatest"))
-    for (places, values, tint, name), curvature in zip(slices, curvatures, strict=True):
+    slices = ((along, losses[middle], DOWN, "least"), (across, losses[:, middle], UP, "greatest"))
+    for (places, values, tint, name), curvature in zip(slices, surface.curvatures, strict=True):
         right.plot(places, values, color=tint, lw=1.6, label=f"along the {name}: {curvature:.2g}")
-        right.plot(places, saddle.loss + curvature * places**2 / 2, color=tint, lw=0.9, ls="--")
-    right.plot(0, saddle.loss, marker="o", ms=7, color="white", markeredgecolor=INK, zorder=5)
-    low, high = losses.min(), losses[[GRID // 2]].max()
-    high = max(high, losses[:, GRID // 2].max())
+        right.plot(places, loss + curvature * places**2 / 2, color=tint, lw=0.9, ls="--")
+    right.plot(0, loss, marker="o", ms=7, color="white", markeredgecolor=INK, zorder=5)
+    low, high = losses.min(), losses[[middle]].max()
+    high = max(high, losses[:, middle].max())
     right.set_ylim(low - 0.08 * (high - low), high + 0.25 * (high - low))
     right.set_xlabel("distance of the weights from the saddle", fontsize=8)
     right.set_ylabel("loss", fontsize=8)
     right.legend(
         fontsize=7.5, frameon=False, loc="upper center", title="curvature (dashed: it alone)", title_fontsize=7.5
     )
-    index = len(saddle.unstable[0])
-    seen = f"A saddle at loss {saddle.loss:.4g}: {index} of {len(saddle.eigenvalues):,} directions lead down"
-    figure.suptitle(seen, fontsize=10)
-    return Picture(figure, f"{seen}. Left, contours of the loss; right, the loss along two directions.")
-
-
-def _losses(saddle: Any, along: np.ndarray, across: np.ndarray) -> np.ndarray:
-    """The loss at each place of the plane, a row for each distance across."""
-    import copy
-
-    import torch
-
-    net = copy.deepcopy(saddle.model)
-    with torch.no_grad():
-        centre = torch.nn.utils.parameters_to_vector(net.parameters()).clone()
-        rows = []
-        for up in across:
-            row = []
-            for down in along:
-                weights = centre + down * saddle.direction + up * saddle.steepest
-                torch.nn.utils.vector_to_parameters(weights, net.parameters())
-                row.append(float(saddle.objective(net)))
-            rows.append(row)
-    return np.array(rows)
+    figure.suptitle(str(surface), fontsize=10)
+    return Picture(figure, f"{surface}. Left, contours of the loss; right, the loss along two directions.")
 
 
 def escape_law(table: pd.DataFrame) -> Picture:
@@ -115,6 +94,11 @@ def escape_law(table: pd.DataFrame) -> Picture:
     return Picture(
         figure, f"Escape times against the initial displacement, with the line ln(r/δ). {_law_title(table)}."
     )
+
+
+@draw.register
+def _(escapes: EscapeTable) -> Picture:
+    return escape_law(escapes.table)
 
 
 def _draw(axes: Axes, row: dict[str, Any]) -> None:

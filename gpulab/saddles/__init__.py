@@ -5,7 +5,7 @@ from gpulab.saddles.curvature import curvature_along, recorded_curvature
 from gpulab.saddles.eigen import lanczos
 from gpulab.saddles.escapes import Escape, EscapeTable, escape, escape_table, recorded_escapes
 from gpulab.saddles.hessians import Hessian, hessian
-from gpulab.saddles.landscapes import Landscape, landscape
+from gpulab.saddles.landscapes import Landscape, Surface, landscape, surface
 from gpulab.saddles.spectrum import SpectralDensity, index, most_negative, spectral_density, trace
 from gpulab.saddles.theory import LinearAutoencoderSaddle, critical_losses, linear_autoencoder_saddle
 
@@ -17,6 +17,7 @@ __all__ = [
     "Landscape",
     "LinearAutoencoderSaddle",
     "SpectralDensity",
+    "Surface",
     "critical_losses",
     "curvature_along",
     "escape",
@@ -31,5 +32,6 @@ __all__ = [
     "recorded_curvature",
     "recorded_escapes",
     "spectral_density",
+    "surface",
     "trace",
 ]

@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 from gpulab.errors import DataError, UsageError
 from gpulab.passports import passport
 from gpulab.records import read_tables, recorded_folder
+from gpulab.report import Report
 from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.hessians import Batch
 from gpulab.saddles.theory import LinearAutoencoderSaddle
@@ -184,7 +185,7 @@ def escape(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class EscapeTable:
+class EscapeTable(Report):
     """Escapes from one saddle, or from its mixtures, under several settings.
 
     `table` has a row for each: `setting`, `perturbation`, `batch_size` (0 where all the data make a step), `seed`,
@@ -210,7 +211,12 @@ class EscapeTable:
         reach = stats.t.ppf(0.975, len(left) - 2) * fit.stderr
         return float(fit.slope), float(fit.slope - reach), float(fit.slope + reach)
 
-    def _repr_html_(self) -> str:
+    def __str__(self) -> str:
+        left, held = int(self.table.left.sum()), int(self.table.held.sum())
+        return f"{len(self.table)} trainings from a saddle: {left} left, {held} were held there"
+
+    def html(self) -> str:
+        """The table."""
         shown = ["setting", "perturbation", "batch_size", "seed", "noise", "start", "expected", "steps", "held"]
         formats = dict.fromkeys(("perturbation", "noise", "start"), "{:.1e}".format)
         return self.table[shown].to_html(index=False, formatters=formats, float_format="{:,.0f}".format, na_rep="–")

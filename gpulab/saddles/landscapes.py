@@ -1,15 +1,15 @@
-"""The loss along straight lines through a network's weights: from the steepest way down to the steepest way up.
+"""The loss around a network's weights: along a line through them, and over the plane of a saddle's two directions.
 
-Source: Goodfellow, Vinyals, Saxe 2015, *Qualitatively characterizing neural network optimization problems* (ICLR, arXiv
-1412.6544), for slices; Alain, Le Roux, Manzagol 2019, *Negative eigenvalues of the Hessian in deep neural networks*
-(arXiv 1902.02366), for those along negative curvature.
+References:
+    Goodfellow, Vinyals, Saxe 2015, *Qualitatively characterizing neural network optimization problems* (ICLR, arXiv
+    1412.6544), for slices; Alain, Le Roux, Manzagol 2019, *Negative eigenvalues of the Hessian in deep neural
+    networks* (arXiv 1902.02366), for those along negative curvature.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,17 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils.stateless import _reparametrize_module
 
 from gpulab.errors import UsageError
+from gpulab.report import Report
+from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.eigen import lanczos
 from gpulab.saddles.hessians import Batch, Loss, hessian
 from gpulab.saddles.operators import check_count
 from gpulab.saddles.spectrum import most_negative
+from gpulab.saddles.theory import LinearAutoencoderSaddle
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,9 +39,12 @@ TOLERANCE = 1e-3  # of an eigenpair, relative to the largest |λ|: finer than wh
 class Landscape:
     """The weights of a network, and the unit vectors along which its loss curves down and up most.
 
-    `curvatures` are the eigenvalues of `down` (n,) and `up` (n,), `slopes` the gradient along them, `loss` and
-    `gradient_norm` those of the place. `extent` is how far the curvature alone would need to take all of the loss away,
-    in the Euclidean distance of the weights.
+    Attributes:
+        parameters: The weights, by name.
+        loss, gradient_norm: Those of the place.
+        down, up: The two directions (n,).
+        curvatures: The eigenvalues of `down` and of `up`.
+        slopes: The gradient along them.
     """
 
     model: nn.Module
@@ -52,7 +60,10 @@ class Landscape:
 
     @property
     def extent(self) -> float:
-        """sqrt(2 · loss / |λ|), with the λ of the steepest way down."""
+        """sqrt(2 · loss / |λ|), with the λ of `down`: where that curvature alone would have taken away all of the loss.
+
+        A Euclidean distance of the weights.
+        """
         return math.sqrt(2 * self.loss / abs(self.curvatures[0])) if self.loss > 0 and self.curvatures[0] else 1.0
 
     def curvature(self, angle: float = 0.0) -> float:
@@ -61,10 +72,18 @@ class Landscape:
         return cosine**2 * self.curvatures[0] + sine**2 * self.curvatures[1]
 
     def slice(self, angle: float = 0.0, extent: float | None = None, places: int = 41) -> pd.DataFrame:
-        """The loss along a line: columns `distance` (from −extent to extent), `loss`, `quadratic`.
+        """The loss along a line through the weights.
 
-        The line turns by `angle` degrees from `down` to `up`. `quadratic` is what gradient and curvature at the
-        place would make of it.
+        Args:
+            angle: Degrees by which the line turns from `down` to `up`.
+            extent: The distance of the weights up to which to go, both ways; by default the landscape's own.
+            places: How many to evaluate.
+
+        Returns:
+            Columns `distance`, `loss`, and `quadratic`: what slope and curvature at the weights would make of it.
+
+        Raises:
+            UsageError: For an extent or a number of places that cannot be.
         """
         import pandas as pd
 
@@ -76,14 +95,18 @@ class Landscape:
         direction = cosine * self.down + sine * self.up
         slope = cosine * self.slopes[0] + sine * self.slopes[1]
         distance = np.linspace(-reach, reach, places)
-        with _restored(self.model, self.parameters) as move, torch.no_grad():
-            losses = [float(self._at(move, direction * away)) for away in distance]
+        losses = [self._loss_at(direction * step) for step in distance]
         quadratic = self.loss + slope * distance + self.curvature(angle) * distance**2 / 2
         return pd.DataFrame({"distance": distance, "loss": losses, "quadratic": quadratic})
 
-    def _at(self, move: _Mover, vector: Tensor) -> Tensor:
-        move(vector)
-        return self.objective() if self.batch is None else self.objective(self.model(self.batch[0]), self.batch[1])
+    @torch.no_grad()
+    def _loss_at(self, displacement: Float[Tensor, " n"]) -> float:
+        pieces = displacement.split([tensor.numel() for tensor in self.parameters.values()])
+        weights = {n: t + piece.view_as(t) for piece, (n, t) in zip(pieces, self.parameters.items(), strict=True)}
+        with _reparametrize_module(self.model, weights, tie_weights=True):
+            return float(
+                self.objective() if self.batch is None else self.objective(self.model(self.batch[0]), self.batch[1])
+            )
 
     def __repr__(self) -> str:
         down, up = self.curvatures
@@ -97,14 +120,18 @@ def landscape(
 ) -> Landscape:
     """The loss around a network's weights, over the directions of its most negative and its largest curvature.
 
-    `loss` and `batch` are those of `gpulab.hessian`, and so are the errors.
+    Args:
+        model, loss, batch: As for `gpulab.hessian`, whose errors are raised too.
+        seed: Of the vectors with which `gpulab.saddles.lanczos` begins.
+        progress: Whether to show a progress bar.
 
-    >>> layer = torch.nn.Linear(3, 1, bias=False).double()
-    >>> x, y = torch.randn(50, 3, dtype=torch.float64), torch.randn(50, 1, dtype=torch.float64)
-    >>> around = landscape(layer, torch.nn.functional.mse_loss, (x, y), progress=False)
-    >>> line = around.slice(90, extent=1.0, places=3)
-    >>> bool(np.allclose(line.loss, line.quadratic))  # the loss of a linear layer is quadratic
-    True
+    Examples:
+        >>> layer = torch.nn.Linear(3, 1, bias=False).double()
+        >>> x, y = torch.randn(50, 3, dtype=torch.float64), torch.randn(50, 1, dtype=torch.float64)
+        >>> around = landscape(layer, torch.nn.functional.mse_loss, (x, y), progress=False)
+        >>> line = around.slice(90, extent=1.0, places=3)
+        >>> bool(np.allclose(line.loss, line.quadratic))  # the loss of a linear layer is quadratic
+        True
     """
     H = hessian(model, loss, batch)
     lowest = most_negative(H, tolerance=TOLERANCE, seed=seed, progress=progress)
@@ -124,26 +151,57 @@ def landscape(
     )
 
 
-class _Mover:
-    """Puts a model's weights a vector away from where they were."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Surface(Report):
+    """The loss around a saddle, over the plane of its least and its greatest curvature.
 
-    def __init__(self, weights: Mapping[str, Tensor], begin: dict[str, Tensor]) -> None:
-        self.weights, self.begin = weights, begin
+    Attributes:
+        along, across: Distances (k,) of the weights from the saddle along the one and the other direction.
+        losses: The loss (k, k) at each place, a row for each distance across.
+        loss: The loss at the saddle.
+        curvatures: The least and the greatest eigenvalue of the Hessian.
+        index, size: How many of the Hessian's eigenvalues are negative, of how many.
+    """
 
-    def __call__(self, vector: Float[Tensor, " n"]) -> None:
-        pieces = vector.split([tensor.numel() for tensor in self.begin.values()])
-        for piece, (name, tensor) in zip(pieces, self.begin.items(), strict=True):
-            self.weights[name].copy_(tensor + piece.view_as(tensor))
+    along: Float[np.ndarray, " k"]
+    across: Float[np.ndarray, " k"]
+    losses: Float[np.ndarray, "k k"]
+    loss: float
+    curvatures: tuple[float, float]
+    index: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"A saddle at loss {self.loss:.4g}: {self.index} of {self.size:,} directions lead down"
 
 
-@contextlib.contextmanager
-def _restored(model: nn.Module, begin: dict[str, Tensor]) -> Iterator[_Mover]:
-    """Weights that may be moved, and are what they were in the end."""
-    weights = dict(model.named_parameters())
-    before = {name: weights[name].detach().clone() for name in begin}
-    with torch.no_grad():
-        try:
-            yield _Mover(weights, begin)
-        finally:
-            for name, tensor in before.items():
-                weights[name].copy_(tensor)
+@torch.no_grad()
+def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0, places: int = 12) -> Surface:
+    """The loss around a saddle, over the plane of its least and its greatest curvature.
+
+    Args:
+        saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`.
+        extent: The distance of the weights up to which to go along the least curvature; along the greatest it is
+            shorter, where that is steeper.
+        places: How many to evaluate on each side of the saddle, along each direction.
+
+    Examples:
+        >>> import gpulab
+        >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
+        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(data, [1])
+        >>> around = surface(saddle, extent=0.1, places=1)
+        >>> bool(around.losses[1, 0] < around.loss < around.losses[0, 1])
+        True
+    """
+    check_count("places", places)
+    curvatures = saddle.curvature, float(saddle.eigenvalues[-1])
+    along = np.linspace(-extent, extent, 2 * places + 1)
+    across = along * np.sqrt(min(1.0, -curvatures[0] / curvatures[1]))
+    model = copy.deepcopy(saddle.model)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    centre = parameters_to_vector(parameters)
+    losses = np.empty((len(across), len(along)))
+    for row, column in np.ndindex(losses.shape):
+        vector_to_parameters(centre + along[column] * saddle.direction + across[row] * saddle.steepest, parameters)
+        losses[row, column] = float(saddle.objective(model))
+    return Surface(along, across, losses, saddle.loss, curvatures, len(saddle.unstable[0]), len(saddle.eigenvalues))

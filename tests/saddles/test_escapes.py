@@ -193,7 +193,7 @@ def test_table(saddle, escapes):
     assert len(rows) == 8
     exact = escapes.table[(escapes.table.setting == FLOAT64) & (escapes.table.perturbation == 0)]
     assert exact[exact.batch_size == 0].noise.nunique() == 2, "seeds round otherwise"
-    html = escapes._repr_html_()
+    html = escapes.html()
     assert "cpu:emulate=bfloat16" in html
     with pytest.raises(gl.UsageError, match="each needs one or more"):
         gl.escape_table(saddle, [])
@@ -217,11 +217,11 @@ def test_figures(saddle, escapes):
     for table in (escapes.table, recorded, held):
         picture = plots.escape_law(table)
         assert len(picture.png()) < 150_000
-    assert "theory expects" in plots.escape_law(escapes.table).alt
+    assert "theory expects" in escapes.plot().alt
     assert "8 never left" in plots.escape_law(held).alt
     paths = plots.escape_paths(escapes.paths, radius=0.1)
     assert len(paths.png()) < 150_000
     assert f"{int(escapes.table.left.sum())} of 8 trainings leave" in paths.alt
-    surface = plots.saddle_surface(saddle)
+    surface = plots.saddle_surface(gl.saddles.surface(saddle))
     assert len(surface.png()) < 150_000
     assert "2 of 24 directions lead down" in surface.alt
