@@ -167,24 +167,80 @@ def find_critical_point(
         (True, True)
 
     References:
-        Levenberg 1944; Marquardt 1963; Fan, Yuan 2005 (Computing 74:23); Frye et al. 2021 (arXiv 2003.10397).
+        Levenberg 1944; Marquardt 1963; Fan, Yuan 2005; Frye et al. 2021 (see the module).
     """
     if not tolerance > 0 or not math.isfinite(tolerance):
         raise UsageError(f"tolerance={tolerance!r}: expected a number above 0")
     if not isinstance(max_steps, int) or max_steps < 1:
         raise UsageError(f"max_steps={max_steps!r}: expected a whole number from 1")
-    place = copy.deepcopy(model)
+    import pandas as pd
+
+    place, source = copy.deepcopy(model), model if batch is None else None
     if batch is not None:
         place, batch = place.double(), (_double(batch[0]), _double(batch[1]))
-    elif wrong := [n for n, p in model.named_parameters() if p.dtype != torch.float64]:
+    elif wrong := [name for name, parameter in model.named_parameters() if parameter.dtype != torch.float64]:
         raise UsageError(f"{wrong[0]} is not of float64: call model.double(), or give a batch and let a copy be made")
-    search = _Search(place, loss, batch, model if batch is None else None)
+    parameters = [parameter for parameter in place.parameters() if parameter.requires_grad]
+    damping, norm, stuck = 1e-2, 0.0, False  # the norm of H: the largest |λ| met so far
+    rows: list[dict[str, float]] = []
     with tqdm(total=max_steps, unit="step", leave=False, disable=not progress) as bar:
-        while not (search.size <= tolerance or search.stuck or search.flat or len(search.rows) > max_steps):
-            search.advance()
-            bar.set_postfix(squared_gradient_norm=f"{search.size:.1e}", refresh=False)
+        while True:
+            with _weights_of(place, source):
+                H = hessian(source or place, loss, batch)
+            weights, size = parameters_to_vector(parameters).detach(), float(H.gradient @ H.gradient)
+            linear = _linearise(H)
+            norm = max(norm, float(linear.s.abs().max()))
+            share = linear.kernel_share(norm)
+            rows.append({"step": len(rows), "loss": H.loss, "squared_gradient_norm": size, "relative_residual": share})
+            flat = size > 0 and float((H @ H.gradient).norm()) <= EXACTLY_FLAT * norm * math.sqrt(size)
+            if len(rows) > STALLED[0]:
+                stuck = size > STALLED[1] * rows[-1 - STALLED[0]]["squared_gradient_norm"]
+            if size <= tolerance or stuck or flat or len(rows) > max_steps:
+                break
+            for _ in range(60):  # a step that makes the gradient smaller, more damped until one does
+                step, promised = linear.step(damping * norm * math.sqrt(size))
+                vector_to_parameters(weights + step, parameters)
+                with _weights_of(place, source):
+                    value = loss() if batch is None else loss(place(batch[0]), batch[1])
+                gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
+                after = sum(float(gradient.square().sum()) for gradient in gradients)
+                gain = (size - after) / max(promised, TINY) if math.isfinite(after) else -math.inf
+                if gain > 1e-4:
+                    damping = max(damping * (4 if gain < 0.25 else 1 / 6 if gain > 0.75 else 1), 1e-12)
+                    break
+                damping *= 4
+            else:
+                vector_to_parameters(weights, parameters)
+                stuck = True
+                break
+            bar.set_postfix(squared_gradient_norm=f"{size:.1e}", refresh=False)
             bar.update()
-    return search.outcome(tolerance)
+    steps, length = len(rows) - 1, linear.newton_length(norm)
+    if size <= tolerance and length <= FAR * (1 + float(weights.norm())):
+        kind, message = CRITICAL, f"found in {steps} steps"
+    elif size <= tolerance:
+        kind = NOT_CONVERGED
+        message = f"the gradient fades on a plateau, but a critical point, if there is one, is {length:.1e} away"
+    elif norm == 0:
+        kind = GRADIENT_FLAT
+        message = (
+            "no critical point: the Hessian is zero, for the loss is linear here, as sums of absolute values and "
+            "of rectified units are"
+        )
+    elif flat or share > FLAT:
+        kind = GRADIENT_FLAT
+        message = (
+            f"no critical point: {share:.0%} of the gradient lies in the kernel of the Hessian, where no step "
+            f"makes it smaller; start elsewhere"
+        )
+    elif stuck:
+        kind = NOT_CONVERGED
+        message = f"after {steps} steps the gradient gets no smaller: nearly flat, or the loss is not smooth here"
+    else:
+        kind = NOT_CONVERGED
+        message = f"{steps} steps were not enough: give more max_steps, or start elsewhere"
+    # A copy has weights of their own again, which are no views of one vector.
+    return CriticalPoint(copy.deepcopy(place), H.loss, size, kind, message, pd.DataFrame(rows), batch, loss, source)
 
 
 class _Linearisation(NamedTuple):
@@ -211,114 +267,11 @@ class _Linearisation(NamedTuple):
         return float((self.c[large] / self.s[large]).norm())
 
 
-class _Search:
-    """The point, the linearisation there, and the damping."""
-
-    def __init__(self, model: nn.Module, loss: Loss, batch: Batch | None, source: nn.Module | None) -> None:
-        self.model, self.loss, self.batch, self.source = model, loss, batch, source
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.damping, self.norm = 1e-2, 0.0  # the norm of H: the largest eigenvalue met so far
-        self.stuck = False
-        self.rows: list[dict[str, float]] = []
-        self.linearise()
-
-    def linearise(self) -> None:
-        """Linearise the gradient at the weights that the model has now."""
-        with _weights_of(self.model, self.source):
-            H = hessian(self.source or self.model, self.loss, self.batch)
-        gradient = H.gradient
-        self.weights = parameters_to_vector(self.parameters).detach()
-        self.value, self.size = H.loss, float(gradient @ gradient)
-        self.linear = _dense(H) if H.shape[0] <= WRITTEN_OUT else _krylov(H)
-        self.norm = max(self.norm, float(self.linear.s.abs().max()))
-        self.flat = self.size > 0 and float((H @ gradient).norm()) <= EXACTLY_FLAT * self.norm * math.sqrt(self.size)
-        self.rows.append(
-            {
-                "step": len(self.rows),
-                "loss": self.value,
-                "squared_gradient_norm": self.size,
-                "relative_residual": self.linear.kernel_share(self.norm),
-            }
-        )
-
-    def advance(self) -> None:
-        """One step that makes the gradient smaller, more damped until one does."""
-        for _ in range(60):
-            step, promised = self.linear.step(self.damping * self.norm * math.sqrt(self.size))
-            vector_to_parameters(self.weights + step, self.parameters)
-            gain = (self.size - self._squared_gradient_norm()) / max(promised, TINY)
-            if gain > 1e-4:
-                self.damping *= 4 if gain < 0.25 else 1 / 6 if gain > 0.75 else 1
-                self.damping = max(self.damping, 1e-12)
-                self.linearise()
-                steps, share = STALLED
-                self.stuck = (
-                    len(self.rows) > steps and self.size > share * self.rows[-1 - steps]["squared_gradient_norm"]
-                )
-                return
-            self.damping *= 4
-        vector_to_parameters(self.weights, self.parameters)
-        self.stuck = True
-
-    def _squared_gradient_norm(self) -> float:
-        with _weights_of(self.model, self.source):
-            value = self.loss() if self.batch is None else self.loss(self.model(self.batch[0]), self.batch[1])
-        parts = torch.autograd.grad(value, self.parameters, materialize_grads=True)
-        size = sum(float(part.square().sum()) for part in parts)
-        return size if math.isfinite(size) else math.inf
-
-    def outcome(self, tolerance: float) -> CriticalPoint:
-        """What the search has come to."""
-        import pandas as pd
-
-        kind, message = self._kind(tolerance)
-        return CriticalPoint(
-            model=copy.deepcopy(self.model),
-            loss=self.value,
-            squared_gradient_norm=self.size,
-            kind=kind,
-            message=message,
-            history=pd.DataFrame(self.rows),
-            batch=self.batch,
-            loss_function=self.loss,
-            source=self.source,
-        )
-
-    def _kind(self, tolerance: float) -> tuple[str, str]:
-        steps = len(self.rows) - 1
-        share = self.linear.kernel_share(self.norm)
-        if self.size <= tolerance:
-            length = self.linear.newton_length(self.norm)
-            if length > FAR * (1 + float(self.weights.norm())):
-                return NOT_CONVERGED, (
-                    f"the gradient fades on a plateau, but a critical point, if there is one, is {length:.1e} away"
-                )
-            return CRITICAL, f"found in {steps} steps"
-        if self.norm == 0:
-            return GRADIENT_FLAT, (
-                "no critical point: the Hessian is zero, for the loss is linear here, as sums of absolute values and "
-                "of rectified units are"
-            )
-        if self.flat or share > FLAT:
-            return GRADIENT_FLAT, (
-                f"no critical point: {share:.0%} of the gradient lies in the kernel of the Hessian, where no step "
-                f"makes it smaller; start elsewhere"
-            )
-        if self.stuck:
-            return (
-                NOT_CONVERGED,
-                f"after {steps} steps the gradient gets no smaller: nearly flat, or the loss is not smooth here",
-            )
-        return NOT_CONVERGED, f"{steps} steps were not enough: give more max_steps, or start elsewhere"
-
-
-def _dense(H: Hessian) -> _Linearisation:
-    values, vectors = torch.linalg.eigh(H.dense())
-    return _Linearisation(values, vectors.T @ H.gradient, vectors)
-
-
-def _krylov(H: Hessian) -> _Linearisation:
-    """In the space spanned by g, H g, H² g, …"""
+def _linearise(H: Hessian) -> _Linearisation:
+    """Of the whole Hessian; where that is too large, in the space spanned by g, H g, H² g, …"""
+    if H.shape[0] <= WRITTEN_OUT:
+        values, vectors = torch.linalg.eigh(H.dense())
+        return _Linearisation(values, vectors.T @ H.gradient, vectors)
     length = H.gradient.norm()
     space = KrylovSpace(H, H.gradient[None] / length.clamp(min=TINY), min(KRYLOV, H.shape[0] - 1))
     for _ in range(len(space.storage)):
