@@ -21,6 +21,7 @@ import contextlib
 import copy
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,8 +90,8 @@ class CriticalPoint:
 
     def hessian(self) -> Hessian:
         """The Hessian there."""
-        with _weights_of(self.model, self.source):
-            return hessian(self.source or self.model, self.loss_function, self.batch)
+        with _holding(self.model, self.source) as model:
+            return hessian(model, self.loss_function, self.batch)
 
     @functools.cached_property
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
@@ -185,8 +186,8 @@ def find_critical_point(
     rows: list[dict[str, float]] = []
     with tqdm(total=max_steps, unit="step", leave=False, disable=not progress) as bar:
         while True:
-            with _weights_of(place, source):
-                H = hessian(source or place, loss, batch)
+            with _holding(place, source) as holder:
+                H = hessian(holder, loss, batch)
             weights, size = parameters_to_vector(parameters).detach(), float(H.gradient @ H.gradient)
             linear = _linearise(H)
             norm = max(norm, float(linear.s.abs().max()))
@@ -200,8 +201,8 @@ def find_critical_point(
             for _ in range(60):  # a step that makes the gradient smaller, more damped until one does
                 step, promised = linear.step(damping * norm * math.sqrt(size))
                 vector_to_parameters(weights + step, parameters)
-                with _weights_of(place, source):
-                    value = loss() if batch is None else loss(place(batch[0]), batch[1])
+                with _holding(place, source) as holder:
+                    value = loss() if batch is None else loss(holder(batch[0]), batch[1])
                 gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
                 after = sum(float(gradient.square().sum()) for gradient in gradients)
                 gain = (size - after) / max(promised, TINY) if math.isfinite(after) else -math.inf
@@ -294,8 +295,11 @@ def _double(value: Any) -> Any:
     return value
 
 
-def _weights_of(model: nn.Module, source: nn.Module | None) -> contextlib.AbstractContextManager[None]:
-    """Inside, the module that a loss without a batch computes with has the model's weights."""
+@contextlib.contextmanager
+def _holding(model: nn.Module, source: nn.Module | None) -> Iterator[nn.Module]:
+    """What the loss computes with, holding the weights of a model: that one, or what a loss without a batch knows."""
     if source is None:
-        return contextlib.nullcontext()
-    return _reparametrize_module(source, dict(model.named_parameters()), tie_weights=True)
+        yield model
+    else:
+        with _reparametrize_module(source, dict(model.named_parameters()), tie_weights=True):
+            yield source
