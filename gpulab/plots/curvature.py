@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 
 from gpulab.errors import UsageError
 from gpulab.plots.style import FAINT, INK, Picture, canvas, colour, points, setting_order
-from gpulab.saddles.curvature import densities
+from gpulab.saddles.curvature import row_spectra
 from gpulab.saddles.spectrum import ZERO
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import check_one_protocol
@@ -100,7 +100,7 @@ def spectra(frame: pd.DataFrame) -> Picture:
     moments = sorted(known.step.unique())
     figure, (axes,) = canvas(1, height=1.5 + 0.62 * len(moments))
     grid = np.linspace(-_spread(-known.smallest.min(), band) - 0.3, _spread(known.largest.max(), band) + 0.3, 600)
-    ridges = {(row.setting, row.seed, row.step): _ridge(density, grid, band) for row, density in densities(known)}
+    ridges = {(row.setting, row.seed, row.step): _ridge(density, grid, band) for row, density in row_spectra(known)}
     tallest = max(ridge.max() for ridge in ridges.values())
     for place, step in enumerate(moments):
         base = -place * ROOM

@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 
 from gpulab.errors import DataError, UsageError
 from gpulab.passports import passport
-from gpulab.records import read_tables, recorded_folder
+from gpulab.records import machine, read_tables, recorded_folder
 from gpulab.report import Report
 from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.hessians import Batch
@@ -304,7 +304,7 @@ def escape_table(
                 "steps": math.nan if result.steps is None else result.steps,
                 "emulated": parsed.emulated,
                 "recorded": False,
-                "machine": here["cpu"]["model"] if parsed.kind == "cpu" else here["gpus"][0]["name"],
+                "machine": machine(here, parsed.kind),
             }
             rows.append(row)
             paths.append(

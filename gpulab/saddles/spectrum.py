@@ -244,8 +244,8 @@ def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
     return Estimate(float(exact) + float(value), float(error))
 
 
-@dataclass(frozen=True)
-class Index:
+@dataclass(frozen=True, repr=False)
+class Index(Estimate):
     """How many eigenvalues are negative: `int(index)`.
 
     Attributes:
@@ -254,8 +254,6 @@ class Index:
         size: How many eigenvalues there are.
     """
 
-    value: float
-    error: float
     exact: bool
     zero: float
     size: int
@@ -268,9 +266,6 @@ class Index:
 
     def __int__(self) -> int:
         return round(self.value)
-
-    def __float__(self) -> float:
-        return self.value
 
     def __repr__(self) -> str:
         zero = f"{self.zero:,.0f} within {self.threshold:.1e} of zero"

@@ -6,7 +6,7 @@ import torch
 import gpulab as gl
 from gpulab import records as recordings
 from gpulab.saddles import curvature as trajectories
-from gpulab.saddles.curvature import densities, read_curvature
+from gpulab.saddles.curvature import read_curvature, row_spectra
 from gpulab.saddles.spectrum import ZERO
 
 SMALL = {"profile": "smoke", "frames": 40, "snapshots": 2, "steps": 8, "probes": 2, "progress": False}
@@ -133,8 +133,8 @@ def test_recordings_take_little_room():
     assert sum(file.stat().st_size for file in files) < 1_500_000
 
 
-def test_densities_of_rows_are_whole(frame):
-    for row, spectrum in densities(frame):
+def test_spectra_of_rows_are_whole(frame):
+    for row, spectrum in row_spectra(frame):
         assert spectrum.extremes == pytest.approx((row.smallest, row.largest))
         assert spectrum.weights.sum(1) == pytest.approx(np.ones(2))
 
