@@ -93,9 +93,9 @@ def test_probes_are_the_same_on_every_device_and_for_every_seed_others():
 
 
 def test_rounding_without_orthogonalisation_leaves_the_quadrature_accurate():
-    values = np.concatenate([np.linspace(-0.01, 0.01, 500), [1.0, 5.0, 25.0, 125.0]])
+    values = np.concatenate([np.linspace(-0.01, 0.01, 200), [1.0, 5.0, 25.0, 125.0]])
     A = symmetric(values)
-    kinds = [gl.spectral_density(A.to(kind), probes=20, steps=150) for kind in (torch.float32, torch.float64)]
+    kinds = [gl.spectral_density(A.to(kind), probes=20, steps=100) for kind in (torch.float32, torch.float64)]
     for spectrum in kinds:
         found, errors = spectrum.moments(3)
         truth = [np.mean(values**p) for p in (1, 2, 3)]
@@ -147,12 +147,13 @@ def test_the_index_of_a_network_is_estimated_with_an_error_that_holds(known):
     assert "about" in repr(index)
 
 
-def test_a_gap_around_zero_makes_the_estimate_sharp():
-    values = np.concatenate([np.linspace(-3, -1, 400), np.linspace(1, 2, 800)])
+def test_a_gap_around_zero_makes_the_estimate_sharp(monkeypatch):
+    monkeypatch.setattr("gpulab.saddles.spectrum.SMALL", 200)
+    values = np.concatenate([np.linspace(-3, -1, 100), np.linspace(1, 2, 200)])
     index = gl.index(symmetric(values), probes=20)
     assert not index.exact
-    assert abs(int(index) - 400) < 4 * index.error
-    assert index.error < 30
+    assert abs(int(index) - 100) < 4 * index.error
+    assert index.error < 7.5
 
 
 def test_the_most_negative_direction(known):
