@@ -6,13 +6,6 @@ and grows where it did not. Unlike Newton's own step it needs no regular H, and 
 where critical points are not isolated (Fan, Yuan), as they never are in a network whose units can be rescaled.
 
 ‖g‖² has minima of its own, where H g = 0 but g is not: gradient-flat regions (Frye et al.).
-
-References:
-    Levenberg 1944 (Quart. Appl. Math. 2:164); Marquardt 1963 (SIAM J. 11:431); Fan, Yuan 2005, *On the quadratic
-    convergence of the Levenberg-Marquardt method without nonsingularity assumption* (Computing 74:23); Frye, Simon,
-    Wadia, Ligeralde, DeWeese, Bouchard 2021, *Critical point-finding methods reveal gradient-flat regions of deep
-    network losses* (Neural Computation 33:1469, arXiv 2003.10397); Roosta, Liu, Xu, Mahoney 2018 (arXiv 1810.00303)
-    on solving with a Krylov space of H.
 """
 
 from __future__ import annotations
@@ -168,7 +161,11 @@ def find_critical_point(
         (True, True)
 
     References:
-        Levenberg 1944; Marquardt 1963; Fan, Yuan 2005; Frye et al. 2021 (see the module).
+        Levenberg 1944 (Quart. Appl. Math. 2:164); Marquardt 1963 (SIAM J. 11:431); Fan, Yuan 2005, *On the quadratic
+        convergence of the Levenberg-Marquardt method without nonsingularity assumption* (Computing 74:23); Frye, Simon,
+        Wadia, Ligeralde, DeWeese, Bouchard 2021, *Critical point-finding methods reveal gradient-flat regions of deep
+        network losses* (Neural Computation 33:1469, arXiv 2003.10397); Roosta, Liu, Xu, Mahoney 2018 (arXiv
+        1810.00303) on solving with a Krylov space of H.
     """
     if not tolerance > 0 or not math.isfinite(tolerance):
         raise UsageError(f"tolerance={tolerance!r}: expected a number above 0")

@@ -4,10 +4,6 @@ No library does this with vectors that stay on a GPU and an operator that is onl
 SciPy's `eigsh` and `lobpcg` compute in NumPy, and `torch.lobpcg` wants the matrix. So it is here: block
 Lanczos with full orthogonalisation and thick restarts. A block of k vectors finds an eigenvalue k times, if it is
 repeated; and many products at once cost less than one after the other.
-
-References:
-    Wu, Simon 2000, *Thick-restart Lanczos method for large symmetric eigenvalue problems*; Zhou, Saad 2008, *Block
-    Krylov–Schur method for large symmetric eigenvalue problems*.
 """
 
 from __future__ import annotations
@@ -89,6 +85,10 @@ def lanczos(
         >>> pairs = lanczos(torch.diag(torch.tensor([3.0, -1.0, 2.0, -1.0])), k=2)
         >>> [round(value, 4) for value in pairs.values.tolist()], pairs.converged
         ([-1.0, -1.0], True)
+
+    References:
+        Wu, Simon 2000, *Thick-restart Lanczos method for large symmetric eigenvalue problems*; Zhou, Saad 2008, *Block
+        Krylov–Schur method for large symmetric eigenvalue problems*.
     """
     n = check_square(H)
     check_count("k", k, n)

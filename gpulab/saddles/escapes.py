@@ -5,10 +5,6 @@ displacement δ therefore reaches a radius r after ln(r/δ) / ln(1 + ηλ) steps
 itself the exact gradient is zero. An arithmetic that computes ε instead, along that eigenvector and at every step,
 does what a displacement δ = ε/λ does. But a step that is smaller than half of what separates a weight from the next
 number of its format leaves that weight as it is: rounding can also hold a network at a saddle.
-
-References:
-    Lee, Simchowitz, Jordan, Recht 2016, *Gradient descent only converges to minimizers* (COLT); Jin, Ge, Netrapalli,
-    Kakade, Jordan 2017, *How to escape saddle points efficiently* (ICML, arXiv 1703.00887).
 """
 
 from __future__ import annotations
@@ -120,11 +116,8 @@ class Escape:
 
     def __repr__(self) -> str:
         expected = f"theory {self.expected:,.0f}" if math.isfinite(self.expected) else "theory: never"
-        if self.left:
-            outcome = f"left after {self.steps:,} steps"
-        else:
-            outcome = f"{'held' if self.held else 'still there'} {'for' if self.held else 'after'}"
-            outcome += f" {len(self.history) - 1:,} steps"
+        made = len(self.history) - 1  # the same as `steps`, where it left
+        outcome = f"{'left after' if self.left else 'held for' if self.held else 'still there after'} {made:,} steps"
         noise = f"noise {self.noise:.1e}, the first step moved {self.moved:.0%} of the weights"
         return f"Escape under {self.setting}: {outcome} ({expected}); {noise}"
 
@@ -170,7 +163,8 @@ def escape(
         (True, True)
 
     References:
-        Jin, Ge, Netrapalli, Kakade, Jordan 2017, *How to escape saddle points efficiently* (arXiv 1703.00887).
+        Lee, Simchowitz, Jordan, Recht 2016, *Gradient descent only converges to minimizers* (COLT); Jin, Ge, Netrapalli,
+        Kakade, Jordan 2017, *How to escape saddle points efficiently* (ICML, arXiv 1703.00887).
     """
     import pandas as pd
 

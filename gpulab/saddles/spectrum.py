@@ -1,9 +1,4 @@
-"""The whole spectrum of a symmetric operator from its products: density, trace, and how many eigenvalues are negative.
-
-References:
-    Ubaru, Chen, Saad 2017, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*; Ghorbani, Krishnan, Xiao
-    2019 (arXiv 1901.10159) for Hessians of networks; Meyer, Musco, Musco, Woodruff 2021, *Hutch++*.
-"""
+"""The whole spectrum of a symmetric operator from its products: density, trace, and how many eigenvalues are negative."""
 
 from __future__ import annotations
 
@@ -46,9 +41,6 @@ class Estimate:
 
     def __repr__(self) -> str:
         return f"{self.value:.6g} ± {self.error:.2g}"
-
-
-# --- the density -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +142,9 @@ def spectral_density(
         0.3
 
     References:
-        Greenbaum 1989; Chen, Trogdon, Ubaru 2021 (arXiv 2105.06595): why orthogonalisation is not needed.
+        Ubaru, Chen, Saad 2017, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*; Ghorbani, Krishnan,
+        Xiao 2019 (arXiv 1901.10159) for Hessians of networks; Greenbaum 1989 and Chen, Trogdon, Ubaru 2021 (arXiv
+        2105.06595) on why orthogonalisation is not needed.
     """
     n = check_square(H)
     check_count("probes", probes)
@@ -197,9 +191,6 @@ def _mean(values: Array) -> tuple[Array, Array]:
     count = len(values)
     error = values.std(0, ddof=1) / math.sqrt(count) if count > 1 else np.full(values.shape[1:], math.nan)
     return values.mean(0), error
-
-
-# --- trace and index -------------------------------------------------------------------------------------
 
 
 def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:

@@ -16,11 +16,6 @@ which falls apart into pairs of one entry of the decoder and one of the encoder:
 - s, t ∈ S: 4 λ_t / D and 0, for what one unit gains another can lose;
 - i ∉ S and a unit that is zero: ±2 λ_i / D;
 - t ∈ S and a unit that is zero: 0 and 0.
-
-References:
-    Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks 2:53), for the critical
-    points; Kunin, Bloom, Goeva, Seed 2019, *Loss landscapes of regularized linear autoencoders* (ICML, arXiv
-    1901.08168).
 """
 
 from __future__ import annotations

@@ -180,6 +180,7 @@ def escapes(saddle):
         [FLOAT64, "cpu:emulate=bfloat16"],
         batch_sizes=[None, 20],
         seeds=2,
+        learning_rate=0.3,
         progress=False,
     )
 
