@@ -163,8 +163,8 @@ def escape(
         (True, True)
 
     References:
-        Lee, Simchowitz, Jordan, Recht 2016, *Gradient descent only converges to minimizers* (COLT); Jin, Ge, Netrapalli,
-        Kakade, Jordan 2017, *How to escape saddle points efficiently* (ICML, arXiv 1703.00887).
+        Lee, Simchowitz, Jordan, Recht 2016, *Gradient descent only converges to minimizers* (COLT); Jin, Ge,
+        Netrapalli, Kakade, Jordan 2017, *How to escape saddle points efficiently* (ICML, arXiv 1703.00887).
     """
     import pandas as pd
 

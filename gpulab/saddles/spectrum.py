@@ -1,4 +1,4 @@
-"""The whole spectrum of a symmetric operator from its products: density, trace, and how many eigenvalues are negative."""
+"""The spectrum of a symmetric operator from its products: density, trace, and how many eigenvalues are negative."""
 
 from __future__ import annotations
 
@@ -106,8 +106,7 @@ class SpectralDensity:
 
     def mass_below(self, x: float) -> Estimate:
         """The share of eigenvalues below x."""
-        value, error = _mean((self.weights * (self.nodes < x)).sum(1))
-        return Estimate(float(value), float(error))
+        return Estimate(*map(float, _mean((self.weights * (self.nodes < x)).sum(1))))
 
     def __repr__(self) -> str:
         low, high = self.extremes
@@ -230,8 +229,7 @@ def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
     exact = (basis * (H @ basis)).sum(dtype=torch.float64)
     with float32_products():
         rest = signs[:, third:] - basis @ (basis.T @ signs[:, third:])
-    quadratic = (rest * (H @ rest)).sum(0, dtype=torch.float64)
-    value, error = _mean(quadratic.cpu().numpy())
+    value, error = _mean((rest * (H @ rest)).sum(0, dtype=torch.float64).cpu().numpy())
     return Estimate(float(exact) + float(value), float(error))
 
 

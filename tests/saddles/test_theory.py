@@ -64,6 +64,7 @@ def test_theory_agrees_with_the_dense_hessian_for_every_set_of_components(name):
 
 
 def test_the_best_components_are_the_only_minimum():
+    assert gl.critical_losses(PROBLEMS["distinct"], hidden=9).loss[0] == 0, "more units than features lose nothing"
     table = gl.critical_losses(PROBLEMS["distinct"], hidden=2)
     assert len(table) == 1 + 3 + 3
     assert table.components[0] == (0, 1)
@@ -73,10 +74,6 @@ def test_the_best_components_are_the_only_minimum():
         saddle = gl.linear_autoencoder_saddle(PROBLEMS["distinct"], row.components, hidden=2)
         assert saddle.loss == pytest.approx(row.loss, abs=1e-14)
         assert saddle.index == row[3]
-
-
-def test_more_units_than_features_lose_nothing():
-    assert gl.critical_losses(PROBLEMS["distinct"], hidden=9).loss[0] == 0
 
 
 def test_real_digits():
