@@ -60,8 +60,8 @@ def record_curvature(folder: Path, settings: list[str], seeds: list[int], until:
                 if started + longest > until:
                     print(f"{net} {profile} stops before seed {seed} under {setting}: call again for the rest")
                     return
-                asked = {"setting": setting, "seeds": [seed], "profile": profile, "store": folder, **options}
-                frame = gl.curvature_along(net, **asked, command=command, progress=False)
+                own = {"setting": setting, "seeds": [seed], "profile": profile, "store": folder, "command": command}
+                frame = gl.curvature_along(net, **own, **options, progress=False)
                 longest = max(longest, took := time.perf_counter() - started)
                 last = frame.iloc[-1]
                 print(
@@ -79,20 +79,20 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--part", default="0/1", help="which part of the seeds, of how many")
     parser.add_argument("--only", help="networks and profiles, such as prednet:paper,autoencoder:quick")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        gl.Setting.parse(SETTINGS[given.kind][0]).check()
+        gl.Setting.parse(SETTINGS[arguments.kind][0]).check()
     except gl.GpulabError as error:
         sys.exit(str(error))
-    end = time.perf_counter() + 60 * given.minutes
-    part, parts = map(int, given.part.split("/"))
-    if given.only:
-        CURVATURE = [job for job in CURVATURE if f"{job[0]}:{job[1]}" in given.only.split(",")]
+    end = time.perf_counter() + 60 * arguments.minutes
+    part, parts = map(int, arguments.part.split("/"))
+    if arguments.only:
+        CURVATURE = [job for job in CURVATURE if f"{job[0]}:{job[1]}" in arguments.only.split(",")]
     words = shlex.join(["python", *sys.argv])
     if part == 0:
-        machine = gl.passport()["gpus"][0]["name"] if given.kind == "cuda" else gl.passport()["cpu"]["model"]
+        machine = gl.passport()["gpus"][0]["name"] if arguments.kind == "cuda" else gl.passport()["cpu"]["model"]
         name = "-".join(machine.lower().split())
-        record_escapes(given.output / "escapes" / f"{name}.parquet", ESCAPES[given.kind], words)
+        record_escapes(arguments.output / "escapes" / f"{name}.parquet", ESCAPES[arguments.kind], words)
     record_curvature(
-        given.output / "curvature", SETTINGS[given.kind], list(range(part, given.seeds, parts)), end, words
+        arguments.output / "curvature", SETTINGS[arguments.kind], list(range(part, arguments.seeds, parts)), end, words
     )

@@ -39,32 +39,3 @@ def python():
         return done
 
     return run
-
-
-def small_autoencoder(dtype):
-    import torch
-
-    import gpulab as gl
-
-    model = gl.Autoencoder(hidden=(8, 3), size=(6, 6)).to(dtype)
-    images = torch.rand(20, 1, 6, 6, generator=torch.Generator().manual_seed(3)).to(dtype)
-    return gl.hessian(model, lambda: model.training_loss(images, None)[0])
-
-
-def small_prednet(dtype):
-    import torch
-
-    import gpulab as gl
-
-    model = gl.PredNet(channels=(1, 2), size=(4, 4)).to(dtype)
-    frames = torch.rand(3, 1, 1, 4, 4, generator=torch.Generator().manual_seed(3)).to(dtype)
-    return gl.hessian(model, lambda: model.training_loss(frames, None)[0])
-
-
-@pytest.fixture(scope="session", params=[small_autoencoder, small_prednet])
-def small_hessian(request):
-    """A function from a dtype to the Hessian of a small network, and that Hessian as a matrix in float64."""
-    import torch
-
-    matrix = request.param(torch.float64).dense()
-    return request.param, (matrix + matrix.T) / 2

@@ -39,7 +39,7 @@ from gpulab.plots.style import (
     with_minus,
 )
 from gpulab.report import draw
-from gpulab.saddles.curvature import densities
+from gpulab.saddles.curvature import row_spectra
 from gpulab.saddles.escapes import EscapeTable
 from gpulab.saddles.landscapes import Surface
 from gpulab.saddles.spectrum import ZERO
@@ -332,7 +332,7 @@ def spectra(frame: pd.DataFrame) -> Picture:
 
     axis = np.linspace(-place(-low) - 0.3, place(high) + 0.3, 600)
     ridges = {}
-    for row, density in densities(measured):
+    for row, density in row_spectra(measured):
         kernels = np.exp(-0.5 * ((axis[:, None] - place(density.nodes).ravel()) / KERNEL) ** 2)
         per_decade = (kernels / (KERNEL * np.sqrt(2 * np.pi)) * density.weights.ravel()).sum(1) / len(density.nodes)
         ridges[row.setting, row.seed, row.step] = np.log10(1 + density.size * per_decade)

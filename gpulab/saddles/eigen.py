@@ -2,9 +2,8 @@
 
 No library does this with vectors that stay on a GPU and an operator that is only known by its products:
 SciPy's `eigsh` and `lobpcg` compute in NumPy, and `torch.lobpcg` wants the matrix. So it is here: block
-Lanczos with full orthogonalisation and thick restarts (Wu, Simon 2000; Zhou, Saad 2008, *Block
-Krylov–Schur method for large symmetric eigenvalue problems*). A block of k vectors finds an eigenvalue
-k times, if it is repeated; and many products at once cost less than one after the other.
+Lanczos with full orthogonalisation and thick restarts. A block of k vectors finds an eigenvalue k times, if it is
+repeated; and many products at once cost less than one after the other.
 """
 
 from __future__ import annotations
@@ -27,11 +26,15 @@ WHICH = ("smallest", "largest", "both", "magnitude")
 
 @dataclass(frozen=True, eq=False)
 class Eigenpairs:
-    """Eigenvalues `values` (k,) in ascending order, float64, and their unit `vectors` (n, k), on the operator's device.
+    """Eigenvalues and eigenvectors, as far as they were found.
 
-    `residuals` (k,) are ‖Hv − λv‖, from products made for this; an eigenvalue lies within this distance of
-    each value. `scale` is the largest |λ| that was seen, `products` how many products with a vector it all
-    took, `converged` whether every residual is below the tolerance that was asked for.
+    Attributes:
+        values: The eigenvalues (k,) in ascending order, float64.
+        vectors: Their unit vectors (n, k), on the operator's device.
+        residuals: ‖Hv − λv‖ (k,), from products made for this; an eigenvalue lies within this distance of each value.
+        scale: The largest |λ| met.
+        products: How many products with a vector it all took.
+        converged: Whether every residual is below the tolerance.
     """
 
     values: Float[Tensor, " k"]
@@ -60,20 +63,32 @@ def lanczos(
     seed: int = 0,
     progress: bool = True,
 ) -> Eigenpairs:
-    """The k `smallest`, `largest`, or largest in `magnitude` of the eigenvalues, or as many of `both` ends.
+    """The k extreme eigenpairs of a symmetric operator.
 
-    `H` is any symmetric operator: a `gpulab.hessian`, or a tensor. Of `both` ends, an odd one more comes from
-    below. The residuals are asked to be below `tolerance` times the largest |λ|; by default this is eps^(2/3) of the
-    operator's type: 4e-11 in float64, 2e-5 in float32. What has not converged after about `max_products` products
-    is returned as such. `block` is how many vectors are multiplied at once, by default k, but at least two: a
-    repeated eigenvalue is found that often and no more.
+    Args:
+        H: A `gpulab.hessian`, a tensor (n, n), or anything else with products, float32 or float64.
+        k: How many pairs.
+        which: `smallest`, `largest`, largest in `magnitude`, or `both` ends, of which an odd one more comes from below.
+        tolerance: The residuals to reach, relative to the largest |λ|; by default eps^(2/3) of the operator's type:
+            4e-11 in float64, 2e-5 in float32.
+        max_products: What has not converged after about so many products is returned as such.
+        block: How many vectors are multiplied at once, by default k, but at least two: a repeated eigenvalue is found
+            that often and no more.
+        seed: Of the random vectors with which it begins.
+        progress: Whether to show a progress bar, where it takes longer than two seconds.
 
-    Raises `UsageError` for a k or `which` that cannot be, `DataError` for an operator that is not symmetric
-    or whose products are not finite.
+    Raises:
+        UsageError: For a `k`, `which` or other option that cannot be.
+        DataError: For an operator that is not symmetric, or whose products are not finite.
 
-    >>> pairs = lanczos(torch.diag(torch.tensor([3.0, -1.0, 2.0, -1.0])), k=2)
-    >>> [round(value, 4) for value in pairs.values.tolist()], pairs.converged
-    ([-1.0, -1.0], True)
+    Examples:
+        >>> pairs = lanczos(torch.diag(torch.tensor([3.0, -1.0, 2.0, -1.0])), k=2)
+        >>> [round(value, 4) for value in pairs.values.tolist()], pairs.converged
+        ([-1.0, -1.0], True)
+
+    References:
+        Wu, Simon 2000, *Thick-restart Lanczos method for large symmetric eigenvalue problems*; Zhou, Saad 2008, *Block
+        Krylov–Schur method for large symmetric eigenvalue problems*.
     """
     n = check_square(H)
     check_count("k", k, n)
@@ -86,29 +101,32 @@ def lanczos(
     if not 0 < tolerance < 1:
         raise UsageError(f"tolerance={tolerance!r}: expected a number between 0 and 1")
     width = min(n, block or max(2, k))
+    room = min(n, max(2 * k + 4 * width, 40))
     with tqdm(total=max_products, unit="product", leave=False, delay=2, disable=not progress) as bar:
-        space = _Space(H, width, min(n, max(2 * k + 4 * width, 40)), seed, bar)
-        return _search(space, k, which, tolerance, max_products)
+        space = KrylovSpace(H, width, room, seed, bar)
+        while True:
+            space.grow()
+            values, vectors = torch.linalg.eigh(space.projected)  # Ritz values, and vectors within the space
+            if space.size < k:
+                continue
+            chosen = _select(values, k, which)
+            scale = float(values.abs().max())
+            residuals = (space.coupling @ vectors[-space.newest :]).norm(dim=0)  # as the recurrence has them
+            converged = bool((residuals[chosen] <= 0.5 * tolerance * scale).all())
+            if converged or space.size == n or space.products + k >= max_products:
+                break
+            if space.size + width > room:  # go on with the best Ritz vectors and half of the room that is left
+                best = min(space.size, k + (room - k) // 2, max(k, room - 2 * width))
+                space.restart(vectors[:, _select(values, best, which)])
+        values = values[chosen]
+        rows = space.lift(vectors[:, chosen])
+        residuals = _lengths(space.multiply(rows) - rows * values.to(rows)[:, None])
+    converged = bool((residuals <= tolerance * scale).all())
+    return Eigenpairs(values, rows.T, residuals, scale, space.products, converged)
 
 
-def _search(space: _Space, k: int, which: str, tolerance: float, max_products: int) -> Eigenpairs:
-    """Grow the space, and restart it from its best vectors, until the wanted pairs have converged."""
-    while True:
-        space.grow()
-        values, vectors = space.ritz()
-        if space.size < k:
-            continue
-        chosen = _chosen(values, k, which)
-        scale = float(values.abs().max())
-        close = bool((space.residuals(vectors)[chosen] <= 0.5 * tolerance * scale).all())
-        if close or space.size == space.n or space.products + k >= max_products:
-            return _pairs(space, values[chosen], vectors[:, chosen], scale, tolerance)
-        if space.size + space.width > space.most:
-            space.restart(vectors[:, _chosen(values, space.kept(k), which)])
-
-
-def _chosen(values: Tensor, k: int, which: str) -> Tensor:
-    """The places of the wanted ones among ascending values, ascending."""
+def _select(values: Tensor, k: int, which: str) -> Tensor:
+    """The places of up to k extreme ones among ascending values, ascending."""
     m = len(values)
     k = min(k, m)
     if which == "magnitude":
@@ -117,59 +135,75 @@ def _chosen(values: Tensor, k: int, which: str) -> Tensor:
     return torch.tensor([*range(below), *range(m - (k - below), m)])
 
 
-def _pairs(space: _Space, values: Tensor, small: Tensor, scale: float, tolerance: float) -> Eigenpairs:
-    rows = space.vectors(small)
-    products = space.multiply(rows)
-    apart = products - rows * values.to(rows)[:, None]
-    residuals = _lengths(apart)
-    converged = bool((residuals <= tolerance * scale).all())
-    return Eigenpairs(values, rows.T, residuals, scale, space.products, converged)
+class KrylovSpace:
+    """An orthonormal basis of what products with an operator span, which grows by a block of vectors at a time.
 
+    `next` (k, n) is the block to come, and what the newest products have outside of the basis is couplingᵀ @ next;
+    `newest` is how many vectors the last block had, and `products` how many products were made.
+    """
 
-class _Space:
-    """An orthonormal basis of a Krylov space, a row a vector, and the operator within it, `inside` (size, size)."""
-
-    def __init__(self, H: Operator, width: int, most: int, seed: int, bar: tqdm) -> None:
-        self.H, self.n, self.width, self.most, self.bar = H, H.shape[0], width, most, bar
+    @float32_products()
+    def __init__(self, H: Operator, start: int | Tensor, room: int, seed: int = 0, bar: tqdm | None = None) -> None:
+        """Begin with the rows of `start` (k, n), or with so many random ones; there is `room` for all the vectors."""
+        self.H, self.n, self.bar = H, H.shape[0], bar
         self.generator = torch.Generator().manual_seed(seed)
-        self.storage = torch.empty(most, self.n, dtype=H.dtype, device=H.device)
-        self.inside = torch.zeros(most, most, dtype=torch.float64)
+        self.storage = torch.empty(room, self.n, dtype=H.dtype, device=H.device)
+        self.inside = torch.zeros(room, room, dtype=torch.float64)
         self.size = self.products = self.newest = 0
-        self.next, self.coupling = self._orthonormal(self._random(width))
+        self.next, self.coupling = self._orthonormal(self._random(start) if isinstance(start, int) else start)
 
     @property
     def basis(self) -> Float[Tensor, "size n"]:
+        """The vectors, a row each, on the operator's device."""
         return self.storage[: self.size]
+
+    @property
+    def projected(self) -> Float[Tensor, "size size"]:
+        """The operator within the space, float64 on the CPU."""
+        return self.inside[: self.size, : self.size]
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Products with the operator, counted and checked."""
         self.products += len(rows)
-        self.bar.update(len(rows))
+        if self.bar is not None:
+            self.bar.update(len(rows))
         products = (self.H @ rows.T).T
         check_products(products)
         return products
 
     def grow(self) -> None:
         """Take the next block in, and find the one after it."""
-        block = self.next[: self.most - self.size]
-        products = self.multiply(block)
+        block = self.next[: len(self.storage) - self.size]
+        products = self.multiply(block).contiguous()
         if self.size == 0 and len(block) > 1:
             check_symmetric(block.T * self.n**0.5, products.T)
-        self._take(block, products.contiguous())
-
-    @float32_products()
-    def _take(self, block: Tensor, products: Tensor) -> None:
         start, self.newest = self.size, len(block)
         self.size += self.newest
         self.basis[start:] = block
-        inside = _inner(self.basis, products)
-        self.inside[: self.size, start : self.size] = inside
-        self.inside[start : self.size, : self.size] = inside.T
-        corner = self.inside[start : self.size, start : self.size]
+        with float32_products():
+            columns = _inner(self.basis, products)
+            self.next, self.coupling = self._orthonormal(products, float(_lengths(products).max()))
+        self.projected[:, start:] = columns
+        self.projected[start:] = columns.T
+        corner = self.projected[start:, start:]
         corner.copy_((corner + corner.T) / 2)
-        self.next, self.coupling = self._orthonormal(products, float(_lengths(products).max()))
 
     @float32_products()
+    def restart(self, vectors: Float[Tensor, "size k"]) -> None:
+        """Keep these Ritz vectors alone, and go on from the block that follows."""
+        values = torch.diag(vectors.T @ self.projected @ vectors)
+        rows = self.lift(vectors)
+        self.size = len(rows)
+        self.basis.copy_(rows)
+        self.projected.copy_(torch.diag(values))
+        self.next, _ = self._orthonormal(self.next)
+
+    @float32_products()
+    def lift(self, vectors: Float[Tensor, "size k"]) -> Float[Tensor, "k n"]:
+        """Unit vectors of the operator, a row each, from those within the space."""
+        rows = vectors.T.to(self.storage) @ self.basis
+        return rows / _lengths(rows)[:, None].to(rows)
+
     def _orthonormal(self, rows: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """A block orthonormal to itself and to the basis, with R: what the basis lacks of `rows` is Rᵀ @ block.
 
@@ -180,11 +214,11 @@ class _Space:
             return rows[:0], torch.zeros(0, len(rows), dtype=torch.float64)
         block, lengths, turn = _principal(self._outside(rows))
         # What is left of a vector after it loses its part within the basis is rounding, up to this.
-        known = lengths[:width] > 10 * torch.finfo(rows.dtype).eps * math.sqrt(self.n) * scale
-        coupling = torch.diag(lengths[:width] * known) @ turn.T[:width]
+        new = lengths[:width] > 10 * torch.finfo(rows.dtype).eps * math.sqrt(self.n) * scale
+        coupling = torch.diag(lengths[:width] * new) @ turn.T[:width]
         block = block[:width]
-        block[~known.to(block.device)] = self._random(int((~known).sum()))
-        for _ in range(1 if known.all() else 3):
+        block[~new.to(block.device)] = self._random(int((~new).sum()))
+        for _ in range(1 if new.all() else 3):
             block = self._outside(block / _lengths(block)[:, None].to(block))
             block = _principal(block)[0]
         return block, coupling
@@ -199,36 +233,6 @@ class _Space:
         """Random vectors from the CPU's generator, so that they are the same on every device."""
         drawn = torch.randn(count, self.n, generator=self.generator, dtype=torch.float32)
         return drawn.to(self.H.device).to(self.H.dtype)
-
-    def ritz(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues (size,), ascending, and eigenvectors of the operator within the space."""
-        return torch.linalg.eigh(self.inside[: self.size, : self.size])
-
-    def residuals(self, small: Tensor) -> Tensor:
-        """‖Hv − λv‖ of Ritz vectors, as the recurrence has it."""
-        if self.size == self.n:
-            return torch.zeros(small.shape[1], dtype=torch.float64)
-        return (self.coupling @ small[-self.newest :]).norm(dim=0)
-
-    @float32_products()
-    def vectors(self, small: Tensor) -> Tensor:
-        """Vectors of the operator, a row each, from those within the space."""
-        made = small.T.to(self.storage.dtype).to(self.storage.device) @ self.basis
-        return made / _lengths(made)[:, None].to(made)
-
-    def kept(self, k: int) -> int:
-        """How many vectors a restart keeps: the wanted ones and half of the room that is left."""
-        return min(self.size, k + (self.most - k) // 2, max(k, self.most - 2 * self.width))
-
-    def restart(self, small: Tensor) -> None:
-        """Keep these Ritz vectors alone, and go on from the block that follows."""
-        values = torch.diag(small.T @ self.inside[: self.size, : self.size] @ small)
-        kept = self.vectors(small)
-        self.size = len(kept)
-        self.basis.copy_(kept)
-        self.inside.zero_()
-        self.inside[: self.size, : self.size] = torch.diag(values)
-        self.next, _ = self._orthonormal(self.next)
 
 
 def _inner(a: Float[Tensor, "m n"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m k"]:
@@ -251,6 +255,9 @@ def _lengths(rows: Float[Tensor, "k n"]) -> Float[Tensor, " k"]:
 
 def _principal(rows: Float[Tensor, "k n"]) -> tuple[Tensor, Tensor, Tensor]:
     """The singular value decomposition of k ≪ n rows, the longest first: right vectors, values, left vectors."""
+    if len(rows) == 1:
+        lengths = _lengths(rows)
+        return rows / lengths.clamp(min=1e-300).to(rows), lengths, torch.ones(1, 1, dtype=torch.float64)
     if rows.dtype == torch.float64:
         q, r = torch.linalg.qr(rows.T)
         left, lengths, right = torch.linalg.svd(r.cpu())

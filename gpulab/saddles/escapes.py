@@ -5,9 +5,6 @@ displacement δ therefore reaches a radius r after ln(r/δ) / ln(1 + ηλ) steps
 itself the exact gradient is zero. An arithmetic that computes ε instead, along that eigenvector and at every step,
 does what a displacement δ = ε/λ does. But a step that is smaller than half of what separates a weight from the next
 number of its format leaves that weight as it is: rounding can also hold a network at a saddle.
-
-Sources: Lee, Simchowitz, Jordan, Recht 2016, *Gradient descent only converges to minimizers* (COLT); Jin, Ge,
-Netrapalli, Kakade, Jordan 2017, *How to escape saddle points efficiently* (ICML, arXiv 1703.00887).
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +23,7 @@ from tqdm.auto import tqdm
 
 from gpulab.errors import DataError, UsageError
 from gpulab.passports import passport
-from gpulab.records import read_tables, recorded_folder
+from gpulab.records import machine, read_tables, recorded_folder
 from gpulab.report import Report
 from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.hessians import Batch
@@ -44,21 +41,29 @@ FORGOTTEN = 1e-4  # batches whose push has become this small beside the first on
 UNMOVED = 10  # steps without any change after which a network is held for good
 PATIENCE = 3  # times the expected steps that are made where `steps` does not say how many
 LONGEST = 100_000
+FIELDS = (  # of an escape, as they are in a table
+    *("setting", "perturbation", "seed", "learning_rate", "curvature", "radius", "noise", "start", "expected", "law"),
+    *("moved", "left", "held", "rate", "expected_rate"),
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Escape:
     """A training that began at a saddle, and when it left.
 
-    `history` has a row per step: `step`, the `distance` of the weights from the saddle (Euclidean, in float64), the
-    part of it that is `unstable`, along all directions that lead down, and `along` the steepest one, and the `loss`.
-    `steps` is the first step whose unstable part is longer than `radius`, None if there is none: in the other
-    directions minibatches may carry the weights as far, but from there they come back.
-
-    Measured at the saddle, before any step: `noise`, the displacement along the unstable directions that has the
-    effect of the arithmetic's errors (of gradients, of rounded weights, of batches), and `start`, which is that plus
-    the `perturbation`. `expected` is when the unstable directions together reach the radius from there, and `law`
-    the estimate ln(radius/start)/(ηλ). `moved` is the share of the weights that the first step changed.
+    Attributes:
+        setting, learning_rate, batch_size, seed, perturbation, radius: What was asked for, or chosen.
+        curvature: The least eigenvalue of the Hessian at the saddle.
+        history: A row per step: `step`, the `distance` of the weights from the saddle (Euclidean, in float64), the
+            part of it that is `unstable`, along all directions that lead down, and `along` the steepest one, and the
+            `loss`.
+        steps: The first step whose unstable part is longer than the radius, None if there is none: in the other
+            directions minibatches may carry the weights as far, but from there they come back.
+        noise: The displacement along the unstable directions that has the effect of the arithmetic's errors (of
+            gradients, of rounded weights, of batches), measured at the saddle before any step.
+        start: That plus the perturbation.
+        expected: The step at which the unstable directions together reach the radius from there.
+        moved: The share of the weights that the first step changed.
     """
 
     setting: str
@@ -111,14 +116,10 @@ class Escape:
 
     def __repr__(self) -> str:
         expected = f"theory {self.expected:,.0f}" if math.isfinite(self.expected) else "theory: never"
-        if self.left:
-            outcome = f"left after {self.steps:,} steps ({expected})"
-        elif self.held:
-            outcome = f"held for {len(self.history) - 1:,} steps ({expected})"
-        else:
-            outcome = f"still there after {len(self.history) - 1:,} steps ({expected})"
+        made = len(self.history) - 1  # the same as `steps`, where it left
+        outcome = f"{'left after' if self.left else 'held for' if self.held else 'still there after'} {made:,} steps"
         noise = f"noise {self.noise:.1e}, the first step moved {self.moved:.0%} of the weights"
-        return f"Escape under {self.setting}: {outcome}; {noise}"
+        return f"Escape under {self.setting}: {outcome} ({expected}); {noise}"
 
 
 def escape(
@@ -136,43 +137,57 @@ def escape(
 ) -> Escape:
     """Train a model that stands at a saddle, by gradient descent under a setting, until it has left.
 
-    `model` is where training begins: `saddle.model`, or a network of the same shape near it. A `perturbation` moves
-    it that far along the steepest direction. All the data make a step, in an order that `seed` draws, or `batch_size`
-    of them. The `learning_rate` η is chosen so that ηλ is 0.05, or less where that would diverge. At most `steps` are
-    made: without it, three times as many as theory expects, and a hundred.
+    Args:
+        model: Where training begins: `saddle.model`, or a network of the same shape near it.
+        saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`.
+        setting: The arithmetic, such as `cpu:precision=bfloat16`.
+        learning_rate: The η of a step; by default such that ηλ is 0.05, or less where that would diverge.
+        steps: How many to make at most; by default three times as many as theory expects, and a hundred.
+        batch_size: Samples in a step; by default all of them.
+        seed: Of the order of the data.
+        perturbation: How far to move the model along the steepest direction first.
+        radius: The distance along the unstable directions at which the model has left.
+        progress: Whether to show a progress bar.
 
-    Raises `UsageError` where the loss falls nowhere to second order, and `GpulabError` for what this machine lacks.
+    Raises:
+        UsageError: Where the loss falls nowhere to second order, and for options that cannot be.
+        DataError: Where the weights become infinite.
+        GpulabError: For what this machine lacks.
 
-    Source: Jin, Ge, Netrapalli, Kakade, Jordan 2017, *How to escape saddle points efficiently* (arXiv 1703.00887).
+    Examples:
+        >>> import gpulab
+        >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
+        >>> saddle = gpulab.linear_autoencoder_saddle(data, [1])
+        >>> escape = gpulab.escape(saddle.model, saddle, "cpu:precision=float64", perturbation=1e-6, progress=False)
+        >>> escape.left, abs(escape.steps - escape.expected) <= 2
+        (True, True)
 
-    >>> import gpulab
-    >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-    >>> saddle = gpulab.linear_autoencoder_saddle(data, [1])
-    >>> escape = gpulab.escape(saddle.model, saddle, "cpu:precision=float64", perturbation=1e-6, progress=False)
-    >>> escape.left, abs(escape.steps - escape.expected) <= 2
-    (True, True)
+    References:
+        Lee, Simchowitz, Jordan, Recht 2016, *Gradient descent only converges to minimizers* (COLT); Jin, Ge,
+        Netrapalli, Kakade, Jordan 2017, *How to escape saddle points efficiently* (ICML, arXiv 1703.00887).
     """
+    import pandas as pd
+
     parsed = Setting.parse(setting)
-    rate = _learning_rate(saddle, learning_rate)
-    _check(model, saddle, steps, batch_size, perturbation, radius)
+    learning_rate = _check(model, saddle, learning_rate, steps, batch_size, perturbation, radius)
     with parsed.apply():
-        training = _Training(saddle, parsed, rate, batch_size, seed)
-        noise = training.noise()
+        descent = _Descent(saddle, parsed, learning_rate, batch_size, seed)
+        noise = descent.noise()
         values, directions = (part.cpu() for part in saddle.unstable)
-        kick = perturbation or 0.0
-        begin = _weights(model).double().cpu() + kick * saddle.direction.cpu()
-        start = noise + (directions * (begin - training.exact.cpu())[:, None]).sum(0)
-        expected = _expected(start.abs(), torch.log1p(rate * -values), radius)
-        wait = min(PATIENCE * expected + 100, LONGEST)
-        rows, moved = training.run(begin, math.ceil(wait) if steps is None else steps, radius, progress)
-    history = _frame(rows)
+        begin = _flat(_trained(model)).double().cpu() + (perturbation or 0.0) * saddle.direction.cpu()
+        start = noise + (directions * (begin - descent.saddle.cpu())[:, None]).sum(0)
+        expected = _expected(start.abs(), torch.log1p(learning_rate * -values), radius)
+        if steps is None:
+            steps = math.ceil(min(PATIENCE * expected + 100, LONGEST))
+        rows, moved = descent.run(begin, steps, radius, progress)
+    history = pd.DataFrame(rows, columns=["distance", "unstable", "along", "loss"]).rename_axis("step").reset_index()
     beyond = history.step[history.unstable > radius]
     return Escape(
         setting=str(parsed),
-        learning_rate=rate,
+        learning_rate=learning_rate,
         batch_size=batch_size,
         seed=seed,
-        perturbation=kick,
+        perturbation=perturbation or 0.0,
         radius=radius,
         curvature=saddle.curvature,
         history=history,
@@ -188,19 +203,30 @@ def escape(
 class EscapeTable(Report):
     """Escapes from one saddle, or from its mixtures, under several settings.
 
-    `table` has a row for each: `setting`, `perturbation`, `batch_size` (0 where all the data make a step), `seed`,
-    `learning_rate`, `curvature`, `radius`; `noise`, `start`, `expected`, `law` and `moved`, measured or computed at the
-    saddle; `steps` (NaN where it did not leave), `left`, `held`, `rate` and `expected_rate`; `emulated`, `recorded` and
-    `machine`. `paths` has the `history` of each. What another machine recorded can be appended to both.
+    What another machine recorded can be appended to both tables.
+
+    Attributes:
+        table: A row for each: `setting`, `perturbation`, `batch_size` (0 where all the data make a step), `seed`,
+            `learning_rate`, `curvature`, `radius`; `noise`, `start`, `expected`, `law` and `moved`, measured or
+            computed at the saddle; `steps` (NaN where it did not leave), `left`, `held`, `rate` and `expected_rate`;
+            `emulated`, `recorded` and `machine`.
+        paths: The `history` of each.
     """
 
     table: pd.DataFrame
     paths: pd.DataFrame
 
     def slope(self, against: str = "law") -> tuple[float, float, float]:
-        """How many steps are made for one that theory expects, with its 95 % interval: of all that left, least squares.
+        """How many steps are made for one that theory expects, of all that left, by least squares.
 
-        `against` is `law`, ln(r/δ)/(ηλ), or `expected`, which counts every unstable direction and takes whole steps.
+        Args:
+            against: `law`, ln(r/δ)/(ηλ), or `expected`, which counts every unstable direction and takes whole steps.
+
+        Returns:
+            The slope and the ends of its 95 % interval.
+
+        Raises:
+            DataError: For fewer than three different escapes.
         """
         from scipy import stats
 
@@ -217,9 +243,9 @@ class EscapeTable(Report):
 
     def html(self) -> str:
         """The table."""
-        shown = ["setting", "perturbation", "batch_size", "seed", "noise", "start", "expected", "steps", "held"]
+        columns = ["setting", "perturbation", "batch_size", "seed", "noise", "start", "expected", "steps", "held"]
         formats = dict.fromkeys(("perturbation", "noise", "start"), "{:.1e}".format)
-        return self.table[shown].to_html(index=False, formatters=formats, float_format="{:,.0f}".format, na_rep="–")
+        return self.table[columns].to_html(index=False, formatters=formats, float_format="{:,.0f}".format, na_rep="–")
 
 
 def escape_table(
@@ -234,81 +260,129 @@ def escape_table(
     radius: float = RADIUS,
     progress: bool = True,
 ) -> EscapeTable:
-    """`gpulab.escape` for every setting, perturbation, batch size and seed.
+    """`gpulab.saddles.escape` for every setting, perturbation, batch size and seed.
 
-    A seed draws the order of the data, and mixes the hidden units of a linear autoencoder: the same saddle, written
-    with other weights, which round otherwise.
+    Args:
+        saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`.
+        settings, perturbations, batch_sizes: One or more of each.
+        seeds: Which, or how many. A seed draws the order of the data, and mixes the hidden units of a linear
+            autoencoder: the same saddle, written with other weights, which round otherwise.
+        learning_rate, steps, radius, progress: As for `gpulab.saddles.escape`, whose errors are raised too.
 
-    >>> import gpulab
-    >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-    >>> saddle = gpulab.linear_autoencoder_saddle(data, [1])
-    >>> float64 = ["cpu:precision=float64"]
-    >>> escapes = gpulab.escape_table(saddle, float64, perturbations=[1e-3, 1e-6, 1e-9], progress=False)
-    >>> 0.95 < escapes.slope()[0] < 1.05
-    True
+    Examples:
+        >>> import gpulab
+        >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
+        >>> saddle = gpulab.linear_autoencoder_saddle(data, [1])
+        >>> float64 = ["cpu:precision=float64"]
+        >>> escapes = gpulab.escape_table(saddle, float64, perturbations=[1e-3, 1e-6, 1e-9], progress=False)
+        >>> 0.95 < escapes.slope()[0] < 1.05
+        True
     """
     import pandas as pd
 
-    chosen = range(seeds) if isinstance(seeds, int) else seeds
-    runs = list(itertools.product(chosen, settings, perturbations, batch_sizes))
-    if not runs:
+    here = passport()
+    options: dict[str, Any] = {"learning_rate": learning_rate, "steps": steps, "radius": radius, "progress": False}
+    every_seed = range(seeds) if isinstance(seeds, int) else seeds
+    combinations = list(itertools.product(every_seed, settings, perturbations, batch_sizes))
+    if not combinations:
         raise UsageError("settings, perturbations, batch_sizes and seeds: each needs one or more")
     rows, paths = [], []
-    with tqdm(runs, unit="escape", leave=False, disable=not progress) as bar:
+    with tqdm(combinations, unit="escape", leave=False, disable=not progress) as bar:
         for seed, setting, perturbation, batch_size in bar:
             bar.set_postfix_str(str(setting))
             place = saddle.mixed(seed) if isinstance(saddle, LinearAutoencoderSaddle) else saddle
-            one = escape(
-                place.model,
-                place,
-                setting,
-                learning_rate=learning_rate,
-                steps=steps,
-                batch_size=batch_size,
-                seed=seed,
-                perturbation=perturbation,
-                radius=radius,
-                progress=False,
-            )
-            rows.append(_row(one))
-            same = {
-                "setting": one.setting,
-                "perturbation": one.perturbation,
+            options |= {"batch_size": batch_size, "seed": seed, "perturbation": perturbation}
+            result, parsed = escape(place.model, place, setting, **options), Setting.parse(setting)
+            row = {name: getattr(result, name) for name in FIELDS} | {
                 "batch_size": batch_size or 0,
-                "seed": seed,
+                "steps": math.nan if result.steps is None else result.steps,
+                "emulated": parsed.emulated,
+                "recorded": False,
+                "machine": machine(here, parsed.kind),
             }
-            paths.append(one.history.assign(**same))
+            rows.append(row)
+            paths.append(
+                result.history.assign(**{key: row[key] for key in ("setting", "perturbation", "batch_size", "seed")})
+            )
     return EscapeTable(pd.DataFrame(rows), pd.concat(paths, ignore_index=True))
 
 
-def _row(one: Escape) -> dict[str, Any]:
-    setting = Setting.parse(one.setting)
-    names = ("setting", "perturbation", "seed", "learning_rate", "curvature", "radius", "noise", "start")
-    derived = ("expected", "law", "moved", "left", "held", "rate", "expected_rate")
-    here = passport()
-    return {
-        **{name: getattr(one, name) for name in names + derived},
-        "batch_size": one.batch_size or 0,
-        "steps": math.nan if one.steps is None else one.steps,
-        "emulated": setting.emulated,
-        "recorded": False,
-        "machine": here["cpu"]["model"] if setting.kind == "cpu" else here["gpus"][0]["name"],
-    }
+def recorded_escapes() -> pd.DataFrame:
+    """The escapes that other machines recorded: the `table` of `gpulab.escape_table`, kept in `data/saddles/escapes`.
+
+    Examples:
+        >>> bool(recorded_escapes().recorded.all())
+        True
+    """
+    import pandas as pd
+
+    parts = [table.assign(recorded=True) for table, _ in read_tables(recorded_folder("saddles") / "escapes")]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["setting", "steps", "recorded"])
 
 
-class _Training:
+# --- one descent -----------------------------------------------------------------------------------------
+
+
+class _Descent:
     """Gradient descent from a saddle, in the arithmetic that is in force."""
 
     def __init__(self, saddle: Saddle, setting: Setting, rate: float, batch_size: int | None, seed: int) -> None:
-        self.saddle, self.rate, self.batch_size, self.seed = saddle, rate, batch_size, seed
+        self.objective, self.rate, self.batch_size, self.seed = saddle.objective, rate, batch_size, seed
         self.net = copy.deepcopy(saddle.model).to(setting.device, setting.dtype)
-        self.parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
+        self.parameters = _trained(self.net)
         self.where = "cpu" if setting.kind == "mps" else setting.device  # an Apple GPU has no float64
         assert saddle.batch is not None
-        self.inputs, self.targets = (_to(part, setting) for part in saddle.batch)
-        self.exact = _weights(saddle.model).double().to(self.where)
+        self.inputs, self.targets = (
+            part.to(setting.device, setting.dtype if part.is_floating_point() else None) for part in saddle.batch
+        )
+        self.saddle = self._double(_trained(saddle.model))
+        self.values, self.directions = (part.to(self.where) for part in saddle.unstable)
 
-    def batches(self) -> Iterator[Batch]:
+    def noise(self) -> Float[Tensor, " m"]:
+        """The displacement along each unstable direction that stands for the errors made at the saddle.
+
+        A step moves by −η g. What moved n steps ago has grown by (1 + ηλ)ⁿ since, so that the first ones count most.
+        """
+        growth = 1 + self.rate * -self.values
+        self._place(self.saddle)
+        pushes = torch.zeros_like(self.values)
+        stored = self._unstable(self._double(self.parameters) - self.saddle)
+        for number, batch in enumerate(self._batches()):
+            # The gradient at weights that were rounded has −λ times their displacement in it.
+            error = self._unstable(self._double(self._gradient(batch)[1])) - self.values * stored
+            if self.batch_size is None:
+                return (stored + error / self.values).cpu()
+            weight = growth ** -(number + 1)
+            pushes -= self.rate * error * weight
+            if float(weight.max()) < FORGOTTEN:
+                break
+        return (stored + pushes).cpu()
+
+    def run(self, begin: Tensor, steps: int, radius: float, progress: bool) -> tuple[list[list[float]], float]:
+        """Rows of distance, its parts and the loss; and the share of the weights that the first step moved."""
+        self._place(begin.to(self.where))
+        rows: list[list[float]] = []
+        moved, unmoved = math.nan, 0
+        with tqdm(total=steps, unit="step", leave=False, disable=not progress) as bar:
+            for batch in self._batches():
+                loss, gradients = self._gradient(batch)
+                displacement = self._double(self.parameters) - self.saddle
+                parts = self._unstable(displacement)
+                row = [displacement.norm(), parts.norm(), parts[0].abs(), loss.double().to(self.where)]
+                rows.append(torch.stack(row).tolist())
+                if not all(map(math.isfinite, rows[-1])):
+                    raise DataError(f"step {len(rows) - 1}: the weights are not finite; learning_rate={self.rate:g}")
+                if rows[-1][1] > radius or len(rows) > steps:
+                    break
+                share = self._update(gradients)
+                moved = share if len(rows) == 1 else moved
+                unmoved = unmoved + 1 if share == 0 else 0
+                if unmoved == UNMOVED and self.batch_size is None:
+                    break
+                bar.update()
+        return rows, moved
+
+    def _batches(self) -> Iterator[Batch]:
         """The data in an order drawn from the seed, over and over; each pass has its own."""
         count = len(self.inputs)
         for number in itertools.count():
@@ -321,61 +395,14 @@ class _Training:
             for chosen in order[: count - count % size].split(size):
                 yield self.inputs[chosen], self.targets[chosen]
 
-    def gradient(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
-        loss = self.saddle.objective(self.net, batch)
+    def _gradient(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        loss = self.objective(self.net, batch)
         return loss.detach(), torch.autograd.grad(loss, self.parameters)
 
-    def noise(self) -> Float[Tensor, " m"]:
-        """The displacement along each unstable direction that stands for the errors made at the saddle.
-
-        A step moves by −η g. What moved n steps ago has grown by (1 + ηλ)ⁿ since, so that the first ones count most.
-        """
-        values, directions = (part.to(self.where) for part in self.saddle.unstable)
-        growth = 1 + self.rate * -values
-        self.place(self.exact)
-        pushes = torch.zeros_like(values)
-        constant = self.batch_size is None
-        stored = (directions * self._displacement()[:, None]).sum(0)
-        for number, batch in enumerate(self.batches()):
-            error = self._flat(self.gradient(batch)[1])
-            # The gradient at weights that were rounded has −λ times their displacement in it.
-            error = (directions * error[:, None]).sum(0) - values * stored
-            if constant:
-                return (stored + error / values).cpu()
-            weight = growth ** -(number + 1)
-            pushes -= self.rate * error * weight
-            if float(weight.max()) < FORGOTTEN:
-                break
-        return (stored + pushes).cpu()
-
-    def run(self, begin: Tensor, steps: int, radius: float, progress: bool) -> tuple[list[list[float]], float]:
-        """Rows of distance, its parts and the loss; and the share of the weights that the first step moved."""
-        directions = self.saddle.unstable[1].to(self.where)
-        self.place(begin.to(self.where))
-        rows: list[list[float]] = []
-        moved, unmoved = math.nan, 0
-        with tqdm(total=steps, unit="step", leave=False, disable=not progress) as bar:
-            for batch in self.batches():
-                loss, gradients = self.gradient(batch)
-                away = self._displacement()
-                parts = (directions * away[:, None]).sum(0)
-                here = torch.stack([away.norm(), parts.norm(), parts[0].abs(), loss.double().to(self.where)])
-                rows.append(here.tolist())
-                if not all(map(math.isfinite, rows[-1])):
-                    raise DataError(f"step {len(rows) - 1}: the weights are not finite; learning_rate={self.rate:g}")
-                if rows[-1][1] > radius or len(rows) > steps:
-                    return rows, moved
-                share = self._update(gradients)
-                moved = share if len(rows) == 1 else moved
-                unmoved = unmoved + 1 if share == 0 else 0
-                if unmoved == UNMOVED and self.batch_size is None:
-                    return rows, moved
-                bar.update()
-        raise AssertionError("batches never end")
-
     @torch.no_grad()
-    def place(self, weights: Tensor) -> None:
+    def _place(self, weights: Float[Tensor, " n"]) -> None:
         """Give the network these weights, as far as its format can hold them."""
+        # Copied, not views of one vector: where a weight lies in memory may decide how a product of it is rounded.
         for parameter, piece in zip(self.parameters, weights.split([p.numel() for p in self.parameters]), strict=True):
             parameter.copy_(piece.view_as(parameter))
 
@@ -387,60 +414,66 @@ class _Training:
             before = parameter.clone()
             parameter.add_(gradient, alpha=-self.rate)
             changed += (parameter != before).sum()
-        return int(changed) / len(self.exact)
+        return int(changed) / len(self.saddle)
 
-    def _displacement(self) -> Float[Tensor, " n"]:
-        return self._flat(parameter.detach() for parameter in self.parameters) - self.exact
+    def _unstable(self, vector: Float[Tensor, " n"]) -> Float[Tensor, " m"]:
+        return (self.directions * vector[:, None]).sum(0)
 
-    def _flat(self, tensors: Any) -> Float[Tensor, " n"]:
-        return torch.cat([tensor.reshape(-1).to(self.where).double() for tensor in tensors])
+    def _double(self, tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
+        return _flat(tensors).to(self.where).double()
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _flat(tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def _expected(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: float) -> float:
     """The step at which displacements that grow by their own rates are together as long as the radius."""
+    from scipy.optimize import brentq
+
     if not bool((start > 0).any()):
         return math.inf
     logs = start.clamp(min=1e-300).log()
 
-    def length(step: float) -> float:
-        return float(torch.logsumexp(2 * (logs + rates * step), 0)) / 2
+    def excess(step: float) -> float:
+        return float(torch.logsumexp(2 * (logs + rates * step), 0)) / 2 - math.log(radius)
 
-    low, high = 0.0, 1.0
-    if length(low) >= math.log(radius):
+    if excess(0) >= 0:
         return 0.0
-    while length(high) < math.log(radius):
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if length(middle) >= math.log(radius) else (middle, high)
-    return high
+    alone = float(((math.log(radius) - logs) / rates).min())  # when the first of them is as long by itself
+    return float(brentq(excess, 0, alone + 1))
 
 
-def _learning_rate(saddle: Saddle, wanted: float | None) -> float:
+def _check(
+    model: nn.Module,
+    saddle: Saddle,
+    learning_rate: float | None,
+    steps: int | None,
+    batch_size: int | None,
+    perturbation: float | None,
+    radius: float,
+) -> float:
+    """The learning rate; `UsageError` for what cannot be."""
     if not saddle.curvature < 0 or not len(saddle.unstable[0]):
         raise UsageError(
             f"no direction leads down: the least curvature is {saddle.curvature:.3g}, and there is no escape"
         )
     if isinstance(saddle, CriticalPoint) and not saddle.found:
         raise UsageError(f"this is a {saddle.kind}, no critical point: {saddle.message}")
-    if wanted is None:
-        return min(GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1]))
-    if not 0 < wanted < math.inf:
-        raise UsageError(f"learning_rate={wanted!r}: expected a number above 0")
-    return float(wanted)
-
-
-def _check(
-    model: nn.Module,
-    saddle: Saddle,
-    steps: int | None,
-    batch_size: int | None,
-    perturbation: float | None,
-    radius: float,
-) -> None:
+    if learning_rate is None:
+        learning_rate = min(GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1]))
+    if not 0 < learning_rate < math.inf:
+        raise UsageError(f"learning_rate={learning_rate!r}: expected a number above 0")
     if saddle.batch is None:
         raise UsageError("this point was found from a loss without a batch: give find_critical_point a batch")
-    shapes = [[tuple(p.shape) for p in net.parameters() if p.requires_grad] for net in (model, saddle.model)]
+    for part in saddle.batch:
+        if not isinstance(part, Tensor):
+            raise UsageError(f"the data of the saddle are a {type(part).__name__}: expected tensors")
+    shapes = [[tuple(parameter.shape) for parameter in _trained(net)] for net in (model, saddle.model)]
     if shapes[0] != shapes[1]:
         raise UsageError(f"a model with weights {shapes[0]}: those of the saddle are {shapes[1]}")
     count = len(saddle.batch[0])
@@ -452,31 +485,4 @@ def _check(
         raise UsageError(f"perturbation={perturbation!r}: expected a distance, 0 or more")
     if not 0 < radius < math.inf:
         raise UsageError(f"radius={radius!r}: expected a distance above 0")
-
-
-def _frame(rows: list[list[float]]) -> pd.DataFrame:
-    import pandas as pd
-
-    return pd.DataFrame(rows, columns=["distance", "unstable", "along", "loss"]).rename_axis("step").reset_index()
-
-
-def _weights(model: nn.Module) -> Float[Tensor, " n"]:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
-
-
-def _to(part: Any, setting: Setting) -> Tensor:
-    if not isinstance(part, Tensor):
-        raise UsageError(f"the data of the saddle are a {type(part).__name__}: expected tensors")
-    return part.to(setting.device, setting.dtype if part.is_floating_point() else None)
-
-
-def recorded_escapes() -> pd.DataFrame:
-    """The escapes that other machines recorded: the `table` of `gpulab.escape_table`, kept in `data/saddles/escapes`.
-
-    >>> bool(recorded_escapes().recorded.all())
-    True
-    """
-    import pandas as pd
-
-    parts = [table.assign(recorded=True) for table, _ in read_tables(recorded_folder("saddles") / "escapes")]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["setting", "steps", "recorded"])
+    return float(learning_rate)

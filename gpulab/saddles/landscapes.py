@@ -1,10 +1,4 @@
-"""The loss around a network's weights: along a line through them, and over the plane of a saddle's two directions.
-
-References:
-    Goodfellow, Vinyals, Saxe 2015, *Qualitatively characterizing neural network optimization problems* (ICLR, arXiv
-    1412.6544), for slices; Alain, Le Roux, Manzagol 2019, *Negative eigenvalues of the Hessian in deep neural
-    networks* (arXiv 1902.02366), for those along negative curvature.
-"""
+"""The loss around a network's weights: along a line through them, and over the plane of a saddle's two directions."""
 
 from __future__ import annotations
 
@@ -60,10 +54,7 @@ class Landscape:
 
     @property
     def extent(self) -> float:
-        """sqrt(2 · loss / |λ|), with the λ of `down`: where that curvature alone would have taken away all of the loss.
-
-        A Euclidean distance of the weights.
-        """
+        """sqrt(2 · loss / |λ|): the distance at which the curvature along `down` alone would leave no loss."""
         return math.sqrt(2 * self.loss / abs(self.curvatures[0])) if self.loss > 0 and self.curvatures[0] else 1.0
 
     def curvature(self, angle: float = 0.0) -> float:
@@ -132,6 +123,11 @@ def landscape(
         >>> line = around.slice(90, extent=1.0, places=3)
         >>> bool(np.allclose(line.loss, line.quadratic))  # the loss of a linear layer is quadratic
         True
+
+    References:
+        Goodfellow, Vinyals, Saxe 2015, *Qualitatively characterizing neural network optimization problems* (ICLR, arXiv
+        1412.6544), for slices; Alain, Le Roux, Manzagol 2019, *Negative eigenvalues of the Hessian in deep neural
+        networks* (arXiv 1902.02366), for those along negative curvature.
     """
     H = hessian(model, loss, batch)
     lowest = most_negative(H, tolerance=TOLERANCE, seed=seed, progress=progress)

@@ -1,8 +1,4 @@
-"""The whole spectrum of a symmetric operator from its products: density, trace, and how many eigenvalues are negative.
-
-Sources: Ubaru, Chen, Saad 2017, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*; Ghorbani,
-Krishnan, Xiao 2019 (arXiv 1901.10159) for Hessians of networks; Meyer, Musco, Musco, Woodruff 2021, *Hutch++*.
-"""
+"""The spectrum of a symmetric operator from its products: density, trace, and how many eigenvalues are negative."""
 
 from __future__ import annotations
 
@@ -47,17 +43,18 @@ class Estimate:
         return f"{self.value:.6g} ± {self.error:.2g}"
 
 
-# --- the density -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class SpectralDensity:
-    """A spectrum as `probes` quadratures: `nodes` and `weights` (probes, steps), float64.
+    """A spectrum as quadratures, one from each random probe.
 
-    The weights of a probe add up to one. The sum of weight × f(node) estimates the mean of f over all
-    `size` eigenvalues; probes differ by chance, and the standard errors here are of their mean. The outermost
-    nodes approach the extreme eigenvalues from within. `products` with a vector were made. `halfway` is what half of
-    the steps gave: what is still different there has not converged.
+    The sum of weight × f(node) estimates the mean of f over all eigenvalues; probes differ by chance, and the standard
+    errors here are of their mean. The outermost nodes approach the extreme eigenvalues from within.
+
+    Attributes:
+        nodes, weights: Of each probe (probes, steps), float64; the weights of a probe add up to one.
+        size: How many eigenvalues there are.
+        products: How many products with a vector were made.
+        halfway: What half of the steps gave: what is still different there has not converged.
     """
 
     nodes: Float[Array, "probes steps"]
@@ -69,16 +66,20 @@ class SpectralDensity:
     @property
     def extremes(self) -> tuple[float, float]:
         """The lowest and the highest node."""
-        seen = self.nodes[self.weights > 0]
-        return float(seen.min()), float(seen.max())
+        nodes = self.nodes[self.weights > 0]
+        return float(nodes.min()), float(nodes.max())
 
     def density(
         self, grid: Float[Array, " g"] | None = None, width: float | None = None
     ) -> tuple[Float[Array, " g"], Float[Array, " g"], Float[Array, " g"]]:
-        """(grid, density, its standard error): each node a normal curve of standard deviation `width`.
+        """The density of eigenvalues, which integrates to one, with each node a normal curve.
 
-        The width is one hundredth of the spectrum's range, and the grid goes four widths beyond it, unless
-        they are given. The density integrates to one.
+        Args:
+            grid: Where; by default at 1,000 places, up to four widths beyond the spectrum.
+            width: The standard deviation of a node's curve; by default a hundredth of the spectrum's range.
+
+        Returns:
+            The grid, the density, and its standard error.
         """
         low, high = self.extremes
         if width is None:
@@ -105,8 +106,7 @@ class SpectralDensity:
 
     def mass_below(self, x: float) -> Estimate:
         """The share of eigenvalues below x."""
-        value, error = _mean((self.weights * (self.nodes < x)).sum(1))
-        return Estimate(float(value), float(error))
+        return Estimate(*map(float, _mean((self.weights * (self.nodes < x)).sum(1))))
 
     def __repr__(self) -> str:
         low, high = self.extremes
@@ -119,17 +119,31 @@ def spectral_density(
 ) -> SpectralDensity:
     """The density of a symmetric operator's eigenvalues, by stochastic Lanczos quadrature.
 
-    Each probe is a vector of random signs from which `steps` steps of Lanczos are made: a quadrature that is
-    exact for polynomials of degree 2 · steps − 1 (before rounding). All probes advance together, so an operator
-    that multiplies many vectors at once is used well. Per probe three vectors are kept, and nothing is
-    orthogonalised again: in finite precision the quadrature stays accurate without (Greenbaum 1989; Chen,
-    Trogdon, Ubaru 2021, arXiv 2105.06595), although single nodes appear several times.
+    All probes advance together, so an operator that multiplies many vectors at once is used well. Per probe three
+    vectors are kept, and unlike in `gpulab.saddles.lanczos` nothing is orthogonalised again: in finite precision the
+    quadrature stays accurate without, although single nodes appear several times.
 
-    Raises `UsageError` for counts below one, `DataError` for an operator that is not symmetric or not finite.
+    Args:
+        H: A `gpulab.hessian`, a tensor (n, n), or anything else with products, float32 or float64.
+        probes: How many vectors of random signs to begin with.
+        steps: How many steps of Lanczos from each: the quadrature is exact for polynomials of degree 2 · steps − 1
+            (before rounding).
+        seed: Of the signs.
+        progress: Whether to show a progress bar, where it takes longer than two seconds.
 
-    >>> spectrum = spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
-    >>> round(float(spectrum.mass_below(0.0)), 1)
-    0.3
+    Raises:
+        UsageError: For counts below one.
+        DataError: For an operator that is not symmetric, or whose products are not finite.
+
+    Examples:
+        >>> spectrum = spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
+        >>> round(float(spectrum.mass_below(0.0)), 1)
+        0.3
+
+    References:
+        Ubaru, Chen, Saad 2017, *Fast estimation of tr(f(A)) via stochastic Lanczos quadrature*; Ghorbani, Krishnan,
+        Xiao 2019 (arXiv 1901.10159) for Hessians of networks; Greenbaum 1989 and Chen, Trogdon, Ubaru 2021 (arXiv
+        2105.06595) on why orthogonalisation is not needed.
     """
     n = check_square(H)
     check_count("probes", probes)
@@ -178,18 +192,27 @@ def _mean(values: Array) -> tuple[Array, Array]:
     return values.mean(0), error
 
 
-# --- trace and index -------------------------------------------------------------------------------------
-
-
 def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
-    """The sum of all eigenvalues, by Hutch++ (Meyer, Musco, Musco, Woodruff 2021), from about `probes` products.
+    """The sum of all eigenvalues, by Hutch++.
 
     A third of the products finds the directions of the large eigenvalues, a third sums these exactly, and a
-    third estimates the rest by Hutchinson's random signs, whose spread is the error. As many probes as
-    the operator has columns give the trace itself.
+    third estimates the rest by Hutchinson's random signs, whose spread is the error.
 
-    >>> trace(torch.diag(torch.arange(8.0)), probes=8)
-    28 ± 0
+    Args:
+        H: A `gpulab.hessian`, a tensor (n, n), or anything else with products, float32 or float64.
+        probes: About how many products to make, six or more; as many as H has columns give the trace itself.
+        seed: Of the signs.
+
+    Raises:
+        UsageError: For fewer probes.
+        DataError: For an operator that is not symmetric, or whose products are not finite.
+
+    Examples:
+        >>> trace(torch.diag(torch.arange(8.0)), probes=8)
+        28 ± 0
+
+    References:
+        Meyer, Musco, Musco, Woodruff 2021, *Hutch++: Optimal stochastic trace estimation*.
     """
     n = check_square(H)
     check_count("probes", probes)
@@ -204,27 +227,22 @@ def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
     check_symmetric(signs[:, :third], sketch)
     basis = torch.linalg.qr(sketch).Q
     exact = (basis * (H @ basis)).sum(dtype=torch.float64)
-    rest = _outside(basis, signs[:, third:])
-    quadratic = (rest * (H @ rest)).sum(0, dtype=torch.float64)
-    value, error = _mean(quadratic.cpu().numpy())
+    with float32_products():
+        rest = signs[:, third:] - basis @ (basis.T @ signs[:, third:])
+    value, error = _mean((rest * (H @ rest)).sum(0, dtype=torch.float64).cpu().numpy())
     return Estimate(float(exact) + float(value), float(error))
 
 
-@float32_products()
-def _outside(basis: Tensor, vectors: Tensor) -> Tensor:
-    return vectors - basis @ (basis.T @ vectors)
-
-
-@dataclass(frozen=True)
-class Index:
+@dataclass(frozen=True, repr=False)
+class Index(Estimate):
     """How many eigenvalues are negative: `int(index)`.
 
-    `value` and its standard `error` (zero when `exact`), as a `fraction` of all `size`; `zero` is how many are
-    within `threshold` of zero, and count as neither negative nor positive.
+    Attributes:
+        value, error: The number and its standard error, which is zero where it is `exact`.
+        zero: How many are within `threshold` of zero, and count as neither negative nor positive.
+        size: How many eigenvalues there are.
     """
 
-    value: float
-    error: float
     exact: bool
     zero: float
     size: int
@@ -237,9 +255,6 @@ class Index:
 
     def __int__(self) -> int:
         return round(self.value)
-
-    def __float__(self) -> float:
-        return self.value
 
     def __repr__(self) -> str:
         zero = f"{self.zero:,.0f} within {self.threshold:.1e} of zero"
@@ -260,14 +275,23 @@ def index(
 ) -> Index:
     """How many eigenvalues of a symmetric operator are negative: the index of a critical point.
 
-    Up to a thousand columns (or where `exact` asks for it) they are counted in the matrix itself. More are
-    estimated from `gpulab.spectral_density`; the error then is the spread of the probes and what the second
-    half of the steps changed, together. An eigenvalue within `tolerance` times the largest |λ| counts as zero: by
-    default n · eps of the operator's type for the matrix, and 1e-2 for an estimate. Closer to zero, where networks have
-    most of their eigenvalues, the signs of nodes are chance: compare only what has the same tolerance.
+    Args:
+        H: A `gpulab.hessian`, a tensor (n, n), or anything else with products, float32 or float64.
+        exact: Whether to count in the matrix itself, as is done up to a thousand columns, or to estimate from
+            `gpulab.saddles.spectral_density`: the error then is the spread of the probes and what the second half of
+            the steps changed, together.
+        tolerance: An eigenvalue within this share of the largest |λ| counts as zero: by default n · eps of the
+            operator's type for the matrix, and 1e-2 for an estimate. Closer to zero, where networks have most of their
+            eigenvalues, the signs of nodes are chance: compare only what has the same tolerance.
+        probes, steps, seed, progress: Of the estimate.
 
-    >>> index(torch.diag(torch.tensor([3.0, -1.0, 0.0, -2.0])))
-    2 of 4 eigenvalues are negative, 1 within 1.4e-06 of zero
+    Raises:
+        UsageError: For a tolerance that cannot be.
+        DataError: For an operator that is not symmetric, or whose products are not finite.
+
+    Examples:
+        >>> index(torch.diag(torch.tensor([3.0, -1.0, 0.0, -2.0])))
+        2 of 4 eigenvalues are negative, 1 within 1.4e-06 of zero
     """
     n = check_square(H)
     exact = n <= SMALL if exact is None else exact
@@ -295,10 +319,14 @@ def estimated_index(spectrum: SpectralDensity, tolerance: float = ZERO) -> Index
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """The direction in which a loss curves down most: the curvature, and a unit vector (n,).
+    """The direction in which a loss curves down most, or, where none does, that of the smallest curvature.
 
-    `value` is the eigenvalue, `residual` its ‖Hv − λv‖, `scale` the largest |λ| that was seen. `found` says
-    whether it curves down at all, by more than the residual: if not, `value` is the smallest curvature.
+    Attributes:
+        value: The curvature: the least eigenvalue.
+        vector: Its unit vector (n,).
+        residual: Its ‖Hv − λv‖.
+        scale: The largest |λ| met.
+        products: How many products with a vector were made.
     """
 
     value: float
@@ -309,7 +337,7 @@ class Direction:
 
     @property
     def found(self) -> bool:
-        """Whether the curvature is negative beyond doubt."""
+        """Whether the curvature is negative, by more than the residual and rounding."""
         rounding = torch.finfo(self.vector.dtype).eps * math.sqrt(len(self.vector)) * self.scale
         return self.value < -max(self.residual, rounding)
 
@@ -321,12 +349,16 @@ class Direction:
 def most_negative(
     H: Operator, *, tolerance: float | None = None, max_products: int = 3_000, seed: int = 0, progress: bool = True
 ) -> Direction:
-    """The most negative eigenvalue of a symmetric operator, and its direction; see `gpulab.lanczos`.
+    """The most negative eigenvalue of a symmetric operator, and its direction.
 
-    >>> most_negative(torch.diag(torch.tensor([3.0, -1.0, 2.0]))).found
-    True
-    >>> most_negative(torch.eye(3)).found
-    False
+    Args:
+        H, tolerance, max_products, seed, progress: As for `gpulab.saddles.lanczos`, whose errors are raised too.
+
+    Examples:
+        >>> most_negative(torch.diag(torch.tensor([3.0, -1.0, 2.0]))).found
+        True
+        >>> most_negative(torch.eye(3)).found
+        False
     """
     pairs = lanczos(H, 1, tolerance=tolerance, max_products=max_products, seed=seed, progress=progress)
     value, residual = float(pairs.values[0]), float(pairs.residuals[0])

@@ -16,10 +16,6 @@ which falls apart into pairs of one entry of the decoder and one of the encoder:
 - s, t ∈ S: 4 λ_t / D and 0, for what one unit gains another can lose;
 - i ∉ S and a unit that is zero: ±2 λ_i / D;
 - t ∈ S and a unit that is zero: 0 and 0.
-
-Sources: Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks 2:53), for the
-critical points; Kunin, Bloom, Goeva, Seed 2019, *Loss landscapes of regularized linear autoencoders* (ICML,
-arXiv 1901.08168).
 """
 
 from __future__ import annotations
@@ -50,10 +46,15 @@ LISTED = 200_000  # critical points that one table may hold
 class LinearAutoencoderSaddle:
     """A critical point of a linear autoencoder, and what is known of its Hessian without computing it.
 
-    `model` holds the weights, in float64: the decoder's columns are the principal `components` of `data` (N, D),
-    the encoder's rows the same, and further units are zero. `moments` (D,) and `basis` (D, D) are the eigenvalues
-    of XᵀX / N, the largest first, and its eigenvectors, in columns. `mixing` (h, h) is an orthogonal matrix R that the
-    hidden units were mixed by: U_S R and Rᵀ U_Sᵀ are the same map. Vectors are in the order of the model's parameters.
+    Vectors are in the order of the model's parameters.
+
+    Attributes:
+        model: The network, in float64: the decoder's columns are principal components of the data, the encoder's rows
+            the same, and further units are zero.
+        data: The inputs (N, D), which are the targets too.
+        components: Those that are held; 0 is the first.
+        moments, basis: The eigenvalues (D,) of XᵀX / N, the largest first, and its eigenvectors (D, D), in columns.
+        mixing: An orthogonal matrix R (h, h) that the hidden units are mixed by: U_S R and Rᵀ U_Sᵀ are the same map.
     """
 
     model: LinearAutoencoder
@@ -68,13 +69,14 @@ class LinearAutoencoderSaddle:
 
         Loss, index and spectrum stay as they are, so that seeds differ by nothing but their rounding.
 
-        >>> saddle = linear_autoencoder_saddle(torch.randn(20, 4), [0, 2])
-        >>> other = saddle.mixed(seed=1)
-        >>> x = torch.randn(3, 4, dtype=torch.float64)
-        >>> torch.allclose(saddle.model(x), other.model(x))
-        True
-        >>> torch.equal(saddle.model.encoder.weight, other.model.encoder.weight)
-        False
+        Examples:
+            >>> saddle = linear_autoencoder_saddle(torch.randn(20, 4), [0, 2])
+            >>> other = saddle.mixed(seed=1)
+            >>> x = torch.randn(3, 4, dtype=torch.float64)
+            >>> torch.allclose(saddle.model(x), other.model(x))
+            True
+            >>> torch.equal(saddle.model.encoder.weight, other.model.encoder.weight)
+            False
         """
         hidden = len(self.mixing)
         drawn = torch.randn(hidden, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -98,7 +100,8 @@ class LinearAutoencoderSaddle:
     @property
     def loss(self) -> float:
         """The sum of the moments that are not held, over D."""
-        return float(self.moments[self._left].sum() / len(self.moments))
+        lost = [i for i in range(len(self.moments)) if i not in self.components]
+        return float(self.moments[lost].sum() / len(self.moments))
 
     @property
     def index(self) -> int:
@@ -112,7 +115,7 @@ class LinearAutoencoderSaddle:
 
     @property
     def curvature(self) -> float:
-        """The least eigenvalue of the Hessian: that along `direction`. Nought where none is negative."""
+        """The least eigenvalue of the Hessian: that along `direction`. Zero where none is negative."""
         return float(self._spectrum[0].min())
 
     @property
@@ -132,10 +135,6 @@ class LinearAutoencoderSaddle:
         order = [place for place in low.argsort(stable=True).tolist() if low[place] < 0]
         empty = low.new_empty(2 * low.numel(), 0)
         return low[order], torch.stack([self._vector(place) for place in order], dim=1) if order else empty
-
-    @property
-    def _left(self) -> list[int]:
-        return [i for i in range(len(self.moments)) if i not in self.components]
 
     @functools.cached_property
     def _blocks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -190,51 +189,74 @@ class LinearAutoencoderSaddle:
 def linear_autoencoder_saddle(
     data: Any, components: Sequence[int], *, hidden: int | None = None
 ) -> LinearAutoencoderSaddle:
-    """The critical point at which a linear autoencoder holds these principal components of `data` (N, D).
-
-    Component 0 has the largest eigenvalue of XᵀX / N, the second-moment matrix: the covariance, where the data
-    are centred. There are as many `hidden` units as components, or more, and those are zero. What is returned has
-    the `.model`, its `.loss` (the mean squared error that torch computes), its `.index` and `.curvature`, the
-    `.eigenvalues` of the whole Hessian and the steepest `.direction`, all in closed form and in float64.
+    """The critical point at which a linear autoencoder holds some principal components, in closed form and in float64.
 
     Where eigenvalues are equal, which component is which is arbitrary.
 
-    Raises `UsageError` for components that are not among the D, and `DataError` for data that are no finite matrix.
+    Args:
+        data: A matrix (N, D) of numbers.
+        components: Those to hold; 0 has the largest eigenvalue of XᵀX / N, the second-moment matrix: the covariance,
+            where the data are centred.
+        hidden: How many hidden units; by default one for each component. Further ones are zero.
 
-    Sources: Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks 2:53); Kunin,
-    Bloom, Goeva, Seed 2019, *Loss landscapes of regularized linear autoencoders* (arXiv 1901.08168).
+    Raises:
+        UsageError: For components that are not among the D, or more of them than units.
+        DataError: For data that are no finite matrix.
 
-    >>> data = math.sqrt(3) * torch.diag(torch.tensor([3.0, 2.0, 1.0]))  # second moments 9, 4 and 1
-    >>> saddle = linear_autoencoder_saddle(data, [1])  # the middle one; (9 + 1) / 3 are lost
-    >>> saddle
-    Critical point of a linear autoencoder, components held: 1; loss 3.33333, index 1, least curvature -1.894
+    Examples:
+        >>> data = math.sqrt(3) * torch.diag(torch.tensor([3.0, 2.0, 1.0]))  # second moments 9, 4 and 1
+        >>> saddle = linear_autoencoder_saddle(data, [1])  # the middle one; (9 + 1) / 3 are lost
+        >>> saddle
+        Critical point of a linear autoencoder, components held: 1; loss 3.33333, index 1, least curvature -1.894
+
+    References:
+        Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks 2:53); Kunin, Bloom,
+        Goeva, Seed 2019, *Loss landscapes of regularized linear autoencoders* (arXiv 1901.08168).
     """
     matrix = _matrix(data)
     features = matrix.shape[1]
-    chosen = _chosen(components, features)
-    least = max(1, len(chosen))
-    if hidden is None:
-        hidden = least
+    try:
+        held = tuple(int(component) for component in components)
+    except (TypeError, ValueError):
+        raise UsageError(f"components={components!r}: expected a sequence of whole numbers such as [0, 2]") from None
+    if any(number != component for number, component in zip(held, components, strict=True)):
+        raise UsageError(f"components={components!r}: expected whole numbers")
+    if outside := [component for component in held if not 0 <= component < features]:
+        raise UsageError(f"component {outside[0]}: the data have {features}, numbered from 0 to {features - 1}")
+    if len(set(held)) < len(held):
+        raise UsageError(f"components={held}: each can be held once")
+    least = max(1, len(held))
+    hidden = least if hidden is None else hidden
     if not isinstance(hidden, int) or hidden < least:
         raise UsageError(f"hidden={hidden!r}: expected a whole number from {least}, one unit for each component")
-    moments, basis = _principal(matrix)
+    moments, basis = _principal_components(matrix)
     mixing = torch.eye(hidden, dtype=torch.float64)
-    return LinearAutoencoderSaddle(_model(basis, chosen, mixing), matrix, chosen, moments, basis, mixing)
+    return LinearAutoencoderSaddle(_model(basis, held, mixing), matrix, held, moments, basis, mixing)
 
 
 def critical_losses(data: Any, hidden: int) -> pd.DataFrame:
     """Every loss that a critical point of a linear autoencoder can have: a row for each set of components.
 
-    `components` are those held, at most `hidden` of them; `loss`, and the `index` of the point where further
-    units are zero. The smallest loss comes first: the minimum, and the only one with index 0 where moments differ.
+    Args:
+        data: A matrix (N, D) of numbers.
+        hidden: How many hidden units, and so how many components can be held at most.
 
-    >>> data = math.sqrt(3) * torch.diag(torch.tensor([3.0, 2.0, 1.0]))
-    >>> critical_losses(data, hidden=1).round(3)
-      components   loss  index
-    0       (0,)  1.667      0
-    1       (1,)  3.333      1
-    2       (2,)  4.333      2
-    3         ()  4.667      3
+    Returns:
+        Columns `components`, `loss`, and `index` of the point where further units are zero. The smallest loss comes
+        first: the minimum, and the only one with index 0 where moments differ.
+
+    Raises:
+        UsageError: For a `hidden` that cannot be, or with which there are more than 200,000 sets.
+        DataError: For data that are no finite matrix.
+
+    Examples:
+        >>> data = math.sqrt(3) * torch.diag(torch.tensor([3.0, 2.0, 1.0]))
+        >>> critical_losses(data, hidden=1).round(3)
+          components   loss  index
+        0       (0,)  1.667      0
+        1       (1,)  3.333      1
+        2       (2,)  4.333      2
+        3         ()  4.667      3
     """
     import pandas as pd
 
@@ -246,13 +268,13 @@ def critical_losses(data: Any, hidden: int) -> pd.DataFrame:
     count = sum(math.comb(features, size) for size in sizes)
     if count > LISTED:
         raise UsageError(f"hidden={hidden}: {count:,} sets of {features} components; {LISTED:,} can be listed")
-    moments = _principal(matrix)[0].tolist()
+    moments = _principal_components(matrix)[0].tolist()
     rows = []
-    for chosen in itertools.chain.from_iterable(itertools.combinations(range(features), size) for size in sizes):
-        lost = [moments[i] for i in range(features) if i not in chosen]
-        falling = sum(moment > moments[s] for s in chosen for moment in lost)
-        falling += (hidden - len(chosen)) * sum(moment > 0 for moment in lost)
-        rows.append({"components": chosen, "loss": math.fsum(lost) / features, "index": falling})
+    for held in itertools.chain.from_iterable(itertools.combinations(range(features), size) for size in sizes):
+        lost = [moments[i] for i in range(features) if i not in held]
+        index = sum(moment > moments[s] for s in held for moment in lost)
+        index += (hidden - len(held)) * sum(moment > 0 for moment in lost)
+        rows.append({"components": held, "loss": math.fsum(lost) / features, "index": index})
     return pd.DataFrame(rows).sort_values(["loss", "index"], ignore_index=True)
 
 
@@ -279,21 +301,7 @@ def _matrix(data: Any) -> Float[Tensor, "n d"]:
     return matrix
 
 
-def _chosen(components: Sequence[int], features: int) -> tuple[int, ...]:
-    try:
-        chosen = tuple(int(component) for component in components)
-    except (TypeError, ValueError):
-        raise UsageError(f"components={components!r}: expected a sequence of whole numbers such as [0, 2]") from None
-    if any(component != given for component, given in zip(chosen, components, strict=True)):
-        raise UsageError(f"components={components!r}: expected whole numbers")
-    if outside := [component for component in chosen if not 0 <= component < features]:
-        raise UsageError(f"component {outside[0]}: the data have {features}, numbered from 0 to {features - 1}")
-    if len(set(chosen)) < len(chosen):
-        raise UsageError(f"components={chosen}: each can be held once")
-    return chosen
-
-
-def _principal(matrix: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
+def _principal_components(matrix: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
     """Eigenvalues of the second-moment matrix, the largest first, and eigenvectors, in columns."""
     moments, basis = torch.linalg.eigh(matrix.T @ matrix / len(matrix))
     moments, basis = moments.flip(0), basis.flip(1)

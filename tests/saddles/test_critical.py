@@ -36,33 +36,27 @@ def search(function, *start, **options):
     return find_critical_point(point, lambda: function(point.x), progress=False, **options)
 
 
-@pytest.mark.parametrize("krylov", [False, True])
-def test_from_random_starts_the_losses_are_on_the_theoretical_list(data, krylov, monkeypatch):
-    if krylov:
-        monkeypatch.setattr(critical_points, "WRITTEN_OUT", 1)
-    listed = torch.tensor(gl.critical_losses(data, 2).loss)
+@pytest.mark.parametrize(("largest", "seeds"), [(500, 8), (1, 4)], ids=["dense", "krylov"])
+def test_from_random_starts_losses_and_indices_are_those_of_theory(data, largest, seeds, monkeypatch):
+    monkeypatch.setattr(critical_points, "WRITTEN_OUT", largest)
+    table = gl.critical_losses(data, 2)
+    losses = torch.tensor(table.loss)
+    full = table[table.components.map(len) == 2]
     indices = {}
-    for seed in range(8):
-        found = find_critical_point(network(seed), MSE, (data, data), progress=False)
-        assert found.found
-        assert found.kind == "critical point"
-        assert found.squared_gradient_norm <= 1e-20
-        assert found.hessian().gradient.square().sum() <= 1e-20
-        assert (listed - found.loss).abs().min() < 1e-9
-        indices[round(found.loss, 9)] = len(found.unstable[0])
+    for seed in range(seeds):
+        point = find_critical_point(network(seed), MSE, (data, data), progress=False)
+        assert point.found
+        assert point.kind == "critical point"
+        assert point.squared_gradient_norm <= 1e-20
+        assert point.hessian().gradient.square().sum() <= 1e-20
+        assert (losses - point.loss).abs().min() < 1e-9
+        indices[round(point.loss, 9)] = len(point.unstable[0])
+        near = full[(full.loss - point.loss).abs() < 1e-9]
+        if len(near):
+            assert len(point.unstable[0]) == near["index"].iloc[0]
     assert len(indices) > 2, "not only the minimum is found"
     assert max(indices.values()) > 0
-    assert indices.get(round(float(listed[0]), 9), 0) == 0
-
-
-def test_the_index_found_is_that_of_theory(data):
-    table = gl.critical_losses(data, 2)
-    full = table[table.components.map(len) == 2]
-    for seed in range(8):
-        found = find_critical_point(network(seed), MSE, (data, data), progress=False)
-        near = full[(full.loss - found.loss).abs() < 1e-9]
-        if len(near):
-            assert len(found.unstable[0]) == near["index"].iloc[0]
+    assert indices.get(round(float(losses[0]), 9), 0) == 0
 
 
 def test_the_model_is_left_alone_and_a_copy_returned(data):
@@ -82,10 +76,7 @@ def test_a_saddle_of_a_function():
     assert found.curvature == pytest.approx(-2)
     assert found.steepest.abs().tolist() == pytest.approx([1, 0], abs=1e-9)
     assert found.hessian().dense().diagonal().tolist() == pytest.approx([2, -2])
-
-
-def test_a_degenerate_minimum_is_found():
-    assert search(lambda x: (x**4).sum(), 0.5).found
+    assert search(lambda x: (x**4).sum(), 0.5).found, "a minimum whose Hessian is zero"
 
 
 def test_a_closure_without_a_batch_leaves_its_model_alone():
@@ -137,12 +128,12 @@ def test_a_plateau_without_end_is_no_critical_point():
 @pytest.mark.parametrize("unit", [nn.Sigmoid, nn.Tanh])
 def test_networks_of_several_layers(unit):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(60, 3, dtype=torch.float64, generator=generator)
+    x = torch.randn(30, 2, dtype=torch.float64, generator=generator)
     y = torch.sin(2 * x[:, :1]) * x[:, 1:2]
     kinds = []
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
-        net = nn.Sequential(nn.Linear(3, 5), unit(), nn.Linear(5, 4), unit(), nn.Linear(4, 1))
+        net = nn.Sequential(nn.Linear(2, 3), unit(), nn.Linear(3, 2), unit(), nn.Linear(2, 1))
         found = find_critical_point(net, MSE, (x, y), progress=False)
         kinds.append(found.kind)
         assert found.found == (found.squared_gradient_norm <= 1e-20)
@@ -152,8 +143,8 @@ def test_networks_of_several_layers(unit):
 
 
 def test_the_autoencoder_of_the_article_in_small():
-    net = gl.Autoencoder(hidden=(6, 2), size=(4, 4))
-    images = torch.rand(30, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    net = gl.Autoencoder(hidden=(4, 2), size=(3, 3))
+    images = torch.rand(20, 1, 3, 3, generator=torch.Generator().manual_seed(1))
     found = find_critical_point(net, MSE, (images, images), progress=False)
     assert found.found
     assert len(found.eigenvalues) == sum(p.numel() for p in net.parameters())
@@ -168,16 +159,15 @@ def test_too_few_steps_are_said_to_be_too_few(data):
 
 
 def test_wrong_requests(data):
-    with pytest.raises(gl.UsageError, match="tolerance=0"):
-        find_critical_point(network(0), MSE, (data, data), tolerance=0)
-    with pytest.raises(gl.UsageError, match="max_steps=0"):
-        find_critical_point(network(0), MSE, (data, data), max_steps=0)
-    net = network(0)
-    with pytest.raises(gl.UsageError, match=r"encoder\.weight is not of float64"):
-        find_critical_point(net, lambda: net(data.float()).square().mean(), progress=False)
-    with torch.no_grad():
-        net.encoder.weight[0, 0] = math.nan
-    with pytest.raises(gl.DataError, match="not finite"):
-        find_critical_point(net, MSE, (data, data), progress=False)
-    with pytest.raises(gl.UsageError, match="training mode"):
-        find_critical_point(nn.Sequential(nn.Linear(5, 5), nn.Dropout()), MSE, (data, data), progress=False)
+    net, batch = network(0), (data, data)
+    broken = network(0)
+    torch.nn.utils.vector_to_parameters(torch.full((20,), math.nan), broken.parameters())
+    for error, words, arguments, options in (
+        (gl.UsageError, "tolerance=0", (net, MSE, batch), {"tolerance": 0}),
+        (gl.UsageError, "max_steps=0", (net, MSE, batch), {"max_steps": 0}),
+        (gl.UsageError, r"encoder\.weight is not of float64", (net, lambda: net(data.float()).square().mean()), {}),
+        (gl.UsageError, "training mode", (nn.Sequential(nn.Linear(5, 5), nn.Dropout()), MSE, batch), {}),
+        (gl.DataError, "not finite", (broken, MSE, batch), {}),
+    ):
+        with pytest.raises(error, match=words):
+            find_critical_point(*arguments, **options, progress=False)

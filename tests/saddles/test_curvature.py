@@ -6,10 +6,10 @@ import torch
 import gpulab as gl
 from gpulab import records as recordings
 from gpulab.saddles import curvature as trajectories
-from gpulab.saddles.curvature import densities, read_curvature
+from gpulab.saddles.curvature import read_curvature, row_spectra
 from gpulab.saddles.spectrum import ZERO
 
-SMALL = {"profile": "smoke", "frames": 40, "snapshots": 2, "steps": 8, "probes": 2, "progress": False}
+SMALL = {"profile": "smoke", "frames": 40, "snapshots": 2, "steps": 8, "probes": 2, "evaluated": 20, "progress": False}
 SETTINGS = ["cpu:threads=1", "cpu:precision=float64", "cpu:emulate=bfloat16"]
 
 
@@ -40,7 +40,7 @@ def test_the_instrument_is_the_same_under_every_setting(frame):
 
 def test_what_is_measured_is_the_hessian_of_the_trained_weights(frame):
     run = gl.train("autoencoder", setting="cpu:threads=1", seed=1, profile="smoke", frames=40, progress=False)
-    images = next(run.data.windows(200, 0)).frames
+    images = next(run.data.windows(20, 0)).frames
     model, batch = run.model, torch.from_numpy(images).float() / 255
     H = gl.hessian(model, lambda: model.training_loss(batch, None)[0])
     spectrum = gl.spectral_density(H, probes=2, steps=8)
@@ -53,7 +53,7 @@ def test_what_is_measured_is_the_hessian_of_the_trained_weights(frame):
 
 
 def test_a_sequence_is_looked_at_from_a_state_of_zero():
-    frame = gl.curvature_along("prednet", seeds=[3], evaluated=3, **SMALL)
+    frame = gl.curvature_along("prednet", seeds=[3], **SMALL | {"evaluated": 3})
     assert frame.evaluated.tolist() == [3, 3]
     model = gl.PredNet(channels=(3, 8, 16), size=(24, 32))
     model.draw_weights(torch.Generator().manual_seed(3))
@@ -95,7 +95,8 @@ def test_a_training_that_diverges_has_a_last_row_without_numbers(monkeypatch):
         return gl.train(*arguments, **options, learning_rate=1e30)
 
     monkeypatch.setattr(trajectories, "train", hot)
-    frame = gl.curvature_along("autoencoder", seeds=1, **SMALL)
+    frame = gl.curvature_along("autoencoder", seeds=1, **SMALL | {"evaluated": None})
+    assert frame.evaluated.tolist() == [200, 200], "as many as usual"
     assert frame.status.tolist() == ["diverged"] * 2
     assert frame.final.tolist() == [False, True]
     assert np.isfinite(frame.largest.iloc[0])
@@ -133,8 +134,8 @@ def test_recordings_take_little_room():
     assert sum(file.stat().st_size for file in files) < 1_500_000
 
 
-def test_densities_of_rows_are_whole(frame):
-    for row, spectrum in densities(frame):
+def test_spectra_of_rows_are_whole(frame):
+    for row, spectrum in row_spectra(frame):
         assert spectrum.extremes == pytest.approx((row.smallest, row.largest))
         assert spectrum.weights.sum(1) == pytest.approx(np.ones(2))
 

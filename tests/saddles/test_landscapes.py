@@ -71,6 +71,21 @@ def test_an_extent_that_is_none_is_refused(around, extent):
         around.slice(extent=extent)
 
 
+def test_a_surface_is_the_loss_in_the_plane_of_two_eigenvectors(saddle):
+    surface = gl.saddles.surface(saddle, extent=1e-2, places=1)
+    assert surface.losses.shape == (3, 3)
+    assert surface.losses[1, 1] == pytest.approx(saddle.loss, abs=1e-14)
+    bend = surface.losses[[0, 1], [1, 0]] - surface.loss, surface.losses[[2, 1], [1, 2]] - surface.loss
+    for differences in bend:  # up across, down along
+        places = np.array([surface.across[0], surface.along[0]])
+        assert differences == pytest.approx(np.array(surface.curvatures)[::-1] * places**2 / 2, rel=1e-2)
+    assert surface.losses[0, 0] == pytest.approx(surface.loss + bend[0].sum(), abs=1e-6)
+    assert str(surface) == f"A saddle at loss {saddle.loss:.4g}: 1 of 8 directions lead down"
+    picture = surface.plot()
+    assert picture.alt.startswith(str(surface))
+    assert len(picture.png()) < 150_000
+
+
 def test_the_slice_is_drawn_and_explored(around):
     picture = plots.landscape_slice(around, 0)
     assert "lower" in picture.alt
