@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
-from gpulab.diagnostics import guards
-from gpulab.diagnostics.guards import fingerprint
+from gpulab.diagnostics import fingerprints, guards
+from gpulab.diagnostics.fingerprints import fingerprint
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -608,7 +608,7 @@ def test_memory_is_freed(ending):
 
 def in_words(tensor):
     """The fingerprint that accelerators use, here."""
-    return int(guards._digest(tensor))
+    return int(fingerprints._digest(tensor))
 
 
 BOTH_WAYS = pytest.mark.parametrize("take", [fingerprint, in_words])
@@ -671,7 +671,7 @@ def test_kinds_of_memory(take):
         "windows": torch.rand(10).unfold(0, 4, 1),
         "nan": torch.tensor([float("nan"), 1.0]),
         "odd offset": torch.rand(9).half()[1:],
-        "long": torch.rand(3 * guards.TABLE + 5),
+        "long": torch.rand(3 * fingerprints.TABLE + 5),
     }
     for name, tensor in kinds.items():
         mark = take(tensor)
@@ -685,21 +685,21 @@ def test_kinds_of_memory(take):
 def test_dense_memory_is_read_where_it_lies():
     x = torch.rand(2, 3, 4, 5)
     for view in (x, x.transpose(0, 2), x.to(memory_format=torch.channels_last), x[:1].expand(9, 3, 4, 5)):
-        assert guards._flat(view).data_ptr() == view.data_ptr()
+        assert fingerprints._flat(view).data_ptr() == view.data_ptr()
 
 
 def test_the_words_have_chunks(monkeypatch):
-    x = torch.rand(5 * guards.TABLE + 3)
-    monkeypatch.setattr(guards, "CHUNK", 2 * guards.TABLE)
+    x = torch.rand(5 * fingerprints.TABLE + 3)
+    monkeypatch.setattr(fingerprints, "CHUNK", 2 * fingerprints.TABLE)
     marks = {in_words(x)}
-    for place in (0, guards.TABLE, 2 * guards.TABLE, 5 * guards.TABLE + 2):
+    for place in (0, fingerprints.TABLE, 2 * fingerprints.TABLE, 5 * fingerprints.TABLE + 2):
         y = x.clone()
         y[place] += 1
         marks.add(in_words(y))
     a, b = x.clone(), x.clone().view(-1)
-    b[: 2 * guards.TABLE], b[2 * guards.TABLE : 4 * guards.TABLE] = (
-        a[2 * guards.TABLE : 4 * guards.TABLE],
-        a[: 2 * guards.TABLE],
+    b[: 2 * fingerprints.TABLE], b[2 * fingerprints.TABLE : 4 * fingerprints.TABLE] = (
+        a[2 * fingerprints.TABLE : 4 * fingerprints.TABLE],
+        a[: 2 * fingerprints.TABLE],
     )
     marks.add(in_words(b))
     assert len(marks) == 6
@@ -713,7 +713,7 @@ def test_a_guarded_tensor_can_still_be_resized():
 
 def test_the_accelerators_way_through_a_whole_backward(monkeypatch):
     """The comparison is put off to the end of backward; here with a CPU's tensors."""
-    monkeypatch.setattr(guards, "fingerprint", lambda tensor: guards._digest(tensor))
+    monkeypatch.setattr(guards, "fingerprint", lambda tensor: fingerprints._digest(tensor))
     net, x = Weight(3), torch.rand(3)
 
     def step(spoil):
@@ -789,8 +789,8 @@ def test_steps_with_tensors_of_other_kinds():
 
 def test_random_numbers_are_left_alone():
     state = torch.get_rng_state()
-    guards._table.cache_clear()
-    guards._digest(torch.rand(3, generator=torch.Generator()))
+    fingerprints._table.cache_clear()
+    fingerprints._digest(torch.rand(3, generator=torch.Generator()))
     assert torch.equal(state, torch.get_rng_state())
 
 
