@@ -182,7 +182,7 @@ class Guard:
         self._lock = threading.Lock()
         self._threads: list[int] = []  # who is inside the block
         self._last_thread = threading.get_ident()
-        self._holders: dict[tuple[Line, tuple[int, int]], tuple[str, str]] = {}
+        self._holders: dict[Line, _Holder | None] = {}
         self._pending: dict[int, list[tuple[Tensor, Callable[[], None]]]] = {}
 
     @property
@@ -205,6 +205,8 @@ class Guard:
             torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
         except RuntimeError as error:
             raise _forbidden(error) from error
+        if not self._threads:
+            self._holders.clear()
         self._last_thread = threading.get_ident()
         self._threads.append(self._last_thread)
         return self
@@ -215,18 +217,14 @@ class Guard:
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             raise _forbidden(error) from error
         if not self._threads:
-            self._holders.clear()
             self._warn(stacklevel=2)
 
     def _pack(self, tensor: Tensor) -> _Saved:
         frame = _user_frame(sys._getframe(1)) or _user_frame(sys._current_frames().get(self._last_thread))
         saved = _Saved(tensor, _line(frame))
-        # Asked now: the loader that has filled the array may be gone when the tensor is used.
-        if saved.foreign and not tensor.is_shared():
-            key = saved.line, _span(saved.tensor)
-            if key not in self._holders:
-                self._holders[key] = _holder(key[1], str(tensor.device), self._last_thread)
-            saved.holder = self._holders[key]
+        # Asked now, once a line: the loader that has filled the array may be gone when the tensor is used.
+        if saved.foreign and saved.line not in self._holders and not tensor.is_shared():
+            self._holders[saved.line] = _holder(_span(saved.tensor), str(tensor.device), self._last_thread)
         return saved
 
     def _unpack(self, saved: _Saved) -> Tensor:
@@ -268,19 +266,16 @@ class Guard:
                 if differs:
                     report()
 
-    def _report(self, finding: Overwritten, span: tuple[int, int], holder: tuple[str, str]) -> None:
+    def _report(self, finding: Overwritten, span: _Span) -> None:
         key = (finding.line, finding.operation)
         with self._lock:
             if key in self._findings:
                 finding = replace(self._findings[key], count=self._findings[key].count + 1)
             else:
-                array, sharing = holder if holder[0] else _holder(span, finding.device, self._last_thread)
-                if array and finding.cause in ("data", "foreign", "shared"):
-                    explanation, remedy = CAUSES["numpy"]
-                    remedy = remedy.replace("array", array)
-                    finding = replace(finding, cause="numpy", explanation=explanation, remedy=remedy)
-                if sharing:
-                    finding = replace(finding, explanation=f"{finding.explanation}; it shares memory with {sharing}")
+                holder = self._holders.get(finding.line)
+                if holder is None or not (holder.array and _overlap(holder.span, span)):
+                    holder = _holder(span, finding.device, self._last_thread)
+                finding = finding if holder is None else _named(finding, holder)
             self._findings[key] = finding
         if self.on == "raise":
             self._pending.pop(torch._C._current_graph_task_id(), None)  # this backward ends here
@@ -299,7 +294,7 @@ class Guard:
 class _Saved:
     """What autograd keeps in place of a tensor."""
 
-    __slots__ = ("digest", "foreign", "holder", "line", "original", "plain", "tensor", "version")
+    __slots__ = ("digest", "foreign", "line", "original", "plain", "tensor", "version")
 
     def __init__(self, tensor: Tensor, line: Line) -> None:
         # Detached: an operation that keeps its own output would otherwise keep itself alive for ever.
@@ -311,7 +306,6 @@ class _Saved:
         self.digest = fingerprint(self.tensor)
         self.plain = _is_plain(self.tensor)
         self.foreign = self.plain and not self.tensor.untyped_storage().resizable()
-        self.holder = ("", "")
 
     def current(self) -> Tensor:
         """What autograd would use if there were no guard."""
@@ -320,9 +314,7 @@ class _Saved:
             return self.tensor
         return original.detach()
 
-    def finding(
-        self, node: Any, operand: str | None, cause: str
-    ) -> tuple[Overwritten, tuple[int, int], tuple[str, str]]:
+    def finding(self, node: Any, operand: str | None, cause: str) -> tuple[Overwritten, _Span]:
         """What is known without asking who shares the memory, and where that lies; the content is not kept alive."""
         tensor = self.tensor
         if cause == "data" and self.plain:
@@ -344,7 +336,7 @@ class _Saved:
             explanation,
             remedy,
         )
-        return finding, _span(tensor) if self.plain else (0, 0), self.holder
+        return finding, _span(tensor) if self.plain else (0, 0)
 
 
 # --- what a finding says -----------------------------------------------------------------------------------
@@ -407,8 +399,10 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_nested
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first address of a tensor's memory and the one after its last."""
+_Span = tuple[int, int]  # the first address of a piece of memory and the one after its last
+
+
+def _span(tensor: Tensor) -> _Span:
     if tensor.numel() == 0:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -442,22 +436,43 @@ def _line(frame: types.FrameType | None) -> Line:
     return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
-def _holder(span: tuple[int, int], device: str, thread: int) -> tuple[str, str]:
-    """What shares this memory: the name of the user's nearest NumPy array, or "", and that in words.
+class _Holder(NamedTuple):
+    """A variable that shares the memory: in words, and by name if it is a NumPy array."""
 
-    Without an array the words are of the nearest tensor; they are empty where there is none either.
-    """
-    tensor = ""
+    array: str
+    words: str
+    span: _Span
+
+
+def _holder(span: _Span, device: str, thread: int) -> _Holder | None:
+    """The user's nearest NumPy array that shares this memory; without one, the nearest tensor."""
+    tensor = None
     for frame, name, value in _variables(thread) if span[1] else ():
         if isinstance(value, np.ndarray) and device == "cpu":
-            low, high = np.lib.array_utils.byte_bounds(value)
-            if low < span[1] and span[0] < high:
-                return name, f"the NumPy array `{name}` ({value.dtype}, shape {value.shape}) in {_line(frame)}"
-        elif isinstance(value, Tensor) and not tensor and _is_plain(value) and str(value.device) == device:
-            low, high = _span(value)
-            if low < span[1] and span[0] < high:
-                tensor = f"the tensor `{name}` (shape {tuple(value.shape)}) in {_line(frame)}"
-    return "", tensor
+            place = np.lib.array_utils.byte_bounds(value)
+        elif isinstance(value, Tensor) and _is_plain(value) and str(value.device) == device:
+            place = _span(value)
+        else:
+            continue
+        if _overlap(place, span) and isinstance(value, np.ndarray):
+            words = f"the NumPy array `{name}` ({value.dtype}, shape {value.shape}) in {_line(frame)}"
+            return _Holder(name, words, place)
+        if _overlap(place, span) and tensor is None:
+            tensor = _Holder("", f"the tensor `{name}` (shape {tuple(value.shape)}) in {_line(frame)}", place)
+    return tensor
+
+
+def _overlap(one: _Span, other: _Span) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _named(finding: Overwritten, holder: _Holder) -> Overwritten:
+    """The same finding, with what shares the memory; an array of NumPy's is then the cause."""
+    if holder.array and finding.cause in ("data", "foreign", "shared"):
+        explanation, remedy = CAUSES["numpy"]
+        remedy = remedy.replace("array", holder.array)
+        finding = replace(finding, cause="numpy", explanation=explanation, remedy=remedy)
+    return replace(finding, explanation=f"{finding.explanation}; it shares memory with {holder.words}")
 
 
 def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Any]]:
