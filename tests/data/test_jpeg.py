@@ -111,7 +111,9 @@ def test_a_decoder_is_a_factor_and_the_quality_is_not(tmp_path):
         options={"frames": 20, "data": "jpeg:walk", "model_options": {"channels": [3, 4]}},
         variants=[{"data_options": {"decoder": name}} for name in ("pillow", "av")],
     )
-    frame = exp.run(progress=False)
+    for job in exp.jobs():
+        gl.train(**job, progress=False)
+    frame = gl.runs(tmp_path)
     assert sorted(frame.decoder) == ["av", "av", "pillow", "pillow"]
     assert frame.protocol.nunique() == 1
     seen = gl.verdict(frame, factor="decoder", reference="pillow")
