@@ -324,17 +324,9 @@ class _Saved:
         if cause == "inplace":
             explanation += f" (version {self.version} when saved, {tensor._version} now)"
         operation = _name(node)
+        described = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device)
         finding = Overwritten(
-            operation,
-            _function(operation),
-            operand,
-            tuple(tensor.shape),
-            str(tensor.dtype).removeprefix("torch."),
-            str(tensor.device),
-            self.line,
-            cause,
-            explanation,
-            remedy,
+            operation, _function(operation), operand, *described, self.line, cause, explanation, remedy
         )
         return finding, _span(tensor) if self.plain else (0, 0)
 
