@@ -51,23 +51,11 @@ LOSSES = {
 }
 
 
-def flip_signs(n: int) -> np.ndarray:
-    """The signs that `inference.sign_flip_p` uses, shape (flips, n)."""
-    if n <= inference.EXACT:
-        return 1.0 - 2.0 * (np.arange(2 ** (n - 1))[:, None] >> np.arange(n) & 1)
-    generator = np.random.default_rng(0)
-    bits = [
-        np.unpackbits(generator.integers(0, 256, (count, -(-n // 8)), np.uint8), axis=1)[:, :n]
-        for count in inference._chunks(inference.FLIPS, n)
-    ]
-    return 2.0 * np.concatenate(bits) - 1
-
-
 def different_p(moved: np.ndarray) -> np.ndarray:
     """`inference.sign_flip_p` of each row of (repeats, n), for differences other than zero."""
     moved = np.sort(moved, axis=1)
     n = moved.shape[1]
-    signs = flip_signs(n).T
+    signs = 2.0 * np.concatenate(list(inference.sign_flips(n))).T - 1
     p = np.empty(len(moved))
     for part in np.array_split(np.arange(len(moved)), max(1, len(moved) // 500)):
         limit = np.abs(moved[part].sum(axis=1)) - 1e-12 * np.abs(moved[part]).sum(axis=1)
@@ -85,11 +73,9 @@ def equivalent_p(moved: np.ndarray, margin: np.ndarray | float) -> np.ndarray:
 
 
 def sd_limit(losses: np.ndarray) -> np.ndarray:
-    """`inference.sd_at_least` of each row."""
-    n = losses.shape[1]
-    heavy = np.maximum(3.0, 3 + stats.kurtosis(losses, axis=1, bias=False))
-    exponent = stats.t.ppf(inference.SD_CONFIDENCE, n - 1) * np.sqrt((heavy - 1) / (n - 1)) / 2
-    return losses.std(axis=1, ddof=1) * np.exp(-exponent)
+    """`inference.sd_lower_limit` of each row."""
+    kurtosis = np.maximum(3.0, 3 + stats.kurtosis(losses, axis=1, bias=False))
+    return losses.std(axis=1, ddof=1) * inference.sd_limit_ratio(losses.shape[1], kurtosis)
 
 
 def check_that_these_are_the_shipped_tests() -> None:
@@ -98,7 +84,7 @@ def check_that_these_are_the_shipped_tests() -> None:
         moved = generator.standard_t(3, (20, n))
         assert np.allclose(different_p(moved), [inference.sign_flip_p(row) for row in moved], atol=1e-12)
         assert np.allclose(equivalent_p(moved, 0.5), [inference.equivalence_p(row, 0.5) for row in moved])
-        assert np.allclose(sd_limit(moved), [inference.sd_at_least(row) for row in moved])
+        assert np.allclose(sd_limit(moved), [inference.sd_lower_limit(row) for row in moved])
 
 
 def error_rates() -> pd.DataFrame:

@@ -135,7 +135,7 @@ ALIASES = {
     "roofline": "diagnostics.rooflines",
     "round_to": "numerics.formats",
     "saddle_finding": "companion.saddle_points",
-    "seeds_needed": "stats.verdicts",
+    "seeds_needed": "stats.power",
     "shuffled_sums": "numerics.sums",
     "slice_explorer": "companion.widgets",
     "spectral_density": "saddles.spectrum",
@@ -143,7 +143,7 @@ ALIASES = {
     "summation": "numerics.sums",
     "trace": "saddles.spectrum",
     "ulp_distance": "numerics.formats",
-    "variance_components": "stats.verdicts",
+    "variance_components": "stats.components",
     "working_threads": "settings",
 }
 

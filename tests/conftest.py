@@ -9,7 +9,7 @@ import pytest
 pytest_plugins = ["pytester"]
 
 os.environ.setdefault("GPULAB_PROFILE", "smoke")  # the kernels of the notebooks inherit it and train small
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # threads that wait by spinning starve the other processes
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # threads that wait by spinning starve the other test processes
 
 
 @pytest.fixture(scope="session")

@@ -32,96 +32,105 @@ PLAIN = "copied"
 SHARING = ("reused", "imitated")
 # What the runs are judged by, laid down in data/README.md before they were made.
 METRICS = ("final loss of all seeds", "share of seeds that did not learn", "final loss of the seeds that learned")
+COLUMNS = ["experiment", "profile", "setting", "speed", "loader", "metric", "seeds", "decision", "difference", "low"]
+COLUMNS += ["high", "relative", "margin", "p", "same_bits", "worse"]
 
 
 def first_window(
     settings: list[str], net: str | Trainable = "prednet", seed: int = 0, profile: str = "quick"
 ) -> pd.DataFrame:
-    """The first window with the buffer reused against copied, a row for each setting.
+    """The first window of a training with the buffer reused against copied.
 
-    `same_losses` counts the forward losses with the same bits, of `losses`; `gradient_difference` is
-    relative, and `rounding` the relative distance of the copied gradient to that in float64, for scale.
+    Args:
+        settings: the settings to look under.
+        net: "prednet", "autoencoder" or a network.
+        seed: draws the network's weights.
+        profile: how large.
 
-    >>> first_window(["cpu"], "autoencoder", profile="smoke").gradient_difference.tolist()
-    [0.0]
+    Returns:
+        A row per setting: `same_losses` counts the forward losses with the same bits, of `losses`;
+        `gradient_difference` is relative, and `rounding` the relative distance of the copied gradient to that in
+        float64, for scale.
+
+    Examples:
+        >>> first_window(["cpu"], "autoencoder", profile="smoke").gradient_difference.tolist()
+        [0.0]
     """
     import pandas as pd
 
-    rows = []
+    network = net if isinstance(net, str) else f"{type(net).__name__.lower()}, trained"
     exact = FirstWindow(net, PLAIN, seed, profile).gradient("cpu:precision=float64")
+    rows = []
     for setting in settings:
         copied, reused = (FirstWindow(net, loader, seed, profile).gradient(setting) for loader in (PLAIN, "reused"))
         rounding = copied.against(exact)["gradient_difference"]
-        name = net if isinstance(net, str) else f"{type(net).__name__.lower()}, trained"
-        rows.append({"network": name, "setting": setting, **reused.against(copied), "rounding": rounding})
+        rows.append({"network": network, "setting": setting, **reused.against(copied), "rounding": rounding})
     return pd.DataFrame(rows)
 
 
 def anomaly_verdicts(frame: pd.DataFrame, plateau: float, margin: str | float = "0.25sd") -> dict[str, Verdict]:
     """The three verdicts on shared against copied memory, of runs of one size, speed and device.
 
-    `frame` holds runs with the loader `copied` and one of `reused` and `imitated` (see `gpulab.runs`).
-    A run whose final loss is not below `plateau` did not learn; `Data.missing_colour_loss` gives the
-    least loss of a prediction that is black in one colour. The third verdict takes the seeds that
-    learned both ways. A run that diverged did not learn either.
+    A run that diverged did not learn; the third verdict takes the seeds that learned both ways.
+
+    Args:
+        frame: runs with the loader `copied` and one of `reused` and `imitated` (see `gpulab.runs`).
+        plateau: a run whose final loss is not below it did not learn; `Sequence.missing_colour_loss` gives the least
+            loss of a prediction that is black in one colour.
+        margin: as for `gpulab.verdict`.
+
+    Returns:
+        A verdict for each of `METRICS`; not the third where no seed learned both ways.
+
+    Raises:
+        UsageError: for other loaders.
     """
     loaders = set(frame.loader)
     if PLAIN not in loaders or len(loaders & set(SHARING)) != 1 or len(loaders) != 2:
         raise UsageError(f"loaders {sorted(loaders)}: expected {PLAIN!r} and one of {', '.join(SHARING)}")
     stuck = ~(frame.final_loss < plateau)
     learned = frame[~stuck.groupby(frame.seed).transform("any")]
-    options: dict[str, Any] = {"factor": "loader", "reference": PLAIN}
-    judged = {
-        METRICS[0]: verdict(frame, margin=margin, **options),
-        METRICS[1]: verdict(frame.assign(stuck=stuck, status="finished"), metric="stuck", margin=margin, **options),
+    options: dict[str, Any] = {"factor": "loader", "reference": PLAIN, "margin": margin}
+    verdicts = {
+        METRICS[0]: verdict(frame, **options),
+        METRICS[1]: verdict(frame.assign(stuck=stuck, status="finished"), metric="stuck", **options),
     }
-    if len(learned):
-        judged[METRICS[2]] = verdict(learned, margin=margin, **options)
-    return judged
+    return verdicts | ({METRICS[2]: verdict(learned, **options)} if len(learned) else {})
 
 
 def anomaly_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """`anomaly_verdicts` for every experiment, size, setting and speed in a frame of runs; a row each.
+    """`anomaly_verdicts` for every experiment, size, setting and speed in a frame of runs.
 
-    `metric`, `seeds`, `decision`, `difference` (shared minus copied) with its interval `low`, `high`,
-    `relative` (to the mean with copied frames), `margin`, `p`, `worse` (seeds whose loss is higher) and
-    `same_bits` (seeds whose trained weights are identical).
+    Returns:
+        A row per verdict: `metric`, `seeds`, `decision`, `difference` (shared minus copied) with its interval `low`,
+        `high`, `relative` (to the mean with copied frames), `margin`, `p`, `same_bits` (seeds whose trained weights
+        are identical) and `worse` (seeds whose loss is higher).
     """
     import pandas as pd
 
+    groups = list(frame.groupby(["experiment", "profile", "setting", "data", "speed"], dropna=False))
     rows = []
-    keys = ["experiment", "profile", "setting", "data", "speed"]
-    groups = list(frame.groupby(keys, dropna=False))
     for (experiment, profile, setting, data, speed), runs in tqdm(groups, unit="verdict", leave=False):
-        judged = anomaly_verdicts(runs, _plateau(experiment, profile, data, speed, int(runs.frames.iloc[0])))
-        for metric, seen in judged.items():
-            (row,) = seen.table.to_dict("records")
-            rows.append(
-                {
-                    "experiment": experiment,
-                    "profile": profile,
-                    "setting": setting,
-                    "speed": speed,
-                    "loader": row["loader"],
-                    "metric": metric,
-                    "seeds": row["seeds"],
-                    "decision": row["decision"],
-                    "difference": row["difference"],
-                    "low": row["low"],
-                    "high": row["high"],
-                    "relative": row["difference"] / seen.pairs.reference.mean() if seen.pairs.reference.any() else 0.0,
-                    "margin": row["margin"],
-                    "p": row["p_different"],
-                    "same_bits": row["same_bits"],
-                    "worse": int((seen.pairs.difference > 0).sum()),
-                }
-            )
-    return pd.DataFrame(rows)
+        run = {"experiment": experiment, "profile": profile, "setting": setting, "speed": speed}
+        plateau = _plateau(experiment, profile, data, speed, int(runs.frames.iloc[0]))
+        for metric, judged in anomaly_verdicts(runs, plateau).items():
+            (level,) = judged.table.rename(columns={"p_different": "p"}).to_dict("records")
+            copied, difference = judged.pairs.reference, judged.pairs.difference
+            relative = level["difference"] / copied.mean() if copied.any() else 0.0
+            rows.append({**run, **level, "metric": metric, "relative": relative, "worse": int((difference > 0).sum())})
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
     """What `first_window` and `anomaly_table` allow one to say, and what they do not, in sentences."""
-    lines = [_window_sentence(row) for row in window.itertuples()]
+    lines = []
+    for row in window.itertuples():
+        exact = row.gradient_difference == 0
+        agrees = "agrees to the last bit" if exact else f"is off by {row.gradient_difference:.1e}"
+        lines.append(
+            f"{row.network} under {row.setting}, one window, reused against copied: {row.same_losses} of {row.losses} "
+            f"forward losses have the same bits; the gradient {agrees} (rounding: {row.rounding:.0e})."
+        )
     keys = ["experiment", "profile", "setting", "loader"]
     for (experiment, size, setting, loader), rows in table.groupby(keys, sort=False):
         where = f"{experiment}, {size} size, {setting}, {loader} against {PLAIN}"
@@ -139,22 +148,14 @@ def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def _window_sentence(row: Any) -> str:
-    agrees = "agrees to the last bit" if row.gradient_difference == 0 else f"is off by {row.gradient_difference:.1e}"
-    return (
-        f"{row.network} under {row.setting}, one window, reused against copied: {row.same_losses} of {row.losses} "
-        f"forward losses have the same bits; the gradient {agrees} (rounding: {row.rounding:.0e})."
-    )
-
-
 def _decisions(rows: pd.DataFrame) -> str:
     """The verdicts at each speed in one sentence: `different at speeds 1, 2 (+51% to +80%)`."""
     parts = []
-    for decision, some in rows.groupby("decision", sort=False):
-        size = some.difference if METRICS[1] in set(some.metric) else some.relative
-        speeds = "" if some.speed.isna().all() else f" at speed {', '.join(f'{speed:g}' for speed in some.speed)}"
-        amount = f"{size.min():+.0%}" if len(some) == 1 else f"{size.min():+.0%} to {size.max():+.0%}"
-        parts.append(f"{decision}{speeds} ({amount}, higher in {some.worse.sum()} of {some.seeds.sum()} pairs)")
+    for decision, alike in rows.groupby("decision", sort=False):
+        change = alike.difference if METRICS[1] in set(alike.metric) else alike.relative
+        speeds = "" if alike.speed.isna().all() else f" at speed {', '.join(f'{speed:g}' for speed in alike.speed)}"
+        amount = f"{change.min():+.0%}" + (f" to {change.max():+.0%}" if len(alike) > 1 else "")
+        parts.append(f"{decision}{speeds} ({amount}, higher in {alike.worse.sum()} of {alike.seeds.sum()} pairs)")
     return "; ".join(parts)
 
 

@@ -1,4 +1,5 @@
 import copy
+import functools
 import json
 import math
 import subprocess
@@ -12,20 +13,28 @@ from torch import nn
 import gpulab as gl
 from gpulab.models.base import Trainable
 from gpulab.training import store as stores
-from gpulab.training.run import planned_id, train
+from gpulab.training.plan import planned_id
+from gpulab.training.run import train
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
 SMALL = {"channels": [3, 4], "size": [8, 12]}
 TINY = {
-    "autoencoder": {"net": "autoencoder", "model_options": {"hidden": [16]}, "frames": 200},
-    "prednet": {"net": "prednet", "model_options": SMALL, "data_options": {"size": (8, 12)}, "frames": 200},
+    "autoencoder": {"net": "autoencoder", "model_options": {"hidden": [16]}},
+    "prednet": {"net": "prednet", "model_options": SMALL, "data_options": {"size": (8, 12)}},
 }
+USUAL = {"setting": "cpu:threads=1", "profile": "smoke", "frames": 200, "progress": False}
 BOTH = pytest.mark.parametrize("model", TINY)
 
 
 def trained(model="prednet", **options):
-    return train(**{**TINY[model], "profile": "smoke", "progress": False, **options})
+    return train(**{**TINY[model], **USUAL, **options})
+
+
+@functools.cache
+def reference(model="prednet", **options):
+    """The same, once: what other trainings are compared with."""
+    return trained(model, **options)
 
 
 def weights(run):
@@ -69,16 +78,17 @@ def test_the_autoencoder_has_one_update_an_image():
 
 @BOTH
 def test_final_loss_is_the_mean_over_the_last_fifth_of_the_windows(model):
-    run = trained(model)
+    run, short = reference(model), reference(model, frames=60)
     assert len(run.history) == 10
     assert run.final_loss == pytest.approx(run.history.loss[8:].mean(), rel=1e-15)
-    assert trained(model, frames=60).final_loss == trained(model, frames=60).history.loss.iloc[-1]
+    assert short.final_loss == short.history.loss.iloc[-1]
 
 
 @BOTH
 def test_frames_that_do_not_fill_a_window_are_left_out(model):
-    assert weights(trained(model, frames=79)) == weights(trained(model, frames=60))
-    assert len(trained(model, frames=79).history) == 3
+    run = trained(model, frames=79)
+    assert weights(run) == weights(reference(model, frames=60))
+    assert len(run.history) == 3
 
 
 def test_the_first_loss_is_that_of_the_drawn_weights():
@@ -87,7 +97,8 @@ def test_the_first_loss_is_that_of_the_drawn_weights():
     window = next(gl.load("walk", size=(8, 12)).windows(20)).frames
     _, per_frame, _ = net.training_loss(torch.from_numpy(window).float()[:, None] / 255, None)
     assert len(per_frame) == 19
-    assert trained(seed=7, frames=20).history.loss[0] == pytest.approx(per_frame.double().mean().item(), rel=1e-12)
+    run = trained(seed=7, frames=20, setting="cpu")
+    assert run.history.loss[0] == pytest.approx(per_frame.double().mean().item(), rel=1e-12)
 
 
 def test_the_state_is_carried_from_window_to_window():
@@ -102,7 +113,7 @@ def test_the_state_is_carried_from_window_to_window():
 
 @BOTH
 def test_the_held_out_loss_is_that_of_the_trained_model_on_the_held_out_part(model):
-    run = trained(model)
+    run = reference(model)
     truth, made = run.predict()
     assert truth.shape == made.shape
     assert len(truth) == (297 if model == "autoencoder" else 19)
@@ -116,7 +127,7 @@ def test_the_held_out_loss_is_that_of_the_trained_model_on_the_held_out_part(mod
 
 @BOTH
 def test_training_makes_the_loss_smaller(model):
-    run = trained(model, frames=1000, learning_rate=5e-3)
+    run = trained(model, frames=400, learning_rate=1e-2)
     untrained = trained(model, frames=20, learning_rate=0.0)
     assert run.status == "finished"
     assert run.heldout_loss < 0.8 * untrained.heldout_loss
@@ -166,15 +177,16 @@ def test_the_updates_are_those_of_adam_written_down():
 
 @BOTH
 def test_the_same_seed_and_setting_give_the_same_bits_and_another_seed_others(model):
-    first = trained(model, seed=3)
-    assert same(first, trained(model, seed=3))
-    assert weights(trained(model, seed=4)) != weights(first)
-    assert weights(trained(model, seed=3, learning_rate=2e-3)) != weights(first)
+    first = trained(model, seed=3, frames=60)
+    assert same(first, trained(model, seed=3, frames=60))
+    assert weights(trained(model, seed=4, frames=60)) != weights(first)
+    assert weights(trained(model, seed=3, frames=60, learning_rate=2e-3)) != weights(first)
 
 
 @BOTH
 def test_another_setting_starts_from_the_same_weights_and_images(model):
-    runs = [trained(model, seed=3, setting=text) for text in ("cpu", "cpu:precision=float64", "cpu:threads=1")]
+    settings = ("cpu", "cpu:precision=float64", "cpu:threads=1")
+    runs = [trained(model, seed=3, frames=60, setting=text) for text in settings]
     for run in runs[1:]:
         assert run.history.loss.tolist() == pytest.approx(runs[0].history.loss.tolist(), rel=1e-3)
     assert weights(runs[1]) != weights(runs[0])
@@ -189,14 +201,14 @@ def test_another_setting_starts_from_the_same_weights_and_images(model):
 def test_low_precision_trains():
     run = trained(setting="cpu:precision=bfloat16", frames=60)
     assert run.status == "finished"
-    assert run.final_loss == pytest.approx(trained(frames=60).final_loss, rel=0.1)
+    assert run.final_loss == pytest.approx(reference(frames=60).final_loss, rel=0.1)
 
 
 @BOTH
 def test_random_numbers_and_flags_are_left_alone(model):
     torch.manual_seed(99)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    trained(model, setting="cpu:threads=1,deterministic=on")
+    trained(model, setting="cpu:threads=1,deterministic=on", frames=20)
     assert (torch.get_rng_state() == state).all()
     assert torch.get_num_threads() == threads
     assert not torch.are_deterministic_algorithms_enabled()
@@ -204,9 +216,7 @@ def test_random_numbers_and_flags_are_left_alone(model):
 
 def test_the_random_numbers_of_the_process_play_no_part():
     torch.manual_seed(1)
-    first = trained()
-    torch.manual_seed(2)
-    assert same(first, trained())
+    assert same(reference(), trained())
 
 
 # --- networks handed in ----------------------------------------------------------------------------------
@@ -215,8 +225,8 @@ def test_the_random_numbers_of_the_process_play_no_part():
 def test_a_network_handed_in_is_left_as_it_was_and_trains_as_by_its_name():
     net = gl.PredNet(SMALL["channels"], SMALL["size"])
     before = copy.deepcopy(net.state_dict())
-    run = train(net, seed=5, profile="smoke", progress=False)
-    assert weights(run) == weights(trained(seed=5))
+    run = train(net, seed=5, **{**USUAL, "frames": 40})
+    assert weights(run) == weights(trained(seed=5, frames=40))
     assert net.fresh
     assert run.model is not net
     assert all((tensor == before[name]).all() for name, tensor in net.state_dict().items())
@@ -287,7 +297,7 @@ class Remembers(Own):
 
 def own_run(net, **options):
     data = gl.load("walk", frames=100, size=(8, 12))
-    return train(net, data, **{"profile": "smoke", "frames": 100, "progress": False, **options})
+    return train(net, data, **{**USUAL, "frames": 100, **options})
 
 
 def test_a_model_of_ones_own_trains(tmp_path):
@@ -413,9 +423,7 @@ gl.train(**json.loads(sys.argv[1]), checkpoint_seconds=0, progress=progress)
 def test_a_killed_run_resumes_to_the_same_bits(model, tmp_path):
     options = {
         **TINY[model],
-        "profile": "smoke",
-        "setting": "cpu:threads=1",
-        "seed": 2,
+        **{name: value for name, value in USUAL.items() if name != "progress"},
         "store": str(tmp_path / "killed"),
     }
     child = subprocess.Popen([sys.executable, "-c", KILLED, json.dumps(options)], stdout=subprocess.PIPE, text=True)
@@ -425,7 +433,7 @@ def test_a_killed_run_resumes_to_the_same_bits(model, tmp_path):
     assert gl.runs(tmp_path / "killed").empty
     resumed = train(**options, progress=False)
     assert resumed.record["resumed_at"] == 5
-    assert same(resumed, train(**{**options, "store": tmp_path / "whole"}, progress=False))
+    assert same(resumed, reference(model))
     assert list((tmp_path / "killed" / stores.WORK).iterdir()) == []
     assert len(gl.runs(tmp_path / "killed")) == 1
 
@@ -439,7 +447,7 @@ def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(mode
     assert resumed.record["resumed_at"] == 4
     assert [done for done, _ in told] == [100, 120, 140, 160, 180, 200]
     assert [loss for _, loss in told] == resumed.history.loss[4:].tolist()
-    assert same(resumed, trained(model))
+    assert same(resumed, reference(model))
     assert list((tmp_path / stores.WORK).iterdir()) == []
 
 
@@ -483,7 +491,7 @@ def test_a_run_interrupted_before_its_first_window_is_done_can_be_run_again(tmp_
 def test_a_run_can_be_interrupted_again_and_again(tmp_path):
     for after in (40, 80, 120, 160):
         interrupted(lambda progress: trained(store=tmp_path, **progress), after=after)
-    assert same(trained(store=tmp_path), trained())
+    assert same(trained(store=tmp_path), reference())
 
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.5, 0.99])
@@ -495,19 +503,19 @@ def test_a_truncated_checkpoint_is_reported_and_the_run_starts_anew(tmp_path, pa
         run = trained(store=tmp_path)
     assert str(file) in str(warned[0].message)
     assert "resumed_at" not in run.record
-    assert same(run, trained())
+    assert same(run, reference())
 
 
 def test_fresh_runs_ignore_checkpoints(tmp_path):
     interrupted(lambda progress: trained(store=tmp_path, **progress), after=80)
     run = trained(store=tmp_path, resume=False)
     assert "resumed_at" not in run.record
-    assert same(run, trained())
+    assert same(run, reference())
 
 
 def test_other_seeds_settings_and_reruns_have_checkpoints_of_their_own(tmp_path):
     interrupted(lambda progress: trained(store=tmp_path, **progress), after=80)
-    for other in ({"seed": 1}, {"setting": "cpu:threads=1"}, {"rerun": 1}, {"learning_rate": 2e-3}, {"frames": 220}):
+    for other in ({"seed": 1}, {"setting": "cpu"}, {"rerun": 1}, {"learning_rate": 2e-3}, {"frames": 220}):
         assert "resumed_at" not in trained(store=tmp_path, **other).record
 
 
@@ -519,8 +527,9 @@ def test_a_run_that_is_done_is_returned_without_training(tmp_path, setting):
     def never(*_):
         raise AssertionError("it trains again")
 
-    first = trained(store=tmp_path, setting=setting, command="a command")
-    second = trained(store=tmp_path, setting=setting, progress=never)
+    options = {"store": tmp_path, "setting": setting, "frames": 40}
+    first = trained(**options, command="a command")
+    second = trained(**{**options, "progress": never})
     assert same(first, second)
     assert [tensor.dtype for tensor in second.model.state_dict().values()] == len(second.model.state_dict()) * [
         gl.Setting.parse(setting).dtype
@@ -532,9 +541,9 @@ def test_a_run_that_is_done_is_returned_without_training(tmp_path, setting):
 
 
 def test_weights_are_kept_only_when_asked(tmp_path):
-    run = trained(store=tmp_path, keep_weights=False)
+    run = trained(store=tmp_path, frames=20, keep_weights=False)
     assert sorted(file.name for file in run.path.iterdir()) == ["history.parquet", "run.json"]
-    assert sorted(file.name for file in trained(seed=1, store=tmp_path).path.iterdir()) == [
+    assert sorted(file.name for file in trained(seed=1, frames=20, store=tmp_path).path.iterdir()) == [
         "history.parquet",
         "run.json",
         "weights.safetensors",
@@ -542,21 +551,21 @@ def test_weights_are_kept_only_when_asked(tmp_path):
 
 
 def test_the_record_says_what_was_run_and_on_what(tmp_path):
-    run = trained(store=tmp_path, seed=3, rerun=2, command="gpulab train prednet")
+    run = trained(store=tmp_path, frames=20, seed=3, rerun=2, command="gpulab train prednet")
     record = strict_json((run.path / "run.json").read_text())
     assert record == run.record
     assert record["passport"] == gl.passport()
-    assert (record["seed"], record["rerun"], record["setting"], record["profile"]) == (3, 2, "cpu", "smoke")
+    assert (record["seed"], record["rerun"], record["setting"], record["profile"]) == (3, 2, "cpu:threads=1", "smoke")
     assert record["configuration"]["data_options"]["size"] == [8, 12]
-    assert record["configuration"]["frames"] == 200
+    assert record["configuration"]["frames"] == 20
     assert record["id"] == run.path.name
 
 
 @BOTH
 def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
-    options = {**TINY[model], "setting": "cpu:threads=1", "seed": 1, "profile": "smoke", "rerun": 1}
-    assert planned_id(**options) == train(**options, store=tmp_path, progress=False).record["id"]
-    others = [{"seed": 2}, {"rerun": 0}, {"setting": "cpu"}, {"frames": 220}, {"learning_rate": 1.0}]
+    options = {**TINY[model], **USUAL, "seed": 1, "frames": 20, "rerun": 1}
+    assert planned_id(**options) == train(**options, store=tmp_path).record["id"]
+    others = [{"seed": 2}, {"rerun": 0}, {"setting": "cpu"}, {"frames": 40}, {"learning_rate": 1.0}]
     assert len({planned_id(**{**options, **other}) for other in [{}, *others]}) == 6
 
 

@@ -1,0 +1,65 @@
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from statsmodels.stats.power import TTestPower
+
+import gpulab as gl
+from gpulab.stats import tests as inference
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
+def test_the_seeds_needed_reach_the_power_in_simulation(ratio):
+    needed = gl.seeds_needed(sd=ratio, margin=1.0, power=0.8).iloc[0]
+    generator = np.random.default_rng(10)
+
+    def rate(test, n, shift):
+        return np.mean([test(shift + ratio * generator.standard_normal(n)) <= 0.05 for _ in range(400)])
+
+    n, m = int(needed.to_detect), int(needed.to_exclude)
+    assert 0.73 < rate(inference.sign_flip_p, n, 1.0) < 0.95
+    assert 0.73 < rate(lambda differences: inference.equivalence_p(differences, 1.0), m, 0.0) < 0.93
+    assert needed.seeds == max(n, m)
+
+
+def test_the_seeds_needed_are_those_of_the_t_test():
+    (n,) = gl.seeds_needed(sd=2.0, margin=1.0, power=0.9).to_detect
+    assert n == math.ceil(TTestPower().solve_power(0.5, power=0.9, alpha=0.05))
+
+
+def test_the_seeds_needed_from_a_frame():
+    base = np.array([0.31, 0.12, 0.22, 0.54, 0.43, 0.65, 0.17, 0.28, 0.39, 0.58])
+    tiny = 1e-6 * np.array([1, -2, 3, -1, 2, -3, 1.5, 0, -0.5, 1])
+    wide = np.array([0.3, -0.3, 0.2, -0.1, 0.4, -0.5, 0.1, 0.2, -0.2, 0.0])
+    losses = {"cpu": base, "a": base + tiny, "b": base + wide}
+    runs = pd.concat(
+        pd.DataFrame({"setting": setting, "seed": range(10), "final_loss": values})
+        for setting, values in losses.items()
+    )
+    needed = gl.seeds_needed(runs)
+    assert needed.setting.tolist() == ["a", "a", "b", "b"]
+    assert needed.power.tolist() == [0.8, 0.9, 0.8, 0.9]
+    assert needed.to_detect.tolist()[:2] == [6, 6], "fewer than six cannot show anything"
+    assert needed.seeds[2] < needed.seeds[3]
+    assert gl.seeds_needed(runs, margin="0.5sd").seeds[2] < needed.seeds[2]
+    assert gl.seeds_needed(runs[runs.setting == "cpu"]).empty
+    with pytest.raises(gl.UsageError, match="not both"):
+        gl.seeds_needed(runs, sd=1.0)
+    with pytest.raises(gl.UsageError, match=r"'0.25sd' needs the standard deviation between seeds"):
+        gl.seeds_needed(runs[runs.seed == 0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "sd None: give the standard deviation"),
+        ({"sd": -1.0, "margin": 1.0}, "sd -1.0: give"),
+        ({"sd": 1.0}, "needs the standard deviation between seeds"),
+        ({"sd": 1.0, "margin": 1.0, "power": 1.0}, r"power 1.0: expected numbers between alpha \(0.05\) and 1"),
+        ({"sd": 1.0, "margin": 1.0, "alpha": 1.0}, "alpha 1.0"),
+    ],
+)
+def test_seeds_needed_refuses_what_it_cannot_use(options, words):
+    with pytest.raises(gl.UsageError, match=words):
+        gl.seeds_needed(**options)
