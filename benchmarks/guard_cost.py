@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
-from gpulab.diagnostics.guards import fingerprint
+from gpulab.diagnostics.fingerprints import fingerprint
 
 
 class LSTM(nn.Module):

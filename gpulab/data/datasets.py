@@ -5,6 +5,7 @@ Nothing is kept beyond one window of frames, so a stream may be of any length.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import importlib.util
@@ -61,9 +62,18 @@ class Data(ABC):
     def heldout(self, length: int) -> Iterator[Window]:
         """The held-out frames, once, in windows."""
 
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many frames or images there are to train on."""
+
     def options(self) -> dict[str, Any]:
         """What, besides the name, makes this data: JSON-ready, for the record of a run."""
         return {"size": list(self.size)}
+
+    def __repr__(self) -> str:
+        noun, held = "frames" if self.sequential else "images", self.options()["heldout"]
+        shape = f"{self.channels}×{self.size[0]}×{self.size[1]}"
+        return f"{self.name}: {len(self):,} {noun} of {shape} to train on, {held:,} held out"
 
 
 class Images(Data):
@@ -80,13 +90,15 @@ class Images(Data):
 
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
         """`length` images each; every pass over the images has an order of its own."""
-        order: dict[int, Any] = {}
+        import torch
+
+        @functools.lru_cache(maxsize=2 + length // len(self))
+        def order(number: int) -> npt.NDArray[np.integer]:
+            return torch.randperm(len(self), generator=torch.Generator().manual_seed(seed * 1_000_003 + number)).numpy()
+
         for window in itertools.count(start):
             places = range(window * length, (window + 1) * length)
-            passes = range(places[0] // len(self), places[-1] // len(self) + 1)
-            order = {n: order[n] if n in order else self._order(seed, n) for n in passes}
-            chosen = [order[place // len(self)][place % len(self)] for place in places]
-            yield Window(self.train[chosen], restart=True)
+            yield Window(self.train[[order(place // len(self))[place % len(self)] for place in places]], restart=True)
 
     def heldout(self, length: int) -> Iterator[Window]:
         """The held-out images in their stored order."""
@@ -96,12 +108,6 @@ class Images(Data):
     def options(self) -> dict[str, Any]:
         """The size and the numbers of images."""
         return super().options() | {"images": len(self.train), "heldout": len(self.held)}
-
-    def _order(self, seed: int, number: int) -> npt.NDArray[np.integer]:
-        import torch
-
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-        return torch.randperm(len(self), generator=generator).numpy()
 
 
 class Sequence(Data):
@@ -195,9 +201,8 @@ class Video(Sequence):
     """A video file that PyAV can decode, centre-cropped to the shape of `size` and scaled to it."""
 
     def __init__(self, file: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
-        self.file, self.grey = file, grey
-        count = _count_video_frames(file, grey)
-        super().__init__(f"video:{file}", 1 if grey else 3, size, *_split(f"video:{file}", count, frames))
+        self.file, self.grey, name = file, grey, f"video:{file}"
+        super().__init__(name, 1 if grey else 3, size, *_split(name, _count_video_frames(file, grey), frames))
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, decoded as they are asked for."""
@@ -220,44 +225,37 @@ class Folder(Sequence):
     """The images of a folder in the order of their names, all of one size."""
 
     def __init__(self, folder: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
-        self.grey = grey
-        self.files = _image_files(folder, grey)
-        name = f"frames:{folder}"
+        self.files, self.grey, name = _image_files(folder, grey), grey, f"frames:{folder}"
         super().__init__(name, 1 if grey else 3, size, *_split(name, len(self.files), frames))
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, read as they are asked for."""
         for file in self.files[start : self.frames + self.held if stop is None else stop]:
-            with _open_image(file) as image:
-                try:
-                    yield _fit(image, self.size, self.grey)
-                except (OSError, SyntaxError) as error:  # Pillow calls a broken PNG a syntax error
-                    raise DataError(f"{file}: not a whole image: {error}") from None
+            with _opened(file) as image:
+                frame = _fit(image, self.size, self.grey)
+            yield frame
 
 
 class Recompressed(Sequence):
     """Another sequence, each frame encoded as a JPEG file and decoded again by a decoder."""
 
-    def __init__(self, inner: Sequence, quality: int, subsampling: str, decoder: str) -> None:
+    def __init__(self, inner: Data, quality: int, subsampling: str, decoder: str) -> None:
+        check_jpeg(quality, subsampling)
+        decode_jpeg(encode_jpeg(np.zeros((3, 8, 8), np.uint8)), decoder)  # an unknown or missing one is told now
+        if not isinstance(inner, Sequence):
+            raise UsageError(f"data 'jpeg:{inner.name}': expected a sequence of frames after jpeg:, such as jpeg:walk")
         super().__init__(f"jpeg:{inner.name}", inner.channels, inner.size, inner.frames, inner.held)
-        self.inner, self.quality, self.subsampling, self.decoder = inner, quality, subsampling, decoder
+        self.inner, self.quality, self.subsampling = inner, quality, subsampling
+        self.decoder: str = decoder
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, encoded and decoded as they are asked for."""
         for frame in self.inner.stream(start, stop):
-            yield decode_jpeg(encode_jpeg(frame, self.quality, self.subsampling), str(self.decoder))
+            yield decode_jpeg(encode_jpeg(frame, self.quality, self.subsampling), self.decoder)
 
     def options(self) -> dict[str, Any]:
         """What makes the inner data, and how its frames are encoded."""
         return self.inner.options() | {"quality": self.quality, "subsampling": self.subsampling}
-
-
-def _recompressed(inner: Data, quality: int, subsampling: str, decoder: str) -> Data:
-    check_jpeg(quality, subsampling)
-    decode_jpeg(encode_jpeg(np.zeros((3, 8, 8), np.uint8)), decoder)  # an unknown or missing one is told now
-    if not isinstance(inner, Sequence):
-        raise UsageError(f"data 'jpeg:{inner.name}': expected a sequence of frames after jpeg:, such as jpeg:walk")
-    return Recompressed(inner, quality, subsampling, decoder)
 
 
 def load(
@@ -276,150 +274,135 @@ def load(
     - `digits`: scikit-learn's 1,797 real handwritten digits, at 28×28; embedded.
     - `mnist`: the original files, found in `$GPULAB_DATA` or downloaded with checksums;
       `mnist:DIR`: found in a folder. Where only the test split is there, it serves.
-    - `walk`: a first-person walk rendered from `seed`, with motion scaled by `speed`.
+    - `walk`: a first-person walk that is rendered.
     - `moving-digits`: two digits that drift and bounce.
-    - `video:FILE`, `frames:DIR`: your own. `grey=True` reads them with one channel; without it, grey
-      input is refused rather than passed off as colour.
-    - `jpeg:NAME`: the frames of one of the above, encoded by Pillow with a `quality` (75) and colour
-      `subsampling` (`4:2:0`) and decoded by a `decoder`: see `gpulab.decode_jpeg`.
+    - `video:FILE`, `frames:DIR`: your own.
+    - `jpeg:NAME`: the frames of one of the above, encoded as JPEG by Pillow and decoded again.
 
-    `frames` is how many to train on; a tenth as many again, those that follow, are held out. `size`
-    is (height, width). Raises `UsageError` for an unknown name, `DataError` for files.
+    Args:
+        name: One of these.
+        frames: How many to train on; a tenth as many again, those that follow, are held out.
+        size: (height, width) of a frame in pixels.
+        seed: What a rendered scene is drawn from.
+        speed: The motion of a rendered scene, as a multiple.
+        grey: Read files with one channel; without it, grey input is refused rather than passed off as colour.
+        quality: Of the JPEG files, 1 to 100 (75).
+        subsampling: Of their colours (`4:2:0`): see `encode_jpeg`.
+        decoder: Who decodes them (`pillow`): see `decode_jpeg`.
 
-    >>> load("walk", frames=100, size=(24, 32))
-    walk: 100 frames of 3×24×32 to train on, 20 held out
+    Returns:
+        The data, whose `windows(length)` and `heldout(length)` give frames (t, C, H, W) of bytes.
+
+    Raises:
+        UsageError: For an unknown name, or an option that makes no sense.
+        DataError: For a file that is missing, damaged or of another kind.
+
+    Examples:
+        >>> load("walk", frames=100, size=(24, 32))
+        walk: 100 frames of 3×24×32 to train on, 20 held out
     """
     kind, _, where = name.partition(":")
     if kind == "jpeg" and where.partition(":")[0] not in ("", "jpeg"):
         inner = load(where, frames, size, seed, speed, grey)
-        return _recompressed(inner, quality or 75, subsampling or "4:2:0", decoder or "pillow")
-    if given := [option for option in (quality, subsampling, decoder) if option is not None]:
-        raise UsageError(f"data {name!r}: {given[0]!r} goes with JPEG frames; write jpeg:{name}")
-    if kind not in {known.partition(":")[0] for known in NAMES[:-1]} or (kind in ("video", "frames")) != (
-        bool(where) and kind != "mnist"
-    ):
+        return Recompressed(inner, quality or 75, subsampling or "4:2:0", decoder or "pillow")
+    for option in (quality, subsampling, decoder):
+        if option is not None:
+            raise UsageError(f"data {name!r}: {option!r} goes with JPEG frames; write jpeg:{name}")
+    kinds = {known.partition(":")[0] for known in NAMES} - {"jpeg"}
+    if kind not in kinds or (bool(where) != (kind in ("video", "frames")) and kind != "mnist"):
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
-    _check_sensible(name, frames, size, seed, speed)
+    if not (isinstance(size, tuple | list) and len(size) == 2 and all(_is_whole(edge, 1) for edge in size)):
+        raise UsageError(f"data {name!r}: size={size!r} must be (height, width), two whole numbers above 0")
+    if not (frames is None or _is_whole(frames, 1)) or not _is_whole(seed, 0):
+        raise UsageError(f"data {name!r}: frames={frames!r} must be a whole number above 0, seed={seed!r} one from 0")
+    if not 0 < speed < float("inf"):
+        raise UsageError(f"data {name!r}: speed={speed!r} must be a number above 0")
     if kind == "digits":
-        images = _sklearn_digits()
-        return Images("digits", images[:1500], images[1500:])
+        return Images("digits", _digits()[:1500], _digits()[1500:])
     if kind == "mnist":
-        return _mnist(Path(where) if where else None)
+        return _mnist(where)
     if kind == "video":
         return Video(Path(where), size, frames, grey)
     if kind == "frames":
         return Folder(Path(where), size, frames, grey)
-    scene = Walk(seed, size, speed) if kind == "walk" else MovingDigits(_digit_bytes(), seed, size, speed)
+    scene = Walk(seed, size, speed) if kind == "walk" else MovingDigits(_digits()[:, 0], seed, size, speed)
     frames = 1000 if frames is None else frames
     return Rendered(kind, scene, frames, max(20, frames // HELD_OUT))
 
 
-def _check_sensible(name: str, frames: Any, size: Any, seed: Any, speed: float) -> None:
-    def whole(number: Any, least: int) -> bool:
-        return isinstance(number, int | np.integer) and bool(number >= least)
-
-    if not (isinstance(size, tuple | list) and len(size) == 2 and all(whole(edge, 1) for edge in size)):
-        raise UsageError(f"data {name!r}: size={size!r} must be (height, width), two whole numbers above 0")
-    if not (frames is None or whole(frames, 1)) or not whole(seed, 0):
-        raise UsageError(f"data {name!r}: frames={frames!r} must be a whole number above 0, seed={seed!r} one from 0")
-    if not 0 < speed < float("inf"):
-        raise UsageError(f"data {name!r}: speed={speed!r} must be a number above 0")
-
-
-def describe(data: Data) -> str:
-    """The data in one line."""
-    noun = "frames" if data.sequential else "images"
-    held = data.options()["heldout"]
-    shape = f"{data.channels}×{data.size[0]}×{data.size[1]}"
-    return f"{data.name}: {len(data):,} {noun} of {shape} to train on, {held:,} held out"  # type: ignore[arg-type]
-
-
-Data.__repr__ = describe  # type: ignore[assignment]
+def _is_whole(number: Any, least: int) -> bool:
+    return isinstance(number, int | np.integer) and bool(number >= least)
 
 
 # --- digits and MNIST --------------------------------------------------------------------------------
 
 
 @functools.cache
-def _sklearn_digits() -> Bytes:
+def _digits() -> Bytes:
     """The digits of scikit-learn, 8×8 in 17 shades, enlarged to 28×28: (1797, 1, 28, 28)."""
     from PIL import Image
 
     # Only the file is wanted; importing scikit-learn for it costs a process 70 MB and a second.
-    package = importlib.util.find_spec("sklearn")
-    assert package is not None
-    assert package.origin is not None
-    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    package = Path(importlib.util.find_spec("sklearn").origin).parent  # type: ignore[union-attr,arg-type]
+    table = np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     small = np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8)
     large = [Image.fromarray(digit).resize((28, 28), Image.Resampling.BICUBIC) for digit in small]
     return np.stack([np.asarray(digit) for digit in large])[:, None]
 
 
-def _digit_bytes() -> Bytes:
-    return _sklearn_digits()[:, 0]
+def _mnist(where: str) -> Images:
+    folder = Path(where)
+    if not where:
+        import pooch
 
-
-def _mnist(folder: Path | None) -> Images:
-    train = _find_mnist("train-images-idx3-ubyte", folder)
-    test = _find_mnist("t10k-images-idx3-ubyte", folder)
-    if train is None and test is None:
-        if folder is not None:
-            raise DataError(
-                f"{folder}: holds neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte "
-                f"(as they are or .gz); 'mnist' without a folder downloads them"
-            )
-        train, test = _download_mnist()
-    if train and test:
-        return Images("mnist", _read_idx(train), _read_idx(test))
-    images = _read_idx(train or test)  # type: ignore[arg-type]
+        folder = Path(os.environ.get("GPULAB_DATA") or pooch.os_cache("gpulab")) / "mnist"
+        if not (_find_mnist(folder, "train") or _find_mnist(folder, "t10k")):
+            _download_mnist(folder)
+    files = [file for part in ("train", "t10k") if (file := _find_mnist(folder, part))]
+    if not files:
+        raise DataError(
+            f"{folder}: holds neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte "
+            f"(as they are or .gz); 'mnist' without a folder downloads them"
+        )
+    images = _read_idx(files[0])
+    if len(files) == 2:
+        return Images("mnist", images, _read_idx(files[1]))
     held = len(images) // HELD_OUT
     if not held:
-        raise DataError(f"{train or test}: holds {len(images)} images; at least {HELD_OUT} are needed")
+        raise DataError(f"{files[0]}: holds {len(images)} images; at least {HELD_OUT} are needed")
     return Images("mnist", images[:-held], images[-held:])
 
 
-def _mnist_cache() -> Path:
-    if folder := os.environ.get("GPULAB_DATA"):
-        return Path(folder) / "mnist"
-    import pooch
-
-    return Path(pooch.os_cache("gpulab")) / "mnist"
+def _find_mnist(folder: Path, part: str) -> Path | None:
+    places = (folder, folder / "MNIST" / "raw", folder / "raw")  # torchvision puts them below
+    files = (place / f"{part}-images-idx3-ubyte{suffix}" for place in places for suffix in ("", ".gz"))
+    return next((file for file in files if file.is_file()), None)
 
 
-def _find_mnist(stem: str, folder: Path | None) -> Path | None:
-    """The file in the folder, or where torchvision would have put it below."""
-    folder = _mnist_cache() if folder is None else folder
-    places = (folder, folder / "MNIST" / "raw", folder / "raw")
-    candidates = [place / name for place in places for name in (stem, f"{stem}.gz")]
-    return next((file for file in candidates if file.is_file()), None)
+def _download_mnist(folder: Path) -> None:
+    """Fetch both files from the first of torchvision's mirrors that answers, with its checksums.
 
-
-def _download_mnist() -> tuple[Path, Path]:
-    """Fetch both files; they appear together, since half of them would be taken for other data."""
-    folder = _mnist_cache()
-    train, test = (_fetch_mnist(part, folder / "unfinished") for part in ("train", "t10k"))
-    moved = train.replace(folder / train.name), test.replace(folder / test.name)
-    (folder / "unfinished").rmdir()
-    return moved
-
-
-def _fetch_mnist(part: str, folder: Path) -> Path:
-    """One file, checked against torchvision's MD5, from the first of its mirrors that answers."""
+    They appear together, since half of them would be taken for other data.
+    """
     import pooch
     from torchvision.datasets import MNIST
 
-    name, checksum = next(entry for entry in MNIST.resources if entry[0].startswith(f"{part}-images"))
-    reasons = []
-    for mirror in MNIST.mirrors:
-        try:
-            file = pooch.retrieve(
-                mirror + name, known_hash=f"md5:{checksum}", fname=name, path=folder, progressbar=True
-            )
-        except (OSError, ValueError) as error:
-            reasons.append(f"{mirror}: {error}")
+    files = []
+    for part in ("train-images", "t10k-images"):
+        name, checksum = next(resource for resource in MNIST.resources if resource[0].startswith(part))
+        reasons = []
+        for mirror in MNIST.mirrors:
+            try:
+                file = pooch.retrieve(mirror + name, f"md5:{checksum}", name, folder / "unfinished", progressbar=True)
+                files.append(Path(file))
+                break
+            except (OSError, ValueError) as error:
+                reasons.append(f"{mirror}: {error}")
         else:
-            return Path(file)
-    raise DataError(f"{name} could not be downloaded to {folder.parent}: {'; '.join(reasons)}")
+            raise DataError(f"{name} could not be downloaded to {folder}: {'; '.join(reasons)}")
+    for downloaded in files:
+        downloaded.replace(folder / downloaded.name)
+    (folder / "unfinished").rmdir()
 
 
 def _read_idx(file: Path) -> Bytes:
@@ -468,7 +451,8 @@ def _count_video_frames(file: Path, grey: bool) -> int:
             promised = stream.frames
         with av.open(str(file)) as container:
             packets = [packet for packet in container.demux(video=0) if packet.size > 0]
-            count, ends = len(packets), max((_end(packet) for packet in packets), default=0.0)
+            count = len(packets)
+            ends = max((((p.pts or 0) + (p.duration or 0)) * float(p.time_base) for p in packets), default=0.0)
             lasts = (container.duration or 0) / av.time_base
     except av.FFmpegError as error:
         raise DataError(f"{file}: not a video that can be read (truncated, or another format): {error}") from None
@@ -483,11 +467,6 @@ def _count_video_frames(file: Path, grey: bool) -> int:
     return count
 
 
-def _end(packet: Any) -> float:
-    """When a packet's frame ends, in seconds."""
-    return float(((packet.pts or 0) + (packet.duration or 0)) * packet.time_base)
-
-
 def _image_files(folder: Path, grey: bool) -> list[Path]:
     """The images of a folder by name, after a look at the header of each."""
     if not folder.is_dir():
@@ -495,43 +474,44 @@ def _image_files(folder: Path, grey: bool) -> list[Path]:
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
     if not files:
         raise DataError(f"{folder}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
-    first_size = None
+    size = None
     for file in files:
-        with _open_image(file) as image:
-            first_size = first_size or image.size
-            if image.size != first_size:
+        with _opened(file) as image:
+            size = size or image.size
+            if image.size != size:
                 raise DataError(
                     f"{file}: is {image.width}×{image.height} pixels, the images before it "
-                    f"{first_size[0]}×{first_size[1]}; all must have one size"
+                    f"{size[0]}×{size[1]}; all must have one size"
                 )
             if image.mode.partition(";")[0] in ("1", "L", "LA", "I", "F") and not grey:
                 raise DataError(f"{file}: is grey (mode {image.mode}); ask for grey=True (--grey) to read one channel")
     return files
 
 
-def _open_image(file: Path) -> PIL.Image.Image:
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[PIL.Image.Image]:
+    """An image whose pixels are read inside the block; whatever is wrong with it is said with its name."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        return Image.open(io.BytesIO(file.read_bytes()))
-    except (OSError, ValueError, SyntaxError) as error:
-        reason: object = error
-        if isinstance(error, UnidentifiedImageError):
-            reason = "the file is empty" if file.stat().st_size == 0 else "of no known format, or damaged"
+        with Image.open(io.BytesIO(file.read_bytes())) as image:
+            yield image
+    except UnidentifiedImageError:
+        reason = "of no known format, or damaged" if file.stat().st_size else "the file is empty"
         raise DataError(f"{file}: not an image that can be read: {reason}") from None
+    except (OSError, ValueError, SyntaxError) as error:  # Pillow calls a broken PNG a syntax error
+        raise DataError(f"{file}: not a whole image: {error}") from None
 
 
 def _fit(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:
     """Cut the middle out in the shape of `size` and scale it: (C, H, W) bytes."""
     from PIL import Image
 
-    height, width = size
-    scale = min(image.width / width, image.height / height)
-    cut_w, cut_h = width * scale, height * scale
-    left, top = (image.width - cut_w) / 2, (image.height - cut_h) / 2
+    scale = min(image.width / size[1], image.height / size[0])
+    width, height = size[1] * scale, size[0] * scale
+    left, top = (image.width - width) / 2, (image.height - height) / 2
     if image.mode.startswith("I;16"):  # Pillow would cut 16 bits off at 255
         image = Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
-    image = image.convert("L" if grey else "RGB")
-    box = (left, top, left + cut_w, top + cut_h)
-    pixels = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR, box=box))
-    return np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1))
+    box = (left, top, left + width, top + height)
+    image = image.convert("L" if grey else "RGB").resize(size[::-1], Image.Resampling.BILINEAR, box=box)
+    return np.ascontiguousarray(np.atleast_3d(np.asarray(image)).transpose(2, 0, 1))

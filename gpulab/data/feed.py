@@ -1,4 +1,4 @@
-"""How the frames of a window reach the device: all at once, or one by one through a single buffer.
+"""How frames reach the device: a window copied at once, or frame by frame through one buffer on the host.
 
 The loop that was published fills one NumPy buffer, frame after frame, and wraps it for the device.
 On a CPU wrapping copies nothing, so every time step of the graph holds the same memory.
@@ -20,13 +20,13 @@ LOADERS = ("window", "copied", "reused", "imitated")
 
 
 class Feed:
-    """The frames of a window, (1, C, H, W) each, handed over one after the other.
+    """The frames of a window, (1, C, H, W) each, one after the other through a buffer on the host.
 
-    A frame is read into the buffer when it is asked for, and not before.
+    A frame is read into the buffer when it is asked for, and not before; `to_device` makes a tensor of it.
     """
 
-    def __init__(self, frames: np.ndarray, buffer: np.ndarray, hand_over: Callable[[np.ndarray], Tensor]) -> None:
-        self.frames, self.buffer, self.hand_over = frames, buffer, hand_over
+    def __init__(self, frames: np.ndarray, buffer: np.ndarray, to_device: Callable[[np.ndarray], Tensor]) -> None:
+        self.frames, self.buffer, self.to_device = frames, buffer, to_device
 
     def __len__(self) -> int:
         return len(self.frames)
@@ -34,22 +34,31 @@ class Feed:
     def __iter__(self) -> Iterator[Tensor]:
         for frame in self.frames:
             np.divide(frame[None], 255, out=self.buffer, dtype=np.float32)
-            yield self.hand_over(self.buffer)
+            yield self.to_device(self.buffer)
 
 
 class Loader:
-    """Hands windows of bytes (t, C, H, W) over to the device of a setting, scaled to [0, 1].
+    """Brings windows of bytes (t, C, H, W) to the device of a setting, scaled to [0, 1].
 
-    - `window`: a new tensor for the whole window; gpulab's own way.
-    - `reused`: the published loop in today's PyTorch: `torch.as_tensor(buffer, device=device)`.
+    - `window`: the whole window in one copy from host to device; gpulab's own way.
+    - `reused`: the published loop in today's PyTorch: `torch.as_tensor(buffer, device=device)`, frame by frame.
+      On a CPU the tensor shares the buffer's memory, elsewhere it is a copy.
     - `copied`: the same, from a copy of the buffer.
     - `imitated`: on any device what `reused` does on a CPU: every frame is written into the same
       memory of the device, behind autograd's back.
 
-    >>> loader = Loader("reused", Setting.parse("cpu"))
-    >>> first, second = loader.feed(np.stack([np.zeros((1, 2, 2)), np.full((1, 2, 2), 255)]))
-    >>> first.max().item()
-    1.0
+    Args:
+        name: Which of these.
+        setting: Whose device and precision the tensors have.
+
+    Raises:
+        UsageError: For another name.
+
+    Examples:
+        >>> loader = Loader("reused", Setting.parse("cpu"))
+        >>> first, second = loader.feed(np.stack([np.zeros((1, 2, 2)), np.full((1, 2, 2), 255)]))
+        >>> first.max().item()
+        1.0
     """
 
     def __init__(self, name: str, setting: Setting) -> None:
@@ -66,8 +75,7 @@ class Loader:
     def feed(self, frames: np.ndarray) -> Feed:
         """The frames one by one, through one buffer."""
         numpy_type = np.float64 if self.dtype == torch.float64 else np.float32
-        buffer = np.empty((1, *frames.shape[1:]), numpy_type)
-        return Feed(frames, buffer, {"copied": self._copy, "reused": self._wrap, "imitated": self._imitate}[self.name])
+        return Feed(frames, np.empty((1, *frames.shape[1:]), numpy_type), self._to_device)
 
     def batches(self, model: Any, frames: np.ndarray) -> Iterable[Tensor | Feed]:
         """What each update of a model sees of a window."""
@@ -76,14 +84,12 @@ class Loader:
         feed = self.feed(frames)
         return [feed] if model.sequential else feed
 
-    def _wrap(self, buffer: np.ndarray) -> Tensor:
-        return torch.as_tensor(buffer, device=self.device, dtype=self.dtype)
-
-    def _copy(self, buffer: np.ndarray) -> Tensor:
-        return self._wrap(buffer.copy())
-
-    def _imitate(self, buffer: np.ndarray) -> Tensor:
-        if self.shared is None:
-            self.shared = self._copy(buffer)
-        self.shared.data.copy_(torch.from_numpy(buffer))  # `.data` has a version counter of its own
-        return self.shared
+    def _to_device(self, buffer: np.ndarray) -> Tensor:
+        if self.name == "imitated" and self.shared is not None:
+            self.shared.data.copy_(torch.from_numpy(buffer))  # `.data` has a version counter of its own
+            return self.shared
+        host = buffer if self.name == "reused" else buffer.copy()
+        tensor = torch.as_tensor(host, device=self.device, dtype=self.dtype)
+        if self.name == "imitated":
+            self.shared = tensor
+        return tensor

@@ -6,6 +6,7 @@ not for exact bits), and how halved colours are enlarged again is left open alto
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import re
@@ -28,13 +29,23 @@ CHANNELS = {1: ("grey",), 3: ("red", "green", "blue")}
 
 
 def encode_jpeg(frame: Bytes, quality: int = 75, subsampling: str = "4:2:0") -> bytes:
-    r"""A frame (C, H, W) of bytes, grey or RGB, as a JPEG file, encoded by Pillow.
+    r"""A frame as a JPEG file, encoded by Pillow.
 
-    `subsampling` says how the colours are thinned out: `4:4:4` not at all, `4:2:2` by half across, `4:2:0`
-    both ways, as most cameras do. Raises `UsageError` for another shape, quality or subsampling.
+    Args:
+        frame: (C, H, W) bytes, grey or RGB.
+        quality: 1 to 100.
+        subsampling: How the colours are thinned out: `4:4:4` not at all, `4:2:2` by half across, `4:2:0` both
+            ways, as most cameras do.
 
-    >>> encode_jpeg(np.zeros((3, 16, 16), np.uint8))[:2]
-    b'\xff\xd8'
+    Returns:
+        The file's content.
+
+    Raises:
+        UsageError: For another shape, quality or subsampling.
+
+    Examples:
+        >>> encode_jpeg(np.zeros((3, 16, 16), np.uint8))[:2]
+        b'\xff\xd8'
     """
     from PIL import Image
 
@@ -57,13 +68,26 @@ def check_jpeg(quality: int, subsampling: str) -> None:
 
 
 def decode_jpeg(file: bytes, decoder: str = "pillow") -> Bytes:
-    """The pixels (C, H, W) that a decoder makes of a JPEG file: one channel if it is grey, else three.
+    """The pixels that a decoder makes of a JPEG file.
 
-    `decoder` is `pillow`, `torchvision`, `av` (FFmpeg, by PyAV) or `nvjpeg` (NVIDIA's, on the GPU). Raises
-    `UsageError` for another, `GpulabError` for one that this machine lacks, `DataError` for a damaged file.
+    Args:
+        file: The file's content.
+        decoder: `pillow`, `torchvision`, `av` (FFmpeg, by PyAV) or `nvjpeg` (NVIDIA's, on the GPU).
 
-    >>> decode_jpeg(encode_jpeg(np.full((3, 8, 8), 200, np.uint8))).mean().item()
-    200.0
+    Returns:
+        (C, H, W) bytes: one channel if the file is grey, else three.
+
+    Raises:
+        UsageError: For another decoder.
+        GpulabError: For a decoder that this machine lacks.
+        DataError: For a damaged file.
+
+    Examples:
+        >>> decode_jpeg(encode_jpeg(np.full((3, 8, 8), 200, np.uint8))).mean().item()
+        200.0
+
+    References:
+        ITU-T T.81, *Digital compression and coding of continuous-tone still images*.
     """
     if decoder not in DECODERS:
         raise UsageError(f"decoder {decoder!r}: expected one of {', '.join(DECODERS)}")
@@ -82,31 +106,39 @@ def decode_jpeg(file: bytes, decoder: str = "pillow") -> Bytes:
 def available_decoders() -> tuple[str, ...]:
     """The JPEG decoders that work on this machine.
 
-    >>> "pillow" in available_decoders()
-    True
+    Examples:
+        >>> "pillow" in available_decoders()
+        True
     """
-    probe = encode_jpeg(np.full((3, 16, 16), 128, np.uint8))
-
-    def works(decode: Callable[[bytes], Bytes]) -> bool:
-        try:
-            return decode(probe).shape == (3, 16, 16)
-        except (ImportError, OSError, RuntimeError, ValueError, AssertionError):
-            return False
-
-    return tuple(name for name, decode in DECODERS.items() if works(decode))
+    probe, names = encode_jpeg(np.full((3, 16, 16), 128, np.uint8)), []
+    for name, decode in DECODERS.items():
+        with contextlib.suppress(ImportError, OSError, RuntimeError, ValueError, AssertionError):
+            if decode(probe).shape == (3, 16, 16):
+                names.append(name)
+    return tuple(names)
 
 
 def compare_decoders(
     frames: Bytes, quality: int = 75, subsampling: str = "4:2:0", reference: str = "pillow"
 ) -> pd.DataFrame:
-    """How every decoder here decodes the same JPEG files: a row for each decoder and channel.
+    """How every decoder here decodes the same JPEG files, encoded by Pillow once.
 
-    `frames` (t, C, H, W) are encoded by Pillow once. Against the `reference` decoder: `differ`, the share of
-    pixels with another value; `mean` and `largest`, the difference in steps of 255 over all pixels;
-    `decoder`, `channel` and `pixels`.
+    Args:
+        frames: (t, C, H, W) bytes.
+        quality: See `encode_jpeg`; so is `subsampling`.
+        subsampling: Of the colours.
+        reference: The decoder that the others are compared with.
 
-    >>> compare_decoders(np.zeros((1, 3, 16, 16), np.uint8)).largest.tolist()[:3]
-    [0, 0, 0]
+    Returns:
+        A row for each `decoder` and `channel`: `pixels`, their number; `differ`, the share with another value;
+        `mean` and `largest`, the absolute difference in steps of 255 over all pixels.
+
+    Raises:
+        UsageError: For a reference that is not here.
+
+    Examples:
+        >>> compare_decoders(np.zeros((1, 3, 16, 16), np.uint8)).largest.tolist()[:3]
+        [0, 0, 0]
     """
     import pandas as pd
 
@@ -116,20 +148,10 @@ def compare_decoders(
         raise UsageError(f"reference {reference!r}: expected one of {', '.join(decoded)}")
     rows = []
     for name, pixels in decoded.items():
-        apart = np.abs(pixels.astype(int) - decoded[reference])
-        for number, channel in enumerate(CHANNELS[frames.shape[1]]):
-            some = apart[:, number]
-            rows.append(
-                {
-                    "decoder": name,
-                    "channel": channel,
-                    "pixels": some.size,
-                    "differ": float((some > 0).mean()),
-                    "mean": float(some.mean()),
-                    "largest": int(some.max()),
-                }
-            )
-    return pd.DataFrame(rows)
+        difference = np.abs(pixels.astype(int) - decoded[reference]).swapaxes(0, 1)
+        for channel, of in zip(CHANNELS[frames.shape[1]], difference, strict=True):
+            rows.append((name, channel, of.size, float((of > 0).mean()), float(of.mean()), int(of.max())))
+    return pd.DataFrame(rows, columns=["decoder", "channel", "pixels", "differ", "mean", "largest"])
 
 
 # --- the decoders ----------------------------------------------------------------------------------------
@@ -163,18 +185,14 @@ def _nvjpeg(file: bytes) -> Bytes:
 def _av(file: bytes) -> Bytes:
     import av
 
-    found = av.CodecContext.create("mjpeg", "r").decode(av.Packet(file))
-    if not found:
+    frames = av.CodecContext.create("mjpeg", "r").decode(av.Packet(file))
+    if not frames:
         raise ValueError("no picture in them")
-    frame = found[0]
+    frame = frames[0]
     if frame.format.name.startswith("gray"):
         return frame.to_ndarray(format="gray")[None].astype(np.uint8)
     return np.ascontiguousarray(frame.to_ndarray(format="rgb24").transpose(2, 0, 1), np.uint8)
 
 
-DECODERS: dict[str, Callable[[bytes], Bytes]] = {
-    "pillow": _pillow,
-    "torchvision": _torchvision,
-    "av": _av,
-    "nvjpeg": _nvjpeg,
-}
+DECODERS: dict[str, Callable[[bytes], Bytes]]
+DECODERS = {"pillow": _pillow, "torchvision": _torchvision, "av": _av, "nvjpeg": _nvjpeg}

@@ -71,9 +71,10 @@ class Walk:
     `size` is (height, width) in pixels. `speed` scales the motion; at 1 the walker covers a street
     of four units in about 70 frames. Frames come as (3, height, width) arrays of bytes.
 
-    >>> walk = Walk(seed=0, size=(48, 64))
-    >>> next(walk.stream()).shape
-    (3, 48, 64)
+    Examples:
+        >>> walk = Walk(seed=0, size=(48, 64))
+        >>> next(walk.stream()).shape
+        (3, 48, 64)
     """
 
     def __init__(self, seed: int, size: tuple[int, int], speed: float = 1.0) -> None:
@@ -198,6 +199,9 @@ class Walk:
         return np.abs(number * 2 + family), number * gap + jitter + distance * pace, aside
 
 
+AHEAD = np.array([(1, 0), (0, 1), (-1, 0), (0, -1)])  # (x, y) for each heading in quarter turns
+
+
 class _Path:
     """Where the walker is and faces after a given distance: straight streets and quarter circles."""
 
@@ -206,7 +210,6 @@ class _Path:
         self.starts: list[float] = [0.0]  # the distance at which a piece of the path begins
         self.places: list[tuple[int, int, int]] = [(1, STREET, 1)]  # x, y, and heading in quarter turns
         self.turns: list[int | None] = [None]  # None: a street; -1, 0, 1: a crossing
-        self._pending = np.empty(0, dtype=np.uint8)
 
     def at(self, distance: Floats) -> tuple[Floats, Floats, Floats]:
         """Position and heading (radians) at each distance, an array of any one shape (n,)."""
@@ -222,7 +225,7 @@ class _Path:
         # A turn follows a quarter circle of radius one: forward by sin, to the side by 1 − cos.
         forward = np.where(turn == 0, along, sine(along))
         aside = turn * (1.0 - cosine(along))
-        ahead_x, ahead_y = _quarter_direction(quarter)
+        ahead_x, ahead_y = AHEAD[quarter.astype(np.int64) % 4].T
         x = x + forward * ahead_x - aside * ahead_y
         y = y + forward * ahead_y + aside * ahead_x
         return x, y, heading + turn * along
@@ -230,10 +233,11 @@ class _Path:
     def _extend(self) -> None:
         x, y, quarter = self.places[-1]
         turn = self.turns[-1]
-        ahead_x, ahead_y = ((1, 0), (0, 1), (-1, 0), (0, -1))[quarter % 4]
+        ahead_x, ahead_y = AHEAD[quarter % 4].tolist()
         if turn is None:  # at the end of a street comes a crossing
             length, reach, aside = STRAIGHT, int(STRAIGHT), 0
-            following: int | None = self._choose_turn()
+            block, number = divmod(len(self.turns) // 2, 256)
+            following: int | None = (0, -1, 1)[random_bytes(self.seed, 1, block, count=256)[number] % 3]
         else:
             length = float(STREET) if turn == 0 else PI / 2
             reach, aside = (STREET, 0) if turn == 0 else (1, turn)
@@ -243,24 +247,15 @@ class _Path:
         self.places.append((x, y, quarter + (turn or 0)))
         self.turns.append(following)
 
-    def _choose_turn(self) -> int:
-        crossing = len(self.turns) // 2
-        if crossing % 256 == 0:
-            self._pending = random_bytes(self.seed, 1, crossing // 256, count=256)
-        return (0, -1, 1)[self._pending[crossing % 256] % 3]
-
-
-def _quarter_direction(quarter: Floats) -> tuple[Floats, Floats]:
-    which = quarter.astype(np.int64) % 4
-    return np.array([1.0, 0.0, -1.0, 0.0])[which], np.array([0.0, 1.0, 0.0, -1.0])[which]
-
 
 def _cast(x: Floats, y: Floats, ray_x: Floats, ray_y: Floats, seed: int) -> tuple[Floats, Floats, Whole, Whole]:
     """Follow each ray from cell to cell of the grid until it meets a house.
 
     Returns the depth along the view, the place across the wall, the house's number and the side
     that was hit (0 east or west, 1 north or south), each of the shape of `ray_x`: (frames, width).
-    The method is Amanatides and Woo, A fast voxel traversal algorithm for ray tracing, 1987.
+
+    References:
+        Amanatides, Woo 1987, *A fast voxel traversal algorithm for ray tracing*.
     """
     x, y = np.broadcast_to(x[:, None], ray_x.shape), np.broadcast_to(y[:, None], ray_x.shape)
     cell_x, cell_y = np.floor(x).astype(np.int64), np.floor(y).astype(np.int64)

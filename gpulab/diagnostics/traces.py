@@ -30,7 +30,8 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from gpulab.diagnostics.guards import guard, memory
+from gpulab.diagnostics.fingerprints import memory
+from gpulab.diagnostics.guards import guard
 from gpulab.diagnostics.reference import examine
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
 from gpulab.passports import passport

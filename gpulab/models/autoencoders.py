@@ -12,21 +12,46 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gpulab.errors import UsageError
-from gpulab.models.base import Trainable, draw_normal_, zero_bias_
+from gpulab.models.base import Trainable, draw_linear_
 from gpulab.settings import float32_products
 
 COVARIANCES = ("one-pass", "float32", "centred")
 EPSILON = 1e-5  # added to every variance, as batch normalisation does
 
 
-class Autoencoder(Trainable):
+class _Images(Trainable):
+    """A network of linear layers for images of one `size`, which it reconstructs."""
+
+    size: tuple[int, int]
+
+    def draw_weights(self, generator: torch.Generator) -> None:
+        """LeCun-normal weights, zero biases."""
+        draw_linear_(self, generator)
+
+    def flat(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b pixels"]:
+        """An image a row; images of another shape are refused."""
+        if tuple(images.shape[1:]) != (1, *self.size):
+            raise UsageError(f"images of shape {tuple(images.shape)}: expected (B, 1, {self.size[0]}, {self.size[1]})")
+        return images.flatten(1)
+
+
+class Autoencoder(_Images):
     """Fully connected: 784 → 128 → 32 → 128 → 784, rectified inside, a sigmoid at the end.
 
-    Trained as the article describes: one image per update (or `batch_size`), mean squared error.
+    Trained as the article describes: one image per update, mean squared error.
 
-    >>> images = torch.rand(5, 1, 28, 28)
-    >>> Autoencoder()(images).shape
-    torch.Size([5, 1, 28, 28])
+    Args:
+        hidden: The widths of the layers up to the code; the others mirror them.
+        size: (height, width) of an image in pixels.
+        batch_size: How many images an update sees.
+
+    Raises:
+        UsageError: For widths or a batch size below 1.
+
+    Examples:
+        >>> images = torch.rand(5, 1, 28, 28)
+        >>> Autoencoder()(images).shape
+        torch.Size([5, 1, 28, 28])
     """
 
     def __init__(
@@ -46,18 +71,9 @@ class Autoencoder(Trainable):
         self.layers = nn.Sequential(*layers[:-1], nn.Sigmoid())
         self.draw_weights(torch.Generator().manual_seed(0))
 
-    def draw_weights(self, generator: torch.Generator) -> None:
-        """LeCun-normal weights, zero biases."""
-        for layer in self.layers:
-            if isinstance(layer, nn.Linear):
-                draw_normal_(layer.weight, layer.in_features, generator)
-                zero_bias_(layer)
-
     def forward(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b 1 h w"]:
         """Reconstructions of images in [0, 1], same shape."""
-        if tuple(images.shape[1:]) != (1, *self.size):
-            raise UsageError(f"images of shape {tuple(images.shape)}: expected (B, 1, {self.size[0]}, {self.size[1]})")
-        return self.layers(images.flatten(1)).view_as(images)
+        return self.layers(self.flat(images)).view_as(images)
 
     def batches(self, window: Float[Tensor, "t 1 h w"]) -> Iterator[Tensor]:
         """`batch_size` images per update, fewer where a window ends."""
@@ -76,13 +92,21 @@ class Autoencoder(Trainable):
 class LinearAutoencoder(nn.Module):
     """Linear, without biases: features → hidden → features, x ↦ decoder(encoder(x)).
 
-    The encoder's weight is (hidden, features), the decoder's (features, hidden). What each critical point of its
-    mean squared error is, `gpulab.linear_autoencoder_saddle` says.
+    What each critical point of its mean squared error is, `gpulab.linear_autoencoder_saddle` says.
 
-    Source: Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks 2:53).
+    Args:
+        features: The width of input and output; the encoder's weight is (hidden, features).
+        hidden: The width of the code; the decoder's weight is (features, hidden).
 
-    >>> LinearAutoencoder(features=5, hidden=2)(torch.rand(7, 5)).shape
-    torch.Size([7, 5])
+    Raises:
+        UsageError: For a width below 1.
+
+    Examples:
+        >>> LinearAutoencoder(features=5, hidden=2)(torch.rand(7, 5)).shape
+        torch.Size([7, 5])
+
+    References:
+        Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks 2:53).
     """
 
     def __init__(self, features: int, hidden: int) -> None:
@@ -96,15 +120,14 @@ class LinearAutoencoder(nn.Module):
 
     def draw_weights(self, generator: torch.Generator) -> None:
         """LeCun-normal weights."""
-        for layer in (self.encoder, self.decoder):
-            draw_normal_(layer.weight, layer.in_features, generator)
+        draw_linear_(self, generator)
 
     def forward(self, x: Float[Tensor, "n features"]) -> Float[Tensor, "n features"]:
         """The reconstruction of each row."""
         return self.decoder(self.encoder(x))
 
 
-class Whitener(Trainable):
+class Whitener(_Images):
     """Fully connected: 784 → 128 → 24 → 128 → 784; the code is of logistic units, and whitened.
 
     Whitened over the images of a batch, the 24 numbers of the code are uncorrelated and of variance one, so
@@ -116,17 +139,29 @@ class Whitener(Trainable):
     - `float32`: the same, this one product in float32 whatever the setting allows (`gpulab.float32_products`).
     - `centred`: (h − m)ᵀ(h − m) / n. Whatever the factors are rounded to, no variance comes out negative.
 
-    Trained as the article's autoencoder, by the mean squared error, but with `batch_size` images per update.
+    Trained as the article's autoencoder, by the mean squared error.
 
-    Sources: Huang, Yang, Lang, Deng 2018, *Decorrelated batch normalization* (CVPR, arXiv 1804.08450); Siarohin,
-    Sangineto, Sebe 2019, *Whitening and coloring batch transform for GANs* (ICLR, arXiv 1806.00420); Ermolov et
-    al. 2021, *Whitening for self-supervised representation learning* (ICML, arXiv 2007.06346), both by Cholesky;
-    Chan, Golub, LeVeque 1983, *Algorithms for computing the sample variance*, on one pass and its dangers.
+    Args:
+        hidden: The width of the layer on either side of the code.
+        code: The width of the code.
+        batch_size: How many images an update sees, more than the code is wide.
+        covariance: One of the above.
+        size: (height, width) of an image in pixels.
 
-    >>> images = torch.rand(100, 1, 28, 28)
-    >>> net = Whitener()
-    >>> net(images).shape, net.whitened(images).std(0, correction=0).mean().item() > 0.7
-    (torch.Size([100, 1, 28, 28]), True)
+    Raises:
+        UsageError: For another covariance, and for widths and batch sizes that make no sense.
+
+    Examples:
+        >>> images = torch.rand(100, 1, 28, 28)
+        >>> net = Whitener()
+        >>> net(images).shape, net.whitened(images).std(0, correction=0).mean().item() > 0.7
+        (torch.Size([100, 1, 28, 28]), True)
+
+    References:
+        Huang, Yang, Lang, Deng 2018, *Decorrelated batch normalization* (CVPR, arXiv 1804.08450). By Cholesky:
+        Siarohin, Sangineto, Sebe 2019, *Whitening and coloring batch transform for GANs* (ICLR, arXiv 1806.00420);
+        Ermolov et al. 2021, *Whitening for self-supervised representation learning* (ICML, arXiv 2007.06346).
+        On one pass and its dangers: Chan, Golub, LeVeque 1983, *Algorithms for computing the sample variance*.
     """
 
     def __init__(
@@ -150,22 +185,13 @@ class Whitener(Trainable):
         self.decoder = nn.Sequential(nn.Linear(code, hidden), nn.ReLU(), nn.Linear(hidden, pixels), nn.Sigmoid())
         self.draw_weights(torch.Generator().manual_seed(0))
 
-    def draw_weights(self, generator: torch.Generator) -> None:
-        """LeCun-normal weights, zero biases."""
-        for layer in (*self.encoder, *self.decoder):
-            if isinstance(layer, nn.Linear):
-                draw_normal_(layer.weight, layer.in_features, generator)
-                zero_bias_(layer)
-
     def forward(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b 1 h w"]:
         """Reconstructions of images in [0, 1], same shape; NaN where the code cannot be whitened."""
         return self.decoder(self.whitened(images)).view_as(images)
 
     def codes(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b k"]:
         """The codes of images, in (0, 1), before they are whitened."""
-        if tuple(images.shape[1:]) != (1, *self.size):
-            raise UsageError(f"images of shape {tuple(images.shape)}: expected (B, 1, {self.size[0]}, {self.size[1]})")
-        return self.encoder(images.flatten(1))
+        return self.encoder(self.flat(images))
 
     def whitened(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b k"]:
         """The codes of images, uncorrelated and of variance one."""
@@ -185,8 +211,9 @@ class Whitener(Trainable):
 def covariance(codes: Float[Tensor, "b k"], how: str) -> Float[Tensor, "k k"]:
     """The covariance of codes; see `Whitener` for the three ways.
 
-    >>> covariance(torch.tensor([[1.0], [3.0]]), "centred")
-    tensor([[1.]])
+    Examples:
+        >>> covariance(torch.tensor([[1.0], [3.0]]), "centred")
+        tensor([[1.]])
     """
     mean = codes.mean(0)
     if how == "centred":

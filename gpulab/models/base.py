@@ -19,11 +19,12 @@ BITS = 32
 class Trainable(nn.Module):
     """A model that `gpulab.train` can train. A model of your own derives from this class.
 
-    The loop hands over windows of frames in [0, 1], shaped (frames, C, H, W). `batches` cuts a
-    window into what one update sees; `training_loss` returns what `backward` is called on, the mean
-    squared error per frame for the history, and a state for the next batch, cut off from the graph:
-    None, or tensors and numbers, in lists, tuples or dictionaries if need be. `fresh` is true until
-    weights are loaded: training draws the weights of a fresh model from the seed.
+    The loop hands over windows of frames in [0, 1]: `batches` cuts a window into what one update sees, and
+    `training_loss` says what is differentiated.
+
+    Attributes:
+        sequential: Whether the frames' order matters, and a state is carried from batch to batch.
+        fresh: True until weights are loaded: training draws the weights of a fresh model from the seed.
     """
 
     sequential: ClassVar[bool] = False
@@ -34,7 +35,16 @@ class Trainable(nn.Module):
         raise NotImplementedError
 
     def training_loss(self, batch: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        """(what to differentiate, the mean squared error of each frame (n,), the next state)."""
+        """What `backward` is called on, and what comes with it.
+
+        Args:
+            batch: A piece of a window.
+            state: What this method returned for the piece before; None at the beginning of a sequence.
+
+        Returns:
+            The objective; the mean squared error of each frame, (n,), for the history; the next state, cut off
+            from the graph: None, or tensors and numbers, in lists, tuples or dictionaries if need be.
+        """
         raise NotImplementedError
 
     def draw_weights(self, generator: torch.Generator) -> None:
@@ -54,27 +64,39 @@ def draw_normal_(parameter: Tensor, fan_in: int, generator: torch.Generator) -> 
         parameter.copy_(drawn / math.sqrt(fan_in))
 
 
-def zero_bias_(layer: nn.Linear | nn.Conv2d) -> None:
-    """Set a layer's bias to zero."""
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
+def draw_linear_(model: nn.Module, generator: torch.Generator) -> None:
+    """Draw LeCun-normal weights for every linear layer; biases are zero."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            draw_normal_(layer.weight, layer.in_features, generator)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
 
 
 def flip_bit(model: Model, weight: int = 0, bit: int = 0) -> Model:
-    """Change one bit of one weight of a model in place; returns the model.
+    """Change one bit of one weight of a model in place. Doing it twice undoes it.
 
-    `weight` counts through the model's parameters in their order. `bit` counts from the last place of the
-    fraction, 0, up to the sign, 31: bit 0 is the smallest change that there is. Doing it twice undoes it.
-    Raises `UsageError` where there is no such weight or bit, or the weight is not float32.
+    Args:
+        model: With float32 weights.
+        weight: Which, counted through the model's parameters in their order.
+        bit: Counted from the last place of the fraction, 0, up to the sign, 31: bit 0 is the smallest change
+            that there is.
 
-    >>> layer = torch.nn.Linear(1, 1)
-    >>> with torch.no_grad():
-    ...     _ = layer.weight.fill_(1.0)
-    >>> flip_bit(layer).weight.item()
-    1.0000001192092896
+    Returns:
+        The model.
 
-    Source: Summers, Dinneen 2021, *Nondeterminism and instability in neural network optimization*
-    (arXiv 2103.04514).
+    Raises:
+        UsageError: Where there is no such weight or bit, or the weight is not float32.
+
+    Examples:
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> with torch.no_grad():
+        ...     _ = layer.weight.fill_(1.0)
+        >>> flip_bit(layer).weight.item()
+        1.0000001192092896
+
+    References:
+        Summers, Dinneen 2021, *Nondeterminism and instability in neural network optimization* (arXiv 2103.04514).
     """
     check_weight(model, weight)
     if not isinstance(bit, int) or not 0 <= bit < BITS:
@@ -85,11 +107,8 @@ def flip_bit(model: Model, weight: int = 0, bit: int = 0) -> Model:
         weight -= parameter.numel()
     if parameter.dtype != torch.float32:
         raise UsageError(f"a bit is flipped in float32 weights, and these are {parameter.dtype}")
-    with torch.no_grad():
-        place = torch.unravel_index(torch.tensor(weight), parameter.shape)
-        value = parameter[place].cpu()
-        mask = torch.tensor(1 << bit if bit < BITS - 1 else -(1 << bit), dtype=torch.int32)
-        parameter[place] = (value.view(torch.int32) ^ mask).view(torch.float32).to(parameter.device)
+    place = torch.unravel_index(torch.tensor(weight), parameter.shape)
+    parameter.detach().view(torch.int32)[place] ^= 1 << bit if bit < BITS - 1 else -(1 << bit)
     return model
 
 

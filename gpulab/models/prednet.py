@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gpulab.data.feed import Feed
 from gpulab.errors import UsageError
-from gpulab.models.base import Trainable, draw_normal_, zero_bias_
+from gpulab.models.base import Trainable, draw_normal_
 from gpulab.models.chainer import read_chainer
 
 Frame = Float[Tensor, "b c h w"]
@@ -36,25 +36,35 @@ State = list[LayerState]
 
 
 class PredNet(Trainable):
-    """A PredNet for frames of `size` (height, width), with `channels` from the bottom layer up.
+    """A predictive-coding network for video.
 
-    Called on frames of shape (T, B, C, H, W) in [0, 1], and optionally a state, it returns the
-    prediction made after each frame, same shape, and the state. Prediction t is for frame t + 1.
+    Called on frames (T, B, C, H, W) in [0, 1], and optionally a state, it returns the prediction made after each
+    frame, same shape, and the state. Prediction t is for frame t + 1.
 
-    `variant="published"` has peephole connections, sigmoid gates, LeCun-normal weights, and is
-    trained on the squared error of the prediction. `variant="lotter"` has hard-sigmoid gates, no
-    peepholes, Glorot-uniform weights, makes a first prediction before the first frame, and is trained
-    on its error units: `layer_weights` are (1, 0, 0, …) for the model that its authors call L_0, and
-    (1, 0.1, 0.1, …) for L_all.
+    `published` has peephole connections, sigmoid gates, LeCun-normal weights, and is trained on the squared error
+    of the prediction. `lotter` has hard-sigmoid gates, no peepholes, Glorot-uniform weights, makes a first
+    prediction before the first frame, and is trained on its error units.
 
-    `kernel_size` is that of every convolution, published as 3.
+    Args:
+        channels: Of each layer, from the bottom up; the first is that of the frames.
+        size: (height, width) of a frame in pixels, which halve once per layer.
+        variant: `published` or `lotter`.
+        layer_weights: What the error units of each layer count for in the loss of `lotter`: (1, 0, 0, …) for the
+            model that its authors call L_0, and (1, 0.1, 0.1, …) for L_all.
+        kernel_size: Of every convolution, published as 3.
 
-    Raises `UsageError` for a size that does not halve once per layer, naming the nearest that do.
+    Raises:
+        UsageError: For a size that does not halve once per layer, naming the nearest that do, and other nonsense.
 
-    >>> net = PredNet(channels=(3, 4, 8), size=(12, 16))
-    >>> predictions, state = net(torch.rand(5, 1, 3, 12, 16))
-    >>> predictions.shape
-    torch.Size([5, 1, 3, 12, 16])
+    Examples:
+        >>> net = PredNet(channels=(3, 4, 8), size=(12, 16))
+        >>> predictions, state = net(torch.rand(5, 1, 3, 12, 16))
+        >>> predictions.shape
+        torch.Size([5, 1, 3, 12, 16])
+
+    References:
+        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks*
+        (arXiv 2109.01451); Lotter, Kreiman, Cox 2016, *Deep predictive coding networks* (arXiv 1605.08104).
     """
 
     sequential: ClassVar[bool] = True
@@ -108,7 +118,7 @@ class PredNet(Trainable):
             else:
                 fans = conv.in_channels * self.kernel_size**2, conv.out_channels * self.kernel_size**2
                 _draw_glorot_(conv.weight, *fans, generator)
-            zero_bias_(conv)
+            nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
         for cell in self.lstm:
             cell.draw_weights(generator)
 
@@ -128,10 +138,8 @@ class PredNet(Trainable):
 
     def initial_state(self, frame: Frame) -> State:
         """All zero; the `lotter` variant then makes its first prediction from zero errors."""
-        state = []
-        for layer, channels in enumerate(self.channels):
-            zeros = frame.new_zeros(len(frame), channels, *self._layer_size(layer))
-            state.append(LayerState(zeros, zeros, zeros))
+        shapes = [(len(frame), channels, *self._layer_size(layer)) for layer, channels in enumerate(self.channels)]
+        state = [LayerState(zeros, zeros, zeros) for zeros in map(frame.new_zeros, shapes)]
         if self.variant == "lotter":
             state = self.top_down([torch.cat([s.p, s.p], 1) for s in state], state)
         return state
@@ -240,7 +248,7 @@ class ConvLSTM(nn.Module):
                     draw_normal_(group, group.shape[1] * self.area, generator)
             for peep in (self.peep_i, self.peep_f, self.peep_o):
                 draw_normal_(peep, peep.numel(), generator)
-        zero_bias_(self.gates)
+        nn.init.zeros_(self.gates.bias)  # type: ignore[arg-type]
 
     def forward(self, inputs: list[Tensor], hidden: Frame, cell: Frame) -> tuple[Frame, Frame]:
         """The new hidden state and cell."""

@@ -1,3 +1,4 @@
+import contextlib
 import json
 from pathlib import Path
 
@@ -13,29 +14,32 @@ from gpulab.training import run as training
 
 BUFFERED = ("copied", "reused", "imitated")
 RECORDED = sorted(Path("data/runs").glob("*/run.json"))
-MODELS = pytest.mark.parametrize("model", ["prednet", "autoencoder"])
+# Tiny networks: several threads would spend their time waiting for each other.
+SETTING = "cpu:threads=1"
+SMALL = {"profile": "smoke", "frames": 20, "progress": False}
+CPU = gl.Setting.parse(SETTING)
 
 
 def frames(count=5, shape=(3, 12, 16), seed=0):
     return np.random.default_rng(seed).integers(0, 256, (count, *shape)).astype(np.uint8)
 
 
-def weights(model, loader, **options):
-    run = gl.train(model, seed=1, profile="smoke", frames=100, loader=loader, progress=False, **options)
+def small_net(setting=CPU, **options):
+    net = gl.PredNet(channels=(3, 4, 8), size=(12, 16), **options)
+    return net.to(setting.device, setting.dtype)
+
+
+def weights(net, loader, **options):
+    run = gl.train(net, seed=1, loader=loader, **SMALL, **options)
     assert run.status == "finished"
     return run.record["summary"]["weights"]
-
-
-def small_net(setting):
-    net = gl.PredNet(channels=(3, 4, 8), size=(12, 16))
-    return net.to(setting.device, setting.dtype)
 
 
 def first_window(loader, setting="cpu"):
     """The losses of a first window, and the gradient of every parameter laid end to end."""
     setting = gl.Setting.parse(setting)
     net, loader = small_net(setting), Loader(loader, setting)
-    batch = next(net.batches(loader.window(frames()))) if loader.name == "window" else loader.feed(frames())
+    (batch,) = loader.batches(net, frames())
     objective, per_frame, _ = net.training_loss(batch, None)
     objective.backward()
     return per_frame, torch.cat([p.grad.flatten() for p in net.parameters()])
@@ -48,28 +52,21 @@ def relative(one, other):
 # --- memory ----------------------------------------------------------------------------------------------
 
 
-def test_reused_shares_memory_and_copied_does_not():
-    for name, shared in [("reused", True), ("imitated", True), ("copied", False)]:
-        given = list(Loader(name, gl.Setting.parse("cpu")).feed(frames(3)))
-        assert (len({tensor.data_ptr() for tensor in given}) == 1) is shared, name
-        assert bool((given[0] == given[2]).all()) is shared, "the first holds what came last"
-
-
-def test_reused_is_the_buffer_and_imitated_memory_of_its_own():
-    for name, same in [("reused", True), ("imitated", False), ("copied", False)]:
-        feed = Loader(name, gl.Setting.parse("cpu")).feed(frames(3))
-        tensor = next(iter(feed))
-        feed.buffer.fill(7)
-        assert bool((tensor == 7).all()) is same, name
-
-
-def test_autograd_is_not_told_that_the_memory_is_written_again():
-    for name in ("reused", "imitated"):
-        assert {t._version for t in Loader(name, gl.Setting.parse("cpu")).feed(frames(3))} == {0}, name
+@pytest.mark.parametrize(
+    ("name", "one_memory", "the_buffer"), [("reused", True, True), ("imitated", True, False), ("copied", False, False)]
+)
+def test_who_shares_memory_with_whom(name, one_memory, the_buffer):
+    feed = Loader(name, CPU).feed(frames(3))
+    tensors = list(feed)
+    assert (len({tensor.data_ptr() for tensor in tensors}) == 1) is one_memory
+    assert bool((tensors[0] == tensors[2]).all()) is one_memory, "the first holds what came last"
+    assert {tensor._version for tensor in tensors} == {0}, "autograd is not told that memory is written again"
+    feed.buffer.fill(7)
+    assert bool((tensors[0] == 7).all()) is the_buffer
 
 
 def test_windows_of_one_loader_are_imitated_in_one_memory_also_when_their_length_changes():
-    loader = Loader("imitated", gl.Setting.parse("cpu"))
+    loader = Loader("imitated", CPU)
     places = {tensor.data_ptr() for count in (3, 5) for tensor in loader.feed(frames(count))}
     assert len(places) == 1
 
@@ -90,14 +87,14 @@ def test_all_bytes_are_scaled_to_the_float32_nearest_to_k_by_255():
     given = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)
     expected = (np.arange(256) / 255).astype(np.float32)
     for name in LOADERS:
-        loader = Loader(name, gl.Setting.parse("cpu"))
+        loader = Loader(name, CPU)
         tensor = loader.window(given) if name == "window" else next(iter(loader.feed(given)))
         assert (tensor.numpy().ravel() == expected).all(), name
 
 
 def test_a_frame_is_read_when_it_is_asked_for():
     given = frames(3)
-    feed = iter(Loader("reused", gl.Setting.parse("cpu")).feed(given))
+    feed = iter(Loader("reused", CPU).feed(given))
     next(feed)
     given[1] = 255
     assert (next(feed) == 1).all()
@@ -106,23 +103,29 @@ def test_a_frame_is_read_when_it_is_asked_for():
 # --- training --------------------------------------------------------------------------------------------
 
 
-@MODELS
-def test_copied_trains_to_the_bits_of_window_and_imitated_to_those_of_reused(model):
-    made = {loader: weights(model, loader) for loader in LOADERS}
-    assert made["copied"] == made["window"]
-    assert made["imitated"] == made["reused"]
-    # One image is one graph: nothing is written between its forward and its backward pass.
-    assert (made["reused"] == made["copied"]) is (model == "autoencoder")
-
-
-@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
-def test_so_do_other_precisions(precision):
-    setting = f"cpu:precision={precision}"
-    made = {loader: weights("prednet", loader, setting=setting) for loader in LOADERS}
-    assert made["copied"] == made["window"]
-    assert made["imitated"] != made["copied"]
-    # A buffer of NumPy, which has no bfloat16, is copied when it is converted: nothing is shared.
-    assert made["reused"] == made["copied" if precision == "bfloat16" else "imitated"]
+@pytest.mark.parametrize(
+    ("kind", "precision", "same"),
+    [
+        ("prednet", "float32", ["window copied", "reused imitated"]),
+        ("prednet", "float64", ["window copied", "reused imitated"]),
+        # A buffer of NumPy, which has no bfloat16, is copied when it is converted: nothing is shared.
+        ("prednet", "bfloat16", ["window copied reused", "imitated"]),
+        # Its loss is the error units themselves, whose derivative needs their sign and no frame.
+        ("lotter", "float32", ["window copied reused imitated"]),
+        # One image is one graph: nothing is written between its forward and its backward pass.
+        ("autoencoder", "float32", ["window copied reused imitated"]),
+    ],
+)
+def test_which_loaders_train_to_the_same_bits(kind, precision, same):
+    networks = {
+        "prednet": small_net,
+        "lotter": lambda: small_net(variant="lotter"),
+        "autoencoder": lambda: gl.Autoencoder(hidden=(8,)),
+    }
+    net, loaders = networks[kind](), {}
+    for loader in LOADERS:
+        loaders.setdefault(weights(net, loader, setting=f"{SETTING},precision={precision}"), []).append(loader)
+    assert [" ".join(names) for names in loaders.values()] == same
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
@@ -139,18 +142,11 @@ def test_a_reused_buffer_leaves_the_first_losses_alone_and_spoils_the_gradient(p
             assert apart > 0.01
 
 
-def test_the_variant_of_lotter_is_not_spoilt():
-    """Its loss is the error units themselves, whose derivative needs their sign and no frame."""
-    net = gl.PredNet(channels=(3, 4), size=(12, 16), variant="lotter")
-    assert len({weights(net, loader) for loader in LOADERS}) == 1
-
-
-def test_the_guard_sees_the_reused_buffer_and_nothing_in_the_copied():
-    for loader in ("window", "copied"):
-        gl.train("prednet", profile="smoke", frames=20, loader=loader, guard=True, progress=False)
-    for loader in ("reused", "imitated"):
-        with pytest.raises(gl.OverwrittenError):
-            gl.train("prednet", profile="smoke", frames=20, loader=loader, guard=True, progress=False)
+@pytest.mark.parametrize("loader", LOADERS)
+def test_the_guard_sees_the_reused_buffer_and_nothing_in_the_copied(loader):
+    overwrites = loader in ("reused", "imitated")
+    with pytest.raises(gl.OverwrittenError) if overwrites else contextlib.nullcontext():
+        gl.train(small_net(), setting=SETTING, loader=loader, guard=True, **SMALL)
 
 
 # --- against Chainer ---------------------------------------------------------------------------------------
@@ -167,7 +163,7 @@ def chainer(shared):
 def test_gradients_are_those_of_the_authors_loop_in_chainer(chainer, name):
     """The truth test: Chainer itself, its frames copied, and its frames in one buffer."""
     net, expected = chainer
-    loader = Loader(name, gl.Setting.parse("cpu"))
+    loader = Loader(name, CPU)
     scaled = expected["frames"]
     feed = loader.feed(np.rint(scaled * 255).astype(np.uint8))
     feed.frames = scaled * np.float32(255)  # frames that are no bytes, to within one rounding
@@ -186,7 +182,7 @@ def test_gradients_are_those_of_the_authors_loop_in_chainer(chainer, name):
 
 def test_an_unknown_loader_is_refused_with_the_names_of_those_there_are():
     for call in (
-        lambda: Loader("chainer", gl.Setting.parse("cpu")),
+        lambda: Loader("chainer", CPU),
         lambda: gl.train("prednet", profile="smoke", loader="chainer", progress=False),
         lambda: gl.Experiment("prednet", ["cpu"], [0], "smoke", options={"loader": "chainer"}).run(),
     ):
@@ -195,13 +191,14 @@ def test_an_unknown_loader_is_refused_with_the_names_of_those_there_are():
 
 
 def test_an_experiment_hands_its_loader_to_every_run(tmp_path):
-    options = {"loader": "reused", "frames": 20}
-    frame = gl.Experiment("prednet", ["cpu"], [0], "smoke", tmp_path, options=options).run()
-    record = json.loads((Path(frame.path[0]) / "run.json").read_text())
+    options = {"loader": "reused", "frames": 20, "model_options": {"channels": [3, 4]}}
+    (job,) = gl.Experiment("prednet", [SETTING], [0], "smoke", tmp_path, options=options).jobs()
+    run = gl.train(**job, progress=False)
+    record = json.loads((run.path / "run.json").read_text())
     assert record["loader"] == "reused"
-    assert record["id"] == training.planned_id("prednet", setting="cpu", seed=0, profile="smoke", **options)
-    again = gl.train("prednet", profile="smoke", progress=False, **options)
-    assert frame.weights[0] == again.record["summary"]["weights"]
+    assert record["id"] == training.planned_id("prednet", setting=SETTING, seed=0, profile="smoke", **options)
+    again = gl.train("prednet", setting=SETTING, profile="smoke", progress=False, **options)
+    assert record["summary"]["weights"] == again.record["summary"]["weights"]
 
 
 def test_loaders_have_ids_of_their_own():

@@ -10,11 +10,6 @@ from gpulab.training.plan import planned_id
 
 HERE = gl.available_decoders()
 FRAMES = next(gl.load("walk", frames=20, size=(24, 32)).windows(5)).frames
-SMALL = {"profile": "smoke", "frames": 20, "progress": False}
-
-
-def jpeg(**options):
-    return {"data": "jpeg:walk", "data_options": options, **SMALL}
 
 
 def test_the_decoders_that_are_dependencies_are_here():
@@ -109,20 +104,23 @@ def test_jpeg_data_are_the_frames_encoded_and_decoded():
 def test_a_decoder_is_a_factor_and_the_quality_is_not(tmp_path):
     exp = gl.Experiment(
         "prednet",
-        ["cpu"],
+        ["cpu:threads=1"],
         seeds=2,
         profile="smoke",
         store=tmp_path,
-        options={"frames": 20, "data": "jpeg:walk"},
+        options={"frames": 20, "data": "jpeg:walk", "model_options": {"channels": [3, 4]}},
         variants=[{"data_options": {"decoder": name}} for name in ("pillow", "av")],
     )
-    frame = exp.run(progress=False)
+    for job in exp.jobs():
+        gl.train(**job, progress=False)
+    frame = gl.runs(tmp_path)
     assert sorted(frame.decoder) == ["av", "av", "pillow", "pillow"]
     assert frame.protocol.nunique() == 1
     seen = gl.verdict(frame, factor="decoder", reference="pillow")
     assert seen.table.seeds.tolist() == [2]
     assert seen.table.same_bits.tolist() == [0]
-    other = gl.train("prednet", **jpeg(quality=50))
+    quality = {"data": "jpeg:walk", "data_options": {"quality": 50}, "model_options": {"channels": [3, 4]}}
+    other = gl.train("prednet", setting="cpu:threads=1", profile="smoke", frames=20, progress=False, **quality)
     assert other.record["configuration"]["data_options"]["quality"] == 50
     assert "--decoder av" in (tmp_path / frame.id[frame.decoder == "av"].iloc[0] / "run.json").read_text()
 

@@ -1,4 +1,5 @@
 import gc
+import itertools
 import threading
 import warnings
 import weakref
@@ -10,10 +11,11 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torchvision.models.resnet import BasicBlock, ResNet
 
 import gpulab as gl
-from gpulab.diagnostics import guards
-from gpulab.diagnostics.guards import fingerprint
+from gpulab.diagnostics import fingerprints, guards
+from gpulab.diagnostics.fingerprints import fingerprint
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -73,13 +75,7 @@ def test_a_numpy_buffer_that_is_used_again(wrap):
     assert finding.line.text == "losses.append(F.mse_loss(net(frame), frame))"
     assert finding.line.function == "train"
     text = str(caught.value)
-    for part in (
-        "mse_loss (MseLossBackward0)",
-        "`target`",
-        "(1, 3, 6, 8)",
-        "NumPy array `buffer` (float32",
-        "test_guards",
-    ):
+    for part in ("mse_loss (MseLossBackward0)", "`target`", "(1, 3, 6, 8)", "array `buffer` (float32", "test_guards"):
         assert part in text
     assert "torch.tensor(buffer)" in text
     assert isinstance(caught.value, gl.GpulabError)
@@ -141,13 +137,17 @@ def test_a_write_through_data(device):
         step()
 
 
-def test_a_write_through_the_numpy_view_of_a_tensor():
-    net, x = Weight(3), torch.ones(3)
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_write_through_the_numpy_view_of_a_tensor(flipped):
+    net, x = Weight(1, 4, 6), torch.rand(1, 4, 6)
     view = x.numpy()
 
     def step():
         loss = net(x).sum()
-        view[0] = 7
+        if flipped:
+            view[:] = view[:, :, ::-1].copy()
+        else:
+            view[0, 0, 0] = 7
         loss.backward()
 
     (finding,) = findings(step)
@@ -167,18 +167,6 @@ def test_data_that_is_assigned():
     (finding,) = findings(lambda: step(torch.full((3,), 9.0)))
     assert (finding.cause, finding.operand) == ("replaced", "other")
     clean(lambda: step(net.w.data.clone()))
-
-
-def test_an_image_that_is_flipped_in_place():
-    net, image = Weight(1, 4, 6), np.random.default_rng(0).random((1, 4, 6), np.float32)
-
-    def step():
-        loss = net(torch.from_numpy(image)).sum()
-        image[:] = image[:, :, ::-1].copy()
-        loss.backward()
-
-    (finding,) = findings(step)
-    assert finding.cause == "numpy"
 
 
 @DEVICES
@@ -357,9 +345,11 @@ def test_checkpointed_functions(reentrant):
 def test_nested_and_used_again():
     net, x = Weight(3), torch.ones(3)
     outer = gl.guard()
-    with outer, gl.guard(on="warn") as inner:
-        net(x).sum().backward()
-    assert (outer.checked, inner.checked > 0) == (0, True)  # torch applies the innermost hooks alone
+    for inner in (gl.guard(on="warn"), torch.autograd.graph.save_on_cpu()):
+        with outer, inner:
+            net(x).sum().backward()
+        assert outer.checked == 0  # torch applies the innermost hooks alone
+        assert getattr(inner, "checked", 1) > 0
     with outer, outer:
         net(x).sum().backward()
     assert outer.checked > 0
@@ -368,18 +358,11 @@ def test_nested_and_used_again():
     assert outer.checked == before
 
 
-def test_save_on_cpu_inside():
-    net, x = Weight(3), torch.ones(3)
-    with gl.guard() as report, torch.autograd.graph.save_on_cpu():
-        net(x).sum().backward()
-    assert report.checked == 0
-
-
 def test_two_threads():
     reports = {}
 
     def work(name, spoil):
-        net, x = Weight(50), torch.ones(50)
+        net, x = Weight(5), torch.ones(5)
         with warnings.catch_warnings(), gl.guard(on="warn") as report:
             warnings.simplefilter("ignore")
             for _ in range(50):
@@ -428,19 +411,19 @@ class LSTM(nn.Module):
         return self.out(self.cell(x)[0])
 
 
+def vision_transformer():
+    return torchvision.models.VisionTransformer(32, 16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32)
+
+
 MODELS = {
-    "resnet18": (lambda: torchvision.models.resnet18(num_classes=10), (2, 3, 64, 64)),
-    "mobilenet_v3_small": (lambda: torchvision.models.mobilenet_v3_small(num_classes=10), (2, 3, 64, 64)),
-    "vit_b_16": (lambda: torchvision.models.vit_b_16(image_size=32, num_classes=10), (1, 3, 32, 32)),
+    "resnet": (lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10), (2, 3, 32, 32)),
+    "mobilenet_v3_small": (lambda: torchvision.models.mobilenet_v3_small(num_classes=10), (2, 3, 32, 32)),
+    "vision transformer": (vision_transformer, (1, 3, 32, 32)),
     "lstm": (LSTM, (3, 6, 5)),
     "transformer": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2),
         (2, 5, 16),
     ),
-}
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, 1e-3, foreach=True),
 }
 
 
@@ -449,7 +432,10 @@ def two_steps(name, guarded, device="cpu"):
     torch.manual_seed(0)
     build, shape = MODELS[name]
     net, x = build().to(device), torch.rand(shape, device=device)
-    optimizer = OPTIMIZERS["sgd" if name == "vit_b_16" else "adam"](net.parameters())
+    if name == "vision transformer":
+        optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
+    else:
+        optimizer = torch.optim.Adam(net.parameters(), 1e-3, foreach=True)
     gradients = []
 
     def loop():
@@ -467,13 +453,10 @@ def two_steps(name, guarded, device="cpu"):
 @DEVICES
 @pytest.mark.parametrize("name", MODELS)
 def test_real_models_are_left_alone_and_their_gradients_are_the_same_bits(name, device):
-    deterministic = torch.backends.cudnn.flags(deterministic=True)
-    with deterministic:
+    with torch.backends.cudnn.flags(deterministic=True):
         plain, guarded = two_steps(name, False, device), two_steps(name, True, device)
     if device == "cpu":
-        assert all(
-            torch.equal(a, b) for one, two in zip(plain, guarded, strict=True) for a, b in zip(one, two, strict=True)
-        )
+        assert all(map(torch.equal, itertools.chain(*plain), itertools.chain(*guarded)))
 
 
 def test_honest_in_place_operations():
@@ -521,9 +504,8 @@ def test_layers_are_left_alone(layer):
 
     def step():
         for _ in range(2):
-            (
-                layer(first(torch.rand(2, 3, 4, 4))).square().mean() + layer(first(torch.rand(2, 3, 4, 4))).mean()
-            ).backward()
+            one, two = (layer(first(torch.rand(2, 3, 4, 4))) for _ in range(2))
+            (one.square().mean() + two.mean()).backward()
 
     clean(step)
 
@@ -608,7 +590,7 @@ def test_memory_is_freed(ending):
 
 def in_words(tensor):
     """The fingerprint that accelerators use, here."""
-    return int(guards._digest(tensor))
+    return int(fingerprints._digest(tensor))
 
 
 BOTH_WAYS = pytest.mark.parametrize("take", [fingerprint, in_words])
@@ -618,23 +600,24 @@ BOTH_WAYS = pytest.mark.parametrize("take", [fingerprint, in_words])
 @pytest.mark.parametrize(
     "dtype",
     [
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.complex64,
-        torch.complex128,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.uint8,
-        torch.bool,
+        "float32",
+        "float64",
+        "float16",
+        "bfloat16",
+        "complex64",
+        "complex128",
+        "int64",
+        "int32",
+        "int16",
+        "uint8",
+        "bool",
     ],
 )
 def test_every_element_place_and_bit_counts(take, dtype):
+    dtype = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(1)
     bits = 1 if dtype == torch.bool else 8
-    raw = torch.randint(0, 2**bits, (77 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    raw = torch.randint(0, 2**bits, (17 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     x = raw.view(dtype)
     mark = take(x)
     assert take(x.clone()) == mark
@@ -671,7 +654,7 @@ def test_kinds_of_memory(take):
         "windows": torch.rand(10).unfold(0, 4, 1),
         "nan": torch.tensor([float("nan"), 1.0]),
         "odd offset": torch.rand(9).half()[1:],
-        "long": torch.rand(3 * guards.TABLE + 5),
+        "long": torch.rand(3 * fingerprints.TABLE + 5),
     }
     for name, tensor in kinds.items():
         mark = take(tensor)
@@ -685,23 +668,19 @@ def test_kinds_of_memory(take):
 def test_dense_memory_is_read_where_it_lies():
     x = torch.rand(2, 3, 4, 5)
     for view in (x, x.transpose(0, 2), x.to(memory_format=torch.channels_last), x[:1].expand(9, 3, 4, 5)):
-        assert guards._flat(view).data_ptr() == view.data_ptr()
+        assert fingerprints._flat(view).data_ptr() == view.data_ptr()
 
 
 def test_the_words_have_chunks(monkeypatch):
-    x = torch.rand(5 * guards.TABLE + 3)
-    monkeypatch.setattr(guards, "CHUNK", 2 * guards.TABLE)
+    x = torch.rand(5 * fingerprints.TABLE + 3)
+    monkeypatch.setattr(fingerprints, "CHUNK", 2 * fingerprints.TABLE)
     marks = {in_words(x)}
-    for place in (0, guards.TABLE, 2 * guards.TABLE, 5 * guards.TABLE + 2):
+    for place in (0, fingerprints.TABLE, 2 * fingerprints.TABLE, 5 * fingerprints.TABLE + 2):
         y = x.clone()
         y[place] += 1
         marks.add(in_words(y))
-    a, b = x.clone(), x.clone().view(-1)
-    b[: 2 * guards.TABLE], b[2 * guards.TABLE : 4 * guards.TABLE] = (
-        a[2 * guards.TABLE : 4 * guards.TABLE],
-        a[: 2 * guards.TABLE],
-    )
-    marks.add(in_words(b))
+    chunk = fingerprints.CHUNK
+    marks.add(in_words(torch.cat([x[chunk : 2 * chunk], x[:chunk], x[2 * chunk :]])))
     assert len(marks) == 6
 
 
@@ -713,7 +692,7 @@ def test_a_guarded_tensor_can_still_be_resized():
 
 def test_the_accelerators_way_through_a_whole_backward(monkeypatch):
     """The comparison is put off to the end of backward; here with a CPU's tensors."""
-    monkeypatch.setattr(guards, "fingerprint", lambda tensor: guards._digest(tensor))
+    monkeypatch.setattr(guards, "fingerprint", lambda tensor: fingerprints._digest(tensor))
     net, x = Weight(3), torch.rand(3)
 
     def step(spoil):
@@ -789,8 +768,8 @@ def test_steps_with_tensors_of_other_kinds():
 
 def test_random_numbers_are_left_alone():
     state = torch.get_rng_state()
-    guards._table.cache_clear()
-    guards._digest(torch.rand(3, generator=torch.Generator()))
+    fingerprints._table.cache_clear()
+    fingerprints._digest(torch.rand(3, generator=torch.Generator()))
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -808,14 +787,14 @@ class Careless(gl.Autoencoder):
 
 
 def test_training_under_guard():
-    options = {"model_options": {"hidden": [16]}, "frames": 200, "profile": "smoke", "progress": False}
+    options = {"model_options": {"hidden": [16]}, "frames": 40, "profile": "smoke", "progress": False}
     options["setting"] = "cpu:threads=1"  # with many threads even the same training need not repeat itself
     plain, guarded = (gl.train("autoencoder", guard=guard, **options) for guard in (False, True))
     assert plain.record["summary"]["weights"] == guarded.record["summary"]["weights"]
     assert plain.record["id"] == guarded.record["id"]
     net = Careless(hidden=(16,))
     with pytest.raises(gl.OverwrittenError, match="`buffer`"):
-        gl.train(net, "digits", guard=True, frames=200, profile="smoke", progress=False)
+        gl.train(net, "digits", guard=True, frames=20, profile="smoke", progress=False)
 
 
 def test_the_pytest_fixture(pytester):

@@ -93,8 +93,8 @@ def test_batch_size_says_how_many_images_an_update_sees():
     apart = torch.stack([net.training_loss(image, None)[0] for image in window[:8].split(1)])
     assert loss.item() == pytest.approx(apart.mean().item(), rel=1e-6)
     assert each.shape == (8,)
-    run = gl.train("autoencoder", profile="smoke", model_options={"batch_size": 8}, progress=False)
-    assert run.history.step.iloc[-1] == 60  # 20 windows of three updates
+    run = gl.train("autoencoder", profile="smoke", frames=40, model_options={"batch_size": 8}, progress=False)
+    assert run.history.step.iloc[-1] == 6  # two windows of three updates
 
 
 def test_networks_of_another_batch_size_are_other_runs():

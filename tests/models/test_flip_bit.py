@@ -3,7 +3,7 @@ import torch
 
 import gpulab as gl
 
-SMALL = {"profile": "smoke", "progress": False}
+SMALL = {"setting": "cpu:threads=1", "profile": "smoke", "progress": False}
 
 
 def network():
@@ -59,9 +59,8 @@ def test_only_float32_weights_have_these_bits():
 def test_a_training_with_a_flipped_bit_begins_one_bit_apart():
     seen = {}
     for flip in (None, 3):
-        gl.train(
-            "prednet", frames=20, flip=flip, watch=lambda m, s, f=flip: seen.setdefault((f, s), weights(m)), **SMALL
-        )
+        net = gl.PredNet((3, 4), (12, 16))
+        gl.train(net, frames=20, flip=flip, watch=lambda m, s, f=flip: seen.setdefault((f, s), weights(m)), **SMALL)
     apart = gl.ulp_distance(seen[None, 0], seen[3, 0])
     assert apart.sum() == apart[3] == 1
     assert (gl.ulp_distance(seen[None, 1], seen[3, 1]) > 0).sum() > 1

@@ -1,3 +1,4 @@
+import functools
 import math
 
 import numpy as np
@@ -85,6 +86,7 @@ def test_images_of_another_shape_are_refused():
 # --- the failure and its cures -------------------------------------------------------------------------
 
 
+@functools.cache
 def trained(setting, seed, how="one-pass"):
     return gl.train(
         "whitener", setting=setting, seed=seed, profile="smoke", model_options={"covariance": how}, progress=False

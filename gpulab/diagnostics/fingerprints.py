@@ -1,0 +1,115 @@
+"""A number that stands for the content of a tensor, so that a change of it is seen."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import zlib
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+TABLE = 1 << 16  # random numbers, one for each place in a row of words
+CHUNK = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
+
+
+def fingerprint(tensor: Tensor) -> int | Tensor | None:
+    """A number that stands for the content of a tensor, bit by bit and place by place.
+
+    On a CPU it is the CRC-32 of the tensor's memory. On another device it is the sum of the 32-bit words,
+    each times a random 64-bit number of its place, modulo 2^64. Two contents share a fingerprint by
+    accident with a probability of about 2^-32. Memory that is dense is read where it lies, in any order of
+    dimensions; a view with gaps is copied.
+
+    Args:
+        tensor: Of any shape, type and layout.
+
+    Returns:
+        On a CPU a whole number; elsewhere an int64 tensor of no dimensions that stays there, so that nobody
+        has to wait for it; None where torch gives no content away.
+
+    Examples:
+        >>> x = torch.arange(6.0)
+        >>> fingerprint(x) == fingerprint(x.clone()), fingerprint(x) == fingerprint(x.flip(0))
+        (True, False)
+
+    References:
+        Carter, Wegman 1979, *Universal classes of hash functions*.
+    """
+    parts = _parts(tensor.detach())
+    if not parts:
+        return None
+    if any(part.device.type != "cpu" for part in parts):
+        digests = [_digest(part) for part in parts]
+        return digests[0] if len(digests) == 1 else _digest(torch.stack(digests))
+    checksum = 0
+    for part in parts:
+        flat = _flat(part)
+        checksum = zlib.crc32(memory(flat), checksum) if len(flat) else checksum
+    return checksum
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The ordinary tensors that a tensor consists of; none if its content cannot be seen."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.device.type == "meta":
+        return []
+    if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # when nobody may wait for it
+        return []
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    if type(tensor) is not Tensor:
+        tensor = tensor.as_subclass(Tensor)
+        if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):  # a FakeTensor and its like
+            return []
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        return []
+    if tensor.is_conj():  # a flag, with the memory as it was; taking it off copies nothing
+        tensor = tensor.conj()
+    return [torch._neg_view(tensor) if tensor.is_neg() else tensor]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements in the order in which they lie in memory, each once; a copy only if there are gaps."""
+    if not tensor.is_contiguous():
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dim] > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+        strides = tensor.stride()
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The bytes of a contiguous tensor on a CPU, where they lie; the tensor must outlive them."""
+    # Not through .numpy(), after which torch would refuse to resize the tensor.
+    return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+
+
+def _digest(tensor: Tensor, level: int = 0) -> Tensor:
+    """Few and small kernels: on a GPU it is their launching that costs."""
+    flat = _flat(tensor)
+    words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
+    table = _table(str(words.device), level)
+    if len(words) <= TABLE:
+        return (words * table[: len(words)]).sum()
+    sums = []
+    for chunk in words.split(CHUNK):
+        rows, rest = chunk.split([len(chunk) // TABLE * TABLE, len(chunk) % TABLE])
+        sums.append((rows.view(-1, TABLE) * table).sum(1))
+        if len(rest):
+            sums.append((rest * table[: len(rest)]).sum(0, keepdim=True))
+    return _digest(torch.cat(sums), level + 1)
+
+
+@functools.cache
+def _table(device: str, level: int) -> Tensor:
+    generator = torch.Generator().manual_seed(level)  # the user's random numbers are left alone
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (TABLE,), generator=generator).to(device)
