@@ -138,17 +138,19 @@ def convolve(geometry: Geometry, which: str, first: Tensor, second: Tensor, shap
 
     With a stride of one, an output is also an input's gradient with the mirrored weight, and the reverse,
     and for the two cuDNN may choose different algorithms. Its first choice can be fifteen times slower, and
-    take gigabytes to work in; so each is tried once, with little memory.
+    take gigabytes to work in. So each way is tried once with little memory, also where there is only one:
+    cuDNN remembers what it chose then.
     """
-    mirrored = geometry.mirrored(second) if first.is_cuda and which != "weight" else None
-    if mirrored is None:
+    if not first.is_cuda:
         return geometry.apply(which, first, second, shape)
+    ways: list[Callable[[], Tensor]] = [partial(geometry.apply, which, first, second, shape)]
+    if which != "weight" and (mirrored := geometry.mirrored(second)) is not None:
 
-    def by_mirror() -> Tensor:
-        other = "input" if which == "output" else "output"
-        return mirrored.apply(other, first, second.transpose(0, 1).flip(*range(2, second.ndim)), shape)
+        def by_mirror() -> Tensor:
+            other = "input" if which == "output" else "output"
+            return mirrored.apply(other, first, second.transpose(0, 1).flip(*range(2, second.ndim)), shape)
 
-    ways: list[Callable[[], Tensor]] = [partial(geometry.apply, which, first, second, shape), by_mirror]
+        ways.append(by_mirror)
     flags = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic
     key = geometry, which, first.shape, second.shape, first.dtype, first.device, flags
     if key not in _FASTER and not torch.cuda.is_current_stream_capturing():
