@@ -48,8 +48,7 @@ class Capture(TorchDispatchMode):
     """Sees every operation, and has `linearize` name the variables that are the tangents of its results.
 
     Tensors are told apart as objects, memory by its address. Where memory is overwritten, whatever else lies
-    there has a wrong tangent from then on: to use it raises `UnsupportedError`. What was detached for an
-    earlier operation is given a copy of its own before.
+    there has a wrong tangent from then on, and must not be used. What earlier operations were given is copied.
     """
 
     def __init__(self, points: Iterable[Tensor], linearize: Callable[[Operation], Sequence[int | None]]) -> None:
@@ -57,8 +56,8 @@ class Capture(TorchDispatchMode):
         self.linearize, self.forward, self.time = linearize, True, 0
         self.variables = WeakTensorKeyDictionary({point: number for number, point in enumerate(points)})
         self.current = WeakTensorKeyDictionary()  # tensor -> when its tangent was right
-        self.detached: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # by address
-        self.overwritten: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)  # by address, with the time
+        self.detached: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # by address: operations' tensors
+        self.overwritten: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)  # by address: when, as what
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -66,64 +65,59 @@ class Capture(TorchDispatchMode):
         """Run an operation, and linearize it where something variable enters."""
         self.time += 1
         leaves, spec = tree_flatten((tuple(args), kwargs or {}))
-        numbers = [self._entering(leaf, function) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        if varies := any(number is not None for number in numbers):
-            leaves = [self._detach(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        functional = function
-        if function._schema.is_mutable:
-            functional = self._functional(function, args)
-            self._set_copies_apart(args[0])
-        results = function(*args, **kwargs or {})
-        values: list[Any] = as_list(results)
-        tangents: Sequence[int | None] = ()
+        if self.forward and function is not DETACH:  # autograd saves results as something detached
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and not leaf.requires_grad:
+                    self.variables.pop(leaf, None)  # autograd takes it for a constant
+        numbers = [self.tangent(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        varies = any(number is not None for number in numbers)
         if varies:
-            arguments, options = tree_unflatten(leaves, spec)
-            detached = [self._detach(value) if isinstance(value, Tensor) else value for value in values]
-            made = detached[0] if isinstance(results, Tensor) else detached
-            variables = {id(leaf): n for leaf, n in zip(leaves, numbers, strict=True) if n is not None}
-            tangents = self.linearize(Operation(functional, arguments, options, made, variables))
-        if varies and functional is not function:
-            self.overwritten[_address(args[0])].append((self.time, args[0].detach()))
-            self.variables.pop(args[0], None)
+            leaves = [self._detach(leaf) for leaf in leaves]
+        functional = self._before_overwriting(function, args[0]) if function._schema.is_mutable else function
+        results = function(*args, **kwargs or {})
+        values = as_list(results)
         self.current.update((value, self.time) for value in values if isinstance(value, Tensor))
-        self.variables.update((v, t) for v, t in zip(values, tangents, strict=False) if t is not None)
+        if varies:
+            variables = {id(leaf): number for leaf, number in zip(leaves, numbers, strict=True) if number is not None}
+            arguments, options = tree_unflatten(leaves, spec)
+            detached = [self._detach(value) for value in values]
+            made = detached[0] if isinstance(results, Tensor) else detached
+            tangents = self.linearize(Operation(functional, arguments, options, made, variables))
+            if functional is not function:
+                self.overwritten[_address(args[0])].append((self.time, args[0].detach()))
+                self.variables.pop(args[0], None)
+            self.variables.update((v, t) for v, t in zip(values, tangents, strict=False) if t is not None)
         return results
 
     def tangent(self, tensor: Tensor) -> int | None:
         """The number of the variable that is a tensor's tangent; None for a constant."""
-        for time, other in self.overwritten.get(_address(tensor), ()):
-            if self.current.get(tensor, 0) < time and _overlap(tensor, other):
-                raise UnsupportedError("a tensor is used after its memory was overwritten as another one's")
+        if self.overwritten and (tensor.requires_grad or not self.forward):
+            for time, other in self.overwritten.get(_address(tensor), ()):
+                if self.current.get(tensor, 0) < time and _overlap(tensor, other):
+                    raise UnsupportedError("a tensor is used whose memory was overwritten by way of another one")
         return self.variables.get(tensor)
 
-    def _entering(self, tensor: Tensor, function: Any) -> int | None:
-        # Autograd takes for a constant what does not require gradients, but saves what does as something detached.
-        if self.forward and function is not DETACH and not tensor.requires_grad:
-            return self.variables.pop(tensor, None) and None
-        return self.tangent(tensor)
-
-    def _detach(self, tensor: Tensor) -> Tensor:
-        alias = tensor.detach()
+    def _detach(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        alias = value.detach()
         self.detached[_address(alias)].append(weakref.ref(alias))
         return alias
 
-    def _functional(self, function: Any, args: Sequence[Any]) -> Any:
+    def _before_overwriting(self, function: Any, written: Any) -> Any:
         """The operation that returns a new tensor where this one overwrites its first argument."""
         name, names = function._schema.name, [argument.name for argument in function._schema.arguments]
         packet = getattr(torch.ops.aten, name.removeprefix("aten::").removesuffix("_"), None)
         overloads = [getattr(packet, o) for o in packet.overloads()] if packet and name.endswith("_") else []
         fitting = [o for o in overloads if [a.name for a in o._schema.arguments] == names and not o._schema.is_mutable]
-        if not fitting or not isinstance(args[0], Tensor):
+        if not fitting or not isinstance(written, Tensor):
             raise UnsupportedError(f"{name} overwrites its arguments")
-        if self.forward and args[0].requires_grad and not torch.is_grad_enabled():
-            raise UnsupportedError(f"{name} overwrites a variable unseen by autograd")
-        return min(fitting, key=lambda overload: overload._overloadname != function._overloadname)
-
-    def _set_copies_apart(self, tensor: Tensor) -> None:
-        """What was detached from the memory of a tensor that is about to be overwritten goes elsewhere."""
-        for reference in self.detached.pop(_address(tensor), ()):
+        if self.forward and written.requires_grad and not torch.is_grad_enabled():
+            raise UnsupportedError(f"{name} overwrites a variable, unseen by autograd")
+        for reference in self.detached.pop(_address(written), ()):
             if (alias := reference()) is not None:
                 alias.data = alias.clone()
+        return min(fitting, key=lambda overload: overload._overloadname != function._overloadname)
 
 
 # torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
@@ -138,10 +132,9 @@ def capture_gradient(
 ) -> tuple[Tensor, list[Tensor], list[int | None]]:
     """A loss, its gradients at `points`, and the numbers of the variables that are their tangents.
 
-    Some gradients have one kernel that is fast and another that can be differentiated: `create_graph` asks for that.
-
-    Raises `UnsupportedError` where Python code of the user's own takes part in the backward pass, or where
-    memory is overwritten that another tensor also sees: what happens there cannot be seen from below.
+    Raises:
+        UnsupportedError: Where Python code of the user's own takes part in the backward pass, or a tensor is used
+            whose memory was overwritten by way of another one: what happens there cannot be seen from below.
     """
     capture = Capture(points, linearize)
     with torch.enable_grad(), capture:

@@ -103,7 +103,7 @@ class ByTorch:
         self.float_results = [_floats(result) for result in as_list(operation.results)]
         self.way = self.forward_mode
 
-    def settle(self) -> None:
+    def choose_way(self) -> None:
         """Find a way that works, with one tangent of zeros."""
         zeros = [torch.zeros_like(self.flat[place])[None] for place in self.places]
         reasons = []
