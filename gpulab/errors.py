@@ -15,6 +15,10 @@ class DataError(GpulabError):
     """An input file or folder is missing, damaged or of the wrong kind; the message names it."""
 
 
+class UnsupportedError(GpulabError):
+    """A computation that one way cannot follow; another way may."""
+
+
 class OverwrittenError(GpulabError):
     """A tensor that autograd saved was overwritten before it was used; `finding` says which, where and by what."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,15 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.stateless import _reparametrize_module
 
-from gpulab.errors import DataError, UsageError
-from gpulab.saddles._forward.capture import UnsupportedError, check_loss
-from gpulab.saddles._forward.graphed_map import Products
-from gpulab.saddles._forward.jvp_rules import linearized
+from gpulab.errors import DataError, UnsupportedError, UsageError
+from gpulab.saddles._forward import linearize_gradient
 
 Loss = Callable[..., Tensor]
 Batch = tuple[Any, Any]
-Apply = Callable[..., list[Tensor]]
+Product = Callable[..., list[Tensor]]
 FORWARD, REVERSE = "forward over reverse", "reverse over reverse"
 METHODS = ("auto", FORWARD, REVERSE)
 MOST_AT_ONCE = 10
@@ -29,14 +29,18 @@ class Hessian:
     """The symmetric (n, n) matrix of second derivatives of a loss, known by its products.
 
     `H @ v` is a product with a vector (n,), or with k vectors at once (n, k), of the operator's
-    `dtype` and on its `device`; k vectors cost much less than k times one. Its order is that of
-    `parameters`, a dictionary from names to the tensors that were differentiated: flattened, one after
-    the other. `loss` and `gradient` (n,) are those of the same point. The operator keeps the weights it
-    was made from: a model that goes on training does not change it.
+    `dtype` and on its `device`; k vectors cost much less than k times one. The operator keeps the weights
+    it was made from: a model that goes on training does not change it. `hessian` makes one.
 
-    `method` says how products are made. `forward over reverse`: the gradient was written down as a
-    list of operations, and each product is its derivative along the vector, on a GPU in a CUDA graph.
-    `reverse over reverse`: autograd's own graph of the gradient is kept, and differentiated each time.
+    Attributes:
+        parameters: From names to the tensors that were differentiated; vectors are these, flattened, in this order.
+        loss: The loss at that point.
+        gradient: (n,) the gradient there.
+        shape: (n, n).
+        method: How products are made. `forward over reverse`: the gradient was written down as a list of
+            operations, and each product is its derivative along the vector, on a GPU in a CUDA graph.
+            `reverse over reverse`: autograd's own graph of the gradient is kept, and differentiated each time.
+        at_once: How many vectors of `H @ V` go through together.
     """
 
     def __init__(
@@ -47,15 +51,13 @@ class Hessian:
         self.dtype, self.device = first.dtype, first.device
         size = sum(tensor.numel() for tensor in parameters.values())
         self.shape = (size, size)
-        self.method, loss, gradients, self._apply = _differentiate(objective, list(parameters.values()), method)
+        self.method, loss, gradients, self._product = _differentiate(objective, list(parameters.values()), method)
         self.loss = float(loss)
         self.gradient: Float[Tensor, " n"] = self.flatten(gradients)
-        self.at_once = self._fitting() if at_once is None else at_once
-
-    def _fitting(self) -> int:
-        """How many vectors go through at once in the memory that is set aside for it."""
-        room = ROOM["cuda" if self.device.type == "cuda" else "cpu"]
-        return max(1, min(MOST_AT_ONCE, room // max(1, getattr(self._apply, "bytes", room))))
+        if at_once is None:  # as many as fit into the memory that is set aside for them
+            room = ROOM["cuda" if self.device.type == "cuda" else "cpu"]
+            at_once = max(1, min(MOST_AT_ONCE, room // max(1, getattr(self._product, "bytes", room))))
+        self.at_once = at_once
 
     def __matmul__(self, vectors: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
         if not isinstance(vectors, Tensor) or vectors.shape[:1] != self.shape[:1] or vectors.ndim > 2:
@@ -75,21 +77,20 @@ class Hessian:
     def _rows(self, vectors: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
         shapes = [tensor.shape for tensor in self.parameters.values()]
         pieces = vectors.split([shape.numel() for shape in shapes], dim=1)
-        parts = [piece.reshape(len(vectors), *shape) for piece, shape in zip(pieces, shapes, strict=True)]
-        made = self._apply(*parts)
-        return torch.cat([m.reshape(len(vectors), -1) for m in made], dim=1)
+        tangents = [piece.reshape(len(vectors), *shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        return torch.cat([product.reshape(len(vectors), -1) for product in self._product(*tangents)], dim=1)
 
     def split(self, vector: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        """The parts of a vector that belong to each parameter, in its shape."""
+        """The parts of a vector (n,) that belong to each parameter, in its shape."""
         pieces = vector.split([tensor.numel() for tensor in self.parameters.values()])
         return {n: piece.view_as(t) for piece, (n, t) in zip(pieces, self.parameters.items(), strict=True)}
 
     def flatten(self, tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
-        """One vector from tensors in the shapes and the order of the parameters."""
+        """One vector (n,) from tensors in the shapes and the order of the parameters."""
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
     def dense(self) -> Float[Tensor, "n n"]:
-        """The whole matrix, by as many products as it has columns."""
+        """The whole matrix (n, n), by as many products as it has columns."""
         return self @ torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
 
     def __repr__(self) -> str:
@@ -107,58 +108,87 @@ def hessian(
 ) -> Hessian:
     """The Hessian of `loss(model(inputs), targets)` for `batch = (inputs, targets)`, as a linear operator.
 
-    Without a batch, `loss()` is any function of the model that returns a scalar. `parameters` names
-    those to differentiate by, or the layers that hold them (`"layers.0"`); the others are constants.
-    Parameters are float32 or float64, on any device. `method` is one of `Hessian`'s, or `auto`: the first
-    where it can. `at_once` vectors of `H @ V` go through together: more are faster and take more memory.
+    Args:
+        model: With parameters in float32 or float64, on any device.
+        loss: Of outputs and targets; without a batch, any function of the model, `loss()`. Returns a scalar.
+        batch: Inputs and targets.
+        parameters: The names of those to differentiate by, or of the layers that hold them (`"layers.0"`);
+            the others are constants.
+        method: One of `Hessian`'s, or `auto`: the first where it can.
+        at_once: How many vectors of `H @ V` go through together: more are faster and take more memory.
 
-    Raises `UsageError` for a model in training mode that draws random numbers or keeps statistics, for
-    a loss that is not a scalar, does not depend on the parameters or has no second derivatives, and for
-    unknown parameters; `DataError` for weights or a loss that are not finite.
+    Returns:
+        The operator: `H @ v`, `H.gradient`, `H.loss`.
 
-    >>> layer = torch.nn.Linear(3, 1, bias=False).double()
-    >>> x, y = torch.randn(50, 3, dtype=torch.float64), torch.randn(50, 1, dtype=torch.float64)
-    >>> H = hessian(layer, torch.nn.functional.mse_loss, (x, y))
-    >>> torch.allclose(H @ torch.ones(3, dtype=torch.float64), 2 / 50 * x.T @ x.sum(1))
-    True
+    Raises:
+        UsageError: For a model in training mode that draws random numbers or keeps statistics, for a loss that is
+            not a scalar, does not depend on the parameters or has no second derivatives, for unknown parameters.
+        DataError: For weights or a loss that are not finite.
 
-    Source: Pearlmutter 1994, *Fast exact multiplication by the Hessian* (Neural Computation 6).
+    Examples:
+        >>> layer = torch.nn.Linear(3, 1, bias=False).double()
+        >>> x, y = torch.randn(50, 3, dtype=torch.float64), torch.randn(50, 1, dtype=torch.float64)
+        >>> H = hessian(layer, torch.nn.functional.mse_loss, (x, y))
+        >>> torch.allclose(H @ torch.ones(3, dtype=torch.float64), 2 / 50 * x.T @ x.sum(1))
+        True
+
+    References:
+        Pearlmutter 1994, *Fast exact multiplication by the Hessian* (Neural Computation 6).
     """
     if method not in METHODS:
         raise UsageError(f"method={method!r}: expected one of {', '.join(METHODS)}")
     if at_once is not None and (not isinstance(at_once, int) or at_once < 1):
         raise UsageError(f"at_once={at_once!r}: expected a whole number from 1")
-    _check_mode(model)
-    chosen = _chosen(model, parameters)
-    for name, tensor in chosen.items():
-        if not tensor.isfinite().all():
-            raise DataError(f"{name} has {int((~tensor.isfinite()).sum())} values that are not finite")
-    # Copies: the model may go on training while the operator lives.
-    points = {name: tensor.detach().clone().requires_grad_() for name, tensor in chosen.items()}
-
-    def objective() -> Tensor:
-        with torch.nn.utils.stateless._reparametrize_module(model, points), _kernels_with_derivatives(model):
-            return loss() if batch is None else loss(model(batch[0]), batch[1])
-
-    return Hessian(objective, points, method, at_once)
-
-
-def _check_mode(model: nn.Module) -> None:
-    """In training mode, the loss is another function each time."""
     for name, module in model.named_modules():
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         drops = drops or (isinstance(module, nn.RNNBase) and module.dropout > 0)
         if module.training and (drops or isinstance(module, nn.modules.batchnorm._BatchNorm)):
+            # The loss would be another function each time.
             raise UsageError(f"{name or 'the model'} ({type(module).__name__}) is in training mode: call model.eval()")
+    # Copies: the model may go on training while the operator lives.
+    points = {n: t.detach().clone().requires_grad_() for n, t in _select(model, parameters).items()}
+    for name, tensor in points.items():
+        if not tensor.isfinite().all():
+            raise DataError(f"{name} has {int((~tensor.isfinite()).sum())} values that are not finite")
+
+    def objective() -> Tensor:
+        with _reparametrize_module(model, points, tie_weights=True), _twice_differentiable_kernels(model):
+            value = loss() if batch is None else loss(model(batch[0]), batch[1])
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise UsageError(f"the loss is {getattr(value, 'shape', type(value).__name__)}: expected a scalar tensor")
+        if not value.requires_grad:
+            raise UsageError("the loss does not depend on the parameters by operations that torch can differentiate")
+        if not math.isfinite(float(value.detach())):
+            raise DataError(f"the loss is {float(value.detach())}: expected a finite number")
+        return value
+
+    return Hessian(objective, points, method, at_once)
+
+
+def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Tensor]:
+    """The parameters of these names, or of the modules of these names."""
+    every: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    selected = every
+    if names is not None:
+        prefixes = [names] if isinstance(names, str) else list(names)
+        for prefix in prefixes:
+            if not any(name == prefix or name.startswith(prefix + ".") for name in every):
+                raise UsageError(f"parameters={prefix!r}: expected one of {', '.join(every)}, or a module of theirs")
+        selected = {n: t for n, t in every.items() if any(n == p or n.startswith(p + ".") for p in prefixes)}
+    if not selected:
+        raise UsageError(f"{type(model).__name__} has no parameters that require gradients")
+    kinds = {(tensor.dtype, tensor.device) for tensor in selected.values()}
+    if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
+        raise UsageError(f"parameters of {sorted(map(str, kinds))}: expected float32 or float64, all on one device")
+    return selected
 
 
 @contextlib.contextmanager
-def _kernels_with_derivatives(model: nn.Module) -> Iterator[None]:
+def _twice_differentiable_kernels(model: nn.Module) -> Iterator[None]:
     """Choose kernels that can be differentiated twice, where torch has others too."""
-    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     with contextlib.ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if recurrent:
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield
@@ -166,62 +196,33 @@ def _kernels_with_derivatives(model: nn.Module) -> Iterator[None]:
 
 def _differentiate(
     objective: Callable[[], Tensor], points: list[Tensor], method: str
-) -> tuple[str, Tensor, list[Tensor], Apply]:
-    """(the method used, the loss, its gradients, products)."""
+) -> tuple[str, Tensor, list[Tensor], Product]:
+    """(the method used, the loss, its gradients, products of tangents (k, …) of the points)."""
     if method != REVERSE:
         try:
-            loss, found, program = linearized(objective, points)
-            gradients = [torch.zeros_like(p) if g is None else g for g, p in zip(found, points, strict=True)]
-            return FORWARD, loss, gradients, Products(program, points)
+            return FORWARD, *linearize_gradient(objective, points)
         except UnsupportedError:
             if method == FORWARD:
                 raise
     try:
         with torch.enable_grad():
             loss = objective()
-            check_loss(loss)
-            graph = torch.autograd.grad(loss, points, create_graph=True, materialize_grads=True)
-        kept = _Kept(list(graph), points)
-        kept(*[torch.zeros_like(point)[None] for point in points])  # to fail here and not later
+            gradients = torch.autograd.grad(loss, points, create_graph=True, materialize_grads=True)
+        varying = [place for place, gradient in enumerate(gradients) if gradient.requires_grad]
+
+        def product(*tangents: Tensor) -> list[Tensor]:
+            if not varying:
+                return [torch.zeros_like(tangent) for tangent in tangents]
+            outputs, rows = [gradients[place] for place in varying], []
+            for row in range(len(tangents[0])):
+                vectors = [tangents[place][row] for place in varying]
+                rows.append(torch.autograd.grad(outputs, points, vectors, retain_graph=True, materialize_grads=True))
+            return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+        product(*[torch.zeros_like(point)[None] for point in points])  # to fail here and not later
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise UsageError(f"the loss has no second derivatives that torch can compute: {reason}") from error
-    return REVERSE, loss.detach(), [g.detach() for g in graph], kept
-
-
-class _Kept:
-    """Products by differentiating a kept gradient, one vector after the other."""
-
-    def __init__(self, gradients: list[Tensor], points: list[Tensor]) -> None:
-        self.gradients, self.points = gradients, points
-
-    def __call__(self, *tangents: Tensor) -> list[Tensor]:
-        rows = [self._product([t[row] for t in tangents]) for row in range(len(tangents[0]))]
-        return [torch.stack(column) for column in zip(*rows, strict=True)]
-
-    def _product(self, vector: list[Tensor]) -> list[Tensor]:
-        used = [(g, v) for g, v in zip(self.gradients, vector, strict=True) if g.requires_grad]
-        if not used:
-            return [torch.zeros_like(v) for v in vector]
-        gradients, vectors = zip(*used, strict=True)
-        return list(torch.autograd.grad(gradients, self.points, vectors, retain_graph=True, materialize_grads=True))
-
-
-def _chosen(model: nn.Module, wanted: str | Sequence[str] | None) -> dict[str, Tensor]:
-    """The parameters that were asked for, by name or by the module that holds them."""
-    every: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-    chosen = every
-    if wanted is not None:
-        prefixes = [wanted] if isinstance(wanted, str) else list(wanted)
-        for prefix in prefixes:
-            if not any(name == prefix or name.startswith(prefix + ".") for name in every):
-                raise UsageError(f"parameters={prefix!r}: expected one of {', '.join(every)}, or a module of theirs")
-        chosen = {n: t for n, t in every.items() if any(n == p or n.startswith(p + ".") for p in prefixes)}
-    if not chosen:
-        raise UsageError(f"{type(model).__name__} has no parameters that require gradients")
-    kinds = {(tensor.dtype, tensor.device) for tensor in chosen.values()}
-    if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
-        raise UsageError(f"parameters of {sorted(map(str, kinds))}: expected float32 or float64, all on one device")
-    return chosen
+    return REVERSE, loss.detach(), [gradient.detach() for gradient in gradients], product

@@ -1,9 +1,10 @@
-"""Watching how a gradient is computed, operation by operation, so that it can be differentiated once more."""
+"""Capture: every operation of a gradient computation, with the tangents that enter it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,120 +12,168 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from gpulab.errors import DataError, GpulabError, UsageError
+from gpulab.errors import UnsupportedError, UsageError
 
-MARKED = once_differentiable(len).__code__  # of every function with that mark
+ONCE = once_differentiable(len).__code__  # of every backward function with that mark
 DETACH = torch.ops.aten.detach.default
-ONE_OWNER = torch._C._storage_Use_Count(torch.empty(1).untyped_storage()._cdata) + 1
-
-
-class UnsupportedError(GpulabError):
-    """A loss whose gradient cannot be followed from below; it can still be differentiated twice."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One call below autograd: `function(*arguments, **options)` returned `results`.
+    """One call below autograd: `function(*arguments, **options)` returned `results`, all of them detached.
 
-    `constants` are the arguments that autograd takes for constants, such as what was detached.
-    `copied` is an argument that the call overwrote, with the copy that stands for it in `arguments`.
+    Something that overwrites its argument is captured as the function that returns a new tensor instead.
     """
 
     function: Any
     arguments: tuple[Any, ...]
     options: dict[str, Any]
     results: Any
-    constants: tuple[Tensor, ...] = ()
-    copied: tuple[Tensor, Tensor] | None = None
+    variables: dict[int, int]  # identity of an argument -> number of its tangent
+
+    def tangent(self, argument: Any) -> int | None:
+        """The number of the variable that is an argument's tangent; None for a constant."""
+        return self.variables.get(id(argument))
 
 
-def watch_gradient(
-    objective: Callable[[], Tensor], points: Sequence[Tensor], follow: Callable[[Operation], None], twice: bool = False
-) -> tuple[Tensor, list[Tensor | None]]:
-    """A loss and its gradients at `points`; `follow` is told of each operation.
+def as_list(results: Any) -> list[Any]:
+    """What an operation returned, one or several."""
+    return list(results) if isinstance(results, tuple | list) else [results]
 
-    Some gradients have one kernel that is fast and another that can be differentiated: `twice` asks for that.
 
-    Raises `UnsupportedError` where Python code of the user's own takes part in the backward pass, or where
-    memory that another tensor also sees is overwritten: what happens there cannot be seen from below.
+class Capture(TorchDispatchMode):
+    """Sees every operation, and has `linearize` name the variables that are the tangents of its results.
+
+    Tensors are told apart as objects, memory by its address. Where memory is overwritten, whatever else lies
+    there has a wrong tangent from then on, and must not be used. What earlier operations were given is copied.
     """
-    watcher = _Watcher(follow)
-    with torch.enable_grad(), watcher:
-        loss = objective()
-        check_loss(loss)
-        _check_graph(loss)
-        watcher.forward = False
-        gradients = torch.autograd.grad(loss, points, create_graph=twice, allow_unused=True)
-    return loss.detach(), list(gradients)
 
-
-class _Watcher(TorchDispatchMode):
-    """Sees every operation below autograd."""
-
-    def __init__(self, follow: Callable[[Operation], None]) -> None:
+    def __init__(self, points: Iterable[Tensor], linearize: Callable[[Operation], Sequence[int | None]]) -> None:
         super().__init__()
-        self.follow, self.forward = follow, True
+        self.linearize, self.forward, self.time = linearize, True, 0
+        self.variables = WeakTensorKeyDictionary({point: number for number, point in enumerate(points)})
+        self.current = WeakTensorKeyDictionary()  # tensor -> when its tangent was right
+        self.detached: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # by address: operations' tensors
+        self.overwritten: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)  # by address: when, as what
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and tell of it."""
-        options, arguments, copied, told = kwargs or {}, tuple(args), None, function
-        if function._schema.is_mutable:
-            told = _without_overwriting(function, arguments)
-            copied = arguments[0], arguments[0].clone()
-            arguments = (copied[1], *arguments[1:])
-        results = function(*args, **options)
-        constants: tuple[Tensor, ...] = ()
-        if self.forward and function is not DETACH:
-            tensors = [a for a in tree_flatten((args, options))[0] if isinstance(a, Tensor)]
-            constants = tuple(tensor for tensor in tensors if not tensor.requires_grad)
-        self.follow(Operation(told, arguments, options, results, constants, copied))
+        """Run an operation, and linearize it where something variable enters."""
+        self.time += 1
+        leaves, spec = tree_flatten((tuple(args), kwargs or {}))
+        if self.forward and function is not DETACH:  # autograd saves results as something detached
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and not leaf.requires_grad:
+                    self.variables.pop(leaf, None)  # autograd takes it for a constant
+        numbers = [self.tangent(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        varies = any(number is not None for number in numbers)
+        if varies:
+            leaves = [self._detach(leaf) for leaf in leaves]
+        functional = self._before_overwriting(function, args[0]) if function._schema.is_mutable else function
+        results = function(*args, **kwargs or {})
+        values = as_list(results)
+        self.current.update((value, self.time) for value in values if isinstance(value, Tensor))
+        if varies:
+            variables = {id(leaf): number for leaf, number in zip(leaves, numbers, strict=True) if number is not None}
+            arguments, options = tree_unflatten(leaves, spec)
+            detached = [self._detach(value) for value in values]
+            made = detached[0] if isinstance(results, Tensor) else detached
+            tangents = self.linearize(Operation(functional, arguments, options, made, variables))
+            if functional is not function:
+                self.overwritten[_address(args[0])].append((self.time, args[0].detach()))
+                self.variables.pop(args[0], None)
+            self.variables.update((v, t) for v, t in zip(values, tangents, strict=False) if t is not None)
         return results
+
+    def tangent(self, tensor: Tensor) -> int | None:
+        """The number of the variable that is a tensor's tangent; None for a constant."""
+        if self.overwritten and (tensor.requires_grad or not self.forward):
+            for time, other in self.overwritten.get(_address(tensor), ()):
+                if self.current.get(tensor, 0) < time and _overlap(tensor, other):
+                    raise UnsupportedError("a tensor is used whose memory was overwritten by way of another one")
+        return self.variables.get(tensor)
+
+    def _detach(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        alias = value.detach()
+        self.detached[_address(alias)].append(weakref.ref(alias))
+        return alias
+
+    def _before_overwriting(self, function: Any, written: Any) -> Any:
+        """The operation that returns a new tensor where this one overwrites its first argument."""
+        name, names = function._schema.name, [argument.name for argument in function._schema.arguments]
+        packet = getattr(torch.ops.aten, name.removeprefix("aten::").removesuffix("_"), None)
+        overloads = [getattr(packet, o) for o in packet.overloads()] if packet and name.endswith("_") else []
+        fitting = [o for o in overloads if [a.name for a in o._schema.arguments] == names and not o._schema.is_mutable]
+        if not fitting or not isinstance(written, Tensor):
+            raise UnsupportedError(f"{name} overwrites its arguments")
+        if self.forward and written.requires_grad and not torch.is_grad_enabled():
+            raise UnsupportedError(f"{name} overwrites a variable, unseen by autograd")
+        for reference in self.detached.pop(_address(written), ()):
+            if (alias := reference()) is not None:
+                alias.data = alias.clone()
+        return min(fitting, key=lambda overload: overload._overloadname != function._overloadname)
 
 
 # torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
-_Watcher.__torch_dispatch__ = getattr(_Watcher.__torch_dispatch__, "__wrapped__", _Watcher.__torch_dispatch__)  # type: ignore[method-assign]
+Capture.__torch_dispatch__ = getattr(Capture.__torch_dispatch__, "__wrapped__", Capture.__torch_dispatch__)  # type: ignore[method-assign]
 
 
-def _without_overwriting(function: Any, arguments: tuple[Any, ...]) -> Any:
-    """The operation that returns a new tensor where this one overwrites its first argument."""
-    name, written = function._schema.name, arguments[0]
-    packet = getattr(torch.ops.aten, name.removeprefix("aten::").removesuffix("_"), None)
-    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet and name.endswith("_") else []
-    names = [argument.name for argument in function._schema.arguments]
-    fitting = [o for o in overloads if [a.name for a in o._schema.arguments] == names and not o._schema.is_mutable]
-    fitting.sort(key=lambda overload: overload._overloadname != function._overloadname)
-    if not fitting or not isinstance(written, Tensor):
-        raise UnsupportedError(f"{name} overwrites its arguments")
-    if torch._C._storage_Use_Count(written.untyped_storage()._cdata) > ONE_OWNER:
-        raise UnsupportedError(f"{name} overwrites memory that another tensor sees")
-    return fitting[0]
+def capture_gradient(
+    objective: Callable[[], Tensor],
+    points: Sequence[Tensor],
+    linearize: Callable[[Operation], Sequence[int | None]],
+    create_graph: bool = False,
+) -> tuple[Tensor, list[Tensor], list[int | None]]:
+    """A loss, its gradients at `points`, and the numbers of the variables that are their tangents.
+
+    Raises:
+        UnsupportedError: Where Python code of the user's own takes part in the backward pass, or a tensor is used
+            whose memory was overwritten by way of another one: what happens there cannot be seen from below.
+    """
+    capture = Capture(points, linearize)
+    with torch.enable_grad(), capture:
+        loss = objective()
+        _check_graph(loss)
+        capture.forward = False
+        try:
+            gradients = torch.autograd.grad(loss, points, create_graph=create_graph, materialize_grads=True)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise UnsupportedError(str(error)) from error
+    return loss.detach(), [g.detach() for g in gradients], [capture.tangent(g) for g in gradients]
 
 
 def _check_graph(loss: Tensor) -> None:
     """Autograd functions written in Python may hand over numbers in ways that no operation shows."""
-    waiting, seen = [loss.grad_fn], set()
+    waiting, visited = [loss.grad_fn], set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             backward = getattr(type(node)._forward_cls, "backward", None)
-            if getattr(backward, "__code__", None) is MARKED:
+            if getattr(backward, "__code__", None) is ONCE:
                 raise UsageError(f"{type(node).__name__} has no second derivatives: it is marked once_differentiable")
             raise UnsupportedError(f"{type(node).__name__} is written in Python")
-        seen.add(node)
+        visited.add(node)
         waiting += [following for following, _ in node.next_functions]
 
 
-def check_loss(value: Any) -> None:
-    """Refuse what has no gradient."""
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise UsageError(f"the loss is {getattr(value, 'shape', type(value).__name__)}: expected a scalar tensor")
-    if not value.requires_grad:
-        raise UsageError("the loss does not depend on the parameters by operations that torch can differentiate")
-    if not math.isfinite(float(value.detach())):
-        raise DataError(f"the loss is {float(value.detach())}: expected a finite number")
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    if a.dtype != b.dtype:
+        return True
+    marks = torch.zeros(a.untyped_storage().nbytes() // a.element_size(), dtype=torch.bool, device="cpu")
+    marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+    return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())

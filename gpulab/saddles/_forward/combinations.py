@@ -15,80 +15,58 @@ MOST_INPUTS = 8  # more constants in one sum would save little
 class Combination:
     """`sum(coefficient * tangent)`; None stands for 1.
 
-    The result has the `shape` (k, *shape), to which tangents and coefficients are broadcast.
+    The result has the `shape` (k, *shape), to which tangents and coefficients are broadcast. It is `plain`
+    where all tangents have that shape and all coefficients are 1.
     """
 
-    def __init__(self, coefficients: Sequence[Coefficient], shape: tuple[int, ...], plain: bool = False) -> None:
-        self.coefficients, self.shape = tuple(coefficients), tuple(shape)
-        self.adds = plain and all(c is None for c in coefficients)
-        self.order: list[int] | None = None
-        self.ordered: list[Coefficient] = []
+    def __init__(self, coefficients: Sequence[Coefficient], shape: Sequence[int], plain: bool = False) -> None:
+        self.coefficients, self.shape, self.plain = tuple(coefficients), tuple(shape), plain
+        # Products first: they make memory of their own, which the others are then added to.
+        self.order = sorted(range(len(coefficients)), key=lambda place: not isinstance(coefficients[place], Tensor))
 
     @property
     def inputs(self) -> int:
         """How many tensors it reads."""
         return len(self.coefficients) + sum(isinstance(c, Tensor) for c in self.coefficients)
 
-    def holds(self, place: int, inner: Combination) -> bool:
-        """Whether `after` is possible, fits into one kernel, and needs no more constants than there are."""
+    def fused(self, place: int, inner: Combination) -> Combination | None:
+        """The combination in which the tangent at `place` is itself a combination.
+
+        None where that would not fit into one kernel, or need more constants than there are.
+        """
         outer = self.coefficients[place]
         if any(_mask(a) and isinstance(b, float) for c in inner.coefficients for a, b in ((outer, c), (c, outer))):
-            return False  # their product would have torch's default type
-        constants = sum(isinstance(c, Tensor) for c in inner.coefficients)
-        more = isinstance(outer, Tensor) and constants > 1
-        return inner.shape == self.shape and not more and self.inputs + inner.inputs - 1 <= MOST_INPUTS
+            return None  # their product would have torch's default type
+        more = isinstance(outer, Tensor) and sum(isinstance(c, Tensor) for c in inner.coefficients) > 1
+        if more or inner.shape != self.shape or self.inputs + inner.inputs - 1 > MOST_INPUTS:
+            return None
+        products = [_times(outer, coefficient) for coefficient in inner.coefficients]
+        return Combination([*self.coefficients[:place], *products, *self.coefficients[place + 1 :]], self.shape)
 
-    def after(self, place: int, inner: Combination) -> Combination:
-        """The combination in which the tangent at `place` is itself a combination."""
-        outer = self.coefficients[place]
-        new = [_times(outer, coefficient) for coefficient in inner.coefficients]
-        coefficients = [*self.coefficients[:place], *new, *self.coefficients[place + 1 :]]
-        return Combination(coefficients, self.shape)
-
-    def settle(self, dtype: torch.dtype, known: dict[int, tuple[Tensor, Tensor]]) -> None:
+    def widen_masks(self, dtype: torch.dtype, widened: dict[int, tuple[Tensor, Tensor]]) -> None:
         """On a CPU, masks become numbers, once for all that share them: products of two types are slow there."""
-
-        def settled(coefficient: Coefficient) -> Coefficient:
-            if not isinstance(coefficient, Tensor) or coefficient.is_cuda or not _mask(coefficient):
-                return coefficient
-            return known.setdefault(id(coefficient), (coefficient, coefficient.to(dtype)))[1]
-
-        self.coefficients = tuple(map(settled, self.coefficients))
+        self.coefficients = tuple(
+            widened.setdefault(id(c), (c, c.to(dtype)))[1]
+            if isinstance(c, Tensor) and _mask(c) and not c.is_cuda
+            else c
+            for c in self.coefficients
+        )
 
     def __call__(self, *tangents: Tensor) -> Tensor:
-        """The sum for tangents (k, …)."""
-        if self.order is None:
-            # Products first: they make memory of their own, which the others are then added to.
-            self.order = sorted(
-                range(len(tangents)), key=lambda place: not isinstance(self.coefficients[place], Tensor)
-            )
-            self.ordered = [self.coefficients[place] for place in self.order]
-        ndim, shape = len(self.shape) + 1, (len(tangents[0]), *self.shape)
-        chosen = [tangents[place] for place in self.order]
-        total = self._sum([t if t.ndim == ndim else self._lift(t) for t in chosen], self.ordered, shape)
-        return total if total.shape == shape else total.expand(shape)
-
-    def _lift(self, tangent: Tensor) -> Tensor:
-        missing = len(self.shape) + 1 - tangent.ndim
-        return tangent.reshape(len(tangent), *[1] * missing, *tangent.shape[1:])
-
-    @staticmethod
-    def _sum(tangents: Sequence[Tensor], coefficients: Sequence[Coefficient], shape: tuple[int, ...]) -> Tensor:
-        """Term by term, into memory of its own; on a GPU the products two by two, each pair in one kernel."""
-        total, mine, done = tangents[0], False, 1
-        first, second = coefficients[0], coefficients[1] if len(coefficients) > 1 else None
-        if total.is_cuda and isinstance(first, Tensor) and isinstance(second, Tensor):
-            total, mine, done = _kernel(False)(total, first, tangents[1], second), True, 2
-        elif first is not None:
-            total, mine = total * first, True
-        while done < len(tangents):
-            tangent, coefficient = tangents[done], coefficients[done]
-            following = coefficients[done + 1] if done + 1 < len(tangents) else None
+        """The sum for tangents (k, …), term by term; on a GPU the products two by two, each pair in one kernel."""
+        shape = (len(tangents[0]), *self.shape)
+        terms = [(lift(tangents[place], len(shape)), self.coefficients[place]) for place in self.order]
+        total: Tensor | None = None
+        while tangents[0].is_cuda and len(terms) > 1 and isinstance(terms[1][1], Tensor):
+            (v, c), (w, d), *terms = terms
+            total = _kernel(False)(v, c, w, d) if total is None else _kernel(True)(v, c, w, d, total)
+        mine = total is not None  # whether it is memory of its own, that can be added to
+        for tangent, coefficient in terms:
+            if total is None:
+                total, mine = (tangent, False) if coefficient is None else (tangent * coefficient, True)
+                continue
             fits = mine and total.shape == shape
-            if total.is_cuda and isinstance(coefficient, Tensor) and isinstance(following, Tensor):
-                total = _kernel(True)(tangent, coefficient, tangents[done + 1], following, total)
-                done += 1
-            elif isinstance(coefficient, Tensor) and _mask(coefficient):
+            if isinstance(coefficient, Tensor) and _mask(coefficient):
                 total = total + tangent * coefficient
             elif isinstance(coefficient, Tensor):
                 total = total.addcmul_(tangent, coefficient) if fits else torch.addcmul(total, tangent, coefficient)
@@ -96,8 +74,14 @@ class Combination:
                 scale = 1 if coefficient is None else coefficient
                 total = total.add_(tangent, alpha=scale) if fits else torch.add(total, tangent, alpha=scale)
             mine = True
-            done += 1
-        return total
+        assert total is not None
+        return total if total.shape == shape else total.expand(shape)
+
+
+def lift(tangent: Tensor, ndim: int) -> Tensor:
+    """Put dimensions between the first and the others, as broadcasting to `ndim` dimensions would in front."""
+    missing = ndim - tangent.ndim
+    return tangent.reshape(len(tangent), *[1] * missing, *tangent.shape[1:]) if missing else tangent
 
 
 def _times(outer: Coefficient, inner: Coefficient) -> Coefficient:

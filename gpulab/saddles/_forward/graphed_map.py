@@ -1,63 +1,55 @@
-"""Running a linear program: step by step, or on a GPU as one CUDA graph."""
+"""Replaying a linear map: step by step, or on a GPU as one CUDA graph."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpulab.saddles._forward.linear_maps import Program
+from gpulab.saddles._forward.linear_maps import LinearMap
 
 WARM_UPS = 2
-LIVE = 5  # of the tangents of a program, about one in five is there at a time
+LIVE = 5  # of the tangents of a map, about one in five is there at a time
 
 
-class Products:
-    """Products of a linear program with tangents of `points`, k at a time; zeros where nothing depends on them.
+class GraphedMap:
+    """A linear map of tangents (k, …).
 
     On a GPU a product is thousands of small kernels, and launching them takes longer than running them.
-    So the program is captured in a CUDA graph, one for each k, at the first product of that k.
+    So the map is captured in a CUDA graph, one for each k, at the first product of that k.
     """
 
-    def __init__(self, program: Program, points: Sequence[Tensor]) -> None:
-        self.program, self.points = program, [point.detach() for point in points]
-        self.bytes = program.bytes // LIVE
-        self.captures: dict[int, _Capture] = {}
-        self.pool = torch.cuda.graph_pool_handle() if self.points[0].is_cuda else None
+    def __init__(self, linear_map: LinearMap) -> None:
+        self.linear_map, self.bytes = linear_map, linear_map.bytes // LIVE
+        self.graphs: dict[int, tuple[Any, list[Tensor], list[Tensor]]] = {}
+        self.pool: Any = None
 
     def __call__(self, *tangents: Tensor) -> list[Tensor]:
-        """Products with tangents of shapes (k, …)."""
-        if self.pool is None:
-            return self.run(*tangents)
+        """The map of tangents; on a GPU, the next call overwrites what it returns."""
+        if not tangents[0].is_cuda:
+            return self.linear_map(*tangents)
         k = len(tangents[0])
-        if k not in self.captures:
-            self.captures[k] = _Capture(self, tangents)
-        return self.captures[k](*tangents)
+        if k not in self.graphs:
+            self.graphs[k] = self._graph(tangents)
+        graph, inputs, outputs = self.graphs[k]
+        for place, tangent in zip(inputs, tangents, strict=True):
+            place.copy_(tangent)
+        graph.replay()
+        return outputs
 
-    def run(self, *tangents: Tensor) -> list[Tensor]:
-        """The same, step by step."""
-        made = self.program(*tangents)
-        return [torch.zeros_like(t) if m is None else m for t, m in zip(tangents, made, strict=True)]
-
-
-class _Capture:
-    """The program for one k, as a CUDA graph with its own inputs and outputs."""
-
-    def __init__(self, products: Products, tangents: Sequence[Tensor]) -> None:
-        self.inputs = [torch.zeros_like(tangent, memory_format=torch.contiguous_format) for tangent in tangents]
+    def _graph(self, tangents: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """The graph for as many tangents, with its own inputs and outputs."""
+        inputs = [torch.zeros_like(tangent, memory_format=torch.contiguous_format) for tangent in tangents]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                products.run(*self.inputs)
+                self.linear_map(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=products.pool, capture_error_mode="relaxed"):
-            self.outputs = products.run(*self.inputs)
-
-    def __call__(self, *tangents: Tensor) -> list[Tensor]:
-        for place, tangent in zip(self.inputs, tangents, strict=True):
-            place.copy_(tangent)
-        self.graph.replay()
-        return self.outputs
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="relaxed"):
+            outputs = self.linear_map(*inputs)
+        return graph, inputs, outputs

@@ -1,0 +1,81 @@
+"""The engine behind `H @ v`: a gradient is captured while it is computed, and its derivative replayed as a linear map.
+
+The product of a Hessian with a vector is the derivative of the gradient along it (Pearlmutter 1994).
+`linearize_gradient`, the only door of this room, works that derivative out once. Here it is by hand, for ∑ w³.
+
+`capture` computes the loss and its gradient once, under a mode that sees every operation below autograd, of the
+forward and of the backward pass. `jvp_rules` has a rule for each, a Jacobian-vector product: which step
+makes the tangent of its result from those of its arguments. Tangents are numbered variables, w's is 0.
+
+    >>> import torch
+    >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> builder = Builder(inputs=1)
+    >>> def linearize(operation):
+    ...     tangents = builder.linearize(operation)
+    ...     print(operation.function, [operation.tangent(argument) for argument in operation.arguments], tangents)
+    ...     return tangents
+    >>> loss, gradients, results = capture_gradient(lambda: (w**3).sum(), [w], linearize)
+    aten.pow.Tensor_Scalar [0, None] [1]
+    aten.sum.default [1] [2]
+    aten.ones_like.default [2] [None]
+    aten.pow.Tensor_Scalar [0, None] [3]
+    aten.mul.Scalar [3, None] [4]
+    aten.mul.Tensor [None, 4] [5]
+
+`linear_maps` keeps the steps that the gradients depend on, here on variable 5, and joins them: neighbouring
+`combinations` into one pass, and `convolutions` with one weight, as those of several time steps, into one batch.
+
+    >>> linear_map = LinearMap(builder.steps, results, builder.bytes).optimized(w.dtype)
+    >>> [(step.inputs, step.outputs, step.function.coefficients) for step in linear_map.steps]
+    [((0,), (5,), (tensor([ 6., 12.]),))]
+
+`graphed_map` replays that for k vectors at once: step by step, or on a GPU as one CUDA graph.
+
+    >>> GraphedMap(linear_map)(torch.eye(2))
+    [tensor([[ 6.,  0.],
+            [ 0., 12.]])]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from gpulab.errors import UnsupportedError
+from gpulab.saddles._forward.capture import capture_gradient
+from gpulab.saddles._forward.graphed_map import GraphedMap
+from gpulab.saddles._forward.jvp_rules import Builder, ByTorch
+from gpulab.saddles._forward.linear_maps import LinearMap
+
+__all__ = ["linearize_gradient"]
+
+
+def linearize_gradient(
+    objective: Callable[[], Tensor], points: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor], GraphedMap]:
+    """A loss, its gradients at `points`, and the map from tangents (k, …) of the points to those of the gradients.
+
+    Args:
+        objective: Computes the loss, a scalar, from the points.
+        points: What it is differentiated by.
+
+    Raises:
+        UnsupportedError: Where the gradient cannot be followed; it may still be differentiated twice by autograd.
+        UsageError: For a function of the user's own that is marked as differentiable once.
+    """
+
+    def linearize(create_graph: bool) -> tuple[Tensor, list[Tensor], GraphedMap]:
+        builder = Builder(len(points))
+        loss, gradients, results = capture_gradient(objective, points, builder.linearize, create_graph)
+        for step in builder.steps:
+            if isinstance(step.function, ByTorch):
+                step.function.choose_way()
+        linear_map = LinearMap(builder.steps, results, builder.bytes)
+        return loss, gradients, GraphedMap(linear_map.optimized(points[0].dtype))
+
+    # Some gradients have one kernel that is fast and another that can be differentiated.
+    try:
+        return linearize(create_graph=False)
+    except UnsupportedError:
+        return linearize(create_graph=True)
