@@ -27,7 +27,7 @@ VALUES = {
 
 def options_of(device):
     """Every combination of the options that have a meaning on a device, as lists of `name=value`."""
-    names = [name for name in OPTIONS if device.partition(":")[0] in OPTIONS[name]]
+    names = [name for name in OPTIONS if device.partition(":")[0] in OPTIONS[name].devices]
     for values in itertools.product(*(VALUES[name] for name in names)):
         *_, precision, emulate, order = values
         if precision not in (None, "float32") and (emulate or order):
