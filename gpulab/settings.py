@@ -40,8 +40,8 @@ WORKSPACE, REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"  # cuBLAS reads it 
 # nearly to a standstill, unless they give up spinning sooner; alone it costs a few per cent.
 PATIENCE = {"GOMP_SPINCOUNT": "10000"}
 
-WORTH_COMPARING = ("cpu", "cpu:threads=1", "cpu:isa=avx2", "cpu:precision=float64")
-WORTH_COMPARING += ("cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on", "mps", "xpu")
+WORTH_COMPARING = ["cpu", "cpu:threads=1", "cpu:isa=avx2", "cpu:precision=float64"]
+WORTH_COMPARING += ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on", "mps", "xpu"]
 
 
 # --- how an option's text is read ------------------------------------------------------------------------
