@@ -466,13 +466,16 @@ def summed(a: Tensor, b: Tensor, how: Arithmetic) -> Tensor:
     each = max(1, -(-inner // how.slices))
     if how.order == "tensor-core":
         each = -(-each // how.step) * how.step
-    add_up: Callable[[Tensor, Tensor], Tensor] = {
+    add_up: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
+        None: torch.matmul,
         "sequential": _sequential,
         "pairwise": _pairwise,
         "tensor-core": functools.partial(_tensor_core, how=how),
-    }.get(how.order or "", torch.matmul)
+    }
     slices = range(0, max(1, inner), each)
-    return functools.reduce(torch.add, (add_up(a[..., k : k + each], b[..., k : k + each, :]) for k in slices))
+    return functools.reduce(
+        torch.add, (add_up[how.order](a[..., k : k + each], b[..., k : k + each, :]) for k in slices)
+    )
 
 
 def _sequential(a: Tensor, b: Tensor) -> Tensor:

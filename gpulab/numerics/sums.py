@@ -102,7 +102,7 @@ def summation(x: Tensor, orders: tuple[str, ...] = ("sequential", "pairwise", "s
     torch.set_num_threads(usual)
     sums["torch.dot"] = torch.dot(numbers, torch.ones_like(numbers)).item()
     ulps = ulp_distance(torch.tensor(list(sums.values())), torch.tensor(exact))
-    frame = pd.DataFrame({"order": sums.keys(), "sum": sums.values(), "ulps": ulps.tolist()})
+    frame = pd.DataFrame({"order": list(sums), "sum": sums.values(), "ulps": ulps.tolist()})
     return frame.assign(first_bit=[first_bit(value, exact) for value in frame["sum"]]).astype({"first_bit": "Int64"})
 
 
