@@ -1,11 +1,12 @@
-"""The command line: `gpulab devices | train | experiment | reproduce | runs | record | audit | companion`."""
+"""The command line: `gpulab devices | train | experiment | reproduce | runs | pack | record | audit | companion`."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
-import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 import typer.core
 
 from gpulab.errors import GpulabError, UsageError
+from gpulab.training.protocol import OPTIONS, Specification, whole_numbers
 
 
 class _Commands(typer.core.TyperGroup):
@@ -34,29 +36,51 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-MODEL_HELP = "autoencoder, prednet or whitener"
 SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
-DATA_HELP = "digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR; or jpeg: and one of these"
-PROFILE_HELP = "smoke (seconds), quick (a laptop) or paper (as published)"
-STORE_HELP = "folder in which runs are kept  [default: $GPULAB_STORE or ./runs]"
+STORE_HELP = "folder in which runs are kept, or a file of packed runs  [default: $GPULAB_STORE or ./runs]"
 
-FLIP_HELP = "number of the initial weight whose last bit is changed"
-DRAWS_HELP = "whose generator draws the initial weights: cpu or device"
-DECODER_HELP = "who decodes jpeg:NAME: pillow, torchvision, av or nvjpeg  [default: pillow]"
-QUALITY_HELP = "of the frames of jpeg:NAME, 1 to 100  [default: 75]"
-LOADER_HELP = "how frames reach the device: window, or one by one through a buffer: copied, reused, imitated"
-
-Options = Annotated[
-    list[str], typer.Option("--option", help="an option of the model, such as covariance=centred; several times")
-]
-Profile = Annotated[str, typer.Option(help=PROFILE_HELP)]
-Loader = Annotated[str, typer.Option(help=LOADER_HELP)]
-Flip = Annotated[int | None, typer.Option(min=0, help=FLIP_HELP)]
-Draws = Annotated[str, typer.Option(help=DRAWS_HELP)]
-Decoder = Annotated[str | None, typer.Option(help=DECODER_HELP)]
-Quality = Annotated[int | None, typer.Option(help=QUALITY_HELP)]
-Subsampling = Annotated[str | None, typer.Option(help="of the colours of jpeg:NAME: 4:4:4, 4:2:2 or 4:2:0")]
+Model = Annotated[str, typer.Argument(help="autoencoder, prednet or whitener")]
+Profile = Annotated[str, typer.Option(help="smoke (seconds), quick (a laptop) or paper (as published)")]
 Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=False)]
+StoreArgument = Annotated[Path | None, typer.Argument(help=STORE_HELP, show_default=False)]
+
+
+def _run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes every option of a run, in `options`, as `gpulab.training.protocol.OPTIONS` lists them."""
+    own = inspect.signature(command, eval_str=True)
+    parameters = [parameter for name, parameter in own.parameters.items() if name != "options"]
+    for name, option in OPTIONS.items():
+        if option.flag:
+            kind = bool if option.kind is bool else option.kind | None
+            named = typer.Option(f"--{name.replace('_', '-')}", help=option.help, show_default=option.default or True)
+            default = False if kind is bool else option.usual
+            parameters.append(
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, named], default=default
+                )
+            )
+    for name, what in (
+        ("option", "the model, such as covariance=centred"),
+        ("data_option", "the data, such as seed=3"),
+    ):
+        flag = typer.Option(f"--{name.replace('_', '-')}", help=f"an option of {what}; several times")
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[list[str], flag], default=[])
+        )
+
+    def with_options(**given: Any) -> None:
+        more = {kind: _named_values(given.pop(name), f"--{name}".replace("_", "-")) for name, kind in NESTED.items()}
+        flat = {name: given.pop(name) for name in OPTIONS if name in given}
+        specified = Specification.from_options(given["model"], given["profile"], flat)
+        options = {**specified.options, **{kind: specified.options[kind] | values for kind, values in more.items()}}
+        command(**given, options={name: value for name, value in options.items() if value != {}})
+
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
+    return with_options
+
+
+NESTED = {"option": "model_options", "data_option": "data_options"}
 
 
 @app.command()
@@ -74,25 +98,14 @@ def devices(as_json: Annotated[bool, typer.Option("--json", help="print the pass
 
 
 @app.command()
+@_run_options
 def train(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    data: Annotated[str | None, typer.Option(help=DATA_HELP + "  [default: the profile's]")] = None,
+    model: Model,
+    options: dict[str, Any],
     setting: Annotated[str, typer.Option(help=SETTING_HELP)] = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="draws the initial weights and the order of images")] = 0,
     profile: Profile = "quick",
-    frames: Annotated[int | None, typer.Option(help="how many to train on  [default: the profile's]")] = None,
-    size: Annotated[str | None, typer.Option(help="height×width of the frames, such as 48x64")] = None,
-    channels: Annotated[str | None, typer.Option(help="PredNet's channels, such as 3,16,32")] = None,
-    option: Options = [],  # noqa: B006
-    speed: Annotated[float, typer.Option(help="of the motion in walk and moving-digits")] = 1.0,
-    grey: Annotated[bool, typer.Option("--grey", help="read a video or a folder with one channel")] = False,
-    learning_rate: Annotated[float | None, typer.Option(help="Adam's  [default: 0.001]")] = None,
-    loader: Loader = "window",
-    decoder: Decoder = None,
-    quality: Quality = None,
-    subsampling: Subsampling = None,
-    flip: Flip = None,
-    draws: Draws = "cpu",
+    rerun: Annotated[int, typer.Option(min=0, help="numbers repetitions of the same run")] = 0,
     store: Store = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="ignore a checkpoint or an earlier run")] = False,
     checkpoint_seconds: Annotated[float, typer.Option(min=0, help="time between checkpoints")] = 10.0,
@@ -105,66 +118,33 @@ def train(
     from gpulab.settings import Setting
 
     Setting.parse(setting).prepare()
-    from gpulab.training import run as training
     from gpulab.training import store as stores
+    from gpulab.training.run import train as train_one
 
-    model_options = _model_options(option)
-    data_options: dict[str, Any] = {}
-    if size:
-        model_options["size"] = data_options["size"] = tuple(_integers(size.replace("×", "x"), "x", "--size", 2))
-    if channels:
-        model_options["channels"] = _integers(channels, ",", "--channels")
-    elif grey and model == "prednet":
-        from gpulab.training.protocol import protocol
-
-        model_options["channels"] = [1, *protocol(model, profile).model["channels"][1:]]
-    data_options |= {"speed": speed} if speed != 1.0 else {}
-    data_options |= {"grey": True} if grey else {}
-    data_options |= _given(decoder=decoder, quality=quality, subsampling=subsampling)
-    run = training.train(
-        model,
-        data,
-        setting,
-        seed,
-        profile,
-        frames=frames,
-        learning_rate=learning_rate,
-        loader=loader,
-        flip=flip,
-        draws=draws,
-        data_options=data_options,
-        model_options=model_options,
+    run = train_one(
+        **Specification(model, setting, seed, profile, rerun, options).arguments(),
         store=store or stores.default_store(),
         resume=not fresh,
         checkpoint_seconds=checkpoint_seconds,
         guard=guard,
-        command=shlex.join(["gpulab", *sys.argv[1:]]),
     )
     print(run)
     print(f"kept in {run.path}")
     if picture:
         from gpulab import plots
 
-        plots.save(plots.sample(run), picture)
+        plots.sample(run).save(picture)
         print(f"picture in {picture}")
 
 
 @app.command()
+@_run_options
 def experiment(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    model: Model,
+    options: dict[str, Any],
     setting: Annotated[list[str], typer.Option(help=SETTING_HELP + "; give it several times")],
     seeds: Annotated[str | None, typer.Option(help="how many (10), or which (0,1,7)  [default: the profile's]")] = None,
     profile: Profile = "quick",
-    data: Annotated[str | None, typer.Option(help=DATA_HELP)] = None,
-    frames: Annotated[int | None, typer.Option(help="how many to train on")] = None,
-    speed: Annotated[float | None, typer.Option(help="of the motion in walk and moving-digits")] = None,
-    loader: Annotated[str | None, typer.Option(help=LOADER_HELP)] = None,
-    decoder: Decoder = None,
-    quality: Quality = None,
-    subsampling: Subsampling = None,
-    flip: Flip = None,
-    draws: Draws = "cpu",
-    option: Options = [],  # noqa: B006
     reruns: Annotated[int, typer.Option(min=1, help="how often each seed and setting is run")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="runs at the same time (seconds then say nothing)")] = 1,
     store: Store = None,
@@ -173,24 +153,16 @@ def experiment(
     from gpulab.stats.verdicts import verdict
     from gpulab.training.experiment import Experiment
 
-    options = _given(data=data, frames=frames, loader=loader, flip=flip)
-    options |= {} if draws == "cpu" else {"draws": draws}
-    if data_options := _given(speed=speed, decoder=decoder, quality=quality, subsampling=subsampling):
-        options["data_options"] = data_options
-    options |= {"model_options": model_options} if (model_options := _model_options(option)) else {}
-    chosen = None
-    if seeds:
-        numbers = _integers(seeds, ",", "--seeds")
-        chosen = numbers if "," in seeds else range(numbers[0])
-    exp = Experiment(model, setting, chosen, profile, store, reruns, workers, options)
-    frame = exp.run()
+    numbers = whole_numbers(seeds, name="--seeds") if seeds else None
+    chosen = range(numbers[0]) if numbers and seeds and "," not in seeds else numbers
+    frame = Experiment(model, setting, chosen, profile, store, reruns, workers, options).run()
     _show(frame)
     print(verdict(frame))
 
 
 @app.command()
 def reproduce(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    model: Model,
     target: Annotated[str, typer.Option(help="the old setting, whose runs are in the store")],
     setting: Annotated[str, typer.Option(help="the new setting, " + SETTING_HELP)],
     search: Annotated[
@@ -238,9 +210,7 @@ def reproduce(
         _rows(f"{len(found.table)} trials", found.table, columns)
         print(found)
     if picture:
-        from gpulab import plots
-
-        plots.save(found.plot(), picture)
+        found.plot().save(picture)
         print(f"picture in {picture}", file=sys.stderr)
     if not found.confirmed:
         raise typer.Exit(1)
@@ -248,7 +218,7 @@ def reproduce(
 
 @app.command()
 def runs(
-    store: Annotated[Path | None, typer.Argument(help=STORE_HELP, show_default=False)] = None,
+    store: StoreArgument = None,
     recorded: Annotated[bool, typer.Option("--recorded", help="the runs shipped with gpulab")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="print all columns as CSV")] = False,
 ) -> None:
@@ -256,7 +226,7 @@ def runs(
     from gpulab.training import store as stores
 
     folder = store or stores.default_store()
-    if not recorded and not folder.is_dir():
+    if not recorded and not folder.exists():
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
     frame = stores.recorded_runs() if recorded else stores.runs(folder)
     if csv:
@@ -265,6 +235,17 @@ def runs(
         print(f"no runs in {folder}")
     else:
         _show(frame)
+
+
+@app.command()
+def pack(
+    store: Annotated[Path, typer.Argument(help=STORE_HELP, show_default=False)],
+    file: Annotated[Path, typer.Argument(help="the file to write, such as my-runs.parquet", show_default=False)],
+) -> None:
+    """Pack all runs of a store, without weights, into one file for others: `gpulab runs FILE` reads it."""
+    from gpulab.training import store as stores
+
+    print(f"{stores.pack(store, file)} runs packed into {file}, {file.stat().st_size / 1e6:.2g} MB")
 
 
 @app.command()
@@ -350,20 +331,6 @@ def _complain(error: Exception, status: int) -> None:
     sys.exit(status)
 
 
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _integers(text: str, separator: str, option: str, count: int | None = None) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(separator)]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 0 or (count and len(numbers) != count):
-        raise UsageError(f"{option} {text!r}: expected whole numbers separated by {separator!r}")
-    return numbers
-
-
 def _pairs(options: list[str], flag: str, expected: str) -> Iterator[tuple[str, str]]:
     """The names and the texts of options written `name=text`, each name once."""
     seen = set()
@@ -383,16 +350,16 @@ def _space(options: list[str]) -> dict[str, Any]:
     }
 
 
-def _model_options(options: list[str]) -> dict[str, Any]:
+def _named_values(options: list[str], flag: str) -> dict[str, Any]:
     """What `--option` says: a value for each name."""
-    return {name: _value(text) for name, text in _pairs(options, "--option", "name=value")}
+    return {name: _value(text) for name, text in _pairs(options, flag, "name=value")}
 
 
 def _value(text: str) -> Any:
-    """A whole number, a number, or a word."""
-    for kind in (int, float):
+    """A number, a list of them, true or false; or else a word."""
+    for read in (int, float, json.loads):
         try:
-            return kind(text)
+            return read(text)
         except ValueError:
             continue
     return text

@@ -73,7 +73,7 @@ def session(python, tmp_path):
 
 
 def test_help_lists_every_command(cli):
-    commands = ["devices", "train", "experiment", "reproduce", "runs", "record", "audit", "companion"]
+    commands = ["devices", "train", "experiment", "reproduce", "runs", "pack", "record", "audit", "companion"]
     text = cli("--help").stdout
     assert re.findall(rf"^\W*({'|'.join(commands)})\b", text, re.MULTILINE) == commands
     for command in commands:
@@ -97,7 +97,7 @@ def test_a_run_is_trained_kept_listed_and_not_trained_again(session, tmp_path):
     (run,) = gl.runs(tmp_path / "runs").itertuples()
     assert f"kept in runs{os.sep}{run.id}" in first
     record = stores.read_record(stores.Path(run.path))
-    assert record["command"] == "gpulab " + " ".join(train)
+    assert record["command"] == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 3 --frames 40"
     assert record["arithmetic"]["threads"] == 1
     assert f"kept in other{os.sep}{run.id}" in other
     assert gl.runs(tmp_path / "other").weights.tolist() == [run.weights]
@@ -154,8 +154,8 @@ def test_an_experiment_is_run_and_compared(cli, tmp_path):
         ["cpu:threads=1", 1],
     ]
     assert str(gl.verdict(frame)) in text
-    command = stores.read_record(stores.Path(frame.path[0]))["command"]
-    assert command.startswith("gpulab experiment autoencoder --profile smoke --setting cpu --setting cpu:threads=1")
+    command = stores.read_record(stores.Path(frame.path[3]))["command"]
+    assert command == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 1 --frames 40"
 
 
 def test_the_smallest_change_is_searched_and_drawn(session, tmp_path):
@@ -367,6 +367,7 @@ FAILURES = {
     "a folder that is not there": ["train", "prednet", "--profile", "smoke", "--data", "frames:missing"],
     "MNIST that is not there": ["train", "autoencoder", "--profile", "smoke", "--data", "mnist:missing"],
     "runs that are not there": ["runs", "missing"],
+    "runs to pack that are not there": ["pack", "missing", "packed.parquet"],
     "notebooks that are not there": ["companion", "--notebooks", "missing"],
     "a store that is a file": ["train", "autoencoder", "--profile", "smoke", "--frames", "20", "--store", "a-file"],
     "a checkpoint in a file": [*SMOKE, "--store", "a-file", "--checkpoint-seconds", "0"],

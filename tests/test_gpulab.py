@@ -4,24 +4,11 @@ import inspect
 from pathlib import Path
 
 import pytest
+from house import ARROWS, FILES, FLOOR, LATE, PICTURE, picture, room
 
 import gpulab as gl
 
 PACKAGE = Path(gl.__file__).parent
-# Imports run downwards only; a line is a floor, the lowest first. A package is one room.
-FLOORS = [
-    ["_lazy", "errors"],
-    ["report", "passports"],
-    ["numerics", "stats", "records"],
-    ["settings"],
-    ["models", "data", "diagnostics"],
-    ["saddles", "training"],
-    ["plots"],
-    ["companion"],
-    ["cli", "pytest_plugin"],
-]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-LATE = {("settings", "passports"), ("passports", "settings")}
 
 
 def test_importing_gpulab_is_light(python):
@@ -86,49 +73,6 @@ def test_the_editor_is_told_of_every_public_name():
 # --- the house -------------------------------------------------------------------------------------------
 
 
-def module_name(file):
-    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-FILES = {
-    module_name(file): file for file in sorted(PACKAGE.rglob("*.py")) if file.parent != PACKAGE / "companion/templates"
-}
-
-
-def imports(name):
-    """(the module that is imported, whether only when called) by one module, imports for types apart."""
-    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
-    late, types = set(), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            late |= {id(inner) for inner in ast.walk(node)}
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            types |= {id(inner) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if id(node) in types:
-            continue
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are written out"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for imported in names:
-            while imported and imported not in FILES:
-                imported = imported.rpartition(".")[0]
-            if imported not in ("", "gpulab", name):
-                yield imported, id(node) in late
-
-
-def room(module):
-    return module.split(".")[1]
-
-
-ARROWS = {(name, other, late) for name in FILES if name != "gpulab" for other, late in imports(name)}
-
-
 def test_the_test_sees_imports():
     assert ("gpulab.training.experiment", "gpulab.training.store", False) in ARROWS
     assert any(late for _, _, late in ARROWS)
@@ -158,3 +102,7 @@ def test_nothing_imports_in_a_circle(level):
     for one, other in arrows:
         graph.add(one, other)
     graph.prepare()  # a circle is an error that names it
+
+
+def test_the_map_of_the_house_is_that_of_the_source():
+    assert PICTURE.read_text(encoding="utf-8") == picture(), "draw it anew: python tests/house.py"

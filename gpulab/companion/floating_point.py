@@ -483,7 +483,7 @@ def _recorded_rows(record: dict[str, Any], net: str) -> tuple[list[dict[str, Any
     if record["network"] != net:
         return [], {}
     here = record["passport"]
-    runs = stores.runs(recorded_folder("factors") / "runs").assign(recorded=True)
+    runs = stores.runs(recorded_folder("factors")).assign(recorded=True)
     gpus = ", ".join(gpu["name"] for gpu in here["gpus"])
     same = (runs.cpu == here["cpu"]["model"]) & (runs.torch == here["software"]["torch"])
     same &= (runs.gpu.fillna("") == gpus) & (runs.profile == record["profile"]) & (runs.experiment == net)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -133,7 +132,7 @@ def _flat(frame: pd.DataFrame, metric: str) -> bool:
 
 
 def _window_lengths(frame: pd.DataFrame) -> pd.DataFrame:
-    from gpulab.training.store import read_record
+    from gpulab.training.store import record_of
 
-    rows = [(row.id, read_record(Path(row.path))["configuration"]["window"]) for row in frame.itertuples()]
+    rows = [(row.id, record_of(row)["configuration"]["window"]) for row in frame.itertuples()]
     return pd.DataFrame(rows, columns=["id", "frames_per_window"])

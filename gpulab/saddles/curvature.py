@@ -28,7 +28,8 @@ from gpulab.saddles.operators import check_count
 from gpulab.saddles.spectrum import ZERO, SpectralDensity, estimated_index, spectral_density
 from gpulab.settings import Setting
 from gpulab.training import store as stores
-from gpulab.training.run import Plan, Run, plan_run, train
+from gpulab.training.plan import Plan, plan_run
+from gpulab.training.run import Run, train
 
 if TYPE_CHECKING:
     import pandas as pd

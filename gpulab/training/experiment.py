@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import queue
-import shlex
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import PATIENCE, Setting
 from gpulab.training import store as stores
-from gpulab.training.protocol import protocol
+from gpulab.training.protocol import Specification, protocol
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,17 +35,27 @@ WORKER = [sys.executable, "-m", "gpulab.training.worker"]
 class Experiment:
     """Train one model under several settings from the same seeds.
 
-    `seeds` is a number or the seeds themselves; without it the profile says. `reruns` repeats each
-    seed and setting. `workers` is how many runs go on at the same time: more than one is for a GPU
-    that a single small network cannot fill, and makes `seconds` say nothing. `options` are those of
-    `gpulab.train` that JSON can carry, such as `frames` or `data`. Each of the `variants` adds options of
-    its own: all of them are trained under every setting.
+    Args:
+        model: `autoencoder`, `prednet` or `whitener`.
+        settings: The settings to compare.
+        seeds: How many, or the seeds themselves; without it the profile says.
+        profile: `smoke`, `quick` or `paper`.
+        store: The folder in which runs are kept.
+        reruns: How often each seed and setting is run.
+        workers: How many runs go on at the same time: more than one is for a GPU that a single small network
+            cannot fill, and makes `seconds` say nothing.
+        options: Those of `gpulab.train` that JSON can carry, such as `frames` or `data`.
+        variants: Each adds options of its own: all of them are trained under every setting.
 
-    >>> import tempfile
-    >>> settings = ["cpu", "cpu:threads=1"]
-    >>> exp = Experiment("autoencoder", settings, seeds=1, profile="smoke", store=tempfile.mkdtemp())
-    >>> exp.run(progress=False)[["setting", "seed", "status"]].values.tolist()
-    [['cpu', 0, 'finished'], ['cpu:threads=1', 0, 'finished']]
+    Raises:
+        UsageError: For what makes no sense, before any worker starts.
+
+    Examples:
+        >>> import tempfile
+        >>> settings = ["cpu", "cpu:threads=1"]
+        >>> exp = Experiment("autoencoder", settings, seeds=1, profile="smoke", store=tempfile.mkdtemp())
+        >>> exp.run(progress=False)[["setting", "seed", "status"]].values.tolist()
+        [['cpu', 0, 'finished'], ['cpu:threads=1', 0, 'finished']]
     """
 
     model: str
@@ -71,19 +80,10 @@ class Experiment:
 
     def jobs(self) -> list[dict[str, Any]]:
         """The arguments of each training, ordered by setting."""
+        where = {"keep_weights": False, "store": str(self.folder)}
         return [
-            {
-                "net": self.model,
-                "setting": setting,
-                "seed": seed,
-                "rerun": rerun,
-                "profile": self.profile,
-                "keep_weights": False,
-                "command": self._command(variant),
-                "store": str(self.folder),
-                **self.options,
-                **variant,
-            }
+            Specification(self.model, setting, seed, self.profile, rerun, {**self.options, **variant}).arguments()
+            | where
             for setting in self.settings
             for variant in self.variants
             for rerun in range(self.reruns)
@@ -96,7 +96,7 @@ class Experiment:
         An interrupted experiment goes on where it was. Runs that fail do not stop the others; they
         are named in a `GpulabError` at the end.
         """
-        from gpulab.training.run import planned_id
+        from gpulab.training.plan import planned_id
 
         jobs = self.jobs()
         plan = protocol(self.model, self.profile)
@@ -143,25 +143,6 @@ class Experiment:
             )
         frame = stores.runs(self.folder)
         return frame[frame.id.isin(finished)].reset_index(drop=True)
-
-    def _command(self, variant: dict[str, Any]) -> str:
-        """The command line that does this experiment, in one of its variants."""
-        parts = ["gpulab", "experiment", self.model, "--profile", self.profile]
-        for setting in self.settings:
-            parts += ["--setting", setting]
-        parts += ["--seeds", ",".join(str(seed) for seed in self.seeds)]  # type: ignore[union-attr]
-        if self.reruns > 1:
-            parts += ["--reruns", str(self.reruns)]
-        if self.workers > 1:
-            parts += ["--workers", str(self.workers)]
-        options = self.options | variant
-        given = options | (options.get("data_options") or {})
-        for name in ("data", "frames", "loader", "flip", "draws", "speed", "decoder", "quality", "subsampling"):
-            if given.get(name) is not None:
-                parts += [f"--{name}", str(given[name])]
-        for name, value in (options.get("model_options") or {}).items():
-            parts += ["--option", f"{name}={value}"]
-        return shlex.join(parts)
 
 
 class _Worker:

@@ -18,8 +18,9 @@ from tqdm.auto import tqdm
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.numerics.formats import ulp_distance
+from gpulab.training.plan import plan_run
 from gpulab.training.protocol import protocol
-from gpulab.training.run import plan_run, train
+from gpulab.training.run import train
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -103,7 +103,7 @@ class Records(Lab):
 
         if "path" not in runs:
             raise UsageError("target does not say how it was trained (no column 'path'); give train=")
-        record = stores.read_record(Path(runs.path.iloc[0]))
+        record = stores.record_of(runs.iloc[0])
         if record["experiment"] not in MODELS or metric not in record["summary"]:
             raise UsageError(
                 f"target: {metric} of {record['experiment']!r} cannot be trained again from its record; give train="
@@ -151,7 +151,7 @@ class Records(Lab):
 
     def done(self, job: dict[str, Any]) -> str | None:
         """The id of the run, where the store has it."""
-        from gpulab.training.run import planned_id
+        from gpulab.training.plan import planned_id
 
         name = planned_id(**job)
         return name if stores.is_done(self.folder, name) else None

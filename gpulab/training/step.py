@@ -1,19 +1,268 @@
-"""The first step of a training, as a step that `gpulab.audit` and `gpulab.record` take."""
+"""The loop over windows: loss, backward pass and update; and the first step alone, as an audit takes it."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
+from tqdm.auto import tqdm
 
+from gpulab.data.datasets import Window
 from gpulab.data.feed import Loader
-from gpulab.models.base import Trainable
+from gpulab.models.base import Trainable, bytes_of
 from gpulab.settings import Setting
-from gpulab.training.run import plan_run
+from gpulab.training import store as stores
+from gpulab.training.plan import Plan, plan_run
+
+LAST_FIFTH = 5
+
+
+class Trainer:
+    """The loop over windows, and everything that must survive an interruption."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.data, self.setting, self.seed = plan.data, plan.setting, plan.seed
+        self.window, self.count = plan.window, plan.frames // plan.window
+        self.loader = Loader(plan.factors["loader"], self.setting)
+        self.model = plan.model.to(self.setting.device, self.setting.dtype)
+        self.optimizer = Adam([p for p in self.model.parameters() if p.requires_grad], plan.learning_rate)
+        self.state: Any = None
+        self.random = torch.get_rng_state()
+        self.history: list[tuple[int, int, float, float]] = []
+        self.step = 0
+        self.diverged_at: int | None = None
+        self.seconds = 0.0
+
+    @property
+    def windows_done(self) -> int:
+        """How many windows lie behind."""
+        return len(self.history)
+
+    def run(
+        self,
+        file: Path | None,
+        every: float,
+        progress: bool | Callable[[int, float], None],
+        watch: Callable[[Trainable, int], None] | None = None,
+    ) -> None:
+        """Train window by window until the end, a loss that is not finite, or an interruption."""
+        self.model.train()
+        if watch:
+            watch(self.model, self.step)
+        windows = self.data.windows(self.window, self.seed, self.windows_done)
+        started = time.perf_counter() - self.seconds
+        saved = time.monotonic()
+        with Progress(self.count * self.window, self.windows_done * self.window, progress) as shown:
+            try:
+                while self.windows_done < self.count and self.diverged_at is None:
+                    loss = self._train_window(next(windows))
+                    self.seconds = time.perf_counter() - started
+                    self.history.append((self.windows_done, self.step, loss, self.seconds))
+                    self.random = torch.get_rng_state()
+                    shown.advance(self.window, loss)
+                    if watch:
+                        watch(self.model, self.step)
+                    if file is not None and self.diverged_at is None and time.monotonic() - saved >= every:
+                        stores.write_checkpoint(file, *self.checkpoint())
+                        saved = time.monotonic()
+            except KeyboardInterrupt:
+                if file is not None and self._at_a_window():
+                    stores.write_checkpoint(file, *self.checkpoint())
+                raise
+
+    def _at_a_window(self) -> bool:
+        """Whether nothing has changed since the last window ended, so that one can go on from there."""
+        changing = next(self.model.buffers(), None) is not None
+        return bool(self.history) and self.step == self.history[-1][1] and not changing and self.diverged_at is None
+
+    def _train_window(self, window: Window) -> float:
+        """One window: an update for each of its batches. Returns the loss per frame."""
+        state, losses = None if window.restart else self.state, []
+        for batch in self.loader.batches(self.model, window.frames):
+            self.optimizer.forget_gradients()
+            objective, per_frame, state = self.model.training_loss(batch, state)  # type: ignore[arg-type]
+            objective.backward()
+            self.step += 1
+            self.optimizer.step()
+            losses.append(per_frame.double().mean() if per_frame.device.type != "mps" else per_frame.mean())
+        self.state = state
+        # One look at the device per window: asking after every update would wait for it each time.
+        values = torch.stack(losses).tolist()
+        for place, value in enumerate(values):
+            if not math.isfinite(value):
+                self.diverged_at = self.step - len(values) + place + 1
+                return value
+        return math.fsum(values) / len(values)
+
+    @torch.no_grad()
+    def heldout_loss(self) -> float:
+        """The mean squared error per held-out frame."""
+        self.model.eval()
+        state, errors = None, []
+        for window in self.data.heldout(self.window):
+            state = None if window.restart else state
+            for batch in self.model.batches(self.loader.window(window.frames)):
+                _, per_frame, state = self.model.training_loss(batch, state)
+                errors += per_frame.tolist()
+        return math.fsum(errors) / len(errors)
+
+    def outcome(self) -> dict[str, Any]:
+        """Status and summary for the record."""
+        heldout = math.nan if self.diverged_at else self.heldout_loss()
+        if not math.isfinite(heldout) and self.diverged_at is None:
+            self.diverged_at = self.step  # the last update ruined the weights, and no later loss shows it
+        diverged = self.diverged_at is not None
+        last = [loss for _, _, loss, _ in self.history[-max(1, self.count // LAST_FIFTH) :]]
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(bytes_of(tensor))
+        return {
+            "status": "diverged" if diverged else "finished",
+            "diverged_at": self.diverged_at,
+            "summary": {
+                # JSON has no NaN.
+                "final_loss": None if diverged else math.fsum(last) / len(last),
+                "heldout_loss": None if diverged else heldout,
+                "seconds": self.seconds,
+                "frames_per_second": self.windows_done * self.window / self.seconds,
+                "weights": digest.hexdigest(),
+            },
+        }
+
+    def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything needed to go on: weights, Adam's moments, the state, the random numbers."""
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        for name, moments in self.optimizer.state.items():
+            tensors |= {f"adam.{name}.{index}": tensor for index, tensor in enumerate(moments)}
+        notes = {"step": self.step, "state": _packed(self.state, tensors)}
+        tensors["random"] = self.random
+        tensors["history"] = torch.tensor(self.history, dtype=torch.float64)
+        return tensors, notes
+
+    def restore(self, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        """Go back to where `checkpoint` was called."""
+
+        def below(prefix: str) -> dict[str, Tensor]:
+            return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+        torch.nn.Module.load_state_dict(self.model, below("model."))
+        for name, moments in self.optimizer.state.items():
+            for index, tensor in enumerate(moments):
+                tensor.copy_(tensors[f"adam.{name}.{index}"])
+        self.state = _unpacked(notes["state"], tensors, self.setting.device)
+        self.random = tensors["random"]
+        torch.set_rng_state(self.random)
+        rows = tensors["history"].tolist()
+        self.history = [(int(window), int(step), loss, seconds) for window, step, loss, seconds in rows]
+        self.step, self.seconds = notes["step"], self.history[-1][3]
+
+
+def _packed(state: Any, tensors: dict[str, Tensor]) -> Any:
+    """A state as JSON; its tensors go into `tensors`, under the names that stand in for them."""
+    if isinstance(state, Tensor):
+        name = f"state.{len(tensors)}"
+        tensors[name] = state
+        return {"tensor": name}
+    if isinstance(state, dict):
+        return {"dict": [[key, _packed(value, tensors)] for key, value in state.items()]}
+    if isinstance(state, list | tuple):
+        kind = "list" if isinstance(state, list) else "tuple"
+        return {kind: [_packed(value, tensors) for value in state]}
+    return {"value": state}
+
+
+def _unpacked(packed: Any, tensors: dict[str, Tensor], device: str) -> Any:
+    """The state that `_packed` took apart."""
+    ((kind, content),) = packed.items()
+    if kind == "tensor":
+        return tensors[content].to(device)
+    if kind == "dict":
+        return {key: _unpacked(value, tensors, device) for key, value in content}
+    if kind in ("list", "tuple"):
+        values = [_unpacked(value, tensors, device) for value in content]
+        return values if kind == "list" else tuple(values)
+    return content
+
+
+class Adam:
+    """Adam (Kingma, Ba 2014) with its usual constants, by torch's fused kernel.
+
+    The same bits as `torch.optim.Adam(fused=True)`, whose class imports torch's compiler when it is
+    first used: 150 MB and two seconds in every process.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], rate: float) -> None:
+        self.parameters, self.rate = parameters, rate
+        self.state = {
+            "step": [torch.zeros((), dtype=torch.float32, device=p.device) for p in parameters],
+            "exp_avg": [torch.zeros_like(p) for p in parameters],
+            "exp_avg_sq": [torch.zeros_like(p) for p in parameters],
+        }
+
+    def forget_gradients(self) -> None:
+        """As `zero_grad` does."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        used = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        moments = {name: [tensors[index] for index in used] for name, tensors in self.state.items()}
+        adam(
+            [self.parameters[index] for index in used],
+            [self.parameters[index].grad for index in used],  # type: ignore[misc]
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
+            [],
+            moments["step"],
+            fused=True,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=self.rate,
+            weight_decay=0.0,
+            eps=1e-8,
+            maximize=False,
+        )
+
+
+class Progress:
+    """A bar with loss, rate and time left; or a function that is told; or nothing."""
+
+    def __init__(self, total: int, done: int, wanted: bool | Callable[[int, float], None]) -> None:
+        self.tell = wanted if callable(wanted) else None
+        self.done = done
+        self.bar = tqdm(total=total, initial=done, unit="frame", leave=False) if wanted is True else None
+
+    def advance(self, frames: int, loss: float) -> None:
+        """So many more are done."""
+        self.done += frames
+        if self.tell:
+            self.tell(self.done, loss)
+        if self.bar is not None:
+            self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            self.bar.update(frames)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+# --- one step --------------------------------------------------------------------------------------------
 
 
 class FirstWindow:

@@ -1,5 +1,8 @@
 """Where runs are kept: one folder a run, `run.json` and `history.parquet`, whole or not there at all.
 
+Runs that are to be shared are packed into one file (`pack`); a file of packed runs can be read wherever a store can,
+and a store may hold such files beside its folders.
+
 A run is written to a folder of its own and moved into place in one step, so many writers need no
 lock: the first to finish a run wins, and its copy and a later one differ in nothing but the time.
 """
@@ -18,8 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpulab import records
 from gpulab.errors import DataError, GpulabError
-from gpulab.records import recorded_folder
+from gpulab.training.protocol import FACTORS, factors_of_record
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -101,13 +105,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
 def read_record(folder: Path) -> dict[str, Any]:
     """A run's `run.json`, checked. Raises `DataError` for a damaged or foreign one."""
     file = folder / "run.json"
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(record, dict) or record.get("format") != RUN_FORMAT:
-        found = record.get("format") if isinstance(record, dict) else record
-        raise DataError(f"{file}: format {found!r}; this gpulab reads format {RUN_FORMAT}")
+    record = records.read_json(file, RUN_FORMAT)
     required = {"id", "experiment", "profile", "setting", "seed", "status", "summary", "passport"}
     if missing := sorted(required - record.keys()):
         raise DataError(f"{file}: lacks {', '.join(missing)}")
@@ -136,65 +134,69 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     length and learning rate: runs with equal ones can be compared), `recorded`, `id` and `path`. A damaged
     run is reported as a warning and skipped.
 
-    >>> runs("a-folder-that-is-not-there").empty
-    True
+    Args:
+        store: A folder, or a file of packed runs; by default `$GPULAB_STORE`, or the folder `runs`.
+
+    Examples:
+        >>> runs("a-folder-that-is-not-there").empty
+        True
     """
-    store = default_store() if store is None else Path(store)
-    return _frame(store, recorded=False)
+    return _frame(default_store() if store is None else Path(store), recorded=False)
 
 
 def recorded_runs() -> pd.DataFrame:
     """The runs that are shipped with gpulab, as `runs`; each has the passport of its machine.
 
-    >>> bool(recorded_runs().recorded.all())
-    True
+    Examples:
+        >>> bool(recorded_runs().recorded.all())
+        True
     """
-    return _frame(recorded_folder("runs"), recorded=True)
+    return _frame(records.recorded_folder("runs"), recorded=True)
+
+
+def record_of(run: Any) -> dict[str, Any]:
+    """The whole record of a row of `runs`."""
+    if Path(run.path).is_dir():
+        return read_record(Path(run.path))
+    return next(record for record in records.packed_runs(Path(run.path)) if record["id"] == run.id)
 
 
 def history(frame: pd.DataFrame) -> pd.DataFrame:
     """The histories of the runs in a frame, one below the other, each row with the run's columns."""
     import pandas as pd
 
+    packed = {path: records.packed_histories(Path(path)) for path in set(frame.path) if Path(path).is_file()}
     parts = []
     for row in frame.itertuples():
-        part = read_history(Path(row.path))
+        part = packed[row.path][row.id] if row.path in packed else read_history(Path(row.path))
         keys = ("id", "experiment", "profile", "setting", "seed", "recorded", "machine")
         parts.append(part.assign(**{key: getattr(row, key) for key in keys}))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
+def pack(store: str | Path, file: str | Path) -> int:
+    """Pack all runs of a store, without weights, into one file that others can read; returns how many.
+
+    Args:
+        store: A folder, or another file of packed runs.
+        file: Where to write; `gpulab.runs(file)` and `gpulab.history` read it.
+
+    Raises:
+        DataError: Where there are no runs.
+        GpulabError: Where the file cannot be written.
+    """
+    frame = runs(store)
+    if frame.empty:
+        raise DataError(f"{store}: no runs to pack")
+    whole = history(frame)[["id", *records.HISTORY]].groupby("id", sort=False)
+    return records.pack_runs(Path(file), ((record_of(row), whole.get_group(row.id)) for row in frame.itertuples()))
+
+
 COLUMNS = [
-    "experiment",
-    "profile",
-    "setting",
-    "device",
-    "seed",
-    "rerun",
-    "loader",
-    "decoder",
-    "flip",
-    "draws",
-    "status",
-    "final_loss",
-    "heldout_loss",
-    "seconds",
-    "frames_per_second",
-    "covariance",
-    "weights",
-    "diverged_at",
-    "machine",
-    "cpu",
-    "gpu",
-    "torch",
-    "gpulab",
-    "data",
-    "speed",
-    "frames",
-    "protocol",
-    "recorded",
-    "id",
-    "path",
+    *("experiment", "profile", "setting", "device", "seed", "rerun"),
+    *FACTORS,
+    *("status", "final_loss", "heldout_loss", "seconds", "frames_per_second", "weights", "diverged_at"),
+    *("machine", "cpu", "gpu", "torch", "gpulab", "data", "speed", "frames", "protocol", "recorded", "id", "path"),
 ]
 
 
@@ -202,12 +204,16 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
     import pandas as pd
 
     rows, damaged = [], []
-    folders = sorted(path for path in store.iterdir() if path.is_dir()) if store.is_dir() else []
-    for folder in folders:
-        if folder.name.startswith("."):
+    entries = sorted(store.iterdir()) if store.is_dir() else [store] if store.is_file() else []
+    for entry in entries:
+        if entry.name.startswith(".") or not (entry.is_dir() or entry.suffix == ".parquet"):
             continue
         try:
-            rows.append(_row(folder, recorded))
+            if entry.is_dir():
+                rows.append(_row(read_record(entry), entry, recorded))
+                _check_history(entry / "history.parquet")
+            else:
+                rows += [_row(record, entry, recorded) for record in records.packed_runs(entry)]
         except DataError as error:
             damaged.append(str(error))
     if damaged:
@@ -217,44 +223,36 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
     return frame.sort_values(["experiment", "profile", "setting", "seed"], ignore_index=True)
 
 
-def _row(folder: Path, recorded: bool) -> dict[str, Any]:
-    record = read_record(folder)
-    _check_history(folder / "history.parquet")
+def _row(record: dict[str, Any], path: Path, recorded: bool) -> dict[str, Any]:
     try:
-        passport, summary = record["passport"], record["summary"]
-        gpu = ", ".join(gpu["name"] for gpu in passport["gpus"]) or None
+        passport, summary, configuration = record["passport"], record["summary"], record["configuration"]
         device = record["setting"].partition(":")[0]
         return {
             **{key: record[key] for key in ("experiment", "profile", "setting", "seed", "status", "id")},
-            **{key: summary.get(key) for key in ("final_loss", "heldout_loss", "seconds", "frames_per_second")},
+            **{key: summary.get(key) for key in records.SUMMARY},
+            **factors_of_record(record),
             "device": device,
             "rerun": record.get("rerun", 0),
-            "loader": record.get("loader", "window"),
-            "decoder": record.get("decoder"),
-            "flip": record.get("flip"),
-            "draws": record.get("draws", "cpu"),
-            "covariance": record["configuration"].get("model_options", {}).get("covariance"),
-            "weights": summary.get("weights"),
             "diverged_at": record.get("diverged_at"),
-            "machine": passport["cpu"]["model"] if device == "cpu" else gpu,
+            "machine": records.machine(passport, device),
             "cpu": passport["cpu"]["model"],
-            "gpu": gpu,
+            "gpu": ", ".join(gpu["name"] for gpu in passport["gpus"]) or None,
             "torch": passport["software"]["torch"],
             "gpulab": passport["software"]["gpulab"],
-            "data": record["configuration"]["data"],
-            "speed": record["configuration"].get("data_options", {}).get("speed"),
-            "frames": record["configuration"]["frames"],
-            "protocol": _digest(_learned(record["configuration"]))[:8],
+            "data": configuration["data"],
+            "speed": configuration.get("data_options", {}).get("speed"),
+            "frames": configuration["frames"],
+            "protocol": _digest(_learned(configuration))[:8],
             "recorded": recorded,
-            "path": str(folder),
+            "path": str(path),
         }
     except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{folder / 'run.json'}: not a whole record: {error!r}") from None
+        raise DataError(f"{path / 'run.json'}: not a whole record: {error!r}") from None
 
 
 def _learned(configuration: dict[str, Any]) -> dict[str, Any]:
-    """What was to be learned. How a covariance is computed should not change it; it is a column of its own."""
-    options = {name: value for name, value in configuration.get("model_options", {}).items() if name != "covariance"}
+    """What was to be learned, which a factor among the options of a model should not change."""
+    options = {name: value for name, value in configuration.get("model_options", {}).items() if name not in FACTORS}
     return {**configuration, "model_options": options} if "model_options" in configuration else configuration
 
 

@@ -6,7 +6,7 @@ from PIL import Image
 
 import gpulab as gl
 from gpulab.data.jpeg import DECODERS, SUBSAMPLINGS, compare_decoders
-from gpulab.training.run import planned_id
+from gpulab.training.plan import planned_id
 
 HERE = gl.available_decoders()
 FRAMES = next(gl.load("walk", frames=20, size=(24, 32)).windows(5)).frames

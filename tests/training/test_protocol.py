@@ -1,9 +1,13 @@
+import contextlib
 import json
+import shlex
 
 import pytest
 
 import gpulab as gl
-from gpulab.training.protocol import PROFILES, PROTOCOLS, protocol
+from gpulab.data.feed import LOADERS
+from gpulab.training.plan import planned_id
+from gpulab.training.protocol import OPTIONS, PROFILES, PROTOCOLS, Specification, protocol
 
 
 def test_the_paper_profile_is_the_published_protocol():
@@ -42,3 +46,91 @@ def test_unknown_names_are_refused_with_the_known_ones(monkeypatch):
         protocol("prednet", "huge")
     with pytest.raises(gl.UsageError, match=r"'resnet'.*autoencoder, prednet"):
         protocol("resnet", "quick")
+
+
+# --- specifications ----------------------------------------------------------------------------------------
+
+SPECIFICATIONS = {
+    "nothing": Specification("autoencoder", profile="smoke", options={"frames": 20}),
+    "a learning rate": Specification(
+        "autoencoder", "cpu:threads=1", 3, "smoke", 1, {"frames": 20, "learning_rate": 3e-4}
+    ),
+    "factors": Specification("prednet", profile="smoke", options={"frames": 20, "loader": "reused", "flip": 3}),
+    "model and data": Specification(
+        "prednet",
+        profile="smoke",
+        options={
+            "frames": 20,
+            "data_options": {"speed": 2.0, "seed": 5},
+            "model_options": {"size": (8, 12), "channels": [3, 4], "kernel_size": 1},
+        },
+    ),
+    "JPEG": Specification(
+        "prednet",
+        "cpu",
+        1,
+        "smoke",
+        0,
+        {"frames": 20, "data": "jpeg:walk", "data_options": {"decoder": "pillow", "quality": 50}},
+    ),
+    "a whitener": Specification(
+        "whitener", profile="smoke", options={"frames": 200, "model_options": {"covariance": "centred", "hidden": 16}}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def rerun(tmp_path_factory):
+    """Each specification trained, then again by the command that its run keeps, all in one process."""
+    from gpulab import cli
+
+    store = tmp_path_factory.mktemp("store")
+    runs = {
+        name: gl.train(**s.arguments(), store=store / "first", progress=False) for name, s in SPECIFICATIONS.items()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for run in runs.values():
+            patch.setattr("sys.argv", [*shlex.split(run.record["command"]), "--store", str(store / "again")])
+            with contextlib.suppress(SystemExit):
+                cli.main()
+    return runs, gl.runs(store / "again").set_index("id")
+
+
+@pytest.mark.parametrize("name", SPECIFICATIONS)
+def test_the_kept_command_makes_the_run_again(name, rerun):
+    runs, again = rerun
+    record = runs[name].record
+    assert record["id"] in again.index
+    assert again.weights[record["id"]] == record["summary"]["weights"]
+
+
+@pytest.mark.parametrize("name", SPECIFICATIONS)
+def test_a_record_gives_its_specification_back(name, rerun):
+    record = rerun[0][name].record
+    assert planned_id(**Specification.from_record(record).arguments()) == record["id"]
+
+
+def test_a_grey_film_is_specified_again(tmp_path):
+    from PIL import Image
+
+    for number in range(40):
+        Image.new("L", (12, 8), 5 * number).save(tmp_path / f"{number:02}.png")
+    flat = {"data": f"frames:{tmp_path}", "grey": True, "size": "8x12", "frames": 20}
+    specification = Specification.from_options("prednet", "smoke", flat)
+    assert specification.options["model_options"]["channels"] == [1, 8, 16]
+    run = gl.train(**specification.arguments(), progress=False)
+    assert planned_id(**Specification.from_record(run.record).arguments()) == run.record["id"]
+
+
+def test_a_loaded_network_or_film_has_no_command():
+    film = gl.load("walk", frames=20, size=(24, 32))
+    assert gl.train("prednet", film, profile="smoke", frames=20, progress=False).record["command"] is None
+
+
+def test_an_unknown_factor_is_named():
+    with pytest.raises(gl.UsageError, match="no factor 'looder'; there are loader, flip, draws"):
+        gl.train("autoencoder", profile="smoke", looder="copied")
+
+
+def test_there_are_as_many_ways_to_reach_the_device_as_the_loader_knows():
+    assert OPTIONS["loader"].choices == LOADERS

@@ -14,8 +14,8 @@ import torch
 
 import gpulab as gl
 from gpulab.training import objective, reproduction, search
+from gpulab.training.plan import planned_id
 from gpulab.training.reproduction import WITHIN
-from gpulab.training.run import planned_id
 
 NEW = "cpu:threads=1,precision=bfloat16"
 RATES = {"learning_rate": [5e-4, 2e-3]}

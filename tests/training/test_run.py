@@ -12,7 +12,8 @@ from torch import nn
 import gpulab as gl
 from gpulab.models.base import Trainable
 from gpulab.training import store as stores
-from gpulab.training.run import planned_id, train
+from gpulab.training.plan import planned_id
+from gpulab.training.run import train
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 

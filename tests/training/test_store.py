@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import gpulab as gl
+from gpulab import records
 from gpulab.training import store as stores
 
 HISTORY = pd.DataFrame({"window": [0, 1], "step": [1, 2], "loss": [0.5, 0.25], "seconds": [0.1, 0.2]})
@@ -353,34 +354,83 @@ def test_recorded_runs_are_marked_as_recorded_and_others_are_not(shipped, record
 
 def test_every_recorded_run_has_the_passport_of_its_machine_and_its_command(shipped):
     here = gl.passport()
-    for folder in map(Path, shipped.path):
-        record = stores.read_record(folder)
-        passport = record["passport"]
-        assert passport.keys() == here.keys(), folder
-        assert passport["cpu"].keys() == here["cpu"].keys()
-        assert passport["software"].keys() == here["software"].keys()
-        software = {key: passport["software"][key] for key in ("torch", "python", "os", "gpulab", "commit")}
-        assert None not in software.values(), folder
-        assert re.fullmatch("[0-9a-f]{40}", software["commit"]), f"{folder}: made by no commit that can be looked up"
-        assert record["command"].startswith("gpulab "), folder
-        if record["setting"].startswith("cuda"):
-            assert passport["gpus"][0]["driver"], folder
-            assert passport["software"]["cuda"]
+    for file in set(shipped.path):
+        for record in records.packed_runs(Path(file)):
+            passport = record["passport"]
+            assert passport.keys() == here.keys(), record["id"]
+            assert passport["cpu"].keys() == here["cpu"].keys()
+            assert passport["software"].keys() == here["software"].keys()
+            software = {key: passport["software"][key] for key in ("torch", "python", "os", "gpulab", "commit")}
+            assert None not in software.values(), record["id"]
+            assert re.fullmatch("[0-9a-f]{40}", software["commit"]), f"{record['id']}: a commit to be looked up"
+            assert record["command"].startswith("gpulab "), record["id"]
+            if record["setting"].startswith("cuda"):
+                assert passport["gpus"][0]["driver"], record["id"]
+                assert passport["software"]["cuda"]
 
 
 def test_every_recorded_history_is_whole_and_agrees_with_its_summary(shipped):
+    told = dict(list(stores.history(shipped).groupby("id")))
     for row in shipped.itertuples():
-        history = stores.read_history(Path(row.path))
+        history = told[row.id]
         assert history.window.tolist() == list(range(len(history)))
         if row.status == "finished":
             assert len(history) == row.frames // {"whitener": 200}.get(row.experiment, 20)
             assert history.loss[-(len(history) // 5) :].mean() == pytest.approx(row.final_loss, rel=1e-12), row.id
 
 
-def test_recorded_runs_are_small_and_hold_no_weights():
-    files = [file for file in stores.recorded_store().rglob("*") if file.is_file()]
-    assert {file.name for file in files} == {"run.json", "history.parquet"}
-    assert sum(file.stat().st_size for file in files) < 7_000_000
+def test_what_is_recorded_is_small():
+    sizes = {
+        name: sum(f.stat().st_size for f in (records.DATA / name).rglob("*") if f.is_file()) for name in (".", "runs")
+    }
+    assert sizes["runs"] < 3_000_000
+    assert sizes["."] < 8_000_000
+
+
+# --- packed ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def packed(record, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    for seed in range(3):
+        summary = {**record["summary"], "final_loss": None if seed == 1 else 0.1 * seed}
+        write(folder / "store", numbered(record, seed, summary=summary, flip=seed, resumed_at=seed or None))
+    assert stores.pack(folder / "store", folder / "shared.parquet") == 3
+    return folder
+
+
+def test_packed_runs_are_the_runs_that_were_packed(packed):
+    store, file = gl.runs(packed / "store"), gl.runs(packed / "shared.parquet")
+    assert file.drop(columns="path").equals(store.drop(columns="path"))
+    assert stores.history(file).equals(stores.history(store))
+    for one, other in zip(store.itertuples(), file.itertuples(), strict=True):
+        assert stores.record_of(other) == stores.record_of(one)
+    shutil.copy(packed / "shared.parquet", packed / "store")
+    assert len(gl.runs(packed / "store")) == 6, "a store may hold packed runs beside its folders"
+    (packed / "store" / "shared.parquet").unlink()
+
+
+def test_what_runs_share_is_packed_once(packed):
+    _, shared = records.read_rows(packed / "shared.parquet", [])
+    assert {name: len(shared[name]) for name in records.SHARED} == dict.fromkeys(records.SHARED, 1)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1" * 100, None], ids=["empty", "garbage", "truncated"])
+def test_damaged_packed_runs_are_reported_and_skipped(packed, tmp_path, content):
+    whole = (packed / "shared.parquet").read_bytes()
+    (tmp_path / "whole.parquet").write_bytes(whole)
+    (tmp_path / "bad.parquet").write_bytes(whole[: len(whole) // 2] if content is None else content)
+    with pytest.warns(UserWarning, match=r"bad\.parquet: cannot be read"):
+        assert len(gl.runs(tmp_path)) == 3
+
+
+def test_a_table_that_holds_no_runs_is_refused_by_name(tmp_path):
+    records.write_table(tmp_path / "other.parquet", HISTORY, {"passport": {}})
+    with pytest.warns(UserWarning, match=r"other\.parquet: not a file of packed runs"):
+        assert gl.runs(tmp_path).empty
+    with pytest.warns(UserWarning, match="skipped"), pytest.raises(gl.DataError, match="no runs to pack"):
+        stores.pack(tmp_path, tmp_path / "b.parquet")
 
 
 def test_nothing_is_ever_unpickled_from_a_file():
@@ -391,4 +441,4 @@ def test_nothing_is_ever_unpickled_from_a_file():
         for hit in re.findall(pattern, file.read_text())
     ]
     # What a process sends its own worker, through the pipe between them.
-    assert found == [("experiments.py", 'pickle.loads(base64.b64decode(job["call"]))')]
+    assert found == [("experiment.py", 'pickle.loads(base64.b64decode(job["call"]))')]

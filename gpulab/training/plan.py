@@ -1,0 +1,189 @@
+"""What a training was asked for, checked, with the model made and the data loaded."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpulab.data.datasets import Data, load
+from gpulab.errors import UsageError
+from gpulab.models import MODELS
+from gpulab.models.base import Trainable, bytes_of, check_weight, flip_bit
+from gpulab.passports import Passport, passport
+from gpulab.settings import Setting, arithmetic
+from gpulab.training import store as stores
+from gpulab.training.protocol import FACTORS, Protocol, factors_of_run, protocol
+
+
+@dataclass
+class Plan:
+    """All that `gpulab.train` was asked for."""
+
+    name: str
+    model: Trainable
+    data: Data
+    setting: Setting
+    seed: int
+    profile: str
+    rerun: int
+    frames: int
+    window: int
+    learning_rate: float
+    model_options: dict[str, Any]
+    factors: dict[str, Any]
+
+    def begin(self) -> None:
+        """Give the model the weights that training starts from."""
+        if self.model.fresh:
+            device = self.setting.device if self.factors["draws"] == "device" else "cpu"
+            self.model.draw_weights(torch.Generator(device).manual_seed(self.seed))
+        if self.factors["flip"] is not None:
+            flip_bit(self.model, self.factors["flip"])
+
+    def identity(self, here: Passport) -> dict[str, Any]:
+        """What makes this run this run, and its id. On another chip or torch it is another run."""
+        identity = {
+            "experiment": self.name,
+            "profile": self.profile,
+            "setting": str(self.setting),
+            "seed": self.seed,
+            "rerun": self.rerun,
+            "configuration": {
+                "model": self.name,
+                "model_options": self.model_options,
+                "data": self.data.name,
+                "data_options": self.data.options(),
+                "frames": self.frames,
+                "window": self.window,
+                "learning_rate": self.learning_rate,
+            },
+        }
+        factors = {**self.factors, "decoder": self.data.decoder}
+        identity |= {name: value for name, value in factors.items() if value != FACTORS[name].usual}
+        chip = here["cpu"]["model"] if self.setting.kind == "cpu" else here["gpus"]
+        software = {key: here["software"][key] for key in ("torch", "gpulab")}
+        return {"id": stores.run_id({**identity, "chip": chip, **software}), **identity}
+
+    def record(self, here: Passport, command: str | None) -> dict[str, Any]:
+        """The record of a run that begins now."""
+        return {
+            "format": stores.RUN_FORMAT,
+            **self.identity(here),
+            "arithmetic": arithmetic(),
+            "passport": dict(here),
+            "command": command,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+
+
+def plan_run(
+    net: Trainable | str,
+    data: Data | str | None = None,
+    *,
+    setting: Setting | str = "cpu",
+    seed: int = 0,
+    profile: str = "quick",
+    rerun: int = 0,
+    frames: int | None = None,
+    learning_rate: float | None = None,
+    data_options: dict[str, Any] | None = None,
+    model_options: dict[str, Any] | None = None,
+    **factors: Any,
+) -> Plan:
+    """Check what `train` was asked for, load the data and make the model."""
+    chosen = factors_of_run(**factors)
+    name = net if isinstance(net, str) else type(net).__name__.lower()
+    usual = protocol(name if isinstance(net, str) or name in MODELS else "prednet", profile)
+    frames = usual.frames if frames is None else frames
+    if not isinstance(frames, int) or frames < usual.window:
+        raise UsageError(f"frames={frames!r}: expected a whole number; a window alone has {usual.window}")
+    rate = usual.learning_rate if learning_rate is None else learning_rate
+    if not 0 <= rate < math.inf:
+        raise UsageError(f"learning_rate={rate!r}: expected a number, 0 or above")
+    model = _model(net, usual, model_options or {})
+    check_weight(model, chosen["flip"])
+    return Plan(
+        name=name,
+        model=model,
+        data=_data(data, model, usual, frames, data_options or {}),
+        setting=Setting.parse(setting),
+        seed=seed,
+        profile=profile,
+        rerun=rerun,
+        frames=frames,
+        window=usual.window,
+        learning_rate=rate,
+        model_options=_model_description(net, model, usual, model_options or {}),
+        factors=chosen,
+    )
+
+
+def _model(net: Trainable | str, usual: Protocol, options: dict[str, Any]) -> Trainable:
+    if not isinstance(net, str):
+        if not isinstance(net, Trainable):
+            raise UsageError(
+                f"net is a {type(net).__name__}: derive it from gpulab.models.base.Trainable, which says what "
+                f"the training loop asks for, or name one of {', '.join(MODELS)}"
+            )
+        if options:
+            raise UsageError("model_options go with the name of a model, not with a model")
+        return copy.deepcopy(net)
+    try:
+        return MODELS[net](**{"size": usual.size, **usual.model, **options})
+    except TypeError as error:
+        raise UsageError(f"model {net!r} with {options}: {error}") from None
+
+
+def _model_description(
+    net: Trainable | str, model: Trainable, usual: Protocol, options: dict[str, Any]
+) -> dict[str, Any]:
+    """What makes this model: its options, and for one that was loaded the digest of its weights."""
+    if isinstance(net, str):
+        described: dict[str, Any] = {"size": list(usual.size), **usual.model, **options}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in described.items()}
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    digest = hashlib.sha256(repr(sorted(shapes.items())).encode())
+    digest.update(repr(model).encode())
+    if not model.fresh:
+        for tensor in model.state_dict().values():
+            digest.update(bytes_of(tensor))
+    return {"class": type(net).__qualname__, "digest": digest.hexdigest()}
+
+
+def _data(data: Data | str | None, model: Trainable, usual: Protocol, frames: int, options: dict[str, Any]) -> Data:
+    """The data to train on, checked against what the model takes."""
+    if isinstance(data, Data):
+        if options:
+            raise UsageError(f"data_options {options} go with the name of a data set, not with one that is loaded")
+    else:
+        size = tuple(getattr(model, "size", usual.size))
+        try:
+            data = load(data or usual.data, **{"frames": frames, "size": size, **options})
+        except TypeError as error:
+            raise UsageError(f"data_options {options}: {error}") from None
+    if data.sequential != model.sequential:
+        kinds = {True: "a sequence of frames", False: "a set of images"}
+        raise UsageError(
+            f"{data.name} is {kinds[data.sequential]}; {type(model).__name__} learns from {kinds[model.sequential]}"
+        )
+    channels: Any = getattr(model, "channels", (data.channels,))
+    wanted = (channels[0], *getattr(model, "size", data.size))
+    if (data.channels, *data.size) != wanted:
+        raise UsageError(f"{data.name} has frames of shape {(data.channels, *data.size)}; the model takes {wanted}")
+    return data
+
+
+def planned_id(net: str, **arguments: Any) -> str:
+    """The id that `train` would give to a run with these arguments on this machine."""
+    own = {name for name in inspect.signature(plan_run).parameters if name != "factors"}
+    own |= {name for name, option in FACTORS.items() if option.of == "run"}
+    with torch.random.fork_rng(devices=[]):
+        plan = plan_run(net, **{name: value for name, value in arguments.items() if name in own})
+    return plan.identity(passport())["id"]
