@@ -23,13 +23,12 @@ from gpulab.errors import DataError, GpulabError
 from gpulab.numerics.emulation import CHIPS, PRECISIONS, Arithmetic, emulate
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.passports import passport
-from gpulab.records import recorded_folder
+from gpulab.records import read_json, recorded_folder, write_json
 from gpulab.settings import setting
 
 if TYPE_CHECKING:
     import pandas as pd
 
-PRODUCTS_FORMAT = 1
 SAMPLE = 1024  # elements of each result that are compared
 MOST_SLICES = 64  # so many sums are tried
 # (rows, summed, columns) of a matrix product; (images, channels, height, width) and (channels, size, stride) of a
@@ -197,8 +196,7 @@ def record_products(folder: Path, command: str) -> None:
             samples[str(case)] = case.sample(real(case)).cpu().contiguous()
         kernels[str(case)] = _kernel(profile)
     save_file(samples, folder / "products.safetensors")
-    notes = {"format": PRODUCTS_FORMAT, "passport": dict(passport()), "command": command, "kernels": kernels}
-    (folder / "products.json").write_text(json.dumps(notes, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "products.json", {"passport": passport(), "command": command, "kernels": kernels})
 
 
 def _kernel(profile: Any) -> str:
@@ -217,15 +215,12 @@ def recorded_products() -> tuple[dict[str, Tensor], dict[str, Any]]:
     from safetensors.torch import load_file
 
     folder = recorded_folder("gpu_products")
+    notes = read_json(folder / "products.json")
     try:
-        notes = json.loads((folder / "products.json").read_text(encoding="utf-8"))
         notes["found"] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
-        samples, version = load_file(folder / "products.safetensors"), notes["format"]
+        return load_file(folder / "products.safetensors"), notes
     except Exception as error:  # safetensors has no common error
         raise DataError(f"{folder}: no products recorded there, or unreadable: {error}") from error
-    if version != PRODUCTS_FORMAT:
-        raise DataError(f"{folder / 'products.json'}: format {version!r}, expected {PRODUCTS_FORMAT}")
-    return samples, notes
 
 
 # --- the comparison --------------------------------------------------------------------------------------

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpulab.errors import UsageError
 from gpulab.passports import passport
-from gpulab.records import recorded_folder
+from gpulab.records import machine, read_documents, write_json
 from gpulab.settings import Setting
 
 if TYPE_CHECKING:
@@ -91,20 +90,16 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
 
 def write_roofline(frame: pd.DataFrame, file: Path, command: str) -> None:
     """Keep a measured roofline with this machine's passport and the command that made it."""
-    record = {"format": 1, "passport": passport(), "command": command, "rows": frame.to_dict("records")}
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(file, {"passport": passport(), "command": command, "rows": frame.to_dict("records")})
 
 
 def recorded_rooflines() -> pd.DataFrame:
     """The rooflines shipped with gpulab, as `roofline`, with the column `machine`."""
     import pandas as pd
 
-    parts = [pd.DataFrame()]
-    for file in sorted(recorded_folder("rooflines").glob("*.json")):
-        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        machine = ", ".join(gpu["name"] for gpu in record["passport"]["gpus"]) or record["passport"]["cpu"]["model"]
-        parts.append(pd.DataFrame(record["rows"]).assign(machine=machine))
-    return pd.concat(parts, ignore_index=True)
+    records = read_documents("rooflines")
+    frames = [pd.DataFrame(record["rows"]).assign(machine=machine(record["passport"])) for record in records]
+    return pd.concat([pd.DataFrame(), *frames], ignore_index=True)
 
 
 Operation = tuple[str, str, float, float, Callable[[], object]]
