@@ -229,16 +229,8 @@ def test_recorded_data_goes_into_the_wheel():
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     for source in included:
         assert any((ROOT / source).iterdir()), f"{source} is empty, so git has no such folder and the build fails"
-    # gpulab.store, .speed, .products, .cards and .saddles look for them there when there is no checkout.
-    expected = {
-        "factors": "recorded_factors",
-        "precision": "precision",
-        "runs": "recorded",
-        "rooflines": "rooflines",
-        "gpu_products": "gpu_products",
-        "saddles": "recorded_saddles",
-    }
-    assert included == {f"data/{source}": f"gpulab/{target}" for source, target in expected.items()}
+    recorded = ("factors", "gpu_products", "precision", "rooflines", "runs", "saddles")  # gpulab.records looks there
+    assert included == {f"data/{name}": f"gpulab/recorded/{name}" for name in recorded}
 
 
 def test_citation_has_the_version():

@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpulab.errors import UsageError
@@ -36,10 +36,6 @@ class Protocol:
     size: tuple[int, int]
     model: dict[str, Any]
     learning_rate: float = 1e-3
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self) | {"size": list(self.size)}
 
 
 WHITENER = {"hidden": 128, "code": 24, "batch_size": 50, "covariance": "one-pass"}
@@ -277,7 +273,7 @@ class Specification:
         for name, option in OPTIONS.items():
             places = [self.options] if option.of == "run" else [nested[place] for place in option.of.split(" and ")]
             values = [place.get(name) for place in places]
-            if not option.flag or any(value in (None, False, option.usual) for value in values):
+            if not option.flag or any(value is None or value is False or value == option.usual for value in values):
                 continue
             if len(texts := {option.show(value) for value in values}) > 1:
                 continue

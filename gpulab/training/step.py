@@ -54,21 +54,28 @@ class Trainer:
         progress: bool | Callable[[int, float], None],
         watch: Callable[[Trainable, int], None] | None = None,
     ) -> None:
-        """Train window by window until the end, a loss that is not finite, or an interruption."""
+        """Train window by window until the end, a loss that is not finite, or an interruption.
+
+        A checkpoint goes into `file` each so many seconds (`every`), and when an interruption comes between windows.
+        """
         self.model.train()
         if watch:
             watch(self.model, self.step)
         windows = self.data.windows(self.window, self.seed, self.windows_done)
         started = time.perf_counter() - self.seconds
         saved = time.monotonic()
-        with Progress(self.count * self.window, self.windows_done * self.window, progress) as shown:
+        frames = {"total": self.count * self.window, "initial": self.windows_done * self.window, "unit": "frame"}
+        with tqdm(**frames, leave=False, disable=progress is not True) as bar:
             try:
                 while self.windows_done < self.count and self.diverged_at is None:
                     loss = self._train_window(next(windows))
                     self.seconds = time.perf_counter() - started
                     self.history.append((self.windows_done, self.step, loss, self.seconds))
                     self.random = torch.get_rng_state()
-                    shown.advance(self.window, loss)
+                    bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+                    bar.update(self.window)
+                    if callable(progress):
+                        progress(self.windows_done * self.window, loss)
                     if watch:
                         watch(self.model, self.step)
                     if file is not None and self.diverged_at is None and time.monotonic() - saved >= every:
@@ -88,7 +95,7 @@ class Trainer:
         """One window: an update for each of its batches. Returns the loss per frame."""
         state, losses = None if window.restart else self.state, []
         for batch in self.loader.batches(self.model, window.frames):
-            self.optimizer.forget_gradients()
+            self.optimizer.zero_grad()
             objective, per_frame, state = self.model.training_loss(batch, state)  # type: ignore[arg-type]
             objective.backward()
             self.step += 1
@@ -201,65 +208,30 @@ class Adam:
     first used: 150 MB and two seconds in every process.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], rate: float) -> None:
-        self.parameters, self.rate = parameters, rate
+    CONSTANTS = {"amsgrad": False, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
+
+    def __init__(self, parameters: list[torch.nn.Parameter], learning_rate: float) -> None:
+        self.parameters, self.learning_rate = parameters, learning_rate
         self.state = {
             "step": [torch.zeros((), dtype=torch.float32, device=p.device) for p in parameters],
             "exp_avg": [torch.zeros_like(p) for p in parameters],
             "exp_avg_sq": [torch.zeros_like(p) for p in parameters],
         }
 
-    def forget_gradients(self) -> None:
-        """As `zero_grad` does."""
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter that has a gradient."""
-        used = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
-        moments = {name: [tensors[index] for index in used] for name, tensors in self.state.items()}
-        adam(
-            [self.parameters[index] for index in used],
-            [self.parameters[index].grad for index in used],  # type: ignore[misc]
-            moments["exp_avg"],
-            moments["exp_avg_sq"],
-            [],
-            moments["step"],
-            fused=True,
-            amsgrad=False,
-            beta1=0.9,
-            beta2=0.999,
-            lr=self.rate,
-            weight_decay=0.0,
-            eps=1e-8,
-            maximize=False,
-        )
-
-
-class Progress:
-    """A bar with loss, rate and time left; or a function that is told; or nothing."""
-
-    def __init__(self, total: int, done: int, wanted: bool | Callable[[int, float], None]) -> None:
-        self.tell = wanted if callable(wanted) else None
-        self.done = done
-        self.bar = tqdm(total=total, initial=done, unit="frame", leave=False) if wanted is True else None
-
-    def advance(self, frames: int, loss: float) -> None:
-        """So many more are done."""
-        self.done += frames
-        if self.tell:
-            self.tell(self.done, loss)
-        if self.bar is not None:
-            self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-            self.bar.update(frames)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        used = [place for place, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        steps, averages, squares = ([tensors[place] for place in used] for tensors in self.state.values())
+        weights: list[Tensor] = [self.parameters[place] for place in used]
+        gradients: Any = [parameter.grad for parameter in weights]
+        options: Any = {**self.CONSTANTS, "lr": self.learning_rate, "fused": True}
+        adam(weights, gradients, averages, squares, [], steps, **options)
 
 
 # --- one step --------------------------------------------------------------------------------------------

@@ -210,8 +210,9 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
             continue
         try:
             if entry.is_dir():
-                rows.append(_row(read_record(entry), entry, recorded))
+                row = _row(read_record(entry), entry, recorded)
                 _check_history(entry / "history.parquet")
+                rows.append(row)
             else:
                 rows += [_row(record, entry, recorded) for record in records.packed_runs(entry)]
         except DataError as error:
