@@ -22,6 +22,7 @@ from torchvision.models import VisionTransformer
 from tqdm.auto import tqdm
 
 import gpulab as gl
+from gpulab.records import machine
 
 SEEDS, STEPS, BATCH = 12, 200, 32
 
@@ -79,13 +80,12 @@ def report(files: list[Path], stem: Path) -> None:
             axis.plot(smooth.mean(axis=1), style, color=colour, lw=2, label=setting)
         axis.set(title=title, xlabel="step", ylabel="cross-entropy, mean of 10 steps", yscale="log")
         axis.legend()
-        found = gl.verdict(
-            runs[runs.setting.isin((plain, short))], metric="final_loss", margin="0.25sd", reference=plain
-        )
-        text += [f"- {title}: {line}" for line in str(found).splitlines()]
+        pair = runs[runs.setting.isin((plain, short))]
+        verdict = gl.verdict(pair, metric="final_loss", margin="0.25sd", reference=plain)
+        text += [f"- {title}: {line}" for line in str(verdict).splitlines()]
     across = runs[runs.setting.isin(("cpu:emulate=ampere", "cuda:tf32=on"))]
-    found = gl.verdict(across, metric="final_loss", margin="0.25sd", reference="cuda:tf32=on")
-    text += [f"- emulated against real: {line}" for line in str(found).splitlines()]
+    verdict = gl.verdict(across, metric="final_loss", margin="0.25sd", reference="cuda:tf32=on")
+    text += [f"- emulated against real: {line}" for line in str(verdict).splitlines()]
     text += ["", f"![loss curves]({stem.name}.png)", ""]
     text += [f"Recorded by `{document['command']}` on {document['machine']}." for document in documents]
     figure.tight_layout()
@@ -95,23 +95,21 @@ def report(files: list[Path], stem: Path) -> None:
 
 
 def main(
-    given: Annotated[list[str], typer.Argument(help="settings to train under, or files to report on")],
+    names: Annotated[list[str], typer.Argument(help="settings to train under, or files to report on")],
     output: Path = Path("emulated_training.json"),
     reported: Annotated[Path | None, typer.Option("--report", help="write STEM.md and STEM.png")] = None,
 ) -> None:
     """Train, or report what was trained."""
     if reported is not None:
-        report([Path(name) for name in given], reported)
+        report([Path(name) for name in names], reported)
         return
     images, labels = digits()
-    jobs = tqdm([(setting, seed) for setting in given for seed in range(SEEDS)], unit="training")
+    jobs = tqdm([(setting, seed) for setting in names for seed in range(SEEDS)], unit="training")
     runs = [{"setting": s, "seed": seed, "losses": train(s, seed, images, labels)} for s, seed in jobs]
-    here = gl.passport()
-    machine = ", ".join(gpu["name"] for gpu in here["gpus"]) or here["cpu"]["model"]
     document = {
-        "command": shlex.join(["python", "benchmarks/emulated_training.py", *given]),
-        "machine": machine,
-        "passport": dict(here),
+        "command": shlex.join(["python", "benchmarks/emulated_training.py", *names]),
+        "machine": machine(gl.passport()),
+        "passport": gl.passport(),
         "runs": runs,
     }
     output.write_text(json.dumps(document) + "\n", encoding="utf-8")

@@ -37,13 +37,13 @@ SLOW = {
 }
 
 
-def steps() -> dict[str, Callable[[], object]]:
+def training_steps() -> dict[str, Callable[[], object]]:
     """Training steps of the size that people train on a laptop."""
 
     def of(net: torch.nn.Module, x: torch.Tensor) -> Callable[[], object]:
         return lambda: net(x).square().mean().backward()
 
-    made: dict[str, Callable[[], object]] = {
+    steps: dict[str, Callable[[], object]] = {
         name: of(make(), torch.randn(shape))
         for name, (make, shape) in guard_cost.CASES.items()
         if name not in ("resnet18, batch 16", "mobilenet_v3_small", "vit_b_16")
@@ -56,9 +56,9 @@ def steps() -> dict[str, Callable[[], object]]:
         predictions, _ = prednet(frames)
         torch.nn.functional.mse_loss(predictions[:-1], frames[1:]).backward()
 
-    made["PredNet, a window of the quick profile"] = window
-    made["autoencoder, one image"] = lambda: torch.nn.functional.mse_loss(autoencoder(images), images).backward()
-    return made
+    steps["PredNet, a window of the quick profile"] = window
+    steps["autoencoder, one image"] = lambda: torch.nn.functional.mse_loss(autoencoder(images), images).backward()
+    return steps
 
 
 def ratios(step: Callable[[], object], arithmetic: dict[str, str], repeats: int) -> list[float]:
@@ -70,12 +70,8 @@ def ratios(step: Callable[[], object], arithmetic: dict[str, str], repeats: int)
             step()
         return time.perf_counter() - start
 
-    made = []
-    for turn in range(repeats + 1):
-        plain, emulated = seconds(contextlib.nullcontext()), seconds(gl.emulate(**arithmetic))
-        if turn:  # the first warms up
-            made.append(emulated / plain)
-    return made
+    pairs = [(seconds(contextlib.nullcontext()), seconds(gl.emulate(**arithmetic))) for _ in range(repeats + 1)]
+    return [emulated / plain for plain, emulated in pairs[1:]]  # the first warms up
 
 
 def main(
@@ -93,7 +89,7 @@ def main(
         f"| step | plain, ms | {' | '.join(ARITHMETICS)} |",
         f"|---|---|{'---|' * len(ARITHMETICS)}",
     ]
-    for name, step in steps().items():
+    for name, step in training_steps().items():
         step()
         start = time.perf_counter()
         step()
@@ -104,7 +100,7 @@ def main(
         lines.append(f"| {name} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     if slow:
-        step = steps()["PredNet, a window of the quick profile"]
+        step = training_steps()["PredNet, a window of the quick profile"]
         lines += ["", "Sums made one by one here, on the window of PredNet:", "", "| order | ratio |", "|---|---|"]
         lines += [f"| {name} | {statistics.median(ratios(step, how, 1)):.0f} |" for name, how in SLOW.items()]
     text = "\n".join(lines) + "\n"

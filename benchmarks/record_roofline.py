@@ -14,5 +14,4 @@ if __name__ == "__main__":
     *settings, file = sys.argv[1:]
     frame = pd.concat([roofline(setting) for setting in settings], ignore_index=True)
     print(frame[["setting", "operation", "intensity", "gflops", "gigabytes_per_second", "spread"]].to_string())
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
     write_roofline(frame, Path(file), "python benchmarks/record_roofline.py " + " ".join(sys.argv[1:]))

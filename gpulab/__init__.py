@@ -101,7 +101,7 @@ ALIASES = {
     "cards_table": "companion.old_gpu",
     "compare_decoders": "data.jpeg",
     "compare_products": "diagnostics.products",
-    "conversion_check": "diagnostics.operations",
+    "conversion_check": "diagnostics.operations:byte_round_trip",
     "covariance_spectrum": "companion.old_gpu",
     "critical_losses": "saddles.theory",
     "curvature_along": "saddles.curvature",

@@ -31,24 +31,20 @@ class Passport(dict[str, Any]):
             ("memory", f"{self['memory_bytes'] / 2**30:.1f} GiB"),
         ]
         for index, gpu in enumerate(self["gpus"]):
-            details = [gpu["name"]]
-            if gpu.get("compute_capability"):
-                details.append(f"compute capability {gpu['compute_capability']}")
-            if gpu.get("multiprocessors"):
-                details.append(f"{gpu['multiprocessors']} multiprocessors")
-            if gpu.get("memory_bytes"):
-                details.append(f"{gpu['memory_bytes'] / 2**30:.0f} GiB")
-            if gpu.get("driver"):
-                details.append(f"driver {gpu['driver']}")
-            rows.append((f"GPU {index}", ", ".join(details)))
+            details = [
+                gpu["name"],
+                gpu.get("compute_capability") and f"compute capability {gpu['compute_capability']}",
+                gpu.get("multiprocessors") and f"{gpu['multiprocessors']} multiprocessors",
+                gpu.get("memory_bytes") and f"{gpu['memory_bytes'] / 2**30:.0f} GiB",
+                gpu.get("driver") and f"driver {gpu['driver']}",
+            ]
+            rows.append((f"GPU {index}", ", ".join(filter(None, details))))
         if not self["gpus"]:
             rows.append(("GPU", "none"))
-        for name in ("cuda", "rocm", "cudnn", "blas", "onednn", "torch", "python", "os"):
-            if software[name]:
-                rows.append((name, software[name]))
+        libraries = ("cuda", "rocm", "cudnn", "blas", "onednn", "torch", "python", "os")
+        rows += [(name, software[name]) for name in libraries if software[name]]
         commit = f" ({software['commit'][:10]})" if software["commit"] else ""
-        rows.append(("gpulab", software["gpulab"] + commit))
-        return rows
+        return [*rows, ("gpulab", software["gpulab"] + commit)]
 
     def summary(self) -> str:
         """One line: the GPUs or, without one, the CPU, and torch's version."""
@@ -74,8 +70,9 @@ class Passport(dict[str, Any]):
 def passport() -> Passport:
     """This machine: CPU, GPUs, libraries, operating system, and gpulab's version and commit.
 
-    >>> sorted(passport())
-    ['cpu', 'format', 'gpus', 'memory_bytes', 'software']
+    Examples:
+        >>> sorted(passport())
+        ['cpu', 'format', 'gpus', 'memory_bytes', 'software']
     """
     import psutil
 
@@ -90,7 +87,7 @@ def passport() -> Passport:
             "vector_extensions": [flag for flag in cpu["flags"] if VECTOR_EXTENSIONS.fullmatch(flag)],
         },
         memory_bytes=psutil.virtual_memory().total,
-        gpus=[*_cuda_gpus(), *_other_gpus()],
+        gpus=_gpus(),
         software=_software(),
     )
 
@@ -105,10 +102,10 @@ def cpu_description() -> dict[str, Any]:
     return {"model": model, "flags": sorted(info.get("flags", []))}
 
 
-def _cuda_gpus() -> list[dict[str, Any]]:
+def _gpus() -> list[dict[str, Any]]:
     import torch
 
-    gpus = []
+    gpus: list[dict[str, Any]] = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         gpus.append(
@@ -121,47 +118,44 @@ def _cuda_gpus() -> list[dict[str, Any]]:
                 "driver": _nvidia_driver() if torch.version.cuda else None,
             }
         )
-    return gpus
-
-
-def _other_gpus() -> list[dict[str, Any]]:
-    import torch
-
-    gpus: list[dict[str, Any]] = []
     if torch.backends.mps.is_available():
         gpus.append({"kind": "mps", "name": f"Apple GPU ({platform.processor() or platform.machine()})"})
-    if torch.xpu.is_available():
-        for index in range(torch.xpu.device_count()):
-            properties = torch.xpu.get_device_properties(index)
-            gpus.append({"kind": "xpu", "name": properties.name, "memory_bytes": properties.total_memory})
+    for index in range(torch.xpu.device_count() if torch.xpu.is_available() else 0):
+        xpu = torch.xpu.get_device_properties(index)
+        gpus.append({"kind": "xpu", "name": xpu.name, "memory_bytes": xpu.total_memory})
     return gpus
+
+
+def _said(*command: str) -> str | None:
+    """What a program prints; None where there is no such program, or it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 @functools.cache
 def _nvidia_driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return output.split("\n")[0].strip() or None
+    versions = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return versions.split("\n")[0].strip() if versions else None
 
 
 def _software() -> dict[str, str | None]:
     import torch
 
-    build = torch.__config__.show()
-    blas = re.search(r"BLAS_INFO=(\w+)", build)
-    mkl = re.search(r"oneAPI Math Kernel Library Version ([\w.-]+)", build)
-    onednn = re.search(r"MKL-DNN v([\w.]+)", build)
+    def built_with(pattern: str) -> str | None:
+        match = re.search(pattern, torch.__config__.show())
+        return match and match[1]
+
+    blas = (built_with(r"BLAS_INFO=(\w+)"), built_with(r"oneAPI Math Kernel Library Version ([\w.-]+)"))
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
         "cudnn": str(cudnn) if cudnn else None,
-        "blas": " ".join(found[1] for found in (blas, mkl) if found) or None,
-        "onednn": onednn[1] if onednn else None,
+        "blas": " ".join(filter(None, blas)) or None,
+        "onednn": built_with(r"MKL-DNN v([\w.]+)"),
         "python": platform.python_version(),
         "os": platform.platform(),
         "gpulab": __version__,
@@ -177,8 +171,4 @@ def _commit() -> str | None:
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
         return None
-    try:
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return _said("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

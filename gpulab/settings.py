@@ -1,8 +1,10 @@
 """Settings: everything that may change the arithmetic but should not change the result.
 
-A setting is written as text, `cuda:1:tf32=off,deterministic=on`, applied with `gpulab.setting`, and
-every global flag is as it was afterwards. torch is imported only when a setting is applied, because
-the instruction set of a CPU is chosen through the environment before torch loads.
+A setting is written as text, `cuda:1:tf32=off,deterministic=on`, applied with `gpulab.setting`, and every global
+flag is as it was afterwards. torch is imported only when a setting is applied, because the instruction set of a
+CPU is chosen through the environment before torch loads.
+
+To add an option, add a field to `Setting`: all there is to know about an option stands there.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from gpulab.errors import GpulabError, UsageError
@@ -20,6 +23,7 @@ from gpulab.errors import GpulabError, UsageError
 if TYPE_CHECKING:
     import torch
 
+DEVICES = ("cpu", "cuda", "mps", "xpu")
 PRECISIONS = ("float32", "float64", "bfloat16")
 
 # Three libraries compute on a CPU, and each has its own variable: ATen, oneDNN and MKL.
@@ -30,80 +34,218 @@ ISA_VALUES = {
     "avx512": ("avx512", "AVX512_CORE", "AVX512"),
 }
 ISA_CPU_FLAG = {"sse4": "sse4_2", "avx2": "avx2", "avx512": "avx512f"}
+WORKSPACE, REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"  # cuBLAS reads it once, at start
 
 # OpenMP's threads wait for each other by spinning. When two programs share the cores that brings both
 # nearly to a standstill, unless they give up spinning sooner; alone it costs a few per cent.
 PATIENCE = {"GOMP_SPINCOUNT": "10000"}
 
-# Which devices an option has a meaning on.
-OPTIONS = {
-    "threads": ("cpu",),
-    "isa": ("cpu",),
-    "tf32": ("cuda",),
-    "cudnn": ("cuda",),
-    "deterministic": ("cpu", "cuda", "mps", "xpu"),
-    "precision": ("cpu", "cuda", "mps", "xpu"),
-    "emulate": ("cpu", "cuda", "mps", "xpu"),
-    "order": ("cpu", "cuda", "mps", "xpu"),
-}
+WORTH_COMPARING = ["cpu", "cpu:threads=1", "cpu:isa=avx2", "cpu:precision=float64"]
+WORTH_COMPARING += ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on", "mps", "xpu"]
+
+
+# --- how an option's text is read ------------------------------------------------------------------------
+
+
+def _number(name: str, text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,3}", text):
+        raise UsageError(f"{name}={text!r} must be a number from 1 to 9999")
+    return int(text)
+
+
+def _arithmetic(name: str, text: str) -> str:
+    if not text:
+        raise UsageError(f"{name} needs a value, such as emulate=tf32 or order=pairwise")
+    return text
+
+
+def _one_of(choices: Mapping[str, Any]) -> Callable[[str, str], Any]:
+    def parse(name: str, text: str) -> Any:
+        if text not in choices:
+            raise UsageError(f"{name}={text!r} must be one of {', '.join(choices)}")
+        return choices[text]
+
+    return parse
+
+
+_on_or_off = _one_of({"on": True, "off": False})
+
+
+# --- how an option is put in force, and taken back whatever was changed inside ------------------------------
+
+
+@contextlib.contextmanager
+def _flag(read: Callable[[], Any], write: Callable[[Any], None], value: Any) -> Iterator[None]:
+    """A global flag with a value, if that is not None; afterwards with the one it had."""
+    before = read()
+    try:
+        if value is not None:
+            write(value)
+        yield
+    finally:
+        write(before)
+
+
+def _threads(setting: Setting) -> AbstractContextManager[None]:
+    import torch
+
+    return _flag(torch.get_num_threads, torch.set_num_threads, setting.threads)
+
+
+def _default_dtype(setting: Setting) -> AbstractContextManager[None]:
+    import torch
+
+    return _flag(torch.get_default_dtype, torch.set_default_dtype, setting.dtype if setting.precision else None)
+
+
+def _cudnn(setting: Setting) -> AbstractContextManager[None]:
+    from torch.backends import cudnn
+
+    return _flag(lambda: cudnn.enabled, lambda enabled: setattr(cudnn, "enabled", enabled), setting.cudnn)
+
+
+@contextlib.contextmanager
+def _deterministic(setting: Setting) -> Iterator[None]:
+    import torch
+    from torch.backends import cudnn
+
+    def algorithms() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+    before, in_cudnn = algorithms(), (cudnn.benchmark, cudnn.deterministic)
+    workspace = os.environ.get(WORKSPACE)
+    try:
+        if setting.deterministic is not None:
+            torch.use_deterministic_algorithms(setting.deterministic)
+            cudnn.deterministic = setting.deterministic
+        if setting.deterministic:
+            cudnn.benchmark = False  # the benchmark picks a kernel by a race
+            os.environ.setdefault(WORKSPACE, REPEATABLE)
+        yield
+    finally:
+        if algorithms() != before:  # the call imports torch's compiler: 150 MB
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        cudnn.benchmark, cudnn.deterministic = in_cudnn
+        os.environ.pop(WORKSPACE, None)
+        if workspace is not None:
+            os.environ[WORKSPACE] = workspace
+
+
+@contextlib.contextmanager
+def _tf32(setting: Setting) -> Iterator[None]:
+    """Switches both of torch's interfaces; what has not changed is left alone, for writing a value pins it."""
+    import torch
+
+    torch_backends: Any = torch.backends
+    matmul, cudnn, on_cpu = torch_backends.cuda.matmul, torch_backends.cudnn, torch_backends.mkldnn.matmul
+    backends = (matmul, cudnn.conv, cudnn.rnn)
+
+    def old_interface() -> tuple[bool, bool, str]:
+        return matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
+
+    def readable(read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except RuntimeError:  # the old interface refuses to be read once the new one has been used
+            return None
+
+    old, new = readable(old_interface), [backend.fp32_precision for backend in backends]
+    try:
+        if setting.tf32 is not None and old is None:
+            for backend in backends:
+                backend.fp32_precision = "tf32" if setting.tf32 else "ieee"
+        elif setting.tf32 is not None:  # this sets the new interface as well, so that both can still be read
+            matmul.allow_tf32 = cudnn.allow_tf32 = setting.tf32
+        yield
+    finally:
+        if old is not None and old != readable(old_interface):
+            on_cpu_before = on_cpu.fp32_precision
+            matmul.allow_tf32, cudnn.allow_tf32, precision = old
+            if readable(torch.get_float32_matmul_precision) != precision:  # unreadable if switched after "medium"
+                torch.set_float32_matmul_precision(precision)
+                if on_cpu.fp32_precision != on_cpu_before:
+                    on_cpu.fp32_precision = on_cpu_before
+        for backend, precision in zip(backends, new, strict=True):
+            if backend.fp32_precision != precision:
+                backend.fp32_precision = precision
+
+
+def _isa_variables(setting: Setting) -> dict[str, str]:
+    return dict(zip(ISA_VARIABLES, ISA_VALUES[setting.isa or ""], strict=True))
+
+
+def _emulation(setting: Setting) -> AbstractContextManager[Any]:
+    if not setting.emulated:
+        return contextlib.nullcontext()
+    from gpulab.numerics.emulation import emulate
+
+    return emulate(setting.emulate or "float32", order=setting.order)
+
+
+# --- settings --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option: the devices it has a meaning on, how its name and text give a value, and how that is put in force.
+
+    `in_force` is a context manager that puts back whatever flags of this option are changed inside it, also where
+    the setting leaves the option open (`None`); `environment` are the variables that a process must start with.
+    """
+
+    devices: tuple[str, ...]
+    parse: Callable[[str, str], Any]
+    in_force: Callable[[Setting], AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
+    environment: Callable[[Setting], dict[str, str]] = lambda _: {}
+
+
+def _option(*arguments: Any, **functions: Any) -> Any:
+    return field(default=None, metadata={"option": Option(*arguments, **functions)})
 
 
 @dataclass(frozen=True)
 class Setting:
     """Where and how to compute. `None` leaves a flag as the process has it.
 
-    >>> Setting.parse("cuda:1:deterministic=on,tf32=off")
-    Setting('cuda:1:tf32=off,deterministic=on')
-    >>> Setting.parse("cpu:threads=1").threads
-    1
-    >>> str(Setting.parse("cpu"))
-    'cpu'
+    Examples:
+        >>> Setting.parse("cuda:1:deterministic=on,tf32=off")
+        Setting('cuda:1:tf32=off,deterministic=on')
+        >>> Setting.parse("cpu:threads=1").threads
+        1
+        >>> str(Setting.parse("cpu"))
+        'cpu'
     """
 
     device: str = "cpu"
-    threads: int | None = None
-    isa: str | None = None
-    tf32: bool | None = None
-    cudnn: bool | None = None
-    deterministic: bool | None = None
-    precision: str | None = None
-    emulate: str | None = None
-    order: str | None = None
+    threads: int | None = _option(("cpu",), _number, _threads, lambda s: {"OMP_NUM_THREADS": str(s.threads)})
+    isa: str | None = _option(("cpu",), _one_of({name: name for name in ISA_VALUES}), environment=_isa_variables)
+    tf32: bool | None = _option(("cuda",), _on_or_off, _tf32)
+    cudnn: bool | None = _option(("cuda",), _on_or_off, _cudnn)
+    deterministic: bool | None = _option(
+        DEVICES,
+        _on_or_off,
+        _deterministic,
+        lambda s: {WORKSPACE: REPEATABLE} if s.kind == "cuda" and s.deterministic else {},
+    )
+    precision: str | None = _option(DEVICES, _one_of({name: name for name in PRECISIONS}), _default_dtype)
+    emulate: str | None = _option(DEVICES, _arithmetic, _emulation)
+    order: str | None = _option(DEVICES, _arithmetic)  # put in force by `emulate`
 
     @classmethod
     def parse(cls, text: str | Setting) -> Setting:
         """Read `device[:index][:option=value,…]`; a malformed text raises `UsageError`."""
         if isinstance(text, Setting):
             return text
-        match = re.fullmatch(r"\s*(cpu|mps|xpu|cuda(?::\d+)?)\s*(?::(.+))?", str(text))
-        if not match:
-            raise UsageError(
-                f"setting {text!r}: expected a device (cpu, cuda, cuda:0, mps, xpu) and, after a "
-                f"colon, options such as cpu:threads=1 or cuda:tf32=off,cudnn=off"
-            )
-        device, options = match.groups()
-        kind, _, index = device.partition(":")
-        device = f"{kind}:{int(index)}" if index else kind
-        values: dict[str, Any] = {}
-        for option in options.split(",") if options else ():
-            name, _, value = (part.strip() for part in option.partition("="))
-            if name in values:
-                raise UsageError(f"setting {text!r}: {name!r} is given twice")
-            values[name] = _parse_option(text, device, name, value)
-        if values.get("precision", "float32") != "float32" and {"emulate", "order"} & set(values):
-            raise UsageError(
-                f"setting {text!r}: what is emulated is the arithmetic of float32 numbers: leave precision away"
-            )
+        try:
+            device, values = _read(str(text))
+        except UsageError as error:
+            raise UsageError(f"setting {text!r}: {error}") from None
         return cls(device, **values)
 
     def __str__(self) -> str:
-        options = []
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value is not None:
-                shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-                options.append(f"{field.name}={shown}")
-        return ":".join([self.device, *([",".join(options)] if options else [])])
+        values = ((name, getattr(self, name)) for name in OPTIONS)
+        options = [f"{name}={'on' if v is True else 'off' if v is False else v}" for name, v in values if v is not None]
+        return f"{self.device}:{','.join(options)}" if options else self.device
 
     def __repr__(self) -> str:
         return f"Setting({str(self)!r})"
@@ -127,14 +269,8 @@ class Setting:
 
     def environment(self) -> dict[str, str]:
         """The variables that a process must be started with for this setting to hold in full."""
-        environment: dict[str, str] = {}
-        if self.isa:
-            environment |= dict(zip(ISA_VARIABLES, ISA_VALUES[self.isa], strict=True))
-        if self.threads:
-            environment |= {"OMP_NUM_THREADS": str(self.threads)}
-        if self.kind == "cuda" and self.deterministic:
-            environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # cuBLAS reads it once, at start
-        return environment
+        options = [option for name, option in OPTIONS.items() if getattr(self, name) is not None]
+        return {name: value for option in options for name, value in option.environment(self).items()}
 
     def prepare(self) -> None:
         """Put `environment` in force in this process, if torch has not been loaded yet."""
@@ -169,14 +305,9 @@ class Setting:
             from gpulab.numerics.emulation import arithmetic_of
 
             arithmetic_of(self.emulate or "float32", self.order)
-        self._check_isa_in_force()
-
-    def _check_isa_in_force(self) -> None:
-        if self.isa is None:
-            return
-        wanted = {name: self.environment()[name] for name in ISA_VARIABLES}
-        if any(os.environ.get(name) != value for name, value in wanted.items()):
-            command = " ".join(f"{name}={value}" for name, value in wanted.items())
+        variables = _isa_variables(self) if self.isa else {}
+        if variables.items() - os.environ.items():
+            command = " ".join(f"{name}={value}" for name, value in variables.items())
             raise GpulabError(
                 f"setting {str(self)!r}: a process chooses its instruction set when it starts. Use "
                 f"gpulab.Experiment or the gpulab command, or start Python with {command}"
@@ -188,35 +319,63 @@ class Setting:
         import torch
 
         self.check()
-        saved = _read_flags()
-        try:
-            _apply_flags(self)
-            with contextlib.ExitStack() as stack:
-                if self.kind == "cuda":
-                    stack.enter_context(torch.cuda.device(self.device))
-                if self.emulated:
-                    from gpulab.numerics.emulation import emulate
-
-                    stack.enter_context(emulate(self.emulate or "float32", order=self.order))
-                yield self
-        finally:
-            _restore_flags(saved)
+        with contextlib.ExitStack() as stack:
+            for option in OPTIONS.values():
+                stack.enter_context(option.in_force(self))
+            if self.kind == "cuda":
+                stack.enter_context(torch.cuda.device(self.device))
+            yield self
 
 
-def setting(text: str | Setting) -> contextlib.AbstractContextManager[Setting]:
+OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Setting)[1:]}
+
+
+def _read(text: str) -> tuple[str, dict[str, Any]]:
+    """The device and the values of the options in a setting's text."""
+    match = re.fullmatch(r"\s*(cpu|mps|xpu|cuda)(?:(?<=cuda):(\d+))?\s*(?::(.+))?", text)
+    if not match:
+        raise UsageError(
+            "expected a device (cpu, cuda, cuda:0, mps, xpu) and, after a colon, options such as cpu:threads=1 or "
+            "cuda:tf32=off,cudnn=off"
+        )
+    kind, index, options = match.groups()
+    values: dict[str, Any] = {}
+    for option in options.split(",") if options else ():
+        name, _, value = (part.strip() for part in option.partition("="))
+        if name in values:
+            raise UsageError(f"{name!r} is given twice")
+        if name not in OPTIONS:
+            raise UsageError(f"no option {name!r}; there are {', '.join(OPTIONS)}")
+        if kind not in OPTIONS[name].devices:
+            raise UsageError(f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)} only")
+        values[name] = OPTIONS[name].parse(name, value)
+    if values.get("precision", "float32") != "float32" and {"emulate", "order"} & set(values):
+        raise UsageError("what is emulated is the arithmetic of float32 numbers: leave precision away")
+    return f"{kind}:{int(index)}" if index else kind, values
+
+
+def setting(text: str | Setting) -> AbstractContextManager[Setting]:
     """A context manager: compute under a setting, and restore every global flag on the way out.
 
-    The default floating-point type follows the setting's precision, so tensors made inside have
-    it. Yields the parsed `Setting`, whose `.device` and `.dtype` suit `tensor.to`.
+    The default floating-point type follows the setting's precision, so tensors made inside have it.
 
-    Raises `UsageError` for a malformed text and `GpulabError` for what this machine lacks.
+    Args:
+        text: `device[:index][:option=value,…]`, or a `Setting`.
 
-    >>> import torch
-    >>> with setting("cpu:precision=float64"):
-    ...     torch.zeros(1).dtype
-    torch.float64
-    >>> torch.zeros(1).dtype
-    torch.float32
+    Returns:
+        A context manager that yields the parsed `Setting`, whose `.device` and `.dtype` suit `tensor.to`.
+
+    Raises:
+        UsageError: for a malformed text.
+        GpulabError: for what this machine lacks.
+
+    Examples:
+        >>> import torch
+        >>> with setting("cpu:precision=float64"):
+        ...     torch.zeros(1).dtype
+        torch.float64
+        >>> torch.zeros(1).dtype
+        torch.float32
     """
     return Setting.parse(text).apply()
 
@@ -228,61 +387,69 @@ def float32_products() -> Iterator[None]:
     For the one line of a training that needs all digits, while the rest may use TF32. The gradients of what is
     computed inside are computed later, outside of it, as the setting says. Emulated arithmetic is left out too.
 
-    >>> import torch
-    >>> x = torch.tensor([[1.0, 1 / 3]])
-    >>> with setting("cpu:emulate=tf32"):
-    ...     with float32_products():
-    ...         inside = (x @ x.T).item()
-    ...     inside, (x @ x.T).item()
-    (1.1111111640930176, 1.1110568046569824)
+    Examples:
+        >>> import torch
+        >>> x = torch.tensor([[1.0, 1 / 3]])
+        >>> with setting("cpu:emulate=tf32"):
+        ...     with float32_products():
+        ...         inside = (x @ x.T).item()
+        ...     inside, (x @ x.T).item()
+        (1.1111111640930176, 1.1110568046569824)
     """
     from gpulab.numerics.emulation import emulate, emulating
 
-    legacy, precisions = _legacy_tf32(), tuple(backend.fp32_precision for backend in _fp32_precisions())
-    _apply_tf32(False)
-    try:
-        with emulate("float32") if emulating() else contextlib.nullcontext():
-            yield
-    finally:
-        _restore_tf32(legacy, precisions)
+    with _tf32(Setting(tf32=False)), emulate("float32") if emulating() else contextlib.nullcontext():
+        yield
 
 
 def available_settings(device: str = "auto") -> list[str]:
     """The settings that this machine can run and that are worth comparing.
 
-    `device` is `auto` for all of them, or `cpu`, `cuda`, `mps`, `xpu` for one kind alone. The first
-    one listed is the plain `cpu`, against which the others are compared.
+    Args:
+        device: `auto` for all of them, or `cpu`, `cuda`, `mps`, `xpu` for one kind alone.
 
-    >>> available_settings("cpu")[:2]
-    ['cpu', 'cpu:threads=1']
+    Returns:
+        Their texts, first the plain `cpu`, against which the others are compared.
+
+    Raises:
+        UsageError: for another device.
+        GpulabError: where this machine has none.
+
+    Examples:
+        >>> available_settings("cpu")[:2]
+        ['cpu', 'cpu:threads=1']
     """
-    candidates = [
-        "cpu",
-        "cpu:threads=1",
-        "cpu:isa=avx2",
-        "cpu:precision=float64",
-        "cuda:tf32=off",
-        "cuda:tf32=on",
-        "cuda:cudnn=off",
-        "cuda:deterministic=on",
-        "mps",
-        "xpu",
-    ]
-    if device not in ("auto", "cpu", "cuda", "mps", "xpu"):
+    if device not in ("auto", *DEVICES):
         raise UsageError(f"device {device!r}: expected auto, cpu, cuda, mps or xpu")
-    found = [text for text in candidates if device in ("auto", Setting.parse(text).kind)]
-    found = [text for text in found if _runs_here(Setting.parse(text))]
-    if not found:
+    texts = [text for text in WORTH_COMPARING if device in ("auto", Setting.parse(text).kind)]
+    texts = [text for text in texts if _runs_here(Setting.parse(text))]
+    if not texts:
         raise GpulabError(f"device {device!r}: this machine has none")
-    return found
+    return texts
+
+
+def _runs_here(candidate: Setting) -> bool:
+    if candidate.isa:  # a worker process can have what this one was not started with
+        # Running as an older CPU says something only on a newer one.
+        return candidate.isa == "avx2" and {"avx2", "avx512f"} <= cpu_flags()
+    try:
+        candidate.check()
+    except GpulabError:
+        return False
+    return True
 
 
 def working_threads(work: Callable[[], object], share: float = 0.2) -> int:
     """How many threads of this process really work while `work()` runs.
 
-    The paper watched htop; this reads what htop reads: the processor time of each thread. A thread
-    counts as working when it used at least `share` of the time that the busiest one used. `work`
-    should run for half a second or more.
+    The paper watched htop; this reads what htop reads: the processor time of each thread.
+
+    Args:
+        work: what to run, for half a second or more.
+        share: of the busiest thread's time; a thread that used as much counts as working.
+
+    Returns:
+        The number of threads that worked.
     """
     import psutil
 
@@ -302,157 +469,18 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(cpu_description()["flags"])
 
 
-def _parse_option(text: str | Setting, device: str, name: str, value: str) -> Any:
-    if name not in OPTIONS:
-        raise UsageError(f"setting {text!r}: no option {name!r}; there are {', '.join(OPTIONS)}")
-    if device.partition(":")[0] not in OPTIONS[name]:
-        raise UsageError(f"setting {text!r}: {name!r} has a meaning on {', '.join(OPTIONS[name])} only")
-    choices: dict[str, Any]
-    if name == "threads":
-        if not re.fullmatch(r"[1-9]\d{0,3}", value):
-            raise UsageError(f"setting {text!r}: threads={value!r} must be a number from 1 to 9999")
-        return int(value)
-    if name in ("emulate", "order"):
-        if not value:
-            raise UsageError(f"setting {text!r}: {name} needs a value, such as emulate=tf32 or order=pairwise")
-        return value
-    if name == "isa":
-        choices = {choice: choice for choice in ISA_VALUES}
-    elif name == "precision":
-        choices = {choice: choice for choice in PRECISIONS}
-    else:
-        choices = {"on": True, "off": False}
-    if value not in choices:
-        raise UsageError(f"setting {text!r}: {name}={value!r} must be one of {', '.join(choices)}")
-    return choices[value]
-
-
-def _runs_here(candidate: Setting) -> bool:
-    if candidate.isa:  # a worker process can have what this one was not started with
-        # Running as an older CPU says something only on a newer one.
-        return candidate.isa == "avx2" and {"avx2", "avx512f"} <= cpu_flags()
-    try:
-        candidate.check()
-    except GpulabError:
-        return False
-    return True
-
-
-def _legacy_tf32() -> tuple[bool, bool, str] | None:
-    """The old interface to TF32, which refuses to be read once the new one has been used."""
-    import torch
-
-    try:
-        matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        return matmul, cudnn, torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
-def _apply_tf32(wanted: bool) -> None:
-    import torch
-
-    if _legacy_tf32() is None:
-        for backend in _fp32_precisions():
-            backend.fp32_precision = "tf32" if wanted else "ieee"
-    else:  # this sets the new interface as well, so that both can still be read
-        torch.backends.cuda.matmul.allow_tf32 = wanted
-        torch.backends.cudnn.allow_tf32 = wanted
-
-
-def _restore_tf32(legacy: tuple[bool, bool, str] | None, precisions: tuple[str, ...]) -> None:
-    """Put both interfaces back; what has not changed is left alone, for writing a value pins it."""
-    import torch
-
-    if legacy is not None and legacy != _legacy_tf32():
-        on_cpu: Any = torch.backends.mkldnn
-        before = on_cpu.matmul.fp32_precision
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = legacy[:2]
-        with contextlib.suppress(RuntimeError):  # unreadable where TF32 was switched after "medium" was set
-            if torch.get_float32_matmul_precision() == legacy[2]:
-                legacy = None
-        if legacy is not None:
-            torch.set_float32_matmul_precision(legacy[2])
-            if on_cpu.matmul.fp32_precision != before:
-                on_cpu.matmul.fp32_precision = before
-    for backend, precision in zip(_fp32_precisions(), precisions, strict=True):
-        if backend.fp32_precision != precision:
-            backend.fp32_precision = precision
-
-
-def _fp32_precisions() -> tuple[Any, Any, Any]:
-    import torch
-
-    cudnn: Any = torch.backends.cudnn
-    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
-
-
-def _read_flags() -> dict[str, Any]:
-    import torch
-
-    cudnn = torch.backends.cudnn
-    return {
-        "threads": torch.get_num_threads(),
-        "dtype": torch.get_default_dtype(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-        "tf32": _legacy_tf32(),
-        "fp32_precision": tuple(backend.fp32_precision for backend in _fp32_precisions()),
-        "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-    }
-
-
-def _apply_flags(wanted: Setting) -> None:
-    import torch
-
-    cudnn = torch.backends.cudnn
-    if wanted.threads is not None:
-        torch.set_num_threads(wanted.threads)
-    if wanted.precision is not None:
-        torch.set_default_dtype(wanted.dtype)
-    if wanted.cudnn is not None:
-        cudnn.enabled = wanted.cudnn
-    if wanted.tf32 is not None:
-        _apply_tf32(wanted.tf32)
-    if wanted.deterministic is not None:
-        torch.use_deterministic_algorithms(wanted.deterministic)
-        cudnn.deterministic = wanted.deterministic
-        if wanted.deterministic:
-            cudnn.benchmark = False  # the benchmark picks a kernel by a race
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def _restore_flags(saved: dict[str, Any]) -> None:
-    import torch
-
-    cudnn = torch.backends.cudnn
-    torch.set_num_threads(saved["threads"])
-    torch.set_default_dtype(saved["dtype"])
-    now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if now != (saved["deterministic"], saved["warn_only"]):  # the call imports torch's compiler: 150 MB
-        torch.use_deterministic_algorithms(saved["deterministic"], warn_only=saved["warn_only"])
-    cudnn.enabled, cudnn.benchmark, cudnn.deterministic = saved["cudnn"]
-    _restore_tf32(saved["tf32"], saved["fp32_precision"])
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    if saved["workspace"] is not None:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = saved["workspace"]
-
-
 def arithmetic() -> dict[str, Any]:
     """The flags now in force, under the names that a run records them with."""
     import torch
 
-    flags = _read_flags()
-    enabled, benchmark, deterministic = flags["cudnn"]
-    matmul, conv, _ = flags["fp32_precision"]
+    cudnn: Any = torch.backends.cudnn
     return {
-        "threads": flags["threads"],
+        "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "deterministic": flags["deterministic"],
-        "cudnn": enabled,
-        "cudnn_benchmark": benchmark,
-        "cudnn_deterministic": deterministic,
-        "matmul_fp32": matmul,
-        "convolution_fp32": conv,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn": cudnn.enabled,
+        "cudnn_benchmark": cudnn.benchmark,
+        "cudnn_deterministic": cudnn.deterministic,
+        "matmul_fp32": torch.backends.cuda.matmul.fp32_precision,
+        "convolution_fp32": cudnn.conv.fp32_precision,
     }

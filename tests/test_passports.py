@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gpulab as gl
+from gpulab import passports
 from gpulab.passports import PASSPORT_FORMAT, Passport
 
 
@@ -43,11 +44,11 @@ def test_the_values_are_those_of_torch_psutil_and_platform(here):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="an ARM kernel does not tell the model")
 def test_the_cpu_is_the_one_that_the_kernel_reports(here):
     with open("/proc/cpuinfo") as lines:
-        told = dict((part.strip() for part in line.split(":", 1)) for line in lines if ":" in line)
-    assert here["cpu"]["model"] == told["model name"]
-    flags = {flag.replace("_", "") for flag in told["flags"].split()}  # some have two spellings
+        reported = dict((part.strip() for part in line.split(":", 1)) for line in lines if ":" in line)
+    assert here["cpu"]["model"] == reported["model name"]
+    flags = {flag.replace("_", "") for flag in reported["flags"].split()}  # some have two spellings
     assert {name.replace("_", "") for name in here["cpu"]["vector_extensions"]} <= flags
-    assert ("avx2" in here["cpu"]["vector_extensions"]) == ("avx2" in told["flags"].split())
+    assert ("avx2" in here["cpu"]["vector_extensions"]) == ("avx2" in reported["flags"].split())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
@@ -89,11 +90,12 @@ def test_gpus_are_named_with_all_that_is_known_and_nothing_else(here):
     assert two.summary() == f"Titan, Apple GPU, torch {torch.__version__}"
 
 
-COMMIT = "import gpulab; print(gpulab.passport()['software']['commit'])"
-
-
-def test_the_commit_can_be_told_where_there_is_no_git(python):
-    assert python(COMMIT, GPULAB_COMMIT="0123456789abcdef").stdout.strip() == "0123456789abcdef"
+def test_the_commit_can_be_told_where_there_is_no_git(monkeypatch):
+    monkeypatch.setenv("GPULAB_COMMIT", "0123456789abcdef")
+    passports._commit.cache_clear()
+    commit = gl.passport()["software"]["commit"]
+    passports._commit.cache_clear()
+    assert commit == "0123456789abcdef"
 
 
 def test_the_commit_is_that_of_the_checkout(here):

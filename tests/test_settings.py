@@ -1,8 +1,12 @@
+import contextlib
 import itertools
 import json
 import os
 import re
+import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -27,7 +31,7 @@ VALUES = {
 
 def options_of(device):
     """Every combination of the options that have a meaning on a device, as lists of `name=value`."""
-    names = [name for name in OPTIONS if device.partition(":")[0] in OPTIONS[name]]
+    names = [name for name in OPTIONS if device.partition(":")[0] in OPTIONS[name].devices]
     for values in itertools.product(*(VALUES[name] for name in names)):
         *_, precision, emulate, order = values
         if precision not in (None, "float32") and (emulate or order):
@@ -194,28 +198,30 @@ def unusual_flags(monkeypatch):
     cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before["cudnn"]
 
 
+@pytest.fixture
+def default_flags():
+    """Those of this process."""
+
+
 CPU_SETTINGS = ["cpu", "cpu:threads=1", "cpu:deterministic=on", "cpu:deterministic=off", "cpu:precision=float64"]
 CPU_SETTINGS += ["cpu:threads=2,deterministic=on,precision=bfloat16", "cpu:emulate=hopper,order=tensor-core+split-2"]
 
 
+@pytest.mark.parametrize("user", ["default_flags", "unusual_flags"])
 @pytest.mark.parametrize("text", CPU_SETTINGS)
-def test_every_flag_is_restored(text):
+def test_every_flag_is_restored_also_after_an_exception(text, user, request):
+    request.getfixturevalue(user)
     before = flags()
-    with gl.setting(text) as inside:
+    with gl.setting(text):
+        pass
+    assert flags() == before
+    with contextlib.suppress(ZeroDivisionError), gl.setting(text) as inside:
         assert str(inside) == text
         torch.set_num_threads(4)  # what somebody does inside is undone, too
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = False
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
-    assert flags() == before
-
-
-@pytest.mark.usefixtures("unusual_flags")
-@pytest.mark.parametrize("text", CPU_SETTINGS)
-def test_flags_that_the_user_had_changed_are_restored(text):
-    before = flags()
-    with gl.setting(text):
-        pass
+        raise ZeroDivisionError
     assert flags() == before
 
 
@@ -225,14 +231,6 @@ def test_a_workspace_that_the_user_had_configured_is_restored(monkeypatch):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-
-
-@pytest.mark.parametrize("text", CPU_SETTINGS)
-def test_every_flag_is_restored_after_an_exception(text):
-    before = flags()
-    with pytest.raises(ZeroDivisionError), gl.setting(text):
-        raise ZeroDivisionError
-    assert flags() == before
 
 
 def test_nested_settings_are_undone_one_by_one():
@@ -316,144 +314,76 @@ for used in json.loads(os.environ["USED_BEFORE"]):
             torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32
     print(json.dumps([used, before == inside, before == after, before == again, before == flags()]), flush=True)
     os._exit(0)
+
+for context in (contextlib.nullcontext(), gl.setting("cpu")):
+    if os.fork():
+        os.wait()
+        continue
+    torch.backends.fp32_precision = "tf32"
+    with context:
+        pass
+    torch.backends.fp32_precision = "ieee"
+    print(torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision, flush=True)
+    os._exit(0)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this operating system cannot fork")
 def test_either_interface_to_tf32_may_have_been_used_before(python):
-    answers = python(FLAGS_IN_FORKS, USED_BEFORE=json.dumps(USED_BEFORE)).stdout.splitlines()
+    *answers, without, after = python(FLAGS_IN_FORKS, USED_BEFORE=json.dumps(USED_BEFORE)).stdout.splitlines()
     assert [json.loads(answer) for answer in answers] == [[used, *4 * [True]] for used in USED_BEFORE]
-
-
-def test_backends_follow_the_precision_of_all_backends_as_they_would_without_a_setting(python):
-    code = """
-    import contextlib
-    import torch
-    import gpulab as gl
-
-    torch.backends.fp32_precision = "tf32"
-    with {}:
-        pass
-    torch.backends.fp32_precision = "ieee"
-    print(torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
-    """
-    without, after = (
-        python(code.format(context)).stdout.split() for context in ("contextlib.nullcontext()", 'gl.setting("cpu")')
-    )
-    assert after == without  # convolutions do not follow in torch 2.11
-    assert after[0] == "ieee"
+    assert after == without, "backends follow the precision of all backends as they would without a setting"
+    assert after.startswith("ieee")  # convolutions do not follow in torch 2.11
 
 
 # --- what a machine lacks ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "missing"), [("cuda:7", "GPU"), ("mps", r"Apple GPU \(mps\)"), ("xpu", r"Intel GPU \(xpu\)")]
-)
-def test_what_this_machine_lacks_is_named_with_the_setting(text, missing):
-    present = {"cuda:7": torch.cuda.device_count() > 7, "mps": torch.backends.mps.is_available()}
-    if present.get(text, torch.xpu.is_available()):
-        pytest.skip(f"this machine has {text}")
-    with pytest.raises(gl.GpulabError, match=f"'{text}' cannot run here.*{missing}"), gl.setting(text):
-        pass
+@pytest.mark.parametrize("threads", range(1, 1 + min(2, os.cpu_count() or 1)))
+def test_as_many_threads_work_as_are_asked_for(threads):
+    a = torch.randn(1000, 1000)
+
+    def work():
+        end = time.perf_counter() + 0.5
+        while time.perf_counter() < end:
+            a @ a
+
+    with gl.setting(f"cpu:threads={threads}"):
+        assert gl.working_threads(work) == threads
 
 
-def test_an_instruction_set_cannot_be_chosen_in_a_process_that_runs():
-    if "avx2" not in cpu_flags():
-        pytest.skip("this CPU has no AVX2")
-    with pytest.raises(gl.GpulabError) as error, gl.setting("cpu:isa=avx2"):
-        pass
-    assert "cpu:isa=avx2" in str(error.value)
-    for assignment in ("ATEN_CPU_CAPABILITY=avx2", "ONEDNN_MAX_CPU_ISA=AVX2", "MKL_ENABLE_INSTRUCTIONS=AVX2"):
-        assert assignment in str(error.value)
-
-
-def test_the_settings_listed_can_be_run_and_begin_with_the_plain_cpu():
-    listed = gl.available_settings()
-    assert listed[0] == "cpu"
-    assert len(set(listed)) == len(listed)
-    for text in listed:
-        if not Setting.parse(text).isa:
-            with gl.setting(text):
-                pass
-    assert gl.available_settings("cpu") == [text for text in listed if text.startswith("cpu")]
-
-
-def test_listing_an_unknown_or_absent_device_is_an_error():
-    with pytest.raises(gl.UsageError, match=r"'tpu'.*auto, cpu, cuda, mps or xpu"):
-        gl.available_settings("tpu")
-    absent = next(device for device in ("mps", "xpu") if not getattr(torch, device).is_available())
-    with pytest.raises(gl.GpulabError, match=f"'{absent}'"):
-        gl.available_settings(absent)
-
-
-# --- in processes of their own -----------------------------------------------------------------------
-
-COUNT_THREADS = """
-import sys, time
-import torch
-import gpulab as gl
-
-a = torch.randn(1500, 1500)
-
-def work():
-    end = time.perf_counter() + 1
-    while time.perf_counter() < end:
-        a @ a
-
-with gl.setting(sys.argv[1]):
-    print(gl.working_threads(work))
-"""
-
-
-def test_one_thread_works_when_one_is_asked_for(python):
-    assert int(python(COUNT_THREADS, "cpu:threads=1").stdout) == 1
-
-
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="this machine has one core")
-def test_two_threads_work_when_two_are_asked_for(python):
-    assert int(python(COUNT_THREADS, "cpu:threads=2").stdout) == 2
-
-
-def test_nobody_works_when_there_is_nothing_to_do():
+def test_nobody_works_when_there_is_nothing_to_do(monkeypatch):
+    threads = [SimpleNamespace(id=n, user_time=n, system_time=1.0) for n in range(3)]
+    monkeypatch.setattr(psutil.Process, "threads", lambda _: threads)
     assert gl.working_threads(lambda: None) == 0
 
 
 CONVOLVE = """
 import sys
-import torch
-import gpulab as gl
+from gpulab.settings import Setting
 
-with gl.setting(sys.argv[1]):
+setting = Setting.parse(sys.argv[1])
+setting.prepare()
+
+import torch
+
+with setting.apply():
     torch.nn.functional.conv2d(torch.ones(1, 64, 64, 64), torch.ones(64, 64, 3, 3))
-print("capability", torch.backends.cpu.get_cpu_capability())
+print("capability", torch.backends.cpu.get_cpu_capability(), "threads", torch.get_num_threads())
 """
 
 
 @needs_avx512
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_a_process_started_for_avx2_computes_with_avx2(python):
+def test_a_setting_prepares_a_process_in_which_torch_is_not_loaded(python):
     plain = python(CONVOLVE, "cpu", ONEDNN_VERBOSE="1").stdout
-    older = python(CONVOLVE, "cpu:isa=avx2", ONEDNN_VERBOSE="1", **Setting.parse("cpu:isa=avx2").environment()).stdout
+    older = python(CONVOLVE, "cpu:isa=avx2,threads=1", ONEDNN_VERBOSE="1").stdout
     assert "capability AVX512" in plain
     assert re.search(r"convolution,\w+:avx(512|10)", plain), "nothing to tell AVX2 from"
-    assert "capability AVX2" in older
+    assert "capability AVX2 threads 1" in older
     assert re.search(r"isa:.*AVX2", older)
     assert re.search(r"convolution,\w+:avx2", older)
     assert not re.search(r"avx-?512|avx10|amx", older, re.IGNORECASE)
-
-
-@needs_avx512
-def test_a_setting_prepares_a_process_in_which_torch_is_not_loaded(python):
-    code = """
-    from gpulab.settings import Setting
-
-    Setting.parse("cpu:isa=avx2,threads=1").prepare()
-    import torch
-
-    print(torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
-    """
-    assert python(code).stdout.split() == ["AVX2", "1"]
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from gpulab import records
 from gpulab.data.datasets import load
 from gpulab.data.jpeg import available_decoders, compare_decoders
-from gpulab.diagnostics.operations import conversion_check, fused_share, repeatability
+from gpulab.diagnostics.operations import byte_round_trip, fused_share, repeatability
 from gpulab.diagnostics.processes import measure
 from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.sums import bit_of, first_bit
@@ -377,7 +377,7 @@ def record_factors(
     base = here[0].base["setting"]
     settings = (base, "cuda:tf32=off,deterministic=off") if kind == "cuda" else (base, "cpu")
     tables = {
-        "conversions": conversion_check(kind),
+        "conversions": byte_round_trip(kind),
         "repeatability": repeatability(settings),
         "decoders": compare_decoders(next(load("walk", frames=20, size=(48, 64)).windows(20)).frames),
     }
@@ -411,7 +411,7 @@ def recorded_measurements(name: str) -> pd.DataFrame:
     """One of the tables that other machines recorded, with the columns `machine` and `torch`.
 
     Args:
-        name: `conversions`, `repeatability`, `fused` or `decoders`: see `conversion_check`, `repeatability`,
+        name: `conversions`, `repeatability`, `fused` or `decoders`: see `byte_round_trip`, `repeatability`,
             `fused_operations` and `compare_decoders`.
 
     Raises:

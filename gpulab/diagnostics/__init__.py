@@ -2,7 +2,7 @@
 
 from gpulab.diagnostics.audits import Audit, audit
 from gpulab.diagnostics.guards import Guard, Overwritten, guard
-from gpulab.diagnostics.operations import conversion_check, fused_operations, repeatability
+from gpulab.diagnostics.operations import byte_round_trip, fused_operations, repeatability
 from gpulab.diagnostics.products import compare_products, summarize_products
 from gpulab.diagnostics.rooflines import bounds, recorded_rooflines, roofline
 from gpulab.diagnostics.traces import Step, Trace, record
@@ -15,8 +15,8 @@ __all__ = [
     "Trace",
     "audit",
     "bounds",
+    "byte_round_trip",
     "compare_products",
-    "conversion_check",
     "fused_operations",
     "guard",
     "record",

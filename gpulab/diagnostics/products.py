@@ -22,13 +22,15 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from gpulab.errors import DataError, GpulabError
 from gpulab.numerics.emulation import CHIPS, PRECISIONS, Arithmetic, emulate
 from gpulab.numerics.formats import FORMATS, MODES, round_to
-from gpulab.records import recorded_folder
+from gpulab.passports import passport
+from gpulab.records import read_json, recorded_folder, write_json
+from gpulab.settings import setting
 
 if TYPE_CHECKING:
     import pandas as pd
 
-PRODUCTS_FORMAT = 1
-KEPT = 1024  # elements of each result
+SAMPLE = 1024  # elements of each result that are compared
+MOST_SLICES = 64  # so many sums are tried
 # (rows, summed, columns) of a matrix product; (images, channels, height, width) and (channels, size, stride) of a
 # convolution: two of PredNet's, one of its published size, and three of a residual network's.
 MATRICES = ((64, 64, 64), (48, 112, 80), (128, 1024, 64), (32, 8192, 32))
@@ -47,7 +49,6 @@ MATRIX, FORWARD, TO_INPUT, TO_WEIGHT = OPERATIONS = (
     "gradient of the input",
     "gradient of the weight",
 )
-SLICES = 64  # so many sums are tried
 
 
 @dataclass(frozen=True)
@@ -77,76 +78,79 @@ class Case:
     def operands(self) -> tuple[Tensor, Tensor]:
         """The two float32 factors: matrices; input and weight; gradient and weight; gradient and input."""
         generator = np.random.default_rng([INPUTS.index(self.inputs), self.shape, OPERATIONS.index(self.operation)])
-        first, second = (self._drawn(generator, shape) for shape in self._shapes())
-        return first, second
-
-    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self.operation == MATRIX:
             rows, inner, columns = MATRICES[self.shape]
-            return (rows, inner), (inner, columns)
+            return self._draw(generator, rows, inner), self._draw(generator, inner, columns)
         x, (channels, size, stride) = CONVOLUTIONS[self.shape]
         weight, out = (channels, x[1], size, size), (x[0], channels, *((n - 1) // stride + 1 for n in x[2:]))
-        return {FORWARD: (x, weight), TO_INPUT: (out, weight), TO_WEIGHT: (out, x)}[self.operation]
+        first, second = {FORWARD: (x, weight), TO_INPUT: (out, weight), TO_WEIGHT: (out, x)}[self.operation]
+        return self._draw(generator, *first), self._draw(generator, *second)
 
-    def _drawn(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
+    def _draw(self, generator: np.random.Generator, *shape: int) -> Tensor:
         if self.inputs == "positive":
             return torch.from_numpy(generator.random(shape, dtype=np.float32))
         x = generator.standard_normal(shape, dtype=np.float32)
         if self.inputs == "badly scaled":
             x = np.ldexp(x, generator.integers(-10, 11, shape)).astype(np.float32)
-        made = torch.from_numpy(x)
-        return round_to(made, self.format) if self.inputs == "already rounded" else made
+        return round_to(torch.from_numpy(x), self.format if self.inputs == "already rounded" else "float32")
 
     def compute(self, first: Tensor, second: Tensor) -> Tensor:
         """The product in the factors' own type, on the device where they are."""
         if self.operation == MATRIX:
             return first @ second
         x, (_, size, stride) = CONVOLUTIONS[self.shape]
-        padding = size // 2
+        options: Any = {"stride": stride, "padding": size // 2}
         if self.operation == FORWARD:
-            return F.conv2d(first, second, stride=stride, padding=padding)
+            return F.conv2d(first, second, **options)
         if self.operation == TO_INPUT:
-            images, inputs = len(first), second.shape[1]
-            return conv2d_input((images, inputs, *x[2:]), second, first, stride=stride, padding=padding)
-        return conv2d_weight(second, (first.shape[1], x[1], size, size), first, stride=stride, padding=padding)
+            return conv2d_input((len(first), second.shape[1], *x[2:]), second, first, **options)
+        return conv2d_weight(second, (first.shape[1], x[1], size, size), first, **options)
 
-    def part(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """So much of the factors as `kept` elements of the product are made of."""
+    def crop(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """So much of the factors as the elements of a sample are made of."""
         if self.operation == FORWARD:
             return first[:1], second[:8]
         if self.operation == TO_INPUT:
             return first[:1], second[:, :8]
         return (first[:, :8], second) if self.operation == TO_WEIGHT else (first, second)
 
-    def kept(self, product: Tensor) -> Tensor:
-        """Up to `KEPT` elements of a product, of the whole one or of its part."""
-        part = {MATRIX: product, TO_WEIGHT: product[:8]}.get(self.operation)
-        flat = (product[:1, :8] if part is None else part).reshape(-1)
-        return flat[torch.linspace(0, flat.numel() - 1, min(KEPT, flat.numel())).long().to(flat.device)]
+    def sample(self, product: Tensor) -> Tensor:
+        """Up to `SAMPLE` elements of a product, of the whole one or of its cropped factors'."""
+        if self.operation == TO_WEIGHT:
+            product = product[:8]
+        elif self.operation != MATRIX:
+            product = product[:1, :8]
+        flat = product.reshape(-1)
+        return flat[torch.linspace(0, flat.numel() - 1, min(SAMPLE, flat.numel())).long().to(flat.device)]
+
+    def exact(self) -> Tensor:
+        """The sample in float64."""
+        return self.sample(self.compute(*(x.double() for x in self.crop(*self.operands))))
+
+    def emulated(self, how: Arithmetic) -> Tensor:
+        """The sample as an arithmetic has it, as float64."""
+        with emulate(how):
+            return self.sample(self.compute(*self.crop(*self.operands))).double()
 
 
 def cases() -> list[Case]:
     """Every case that is recorded."""
     formats = [("float32", "float32"), ("tf32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
     formats += [("float16", "float16"), ("float16", "float32"), ("float8_e4m3fn", "float32")]
+    layouts = (("tf32", "float32", False), ("tf32", "float32", True), ("bfloat16", "bfloat16", True))
     matrices = [
-        Case(MATRIX, shape, given, *format_)
-        for format_ in formats
+        Case(MATRIX, shape, inputs, factors, result)
+        for factors, result in formats
         for shape in range(len(MATRICES))
-        for given in INPUTS[: 3 if format_[0] == "float32" else 4]
+        for inputs in INPUTS[: 3 if factors == "float32" else 4]
     ]
-    convolutions = [
-        Case(operation, shape, given, asked, result, last)
-        for asked, result, last in (
-            ("tf32", "float32", False),
-            ("tf32", "float32", True),
-            ("bfloat16", "bfloat16", True),
-        )
+    return matrices + [
+        Case(operation, shape, inputs, factors, result, channels_last)
+        for factors, result, channels_last in layouts
         for operation in OPERATIONS[1:]
         for shape in range(len(CONVOLUTIONS))
-        for given in INPUTS[:3]
+        for inputs in INPUTS[:3]
     ]
-    return matrices + convolutions
 
 
 # --- a real GPU ------------------------------------------------------------------------------------------
@@ -157,67 +161,53 @@ def real(case: Case) -> Tensor:
     first, second = (x.cuda() for x in case.operands)
     if case.channels_last:
         first, second = (x.to(memory_format=torch.channels_last) for x in (first, second))
-    if case.format.startswith("float8"):
-        return _scaled_product(first, second, FORMATS[case.format])
+    if case.format.startswith("float8"):  # as libraries call it, with power-of-two scales and the tensor core's sums
+        target = FORMATS[case.format]
+        scales = [torch.exp2(torch.log2(target.largest / x.abs().amax()).floor()) for x in (first, second)]
+        short = [(x * scale).to(target.dtype) for x, scale in zip((first, second), scales, strict=True)]
+        return torch._scaled_mm(
+            short[0],
+            short[1].t().contiguous().t(),  # it takes a second factor that lies column by column
+            scale_a=1 / scales[0],
+            scale_b=1 / scales[1],
+            out_dtype=torch.float32,
+            use_fast_accum=True,
+        )
     if case.format in ("bfloat16", "float16"):
         first, second = (x.to(FORMATS[case.format].dtype) for x in (first, second))
         if case.result == "float32":
             return torch.mm(first, second, out_dtype=torch.float32)
-    from gpulab.settings import setting
-
     with setting(f"cuda:tf32={'on' if case.format == 'tf32' else 'off'}"):
         return case.compute(first, second).float()
 
 
-def _scaled_product(first: Tensor, second: Tensor, target: Any) -> Tensor:
-    """An 8-bit product as libraries call it, with power-of-two scales and the tensor core's own sums."""
-    scales = [torch.exp2(torch.log2(target.largest / x.abs().amax()).floor()) for x in (first, second)]
-    short = [(x * scale).to(target.dtype) for x, scale in zip((first, second), scales, strict=True)]
-    return torch._scaled_mm(
-        short[0],
-        short[1].t().contiguous().t(),  # it takes a second factor that lies column by column
-        scale_a=1 / scales[0],
-        scale_b=1 / scales[1],
-        out_dtype=torch.float32,
-        use_fast_accum=True,
-    )
-
-
 def record_products(folder: Path, command: str) -> None:
-    """Compute every case on this machine's NVIDIA GPU; keep elements of the results, kernels' names, the passport."""
+    """Compute every case on this machine's NVIDIA GPU; keep samples of the results, kernels' names, the passport."""
     from safetensors.torch import save_file
     from tqdm.auto import tqdm
-
-    from gpulab.passports import passport
 
     if not torch.cuda.is_available():
         raise GpulabError("products are recorded on an NVIDIA GPU, and torch finds none here")
     folder.mkdir(parents=True, exist_ok=True)
-    made, kernels = {}, {}
+    samples, kernels = {}, {}
     for case in tqdm(cases(), unit="product"):
-        name = str(case)
-        real(case)
+        real(case)  # warms up
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            made[name] = case.kept(real(case)).cpu().contiguous()
-        kernels[name] = _kernel(profile)
-    save_file(made, folder / "products.safetensors")
-    notes = {"format": PRODUCTS_FORMAT, "passport": dict(passport()), "command": command, "kernels": kernels}
-    (folder / "products.json").write_text(json.dumps(notes, indent=1) + "\n", encoding="utf-8")
+            samples[str(case)] = case.sample(real(case)).cpu().contiguous()
+        kernels[str(case)] = _kernel(profile)
+    save_file(samples, folder / "products.safetensors")
+    write_json(folder / "products.json", {"passport": passport(), "command": command, "kernels": kernels})
 
 
 def _kernel(profile: Any) -> str:
     """The kernel that took most of the time, conversions and copies apart."""
     aside = ("elementwise", "Memcpy", "Memset", "reduce", "convertTensor", "ToNhwc", "ToNchw", "init_device")
-    spent = {
-        event.name: event.device_time
-        for event in profile.events()
-        if event.device_time and not any(word in event.name for word in aside)
-    }
-    return max(spent, key=spent.__getitem__)[:160] if spent else ""
+    events = [e for e in profile.events() if e.device_time and not any(word in e.name for word in aside)]
+    return max(events, key=lambda e: e.device_time).name[:160] if events else ""
 
 
 def recorded_products() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What was recorded: the elements kept of every case, by its name, and the notes beside them.
+    """What was recorded: the sample of every case, by its name, and the notes beside them.
 
     The notes hold the `passport`, the `command`, the `kernels` that the library chose, and as `found` the
     arithmetic that was found to fit each of them best.
@@ -225,64 +215,88 @@ def recorded_products() -> tuple[dict[str, Tensor], dict[str, Any]]:
     from safetensors.torch import load_file
 
     folder = recorded_folder("gpu_products")
+    notes = read_json(folder / "products.json")
     try:
-        notes = json.loads((folder / "products.json").read_text(encoding="utf-8"))
         notes["found"] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
-        made, version = load_file(folder / "products.safetensors"), notes["format"]
+        return load_file(folder / "products.safetensors"), notes
     except Exception as error:  # safetensors has no common error
         raise DataError(f"{folder}: no products recorded there, or unreadable: {error}") from error
-    if version != PRODUCTS_FORMAT:
-        raise DataError(f"{folder / 'products.json'}: format {version!r}, expected {PRODUCTS_FORMAT}")
-    return made, notes
 
 
 # --- the comparison --------------------------------------------------------------------------------------
 
 
 def compare_products(
-    made: dict[str, Tensor] | None = None,
+    samples: dict[str, Tensor] | None = None,
     inputs: Sequence[str] = INPUTS,
     operations: Sequence[str] = OPERATIONS,
     exact: bool = True,
     search: bool = False,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Compare a GPU's products (those recorded, if none are given) with the emulated ones: a row a case.
+    """Compare a GPU's products with the emulated ones.
 
-    `used` is the format that the kernel multiplied in, which the library chooses: `float32` where it left TF32
-    unused. `error` is the GPU's distance from the exact result, relative to that; `explained` the share of its
-    squared deviation that the emulation makes as well, and `equal` the share of elements that are the same
-    bits, both with sums as this machine makes them. With `exact`, `explained_exact` and `equal_exact` are the
-    same for sums in the tensor core's order. The `rounding` of the factors, the `tile` of channels and the
-    number of `slices` are those that fit normal numbers best, and are then held against all inputs. What was
-    found for the recorded products is kept beside them; `search` looks again, for minutes.
+    The `rounding` of the factors, the `tile` of channels and the number of `slices` are those that fit normal
+    numbers best, and are then held against all inputs. What was found for the recorded products is kept beside them.
 
-    Raises `DataError` where nothing, or something unreadable, is recorded.
+    Args:
+        samples: of a GPU's products, by the name of their case; by default those recorded.
+        inputs: of the cases to compare.
+        operations: of the cases to compare.
+        exact: also with sums in the tensor core's order.
+        search: look again, for minutes, which arithmetic fits the recorded products.
+        progress: show a bar.
 
-    >>> frame = compare_products(inputs=["normal"], operations=["matrix product"], exact=False, progress=False)
-    >>> bool((frame.used == frame.asked).all()), bool(frame[frame.used == "tf32"].explained.min() > 0.99)
-    (True, True)
+    Returns:
+        A row a case. `used` is the format that the kernel multiplied in, which the library chooses: `float32` where
+        it left TF32 unused. `error` is the GPU's distance from the exact result, relative to that; `explained` the
+        share of its squared deviation that the emulation makes as well, and `equal` the share of elements that are
+        the same bits, both with sums as this machine makes them; `explained_exact` and `equal_exact` are the same
+        for sums in the tensor core's order.
 
-    Source: the method of Fasi, Higham, Mikaitis, Pranesh 2021 (PeerJ Computer Science 7:e330).
+    Raises:
+        DataError: where nothing, or something unreadable, is recorded.
+
+    Examples:
+        >>> frame = compare_products(inputs=["normal"], operations=["matrix product"], exact=False, progress=False)
+        >>> bool((frame.used == frame.asked).all()), bool(frame[frame.used == "tf32"].explained.min() > 0.99)
+        (True, True)
+
+    References:
+        The method of Fasi, Higham, Mikaitis, Pranesh 2021 (PeerJ Computer Science 7:e330).
     """
     import pandas as pd
     from tqdm.auto import tqdm
 
-    known: dict[str, Any] = {}
-    if made is None:
-        made, notes = recorded_products()
-        known = {} if search or not exact else notes["found"]
-    wanted = [c for c in cases() if str(c) in made and c.inputs in inputs and c.operation in operations]
+    found: dict[str, Any] = {}
+    if samples is None:
+        samples, notes = recorded_products()
+        found = {} if search else notes["found"]
+    chosen = [c for c in cases() if str(c) in samples and c.inputs in inputs and c.operation in operations]
     rows: list[dict[str, Any]] = []
     kernels: dict[Case, Arithmetic] = {}  # the library's choice depends on the shape, not on the numbers
-    for case in tqdm(wanted, unit="product", disable=not progress, leave=False):
-        result, family = made[str(case)].double(), replace(case, inputs=INPUTS[0])
-        if str(family) in known:
-            kernels[family] = _read(family, known[str(family)])
+    for case in tqdm(chosen, unit="product", disable=not progress, leave=False):
+        family = replace(case, inputs=INPUTS[0])
+        if family not in kernels and str(family) in found:
+            fit = found[str(family)] | {"result": case.result, "roundings": tuple(found[str(family)]["roundings"])}
+            kernels[family] = replace(PRECISIONS[fit["format"]], **fit)
         elif family not in kernels:
-            kernels[family] = _closest(family, made[str(family)].double(), exact)
-        rows.append(_row(case, result, kernels[family], exact))
+            kernels[family] = _closest(family, samples[str(family)].double(), exact)
+        rows.append(_row(case, samples[str(case)].double(), kernels[family], exact))
     return pd.DataFrame(rows)
+
+
+def find_kernels(folder: Path) -> None:
+    """Search for the arithmetic of every recorded kernel, minutes long, and keep it in `found.json` beside them."""
+    from tqdm.auto import tqdm
+
+    samples, _ = recorded_products()
+    found = {}
+    for case in tqdm([case for case in cases() if case.inputs == INPUTS[0]], unit="kernel"):
+        how = _closest(case, samples[str(case)].double(), exact=True)
+        names = ("format", "roundings", "order", "slices", "tile")
+        found[str(case)] = {name: getattr(how, name) for name in names}
+    (folder / "found.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _closest(case: Case, result: Tensor, exact: bool) -> Arithmetic:
@@ -291,45 +305,24 @@ def _closest(case: Case, result: Tensor, exact: bool) -> Arithmetic:
     if case.format == "tf32":
         tf32 = replace(PRECISIONS["tf32"], tile=CHIPS["hopper"].tile)
         candidates = [replace(tf32, roundings=(mode,) * 3) for mode in MODES] + [PRECISIONS["float32"]]
-    best = min(candidates, key=lambda how: _finite_norm(_emulated(case, how) - result))
+    best = min(candidates, key=lambda how: _finite_norm(case.emulated(how) - result))
     if not exact or best.format == "float32":
         return best
     tiles = [32, None] if case.operation in (FORWARD, TO_INPUT) else [None]
-    most = SLICES if case.operation == MATRIX else 1
-    tries = [replace(best, order="tensor-core", tile=tile, slices=1 + n) for tile in tiles for n in range(most)]
-    equal = 0.0
-    for how in tries:
-        now = _equal(_emulated(case, how), result)
-        if now > equal or how is tries[0]:
-            best, equal = how, now
+    slices = range(1, 1 + (MOST_SLICES if case.operation == MATRIX else 1))
+    most = -1.0
+    for how in (replace(best, order="tensor-core", tile=tile, slices=n) for tile in tiles for n in slices):
+        equal = _equal(case.emulated(how), result)
+        if equal > most:
+            best, most = how, equal
         if equal == 1:
             break
     return best
 
 
-FOUND = ("format", "roundings", "order", "slices", "tile")
-
-
-def find_kernels(folder: Path) -> None:
-    """Search for the arithmetic of every recorded kernel, minutes long, and keep it in `found.json` beside them."""
-    from tqdm.auto import tqdm
-
-    made, _ = recorded_products()
-    found = {}
-    for case in tqdm([case for case in cases() if case.inputs == INPUTS[0]], unit="kernel"):
-        how = _closest(case, made[str(case)].double(), exact=True)
-        found[str(case)] = {name: getattr(how, name) for name in FOUND}
-    (folder / "found.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
-
-def _read(case: Case, known: dict[str, Any]) -> Arithmetic:
-    start = PRECISIONS[known["format"]]
-    return replace(start, result=case.result, **known | {"roundings": tuple(known["roundings"])})
-
-
 def _row(case: Case, result: Tensor, how: Arithmetic, exact: bool) -> dict[str, Any]:
-    right = _exact(case)
-    emulated = _emulated(case, replace(how, order=None, slices=1))
+    truth = case.exact()
+    emulated = case.emulated(replace(how, order=None, slices=1))
     row: dict[str, Any] = {
         "operation": case.operation,
         "size": case.size,
@@ -339,14 +332,14 @@ def _row(case: Case, result: Tensor, how: Arithmetic, exact: bool) -> dict[str, 
         "result": case.result,
         "used": how.format,
         "rounding": "" if how.format == "float32" else how.roundings[0],
-        "error": _finite_norm(result - right) / _finite_norm(right),
-        "explained": _explained(result, emulated, right),
+        "error": _finite_norm(result - truth) / _finite_norm(truth),
+        "explained": _explained(result, emulated, truth),
         "equal": _equal(emulated, result),
     }
     if exact and how.order is not None:
-        emulated = _emulated(case, how)
+        emulated = case.emulated(how)
         row |= {"tile": how.tile, "slices": how.slices}
-        row |= {"explained_exact": _explained(result, emulated, right), "equal_exact": _equal(emulated, result)}
+        row |= {"explained_exact": _explained(result, emulated, truth), "equal_exact": _equal(emulated, result)}
     return row
 
 
@@ -355,40 +348,28 @@ def summarize_products(frame: pd.DataFrame) -> pd.DataFrame:
 
     `least` and `median` are over the cases; `bit for bit` counts those in which every element is the same.
 
-    >>> frame = compare_products(inputs=["normal"], operations=["matrix product"], exact=False, progress=False)
-    >>> int(summarize_products(frame)["cases"].sum()) == len(frame)
-    True
+    Examples:
+        >>> frame = compare_products(inputs=["normal"], operations=["matrix product"], exact=False, progress=False)
+        >>> int(summarize_products(frame)["cases"].sum()) == len(frame)
+        True
     """
-    import pandas as pd
-
-    def summary(rows: pd.DataFrame) -> pd.Series:
-        return pd.Series(
-            {
-                "cases": len(rows),
-                "median error": rows.error.median(),
-                "least explained": rows.explained.min(),
-                "median explained": rows.explained.median(),
-                "median equal": rows.equal.median(),
-                "least explained, tensor core's sums": rows.explained_exact.min(),
-                "median equal, tensor core's sums": rows.equal_exact.median(),
-                "bit for bit, tensor core's sums": int((rows.equal_exact == 1).sum()),
-            }
-        )
-
     # Factors that are short already leave no deviation but that of the sums: a question of its own.
+    inputs = frame.inputs.where(frame.inputs == "already rounded", "to be rounded")
     frame = frame.reindex(columns=[*frame.columns.union(["explained_exact", "equal_exact"], sort=False)])
-    frame = frame.assign(inputs=frame.inputs.where(frame.inputs == "already rounded", "to be rounded"))
-    keys = ["operation", "asked", "result", "used", "rounding", "inputs"]
-    return frame.groupby(keys, sort=False).apply(summary, include_groups=False).reset_index()
-
-
-def _exact(case: Case) -> Tensor:
-    return case.kept(case.compute(*(x.double() for x in case.part(*case.operands))))
-
-
-def _emulated(case: Case, how: Arithmetic) -> Tensor:
-    with emulate(how):
-        return case.kept(case.compute(*case.part(*case.operands))).double()
+    groups = frame.assign(inputs=inputs, same_bits=frame.equal_exact == 1).groupby(
+        ["operation", "asked", "result", "used", "rounding", "inputs"], sort=False
+    )
+    columns = {
+        "cases": ("error", "size"),
+        "median error": ("error", "median"),
+        "least explained": ("explained", "min"),
+        "median explained": ("explained", "median"),
+        "median equal": ("equal", "median"),
+        "least explained, tensor core's sums": ("explained_exact", "min"),
+        "median equal, tensor core's sums": ("equal_exact", "median"),
+        "bit for bit, tensor core's sums": ("same_bits", "sum"),
+    }
+    return groups.agg(**columns).astype(float).reset_index()
 
 
 def _explained(result: Tensor, emulated: Tensor, exact: Tensor) -> float:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from gpulab.numerics.formats import FORMATS, MODES, power_of_two, round_to
 
 ORDERS = ("sequential", "pairwise", "tensor-core")
 HALVES = (torch.float16, torch.bfloat16)
+MATRIX, CONVOLUTION, WEIGHT = range(3)  # places in `Arithmetic.roundings`
 CHUNK = 1 << 18  # products that are looked at together: a tensor of 2 MiB, which caches hold
 
 
@@ -36,16 +37,19 @@ CHUNK = 1 << 18  # products that are looked at together: a tensor of 2 MiB, whic
 class Arithmetic:
     """How a chip multiplies and sums matrices of float32 numbers.
 
-    Factors are rounded to `format`: those of matrix products, of convolutions with the gradient of their
-    input, and of the gradient of their weight by one rounding each of `roundings`. The sum is float32's, in
-    this machine's order or in `order`; where it is split into `slices`, that many sums are made and added in
-    turn. The result is rounded to `result`.
-
-    A tensor core adds `block` products to the sum at once, each cut `fraction` bits below the leading bit of
-    the largest, and cuts the new sum to `kept` significant bits. Factors that are 16-bit numbers themselves
-    are its own too: `half_block` of them at once. A slice is a multiple of `step` products. A convolution
-    runs through `tile` channels at every place of its kernel, then through the next ones; through all of
-    them where there is no tile.
+    Args:
+        name: of the arithmetic.
+        format: that factors are rounded to.
+        roundings: how: of matrix products; of convolutions and the gradient of their input; of that of their weight.
+        result: the format that the sum, which is float32's, is rounded to.
+        order: of the sum; None for this machine's.
+        slices: into so many sums it is split, which are added in turn.
+        block: products that a tensor core adds to the sum at once.
+        half_block: the same where the factors are 16-bit numbers themselves; 0 where it takes none.
+        fraction: each product is cut so many bits below the leading bit of the block's largest.
+        kept: significant bits that the new sum is cut to.
+        step: a slice is a multiple of so many products.
+        tile: channels that a convolution runs through at every place of its kernel, before the next ones; None for all.
     """
 
     name: str
@@ -89,8 +93,9 @@ KNOWN = PRECISIONS | CHIPS
 def arithmetic_of(name: str = "float32", order: str | None = None, rounding: str | None = None) -> Arithmetic:
     """Look an arithmetic up by the name of a format or a chip, with another order of summation or rounding.
 
-    >>> str(arithmetic_of("tf32", "tensor-core+split-2"))
-    'tf32, summed tensor-core+split-2'
+    Examples:
+        >>> str(arithmetic_of("tf32", "tensor-core+split-2"))
+        'tf32, summed tensor-core+split-2'
     """
     if name not in KNOWN:
         raise UsageError(
@@ -98,18 +103,18 @@ def arithmetic_of(name: str = "float32", order: str | None = None, rounding: str
         )
     if rounding is not None and rounding not in MODES:
         raise UsageError(f"rounding {rounding!r}: expected {', '.join(MODES)}")
-    found = re.fullmatch(rf"({'|'.join(ORDERS)})?(?:(?:^|\+)split-([1-9]\d{{0,3}}))?", order or "")
-    if order is not None and (not order or not found):
+    parts = re.fullmatch(rf"({'|'.join(ORDERS)})?(?:(?:^|\+)split-([1-9]\d{{0,3}}))?", order or "")
+    if parts is None or order == "":
         raise UsageError(
             f"order {order!r}: expected {', '.join(ORDERS)} or split-N (N sums, added in turn; N from 1 to 9999), "
             f"or both, such as {ORDERS[-1]}+split-4"
         )
-    whole, slices = found.groups() if found else (None, None)
-    known = KNOWN[name]
-    if whole == "tensor-core" and known.format.startswith("float32") and (name == "pascal" or name in PRECISIONS):
+    whole, slices = parts.groups()
+    how = KNOWN[name]
+    if whole == "tensor-core" and how.format.startswith("float32") and (name == "pascal" or name in PRECISIONS):
         raise UsageError(f"order {order!r}: there are no tensor cores for {name}; tf32, ampere or hopper have them")
-    roundings = known.roundings if rounding is None else (rounding,) * 3
-    return replace(known, order=whole, slices=int(slices or 1), roundings=roundings)
+    roundings = how.roundings if rounding is None else (rounding,) * 3
+    return replace(how, order=whole, slices=int(slices or 1), roundings=roundings)
 
 
 @contextlib.contextmanager
@@ -118,35 +123,37 @@ def emulate(
 ) -> Iterator[Arithmetic]:
     """Inside the `with` block, products of matrices and convolutions compute as another chip would.
 
-    Those of any PyTorch code, forward and backward, on any device, as long as the numbers are float32.
+    Those of any PyTorch code, forward and backward, on any device, as long as the numbers are float32. An
+    emulation inside another one replaces it for its block. What it cannot know is which kernel a library will
+    choose: an H200 that may use TF32 computes many small convolutions in float32 all the same
+    (`gpulab.compare_products`).
 
-    `name` is a format (`tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2`, `float32`,
-    `float32_ftz`, which takes subnormal numbers for zero) or a generation of cards (`pascal`: GTX 10;
-    `turing`: RTX 20; `ampere`: RTX 30, A100; `hopper`: H100, H200), or an `Arithmetic` of one's own. The
-    16-bit formats return 16-bit numbers, as autocast does; the 8-bit ones scale each tensor to their range
-    first, as torchao does.
+    Args:
+        name: a format (`tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2`, `float32`, or `float32_ftz`,
+            which takes subnormal numbers for zero), a generation of cards (`pascal`: GTX 10; `turing`: RTX 20;
+            `ampere`: RTX 30, A100; `hopper`: H100, H200), or an `Arithmetic` of one's own. The 16-bit formats
+            return 16-bit numbers, as autocast does; the 8-bit ones scale each tensor to their range first, as
+            torchao does.
+        order: how the products are added: `sequential`, `pairwise`, `tensor-core`, or `split-N`, into N sums that are
+            added in turn, as N threads or a split-K kernel would; `tensor-core+split-4` is both. None leaves it to
+            this machine's libraries, the fast way: sums are float32's then, and only the formats differ.
+        rounding: of the factors: `nearest`, `away` or `truncate`. None is `nearest` in a format, and for a chip what
+            its libraries' kernels do (cuDNN's newest cut the factors of weight gradients).
 
-    `order` says how the products are added: `sequential`, `pairwise`, `tensor-core`, or `split-N`, into N
-    sums that are added in turn, as N threads or a split-K kernel would; `tensor-core+split-4` is both. None
-    leaves it to this machine's libraries, the fast way: sums are float32's then, and only the formats differ.
+    Raises:
+        UsageError: for unknown names.
+        GpulabError: where an operation hides its products.
 
-    `rounding` of the factors is `nearest` in a format, and for a chip what its libraries' kernels do (cuDNN's
-    newest cut the factors of weight gradients); `nearest`, `away` or `truncate` is used for all if given.
-    An emulation inside another one replaces it for its block.
+    Examples:
+        >>> x = torch.tensor([[1.0, 1 / 3]])
+        >>> with emulate("tf32"):
+        ...     (x @ x.T).item()
+        1.1110568046569824
+        >>> (x @ x.T).item()
+        1.1111111640930176
 
-    What it cannot know is which kernel a library will choose: an H200 that may use TF32 computes many small
-    convolutions in float32 all the same (`gpulab.products`).
-
-    Raises `UsageError` for unknown names, and `GpulabError` where an operation hides its products.
-
-    >>> x = torch.tensor([[1.0, 1 / 3]])
-    >>> with emulate("tf32"):
-    ...     (x @ x.T).item()
-    1.1110568046569824
-    >>> (x @ x.T).item()
-    1.1111111640930176
-
-    Sources: Fasi, Higham, Mikaitis, Pranesh 2021 (PeerJ Computer Science 7:e330); Xie et al. 2025 (arXiv 2511.10909).
+    References:
+        Fasi, Higham, Mikaitis, Pranesh 2021 (PeerJ Computer Science 7:e330); Xie et al. 2025 (arXiv 2511.10909).
     """
     how = name if isinstance(name, Arithmetic) else arithmetic_of(name, order, rounding)
     outer = _in_force()
@@ -166,9 +173,10 @@ def emulate(
 def emulating() -> bool:
     """Whether an emulation is in force here.
 
-    >>> with emulate("tf32"):
-    ...     emulating()
-    True
+    Examples:
+        >>> with emulate("tf32"):
+        ...     emulating()
+        True
     """
     return bool(_in_force())
 
@@ -179,18 +187,9 @@ def _in_force() -> list[_Emulator]:
 
 # --- which operations ------------------------------------------------------------------------------------
 
-# Where the two factors stand among the arguments, and where what is added to their product.
-MATRIX_PRODUCTS = {
-    "mm": (0, 1, None),
-    "bmm": (0, 1, None),
-    "mv": (0, 1, None),
-    "dot": (0, 1, None),
-    "vdot": (0, 1, None),
-    "addmm": (1, 2, 0),
-    "addmv": (1, 2, 0),
-    "baddbmm": (1, 2, 0),
-    "addbmm": (1, 2, 0),
-}
+MATRIX_PRODUCTS = {"mm", "bmm", "mv", "dot", "vdot"}
+SUMS_WITH_PRODUCTS = {"addmm", "addmv", "baddbmm", "addbmm"}  # what is added stands before the two factors
+EMULATED = MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | {"convolution", "convolution_backward", "_euclidean_dist"}
 # Operations with products inside that no rounding of the arguments reaches.
 FUSED = re.compile(
     r"_?(mkldnn_rnn|cudnn_rnn|miopen_rnn|thnn_fused|scaled_dot_product|flash_attention|efficient_attention"
@@ -211,20 +210,23 @@ class _Emulator(TorchDispatchMode):
         """Run an operation, a product as the chip would."""
         kwargs = kwargs or {}
         name = None if self.paused else _product_in(operation)
-        if name is None:
+        first = 1 if name in SUMS_WITH_PRODUCTS else 0
+        if name is None or not self._concerns(args[first : first + 2]):
             return operation(*args, **kwargs)
-        factors = MATRIX_PRODUCTS[name][:2] if name in MATRIX_PRODUCTS else (0, 1)
-        if not self._concerns(args[place] for place in factors):
-            return operation(*args, **kwargs)
-        if name in MATRIX_PRODUCTS:
-            return _matrix_product(operation, name, args, kwargs, self.how)
-        if name in CONVOLUTIONS:
-            return CONVOLUTIONS[name](operation, args, self.how)
+        if name not in EMULATED:
+            remedy = (
+                "use cudnn=off" if "cudnn" in name else "write it with matrix products, or leave it outside the block"
+            )
+            raise GpulabError(f"emulation does not reach the products inside {name}: {remedy}")
+        if name == "convolution":
+            return _convolution(operation, args, self.how)
+        if name == "convolution_backward":
+            return _convolution_backward(operation, args, self.how)
         if name == "_euclidean_dist":
             return _euclidean_distances(args[0], args[1], self.how)
-        raise GpulabError(f"emulation does not reach the products inside {name}: {_remedy(name)}")
+        return _matrix_product(operation, name, args, kwargs, self.how)
 
-    def _concerns(self, factors: Iterable[Any]) -> bool:
+    def _concerns(self, factors: Sequence[Any]) -> bool:
         """Whether these are numbers that the chip would treat in its own way: float32; 16-bit ones in its order."""
         dtypes = {factor.dtype for factor in factors if isinstance(factor, Tensor)}
         return dtypes == {torch.float32} or (
@@ -261,18 +263,10 @@ class _Unfused(TorchFunctionMode):
 def _product_in(operation: Any) -> str | None:
     """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None for the others."""
     name = operation._schema.name.partition("::")[2].rstrip("_")
-    known = name in MATRIX_PRODUCTS or name in CONVOLUTIONS or name == "_euclidean_dist" or FUSED.fullmatch(name)
-    return name if known else None
-
-
-def _remedy(name: str) -> str:
-    return "use cudnn=off" if "cudnn" in name else "write it with matrix products, or leave it outside the block"
+    return name if name in EMULATED or FUSED.fullmatch(name) else None
 
 
 # --- products --------------------------------------------------------------------------------------------
-
-
-MATRIX, CONVOLUTION, WEIGHT = range(3)  # places in `Arithmetic.roundings`
 
 
 def product(a: Tensor, b: Tensor, how: Arithmetic, kind: int = MATRIX) -> Tensor:
@@ -285,8 +279,9 @@ def product(a: Tensor, b: Tensor, how: Arithmetic, kind: int = MATRIX) -> Tensor
 def rounded_factor(x: Tensor, name: str, rounding: str | None = None) -> Tensor:
     """A factor of a matrix product as an arithmetic has it: in its format, scaled first where that has 8 bits.
 
-    >>> rounded_factor(torch.tensor([1e-4, 3e-4]), "float8_e4m3fn").tolist()
-    [9.918212890625e-05, 0.00030517578125]
+    Examples:
+        >>> rounded_factor(torch.tensor([1e-4, 3e-4]), "float8_e4m3fn").tolist()
+        [9.918212890625e-05, 0.00030517578125]
     """
     return _rounded(x, arithmetic_of(name, rounding=rounding))
 
@@ -304,36 +299,30 @@ def _rounded(x: Tensor, how: Arithmetic, kind: int = MATRIX) -> Tensor:
 
 
 def _finished(x: Tensor, how: Arithmetic, dtype: torch.dtype) -> Tensor:
-    made = round_to(x, how.result) if dtype == torch.float32 and how.result != "float32" else x
-    return made.to(dtype).contiguous()  # as kernels return it
+    rounded = round_to(x, how.result) if dtype == torch.float32 and how.result != "float32" else x
+    return rounded.to(dtype).contiguous()  # as kernels return it
 
 
 def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], how: Arithmetic) -> Any:
-    first, second, added = MATRIX_PRODUCTS[name]
-    factors = args[first], args[second]
-    dtype = factors[0].dtype
-    if not _reordered(how, dtype):
-        changed = list(args)
-        changed[first], changed[second] = (_rounded(factor, how) for factor in factors)
-        made = operation(*changed, **kwargs)
-        return made if how.result == "float32" else made.copy_(round_to(made, how.result))
-    made = _shaped_product(name, *factors, how)
-    if added is not None:
-        beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-        made = alpha * made + beta * args[added] if beta else alpha * made
-    made = _finished(made, how, dtype)
-    target = args[0] if operation._schema.name.endswith("_") else kwargs.get("out")
-    return made if target is None else target.resize_(made.shape).copy_(made)
-
-
-def _shaped_product(name: str, a: Tensor, b: Tensor, how: Arithmetic) -> Tensor:
+    first = 1 if name in SUMS_WITH_PRODUCTS else 0
+    a, b = args[first : first + 2]
+    if not _reordered(how, a.dtype):
+        out = operation(*args[:first], _rounded(a, how), _rounded(b, how), *args[first + 2 :], **kwargs)
+        return out if how.result == "float32" else out.copy_(round_to(out, how.result))
     if name in ("mv", "addmv"):
-        return product(a, b[:, None], how)[:, 0]
-    if name in ("dot", "vdot"):
-        return product(a[None], b[:, None], how)[0, 0]
-    if name == "addbmm":  # the sum runs over the batch as well
-        return product(a.transpose(0, 1).flatten(1), b.flatten(0, 1), how)
-    return product(a, b, how)
+        out = product(a, b[:, None], how)[:, 0]
+    elif name in ("dot", "vdot"):
+        out = product(a[None], b[:, None], how)[0, 0]
+    elif name == "addbmm":  # the sum runs over the batch as well
+        out = product(a.transpose(0, 1).flatten(1), b.flatten(0, 1), how)
+    else:
+        out = product(a, b, how)
+    if name in SUMS_WITH_PRODUCTS:
+        beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+        out = alpha * out + beta * args[0] if beta else alpha * out
+    out = _finished(out, how, a.dtype)
+    target = args[0] if operation._schema.name.endswith("_") else kwargs.get("out")
+    return out if target is None else target.resize_(out.shape).copy_(out)
 
 
 def _euclidean_distances(x: Tensor, y: Tensor, how: Arithmetic) -> Tensor:
@@ -354,9 +343,8 @@ def _reordered(how: Arithmetic, dtype: torch.dtype) -> bool:
 # --- convolutions ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Geometry:
-    """Stride, padding, dilation and output padding in two dimensions, and the number of groups."""
+class _Geometry(NamedTuple):
+    """What a convolution does along each of two dimensions, and its number of groups."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -365,7 +353,14 @@ class _Geometry:
     groups: int
 
     @classmethod
-    def of(cls, sides: int, groups: int, stride: Any, padding: Any, dilation: Any, output_padding: Any) -> _Geometry:
+    def of(cls, x: Tensor, stride: Any, padding: Any, dilation: Any, output_padding: Any, groups: int) -> _Geometry:
+        sides = x.dim() - 2
+        if sides > 2:
+            raise GpulabError(
+                f"orders of summation are emulated for convolutions over one or two dimensions, and this one runs over "
+                f"{sides}: leave `order` away, or the operation outside the block"
+            )
+
         def both(values: Sequence[int], fill: int) -> tuple[int, ...]:
             return (fill,) * (2 - sides) + tuple(values if len(values) == sides else [*values] * sides)
 
@@ -377,73 +372,45 @@ def _convolution(operation: Any, args: Sequence[Any], how: Arithmetic) -> Tensor
     if not _reordered(how, x.dtype):
         factors = (_rounded(factor, how, CONVOLUTION) for factor in (x, weight))
         return _finished(operation(*factors, *args[2:]), how, x.dtype)
-    geometry = _Geometry.of(_sides(x), groups, stride, padding, dilation, output_padding)
-    flat, kernel = _two_sided(x), _two_sided(weight)
+    geometry = _Geometry.of(x, stride, padding, dilation, output_padding, groups)
+    image, kernel = _two_sided(x), _two_sided(weight)
     if transposed:
-        size = [
-            (n - 1) * s - 2 * p + d * (k - 1) + o + 1
-            for n, s, p, d, k, o in zip(
-                flat.shape[2:],
-                geometry.stride,
-                geometry.padding,
-                geometry.dilation,
-                kernel.shape[2:],
-                geometry.output_padding,
-                strict=True,
-            )
-        ]
-        made = _input_gradient(flat, kernel, size, geometry, how)
+        sides = zip(image.shape[2:], kernel.shape[2:], *geometry[:4], strict=True)
+        size = [(n - 1) * s - 2 * p + d * (k - 1) + o + 1 for n, k, s, p, d, o in sides]
+        out = _input_gradient(image, kernel, size, geometry, how)
     else:
-        made = _correlation(flat, kernel, geometry, how)
-    made = made if bias is None else made + bias[:, None, None]
-    return _finished(made.reshape(*made.shape[:2], *made.shape[4 - _sides(x) :]), how, x.dtype)
+        out = _correlation(image, kernel, geometry, how)
+    out = out if bias is None else out + bias[:, None, None]
+    return _finished(out if x.dim() == 4 else out.squeeze(2), how, x.dtype)
 
 
 def _convolution_backward(operation: Any, args: Sequence[Any], how: Arithmetic) -> tuple[Tensor | None, ...]:
-    gradient, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, wanted = args
-    to_bias = gradient.sum([0, *range(2, gradient.dim())]) if wanted[2] else None  # a sum, not a product
+    gradient, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask = args
+    to_input: Any = None
+    to_weight: Any = None
     if not _reordered(how, x.dtype):
-        to_input, to_weight = _both_gradients(operation, args, how)
+        # At once, or one after the other where their factors are rounded differently.
+        at_once = how.roundings[CONVOLUTION] == how.roundings[WEIGHT] or not all(mask[:2])
+        gradients = []
+        for wanted in [mask[:2]] if at_once else [[True, False], [False, True]]:
+            factors = (_rounded(factor, how, CONVOLUTION if wanted[0] else WEIGHT) for factor in args[:3])
+            gradients.append(operation(*factors, *args[3:10], [*wanted, False]))
+        to_input, to_weight = gradients[0][0], gradients[-1][1]
     else:
-        geometry = _Geometry.of(_sides(x), groups, stride, padding, dilation, output_padding)
-        flow, seen, kernel = (_two_sided(t) for t in (gradient, x, weight))
-        if transposed:
-            to_input = _correlation(flow, kernel, geometry, how) if wanted[0] else None
-            to_weight = _weight_gradient(seen, flow, kernel, geometry, how) if wanted[1] else None
-        else:
-            to_input = _input_gradient(flow, kernel, seen.shape[2:], geometry, how) if wanted[0] else None
-            to_weight = _weight_gradient(flow, seen, kernel, geometry, how) if wanted[1] else None
-    made = (
-        None if t is None or not asked else _finished(t.reshape(like.shape), how, x.dtype)
-        for t, asked, like in zip((to_input, to_weight), wanted, (x, weight), strict=False)
+        geometry = _Geometry.of(x, stride, padding, dilation, output_padding, groups)
+        flow, image, kernel = (_two_sided(t) for t in (gradient, x, weight))
+        if mask[0] and transposed:
+            to_input = _correlation(flow, kernel, geometry, how)
+        elif mask[0]:
+            to_input = _input_gradient(flow, kernel, image.shape[2:], geometry, how)
+        if mask[1]:
+            to_weight = _weight_gradient(*((image, flow) if transposed else (flow, image)), kernel, geometry, how)
+    to_bias = gradient.sum([0, *range(2, gradient.dim())]) if mask[2] else None  # a sum, not a product
+    return (
+        _finished(to_input.reshape(x.shape), how, x.dtype) if mask[0] else None,
+        _finished(to_weight.reshape(weight.shape), how, x.dtype) if mask[1] else None,
+        to_bias,
     )
-    return *made, to_bias
-
-
-def _both_gradients(operation: Any, args: Sequence[Any], how: Arithmetic) -> tuple[Tensor | None, Tensor | None]:
-    """In this machine's order: at once, or one after the other where their factors are rounded differently."""
-    wanted = args[10][:2]
-    if how.roundings[CONVOLUTION] == how.roundings[WEIGHT] or not all(wanted):
-        kind = CONVOLUTION if wanted[0] else WEIGHT
-        factors = (_rounded(factor, how, kind) for factor in args[:3])
-        return operation(*factors, *args[3:10], [*wanted, False])[:2]
-    halves = []
-    for kind in (CONVOLUTION, WEIGHT):
-        factors = (_rounded(factor, how, kind) for factor in args[:3])
-        halves.append(operation(*factors, *args[3:10], [kind == CONVOLUTION, kind == WEIGHT, False]))
-    return halves[0][0], halves[1][1]
-
-
-CONVOLUTIONS = {"convolution": _convolution, "convolution_backward": _convolution_backward}
-
-
-def _sides(x: Tensor) -> int:
-    if x.dim() > 4:
-        raise GpulabError(
-            f"orders of summation are emulated for convolutions over one or two dimensions, and this one runs over "
-            f"{x.dim() - 2}: leave `order` away, or the operation outside the block"
-        )
-    return x.dim() - 2
 
 
 def _two_sided(x: Tensor) -> Tensor:
@@ -461,39 +428,28 @@ def _correlation(x: Tensor, weight: Tensor, geometry: _Geometry, how: Arithmetic
     size = weight.shape[2:]
     rows, columns = weight.flatten(1).unflatten(0, (geometry.groups, -1)), _patches(x, size, geometry)
     if how.order == "tensor-core":
-        way = _way(weight.shape[1], size, how.tile)
-        rows, columns = rows[:, :, way], columns[:, way]
-    made = product(rows, columns, how, CONVOLUTION)
-    height, width = (
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, p, d, k, s in zip(x.shape[2:], geometry.padding, geometry.dilation, size, geometry.stride, strict=True)
-    )
-    return made.reshape(len(weight), len(x), height, width).transpose(0, 1)
-
-
-def _way(channels: int, size: Sequence[int], tile: int | None) -> Tensor:
-    """In which order a GPU runs through the products of an output: tiles of channels, the kernel's places, channels."""
-    places = torch.arange(channels * size[0] * size[1]).reshape(channels, -1)
-    return torch.cat([part.T.flatten() for part in places.split(tile or channels)])
+        # A GPU runs through a tile of channels at each of the kernel's places, then through the next tile.
+        terms = torch.arange(weight[0].numel()).reshape(weight.shape[1], -1)
+        order = torch.cat([tile.T.flatten() for tile in terms.split(how.tile or len(terms))])
+        rows, columns = rows[:, :, order], columns[:, order]
+    out = product(rows, columns, how, CONVOLUTION)
+    sides = zip(x.shape[2:], size, *geometry[:3], strict=True)
+    places = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides]
+    return out.reshape(len(weight), len(x), *places).transpose(0, 1)
 
 
 def _input_gradient(
     gradient: Tensor, weight: Tensor, size: Sequence[int], geometry: _Geometry, how: Arithmetic
 ) -> Tensor:
     """The gradient of the input, of height and width `size`: the turned kernel over the spread-out gradient."""
-    spread = gradient.new_zeros(
-        *gradient.shape[:2],
-        *((n - 1) * s + 1 for n, s in zip(gradient.shape[2:], geometry.stride, strict=True)),
-    )
-    spread[:, :, :: geometry.stride[0], :: geometry.stride[1]] = gradient
+    stride, places = geometry.stride, gradient.shape[2:]
+    spread = gradient.new_zeros(*gradient.shape[:2], *((n - 1) * s + 1 for n, s in zip(places, stride, strict=True)))
+    spread[:, :, :: stride[0], :: stride[1]] = gradient
     margins: list[int] = []
-    for n, have, p, d, k in zip(
-        size, spread.shape[2:], geometry.padding, geometry.dilation, weight.shape[2:], strict=True
-    ):
+    for n, have, k, p, d in zip(size, spread.shape[2:], weight.shape[2:], *geometry[1:3], strict=True):
         margins = [d * (k - 1) - p, n + p - have, *margins]  # F.pad begins with the last dimension
     turned = weight.unflatten(0, (geometry.groups, -1)).transpose(1, 2).flatten(0, 1).flip(2, 3)
-    plain = replace(geometry, stride=(1, 1), padding=(0, 0))
-    return _correlation(F.pad(spread, margins), turned, plain, how)
+    return _correlation(F.pad(spread, margins), turned, geometry._replace(stride=(1, 1), padding=(0, 0)), how)
 
 
 def _weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, geometry: _Geometry, how: Arithmetic) -> Tensor:
@@ -510,22 +466,16 @@ def summed(a: Tensor, b: Tensor, how: Arithmetic) -> Tensor:
     each = max(1, -(-inner // how.slices))
     if how.order == "tensor-core":
         each = -(-each // how.step) * how.step
-    total, *others = (
-        _summed_whole(a[..., k : k + each], b[..., k : k + each, :], how) for k in range(0, max(1, inner), each)
+    add_up: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
+        None: torch.matmul,
+        "sequential": _sequential,
+        "pairwise": _pairwise,
+        "tensor-core": functools.partial(_tensor_core, how=how),
+    }
+    slices = range(0, max(1, inner), each)
+    return functools.reduce(
+        torch.add, (add_up[how.order](a[..., k : k + each], b[..., k : k + each, :]) for k in slices)
     )
-    for part in others:
-        total = total + part
-    return total
-
-
-def _summed_whole(a: Tensor, b: Tensor, how: Arithmetic) -> Tensor:
-    if how.order == "sequential":
-        return _sequential(a, b)
-    if how.order == "pairwise":
-        return _pairwise(a, b)
-    if how.order == "tensor-core":
-        return _tensor_core(a, b, how)
-    return torch.matmul(a, b)
 
 
 def _sequential(a: Tensor, b: Tensor) -> Tensor:
@@ -563,8 +513,8 @@ def _tensor_core(a: Tensor, b: Tensor, how: Arithmetic) -> Tensor:
     a = a.expand(*shape[:-2], *a.shape[-2:]).reshape(-1, *a.shape[-2:])
     b = b.expand(*shape[:-2], *b.shape[-2:]).reshape(-1, *b.shape[-2:])
     rows = max(1, CHUNK // max(1, how.block * shape[-1]))
-    made = [torch.cat([_fused(part, y, how) for part in x.split(rows)]) for x, y in zip(a, b, strict=True)]
-    return torch.stack(made).reshape(shape) if made else a.new_zeros(shape)
+    sums = [torch.cat([_fused(part, y, how) for part in x.split(rows)]) for x, y in zip(a, b, strict=True)]
+    return torch.stack(sums).reshape(shape) if sums else a.new_zeros(shape)
 
 
 def _fused(a: Tensor, b: Tensor, how: Arithmetic) -> Tensor:

@@ -17,50 +17,58 @@ MODES = ("nearest", "away", "truncate")
 class Format:
     """A binary floating-point format.
 
-    `precision` counts the significant bits, the leading one included; the smallest normal number is
-    2 to the power of `smallest`, the largest finite one is `largest`. `dtype` is torch's, where it has one.
+    Args:
+        precision: significant bits, the leading one included.
+        minexp: 2 to this power is the smallest normal number.
+        largest: the largest finite number.
+        dtype: torch's, where it has one.
     """
 
     precision: int
-    smallest: int
+    minexp: int
     largest: float
     dtype: torch.dtype | None = None
     subnormals: bool = True
     infinities: bool = True
 
 
-def _of(dtype: torch.dtype, precision: int, infinities: bool = True) -> Format:
-    limits = torch.finfo(dtype)
-    return Format(precision, int(np.log2(limits.smallest_normal)), limits.max, dtype, infinities=infinities)
-
-
-# float32_ftz is float32 as code compiled for speed has it: subnormal numbers count as zero.
+LARGEST = torch.finfo(torch.float32).max
 FORMATS = {
-    "float32": _of(torch.float32, 24),
-    "float32_ftz": Format(24, -126, torch.finfo(torch.float32).max, subnormals=False),
+    "float32": Format(24, -126, LARGEST, torch.float32),
+    "float32_ftz": Format(24, -126, LARGEST, subnormals=False),  # as code compiled for speed has it
     "tf32": Format(11, -126, (2 - 2.0**-10) * 2.0**127),
-    "bfloat16": _of(torch.bfloat16, 8),
-    "float16": _of(torch.float16, 11),
-    "float8_e4m3fn": _of(torch.float8_e4m3fn, 4, infinities=False),
-    "float8_e5m2": _of(torch.float8_e5m2, 3),
+    "bfloat16": Format(8, -126, torch.finfo(torch.bfloat16).max, torch.bfloat16),
+    "float16": Format(11, -14, 65504.0, torch.float16),
+    "float8_e4m3fn": Format(4, -6, 448.0, torch.float8_e4m3fn, infinities=False),
+    "float8_e5m2": Format(3, -14, 57344.0, torch.float8_e5m2),
 }
 
 
 def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
-    """Round a float32 tensor to the numbers of the format `name`; float32 again, of the same shape.
+    """Round a float32 tensor to the numbers of a format.
 
-    `mode` is `nearest` (ties to even, IEEE 754), `away` (nearest, ties away from zero, as `cvt.rna` on a
-    GPU) or `truncate` (toward zero: the bits that the format lacks are dropped). What rounds beyond the
-    largest number becomes infinite, or that largest number in `float8_e4m3fn`, which has no infinities.
-    Raises `UsageError` for an unknown format or mode, and for numbers that are not float32.
+    Args:
+        x: float32 numbers of any shape.
+        name: of the format, one of `FORMATS`.
+        mode: `nearest` (ties to even, IEEE 754), `away` (nearest, ties away from zero, as `cvt.rna` on a GPU) or
+            `truncate` (toward zero: the bits that the format lacks are dropped).
 
-    >>> round_to(torch.tensor([1 / 3]), "tf32").item()
-    0.333251953125
-    >>> round_to(torch.tensor([300.0, 500.0]), "float8_e4m3fn").tolist()
-    [288.0, 448.0]
+    Returns:
+        Float32 again, of the same shape. What rounds beyond the largest number is infinite, or that largest number
+        in `float8_e4m3fn`, which has no infinities.
 
-    Source: Micikevicius et al. 2022, *FP8 formats for deep learning* (arXiv 2209.05433); NVIDIA, *A100 Tensor
-    Core GPU Architecture* (TF32).
+    Raises:
+        UsageError: for an unknown format or mode, and for numbers that are not float32.
+
+    Examples:
+        >>> round_to(torch.tensor([1 / 3]), "tf32").item()
+        0.333251953125
+        >>> round_to(torch.tensor([300.0, 500.0]), "float8_e4m3fn").tolist()
+        [288.0, 448.0]
+
+    References:
+        Micikevicius et al. 2022, *FP8 formats for deep learning* (arXiv 2209.05433); NVIDIA, *A100 Tensor Core GPU
+        Architecture* (TF32).
     """
     if name not in FORMATS or mode not in MODES:
         raise UsageError(f"format {name!r}, mode {mode!r}: expected {', '.join(FORMATS)}, and {', '.join(MODES)}")
@@ -70,41 +78,41 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
     if name == "float32":
         return x.clone()
     if not target.subnormals:
-        return torch.where(x.abs() < 2.0**target.smallest, x * 0.0, x)
-    if target.smallest == FORMATS["float32"].smallest and (target.dtype is None or mode != "nearest"):
+        return torch.where(x.abs() < 2.0**target.minexp, x * 0.0, x)
+    if target.minexp == -126 and (target.dtype is None or mode != "nearest"):
         return _round_bits(x, 24 - target.precision, mode)
     if mode == "nearest" and target.dtype is not None:
-        given = x if target.infinities else x.clamp(-target.largest, target.largest)  # torch before 2.12 made NaN of it
-        return given.to(target.dtype).to(torch.float32)
+        if not target.infinities:  # torch before 2.12 made NaN of what is larger
+            x = x.clamp(-target.largest, target.largest)
+        return x.to(target.dtype).float()
     return _round_steps(x, target, mode)
 
 
 def _round_bits(x: Tensor, dropped: int, mode: str) -> Tensor:
     """Round off the last bits of float32's significand, in a format with float32's exponents."""
     bits = x.view(torch.int32)
-    mask = -(1 << dropped)
     if mode == "nearest":
-        made = (bits >> dropped).bitwise_and_(1).add_(bits).add_((1 << (dropped - 1)) - 1)
+        bits = (bits >> dropped).bitwise_and_(1).add_(bits).add_((1 << (dropped - 1)) - 1)
     elif mode == "away":
-        made = bits + (1 << (dropped - 1))
+        bits = bits + (1 << (dropped - 1))
     else:
-        made = bits.clone()
-    rounded = made.bitwise_and_(mask).view(torch.float32)
+        bits = bits.clone()
+    rounded = bits.bitwise_and_(-(1 << dropped)).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)  # a NaN whose payload carries over would be a number
 
 
 def _round_steps(x: Tensor, target: Format, mode: str) -> Tensor:
     """Round to multiples of the format's step at each number, in float64, where both are exact."""
     wide = x.double()
-    exponent = torch.frexp(wide).exponent.clamp_min(target.smallest + 1)  # frexp's significands lie below 1
+    exponent = torch.frexp(wide).exponent.clamp_min(target.minexp + 1)  # frexp's significands lie below 1
     step = power_of_two(exponent - target.precision)
     half = 0.0 if mode == "truncate" else 0.5
-    made = torch.trunc(wide.abs() / step + half) * step
+    rounded = torch.trunc(wide.abs() / step + half) * step
     overflow = target.largest if mode == "truncate" or not target.infinities else np.inf
-    made = torch.where(made > target.largest, overflow, made)
+    rounded = torch.where(rounded > target.largest, overflow, rounded)
     if target.infinities:
-        made = torch.where(wide.isinf(), np.inf, made)
-    return torch.copysign(torch.where(wide.isnan(), wide, made), wide).float()
+        rounded = torch.where(wide.isinf(), np.inf, rounded)
+    return torch.copysign(torch.where(wide.isnan(), wide, rounded), wide).float()
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -115,13 +123,19 @@ def power_of_two(exponent: Tensor) -> Tensor:
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
     """How many numbers of their own format lie between two tensors' elements: 0 for equal ones, 1 for neighbours.
 
-    Both are of one floating-point type (float16, bfloat16, float32, float64) and of shapes that broadcast;
-    int64. Zeros of either sign are one number. A NaN is at 0 from a NaN and at 2^63 - 1 from a number.
+    Args:
+        a: float16, bfloat16, float32 or float64 numbers.
+        b: numbers of the same type, of a shape that broadcasts.
 
-    >>> ulp_distance(torch.tensor(1.0), torch.tensor(1.0000001))
-    tensor(1)
+    Returns:
+        int64. Zeros of either sign are one number. A NaN is at 0 from a NaN and at 2^63 - 1 from a number.
 
-    Source: B. Dawson, *Comparing floating point numbers* (2012), after W. Kahan.
+    Examples:
+        >>> ulp_distance(torch.tensor(1.0), torch.tensor(1.0000001))
+        tensor(1)
+
+    References:
+        B. Dawson, *Comparing floating point numbers* (2012), after W. Kahan.
     """
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size())
     if a.dtype != b.dtype or not a.is_floating_point() or whole is None:
@@ -148,8 +162,9 @@ def rounded_format(x: Tensor) -> str | None:
     `tf32` (or float16, which keeps as many bits), `bfloat16`, or None for full float32 numbers, and for
     whole numbers and their like, which are short without having been rounded.
 
-    >>> rounded_format(torch.randn(100)), rounded_format(round_to(torch.randn(100), "tf32"))
-    (None, 'tf32')
+    Examples:
+        >>> rounded_format(torch.randn(100)), rounded_format(round_to(torch.randn(100), "tf32"))
+        (None, 'tf32')
     """
     bits = x.detach().to("cpu").contiguous().view(torch.int32).to(torch.int64).numpy().ravel()
     bits = bits[(bits & 0x7F800000) != 0]  # neither zeros nor subnormals, which are short by nature

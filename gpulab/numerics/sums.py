@@ -19,8 +19,6 @@ from gpulab.numerics.formats import FORMATS, round_to, ulp_distance
 if TYPE_CHECKING:
     import pandas as pd
 
-FRACTION_BITS = 23  # of a float32 number
-
 
 def first_bit(a: Tensor | float, b: Tensor | float) -> int | None:
     """The first bit of the fraction, 1 to 23, in which two float32 numbers differ; None for equal ones.
@@ -29,21 +27,31 @@ def first_bit(a: Tensor | float, b: Tensor | float) -> int | None:
     places apart in bit 22. So 1.000…0 and its neighbour 0.111…1, whose every bit is another, differ in bit 23.
     Numbers of other signs or a factor of two apart differ in bit 0.
 
-    >>> first_bit(1.0, 1.0 + 2.0**-23), first_bit(1.0, 1.5), first_bit(1.0, 1.0)
-    (23, 1, None)
+    Examples:
+        >>> first_bit(1.0, 1.0 + 2.0**-23), first_bit(1.0, 1.5), first_bit(1.0, 1.0)
+        (23, 1, None)
     """
-    one, other = (torch.as_tensor(x, dtype=torch.float32).reshape(()) for x in (a, b))
-    apart = int(ulp_distance(one, other))
-    return None if apart == 0 else max(0, FRACTION_BITS + 1 - apart.bit_length())
+    ulps = int(ulp_distance(*(torch.as_tensor(x, dtype=torch.float32).reshape(()) for x in (a, b))))
+    return None if ulps == 0 else max(0, 24 - ulps.bit_length())
 
 
 def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple[str, str, str]:
     """Sign, exponent and fraction of a number in a format, as the format itself stores them.
 
-    Source: IEEE 754; the shorter formats as in `gpulab.round_to`.
+    Args:
+        x: the number, which is rounded to the format first.
+        name: of the format, one of `FORMATS`.
+        mode: of rounding, as in `round_to`.
 
-    >>> format_bits(-0.1, "float16")
-    ('1', '01011', '1001100110')
+    Returns:
+        Three texts of zeros and ones.
+
+    Examples:
+        >>> format_bits(-0.1, "float16")
+        ('1', '01011', '1001100110')
+
+    References:
+        IEEE 754; the shorter formats as in `round_to`.
     """
     rounded = round_to(torch.tensor([x], dtype=torch.float32), name, mode)
     target = FORMATS[name]
@@ -61,16 +69,25 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
 
 
 def summation(x: Tensor, orders: tuple[str, ...] = ("sequential", "pairwise", "split-4")) -> pd.DataFrame:
-    """The same float32 numbers (N,) added in several orders, and by this machine's own kernels.
+    """The same float32 numbers added in several orders, and by this machine's own kernels.
 
-    A row each: `order`, `sum`, `ulps` (how many float32 numbers lie between it and the exact sum, rounded
-    once) and `first_bit` (see `gpulab.first_bit`; empty where the sum is the exact one's float32 number).
-    `orders` are those of `gpulab.emulate`; `backwards` is `sequential` from the other end.
+    Args:
+        x: (N,) float32 numbers.
+        orders: those of `emulate`; `backwards`, which is `sequential` from the other end, is always there.
 
-    >>> summation(torch.tensor([1e8, 1.0, -1e8])).set_index("order").loc["sequential", "sum"].item()
-    0.0
+    Returns:
+        A row each: `order`, `sum`, `ulps` (how many float32 numbers lie between it and the exact sum, rounded once)
+        and `first_bit` (empty where the sum is the exact one's float32 number).
 
-    Source: Higham 1993, *The accuracy of floating point summation* (SIAM J. Sci. Comput. 14).
+    Raises:
+        UsageError: for numbers of another type or shape.
+
+    Examples:
+        >>> summation(torch.tensor([1e8, 1.0, -1e8])).set_index("order").loc["sequential", "sum"].item()
+        0.0
+
+    References:
+        Higham 1993, *The accuracy of floating point summation* (SIAM J. Sci. Comput. 14).
     """
     import pandas as pd
 
@@ -84,18 +101,17 @@ def summation(x: Tensor, orders: tuple[str, ...] = ("sequential", "pairwise", "s
         sums[f"torch.sum, {threads} thread{'s' if threads > 1 else ''}"] = numbers.sum().item()
     torch.set_num_threads(usual)
     sums["torch.dot"] = torch.dot(numbers, torch.ones_like(numbers)).item()
-    rows = [
-        {"order": order, "sum": value, "ulps": _ulps(value, exact), "first_bit": first_bit(value, exact)}
-        for order, value in sums.items()
-    ]
-    return pd.DataFrame(rows).astype({"first_bit": "Int64"})
+    ulps = ulp_distance(torch.tensor(list(sums.values())), torch.tensor(exact))
+    frame = pd.DataFrame({"order": list(sums), "sum": sums.values(), "ulps": ulps.tolist()})
+    return frame.assign(first_bit=[first_bit(value, exact) for value in frame["sum"]]).astype({"first_bit": "Int64"})
 
 
 def shuffled_sums(x: Tensor, count: int = 1000, seed: int = 0) -> Tensor:
-    """The sums of `count` random orders of the same float32 numbers, each added from left to right.
+    """The sums (count,) of random orders of the same float32 numbers (N,), each added from left to right.
 
-    >>> len(shuffled_sums(torch.ones(10), 5).unique())
-    1
+    Examples:
+        >>> len(shuffled_sums(torch.ones(10), 5).unique())
+        1
     """
     numbers = _checked_numbers(x).numpy()
     generator = np.random.default_rng(seed)
@@ -115,22 +131,23 @@ def _emulated_sum(x: Tensor, order: str) -> float:
         return (x[None] @ torch.ones(len(x), 1)).item()
 
 
-def _ulps(value: float, exact: float) -> int:
-    return int(ulp_distance(torch.tensor(value), torch.tensor(exact)))
-
-
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """A · b + c of float32 tensors, rounded once, as a fused multiply-add does; `a * b + c` rounds twice.
 
     In float64 the product of two float32 numbers is exact. Their sum with c is rounded to odd, so that
     rounding it again to float32 gives what rounding once gives.
 
-    >>> a = torch.tensor(1 + 2.0**-12)
-    >>> fma(a, a, torch.tensor(-1.0)).item(), (a * a - 1).item()
-    (0.0004883408546447754, 0.00048828125)
+    Raises:
+        UsageError: for numbers of another type.
 
-    Source: Boldo, Melquiond 2008, *Emulation of FMA and correctly rounded sums: proved algorithms using
-    rounding to odd* (IEEE Trans. Comput. 57).
+    Examples:
+        >>> a = torch.tensor(1 + 2.0**-12)
+        >>> fma(a, a, torch.tensor(-1.0)).item(), (a * a - 1).item()
+        (0.0004883408546447754, 0.00048828125)
+
+    References:
+        Boldo, Melquiond 2008, *Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd*
+        (IEEE Trans. Comput. 57).
     """
     if {a.dtype, b.dtype, c.dtype} != {torch.float32}:
         raise UsageError(f"a, b and c are {a.dtype}, {b.dtype} and {c.dtype}: expected float32")
@@ -149,12 +166,18 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def product_errors(names: tuple[str, ...] = ("float32", "tf32", "bfloat16"), size: int = 256) -> pd.DataFrame:
     """How far a product of random matrices, computed in a format or as a chip does, is from float64's.
 
-    A row for each of `names` (those of `gpulab.emulate`): `error`, the relative distance (Frobenius), and
-    `first_bit`, the bit of the fraction that such an error reaches. All are emulated but `float32`.
+    Args:
+        names: those of `emulate`; all are emulated but `float32`.
+        size: of the square matrices.
 
-    >>> errors = product_errors(("float32", "tf32"), size=64).error
-    >>> bool(errors[1] > 100 * errors[0])
-    True
+    Returns:
+        A row for each: `arithmetic`, `error`, the relative distance (Frobenius), and `first_bit`, the bit of the
+        fraction that such an error reaches.
+
+    Examples:
+        >>> errors = product_errors(("float32", "tf32"), size=64).error
+        >>> bool(errors[1] > 100 * errors[0])
+        True
     """
     import pandas as pd
 
@@ -164,8 +187,8 @@ def product_errors(names: tuple[str, ...] = ("float32", "tf32", "bfloat16"), siz
     rows = []
     for name in names:
         with emulate(name):
-            made = (a @ b).double()
-        error = float((made - exact).norm() / exact.norm())
+            product = a @ b
+        error = float((product.double() - exact).norm() / exact.norm())
         rows.append({"arithmetic": name, "error": error, "first_bit": bit_of(error)})
     return pd.DataFrame(rows).astype({"first_bit": "Int64"})
 
@@ -173,7 +196,8 @@ def product_errors(names: tuple[str, ...] = ("float32", "tf32", "bfloat16"), siz
 def bit_of(relative: float) -> int | None:
     """The bit of the fraction, 1 to 23 and beyond, that a relative difference reaches; None for nothing.
 
-    >>> bit_of(2.0**-10), bit_of(0.0)
-    (10, None)
+    Examples:
+        >>> bit_of(2.0**-10), bit_of(0.0)
+        (10, None)
     """
     return max(0, -math.floor(math.log2(relative))) if relative > 0 else None

@@ -1,30 +1,43 @@
+import importlib
 import os
 
 import pytest
-import torch
 
 import gpulab as gl
-from gpulab.diagnostics.operations import fused_share
 from gpulab.diagnostics.processes import measure
+from gpulab.settings import Setting
+
+LIGHT = """
+import os
+
+def variables(setting, names):
+    print("what a function prints is not its answer")
+    return {name: os.environ.get(name) for name in names}
+"""
+NEEDY = "cpu:isa=avx2"
 
 
-def test_a_setting_that_needs_a_process_gets_one(monkeypatch):
+@pytest.fixture
+def variables(tmp_path, monkeypatch):
+    """A function of a module that is quickly imported, here and in another process."""
+    (tmp_path / "light.py").write_text(LIGHT, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
-    if "avx2" not in gl.passport()["cpu"]["vector_extensions"]:
-        pytest.skip("no such CPU")
-    rows = measure(fused_share, "cpu:isa=avx2", count=100)
-    assert {row["setting"] for row in rows} == {"cpu:isa=avx2"}
+    return importlib.import_module("light").variables
+
+
+def test_a_setting_that_needs_a_process_gets_one_with_its_variables(variables):
+    environment = Setting.parse(NEEDY).environment()
+    assert measure(variables, NEEDY, names=[*environment, "nothing"]) == {**environment, "nothing": None}
     assert "ATEN_CPU_CAPABILITY" not in os.environ
 
 
-def test_others_are_measured_here(monkeypatch):
-    monkeypatch.setattr(torch, "addcmul", lambda c, *_: c)
-    rows = {row["operation"]: row for row in measure(fused_share, "cpu", count=100)}
-    assert rows["torch.addcmul(c, a, b)"]["rounded_once"] < 0.5
+def test_others_are_measured_here(variables):
+    assert measure(variables, "cpu", names=["ATEN_CPU_CAPABILITY"]) == {"ATEN_CPU_CAPABILITY": None}
+    assert measure(lambda setting: setting, "cpu:threads=1") == "cpu:threads=1"
 
 
-def test_a_process_that_fails_says_why():
-    if "avx2" not in gl.passport()["cpu"]["vector_extensions"]:
-        pytest.skip("no such CPU")
-    with pytest.raises(gl.GpulabError, match=r"ended with status 1: .*unexpected"):
-        measure(fused_share, "cpu:isa=avx2", nonsense=1)
+def test_a_process_that_fails_says_why(variables):
+    with pytest.raises(gl.GpulabError, match=r"'cpu:isa=avx2': its process ended with status 1: .*unexpected"):
+        measure(variables, NEEDY, nonsense=1)

@@ -36,6 +36,7 @@ def apart(a, b):
 
 A, B, V = draw(6, 5), draw(5, 4, seed=1), draw(5, seed=2)
 BATCH, OTHER = draw(3, 6, 5, seed=3), draw(3, 5, 4, seed=4)
+PLAIN = A @ B
 BIAS, BATCH_BIAS = draw(6, 4, seed=5), draw(3, 6, 4, seed=6)
 PRODUCTS = {
     "mm": lambda r: r(A) @ r(B),
@@ -62,22 +63,15 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("name", ["tf32", "float32_ftz", "float32"])
-def test_factors_are_rounded_and_nothing_else(product, name):
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+@pytest.mark.parametrize("name", ["tf32", "float32_ftz", "float32", "bfloat16", "float16"])
+def test_factors_are_rounded_and_of_results_those_in_sixteen_bits(product, name):
     with emulate(name):
-        made = PRODUCTS[product](lambda x: x)
-    assert torch.equal(made, PRODUCTS[product](lambda x: round_to(x, name)))
+        result = product(lambda x: x)
+    expected = product(lambda x: round_to(x, name))
+    assert torch.equal(result, round_to(expected, name) if "16" in name else expected)
     if name == "tf32":
-        assert not torch.equal(made, PRODUCTS[product](lambda x: x))
-
-
-@pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_sixteen_bit_formats_round_the_result_as_well(product, name):
-    with emulate(name):
-        made = PRODUCTS[product](lambda x: x)
-    assert torch.equal(made, round_to(PRODUCTS[product](lambda x: round_to(x, name)), name))
+        assert not torch.equal(result, product(lambda x: x))
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
@@ -131,22 +125,18 @@ def test_chips_round_as_their_libraries_do():
 
 
 def test_an_old_card_computes_float32_as_this_cpu_does():
-    plain = A @ B
     for chip in ("pascal", "turing"):
         with emulate(chip):
-            inside = A @ B
-        assert torch.equal(inside, plain)
+            assert torch.equal(A @ B, PLAIN)
 
 
 def test_other_types_are_left_alone():
-    whole = torch.arange(6).reshape(2, 3)
-    for name in KNOWN:
-        with emulate(name):
-            made = A.double() @ B.double(), whole @ whole.T, A.bfloat16() @ B.bfloat16()
-        for inside, outside in zip(
-            made, (A.double() @ B.double(), whole @ whole.T, A.bfloat16() @ B.bfloat16()), strict=True
-        ):
-            assert torch.equal(inside, outside)
+    for dtype in (torch.float64, torch.int64, torch.bfloat16):
+        a, b = A.to(dtype), B.to(dtype)
+        plain = a @ b
+        for name in KNOWN:
+            with emulate(name):
+                assert torch.equal(a @ b, plain)
 
 
 def test_subnormal_numbers_are_zero_where_they_are_flushed():
@@ -265,7 +255,8 @@ def tensor_core(a, b, how):
         )
         size = math.floor(math.log2(abs(total))) if total else 0
         total = cut(total, max(size, -126) - how.kept + 1)
-    return np.float32(float(total))
+    with np.errstate(over="ignore"):
+        return np.float32(float(total))
 
 
 def vectors(count, spread, seed):
@@ -330,7 +321,7 @@ def test_convolutions_of_every_geometry_in_every_order_match_float64(order):
         (2, True): F.conv_transpose2d,
     }
     for sides, stride, padding, dilation, groups, transposed in GEOMETRIES:
-        x = draw(2, 4, *[11, 9][:sides]).requires_grad_()
+        x = draw(2, 4, *[6, 5][:sides]).requires_grad_()
         shape = (4, 6 // groups) if transposed else (6, 4 // groups)
         weight, bias = draw(*shape, *[3, 2][:sides], seed=1).requires_grad_(), draw(6, seed=2).requires_grad_()
         options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
@@ -358,46 +349,42 @@ def test_orders_of_three_dimensional_convolutions_are_refused():
 def test_sixteen_bit_numbers_take_the_tensor_cores_of_old_cards_too(dtype):
     a, b = draw(20, 300).to(dtype), draw(300, 10, seed=1).to(dtype)
     how = replace(CHIPS["turing"], order="tensor-core", block=8)
-    plain = A @ B
     with emulate("turing", order="tensor-core"):
-        made = a @ b
-        assert torch.equal(A @ B, plain), "float32 numbers do not"
-    assert made.dtype == dtype
-    assert torch.equal(made, summed(a.float(), b.float(), how).to(dtype))
+        result = a @ b
+        assert torch.equal(A @ B, PLAIN), "float32 numbers do not"
+    assert result.dtype == dtype
+    assert torch.equal(result, summed(a.float(), b.float(), how).to(dtype))
 
 
 # --- nesting -----------------------------------------------------------------------------------------------
 
 
 def test_an_inner_emulation_replaces_the_outer_one_and_leaves_it_in_place():
-    plain = A @ B
     with emulate("bfloat16"):
         outer = A @ B
         with emulate("tf32"):
             inner = A @ B
             with emulate():
-                assert torch.equal(A @ B, plain)
+                assert torch.equal(A @ B, PLAIN)
         assert torch.equal(A @ B, outer)
     assert torch.equal(inner, round_to(A, "tf32") @ round_to(B, "tf32"))
-    assert torch.equal(A @ B, plain)
+    assert torch.equal(A @ B, PLAIN)
 
 
 def test_an_error_inside_ends_the_emulation():
-    plain = A @ B
     with pytest.raises(ZeroDivisionError), emulate("tf32"):
         _ = 1 / 0
-    assert torch.equal(A @ B, plain)
+    assert torch.equal(A @ B, PLAIN)
     assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_a_setting_emulates_and_composes_with_its_other_options():
-    plain = A @ B
     with gl.setting("cpu:threads=1,emulate=tf32,order=pairwise") as setting:
         assert (setting.emulated, torch.get_num_threads()) == (True, 1)
-        made = A @ B
+        result = A @ B
     with emulate("tf32", order="pairwise"):
-        assert torch.equal(A @ B, made)
-    assert torch.equal(A @ B, plain)
+        assert torch.equal(A @ B, result)
+    assert torch.equal(A @ B, PLAIN)
     assert not gl.Setting.parse("cpu:threads=1").emulated
 
 
@@ -418,14 +405,12 @@ def test_the_guard_sees_through_an_emulation():
 
 @pytest.mark.parametrize("net", ["autoencoder", "prednet"])
 def test_training_under_emulation_is_another_run_and_the_same_each_time(net):
-    runs = {
-        setting: [gl.train(net, setting=setting, seed=0, profile="smoke", frames=40).final_loss for _ in range(2)]
-        for setting in ("cpu", "cpu:emulate=tf32", "cpu:emulate=hopper")
-    }
-    assert all(first == second for first, second in runs.values())
-    losses = [first for first, _ in runs.values()]
-    assert len(set(losses)) >= 2
-    assert np.ptp(losses) < 0.1 * losses[0], "eleven bits are enough for these networks"
+    plain, first, second = (
+        gl.train(net, setting=setting, seed=0, profile="smoke", frames=20, progress=False).final_loss
+        for setting in ("cpu", "cpu:emulate=hopper", "cpu:emulate=hopper")
+    )
+    assert first == second
+    assert 0 < abs(first - plain) < 0.1 * plain, "eleven bits are enough for these networks"
 
 
 # --- bad input ---------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.diagnostics.operations import fused_share
 from gpulab.numerics.sums import bit_of
 
 
@@ -125,41 +124,6 @@ def test_fma_keeps_infinities_and_nans():
     assert gl.fma(nan, one, one).isnan()
     with pytest.raises(gl.UsageError, match="float64"):
         gl.fma(one.double(), one, one)
-
-
-def test_what_an_operation_fuses_is_measured():
-    rows = {row["operation"]: row for row in fused_share("cpu", 2000)}
-    plain = rows["a * b + c"]
-    assert plain["rounded_twice"] == 1.0 > plain["rounded_once"], "two operations cannot be fused eagerly"
-    assert all(0 <= row["rounded_once"] <= 1 for row in rows.values())
-
-
-def test_an_older_instruction_set_fuses_nothing():
-    if "sse4_1" not in gl.passport()["cpu"]["vector_extensions"]:
-        pytest.skip("no such CPU")
-    table = gl.fused_operations(("cpu:isa=sse4",), count=1000)
-    assert (table.rounded_twice == 1).all()
-    assert (table.rounded_once < 1).all()
-
-
-# --- repeating, and shorter formats ------------------------------------------------------------------------
-
-
-def test_operations_on_one_thread_repeat_themselves():
-    table = gl.repeatability(("cpu:threads=1",), times=3)
-    assert (table.results == 1).all()
-    assert (table.spread == 0).all()
-
-
-def test_an_operation_that_does_not_repeat_itself_is_counted(monkeypatch):
-    results = iter(torch.tensor([1.0, 2.0, 1.0, 4.0]))
-    monkeypatch.setattr(torch.Tensor, "sum", lambda *_: next(results))
-    monkeypatch.setattr(torch.autograd, "grad", lambda *_: [torch.zeros(1)])
-    monkeypatch.setattr(torch.nn.functional, "conv2d", lambda *_: torch.zeros(1))
-    monkeypatch.setattr(torch.Tensor, "square", lambda *_: type("Squares", (), {"sum": lambda _: None})())
-    row = gl.repeatability(("cpu",), times=4).set_index("operation").loc["sum"]
-    assert row.results == 3
-    assert row.spread == 3.0
 
 
 def test_the_shorter_the_format_the_larger_the_error():
