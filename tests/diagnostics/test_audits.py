@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpulab as gl
 from gpulab.data.feed import Loader
-from gpulab.diagnostics.audits import KINDS, TWINS, Audit, distance
+from gpulab.diagnostics.audits import Audit
+from gpulab.diagnostics.findings import KINDS, TWINS, distance
 from gpulab.diagnostics.reference import PRODUCTS
 from gpulab.diagnostics.traces import find_step
 from gpulab.numerics.formats import round_to
@@ -609,10 +610,10 @@ def test_html_shows_the_findings_and_escapes_what_others_named(tmp_path):
         report = audited(gl.Step(net, drawn(3, 4)))
     report.save(tmp_path / "deep" / "report.html")
     page = (tmp_path / "deep" / "report.html").read_text(encoding="utf-8")
-    for text in (report._repr_html_(), page):
+    for text in (report._repr_mimebundle_()[0]["text/html"], page):
         assert "<script>" not in text
         assert "&lt;script&gt;" in text
-        assert "<b>mismatch</b>" in text
+        assert "<td>mismatch</td>" in text
     assert "data:image/png;base64," in page
 
 

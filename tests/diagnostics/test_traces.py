@@ -71,7 +71,7 @@ def test_a_tiny_step_is_recorded_as_one_computes_it_by_hand():
         assert op.repeats
         assert op.ratio <= 1
     assert [op.module for op in (linear, relu, loss)] == ["first", "Tiny", ""]
-    assert relu.line == f"test_tracing.py:{Tiny.forward.__code__.co_firstlineno + 2}: return torch.relu(y)  # the line"
+    assert relu.line == f"test_traces.py:{Tiny.forward.__code__.co_firstlineno + 2}: return torch.relu(y)  # the line"
     assert relu.inputs == linear.outputs
     (mse_backward,), (relu_backward,) = (
         named(trace, "mse_loss_backward", "backward"),
