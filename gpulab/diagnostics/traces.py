@@ -535,7 +535,7 @@ def sketch(tensor: Tensor) -> np.ndarray:
     return np.bincount(bucket, weights=np.nan_to_num(numbers * sign), minlength=SKETCH)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _places(count: int) -> tuple[np.ndarray, np.ndarray]:
     """The bucket and the sign of each place, by splitmix64's mixing function (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
@@ -543,7 +543,7 @@ def _places(count: int) -> tuple[np.ndarray, np.ndarray]:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     x ^= x >> np.uint64(31)
-    return (x % np.uint64(SKETCH)).astype(np.intp), np.where(x >> np.uint64(63), -1.0, 1.0)
+    return (x % np.uint64(SKETCH)).astype(np.uint8), np.where(x >> np.uint64(63), np.int8(-1), np.int8(1))
 
 
 # --- whose line ------------------------------------------------------------------------------------------
