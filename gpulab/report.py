@@ -92,6 +92,9 @@ def paragraphs(lines: Iterable[str]) -> str:
     return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 
-def table(frame: pd.DataFrame) -> str:
-    """A data frame as HTML, its numbers in three digits."""
-    return frame.to_html(index=False, float_format="{:.3g}".format)
+def table(frame: pd.DataFrame, **options: Any) -> str:
+    """A data frame as HTML, its numbers in three digits and its texts in full; `options` are `to_html`'s."""
+    import pandas as pd
+
+    with pd.option_context("display.max_colwidth", None):
+        return frame.to_html(index=False, float_format="{:.3g}".format, **options)

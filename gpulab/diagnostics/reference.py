@@ -1,7 +1,6 @@
-"""An operation beside its exact twin: the same inputs in float64, and how far rounding may lead.
+"""An operation's forward error: its result beside the same operation in float64, and how far rounding may lead.
 
-An error is measured against the operation itself in float64, from the very inputs that it got, so
-that what went wrong earlier is not held against it.
+The inputs of both are the very ones that the operation got, so that what went wrong earlier is not held against it.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
-from gpulab.numerics.emulation import rounded_factor
+from gpulab.numerics.emulation import MATRIX_PRODUCTS, rounded_factor
 from gpulab.numerics.formats import round_to, rounded_format
 
 SAFETY = 4.0  # Higham and Mary's lambda: beyond it, rounding errors that behave as random are all but impossible
@@ -23,19 +22,15 @@ EXPLAINED = 0.5  # the share of an error that a number format must account for t
 FEW, FEW_EXPLAINED = 32, 0.99  # of so few numbers' errors, one format in four explains half by chance
 
 # The operands that are multiplied with each other, by position. What else there is (a bias) is added.
-PRODUCTS = {
-    "mm": (0, 1),
-    "bmm": (0, 1),
-    "mv": (0, 1),
-    "dot": (0, 1),
-    "addmm": (1, 2),
-    "baddbmm": (1, 2),
-    "addmv": (1, 2),
+PRODUCTS = {name: (first, second) for name, (first, second, _) in MATRIX_PRODUCTS.items()} | {
     "convolution": (0, 1),
     "convolution_backward": (0, 1, 2),
 }
-ATTENTION = ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
-FACTORS = PRODUCTS | {f"_scaled_dot_product_{kind}": (0, 1, 2) for kind in ATTENTION}
+ATTENTION = {
+    f"_scaled_dot_product_{kernel}": (0, 1, 2)
+    for kernel in ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
+}
+FACTORS = PRODUCTS | ATTENTION
 # Eigenvectors are right with either sign: two right answers may be far apart.
 AMBIGUOUS = {"_linalg_eigh", "_linalg_svd", "linalg_eig"}
 # The formats that hardware multiplies in when it is asked for float32, how it gets there, and the result's format.
@@ -52,8 +47,8 @@ ROUNDINGS = (
 
 
 @dataclass(frozen=True)
-class Examined:
-    """One operation's error against float64, relative to the size of the exact result.
+class ForwardError:
+    """One operation's error against float64, relative to the norm of the exact result.
 
     `bound` is the error that rounding explains, in the same unit. `format` is the short number format
     that a product was computed in: by the error, when its kernel rounded the factors, or by the factors,
@@ -66,57 +61,77 @@ class Examined:
     rounded_before: bool = False
 
 
-def examine(
+def forward_error(
     operation: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-) -> Examined:
-    """Compare what an operation returned with its twin in float64, run on the CPU.
+) -> ForwardError:
+    """Compare what an operation returned with the same operation in float64, run on the CPU.
 
-    `args` and `kwargs` are those of the call, before it changed any of them; `name` is the operation's
-    bare name, such as `convolution`.
+    Args:
+        operation: an overload of `torch.ops.aten`, or a custom one.
+        name: its bare name, such as `convolution`.
+        args: positional arguments of the call, before it changed any of them.
+        kwargs: named arguments of the call.
+        out: what it returned.
     """
+    unknown = ForwardError()
     if name in AMBIGUOUS:
-        return Examined()
+        return unknown
     if name == "convolution_backward":  # oneDNN computes gradients that nobody asked for, and returns them
-        out = [gradient for gradient, asked in zip(out, args[10], strict=True) if asked]
-    made = _floating(out)
-    exact_args, exact_kwargs = _exact(list(args), kwargs)
-    if name in FACTORS and name not in PRODUCTS:
-        operation, made = _attention(operation), made[:1]
+        out = [gradient for gradient, needed in zip(out, args[10], strict=True) if needed]
+    results = _floating(out)
+    if name in ATTENTION:
+        operation, results = _attention(operation), results[:1]
+    exact_args, exact_kwargs = tree_map(_in_float64, (list(args), kwargs))
+
+    def again(change: Callable[[Tensor], Tensor], places: Sequence[int] | None = None) -> list[Tensor]:
+        """The results in float64 of arguments that are changed first, all or those at some places."""
+
+        def changed(value: Any) -> Any:
+            return change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        moved = [
+            tree_map(changed, value) if places is None or place in places else value
+            for place, value in enumerate(exact_args)
+        ]
+        return _floating(operation(*moved, **exact_kwargs))
+
     try:
         twin = operation(*exact_args, **exact_kwargs)
-    except (RuntimeError, NotImplementedError):
-        return Examined()  # a kernel of one device alone, or none for float64
-    if _gave_up(operation, out) or _gave_up(operation, twin):
-        return Examined()  # what a factorisation leaves when it fails is each library's own
-    exact = _floating(twin)
-    if len(exact) != len(made) or any(e.shape != m.shape for e, m in zip(exact, made, strict=True)):
-        return Examined()
-    if not exact or not all(math.isfinite(_norm(e)) for e in exact):
-        return Examined()
-    again = _Again(operation, name, exact_args, exact_kwargs)
-    factors = [args[place] for place in FACTORS.get(name, ())]
-    try:
-        bounds = _product_bounds(again, args, made) if name in PRODUCTS else _other_bounds(again, exact, made)
-    except (RuntimeError, NotImplementedError):
-        return Examined()
-    exact = [_overflowing(e, m.dtype) for e, m in zip(exact, made, strict=True)]
-    results = [(_distance(m, e), SAFETY * _norm(b), _norm(e)) for m, e, b in zip(made, exact, bounds, strict=True)]
-    worst = max(range(len(results)), key=lambda place: _ratio(results[place][0], results[place][1]))
-    error, bound, size = results[worst]
+        if _gave_up(operation, out) or _gave_up(operation, twin):
+            return unknown  # what a factorisation leaves when it fails is each library's own
+        exact = _floating(twin)
+        if not exact or [e.shape for e in exact] != [r.shape for r in results]:
+            return unknown
+        if not all(math.isfinite(_norm(e)) for e in exact):
+            return unknown
+        unit = max(torch.finfo(result.dtype).eps / 2 for result in results)
+        lost = max(map(_underflow, results))
+        if name in PRODUCTS:
+            # sqrt(n) u |A| |B|, the bound of Higham and Mary 2019 (SIAM J. Sci. Comput. 41(5)) without its factor.
+            terms = _terms(name, args)
+            bounds = [math.sqrt(n) * (unit * size + lost) for n, size in zip(terms, again(torch.abs), strict=True)]
+        else:
+            bounds = _perturbation_bounds(name, again, exact_args, exact, unit, lost)
+    except RuntimeError:  # a kernel of one device alone, or none for float64
+        return unknown
+    exact = [_overflowing(e, result.dtype) for e, result in zip(exact, results, strict=True)]
+    errors = [(_distance(r, e), SAFETY * _norm(b)) for r, e, b in zip(results, exact, bounds, strict=True)]
+    worst = max(range(len(errors)), key=lambda place: _ratio(*errors[place]))
+    error, bound = errors[worst]
     if math.isnan(bound):  # next to inputs for which there is no result
-        return Examined()
-    found = before = None
+        return unknown
+    by_kernel = before = None
+    factors = [args[place] for place in FACTORS.get(name, ())]
     if factors and all(factor.dtype == torch.float32 for factor in factors):
         # Where a format shorter than float32 was used, the error is at least half of one rounding.
-        suspicious = (
-            0.5 * bound / (SAFETY * math.sqrt(max(1, _inner(name, args)[worst]))) if name in PRODUCTS else bound
-        )
-        if not error <= suspicious:
+        half = 0.5 * bound / (SAFETY * math.sqrt(max(1, terms[worst]))) if name in PRODUCTS else bound
+        if not error <= half:
             # Where factors overflowed the error is NaN, and the format that overflows there leaves none of it.
-            found = _explaining_format(again, made[worst], math.inf if math.isnan(error) else error, worst)
+            worst_error = math.inf if math.isnan(error) else error
+            by_kernel = _explaining_format(FACTORS[name], again, results[worst], worst_error, worst)
         before = next(filter(None, map(rounded_format, factors)), None)
-    scale = size or 1.0
-    return Examined(error / scale, bound / scale, found or before, found is None and before is not None)
+    size = _norm(exact[worst]) or 1.0
+    return ForwardError(error / size, bound / size, by_kernel or before, by_kernel is None and before is not None)
 
 
 def _ratio(error: float, bound: float) -> float:
@@ -125,38 +140,32 @@ def _ratio(error: float, bound: float) -> float:
     return error / bound if bound else (math.inf if error else 0.0)
 
 
-class _Again:
-    """Runs the twin once more, on inputs that are changed first."""
-
-    def __init__(self, operation: Callable[..., Any], name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
-        self.operation, self.name, self.args, self.kwargs = operation, name, args, kwargs
-
-    def __call__(self, change: Callable[[Tensor], Tensor], only: Sequence[int] | None = None) -> list[Tensor]:
-        def changed(value: Any) -> Any:
-            return change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-        args = [
-            tree_map(changed, value) if only is None or place in only else value
-            for place, value in enumerate(self.args)
-        ]
-        return _floating(self.operation(*args, **self.kwargs))
+def _terms(name: str, args: Sequence[Any]) -> list[float]:
+    """How many products are summed in each element of each result."""
+    if name == "convolution":
+        weight, transposed, groups = args[1], args[6], args[8]
+        return [weight.numel() / (weight.shape[1] * groups if transposed else weight.shape[0])]
+    if name == "convolution_backward":
+        gradient, weight, transposed, groups, needed = args[0], args[2], args[7], args[9], args[10]
+        places = gradient.numel() / gradient.shape[1]
+        inputs = weight.numel() / (weight.shape[0] if transposed else weight.shape[1] * groups)
+        return [n for n, is_needed in zip((inputs, places, places), needed, strict=True) if is_needed]
+    first = args[PRODUCTS[name][0]]
+    return [first.shape[-1] * (len(first) if name == "addbmm" else 1)]  # which sums over the batch as well
 
 
-def _product_bounds(again: _Again, args: Sequence[Any], made: list[Tensor]) -> list[Tensor]:
-    """sqrt(n) u |A| |B|, the bound of Higham and Mary 2019 (SIAM J. Sci. Comput. 41(5)) without its factor."""
-    unit = max(_roundoff(tensor.dtype) for tensor in made)
-    lost = max(_underflow(tensor.dtype) for tensor in made)
-    sizes = again(torch.abs)
-    return [math.sqrt(n) * (unit * size + lost) for n, size in zip(_inner(again.name, args), sizes, strict=True)]
-
-
-def _other_bounds(again: _Again, exact: list[Tensor], made: list[Tensor]) -> list[Tensor]:
+def _perturbation_bounds(
+    name: str,
+    again: Callable[..., list[Tensor]],
+    args: Sequence[Any],
+    exact: list[Tensor],
+    unit: float,
+    lost: float,
+) -> list[Tensor]:
     """How far the result moves when every input is off by one rounding, and one more for the result.
 
     Summed over n terms, sqrt(n) as much. Two draws, so that one lucky sign does not hide a movement.
     """
-    unit = max(_roundoff(tensor.dtype) for tensor in made)
-    lost = max(_underflow(tensor.dtype) for tensor in made)
     generator = torch.Generator().manual_seed(0)
 
     def nudged(x: Tensor) -> Tensor:
@@ -164,11 +173,11 @@ def _other_bounds(again: _Again, exact: list[Tensor], made: list[Tensor]) -> lis
         return x * (1 + unit * (2 * signs - 1))
 
     moves = [[(n - e).abs() for n, e in zip(again(nudged), exact, strict=True)] for _ in range(2)]
-    given = [t for t in tree_flatten(again.args)[0] if isinstance(t, Tensor)]
-    inputs = max((t.numel() for t in given), default=1)
-    roots = [max(1.0, math.sqrt(inputs / max(1, e.numel()))) for e in exact]
-    if "upsample" in again.name and "nearest" not in again.name:  # the place between two pixels is rounded too
-        roots = [root * max(size for t in (*given, *exact) for size in t.shape[2:]) for root in roots]
+    inputs = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+    most = max((t.numel() for t in inputs), default=1)
+    roots = [max(1.0, math.sqrt(most / max(1, e.numel()))) for e in exact]
+    if "upsample" in name and "nearest" not in name:  # the place between two pixels is rounded too
+        roots = [root * max(size for t in (*inputs, *exact) for size in t.shape[2:]) for root in roots]
     # Sums over n terms of one sign go wrong by sqrt(n) roundings of the sum, wherever the terms cancel.
     return [
         root * (torch.maximum(first, second) + unit * e.abs() + lost)
@@ -176,32 +185,20 @@ def _other_bounds(again: _Again, exact: list[Tensor], made: list[Tensor]) -> lis
     ]
 
 
-def _inner(name: str, args: Sequence[Any]) -> list[float]:
-    """How many products are summed in each element of each result."""
-    if name == "convolution":
-        weight, transposed, groups = args[1], args[6], args[8]
-        return [weight.numel() / (weight.shape[1] * groups if transposed else weight.shape[0])]
-    if name == "convolution_backward":
-        gradient, weight, transposed, groups, wanted = args[0], args[2], args[7], args[9], args[10]
-        summed = gradient.numel() / gradient.shape[1]
-        inputs = weight.numel() / (weight.shape[0] if transposed else weight.shape[1] * groups)
-        inner = [inputs, summed, summed]
-        return [n for n, asked in zip(inner, wanted, strict=True) if asked]
-    return [args[PRODUCTS[name][0]].shape[-1]]
-
-
-def _explaining_format(again: _Again, made: Tensor, error: float, place: int) -> str | None:
+def _explaining_format(
+    places: Sequence[int], again: Callable[..., list[Tensor]], result: Tensor, error: float, place: int
+) -> str | None:
     """The format whose rounding of the factors explains the error best, if any explains half of it."""
-    best, least = None, 1 - (EXPLAINED if made.numel() > FEW else FEW_EXPLAINED)
-    for format_, mode, result in ROUNDINGS:
+    best, least = None, 1 - (EXPLAINED if result.numel() > FEW else FEW_EXPLAINED)
+    for format_, mode, of_result in ROUNDINGS:
 
         def rounded(x: Tensor, format_: str = format_, mode: str = mode) -> Tensor:
             return rounded_factor(x.float(), format_, mode).double()
 
-        candidate = again(rounded, FACTORS[again.name])[place]
-        if result is not None:  # it overflows where the format ends
-            candidate = round_to(candidate.float(), result).double()
-        left = (_distance(made, candidate) / error) ** 2
+        candidate = again(rounded, places)[place]
+        if of_result is not None:  # it overflows where the format ends
+            candidate = round_to(candidate.float(), of_result).double()
+        left = (_distance(result, candidate) / error) ** 2
         if left < (least if best is None else least / 2):  # TF32 and float16 often round alike
             best, least = format_, left
     return best
@@ -213,8 +210,8 @@ def _attention(operation: Any) -> Callable[..., Tensor]:
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         named = dict(zip(names, args, strict=False)) | kwargs
-        query, key, value = args[:3]
         mask, causal = named.get("attn_mask", named.get("attn_bias")), named.get("is_causal", False)
+        query, key, value = args[:3]
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=named.get("scale")
         )
@@ -222,24 +219,17 @@ def _attention(operation: Any) -> Callable[..., Tensor]:
     return attend
 
 
-def _exact(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    def upcast(value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        if not isinstance(value, Tensor):
-            return value
-        return value.detach().to("cpu", torch.float64 if value.is_floating_point() else None, copy=True)
-
-    leaves, form = tree_flatten((args, kwargs))
-    exact_args, exact_kwargs = tree_unflatten([upcast(leaf) for leaf in leaves], form)
-    return exact_args, exact_kwargs
+def _in_float64(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to("cpu", torch.float64 if value.is_floating_point() else None, copy=True)
 
 
 def _floating(out: Any) -> list[Tensor]:
     return [
-        t.detach().to("cpu")
-        for t in tree_flatten(out)[0]
-        if isinstance(t, Tensor) and t.is_floating_point() and t.numel()
+        t.detach().to("cpu") for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()
     ]
 
 
@@ -250,11 +240,18 @@ def _gave_up(operation: Any, out: Any) -> bool:
     return "info" in names and bool(out[names.index("info")].any())
 
 
-def _distance(made: Tensor, exact: Tensor) -> float:
+def _distance(result: Tensor, exact: Tensor) -> float:
     """The norm of the difference; where both are infinite with one sign, or both NaN, nothing."""
-    gap = made.double() - exact
-    same = (made.double() == exact) | (made.isnan() & exact.isnan())
-    return _norm(torch.where(same, torch.zeros_like(gap), gap))
+    gap = result.double() - exact
+    distance = _norm(gap)
+    if not math.isnan(distance):
+        return distance
+    same = (result.double() == exact) | (result.isnan() & exact.isnan())
+    return _norm(torch.where(same, 0.0, gap))
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def _overflowing(exact: Tensor, dtype: torch.dtype) -> Tensor:
@@ -262,15 +259,7 @@ def _overflowing(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(exact.abs() > torch.finfo(dtype).max, exact * math.inf, exact)
 
 
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-
-
-def _roundoff(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps / 2
-
-
-def _underflow(dtype: torch.dtype) -> float:
+def _underflow(result: Tensor) -> float:
     """What may be lost where numbers are too small: all that is subnormal; float16 has few numbers else."""
-    format_ = torch.finfo(dtype)
-    return format_.smallest_normal * (format_.eps if dtype == torch.float16 else 1)
+    format_ = torch.finfo(result.dtype)
+    return format_.smallest_normal * (format_.eps if result.dtype == torch.float16 else 1)

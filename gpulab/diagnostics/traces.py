@@ -13,13 +13,12 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import json
 import linecache
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,43 +27,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from gpulab.diagnostics import trace_files
 from gpulab.diagnostics.fingerprints import memory
 from gpulab.diagnostics.guards import guard
-from gpulab.diagnostics.reference import examine
+from gpulab.diagnostics.reference import forward_error
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
 from gpulab.passports import passport
 from gpulab.settings import Setting, arithmetic
 
-TRACE_FORMAT = 1
 SKETCH = 64  # how many numbers stand for a tensor: distances between sketches are right to about a fifth
 IN_FULL = 64  # a tensor of up to so many numbers is kept as it is
 EXACT = "cpu:precision=float64"
 SEED = 0  # torch's random numbers begin here in every execution of a step
 
-# What computes nothing: changes of shape, and memory that has not been written yet.
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
+# What computes nothing: changes of shape, and memory that has not been written yet.
 SILENT = {"detach", "alias", "set"}
 EMPTY = ("empty", "new_empty")
-HERE = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+TORCH, GPULAB = os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep
 OVERWRITTEN = {"operation", "line", "why", "remedy"}
-
-
-def _all(kind: Any, values: Any) -> bool:
-    return all(isinstance(value, kind) for value in values)
-
-
-# Whether a value read from a file is one of the type that a field of `Operation` is declared with.
-FITS: dict[str, Callable[[Any], bool]] = {
-    "str": lambda value: isinstance(value, str),
-    "bool": lambda value: isinstance(value, bool),
-    "str | None": lambda value: value is None or isinstance(value, str),
-    "bool | None": lambda value: value is None or isinstance(value, bool),
-    "float | None": lambda value: value is None or isinstance(value, float | int),
-    "list[str]": lambda value: isinstance(value, list) and _all(str, value),
-    "list[int]": lambda value: isinstance(value, list) and _all(int, value),
-}
 
 
 @dataclass(frozen=True)
@@ -72,12 +55,17 @@ class Step:
     """A training step that can be done under any setting: one forward and one backward pass.
 
     The model is copied, moved to the setting's device and precision, and `loss(model(inputs), targets)`
-    differentiated, where `batch` is (inputs, targets). The model itself stays as it is. Without a
-    `loss`, the mean of the squared output is differentiated, and `batch` is the inputs alone.
+    differentiated. The model itself stays as it is.
 
-    >>> step = Step(nn.Linear(4, 2), (torch.ones(3, 4), torch.zeros(3, 2)), nn.functional.mse_loss)
-    >>> step(Setting.parse("cpu")).shape
-    torch.Size([])
+    Args:
+        model: the network.
+        batch: (inputs, targets), each a tensor or any nesting of tensors; without a `loss`, the inputs alone.
+        loss: a function of outputs and targets. Without it, the mean of the squared output is differentiated.
+
+    Examples:
+        >>> step = Step(nn.Linear(4, 2), (torch.ones(3, 4), torch.zeros(3, 2)), nn.functional.mse_loss)
+        >>> step(Setting.parse("cpu")).shape
+        torch.Size([])
     """
 
     model: nn.Module
@@ -101,8 +89,7 @@ class Step:
 
         def once() -> Tensor:
             if self.loss is None:
-                out = model(batch)
-                loss = next(t for t in tree_flatten(out)[0] if isinstance(t, Tensor)).square().mean()
+                loss = next(t for t in tree_leaves(model(batch)) if isinstance(t, Tensor)).square().mean()
             else:
                 inputs, targets = batch
                 loss = self.loss(model(inputs), targets)
@@ -118,11 +105,13 @@ class Operation:
 
     `name` is torch's, without device or overload; `module` the path of the module that called it
     (for the backward pass: that called what is differentiated); `line` the line of the user's code;
-    `inputs`, `outputs` and `changed` (inputs that it wrote to) name values of the trace. `error` is its
-    own error against float64 from the same inputs, `bound` what rounding explains, both relative to the
-    exact result; `format` the short number format that a product was computed in. `steady` says whether
-    the operation gave the same bits when it was called again at once, `repeats` whether it did so, and
-    in the whole step done again as well. `nans` says whether there is a NaN in what it returned.
+    `inputs`, `outputs` and `changed` (inputs that it wrote to) name values of the trace. `arguments`
+    are those of the call by the names of torch's schema, as JSON has them (a tensor is "Tensor"), and
+    `defaults` stand for the others. `error` is its own error against float64 from the same inputs,
+    `bound` what rounding explains, both relative to the exact result; `format` the short number format
+    that a product was computed in. `steady` says whether the operation gave the same bits when it was
+    called again at once, `repeats` whether it did so, and in the whole step done again as well. `nans`
+    says whether there is a NaN in what it returned.
     """
 
     name: str
@@ -133,7 +122,8 @@ class Operation:
     outputs: list[str]
     shape: list[int]
     dtype: str
-    arguments: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     random: bool = False
     repeats: bool | None = None
@@ -143,6 +133,11 @@ class Operation:
     format: str | None = None
     rounded_before: bool = False
     nans: bool = False
+
+    @property
+    def values(self) -> list[str]:
+        """The names of all values that it met."""
+        return [*self.inputs, *self.outputs, *self.changed]
 
     @property
     def ratio(self) -> float | None:
@@ -179,64 +174,48 @@ class Trace:
         return f"trace of {len(self.operations)} operations under {self.setting}"
 
     def save(self, file: str | Path) -> Path:
-        """Write the trace to one file: safetensors, with JSON in its header."""
-        from safetensors.numpy import save_file
-
+        """Write the trace to one file (Parquet, compressed), whole or not at all."""
         file = Path(file)
         file.parent.mkdir(parents=True, exist_ok=True)
-        notes = {"format": TRACE_FORMAT, **{k: v for k, v in asdict(self).items() if k != "sketches"}}
+        names = ("setting", "label", "overwritten", "passport", "arithmetic")
+        rows = [vars(op) | {"reference": False} for op in self.operations]
+        rows += [vars(op) | {"reference": True} for op in self.reference]
         scratch = file.with_name(f".{file.name}.{os.getpid()}")
-        save_file(self.sketches, scratch, {"gpulab trace": json.dumps(notes, separators=(",", ":"))})
+        trace_files.write(scratch, {name: getattr(self, name) for name in names}, rows, self.sketches)
         scratch.replace(file)
         return file
 
     @classmethod
     def load(cls, file: str | Path) -> Trace:
-        """Read a trace. Raises `DataError`, naming the file, for one that is missing, cut short or foreign."""
-        from safetensors import SafetensorError, safe_open
+        """Read a trace, those of gpulab 0.1.0 too.
 
+        Raises:
+            DataError: naming the file, for one that is missing, cut short, damaged or foreign.
+        """
+        notes, rows, sketches = trace_files.read(file)
+        parts: dict[bool, list[Operation]] = {False: [], True: []}
+        for row in rows:
+            parts[row.pop("reference")].append(Operation(**row))
         try:
-            with safe_open(str(file), framework="numpy") as archive:
-                header = archive.metadata() or {}
-                sketches = {name: archive.get_tensor(name) for name in archive.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{file}: not a trace that can be read (missing, or cut short?): {error}") from None
-        if "gpulab trace" not in header:
-            raise DataError(f"{file}: a safetensors file, but no trace; `gpulab record` writes one")
-        try:
-            notes = json.loads(header["gpulab trace"])
-            if notes.pop("format") != TRACE_FORMAT:
-                raise DataError(f"{file}: a trace of another format; this gpulab reads format {TRACE_FORMAT}")
-            for key in ("operations", "reference"):
-                notes[key] = [Operation(**operation) for operation in notes[key]]
-            trace = cls(sketches=sketches, **notes)
+            trace = cls(operations=parts[False], reference=parts[True], sketches=sketches, **notes)
             trace._check()
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
+        except (ValueError, TypeError, AttributeError, UsageError) as error:
             raise DataError(f"{file}: a damaged trace: {error!r}") from None
-        named = {
-            value for op in (*trace.operations, *trace.reference) for value in (*op.inputs, *op.outputs, *op.changed)
-        }
-        if lacking := named - sketches.keys():
-            raise DataError(f"{file}: a damaged trace: {len(lacking)} of {len(named)} values are missing")
         return trace
 
     def _check(self) -> None:
-        """Raise `TypeError` or `ValueError`, naming it, for what `record` never writes."""
+        """Raise `TypeError` or `ValueError`, naming it, for what `record` never writes and the file's types allow."""
         Setting.parse(self.setting)
-        if not _all(dict, (self.arithmetic, self.passport)):
+        if not isinstance(self.arithmetic, dict) or not isinstance(self.passport, dict):
             raise TypeError("arithmetic or passport")
-        for found in self.overwritten:
-            if found.keys() != OVERWRITTEN or not _all(str, found.values()):
-                raise ValueError(f"overwritten {found!r}")
-        for name, numbers in self.sketches.items():
-            if numbers.dtype != np.float64 or numbers.ndim != 1:
-                raise TypeError(f"value {name}: {numbers.dtype} of shape {numbers.shape}")
-        for operation in (*self.operations, *self.reference):
-            for part in fields(operation):
-                if not FITS[str(part.type)](value := getattr(operation, part.name)):
-                    raise TypeError(f"{part.name}={value!r} of {operation.name!r}")
-            if not operation.outputs:
-                raise ValueError(f"no outputs of {operation.name!r}")
+        for entry in self.overwritten:
+            if entry.keys() != OVERWRITTEN or not all(isinstance(text, str) for text in entry.values()):
+                raise ValueError(f"overwritten {entry!r}")
+        for op in (*self.operations, *self.reference):
+            if not op.outputs:
+                raise ValueError(f"no outputs of {op.name!r}")
+            if not isinstance(op.arguments, dict) or not isinstance(op.defaults, dict):
+                raise TypeError(f"arguments of {op.name!r}: {op.arguments!r}, {op.defaults!r}")
 
 
 def record(
@@ -248,63 +227,57 @@ def record(
     label: str = "",
     progress: bool = True,
 ) -> Trace:
-    """Do a step under a setting and note what every operation computed; with `file`, keep the trace.
+    """Do a step under a setting and note what every operation computed.
 
-    `step` is a `Step`, or a function that does one training step, backward pass included. It is called
-    with the `Setting`, whose `.device` and `.dtype` it puts its tensors on, or, if it takes no
-    argument, with these as torch's defaults. It is done three times from the same random numbers:
-    twice under the setting, to see whether it repeats itself, and once in float64 on the CPU, unless
-    another trace of the step serves as the `reference`. Reports call the trace by its `label`, or else
-    by its setting.
+    The step is done three times from the same random numbers: twice under the setting, to see whether it
+    repeats itself, and once in float64 on the CPU.
 
-    Raises `UsageError` for a step that is none, `GpulabError` for a setting that cannot run here.
+    Args:
+        step: a `Step`, or a function that does one training step, backward pass included. It is called
+            with the `Setting`, whose `.device` and `.dtype` it puts its tensors on, or, if it takes no
+            argument, with these as torch's defaults.
+        setting: what it is done under.
+        file: where the trace is kept, if anywhere.
+        reference: another trace of the step, whose execution in float64 serves again.
+        label: what reports call the trace; by default its setting.
+        progress: whether to show a bar.
 
-    >>> record(Step(nn.Linear(4, 2), torch.ones(3, 4)), "cpu", progress=False).setting
-    'cpu'
+    Raises:
+        UsageError: for a step that is none, or does nothing on floating-point numbers.
+        GpulabError: for a setting that cannot run here.
+
+    Examples:
+        >>> record(Step(nn.Linear(4, 2), torch.ones(3, 4)), "cpu", progress=False).setting
+        'cpu'
     """
+    from tqdm.auto import tqdm
+
     parsed = Setting.parse(setting)
     if not callable(step):
         raise UsageError(f"step is a {type(step).__name__}; expected gpulab.Step or a function that does one step")
     parsed.check()
-    sketches: dict[str, np.ndarray] = {}
-    first = _perform(step, parsed, sketches, None)
-    with _bar(len(first.operations) * (1 if reference else 2), progress) as bar:
-        second = _perform(step, parsed, sketches, bar, examined=True)
-        if reference:
-            exact = reference.reference
-            sketches |= reference.sketches
-        else:
-            exact = _perform(step, Setting.parse(EXACT), sketches, bar).operations
-    _note_repeats(second.operations, first.operations)
-    trace = Trace(
-        setting=str(parsed),
-        operations=second.operations,
-        reference=exact,
-        sketches=sketches,
-        overwritten=second.overwritten,
-        passport=dict(passport()),
-        arithmetic=second.arithmetic,
-        label=label,
-    )
-    named = {value for op in (*trace.operations, *trace.reference) for value in (*op.inputs, *op.outputs, *op.changed)}
-    trace.sketches = {name: sketches[name] for name in sketches if name in named}
+    sketches = dict(reference.sketches) if reference else {}
+    first = _perform(step, parsed, sketches)
+    total = len(first.operations) * (1 if reference else 2)
+    with tqdm(total=total, unit="operation", leave=False, disable=not progress) as bar:
+        trace = _perform(step, parsed, sketches, bar, measured=True)
+        exact = reference.reference if reference else _perform(step, Setting.parse(EXACT), sketches, bar).operations
+    for op, before in aligned(trace.operations, first.operations):
+        if op is not None and not op.random:
+            same = before is not None and (before.inputs != op.inputs or before.outputs == op.outputs)
+            op.repeats = op.steady and same
+    trace.reference, trace.label, trace.passport = exact, label, dict(passport())
+    trace.sketches = {value: sketches[value] for op in (*trace.operations, *exact) for value in op.values}
     if file is not None:
         trace.save(file)
     return trace
 
 
-@dataclass
-class _Performance:
-    operations: list[Operation]
-    overwritten: list[dict[str, str]]
-    arithmetic: dict[str, Any]
-
-
 def _perform(
-    step: Callable[..., Any], setting: Setting, sketches: dict[str, np.ndarray], bar: Any, examined: bool = False
-) -> _Performance:
-    """Do the step once under a setting, watched."""
-    watcher = _Watcher(sketches, bar, examined)
+    step: Callable[..., Any], setting: Setting, sketches: dict[str, np.ndarray], bar: Any = None, measured: bool = False
+) -> Trace:
+    """Do the step once under a setting, watched; where `measured`, each operation's error is as well."""
+    watcher = _Watcher(sketches, bar, measured)
     devices = [torch.device(setting.device)] if setting.kind == "cuda" else []
     with (
         torch.random.fork_rng(devices=devices),
@@ -320,11 +293,11 @@ def _perform(
         flags = arithmetic()
     if not watcher.operations:
         raise UsageError("the step ran no operation of torch on floating-point numbers: there is nothing to compare")
-    found = [
+    overwritten = [
         {"operation": f.operation, "line": f"{f.line}: {f.line.text}", "why": f.explanation, "remedy": f.remedy}
         for f in report.findings
     ]
-    return _Performance(watcher.operations, found, flags)
+    return Trace(str(setting), watcher.operations, [], sketches, overwritten, arithmetic=flags)
 
 
 @contextlib.contextmanager
@@ -332,7 +305,11 @@ def _ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], 
     """The step as a function without arguments, under a setting that is in force."""
     if hasattr(step, "prepared"):
         yield step.prepared(setting)
-    elif _takes_an_argument(step):
+        return
+    parameters = inspect.signature(step).parameters
+    if "setting" in parameters or any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values()
+    ):
         yield functools.partial(step, setting)
     else:
         with torch.device(setting.device):
@@ -362,20 +339,15 @@ def find_step(name: str) -> Callable[..., Any]:
     return step
 
 
-def _takes_an_argument(step: Callable[..., Any]) -> bool:
-    """Whether a function asks for a setting: it has a parameter without a default, or one called `setting`."""
-    parameters = inspect.signature(step).parameters
-    return "setting" in parameters or any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values()
-    )
+# --- watching --------------------------------------------------------------------------------------------
 
 
 class _Watcher(TorchDispatchMode):
-    """Sees every operation below autograd, forward and backward."""
+    """Notes every operation below autograd, forward and backward."""
 
-    def __init__(self, sketches: dict[str, np.ndarray], bar: Any, examined: bool) -> None:
+    def __init__(self, sketches: dict[str, np.ndarray], bar: Any, measured: bool) -> None:
         super().__init__()
-        self.sketches, self.bar, self.examined = sketches, bar, examined
+        self.sketches, self.bar, self.measured = sketches, bar, measured
         self.operations: list[Operation] = []
         self.path: list[str] = []
         self.names: dict[int, str] = {}
@@ -386,23 +358,23 @@ class _Watcher(TorchDispatchMode):
     ) -> Any:
         """Run an operation and note what it did."""
         kwargs = kwargs or {}
-        name = operation._schema.name.partition("::")[2]
-        bare = name.rstrip("_")
-        if bare in SILENT or bare.startswith(EMPTY) or _called_by_the_guard():
+        name = operation._schema.name.partition("::")[2].rstrip("_")
+        if name in SILENT or name.startswith(EMPTY) or _called_by_the_guard():
             return operation(*args, **kwargs)
-        writes = operation._schema.is_mutable or "batch_norm" in bare  # which does not say that it does
-        before = _copied(args, kwargs) if writes else (args, kwargs)
-        random = _is_random(operation, args, kwargs)
-        blind = writes and (random or bare in OVERWRITES)
-        read = (before[0][1:], before[1]) if blind else before
-        inputs = [self._value(t) for t in tree_flatten(read)[0] if _counts(t)]
+        writes = operation._schema.is_mutable or "batch_norm" in name  # which does not say that it does
+        args_before, kwargs_before = tree_map(_copy, (args, kwargs)) if writes else (args, kwargs)
+        given, defaults = _arguments(operation, args, kwargs)
+        random = _is_random(operation, given | defaults)
+        blind = writes and (random or name in OVERWRITES)
+        read = (args_before[1:] if blind else args_before, kwargs_before)
+        inputs = [self._value(t) for t in tree_leaves(read) if _counts(t)]
         out = operation(*args, **kwargs)
         results = _results(operation, args, out)
         if not results:
             return out
         phase, module, line = self._caller()
-        noted = Operation(
-            name=bare,
+        op = Operation(
+            name=name,
             phase=phase,
             module=module,
             line=line,
@@ -410,41 +382,42 @@ class _Watcher(TorchDispatchMode):
             outputs=[self._value(t) for t in results],
             shape=list(results[0].shape),
             dtype=str(results[0].dtype).removeprefix("torch."),
-            arguments=_plain(args, kwargs),
-            changed=self._changed(before, (args, kwargs)) if writes and not blind else [],
+            arguments=given,
+            defaults=defaults,
+            changed=self._changed((args_before, kwargs_before), (args, kwargs)) if writes and not blind else [],
             random=random,
             nans=any(bool(t.isnan().any()) for t in results),
         )
-        if self.examined and not noted.random and not operation.is_view:
-            exact = examine(operation, bare, *before, out)
-            noted.error, noted.bound = exact.error, exact.bound
-            noted.format, noted.rounded_before = exact.format, exact.rounded_before
-            noted.steady = _steady(operation, before, noted.outputs)
-        self.operations.append(noted)
+        if self.measured and not random and not operation.is_view:
+            error = forward_error(operation, name, args_before, kwargs_before, out)
+            op.error, op.bound, op.format, op.rounded_before = astuple(error)
+            again = _results(operation, args_before, operation(*args_before, **kwargs_before))
+            op.steady = len(again) == len(results) and all(map(_same_bits, again, results))
+        self.operations.append(op)
         if self.bar is not None:
             self.bar.update()
         return out
 
     def _value(self, tensor: Tensor) -> str:
+        """The name of a tensor's content, which is a hash of it; its sketch is kept."""
         content = tensor.detach().to("cpu").contiguous()
-        name = _fingerprint(content)
+        digest = hashlib.blake2b(f"{content.dtype}{tuple(content.shape)}".encode(), digest_size=12)
+        digest.update(memory(content))
+        name = digest.hexdigest()
         if name not in self.sketches:
             self.sketches[name] = sketch(content)
         return name
 
     def _changed(self, before: Any, after: Any) -> list[str]:
         """The values that an operation left in its inputs, where it wrote to them."""
-        pairs = zip(tree_flatten(before)[0], tree_flatten(after)[0], strict=True)
-        written = [(then, self._value(now)) for then, now in pairs if _counts(now)]
-        return [now for then, now in written if not _counts(then) or self._value(then) != now]
+        pairs = [(then, now) for then, now in zip(tree_leaves(before), tree_leaves(after), strict=True) if _counts(now)]
+        return [self._value(now) for then, now in pairs if not _counts(then) or not _same_bits(then, now)]
 
     def _caller(self) -> tuple[str, str, str]:
         node = torch._C._current_autograd_node()
         if node is not None:
-            module, line = self.made_by.get(node._sequence_nr(), ("", ""))
-            return "backward", module, line
-        module = self.path[-1] if self.path else ""
-        line = _users_line()
+            return "backward", *self.made_by.get(node._sequence_nr(), ("", ""))
+        module, line = self.path[-1] if self.path else "", _users_line()
         self.made_by[torch.autograd._get_sequence_nr() - 1] = module, line
         return "forward", module, line
 
@@ -479,25 +452,46 @@ def _results(operation: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
     if out is None:
         named = zip(operation._schema.arguments, args, strict=False)
         out = [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
-    return [t for t in tree_flatten(out)[0] if _counts(t)]
+    return [t for t in tree_leaves(out) if _counts(t)]
 
 
-def _steady(operation: Any, call: tuple[Sequence[Any], dict[str, Any]], outputs: list[str]) -> bool:
-    """Whether the operation gives the same bits again from the same inputs, which it may write to."""
-    args, kwargs = call
-    again = _results(operation, args, operation(*args, **kwargs))
-    return [_fingerprint(t.detach().to("cpu").contiguous()) for t in again] == outputs
+def _counts(value: Any) -> bool:
+    """Whether a value is one that rounding can touch."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0 and not value.is_sparse
 
 
-def _note_repeats(operations: list[Operation], again: list[Operation]) -> None:
-    """Compare two executions of one step: same inputs, same outputs?"""
-    for operation, twin in aligned(operations, again):
-        if operation is None or operation.random:
-            continue
-        same_inputs = twin is not None and twin.inputs == operation.inputs
-        operation.repeats = (
-            operation.steady and (twin is not None) and not (same_inputs and twin.outputs != operation.outputs)
-        )
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    x_bytes, y_bytes = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (x, y))
+    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(x_bytes, y_bytes)
+
+
+def _copy(value: Any) -> Any:
+    """A tensor copied so that it lies in memory as it did, gaps included: another layout may be another kernel."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.layout != torch.strided or value.is_conj() or value.is_neg() or not value.numel():
+        return value.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.detach().as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride())
+
+
+def _arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an operation was called with, by the names of its schema and as JSON, and defaults for the others."""
+    names = (argument.name for argument in operation._schema.arguments)
+    given = {name: trace_files.as_json(value) for name, value in (*zip(names, args, strict=False), *kwargs.items())}
+    return given, {name: value for name, value in _defaults(operation).items() if name not in given}
+
+
+@functools.cache
+def _defaults(operation: Any) -> dict[str, Any]:
+    return trace_files.defaults(operation._schema)
+
+
+def _is_random(operation: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether an operation draws; attention and an LSTM are marked as drawing also when they drop nothing."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    return all(arguments.get(name) != 0.0 for name in ("dropout_p", "dropout"))
 
 
 def aligned(
@@ -536,10 +530,13 @@ def sketch(tensor: Tensor) -> np.ndarray:
     if numbers.size <= IN_FULL:
         return numbers
     bucket, sign = _places(numbers.size)
+    sums = np.bincount(bucket, weights=numbers * sign, minlength=SKETCH)
+    if np.isfinite(sums).all():
+        return sums
     return np.bincount(bucket, weights=np.nan_to_num(numbers * sign), minlength=SKETCH)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _places(count: int) -> tuple[np.ndarray, np.ndarray]:
     """The bucket and the sign of each place, by splitmix64's mixing function (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
@@ -547,67 +544,19 @@ def _places(count: int) -> tuple[np.ndarray, np.ndarray]:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     x ^= x >> np.uint64(31)
-    return (x % np.uint64(SKETCH)).astype(np.intp), np.where(x >> np.uint64(63), -1.0, 1.0)
-
-
-def _fingerprint(content: Tensor) -> str:
-    digest = hashlib.blake2b(f"{content.dtype}{tuple(content.shape)}".encode(), digest_size=12)
-    digest.update(memory(content))
-    return digest.hexdigest()
-
-
-def _counts(value: Any) -> bool:
-    """Whether a value is one that rounding can touch."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0 and not value.is_sparse
-
-
-def _copied(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    return tree_map(lambda v: _copy(v) if isinstance(v, Tensor) else v, (args, kwargs))
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy that lies in memory as the tensor does, gaps included: another layout may be another kernel."""
-    plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
-    if not plain or not tensor.numel():
-        return tensor.clone()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory_ = tensor.detach().as_strided((span,), (1,)).clone()
-    return memory_.as_strided(tensor.shape, tensor.stride())
-
-
-def _plain(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """The arguments that are no tensors, nor devices or formats, which a setting may change."""
-
-    def shown(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return "·"
-        return None if isinstance(value, torch.device | torch.dtype | torch.layout | torch.Generator) else value
-
-    return repr(tree_map(shown, (list(args), {k: v for k, v in kwargs.items() if k != "pin_memory"})))
-
-
-def _is_random(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws; attention and an LSTM are marked as drawing also when they drop nothing."""
-    if torch.Tag.nondeterministic_seeded not in operation.tags:
-        return False
-    for place, argument in enumerate(operation._schema.arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return given != 0.0
-    return True
+    return (x % np.uint64(SKETCH)).astype(np.uint8), np.where(x >> np.uint64(63), np.int8(-1), np.int8(1))
 
 
 # --- whose line ------------------------------------------------------------------------------------------
 
 
 def _users_line() -> str:
-    """The innermost line of code that is neither torch's nor gpulab's, as `file:line: text`."""
+    """The innermost line of code that is neither torch's nor gpulab's, its models apart, as `file:line: text`."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code is not _perform.__code__:
         file = frame.f_code.co_filename
-        if not file.startswith(HERE) or f"{os.sep}models{os.sep}" in file.removeprefix(HERE[1]):
-            text = linecache.getline(file, frame.f_lineno).strip()
-            return f"{os.path.basename(file)}:{frame.f_lineno}: {text}"
+        if not file.startswith((TORCH, GPULAB)) or file.startswith(f"{GPULAB}models{os.sep}"):
+            return f"{os.path.basename(file)}:{frame.f_lineno}: {linecache.getline(file, frame.f_lineno).strip()}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 
@@ -621,9 +570,3 @@ def _called_by_the_guard() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _bar(total: int, wanted: bool) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, unit="operation", leave=False, disable=not wanted)

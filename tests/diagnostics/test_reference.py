@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import gpulab as gl
-from gpulab.diagnostics.reference import SAFETY, Examined, examine
+from gpulab.diagnostics.reference import SAFETY, ForwardError, forward_error
 from gpulab.numerics.formats import round_to
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ class Watched(TorchDispatchMode):
         out = operation(*args, **kwargs)
         drawn = torch.Tag.nondeterministic_seeded in operation.tags and "attention" not in name
         if not drawn and not operation.is_view and "empty" not in name and name not in ("detach", "_to_copy"):
-            self.seen.append((name, examine(operation, name, *before, tree_map(self._falsified, out))))
+            self.seen.append((name, forward_error(operation, name, *before, tree_map(self._falsified, out))))
         return out
 
     def _falsified(self, value):
@@ -60,7 +60,7 @@ def watched(function, *tensors, fault=lambda tensor: tensor):
 def test_the_error_and_the_bound_of_a_product_are_what_one_computes_by_hand():
     a, b = normal(5, 30), normal(30, 7, seed=1)
     made = a @ b
-    seen = examine(aten.mm.default, "mm", (a, b), {}, made)
+    seen = forward_error(aten.mm.default, "mm", (a, b), {}, made)
     exact = a.double().numpy() @ b.double().numpy()
     size = np.linalg.norm(exact)
     assert seen.error == pytest.approx(np.linalg.norm(made.double().numpy() - exact) / size, rel=1e-9)
@@ -91,7 +91,7 @@ def inner_products():
 @pytest.mark.parametrize(("name", "operation", "args", "inner"), inner_products(), ids=lambda value: str(value)[:24])
 def test_every_product_is_bounded_by_the_number_of_its_terms(name, operation, args, inner):
     made = operation(*args)
-    seen = examine(operation, name, args, {}, made)
+    seen = forward_error(operation, name, args, {}, made)
     assert 0 <= ratio(seen) < 1
     assert seen.error is not None
     absolute = tree_map(lambda v: v.double().abs() if isinstance(v, torch.Tensor) else v, list(args))
@@ -263,7 +263,7 @@ def test_one_wrong_number_among_many_is_noticed():
     x = normal(100, 100)
     wrong = x.relu()
     wrong[3, 7] += 1.0
-    assert ratio(examine(aten.relu.default, "relu", (x,), {}, wrong)) > 1000
+    assert ratio(forward_error(aten.relu.default, "relu", (x,), {}, wrong)) > 1000
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -271,7 +271,7 @@ def test_a_number_that_is_not_finite_where_it_should_be_is_infinitely_wrong(valu
     x = normal(10)
     made = x.exp()
     made[3] = value
-    assert not math.isfinite(examine(aten.exp.default, "exp", (x,), {}, made).error)
+    assert not math.isfinite(forward_error(aten.exp.default, "exp", (x,), {}, made).error)
 
 
 # --- special numbers ------------------------------------------------------------------------------------------
@@ -279,19 +279,19 @@ def test_a_number_that_is_not_finite_where_it_should_be_is_infinitely_wrong(valu
 
 def test_numbers_out_of_range_are_explained_by_the_range():
     for x in (normal(50) * 1e30, normal(50) * 1e-30):
-        assert ratio(examine(aten.mul.Tensor, "mul", (x, x), {}, x * x)) <= 1
+        assert ratio(forward_error(aten.mul.Tensor, "mul", (x, x), {}, x * x)) <= 1
     small = torch.linspace(-104, -80, 50)
-    assert ratio(examine(aten.exp.default, "exp", (small,), {}, small.exp())) <= 1
+    assert ratio(forward_error(aten.exp.default, "exp", (small,), {}, small.exp())) <= 1
     flushed = torch.where(small.exp() < torch.finfo(torch.float32).tiny, 0.0, small.exp())
-    assert ratio(examine(aten.exp.default, "exp", (small,), {}, flushed)) <= 1, "as some units do"
+    assert ratio(forward_error(aten.exp.default, "exp", (small,), {}, flushed)) <= 1, "as some units do"
     wrong = torch.full((50,), 1e38)
-    assert ratio(examine(aten.mul.Tensor, "mul", (wrong / 1e38 * 1e20, wrong), {}, wrong)) > 1
+    assert ratio(forward_error(aten.mul.Tensor, "mul", (wrong / 1e38 * 1e20, wrong), {}, wrong)) > 1
 
 
 def test_nan_and_infinity_that_were_put_in_are_no_errors():
     x = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
     for operation, name in ((aten.exp.default, "exp"), (aten.tanh.default, "tanh"), (aten.relu.default, "relu")):
-        seen = examine(operation, name, (x,), {}, operation(x))
+        seen = forward_error(operation, name, (x,), {}, operation(x))
         assert seen.error is None or ratio(seen) <= 1
 
 
@@ -303,7 +303,7 @@ def test_nothing_is_said_of_what_has_no_twin():
         (aten.gt.Scalar, "gt", (normal(4), 0)),
         (aten._linalg_eigh.default, "_linalg_eigh", (torch.eye(3),)),
     ]:
-        seen = examine(operation, name, args, {}, operation(*args))
+        seen = forward_error(operation, name, args, {}, operation(*args))
         assert (seen.error, seen.bound, seen.format) == (None, None, None)
 
 
@@ -311,7 +311,7 @@ def test_examining_changes_neither_arguments_nor_results():
     a, b = normal(4, 4), normal(4, 4, seed=1)
     made = a.clone().add_(b)
     copies = a.clone(), b.clone(), made.clone()
-    examine(aten.add_.Tensor, "add", (a, b), {}, made)
+    forward_error(aten.add_.Tensor, "add", (a, b), {}, made)
     assert all(torch.equal(now, then) for now, then in zip((a, b, made), copies, strict=True))
 
 
@@ -327,7 +327,7 @@ def test_a_kernel_that_rounds_its_factors_is_told_by_the_format(format_, mode, s
     rows, inner, columns = shape
     a, b = normal(rows, inner), normal(inner, columns, seed=1)
     made = round_to(a, format_, mode) @ round_to(b, format_, mode)
-    seen = examine(aten.mm.default, "mm", (a, b), {}, made)
+    seen = forward_error(aten.mm.default, "mm", (a, b), {}, made)
     assert seen.format in ALIKE.get(format_, [format_])
     assert not seen.rounded_before
 
@@ -341,18 +341,18 @@ def test_also_in_convolutions_forward_and_backward(format_, mode):
         return [round_to(tensor, format_, mode) for tensor in tensors]
 
     forward = aten.convolution.default
-    assert examine(forward, "convolution", (x, w, None, *more), {}, forward(*rounded(x, w), None, *more)).format
+    assert forward_error(forward, "convolution", (x, w, None, *more), {}, forward(*rounded(x, w), None, *more)).format
     backward = aten.convolution_backward.default
     for wanted in ([True, True, False], [False, True, False], [True, False, False]):
         made = backward(*rounded(grad, x, w), None, *more, wanted)
-        seen = examine(backward, "convolution_backward", (grad, x, w, None, *more, wanted), {}, made)
+        seen = forward_error(backward, "convolution_backward", (grad, x, w, None, *more, wanted), {}, made)
         assert seen.format in ALIKE.get(format_, [format_])
         assert not seen.rounded_before
 
 
 def test_factors_that_were_rounded_before_are_told_apart_from_a_kernel_that_rounds():
     a, b = round_to(normal(9, 30), "bfloat16"), normal(30, 9, seed=1)
-    seen = examine(aten.mm.default, "mm", (a, b), {}, a @ b)
+    seen = forward_error(aten.mm.default, "mm", (a, b), {}, a @ b)
     assert (seen.format, seen.rounded_before) == ("bfloat16", True)
     assert ratio(seen) <= 1
 
@@ -362,14 +362,14 @@ def test_a_right_product_of_few_numbers_is_not_taken_for_a_short_format():
     alarms = 0
     for seed in range(300):
         a, b = normal(1, 3000, seed=seed).abs(), normal(3000, 1, seed=seed + 1000).abs()
-        alarms += examine(aten.mm.default, "mm", (a, b), {}, a @ b).format is not None
+        alarms += forward_error(aten.mm.default, "mm", (a, b), {}, a @ b).format is not None
     assert alarms <= 3
 
 
 def test_a_wrong_product_is_not_excused_as_a_short_format():
     a, b = normal(9, 30), normal(30, 9, seed=1)
     wrong = (a @ b) * (1 + 1e-3 * normal(9, 9, seed=2))
-    seen = examine(aten.mm.default, "mm", (a, b), {}, wrong)
+    seen = forward_error(aten.mm.default, "mm", (a, b), {}, wrong)
     assert seen.format is None
     assert ratio(seen) > 10
 
@@ -380,11 +380,11 @@ def test_a_factorisation_that_failed_is_no_error_whatever_it_left():
     left, info = cholesky(not_positive)
     assert info != 0
     for rest in (left, torch.full_like(left, torch.nan)):
-        assert examine(cholesky, "linalg_cholesky_ex", (not_positive,), {}, (rest, info)) == Examined()
+        assert forward_error(cholesky, "linalg_cholesky_ex", (not_positive,), {}, (rest, info)) == ForwardError()
     fine = torch.eye(2)
-    assert examine(cholesky, "linalg_cholesky_ex", (fine,), {}, cholesky(fine)).error == 0
+    assert forward_error(cholesky, "linalg_cholesky_ex", (fine,), {}, cholesky(fine)).error == 0
     wrong = (2 * fine, torch.tensor(0))
-    seen = examine(cholesky, "linalg_cholesky_ex", (fine,), {}, wrong)
+    seen = forward_error(cholesky, "linalg_cholesky_ex", (fine,), {}, wrong)
     assert seen.error > seen.bound
 
 
@@ -396,6 +396,6 @@ def test_formats_of_factors_and_result_are_told_also_where_they_overflow(name):
     for scale in (1.0, 1e5):
         with gl.emulate(name):
             made = product(scale * a, b)
-        assert examine(product, "mm", (scale * a, b), {}, made).format == name
+        assert forward_error(product, "mm", (scale * a, b), {}, made).format == name
     if name == "float16":
         assert not made.isfinite().all()

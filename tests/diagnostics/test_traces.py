@@ -1,13 +1,9 @@
 import contextlib
 import copy
-import json
 import math
-import pickle
-import struct
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,8 +12,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
-from gpulab.diagnostics import traces as tracing
-from gpulab.diagnostics.traces import SKETCH, aligned, find_step, sketch
+from gpulab.diagnostics.traces import SKETCH, Operation, _is_random, aligned, find_step, sketch
 
 
 def recorded(step, setting="cpu", **options):
@@ -71,7 +66,7 @@ def test_a_tiny_step_is_recorded_as_one_computes_it_by_hand():
         assert op.repeats
         assert op.ratio <= 1
     assert [op.module for op in (linear, relu, loss)] == ["first", "Tiny", ""]
-    assert relu.line == f"test_tracing.py:{Tiny.forward.__code__.co_firstlineno + 2}: return torch.relu(y)  # the line"
+    assert relu.line == f"test_traces.py:{Tiny.forward.__code__.co_firstlineno + 2}: return torch.relu(y)  # the line"
     assert relu.inputs == linear.outputs
     (mse_backward,), (relu_backward,) = (
         named(trace, "mse_loss_backward", "backward"),
@@ -121,6 +116,24 @@ def test_operations_that_write_say_what_they_changed():
     assert doubled.outputs != doubled.inputs
     assert (copied.inputs, copied.changed) == (doubled.outputs, []), "what was there before does not matter"
     assert added.inputs == copied.outputs
+
+
+def test_arguments_are_named_as_in_the_schema_and_are_json():
+    def step(setting):
+        x = drawn(2, 3).to(setting.dtype)
+        F.gelu(x)
+        F.gelu(x, approximate="tanh")
+        torch.cat([x, x], 1).clamp(max=math.inf)
+        x.to(torch.float64, memory_format=torch.contiguous_format).index_select(1, torch.tensor([0]))
+
+    trace = recorded(step)
+    plain, tanh = named(trace, "gelu")
+    assert (plain.arguments, plain.defaults) == ({"self": "Tensor"}, {"approximate": "none"})
+    assert (tanh.arguments, tanh.defaults) == ({"self": "Tensor", "approximate": "tanh"}, {})
+    ((cat,), (clamp,), (select,)) = (named(trace, name) for name in ("cat", "clamp", "index_select"))
+    assert cat.arguments == {"tensors": ["Tensor", "Tensor"], "dim": 1}
+    assert clamp.arguments == {"self": "Tensor", "min": None, "max": math.inf}
+    assert select.arguments == {"self": "Tensor", "dim": 1, "index": "Tensor"}
 
 
 def test_an_optimizer_that_returns_nothing_is_recorded_by_what_it_writes():
@@ -454,139 +467,11 @@ def test_sketches_are_linear_and_survive_nan():
     assert np.isfinite(sketch(x)).all()
 
 
-# --- files ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("traces")
-    recorded(gl.Step(seeded(lambda: nn.Linear(20, 30)), drawn(5, 20)), file=folder / "deep" / "one.trace")
-    return folder / "deep" / "one.trace"
-
-
-def test_a_trace_is_read_as_it_was_written(file):
-    trace = recorded(gl.Step(seeded(lambda: nn.Linear(20, 30)), drawn(5, 20)))
-    read = gl.Trace.load(str(file))
-    assert read.setting == trace.setting
-    assert [op.outputs for op in read.operations] == [op.outputs for op in trace.operations]
-    assert [op.ratio for op in read.operations] == [op.ratio for op in trace.operations]
-    assert read.passport == trace.passport
-    assert read.sketches.keys() == trace.sketches.keys()
-    assert all((read.sketches[name] == trace.sketches[name]).all() for name in trace.sketches)
-    assert [entry.name for entry in file.parent.iterdir()] == ["one.trace"], "no scratch file is left"
-
-
-def test_nan_and_infinity_are_kept(tmp_path):
-    step = gl.Step(nn.Linear(3, 2), torch.tensor([[math.nan, math.inf, 1.0]]))
-    recorded(step, file=tmp_path / "a.trace")
-    read = gl.Trace.load(tmp_path / "a.trace")
-    assert any(np.isnan(sketch_).any() for sketch_ in read.sketches.values())
-
-
-def refused(file, *words):
-    with pytest.raises(gl.DataError) as error:
-        gl.Trace.load(file)
-    assert [word for word in (str(file), *words) if word not in str(error.value)] == []
-
-
-def test_a_trace_cut_short_anywhere_is_named(file, tmp_path):
-    content = file.read_bytes()
-    header = struct.unpack("<Q", content[:8])[0]
-    places = [0, 1, 7, 8, 9, header // 2, header + 7, header + 8, header + 9, len(content) // 2, len(content) - 1]
-    for place in places:
-        (tmp_path / "cut.trace").write_bytes(content[:place])
-        refused(tmp_path / "cut.trace")
-    (tmp_path / "long.trace").write_bytes(content + b"more")
-    refused(tmp_path / "long.trace")
-
-
-def test_what_is_no_trace_is_named(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps({"format": 1}))
-    (tmp_path / "a.pickle").write_bytes(pickle.dumps({"a": 1}))
-    (tmp_path / "a.txt").write_text("Call me Ishmael.")
-    safetensors.numpy.save_file({"weight": np.ones(3)}, tmp_path / "a.safetensors")
-    safetensors.numpy.save_file({"weight": np.ones(3)}, tmp_path / "b.safetensors", {"other": "notes"})
-    for name in ("a.json", "a.pickle", "a.txt", "missing.trace"):
-        refused(tmp_path / name, "not a trace")
-    for name in ("a.safetensors", "b.safetensors"):
-        refused(tmp_path / name, "no trace", "gpulab record")
-    refused(tmp_path)
-
-
-def rewritten(file, into, change):
-    with safetensors.safe_open(str(file), framework="numpy") as archive:
-        notes = json.loads(archive.metadata()["gpulab trace"])
-        sketches = {name: archive.get_tensor(name) for name in archive.keys()}  # noqa: SIM118
-    notes = change(notes, sketches) or notes
-    safetensors.numpy.save_file(
-        sketches, into, {"gpulab trace": notes if isinstance(notes, str) else json.dumps(notes)}
-    )
-    return into
-
-
-def put(*path, value):
-    def change(notes, sketches):  # noqa: ARG001
-        inner = notes
-        for key in path[:-1]:
-            inner = inner[key]
-        inner[path[-1]] = value
-
-    return change
-
-
-def drop(*path):
-    def change(notes, sketches):  # noqa: ARG001
-        inner = notes
-        for key in path[:-1]:
-            inner = inner[key]
-        del inner[path[-1]]
-
-    return change
-
-
-DAMAGED = {
-    "another format": put("format", value=2),
-    "no format": drop("format"),
-    "no operations": drop("operations"),
-    "operations that are none": put("operations", value=3),
-    "an operation that is none": put("operations", 0, value="addmm"),
-    "an operation with more": put("operations", 0, "more", value=1),
-    "an operation with less": drop("operations", 0, "name"),
-    "an operation without inputs": put("operations", 0, "inputs", value=None),
-    "an operation without outputs": put("operations", 0, "outputs", value=[]),
-    "a name that is none": put("operations", 0, "outputs", value=[["a"]]),
-    "an error in words": put("operations", 1, "error", value="small"),
-    "a shape in words": put("operations", 1, "shape", value="large"),
-    "a setting that is none": put("setting", value="gpu"),
-    "a setting of another kind": put("setting", value=3),
-    "notes with more": put("more", value=1),
-    "arithmetic that is none": put("arithmetic", value=3),
-    "overwritten that is none": put("overwritten", value=[{"operation": "x"}]),
-    "notes that are a list": lambda notes, sketches: "[1, 2]",  # noqa: ARG005
-    "notes that are no JSON": lambda notes, sketches: "{",  # noqa: ARG005
-    "notes too deep": lambda notes, sketches: "[" * 100_000,  # noqa: ARG005
-    "a number too long": lambda notes, sketches: '{"format": ' + "9" * 5000 + "}",  # noqa: ARG005
-    "values that are missing": lambda notes, sketches: sketches.clear(),  # noqa: ARG005
-    "values of another type": lambda notes, sketches: sketches.update(
-        {notes["operations"][0]["outputs"][0]: np.array([[True]])}
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_trace_is_named(file, tmp_path, name):
-    refused(rewritten(file, tmp_path / "damaged.trace", DAMAGED[name]))
-
-
-def test_a_trace_that_is_only_copied_is_read(file, tmp_path):
-    assert gl.Trace.load(rewritten(file, tmp_path / "same.trace", lambda notes, sketches: None)).operations  # noqa: ARG005
-
-
 # --- aligning ---------------------------------------------------------------------------------------------------
 
 
 def operations(*names):
-    return [tracing.Operation(name, "forward", "", "", [], [], [], "float32", "") for name in names]
+    return [Operation(name, "forward", "", "", [], [], [], "float32") for name in names]
 
 
 def test_operations_are_aligned_in_order_and_gaps_are_shown():
@@ -623,6 +508,4 @@ def test_a_step_is_found_by_module_and_by_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_cudnn_draws_random_numbers_for_an_lstm_with_dropout_alone(dropout):
-    names = [argument.name for argument in torch.ops.aten._cudnn_rnn.default._schema.arguments]
-    call = [dropout if name == "dropout" else None for name in names]
-    assert tracing._is_random(torch.ops.aten._cudnn_rnn.default, call, {}) == (dropout > 0)
+    assert _is_random(torch.ops.aten._cudnn_rnn.default, {"dropout": dropout}) == (dropout > 0)

@@ -1,0 +1,193 @@
+"""A trace as a file: Parquet, one row an operation, with what concerns the whole step as JSON in its metadata.
+
+A row has the fields of `Operation`, its arguments and defaults as JSON. `reference` says whether it belongs to the
+step in float64. `sketches` are those of its values (inputs, outputs, changed) that no row before it names.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from gpulab.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+FORMAT = 2
+KEY = "gpulab trace"
+TENSOR = "Tensor"  # what stands for one among an operation's arguments
+LARGEST = 1 << 27  # numbers in a column; of the largest networks that were recorded one has some 200,000
+SPECIAL = {"·": TENSOR, "inf": math.inf, "-inf": -math.inf, "nan": math.nan, "-nan": math.nan}  # as format 1 has them
+NO_TRACE = "`gpulab record` writes one"
+
+
+def as_json(argument: Any) -> Any:
+    """An operation's argument as JSON: `TENSOR` for a tensor, None for what a setting may change or JSON lacks."""
+    if isinstance(argument, Tensor):
+        return TENSOR
+    if isinstance(argument, list | tuple):
+        return [as_json(part) for part in argument]
+    if isinstance(argument, complex):
+        return str(argument)
+    return argument if isinstance(argument, bool | int | float | str) else None
+
+
+def defaults(schema: torch.FunctionSchema) -> dict[str, Any]:
+    """What stands for the arguments that an operation is not given, by name."""
+    return {a.name: as_json(a.default_value) for a in schema.arguments if a.has_default_value()}
+
+
+@functools.cache
+def _schema() -> pyarrow.Schema:
+    import pyarrow as pa
+
+    def lists(kind: pyarrow.DataType) -> pyarrow.DataType:
+        return pa.list_(pa.field("element", kind, nullable=False))
+
+    text, truth, number = pa.string(), pa.bool_(), pa.float64()
+    columns = dict.fromkeys(("name", "phase", "module", "line", "dtype", "arguments", "defaults"), text)
+    columns |= dict.fromkeys(("inputs", "outputs", "changed"), lists(text)) | {"shape": lists(pa.int64())}
+    columns |= dict.fromkeys(("reference", "random", "steady", "rounded_before", "nans"), truth)
+    columns |= {"sketches": lists(lists(number))}
+    perhaps = {"repeats": truth, "error": number, "bound": number, "format": text}
+    return pa.schema([pa.field(n, kind, nullable=n in perhaps) for n, kind in (columns | perhaps).items()])
+
+
+def write(
+    file: str | Path | io.BytesIO,
+    notes: Mapping[str, Any],
+    rows: Iterable[dict[str, Any]],
+    sketches: Mapping[str, np.ndarray],
+) -> None:
+    """Write a trace: notes on the step, a row for each operation, and the sketches of the values that they name."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    written: set[str] = set()
+    records = []
+    for row in rows:
+        new = [value for value in _values(row) if value not in written]
+        written.update(new)
+        as_json = {name: json.dumps(row[name]) for name in ("arguments", "defaults")}
+        records.append(row | as_json | {"sketches": [sketches[value] for value in new]})
+    table = pa.Table.from_pylist(records, _schema().with_metadata({KEY: json.dumps({"format": FORMAT, **notes})}))
+    pq.write_table(
+        table,
+        file,
+        compression="zstd",
+        compression_level=19,
+        use_dictionary=False,
+        column_encoding={"sketches.list.element.list.element": "BYTE_STREAM_SPLIT"},
+        data_page_size=1 << 26,
+        write_page_checksum=True,
+    )
+
+
+def read(file: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, np.ndarray]]:
+    """What `write` was given. Raises `DataError`, naming the file, for one that is missing, damaged or foreign."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with open(file, "rb") as stream:
+            is_parquet = stream.read(4) == b"PAR1"
+        with pq.ParquetFile(file if is_parquet else _as_format_2(file), page_checksum_verification=True) as opened:
+            notes = json.loads((opened.schema_arrow.metadata or {}).get(KEY.encode(), b"null"))
+            if notes is None:
+                raise DataError(f"{file}: a Parquet file, but no trace; {NO_TRACE}")
+            if notes.pop("format") != FORMAT:
+                raise DataError(f"{file}: a trace of another format; this gpulab reads formats 1 and {FORMAT}")
+            if not opened.schema_arrow.equals(_schema()):
+                raise ValueError("other columns than a trace has")
+            groups = [opened.metadata.row_group(number) for number in range(opened.num_row_groups)]
+            columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+            if any(column.num_values > LARGEST or column.total_uncompressed_size > 8 * LARGEST for column in columns):
+                raise DataError(f"{file}: too large for a trace: more than {LARGEST} numbers in a column")
+            table = opened.read()
+        arrays = table["sketches"].combine_chunks().flatten()
+        starts = np.cumsum(arrays.value_lengths().to_numpy())[:-1]
+        rows = table.drop_columns(["sketches"]).to_pylist()
+        for row in rows:
+            row |= {name: json.loads(row[name]) for name in ("arguments", "defaults")}
+        names = dict.fromkeys(value for row in rows for value in _values(row))
+        return notes, rows, dict(zip(names, np.split(arrays.flatten().to_numpy(), starts), strict=True))
+    except OSError as error:
+        raise DataError(f"{file}: not a trace that can be read (missing, or cut short?): {error}") from None
+    except (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{file}: a damaged trace: {error!r}") from None
+
+
+def _values(row: Mapping[str, Any]) -> dict[str, None]:
+    return dict.fromkeys((*row["inputs"], *row["outputs"], *row["changed"]))
+
+
+# --- format 1, of gpulab 0.1.0 ---------------------------------------------------------------------------
+
+
+def _as_format_2(file: str | Path) -> io.BytesIO:
+    """A trace of format 1 in today's: safetensors with JSON in the header, and the arguments as Python shows them."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), framework="numpy") as archive:
+            header = archive.metadata() or {}
+            sketches = {name: archive.get_tensor(name) for name in archive.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise OSError(error) from None
+    if KEY not in header:
+        raise DataError(f"{file}: a safetensors file, but no trace; {NO_TRACE}")
+    notes = json.loads(header[KEY])
+    if notes.pop("format") != 1:
+        raise DataError(f"{file}: a trace of another format; this gpulab reads formats 1 and {FORMAT}")
+    rows = []
+    for part in ("operations", "reference"):
+        for row in notes.pop(part):
+            arguments, defaults = _named_arguments(row["name"], row["arguments"])
+            rows.append(row | {"arguments": arguments, "defaults": defaults, "reference": part == "reference"})
+    converted = io.BytesIO()
+    write(converted, notes, rows, sketches)
+    converted.seek(0)
+    return converted
+
+
+def _named_arguments(operation: str, called: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of a call, and defaults for the others, by name; none where the text cannot be read."""
+    text = re.sub(r"-?\b(inf|nan)\b", r"'\g<0>'", re.sub(r"torch\.\w+", "None", called))
+    try:
+        placed, named = tree_map(lambda value: SPECIAL.get(value, value), ast.literal_eval(text))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return {}, {}
+    packets = [getattr(torch.ops.aten, name, None) for name in (operation, f"{operation}_")]
+    schemas = [getattr(packet, name)._schema for packet in packets if packet for name in packet.overloads()]
+    fitting = [schema for schema in schemas if _fits(schema, placed, named)]
+    if not fitting:
+        return {f"argument {place}": value for place, value in enumerate(placed, 1)} | named, {}
+
+    def tensors_in_place(schema: torch.FunctionSchema) -> int:  # a number may stand for a tensor
+        pairs = zip(schema.arguments, placed, strict=False)
+        return sum(("Tensor" in str(argument.type)) == (TENSOR in repr(value)) for argument, value in pairs)
+
+    schema = max(fitting, key=tensors_in_place)
+    arguments = dict(zip((argument.name for argument in schema.arguments), placed, strict=False)) | named
+    return arguments, {name: value for name, value in defaults(schema).items() if name not in arguments}
+
+
+def _fits(schema: torch.FunctionSchema, placed: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+    names = {argument.name for argument in schema.arguments}
+    needed = {argument.name for argument in schema.arguments if not argument.has_default_value()}
+    filled = {*positional[: len(placed)], *named}
+    return len(placed) <= len(positional) and named.keys() <= names and needed <= filled

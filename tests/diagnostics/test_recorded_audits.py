@@ -1,0 +1,51 @@
+import json
+from pathlib import Path
+
+import pytest
+
+import gpulab as gl
+from gpulab.diagnostics.reference import PRODUCTS
+from gpulab.diagnostics.traces import find_step
+
+ROOT = Path(__file__).parents[2]
+RECORDED = sorted((ROOT / "data" / "audits").glob("*.trace"))
+
+
+def network_of(trace):
+    return trace.name.partition("-cuda")[0]
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(f, marks=[pytest.mark.slow] if f.stat().st_size > 460_000 else [], id=network_of(f))
+        for f in RECORDED
+    ],
+)
+def test_this_cpu_and_a_recorded_gpu_differ_by_nothing_unexplained(file):
+    """The trace was made by an NVIDIA H200 with another version of torch, from the same step."""
+    there = gl.Trace.load(file)
+    assert "H200" in there.passport["gpus"][0]["name"]
+    here = gl.record(find_step(f"{ROOT}/benchmarks/networks.py:{network_of(file)}"), "cpu", progress=False)
+    report = gl.audit(here, there)
+    assert not report.faulty, str(report)
+    kinds = {finding.kind for finding in report.findings}
+    assert kinds <= {"nondeterminism", "different random numbers", "rounding"}
+    products = [op for op in there.operations if op.name in PRODUCTS]
+    assert all(op.ratio <= 1 and op.format is None for op in products), "each was compared with float64"
+    matched = report.table.difference.notna()
+    assert matched.any()
+    assert matched.mean() > 0.9 or any("_rnn" in op.name or "dropout" in op.name for op in there.operations), (
+        "these are one kernel on a GPU, and several on this CPU"
+    )
+    assert not report.table.same_bits[matched].all(), "two devices do round differently"
+
+
+def test_the_recorded_gpu_rounds_the_factors_of_every_network_where_tf32_is_on():
+    document = json.loads((ROOT / "data" / "audits" / "audits.json").read_text(encoding="utf-8"))
+    rows = {(row["network"], row["b"]): row["findings"] for row in document["audits"]}
+    assert {network for network, _ in rows} == set(map(network_of, RECORDED))
+    for network, _ in rows:
+        assert "reduced precision" in rows[network, "cuda:tf32=on"]
+        assert "reduced precision" not in rows[network, "cuda:tf32=off"]
+    assert not any("mismatch" in findings for findings in rows.values())

@@ -1,0 +1,215 @@
+import json
+import math
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.numpy
+import torch
+from torch import nn
+
+import gpulab as gl
+from gpulab.diagnostics import trace_files
+
+KEY = trace_files.KEY
+
+
+def recorded(file=None):
+    torch.manual_seed(0)
+    step = gl.Step(nn.Linear(20, 30), torch.randn(5, 20, generator=torch.Generator().manual_seed(0)))
+    return gl.record(step, file=file, progress=False)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces") / "deep"
+    recorded(folder / "one.trace")
+    return folder / "one.trace"
+
+
+def test_a_trace_is_read_as_it_was_written(file):
+    trace, read = recorded(), gl.Trace.load(str(file))
+    assert {**vars(read), "sketches": None} == {**vars(trace), "sketches": None}
+    assert read.sketches.keys() == trace.sketches.keys()
+    assert all((read.sketches[name] == trace.sketches[name]).all() for name in trace.sketches)
+    assert [entry.name for entry in file.parent.iterdir()] == ["one.trace"], "no scratch file is left"
+
+
+def test_nan_and_infinity_are_kept(tmp_path):
+    step = gl.Step(nn.Linear(3, 2), torch.tensor([[math.nan, math.inf, 1.0]]))
+    gl.record(step, file=tmp_path / "a.trace", progress=False)
+    read = gl.Trace.load(tmp_path / "a.trace")
+    assert any(np.isnan(sketch).any() for sketch in read.sketches.values())
+    assert any(op.nans for op in read.operations)
+
+
+def refused(file, *words):
+    with pytest.raises(gl.DataError) as error:
+        gl.Trace.load(file)
+    assert [word for word in (str(file), *words) if word not in str(error.value)] == []
+
+
+def test_a_trace_cut_short_or_changed_anywhere_is_named(file, tmp_path):
+    content, other = file.read_bytes(), tmp_path / "cut.trace"
+    for place in [0, 1, 3, 4, 5, len(content) // 2, len(content) - 9, len(content) - 4, len(content) - 1]:
+        other.write_bytes(content[:place])
+        refused(other)
+    other.write_bytes(content + b"more")
+    refused(other)
+    for place in range(4, len(content) // 2, len(content) // 8):  # where the columns are
+        other.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        refused(other)
+
+
+def test_what_is_no_trace_is_named(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"format": 1}))
+    (tmp_path / "a.pickle").write_bytes(pickle.dumps({"a": 1}))
+    (tmp_path / "a.txt").write_text("Call me Ishmael.")
+    safetensors.numpy.save_file({"weight": np.ones(3)}, tmp_path / "a.safetensors")
+    safetensors.numpy.save_file({"weight": np.ones(3)}, tmp_path / "b.safetensors", {"other": "notes"})
+    pq.write_table(pa.table({"name": ["addmm"]}), tmp_path / "a.parquet")
+    for name in ("a.json", "a.pickle", "a.txt", "missing.trace"):
+        refused(tmp_path / name, "not a trace")
+    for name in ("a.safetensors", "b.safetensors", "a.parquet"):
+        refused(tmp_path / name, "no trace", "gpulab record")
+    refused(tmp_path)
+
+
+def test_a_trace_too_large_to_be_read_is_named(file, monkeypatch):
+    monkeypatch.setattr(trace_files, "LARGEST", 100)
+    refused(file, "too large")
+
+
+def rewritten(file, into, notes=None, **columns):
+    """The file with other notes (a change of them, or a text), and other values in its columns."""
+    table = pq.read_table(file)
+    text = table.schema.metadata[KEY.encode()].decode()
+    if notes is not None:
+        text = notes if isinstance(notes, str) else json.dumps(json.loads(text) | notes)
+    for name, change in columns.items():
+        values = change(table[name].to_pylist())
+        place = table.schema.get_field_index(name)
+        if values is None:
+            table = table.drop_columns([name])
+        elif isinstance(values, pa.Array):
+            table = table.set_column(place, pa.field(name, values.type, nullable=False), values)
+        else:
+            table = table.set_column(place, table.schema.field(name), pa.array(values, table.schema.field(name).type))
+    pq.write_table(table.replace_schema_metadata({KEY: text}), into)
+    return into
+
+
+def first(value):
+    return lambda values: [value, *values[1:]]
+
+
+DAMAGED = {
+    "another format": {"notes": {"format": 3}},
+    "no format": {"notes": json.dumps({"setting": "cpu"})},
+    "a setting that is none": {"notes": {"setting": "gpu"}},
+    "a setting of another kind": {"notes": {"setting": 3}},
+    "notes with more": {"notes": {"more": 1}},
+    "arithmetic that is none": {"notes": {"arithmetic": 3}},
+    "overwritten that is none": {"notes": {"overwritten": [{"operation": "x"}]}},
+    "notes that are a list": {"notes": "[1, 2]"},
+    "notes that are no JSON": {"notes": "{"},
+    "notes too deep": {"notes": "[" * 100_000},
+    "a number too long": {"notes": '{"format": ' + "9" * 5000 + "}"},
+    "a column too few": {"name": lambda values: None},  # noqa: ARG005
+    "an error in words": {"error": lambda values: pa.array(["small"] * len(values))},
+    "an operation without a name": {"name": lambda values: pa.array([3] * len(values))},
+    "an operation without outputs": {"outputs": first([])},
+    "a value without a sketch": {"inputs": first(["another", "one more"])},
+    "a sketch too many": {"sketches": first([[1.0]] * 9)},
+    "arguments that are no JSON": {"arguments": first("(Tensor, 1)")},
+    "arguments that are a list": {"arguments": first("[1]")},
+    "arguments too deep": {"arguments": first("[" * 100_000)},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_trace_is_named(file, tmp_path, name):
+    refused(rewritten(file, tmp_path / "damaged.trace", **DAMAGED[name]))
+
+
+def test_a_trace_that_is_only_copied_is_read(file, tmp_path):
+    assert gl.Trace.load(rewritten(file, tmp_path / "same.trace")).operations
+
+
+# --- format 1 --------------------------------------------------------------------------------------------
+
+SKETCHES = {"x": np.arange(3.0), "y": np.array([math.nan])}
+ROW = {"name": "gelu", "phase": "forward", "module": "0", "line": "a.py:1: y", "shape": [1], "dtype": "float32"}
+ROW |= {"inputs": ["x"], "outputs": ["y"], "changed": [], "random": False, "repeats": True, "steady": True}
+ROW |= {"error": 1e-8, "bound": None, "format": None, "rounded_before": False, "nans": True}
+ROW |= {"arguments": "(['·'], {'approximate': 'tanh'})"}
+NOTES = {"format": 1, "setting": "cpu", "operations": [ROW], "reference": [{**ROW, "arguments": "(['·'], {})"}]}
+NOTES |= {"overwritten": [], "passport": {"gpus": []}, "arithmetic": {"threads": 2}, "label": "copied"}
+
+
+def format_1(into, sketches=SKETCHES, **notes):
+    safetensors.numpy.save_file(sketches, into, {KEY: json.dumps(NOTES | notes)})
+    return into
+
+
+def test_a_trace_of_the_first_version_is_read_and_kept_in_todays_format(tmp_path):
+    trace = gl.Trace.load(format_1(tmp_path / "old.trace"))
+    again = gl.Trace.load(trace.save(tmp_path / "new.trace"))
+    for read in (trace, again):
+        (op,), (exact,) = read.operations, read.reference
+        assert (read.setting, read.label, read.passport, read.arithmetic) == (
+            "cpu",
+            "copied",
+            {"gpus": []},
+            {"threads": 2},
+        )
+        assert (op.arguments, op.defaults) == ({"self": "Tensor", "approximate": "tanh"}, {})
+        assert (exact.arguments, exact.defaults) == ({"self": "Tensor"}, {"approximate": "none"})
+        assert {name: getattr(op, name) for name in ROW.keys() - {"arguments"}} == {
+            name: value for name, value in ROW.items() if name != "arguments"
+        }
+        np.testing.assert_equal(read.sketches, SKETCHES)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"format": 0},
+        {"sketches": {"x": np.ones(1)}},
+        {"sketches": {"x": np.ones(1), "y": np.array([[True]])}},
+        {"operations": 3},
+        {"operations": ["gelu"]},
+        {"operations": [{**ROW, "name": None}]},
+        {"operations": [{**ROW, "error": "small"}]},
+        {"operations": [{"name": "gelu"}]},
+        {"setting": "gpu"},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_damaged_trace_of_the_first_version_is_named(tmp_path, damage):
+    refused(format_1(tmp_path / "old.trace", **damage))
+
+
+@pytest.mark.parametrize(
+    ("operation", "called", "arguments"),
+    [
+        ("sum", "(['·', [0], True], {})", {"self": "Tensor", "dim": [0], "keepdim": True}),
+        ("clone", "(['·'], {'memory_format': torch.contiguous_format})", {"self": "Tensor", "memory_format": None}),
+        ("mul", "(['·', -inf], {})", {"self": "Tensor", "other": -math.inf}),
+        ("bernoulli", "(['·', 0.6], {})", {"self": "Tensor", "p": 0.6}),
+        (
+            "somebodys",
+            "(['·', 'mean'], {'x': [1, '·']})",
+            {"argument 1": "Tensor", "argument 2": "mean", "x": [1, "Tensor"]},
+        ),
+        ("gelu", "(['·', <object at 0x7f>], {})", {}),
+        ("gelu", "(" * 1000, {}),
+        ("gelu", "1", {}),
+    ],
+)
+def test_arguments_of_the_first_version_are_read_without_evaluating_any(operation, called, arguments):
+    read, _ = trace_files._named_arguments(operation, called)
+    assert read == arguments
