@@ -118,9 +118,8 @@ class Records(Objective):
         self.metric = metric
         self.folder = Path(stores.default_store() if store is None else store)
         configuration = record["configuration"]
-        self.model_options = configuration["model_options"]
         parameters = inspect.signature(MODELS[record["experiment"]]).parameters
-        options = {name: parameter.default for name, parameter in parameters.items()} | self.model_options
+        options = {name: parameter.default for name, parameter in parameters.items()} | configuration["model_options"]
         self.originals = {"learning_rate": configuration["learning_rate"]} | {
             name: value for name, value in options.items() if isinstance(value, str | int | float)
         }
@@ -128,33 +127,21 @@ class Records(Objective):
         data_options = {
             loadable[name]: value for name, value in configuration["data_options"].items() if name in loadable
         }
-        self.arguments: dict[str, Any] = {
+        self.identity = {  # arguments of `gpulab.train`
             "net": record["experiment"],
             "profile": record["profile"],
-            "data": configuration["data"],
-            "data_options": data_options | ({"decoder": record["decoder"]} if record.get("decoder") else {}),
-            "frames": configuration["frames"],
-            "keep_weights": False,
+            **{name: configuration[name] for name in ("data", "frames", "learning_rate", "model_options")},
             **{name: record[name] for name in ("loader", "flip", "draws") if name in record},
-        }
-        self.identity = {
-            **self.arguments,
-            "learning_rate": configuration["learning_rate"],
-            "model_options": self.model_options,
+            "data_options": data_options | ({"decoder": record["decoder"]} if record.get("decoder") else {}),
+            "keep_weights": False,
         }
 
     def job(self, setting: str, seed: int, changes: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of `gpulab.train`."""
-        options = self.model_options | changes
-        rate = options.pop("learning_rate", self.originals["learning_rate"])
-        return {
-            **self.arguments,
-            "setting": setting,
-            "seed": seed,
-            "learning_rate": rate,
-            "model_options": options,
-            "store": str(self.folder),
-        }
+        options = self.identity["model_options"] | changes
+        rate = options.pop("learning_rate", self.identity["learning_rate"])
+        varied = {"setting": setting, "seed": seed, "learning_rate": rate, "model_options": options}
+        return self.identity | varied | {"store": str(self.folder)}
 
     def loss(self, setting: str, seed: int, changes: Mapping[str, Any], workers: Workers) -> float:
         """The metric in the record of the run."""

@@ -126,7 +126,7 @@ def reproduce(
 ) -> Reproduction:
     """Find the smallest change after which `setting` gives the losses of the runs in `target` again.
 
-    Every loss goes at once into the file `study`, so a search that was killed goes on where it was when it is
+    Every loss goes at once into the file `study`: a search that was killed goes on where it was when it is
     called again, and one that is done is read. Failed trials are then tried once more, and a larger `trials`
     goes further.
 
@@ -135,14 +135,14 @@ def reproduce(
             seeds, and 20 are better. The second half of them is kept for confirmation.
         search: What may change: {name: [values]}, or {name: (low, high)} for a range of numbers. A name is an
             option of a setting (`tf32`, `precision`, …; the value None leaves the option out), or something to
-            train with. Without `train` that is `learning_rate` and the numbers and words among the options of
-            the model (`batch_size` of the autoencoder, `kernel_size` of PredNet).
+            train with: a parameter of `train`, or without it `learning_rate` and the numbers and words among the
+            options of the model (`batch_size` of the autoencoder, `kernel_size` of PredNet).
         setting: The new setting.
         train: Trains a network of your own; without it the runs of `target` are trained again as their records
             say. In `train(setting, seed, **changes)`, `setting` is a `gpulab.Setting` that is already in force
             (`setting.device`, `setting.dtype`), torch's random numbers are already drawn from `seed`, and the
             other parameters are what can be changed; their defaults are what was trained. It returns the final
-            loss, or yields the loss of every window as it goes: a loss that is not finite then ends the run, and
+            loss, or yields the loss of every window as it goes: one that is not finite then ends the run, and
             the final loss is the mean of the last fifth. A loss that is not finite, an `ArithmeticError` or a
             `LinAlgError` is a diverged run. Any other exception makes the trial fail, and the search goes on.
         metric: The column of `target` to compare by.
@@ -150,22 +150,18 @@ def reproduce(
         alpha: The probability with which a change may be confirmed wrongly.
         trials: How many changes are tried at most.
         workers: How many seeds train at the same time, each in a process of its own (above one, `train` travels
-            there by cloudpickle). How many changes nothing but the time, if the setting says how many threads
-            compute.
+            there by cloudpickle). It changes nothing but the time, if the setting says how many threads compute.
         prune: Whether trials without hope end early.
-        store: The folder for runs, and for the study.
+        store: The folder for runs and for the study.
         study: The file of the search, by default one in `store` named after what is searched for; that includes
             the text of `train`, but not what `train` calls.
         progress: Whether to show a bar.
 
-    Returns:
-        What was tried, and the answer.
-
     Raises:
         UsageError: For what makes no sense.
         DataError: For a damaged study or one of another search.
-        GpulabError: When the setting cannot run here, every trial failed, or the space is too large to list (it
-            has a range, or over 20,000 points) and Optuna is not installed.
+        GpulabError: When the setting cannot run here, every trial failed, or the space cannot be listed (it has a
+            range, or over 20,000 points) and Optuna is not installed.
 
     Examples:
         >>> import tempfile, torch
@@ -246,7 +242,7 @@ class _Search:
             return log.begin(point)
         if self.points is None and limit != 0:
             for number, point in propose(problem, log.tried, limit, log.next_number):
-                if any(self.untried([point])):
+                if list(self.untried([point])):
                     return log.begin(point, number, limit)
         return None
 
@@ -280,8 +276,7 @@ class _Search:
     def _result(self) -> Reproduction:
         """The answer, computed anew from the losses that are written down."""
         problem, tried = self.problem, self.log.tried
-        verdicts = [_verdicts(problem, trial) for trial in tried]
-        table = _table(problem, tried, verdicts)
+        table, verdicts = _judged(problem, tried)
         chosen, best, best_setting = None, None, None
         confirmed = bool(table.confirmed.any())
         worked = table[table.confirmed if confirmed else (table.state == "finished") & table.decision.isin(WITHIN)]
@@ -310,43 +305,40 @@ class _Search:
         )
 
 
-def _verdicts(problem: SearchProblem, trial: Trial) -> tuple[Verdict | None, Verdict | None]:
-    """On the seeds of the search, unless the trial failed, and on the fresh ones, where it got to them."""
-    searched = {seed: trial.losses[seed] for seed in problem.seeds if seed in trial.losses}
-    fresh = {seed: trial.losses[seed] for seed in problem.fresh if seed in trial.losses}
-    return (
-        None if trial.state == "failed" else problem.verdict(searched),
-        None if trial.fresh_alpha is None else problem.verdict(fresh, trial.fresh_alpha),
-    )
-
-
-def _table(
-    problem: SearchProblem, tried: list[Trial], verdicts: list[tuple[Verdict | None, Verdict | None]]
-) -> pd.DataFrame:
+def _judged(
+    problem: SearchProblem, tried: list[Trial]
+) -> tuple[pd.DataFrame, list[tuple[Verdict | None, Verdict | None]]]:
+    """The table, and each trial's verdict on the seeds of the search and on the fresh ones."""
     import pandas as pd
 
     searched = ["decision", "seeds", "diverged", "difference", "low", "high", "p_equivalent", "seeds_needed"]
     fresh = ["decision", "seeds", "difference", "p_equivalent"]
     blank = {"decision": "", "seeds": 0, "diverged": 0, "fresh_decision": "", "fresh_seeds": 0}  # where others are NaN
-    rows = []
-    for number, (trial, (search_verdict, fresh_verdict)) in enumerate(zip(tried, verdicts, strict=True)):
+    rows, verdicts = [], []
+    for number, trial in enumerate(tried):
+        search_verdict = fresh_verdict = None
         row = {"trial": number, "changes": problem.words(trial.point), **trial.point}
         row |= {"distance": problem.distance(trial.point), "state": trial.state, **blank}
-        if search_verdict:
+        if trial.state != "failed":
+            search_verdict = problem.verdict(
+                {seed: trial.losses[seed] for seed in problem.seeds if seed in trial.losses}
+            )
             row |= {name: _row(search_verdict)[name] for name in searched}
         if trial.state == "pruned":
             row["decision"] = ""
-        if fresh_verdict:
+        if trial.fresh_alpha is not None:
+            fresh_verdict = problem.verdict({seed: trial.losses[seed] for seed in problem.fresh}, trial.fresh_alpha)
             row |= {f"fresh_{name}": _row(fresh_verdict)[name] for name in fresh}
         rows.append(row | {"fresh_alpha": trial.fresh_alpha, "confirmed": trial.confirmed, "note": trial.note})
+        verdicts.append((search_verdict, fresh_verdict))
     searched.insert(-1, "p_equivalent_holm")
     last = [*searched, *(f"fresh_{name}" for name in [*fresh, "alpha"]), "confirmed", "note"]
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows).astype({"fresh_alpha": float})
     table = table.reindex(columns=[name for name in rows[0] if name not in {*blank, *last}] + last)
     # A trial that was pruned or failed counts in Holm's correction with p = 1.
     whole = (table.state == "finished") & table.p_equivalent.notna()
     table["p_equivalent_holm"] = holm(list(table.p_equivalent.astype(float).where(whole, 1.0)))
-    return table.astype({"fresh_alpha": float})
+    return table, verdicts
 
 
 def _row(verdict: Verdict) -> dict[str, Any]:
@@ -427,20 +419,19 @@ def _sentences(found: Reproduction) -> Iterator[str]:
 
 def _evidence(found: Reproduction, row: Any) -> str:
     searched = (
-        f"n the {row.seeds} of the search {row.decision}, equivalence p = {_p(row.p_equivalent)}, "
+        f"on the {row.seeds} of the search {row.decision}, equivalence p = {_p(row.p_equivalent)}, "
         f"{_p(row.p_equivalent_holm)} after Holm over {len(found.table)} trials."
     )
     if not row.fresh_seeds:
-        return f"O{searched}"
-    asked = found.margin_asked
-    if isinstance(asked, str):
-        margin = f"{asked.replace('sd', ' sd')} between the target's seeds, at that sd's lower 97.5 % limit"
-    else:
-        margin = "as asked"
+        return f"O{searched[1:]}"
+    margin = "as asked"
+    if isinstance(found.margin_asked, str):
+        asked = found.margin_asked.replace("sd", " sd")
+        margin = f"{asked} between the target's seeds, at that sd's lower 97.5 % limit"
     return (
-        f"On {row.fresh_seeds} seeds that the search had not seen: {row.fresh_decision} within ±{found.margin:.2g}"
-        f" ({margin}), difference {row.fresh_difference:.2g}, equivalence p = "
-        f"{_p(row.fresh_p_equivalent)} (held to {row.fresh_alpha:.2g}); o{searched}"
+        f"On {row.fresh_seeds} seeds that the search had not seen: {row.fresh_decision} within ±{found.margin:.2g} "
+        f"({margin}), difference {row.fresh_difference:.2g}, equivalence p = "
+        f"{_p(row.fresh_p_equivalent)} (held to {row.fresh_alpha:.2g}); {searched}"
     )
 
 
@@ -448,7 +439,7 @@ def _confirmed_by_parameter(found: Reproduction) -> Iterator[str]:
     """How many changes of each parameter alone were confirmed, and of several together."""
     table = found.table
     changed = {
-        name: table[name].notna() if original is None else table[name] != original
+        name: table[name].notna() if original is None else table[name].map(lambda value, was=original: value != was)
         for name, original in found.original.items()
     }
     count = sum(flags.astype(int) for flags in changed.values())

@@ -146,14 +146,14 @@ def checked_space(search: Any, objective: Objective, setting: Setting) -> list[D
     """A dimension for each name of a search; `UsageError` for what makes no sense."""
     if not isinstance(search, Mapping) or not search:
         raise UsageError(f"search {search!r}: expected what may change, such as {{'learning_rate': [1e-4, 3e-4]}}")
+    dimensions = []
     for name, values in search.items():
         if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
             raise UsageError(f"search {name}={values!r}: expected a list of values, or (low, high)")
-    space = {str(name): values if isinstance(values, tuple) else list(values) for name, values in search.items()}
-    for name, values in space.items():
+        values = values if isinstance(values, tuple) else list(values)
         if not values:
             raise UsageError(f"search {name}={values!r}: no value to try; leave {name} out")
-    dimensions = [Dimension.checked(name, values, objective, setting) for name, values in space.items()]
+        dimensions.append(Dimension.checked(str(name), values, objective, setting))
     if not any(dimension.others for dimension in dimensions):
         raise UsageError(f"search {dict(search)!r}: every value is what it is already, so nothing can change")
     return dimensions
