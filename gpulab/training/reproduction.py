@@ -157,6 +157,9 @@ def reproduce(
             the text of `train`, but not what `train` calls.
         progress: Whether to show a bar.
 
+    Returns:
+        What was tried, and the answer.
+
     Raises:
         UsageError: For what makes no sense.
         DataError: For a damaged study or one of another search.
@@ -251,19 +254,19 @@ class _Search:
         problem, seeds = self.problem, self.problem.seeds
         looks = [FIRST_LOOK * 2**k for k in range(len(seeds)) if FIRST_LOOK * 2**k < len(seeds)]
         for size in looks if problem.prune else ():
-            verdict = self._verdict(trial, seeds[:size])
-            if note := prune_reason(verdict, len(seeds)):
-                return {"state": "pruned", "note": note, "violation": _violation(verdict, problem.alpha)}
-        verdict = self._verdict(trial, seeds)
-        if verdict.decision not in WITHIN:
-            return {"state": "finished", "violation": _violation(verdict, problem.alpha)}
+            row = self._judge(trial, seeds[:size])
+            if note := prune_reason(row, len(seeds)):
+                return {"state": "pruned", "note": note, "violation": _violation(row, problem.alpha)}
+        row = self._judge(trial, seeds)
+        if row["decision"] not in WITHIN:
+            return {"state": "finished", "violation": _violation(row, problem.alpha)}
         level = problem.alpha / 2 ** (1 + sum(other.fresh_alpha is not None for other in self.log.tried))
-        fresh = self._verdict(trial, problem.fresh, level)
-        confirmed = fresh.decision in WITHIN
+        fresh = self._judge(trial, problem.fresh, level)
+        confirmed = fresh["decision"] in WITHIN
         violation = 0.0 if confirmed else max(_violation(fresh, level), 0.01)
         return {"state": "finished", "violation": violation, "fresh_alpha": level, "confirmed": confirmed}
 
-    def _verdict(self, trial: Trial, seeds: Sequence[int], alpha: float | None = None) -> Verdict:
+    def _judge(self, trial: Trial, seeds: Sequence[int], alpha: float | None = None) -> dict[str, Any]:
         """The verdict on these seeds. Those whose loss is not known are trained; each is written down at once."""
         setting, changes = self.problem.arguments(trial.point)
         self.bar.set_description(self.problem.words(trial.point))
@@ -271,7 +274,7 @@ class _Search:
         for seed, loss in self.trainings.losses(setting, unknown, changes):
             self.log.add_loss(trial, seed, loss)
             self.bar.update()
-        return self.problem.verdict({seed: trial.losses[seed] for seed in seeds}, alpha)
+        return _row(self.problem.verdict({seed: trial.losses[seed] for seed in seeds}, alpha))
 
     def _result(self) -> Reproduction:
         """The answer, computed anew from the losses that are written down."""
@@ -346,13 +349,12 @@ def _row(verdict: Verdict) -> dict[str, Any]:
     return verdict.table.to_dict("records")[0]
 
 
-def prune_reason(verdict: Verdict, seeds: int) -> str:
-    """Why a trial cannot become equivalent on so many seeds, or very nearly cannot; else an empty string.
+def prune_reason(row: Mapping[str, Any], seeds: int) -> str:
+    """Why a trial, a row of a verdict, cannot become equivalent on so many seeds, or very nearly cannot; else empty.
 
     With one run diverged alone too many, no further seed can help. And when a t interval of the
     difference at 99.9 % lies outside the margin, hardly.
     """
-    row = _row(verdict)
     diverged, trained = row["one_diverged"], row["seeds"] + row["one_diverged"]
     if diverged and share_at_most(diverged, seeds) > DIVERGED_APART:
         return f"{diverged} of {trained} seeds diverged"
@@ -364,15 +366,14 @@ def prune_reason(verdict: Verdict, seeds: int) -> str:
     return f"the difference, {row['difference']:.2g} ± {reach:.2g} after {row['seeds']} seeds, is outside the margin"
 
 
-def _violation(verdict: Verdict, alpha: float) -> float:
-    """How far a trial is from equivalent, for a sampler: 0 or less where the t tests pass."""
-    row = _row(verdict)
+def _violation(row: Mapping[str, Any], alpha: float) -> float:
+    """How far a trial, a row of a verdict, is from equivalent, for a sampler: 0 or less where the t tests pass."""
     if row["seeds"] < 2 or row["one_diverged"]:
         return 10.0 * (1 + row["one_diverged"] / max(1, row["seeds"] + row["one_diverged"]))
     return min(10.0, (abs(row["difference"]) + _reach(row, alpha)) / row["margin"] - 1)
 
 
-def _reach(row: dict[str, Any], tail: float) -> float:
+def _reach(row: Mapping[str, Any], tail: float) -> float:
     """Half the t interval of a mean difference."""
     from scipy.stats import t
 

@@ -42,15 +42,14 @@ class Trial:
 class TrialLog:
     """The trials of a search problem, as a context: inside it, nobody else may use the file.
 
-    `tried` are the trials that count, in their order. A trial that a killed process left running, and one that
-    failed before this process came, counts no longer: its point is one of `left`, and its losses stay known.
+    `tried` are the trials that have ended, in their order. One that failed before this process came counts no
+    longer: its point is one of `left`. The losses of what failed or was killed stay known.
     """
 
     def __init__(self, file: Path, problem: SearchProblem) -> None:
         self.file, self.problem = file, problem
         self.tried: list[Trial] = []
-        self.points: dict[str, Point] = {}
-        self.losses: dict[str, dict[int, float]] = {}
+        self.losses: dict[str, dict[int, float]] = {}  # of a point
         self.next_number = 0
 
     def __enter__(self) -> TrialLog:
@@ -64,9 +63,8 @@ class TrialLog:
             except OSError as error:
                 raise GpulabError(f"{self.file}: cannot be written: {error}") from None
             self._read()
+            self.left = [trial.point for trial in self.tried if trial.state == "failed"]
             self.tried = [trial for trial in self.tried if trial.state != "failed"]
-            ended = {key(trial.point) for trial in self.tried}
-            self.left = [point for text, point in self.points.items() if text not in ended]
             self.stack = stack.pop_all()
         return self
 
@@ -84,8 +82,8 @@ class TrialLog:
 
     def end(self, trial: Trial, state: str, **outcome: Any) -> None:
         """Write down how a trial ended; `outcome` are other fields of `Trial`."""
-        document = {"point": trial.point, "number": trial.number, "within": trial.within, "state": state, **outcome}
-        self._write(document)
+        event = {"point": trial.point, "number": trial.number, "within": trial.within, "state": state}
+        self._write(event | outcome)
 
     def _write(self, event: dict[str, Any]) -> None:
         self._append(event)
@@ -106,7 +104,6 @@ class TrialLog:
     def _take_in(self, event: dict[str, Any]) -> None:
         """Bring the trials up to date with a line; an error for one that is none of this search."""
         point = self.problem.from_json(event["point"])
-        self.points.setdefault(key(point), point)
         losses = self.losses.setdefault(key(point), {})
         if "seed" in event:
             losses[event["seed"]] = math.nan if event["loss"] is None else float(event["loss"])
