@@ -326,12 +326,14 @@ def _judged(
             search_verdict = problem.verdict(
                 {seed: trial.losses[seed] for seed in problem.seeds if seed in trial.losses}
             )
-            row |= {name: _row(search_verdict)[name] for name in searched}
+            cells = _row(search_verdict)
+            row |= {name: cells[name] for name in searched}
         if trial.state == "pruned":
             row["decision"] = ""
         if trial.fresh_alpha is not None:
             fresh_verdict = problem.verdict({seed: trial.losses[seed] for seed in problem.fresh}, trial.fresh_alpha)
-            row |= {f"fresh_{name}": _row(fresh_verdict)[name] for name in fresh}
+            cells = _row(fresh_verdict)
+            row |= {f"fresh_{name}": cells[name] for name in fresh}
         rows.append(row | {"fresh_alpha": trial.fresh_alpha, "confirmed": trial.confirmed, "note": trial.note})
         verdicts.append((search_verdict, fresh_verdict))
     searched.insert(-1, "p_equivalent_holm")
