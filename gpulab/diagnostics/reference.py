@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpulab.numerics.emulation import MATRIX_PRODUCTS, rounded_factor
+from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, rounded_factor
 from gpulab.numerics.formats import round_to, rounded_format
 
 SAFETY = 4.0  # Higham and Mary's lambda: beyond it, rounding errors that behave as random are all but impossible
@@ -22,7 +22,10 @@ EXPLAINED = 0.5  # the share of an error that a number format must account for t
 FEW, FEW_EXPLAINED = 32, 0.99  # of so few numbers' errors, one format in four explains half by chance
 
 # The operands that are multiplied with each other, by position. What else there is (a bias) is added.
-PRODUCTS = {name: (first, second) for name, (first, second, _) in MATRIX_PRODUCTS.items()} | {
+PRODUCTS: dict[str, tuple[int, ...]] = dict.fromkeys(MATRIX_PRODUCTS, (0, 1)) | dict.fromkeys(
+    SUMS_WITH_PRODUCTS, (1, 2)
+)
+PRODUCTS |= {
     "convolution": (0, 1),
     "convolution_backward": (0, 1, 2),
 }

@@ -192,9 +192,6 @@ def clopper_pearson_upper(count: int, n: int) -> float:
     return float(beta.ppf(0.95, count + 1, n - count)) if count < n else 1.0
 
 
-share_at_most = clopper_pearson_upper  # what training.reproduction calls it
-
-
 def holm(p: Sequence[float]) -> np.ndarray:
     """Holm's corrected p (1979); NaN (no test) stays NaN and counts for nothing."""
     # statsmodels' multipletests gives the same numbers, but collects garbage for 0.1 s before it does.

@@ -1,4 +1,4 @@
-"""How a network is trained again: as the record of a run says, or by a function of your own."""
+"""What a search trains: gpulab's own networks as the records of runs say, or a function of the user's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,10 @@ from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting
 from gpulab.training import store as stores
 from gpulab.training.experiment import Workers
+from gpulab.training.protocol import FACTORS, Specification
 
 if TYPE_CHECKING:
     import pandas as pd
-
-LAST_FIFTH = 5
-NUMERIC_FAILURES: tuple[type[Exception], ...] = (ArithmeticError, np.linalg.LinAlgError)
 
 
 def seed_runs(
@@ -35,14 +34,28 @@ def seed_runs(
     progress: bool = True,
     **changes: Any,
 ) -> pd.DataFrame:
-    """Train a network of your own from several seeds: a row a run, as `verdict` and `reproduce` take it.
+    """Train a network of your own from several seeds.
 
-    `train` is what `reproduce` describes; `changes` are handed to it. Columns: `setting`, `seed`,
-    `status` (`finished` or `diverged`), `final_loss` (NaN when diverged).
+    Args:
+        train: A function `train(setting, seed, **changes)`, as `reproduce` describes it.
+        setting: What to train under.
+        seeds: How many, or the seeds themselves.
+        workers: How many seeds train at the same time.
+        progress: Whether to show a bar.
+        **changes: Handed to `train`.
 
-    >>> runs = seed_runs(lambda setting, seed: 1.0 / seed, seeds=range(3), progress=False)
-    >>> runs.status.tolist()  # one over nothing
-    ['diverged', 'finished', 'finished']
+    Returns:
+        A row a run, as `verdict` and `reproduce` take it: `setting`, `seed`, `status` (`finished` or
+        `diverged`), `final_loss` (NaN when diverged).
+
+    Raises:
+        UsageError: For what makes no sense.
+        GpulabError: When the setting cannot run here.
+
+    Examples:
+        >>> runs = seed_runs(lambda setting, seed: 1.0 / seed, seeds=range(3), progress=False)
+        >>> runs.status.tolist()  # one over nothing
+        ['diverged', 'finished', 'finished']
     """
     import pandas as pd
     from tqdm.auto import tqdm
@@ -50,53 +63,46 @@ def seed_runs(
     check_numbers(workers=workers)
     parsed = Setting.parse(setting)
     check_runs_here(parsed)
-    wanted = list(range(seeds) if isinstance(seeds, int) else seeds)
-    if not wanted:
+    seeds_left = list(range(seeds) if isinstance(seeds, int) else seeds)
+    if not seeds_left:
         raise UsageError(f"seeds={seeds!r}: at least one is needed")
-    lab = Own(train)
+    objective = UserFunction(train)
     for name in changes:
-        lab.original(name)
-    losses: dict[int, float] = {}
-    with Trainings(lab, workers) as trainings, tqdm(total=len(wanted), unit="run", disable=not progress) as bar:
-        for seed, loss in trainings.losses(str(parsed), wanted, changes):
-            losses[seed] = loss
-            bar.update()
-    rows = [{"setting": str(parsed), "seed": seed, "final_loss": losses[seed]} for seed in wanted]
-    frame = pd.DataFrame(rows)
+        objective.original(name)
+    with Trainings(objective, workers) as trainings:
+        runs = trainings.losses(str(parsed), seeds_left, changes)
+        losses = dict(tqdm(runs, total=len(seeds_left), unit="run", disable=not progress))
+    frame = pd.DataFrame({"setting": str(parsed), "seed": seeds_left})
+    frame["final_loss"] = frame.seed.map(losses)
     frame.insert(2, "status", np.where(np.isfinite(frame.final_loss), "finished", "diverged"))
     return frame
 
 
-class Lab:
-    """Knows how to train again: what can be changed, and the loss from one seed."""
+class Objective:
+    """The loss of a training as a function of setting, seed and parameters.
 
-    names: tuple[str, ...]
+    `originals` are the parameters that can be changed, with what they were; `identity` is what JSON can
+    carry of everything else that decides a loss.
+    """
+
+    originals: dict[str, Any]
     identity: Any
-    in_this_process = False
+    trainer = ""  # who takes the parameters, in the words of an error
 
     def original(self, name: str) -> Any:
-        """What a factor was; `UsageError` for one that cannot be changed."""
+        """What a parameter was; `UsageError` for one that cannot be changed."""
+        if name not in self.originals:
+            names = ", ".join([*self.originals, *OPTIONS])
+            raise UsageError(f"search: nothing named {name!r} can be changed{self.trainer}; there are {names}")
+        return self.originals[name]
+
+    def loss(self, setting: str, seed: int, changes: Mapping[str, Any], workers: Workers) -> float:
+        """Train, and return the loss; NaN for a diverged run."""
         raise NotImplementedError
 
-    def job(self, setting: str, seed: int, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """What a worker is told."""
-        raise NotImplementedError
 
-    def loss(self, job: dict[str, Any], answer: Any) -> float:
-        """The loss that a worker's answer speaks of; NaN for a diverged run."""
-        raise NotImplementedError
-
-    def done(self, job: dict[str, Any]) -> Any:  # noqa: ARG002
-        """The answer where the job was done before, else None."""
-        return None
-
-    def _unknown(self, name: str, setting: str = "") -> UsageError:
-        known = ", ".join([*self.names, *OPTIONS])
-        return UsageError(f"search: nothing named {name!r} can be changed{setting}; there are {known}")
-
-
-class Records(Lab):
-    """Trains gpulab's own networks as the records of the target's runs say."""
+class Records(Objective):
+    """Trains gpulab's own networks as the records of the target's runs say. What the store has is not trained."""
 
     def __init__(self, runs: pd.DataFrame, metric: str, store: str | Path | None) -> None:
         from gpulab.models import MODELS
@@ -108,106 +114,86 @@ class Records(Lab):
             raise UsageError(
                 f"target: {metric} of {record['experiment']!r} cannot be trained again from its record; give train="
             )
+        for name in FACTORS.keys() & set(runs.columns):
+            if FACTORS[name].of != "model" and len(values := runs[name].drop_duplicates()) > 1:
+                raise UsageError(f"target mixes runs with {name} {', '.join(map(str, values))}; choose those of one")
         self.metric = metric
         self.folder = Path(stores.default_store() if store is None else store)
-        done = record["configuration"]
-        self.model_options = done["model_options"]
-        takes = inspect.signature(MODELS[record["experiment"]]).parameters
-        plain = {name: default.default for name, default in takes.items()} | self.model_options
-        self.originals = {"learning_rate": done["learning_rate"]} | {
-            name: value for name, value in plain.items() if isinstance(value, str | int | float)
+        self.specification = Specification.from_record(record)
+        options = self.specification.options
+        parameters = inspect.signature(MODELS[record["experiment"]]).parameters
+        model = {name: parameter.default for name, parameter in parameters.items()} | options["model_options"]
+        self.originals = {"learning_rate": options["learning_rate"]} | {
+            name: value for name, value in model.items() if isinstance(value, str | int | float)
         }
-        self.names = tuple(self.originals)
-        for name in {"loader", "decoder", "flip", "draws"} & set(runs.columns):
-            if len(values := runs[name].drop_duplicates()) > 1:
-                raise UsageError(f"target mixes runs with {name} {', '.join(map(str, values))}; choose those of one")
-        known = {"size", "scene_seed", "speed", "grey"} & done["data_options"].keys()
-        renamed = {"scene_seed": "seed"}
-        chosen: dict[str, Any] = {name: record[name] for name in ("loader", "flip", "draws") if name in record}
-        decoder = {"decoder": record["decoder"]} if record.get("decoder") else {}
-        self.base: dict[str, Any] = {
-            "net": record["experiment"],
-            "profile": record["profile"],
-            "data": done["data"],
-            "data_options": {renamed.get(name, name): done["data_options"][name] for name in sorted(known)} | decoder,
-            "frames": done["frames"],
-            "keep_weights": False,
-            **chosen,
-        }
-        self.identity = {**self.base, "learning_rate": done["learning_rate"], "model_options": self.model_options}
-
-    def original(self, name: str) -> Any:
-        """What a factor was."""
-        if name not in self.originals:
-            raise self._unknown(name)
-        return self.originals[name]
+        self.identity = {"net": self.specification.model, "profile": self.specification.profile, **options}
 
     def job(self, setting: str, seed: int, changes: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of `gpulab.train`."""
-        rate = changes.get("learning_rate", self.originals["learning_rate"])
-        model = self.model_options | {name: value for name, value in changes.items() if name != "learning_rate"}
-        given = {"setting": setting, "seed": seed, "learning_rate": rate, "model_options": model}
-        return {**self.base, **given, "store": str(self.folder)}
+        options = dict(self.specification.options)
+        options["model_options"] = options["model_options"] | changes
+        options["learning_rate"] = options["model_options"].pop("learning_rate", options["learning_rate"])
+        varied = replace(self.specification, setting=setting, seed=seed, rerun=0, options=options)
+        return varied.arguments() | {"keep_weights": False, "store": str(self.folder)}
 
-    def done(self, job: dict[str, Any]) -> str | None:
-        """The id of the run, where the store has it."""
+    def loss(self, setting: str, seed: int, changes: Mapping[str, Any], workers: Workers) -> float:
+        """The metric in the record of the run."""
         from gpulab.training.plan import planned_id
 
-        name = planned_id(**job)
-        return name if stores.is_done(self.folder, name) else None
-
-    def loss(self, job: dict[str, Any], answer: Any) -> float:  # noqa: ARG002
-        """The metric in the record of a run."""
-        value = stores.read_record(self.folder / answer)["summary"][self.metric]
+        job = self.job(setting, seed, changes)
+        run = planned_id(**job)
+        if not stores.is_done(self.folder, run):
+            run = workers.train(job, lambda *_: None)
+        value = stores.read_record(self.folder / run)["summary"][self.metric]
         return math.nan if value is None else float(value)
 
 
-class Own(Lab):
-    """Trains by calling a function."""
+class UserFunction(Objective):
+    """Trains by calling a function, in this process or, several at the same time, in others."""
 
-    in_this_process = True
+    trainer = " by train()"
 
     def __init__(self, train: Callable[..., Any]) -> None:
         if not callable(train):
             raise UsageError(f"train {train!r}: expected a function train(setting, seed, **changes)")
         try:
-            given = list(inspect.signature(train).parameters.values())
+            signature = inspect.signature(train)
         except (TypeError, ValueError):
             raise UsageError(f"train {train!r}: its parameters cannot be read; wrap it in a function") from None
-        places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        if len(given) < 2 or any(p.kind not in places for p in given[:2]):
-            raise UsageError(f"train{inspect.signature(train)}: expected train(setting, seed, **changes)")
-        self.train = train
-        self.originals = {p.name: p.default for p in given[2:] if p.default is not p.empty}
-        self.names = tuple(self.originals)
-        if missing := [p.name for p in given[2:] if p.default is p.empty and p.kind in places]:
+        parameters = list(signature.parameters.values())
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if len(parameters) < 2 or any(p.kind not in positional for p in parameters[:2]):
+            raise UsageError(f"train{signature}: expected train(setting, seed, **changes)")
+        if missing := [p.name for p in parameters[2:] if p.default is p.empty and p.kind in positional]:
             raise UsageError(f"train: {', '.join(missing)} without a default, which says what was trained")
+        self.train = train
+        self.originals = {p.name: p.default for p in parameters[2:] if p.default is not p.empty}
         try:
             text = inspect.getsource(train)
         except (OSError, TypeError):
             text = ""
-        self.identity = [getattr(train, "__qualname__", type(train).__qualname__), text, str(inspect.signature(train))]
+        self.identity = [getattr(train, "__qualname__", type(train).__qualname__), text, str(signature)]
 
-    def original(self, name: str) -> Any:
-        """What a factor was."""
-        if name not in self.originals:
-            raise self._unknown(name, " by train()")
-        return self.originals[name]
-
-    def job(self, setting: str, seed: int, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """The call, pickled."""
-        call = optional("cloudpickle").dumps((final_loss, (self.train, setting, seed, dict(changes))))
-        return {"setting": setting, "seed": seed, "call": base64.b64encode(call).decode(), "path": sys.path}
-
-    def loss(self, job: dict[str, Any], answer: Any) -> float:  # noqa: ARG002
-        """The answer itself."""
-        return math.nan if answer is None else float(answer)
+    def loss(self, setting: str, seed: int, changes: Mapping[str, Any], workers: Workers) -> float:
+        """What the function returned, or the mean of the end of what it yielded."""
+        arguments = (self.train, setting, seed, dict(changes))
+        if workers.count == 1:
+            loss = final_loss(*arguments)
+        else:
+            call = base64.b64encode(optional("cloudpickle").dumps((final_loss, arguments))).decode()
+            job = {"setting": setting, "seed": seed, "call": call, "path": sys.path}
+            loss = workers.train(job, lambda *_: None)
+        return math.nan if loss is None else float(loss)
 
 
 def final_loss(
-    train: Callable[..., Any], setting: str, seed: int, changes: Mapping[str, Any], tell: Callable[[int, float], None]
+    train: Callable[..., Any],
+    setting: str,
+    seed: int,
+    changes: Mapping[str, Any],
+    tell: Callable[[int, float], None] = lambda *_: None,
 ) -> float | None:
-    """The loss of one training by a function of the user's, None when it diverged; see `reproduce`."""
+    """The loss of one training by a function of the user's, None when it diverged; `tell` hears of every window."""
     import torch
 
     parsed = Setting.parse(setting)
@@ -216,14 +202,14 @@ def final_loss(
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             try:
-                loss = _summary(train(parsed, seed, **changes), tell)
-            except (*NUMERIC_FAILURES, torch.linalg.LinAlgError):
+                loss = _mean_of_the_end(train(parsed, seed, **changes), tell)
+            except (ArithmeticError, np.linalg.LinAlgError, torch.linalg.LinAlgError):
                 return None
     return loss if math.isfinite(loss) else None
 
 
-def _summary(outcome: Any, tell: Callable[[int, float], None]) -> float:
-    """A final loss from what a training returned: a number, or the losses of its windows."""
+def _mean_of_the_end(outcome: Any, tell: Callable[[int, float], None]) -> float:
+    """The final loss: what a training returned, or the mean of the last fifth of what it yielded."""
     if not isinstance(outcome, Iterable) or getattr(outcome, "ndim", 1) == 0:
         return float(outcome)
     losses: list[float] = []
@@ -234,40 +220,32 @@ def _summary(outcome: Any, tell: Callable[[int, float], None]) -> float:
         tell(len(losses), losses[-1])
     if not losses:
         raise ValueError("train gave no loss")
-    last = losses[-max(1, len(losses) // LAST_FIFTH) :]
+    last = losses[-max(1, len(losses) // 5) :]
     return math.fsum(last) / len(last)
 
 
 class Trainings:
-    """Trains seeds, several at the same time where asked to."""
+    """Trains seeds, as a context: one after the other in this thread, or `count` at the same time."""
 
-    def __init__(self, lab: Lab, count: int) -> None:
-        self.lab = lab
-        self.here = lab.in_this_process and count == 1
-        self.count = count
+    def __init__(self, objective: Objective, count: int) -> None:
+        self.objective = objective
         self.workers = Workers(count)
         self.pool = ThreadPoolExecutor(count)
 
     def losses(self, setting: str, seeds: Iterable[int], changes: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
         """(seed, loss) of each, as they end. The first that fails ends it, and its error is raised."""
-        if self.here:
-            assert isinstance(self.lab, Own)
+        if self.workers.count == 1:
             for seed in seeds:
-                answer = final_loss(self.lab.train, setting, seed, changes, lambda *_: None)
-                yield seed, self.lab.loss({}, answer)
+                yield seed, self.objective.loss(setting, seed, changes, self.workers)
             return
-        jobs = {self.pool.submit(self._one, self.lab.job(setting, seed, changes)): seed for seed in seeds}
+        futures = {self.pool.submit(self.objective.loss, setting, seed, changes, self.workers): seed for seed in seeds}
         try:
-            for done in as_completed(jobs):
-                yield jobs[done], done.result()
+            for done in as_completed(futures):
+                yield futures[done], done.result()
         except BaseException:
-            for job in jobs:
-                job.cancel()
+            for future in futures:
+                future.cancel()
             raise
-
-    def _one(self, job: dict[str, Any]) -> float:
-        answer = self.lab.done(job) or self.workers.train(job, lambda *_: None)
-        return self.lab.loss(job, answer)
 
     def __enter__(self) -> Trainings:
         return self

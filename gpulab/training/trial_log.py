@@ -1,185 +1,150 @@
-"""A search that survives: Optuna's study in a file that one process at a time writes, line by line."""
+"""The ledger of a search: a JSON line for each loss and for each trial that ended, from which all is rebuilt.
+
+    {"ledger": 1, "search": {…}}                                     what is searched for, once
+    {"point": {"learning_rate": 0.001}, "seed": 3, "loss": 0.0123}   null where the run diverged
+    {"point": {"learning_rate": 0.001}, "state": "finished", …}      or pruned, or failed
+
+A line is on the disk before the search goes on, so a search that is killed loses the training that it was at
+and no other. What a killed process left of a line is dropped.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-import warnings
-from collections.abc import Iterator, Mapping
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from gpulab.errors import DataError, GpulabError, UsageError
-from gpulab.training.objective import optional
-from gpulab.training.search import Question, key
-
-NAME = "reproduce"
+from gpulab.training.search import Point, SearchProblem, key
 
 
-class Study:
-    """The trials of one question, as a context: inside it, nobody else may use the file.
+@dataclass
+class Trial:
+    """One point of the space, and what training there gave."""
 
-    A trial that a killed process left running, and one that failed before this process came, counts no
-    longer: its point is one of `left`, and the losses that it had are kept.
+    point: Point
+    losses: dict[int, float]  # by seed, NaN for a diverged run
+    number: int
+    within: float | None = None  # the distance that points had to stay under when this one was proposed
+    state: str = "running"  # then `finished`, `pruned` or `failed`
+    note: str = ""  # why it was pruned or failed
+    violation: float | None = None  # how far it is from equivalent, 0 or less where it is
+    fresh_alpha: float | None = None  # of the verdict on fresh seeds, where there was one
+    confirmed: bool = False
+
+
+class TrialLog:
+    """The trials of a search problem, as a context: inside it, nobody else may use the file.
+
+    `tried` are the trials that have ended, in their order. One that failed before this process came counts no
+    longer: its point is one of `left`. The losses of what failed or was killed stay known.
     """
 
-    def __init__(self, file: Path, question: Question) -> None:
-        self.file, self.question = file, question
-        self.optuna = optional("optuna")
-        self.owner = optional("filelock").FileLock(f"{file}.owner", timeout=0)
-        self.stack = contextlib.ExitStack()
+    def __init__(self, file: Path, problem: SearchProblem) -> None:
+        self.file, self.problem = file, problem
+        self.tried: list[Trial] = []
+        self.losses: dict[str, dict[int, float]] = {}  # of a point
+        self.next_number = 0
 
-    def __enter__(self) -> Study:
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.owner.acquire()
-        except optional("filelock").Timeout:
-            raise UsageError(f"{self.file}: another process is at work on this study") from None
-        except OSError as error:
-            raise GpulabError(f"{self.file}: cannot be written: {error}") from None
+    def __enter__(self) -> TrialLog:
         with contextlib.ExitStack() as stack:
-            stack.callback(self.owner.release)
-            stack.enter_context(self._quietly())
-            self.study = self._opened()
-            self._take_up()
+            try:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(f"{self.file}.lock", timeout=0))
+                self.stream = stack.enter_context(self.file.open("a+b", buffering=0))
+            except Timeout:
+                raise UsageError(f"{self.file}: another process is at work on this study") from None
+            except OSError as error:
+                raise GpulabError(f"{self.file}: cannot be written: {error}") from None
+            self._read()
+            self.left = [trial.point for trial in self.tried if trial.state == "failed"]
+            self.tried = [trial for trial in self.tried if trial.state != "failed"]
             self.stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stack.close()
 
-    def tried(self) -> list[Any]:
-        """The trials that count, in the order in which they began."""
-        states = self.optuna.trial.TrialState
-        every = self.study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED, states.FAIL))
-        aside = self._aside()
-        return [trial for trial in every if trial.number not in aside and "passed over" not in trial.user_attrs]
+    def begin(self, point: Point, number: int | None = None, within: float | None = None) -> Trial:
+        """A trial of this point, with the losses that are known of it."""
+        number = self.next_number if number is None else number
+        return Trial(point, self.losses.setdefault(key(point), {}), number, within)
 
-    def left(self) -> list[dict[str, Any]]:
-        """The points of trials that were killed or failed and have not been tried again."""
-        aside, seen = self._aside(), {key(trial.params) for trial in self.tried()}
-        points = [trial.params for trial in self.study.get_trials(deepcopy=False) if trial.number in aside]
-        whole = {key(point): point for point in points if len(point) == len(self.question.factors)}
-        return [point for text, point in whole.items() if text not in seen]
+    def add_loss(self, trial: Trial, seed: int, loss: float) -> None:
+        """Write down the loss from one seed."""
+        self._write({"point": trial.point, "seed": seed, "loss": loss if math.isfinite(loss) else None})
 
-    def losses(self, point: Mapping[str, Any]) -> dict[int, float]:
-        """The losses written down for a point, by seed; NaN for a diverged run."""
-        found: dict[int, float] = {}
-        for trial in self.study.get_trials(deepcopy=False):
-            if key(trial.params) == key(point):
-                found |= losses_of(trial)
-        return found
+    def end(self, trial: Trial, state: str, **outcome: Any) -> None:
+        """Write down how a trial ended; `outcome` are other fields of `Trial`."""
+        event = {"point": trial.point, "number": trial.number, "within": trial.within, "state": state}
+        self._write(event | outcome)
 
-    def begin(self, point: Mapping[str, Any]) -> Any:
-        """A trial of this point."""
-        samplers = self.optuna.samplers
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
-            self.study.sampler = samplers.PartialFixedSampler(dict(point), samplers.RandomSampler(seed=0))
-        return self._ask(math.inf)
+    def _write(self, event: dict[str, Any]) -> None:
+        self._append(event)
+        self._take_in(event)
 
-    def propose(self, within: float) -> Any:
-        """A trial of a point that the sampler picks, ranges no further than `within` from the original."""
-        # Seeded by what came before, so that a search that was interrupted goes the way of one that was not.
-        seed = len(self.study.get_trials(deepcopy=False))
-        self.study.sampler = self.optuna.samplers.TPESampler(seed=seed, n_startup_trials=1)
-        return self._ask(within)
-
-    def pass_over(self, trial: Any) -> None:
-        """End a trial that is no news."""
-        trial.set_user_attr("passed over", True)
-        self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
-
-    def write_losses(self, trial: Any, losses: Mapping[int, float]) -> None:
-        """Write down what is known of a trial."""
-        trial.set_user_attr("losses", {str(seed): _json(loss) for seed, loss in sorted(losses.items())})
-
-    def fail(self, trial: Any, error: BaseException) -> None:
-        """End a trial that raised."""
-        said = str(error) if isinstance(error, GpulabError) else f"{type(error).__name__}: {error}"
-        trial.set_user_attr("error", said)
-        self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
-
-    def finish(self, trial: Any, distance: float, violation: float, pruned: str) -> None:
-        """End a trial; `violation` is 0 or less for one that is equivalent, `pruned` the reason or empty."""
-        trial.set_constraint("equivalent", violation)
-        if pruned:
-            trial.set_user_attr("pruned", pruned)
-            trial.report(distance, 0)
-            self.study.tell(trial, state=self.optuna.trial.TrialState.PRUNED)
-        else:
-            self.study.tell(trial, distance)
-
-    def _ask(self, within: float) -> Any:
-        return self.study.ask({factor.name: factor.distribution(within) for factor in self.question.factors})
-
-    def _opened(self) -> Any:
-        Path(f"{self.file}.lock").unlink(missing_ok=True)  # Optuna's, of a process that was killed: we own the file
-        _drop_half_a_line(self.file)
-        journal = self.optuna.storages.journal
+    def _append(self, document: dict[str, Any]) -> None:
+        """Add a line to the file; one that cannot be written whole leaves nothing behind."""
+        line = json.dumps(document, allow_nan=False).encode() + b"\n"
+        size = self.stream.seek(0, os.SEEK_END)
         try:
-            storage = self.optuna.storages.JournalStorage(journal.JournalFileBackend(str(self.file)))
-            if self.file.stat().st_size == 0:
-                study = self.optuna.create_study(storage=storage, study_name=NAME, direction="minimize")
-                study.set_user_attr("question", self.question.text)
-            else:
-                study = self.optuna.load_study(storage=storage, study_name=NAME)
-            asked = dict(study.user_attrs["question"])
-            for trial in study.trials:
-                losses_of(trial)
-        # A damaged file can make any of its readers stumble, over anything.
-        except Exception as error:
+            if self.stream.write(line) < len(line):
+                raise OSError("the disk is full")
+            os.fsync(self.stream.fileno())
+        except OSError as error:
+            self.stream.truncate(size)
+            raise GpulabError(f"{self.file}: cannot be written: {error}") from None
+
+    def _take_in(self, event: dict[str, Any]) -> None:
+        """Bring the trials up to date with a line; an error for one that is none of this search."""
+        point = self.problem.from_json(event["point"])
+        losses = self.losses.setdefault(key(point), {})
+        if "seed" in event:
+            losses[event["seed"]] = math.nan if event["loss"] is None else float(event["loss"])
+            return
+        trial = Trial(**{**event, "point": point, "losses": losses})
+        needed = {*self.problem.seeds, *(self.problem.fresh if trial.fresh_alpha else ())}
+        if trial.state == "finished" and (missing := needed - losses.keys()):
+            raise ValueError(f"no loss of seed {min(missing)}")
+        self.tried.append(trial)
+        self.next_number = trial.number + 1
+
+    def _read(self) -> None:
+        """Rebuild the trials. A file that is not a ledger of this problem stays as it is."""
+        header = {"ledger": 1, "search": self.problem.identity}
+        self.stream.seek(0)
+        *lines, torn = self.stream.read().split(b"\n")
+        if not lines and not json.dumps(header).encode().startswith(torn):
+            lines = [torn]
+        for number, line in enumerate(lines, 1):
+            try:
+                document = json.loads(line)
+                if number == 1:
+                    self._check_header(document)
+                else:
+                    self._take_in(document)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise DataError(
+                    f"{self.file}: not a whole study of gl.reproduce (line {number}: {type(error).__name__}: {error}); "
+                    "move it away to begin anew"
+                ) from None
+        self.stream.truncate(self.stream.tell() - len(torn))
+        if not lines:
+            self._append(header)
+
+    def _check_header(self, header: dict[str, Any]) -> None:
+        if "op_code" in header:
             raise DataError(
-                f"{self.file}: not a whole study of gl.reproduce ({type(error).__name__}: {error}); "
-                "move it away to begin anew"
-            ) from None
-        wanted = json.loads(json.dumps(self.question.text))
-        if other := [name for name in wanted if asked.get(name) != wanted[name]]:
+                f"{self.file}: a study of gpulab 0.1 (a journal of Optuna), which this gpulab does not read; name "
+                "another file (runs of gpulab's own networks that are in the store are not trained again)"
+            )
+        if header["ledger"] != 1:
+            raise ValueError(f"ledger {header['ledger']!r}; this gpulab reads 1")
+        if other := [name for name, value in self.problem.identity.items() if header["search"].get(name) != value]:
             raise DataError(f"{self.file}: a study with another {', another '.join(other)}; name another file")
-        return study
-
-    def _take_up(self) -> None:
-        """Let no longer count what a killed process left running, and what failed before."""
-        states, aside = self.optuna.trial.TrialState, set(self._aside())
-        for trial in self.study.get_trials(deepcopy=False):
-            if trial.state == states.RUNNING:
-                self.study.tell(trial.number, state=states.FAIL)
-            if trial.state == states.RUNNING or "error" in trial.user_attrs:
-                aside.add(trial.number)
-        self.study.set_user_attr("aside", sorted(aside))
-
-    def _aside(self) -> list[int]:
-        return self.study.user_attrs.get("aside", [])
-
-    @contextlib.contextmanager
-    def _quietly(self) -> Iterator[None]:
-        """Without a line of Optuna's log for each trial."""
-        logging = self.optuna.logging
-        before = logging.get_verbosity()
-        logging.set_verbosity(logging.ERROR)
-        try:
-            yield
-        finally:
-            logging.set_verbosity(before)
-
-
-def losses_of(trial: Any) -> dict[int, float]:
-    """What a trial has written down, by seed; NaN for a diverged run."""
-    kept = trial.user_attrs.get("losses", {})
-    return {int(seed): math.nan if loss is None else float(loss) for seed, loss in kept.items()}
-
-
-def _json(loss: float) -> float | None:
-    """JSON has no NaN."""
-    return loss if math.isfinite(loss) else None
-
-
-def _drop_half_a_line(file: Path) -> None:
-    """A process that was killed while it wrote leaves half a line; what is appended to it would be lost."""
-    if not file.exists():
-        return
-    with file.open("rb+") as stream:
-        text = stream.read()
-        if text and not text.endswith(b"\n"):
-            stream.truncate(text.rfind(b"\n") + 1)
