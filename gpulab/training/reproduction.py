@@ -29,7 +29,7 @@ from gpulab.errors import GpulabError
 from gpulab.report import Report
 from gpulab.report import table as html_table
 from gpulab.settings import Setting
-from gpulab.stats.tests import holm, clopper_pearson_upper
+from gpulab.stats.tests import clopper_pearson_upper, holm
 from gpulab.stats.verdicts import DIVERGED_APART, Verdict
 from gpulab.training import store as stores
 from gpulab.training.objective import (

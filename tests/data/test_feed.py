@@ -10,7 +10,7 @@ import gpulab as gl
 from gpulab.data.feed import LOADERS, Loader
 from gpulab.models.chainer import chainer_views
 from gpulab.passports import Passport
-from gpulab.training import run as training
+from gpulab.training import plan as training
 
 BUFFERED = ("copied", "reused", "imitated")
 RECORDED = sorted(Path("data/runs").glob("*/run.json"))
