@@ -22,18 +22,14 @@ EXPLAINED = 0.5  # the share of an error that a number format must account for t
 FEW, FEW_EXPLAINED = 32, 0.99  # of so few numbers' errors, one format in four explains half by chance
 
 # The operands that are multiplied with each other, by position. What else there is (a bias) is added.
-PRODUCTS: dict[str, tuple[int, ...]] = dict.fromkeys(MATRIX_PRODUCTS, (0, 1)) | dict.fromkeys(
-    SUMS_WITH_PRODUCTS, (1, 2)
-)
-PRODUCTS |= {
-    "convolution": (0, 1),
-    "convolution_backward": (0, 1, 2),
-}
-ATTENTION = {
+PRODUCTS: dict[str, tuple[int, ...]] = dict.fromkeys(MATRIX_PRODUCTS, (0, 1))
+PRODUCTS |= dict.fromkeys(SUMS_WITH_PRODUCTS, (1, 2))
+PRODUCTS |= {"convolution": (0, 1), "convolution_backward": (0, 1, 2)}
+ATTENTION: dict[str, tuple[int, ...]] = {
     f"_scaled_dot_product_{kernel}": (0, 1, 2)
     for kernel in ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
 }
-FACTORS = PRODUCTS | ATTENTION
+FACTORS: dict[str, tuple[int, ...]] = PRODUCTS | ATTENTION
 # Eigenvectors are right with either sign: two right answers may be far apart.
 AMBIGUOUS = {"_linalg_eigh", "_linalg_svd", "linalg_eig"}
 # The formats that hardware multiplies in when it is asked for float32, how it gets there, and the result's format.
