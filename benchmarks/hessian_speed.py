@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,10 +46,10 @@ from gpulab.training.protocol import PROFILES, protocol
 
 RECORDS = Path(__file__).parent.parent / "data" / "hessian_speed"
 # Only this benchmark needs them: they are no dependency of gpulab, and imported by name.
-PIP = {
-    "curvlinops": "curvlinops-for-pytorch==3.0.1",
-    "hessian_eigenthings": "hessian-eigenthings==1.0.0a5",
-    "pyhessian": "PyHessian==0.1",
+PIP = {  # distribution -> module, version
+    "curvlinops-for-pytorch": ("curvlinops", "3.0.1"),
+    "hessian-eigenthings": ("hessian_eigenthings", "1.0.0a5"),
+    "PyHessian": ("pyhessian", "0.1"),
 }
 PROBES = 10
 CHECKED = 4  # products compared with float64
@@ -93,37 +93,32 @@ def window_loss(net: gl.PredNet, window: Tensor) -> Tensor:
     return net.training_loss(window, None)[0]
 
 
-class Gpulab:
-    """The operator of this project, with as many vectors at once as it takes by itself."""
+class Operator:
+    """A library's Hessian: made of a network and a window; `blocks` says whether it multiplies many vectors at once."""
+
+    distribution: str
+    blocks = False
+    H: Any
+
+    def product(self, vectors: Tensor) -> Any:
+        return self.H @ vectors
+
+
+class Gpulab(Operator):
+    """The operator of this project."""
 
     distribution = "gpulab"
     blocks = True
-    at_once: int | None = None
 
-    def __init__(self, net: gl.PredNet, window: Tensor) -> None:
-        self.H = gl.hessian(net, lambda: window_loss(net, window), at_once=self.at_once)
-
-    def product(self, vectors: Tensor) -> Tensor:
-        return self.H @ vectors
+    def __init__(self, net: gl.PredNet, window: Tensor, at_once: int | None = None) -> None:
+        self.H = gl.hessian(net, lambda: window_loss(net, window), at_once=at_once)
 
     def density(self, probes: int, steps: int) -> Quadratures:
         spectrum = gl.spectral_density(self.H, probes=probes, steps=steps, seed=0, progress=False)
         return spectrum.nodes, spectrum.weights
 
 
-class OneAtOnce(Gpulab):
-    """In as little memory as it can."""
-
-    at_once = 1
-
-
-class ThreeAtOnce(Gpulab):
-    """Between the two."""
-
-    at_once = 3
-
-
-class Curvlinops:
+class Curvlinops(Operator):
     """https://curvlinops.readthedocs.io: `jvp` of `jacrev`, under `vmap` for many vectors."""
 
     distribution = "curvlinops-for-pytorch"
@@ -131,17 +126,9 @@ class Curvlinops:
 
     def __init__(self, net: gl.PredNet, window: Tensor) -> None:
         self.library = importlib.import_module("curvlinops")
+        model, parameters, data = Predictions(net), list(net.parameters()), [(window[:-1], window[1:])]
         # Its check that two products are the same is left out: it would make the set-up longer.
-        self.H = self.library.HessianLinearOperator(
-            Predictions(net),
-            WindowLoss(),
-            list(net.parameters()),
-            [(window[:-1], window[1:])],
-            check_deterministic=False,
-        )
-
-    def product(self, vectors: Tensor) -> Tensor:
-        return self.H @ vectors
+        self.H = self.library.HessianLinearOperator(model, WindowLoss(), parameters, data, check_deterministic=False)
 
     def density(self, probes: int, steps: int) -> Quadratures:
         # Boundaries are for its grid only; found by itself they would take products of their own.
@@ -151,44 +138,33 @@ class Curvlinops:
         return torch.stack(nodes).cpu().numpy(), torch.stack(vectors)[:, 0].square().cpu().numpy()
 
 
-class HessianEigenthings:
-    """https://noahgolmant.github.io/pytorch-hessian-eigenthings: both backward passes anew for each product."""
+class HessianEigenthings(Operator):
+    """https://noahgolmant.github.io/pytorch-hessian-eigenthings: both backward passes anew for each product.
+
+    Its other method, finite differences: the difference of two gradients, with its own step.
+    """
 
     distribution = "hessian-eigenthings"
-    blocks = False
-    method = "autograd"
 
-    def __init__(self, net: gl.PredNet, window: Tensor) -> None:
+    def __init__(self, net: gl.PredNet, window: Tensor, method: str = "autograd") -> None:
         self.library = importlib.import_module("hessian_eigenthings")
-        self.H = self.library.HessianOperator(net, [window], window_loss, method=self.method)
-
-    def product(self, vector: Tensor) -> Tensor:
-        return self.H @ vector
+        self.H = self.library.HessianOperator(net, [window], window_loss, method=method)
 
     def density(self, probes: int, steps: int) -> Quadratures:
         spectrum = self.library.spectral_density(self.H, num_runs=probes, lanczos_steps=steps, seed=0)
         return spectrum.raw_eigenvalues.cpu().numpy(), spectrum.raw_weights.cpu().numpy()
 
 
-class FiniteDifferences(HessianEigenthings):
-    """Its other method: the difference of two gradients, with its own step."""
-
-    method = "finite_difference"
-
-
-class PyHessian:
+class PyHessian(Operator):
     """https://github.com/amirgholami/PyHessian: each product goes back through the kept graph of one gradient."""
 
     distribution = "PyHessian"
-    blocks = False
 
     def __init__(self, net: gl.PredNet, window: Tensor) -> None:
         self.library = importlib.import_module("pyhessian")
-        # It calls torch.eig, which torch no longer has, for a matrix that is symmetric.
-        torch.eig = _removed_eig
-        self.H = self.library.hessian(
-            Predictions(net), WindowLoss(), data=(window[:-1], window[1:]), cuda=window.is_cuda
-        )
+        torch.eig = _removed_eig  # it calls what torch no longer has, for a matrix that is symmetric
+        data = window[:-1], window[1:]
+        self.H = self.library.hessian(Predictions(net), WindowLoss(), data=data, cuda=window.is_cuda)
 
     def product(self, vector: Tensor) -> list[Tensor]:
         pieces = vector.split([p.numel() for p in self.H.params])
@@ -207,50 +183,46 @@ def _removed_eig(matrix: Tensor, eigenvectors: bool) -> tuple[Tensor, Tensor]:
     return torch.stack([values, torch.zeros_like(values)], dim=1), vectors
 
 
-class Gradient:
-    """One gradient, to measure products by."""
+class Gradient(Operator):
+    """One gradient, to measure products by; also captured in a CUDA graph and replayed."""
 
     distribution = "torch"
-    blocks = False
 
-    def __init__(self, net: gl.PredNet, window: Tensor) -> None:
-        self.net, self.window = net, window
+    def __init__(self, net: gl.PredNet, window: Tensor, graphed: bool = False) -> None:
+        self.net, self.window, self.graph = net, window, torch.cuda.CUDAGraph() if graphed else None
+        if self.graph is not None:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self.gradient()
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(self.graph, capture_error_mode="relaxed"):
+                self.captured = self.gradient()
 
-    def product(self, _: Tensor) -> tuple[Tensor, ...]:
+    def gradient(self) -> tuple[Tensor, ...]:
         return torch.autograd.grad(window_loss(self.net, self.window), list(self.net.parameters()))
 
-
-class GraphedGradient(Gradient):
-    """The same, captured in a CUDA graph and replayed."""
-
-    def __init__(self, net: gl.PredNet, window: Tensor) -> None:
-        super().__init__(net, window)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                super().product(window)
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="relaxed"):
-            self.gradient = super().product(window)
-
     def product(self, _: Tensor) -> tuple[Tensor, ...]:
+        if self.graph is None:
+            return self.gradient()
         self.graph.replay()
-        return self.gradient
+        return self.captured
 
 
-LIBRARIES: dict[str, Any] = {
-    "gpulab": Gpulab,
-    "gpulab, three at once": ThreeAtOnce,
-    "gpulab, one at once": OneAtOnce,
-    "curvlinops": Curvlinops,
-    "hessian-eigenthings": HessianEigenthings,
-    "hessian-eigenthings, finite differences": FiniteDifferences,
-    "PyHessian": PyHessian,
+LIBRARIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpulab": (Gpulab, {}),
+    "gpulab, three at once": (Gpulab, {"at_once": 3}),
+    "gpulab, one at once": (Gpulab, {"at_once": 1}),  # in as little memory as it can
+    "curvlinops": (Curvlinops, {}),
+    "hessian-eigenthings": (HessianEigenthings, {}),
+    "hessian-eigenthings, finite differences": (HessianEigenthings, {"method": "finite_difference"}),
+    "PyHessian": (PyHessian, {}),
 }
-GRADIENTS: dict[str, Any] = {"a gradient": Gradient, "a gradient in a CUDA graph": GraphedGradient}
-EVERY = LIBRARIES | GRADIENTS
+GRADIENTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a gradient": (Gradient, {}),
+    "a gradient in a CUDA graph": (Gradient, {"graphed": True}),
+}
 
 
 # What follows, up to `measure`, runs in the process of one library.
@@ -264,60 +236,56 @@ def start(library: str, size: str, frames: int, device: str, vectors: int) -> di
     setting = contextlib.ExitStack()
     atexit.register(setting.close)  # which also keeps it: a setting that is forgotten is left
     setting.enter_context(gl.setting("cuda:tf32=off" if device == "cuda" else "cpu"))
-    made = EVERY[library]
     plan = protocol("prednet", size)
     net = gl.PredNet(channels=plan.model["channels"], size=plan.size).to(device)
-    seen = next(gl.load("walk", frames=frames + 1, size=plan.size).windows(frames, 0)).frames
-    HERE.net, HERE.made, HERE.device = net, made, device
-    HERE.window = torch.from_numpy(seen / np.float32(255))[:, None].to(device)
+    film = next(gl.load("walk", frames=frames + 1, size=plan.size).windows(frames, 0)).frames
+    HERE.net, HERE.device = net, device
+    HERE.window = torch.from_numpy(film / np.float32(255))[:, None].to(device)
     n = sum(p.numel() for p in net.parameters())
-    HERE.vectors = _unit_vectors(vectors, n).to(device)
+    # Of length one, as Lanczos multiplies: a finite difference goes as far as they are long.
+    HERE.vectors = torch.randn(vectors, n, generator=torch.Generator().manual_seed(0))
+    HERE.vectors = HERE.vectors.div_(HERE.vectors.norm(dim=1, keepdim=True)).to(device)  # nothing left over to count
     HERE.turn = itertools.cycle(range(vectors))
-    for module in PIP:
-        if made.distribution in PIP[module]:
-            importlib.import_module(module)
-    # gpulab may run from its folder, without having been installed.
-    version = gl.__version__ if issubclass(made, Gpulab) else importlib.metadata.version(made.distribution)
-    _load_kernels(device)
+    HERE.operator, HERE.options = (LIBRARIES | GRADIENTS)[library]
+    distribution = HERE.operator.distribution
+    if distribution in PIP:
+        importlib.import_module(PIP[distribution][0])
+    # A small product, so that the code that torch loads at first use is not counted as a library's memory.
+    tiny, window = gl.PredNet(channels=(3, 4, 4), size=(8, 8)).to(device), torch.rand(3, 1, 3, 8, 8, device=device)
+    gradients = torch.autograd.grad(window_loss(tiny, window), list(tiny.parameters()), create_graph=True)
+    torch.autograd.grad(sum(g.sum() for g in gradients), list(tiny.parameters()))
+    del tiny, window, gradients
     HERE.baseline = _memory(reset=True)
-    return {
-        "parameters": n,
-        "version": version,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _unit_vectors(count: int, n: int) -> Tensor:
-    """(count, n) vectors of length one, as Lanczos multiplies: a finite difference goes as far as they are long."""
-    vectors = torch.randn(count, n, generator=torch.Generator().manual_seed(0))
-    return vectors.div_(vectors.norm(dim=1, keepdim=True))  # in place: what is left over would be in the baseline
+    # gpulab may run from its folder, without having been installed.
+    version = gl.__version__ if distribution == "gpulab" else importlib.metadata.version(distribution)
+    return {"parameters": n, "version": version, "threads": torch.get_num_threads()}
 
 
 def set_up() -> float:
     """Seconds until the first product is there."""
 
     def first() -> None:
-        HERE.library = HERE.made(HERE.net, HERE.window)
+        HERE.library = HERE.operator(HERE.net, HERE.window, **HERE.options)
         HERE.library.product(HERE.vectors[0])
 
     return _seconds(first)
 
 
 def products(count: int) -> list[float]:
-    return [_seconds(lambda v: HERE.library.product(v), HERE.vectors[next(HERE.turn)]) for _ in range(count)]
+    return [_seconds(HERE.library.product, HERE.vectors[next(HERE.turn)]) for _ in range(count)]
 
 
-def block(count: int) -> list[float]:
-    """One product with `count` vectors at once."""
-    return [_seconds(lambda v: HERE.library.product(v), HERE.vectors[:count].T.contiguous())]
+def block(count: int) -> float:
+    """Seconds of one product with `count` vectors at once."""
+    return _seconds(HERE.library.product, HERE.vectors[:count].T.contiguous())
 
 
 def density(probes: int, steps: int) -> dict[str, Any]:
     """The seconds of one density, and what it says of the spectrum."""
     torch.manual_seed(0)
-    found: list[Quadratures] = []
-    seconds = _seconds(lambda: found.append(HERE.library.density(probes, steps)))
-    nodes, weights = (np.asarray(part, dtype=np.float64) for part in found[0])
+    quadratures: list[Quadratures] = []
+    seconds = _seconds(lambda: quadratures.append(HERE.library.density(probes, steps)))
+    nodes, weights = (np.asarray(part, dtype=np.float64) for part in quadratures[0])
     moments = {}
     for name, power in (("mean", 1), ("square", 2)):
         of_probes = (weights * nodes**power).sum(1)
@@ -333,8 +301,7 @@ def peak() -> dict[str, int]:
 def exact_products(file: str) -> None:
     """Products in float64, by two backward passes through the whole loss."""
     net, window = HERE.net.double(), HERE.window.double()
-    parameters = list(net.parameters())
-    exact = []
+    parameters, exact = list(net.parameters()), []
     for vector in HERE.vectors[:CHECKED].double():
         parts = vector.split([p.numel() for p in parameters])
         gradients = torch.autograd.grad(window_loss(net, window), parameters, create_graph=True)
@@ -346,33 +313,21 @@ def exact_products(file: str) -> None:
 def error(file: str) -> float:
     """The largest relative error ‖Hv − exact‖ / ‖exact‖ of the first products."""
     exact = torch.from_numpy(np.load(file, allow_pickle=False)).to(HERE.device)
-    found = torch.stack([_flat(HERE.library.product(v)).double() for v in HERE.vectors[:CHECKED]])
-    return float(((found - exact).norm(dim=1) / exact.norm(dim=1)).max())
+    made = torch.stack([_flat(HERE.library.product(v)).double() for v in HERE.vectors[:CHECKED]])
+    return float(((made - exact).norm(dim=1) / exact.norm(dim=1)).max())
 
 
-def _flat(result: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+def _flat(result: Tensor | Sequence[Tensor]) -> Tensor:
     return result if isinstance(result, Tensor) else torch.cat([part.reshape(-1) for part in result])
 
 
 def _seconds(work: Callable[..., object], *arguments: Any) -> float:
-    _wait()
+    wait = torch.cuda.synchronize if HERE.device == "cuda" else lambda: None
+    wait()
     started = time.perf_counter()
     work(*arguments)
-    _wait()
+    wait()
     return time.perf_counter() - started
-
-
-def _wait() -> None:
-    if HERE.device == "cuda":
-        torch.cuda.synchronize()
-
-
-def _load_kernels(device: str) -> None:
-    """A small product, so that the code that torch loads at first use is not counted as a library's memory."""
-    net, window = gl.PredNet(channels=(3, 4, 4), size=(8, 8)).to(device), torch.rand(3, 1, 3, 8, 8, device=device)
-    parameters = list(net.parameters())
-    gradients = torch.autograd.grad(window_loss(net, window), parameters, create_graph=True)
-    torch.autograd.grad(sum(g.sum() for g in gradients), parameters)
 
 
 def _memory(reset: bool = False) -> dict[str, int]:
@@ -422,7 +377,14 @@ def measure(
         for library in libraries:
             library.row |= library.started.result()
         _in_turns(libraries, count, blocks, steps, rounds)
-        _compare_with_float64(libraries)
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(Path(folder) / "exact.npy")
+            next(library for library in libraries if library.row["library"] == "a gradient").ask(
+                "exact", exact_products, file
+            )
+            for library in libraries:
+                if library.row["library"] in LIBRARIES:
+                    library.row["error"] = library.ask("error", error, file)
     finally:
         for library in libraries:
             library.process.shutdown(cancel_futures=True)
@@ -431,128 +393,101 @@ def measure(
 
 def _in_turns(libraries: list[Library], count: int, blocks: list[int], steps: int, rounds: dict) -> None:
     operators = [library for library in libraries if library.row["library"] in LIBRARIES]
-    takers = [library for library in operators if LIBRARIES[library.row["library"]].blocks]
-    some = max(1, count // rounds["products"])
+    takers = [library for library in operators if LIBRARIES[library.row["library"]][0].blocks]
     turns = len(libraries) * (1 + rounds["products"]) + len(operators) * rounds["density"]
     bar = tqdm(total=turns + len(takers) * len(blocks) * (1 + rounds["blocks"]), unit="turn")
 
-    def taking_turns(which: list[Library], times: int) -> Iterator[Library]:
+    def taking_turns(which: list[Library], times: int, peak_of: str = "") -> Iterator[Library]:
         for number in range(times):
             first = number % max(1, len(which))
             for library in which[first:] + which[:first]:
                 bar.set_postfix_str(f"{library.row['size']}, {library.row['library']}")
                 yield library
                 bar.update()
+        for library in which if peak_of else []:
+            library.row["memory"][peak_of] = library.ask(peak_of, peak)  # nothing where that work failed
 
     with bar:
         for library in taking_turns(libraries, 1):
             library.row["set_up"] = library.ask("set_up", set_up)
             library.ask("products", products, 1)
-        for library in taking_turns(libraries, rounds["products"]):
-            library.row.setdefault("products", []).extend(library.ask("products", products, some) or [])
-        _note_peaks(libraries, "products")
-        for library in taking_turns(operators, rounds["density"]):
+        for library in taking_turns(libraries, rounds["products"], "products"):
+            seconds = library.ask("products", products, max(1, count // rounds["products"]))
+            library.row.setdefault("products", []).extend(seconds or [])
+        for library in taking_turns(operators, rounds["density"], "density"):
             library.row.setdefault("densities", []).append(library.ask("density", density, PROBES, steps))
             library.row["steps"] = steps
-        _note_peaks(operators, "density")
         for k in blocks:
-            for number in range(1 + rounds["blocks"]):
-                for library in taking_turns(takers, 1):
-                    seconds = library.ask(f"block {k}", block, k) or []
-                    part = library.row.setdefault("blocks", {}).setdefault(str(k), {"first": None, "seconds": []})
-                    if number == 0:
-                        part["first"] = seconds[0] if seconds else None
-                    else:
-                        part["seconds"].extend(seconds)
-            _note_peaks(takers, f"block {k}")
-
-
-def _note_peaks(libraries: list[Library], what: str) -> None:
-    for library in libraries:
-        library.row["memory"][what] = library.ask(what, peak)  # nothing where that work failed
-
-
-def _compare_with_float64(libraries: list[Library]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        file = str(Path(folder) / "exact.npy")
-        gradient = next(library for library in libraries if library.row["library"] == "a gradient")
-        gradient.ask("exact", exact_products, file)
-        for library in libraries:
-            if library.row["library"] in LIBRARIES:
-                library.row["error"] = library.ask("error", error, file)
+            for library in taking_turns(takers, 1):
+                first = library.ask(f"block {k}", block, k)
+                library.row.setdefault("blocks", {})[str(k)] = {"first": first, "seconds": []}
+            for library in taking_turns(takers, rounds["blocks"], f"block {k}"):
+                if (seconds := library.ask(f"block {k}", block, k)) is not None:
+                    library.row["blocks"][str(k)]["seconds"].append(seconds)
 
 
 def table(records: list[dict[str, Any]]) -> str:
     """The page: in short, then every size on every machine."""
-    parts = [(record, size) for record in records for size in dict.fromkeys(row["size"] for row in record["rows"])]
-    short = [
-        "| machine | PredNet | as | what | gpulab, s | fastest peer, s | times as fast | of its memory |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for record, size in parts:
-        rows = [row for row in record["rows"] if row["size"] == size]
-        short += [f"| {_machine(record)} | {size}, {rows[0]['frames']} frames | {line} |" for line in _in_short(rows)]
-    details = [_details(record, [row for row in record["rows"] if row["size"] == size]) for record, size in parts]
-    return "\n".join(["# A Hessian's products and spectrum, beside other libraries", "", READING, *short, *details])
+    short, details = [], []
+    for record in records:
+        for size in dict.fromkeys(row["size"] for row in record["rows"]):
+            rows = [row for row in record["rows"] if row["size"] == size]
+            place = f"{_machine(record)} | {size}, {rows[0]['frames']} frames"
+            short += [f"| {place} | {line} |" for line in _in_short(rows)]
+            details += _details(record, rows)
+    heads = "machine | PredNet | as | what | gpulab, s | fastest peer, s | times as fast | of its memory"
+    title = "# A Hessian's products and spectrum, beside other libraries"
+    return "\n".join([title, "", READING, *_heads(heads.split(" | ")), *short, *details])
+
+
+def _heads(names: Sequence[str]) -> list[str]:
+    return [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
 
 
 def _in_short(rows: list[dict[str, Any]]) -> list[str]:
     """What gpulab and the fastest peer of the same accuracy need for the same work."""
-    operators = [row for row in rows if row["library"] in LIBRARIES]
-    ours = [row for row in operators if issubclass(LIBRARIES[row["library"]], Gpulab) and row.get("error") is not None]
+    own = [row for row in rows if row["library"].startswith("gpulab") and row.get("error") is not None]
+    others = [row for row in rows if row["library"] in LIBRARIES and not row["library"].startswith("gpulab")]
     lines = []
-    for own in ours:
-        peers = [row for row in operators if not issubclass(LIBRARIES[row["library"]], Gpulab)]
-        peers = [row for row in peers if (row.get("error") or np.inf) <= ACCURATE * own["error"]]
-        for what, cost in COSTS.items():
-            mine = cost(own)
-            others = [(*cost(row), row["library"]) for row in peers if cost(row)]
-            if mine and others:
-                seconds, memory, name = min(others)
-                share = mine[1] / memory if memory else np.nan
-                cells = f"{what} | {mine[0]:.3g} | {seconds:.3g} ({name}) | {seconds / mine[0]:.2f} | {share:.2f}"
-                lines.append(f"{own['library']} | {cells}")
+    for row in own:
+        peers = [peer for peer in others if (peer.get("error") or np.inf) <= ACCURATE * row["error"]]
+        costs_of_peers = [(_costs(peer), peer["library"]) for peer in peers]
+        for what, (seconds, memory) in _costs(row).items():
+            if all_costs := [(*costs[what], name) for costs, name in costs_of_peers if what in costs]:
+                least, its_memory, name = min(all_costs)
+                share = memory / its_memory if its_memory else np.nan
+                cells = f"{what} | {seconds:.3g} | {least:.3g} ({name}) | {least / seconds:.2f} | {share:.2f}"
+                lines.append(f"{row['library']} | {cells}")
     return lines
 
 
-def _one_at_a_time(row: dict[str, Any]) -> tuple[float, float] | None:
-    """(seconds, peak bytes) of 100 products."""
-    if not row.get("products"):
-        return None
-    return 100 * statistics.median(row["products"]), _peak(row, "products")
+def _costs(row: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """(seconds, peak bytes) of each kind of work that was measured."""
+
+    def cost(seconds: float, work: str) -> tuple[float, float]:
+        memory = row["memory"].get(work) or {}
+        return seconds, float(memory.get("allocated", memory.get("resident", np.nan)))
+
+    costs = {}
+    ways = [
+        cost(100 / int(k) * statistics.median(part["seconds"]), f"block {k}")
+        for k, part in row.get("blocks", {}).items()
+        if part["seconds"]
+    ]
+    if row.get("products"):
+        each = statistics.median(row["products"])
+        costs["100 products, one at a time"] = cost(100 * each, "products")
+        costs["the same and the set-up"] = cost(row["set_up"] + 99 * each, "products")
+        ways.insert(0, costs["100 products, one at a time"])
+    if ways:
+        costs["100 products, one at a time or in blocks"] = min(ways)
+    if densities := _densities(row):
+        costs["a density"] = cost(statistics.median(made["seconds"] for made in densities), "density")
+    return costs
 
 
-def _with_set_up(row: dict[str, Any]) -> tuple[float, float] | None:
-    if not row.get("products"):
-        return None
-    return row["set_up"] + 99 * statistics.median(row["products"]), _peak(row, "products")
-
-
-def _the_faster_way(row: dict[str, Any]) -> tuple[float, float] | None:
-    """One at a time, or in blocks of the best size measured."""
-    ways = [_one_at_a_time(row)] if row.get("products") else []
-    for k, part in row.get("blocks", {}).items():
-        if part["seconds"]:
-            ways.append((100 / int(k) * statistics.median(part["seconds"]), _peak(row, f"block {k}")))
-    return min(ways, default=None)
-
-
-def _density(row: dict[str, Any]) -> tuple[float, float] | None:
-    made = [found["seconds"] for found in row.get("densities", []) if found]
-    return (statistics.median(made), _peak(row, "density")) if made else None
-
-
-COSTS = {
-    "100 products, one at a time": _one_at_a_time,
-    "the same and the set-up": _with_set_up,
-    "100 products, one at a time or in blocks": _the_faster_way,
-    "a density": _density,
-}
-
-
-def _peak(row: dict[str, Any], what: str) -> float:
-    memory = row["memory"].get(what) or {}
-    return float(memory.get("allocated", memory.get("resident", np.nan)))
+def _densities(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return [made for made in row.get("densities", []) if made]
 
 
 def _machine(record: dict[str, Any]) -> str:
@@ -561,50 +496,38 @@ def _machine(record: dict[str, Any]) -> str:
     return f"{record['passport']['cpu']['model']}, {record['rows'][0]['threads']} threads"
 
 
-def _details(record: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    gradients = {row["library"]: row for row in rows if row["library"] in GRADIENTS}
-    gradient = statistics.median(gradients["a gradient"]["products"])
+def _details(record: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    gradient = next(statistics.median(row["products"]) for row in rows if row["library"] == "a gradient")
     sizes = list(dict.fromkeys(k for row in rows for k in row.get("blocks", {})))
     steps = next((row["steps"] for row in rows if "steps" in row), 0)
-    title = (
-        f"PredNet of the {rows[0]['size']} profile, {rows[0]['frames']} frames, {rows[0]['parameters']:,} parameters"
-    )
+    of = f"{rows[0]['size']} profile, {rows[0]['frames']} frames, {rows[0]['parameters']:,} parameters"
     heads = ["library", "set-up, s", "a product, ms", "of a gradient"]
     heads += [f"in blocks of {k}, ms each" for k in sizes]
-    heads += [
-        f"density, {steps} steps, s",
-        "peak, MiB: products",
-        "density",
-        *[f"blocks of {k}" for k in sizes],
-        "error",
-    ]
+    heads += [f"density, {steps} steps, s", "peak, MiB: products", "density", *[f"blocks of {k}" for k in sizes]]
     lines = [
-        f"\n## {_machine(record)}: {title}",
+        f"\n## {_machine(record)}: PredNet of the {of}",
         f"torch {record['passport']['software']['torch']}, `{record['command']}`",
+        "",
+        *_heads([*heads, "error"]),
     ]
-    lines += ["", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for row in rows:
-        peaks = [
-            _mebibytes(row, "products"),
-            _mebibytes(row, "density"),
-            *[_mebibytes(row, f"block {k}") for k in sizes],
-        ]
         made = row.get("products") or []
         cells = [f"{row['library']} {row['version']}" if row["library"] in LIBRARIES else row["library"]]
         cells += [_number(row["set_up"]), _spread(made), f"{statistics.median(made) / gradient:.2f}" if made else ""]
         for k in sizes:
             part = row.get("blocks", {}).get(k, {"seconds": []})["seconds"]
             cells.append(_spread([seconds / int(k) for seconds in part]))
-        cells += [_spread([found["seconds"] for found in row.get("densities", []) if found], 1)]
-        lines.append(f"| {' | '.join([*cells, *peaks, _number(row.get('error'), '.1e')])} |")
+        cells.append(_spread([density["seconds"] for density in _densities(row)], 1))
+        cells += [_mebibytes(row, what) for what in ("products", "density", *[f"block {k}" for k in sizes])]
+        lines.append(f"| {' | '.join([*cells, _number(row.get('error'), '.1e')])} |")
     lines += ["", f"What the densities say (mean ± standard error over {PROBES} probes, each library's own):", ""]
-    lines += ["| library | lowest | highest | mean eigenvalue | mean of its square |", "|---|---|---|---|---|"]
+    lines += _heads(["library", "lowest", "highest", "mean eigenvalue", "mean of its square"])
     for row in rows:
-        for found in [found for found in row.get("densities", []) if found][:1]:
-            means = [f"{found[name][0]:.4g} ± {found[name][1]:.1g}" for name in ("mean", "square")]
-            lines.append(f"| {row['library']} | {found['lowest']:.5g} | {found['highest']:.5g} | {' | '.join(means)} |")
-    failures = [f"{row['library']}, {what}: {why}" for row in rows for what, why in row["failed"].items()]
-    return "\n".join(lines + [""] * bool(failures) + [f"- {failure}" for failure in failures])
+        for made in _densities(row)[:1]:
+            means = [f"{made[name][0]:.4g} ± {made[name][1]:.1g}" for name in ("mean", "square")]
+            lines.append(f"| {row['library']} | {made['lowest']:.5g} | {made['highest']:.5g} | {' | '.join(means)} |")
+    failures = [f"- {row['library']}, {what}: {why}" for row in rows for what, why in row["failed"].items()]
+    return lines + [""] * bool(failures) + failures
 
 
 def _spread(seconds: list[float], scale: float = 1000) -> str:
@@ -624,31 +547,8 @@ def _number(value: float | None, form: str = ".3g") -> str:
 
 def _mebibytes(row: dict[str, Any], what: str) -> str:
     """The peak, and on a GPU in brackets what was held for it."""
-    memory = row["memory"].get(what)
-    if not memory:
-        return ""
-    return " ".join(
-        f"{size / 2**20:.0f}" if name != "reserved" else f"({size / 2**20:.0f})" for name, size in memory.items()
-    )
-
-
-def _checked(device: str, sizes: list[str], wanted: list[str]) -> list[str]:
-    """The libraries to measure and the gradients to measure them by; leaves with a line if that cannot be."""
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        sys.exit(f"--device {device}: expected cpu, or cuda where there is a GPU of NVIDIA's")
-    if unknown := set(sizes) - set(PROFILES):
-        sys.exit(f"--size {unknown.pop()}: expected one of {', '.join(PROFILES)}")
-    if unknown := set(wanted) - set(LIBRARIES):
-        sys.exit(f"--only {unknown.pop()}: expected one of {'; '.join(LIBRARIES)}")
-    if missing := [module for module in PIP if importlib.util.find_spec(module) is None]:
-        sys.exit(f"{', '.join(missing)} cannot be imported: pip install {' '.join(PIP.values())}")
-    return [*wanted, *(name for name in GRADIENTS if device == "cuda" or "CUDA" not in name)]
-
-
-def _command(record: Path) -> str:
-    """How this process was called, with the record where records are kept."""
-    kept = str(Path("data") / RECORDS.name / record.name)
-    return shlex.join(["python", *[kept if word == str(record) else word for word in sys.argv]])
+    sizes = {name: f"{size / 2**20:.0f}" for name, size in (row["memory"].get(what) or {}).items()}
+    return " ".join(f"({size})" if name == "reserved" else size for name, size in sizes.items())
 
 
 def main(
@@ -666,16 +566,29 @@ def main(
 ) -> None:
     """Measure with `--record`; else print the table of what is recorded."""
     if record is not None:
-        sizes = size or ["quick", "paper"]
-        names = _checked(device, sizes, only or list(LIBRARIES))
+        sizes, wanted = size or ["quick", "paper"], only or list(LIBRARIES)
+        if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+            sys.exit(f"--device {device}: expected cpu, or cuda where there is a GPU of NVIDIA's")
+        if unknown := set(sizes) - set(PROFILES):
+            sys.exit(f"--size {unknown.pop()}: expected one of {', '.join(PROFILES)}")
+        if unknown := set(wanted) - set(LIBRARIES):
+            sys.exit(f"--only {unknown.pop()}: expected one of {'; '.join(LIBRARIES)}")
+        needed = PIP.keys() & {LIBRARIES[name][0].distribution for name in wanted}
+        if missing := sorted(name for name in needed if importlib.util.find_spec(PIP[name][0]) is None):
+            pip = " ".join(f"{name}=={PIP[name][1]}" for name in missing)
+            sys.exit(f"{', '.join(missing)} cannot be imported: pip install {pip}")
+        names = [*wanted, *(name for name in GRADIENTS if device == "cuda" or "CUDA" not in name)]
         os.environ.update({**PATIENCE, **os.environ})
+        turns = {"products": min(rounds, products), "blocks": 5, "density": densities}
+        # How this process was called, with the record where records are kept.
+        place = str(Path("data") / RECORDS.name / record.name)
+        command = shlex.join(["python", *[place if word == str(record) else word for word in sys.argv]])
         rows: list[dict[str, Any]] = []
         for one in sizes:
-            turns = {"products": min(rounds, products), "blocks": 5, "density": densities}
             rows += measure(one, frames, device, names, count=products, blocks=block or [10], steps=steps, rounds=turns)
-            kept = {"format": 1, "command": _command(record), "device": device, "passport": passport(), "rows": rows}
+            content = {"format": 1, "command": command, "device": device, "passport": passport(), "rows": rows}
             record.parent.mkdir(parents=True, exist_ok=True)
-            record.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            record.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     files = sorted({file.resolve() for file in [*RECORDS.glob("*.json"), *([record] if record else [])]})
     text = table([json.loads(file.read_text(encoding="utf-8")) for file in files])
     print(text)
