@@ -16,7 +16,7 @@ import gpulab as gl
 from gpulab.data.feed import Loader
 from gpulab.diagnostics.audits import Audit
 from gpulab.diagnostics.findings import KINDS
-from gpulab.diagnostics.traces import find_step
+from gpulab.diagnostics.steps import find_step
 from gpulab.numerics.formats import round_to
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
-from gpulab.diagnostics.traces import SKETCH, Operation, _is_random, aligned, find_step, sketch
+from gpulab.diagnostics.steps import find_step
+from gpulab.diagnostics.traces import SKETCH, Operation, _is_random, aligned, sketch
 
 
 def recorded(step, setting="cpu", **options):
