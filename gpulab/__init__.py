@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gpulab.data.datasets import load as load
     from gpulab.diagnostics.audits import audit as audit
     from gpulab.diagnostics.guards import guard as guard
-    from gpulab.diagnostics.traces import Step as Step
+    from gpulab.diagnostics.steps import Step as Step
     from gpulab.diagnostics.traces import record as record
     from gpulab.errors import DataError as DataError
     from gpulab.errors import GpulabError as GpulabError
@@ -54,7 +54,7 @@ NAMES = {
     "GpulabError": "errors",
     "OverwrittenError": "errors",
     "Setting": "settings",
-    "Step": "diagnostics.traces",
+    "Step": "diagnostics.steps",
     "UsageError": "errors",
     "audit": "diagnostics.audits",
     "available_settings": "settings",

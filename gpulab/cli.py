@@ -260,10 +260,10 @@ def record(
     Setting.parse(setting).prepare()
     import re
 
-    from gpulab.diagnostics import traces as tracing
+    from gpulab.diagnostics import steps, traces
 
     file = output or Path(re.sub(r"[^\w.]+", "-", f"{step.rpartition(':')[2]}-{setting}") + ".trace")
-    trace = tracing.record(tracing.find_step(step), setting, file)
+    trace = traces.record(steps.find_step(step), setting, file)
     print(f"{trace}\nkept in {file}")
 
 

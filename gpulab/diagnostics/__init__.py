@@ -5,7 +5,8 @@ from gpulab.diagnostics.guards import Guard, Overwritten, guard
 from gpulab.diagnostics.operations import byte_round_trip, fused_operations, repeatability
 from gpulab.diagnostics.products import compare_products, summarize_products
 from gpulab.diagnostics.rooflines import bounds, recorded_rooflines, roofline
-from gpulab.diagnostics.traces import Step, Trace, record
+from gpulab.diagnostics.steps import Step
+from gpulab.diagnostics.traces import Trace, record
 
 __all__ = [
     "Audit",

@@ -202,7 +202,7 @@ def audit(
 
     Examples:
         >>> import torch
-        >>> from gpulab.diagnostics.traces import Step
+        >>> from gpulab.diagnostics.steps import Step
         >>> audit(Step(torch.nn.Linear(4, 2), torch.ones(3, 4)), "cpu", "cpu:threads=1", progress=False).kind
         'rounding'
 

@@ -6,13 +6,9 @@ A trace is a file of its own: two laboratories record the same step, each on its
 from __future__ import annotations
 
 import contextlib
-import copy
 import difflib
 import functools
 import hashlib
-import importlib
-import importlib.util
-import inspect
 import linecache
 import os
 import sys
@@ -33,6 +29,7 @@ from gpulab.diagnostics import trace_files
 from gpulab.diagnostics.fingerprints import memory
 from gpulab.diagnostics.guards import guard
 from gpulab.diagnostics.reference import forward_error
+from gpulab.diagnostics.steps import ready
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
 from gpulab.passports import passport
 from gpulab.settings import Setting, arithmetic
@@ -48,55 +45,6 @@ SILENT = {"detach", "alias", "set"}
 EMPTY = ("empty", "new_empty")
 TORCH, GPULAB = os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep
 OVERWRITTEN = {"operation", "line", "why", "remedy"}
-
-
-@dataclass(frozen=True)
-class Step:
-    """A training step that can be done under any setting: one forward and one backward pass.
-
-    The model is copied, moved to the setting's device and precision, and `loss(model(inputs), targets)`
-    differentiated. The model itself stays as it is.
-
-    Args:
-        model: the network.
-        batch: (inputs, targets), each a tensor or any nesting of tensors; without a `loss`, the inputs alone.
-        loss: a function of outputs and targets. Without it, the mean of the squared output is differentiated.
-
-    Examples:
-        >>> step = Step(nn.Linear(4, 2), (torch.ones(3, 4), torch.zeros(3, 2)), nn.functional.mse_loss)
-        >>> step(Setting.parse("cpu")).shape
-        torch.Size([])
-    """
-
-    model: nn.Module
-    batch: Any
-    loss: Callable[[Any, Any], Tensor] | None = None
-
-    def __call__(self, setting: Setting) -> Tensor:
-        """Do the step and return the loss."""
-        return self.prepared(setting)()
-
-    def prepared(self, setting: Setting) -> Callable[[], Tensor]:
-        """The step with its model and batch in place; call it once."""
-
-        def there(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return value.to(setting.device, setting.dtype if value.is_floating_point() else None)
-
-        model, batch = copy.deepcopy(self.model).to(setting.device, setting.dtype), tree_map(there, self.batch)
-        model.zero_grad()
-
-        def once() -> Tensor:
-            if self.loss is None:
-                loss = next(t for t in tree_leaves(model(batch)) if isinstance(t, Tensor)).square().mean()
-            else:
-                inputs, targets = batch
-                loss = self.loss(model(inputs), targets)
-            loss.backward()
-            return loss.detach()
-
-        return once
 
 
 @dataclass
@@ -247,8 +195,8 @@ def record(
         GpulabError: for a setting that cannot run here.
 
     Examples:
-        >>> record(Step(nn.Linear(4, 2), torch.ones(3, 4)), "cpu", progress=False).setting
-        'cpu'
+        >>> record(lambda setting: torch.ones(3, dtype=setting.dtype).exp(), "cpu:threads=1", progress=False)
+        trace of 2 operations under cpu:threads=1
     """
     from tqdm.auto import tqdm
 
@@ -282,7 +230,7 @@ def _perform(
     with (
         torch.random.fork_rng(devices=devices),
         setting.apply(),
-        _ready(step, setting) as run,
+        ready(step, setting) as run,
         watcher.modules(),
         warnings.catch_warnings(action="ignore", category=OverwrittenWarning),
         guard(on="warn") as report,
@@ -298,45 +246,6 @@ def _perform(
         for f in report.findings
     ]
     return Trace(str(setting), watcher.operations, [], sketches, overwritten, arithmetic=flags)
-
-
-@contextlib.contextmanager
-def _ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], Any]]:
-    """The step as a function without arguments, under a setting that is in force."""
-    if hasattr(step, "prepared"):
-        yield step.prepared(setting)
-        return
-    parameters = inspect.signature(step).parameters
-    if "setting" in parameters or any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values()
-    ):
-        yield functools.partial(step, setting)
-    else:
-        with torch.device(setting.device):
-            yield step
-
-
-def find_step(name: str) -> Callable[..., Any]:
-    """The step that `module:name` or `file.py:name` stands for. Raises `UsageError` where there is none."""
-    where, _, attribute = name.rpartition(":")
-    if not where or not attribute.isidentifier():
-        raise UsageError(f"step {name!r}: expected module:name or file.py:name, such as my_training:step")
-    try:
-        if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            sys.path.insert(0, os.getcwd())
-            module = importlib.import_module(where)
-    except (ImportError, OSError) as error:
-        raise UsageError(f"step {name!r}: {where} cannot be imported: {error}") from error
-    step = getattr(module, attribute, None)
-    if not callable(step):
-        raise UsageError(f"step {name!r}: {where} has no function or gpulab.Step named {attribute!r}")
-    return step
 
 
 # --- watching --------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import gpulab as gl
 from gpulab.data.feed import Loader
 from gpulab.diagnostics.audits import Audit
 from gpulab.diagnostics.findings import KINDS
-from gpulab.diagnostics.traces import find_step
+from gpulab.diagnostics.steps import find_step
 from gpulab.numerics.formats import round_to
 
 ROOT = Path(__file__).parents[2]
@@ -266,13 +266,14 @@ def test_factors_that_somebody_rounded_are_told_from_a_kernel_that_rounds():
     assert "were rounded to tf32 before" in found.detail
 
 
-def test_autocast_is_reduced_precision_and_no_bug():
+@pytest.mark.parametrize("only_b", [False, True])
+def test_autocast_is_reduced_precision_and_no_bug(only_b):
     net = network()
 
     def step(setting):
-        model = network().to(setting.dtype)
-        model.load_state_dict(net.state_dict())
-        with torch.autocast("cpu", torch.bfloat16, enabled=setting.dtype == torch.float32):
+        model = copy.deepcopy(net).to(setting.dtype)
+        enabled = setting.threads == 1 if only_b else setting.dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             loss = model(drawn(4, 3, 6, 6).to(setting.dtype)).float().square().mean()
         loss.backward()
 
@@ -287,18 +288,6 @@ def test_a_setting_of_shorter_numbers_is_reduced_precision_and_one_of_longer_is_
     assert report.kind == "reduced precision"
     assert {f.setting for f in faults(report)} == {"cpu:precision=bfloat16"}
     assert audited(step, "cpu", "cpu:precision=float64").kind == "rounding"
-
-
-def test_autocast_under_one_setting_is_reduced_precision_there():
-    net = seeded(lambda: nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 2)))
-
-    def step(setting):
-        model = copy.deepcopy(net).to(setting.dtype)
-        with torch.autocast("cpu", torch.bfloat16, enabled=setting.threads == 1):
-            loss = model(drawn(8, 20).to(setting.dtype)).float().square().mean()
-        loss.backward()
-
-    assert audited(step).kind == "reduced precision"
 
 
 def test_random_numbers_of_a_device_are_named():
@@ -329,14 +318,20 @@ def changed(under_a, under_b):
     return step
 
 
-def test_other_arguments_are_a_mismatch():
-    report = audited(
-        changed(lambda x, w: F.conv2d(x, w, padding=1).relu(), lambda x, w: F.conv2d(x, w, padding=1, stride=2).relu())
-    )
+@pytest.mark.parametrize(
+    ("under_b", "operation", "words"),
+    [
+        (lambda x, w: F.conv2d(x, w, stride=2).relu(), "convolution", "stride=[2, 2]; under cpu with stride=[1, 1]"),
+        (lambda x, w: (1.01 * F.conv2d(x, w)).relu(), "mul", "first used by relu"),
+        (lambda x, w: F.conv2d(x, w), "convolution", "what relu (forward) makes in its place under cpu"),
+        (lambda x, w: F.conv2d(x, w + 0.5).relu(), "add", "from what data or weights makes"),
+    ],
+    ids=["other arguments", "an operation too many", "an operation missing", "other weights"],
+)
+def test_other_code_is_a_mismatch_at_the_operation_that_differs(under_b, operation, words):
+    report = audited(changed(lambda x, w: F.conv2d(x, w).relu(), under_b))
     assert report.kind == "mismatch"
-    first = next(f for f in report.findings if f.operation == "convolution")
-    assert "[2, 2]" in first.detail
-    assert "[1, 1]" in first.detail
+    assert (operation, True) in {(f.operation, words in f.detail) for f in report.findings}, str(report)
 
 
 class Middle(nn.Module):
@@ -450,18 +445,6 @@ def test_what_an_earlier_operation_lost_is_not_held_against_others():
 def test_an_lstm_in_another_number_of_operations_is_reduced_precision(b):
     report = audited(gl.Step(seeded(lambda: nn.LSTM(8, 16)), drawn(3, 4, 8)), A, b)
     assert report.kind == "reduced precision", str(report)
-
-
-def test_an_operation_too_many_is_a_mismatch_where_its_result_arrives():
-    report = audited(changed(lambda x, w: F.conv2d(x, w).relu(), lambda x, w: (1.01 * F.conv2d(x, w)).relu()))
-    assert report.kind == "mismatch"
-    assert any(f.operation == "mul" and "first used by relu" in f.detail for f in report.findings)
-
-
-def test_an_operation_that_is_missing_is_a_mismatch():
-    report = audited(changed(lambda x, w: F.conv2d(x, w).relu(), lambda x, w: F.conv2d(x, w)))
-    assert report.kind == "mismatch"
-    assert any("what relu (forward) makes in its place under cpu" in f.detail for f in report.findings)
 
 
 def test_other_weights_or_data_are_a_mismatch_at_the_operation_that_meets_them():
@@ -706,15 +689,24 @@ LAYERS = {
     "linear": (lambda: torch.nn.Linear(64, 32), (40, 64), {("addmm", "forward"), ("mm", "backward")}),
     "conv": (
         lambda: torch.nn.Conv2d(3, 8, 3),
-        (4, 3, 12, 12),
+        (2, 3, 8, 8),
         {("convolution", "forward"), ("convolution_backward", "backward")},
     ),
     "bmm": (Batched, (4, 12, 16), {("bmm", "forward"), ("bmm", "backward")}),
 }
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("emulated", ["tf32", "ampere", "hopper", "ampere,order=tensor-core", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("layer", "emulated"),
+    [
+        *((layer, "ampere,order=tensor-core") for layer in LAYERS),
+        *((layer, "float8_e4m3fn") for layer in LAYERS),
+        ("linear", "tf32"),
+        ("conv", "ampere"),
+        ("conv", "hopper"),
+        ("bmm", "hopper"),
+    ],
+)
 def test_an_emulated_layer_is_reduced_precision_forward_and_backward(layer, emulated):
     make, shape, products = LAYERS[layer]
     step = gl.Step(torch.nn.Sequential(make(), torch.nn.Tanh()), drawn(*shape))

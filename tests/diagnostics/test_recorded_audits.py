@@ -5,7 +5,7 @@ import pytest
 
 import gpulab as gl
 from gpulab.diagnostics.reference import PRODUCTS
-from gpulab.diagnostics.traces import find_step
+from gpulab.diagnostics.steps import find_step
 
 ROOT = Path(__file__).parents[2]
 RECORDED = sorted((ROOT / "data" / "audits").glob("*.trace"))
