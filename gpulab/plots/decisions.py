@@ -83,9 +83,9 @@ def estimation(verdict: Verdict) -> Picture:
             left.set_xticks([0, 1])
         log_scale(left.xaxis, low, high, fine=30, numbers="{:g}")
     for _, seed in runs[~diverged].sort_values("height").groupby(block):
-        left.plot(metric[seed.index], seed.height, color=FAINT, lw=0.5, alpha=0.7, zorder=1)
+        left.plot(seed[verdict.metric], seed.height, color=FAINT, lw=0.5, alpha=0.7, zorder=1)
     for (level, recorded), some in runs[~diverged].groupby([factor, "recorded"]):
-        points(left, metric[some.index], some.height, tints[level], recorded, **dots)
+        points(left, some[verdict.metric], some.height, tints[level], recorded, **dots)
     for level, some in runs[diverged].groupby(factor):
         edge: Look = {"marker": "x", "s": 24, "transform": left.get_yaxis_transform(), "zorder": 4}
         left.scatter(np.full(len(some), 0.97), some.height, color=tints[level], **edge)

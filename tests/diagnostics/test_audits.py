@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 A, B = "cpu", "cpu:threads=1"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def two_threads():
     """`cpu` leaves the number of threads as it is: on a machine with one core too, it shall not be that of B."""
     before = torch.get_num_threads()

@@ -148,3 +148,10 @@ def test_a_picture_is_a_small_png_with_words(tmp_path):
     assert Image.open(io.BytesIO(picture.png())).width > 600
     bundle, about = picture._repr_mimebundle_()
     assert about["image/png"]["alt"] == bundle["text/plain"] == picture.alt
+
+
+def test_runs_put_below_each_other_may_bear_the_same_row_numbers(runs):
+    """As two experiments do that were concatenated."""
+    twice = pd.concat([some.reset_index(drop=True) for _, some in runs.groupby("setting")])
+    picture, plain = (gl.verdict(frame).plot() for frame in (twice, twice.reset_index(drop=True)))
+    assert picture.png() == plain.png()

@@ -4,7 +4,7 @@ import torch
 import gpulab as gl
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """The problems here are so small that a second thread would only be waited for."""
     threads = torch.get_num_threads()
@@ -25,7 +25,7 @@ def small_prednet(dtype):
     return gl.hessian(model, lambda: model.training_loss(frames, None)[0])
 
 
-@pytest.fixture(scope="package", params=[small_autoencoder, small_prednet])
+@pytest.fixture(scope="session", params=[small_autoencoder, small_prednet])
 def small_hessian(request):
     """A function from a dtype to the Hessian of a small network, and that Hessian as a matrix in float64."""
     matrix = request.param(torch.float64).dense()
