@@ -194,8 +194,9 @@ def joined(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     parts = [(b.tangent(tensor) is not None, tensor.shape) for tensor in tensors]
 
     def join(*tangents: Tensor) -> Tensor:
-        k, rest, zero = len(tangents[0]), iter(tangents), tangents[0].new_zeros(1)
-        return function([next(rest) if varies else zero.expand(k, *shape) for varies, shape in parts], place)
+        first, rest = tangents[0], iter(tangents)
+        zeros = [None if varies else first.new_zeros(1).expand(len(first), *shape) for varies, shape in parts]
+        return function([next(rest) if zero is None else zero for zero in zeros], place)
 
     return b.apply(join, *tensors)
 
