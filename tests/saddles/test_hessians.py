@@ -1,5 +1,6 @@
 import copy
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,6 +210,18 @@ def test_who_else_holds_a_tensor_changes_nothing(name):
         H = gl.hessian(model, loss, method=FORWARD)
     assert others.held
     torch.testing.assert_close(H @ vectors(H), exact @ vectors(H), rtol=0, atol=1e-10)
+
+
+def test_the_engine_has_one_door():
+    package = Path(gl.__file__).parent
+    lines = {
+        line.strip()
+        for file in package.rglob("*.py")
+        if file.parent.name != "_forward"
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if "_forward" in line and "import" in line
+    }
+    assert lines == {"from gpulab.saddles._forward import linearize_gradient"}
 
 
 OVERWRITING = {  # of what each does, the last counts

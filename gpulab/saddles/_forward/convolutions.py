@@ -96,7 +96,8 @@ class Convolution:
         result = convolve(self.geometry, self.which, *factors, shape)
         if bias is not None:
             result += bias.reshape(-1, *[1] * (len(shape) - 2))
-        result = result.unflatten(axis, (k, self.shape[axis])).movedim(axis, 0)
+        result = result.unflatten(axis, (k, self.shape[axis]))
+        result = result.movedim(1, 0) if axis == 1 else result
         return result.chunk(self.pieces, 1) if self.pieces > 1 else result
 
 

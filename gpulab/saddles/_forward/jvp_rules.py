@@ -69,9 +69,15 @@ class Builder:
 
     def combine(self, *terms: tuple[Coefficient, Any], shape: Sequence[int] | None = None) -> int | None:
         """The sum of coefficients times tangents of arguments, broadcast to the shape of the result or another one."""
-        varying = [(coefficient, argument) for coefficient, argument in terms if self.tangent(argument) is not None]
-        function = Combination([c for c, _ in varying], self.results.shape if shape is None else shape)
-        return self.apply(function, *[argument for _, argument in varying])
+        return self.weighted(*[(coefficient, self.tangent(x)) for coefficient, x in terms], shape=shape)
+
+    def weighted(self, *terms: tuple[Coefficient, int | None], shape: Sequence[int] | None = None) -> int | None:
+        """The same of variables."""
+        present = [(coefficient, variable) for coefficient, variable in terms if variable is not None]
+        if not present:
+            return None
+        function = Combination([c for c, _ in present], self.results.shape if shape is None else shape)
+        return self.steps_of(function, [variable for _, variable in present], 1)[0]
 
     def add(self, *variables: int | None, shape: Sequence[int] | None = None) -> int | None:
         """The sum of variables that all have the shape of the result, or another one."""
@@ -188,8 +194,9 @@ def joined(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     parts = [(b.tangent(tensor) is not None, tensor.shape) for tensor in tensors]
 
     def join(*tangents: Tensor) -> Tensor:
-        k, rest, zero = len(tangents[0]), iter(tangents), tangents[0].new_zeros(1)
-        return function([next(rest) if varies else zero.expand(k, *shape) for varies, shape in parts], place)
+        first, rest = tangents[0], iter(tangents)
+        zeros = [None if varies else first.new_zeros(1).expand(len(first), *shape) for varies, shape in parts]
+        return function([next(rest) if zero is None else zero for zero in zeros], place)
 
     return b.apply(join, *tensors)
 
@@ -242,7 +249,7 @@ def squared_error(b: Builder, x: Tensor, y: Tensor, reduction: int = 1) -> Any:
     if reduction == 0:
         return each
     scale = 1 / slope.numel() if reduction == 1 else 1
-    return b.steps_of(lambda tangent: tangent.flatten(1).sum(1) * scale, [each], 1)
+    return b.steps_of(lambda tangent: tangent.flatten(1).sum(1) * scale, [each], 1)[0]
 
 
 def squared_error_backward(b: Builder, g: Tensor, x: Tensor, y: Tensor, reduction: int) -> Any:
@@ -282,10 +289,8 @@ def matrix_product(b: Builder, x: Tensor, y: Tensor) -> Any:
 
 def matrix_product_and_sum(b: Builder, c: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     scale = None if alpha == 1 else alpha
-    halves = b.apply(lambda t: torch.matmul(t, y), x), b.apply(lambda t: torch.matmul(x, t), y)
-    terms = [(scale, halves[0]), (scale, halves[1]), (None if beta == 1 else beta, b.tangent(c))]
-    present = [(coefficient, variable) for coefficient, variable in terms if variable is not None]
-    return b.steps_of(Combination([c for c, _ in present], b.results.shape), [v for _, v in present], 1)
+    by_x, by_y = b.apply(lambda t: torch.matmul(t, y), x), b.apply(lambda t: torch.matmul(x, t), y)
+    return b.weighted((scale, by_x), (scale, by_y), (None if beta == 1 else beta, b.tangent(c)))
 
 
 def convolution(b: Builder, x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Any:
