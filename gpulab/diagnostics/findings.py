@@ -62,8 +62,7 @@ ADVICE = {
     ),
     "rounding": "nothing",
 }
-ANOTHER_FUNCTION = "see what {module} does under {setting}: it computes another function there"
-OTHER_ARGUMENTS = "see why {module} calls it with other arguments under {setting}: it computes another function there"
+ANOTHER_FUNCTION = "it computes another function there"
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,7 @@ class Pair:
     @property
     def one(self) -> Operation:
         """Either of the two, for what they have in common."""
-        either = self.a or self.b
-        assert either is not None
-        return either
+        return self.a or self.b  # type: ignore[return-value]
 
 
 class Comparison:
@@ -240,7 +237,8 @@ class Comparison:
         where = f", at {a.line}" if a.line != b.line else ""
         detail = f"called with {here}; under {self.a.title} with {there}{where}"
         place = b.module or b.line or "the step"
-        return self._finding("mismatch", b, detail, OTHER_ARGUMENTS.format(module=place, setting=self.b.title))
+        advice = f"see why {place} calls it with other arguments under {self.b.title}: {ANOTHER_FUNCTION}"
+        return self._finding("mismatch", b, detail, advice)
 
     def _in_doubt(self, op: Operation) -> bool:
         """Whether its module called it more often under one setting: which call stands for which is a guess."""
@@ -326,9 +324,9 @@ class Comparison:
         (alone_a, before_a), (alone_b, before_b) = map(self._stretch, (x, y), self.makers)
         random = [op for op in (*alone_b, *alone_a) if op.random]
         if random:  # then nobody can tell what else they did
-            known = any(id(op) in self.drew_otherwise for op in random)
+            reported = any(id(op) in self.drew_otherwise for op in random)
             self.drew_otherwise |= set(map(id, random))
-            return None if known else self._other_draw(random[0])
+            return None if reported else self._other_draw(random[0])
         begins = [_largest(self._gaps(a.outputs, b.outputs)) for a, b in (*before_a, *before_b)]
         if gap <= INHERITED * _largest([0.0, *begins, *(op.error or 0.0 for op in (*alone_a, *alone_b))]):
             return None
@@ -349,7 +347,7 @@ class Comparison:
             f"though each computes rightly what it is asked to; first used by {user.name}{_in(user)}"
         )
         place, setting = blamed.module or blamed.line or "this line", self.other[id(there)].title
-        return self._finding("mismatch", blamed, detail, ANOTHER_FUNCTION.format(module=place, setting=setting))
+        return self._finding("mismatch", blamed, detail, f"see what {place} does under {setting}: {ANOTHER_FUNCTION}")
 
     def _stretch(
         self, value: str, makers: dict[str, Operation]
@@ -358,12 +356,13 @@ class Comparison:
         alone: dict[int, Operation] = {}
         before: dict[int, tuple[Operation, Operation]] = {}
         front = [value]
-        while front:
-            made_by = {id(op): op for name in front if (op := makers.get(name)) is not None}
-            before |= {key: self.partners[key] for key in made_by if key in self.partners}
-            new = {key: op for key, op in made_by.items() if key not in self.partners and key not in alone}
-            alone |= new
-            front = [name for op in new.values() for name in op.inputs]
+        for name in front:  # which grows
+            op = makers.get(name)
+            if op is not None and id(op) in self.partners:
+                before[id(op)] = self.partners[id(op)]
+            elif op is not None and id(op) not in alone:
+                alone[id(op)] = op
+                front += op.inputs
         return list(alone.values()), list(before.values())
 
 
@@ -438,25 +437,25 @@ def check_same_step(a: Trace, b: Trace) -> None:
     for first, second in common:
         if first.phase != "forward" or first.random:
             continue
-        where = first.module or first.line or "the step"
+        name, where = first.name, first.module or first.line or "the step"
         if first.shape != second.shape:
             raise DataError(
-                f"the traces are of different data: {first.name} in {where} makes {first.shape} in one and "
-                f"{second.shape} in the other"
+                f"the traces are of different data: {name} in {where} makes {first.shape} in one and {second.shape} in "
+                f"the other"
             )
-        for name, (here, there) in differing(first, second).items():
+        for argument, (here, there) in differing(first, second).items():
             if distance(b.sketches[second.outputs[0]], a.sketches[first.outputs[0]]) > SAME_STEP:
                 raise DataError(
-                    f"the traces are of different steps: even in float64, {first.name} in {where} is called with "
-                    f"{name}={here!r} in one and {name}={there!r} in the other"
+                    f"the traces are of different steps: even in float64, {name} in {where} is called with "
+                    f"{argument}={here!r} in one and {argument}={there!r} in the other"
                 )
-        for x, y in zip(first.inputs, second.inputs, strict=False):
-            gap = distance(b.sketches[y], a.sketches[x])
-            if gap > SAME_STEP:
-                raise DataError(
-                    f"the traces are of different data or weights: {first.name} in {where} begins with values "
-                    f"{gap:.1e} apart in float64; use the same seeds and files on both machines"
-                )
+        gaps = [distance(b.sketches[y], a.sketches[x]) for x, y in zip(first.inputs, second.inputs, strict=False)]
+        apart = next((gap for gap in gaps if gap > SAME_STEP), None)
+        if apart is not None:
+            raise DataError(
+                f"the traces are of different data or weights: {name} in {where} begins with values {apart:.1e} apart "
+                f"in float64; use the same seeds and files on both machines"
+            )
 
 
 def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
@@ -513,13 +512,12 @@ def _first_nan(trace: Trace, makers: dict[str, Operation]) -> tuple[Operation | 
     """
     bad = {value for op in trace.operations if op.nans for value in op.outputs}
     born = next((op for op in trace.operations if op.nans and op.inputs and not bad & set(op.inputs)), None)
-    front = {} if born is None else {id(born): born}
-    visited: set[int] = set()
-    while front:
-        cause = next((op for op in front.values() if op.format or op.dtype in SHORT), None)
-        if cause is not None:
-            return born, cause
-        visited |= front.keys()
-        before = [makers[value] for op in front.values() for value in op.inputs if value in makers]
-        front = {id(op): op for op in before if id(op) not in visited}
+    front = [] if born is None else [born]
+    visited = set(map(id, front))
+    for op in front:  # which grows
+        if op.format or op.dtype in SHORT:
+            return born, op
+        before = [makers[value] for value in op.inputs if value in makers]
+        front += {id(maker): maker for maker in before if id(maker) not in visited}.values()
+        visited |= set(map(id, before))
     return born, None

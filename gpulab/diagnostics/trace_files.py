@@ -45,9 +45,14 @@ def as_json(argument: Any) -> Any:
     return argument if isinstance(argument, bool | int | float | str) else None
 
 
-def defaults(schema: torch.FunctionSchema) -> dict[str, Any]:
-    """What stands for the arguments that an operation is not given, by name."""
-    return {a.name: as_json(a.default_value) for a in schema.arguments if a.has_default_value()}
+def by_name(
+    schema: torch.FunctionSchema, placed: Iterable[Any], named: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of a call by the names of the operation's schema, as JSON; and defaults for the others."""
+    names = [argument.name for argument in schema.arguments]
+    arguments = {name: as_json(value) for name, value in (*zip(names, placed, strict=False), *named.items())}
+    others = [a for a in schema.arguments if a.has_default_value() and a.name not in arguments]
+    return arguments, {a.name: as_json(a.default_value) for a in others}
 
 
 @functools.cache
@@ -180,9 +185,7 @@ def _named_arguments(operation: str, called: str) -> tuple[dict[str, Any], dict[
         pairs = zip(schema.arguments, placed, strict=False)
         return sum(("Tensor" in str(argument.type)) == (TENSOR in repr(value)) for argument, value in pairs)
 
-    schema = max(fitting, key=tensors_in_place)
-    arguments = dict(zip((argument.name for argument in schema.arguments), placed, strict=False)) | named
-    return arguments, {name: value for name, value in defaults(schema).items() if name not in arguments}
+    return by_name(max(fitting, key=tensors_in_place), placed, named)
 
 
 def _fits(schema: torch.FunctionSchema, placed: Sequence[Any], named: Mapping[str, Any]) -> bool:

@@ -272,8 +272,8 @@ class _Watcher(TorchDispatchMode):
             return operation(*args, **kwargs)
         writes = operation._schema.is_mutable or "batch_norm" in name  # which does not say that it does
         args_before, kwargs_before = tree_map(_copy, (args, kwargs)) if writes else (args, kwargs)
-        given, defaults = _arguments(operation, args, kwargs)
-        random = _is_random(operation, given | defaults)
+        arguments, defaults = trace_files.by_name(operation._schema, args, kwargs)
+        random = _is_random(operation, arguments | defaults)
         blind = writes and (random or name in OVERWRITES)
         read = (args_before[1:] if blind else args_before, kwargs_before)
         inputs = [self._value(t) for t in tree_leaves(read) if _counts(t)]
@@ -291,11 +291,12 @@ class _Watcher(TorchDispatchMode):
             outputs=[self._value(t) for t in results],
             shape=list(results[0].shape),
             dtype=str(results[0].dtype).removeprefix("torch."),
-            arguments=given,
+            arguments=arguments,
             defaults=defaults,
             changed=self._changed((args_before, kwargs_before), (args, kwargs)) if writes and not blind else [],
             random=random,
-            nans=any(bool(t.isnan().any()) for t in results),
+            # The sum is quicker, and NaN if any number is.
+            nans=any(bool(t.sum(dtype=torch.float32).isnan()) and bool(t.isnan().any()) for t in results),
         )
         if self.measured and not random and not operation.is_view:
             error = forward_error(operation, name, args_before, kwargs_before, out)
@@ -382,18 +383,6 @@ def _copy(value: Any) -> Any:
         return value.clone()
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return value.detach().as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride())
-
-
-def _arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an operation was called with, by the names of its schema and as JSON, and defaults for the others."""
-    names = (argument.name for argument in operation._schema.arguments)
-    given = {name: trace_files.as_json(value) for name, value in (*zip(names, args, strict=False), *kwargs.items())}
-    return given, {name: value for name, value in _defaults(operation).items() if name not in given}
-
-
-@functools.cache
-def _defaults(operation: Any) -> dict[str, Any]:
-    return trace_files.defaults(operation._schema)
 
 
 def _is_random(operation: Any, arguments: Mapping[str, Any]) -> bool:

@@ -15,12 +15,11 @@ def network_of(trace):
     return trace.name.partition("-cuda")[0]
 
 
+SLOW = {"vit_b_16": [pytest.mark.slow]}  # 86 million weights
+
+
 @pytest.mark.parametrize(
-    "file",
-    [
-        pytest.param(f, marks=[pytest.mark.slow] if f.stat().st_size > 460_000 else [], id=network_of(f))
-        for f in RECORDED
-    ],
+    "file", [pytest.param(file, marks=SLOW.get(network_of(file), []), id=network_of(file)) for file in RECORDED]
 )
 def test_this_cpu_and_a_recorded_gpu_differ_by_nothing_unexplained(file):
     """The trace was made by an NVIDIA H200 with another version of torch, from the same step."""
