@@ -55,7 +55,8 @@ def check_products(products: Float[Tensor, "n k"]) -> None:
 
 @float32_products()
 def check_symmetric(vectors: Float[Tensor, "n k"], products: Float[Tensor, "n k"]) -> None:
-    """`DataError` unless uᵀAv = vᵀAu for all pairs of k random vectors, to far more than rounding."""
+    """`DataError` unless products are finite, and uᵀAv = vᵀAu for k random vectors, to far more than rounding."""
+    check_products(products)
     both = vectors.T.double() @ products.double() if vectors.device.type != "mps" else vectors.T @ products
     largest = (vectors.norm(dim=0).square().mean().sqrt() / len(vectors) ** 0.5) * products.norm(dim=0).max()
     allowed = (1e-2 if vectors.dtype == torch.float32 else 1e-6) * float(largest)
