@@ -28,6 +28,7 @@ from tqdm.auto import tqdm
 from gpulab.errors import UsageError
 from gpulab.saddles.eigen import KrylovSpace
 from gpulab.saddles.hessians import Batch, Hessian, Loss, hessian
+from gpulab.saddles.operators import check_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,28 +47,19 @@ CRITICAL, GRADIENT_FLAT, NOT_CONVERGED = "critical point", "gradient-flat region
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CriticalPoint:
-    """Where a search for a critical point ended.
+    """Where a search for a critical point ended."""
 
-    Attributes:
-        model: A copy of the network, in float64, with the weights of that place.
-        loss, squared_gradient_norm: Those of the place.
-        kind: `critical point`, `gradient-flat region`, or `not converged`.
-        message: Why, in words.
-        history: A row per step: `step`, `loss`, `squared_gradient_norm`, and `relative_residual`, the share of the
-            gradient that the best undamped step would leave: near 1, the gradient lies in the kernel of the Hessian.
-        batch: Inputs and targets in float64, or None for a loss without a batch.
-        loss_function: The loss; without a batch it is one of `source`, the model that was given.
-    """
-
-    model: nn.Module
+    model: nn.Module  # a copy of the network, in float64, with the weights of that place
     loss: float
     squared_gradient_norm: float
-    kind: str
-    message: str
+    kind: str  # `critical point`, `gradient-flat region`, or `not converged`
+    message: str  # why, in words
+    # A row per step: `step`, `loss`, `squared_gradient_norm`, and `relative_residual`, the share of the gradient that
+    # the best undamped step would leave: near 1, the gradient lies in the kernel of the Hessian.
     history: pd.DataFrame
-    batch: Batch | None
+    batch: Batch | None  # in float64
     loss_function: Loss
-    source: nn.Module | None = None
+    source: nn.Module | None = None  # the model whose loss it is, where there is no batch
 
     @property
     def found(self) -> bool:
@@ -76,10 +68,10 @@ class CriticalPoint:
 
     def objective(self, model: nn.Module, batch: Batch | None = None) -> Tensor:
         """The loss of a model, on the data of the search or on a batch."""
-        chosen = self.batch if batch is None else batch
-        if chosen is None:
+        batch = self.batch if batch is None else batch
+        if batch is None:
             raise UsageError("this point was found from a loss without a batch: it cannot be computed for a copy")
-        return self.loss_function(model(chosen[0]), chosen[1])
+        return self.loss_function(model(batch[0]), batch[1])
 
     def hessian(self) -> Hessian:
         """The Hessian there."""
@@ -94,24 +86,24 @@ class CriticalPoint:
         return values[negative], vectors[:, negative]
 
     @property
+    def eigenvalues(self) -> Float[Tensor, " n"]:
+        """All eigenvalues of the Hessian, the least first."""
+        return self._eigen[0]
+
+    @property
     def curvature(self) -> float:
-        """The least eigenvalue of the Hessian."""
+        """The least eigenvalue."""
         return float(self._eigen[0][0])
 
     @property
     def direction(self) -> Float[Tensor, " n"]:
-        """Its eigenvector."""
+        """The eigenvector of the least eigenvalue."""
         return self._eigen[1][:, 0]
 
     @property
     def steepest(self) -> Float[Tensor, " n"]:
         """The eigenvector of the greatest eigenvalue."""
         return self._eigen[1][:, -1]
-
-    @property
-    def eigenvalues(self) -> Float[Tensor, " n"]:
-        """All eigenvalues of the Hessian, the least first."""
-        return self._eigen[0]
 
     @functools.cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
@@ -121,8 +113,8 @@ class CriticalPoint:
         return torch.linalg.eigh(H.dense())
 
     def __repr__(self) -> str:
-        kind = self.kind[0].upper() + self.kind[1:]
-        return f"{kind}: loss {self.loss:.6g}, squared gradient norm {self.squared_gradient_norm:.1e}; {self.message}"
+        numbers = f"loss {self.loss:.6g}, squared gradient norm {self.squared_gradient_norm:.1e}"
+        return f"{self.kind.capitalize()}: {numbers}; {self.message}"
 
 
 def find_critical_point(
@@ -136,9 +128,8 @@ def find_critical_point(
 ) -> CriticalPoint:
     """A critical point near the weights of a model: a minimum or a saddle.
 
-    The search, by the method of Levenberg and Marquardt on the gradient, is made in float64 by a copy. What it returns
-    says whether it ended at a critical point, or in a gradient-flat region, where the gradient cannot get smaller
-    although it is not zero.
+    The search, by the method of Levenberg and Marquardt on the gradient, is made in float64 by a copy. It may end in a
+    gradient-flat region, where the gradient cannot get smaller although it is not zero: the result says so.
 
     Args:
         model: Where to begin; it is left alone.
@@ -169,8 +160,7 @@ def find_critical_point(
     """
     if not tolerance > 0 or not math.isfinite(tolerance):
         raise UsageError(f"tolerance={tolerance!r}: expected a number above 0")
-    if not isinstance(max_steps, int) or max_steps < 1:
-        raise UsageError(f"max_steps={max_steps!r}: expected a whole number from 1")
+    check_count("max_steps", max_steps)
     import pandas as pd
 
     place, source = copy.deepcopy(model), model if batch is None else None
@@ -214,28 +204,20 @@ def find_critical_point(
             bar.set_postfix(squared_gradient_norm=f"{size:.1e}", refresh=False)
             bar.update()
     steps, length = len(rows) - 1, linear.newton_length(norm)
+    kind = NOT_CONVERGED
     if size <= tolerance and length <= FAR * (1 + float(weights.norm())):
         kind, message = CRITICAL, f"found in {steps} steps"
     elif size <= tolerance:
-        kind = NOT_CONVERGED
         message = f"the gradient fades on a plateau, but a critical point, if there is one, is {length:.1e} away"
     elif norm == 0:
-        kind = GRADIENT_FLAT
-        message = (
-            "no critical point: the Hessian is zero, for the loss is linear here, as sums of absolute values and "
-            "of rectified units are"
-        )
+        kind, message = GRADIENT_FLAT, "no critical point: the Hessian is zero, for the loss is linear here, as sums "
+        message += "of absolute values and of rectified units are"
     elif flat or share > FLAT:
-        kind = GRADIENT_FLAT
-        message = (
-            f"no critical point: {share:.0%} of the gradient lies in the kernel of the Hessian, where no step "
-            f"makes it smaller; start elsewhere"
-        )
+        kind, message = GRADIENT_FLAT, f"no critical point: {share:.0%} of the gradient lies in the kernel of the "
+        message += "Hessian, where no step makes it smaller; start elsewhere"
     elif stuck:
-        kind = NOT_CONVERGED
         message = f"after {steps} steps the gradient gets no smaller: nearly flat, or the loss is not smooth here"
     else:
-        kind = NOT_CONVERGED
         message = f"{steps} steps were not enough: give more max_steps, or start elsewhere"
     # A copy has weights of their own again, which are no views of one vector.
     return CriticalPoint(copy.deepcopy(place), H.loss, size, kind, message, pd.DataFrame(rows), batch, loss, source)
@@ -297,6 +279,6 @@ def _holding(model: nn.Module, source: nn.Module | None) -> Iterator[nn.Module]:
     """What the loss computes with, holding the weights of a model: that one, or what a loss without a batch knows."""
     if source is None:
         yield model
-    else:
-        with _reparametrize_module(source, dict(model.named_parameters()), tie_weights=True):
-            yield source
+        return
+    with _reparametrize_module(source, dict(model.named_parameters()), tie_weights=True):
+        yield source
