@@ -16,13 +16,14 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only
 from tqdm.auto import tqdm
 
 from gpulab.errors import UsageError
@@ -152,11 +153,10 @@ def find_critical_point(
         (True, True)
 
     References:
-        Levenberg 1944 (Quart. Appl. Math. 2:164); Marquardt 1963 (SIAM J. 11:431); Fan, Yuan 2005, *On the quadratic
-        convergence of the Levenberg-Marquardt method without nonsingularity assumption* (Computing 74:23); Frye, Simon,
-        Wadia, Ligeralde, DeWeese, Bouchard 2021, *Critical point-finding methods reveal gradient-flat regions of deep
-        network losses* (Neural Computation 33:1469, arXiv 2003.10397); Roosta, Liu, Xu, Mahoney 2018 (arXiv
-        1810.00303) on solving with a Krylov space of H.
+        Levenberg 1944 (Quart. Appl. Math. 2:164); Marquardt 1963 (SIAM J. 11:431); Fan, Yuan 2005 (Computing 74:23) on
+        its convergence; Frye, Simon, Wadia, Ligeralde, DeWeese, Bouchard 2021, *Critical point-finding methods reveal
+        gradient-flat regions of deep network losses* (Neural Computation 33:1469, arXiv 2003.10397); Roosta, Liu, Xu,
+        Mahoney 2018 (arXiv 1810.00303) on solving with a Krylov space of H.
     """
     if not tolerance > 0 or not math.isfinite(tolerance):
         raise UsageError(f"tolerance={tolerance!r}: expected a number above 0")
@@ -165,7 +165,10 @@ def find_critical_point(
 
     place, source = copy.deepcopy(model), model if batch is None else None
     if batch is not None:
-        place, batch = place.double(), (_double(batch[0]), _double(batch[1]))
+        place, batch = (
+            place.double(),
+            tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, batch),
+        )
     elif wrong := [name for name, parameter in model.named_parameters() if parameter.dtype != torch.float64]:
         raise UsageError(f"{wrong[0]} is not of float64: call model.double(), or give a batch and let a copy be made")
     parameters = [parameter for parameter in place.parameters() if parameter.requires_grad]
@@ -264,14 +267,6 @@ def _linearise(H: Hessian) -> _Linearisation:
     c = length * u[0]
     rest = float((length**2 - c.square().sum()).clamp(min=0).sqrt())
     return _Linearisation(s, c, (vt @ space.basis).T, rest)
-
-
-def _double(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, list | tuple):
-        return type(value)(_double(part) for part in value)
-    return value
 
 
 @contextlib.contextmanager

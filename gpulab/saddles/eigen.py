@@ -36,11 +36,10 @@ class Eigenpairs:
     converged: bool  # whether every residual is below the tolerance
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{value:.6g}" for value in self.values.tolist()[:8])
-        more = ", …" if len(self.values) > 8 else ""
+        values = ", ".join(f"{value:.6g}" for value in self.values.tolist()[:8]) + ", …" * (len(self.values) > 8)
         state = "" if self.converged else "NOT converged, "
         worst = float(self.residuals.max())
-        return f"Eigenpairs [{values}{more}]: {state}residuals up to {worst:.1e}, {self.products:,} products"
+        return f"Eigenpairs [{values}]: {state}residuals up to {worst:.1e}, {self.products:,} products"
 
 
 def lanczos(

@@ -1,10 +1,9 @@
 """Leaving a saddle: how long gradient descent stays, when nothing but an arithmetic's errors pushes it away.
 
 Along an eigenvector of the Hessian with the eigenvalue −λ, a step of size η multiplies the distance by 1 + ηλ. A first
-displacement δ therefore reaches a radius r after ln(r/δ) / ln(1 + ηλ) steps, nearly ln(r/δ) / (ηλ). At the saddle
-itself the exact gradient is zero. An arithmetic that computes ε instead, along that eigenvector and at every step,
-does what a displacement δ = ε/λ does. But a step that is smaller than half of what separates a weight from the next
-number of its format leaves that weight as it is: rounding can also hold a network at a saddle.
+displacement δ therefore reaches a radius r after ln(r/δ) / ln(1 + ηλ) steps, nearly ln(r/δ) / (ηλ). An arithmetic that
+at every step computes ε there instead of zero does what δ = ε/λ does. But a step smaller than half of what separates a
+weight from the next number of its format leaves it as it is: rounding can also hold a network at a saddle.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ def escape(
         descent = _Descent(saddle, parsed, learning_rate, batch_size, seed)
         noise = descent.noise()
         values, directions = (part.cpu() for part in saddle.unstable)
-        begin = descent.flat(_trained(model)).cpu() + (perturbation or 0.0) * saddle.direction.cpu()
+        begin = descent._flat(_trained(model)).cpu() + (perturbation or 0.0) * saddle.direction.cpu()
         start = noise + (directions * (begin - descent.saddle.cpu())[:, None]).sum(0)
         expected = _expected(start.abs(), torch.log1p(learning_rate * -values), radius)
         if steps is None:
@@ -312,7 +311,7 @@ class _Descent:
         self.inputs, self.targets = (
             part.to(setting.device, setting.dtype if part.is_floating_point() else None) for part in saddle.batch
         )
-        self.saddle = self.flat(_trained(saddle.model))
+        self.saddle = self._flat(_trained(saddle.model))
         self.values, self.directions = (part.to(self.where) for part in saddle.unstable)
 
     def noise(self) -> Float[Tensor, " m"]:
@@ -323,10 +322,10 @@ class _Descent:
         growth = 1 + self.rate * -self.values
         self._place(self.saddle)
         pushes = torch.zeros_like(self.values)
-        stored = self._unstable(self.flat(self.parameters) - self.saddle)
+        stored = self._unstable(self._flat(self.parameters) - self.saddle)
         for number, batch in enumerate(self._batches()):
             # The gradient at weights that were rounded has −λ times their displacement in it.
-            error = self._unstable(self.flat(self._gradient(batch)[1])) - self.values * stored
+            error = self._unstable(self._flat(self._gradient(batch)[1])) - self.values * stored
             if self.batch_size is None:
                 return (stored + error / self.values).cpu()
             weight = growth ** -(number + 1)
@@ -339,11 +338,11 @@ class _Descent:
         """Rows of distance, its parts and the loss; and the share of the weights that the first step moved."""
         self._place(begin.to(self.where))
         rows: list[list[float]] = []
-        moved, unmoved = math.nan, 0
+        moved: list[float] = []
         with tqdm(total=steps, unit="step", leave=False, disable=not progress) as bar:
             for batch in self._batches():
                 loss, gradients = self._gradient(batch)
-                displacement = self.flat(self.parameters) - self.saddle
+                displacement = self._flat(self.parameters) - self.saddle
                 parts = self._unstable(displacement)
                 row = [displacement.norm(), parts.norm(), parts[0].abs(), loss.double().to(self.where)]
                 rows.append(torch.stack(row).tolist())
@@ -351,13 +350,11 @@ class _Descent:
                     raise DataError(f"step {len(rows) - 1}: the weights are not finite; learning_rate={self.rate:g}")
                 if rows[-1][1] > radius or len(rows) > steps:
                     break
-                share = self._update(gradients)
-                moved = share if len(rows) == 1 else moved
-                unmoved = unmoved + 1 if share == 0 else 0
-                if unmoved == UNMOVED and self.batch_size is None:
+                moved.append(self._update(gradients))
+                if self.batch_size is None and moved[-UNMOVED:] == [0.0] * UNMOVED:
                     break
                 bar.update()
-        return rows, moved
+        return rows, moved[0] if moved else math.nan
 
     def _batches(self) -> Iterator[Batch]:
         """The data in an order drawn from the seed, over and over; each pass has its own."""
@@ -377,7 +374,6 @@ class _Descent:
 
     @torch.no_grad()
     def _place(self, weights: Float[Tensor, " n"]) -> None:
-        """Give the network these weights, as far as its format can hold them."""
         # Copied, not views of one vector: where a weight lies in memory may decide how a product of it is rounded.
         for parameter, piece in zip(self.parameters, weights.split([p.numel() for p in self.parameters]), strict=True):
             parameter.copy_(piece.view_as(parameter))
@@ -395,8 +391,7 @@ class _Descent:
     def _unstable(self, vector: Float[Tensor, " n"]) -> Float[Tensor, " m"]:
         return (self.directions * vector[:, None]).sum(0)
 
-    def flat(self, tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
-        """One vector of them, in float64."""
+    def _flat(self, tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
         return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.where).double()
 
 
@@ -423,16 +418,15 @@ def _expected(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: fl
 
 def _check(model: nn.Module, saddle: Saddle, batch_size: int | None) -> None:
     """`UsageError` for a place, a model or a batch size with which there is no escape."""
-    if not saddle.curvature < 0 or not len(saddle.unstable[0]):
-        least = f"{saddle.curvature:.3g}"
-        raise UsageError(f"no direction leads down: the least curvature is {least}, and there is no escape")
+    least = saddle.curvature
+    if not least < 0 or not len(saddle.unstable[0]):
+        raise UsageError(f"no direction leads down: the least curvature is {least:.3g}, and there is no escape")
     if isinstance(saddle, CriticalPoint) and not saddle.found:
         raise UsageError(f"this is a {saddle.kind}, no critical point: {saddle.message}")
     if saddle.batch is None:
         raise UsageError("this point was found from a loss without a batch: give find_critical_point a batch")
-    for part in saddle.batch:
-        if not isinstance(part, Tensor):
-            raise UsageError(f"the data of the saddle are a {type(part).__name__}: expected tensors")
+    if wrong := [part for part in saddle.batch if not isinstance(part, Tensor)]:
+        raise UsageError(f"the data of the saddle are a {type(wrong[0]).__name__}: expected tensors")
     shapes = [[tuple(parameter.shape) for parameter in _trained(net)] for net in (model, saddle.model)]
     if shapes[0] != shapes[1]:
         raise UsageError(f"a model with weights {shapes[0]}: those of the saddle are {shapes[1]}")

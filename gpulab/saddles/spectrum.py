@@ -56,7 +56,7 @@ class SpectralDensity:
         return float(nodes.min()), float(nodes.max())
 
     def density(self, grid: Array | None = None, width: float | None = None) -> tuple[Array, Array, Array]:
-        """The density of eigenvalues, which integrates to one, with each node a normal curve.
+        """The density of eigenvalues, which integrates to one: each node is a normal curve.
 
         Args:
             grid: Where (g,); by default at 1,000 places, up to four widths beyond the spectrum.
