@@ -209,8 +209,7 @@ def _signs(spectrum: SpectralDensity) -> dict[str, float]:
     index = estimated_index(spectrum, ZERO)
     below = np.where(spectrum.nodes < -index.threshold, -spectrum.nodes, 0.0)
     share = float((spectrum.weights * below).sum() / (spectrum.weights * np.abs(spectrum.nodes)).sum())
-    fractions = index.fraction, index.error / index.size, index.zero / index.size
-    return dict(zip(SIGNS, (*fractions, share), strict=True))
+    return dict(zip(SIGNS, (index.fraction, index.error / index.size, index.zero / index.size, share), strict=True))
 
 
 def _frame(rows: list[dict[str, Any]], record: dict[str, Any]) -> pd.DataFrame:

@@ -71,11 +71,8 @@ class SpectralDensity:
         if not width > 0:
             raise UsageError(f"width={width!r}: expected a number above 0")
         grid = np.linspace(low - 4 * width, high + 4 * width, 1_000) if grid is None else np.asarray(grid, float)
-        curves = [
-            (w * np.exp(-0.5 * ((grid[:, None] - x) / width) ** 2)).sum(1) / (width * math.sqrt(2 * math.pi))
-            for x, w in zip(self.nodes, self.weights, strict=True)
-        ]
-        return grid, *_mean(np.array(curves))
+        curves = self.weights[:, None] * np.exp(-0.5 * ((grid[:, None] - self.nodes[:, None]) / width) ** 2)
+        return grid, *_mean(curves.sum(-1) / (width * math.sqrt(2 * math.pi)))
 
     def cumulative(self, x: Array) -> tuple[Array, Array]:
         """(the share of eigenvalues up to each x, its standard error)."""
@@ -252,8 +249,7 @@ def index(
     Args:
         H: A `gpulab.hessian`, a tensor (n, n), or anything else with products, float32 or float64.
         exact: Whether to count in the matrix itself, by default up to a thousand columns, or to estimate from
-            `gpulab.saddles.spectral_density`: with an error of the probes' spread and what the second half of the
-            steps changed, together.
+            `gpulab.saddles.spectral_density`; the error is of the probes' spread and what the second half of steps did.
         tolerance: An eigenvalue within this share of the largest |λ| counts as zero: by default n · eps of the
             operator's type for the matrix, and 1e-2 for an estimate, because closer to zero, where networks have most
             eigenvalues, the signs of nodes are chance. Compare only what has the same tolerance.
@@ -276,8 +272,8 @@ def index(
     if exact:
         values = torch.linalg.eigvalsh(dense(H))
         threshold = tolerance * float(values.abs().max())
-        zero = int((values.abs() <= threshold).sum())
-        return Index(int((values < -threshold).sum()), 0.0, True, zero, n, threshold)
+        negative, zero = int((values < -threshold).sum()), int((values.abs() <= threshold).sum())
+        return Index(negative, 0.0, True, zero, n, threshold)
     return estimated_index(spectral_density(H, probes=probes, steps=steps, seed=seed, progress=progress), tolerance)
 
 

@@ -4,9 +4,8 @@ With data X (N, D), decoder A (D, h) and encoder B (h, D), the mean squared erro
 
     L = ‖X − X Bᵀ Aᵀ‖² / (N D) = tr((I − AB) Σ (I − AB)ᵀ) / D,      Σ = Xᵀ X / N = U diag(λ) Uᵀ.
 
-Without biases Σ is the second-moment matrix; for centred data it is the covariance. A = U_S, B = U_Sᵀ is
-critical for every subset S of components: L = Σ_{i∉S} λ_i / D. Moved by P and Q in the basis U, the loss
-changes in second order by
+Without biases Σ is the second-moment matrix; for centred data it is the covariance. A = U_S, B = U_Sᵀ is critical for
+every subset S of components: L = Σ_{i∉S} λ_i / D. Moved by P and Q in the basis U, the loss changes in second order by
 
     (‖(P Eᵀ + E Q) √λ‖² − 2 Σ_{i∉S} λ_i (P Q)_ii) / D,      E = Uᵀ U_S,
 
@@ -119,7 +118,7 @@ class LinearAutoencoderSaddle:
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
         """The m negative eigenvalues, the least first, and their eigenvectors, in columns."""
         low = self._spectrum[0].flatten()
-        order = [place for place in low.argsort(stable=True).tolist() if low[place] < 0]
+        order = low.argsort(stable=True)[: self.index].tolist()
         vectors = [self._vector(place)[:, None] for place in order]
         return low[order], torch.cat([low.new_empty(2 * low.numel(), 0), *vectors], dim=1)
 
@@ -281,8 +280,7 @@ def _principal_components(data: Any) -> tuple[Tensor, Tensor, Tensor]:
     moments, basis = torch.linalg.eigh(matrix.T @ matrix / len(matrix))
     moments, basis = moments.flip(0), basis.flip(1)
     rounding = 100 * len(moments) * torch.finfo(moments.dtype).eps * float(moments[0])
-    # What differs by rounding is equal, or an index would count noise.
-    for place in range(1, len(moments)):
+    for place in range(1, len(moments)):  # what differs by rounding is equal, or an index would count noise
         if moments[place - 1] - moments[place] <= rounding:
             moments[place] = moments[place - 1]
     return matrix, torch.where(moments > rounding, moments, 0.0), basis
