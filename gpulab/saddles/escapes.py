@@ -276,8 +276,7 @@ def escape_table(
             result, parsed = escape(place.model, place, setting, **options), Setting.parse(setting)
             row = {name: getattr(result, name) for name in FIELDS}
             row |= {"batch_size": batch_size or 0, "steps": math.nan if result.steps is None else result.steps}
-            row |= {"emulated": parsed.emulated, "recorded": False, "machine": machine(here, parsed.kind)}
-            rows.append(row)
+            rows.append({**row, "emulated": parsed.emulated, "recorded": False, "machine": machine(here, parsed.kind)})
             keys = {key: row[key] for key in ("setting", "perturbation", "batch_size", "seed")}
             paths.append(result.history.assign(**keys))
     return EscapeTable(pd.DataFrame(rows), pd.concat(paths, ignore_index=True))

@@ -15,17 +15,9 @@ from gpulab.settings import float32_products
 class Operator(Protocol):
     """A symmetric (n, n) matrix: a `Hessian`, a dense tensor, or anything with these."""
 
-    @property
-    def shape(self) -> Any:
-        """(n, n)."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """float32 or float64."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where its vectors live."""
+    shape: Any  # (n, n)
+    dtype: torch.dtype  # float32 or float64
+    device: torch.device  # where its vectors live
 
     def __matmul__(self, vectors: Any) -> Any:
         """The product with (n,) or (n, k)."""
