@@ -16,18 +16,20 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only
 from tqdm.auto import tqdm
 
 from gpulab.errors import UsageError
 from gpulab.saddles.eigen import KrylovSpace
 from gpulab.saddles.hessians import Batch, Hessian, Loss, hessian
+from gpulab.saddles.operators import check_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,28 +48,19 @@ CRITICAL, GRADIENT_FLAT, NOT_CONVERGED = "critical point", "gradient-flat region
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CriticalPoint:
-    """Where a search for a critical point ended.
+    """Where a search for a critical point ended."""
 
-    Attributes:
-        model: A copy of the network, in float64, with the weights of that place.
-        loss, squared_gradient_norm: Those of the place.
-        kind: `critical point`, `gradient-flat region`, or `not converged`.
-        message: Why, in words.
-        history: A row per step: `step`, `loss`, `squared_gradient_norm`, and `relative_residual`, the share of the
-            gradient that the best undamped step would leave: near 1, the gradient lies in the kernel of the Hessian.
-        batch: Inputs and targets in float64, or None for a loss without a batch.
-        loss_function: The loss; without a batch it is one of `source`, the model that was given.
-    """
-
-    model: nn.Module
+    model: nn.Module  # a copy of the network, in float64, with the weights of that place
     loss: float
     squared_gradient_norm: float
-    kind: str
-    message: str
+    kind: str  # `critical point`, `gradient-flat region`, or `not converged`
+    message: str  # why, in words
+    # A row per step: `step`, `loss`, `squared_gradient_norm`, and `relative_residual`, the share of the gradient that
+    # the best undamped step would leave: near 1, the gradient lies in the kernel of the Hessian.
     history: pd.DataFrame
-    batch: Batch | None
+    batch: Batch | None  # in float64
     loss_function: Loss
-    source: nn.Module | None = None
+    source: nn.Module | None = None  # the model whose loss it is, where there is no batch
 
     @property
     def found(self) -> bool:
@@ -76,10 +69,10 @@ class CriticalPoint:
 
     def objective(self, model: nn.Module, batch: Batch | None = None) -> Tensor:
         """The loss of a model, on the data of the search or on a batch."""
-        chosen = self.batch if batch is None else batch
-        if chosen is None:
+        batch = self.batch if batch is None else batch
+        if batch is None:
             raise UsageError("this point was found from a loss without a batch: it cannot be computed for a copy")
-        return self.loss_function(model(chosen[0]), chosen[1])
+        return self.loss_function(model(batch[0]), batch[1])
 
     def hessian(self) -> Hessian:
         """The Hessian there."""
@@ -94,24 +87,24 @@ class CriticalPoint:
         return values[negative], vectors[:, negative]
 
     @property
+    def eigenvalues(self) -> Float[Tensor, " n"]:
+        """All eigenvalues of the Hessian, the least first."""
+        return self._eigen[0]
+
+    @property
     def curvature(self) -> float:
-        """The least eigenvalue of the Hessian."""
+        """The least eigenvalue."""
         return float(self._eigen[0][0])
 
     @property
     def direction(self) -> Float[Tensor, " n"]:
-        """Its eigenvector."""
+        """The eigenvector of the least eigenvalue."""
         return self._eigen[1][:, 0]
 
     @property
     def steepest(self) -> Float[Tensor, " n"]:
         """The eigenvector of the greatest eigenvalue."""
         return self._eigen[1][:, -1]
-
-    @property
-    def eigenvalues(self) -> Float[Tensor, " n"]:
-        """All eigenvalues of the Hessian, the least first."""
-        return self._eigen[0]
 
     @functools.cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
@@ -121,8 +114,8 @@ class CriticalPoint:
         return torch.linalg.eigh(H.dense())
 
     def __repr__(self) -> str:
-        kind = self.kind[0].upper() + self.kind[1:]
-        return f"{kind}: loss {self.loss:.6g}, squared gradient norm {self.squared_gradient_norm:.1e}; {self.message}"
+        numbers = f"loss {self.loss:.6g}, squared gradient norm {self.squared_gradient_norm:.1e}"
+        return f"{self.kind.capitalize()}: {numbers}; {self.message}"
 
 
 def find_critical_point(
@@ -136,9 +129,8 @@ def find_critical_point(
 ) -> CriticalPoint:
     """A critical point near the weights of a model: a minimum or a saddle.
 
-    The search, by the method of Levenberg and Marquardt on the gradient, is made in float64 by a copy. What it returns
-    says whether it ended at a critical point, or in a gradient-flat region, where the gradient cannot get smaller
-    although it is not zero.
+    The search, by the method of Levenberg and Marquardt on the gradient, is made in float64 by a copy. It may end in a
+    gradient-flat region, where the gradient cannot get smaller although it is not zero: the result says so.
 
     Args:
         model: Where to begin; it is left alone.
@@ -161,21 +153,22 @@ def find_critical_point(
         (True, True)
 
     References:
-        Levenberg 1944 (Quart. Appl. Math. 2:164); Marquardt 1963 (SIAM J. 11:431); Fan, Yuan 2005, *On the quadratic
-        convergence of the Levenberg-Marquardt method without nonsingularity assumption* (Computing 74:23); Frye, Simon,
-        Wadia, Ligeralde, DeWeese, Bouchard 2021, *Critical point-finding methods reveal gradient-flat regions of deep
-        network losses* (Neural Computation 33:1469, arXiv 2003.10397); Roosta, Liu, Xu, Mahoney 2018 (arXiv
-        1810.00303) on solving with a Krylov space of H.
+        Levenberg 1944 (Quart. Appl. Math. 2:164); Marquardt 1963 (SIAM J. 11:431); Fan, Yuan 2005 (Computing 74:23) on
+        its convergence; Frye, Simon, Wadia, Ligeralde, DeWeese, Bouchard 2021, *Critical point-finding methods reveal
+        gradient-flat regions of deep network losses* (Neural Computation 33:1469, arXiv 2003.10397); Roosta, Liu, Xu,
+        Mahoney 2018 (arXiv 1810.00303) on solving with a Krylov space of H.
     """
     if not tolerance > 0 or not math.isfinite(tolerance):
         raise UsageError(f"tolerance={tolerance!r}: expected a number above 0")
-    if not isinstance(max_steps, int) or max_steps < 1:
-        raise UsageError(f"max_steps={max_steps!r}: expected a whole number from 1")
+    check_count("max_steps", max_steps)
     import pandas as pd
 
     place, source = copy.deepcopy(model), model if batch is None else None
     if batch is not None:
-        place, batch = place.double(), (_double(batch[0]), _double(batch[1]))
+        place, batch = (
+            place.double(),
+            tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, batch),
+        )
     elif wrong := [name for name, parameter in model.named_parameters() if parameter.dtype != torch.float64]:
         raise UsageError(f"{wrong[0]} is not of float64: call model.double(), or give a batch and let a copy be made")
     parameters = [parameter for parameter in place.parameters() if parameter.requires_grad]
@@ -214,28 +207,20 @@ def find_critical_point(
             bar.set_postfix(squared_gradient_norm=f"{size:.1e}", refresh=False)
             bar.update()
     steps, length = len(rows) - 1, linear.newton_length(norm)
+    kind = NOT_CONVERGED
     if size <= tolerance and length <= FAR * (1 + float(weights.norm())):
         kind, message = CRITICAL, f"found in {steps} steps"
     elif size <= tolerance:
-        kind = NOT_CONVERGED
         message = f"the gradient fades on a plateau, but a critical point, if there is one, is {length:.1e} away"
     elif norm == 0:
-        kind = GRADIENT_FLAT
-        message = (
-            "no critical point: the Hessian is zero, for the loss is linear here, as sums of absolute values and "
-            "of rectified units are"
-        )
+        kind, message = GRADIENT_FLAT, "no critical point: the Hessian is zero, for the loss is linear here, as sums "
+        message += "of absolute values and of rectified units are"
     elif flat or share > FLAT:
-        kind = GRADIENT_FLAT
-        message = (
-            f"no critical point: {share:.0%} of the gradient lies in the kernel of the Hessian, where no step "
-            f"makes it smaller; start elsewhere"
-        )
+        kind, message = GRADIENT_FLAT, f"no critical point: {share:.0%} of the gradient lies in the kernel of the "
+        message += "Hessian, where no step makes it smaller; start elsewhere"
     elif stuck:
-        kind = NOT_CONVERGED
         message = f"after {steps} steps the gradient gets no smaller: nearly flat, or the loss is not smooth here"
     else:
-        kind = NOT_CONVERGED
         message = f"{steps} steps were not enough: give more max_steps, or start elsewhere"
     # A copy has weights of their own again, which are no views of one vector.
     return CriticalPoint(copy.deepcopy(place), H.loss, size, kind, message, pd.DataFrame(rows), batch, loss, source)
@@ -284,19 +269,11 @@ def _linearise(H: Hessian) -> _Linearisation:
     return _Linearisation(s, c, (vt @ space.basis).T, rest)
 
 
-def _double(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, list | tuple):
-        return type(value)(_double(part) for part in value)
-    return value
-
-
 @contextlib.contextmanager
 def _holding(model: nn.Module, source: nn.Module | None) -> Iterator[nn.Module]:
     """What the loss computes with, holding the weights of a model: that one, or what a loss without a batch knows."""
     if source is None:
         yield model
-    else:
-        with _reparametrize_module(source, dict(model.named_parameters()), tie_weights=True):
-            yield source
+        return
+    with _reparametrize_module(source, dict(model.named_parameters()), tie_weights=True):
+        yield source

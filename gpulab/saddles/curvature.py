@@ -1,15 +1,13 @@
 """The curvature of a loss along a training: how many directions lead down, and how steeply, from beginning to end.
 
 The trainings are real ones under a setting; the instrument is the same for all: the Hessian of one fixed batch,
-in float32 without TF32, on the device that trained.
-
-References:
-    Dauphin, Pascanu, Gulcehre, Cho, Ganguli, Bengio 2014, *Identifying and attacking the saddle point problem* (arXiv
-    1406.2572), for the picture.
+in float32 without TF32, on the device that trained. The picture is that of Dauphin, Pascanu, Gulcehre, Cho, Ganguli,
+Bengio 2014, *Identifying and attacking the saddle point problem* (arXiv 1406.2572).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -77,13 +75,13 @@ def curvature_along(
 
     Returns:
         A row per setting, seed and snapshot: `experiment`, `profile`, `frames`, `setting`, `seed`, `step` (updates so
-        far), `final` (whether the training ended here) and its `status`; `loss` (mean squared error per frame or image
-        of the batch) and `gradient_norm`; `index_fraction`, the share of eigenvalues below −1e-2 of the largest |λ|,
-        with its `index_error`, and `zero_fraction`, that of those nearer to zero; `negative_share`, of the sum of |λ|;
-        `smallest` and `largest` eigenvalue, the outermost nodes; `nodes` and `node_weights` (probes, steps) of the
-        density, and `size`, the number of parameters; `weights`, the SHA-256 of those that were trained; `evaluated`,
-        `machine` and `recorded`. Where a training diverged, its last row has no numbers. `frame[frame.final]` is what
-        `gpulab.verdict` takes.
+        far), `final` (whether the training ended here: `frame[frame.final]` is what `gpulab.verdict` takes), `status`;
+        `loss` (mean squared error per frame or image) and `gradient_norm`; `index_fraction`, the share of eigenvalues
+        below −1e-2 of the largest |λ|, with its `index_error`, and `zero_fraction`, that of those nearer to zero;
+        `negative_share`, of the sum of |λ|; `smallest` and `largest` eigenvalue, the outermost nodes; `nodes` and
+        `node_weights` (probes, steps) of the density; `size`, the number of parameters; `weights`, the SHA-256 of those
+        that were trained; `evaluated`, `machine` and `recorded`. A training that diverged has a last row without
+        numbers.
 
     Raises:
         UsageError: For options that cannot be.
@@ -105,14 +103,13 @@ def curvature_along(
         check_count(name, value)
     parts = []
     with tqdm(total=len(settings) * len(numbers) * (1 + snapshots), leave=False, disable=not progress) as bar:
-        for text in settings:
-            for seed in numbers:
-                bar.set_description(f"{text} seed {seed}", refresh=False)
-                with torch.random.fork_rng(devices=[]):
-                    plan = plan_run(net, setting=text, seed=seed, profile=profile, frames=frames)
-                options["evaluated"] = EVALUATED[plan.data.sequential] if evaluated is None else evaluated
-                check_count("evaluated", options["evaluated"])
-                parts.append(_along_training(plan, options, None if store is None else Path(store), command, bar))
+        for text, seed in itertools.product(settings, numbers):
+            bar.set_description(f"{text} seed {seed}", refresh=False)
+            with torch.random.fork_rng(devices=[]):
+                plan = plan_run(net, setting=text, seed=seed, profile=profile, frames=frames)
+            options["evaluated"] = EVALUATED[plan.data.sequential] if evaluated is None else evaluated
+            check_count("evaluated", options["evaluated"])
+            parts.append(_along_training(plan, options, None if store is None else Path(store), command, bar))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -155,10 +152,8 @@ def _along_training(
         bar.update(1 + options["snapshots"])
         return _unpacked(*read_table(file))
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    windows = plan.frames // plan.window
-    moments = {int(moment) for moment in np.geomspace(1, windows + 1, options["snapshots"]).round() - 1}
-    if options["snapshots"] == 1:
-        moments = {windows}
+    last = 1 + plan.frames // plan.window
+    moments = set(np.geomspace(last, 1, options["snapshots"]).round() - 1)  # a single one is the end of the training
     passed = 0
     weights: dict[int, dict[str, Tensor]] = {}  # by the number of updates
 
@@ -170,18 +165,16 @@ def _along_training(
                 weights[step] = copies
         passed += 1
 
-    run = train(
-        plan.name, plan.data, plan.setting, plan.seed, plan.profile, frames=plan.frames, watch=watch, progress=False
-    )
+    which = plan.name, plan.data, plan.setting, plan.seed, plan.profile
+    run = train(*which, frames=plan.frames, watch=watch, progress=False)
     bar.update()
     rows = []
     for step, snapshot in weights.items():
         rows.append({"step": step, **_measure(plan, snapshot, options)})
         bar.update()
     if run.status == "diverged":
-        empty = np.full((options["probes"], options["steps"]), math.nan)
-        row = {"step": run.record["diverged_at"], **dict.fromkeys(MEASURED, math.nan), "size": 0}
-        rows.append({**row, "nodes": empty, "node_weights": empty})
+        empty = dict.fromkeys(("nodes", "node_weights"), np.full((options["probes"], options["steps"]), math.nan))
+        rows.append({"step": run.record["diverged_at"], **dict.fromkeys(MEASURED, math.nan), "size": 0, **empty})
     bar.update(options["snapshots"] - len(weights))
     record = {**identity, "looked": options, "tolerance": ZERO, "status": run.status, "command": command}
     record |= {"started": started, "passport": dict(here), "weights": run.record["summary"]["weights"]}
@@ -205,17 +198,10 @@ def _measure(plan: Plan, weights: dict[str, Tensor], options: dict[str, Any]) ->
         with torch.no_grad():
             losses = model.training_loss(batch, None)[1]
         spectrum = spectral_density(H, probes=options["probes"], steps=options["steps"], progress=False)
-    low, high = spectrum.extremes
-    return {
-        "loss": float(losses.double().mean()),
-        "gradient_norm": float(H.gradient.double().norm()),
-        **_signs(spectrum),
-        "smallest": low,
-        "largest": high,
-        "size": spectrum.size,
-        "nodes": spectrum.nodes,
-        "node_weights": spectrum.weights,
-    }
+    (low, high), norm = spectrum.extremes, float(H.gradient.double().norm())
+    row = {"loss": float(losses.double().mean()), "gradient_norm": norm, **_signs(spectrum)}
+    row |= {"smallest": low, "largest": high, "size": spectrum.size}
+    return {**row, "nodes": spectrum.nodes, "node_weights": spectrum.weights}
 
 
 def _signs(spectrum: SpectralDensity) -> dict[str, float]:
@@ -223,8 +209,7 @@ def _signs(spectrum: SpectralDensity) -> dict[str, float]:
     index = estimated_index(spectrum, ZERO)
     below = np.where(spectrum.nodes < -index.threshold, -spectrum.nodes, 0.0)
     share = float((spectrum.weights * below).sum() / (spectrum.weights * np.abs(spectrum.nodes)).sum())
-    fractions = index.fraction, index.error / index.size, index.zero / index.size
-    return dict(zip(SIGNS, (*fractions, share), strict=True))
+    return dict(zip(SIGNS, (index.fraction, index.error / index.size, index.zero / index.size, share), strict=True))
 
 
 def _frame(rows: list[dict[str, Any]], record: dict[str, Any]) -> pd.DataFrame:

@@ -1,9 +1,9 @@
 """Extreme eigenpairs of a symmetric operator, from its products with a few vectors at once.
 
-No library does this with vectors that stay on a GPU and an operator that is only known by its products:
-SciPy's `eigsh` and `lobpcg` compute in NumPy, and `torch.lobpcg` wants the matrix. So it is here: block
-Lanczos with full orthogonalisation and thick restarts. A block of k vectors finds an eigenvalue k times, if it is
-repeated; and many products at once cost less than one after the other.
+No library does this with vectors that stay on a GPU and an operator that is only known by its products: SciPy's `eigsh`
+and `lobpcg` compute in NumPy, and `torch.lobpcg` wants the matrix. So it is here: block Lanczos with full
+orthogonalisation and thick restarts. A block of k vectors finds an eigenvalue k times, if it is repeated; and many
+products at once cost less than one after the other.
 """
 
 from __future__ import annotations
@@ -26,30 +26,20 @@ WHICH = ("smallest", "largest", "both", "magnitude")
 
 @dataclass(frozen=True, eq=False)
 class Eigenpairs:
-    """Eigenvalues and eigenvectors, as far as they were found.
+    """Eigenvalues and eigenvectors, as far as they were found."""
 
-    Attributes:
-        values: The eigenvalues (k,) in ascending order, float64.
-        vectors: Their unit vectors (n, k), on the operator's device.
-        residuals: ‖Hv − λv‖ (k,), from products made for this; an eigenvalue lies within this distance of each value.
-        scale: The largest |λ| met.
-        products: How many products with a vector it all took.
-        converged: Whether every residual is below the tolerance.
-    """
-
-    values: Float[Tensor, " k"]
-    vectors: Float[Tensor, "n k"]
-    residuals: Float[Tensor, " k"]
-    scale: float
-    products: int
-    converged: bool
+    values: Float[Tensor, " k"]  # ascending, float64
+    vectors: Float[Tensor, "n k"]  # of unit length, on the operator's device
+    residuals: Float[Tensor, " k"]  # ‖Hv − λv‖, from products made for this: each λ is within it of an eigenvalue
+    scale: float  # the largest |λ| met
+    products: int  # with one vector, that it all took
+    converged: bool  # whether every residual is below the tolerance
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{value:.6g}" for value in self.values.tolist()[:8])
-        more = ", …" if len(self.values) > 8 else ""
+        values = ", ".join(f"{value:.6g}" for value in self.values.tolist()[:8]) + ", …" * (len(self.values) > 8)
         state = "" if self.converged else "NOT converged, "
         worst = float(self.residuals.max())
-        return f"Eigenpairs [{values}{more}]: {state}residuals up to {worst:.1e}, {self.products:,} products"
+        return f"Eigenpairs [{values}]: {state}residuals up to {worst:.1e}, {self.products:,} products"
 
 
 def lanczos(
@@ -71,9 +61,9 @@ def lanczos(
         which: `smallest`, `largest`, largest in `magnitude`, or `both` ends, of which an odd one more comes from below.
         tolerance: The residuals to reach, relative to the largest |λ|; by default eps^(2/3) of the operator's type:
             4e-11 in float64, 2e-5 in float32.
-        max_products: What has not converged after about so many products is returned as such.
-        block: How many vectors are multiplied at once, by default k, but at least two: a repeated eigenvalue is found
-            that often and no more.
+        max_products: What has not converged after about so many is returned as such.
+        block: How many vectors are multiplied at once, by default k, but at least two: no repeated eigenvalue is found
+            more often.
         seed: Of the random vectors with which it begins.
         progress: Whether to show a progress bar, where it takes longer than two seconds.
 
@@ -138,8 +128,8 @@ def _select(values: Tensor, k: int, which: str) -> Tensor:
 class KrylovSpace:
     """An orthonormal basis of what products with an operator span, which grows by a block of vectors at a time.
 
-    `next` (k, n) is the block to come, and what the newest products have outside of the basis is couplingᵀ @ next;
-    `newest` is how many vectors the last block had, and `products` how many products were made.
+    `next` (k, n) is the block to come; what the newest products have outside of the basis is couplingᵀ @ next. `newest`
+    is how many vectors the last block had.
     """
 
     @float32_products()

@@ -1,10 +1,9 @@
 """Leaving a saddle: how long gradient descent stays, when nothing but an arithmetic's errors pushes it away.
 
 Along an eigenvector of the Hessian with the eigenvalue −λ, a step of size η multiplies the distance by 1 + ηλ. A first
-displacement δ therefore reaches a radius r after ln(r/δ) / ln(1 + ηλ) steps, nearly ln(r/δ) / (ηλ). At the saddle
-itself the exact gradient is zero. An arithmetic that computes ε instead, along that eigenvector and at every step,
-does what a displacement δ = ε/λ does. But a step that is smaller than half of what separates a weight from the next
-number of its format leaves that weight as it is: rounding can also hold a network at a saddle.
+displacement δ therefore reaches a radius r after ln(r/δ) / ln(1 + ηλ) steps, nearly ln(r/δ) / (ηλ). An arithmetic that
+at every step computes ε there instead of zero does what δ = ε/λ does. But a step smaller than half of what separates a
+weight from the next number of its format leaves it as it is: rounding can also hold a network at a saddle.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from gpulab.records import machine, read_tables, recorded_folder
 from gpulab.report import Report
 from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.hessians import Batch
+from gpulab.saddles.operators import check_count
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting
 
@@ -49,22 +50,7 @@ FIELDS = (  # of an escape, as they are in a table
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Escape:
-    """A training that began at a saddle, and when it left.
-
-    Attributes:
-        setting, learning_rate, batch_size, seed, perturbation, radius: What was asked for, or chosen.
-        curvature: The least eigenvalue of the Hessian at the saddle.
-        history: A row per step: `step`, the `distance` of the weights from the saddle (Euclidean, in float64), the
-            part of it that is `unstable`, along all directions that lead down, and `along` the steepest one, and the
-            `loss`.
-        steps: The first step whose unstable part is longer than the radius, None if there is none: in the other
-            directions minibatches may carry the weights as far, but from there they come back.
-        noise: The displacement along the unstable directions that has the effect of the arithmetic's errors (of
-            gradients, of rounded weights, of batches), measured at the saddle before any step.
-        start: That plus the perturbation.
-        expected: The step at which the unstable directions together reach the radius from there.
-        moved: The share of the weights that the first step changed.
-    """
+    """A training that began at a saddle, and when it left."""
 
     setting: str
     learning_rate: float
@@ -72,13 +58,19 @@ class Escape:
     seed: int
     perturbation: float
     radius: float
-    curvature: float
+    curvature: float  # the least eigenvalue of the Hessian at the saddle
+    # A row per step: `step`, the `distance` of the weights from the saddle (Euclidean, in float64), its parts that are
+    # `unstable` (along all directions that lead down) and `along` the steepest one, and the `loss`.
     history: pd.DataFrame
+    # The first step whose unstable part is longer than the radius, if there is one: in the other directions
+    # minibatches may carry the weights as far, but from there they come back.
     steps: int | None
+    # The displacement along the unstable directions that has the effect of the arithmetic's errors (of gradients, of
+    # rounded weights, of batches), measured at the saddle before any step.
     noise: float
-    start: float
-    expected: float
-    moved: float
+    start: float  # that plus the perturbation
+    expected: float  # the step at which the unstable directions together reach the radius from there
+    moved: float  # the share of the weights that the first step changed
 
     @property
     def left(self) -> bool:
@@ -94,9 +86,8 @@ class Escape:
     @property
     def law(self) -> float:
         """ln(radius/start) / (ηλ), with the λ of the steepest direction; infinite without a displacement."""
-        if self.start == 0:
-            return math.inf
-        return max(0.0, math.log(self.radius / self.start)) / (self.learning_rate * -self.curvature)
+        distance = math.log(self.radius / self.start) if self.start else math.inf
+        return max(0.0, distance) / (self.learning_rate * -self.curvature)
 
     @property
     def expected_rate(self) -> float:
@@ -106,13 +97,9 @@ class Escape:
     @property
     def rate(self) -> float:
         """The same as measured, where the distance is well above its beginning; NaN where it hardly grew."""
-        import numpy as np
-
         unstable = self.history.unstable
         growing = self.history[(unstable > 10 * unstable.iloc[0]) & (unstable > 10 * self.noise)]
-        if len(growing) < 10:
-            return math.nan
-        return float(np.polyfit(growing.step, np.log(growing.unstable), 1)[0])
+        return float(np.polyfit(growing.step, np.log(growing.unstable), 1)[0]) if len(growing) >= 10 else math.nan
 
     def __repr__(self) -> str:
         expected = f"theory {self.expected:,.0f}" if math.isfinite(self.expected) else "theory: never"
@@ -142,7 +129,7 @@ def escape(
         saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`.
         setting: The arithmetic, such as `cpu:precision=bfloat16`.
         learning_rate: The η of a step; by default such that ηλ is 0.05, or less where that would diverge.
-        steps: How many to make at most; by default three times as many as theory expects, and a hundred.
+        steps: The most to make; by default three times as many as theory expects, and a hundred.
         batch_size: Samples in a step; by default all of them.
         seed: Of the order of the data.
         perturbation: How far to move the model along the steepest direction first.
@@ -169,12 +156,23 @@ def escape(
     import pandas as pd
 
     parsed = Setting.parse(setting)
-    learning_rate = _check(model, saddle, learning_rate, steps, batch_size, perturbation, radius)
+    _check(model, saddle, batch_size)
+    if learning_rate is None:
+        learning_rate = min(GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1]))
+    if not 0 < learning_rate < math.inf:
+        raise UsageError(f"learning_rate={learning_rate!r}: expected a number above 0")
+    learning_rate = float(learning_rate)
+    if steps is not None:
+        check_count("steps", steps)
+    if perturbation is not None and not 0 <= perturbation < math.inf:
+        raise UsageError(f"perturbation={perturbation!r}: expected a distance, 0 or more")
+    if not 0 < radius < math.inf:
+        raise UsageError(f"radius={radius!r}: expected a distance above 0")
     with parsed.apply():
         descent = _Descent(saddle, parsed, learning_rate, batch_size, seed)
         noise = descent.noise()
         values, directions = (part.cpu() for part in saddle.unstable)
-        begin = _flat(_trained(model)).double().cpu() + (perturbation or 0.0) * saddle.direction.cpu()
+        begin = descent._flat(_trained(model)).cpu() + (perturbation or 0.0) * saddle.direction.cpu()
         start = noise + (directions * (begin - descent.saddle.cpu())[:, None]).sum(0)
         expected = _expected(start.abs(), torch.log1p(learning_rate * -values), radius)
         if steps is None:
@@ -182,35 +180,19 @@ def escape(
         rows, moved = descent.run(begin, steps, radius, progress)
     history = pd.DataFrame(rows, columns=["distance", "unstable", "along", "loss"]).rename_axis("step").reset_index()
     beyond = history.step[history.unstable > radius]
-    return Escape(
-        setting=str(parsed),
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        seed=seed,
-        perturbation=perturbation or 0.0,
-        radius=radius,
-        curvature=saddle.curvature,
-        history=history,
-        steps=int(beyond.iloc[0]) if len(beyond) else None,
-        noise=float(noise.norm()),
-        start=float(start.norm()),
-        expected=expected,
-        moved=moved,
-    )
+    options = str(parsed), learning_rate, batch_size, seed, perturbation or 0.0, radius
+    measured = float(noise.norm()), float(start.norm()), expected, moved
+    return Escape(*options, saddle.curvature, history, int(beyond.iloc[0]) if len(beyond) else None, *measured)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EscapeTable(Report):
     """Escapes from one saddle, or from its mixtures, under several settings.
 
-    What another machine recorded can be appended to both tables.
-
-    Attributes:
-        table: A row for each: `setting`, `perturbation`, `batch_size` (0 where all the data make a step), `seed`,
-            `learning_rate`, `curvature`, `radius`; `noise`, `start`, `expected`, `law` and `moved`, measured or
-            computed at the saddle; `steps` (NaN where it did not leave), `left`, `held`, `rate` and `expected_rate`;
-            `emulated`, `recorded` and `machine`.
-        paths: The `history` of each.
+    The `table` has a row for each: what was asked for (`batch_size` is 0 where all the data make a step), `curvature`,
+    `noise`, `start`, `expected`, `law` and `moved`, measured or computed at the saddle; `steps` (NaN where it did not
+    leave), `left`, `held`, `rate` and `expected_rate`; `emulated`, `recorded` and `machine`. The `paths` are the
+    `history` of each. What another machine recorded can be appended to both.
     """
 
     table: pd.DataFrame
@@ -263,11 +245,10 @@ def escape_table(
     """`gpulab.saddles.escape` for every setting, perturbation, batch size and seed.
 
     Args:
-        saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`.
+        saddle, learning_rate, steps, radius, progress: As for `gpulab.saddles.escape`, whose errors are raised too.
         settings, perturbations, batch_sizes: One or more of each.
         seeds: Which, or how many. A seed draws the order of the data, and mixes the hidden units of a linear
             autoencoder: the same saddle, written with other weights, which round otherwise.
-        learning_rate, steps, radius, progress: As for `gpulab.saddles.escape`, whose errors are raised too.
 
     Examples:
         >>> import gpulab
@@ -281,7 +262,6 @@ def escape_table(
     import pandas as pd
 
     here = passport()
-    options: dict[str, Any] = {"learning_rate": learning_rate, "steps": steps, "radius": radius, "progress": False}
     every_seed = range(seeds) if isinstance(seeds, int) else seeds
     combinations = list(itertools.product(every_seed, settings, perturbations, batch_sizes))
     if not combinations:
@@ -291,19 +271,14 @@ def escape_table(
         for seed, setting, perturbation, batch_size in bar:
             bar.set_postfix_str(str(setting))
             place = saddle.mixed(seed) if isinstance(saddle, LinearAutoencoderSaddle) else saddle
-            options |= {"batch_size": batch_size, "seed": seed, "perturbation": perturbation}
+            options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "perturbation": perturbation}
+            options |= {"learning_rate": learning_rate, "steps": steps, "radius": radius, "progress": False}
             result, parsed = escape(place.model, place, setting, **options), Setting.parse(setting)
-            row = {name: getattr(result, name) for name in FIELDS} | {
-                "batch_size": batch_size or 0,
-                "steps": math.nan if result.steps is None else result.steps,
-                "emulated": parsed.emulated,
-                "recorded": False,
-                "machine": machine(here, parsed.kind),
-            }
-            rows.append(row)
-            paths.append(
-                result.history.assign(**{key: row[key] for key in ("setting", "perturbation", "batch_size", "seed")})
-            )
+            row = {name: getattr(result, name) for name in FIELDS}
+            row |= {"batch_size": batch_size or 0, "steps": math.nan if result.steps is None else result.steps}
+            rows.append({**row, "emulated": parsed.emulated, "recorded": False, "machine": machine(here, parsed.kind)})
+            keys = {key: row[key] for key in ("setting", "perturbation", "batch_size", "seed")}
+            paths.append(result.history.assign(**keys))
     return EscapeTable(pd.DataFrame(rows), pd.concat(paths, ignore_index=True))
 
 
@@ -335,7 +310,7 @@ class _Descent:
         self.inputs, self.targets = (
             part.to(setting.device, setting.dtype if part.is_floating_point() else None) for part in saddle.batch
         )
-        self.saddle = self._double(_trained(saddle.model))
+        self.saddle = self._flat(_trained(saddle.model))
         self.values, self.directions = (part.to(self.where) for part in saddle.unstable)
 
     def noise(self) -> Float[Tensor, " m"]:
@@ -346,10 +321,10 @@ class _Descent:
         growth = 1 + self.rate * -self.values
         self._place(self.saddle)
         pushes = torch.zeros_like(self.values)
-        stored = self._unstable(self._double(self.parameters) - self.saddle)
+        stored = self._unstable(self._flat(self.parameters) - self.saddle)
         for number, batch in enumerate(self._batches()):
             # The gradient at weights that were rounded has −λ times their displacement in it.
-            error = self._unstable(self._double(self._gradient(batch)[1])) - self.values * stored
+            error = self._unstable(self._flat(self._gradient(batch)[1])) - self.values * stored
             if self.batch_size is None:
                 return (stored + error / self.values).cpu()
             weight = growth ** -(number + 1)
@@ -362,11 +337,11 @@ class _Descent:
         """Rows of distance, its parts and the loss; and the share of the weights that the first step moved."""
         self._place(begin.to(self.where))
         rows: list[list[float]] = []
-        moved, unmoved = math.nan, 0
+        moved: list[float] = []
         with tqdm(total=steps, unit="step", leave=False, disable=not progress) as bar:
             for batch in self._batches():
                 loss, gradients = self._gradient(batch)
-                displacement = self._double(self.parameters) - self.saddle
+                displacement = self._flat(self.parameters) - self.saddle
                 parts = self._unstable(displacement)
                 row = [displacement.norm(), parts.norm(), parts[0].abs(), loss.double().to(self.where)]
                 rows.append(torch.stack(row).tolist())
@@ -374,13 +349,11 @@ class _Descent:
                     raise DataError(f"step {len(rows) - 1}: the weights are not finite; learning_rate={self.rate:g}")
                 if rows[-1][1] > radius or len(rows) > steps:
                     break
-                share = self._update(gradients)
-                moved = share if len(rows) == 1 else moved
-                unmoved = unmoved + 1 if share == 0 else 0
-                if unmoved == UNMOVED and self.batch_size is None:
+                moved.append(self._update(gradients))
+                if self.batch_size is None and moved[-UNMOVED:] == [0.0] * UNMOVED:
                     break
                 bar.update()
-        return rows, moved
+        return rows, moved[0] if moved else math.nan
 
     def _batches(self) -> Iterator[Batch]:
         """The data in an order drawn from the seed, over and over; each pass has its own."""
@@ -390,10 +363,9 @@ class _Descent:
             order = torch.randperm(count, generator=generator).to(self.inputs.device)
             if self.batch_size is None:
                 yield from itertools.repeat((self.inputs[order], self.targets[order]))
-            size = self.batch_size or count
-            # Whole batches only: a few samples left over would be noisier than all the others.
-            for chosen in order[: count - count % size].split(size):
-                yield self.inputs[chosen], self.targets[chosen]
+            else:  # whole batches only: a few samples left over would be noisier than all the others
+                for chosen in order[: count - count % self.batch_size].split(self.batch_size):
+                    yield self.inputs[chosen], self.targets[chosen]
 
     def _gradient(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
         loss = self.objective(self.net, batch)
@@ -401,7 +373,6 @@ class _Descent:
 
     @torch.no_grad()
     def _place(self, weights: Float[Tensor, " n"]) -> None:
-        """Give the network these weights, as far as its format can hold them."""
         # Copied, not views of one vector: where a weight lies in memory may decide how a product of it is rounded.
         for parameter, piece in zip(self.parameters, weights.split([p.numel() for p in self.parameters]), strict=True):
             parameter.copy_(piece.view_as(parameter))
@@ -419,23 +390,19 @@ class _Descent:
     def _unstable(self, vector: Float[Tensor, " n"]) -> Float[Tensor, " m"]:
         return (self.directions * vector[:, None]).sum(0)
 
-    def _double(self, tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
-        return _flat(tensors).to(self.where).double()
+    def _flat(self, tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.where).double()
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _flat(tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
 def _expected(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: float) -> float:
     """The step at which displacements that grow by their own rates are together as long as the radius."""
     from scipy.optimize import brentq
 
-    if not bool((start > 0).any()):
+    if not (start > 0).any():
         return math.inf
     logs = start.clamp(min=1e-300).log()
 
@@ -448,41 +415,20 @@ def _expected(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: fl
     return float(brentq(excess, 0, alone + 1))
 
 
-def _check(
-    model: nn.Module,
-    saddle: Saddle,
-    learning_rate: float | None,
-    steps: int | None,
-    batch_size: int | None,
-    perturbation: float | None,
-    radius: float,
-) -> float:
-    """The learning rate; `UsageError` for what cannot be."""
-    if not saddle.curvature < 0 or not len(saddle.unstable[0]):
-        raise UsageError(
-            f"no direction leads down: the least curvature is {saddle.curvature:.3g}, and there is no escape"
-        )
+def _check(model: nn.Module, saddle: Saddle, batch_size: int | None) -> None:
+    """`UsageError` for a place, a model or a batch size with which there is no escape."""
+    least = saddle.curvature
+    if not least < 0 or not len(saddle.unstable[0]):
+        raise UsageError(f"no direction leads down: the least curvature is {least:.3g}, and there is no escape")
     if isinstance(saddle, CriticalPoint) and not saddle.found:
         raise UsageError(f"this is a {saddle.kind}, no critical point: {saddle.message}")
-    if learning_rate is None:
-        learning_rate = min(GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1]))
-    if not 0 < learning_rate < math.inf:
-        raise UsageError(f"learning_rate={learning_rate!r}: expected a number above 0")
     if saddle.batch is None:
         raise UsageError("this point was found from a loss without a batch: give find_critical_point a batch")
-    for part in saddle.batch:
-        if not isinstance(part, Tensor):
-            raise UsageError(f"the data of the saddle are a {type(part).__name__}: expected tensors")
+    if wrong := [part for part in saddle.batch if not isinstance(part, Tensor)]:
+        raise UsageError(f"the data of the saddle are a {type(wrong[0]).__name__}: expected tensors")
     shapes = [[tuple(parameter.shape) for parameter in _trained(net)] for net in (model, saddle.model)]
     if shapes[0] != shapes[1]:
         raise UsageError(f"a model with weights {shapes[0]}: those of the saddle are {shapes[1]}")
     count = len(saddle.batch[0])
     if batch_size is not None and not (isinstance(batch_size, int) and 1 <= batch_size <= count):
         raise UsageError(f"batch_size={batch_size!r}: expected a whole number from 1 to {count}, or None for all")
-    if steps is not None and (not isinstance(steps, int) or steps < 1):
-        raise UsageError(f"steps={steps!r}: expected a whole number from 1")
-    if perturbation is not None and not 0 <= perturbation < math.inf:
-        raise UsageError(f"perturbation={perturbation!r}: expected a distance, 0 or more")
-    if not 0 < radius < math.inf:
-        raise UsageError(f"radius={radius!r}: expected a distance above 0")
-    return float(learning_rate)

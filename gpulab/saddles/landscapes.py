@@ -31,26 +31,18 @@ TOLERANCE = 1e-3  # of an eigenpair, relative to the largest |λ|: finer than wh
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Landscape:
-    """The weights of a network, and the unit vectors along which its loss curves down and up most.
-
-    Attributes:
-        parameters: The weights, by name.
-        loss, gradient_norm: Those of the place.
-        down, up: The two directions (n,).
-        curvatures: The eigenvalues of `down` and of `up`.
-        slopes: The gradient along them.
-    """
+    """The weights of a network, and the unit vectors along which its loss curves down and up most."""
 
     model: nn.Module
     objective: Loss
     batch: Batch | None
-    parameters: dict[str, Tensor]
+    parameters: dict[str, Tensor]  # the weights, by name
     loss: float
     gradient_norm: float
     down: Float[Tensor, " n"]
     up: Float[Tensor, " n"]
-    curvatures: tuple[float, float]
-    slopes: tuple[float, float]
+    curvatures: tuple[float, float]  # the eigenvalues of `down` and of `up`
+    slopes: tuple[float, float]  # the gradient along them
 
     @property
     def extent(self) -> float:
@@ -67,7 +59,7 @@ class Landscape:
 
         Args:
             angle: Degrees by which the line turns from `down` to `up`.
-            extent: The distance of the weights up to which to go, both ways; by default the landscape's own.
+            extent: How far to go, both ways; by default the landscape's own.
             places: How many to evaluate.
 
         Returns:
@@ -95,15 +87,13 @@ class Landscape:
         pieces = displacement.split([tensor.numel() for tensor in self.parameters.values()])
         weights = {n: t + piece.view_as(t) for piece, (n, t) in zip(pieces, self.parameters.items(), strict=True)}
         with _reparametrize_module(self.model, weights, tie_weights=True):
-            return float(
-                self.objective() if self.batch is None else self.objective(self.model(self.batch[0]), self.batch[1])
-            )
+            if self.batch is None:
+                return float(self.objective())
+            return float(self.objective(self.model(self.batch[0]), self.batch[1]))
 
     def __repr__(self) -> str:
-        down, up = self.curvatures
-        return (
-            f"Landscape at loss {self.loss:.4g}: curvature from {down:.3g} to {up:.3g}, slope {self.gradient_norm:.2g}"
-        )
+        curvature = "curvature from {:.3g} to {:.3g}".format(*self.curvatures)
+        return f"Landscape at loss {self.loss:.4g}: {curvature}, slope {self.gradient_norm:.2g}"
 
 
 def landscape(
@@ -133,39 +123,24 @@ def landscape(
     lowest = most_negative(H, tolerance=TOLERANCE, seed=seed, progress=progress)
     highest = lanczos(H, 1, "largest", tolerance=TOLERANCE, seed=seed, progress=progress)
     up = highest.vectors[:, 0]
-    return Landscape(
-        model=model,
-        objective=loss,
-        batch=batch,
-        parameters={name: tensor.detach().clone() for name, tensor in H.parameters.items()},
-        loss=H.loss,
-        gradient_norm=float(H.gradient.norm()),
-        down=lowest.vector,
-        up=up,
-        curvatures=(lowest.value, float(highest.values[0])),
-        slopes=(float(H.gradient @ lowest.vector), float(H.gradient @ up)),
-    )
+    parameters = {name: tensor.detach().clone() for name, tensor in H.parameters.items()}
+    curvatures = lowest.value, float(highest.values[0])
+    slopes = float(H.gradient @ lowest.vector), float(H.gradient @ up)
+    norm = float(H.gradient.norm())
+    return Landscape(model, loss, batch, parameters, H.loss, norm, lowest.vector, up, curvatures, slopes)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Surface(Report):
-    """The loss around a saddle, over the plane of its least and its greatest curvature.
+    """The loss around a saddle, over the plane of its least and its greatest curvature."""
 
-    Attributes:
-        along, across: Distances (k,) of the weights from the saddle along the one and the other direction.
-        losses: The loss (k, k) at each place, a row for each distance across.
-        loss: The loss at the saddle.
-        curvatures: The least and the greatest eigenvalue of the Hessian.
-        index, size: How many of the Hessian's eigenvalues are negative, of how many.
-    """
-
-    along: Float[np.ndarray, " k"]
-    across: Float[np.ndarray, " k"]
-    losses: Float[np.ndarray, "k k"]
-    loss: float
-    curvatures: tuple[float, float]
-    index: int
-    size: int
+    along: Float[np.ndarray, " k"]  # distances of the weights from the saddle in the direction of the least curvature
+    across: Float[np.ndarray, " k"]  # and of the greatest
+    losses: Float[np.ndarray, "k k"]  # a row for each distance across
+    loss: float  # at the saddle
+    curvatures: tuple[float, float]  # the least and the greatest eigenvalue of the Hessian
+    index: int  # how many eigenvalues are negative
+    size: int  # of how many
 
     def __str__(self) -> str:
         return f"A saddle at loss {self.loss:.4g}: {self.index} of {self.size:,} directions lead down"
@@ -177,8 +152,7 @@ def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0
 
     Args:
         saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`.
-        extent: The distance of the weights up to which to go along the least curvature; along the greatest it is
-            shorter, where that is steeper.
+        extent: How far to go along the least curvature; along the greatest less far, where that is steeper.
         places: How many to evaluate on each side of the saddle, along each direction.
 
     Examples:

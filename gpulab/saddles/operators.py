@@ -15,17 +15,9 @@ from gpulab.settings import float32_products
 class Operator(Protocol):
     """A symmetric (n, n) matrix: a `Hessian`, a dense tensor, or anything with these."""
 
-    @property
-    def shape(self) -> Any:
-        """(n, n)."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """float32 or float64."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where its vectors live."""
+    shape: Any  # (n, n)
+    dtype: torch.dtype  # float32 or float64
+    device: torch.device  # where its vectors live
 
     def __matmul__(self, vectors: Any) -> Any:
         """The product with (n,) or (n, k)."""
@@ -55,7 +47,8 @@ def check_products(products: Float[Tensor, "n k"]) -> None:
 
 @float32_products()
 def check_symmetric(vectors: Float[Tensor, "n k"], products: Float[Tensor, "n k"]) -> None:
-    """`DataError` unless uᵀAv = vᵀAu for all pairs of k random vectors, to far more than rounding."""
+    """`DataError` unless products are finite, and uᵀAv = vᵀAu for k random vectors, to far more than rounding."""
+    check_products(products)
     both = vectors.T.double() @ products.double() if vectors.device.type != "mps" else vectors.T @ products
     largest = (vectors.norm(dim=0).square().mean().sqrt() / len(vectors) ** 0.5) * products.norm(dim=0).max()
     allowed = (1e-2 if vectors.dtype == torch.float32 else 1e-6) * float(largest)

@@ -13,15 +13,7 @@ from tqdm.auto import tqdm
 
 from gpulab.errors import DataError, UsageError
 from gpulab.saddles.eigen import lanczos
-from gpulab.saddles.operators import (
-    Operator,
-    check_count,
-    check_products,
-    check_square,
-    check_symmetric,
-    dense,
-    random_signs,
-)
+from gpulab.saddles.operators import Operator, check_count, check_square, check_symmetric, dense, random_signs
 from gpulab.settings import float32_products
 
 Array = np.ndarray
@@ -49,19 +41,13 @@ class SpectralDensity:
 
     The sum of weight × f(node) estimates the mean of f over all eigenvalues; probes differ by chance, and the standard
     errors here are of their mean. The outermost nodes approach the extreme eigenvalues from within.
-
-    Attributes:
-        nodes, weights: Of each probe (probes, steps), float64; the weights of a probe add up to one.
-        size: How many eigenvalues there are.
-        products: How many products with a vector were made.
-        halfway: What half of the steps gave: what is still different there has not converged.
     """
 
     nodes: Float[Array, "probes steps"]
-    weights: Float[Array, "probes steps"]
-    size: int
-    products: int
-    halfway: SpectralDensity | None = None
+    weights: Float[Array, "probes steps"]  # those of a probe add up to one
+    size: int  # how many eigenvalues there are
+    products: int  # with one vector, that were made
+    halfway: SpectralDensity | None = None  # from half of the steps: what is still different there has not converged
 
     @property
     def extremes(self) -> tuple[float, float]:
@@ -69,17 +55,15 @@ class SpectralDensity:
         nodes = self.nodes[self.weights > 0]
         return float(nodes.min()), float(nodes.max())
 
-    def density(
-        self, grid: Float[Array, " g"] | None = None, width: float | None = None
-    ) -> tuple[Float[Array, " g"], Float[Array, " g"], Float[Array, " g"]]:
-        """The density of eigenvalues, which integrates to one, with each node a normal curve.
+    def density(self, grid: Array | None = None, width: float | None = None) -> tuple[Array, Array, Array]:
+        """The density of eigenvalues, which integrates to one: each node is a normal curve.
 
         Args:
-            grid: Where; by default at 1,000 places, up to four widths beyond the spectrum.
+            grid: Where (g,); by default at 1,000 places, up to four widths beyond the spectrum.
             width: The standard deviation of a node's curve; by default a hundredth of the spectrum's range.
 
         Returns:
-            The grid, the density, and its standard error.
+            The grid, the density (g,), and its standard error (g,).
         """
         low, high = self.extremes
         if width is None:
@@ -87,18 +71,15 @@ class SpectralDensity:
         if not width > 0:
             raise UsageError(f"width={width!r}: expected a number above 0")
         grid = np.linspace(low - 4 * width, high + 4 * width, 1_000) if grid is None else np.asarray(grid, float)
-        curves = [
-            (w * np.exp(-0.5 * ((grid[:, None] - x) / width) ** 2)).sum(1) / (width * math.sqrt(2 * math.pi))
-            for x, w in zip(self.nodes, self.weights, strict=True)
-        ]
-        return grid, *_mean(np.array(curves))
+        curves = self.weights[:, None] * np.exp(-0.5 * ((grid[:, None] - self.nodes[:, None]) / width) ** 2)
+        return grid, *_mean(curves.sum(-1) / (width * math.sqrt(2 * math.pi)))
 
-    def cumulative(self, x: Float[Array, " g"]) -> tuple[Float[Array, " g"], Float[Array, " g"]]:
+    def cumulative(self, x: Array) -> tuple[Array, Array]:
         """(the share of eigenvalues up to each x, its standard error)."""
         below = self.nodes[..., None] <= np.asarray(x, float)
         return _mean((self.weights[..., None] * below).sum(1))
 
-    def moments(self, highest: int) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+    def moments(self, highest: int) -> tuple[Array, Array]:
         """(the means of λ, λ², … λ^highest over all eigenvalues, their standard errors)."""
         check_count("highest", highest)
         powers = self.nodes[..., None] ** np.arange(1, highest + 1)
@@ -109,9 +90,9 @@ class SpectralDensity:
         return Estimate(*map(float, _mean((self.weights * (self.nodes < x)).sum(1))))
 
     def __repr__(self) -> str:
-        low, high = self.extremes
-        shape = f"{self.nodes.shape[0]} probes of {self.nodes.shape[1]} steps"
-        return f"SpectralDensity of {self.size:,} eigenvalues from {low:.4g} to {high:.4g}, {shape}"
+        (low, high), (probes, steps) = self.extremes, self.nodes.shape
+        span = f"{self.size:,} eigenvalues from {low:.4g} to {high:.4g}"
+        return f"SpectralDensity of {span}, {probes} probes of {steps} steps"
 
 
 def spectral_density(
@@ -119,15 +100,13 @@ def spectral_density(
 ) -> SpectralDensity:
     """The density of a symmetric operator's eigenvalues, by stochastic Lanczos quadrature.
 
-    All probes advance together, so an operator that multiplies many vectors at once is used well. Per probe three
-    vectors are kept, and unlike in `gpulab.saddles.lanczos` nothing is orthogonalised again: in finite precision the
-    quadrature stays accurate without, although single nodes appear several times.
+    All probes advance together, with three vectors each. Unlike in `gpulab.saddles.lanczos` nothing is orthogonalised
+    again: in finite precision the quadrature stays accurate without, although single nodes appear several times.
 
     Args:
         H: A `gpulab.hessian`, a tensor (n, n), or anything else with products, float32 or float64.
         probes: How many vectors of random signs to begin with.
-        steps: How many steps of Lanczos from each: the quadrature is exact for polynomials of degree 2 · steps − 1
-            (before rounding).
+        steps: Of Lanczos from each; before rounding, exact for polynomials of degree 2 · steps − 1.
         seed: Of the signs.
         progress: Whether to show a progress bar, where it takes longer than two seconds.
 
@@ -158,7 +137,6 @@ def spectral_density(
     for step in tqdm(range(steps), unit="step", leave=False, delay=2, disable=not progress):
         product = H @ vector
         if step == 0 and probes > 1:
-            check_products(product)
             check_symmetric(vector * math.sqrt(n), product)
         alpha = (vector * product).sum(0, dtype=kind)
         product = torch.addcmul(product, vector, alpha.to(H.dtype), value=-1)
@@ -195,8 +173,8 @@ def _mean(values: Array) -> tuple[Array, Array]:
 def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
     """The sum of all eigenvalues, by Hutch++.
 
-    A third of the products finds the directions of the large eigenvalues, a third sums these exactly, and a
-    third estimates the rest by Hutchinson's random signs, whose spread is the error.
+    A third of the products finds the directions of the large eigenvalues, a third sums these exactly, and a third
+    estimates the rest by Hutchinson's random signs, whose spread is the error.
 
     Args:
         H: A `gpulab.hessian`, a tensor (n, n), or anything else with products, float32 or float64.
@@ -223,7 +201,6 @@ def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
     third = probes // 3
     signs = random_signs(n, 2 * third, H, seed)
     sketch = H @ signs[:, :third]
-    check_products(sketch)
     check_symmetric(signs[:, :third], sketch)
     basis = torch.linalg.qr(sketch).Q
     exact = (basis * (H @ basis)).sum(dtype=torch.float64)
@@ -235,17 +212,11 @@ def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
 
 @dataclass(frozen=True, repr=False)
 class Index(Estimate):
-    """How many eigenvalues are negative: `int(index)`.
-
-    Attributes:
-        value, error: The number and its standard error, which is zero where it is `exact`.
-        zero: How many are within `threshold` of zero, and count as neither negative nor positive.
-        size: How many eigenvalues there are.
-    """
+    """How many eigenvalues are negative: `int(index)`, or the `value` with its `error`, zero where it is exact."""
 
     exact: bool
-    zero: float
-    size: int
+    zero: float  # how many are within `threshold` of zero, and count as neither negative nor positive
+    size: int  # how many eigenvalues there are
     threshold: float
 
     @property
@@ -257,10 +228,10 @@ class Index(Estimate):
         return round(self.value)
 
     def __repr__(self) -> str:
-        zero = f"{self.zero:,.0f} within {self.threshold:.1e} of zero"
-        if self.exact:
-            return f"{int(self):,} of {self.size:,} eigenvalues are negative, {zero}"
-        return f"about {int(self):,} ± {self.error:,.0f} of {self.size:,} eigenvalues are negative, {zero} (estimated)"
+        error = "" if self.exact else f" ± {self.error:,.0f}"
+        words = f"{int(self):,}{error} of {self.size:,} eigenvalues are negative"
+        words += f", {self.zero:,.0f} within {self.threshold:.1e} of zero"
+        return words if self.exact else f"about {words} (estimated)"
 
 
 def index(
@@ -277,12 +248,11 @@ def index(
 
     Args:
         H: A `gpulab.hessian`, a tensor (n, n), or anything else with products, float32 or float64.
-        exact: Whether to count in the matrix itself, as is done up to a thousand columns, or to estimate from
-            `gpulab.saddles.spectral_density`: the error then is the spread of the probes and what the second half of
-            the steps changed, together.
+        exact: Whether to count in the matrix itself, by default up to a thousand columns, or to estimate from
+            `gpulab.saddles.spectral_density`; the error is of the probes' spread and what the second half of steps did.
         tolerance: An eigenvalue within this share of the largest |λ| counts as zero: by default n · eps of the
-            operator's type for the matrix, and 1e-2 for an estimate. Closer to zero, where networks have most of their
-            eigenvalues, the signs of nodes are chance: compare only what has the same tolerance.
+            operator's type for the matrix, and 1e-2 for an estimate, because closer to zero, where networks have most
+            eigenvalues, the signs of nodes are chance. Compare only what has the same tolerance.
         probes, steps, seed, progress: Of the estimate.
 
     Raises:
@@ -302,8 +272,8 @@ def index(
     if exact:
         values = torch.linalg.eigvalsh(dense(H))
         threshold = tolerance * float(values.abs().max())
-        zero = int((values.abs() <= threshold).sum())
-        return Index(int((values < -threshold).sum()), 0.0, True, zero, n, threshold)
+        negative, zero = int((values < -threshold).sum()), int((values.abs() <= threshold).sum())
+        return Index(negative, 0.0, True, zero, n, threshold)
     return estimated_index(spectral_density(H, probes=probes, steps=steps, seed=seed, progress=progress), tolerance)
 
 
@@ -319,21 +289,13 @@ def estimated_index(spectrum: SpectralDensity, tolerance: float = ZERO) -> Index
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """The direction in which a loss curves down most, or, where none does, that of the smallest curvature.
+    """The direction in which a loss curves down most, or, where none does, that of the smallest curvature."""
 
-    Attributes:
-        value: The curvature: the least eigenvalue.
-        vector: Its unit vector (n,).
-        residual: Its ‖Hv − λv‖.
-        scale: The largest |λ| met.
-        products: How many products with a vector were made.
-    """
-
-    value: float
+    value: float  # the curvature: the least eigenvalue
     vector: Float[Tensor, " n"]
-    residual: float
-    scale: float
-    products: int
+    residual: float  # ‖Hv − λv‖
+    scale: float  # the largest |λ| met
+    products: int  # with one vector, that were made
 
     @property
     def found(self) -> bool:

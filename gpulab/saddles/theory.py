@@ -4,9 +4,8 @@ With data X (N, D), decoder A (D, h) and encoder B (h, D), the mean squared erro
 
     L = ‖X − X Bᵀ Aᵀ‖² / (N D) = tr((I − AB) Σ (I − AB)ᵀ) / D,      Σ = Xᵀ X / N = U diag(λ) Uᵀ.
 
-Without biases Σ is the second-moment matrix; for centred data it is the covariance. A = U_S, B = U_Sᵀ is
-critical for every subset S of components: L = Σ_{i∉S} λ_i / D. Moved by P and Q in the basis U, the loss
-changes in second order by
+Without biases Σ is the second-moment matrix; for centred data it is the covariance. A = U_S, B = U_Sᵀ is critical for
+every subset S of components: L = Σ_{i∉S} λ_i / D. Moved by P and Q in the basis U, the loss changes in second order by
 
     (‖(P Eᵀ + E Q) √λ‖² − 2 Σ_{i∉S} λ_i (P Q)_ii) / D,      E = Uᵀ U_S,
 
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 from gpulab.errors import DataError, UsageError
 from gpulab.models import LinearAutoencoder
 from gpulab.saddles.hessians import Batch, Hessian, hessian
+from gpulab.saddles.operators import check_count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,41 +46,27 @@ LISTED = 200_000  # critical points that one table may hold
 class LinearAutoencoderSaddle:
     """A critical point of a linear autoencoder, and what is known of its Hessian without computing it.
 
-    Vectors are in the order of the model's parameters.
-
-    Attributes:
-        model: The network, in float64: the decoder's columns are principal components of the data, the encoder's rows
-            the same, and further units are zero.
-        data: The inputs (N, D), which are the targets too.
-        components: Those that are held; 0 is the first.
-        moments, basis: The eigenvalues (D,) of XᵀX / N, the largest first, and its eigenvectors (D, D), in columns.
-        mixing: An orthogonal matrix R (h, h) that the hidden units are mixed by: U_S R and Rᵀ U_Sᵀ are the same map.
+    Its vectors are in the order of the model's parameters.
     """
 
-    model: LinearAutoencoder
-    data: Float[Tensor, "n d"]
-    components: tuple[int, ...]
-    moments: Float[Tensor, " d"]
-    basis: Float[Tensor, "d d"]
-    mixing: Float[Tensor, "h h"]
+    model: LinearAutoencoder  # in float64; the decoder's columns and the encoder's rows are components, or zero
+    data: Float[Tensor, "n d"]  # the inputs, which are the targets too
+    components: tuple[int, ...]  # those that are held; 0 is the first
+    moments: Float[Tensor, " d"]  # the eigenvalues of XᵀX / N, the largest first
+    basis: Float[Tensor, "d d"]  # its eigenvectors, in columns
+    mixing: Float[Tensor, "h h"]  # an orthogonal R that mixes the hidden units: U_S R and Rᵀ U_Sᵀ are the same map
 
     def mixed(self, seed: int) -> LinearAutoencoderSaddle:
-        """The same saddle with its hidden units mixed by a random rotation: other weights, which round otherwise.
-
-        Loss, index and spectrum stay as they are, so that seeds differ by nothing but their rounding.
+        """The same saddle with its hidden units mixed by a random rotation: the same spectrum, but other rounding.
 
         Examples:
             >>> saddle = linear_autoencoder_saddle(torch.randn(20, 4), [0, 2])
-            >>> other = saddle.mixed(seed=1)
             >>> x = torch.randn(3, 4, dtype=torch.float64)
-            >>> torch.allclose(saddle.model(x), other.model(x))
+            >>> torch.allclose(saddle.model(x), saddle.mixed(seed=1).model(x))
             True
-            >>> torch.equal(saddle.model.encoder.weight, other.model.encoder.weight)
-            False
         """
-        hidden = len(self.mixing)
-        drawn = torch.randn(hidden, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        mixing = torch.linalg.qr(drawn)[0]
+        generator = torch.Generator().manual_seed(seed)
+        mixing = torch.linalg.qr(torch.randn(self.mixing.shape, dtype=torch.float64, generator=generator))[0]
         return dataclasses.replace(self, model=_model(self.basis, self.components, mixing), mixing=mixing)
 
     @property
@@ -132,24 +118,23 @@ class LinearAutoencoderSaddle:
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
         """The m negative eigenvalues, the least first, and their eigenvectors, in columns."""
         low = self._spectrum[0].flatten()
-        order = [place for place in low.argsort(stable=True).tolist() if low[place] < 0]
-        empty = low.new_empty(2 * low.numel(), 0)
-        return low[order], torch.stack([self._vector(place) for place in order], dim=1) if order else empty
+        order = low.argsort(stable=True)[: self.index].tolist()
+        vectors = [self._vector(place)[:, None] for place in order]
+        return low[order], torch.cat([low.new_empty(2 * low.numel(), 0), *vectors], dim=1)
 
     @functools.cached_property
     def _blocks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of each pair (component, unit), (D, h): the entries a, b, c of the block [[a, b], [b, c]], and a c − b²."""
-        features, hidden = len(self.moments), self.model.encoder.out_features
+        features, hidden, held = len(self.moments), len(self.mixing), list(self.components)
         lost, kept = self.moments.clone(), self.moments.new_zeros(hidden)
-        kept[: len(self.components)] = self.moments[list(self.components)]
-        lost[list(self.components)] = 0
+        kept[: len(held)] = self.moments[held]
+        lost[held] = 0
         a, c = kept.expand(features, hidden).clone(), lost[:, None].repeat(1, hidden)
         b = -c
-        c[:, len(self.components) :] = 0
+        c[:, len(held) :] = 0
         determinant = a * c - b * b
-        for component in self.components:
-            c[component] = b[component] = kept
-            determinant[component] = 0
+        b[held] = c[held] = kept
+        determinant[held] = 0
         scale = 2 / features
         return scale * a, scale * b, scale * c, scale**2 * determinant
 
@@ -163,27 +148,25 @@ class LinearAutoencoderSaddle:
 
     def _vector(self, place: int, higher: bool = False) -> Float[Tensor, " n"]:
         """The eigenvector of a block's lower eigenvalue, or of its higher one, in the space of the weights."""
-        component, unit = divmod(place, self.model.encoder.out_features)
+        component, unit = divmod(place, len(self.mixing))
         a, b, _, _ = (float(part[component, unit]) for part in self._blocks)
         low = float(self._spectrum[0][component, unit])
         p, q = (b, low - a) if (b, low - a) != (0, 0) else (1.0, 0.0)
         if higher:
             p, q = -q, p
-        between = component in self.components and unit < len(self.components)
-        partner = (self.components.index(component), self.components[unit]) if between else (unit, component)
-        decoder = torch.zeros_like(self.model.decoder.weight)
-        encoder = torch.zeros_like(self.model.encoder.weight)
+        row, column = unit, component
+        if component in self.components and unit < len(self.components):
+            row, column = self.components.index(component), self.components[unit]
+        decoder, encoder = (torch.zeros_like(layer.weight) for layer in (self.model.decoder, self.model.encoder))
         decoder[:, unit] = p / math.hypot(p, q) * self.basis[:, component]
-        encoder[partner[0]] = q / math.hypot(p, q) * self.basis[:, partner[1]]
+        encoder[row] = q / math.hypot(p, q) * self.basis[:, column]
         parts = {"encoder.weight": self.mixing.T @ encoder, "decoder.weight": decoder @ self.mixing}
         return torch.cat([parts[name].flatten() for name, _ in self.model.named_parameters()])
 
     def __repr__(self) -> str:
         held = ", ".join(map(str, self.components)) or "none"
-        return (
-            f"Critical point of a linear autoencoder, components held: {held}; loss {self.loss:.6g}, "
-            f"index {self.index}, least curvature {self.curvature:.4g}"
-        )
+        numbers = f"loss {self.loss:.6g}, index {self.index}, least curvature {self.curvature:.4g}"
+        return f"Critical point of a linear autoencoder, components held: {held}; {numbers}"
 
 
 def linear_autoencoder_saddle(
@@ -191,12 +174,10 @@ def linear_autoencoder_saddle(
 ) -> LinearAutoencoderSaddle:
     """The critical point at which a linear autoencoder holds some principal components, in closed form and in float64.
 
-    Where eigenvalues are equal, which component is which is arbitrary.
-
     Args:
         data: A matrix (N, D) of numbers.
         components: Those to hold; 0 has the largest eigenvalue of XᵀX / N, the second-moment matrix: the covariance,
-            where the data are centred.
+            where the data are centred. Where eigenvalues are equal, which component is which is arbitrary.
         hidden: How many hidden units; by default one for each component. Further ones are zero.
 
     Raises:
@@ -213,8 +194,8 @@ def linear_autoencoder_saddle(
         Baldi, Hornik 1989, *Neural networks and principal component analysis* (Neural Networks 2:53); Kunin, Bloom,
         Goeva, Seed 2019, *Loss landscapes of regularized linear autoencoders* (arXiv 1901.08168).
     """
-    matrix = _matrix(data)
-    features = matrix.shape[1]
+    matrix, moments, basis = _principal_components(data)
+    features = len(moments)
     try:
         held = tuple(int(component) for component in components)
     except (TypeError, ValueError):
@@ -229,7 +210,6 @@ def linear_autoencoder_saddle(
     hidden = least if hidden is None else hidden
     if not isinstance(hidden, int) or hidden < least:
         raise UsageError(f"hidden={hidden!r}: expected a whole number from {least}, one unit for each component")
-    moments, basis = _principal_components(matrix)
     mixing = torch.eye(hidden, dtype=torch.float64)
     return LinearAutoencoderSaddle(_model(basis, held, mixing), matrix, held, moments, basis, mixing)
 
@@ -260,18 +240,16 @@ def critical_losses(data: Any, hidden: int) -> pd.DataFrame:
     """
     import pandas as pd
 
-    matrix = _matrix(data)
-    features = matrix.shape[1]
-    if not isinstance(hidden, int) or hidden < 1:
-        raise UsageError(f"hidden={hidden!r}: expected a whole number from 1")
+    check_count("hidden", hidden)
+    moments = _principal_components(data)[1].tolist()
+    features = len(moments)
     sizes = range(min(hidden, features) + 1)
     count = sum(math.comb(features, size) for size in sizes)
     if count > LISTED:
         raise UsageError(f"hidden={hidden}: {count:,} sets of {features} components; {LISTED:,} can be listed")
-    moments = _principal_components(matrix)[0].tolist()
     rows = []
     for held in itertools.chain.from_iterable(itertools.combinations(range(features), size) for size in sizes):
-        lost = [moments[i] for i in range(features) if i not in held]
+        lost = [moment for i, moment in enumerate(moments) if i not in held]
         index = sum(moment > moments[s] for s in held for moment in lost)
         index += (hidden - len(held)) * sum(moment > 0 for moment in lost)
         rows.append({"components": held, "loss": math.fsum(lost) / features, "index": index})
@@ -289,7 +267,8 @@ def _model(basis: Tensor, components: tuple[int, ...], mixing: Tensor) -> Linear
     return model
 
 
-def _matrix(data: Any) -> Float[Tensor, "n d"]:
+def _principal_components(data: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The data as a matrix (N, D), and its second moments: eigenvalues, the largest first, and vectors, in columns."""
     try:
         matrix = torch.as_tensor(data).detach().to("cpu", torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -298,16 +277,10 @@ def _matrix(data: Any) -> Float[Tensor, "n d"]:
         raise DataError(f"data of shape {tuple(matrix.shape)}: expected (N, D), a row for each sample")
     if wrong := int((~matrix.isfinite()).sum()):
         raise DataError(f"data: {wrong} of {matrix.numel()} values are not finite")
-    return matrix
-
-
-def _principal_components(matrix: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
-    """Eigenvalues of the second-moment matrix, the largest first, and eigenvectors, in columns."""
     moments, basis = torch.linalg.eigh(matrix.T @ matrix / len(matrix))
     moments, basis = moments.flip(0), basis.flip(1)
     rounding = 100 * len(moments) * torch.finfo(moments.dtype).eps * float(moments[0])
-    # What differs by rounding is equal, or an index would count noise.
-    for place in range(1, len(moments)):
+    for place in range(1, len(moments)):  # what differs by rounding is equal, or an index would count noise
         if moments[place - 1] - moments[place] <= rounding:
             moments[place] = moments[place - 1]
-    return torch.where(moments > rounding, moments, 0.0), basis
+    return matrix, torch.where(moments > rounding, moments, 0.0), basis
