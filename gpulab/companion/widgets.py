@@ -159,7 +159,8 @@ class SliceExplorer(Explorer):
 
     def picture(self) -> Picture:
         """What stands there without a kernel: the slice that the sliders ask for."""
-        return landscape_slice(self.landscape, self.angle.value, self.reach.value * self.landscape.extent)
+        line = self.landscape.slice(self.angle.value, self.reach.value * self.landscape.extent)
+        return landscape_slice(self.landscape, line, self.angle.value)
 
     def _show(self, _: Any = None) -> None:
         self.image.value = self.picture().png()

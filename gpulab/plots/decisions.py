@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from gpulab.plots.style import (
     FAINT,
     INK,
     Look,
-    Picture,
     canvas,
     finished,
     is_recorded,
@@ -26,16 +25,12 @@ from gpulab.plots.style import (
     points,
     with_minus,
 )
-from gpulab.report import draw
+from gpulab.report import Picture, draw
 from gpulab.stats.verdicts import Verdict
 from gpulab.training.reproduction import WITHIN, Reproduction
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 GREEN, RED = "#117733", "#CC3311"  # of no setting: colours here say how a change was judged
-# how a trial is drawn: colour, marker, size
-LOOKS: dict[str, tuple[str, str, float]] = {
+LOOKS: dict[str, tuple[str, str, float]] = {  # of a trial: colour, marker, size
     "confirmed on fresh seeds": (GREEN, "*", 190),
     "equivalent, not confirmed": (GREEN, "o", 42),
     "inconclusive": (FAINT, "s", 30),
@@ -53,8 +48,7 @@ def estimation(verdict: Verdict) -> Picture:
     Left, the metric of each seed under each level, the same seed joined by a thin line; diverged runs
     are crosses at the right edge. Right, the differences from the reference in standard deviations
     between seeds (in the metric's units where there is no such spread), their mean with its BCa
-    interval, and the margin as a band; the axis is linear around zero and logarithmic outside where
-    the differences are much smaller than the margin.
+    interval, and the margin as a band.
 
     Args:
         verdict: From `gpulab.verdict`.
@@ -67,8 +61,8 @@ def estimation(verdict: Verdict) -> Picture:
     rows = {level: row for row, level in enumerate(levels)}
     tints = level_colours(factor, levels)
     blocks = sorted(verdict.runs[block].unique())
-    # how far above or below its row a seed is drawn, the same in every row
-    aside = dict(zip(blocks, np.linspace(-0.2, 0.2, len(blocks)) if len(blocks) > 1 else [0.0], strict=True))
+    offsets = np.linspace(-0.2, 0.2, len(blocks)) if len(blocks) > 1 else [0.0]
+    aside = dict(zip(blocks, offsets, strict=True))  # how far from its row a seed is drawn, the same in every row
     dots: Look = {"s": 20 if len(blocks) <= 40 else 5, "linewidths": 1.0, "alpha": 0.9}
     figure, (left, right) = canvas(2, height=1.9 + 0.4 * len(levels), share_rows=True)
 
@@ -124,11 +118,9 @@ def estimation(verdict: Verdict) -> Picture:
     keys.append(key(f"mean, {1 - verdict.alpha:.0%} interval", color=INK, marker="D", ms=4, lw=1.8))
     if len(table):
         keys.append(margin_key(margin))
-    headline = _decided(verdict)
-    alt = (
-        f"{verdict.metric} of each {block} under {', '.join(map(str, levels))}, and the differences from "
-        f"{verdict.reference} with intervals and the margin. {headline}."
-    )
+    headline, names = _decided(verdict), ", ".join(map(str, levels))
+    differences = f"the differences from {verdict.reference} with intervals and the margin"
+    alt = f"{verdict.metric} of each {block} under {names}, and {differences}. {headline}."
     return finished(figure, headline, alt, keys)
 
 
@@ -164,7 +156,7 @@ def _decided(verdict: Verdict) -> str:
     if len(decisions) == 1:
         ((level, decision),) = decisions.items()
         return f"{level} against {verdict.reference}: {decision}"
-    counts = pd.Series(list(decisions.values())).value_counts()
+    counts = verdict.table.decision.value_counts()
     return f"Against {verdict.reference}: " + ", ".join(f"{n} {decision}" for decision, n in counts.items())
 
 
@@ -172,9 +164,8 @@ def _decided(verdict: Verdict) -> str:
 def changes(reproduction: Reproduction) -> Picture:
     """Each change that a search tried, by its distance from the original, and the difference that it left.
 
-    Differences are from the target and in margins, linear inside the margin (the band) and logarithmic far
-    outside, with their intervals. Trials without any difference, because the runs diverged or failed, stand
-    at the top.
+    Differences are from the target and in margins, with their intervals. Trials without any, because the runs
+    diverged or failed, stand at the top.
 
     Args:
         reproduction: From `gpulab.reproduce`.
@@ -200,17 +191,11 @@ def changes(reproduction: Reproduction) -> Picture:
         axes.scatter(top.place, np.full(len(top), 0.97), transform=axes.get_xaxis_transform(), **dots)
     for row in table[(table.distance == 0) | (table.index == reproduction.chosen)].itertuples():
         left, top = row.distance > table.distance.max() / 2, lost[row.Index]
-        axes.annotate(
-            row.changes if row.distance else "nothing changed",
-            (row.place, 0.97 if top else row.difference),
-            (-8 if left else 8, -12 if top else 9),
-            xycoords=axes.get_xaxis_transform() if top else "data",
-            textcoords="offset points",
-            ha="right" if left else "left",
-            va="center",
-            fontsize=8,
-            zorder=5,
-        )
+        at: Look = {"xy": (row.place, row.difference), "xytext": (-8 if left else 8, -12 if top else 9)}
+        if top:
+            at |= {"xy": (row.place, 0.97), "xycoords": axes.get_xaxis_transform()}
+        at |= {"textcoords": "offset points", "ha": "right" if left else "left", "va": "center"}
+        axes.annotate(row.changes if row.distance else "nothing changed", fontsize=8, zorder=5, **at)
     _margin_scale(axes, table.loc[~lost, measures].to_numpy())
     axes.set_xticks(MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(0, widest))
     axes.set_xlim(-0.12 * widest, 1.15 * widest)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import XAxis, YAxis
 
 # Okabe and Ito's palette, safe for colour-blind readers: blues and greens compute on CPUs.
-CPU_COLOURS = {
+COLOURS = {
     "cpu": "#0072B2",
     "cpu:threads=1": "#56B4E9",
     "cpu:isa=avx2": "#009E73",
@@ -36,8 +36,6 @@ CPU_COLOURS = {
     "cpu:threads=1,precision=float64": "#8877DD",
     "cpu:threads=1,emulate=tf32": "#117733",
     "cpu:threads=1,emulate=bfloat16": "#999933",
-}
-GPU_COLOURS = {
     "cuda:tf32=off": "#D55E00",
     "cuda:tf32=on": "#E69F00",
     "cuda:cudnn=off": "#CC79A7",
@@ -47,7 +45,7 @@ GPU_COLOURS = {
 }
 OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77", "#CC6677")
 INK, FAINT = "#222222", "#999999"
-ON_CPU, ON_GPU = CPU_COLOURS["cpu"], GPU_COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
+ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
 Look = dict[str, Any]  # how matplotlib is to draw a thing
 BESIDE: Look = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}  # right of the axes
 METRIC_LABELS = {
@@ -60,9 +58,6 @@ METRIC_LABELS = {
 def save(picture: Picture, file: str | Path) -> None:
     """Write a picture to a PNG file."""
     picture.save(file)
-
-
-# --- figures ---------------------------------------------------------------------------------------------
 
 
 def canvas(panels: int, height: float, share_rows: bool = False) -> tuple[Figure, Sequence[Axes]]:
@@ -99,26 +94,23 @@ def finished(
 
 def colour(setting: str) -> str:
     """The colour that a setting has in every figure."""
-    known = CPU_COLOURS | GPU_COLOURS
-    if setting in known:
-        return known[setting]
     others = OTHER_CPU if setting.startswith("cpu") else OTHER_GPU
-    return others[zlib.crc32(setting.encode()) % len(others)]
+    return COLOURS.get(setting, others[zlib.crc32(setting.encode()) % len(others)])
 
 
 def level_colours(factor: str, levels: Sequence[Any]) -> dict[Any, str]:
     """A colour for each level of a factor: a setting's own, or one after the other."""
     if factor == "setting":
         return {level: colour(str(level)) for level in levels}
-    palette = [*CPU_COLOURS.values(), *GPU_COLOURS.values(), *OTHER_CPU, *OTHER_GPU]
+    palette = [*COLOURS.values(), *OTHER_CPU, *OTHER_GPU]
     palette.insert(1, palette.pop(4))  # the first two stand far apart
     return {level: palette[place % len(palette)] for place, level in enumerate(levels)}
 
 
 def setting_order(frame: pd.DataFrame) -> list[str]:
     """The settings of a frame, in the order of the palette, the unknown ones last."""
-    known = [*CPU_COLOURS, *GPU_COLOURS]
-    return sorted(frame.setting.unique(), key=lambda s: (known.index(s) if s in known else len(known), s))
+    places = {setting: place for place, setting in enumerate(COLOURS)}
+    return sorted(frame.setting.unique(), key=lambda setting: (places.get(setting, len(places)), setting))
 
 
 def dashes(setting: str) -> str:
@@ -202,10 +194,7 @@ def loss_scale(axes: Axes) -> None:
 
 
 def log_scale(axis: XAxis | YAxis, low: float, high: float, fine: float = 100, numbers: str = "{:,g}") -> None:
-    """Logarithmic where the values span a factor of four or more, with plain numbers at few ticks.
-
-    At 1, 2 and 5 of each decade where they span less than a factor of `fine`.
-    """
+    """Logarithmic where the values span a factor of four or more; ticks at 1, 2 and 5 where it is less than `fine`."""
     if not low > 0 or high / low < 4:
         return
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
