@@ -23,7 +23,6 @@ from gpulab.plots.style import (
     metric_label,
     origin_keys,
     points,
-    with_minus,
 )
 from gpulab.report import Picture, draw
 from gpulab.stats.verdicts import Verdict
@@ -75,7 +74,7 @@ def estimation(verdict: Verdict) -> Picture:
         left.xaxis.set_major_locator(MaxNLocator(4))
         if (low, high) == (0, 1):
             left.set_xticks([0, 1])
-        log_scale(left.xaxis, low, high, fine=30, numbers="{:g}")
+        log_scale(left.xaxis, low, high, fine=30, numbers="{x:g}")
     for _, seed in runs[~diverged].sort_values("height").groupby(block):
         left.plot(metric[seed.index], seed.height, color=FAINT, lw=0.5, alpha=0.7, zorder=1)
     for (level, recorded), some in runs[~diverged].groupby([factor, "recorded"]):
@@ -243,5 +242,5 @@ def _margin_scale(axes: Axes, ends: np.ndarray) -> None:
         axes.set_yticks([*(-power for power in reversed(powers)), 0, *powers])
     else:
         axes.set_ylim(-1.3 * widest, 1.4 * widest)
-    axes.yaxis.set_major_formatter(with_minus)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()

@@ -35,7 +35,6 @@ from gpulab.plots.style import (
     points,
     setting_keys,
     setting_order,
-    with_minus,
 )
 from gpulab.report import Picture, draw
 from gpulab.saddles.curvature import row_spectra
@@ -154,7 +153,7 @@ def roofline(frame: pd.DataFrame) -> Picture:
         axes.axvline(row.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
         axes.annotate(row.operation, (row.intensity, 0.01), rotation=90, color=INK, **below)
     axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.yaxis.set_major_formatter("{x:,g}")
     axes.legend(fontsize=8, frameon=False, loc="upper left")
     least = layers.sort_values("reached").iloc[0]
     alt = "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic."
@@ -328,7 +327,7 @@ def spectra(frame: pd.DataFrame) -> Picture:
     axes.set_ylabel("updates", fontsize=9)
     powers = 10.0 ** np.arange(np.ceil(np.log10(band)), np.floor(np.log10(max(high, -low))) + 1)
     ticks = np.array([*-powers[powers <= -low][::-1], 0.0, *powers[powers <= high]])
-    axes.set_xticks(place(ticks), [with_minus(tick) for tick in ticks], fontsize=8)
+    axes.set_xticks(place(ticks), [f"{tick:g}".replace("-", "−") for tick in ticks], fontsize=8)
     axes.set_xlabel("eigenvalue (grey: too close to zero to tell its sign)", fontsize=9)
     seeds, zero = measured.seed.nunique(), measured[measured.final].zero_fraction.mean()
     headline = (

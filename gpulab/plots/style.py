@@ -171,35 +171,25 @@ def metric_label(metric: str) -> str:
     return METRIC_LABELS.get(metric, metric)
 
 
-def plain(value: float, _: Any = None) -> str:
-    """A tick's number, written out."""
-    return f"{value:g}"
-
-
-def with_minus(value: float, _: Any = None) -> str:
-    """A tick's number, with a minus sign as long as a plus."""
-    return f"{value:g}".replace("-", "−")
-
-
 def loss_scale(axes: Axes) -> None:
     """The vertical axis logarithmic where the losses span a factor of two or more, with plain numbers at the ticks."""
     low, high = axes.dataLim.intervaly
     if not low > 0 or high / low < 2:
         return
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(plain)
+    axes.yaxis.set_major_formatter("{x:g}")
     if high / low < 30:
-        axes.yaxis.set_minor_formatter(lambda value, _: plain(value) if f"{value:.0e}"[0] in "25" else "")
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
     axes.tick_params(axis="y", which="minor", labelsize=8)
 
 
-def log_scale(axis: XAxis | YAxis, low: float, high: float, fine: float = 100, numbers: str = "{:,g}") -> None:
+def log_scale(axis: XAxis | YAxis, low: float, high: float, fine: float = 100, numbers: str = "{x:,g}") -> None:
     """Logarithmic where the values span a factor of four or more; ticks at 1, 2 and 5 where it is less than `fine`."""
     if not low > 0 or high / low < 4:
         return
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if high / low < fine else (1.0,)))
-    axis.set_major_formatter(lambda value, _: numbers.format(value))
+    axis.set_major_formatter(numbers)
     axis.set_minor_locator(NullLocator())
 
 
