@@ -120,13 +120,11 @@ def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
     return every if net == "prednet" else [factor for factor in every if factor.name != "image decoder"]
 
 
-def first_step(
-    setting: str, net: str, profile: str, seeds: int, file: str, options: dict[str, Any] | None = None
-) -> None:
+def first_step(setting: str, net: str, profile: str, seeds: int, file: str, options: dict[str, Any]) -> None:
     """Write the first step's `losses` (seeds, frames) and `gradient` (seeds, weights) to a safetensors file."""
     losses, gradients = [], []
     for seed in range(seeds):
-        computed = FirstWindow(net, seed=seed, profile=profile, setting=setting, **(options or {})).gradient(setting)
+        computed = FirstWindow(net, seed=seed, profile=profile, setting=setting, **options).gradient(setting)
         losses.append(computed.losses.float())
         gradients.append(torch.cat([g.reshape(-1) for _, g in sorted(computed.gradient.items())]))
     save_file({"losses": torch.stack(losses), "gradient": torch.stack(gradients)}, file)

@@ -169,7 +169,11 @@ def changes(reproduction: Reproduction) -> Picture:
     Args:
         reproduction: From `gpulab.reproduce`.
     """
-    table = reproduction.table.assign(look=[_look(row) for row in reproduction.table.to_dict("records")])
+    table = reproduction.table
+    looks = table.decision.astype(object).mask(table.decision.isin(WITHIN), "equivalent, not confirmed")
+    looks = looks.mask(table.state == "pruned", "pruned").mask(table.confirmed.astype(bool), "confirmed on fresh seeds")
+    looks = looks.mask(table.diverged.astype(bool), "diverged").mask(table.state == "failed", "failed")
+    table = table.assign(look=looks)
     widest = max(1.0, table.distance.max())
     alike = table.groupby(table.distance.round(2))  # changes of one distance stand beside each other
     middle = (alike.look.transform("size") - 1) / 2
@@ -218,18 +222,6 @@ def changes(reproduction: Reproduction) -> Picture:
         if (count := int((table.look == look).sum()))
     ]
     return finished(figure, headline, alt, [*keys, margin_key(reproduction.margin)], columns=4)
-
-
-def _look(row: dict[str, Any]) -> str:
-    if row["state"] == "failed":
-        return "failed"
-    if row["diverged"]:
-        return "diverged"
-    if row["confirmed"]:
-        return "confirmed on fresh seeds"
-    if row["state"] == "pruned":
-        return "pruned"
-    return "equivalent, not confirmed" if row["decision"] in WITHIN else row["decision"]
 
 
 def _margin_scale(axes: Axes, ends: np.ndarray) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import XAxis, YAxis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -21,11 +24,6 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from gpulab.report import Picture
 from gpulab.settings import Setting
-
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
-    from matplotlib.axis import XAxis, YAxis
 
 # Okabe and Ito's palette, safe for colour-blind readers: blues and greens compute on CPUs.
 COLOURS = {
@@ -127,9 +125,6 @@ def points(axes: Axes, x: Any, y: Any, tint: str, hollow: bool = False, **look: 
     """Points of one colour: filled for what was made here, hollow for what was recorded."""
     face = "white" if hollow else tint
     axes.scatter(x, y, **{"s": 30, "color": face, "edgecolors": tint, "linewidths": 1.2, "zorder": 3, **look})
-
-
-# --- keys ------------------------------------------------------------------------------------------------
 
 
 def key(label: str, **look: Any) -> Line2D:
