@@ -1,9 +1,8 @@
 """The anomaly: what one reused buffer does to a gradient, and to what is learned from it.
 
-The loop that the paper's authors published fills one NumPy buffer per frame and wraps it for the device.
-Where wrapping does not copy, the gradient of every step is taken against the window's last frame.
-
-Source of the loop: `main.py` of github.com/eijwat/prednet_in_chainer_py3.
+The loop that the paper's authors published (`main.py` of github.com/eijwat/prednet_in_chainer_py3) fills one NumPy
+buffer per frame and wraps it for the device. Where wrapping does not copy, the gradient of every step is taken against
+the window's last frame.
 """
 
 from __future__ import annotations
@@ -19,20 +18,19 @@ from tqdm.auto import tqdm
 from gpulab.data.datasets import Sequence, load
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
-from gpulab.plots.style import INK, Look, canvas, finished, origin_keys, plain, points
+from gpulab.plots.style import INK, Look, canvas, finished, origin_keys, points
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.training.protocol import protocol
 from gpulab.training.step import FirstWindow
 
 FAR = 1000  # roundings: a gradient so far off is wrong
-AGREES = "agrees to the last bit"
 PLAIN = "copied"
 SHARING = ("reused", "imitated")
 # What the runs are judged by, laid down in data/README.md before they were made.
 METRICS = ("final loss of all seeds", "share of seeds that did not learn", "final loss of the seeds that learned")
-COLUMNS = ["experiment", "profile", "setting", "speed", "loader", "metric", "seeds", "decision", "difference", "low"]
-COLUMNS += ["high", "relative", "margin", "p", "same_bits", "worse"]
+COLUMNS = "experiment profile setting speed loader metric seeds decision difference low high relative margin p"
+COLUMNS += " same_bits worse"
 SPEED_COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#222222")
 
 
@@ -71,10 +69,8 @@ def anomaly_verdicts(frame: pd.DataFrame, plateau: float, margin: str | float = 
     """The three verdicts on shared against copied memory; the third takes the seeds that learned both ways.
 
     Args:
-        frame: Runs of one size, speed and device, from `gpulab.runs`, with the loader `copied` and one of
-            `reused` and `imitated`.
+        frame: Runs of one size, speed and device, with the loader `copied` and one of `reused` and `imitated`.
         plateau: A run whose final loss is not below it, or that diverged, did not learn.
-            `Data.missing_colour_loss` gives the least loss of a prediction that is black in one colour.
         margin: As of `gpulab.verdict`.
 
     Returns:
@@ -113,11 +109,10 @@ def anomaly_table(frame: pd.DataFrame) -> pd.DataFrame:
         plateau = _plateau(experiment, profile, data, speed, int(runs.frames.iloc[0]))
         for metric, judged in anomaly_verdicts(runs, plateau).items():
             (level,) = judged.table.rename(columns={"p_different": "p"}).to_dict("records")
-            copied, difference = judged.pairs.reference, judged.pairs.difference
+            copied, worse = judged.pairs.reference, int((judged.pairs.difference > 0).sum())
             relative = level["difference"] / copied.mean() if copied.any() else 0.0
-            worse = int((difference > 0).sum())
             rows.append({**common, **level, "metric": metric, "relative": relative, "worse": worse})
-    return pd.DataFrame(rows, columns=COLUMNS)
+    return pd.DataFrame(rows, columns=COLUMNS.split())
 
 
 @functools.cache
@@ -133,11 +128,10 @@ def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
     """What `first_window` and `anomaly_table` allow one to say, and what they do not, in sentences."""
     lines = []
     for row in window.itertuples():
-        off = row.gradient_difference
+        off = f"is off by {row.gradient_difference:.1e}" if row.gradient_difference else "agrees to the last bit"
         lines.append(
             f"{row.network} under {row.setting}, one window, reused against copied: {row.same_losses} of {row.losses} "
-            f"forward losses have the same bits; the gradient {f'is off by {off:.1e}' if off else AGREES} "
-            f"(rounding: {row.rounding:.0e})."
+            f"forward losses have the same bits; the gradient {off} (rounding: {row.rounding:.0e})."
         )
     keys = ["experiment", "profile", "setting", "loader"]
     for (experiment, size, setting, loader), rows in table.groupby(keys, sort=False):
@@ -191,15 +185,11 @@ def shared_memory(frame: pd.DataFrame) -> Picture:
         axes.plot(ends, ends, color=INK, lw=0.8, ls="--", zorder=1)
         axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(plain)
+            axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter(NullFormatter())
         axes.set_title(f"{profile} size, {device}: {shared} against copied", fontsize=9)
         axes.set(xlabel="final loss, frames copied", ylabel=f"final loss, buffer {shared}")
     panels[-1].legend(fontsize=8, frameon=False, loc="lower right")
-    return finished(
-        figure,
-        f"Sharing memory gave the higher loss in {sum(higher)} of {len(higher)} pairs of the same seed",
-        "Final loss with shared memory against final loss with copied frames, one point a seed.",
-        origin_keys(frame),
-        columns=1,
-    )
+    headline = f"Sharing memory gave the higher loss in {sum(higher)} of {len(higher)} pairs of the same seed"
+    alt = "Final loss with shared memory against final loss with copied frames, one point a seed."
+    return finished(figure, headline, alt, origin_keys(frame), columns=1)

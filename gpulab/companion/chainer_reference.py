@@ -32,15 +32,14 @@ def published_network(python: str | None = None, folder: str | Path | None = Non
 
     Args:
         python: A Python with Chainer, else `$GPULAB_CHAINER_PYTHON`, else this one, if it has Chainer.
-        folder: Holds the authors' `net.py`, else `$GPULAB_CHAINER_PREDNET`. That file is run, in a process
-            of its own.
+        folder: Holds the authors' `net.py`, which is run in a process of its own; else `$GPULAB_CHAINER_PREDNET`.
         profile: How large.
 
     Raises:
         GpulabError: When the network does not run.
     """
-    python = python or os.environ.get("GPULAB_CHAINER_PYTHON")
-    python = python or (sys.executable if importlib.util.find_spec("chainer") else None)
+    ours = sys.executable if importlib.util.find_spec("chainer") else None
+    python = python or os.environ.get("GPULAB_CHAINER_PYTHON") or ours
     folder = folder or os.environ.get("GPULAB_CHAINER_PREDNET")
     if python is None or folder is None:
         missing = [name for name, value in (("Chainer", python), ("the authors' net.py", folder)) if not value]
@@ -49,7 +48,7 @@ def published_network(python: str | None = None, folder: str | Path | None = Non
         raise GpulabError(f"{folder}: holds no net.py; it is in the folder PredNet of the authors' repository")
     plan = protocol("prednet", profile)
     frames = next(load(plan.data, frames=plan.window * 2, size=plan.size).windows(plan.window)).frames / 255
-    channels = ",".join(str(number) for number in plan.model["channels"])
+    channels = ",".join(map(str, plan.model["channels"]))
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "frames.npy"
         np.save(file, frames.astype(np.float32), allow_pickle=False)

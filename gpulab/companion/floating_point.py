@@ -1,7 +1,7 @@
 """Which factor does it? Each one changed alone, from the same weights: one step of it, and the final loss.
 
-A factor is anything that a device may do otherwise without being wrong. Each is compared with a base that
-differs in nothing else. Factors of a GPU come from recordings where there is none.
+A factor is anything that a device may do otherwise without being wrong. Factors of a GPU come from recordings
+where there is none.
 """
 
 from __future__ import annotations
@@ -49,39 +49,30 @@ IN_SD = {"effect": "difference", "low": "low", "high": "high", "largest": "large
 
 @dataclass(frozen=True)
 class Factor:
-    """One thing that is changed: options of `gpulab.train` before and after.
-
-    `kind` is the device that it is changed on.
-    """
+    """One thing that is changed, on a `kind` of device: options of `gpulab.train` before and after."""
 
     name: str
     base: dict[str, Any]
     change: dict[str, Any]
     kind: str = "cpu"
 
-    @property
-    def emulated(self) -> bool:
-        """Whether the change is another chip's arithmetic, imitated."""
-        return Setting.parse(self.change["setting"]).emulated
-
-    @property
-    def words(self) -> str:
-        """The change in words: the option that differs."""
-        return level(self.change)
-
     def runs_here(self) -> bool:
         """Whether this machine can do both."""
-        decoder = (self.change.get("data_options") or {}).get("decoder")
+        decoder, change = _flat(self.change).get("decoder"), Setting.parse(self.change["setting"])
         if decoder and decoder not in available_decoders():
             return False
-        if Setting.parse(self.change["setting"]).isa:  # the older instructions are another setting on a newer CPU only
+        if change.isa:  # the older instructions are another setting on a newer CPU only
             return {"avx2", "avx512f"} <= cpu_flags()
         try:
-            for options in (self.base, self.change):
-                Setting.parse(options["setting"]).check()
+            Setting.parse(self.base["setting"]).check()
+            change.check()
         except GpulabError:
             return False
         return True
+
+
+def _flat(options: dict[str, Any]) -> dict[str, Any]:
+    return options | options.get("data_options", {})
 
 
 def level(options: dict[str, Any]) -> str:
@@ -90,7 +81,7 @@ def level(options: dict[str, Any]) -> str:
     >>> level({"setting": "cpu", "flip": 0})
     'cpu, flip 0'
     """
-    flat = options | (options.get("data_options") or {})
+    flat = _flat(options)
     unusual = [f"{name} {flat[name]}" for name in ("decoder", "flip", "draws") if flat.get(name) is not None]
     return ", ".join([options["setting"], *unusual])
 
@@ -129,20 +120,11 @@ def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
     return every if net == "prednet" else [factor for factor in every if factor.name != "image decoder"]
 
 
-# --- one step --------------------------------------------------------------------------------------------
-
-
-def first_step(
-    setting: str, net: str, profile: str, seeds: int, file: str, options: dict[str, Any] | None = None
-) -> None:
-    """Write what the first step of each seed computes under a setting to a safetensors file.
-
-    `losses` (seeds, frames) and `gradient` (seeds, weights), in float64 as far as the setting goes.
-    """
+def first_step(setting: str, net: str, profile: str, seeds: int, file: str, options: dict[str, Any]) -> None:
+    """Write the first step's `losses` (seeds, frames) and `gradient` (seeds, weights) to a safetensors file."""
     losses, gradients = [], []
     for seed in range(seeds):
-        step = FirstWindow(net, seed=seed, profile=profile, setting=setting, **(options or {}))
-        computed = step.gradient(setting)
+        computed = FirstWindow(net, seed=seed, profile=profile, setting=setting, **options).gradient(setting)
         losses.append(computed.losses.float())
         gradients.append(torch.cat([g.reshape(-1) for _, g in sorted(computed.gradient.items())]))
     save_file({"losses": torch.stack(losses), "gradient": torch.stack(gradients)}, file)
@@ -162,11 +144,12 @@ def _step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> 
 
     rows = []
     for factor in tqdm(chosen, unit="factor", leave=False, disable=not progress):
+        words = level(factor.change)
         levels = factor.base | {"setting": "cpu:precision=float64"}, factor.base, factor.change
         try:
             exact, base, change = (steps_under(json.dumps(options, sort_keys=True)) for options in levels)
         except RuntimeError as error:  # torch's: a device lacks an operation under this setting
-            warnings.warn(f"{factor.name}, {factor.words}: cannot be done here: {error}", stacklevel=3)
+            warnings.warn(f"{factor.name}, {words}: cannot be done here: {error}", stacklevel=3)
             continue
         distances = []
         for truth, a, b in zip(exact["gradient"], base["gradient"], change["gradient"], strict=True):
@@ -175,15 +158,13 @@ def _step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> 
         step_moved, step_error, base_error = max(distances, key=lambda distance: distance[0])
         pairs = zip(base["losses"].flatten(), change["losses"].flatten(), strict=True)
         differing = [bit for a, b in pairs if (bit := first_bit(a, b)) is not None]
+        emulated = Setting.parse(factor.change["setting"]).emulated
         rows.append(
-            {"factor": factor.name, "change": factor.words, "base": level(factor.base), "emulated": factor.emulated}
+            {"factor": factor.name, "change": words, "base": level(factor.base), "emulated": emulated}
             | {"loss_bit": min(differing, default=None), "gradient_bit": bit_of(step_moved)}
             | {"step_moved": step_moved, "step_error": step_error, "base_error": base_error}
         )
     return rows
-
-
-# --- final losses ----------------------------------------------------------------------------------------
 
 
 def _train(
@@ -206,7 +187,7 @@ def _train(
 
 def _of_level(frame: pd.DataFrame, options: dict[str, Any]) -> pd.DataFrame:
     """The runs of a frame that were made under a level."""
-    flat = options | (options.get("data_options") or {})
+    flat = _flat(options)
     jpeg = frame.data.str.startswith("jpeg:")
     fits = (frame.setting == options["setting"]) & (frame.loader == "window") & (frame.rerun == 0)
     fits &= jpeg if "data" in flat else ~jpeg
@@ -221,7 +202,7 @@ def _verdicts(frame: pd.DataFrame, chosen: list[Factor]) -> dict[str, Verdict]:
     """A verdict for each base on all that is compared with it, so that Holm's correction sees all."""
     verdicts: dict[str, Verdict] = {}
     for name, base in {level(factor.base): factor.base for factor in chosen}.items():
-        levels = {name: base} | {factor.words: factor.change for factor in chosen if factor.base == base}
+        levels = {name: base} | {level(factor.change): factor.change for factor in chosen if factor.base == base}
         parts = [_of_level(frame, options).assign(change=words) for words, options in levels.items()]
         runs = pd.concat(parts, ignore_index=True)
         if (runs.change == name).any() and runs.change.nunique() > 1:
@@ -229,27 +210,21 @@ def _verdicts(frame: pd.DataFrame, chosen: list[Factor]) -> dict[str, Verdict]:
     return verdicts
 
 
-# --- the table -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class FactorTable(Report):
     """Factors, each changed alone; `table` has a row per factor and place where it was measured.
 
-    `factor`; `change` (in words) and `base`; `source` (`made here`, `recorded` or `not recorded`), `emulated`,
-    `machine`, `network` size (`profile`).
-    One step, of a few seeds the one that moves most: `loss_bit` (the first bit of the fraction in which the loss of any
-    frame differs on any of them, see `gpulab.first_bit`), `step_moved` (relative distance of the two
-    gradients), `gradient_bit` (the bit that this reaches), `step_error` and `base_error` (relative distances
-    to the gradient that the base has in float64). The final loss: `seeds`, `effect` (mean difference in
-    standard deviations between seeds) with its interval `low`, `high`, `largest` (of any seed, in the same
-    unit), `same_bits` (seeds whose trained weights are identical) and `decision`.
-
-    `verdicts` holds the verdicts behind it, by source and base.
+    `factor`, `change` (in words), `base`; `source` (`made here`, `recorded` or `not recorded`), `emulated`,
+    `machine`, `profile`. One step, of a few seeds the one that moves most: `loss_bit` (the first bit in which the loss
+    of any frame differs on any of them, see `gpulab.first_bit`), `step_moved` (relative distance of the gradients),
+    `gradient_bit` (the bit that this reaches), `step_error` and `base_error` (relative distances to the base's
+    gradient in float64). The final loss: `seeds`, `effect` (mean difference) with its interval `low`, `high`, and
+    `largest` (of any seed), in standard deviations between seeds; `same_bits` (seeds whose trained weights are
+    identical); `decision`.
     """
 
     table: pd.DataFrame
-    verdicts: dict[tuple[str, str], Verdict] = field(default_factory=dict)
+    verdicts: dict[tuple[str, str], Verdict] = field(default_factory=dict)  # behind it, by source and base
 
     plots = "gpulab.companion.floating_point_figures"
 
@@ -276,9 +251,8 @@ def factor_table(
 ) -> FactorTable:
     """Change each factor alone, from the same weights, and say what it does to a step and to the final loss.
 
-    On this machine everything that it can do is measured: one step of a few seeds, and `seeds` trainings per
-    level. The decisions are those of `gpulab.verdict`, paired by seed, a margin of a quarter of the standard
-    deviation between seeds, corrected for the number of factors with the same base (Holm).
+    This machine measures what it can: one step of a few seeds, and `seeds` trainings per level. Decisions are those
+    of `gpulab.verdict`, corrected for the number of factors with the same base (Holm).
 
     Args:
         net: A model's name.
@@ -286,8 +260,7 @@ def factor_table(
         seeds: How many trainings per level.
         frames: How many to train on, instead of the profile's.
         store: Where the trainings are kept and resumed from.
-        recorded: Add what other machines measured, kept in `data/factors`, and a row that says so for each
-            factor of which nothing is known.
+        recorded: Add what other machines measured, and a row for each factor of which nothing is known.
         progress: Show bars.
 
     Examples:
@@ -311,10 +284,10 @@ def factor_table(
         missing = {"source": NOT_RECORDED, "decision": NOT_RECORDED}
         for factor in every:
             if factor.name not in measured:
-                rows.append({"factor": factor.name, "change": factor.words, "base": level(factor.base), **missing})
-    order = list(dict.fromkeys(factor.name for factor in every))
-    rows.sort(key=lambda row: order.index(row["factor"]))
-    table = pd.DataFrame(rows)
+                words = {"change": level(factor.change), "base": level(factor.base)}
+                rows.append({"factor": factor.name, **words, **missing})
+    order = [factor.name for factor in every]
+    table = pd.DataFrame(sorted(rows, key=lambda row: order.index(row["factor"])))
     counts = {"loss_bit", "gradient_bit", "seeds", "same_bits"} & set(table)
     return FactorTable(table.astype(dict.fromkeys(counts, "Int64")), verdicts)
 
@@ -338,9 +311,6 @@ def _with_verdicts(
     return rows, {(source, base): judged for base, judged in verdicts.items()}
 
 
-# --- what other machines recorded ------------------------------------------------------------------------
-
-
 def record_factors(
     file: str | Path,
     store: str | Path,
@@ -356,17 +326,12 @@ def record_factors(
     """Measure on this machine what `factor_table` shows of it elsewhere.
 
     Args:
-        file: JSON, for the passport and the command, one step of each factor, and how this machine converts
-            bytes, repeats itself, fuses, and decodes JPEG.
+        file: JSON, for all but the runs.
         store: Where the runs go.
-        net: A model's name.
-        profile: How large.
-        seeds: How many trainings per level.
-        frames: How many to train on, instead of the profile's.
+        net, profile, seeds, frames, progress: As for `factor_table`.
         workers: How many runs go on at the same time.
         kind: The device that the factors are changed on, `cpu` or `cuda`.
         command: What is kept as the way to make the file again.
-        progress: Show bars.
 
     Raises:
         UsageError: Where there is no such device.
@@ -399,11 +364,7 @@ def record_factors(
 
 
 def recorded_factors() -> list[dict[str, Any]]:
-    """What other machines measured of factors, as `record_factors` wrote it; a damaged file is a `DataError`.
-
-    >>> all(record["format"] == 1 for record in recorded_factors())
-    True
-    """
+    """What other machines measured of factors, as `record_factors` wrote it; a damaged file is a `DataError`."""
     return records.read_documents("factors")
 
 
@@ -423,12 +384,12 @@ def recorded_measurements(name: str) -> pd.DataFrame:
     """
     if name not in MEASURED:
         raise UsageError(f"measurement {name!r}: expected one of {', '.join(MEASURED)}")
-    parts = [pd.DataFrame(columns=["machine", "torch"])]
+    parts = []
     for record in recorded_factors():
         there = record["passport"]
         machine = records.machine(there, record["kind"])
         parts.append(pd.DataFrame(record[name]).assign(machine=machine, torch=there["software"]["torch"]))
-    return pd.concat(parts[1:] or parts, ignore_index=True)
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["machine", "torch"])
 
 
 def _recorded_rows(record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[tuple[str, str], Verdict]]:
@@ -440,11 +401,8 @@ def _recorded_rows(record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[t
     same &= (runs.gpu.fillna("") == gpus) & (runs.profile == profile) & (runs.experiment == net)
     same &= runs.frames == record["frames"]
     stepped = {(step["change"], step["base"]) for step in record["steps"]}
-    chosen = [factor for factor in factors(net, profile) if (factor.words, level(factor.base)) in stepped]
+    chosen = [factor for factor in factors(net, profile) if (level(factor.change), level(factor.base)) in stepped]
     return _with_verdicts(record["steps"], _verdicts(runs[same], chosen), RECORDED, profile, there)
-
-
-# --- words -----------------------------------------------------------------------------------------------
 
 
 def _sentences(table: pd.DataFrame) -> Iterator[str]:
@@ -475,19 +433,13 @@ def _shown(table: pd.DataFrame) -> pd.DataFrame:
         return "same" if pd.isna(value) else f"bit {value}"
 
     measured = table.source != NOT_RECORDED
-    shown = pd.DataFrame(
-        {
-            "factor": table.factor,
-            "change": table.change,
-            "source": [f"{s}, emulated" if e is True else s for s, e in zip(table.source, table.emulated, strict=True)],
-            "first bit, loss": table.loss_bit.map(bit).where(measured, ""),
-            "first bit, gradient": table.gradient_bit.map(bit).where(measured, ""),
-            "error of one step": table.step_error.map("{:.1e}".format).where(measured, ""),
-            "of the base": table.base_error.map("{:.1e}".format).where(measured, ""),
-            "effect on the loss (sd)": table.effect.map("{:+.1g}".format).where(table.seeds > 0, ""),
-            "seeds": table.seeds.where(measured),
-            "same bits": table.same_bits.where(table.seeds > 0),
-            "verdict": table.decision,
-        }
-    )
+    source = [f"{s}, emulated" if e is True else s for s, e in zip(table.source, table.emulated, strict=True)]
+    shown = table[["factor", "change"]].assign(source=source)
+    shown["first bit, loss"] = table.loss_bit.map(bit).where(measured, "")
+    shown["first bit, gradient"] = table.gradient_bit.map(bit).where(measured, "")
+    shown["error of one step"] = table.step_error.map("{:.1e}".format).where(measured, "")
+    shown["of the base"] = table.base_error.map("{:.1e}".format).where(measured, "")
+    shown["effect on the loss (sd)"] = table.effect.map("{:+.1g}".format).where(table.seeds > 0, "")
+    shown["seeds"], shown["same bits"] = table.seeds.where(measured), table.same_bits.where(table.seeds > 0)
+    shown["verdict"] = table.decision
     return shown.astype(object).where(shown.notna(), "")

@@ -54,11 +54,8 @@ def decoded(
         above.set_title(name, fontsize=8)
         below.imshow(apart.max(0), cmap="magma", vmin=0, vmax=largest, interpolation="nearest")
         below.set_title(f"{(apart > 0).mean():.0%} of the values differ, by up to {apart.max()}", fontsize=8)
-    return finished(
-        figure,
-        f"One JPEG file, {len(names)} decoders; below, the difference from {names[0]}'s pixels",
-        f"A frame decoded by {', '.join(names)}, and the differences between them.",
-    )
+    headline = f"One JPEG file, {len(names)} decoders; below, the difference from {names[0]}'s pixels"
+    return finished(figure, headline, f"A frame decoded by {', '.join(names)}, and the differences between them.")
 
 
 @draw.register
@@ -66,9 +63,8 @@ def factor_effects(report: FactorTable) -> Picture:
     """Each factor changed alone: what it does to one step, and to each seed's final loss.
 
     Left, how far the gradient of the first step moves; a tick marks what rounding alone does to it. Right,
-    how far the final loss of each seed moves, in standard deviations between seeds: filled for runs made
-    here, hollow for recorded ones, a triangle where the change is emulated. A seed that keeps its bits
-    stands at the left edge.
+    how far the final loss of each seed moves, in standard deviations between seeds. What keeps its bits stands at
+    the left edge.
 
     Args:
         report: From `gpulab.factor_table`.
@@ -110,9 +106,8 @@ def factor_effects(report: FactorTable) -> Picture:
 
     keys = [key("rounding alone: distance of the base from float64", ls="", marker="|", color=FAINT, ms=8)]
     keys.append(point_key("made here", ms=5))
-    recorded = table.source == RECORDED
-    if recorded.any():
-        keys.append(point_key(f"recorded on {', '.join(sorted(set(table.machine[recorded])))}", hollow=True, ms=5))
+    if machines := ", ".join(sorted(set(table.machine[table.source == RECORDED]))):
+        keys.append(point_key(f"recorded on {machines}", hollow=True, ms=5))
     if table.emulated.fillna(False).any():
         keys.append(point_key("emulated", marker="^", ms=5))
     for kind in sorted({str(base).partition(":")[0] for base in table.base}):

@@ -5,12 +5,13 @@ The network is `gpulab.Whitener`. What an H200 did with it is kept in `data/runs
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.axes import Axes
 
 from gpulab import records
 from gpulab.diagnostics.audits import Audit, audit
@@ -25,22 +26,18 @@ from gpulab.plots.style import (
     finished,
     loss_scale,
     metric_label,
-    plain,
     points,
 )
 from gpulab.report import Picture
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
+from gpulab.training.reproduction import Reproduction
 from gpulab.training.step import FirstWindow
 from gpulab.training.store import history
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from gpulab.training.reproduction import Reproduction
-
 MARGINS = ("0.25sd", "0.5sd")
 ARITHMETIC = ("emulate", "order", "tf32", "precision", "covariance")  # what changes how a search's trial computes
+WAY_COLOURS = {"one-pass": "#D55E00", "float32": "#0072B2", "centred": "#009E73"}
 
 
 def covariance_spectrum(
@@ -62,23 +59,19 @@ def covariance_spectrum(
         >>> (spectra.eigenvalue < 0).groupby(spectra.setting).any().tolist()
         [False, True]
     """
-    columns = ["setting", "covariance", "seed", "rank", "eigenvalue"]
-    parts = [pd.DataFrame(columns=columns)]
-    for setting in settings:
-        parsed = Setting.parse(setting)
-        for seed in seeds:
-            step = FirstWindow("whitener", seed=seed, profile=profile)
-            net = step.plan.model
-            assert isinstance(net, Whitener)
-            images = torch.from_numpy(step.frames[: net.batch_size]).float().div(255)
-            with parsed.apply(), torch.no_grad():
-                codes = net.to(parsed.device, parsed.dtype).codes(images.to(parsed.device, parsed.dtype))
-                covariances = {way: covariance(codes, way).double().cpu() for way in ways}
-            for way, matrix in covariances.items():
-                values = torch.linalg.eigvalsh(matrix).flip(0).tolist()
-                part = pd.DataFrame({"rank": range(1, len(values) + 1), "eigenvalue": values})
-                parts.append(part.assign(setting=setting, covariance=way, seed=seed)[columns])
-    return pd.concat(parts[1:] or parts, ignore_index=True)
+    rows = []
+    for setting, seed in itertools.product(settings, seeds):
+        parsed, step = Setting.parse(setting), FirstWindow("whitener", seed=seed, profile=profile)
+        net = step.plan.model
+        assert isinstance(net, Whitener)
+        images = torch.from_numpy(step.frames[: net.batch_size]).float().div(255)
+        with parsed.apply(), torch.no_grad():
+            codes = net.to(parsed.device, parsed.dtype).codes(images.to(parsed.device, parsed.dtype))
+            covariances = {way: covariance(codes, way).double().cpu() for way in ways}
+        for way, matrix in covariances.items():
+            values = torch.linalg.eigvalsh(matrix).flip(0).tolist()
+            rows += [(setting, way, seed, rank, value) for rank, value in enumerate(values, 1)]
+    return pd.DataFrame(rows, columns=["setting", "covariance", "seed", "rank", "eigenvalue"])
 
 
 def recorded_prices() -> pd.DataFrame:
@@ -92,12 +85,12 @@ def recorded_prices() -> pd.DataFrame:
         >>> bool((recorded_prices().ms > 0).all())
         True
     """
-    parts = [pd.DataFrame()]
+    rows = []
     for record in records.read_documents("precision"):
-        machine = records.machine(record["passport"])
-        common = {"machine": machine, "rounds": record["rounds"], "batch_size": record["batch_size"]}
-        parts.append(pd.DataFrame(record["ways"]).assign(**common))
-    return pd.concat(parts[1:] or parts, ignore_index=True)
+        common = {"machine": records.machine(record["passport"])}
+        common |= {name: record[name] for name in ("rounds", "batch_size")}
+        rows += [way | common for way in record["ways"]]
+    return pd.DataFrame(rows)
 
 
 def recorded_cards_audit() -> Audit:
@@ -118,15 +111,9 @@ def cards_table(frame: pd.DataFrame) -> pd.DataFrame:
         Columns `machine`, `recorded`, `setting`, `covariance`, `seeds`, `diverged`, `updates` (the median update
         at which they did) and `final_loss` (the mean of the others).
     """
-    groups = frame.assign(lost=frame.status == "diverged").groupby(
-        ["recorded", "machine", "setting", "covariance"], sort=False, as_index=False
-    )
-    return groups.agg(
-        seeds=("seed", "nunique"),
-        diverged=("lost", "sum"),
-        updates=("diverged_at", "median"),
-        final_loss=("final_loss", "mean"),
-    )
+    by, lost = ["recorded", "machine", "setting", "covariance"], frame.assign(lost=frame.status == "diverged")
+    measures = {"diverged": ("lost", "sum"), "updates": ("diverged_at", "median"), "final_loss": ("final_loss", "mean")}
+    return lost.groupby(by, sort=False, as_index=False).agg(seeds=("seed", "nunique"), **measures)
 
 
 def cards_finding(runs: pd.DataFrame, report: Audit, reproduction: Reproduction) -> str:
@@ -139,10 +126,8 @@ def cards_finding(runs: pd.DataFrame, report: Audit, reproduction: Reproduction)
     """
     lines = []
     for row in cards_table(runs[runs.covariance == "one-pass"]).itertuples():
-        where = f"recorded on {row.machine}" if row.recorded else "here"
-        lines.append(
-            f"One-pass covariance under {row.setting}, {where}: {row.diverged} of {row.seeds} seeds became NaN."
-        )
+        place = f"{row.setting}, {f'recorded on {row.machine}' if row.recorded else 'here'}"
+        lines.append(f"One-pass covariance under {place}: {row.diverged} of {row.seeds} seeds became NaN.")
     first = report.findings[0]
     lines.append(f"The audit blames {first.operation} ({first.phase}), {first.kind}, at {first.line}.")
     lines += _cures(runs[runs.recorded])
@@ -179,19 +164,13 @@ def _cures(recorded: pd.DataFrame) -> list[str]:
     return lines
 
 
-# --- figures ---------------------------------------------------------------------------------------------
-
-WAY_COLOURS = {"one-pass": "#D55E00", "float32": "#0072B2", "centred": "#009E73"}
-
-
 def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
     """Every run's loss while it learns, the old card's left and the new one's right; a cross where it became NaN.
 
     Emulated runs are dashed, recorded ones thin, their crosses hollow.
 
     Args:
-        old: Runs, from `gpulab.runs`, in the old card's arithmetic.
-        new: Runs in the new card's.
+        old, new: Runs, from `gpulab.runs`, in the arithmetic of the one card and of the other.
     """
     figure, panels = canvas(2, height=3.9, share_rows=True)
     counts = []
@@ -201,9 +180,8 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
         for setting, runs in frame.groupby("setting", sort=False):
             _draw_runs(axes, str(setting), runs, lost[lost.setting == setting])
         axes.set_title(f"{name}: {counts[-1]} runs became NaN", fontsize=9)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(plain)
-        axes.set_xlabel("updates")
+        axes.set(xscale="log", xlabel="updates")
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.margins(y=0.3)
         loss_scale(axes)
         axes.legend(fontsize=7, frameon=False, loc="lower left")
@@ -214,12 +192,11 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
         crosses = "a cross: a run that\nbecame NaN at this\nupdate (hollow:\nrecorded)"
         panels[1].annotate(crosses, (0.99, 0.75), xycoords="axes fraction", ha="right", va="center", fontsize=7)
     panels[0].set_ylabel(metric_label("loss").replace("frame", "image"), fontsize=9)
-    return finished(
-        figure,
-        "One network, one seed after another, on two cards' arithmetic",
+    alt = (
         f"Loss against updates, a line for each run. Of the old card's runs {counts[0]} became NaN, of the new "
-        f"card's {counts[1]}, each marked by a cross at the update where it did.",
+        f"card's {counts[1]}, each marked by a cross at the update where it did."
     )
+    return finished(figure, "One network, one seed after another, on two cards' arithmetic", alt)
 
 
 def _draw_runs(axes: Axes, setting: str, runs: pd.DataFrame, lost: pd.DataFrame) -> None:
@@ -251,9 +228,8 @@ def spectrum(frame: pd.DataFrame) -> Picture:
         emulated = Setting.parse(setting).emulated
         tint = WAY_COLOURS[way] if emulated else INK
         names.append(f"{way}\n{'emulated' if emulated else 'float32'}")
-        one = rows[rows.seed == worst]
+        one, low = rows[rows.seed == worst], smallest[setting, way]
         left.plot(one["rank"], one.eigenvalue, ls=dashes(setting), lw=1.2, color=tint, label=f"{way}, {setting}")
-        low = smallest[setting, way]
         aside = np.linspace(-0.2, 0.2, len(low)) if len(low) > 1 else np.zeros(1)
         right.scatter(place + aside, low, s=20, color=tint, zorder=3)
     for axes in (left, right):
@@ -266,13 +242,12 @@ def spectrum(frame: pd.DataFrame) -> Picture:
     right.set_xticks(range(len(names)), names, fontsize=7)
     right.set_xlabel("smallest eigenvalue, a point a seed")
     lost, seeds = int((smallest.xs("one-pass", level="covariance") < -EPSILON).sum()), frame.seed.nunique()
-    return finished(
-        figure,
-        f"First batch: in one pass {lost} of {seeds} covariances have an eigenvalue too negative for a factor",
+    headline = f"First batch: in one pass {lost} of {seeds} covariances have an eigenvalue too negative for a factor"
+    alt = (
         f"Eigenvalues of the covariance of one batch by rank, and the smallest one for each of "
-        f"{seeds} seeds, by setting and way of computing; below minus {EPSILON:g} there is no factor.",
-        left.get_legend_handles_labels()[0],
+        f"{seeds} seeds, by setting and way of computing; below minus {EPSILON:g} there is no factor."
     )
+    return finished(figure, headline, alt, left.get_legend_handles_labels()[0])
 
 
 def prices(frame: pd.DataFrame) -> Picture:
@@ -285,14 +260,10 @@ def prices(frame: pd.DataFrame) -> Picture:
         points(axes, row.ms, place, colour(row.setting), hollow=True, s=42, linewidths=1.6)
         axes.annotate(f"{row.ms:.1f} ms, {slowest / row.ms:.2f}×", (row.ms, place), **beside)
     axes.set_yticks(range(len(frame)), frame.setting + ", " + frame.covariance, fontsize=8)
-    axes.set_ylim(len(frame) - 0.5, -0.5)
-    axes.set_xlim(0, 1.25 * slowest)
+    axes.set(xlim=(0, 1.25 * slowest), ylim=(len(frame) - 0.5, -0.5))
     axes.set_xlabel(f"milliseconds a step (median and quartiles), batches of {frame.batch_size.iloc[0]:,} images")
     machines = ", ".join(sorted(frame.machine.unique()))
     times = slowest / frame[frame.ms < slowest].ms
     headline = f"{times.min():.2g} to {times.max():.2g} times as fast as the slowest" if len(times) else "One way alone"
-    return finished(
-        figure,
-        f"{headline}, recorded on {machines}",
-        f"Milliseconds a step on {machines} for float32 and for TF32 with either cure.",
-    )
+    alt = f"Milliseconds a step on {machines} for float32 and for TF32 with either cure."
+    return finished(figure, f"{headline}, recorded on {machines}", alt)

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,8 +33,8 @@ class Result:
     peak_memory_bytes: int
     error: str | None
     notebook: Path
-    findings: list[str] = field(default_factory=list)
-    figures: list[dict[str, str]] = field(default_factory=list)
+    findings: list[str]
+    figures: list[dict[str, str]]
 
 
 def find_notebooks(folder: Path, only: str | None) -> list[Path]:
@@ -75,10 +75,8 @@ def execute(
     for file in (bar := tqdm.tqdm(files, unit="notebook", bar_format=form)):
         bar.set_postfix_str(file.stem)
         results.append(result := _execute_one(file, output / "notebooks" / file.name, parameters))
-        bar.write(
-            f"{file.stem}: {'FAILED' if result.error else 'ok'}, {result.seconds:.0f} s, "
-            f"peak memory {result.peak_memory_bytes / 2**20:.0f} MiB"
-        )
+        state, memory = "FAILED" if result.error else "ok", f"{result.peak_memory_bytes / 2**20:.0f} MiB"
+        bar.write(f"{file.stem}: {state}, {result.seconds:.0f} s, peak memory {memory}")
     return results
 
 
@@ -88,15 +86,11 @@ def execute_in_place(notebooks: Path, only: str | None = None) -> list[Path]:
     import nbformat
 
     files = find_notebooks(notebooks, only)
+    how: dict[str, Any] = {"timeout": CELL_SECONDS, "kernel_name": KERNEL, "extra_arguments": QUIET}
     for file in files:
         notebook = nbformat.read(file, as_version=4)
-        nbclient.NotebookClient(
-            notebook,
-            timeout=CELL_SECONDS,
-            kernel_name=KERNEL,
-            resources={"metadata": {"path": str(file.parent)}},
-            extra_arguments=QUIET,
-        ).execute(env={**os.environ, **PATIENCE})
+        client = nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(file.parent)}}, **how)
+        client.execute(env={**os.environ, **PATIENCE})
         tidy(notebook)
         nbformat.write(notebook, file)
     return files
@@ -143,35 +137,26 @@ def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Resu
             if "image/png" in data:
                 alt = output.metadata.get("image/png", {}).get("alt") or data.get("text/plain", "")
                 figures.append({"png": data["image/png"].replace("\n", ""), "alt": alt})
-    return Result(
-        name=source.stem,
-        title=next((heading[1] for heading in headings if heading), source.stem),
-        seconds=seconds,
-        peak_memory_bytes=peak[0],
-        error=error,
-        notebook=target,
-        findings=findings,
-        figures=figures,
-    )
+    title = next((heading[1] for heading in headings if heading), source.stem)
+    return Result(source.stem, title, seconds, peak[0], error, target, findings, figures)
 
 
 def tidy(notebook: Any) -> None:
     """Take out what execution leaves behind and nobody reads: bars, warnings on stderr, timings."""
-    notebook.cells = [
-        cell for cell in notebook.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])
-    ]
+    error = "papermill-error-cell-tag"
+    notebook.cells = [cell for cell in notebook.cells if error not in cell.metadata.get("tags", [])]
     for part in (notebook, *notebook.cells):
         for name in ("papermill", "execution", "widgets"):
             part.metadata.pop(name, None)
     for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr" and _stands(output)]
-
-
-def _stands(output: Any) -> bool:
-    """Whether an output can be seen without a kernel; a widget by its still picture, if it brings one."""
-    data = output.get("data", {})
-    return data.pop("application/vnd.jupyter.widget-view+json", None) is None or "image/png" in data
+        if cell.cell_type != "code":
+            continue
+        outputs, cell.outputs = cell.outputs, []
+        for output in outputs:
+            data = output.get("data", {})
+            widget = data.pop("application/vnd.jupyter.widget-view+json", None)
+            if output.get("name") != "stderr" and (widget is None or "image/png" in data):  # its still picture
+                cell.outputs.append(output)
 
 
 def write_report(results: list[Result], output: Path, profile: str) -> Path:
@@ -195,9 +180,8 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
     )
     report = folder / "index.html"
     report.write_text(page, encoding="utf-8")
-    rows = [asdict(result) | {"notebook": result.notebook.name} for result in results]
-    for row in rows:
-        del row["figures"]
+    rows = [vars(result) | {"notebook": result.notebook.name} for result in results]
+    rows = [{name: value for name, value in row.items() if name != "figures"} for row in rows]
     (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return report.resolve()
 

@@ -15,8 +15,6 @@ COMPARED = {"index_fraction": "share of ways down", "smallest": "steepest way do
 def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame | None = None) -> str:
     """Sentences about escapes and curvature, or one of them.
 
-    Settings are compared where two or more of one machine or more looked at the same seeds.
-
     Args:
         escapes: The `table` of `gpulab.escape_table`.
         curvature: From `gpulab.curvature_along`.
@@ -77,13 +75,13 @@ def _same_batches(table: pd.DataFrame) -> list[str]:
         return []
     arithmetic = float((steps.max(axis=1) / steps.min(axis=1) - 1).median())
     seeds = float((steps.max() / steps.min() - 1).median())
-    text = (
+    batches = "So with minibatches it is the batches that lead away, and the arithmetic hardly matters."
+    both = "So even with minibatches the arithmetic matters here as much as the seed."
+    return [
         f"With the same minibatches, the escape takes {arithmetic:.1%} longer in the slowest arithmetic than in the "
-        f"fastest (median of {len(steps)} seeds); from seed to seed it takes up to {seeds:.0%} longer."
-    )
-    if arithmetic < seeds / 2:
-        return [text, "So with minibatches it is the batches that lead away, and the arithmetic hardly matters."]
-    return [text, "So even with minibatches the arithmetic matters here as much as the seed."]
+        f"fastest (median of {len(steps)} seeds); from seed to seed it takes up to {seeds:.0%} longer.",
+        batches if arithmetic < seeds / 2 else both,
+    ]
 
 
 def _curvature(frame: pd.DataFrame) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 import torch
@@ -13,15 +13,26 @@ from gpulab.errors import UsageError
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.numerics.sums import format_bits
 from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN, bits, landscape_slice
-
-if TYPE_CHECKING:
-    from gpulab.report import Picture
-    from gpulab.saddles import Landscape
+from gpulab.report import Picture
+from gpulab.saddles.landscapes import Landscape
 
 COLOURS = (SIGN, *[EXPONENT] * 8, *[FRACTION] * 23)  # as in the picture
 
 
-def bit_explorer(x: float = 0.1, name: str = "tf32") -> BitExplorer:
+class Explorer(ipywidgets.VBox):
+    """Widgets that a still `picture` stands for where no kernel runs."""
+
+    def picture(self) -> Picture:
+        """What stands there without a kernel."""
+        raise NotImplementedError
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        """The widget, and the picture for those who cannot run it."""
+        still, about = self.picture()._repr_mimebundle_()
+        return super()._repr_mimebundle_(**options) | still, about
+
+
+class BitExplorer(Explorer):
     """The bits of a number, to be clicked; below them what a format makes of it.
 
     Type a number or click a bit of its float32 pattern; choose a format and a rounding. In a notebook that
@@ -35,32 +46,11 @@ def bit_explorer(x: float = 0.1, name: str = "tf32") -> BitExplorer:
         UsageError: For an unknown format.
 
     Examples:
-        >>> explorer = bit_explorer(1.0)
+        >>> explorer = BitExplorer(1.0)
         >>> explorer.bits[-1].value = True  # a click on the last bit
         >>> explorer.number.value
         1.0000001192092896
     """
-    return BitExplorer(x, name)
-
-
-class Explorer(ipywidgets.VBox):
-    """Widgets that a still `picture` stands for where no kernel runs."""
-
-    def picture(self) -> Picture:
-        """What stands there without a kernel."""
-        raise NotImplementedError
-
-    def _repr_mimebundle_(self, **options: Any) -> Any:
-        """The widget, and the picture for those who cannot run it."""
-        bundle = super()._repr_mimebundle_(**options)
-        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        still = self.picture()
-        more, about = still._repr_mimebundle_()
-        return {**more, **(data or {}), "text/plain": still.alt}, {**(metadata or {}), **about}
-
-
-class BitExplorer(Explorer):
-    """See `bit_explorer`: `number`, `format`, `rounding` and the 32 `bits` are widgets, `answer` their result."""
 
     def __init__(self, x: float = 0.1, name: str = "tf32") -> None:
         if name not in FORMATS:
@@ -78,8 +68,8 @@ class BitExplorer(Explorer):
         row = ipywidgets.HBox([ipywidgets.HBox(group, layout=apart) for group in groups])
         super().__init__([ipywidgets.HBox([self.number, self.format, self.rounding]), row, self.answer])
         self.number.observe(self._typed, "value")
-        for widget in (self.format, self.rounding):
-            widget.observe(self._show, "value")
+        self.format.observe(self._show, "value")
+        self.rounding.observe(self._show, "value")
         for bit in self.bits:
             bit.observe(self._clicked, "value")
         self._typed()
@@ -126,10 +116,11 @@ class BitExplorer(Explorer):
         )
 
 
-def slice_explorer(landscape: Landscape) -> SliceExplorer:
+class SliceExplorer(Explorer):
     """The loss along a line through a network's weights, which a slider turns from the steepest way down to that up.
 
-    In a notebook that no kernel runs, the slice along the steepest way down stands there instead.
+    Sliders are `angle`, in degrees, and `reach`, a multiple of the landscape's extent. In a notebook that no kernel
+    runs, the slice along the steepest way down stands there instead.
 
     Args:
         landscape: From `gpulab.landscape`.
@@ -138,14 +129,9 @@ def slice_explorer(landscape: Landscape) -> SliceExplorer:
         >>> import gpulab
         >>> layer = torch.nn.Linear(3, 1)
         >>> around = gpulab.landscape(layer, torch.nn.functional.mse_loss, (torch.randn(9, 3), torch.randn(9, 1)))
-        >>> explorer = slice_explorer(around)
+        >>> explorer = SliceExplorer(around)
         >>> explorer.angle.value = 90
     """
-    return SliceExplorer(landscape)
-
-
-class SliceExplorer(Explorer):
-    """See `slice_explorer`: `angle` in degrees and `reach`, as a multiple of the landscape's extent, are sliders."""
 
     def __init__(self, landscape: Landscape) -> None:
         self.landscape = landscape
@@ -159,7 +145,11 @@ class SliceExplorer(Explorer):
 
     def picture(self) -> Picture:
         """What stands there without a kernel: the slice that the sliders ask for."""
-        return landscape_slice(self.landscape, self.angle.value, self.reach.value * self.landscape.extent)
+        line = self.landscape.slice(self.angle.value, self.reach.value * self.landscape.extent)
+        return landscape_slice(self.landscape, line, self.angle.value)
 
     def _show(self, _: Any = None) -> None:
         self.image.value = self.picture().png()
+
+
+bit_explorer, slice_explorer = BitExplorer, SliceExplorer

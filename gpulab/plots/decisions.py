@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from gpulab.plots.style import (
     FAINT,
     INK,
     Look,
-    Picture,
     canvas,
     finished,
     is_recorded,
@@ -24,18 +23,13 @@ from gpulab.plots.style import (
     metric_label,
     origin_keys,
     points,
-    with_minus,
 )
-from gpulab.report import draw
+from gpulab.report import Picture, draw
 from gpulab.stats.verdicts import Verdict
 from gpulab.training.reproduction import WITHIN, Reproduction
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 GREEN, RED = "#117733", "#CC3311"  # of no setting: colours here say how a change was judged
-# how a trial is drawn: colour, marker, size
-LOOKS: dict[str, tuple[str, str, float]] = {
+LOOKS: dict[str, tuple[str, str, float]] = {  # of a trial: colour, marker, size
     "confirmed on fresh seeds": (GREEN, "*", 190),
     "equivalent, not confirmed": (GREEN, "o", 42),
     "inconclusive": (FAINT, "s", 30),
@@ -53,8 +47,7 @@ def estimation(verdict: Verdict) -> Picture:
     Left, the metric of each seed under each level, the same seed joined by a thin line; diverged runs
     are crosses at the right edge. Right, the differences from the reference in standard deviations
     between seeds (in the metric's units where there is no such spread), their mean with its BCa
-    interval, and the margin as a band; the axis is linear around zero and logarithmic outside where
-    the differences are much smaller than the margin.
+    interval, and the margin as a band.
 
     Args:
         verdict: From `gpulab.verdict`.
@@ -67,8 +60,8 @@ def estimation(verdict: Verdict) -> Picture:
     rows = {level: row for row, level in enumerate(levels)}
     tints = level_colours(factor, levels)
     blocks = sorted(verdict.runs[block].unique())
-    # how far above or below its row a seed is drawn, the same in every row
-    aside = dict(zip(blocks, np.linspace(-0.2, 0.2, len(blocks)) if len(blocks) > 1 else [0.0], strict=True))
+    offsets = np.linspace(-0.2, 0.2, len(blocks)) if len(blocks) > 1 else [0.0]
+    aside = dict(zip(blocks, offsets, strict=True))  # how far from its row a seed is drawn, the same in every row
     dots: Look = {"s": 20 if len(blocks) <= 40 else 5, "linewidths": 1.0, "alpha": 0.9}
     figure, (left, right) = canvas(2, height=1.9 + 0.4 * len(levels), share_rows=True)
 
@@ -81,7 +74,7 @@ def estimation(verdict: Verdict) -> Picture:
         left.xaxis.set_major_locator(MaxNLocator(4))
         if (low, high) == (0, 1):
             left.set_xticks([0, 1])
-        log_scale(left.xaxis, low, high, fine=30, numbers="{:g}")
+        log_scale(left.xaxis, low, high, fine=30, numbers="{x:g}")
     for _, seed in runs[~diverged].sort_values("height").groupby(block):
         left.plot(seed[verdict.metric], seed.height, color=FAINT, lw=0.5, alpha=0.7, zorder=1)
     for (level, recorded), some in runs[~diverged].groupby([factor, "recorded"]):
@@ -124,11 +117,9 @@ def estimation(verdict: Verdict) -> Picture:
     keys.append(key(f"mean, {1 - verdict.alpha:.0%} interval", color=INK, marker="D", ms=4, lw=1.8))
     if len(table):
         keys.append(margin_key(margin))
-    headline = _decided(verdict)
-    alt = (
-        f"{verdict.metric} of each {block} under {', '.join(map(str, levels))}, and the differences from "
-        f"{verdict.reference} with intervals and the margin. {headline}."
-    )
+    headline, names = _decided(verdict), ", ".join(map(str, levels))
+    differences = f"the differences from {verdict.reference} with intervals and the margin"
+    alt = f"{verdict.metric} of each {block} under {names}, and {differences}. {headline}."
     return finished(figure, headline, alt, keys)
 
 
@@ -164,7 +155,7 @@ def _decided(verdict: Verdict) -> str:
     if len(decisions) == 1:
         ((level, decision),) = decisions.items()
         return f"{level} against {verdict.reference}: {decision}"
-    counts = pd.Series(list(decisions.values())).value_counts()
+    counts = verdict.table.decision.value_counts()
     return f"Against {verdict.reference}: " + ", ".join(f"{n} {decision}" for decision, n in counts.items())
 
 
@@ -172,14 +163,17 @@ def _decided(verdict: Verdict) -> str:
 def changes(reproduction: Reproduction) -> Picture:
     """Each change that a search tried, by its distance from the original, and the difference that it left.
 
-    Differences are from the target and in margins, linear inside the margin (the band) and logarithmic far
-    outside, with their intervals. Trials without any difference, because the runs diverged or failed, stand
-    at the top.
+    Differences are from the target and in margins, with their intervals. Trials without any, because the runs
+    diverged or failed, stand at the top.
 
     Args:
         reproduction: From `gpulab.reproduce`.
     """
-    table = reproduction.table.assign(look=[_look(row) for row in reproduction.table.to_dict("records")])
+    table = reproduction.table
+    looks = table.decision.astype(object).mask(table.decision.isin(WITHIN), "equivalent, not confirmed")
+    looks = looks.mask(table.state == "pruned", "pruned").mask(table.confirmed.astype(bool), "confirmed on fresh seeds")
+    looks = looks.mask(table.diverged.astype(bool), "diverged").mask(table.state == "failed", "failed")
+    table = table.assign(look=looks)
     widest = max(1.0, table.distance.max())
     alike = table.groupby(table.distance.round(2))  # changes of one distance stand beside each other
     middle = (alike.look.transform("size") - 1) / 2
@@ -200,17 +194,11 @@ def changes(reproduction: Reproduction) -> Picture:
         axes.scatter(top.place, np.full(len(top), 0.97), transform=axes.get_xaxis_transform(), **dots)
     for row in table[(table.distance == 0) | (table.index == reproduction.chosen)].itertuples():
         left, top = row.distance > table.distance.max() / 2, lost[row.Index]
-        axes.annotate(
-            row.changes if row.distance else "nothing changed",
-            (row.place, 0.97 if top else row.difference),
-            (-8 if left else 8, -12 if top else 9),
-            xycoords=axes.get_xaxis_transform() if top else "data",
-            textcoords="offset points",
-            ha="right" if left else "left",
-            va="center",
-            fontsize=8,
-            zorder=5,
-        )
+        at: Look = {"xy": (row.place, row.difference), "xytext": (-8 if left else 8, -12 if top else 9)}
+        if top:
+            at |= {"xy": (row.place, 0.97), "xycoords": axes.get_xaxis_transform()}
+        at |= {"textcoords": "offset points", "ha": "right" if left else "left", "va": "center"}
+        axes.annotate(row.changes if row.distance else "nothing changed", fontsize=8, zorder=5, **at)
     _margin_scale(axes, table.loc[~lost, measures].to_numpy())
     axes.set_xticks(MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(0, widest))
     axes.set_xlim(-0.12 * widest, 1.15 * widest)
@@ -236,18 +224,6 @@ def changes(reproduction: Reproduction) -> Picture:
     return finished(figure, headline, alt, [*keys, margin_key(reproduction.margin)], columns=4)
 
 
-def _look(row: dict[str, Any]) -> str:
-    if row["state"] == "failed":
-        return "failed"
-    if row["diverged"]:
-        return "diverged"
-    if row["confirmed"]:
-        return "confirmed on fresh seeds"
-    if row["state"] == "pruned":
-        return "pruned"
-    return "equivalent, not confirmed" if row["decision"] in WITHIN else row["decision"]
-
-
 def _margin_scale(axes: Axes, ends: np.ndarray) -> None:
     """Linear where nothing is further than four margins, else linear inside one margin and logarithmic beyond."""
     widest = max(1.0, np.nanmax(np.abs(ends), initial=0.0))
@@ -258,5 +234,5 @@ def _margin_scale(axes: Axes, ends: np.ndarray) -> None:
         axes.set_yticks([*(-power for power in reversed(powers)), 0, *powers])
     else:
         axes.set_ylim(-1.3 * widest, 1.4 * widest)
-    axes.yaxis.set_major_formatter(with_minus)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()

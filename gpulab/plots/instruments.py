@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from matplotlib.patches import Rectangle
+from torch import Tensor
 
 from gpulab.diagnostics.audits import Audit
 from gpulab.errors import UsageError
@@ -16,13 +17,11 @@ from gpulab.numerics.formats import FORMATS, round_to
 from gpulab.numerics.sums import format_bits
 from gpulab.plots.style import (
     BESIDE,
-    CPU_COLOURS,
     FAINT,
     INK,
     ON_CPU,
     ON_GPU,
     Look,
-    Picture,
     canvas,
     colour,
     dashes,
@@ -36,19 +35,13 @@ from gpulab.plots.style import (
     points,
     setting_keys,
     setting_order,
-    with_minus,
 )
-from gpulab.report import draw
+from gpulab.report import Picture, draw
 from gpulab.saddles.curvature import row_spectra
 from gpulab.saddles.escapes import EscapeTable
-from gpulab.saddles.landscapes import Surface
+from gpulab.saddles.landscapes import Landscape, Surface
 from gpulab.saddles.spectrum import ZERO
 from gpulab.stats.verdicts import check_one_protocol
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from gpulab.saddles import Landscape
 
 SHOWN_FORMATS = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 SIGN, EXPONENT, FRACTION = "#D55E00", "#009E73", "#0072B2"
@@ -59,18 +52,14 @@ FLOOR = 1e-17  # displacements that a logarithmic axis can do without
 HERE: Look = {"marker": "o", "ms": 7, "color": "white", "markeredgecolor": INK}  # where a network is
 
 
-# --- numbers and devices ---------------------------------------------------------------------------------
-
-
 def bits(x: float, formats: Sequence[str] | None = None) -> Picture:
     """The bits of a number in float32, and after it was rounded to each format, as that format stores them.
 
-    A box is a bit: sign, exponent, fraction; filled ones are 1. Fractions begin in one column, so that what
-    a format drops is seen on the right.
+    A box is a bit; filled ones are 1. Fractions begin in one column: what a format drops is missing on the right.
 
     Args:
         x: The number.
-        formats: Names of formats, by default the usual six.
+        formats: Names, by default the usual six.
 
     Raises:
         UsageError: For an unknown format.
@@ -91,9 +80,9 @@ def bits(x: float, formats: Sequence[str] | None = None) -> Picture:
             axes.add_patch(Rectangle((place + 0.08, row + 0.1), 0.84, 0.8, facecolor=face, edgecolor=tint, lw=0.8))
             axes.text(place + 0.5, row + 0.52, bit, ha="center", va="center", fontsize=6, color=ink)
         value = round_to(torch.tensor([x], dtype=torch.float32), name).item()
+        off = abs(value - x)
         axes.text(-0.4, row + 0.5, name, ha="right", va="center", fontsize=8)
         axes.text(32.5, row + 0.5, f"{value:.10g}", va="center", fontsize=8)
-        off = abs(value - x)
         note = "exact" if off == 0 else f"off by {off:.0e}" if np.isfinite(off) else ""
         axes.text(46, row + 0.5, note, ha="right", va="center", fontsize=7, color=FAINT)
     for middle, label, tint in ((0.5, "±", SIGN), (5, "exponent", EXPONENT), (20.5, "fraction", FRACTION)):
@@ -115,12 +104,12 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
     away = np.round((shuffled.double().numpy() - exact) / ulp).astype(int)
     named = table[table.order != "exact"]
     places = np.round((named["sum"].to_numpy(float) - exact) / ulp).astype(int)
-    figure, (axes,) = canvas(1, height=3.6)
     values, counts = np.unique(away, return_counts=True)
-    axes.bar(values, counts, width=0.8, color=CPU_COLOURS["cpu:threads=1"])
+    figure, (axes,) = canvas(1, height=3.6)
+    axes.bar(values, counts, width=0.8, color=colour("cpu:threads=1"))
     axes.axvline(0, color=INK, lw=1, ls="--")
-    label: Look = {"va": "center", "fontsize": 7.5}
-    label["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    label: Look = {"va": "center", "fontsize": 7.5, "bbox": white}
     for height, place in enumerate(np.unique(places)):
         level = counts.max() * (1.12 + 0.11 * height)
         axes.plot([place, place], [0, level], color=ON_GPU, lw=0.8, zorder=0)
@@ -129,18 +118,17 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
         axes.plot(place, level, marker="o", ms=4, color=ON_GPU, zorder=5)
     axes.set_xlabel("distance from the exact sum (units in the last place of float32)")
     axes.set_ylabel(f"how many of {len(away)} random orders")
-    return finished(
-        figure,
-        f"{len(values)} different sums of the same numbers; {(away == 0).mean():.0%} of the orders give the exact one",
-        f"Histogram of the error of {len(away)} sums in random order, with named orders marked.",
-    )
+    right = (away == 0).mean()
+    headline = f"{len(values)} different sums of the same numbers; {right:.0%} of the orders give the exact one"
+    alt = f"Histogram of the error of {len(away)} sums in random order, with named orders marked."
+    return finished(figure, headline, alt)
 
 
 def roofline(frame: pd.DataFrame) -> Picture:
     """Measured rates against arithmetic intensity, under each device's measured ceilings.
 
     Args:
-        frame: From `gpulab.roofline`, or `gpulab.recorded_rooflines` with the column `machine`.
+        frame: From `gpulab.roofline` or `gpulab.recorded_rooflines`.
 
     References:
         Williams, Waterman, Patterson 2009, *Roofline: an insightful visual performance model* (CACM 52).
@@ -155,8 +143,8 @@ def roofline(frame: pd.DataFrame) -> Picture:
         axes.plot(intensities, np.minimum(bandwidth * intensities, peak), color=colour(setting), lw=1.5, label=label)
         for kind, marker in (("matrix", "o"), ("network", "D"), ("memory", "s")):
             some = device[(device.kind == kind) & (device.flop > 0)]
-            look: Look = {"marker": marker, "s": 28, "linewidths": None}
-            points(axes, some.intensity, some.gflops, colour(setting), bool(machine), **look)
+            shape: Look = {"marker": marker, "s": 28, "linewidths": None}
+            points(axes, some.intensity, some.gflops, colour(setting), bool(machine), **shape)
         layers = device[device.kind == "network"]
         networks.append(layers.assign(reached=layers.gflops / np.minimum(bandwidth * layers.intensity, peak)))
     layers = pd.concat(networks)
@@ -164,71 +152,55 @@ def roofline(frame: pd.DataFrame) -> Picture:
     for row in layers.drop_duplicates("operation").itertuples():
         axes.axvline(row.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
         axes.annotate(row.operation, (row.intensity, 0.01), rotation=90, color=INK, **below)
-    axes.set(xscale="log", yscale="log")
-    axes.set(xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
+    axes.yaxis.set_major_formatter("{x:,g}")
     axes.legend(fontsize=8, frameon=False, loc="upper left")
     least = layers.sort_values("reached").iloc[0]
-    return finished(
-        figure,
-        f"The least used: {least.operation} reaches {least.reached:.1%} of its ceiling",
-        "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic.",
-    )
+    alt = "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic."
+    return finished(figure, f"The least used: {least.operation} reaches {least.reached:.1%} of its ceiling", alt)
 
 
 @draw.register
 def audit(report: Audit) -> Picture:
     """The error of each operation's result, all that came before it included, along a training step.
 
-    Lines are the two settings against float64; the dots, what each operation's own rounding may
-    explain; a cross marks a finding.
+    Dots are what each operation's own rounding may explain; a cross marks a finding.
 
     Args:
         report: From `gpulab.audit`.
     """
-    table = report.table.reset_index(names="place")
+    table = report.table.reset_index(drop=True)
     errors = table[["so_far_a", "so_far_b"]]
-    colours = [colour(report.a.setting), colour(report.b.setting)]
-    if colours[0] == colours[1]:
-        colours[1] = INK
+    drawn = errors.replace(0, np.nan)
+    first, second = colour(report.a.setting), colour(report.b.setting)
+    second = INK if second == first else second
+    lines: tuple[Look, Look] = {"color": first, "lw": 1.4}, {"color": second, "lw": 1.0, "ls": "--"}
     figure, (axes,) = canvas(1, height=3.8)
-    for side, trace, tint in zip("ab", (report.a, report.b), colours, strict=True):
-        bound = table[f"bound_{side}"].replace(0, np.nan)
-        explained = "rounding explains" if side == "a" else None
-        axes.scatter(table.place, bound, s=4, color=FAINT, zorder=1, label=explained)
-        line: Look = {"lw": 1.4} if side == "a" else {"lw": 1.0, "ls": "--"}
-        so_far = table[f"so_far_{side}"].replace(0, np.nan)
-        axes.plot(table.place, so_far, color=tint, alpha=0.9, label=f"{trace.title}, so far", **line)
-    found = table.kind != "rounding"
-    heights = errors.max(axis=1).bfill().ffill()  # what ran on one side has no height
+    for side, trace, line in zip("ab", (report.a, report.b), lines, strict=True):
+        bound, explained = table[f"bound_{side}"].replace(0, np.nan), "rounding explains" if side == "a" else None
+        axes.scatter(table.index, bound, s=4, color=FAINT, zorder=1, label=explained)
+        axes.plot(table.index, drawn[f"so_far_{side}"], alpha=0.9, label=f"{trace.title}, so far", **line)
+    heights = errors.max(axis=1).bfill().ffill()[table.kind != "rounding"]  # what ran on one side has no height
     cross: Look = {"marker": "x", "s": 26, "color": INK, "zorder": 4}
-    axes.scatter(table.place[found], heights[found], label="finding" if found.any() else None, **cross)
+    axes.scatter(heights.index, heights, label="finding" if len(heights) else None, **cross)
     backward = table.index[table.phase == "backward"]
     if len(backward):
         axes.axvline(backward[0] - 0.5, color=FAINT, lw=0.8)
         axes.annotate(" backward", (backward[0], 0.98), xycoords=("data", "axes fraction"), va="top", fontsize=8)
     axes.set_yscale("log")
-    drawn = errors.replace(0, np.nan)
     if drawn.notna().any(axis=None):  # a bound far outside says nothing here
         axes.set_ylim(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30))
     axes.set(xlabel="operation, in the order of the step", ylabel="error against float64, relative")
-    return finished(
-        figure,
-        f"Worst finding: {report.kind}; the largest error against float64 is {errors.max(axis=None):.1e}",
-        f"Relative error against float64 along the operations of a step, under {report.a.title} and {report.b.title}.",
-        axes.get_legend_handles_labels()[0],
-        columns=4,
-    )
-
-
-# --- curvature along trainings ---------------------------------------------------------------------------
+    headline = f"Worst finding: {report.kind}; the largest error against float64 is {errors.max(axis=None):.1e}"
+    sides = f"{report.a.title} and {report.b.title}"
+    alt = f"Relative error against float64 along the operations of a step, under {sides}."
+    return finished(figure, headline, alt, axes.get_legend_handles_labels()[0], columns=4)
 
 
 def index_against_loss(frame: pd.DataFrame) -> Picture:
     """The share of directions that lead down against the loss, at each snapshot of each training.
 
-    Thin lines join the snapshots of a seed; its beginning is a small cross. The vertical lines are standard
-    errors.
+    Thin lines join the snapshots of a seed; its beginning is a cross. Vertical lines are standard errors.
 
     Args:
         frame: From `gpulab.curvature_along` or `gpulab.recorded_curvature`, one network or two.
@@ -237,17 +209,15 @@ def index_against_loss(frame: pd.DataFrame) -> Picture:
         UsageError: Where no row has numbers.
     """
     measured = _measured(frame)
-    networks = list(measured.experiment.unique())[:2]
+    networks, correlations = list(measured.experiment.unique())[:2], []
     figure, panels = canvas(len(networks), height=3.7)
-    correlations = []
     for axes, network in zip(panels, networks, strict=True):
-        some = measured[measured.experiment == network]
+        some = measured[measured.experiment == network].sort_values("step")
         floor = 0.5 * some.index_fraction[some.index_fraction > 0].min()  # where those without a way down stand
         for (setting, _, recorded), run in some.groupby(["setting", "seed", "recorded"]):
-            run = run.sort_values("step")
             tint, height = colour(setting), run.index_fraction.clip(lower=floor)
-            axes.plot(run.loss, height, color=tint, ls=dashes(setting), lw=0.6, alpha=0.6, zorder=1)
             low = (run.index_fraction - run.index_error).clip(lower=floor)
+            axes.plot(run.loss, height, color=tint, ls=dashes(setting), lw=0.6, alpha=0.6, zorder=1)
             axes.vlines(run.loss, low, height + run.index_error, color=tint, lw=0.8, alpha=0.6, zorder=1)
             points(axes, run.loss, height, tint, recorded, alpha=0.9)
             axes.scatter(run.loss.iloc[:1], height.iloc[:1], marker="x", s=22, color=INK, lw=0.8, zorder=4)
@@ -258,12 +228,10 @@ def index_against_loss(frame: pd.DataFrame) -> Picture:
         correlation = some.loss.corr(some.index_fraction, method="spearman")
         correlations.append(f"{network}: rank correlation {correlation:+.2f}")
     panels[0].set_ylabel("directions that lead down (share of all)", fontsize=9)
-    return finished(
-        figure,
-        f"Index against loss. {'; '.join(correlations)}",
-        f"The share of negative curvature directions against the loss along trainings. {'; '.join(correlations)}.",
-        [*setting_keys(measured), *origin_keys(measured), key("before training", ls="", marker="x", color=INK)],
-    )
+    words = "; ".join(correlations)
+    alt = f"The share of negative curvature directions against the loss along trainings. {words}."
+    keys = [*setting_keys(measured), *origin_keys(measured), key("before training", ls="", marker="x", color=INK)]
+    return finished(figure, f"Index against loss. {words}", alt, keys)
 
 
 def curvature_over_time(frame: pd.DataFrame) -> Picture:
@@ -279,17 +247,18 @@ def curvature_over_time(frame: pd.DataFrame) -> Picture:
     """
     measured = _measured(frame)
     check_one_protocol(measured)
+    measured = measured.assign(updates=measured.step + 1).sort_values("updates")
     figure, panels = canvas(2, height=3.5)
     sides = ((measured.largest, "largest eigenvalue"), (-measured.smallest, "most negative eigenvalue (−λ)"))
     for axes, (values, label) in zip(panels, sides, strict=True):
         positive = values.where(values > 0)
-        runs = measured.assign(shown=positive).sort_values("step").groupby(["setting", "seed", "recorded"])
-        for (setting, _, recorded), run in runs:
-            axes.plot(run.step + 1, run.shown, color=colour(setting), ls=dashes(setting), lw=0.8, alpha=0.8, zorder=2)
-            points(axes, run.step + 1, run.shown, colour(setting), recorded, alpha=0.9)
+        for (setting, _, recorded), run in measured.groupby(["setting", "seed", "recorded"]):
+            shown, tint = positive[run.index], colour(setting)
+            axes.plot(run.updates, shown, color=tint, ls=dashes(setting), lw=0.8, alpha=0.8, zorder=2)
+            points(axes, run.updates, shown, tint, recorded, alpha=0.9)
             if (run.status == "diverged").any():
-                axes.scatter(run.step.iloc[-1] + 1, run.shown.iloc[-1], marker="X", s=60, color=INK, zorder=4)
-        log_scale(axes.xaxis, measured.step.min() + 1, measured.step.max() + 1)
+                axes.scatter(run.updates.iloc[-1], shown.iloc[-1], marker="X", s=60, color=INK, zorder=4)
+        log_scale(axes.xaxis, measured.updates.min(), measured.updates.max())
         log_scale(axes.yaxis, positive.min(), positive.max())
         axes.set_xlabel("updates + 1", fontsize=9)
         axes.set_ylabel(label, fontsize=8.5)
@@ -302,17 +271,15 @@ def curvature_over_time(frame: pd.DataFrame) -> Picture:
     keys = [*setting_keys(measured), *origin_keys(measured)]
     if (measured.status == "diverged").any():
         keys.append(key("diverged", ls="", marker="X", color=INK))
-    return finished(
-        figure, headline, f"Largest and most negative eigenvalue of the Hessian over updates. {headline}.", keys
-    )
+    alt = f"Largest and most negative eigenvalue of the Hessian over updates. {headline}."
+    return finished(figure, headline, alt, keys)
 
 
 def spectra(frame: pd.DataFrame) -> Picture:
     """The Hessian's spectrum at each snapshot of trainings, one ridge above the other.
 
-    The axis is linear around zero and logarithmic beyond; in the grey band signs cannot be told. Heights are the
-    logarithm of how many there are, from one in the whole spectrum up; the bar is a hundred times. Thick lines are
-    means over seeds, thin ones seeds.
+    Linear around zero and logarithmic beyond; in the grey band signs cannot be told. Heights are the logarithm of
+    how many there are, from one up; the bar is a hundred times. Thick lines are means over seeds.
 
     Args:
         frame: From `gpulab.curvature_along` or `gpulab.recorded_curvature`, of one network.
@@ -326,8 +293,7 @@ def spectra(frame: pd.DataFrame) -> Picture:
     grey = ZERO * float(np.median(np.maximum(measured.largest, -measured.smallest)))
     band = grey / 3  # where the axis turns from linear to logarithmic
 
-    def place(value: Any) -> Any:
-        """Where an eigenvalue stands on the axis."""
+    def place(value: Any) -> Any:  # of an eigenvalue, on the axis
         return np.sign(value) * np.log10(1 + np.abs(value) / band)
 
     axis = np.linspace(-place(-low) - 0.3, place(high) + 0.3, 600)
@@ -344,12 +310,11 @@ def spectra(frame: pd.DataFrame) -> Picture:
         axes.axhline(base, color=FAINT, lw=0.5, zorder=-row)
         for number, setting in enumerate(setting_order(measured)):
             tint = colour(setting)
-            seeds = [ridge / tallest for (s, _, t), ridge in ridges.items() if s == setting and t == step]
+            seeds = [base + ridge / tallest for (s, _, t), ridge in ridges.items() if (s, t) == (setting, step)]
             if not seeds:
                 continue
-            for ridge in seeds:
-                axes.plot(axis, base + ridge, color=tint, lw=0.4, alpha=0.5, zorder=row)
-            mean = base + np.mean(seeds, 0)
+            axes.plot(axis, np.transpose(seeds), color=tint, lw=0.4, alpha=0.5, zorder=row)
+            mean = np.mean(seeds, 0)
             if number == 0:
                 axes.fill_between(axis, base, mean, color=tint, alpha=0.15, lw=0, zorder=row)
             axes.plot(axis, mean, color=tint, ls=dashes(setting), lw=1.3, zorder=row)
@@ -362,44 +327,36 @@ def spectra(frame: pd.DataFrame) -> Picture:
     axes.set_ylabel("updates", fontsize=9)
     powers = 10.0 ** np.arange(np.ceil(np.log10(band)), np.floor(np.log10(max(high, -low))) + 1)
     ticks = np.array([*-powers[powers <= -low][::-1], 0.0, *powers[powers <= high]])
-    axes.set_xticks(place(ticks), [with_minus(tick) for tick in ticks], fontsize=8)
+    axes.set_xticks(place(ticks), [f"{tick:g}".replace("-", "−") for tick in ticks], fontsize=8)
     axes.set_xlabel("eigenvalue (grey: too close to zero to tell its sign)", fontsize=9)
     seeds, zero = measured.seed.nunique(), measured[measured.final].zero_fraction.mean()
     headline = (
         f"{measured.experiment.iloc[0]}, {seeds} seed{'s' if seeds > 1 else ''}: "
         f"at the end {100 * (1 - zero):.2g} % of the eigenvalues stand out from zero"
     )
-    return finished(
-        figure,
-        headline,
-        f"Spectra of the Hessian along trainings, as ridgelines over the updates. {headline}.",
-        [*setting_keys(measured), *origin_keys(measured, marker="")],
-    )
+    alt = f"Spectra of the Hessian along trainings, as ridgelines over the updates. {headline}."
+    return finished(figure, headline, alt, [*setting_keys(measured), *origin_keys(measured, marker="")])
 
 
 def _measured(frame: pd.DataFrame) -> pd.DataFrame:
-    measured = frame[frame["size"] > 0]
-    if not len(measured):
+    if not (frame["size"] > 0).any():
         raise UsageError("there is no row with numbers to draw")
-    return measured
-
-
-# --- saddles ---------------------------------------------------------------------------------------------
+    return frame[frame["size"] > 0].reset_index(drop=True)
 
 
 @draw.register
 def saddle_surface(surface: Surface) -> Picture:
     """The loss around a saddle, over the directions of the least and of the greatest curvature.
 
-    On the right, the loss along each of the two, and, dashed, what the curvature at the saddle alone would make of it.
+    Right, the loss along each of the two; dashed, what the curvature at the saddle alone would make of it.
 
     Args:
         surface: From `gpulab.saddles.surface`.
     """
     along, across, losses, loss = surface.along, surface.across, surface.losses, surface.loss
     figure, (left, right) = canvas(2, height=3.7)
-    levels = np.unique(np.quantile(losses, np.linspace(0.02, 0.98, 13)))
-    filled = left.contourf(along, across, losses, levels=levels, cmap="cividis", extend="both")
+    quantiles = np.unique(np.quantile(losses, np.linspace(0.02, 0.98, 13)))
+    filled = left.contourf(along, across, losses, levels=quantiles, cmap="cividis", extend="both")
     left.contour(along, across, losses, levels=[loss], colors="white", linewidths=1.2)
     left.plot(0, 0, **HERE)
     left.axhline(0, color=DOWN, lw=1.4)
@@ -410,7 +367,7 @@ def saddle_surface(surface: Surface) -> Picture:
     bar.ax.tick_params(labelsize=7)
     bar.set_label("loss", fontsize=8)
     least, greatest = losses[len(across) // 2], losses[:, len(along) // 2]
-    slices = ((along, least, DOWN, "least"), (across, greatest, UP, "greatest"))
+    slices = (along, least, DOWN, "least"), (across, greatest, UP, "greatest")
     for (places, values, tint, name), curvature in zip(slices, surface.curvatures, strict=True):
         right.plot(places, values, color=tint, lw=1.6, label=f"along the {name}: {curvature:.2g}")
         right.plot(places, loss + curvature * places**2 / 2, color=tint, lw=0.9, ls="--")
@@ -421,9 +378,8 @@ def saddle_surface(surface: Surface) -> Picture:
     right.set_ylabel("loss", fontsize=8)
     title = "curvature (dashed: it alone)"
     right.legend(fontsize=7.5, frameon=False, loc="upper center", title=title, title_fontsize=7.5)
-    return finished(
-        figure, str(surface), f"{surface}. Left, contours of the loss; right, the loss along two directions."
-    )
+    alt = f"{surface}. Left, contours of the loss; right, the loss along two directions."
+    return finished(figure, str(surface), alt)
 
 
 @draw.register
@@ -434,9 +390,8 @@ def _(escapes: EscapeTable) -> Picture:
 def escape_law(table: pd.DataFrame) -> Picture:
     """How long each escape took against the displacement it began with.
 
-    Steps are counted in units of 1/ln(1 + ηλ), nearly 1/(ηλ), so that every learning rate and every saddle has the
-    same line, ln(r/δ). Filled for what was made here, hollow for recorded, a triangle where the arithmetic is
-    emulated, a square for minibatches. A cross never left, and stands where theory expects it to have done so.
+    Steps are counted in units of 1/ln(1 + ηλ), so that every learning rate and every saddle has the same line,
+    ln(r/δ). A cross never left, and stands where theory expects it to have done so.
 
     Args:
         table: The `table` of `gpulab.escape_table`, or `gpulab.recorded_escapes`.
@@ -458,27 +413,24 @@ def escape_law(table: pd.DataFrame) -> Picture:
         size = 5 if row.perturbation else 8
         axes.plot(row.x, row.time, marker="x", ms=size, mew=size / 4.5, color=colour(row.setting), zorder=4)
     decades(axes.xaxis)
-    axes.set_xlim(low, high)
-    axes.set_ylim(-1, np.log(1 / low) * 1.05)
-    axes.set_xlabel("displacement at the start, relative to the radius (δ/r)")
-    axes.set_ylabel("steps until it left × ln(1 + ηλ)")
+    axes.set(xlim=(low, high), ylim=(-1, np.log(1 / low) * 1.05))
+    axes.set(xlabel="displacement at the start, relative to the radius (δ/r)")
+    axes.set(ylabel="steps until it left × ln(1 + ηλ)")
+    pushed = ~table.emulated.astype(bool) & (table.batch_size == 0) & (table.perturbation > 0)
+    machines = ", ".join(sorted(set(table.machine[table.recorded.astype(bool)])))
+    cross = key("never left, at its expected time", ls="", marker="x", ms=7, mew=1.6, color=INK)
+    marks = (
+        (pushed.any(), point_key("pushed off (small)", ms=4)),
+        (table.emulated.any(), point_key("emulated", marker="^", ms=5.5)),
+        ((table.batch_size > 0).any(), point_key("minibatches", marker="s", ms=5.5)),
+        (table.recorded.any(), point_key(f"recorded on {machines}", hollow=True, ms=5.5)),
+        (not table.left.all(), cross),
+    )
     keys = [*setting_keys(table, ls="", marker="o", ms=6), key("theory: ln(r/δ)", color=INK, lw=1)]
-    if (~table.emulated.astype(bool) & (table.batch_size == 0) & (table.perturbation > 0)).any():
-        keys.append(point_key("pushed off (small)", ms=4))
-    if table.emulated.any():
-        keys.append(point_key("emulated", marker="^", ms=5.5))
-    if (table.batch_size > 0).any():
-        keys.append(point_key("minibatches", marker="s", ms=5.5))
-    if table.recorded.any():
-        machines = ", ".join(sorted(set(table.machine[table.recorded])))
-        keys.append(point_key(f"recorded on {machines}", hollow=True, ms=5.5))
-    if not table.left.all():
-        keys.append(key("never left, at its expected time", ls="", marker="x", ms=7, mew=1.6, color=INK))
+    keys += [mark for drawn, mark in marks if drawn]
     timed = table[table.left & (table.expected > 1)]
-    words = []
-    if len(timed):
-        ratio = (timed.steps / timed.expected).median()
-        words.append(f"{len(timed)} escapes took {ratio:.2f} times what theory expects (median)")
+    ratio = (timed.steps / timed.expected).median()
+    words = [f"{len(timed)} escapes took {ratio:.2f} times what theory expects (median)"] if len(timed) else []
     if not table.left.all():
         words.append(f"{int((~table.left).sum())} never left")
     headline = "; ".join(words)
@@ -490,17 +442,15 @@ def escape_paths(paths: pd.DataFrame, radius: float | None = None) -> Picture:
     """The way out of the saddle as training goes on, a line for each escape.
 
     Drawn is the displacement along the directions that lead down, whose logarithm grows by ln(1 + ηλ) a step.
-    Dashed where the arithmetic is emulated, dotted for minibatches beside others. Of minibatches the running
-    median is drawn, and of each setting a thinner line than of the one before.
+    Dashed where the arithmetic is emulated, dotted (their running median) for minibatches beside others.
 
     Args:
         paths: The `paths` of `gpulab.escape_table`.
         radius: The distance at which a network has left, as a line.
     """
     figure, (axes,) = canvas(1, height=3.9)
-    settings = list(paths.setting.unique())
-    batches = paths.batch_size > 0
-    batch_line = ":" if not batches.all() else "-"
+    settings, batches = list(paths.setting.unique()), paths.batch_size > 0
+    batch_line = "-" if batches.all() else ":"
     groups = paths.groupby(["setting", "batch_size", "perturbation", "seed"], sort=False)
     for (setting, batch_size, _, _), path in groups:
         path = path[path.unstable > FLOOR]
@@ -513,29 +463,28 @@ def escape_paths(paths: pd.DataFrame, radius: float | None = None) -> Picture:
         axes.axhline(radius, color=FAINT, lw=0.9)
         axes.annotate(" left", (1, radius), fontsize=8, **BESIDE)
     decades(axes.yaxis)
-    axes.set_xlabel("steps of gradient descent")
+    axes.set(xlabel="steps of gradient descent")
     axes.set_ylabel("displacement along the ways down", fontsize=9)
     ends = groups.unstable.agg(["first", "last"])
     left = (ends["last"] > (radius or 10 * ends["first"].clip(lower=FLOOR))).sum()
     headline = f"{left} of {len(ends)} trainings leave the saddle"
-    keys = setting_keys(paths) if not batches.all() else setting_keys(paths, ls="-")
-    for setting, handle in zip(setting_order(paths), keys, strict=True):
-        if dashes(setting) == "--":
-            handle.set_label(f"{setting} (emulated)")
+    keys = []
+    for setting in setting_order(paths):
+        label = f"{setting} (emulated)" if dashes(setting) == "--" else setting
+        keys.append(key(label, color=colour(setting), ls="-" if batches.all() else dashes(setting)))
     if batches.any():
         keys.append(key("minibatches, running median", color=INK, ls=batch_line))
     return finished(figure, headline, f"Displacement against steps, logarithmic: {headline}.", keys)
 
 
-def landscape_slice(landscape: Landscape, angle: float = 0.0, extent: float | None = None) -> Picture:
+def landscape_slice(landscape: Landscape, line: pd.DataFrame, angle: float = 0.0) -> Picture:
     """The loss along a line through a network's weights, beside what curvature alone would make of it.
 
     Args:
         landscape: From `gpulab.landscape`.
-        angle: In degrees, turns the line from the steepest way down (0) to the steepest way up (90).
-        extent: How far to go, in the distance of the weights; by default the landscape's own.
+        line: Its `slice` at that angle.
+        angle: In degrees, of the line: 0 is the steepest way down, 90 the steepest way up.
     """
-    line = landscape.slice(angle, extent)
     curvature = landscape.curvature(angle)
     figure, (axes,) = canvas(1, height=3.6)
     axes.plot(line.distance, line.loss, color=DOWN if curvature < 0 else UP, lw=1.8, label="loss")

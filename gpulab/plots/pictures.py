@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from gpulab.plots.style import Picture, finished, grid
-
-if TYPE_CHECKING:
-    from gpulab.data.datasets import Data
-    from gpulab.training.run import Run
+from gpulab.data.datasets import Data
+from gpulab.plots.style import finished, grid
+from gpulab.report import Picture
+from gpulab.training.run import Run
 
 
 def predictions(run: Run, moments: int = 5, skip: int = 10) -> Picture:
@@ -26,22 +24,18 @@ def predictions(run: Run, moments: int = 5, skip: int = 10) -> Picture:
     coming, predicted = (tensor[:, 0] for tensor in run.predict())
     moment = np.linspace(min(skip, len(coming) // 2), len(coming) - 1, moments).astype(int)
     before, after, guess = coming[moment - 1], coming[moment], predicted[moment]
+    rows = {"frame t": before, "frame t + 1": after, "predicted": guess, "difference": (guess - after).abs()}
     error, still = (((frames - after) ** 2).mean() for frames in (guess, before))
-    return _in_rows(
-        {"frame t": before, "frame t + 1": after, "predicted": guess, "difference": (guess - after).abs()},
-        [f"t = {t}" for t in moment],
-        f"Mean squared error of these predictions {error:.4f}; of repeating frame t {still:.4f}",
-    )
+    headline = f"Mean squared error of these predictions {error:.4f}; of repeating frame t {still:.4f}"
+    return _in_rows(rows, [f"t = {t}" for t in moment], headline)
 
 
 def reconstructions(run: Run, count: int = 8) -> Picture:
     """What a trained autoencoder makes of held-out images: image, reconstruction, difference."""
     images, output = (tensor[:count] for tensor in run.predict())
-    return _in_rows(
-        {"image": images, "reconstructed": output, "difference": (output - images).abs()},
-        [""] * count,
-        f"Mean squared error of these {len(images)} images: {((output - images) ** 2).mean():.4f}",
-    )
+    rows = {"image": images, "reconstructed": output, "difference": (output - images).abs()}
+    error = ((output - images) ** 2).mean()
+    return _in_rows(rows, [], f"Mean squared error of these {len(images)} images: {error:.4f}")
 
 
 def sample(run: Run) -> Picture:

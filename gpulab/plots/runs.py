@@ -12,7 +12,6 @@ from gpulab.plots.style import (
     FAINT,
     INK,
     Look,
-    Picture,
     canvas,
     colour,
     decades,
@@ -27,6 +26,7 @@ from gpulab.plots.style import (
     setting_keys,
     setting_order,
 )
+from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, check_one_protocol
 
 NO_DIFFERENCE = 1e-12  # where a difference of exactly nothing is drawn on a logarithmic axis, if nothing else is
@@ -59,8 +59,7 @@ def losses(frame: pd.DataFrame, metric: str = "final_loss", title: str | None = 
             axes.annotate(f"{diverged} diverged", top, xycoords=("data", "axes fraction"), ha="center", va="top")
     loss_scale(axes)
     axes.set_xticks(range(len(order)), [re.sub("[:=,]", "\n", setting) for setting in order], fontsize=8)
-    axes.set_xlim(-0.6, len(order) - 0.4)
-    axes.set_ylabel(metric_label(metric))
+    axes.set(xlim=(-0.6, len(order) - 0.4), ylabel=metric_label(metric))
     by_setting = frame.groupby("setting")[metric]
     headline = f"From seed to seed the loss varies up to {(by_setting.max() / by_setting.min()).max():.1f}-fold"
     wide = frame.pivot_table(index="seed", columns="setting", values=metric)
@@ -102,18 +101,14 @@ def differences(verdict: Verdict) -> Picture:
     if (sizes == 0).any():
         axes.axvline(edge, color=FAINT, lw=0.8)
         axes.annotate(" exactly the same", (edge, -0.55), color=INK, **above)
-    axes.set_xscale("log")
     axes.set_yticks(range(len(levels) + 1), [*levels, "one seed against another"])
-    axes.set_ylim(len(levels) + 0.6, -0.9)
-    axes.set_xlabel(f"change of {metric.replace('_', ' ')} against {reference}, same seed (mean squared error)")
-    title = f"The largest change of setting is {verdict.ratio:.2g} of the spread between seeds"
-    return finished(
-        figure,
-        "One seed has no spread to compare with" if np.isnan(verdict.ratio) else title,
-        f"Change of {metric} against {reference} for {', '.join(levels)}, and between seeds, on a logarithmic axis.",
-        origin_keys(verdict.runs),
-        columns=1,
-    )
+    axes.set(xscale="log", ylim=(len(levels) + 0.6, -0.9))
+    axes.set(xlabel=f"change of {metric.replace('_', ' ')} against {reference}, same seed (mean squared error)")
+    headline = f"The largest change of setting is {verdict.ratio:.2g} of the spread between seeds"
+    if np.isnan(verdict.ratio):
+        headline = "One seed has no spread to compare with"
+    alt = f"Change of {metric} against {reference} for {', '.join(levels)}, and between seeds, on a logarithmic axis."
+    return finished(figure, headline, alt, origin_keys(verdict.runs), columns=1)
 
 
 def curves(histories: pd.DataFrame, baseline: float | None = None, baseline_label: str = "") -> Picture:
@@ -133,17 +128,13 @@ def curves(histories: pd.DataFrame, baseline: float | None = None, baseline_labe
         axes.axhline(baseline, color=INK, lw=1, ls=":")
         axes.annotate(baseline_label, (0.01, baseline), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
     loss_scale(axes)
-    axes.set_xlabel("frames seen" if histories.experiment.iloc[0] == "prednet" else "images seen")
-    axes.set_ylabel(metric_label("loss"))
+    seen = "frames seen" if histories.experiment.iloc[0] == "prednet" else "images seen"
+    axes.set(xlabel=seen, ylabel=metric_label("loss"))
     ends = histories.groupby("id").loss.last()
-    return finished(
-        figure,
-        f"{histories.setting.nunique()} settings × {histories.seed.nunique()} seeds: "
-        f"the runs end {ends.max() / ends.min():.1f}-fold apart",
-        f"Loss against frames seen, one line for each of {len(ends)} runs, coloured by setting.",
-        setting_keys(histories, ls="-"),
-        columns=4,
-    )
+    counts = f"{histories.setting.nunique()} settings × {histories.seed.nunique()} seeds"
+    headline = f"{counts}: the runs end {ends.max() / ends.min():.1f}-fold apart"
+    alt = f"Loss against frames seen, one line for each of {len(ends)} runs, coloured by setting."
+    return finished(figure, headline, alt, setting_keys(histories, ls="-"), columns=4)
 
 
 def growth(frame: pd.DataFrame) -> Picture:
@@ -167,16 +158,12 @@ def growth(frame: pd.DataFrame) -> Picture:
     panels[-1].annotate(" one\n rounding", (1, 2.0**-24), fontsize=7, **BESIDE)
     first = frame.change.iloc[0]
     grown = []
-    for network, some in frame[frame.change == first].groupby("network", sort=False):
-        ends = some.sort_values("step").groupby("seed").distance.agg(["first", "last"])
+    for network, some in frame[frame.change == first].sort_values("step").groupby("network", sort=False):
+        ends = some.groupby("seed").distance.agg(["first", "last"])
         times = (ends["last"] / ends["first"]).median()
         grown.append(f"{network} {times:,.0f}-fold" if times >= 2 else f"{network} not")
     keys = [key(change, color=tint) for change, tint in tints.items()]
     keys[0].set_label(f"{first} (a line for each of {frame.seed.nunique()} seeds)")
-    return finished(
-        figure,
-        f"{first[0].upper()}{first[1:]}: the difference grew in {', in '.join(grown)}",
-        f"Relative distance of the weights of two trainings against updates, for {', '.join(tints)}.",
-        keys,
-        columns=3,
-    )
+    alt = f"Relative distance of the weights of two trainings against updates, for {', '.join(tints)}."
+    headline = f"{first[0].upper()}{first[1:]}: the difference grew in {', in '.join(grown)}"
+    return finished(figure, headline, alt, keys, columns=3)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import XAxis, YAxis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -22,13 +25,8 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 from gpulab.report import Picture
 from gpulab.settings import Setting
 
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
-    from matplotlib.axis import XAxis, YAxis
-
 # Okabe and Ito's palette, safe for colour-blind readers: blues and greens compute on CPUs.
-CPU_COLOURS = {
+COLOURS = {
     "cpu": "#0072B2",
     "cpu:threads=1": "#56B4E9",
     "cpu:isa=avx2": "#009E73",
@@ -36,8 +34,6 @@ CPU_COLOURS = {
     "cpu:threads=1,precision=float64": "#8877DD",
     "cpu:threads=1,emulate=tf32": "#117733",
     "cpu:threads=1,emulate=bfloat16": "#999933",
-}
-GPU_COLOURS = {
     "cuda:tf32=off": "#D55E00",
     "cuda:tf32=on": "#E69F00",
     "cuda:cudnn=off": "#CC79A7",
@@ -47,7 +43,7 @@ GPU_COLOURS = {
 }
 OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77", "#CC6677")
 INK, FAINT = "#222222", "#999999"
-ON_CPU, ON_GPU = CPU_COLOURS["cpu"], GPU_COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
+ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
 Look = dict[str, Any]  # how matplotlib is to draw a thing
 BESIDE: Look = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}  # right of the axes
 METRIC_LABELS = {
@@ -60,9 +56,6 @@ METRIC_LABELS = {
 def save(picture: Picture, file: str | Path) -> None:
     """Write a picture to a PNG file."""
     picture.save(file)
-
-
-# --- figures ---------------------------------------------------------------------------------------------
 
 
 def canvas(panels: int, height: float, share_rows: bool = False) -> tuple[Figure, Sequence[Axes]]:
@@ -99,26 +92,23 @@ def finished(
 
 def colour(setting: str) -> str:
     """The colour that a setting has in every figure."""
-    known = CPU_COLOURS | GPU_COLOURS
-    if setting in known:
-        return known[setting]
     others = OTHER_CPU if setting.startswith("cpu") else OTHER_GPU
-    return others[zlib.crc32(setting.encode()) % len(others)]
+    return COLOURS.get(setting, others[zlib.crc32(setting.encode()) % len(others)])
 
 
 def level_colours(factor: str, levels: Sequence[Any]) -> dict[Any, str]:
     """A colour for each level of a factor: a setting's own, or one after the other."""
     if factor == "setting":
         return {level: colour(str(level)) for level in levels}
-    palette = [*CPU_COLOURS.values(), *GPU_COLOURS.values(), *OTHER_CPU, *OTHER_GPU]
+    palette = [*COLOURS.values(), *OTHER_CPU, *OTHER_GPU]
     palette.insert(1, palette.pop(4))  # the first two stand far apart
     return {level: palette[place % len(palette)] for place, level in enumerate(levels)}
 
 
 def setting_order(frame: pd.DataFrame) -> list[str]:
     """The settings of a frame, in the order of the palette, the unknown ones last."""
-    known = [*CPU_COLOURS, *GPU_COLOURS]
-    return sorted(frame.setting.unique(), key=lambda s: (known.index(s) if s in known else len(known), s))
+    places = {setting: place for place, setting in enumerate(COLOURS)}
+    return sorted(frame.setting.unique(), key=lambda setting: (places.get(setting, len(places)), setting))
 
 
 def dashes(setting: str) -> str:
@@ -135,9 +125,6 @@ def points(axes: Axes, x: Any, y: Any, tint: str, hollow: bool = False, **look: 
     """Points of one colour: filled for what was made here, hollow for what was recorded."""
     face = "white" if hollow else tint
     axes.scatter(x, y, **{"s": 30, "color": face, "edgecolors": tint, "linewidths": 1.2, "zorder": 3, **look})
-
-
-# --- keys ------------------------------------------------------------------------------------------------
 
 
 def key(label: str, **look: Any) -> Line2D:
@@ -179,38 +166,25 @@ def metric_label(metric: str) -> str:
     return METRIC_LABELS.get(metric, metric)
 
 
-def plain(value: float, _: Any = None) -> str:
-    """A tick's number, written out."""
-    return f"{value:g}"
-
-
-def with_minus(value: float, _: Any = None) -> str:
-    """A tick's number, with a minus sign as long as a plus."""
-    return f"{value:g}".replace("-", "−")
-
-
 def loss_scale(axes: Axes) -> None:
     """The vertical axis logarithmic where the losses span a factor of two or more, with plain numbers at the ticks."""
     low, high = axes.dataLim.intervaly
     if not low > 0 or high / low < 2:
         return
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(plain)
+    axes.yaxis.set_major_formatter("{x:g}")
     if high / low < 30:
-        axes.yaxis.set_minor_formatter(lambda value, _: plain(value) if f"{value:.0e}"[0] in "25" else "")
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
     axes.tick_params(axis="y", which="minor", labelsize=8)
 
 
-def log_scale(axis: XAxis | YAxis, low: float, high: float, fine: float = 100, numbers: str = "{:,g}") -> None:
-    """Logarithmic where the values span a factor of four or more, with plain numbers at few ticks.
-
-    At 1, 2 and 5 of each decade where they span less than a factor of `fine`.
-    """
+def log_scale(axis: XAxis | YAxis, low: float, high: float, fine: float = 100, numbers: str = "{x:,g}") -> None:
+    """Logarithmic where the values span a factor of four or more; ticks at 1, 2 and 5 where it is less than `fine`."""
     if not low > 0 or high / low < 4:
         return
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if high / low < fine else (1.0,)))
-    axis.set_major_formatter(lambda value, _: numbers.format(value))
+    axis.set_major_formatter(numbers)
     axis.set_minor_locator(NullLocator())
 
 

@@ -87,7 +87,7 @@ def test_a_surface_is_the_loss_in_the_plane_of_two_eigenvectors(saddle):
 
 
 def test_the_slice_is_drawn_and_explored(around):
-    picture = plots.landscape_slice(around, 0)
+    picture = plots.landscape_slice(around, around.slice(0))
     assert "lower" in picture.alt
     assert len(picture.png()) < 150_000
     explorer = gl.slice_explorer(around)
