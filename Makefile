@@ -38,7 +38,7 @@ clean: ## remove .venv, build/ with the runs in it, and caches; runs/ stays
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache
 	find gpulab tests benchmarks notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
-# Installs once, and again when the dependencies change. An installation that was broken off left
+# Installs once, and again when the dependencies change; what is imported is compiled then. An installation that was broken off left
 # its mark, and the next one starts anew; what was downloaded is in pip's cache.
 $(INSTALLED): pyproject.toml constraints.txt
 	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
@@ -48,7 +48,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  echo "Making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(UNFINISHED)
 	@echo "Installing into $(VENV): a few minutes, and up to 3 GB to download the first time"
-	@set -o pipefail; $(BIN)/python -m pip install -c constraints.txt -e ".[dev]" | awk ' \
+	@set -o pipefail; $(BIN)/python -m pip install --no-compile -c constraints.txt -e ".[dev]" | awk ' \
 	  /(Downloading|Using cached) .* MB\)/ { print; fflush() } \
 	  /^Installing collected packages/ { print "  Installing", NF - 3, "packages"; fflush() }'
 	@rm $(UNFINISHED) && touch $@
