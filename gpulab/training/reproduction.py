@@ -455,9 +455,6 @@ def _smaller(found: Reproduction) -> str:
     words = f"No {kind} was tried in vain"
     if len(table):
         words = f"{len(table)} {kind}{'' if len(table) == 1 else 's'} tried in vain, {unsettled} of them inconclusive"
-    left = (
-        "the space holds more"
-        if found.smaller_left is None
-        else f"{found.smaller_left or 'none'} in the space left untried"
-    )
-    return f"{words}; {left}."
+    if found.smaller_left is None:
+        return f"{words}; the space holds more."
+    return f"{words}; {found.smaller_left or 'none'} in the space left untried."
