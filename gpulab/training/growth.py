@@ -97,17 +97,11 @@ def _rows(net: str, change: str, seed: int, base: dict[int, Tensor], other: dict
     rows = []
     for step, weights in other.items():
         before, ulps = base[step].double(), ulp_distance(base[step], weights)
-        rows.append(
-            {
-                "network": net,
-                "change": change,
-                "seed": seed,
-                "step": step,
-                "distance": float((before - weights.double()).norm() / before.norm()),
-                "changed": float((ulps > 0).double().mean()),
-                "ulps": float(ulps.double().median()),
-            }
-        )
+        row: dict[str, Any] = {"network": net, "change": change, "seed": seed, "step": step}
+        row["distance"] = float((before - weights.double()).norm() / before.norm())
+        row["changed"] = float((ulps > 0).double().mean())
+        row["ulps"] = float(ulps.double().median())
+        rows.append(row)
     return rows
 
 

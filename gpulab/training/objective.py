@@ -76,14 +76,10 @@ def seed_runs(
 
 
 class Objective:
-    """The loss of a training as a function of setting, seed and parameters.
+    """The loss of a training as a function of setting, seed and parameters."""
 
-    `originals` are the parameters that can be changed, with what they were; `identity` is what JSON can
-    carry of everything else that decides a loss.
-    """
-
-    originals: dict[str, Any]
-    identity: Any
+    originals: dict[str, Any]  # the parameters that can be changed, with what they were
+    identity: Any  # what JSON can carry of everything else that decides a loss
     trainer = ""  # who takes the parameters, in the words of an error
 
     def original(self, name: str) -> Any:
