@@ -19,7 +19,7 @@ def propose(
     """Trial numbers from `number` on with a point each, in ranges no further than `within` from the original.
 
     Tree-structured Parzen estimators (Akiba et al. 2019) minimise the distance under the constraint that the verdict
-    is equivalent. Each proposal is seeded by its number, so that an interrupted search goes the way of one that was not.
+    is equivalent. Each is seeded by its number, so that an interrupted search goes the way of one that was not.
     """
     optuna = optional("optuna")
     states = optuna.trial.TrialState

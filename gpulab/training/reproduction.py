@@ -275,20 +275,22 @@ class _Search:
         for seed, loss in self.trainings.losses(setting, unknown, changes):
             self.log.add_loss(trial, seed, loss)
             self.bar.update()
-        return _row(self.problem.verdict({seed: trial.losses[seed] for seed in seeds}, alpha))
+        return _row(_verdict(self.problem, trial, seeds, alpha))
 
     def _result(self) -> Reproduction:
         """The answer, computed anew from the losses that are written down."""
         problem, tried = self.problem, self.log.tried
-        table, verdicts = _judged(problem, tried)
+        table = _table(problem, tried)
         chosen, best, best_setting, search_verdict, fresh_verdict = None, None, None, None, None
         confirmed = bool(table.confirmed.any())
         worked = table[table.confirmed if confirmed else (table.state == "finished") & table.decision.isin(WITHIN)]
         if len(worked):
             chosen = int(worked.distance.idxmin())
-            search_verdict, fresh_verdict = verdicts[chosen]
-            best = problem.changes(tried[chosen].point)
-            best_setting, _ = problem.arguments(tried[chosen].point)
+            trial = tried[chosen]
+            best, (best_setting, _) = problem.changes(trial.point), problem.arguments(trial.point)
+            search_verdict = _verdict(problem, trial, problem.seeds)
+            if trial.fresh_alpha is not None:
+                fresh_verdict = _verdict(problem, trial, problem.fresh, trial.fresh_alpha)
         countable = [] if self.best()[1] == 0 else self.points
         return Reproduction(
             table=table,
@@ -310,35 +312,34 @@ class _Search:
         )
 
 
-def _judged(
-    problem: SearchProblem, tried: list[Trial]
-) -> tuple[pd.DataFrame, list[tuple[Verdict | None, Verdict | None]]]:
-    """The table, and each trial's verdict on the seeds of the search and on the fresh ones."""
+def _table(problem: SearchProblem, tried: list[Trial]) -> pd.DataFrame:
+    """A row a trial, as `Reproduction` says."""
     import pandas as pd
 
-    rows, verdicts = [], []
+    rows = []
     for number, trial in enumerate(tried):
-        search_verdict = fresh_verdict = None
         row = {"trial": number, "changes": problem.words(trial.point), **trial.point}
         row |= {"distance": problem.distance(trial.point), "state": trial.state}
         row |= SEARCHED | {f"fresh_{name}": SEARCHED[name] for name in FRESH}
         if trial.state != "failed":
-            search_verdict = problem.verdict({s: trial.losses[s] for s in problem.seeds if s in trial.losses})
-            cells = _row(search_verdict)
+            cells = _row(_verdict(problem, trial, problem.seeds))
             row |= {name: cells[name] for name in SEARCHED}
         if trial.state == "pruned":
             row["decision"] = ""
         if trial.fresh_alpha is not None:
-            fresh_verdict = problem.verdict({s: trial.losses[s] for s in problem.fresh}, trial.fresh_alpha)
-            cells = _row(fresh_verdict)
+            cells = _row(_verdict(problem, trial, problem.fresh, trial.fresh_alpha))
             row |= {f"fresh_{name}": cells[name] for name in FRESH}
         rows.append(row | {"fresh_alpha": trial.fresh_alpha, "confirmed": trial.confirmed, "note": trial.note})
-        verdicts.append((search_verdict, fresh_verdict))
     table = pd.DataFrame(rows).astype({"fresh_alpha": float})
     # A trial that was pruned or failed counts in Holm's correction with p = 1.
     whole = (table.state == "finished") & table.p_equivalent.notna()
     table["p_equivalent_holm"] = holm(list(table.p_equivalent.astype(float).where(whole, 1.0)))
-    return table, verdicts
+    return table
+
+
+def _verdict(problem: SearchProblem, trial: Trial, seeds: Sequence[int], alpha: float | None = None) -> Verdict:
+    """The verdict on those of the seeds that were trained."""
+    return problem.verdict({seed: trial.losses[seed] for seed in seeds if seed in trial.losses}, alpha)
 
 
 def _row(verdict: Verdict) -> dict[str, Any]:
