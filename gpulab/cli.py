@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -14,6 +15,7 @@ import typer
 import typer.core
 
 from gpulab.errors import GpulabError, UsageError
+from gpulab.settings import Setting
 from gpulab.training.protocol import OPTIONS, Specification, whole_numbers
 
 
@@ -39,48 +41,44 @@ app = typer.Typer(
 SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 STORE_HELP = "folder in which runs are kept, or a file of packed runs  [default: $GPULAB_STORE or ./runs]"
 
+SettingText = Annotated[str, typer.Option(help=SETTING_HELP)]
 Model = Annotated[str, typer.Argument(help="autoencoder, prednet or whitener")]
 Profile = Annotated[str, typer.Option(help="smoke (seconds), quick (a laptop) or paper (as published)")]
 Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=False)]
 StoreArgument = Annotated[Path | None, typer.Argument(help=STORE_HELP, show_default=False)]
 
 
+NESTED = {"option": ("model", "covariance=centred"), "data_option": ("data", "seed=3")}  # several times: name=value
+
+
 def _run_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command that takes every option of a run, in `options`, as `gpulab.training.protocol.OPTIONS` lists them."""
-    own = inspect.signature(command, eval_str=True)
-    parameters = [parameter for name, parameter in own.parameters.items() if name != "options"]
+
+    def parameter(name: str, kind: Any, default: Any, **words: Any) -> inspect.Parameter:
+        annotation = Annotated[kind, typer.Option(f"--{name.replace('_', '-')}", **words)]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+    own = inspect.signature(command, eval_str=True).parameters
+    parameters = [own[name] for name in own if name != "options"]
     for name, option in OPTIONS.items():
         if option.flag:
-            kind = bool if option.kind is bool else option.kind | None
-            named = typer.Option(f"--{name.replace('_', '-')}", help=option.help, show_default=option.default or True)
-            default = False if kind is bool else option.usual
-            parameters.append(
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, named], default=default
-                )
-            )
-    for name, what in (
-        ("option", "the model, such as covariance=centred"),
-        ("data_option", "the data, such as seed=3"),
-    ):
-        flag = typer.Option(f"--{name.replace('_', '-')}", help=f"an option of {what}; several times")
-        parameters.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[list[str], flag], default=[])
-        )
+            kind, default = (bool, False) if option.kind is bool else (option.kind | None, option.usual)
+            parameters.append(parameter(name, kind, default, help=option.help, show_default=option.default or True))
+    for name, (what, example) in NESTED.items():
+        words = f"an option of the {what}, such as {example}; several times"
+        parameters.append(parameter(name, list[str], [], help=words))
 
     def with_options(**given: Any) -> None:
-        more = {kind: _named_values(given.pop(name), f"--{name}".replace("_", "-")) for name, kind in NESTED.items()}
         flat = {name: given.pop(name) for name in OPTIONS if name in given}
-        specified = Specification.from_options(given["model"], given["profile"], flat)
-        options = {**specified.options, **{kind: specified.options[kind] | values for kind, values in more.items()}}
+        options = dict(Specification.from_options(given["model"], given["profile"], flat).options)
+        for name, (what, _) in NESTED.items():
+            flag = f"--{name.replace('_', '-')}"
+            options[f"{what}_options"] |= {n: _value(t) for n, t in _pairs(given.pop(name), flag, "name=value")}
         command(**given, options={name: value for name, value in options.items() if value != {}})
 
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
     return with_options
-
-
-NESTED = {"option": "model_options", "data_option": "data_options"}
 
 
 @app.command()
@@ -102,7 +100,7 @@ def devices(as_json: Annotated[bool, typer.Option("--json", help="print the pass
 def train(
     model: Model,
     options: dict[str, Any],
-    setting: Annotated[str, typer.Option(help=SETTING_HELP)] = "cpu",
+    setting: SettingText = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="draws the initial weights and the order of images")] = 0,
     profile: Profile = "quick",
     rerun: Annotated[int, typer.Option(min=0, help="numbers repetitions of the same run")] = 0,
@@ -115,8 +113,6 @@ def train(
     ] = False,
 ) -> None:
     """Train one network from one seed under one setting. Interrupted, it resumes when run again."""
-    from gpulab.settings import Setting
-
     Setting.parse(setting).prepare()
     from gpulab.training import store as stores
     from gpulab.training.run import train as train_one
@@ -154,7 +150,7 @@ def experiment(
     from gpulab.training.experiment import Experiment
 
     numbers = whole_numbers(seeds, name="--seeds") if seeds else None
-    chosen = range(numbers[0]) if numbers and seeds and "," not in seeds else numbers
+    chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
     frame = Experiment(model, setting, chosen, profile, store, reruns, workers, options).run()
     _show(frame)
     print(verdict(frame))
@@ -187,7 +183,6 @@ def reproduce(
     The runs of the old setting come from the store; `gpulab experiment` makes them. Killed, the search
     goes on when it is run again.
     """
-    from gpulab.settings import Setting
     from gpulab.training import store as stores
     from gpulab.training.reproduction import reproduce as find
 
@@ -195,12 +190,12 @@ def reproduce(
     size = margin if margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
     folder = store or stores.default_store()
     frame = stores.runs(folder)
-    wanted = str(Setting.parse(target))
-    old = frame[(frame.experiment == model) & (frame.profile == profile) & (frame.setting == wanted)]
+    old_setting = str(Setting.parse(target))
+    old = frame[(frame.experiment == model) & (frame.profile == profile) & (frame.setting == old_setting)]
     if old.empty:
         raise UsageError(
-            f"no runs of {model} under {wanted} with profile {profile} in {folder}; make them with "
-            f"`gpulab experiment {model} --setting {wanted} --profile {profile} --seeds 20`"
+            f"no runs of {model} under {old_setting} with profile {profile} in {folder}; make them with "
+            f"`gpulab experiment {model} --setting {old_setting} --profile {profile} --seeds 20`"
         )
     found = find(old, space, setting, metric=metric, margin=size, trials=trials, workers=workers, store=folder)
     if csv:
@@ -251,12 +246,10 @@ def pack(
 @app.command()
 def record(
     step: Annotated[str, typer.Argument(help="module:name or file.py:name, a gpulab.Step or a function of one step")],
-    setting: Annotated[str, typer.Option(help=SETTING_HELP)] = "cpu",
+    setting: SettingText = "cpu",
     output: Annotated[Path | None, typer.Option(help="trace file  [default: NAME-SETTING.trace]")] = None,
 ) -> None:
     """Record what every operation of a training step computes, to be compared with another machine's."""
-    from gpulab.settings import Setting
-
     Setting.parse(setting).prepare()
     import re
 
@@ -318,17 +311,11 @@ def main() -> None:
     """Run the command line; an error of gpulab's own is one line, and the exit status says which."""
     try:
         app()
-    except UsageError as error:
-        _complain(error, 2)
     except GpulabError as error:
-        _complain(error, 1)
+        print(f"gpulab: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:  # `gpulab runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _complain(error: Exception, status: int) -> None:
-    print(f"gpulab: {error}", file=sys.stderr)
-    sys.exit(status)
 
 
 def _pairs(options: list[str], flag: str, expected: str) -> Iterator[tuple[str, str]]:
@@ -350,18 +337,11 @@ def _space(options: list[str]) -> dict[str, Any]:
     }
 
 
-def _named_values(options: list[str], flag: str) -> dict[str, Any]:
-    """What `--option` says: a value for each name."""
-    return {name: _value(text) for name, text in _pairs(options, flag, "name=value")}
-
-
 def _value(text: str) -> Any:
     """A number, a list of them, true or false; or else a word."""
     for read in (int, float, json.loads):
-        try:
+        with contextlib.suppress(ValueError):
             return read(text)
-        except ValueError:
-            continue
     return text
 
 
@@ -378,10 +358,8 @@ def _show(frame: Any) -> None:
 
 
 def _rows(title: str, frame: Any, columns: list[str]) -> None:
-    rows = []
-    for row in frame[columns].itertuples(index=False):
-        rows.append([f"{value:.5g}" if isinstance(value, float) else str(value) for value in row])
-    _table(title, columns, rows)
+    rows = frame[columns].itertuples(index=False)
+    _table(title, columns, ([f"{v:.5g}" if isinstance(v, float) else str(v) for v in row] for row in rows))
 
 
 def _table(title: str, columns: list[str], rows: Any) -> None:
@@ -391,9 +369,8 @@ def _table(title: str, columns: list[str], rows: Any) -> None:
     table = Table(*columns, title=title, show_header=any(columns))
     for row in rows:
         table.add_row(*row)
-    console = Console()
     # Piped into a file there is no terminal whose width to keep to.
-    (console if console.is_terminal else Console(width=200)).print(table)
+    Console(width=None if Console().is_terminal else 200).print(table)
 
 
 if __name__ == "__main__":

@@ -275,7 +275,7 @@ def _sentence(verdict: Verdict, row: Any) -> str:
         diverged = f"iverged: {row.diverged}, under {reference} {row.reference_diverged}"
     if n < 2:
         if diverged:
-            text += f"; too few {block}s finished under both (d{diverged}; p = {_p(row.p_diverged)})."
+            text += f"; too few {block}s finished under both (d{diverged}; p = {p_text(row.p_diverged)})."
         else:
             text += f"; one {block} is no evidence." if n else f"; they have no {block} in common."
         return text + left_out
@@ -286,9 +286,9 @@ def _sentence(verdict: Verdict, row: Any) -> str:
     if row.decision in ("equivalent", "different but negligible"):
         text += within
     interval = "" if math.isnan(row.low) else f" [{row.low:.2g}, {row.high:.2g}]"
-    text += f"; difference {row.difference:.2g}{interval}, p = {_p(row.p_different_holm)}"
+    text += f"; difference {row.difference:.2g}{interval}, p = {p_text(row.p_different_holm)}"
     if row.decision != "different":
-        text += f"; equivalence p = {_p(row.p_equivalent_holm)}"
+        text += f"; equivalence p = {p_text(row.p_equivalent_holm)}"
     if row.decision == "inconclusive":
         text += f". Neither a difference nor equivalence{within} is shown"
         fewest = math.ceil(1 + math.log2(1 / verdict.alpha))
@@ -301,7 +301,7 @@ def _sentence(verdict: Verdict, row: Any) -> str:
         else:
             text += f"; no number of {block}s up to {MOST_SEEDS:,} would settle it"
     if diverged:
-        text += f". D{diverged} (p = {_p(row.p_diverged)})"
+        text += f". D{diverged} (p = {p_text(row.p_diverged)})"
     if row.decision in ("equivalent", "inconclusive"):  # a level may make a few seeds jump, and none that was seen
         text += f". {row.moved} of {_count(n, block)} moved by more than the margin; up to {row.moved_at_most:.0%} of "
         text += f"{block}s could (95 % limit)"
@@ -312,7 +312,8 @@ def _count(n: int, block: str) -> str:
     return f"{n} {block}" if n == 1 else f"{n} {block}s"
 
 
-def _p(value: float) -> str:
+def p_text(value: float) -> str:
+    """A p value in two digits; far below 0.001 in one."""
     if math.isnan(value):
         return "unknown"
     return f"{value:.2g}" if value >= 0.001 or value == 0 else f"{value:.0e}"

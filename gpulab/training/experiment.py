@@ -9,8 +9,6 @@ import functools
 import json
 import os
 import pickle
-import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -96,46 +94,45 @@ class Experiment:
         An interrupted experiment goes on where it was. Runs that fail do not stop the others; they
         are named in a `GpulabError` at the end.
         """
+        from tqdm.auto import tqdm
+
         from gpulab.training.plan import planned_id
 
         jobs = self.jobs()
-        plan = protocol(self.model, self.profile)
-        frames = self.options.get("frames") or plan.frames
-        finished: list[str] = []
+        frames = self.options.get("frames") or protocol(self.model, self.profile).frames
+        ids = [planned_id(**job) for job in jobs]
+        is_done = [stores.is_done(self.folder, name) for name in ids]
+        finished = [name for name, done in zip(ids, is_done, strict=True) if done]
         failures: list[str] = []
-        pending: queue.SimpleQueue[int] = queue.SimpleQueue()
-        with _Bar(len(jobs), frames, progress) as bar, Workers(self.workers) as workers:
-            for number, job in enumerate(jobs):
-                if stores.is_done(self.folder, name := planned_id(**job)):
-                    finished.append(name)
-                    bar.told(number, job, frames, None)
-                else:
-                    pending.put(number)
+        frames_done, lock = [frames if done else 0 for done in is_done], threading.Lock()
+        bar = tqdm(total=len(jobs) * frames, initial=sum(frames_done), unit="frame", leave=False, disable=not progress)
 
-            def work() -> None:
-                while True:
-                    try:
-                        number = pending.get_nowait()
-                    except queue.Empty:
-                        return
-                    job = jobs[number]
-                    try:
-                        finished.append(workers.train(job, functools.partial(bar.told, number, job)))
-                    except GpulabError as error:
-                        failures.append(f"{job['setting']} seed {job['seed']}: {error}")
-                    bar.told(number, job, frames, None)
+        def tell(number: int, done: int, loss: float | None = None) -> None:
+            with lock:
+                if loss is not None:
+                    bar.set_description(f"{jobs[number]['setting']} seed {jobs[number]['seed']}", refresh=False)
+                    bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+                done = min(done, frames)
+                bar.update(done - frames_done[number])
+                frames_done[number] = done
 
-            with ThreadPoolExecutor(self.workers) as pool:
-                threads = [pool.submit(work) for _ in range(min(self.workers, len(jobs)))]
-                try:
-                    for thread in threads:
-                        thread.result()
-                except BaseException:
-                    with contextlib.suppress(queue.Empty):
-                        while True:
-                            pending.get_nowait()
-                    workers.stop()
-                    raise
+        def work(number: int) -> None:
+            job = jobs[number]
+            try:
+                finished.append(workers.train(job, functools.partial(tell, number)))
+            except GpulabError as error:
+                failures.append(f"{job['setting']} seed {job['seed']}: {error}")
+            tell(number, frames)
+
+        with bar, Workers(self.workers) as workers, ThreadPoolExecutor(self.workers) as pool:
+            trainings = [pool.submit(work, number) for number, done in enumerate(is_done) if not done]
+            try:
+                for training in trainings:
+                    training.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                workers.stop()
+                raise
         if failures:
             raise GpulabError(
                 f"{len(failures)} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
@@ -160,51 +157,37 @@ class _Worker:
             )
         except OSError as error:
             raise GpulabError(f"its worker process could not be started: {error}") from None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self.jobs, self.answers = self.process.stdin, self.process.stdout
+        # Standard error is read all the time, so that the process never waits for a reader; its end is kept.
         self.last_words: collections.deque[str] = collections.deque(maxlen=3)
-        self.listener = threading.Thread(target=self._listen, daemon=True)
+        lines = map(str.strip, self.process.stderr)
+        self.listener = threading.Thread(target=self.last_words.extend, args=(lines,), daemon=True)
         self.listener.start()
 
     def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
         """Have a job done; returns the id of the run, or what a call gave. `tell` hears (frames done, loss)."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with contextlib.suppress(OSError):  # if it has died, the end of its answers says so
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
-        for line in self.process.stdout:
+            self.jobs.write(json.dumps(job) + "\n")
+            self.jobs.flush()
+        for line in self.answers:
             message = json.loads(line)
             if "error" in message:
                 raise GpulabError(message["error"])
-            if "id" in message:
-                return message["id"]
-            if "result" in message:
-                return message["result"]
+            if "done" not in message:
+                return message["id"] if "id" in message else message["result"]
             tell(message["done"], message["loss"])
         status = self.process.wait()
         self.listener.join(timeout=5)  # what it said last may still be on its way
         words = " ".join(self.last_words) or "it said nothing (killed, or out of memory?)"
         raise GpulabError(f"its worker process ended with status {status}: {words}")
 
-    def _listen(self) -> None:
-        """Read standard error, so that the process never waits for a reader, and keep its end."""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.last_words.append(line.strip())
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def stop(self) -> None:
-        """Ask it to save a checkpoint and end."""
-        if self.alive:
-            self.process.send_signal(signal.SIGTERM)
-
     def close(self) -> None:
         """No more jobs: wait until it ends."""
         with contextlib.suppress(OSError):
-            if self.process.stdin is not None:
-                self.process.stdin.close()
+            self.jobs.close()
         self.process.wait()
 
 
@@ -219,7 +202,7 @@ class Workers:
     def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
         """Have a job done by this thread's worker."""
         worker: _Worker | None = getattr(self.mine, "worker", None)
-        if worker is None or worker.setting != job["setting"] or not worker.alive:
+        if worker is None or worker.setting != job["setting"] or worker.process.poll() is not None:
             if worker is not None:
                 worker.close()
             worker = self.mine.worker = _Worker(job["setting"], self.count)
@@ -229,7 +212,7 @@ class Workers:
     def stop(self) -> None:
         """Ask every worker to save a checkpoint and end."""
         for worker in self.all:
-            worker.stop()
+            worker.process.terminate()
 
     def __enter__(self) -> Workers:
         return self
@@ -237,33 +220,6 @@ class Workers:
     def __exit__(self, *exception: object) -> None:
         for worker in self.all:
             worker.close()
-
-
-class _Bar:
-    """One bar for a whole experiment, in frames, with the setting, seed and loss of the latest word."""
-
-    def __init__(self, jobs: int, frames: int, wanted: bool) -> None:
-        from tqdm.auto import tqdm
-
-        self.done: dict[int, int] = {}
-        self.frames = frames
-        self.lock = threading.Lock()
-        self.bar = tqdm(total=jobs * frames, unit="frame", leave=False, disable=not wanted)
-
-    def told(self, number: int, job: dict[str, Any], done: int, loss: float | None) -> None:
-        with self.lock:
-            if loss is not None:
-                self.bar.set_description(f"{job['setting']} seed {job['seed']}", refresh=False)
-                self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-            done = min(done, self.frames)
-            self.bar.update(done - self.done.get(number, 0))
-            self.done[number] = done
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.close()
 
 
 def worker_loop(lines: Iterator[str]) -> None:

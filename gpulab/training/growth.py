@@ -56,25 +56,23 @@ def growth(
     """
     import pandas as pd
 
-    usual: Mapping[str, Mapping[str, Any]] = {
-        "one bit of one weight": {"flip": flipped(net, profile)},
-        "float64": {"setting": "cpu:precision=float64"},
-    }
-    chosen = usual if changes is None else changes
+    if changes is None:
+        changes = {
+            "one bit of one weight": {"flip": flipped(net, profile)},
+            "float64": {"setting": "cpu:precision=float64"},
+        }
     if seeds < 1:
         raise UsageError(f"seeds={seeds!r}: expected one or more")
     plan = protocol(net, profile)
-    moments = set(
-        np.unique(np.geomspace(1, (frames or plan.frames) // plan.window + 1, SHOWN).astype(int) - 1).tolist()
-    )
+    windows = (frames or plan.frames) // plan.window
+    moments = set((np.geomspace(1, windows + 1, SHOWN).astype(int) - 1).tolist())
     shared = {"profile": profile, "frames": frames, "setting": SETTING, "progress": False}
-    bases: list[dict[int, Tensor]] = []
-    rows = []
-    with tqdm(total=seeds * (1 + len(chosen)), unit="training", leave=False, disable=not progress) as bar:
+    bases, rows = [], []
+    with tqdm(total=seeds * (1 + len(changes)), unit="training", leave=False, disable=not progress) as bar:
         for seed in range(seeds):
             bases.append(_snapshots(net, moments, {**shared, "seed": seed}))
             bar.update()
-            for name, change in chosen.items():
+            for name, change in changes.items():
                 other = _snapshots(net, moments, {**shared, "seed": seed, **change})
                 rows += _rows(net, name, seed, bases[-1], other)
                 bar.update()
@@ -96,31 +94,25 @@ def flipped(net: str, profile: str) -> int:
 
 
 def _rows(net: str, change: str, seed: int, base: dict[int, Tensor], other: dict[int, Tensor]) -> list[dict[str, Any]]:
-    return [
-        {"network": net, "change": change, "seed": seed, "step": step, **_apart(base[step], weights)}
-        for step, weights in other.items()
-    ]
+    rows = []
+    for step, weights in other.items():
+        before, ulps = base[step].double(), ulp_distance(base[step], weights)
+        row: dict[str, Any] = {"network": net, "change": change, "seed": seed, "step": step}
+        row["distance"] = float((before - weights.double()).norm() / before.norm())
+        row["changed"] = float((ulps > 0).double().mean())
+        row["ulps"] = float(ulps.double().median())
+        rows.append(row)
+    return rows
 
 
 def _snapshots(net: str, moments: set[int], options: dict[str, Any]) -> dict[int, Tensor]:
     """All weights of a training in one row, by the number of updates, at those windows."""
-    seen: dict[int, Tensor] = {}
-    windows = 0
+    snapshots: dict[int, Tensor] = {}
+    windows = itertools.count()
 
-    def look(model: Trainable, step: int) -> None:
-        nonlocal windows
-        if windows in moments:
-            seen[step] = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().float()
-        windows += 1
+    def watch(model: Trainable, step: int) -> None:
+        if next(windows) in moments:
+            snapshots[step] = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().float()
 
-    train(net, watch=look, **options)
-    return seen
-
-
-def _apart(a: Tensor, b: Tensor) -> dict[str, float]:
-    ulps = ulp_distance(a, b)
-    return {
-        "distance": float((a.double() - b.double()).norm() / a.double().norm()),
-        "changed": float((ulps > 0).double().mean()),
-        "ulps": float(ulps.double().median()),
-    }
+    train(net, watch=watch, **options)
+    return snapshots

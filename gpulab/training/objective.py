@@ -63,30 +63,23 @@ def seed_runs(
     check_numbers(workers=workers)
     parsed = Setting.parse(setting)
     check_runs_here(parsed)
-    seeds_left = list(range(seeds) if isinstance(seeds, int) else seeds)
-    if not seeds_left:
+    frame = pd.DataFrame({"setting": str(parsed), "seed": list(range(seeds) if isinstance(seeds, int) else seeds)})
+    if frame.empty:
         raise UsageError(f"seeds={seeds!r}: at least one is needed")
     objective = UserFunction(train)
     for name in changes:
         objective.original(name)
     with Trainings(objective, workers) as trainings:
-        runs = trainings.losses(str(parsed), seeds_left, changes)
-        losses = dict(tqdm(runs, total=len(seeds_left), unit="run", disable=not progress))
-    frame = pd.DataFrame({"setting": str(parsed), "seed": seeds_left})
-    frame["final_loss"] = frame.seed.map(losses)
-    frame.insert(2, "status", np.where(np.isfinite(frame.final_loss), "finished", "diverged"))
-    return frame
+        runs = trainings.losses(str(parsed), frame.seed.tolist(), changes)
+        losses = frame.seed.map(dict(tqdm(runs, total=len(frame), unit="run", disable=not progress)))
+    return frame.assign(status=np.where(np.isfinite(losses), "finished", "diverged"), final_loss=losses)
 
 
 class Objective:
-    """The loss of a training as a function of setting, seed and parameters.
+    """The loss of a training as a function of setting, seed and parameters."""
 
-    `originals` are the parameters that can be changed, with what they were; `identity` is what JSON can
-    carry of everything else that decides a loss.
-    """
-
-    originals: dict[str, Any]
-    identity: Any
+    originals: dict[str, Any]  # the parameters that can be changed, with what they were
+    identity: Any  # what JSON can carry of everything else that decides a loss
     trainer = ""  # who takes the parameters, in the words of an error
 
     def original(self, name: str) -> Any:
@@ -123,9 +116,8 @@ class Records(Objective):
         options = self.specification.options
         parameters = inspect.signature(MODELS[record["experiment"]]).parameters
         model = {name: parameter.default for name, parameter in parameters.items()} | options["model_options"]
-        self.originals = {"learning_rate": options["learning_rate"]} | {
-            name: value for name, value in model.items() if isinstance(value, str | int | float)
-        }
+        numbers_and_words = {name: value for name, value in model.items() if isinstance(value, str | int | float)}
+        self.originals = {"learning_rate": options["learning_rate"]} | numbers_and_words
         self.identity = {"net": self.specification.model, "profile": self.specification.profile, **options}
 
     def job(self, setting: str, seed: int, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,14 +189,12 @@ def final_loss(
     import torch
 
     parsed = Setting.parse(setting)
-    with parsed.apply():
-        devices = [torch.cuda.current_device()] if parsed.kind == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
-            try:
-                loss = _mean_of_the_end(train(parsed, seed, **changes), tell)
-            except (ArithmeticError, np.linalg.LinAlgError, torch.linalg.LinAlgError):
-                return None
+    with parsed.apply(), torch.random.fork_rng([torch.cuda.current_device()] if parsed.kind == "cuda" else []):
+        torch.manual_seed(seed)
+        try:
+            loss = _mean_of_the_end(train(parsed, seed, **changes), tell)
+        except (ArithmeticError, np.linalg.LinAlgError, torch.linalg.LinAlgError):
+            return None
     return loss if math.isfinite(loss) else None
 
 
@@ -242,10 +232,9 @@ class Trainings:
         try:
             for done in as_completed(futures):
                 yield futures[done], done.result()
-        except BaseException:
+        finally:
             for future in futures:
                 future.cancel()
-            raise
 
     def __enter__(self) -> Trainings:
         return self

@@ -18,9 +18,8 @@ def propose(
 ) -> Iterator[tuple[int, Point]]:
     """Trial numbers from `number` on with a point each, in ranges no further than `within` from the original.
 
-    Tree-structured Parzen estimators (Akiba et al. 2019) minimise the distance under the constraint that the
-    verdict is equivalent. Each proposal is seeded by its number, so that a search that was interrupted goes the
-    way of one that was not.
+    Tree-structured Parzen estimators (Akiba et al. 2019) minimise the distance under the constraint that the verdict
+    is equivalent. Each is seeded by its number, so that an interrupted search goes the way of one that was not.
     """
     optuna = optional("optuna")
     states = optuna.trial.TrialState
@@ -28,11 +27,8 @@ def propose(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study()
     optuna.logging.set_verbosity(verbosity)
-    for trial in tried:
-        if trial.state == "failed":
-            continue
-        distance = problem.distance(trial.point)
-        finished = trial.state == "finished"
+    for trial in (trial for trial in tried if trial.state != "failed"):
+        distance, finished = problem.distance(trial.point), trial.state == "finished"
         study.add_trial(
             optuna.create_trial(
                 state=states.COMPLETE if finished else states.PRUNED,

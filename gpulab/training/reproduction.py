@@ -6,13 +6,11 @@ smallest such change, a flag of the setting included, after which a verdict says
 
 - Distance: the sum over the parameters of |log2(new / old)| for learning rate, batch size and whatever is
   given as a range; of steps along the sorted list for other numbers; of 1 for anything else.
-- Search: nothing changed comes first, then one parameter at a time, nearest first, then combinations: nearest
-  first, or where there are too many to list, as a sampler proposes with the verdict as its constraint. What
-  is not nearer than the best change so far is not trained.
-- Many changes are tried, and one of many may look equivalent by luck. So half of the seeds are kept
-  out of the search. A change that is equivalent on the seeds of the search is trained on those, and only
-  a verdict there confirms it: the j-th confirmation at the level alpha / 2^j, so that all of them
-  together err with probability alpha at most. Holm's p over the whole search is reported beside it.
+- Search: nothing changed, then one parameter at a time, nearest first, then combinations: nearest first, or
+  where there are too many to list, as a sampler proposes. What is not nearer than the best so far is not trained.
+- One of many changes may look equivalent by luck. So half of the seeds are kept out of the search: a change
+  that is equivalent on the others is confirmed there, for the j-th time at the level alpha / 2^j, so that all
+  confirmations together err with probability alpha at most. Holm's p over the whole search is reported beside it.
 - Trials without hope are pruned, after 3, 6, 12, … seeds. That can only ever reject: a change is called
   equivalent from all its seeds or not at all.
 """
@@ -30,17 +28,9 @@ from gpulab.report import Report
 from gpulab.report import table as html_table
 from gpulab.settings import Setting
 from gpulab.stats.tests import clopper_pearson_upper, holm
-from gpulab.stats.verdicts import DIVERGED_APART, Verdict
+from gpulab.stats.verdicts import DIVERGED_APART, Verdict, p_text
 from gpulab.training import store as stores
-from gpulab.training.objective import (
-    Objective,
-    Records,
-    Trainings,
-    UserFunction,
-    check_numbers,
-    check_runs_here,
-    optional,
-)
+from gpulab.training.objective import Records, Trainings, UserFunction, check_numbers, check_runs_here, optional
 from gpulab.training.proposals import propose
 from gpulab.training.search import Point, SearchProblem, checked_space, checked_target, key
 from gpulab.training.trial_log import Trial, TrialLog
@@ -51,6 +41,13 @@ if TYPE_CHECKING:
 FIRST_LOOK = 3  # seeds after which a trial may be pruned
 PRUNED_AT = 0.999  # confidence of the interval that must lie outside the margin before a trial is pruned
 WITHIN = ("equivalent", "different but negligible")  # both say that the difference is inside the margin
+
+# The columns of the table from the verdict on the seeds of the search, with what they hold where there is none.
+SEARCHED = dict.fromkeys(
+    ["decision", "seeds", "diverged", "difference", "low", "high", "p_equivalent", "p_equivalent_holm", "seeds_needed"],
+    math.nan,
+) | {"decision": "", "seeds": 0, "diverged": 0}
+FRESH = ("decision", "seeds", "difference", "p_equivalent")  # the same from fresh seeds, as `fresh_decision` and so on
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +129,7 @@ def reproduce(
 
     Args:
         target: The runs of the old setting, a row a seed, as from `gpulab.runs` or `seed_runs`: at least 6
-            seeds, and 20 are better. The second half of them is kept for confirmation.
+            seeds, better 20. The second half of them is kept for confirmation.
         search: What may change: {name: [values]}, or {name: (low, high)} for a range of numbers. A name is an
             option of a setting (`tf32`, `precision`, …; the value None leaves the option out), or something to
             train with: a parameter of `train`, or without it `learning_rate` and the numbers and words among the
@@ -142,8 +139,8 @@ def reproduce(
             say. In `train(setting, seed, **changes)`, `setting` is a `gpulab.Setting` that is already in force
             (`setting.device`, `setting.dtype`), torch's random numbers are already drawn from `seed`, and the
             other parameters are what can be changed; their defaults are what was trained. It returns the final
-            loss, or yields the loss of every window as it goes: one that is not finite then ends the run, and
-            the final loss is the mean of the last fifth. A loss that is not finite, an `ArithmeticError` or a
+            loss, or yields the loss of every window: one that is not finite then ends the run, and the final
+            loss is the mean of the last fifth. A loss that is not finite, an `ArithmeticError` or a
             `LinAlgError` is a diverged run. Any other exception makes the trial fail, and the search goes on.
         metric: The column of `target` to compare by.
         margin: The largest difference of no importance, as for `verdict`.
@@ -184,10 +181,12 @@ def reproduce(
         >>> found.best, found.confirmed
         ({'precision': 'float32'}, True)
     """
+    from tqdm.auto import tqdm
+
     check_numbers(trials=trials, workers=workers)
     parsed = Setting.parse(setting)
     runs = checked_target(target, metric)
-    objective: Objective = Records(runs, metric, store) if train is None else UserFunction(train)
+    objective = Records(runs, metric, store) if train is None else UserFunction(train)
     dimensions = checked_space(search, objective, parsed)
     problem = SearchProblem(runs, metric, margin, alpha, parsed, dimensions, objective, prune)
     check_runs_here(parsed)
@@ -195,33 +194,35 @@ def reproduce(
     file = folder / f"reproduce-{problem.digest[:10]}.jsonl" if study is None else Path(study)
     if (points := problem.points()) is None:
         optional("optuna")  # before anything trains
-    with TrialLog(file, problem) as log, Trainings(objective, workers) as trainings:
-        return _Search(problem, points, log, trainings).run(trials, progress)
+    bar = tqdm(total=trials * len(problem.seeds), unit="run", disable=not progress, leave=False)
+    with bar, TrialLog(file, problem) as log, Trainings(objective, workers) as trainings:
+        return _Search(problem, points, log, trainings, bar).run(trials)
 
 
+@dataclass
 class _Search:
     """Tries points of the space, until none that is nearer than the best is left or `trials` are done."""
 
-    def __init__(self, problem: SearchProblem, points: list[Point] | None, log: TrialLog, trainings: Trainings) -> None:
-        self.problem, self.points, self.log, self.trainings = problem, points, log, trainings
+    problem: SearchProblem
+    points: list[Point] | None
+    log: TrialLog
+    trainings: Trainings
+    bar: Any
 
-    def run(self, trials: int, progress: bool) -> Reproduction:
-        from tqdm.auto import tqdm
-
+    def run(self, trials: int) -> Reproduction:
         problem, tried, per_trial = self.problem, self.log.tried, len(self.problem.seeds)
-        with tqdm(total=trials * per_trial, unit="run", disable=not progress, leave=False) as self.bar:
-            while len(tried) < trials:
-                self.bar.update(len(tried) * per_trial - self.bar.n)  # pruned trials trained less, confirmed ones more
-                best, limit = self.best()
-                self.bar.set_postfix(best="none yet" if best is None else f"{problem.words(best.point)} ({limit:.3g})")
-                if (trial := self._next()) is None:
-                    break
-                try:
-                    outcome = self._try(trial)
-                except Exception as error:  # whatever a function of the user's raises
-                    note = str(error) if isinstance(error, GpulabError) else f"{type(error).__name__}: {error}"
-                    outcome = {"state": "failed", "note": note}
-                self.log.end(trial, **outcome)
+        while len(tried) < trials:
+            self.bar.update(len(tried) * per_trial - self.bar.n)  # pruned trials trained less, confirmed ones more
+            best, limit = self.best()
+            self.bar.set_postfix(best="none yet" if best is None else f"{problem.words(best.point)} ({limit:.3g})")
+            if (trial := self._next()) is None:
+                break
+            try:
+                outcome = self._try(trial)
+            except Exception as error:  # whatever a function of the user's raises
+                note = str(error) if isinstance(error, GpulabError) else f"{type(error).__name__}: {error}"
+                outcome = {"state": "failed", "note": note}
+            self.log.end(trial, **outcome)
         if all(trial.state == "failed" for trial in tried):
             raise GpulabError(f"every trial failed ({len(tried)}); the first: {tried[0].note}")
         return self._result()
@@ -251,12 +252,12 @@ class _Search:
 
     def _try(self, trial: Trial) -> dict[str, Any]:
         """Train the seeds of a trial, with looks in between; where they are equivalent, the fresh ones too."""
-        problem, seeds = self.problem, self.problem.seeds
-        looks = [FIRST_LOOK * 2**k for k in range(len(seeds)) if FIRST_LOOK * 2**k < len(seeds)]
-        for size in looks if problem.prune else ():
+        problem, seeds, size = self.problem, self.problem.seeds, FIRST_LOOK
+        while problem.prune and size < len(seeds):
             row = self._judge(trial, seeds[:size])
             if note := prune_reason(row, len(seeds)):
                 return {"state": "pruned", "note": note, "violation": _violation(row, problem.alpha)}
+            size *= 2
         row = self._judge(trial, seeds)
         if row["decision"] not in WITHIN:
             return {"state": "finished", "violation": _violation(row, problem.alpha)}
@@ -274,19 +275,22 @@ class _Search:
         for seed, loss in self.trainings.losses(setting, unknown, changes):
             self.log.add_loss(trial, seed, loss)
             self.bar.update()
-        return _row(self.problem.verdict({seed: trial.losses[seed] for seed in seeds}, alpha))
+        return _row(_verdict(self.problem, trial, seeds, alpha))
 
     def _result(self) -> Reproduction:
         """The answer, computed anew from the losses that are written down."""
         problem, tried = self.problem, self.log.tried
-        table, verdicts = _judged(problem, tried)
-        chosen, best, best_setting = None, None, None
+        table = _table(problem, tried)
+        chosen, best, best_setting, search_verdict, fresh_verdict = None, None, None, None, None
         confirmed = bool(table.confirmed.any())
         worked = table[table.confirmed if confirmed else (table.state == "finished") & table.decision.isin(WITHIN)]
         if len(worked):
             chosen = int(worked.distance.idxmin())
-            best = problem.changes(tried[chosen].point)
-            best_setting, _ = problem.arguments(tried[chosen].point)
+            trial = tried[chosen]
+            best, (best_setting, _) = problem.changes(trial.point), problem.arguments(trial.point)
+            search_verdict = _verdict(problem, trial, problem.seeds)
+            if trial.fresh_alpha is not None:
+                fresh_verdict = _verdict(problem, trial, problem.fresh, trial.fresh_alpha)
         countable = [] if self.best()[1] == 0 else self.points
         return Reproduction(
             table=table,
@@ -301,53 +305,44 @@ class _Search:
             best=best,
             best_setting=best_setting,
             confirmed=confirmed,
-            search_verdict=None if chosen is None else verdicts[chosen][0],
-            fresh_verdict=None if chosen is None else verdicts[chosen][1],
+            search_verdict=search_verdict,
+            fresh_verdict=fresh_verdict,
             smaller_left=None if countable is None else len(list(self.untried(countable))),
             study=self.log.file,
         )
 
 
-def _judged(
-    problem: SearchProblem, tried: list[Trial]
-) -> tuple[pd.DataFrame, list[tuple[Verdict | None, Verdict | None]]]:
-    """The table, and each trial's verdict on the seeds of the search and on the fresh ones."""
+def _table(problem: SearchProblem, tried: list[Trial]) -> pd.DataFrame:
+    """A row a trial, as `Reproduction` says."""
     import pandas as pd
 
-    searched = ["decision", "seeds", "diverged", "difference", "low", "high", "p_equivalent", "seeds_needed"]
-    fresh = ["decision", "seeds", "difference", "p_equivalent"]
-    blank = {"decision": "", "seeds": 0, "diverged": 0, "fresh_decision": "", "fresh_seeds": 0}  # where others are NaN
-    rows, verdicts = [], []
+    rows = []
     for number, trial in enumerate(tried):
-        search_verdict = fresh_verdict = None
         row = {"trial": number, "changes": problem.words(trial.point), **trial.point}
-        row |= {"distance": problem.distance(trial.point), "state": trial.state, **blank}
+        row |= {"distance": problem.distance(trial.point), "state": trial.state}
+        row |= SEARCHED | {f"fresh_{name}": SEARCHED[name] for name in FRESH}
         if trial.state != "failed":
-            search_verdict = problem.verdict(
-                {seed: trial.losses[seed] for seed in problem.seeds if seed in trial.losses}
-            )
-            cells = _row(search_verdict)
-            row |= {name: cells[name] for name in searched}
+            cells = _row(_verdict(problem, trial, problem.seeds))
+            row |= {name: cells[name] for name in SEARCHED}
         if trial.state == "pruned":
             row["decision"] = ""
         if trial.fresh_alpha is not None:
-            fresh_verdict = problem.verdict({seed: trial.losses[seed] for seed in problem.fresh}, trial.fresh_alpha)
-            cells = _row(fresh_verdict)
-            row |= {f"fresh_{name}": cells[name] for name in fresh}
+            cells = _row(_verdict(problem, trial, problem.fresh, trial.fresh_alpha))
+            row |= {f"fresh_{name}": cells[name] for name in FRESH}
         rows.append(row | {"fresh_alpha": trial.fresh_alpha, "confirmed": trial.confirmed, "note": trial.note})
-        verdicts.append((search_verdict, fresh_verdict))
-    searched.insert(-1, "p_equivalent_holm")
-    last = [*searched, *(f"fresh_{name}" for name in [*fresh, "alpha"]), "confirmed", "note"]
     table = pd.DataFrame(rows).astype({"fresh_alpha": float})
-    table = table.reindex(columns=[name for name in rows[0] if name not in {*blank, *last}] + last)
     # A trial that was pruned or failed counts in Holm's correction with p = 1.
     whole = (table.state == "finished") & table.p_equivalent.notna()
     table["p_equivalent_holm"] = holm(list(table.p_equivalent.astype(float).where(whole, 1.0)))
-    return table, verdicts
+    return table
+
+
+def _verdict(problem: SearchProblem, trial: Trial, seeds: Sequence[int], alpha: float | None = None) -> Verdict:
+    """The verdict on those of the seeds that were trained."""
+    return problem.verdict({seed: trial.losses[seed] for seed in seeds if seed in trial.losses}, alpha)
 
 
 def _row(verdict: Verdict) -> dict[str, Any]:
-    """The one row of a verdict's table."""
     return verdict.table.to_dict("records")[0]
 
 
@@ -386,21 +381,19 @@ def _reach(row: Mapping[str, Any], tail: float) -> float:
 
 
 def _sentences(found: Reproduction) -> Iterator[str]:
-    table = found.table
-    under, tried = f"under {found.setting}", f"{len(table)} tried"
+    table, losses, under = found.table, f"the losses of {found.target}", f"under {found.setting}"
     if found.chosen is None:
-        yield f"No change tried gives the losses of {found.target} {under} again ({tried})."
+        yield f"No change tried gives {losses} {under} again ({len(table)} tried)."
     else:
         row = table.loc[found.chosen]
-        change = f"{row.changes} (distance {row.distance:.3g}; {tried})"
+        change = f"{row.changes} (distance {row.distance:.3g}; {len(table)} tried)"
         if not found.best:
             doubt = "" if found.confirmed else " (not confirmed)"
-            yield f"Nothing need change: {under} the losses of {found.target} come back as they are{doubt}."
+            yield f"Nothing need change: {under} {losses} come back as they are{doubt}."
         elif found.confirmed:
-            yield f"The smallest change found that gives the losses of {found.target} {under} again: {change}."
+            yield f"The smallest change found that gives {losses} {under} again: {change}."
         else:
-            gave = f"gave the losses of {found.target} {under} again on the seeds of the search only"
-            yield f"Not confirmed: {change} {gave}."
+            yield f"Not confirmed: {change} gave {losses} {under} again on the seeds of the search only."
         yield _evidence(found, row)
     if found.best != {}:
         for row in table[table.distance == 0].itertuples():
@@ -422,11 +415,11 @@ def _sentences(found: Reproduction) -> Iterator[str]:
 
 def _evidence(found: Reproduction, row: Any) -> str:
     searched = (
-        f"on the {row.seeds} of the search {row.decision}, equivalence p = {_p(row.p_equivalent)}, "
-        f"{_p(row.p_equivalent_holm)} after Holm over {len(found.table)} trials."
+        f"n the {row.seeds} of the search {row.decision}, equivalence p = {p_text(row.p_equivalent)}, "
+        f"{p_text(row.p_equivalent_holm)} after Holm over {len(found.table)} trials."
     )
     if not row.fresh_seeds:
-        return f"O{searched[1:]}"
+        return f"O{searched}"
     margin = "as asked"
     if isinstance(found.margin_asked, str):
         asked = found.margin_asked.replace("sd", " sd")
@@ -434,7 +427,7 @@ def _evidence(found: Reproduction, row: Any) -> str:
     return (
         f"On {row.fresh_seeds} seeds that the search had not seen: {row.fresh_decision} within ±{found.margin:.2g} "
         f"({margin}), difference {row.fresh_difference:.2g}, equivalence p = "
-        f"{_p(row.fresh_p_equivalent)} (held to {row.fresh_alpha:.2g}); {searched}"
+        f"{p_text(row.fresh_p_equivalent)} (held to {row.fresh_alpha:.2g}); o{searched}"
     )
 
 
@@ -448,8 +441,8 @@ def _confirmed_by_parameter(found: Reproduction) -> Iterator[str]:
     count = sum(flags.astype(int) for flags in changed.values())
     groups = {name: flags & (count == 1) for name, flags in changed.items()} | {"several together": count > 1}
     for name, flags in groups.items():
-        unsettled = int((table.decision[flags] == "inconclusive").sum())
         if flags.any():
+            unsettled = int((table.decision[flags] == "inconclusive").sum())
             note = f" ({unsettled} inconclusive)" if unsettled else ""
             yield f"{name} {int(table.confirmed[flags].sum())} of {int(flags.sum())}{note}"
 
@@ -460,13 +453,9 @@ def _smaller(found: Reproduction) -> str:
     if found.confirmed:
         table, kind = table[table.distance < found.table.distance[found.chosen]], "smaller change"
     unsettled = int(((table.decision == "inconclusive") & (table.state == "finished")).sum())
-    words = f"{len(table)} {kind}{'' if len(table) == 1 else 's'} tried in vain, {unsettled} of them inconclusive"
-    if not len(table):
-        words = f"No {kind} was tried in vain"
+    words = f"No {kind} was tried in vain"
+    if len(table):
+        words = f"{len(table)} {kind}{'' if len(table) == 1 else 's'} tried in vain, {unsettled} of them inconclusive"
     if found.smaller_left is None:
         return f"{words}; the space holds more."
     return f"{words}; {found.smaller_left or 'none'} in the space left untried."
-
-
-def _p(value: float) -> str:
-    return "unknown" if math.isnan(value) else f"{value:.2g}" if value >= 0.001 or value == 0 else f"{value:.0e}"

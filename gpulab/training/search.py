@@ -42,27 +42,31 @@ class Dimension:
     @classmethod
     def checked(cls, name: str, values: Sequence[Any], objective: Objective, setting: Setting) -> Dimension:
         """The dimension for {name: values} of a search; `UsageError` for values that make no sense."""
-        if name in OPTIONS and name not in objective.originals:
-            original = options_of(setting).get(name)
-            texts = [_option_text(name, value, setting) for value in values]
-            return cls(name, original, _besides(original, texts), is_option=True)
-        original = _plain(objective.original(name))
-        plain = [_plain(value) for value in values]
-        for value in plain:
-            _check_kind(name, value, original)
-        is_range = isinstance(values, tuple)
-        by_ratio = is_range or name in BY_RATIO
-        if by_ratio and not (_is_number(original) and all(value > 0 for value in [*plain, original])):
+        is_option = name in OPTIONS and name not in objective.originals
+        is_range = isinstance(values, tuple) and not is_option
+        by_ratio = is_range or (name in BY_RATIO and not is_option)
+        original: Any
+        others: list[Any]
+        if is_option:
+            original, others = options_of(setting).get(name), [_option_text(name, value, setting) for value in values]
+        else:
+            each = [objective.original(name), *values]
+            original, *others = (value.item() if isinstance(value, np.generic) else value for value in each)
+            for value in others:
+                _check_kind(name, value, original)
+        if by_ratio and not (_is_number(original) and all(value > 0 for value in [*others, original])):
             raise UsageError(
                 f"search {name}={values!r}: compared by ratio with the original {original!r}, "
                 "so all must be numbers above 0"
             )
-        if not is_range:
-            return cls(name, original, _besides(original, plain), by_ratio=by_ratio)
-        if len(plain) != 2 or not plain[0] < plain[1]:
-            raise UsageError(f"search {name}={values!r}: a range is (low, high); give a list for single values")
-        low, high = map(type(original), plain)
-        return cls(name, original, (min(low, original), max(high, original)), is_range=True, by_ratio=True)
+        if is_range:
+            if len(others) != 2 or not others[0] < others[1]:
+                raise UsageError(f"search {name}={values!r}: a range is (low, high); give a list for single values")
+            low, high = map(type(original), others)
+            others = [min(low, original), max(high, original)]
+        else:
+            others = [value for value in dict.fromkeys(others) if value != original]
+        return cls(name, original, tuple(others), is_range, by_ratio, is_option)
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -101,10 +105,10 @@ def options_of(setting: Setting) -> dict[str, str]:
     return dict(part.split("=", 1) for part in text.split(",")) if text else {}
 
 
-def with_options(setting: Setting, options: Mapping[str, str | None]) -> Setting:
+def with_options(setting: Setting, options: dict[str, str | None]) -> Setting:
     """The setting with options replaced; None leaves one out."""
-    texts = {name: text for name, text in {**options_of(setting), **options}.items() if text is not None}
-    return Setting.parse(":".join([setting.device, *([",".join(map("=".join, texts.items()))] if texts else [])]))
+    texts = [f"{name}={text}" for name, text in (options_of(setting) | options).items() if text is not None]
+    return Setting.parse(f"{setting.device}:{','.join(texts)}".removesuffix(":"))
 
 
 def _option_text(name: str, value: Any, setting: Setting) -> str | None:
@@ -113,15 +117,6 @@ def _option_text(name: str, value: Any, setting: Setting) -> str | None:
         return None
     text = {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
     return options_of(with_options(Setting(setting.device), {name: text}))[name]
-
-
-def _besides(original: Any, values: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(value for value in dict.fromkeys(values) if value != original)
-
-
-def _plain(value: Any) -> Any:
-    """A NumPy scalar as Python's own."""
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _is_number(value: Any) -> bool:
@@ -178,9 +173,7 @@ def checked_target(target: Any, metric: str) -> pd.DataFrame:
         raise UsageError(f"target has seed {first.seed[first.seed.duplicated()].iloc[0]} more than once")
     if not pd.api.types.is_numeric_dtype(first[metric]):
         raise UsageError(f"target: {metric!r} is of type {first[metric].dtype}; expected numbers")
-    diverged = first.seed[~np.isfinite(first[metric].to_numpy(float))].tolist()
-    if diverged:
-        seeds = ", ".join(map(str, diverged))
+    if seeds := ", ".join(map(str, first.seed[~np.isfinite(first[metric].to_numpy(float))])):
         raise UsageError(f"target: no finite {metric} for seed {seeds}; leave diverged runs out")
     if len(first) < 2 * FEWEST:
         raise UsageError(
@@ -233,8 +226,7 @@ class SearchProblem:
         """The target against losses of the new setting, paired on the seeds that both have."""
         import pandas as pd
 
-        pairs = [("target", self.losses), ("changed", losses)]
-        rows = [(runs, seed, loss) for runs, by_seed in pairs for seed, loss in by_seed.items()]
+        rows = [("target", *run) for run in self.losses.items()] + [("changed", *run) for run in losses.items()]
         frame = pd.DataFrame(rows, columns=["runs", "seed", self.metric])
         frame["status"] = np.where(np.isfinite(frame[self.metric]), "finished", "diverged")
         return verdict(
@@ -251,8 +243,8 @@ class SearchProblem:
 
     def words(self, point: Point) -> str:
         """The changes in words."""
-        changes = self.changes(point)
-        parts = [f"{d.name} {_text(d.original)} → {_text(point[d.name])}" for d in self.dimensions if d.name in changes]
+        before = self.original()
+        parts = (f"{name} {_text(before[name])} → {_text(value)}" for name, value in self.changes(point).items())
         return ", ".join(parts) or "nothing"
 
     def arguments(self, point: Point) -> tuple[str, dict[str, Any]]:
@@ -272,12 +264,10 @@ class SearchProblem:
 
     def points(self) -> list[Point] | None:
         """Every point, nearest first; None where there are too many to list."""
-        if any(d.is_range for d in self.dimensions):
+        values = [d.values for d in self.dimensions]
+        if any(d.is_range for d in self.dimensions) or math.prod(map(len, values)) > ENUMERABLE:
             return None
-        if math.prod(len(d.values) for d in self.dimensions) > ENUMERABLE:
-            return None
-        values = itertools.product(*(d.values for d in self.dimensions))
-        points = [dict(zip(self.original(), each, strict=True)) for each in values]
+        points = [dict(zip(self.original(), each, strict=True)) for each in itertools.product(*values)]
         return sorted(points, key=self.distance)
 
     def from_json(self, values: Mapping[str, Any]) -> Point:

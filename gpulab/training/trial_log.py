@@ -42,8 +42,8 @@ class Trial:
 class TrialLog:
     """The trials of a search problem, as a context: inside it, nobody else may use the file.
 
-    `tried` are the trials that have ended, in their order. One that failed before this process came counts no
-    longer: its point is one of `left`. The losses of what failed or was killed stay known.
+    `tried` are the trials that have ended, in their order. One that failed before this process came is not among
+    them: its point is one of `left`. The losses of what failed or was killed stay known.
     """
 
     def __init__(self, file: Path, problem: SearchProblem) -> None:
