@@ -286,9 +286,8 @@ def load(
     if kind == "jpeg" and where.partition(":")[0] not in ("", "jpeg"):
         inner = load(where, frames, size, seed, speed, grey)
         return Recompressed(inner, quality or 75, subsampling or "4:2:0", decoder or "pillow")
-    for option in (quality, subsampling, decoder):
-        if option is not None:
-            raise UsageError(f"data {name!r}: {option!r} goes with JPEG frames; write jpeg:{name}")
+    if of_jpeg := [option for option in (quality, subsampling, decoder) if option is not None]:
+        raise UsageError(f"data {name!r}: {of_jpeg[0]!r} goes with JPEG frames; write jpeg:{name}")
     kinds = {known.partition(":")[0] for known in NAMES} - {"jpeg"}
     if kind not in kinds or (bool(where) != (kind in ("video", "frames")) and kind != "mnist"):
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
@@ -337,8 +336,8 @@ def _mnist(where: str) -> Images:
         if not _find_mnist(folder):
             _download_mnist(folder)
     if not (files := _find_mnist(folder)):
-        files_of_mnist = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
-        raise DataError(f"{folder}: holds {files_of_mnist}; 'mnist' without a folder downloads them")
+        neither = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
+        raise DataError(f"{folder}: holds {neither}; 'mnist' without a folder downloads them")
     images = _read_idx(files[0])
     if len(files) == 2:
         return Images("mnist", images, _read_idx(files[1]))
@@ -367,9 +366,7 @@ def _download_mnist(folder: Path) -> None:
     from torchvision.datasets import MNIST
 
     unfinished = folder / "unfinished"
-    images = sorted(
-        (resource for resource in MNIST.resources if "-images-" in resource[0]), reverse=True
-    )  # train first
+    images = [resource for resource in sorted(MNIST.resources, reverse=True) if "-images-" in resource[0]]
     for name, checksum in images:
         reasons = []
         for mirror in MNIST.mirrors:
