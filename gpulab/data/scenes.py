@@ -1,9 +1,8 @@
 """Two scenes that the project renders itself, endlessly, from a seed: a walk, and moving digits.
 
-The bytes are the same on every platform. To that end only operations that IEEE 754 rounds exactly
-(+ − × ÷ and comparisons, element by element) touch floating-point numbers: no sum over an axis, no
-matrix product, and sine from a polynomial below, since every C library has its own. Random numbers
-are the raw output of PCG64, which NumPy guarantees never to change.
+The bytes are the same on every platform: only operations that IEEE 754 rounds exactly (+ − × ÷ and comparisons,
+element by element) touch floating-point numbers, so no sum over an axis, no matrix product, and a sine of our own,
+since every C library has its own. Random numbers are PCG64's raw output, which NumPy guarantees never to change.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ def cosine(angle: Floats) -> Floats:
 
 
 # --- the walk --------------------------------------------------------------------------------------
-# A town on a grid: streets two units wide every six units, houses between them. The walker keeps to
-# the middle of the street and at each crossing goes on or turns along a quarter circle. Lengths are
-# in units of one cell; the eye is half a unit above the ground.
+# A town on a grid: streets two cells wide every six cells, houses between them. The walker keeps to the middle of
+# the street and at each crossing goes on or turns along a quarter circle. Lengths are in cells.
 
 BLOCK, STREET = 6, 2  # from one street to the next, and its width
 EYE_HEIGHT = 0.5
@@ -86,8 +84,7 @@ class Walk:
         height, width = self.size
         chunk = max(1, CHUNK_PIXELS // (height * width))
         while stop is None or start < stop:
-            # Chunks begin at multiples of their length, so that a frame has the same bytes
-            # wherever the stream began.
+            # Chunks begin at multiples of their length: a frame has the same bytes wherever the stream began.
             end = (start // chunk + 1) * chunk
             yield from self.render(np.arange(start, end if stop is None else min(end, stop)))
             start = end
@@ -185,7 +182,7 @@ class _Path:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.starts: list[float] = [0.0]  # the distance at which a piece of the path begins
+        self.starts = [0.0]  # the distance at which a piece of the path begins
         self.places: list[tuple[int, int, int]] = [(1, STREET, 1)]  # x, y, and heading in quarter turns
         self.turns: list[int | None] = [None]  # None: a street; -1, 0, 1: a crossing
 

@@ -173,11 +173,11 @@ class PredNet(Trainable):
         """
         if self.variant != "published":
             return self._error_unit_loss(iter(batch), state)
-        if isinstance(batch, Tensor):
-            predictions, after = self(batch[:-1], state)
-            errors = (predictions - batch[1:]).square().flatten(1).mean(1)
-            return errors.sum(), errors.detach(), detached(after)
-        return self._published_loop(batch, state)
+        if not isinstance(batch, Tensor):
+            return self._published_loop(batch, state)
+        predictions, after = self(batch[:-1], state)
+        errors = (predictions - batch[1:]).square().flatten(1).mean(1)
+        return errors.sum(), errors.detach(), detached(after)
 
     def _published_loop(self, frames: Feed, state: State | None) -> tuple[Tensor, Tensor, State | None]:
         """Frame by frame: a prediction is compared with the next frame as soon as that arrives."""
