@@ -1,7 +1,4 @@
-"""Data: streams of frames and sets of images, as bytes, with a training and a held-out part.
-
-Nothing is kept beyond one window of frames, so a stream may be of any length.
-"""
+"""Data: streams of frames, of any length, and sets of images, as bytes, with a training and a held-out part."""
 
 from __future__ import annotations
 
@@ -16,9 +13,8 @@ import struct
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +33,7 @@ IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
 HELD_OUT = 10  # one frame in this many is held out, where the data's length is given
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """`frames` (t, C, H, W) of bytes to train on; `restart` says that the state begins anew."""
 
     frames: Bytes
@@ -46,7 +41,7 @@ class Window:
 
 
 class Data(ABC):
-    """A data set: `channels`, `size` (height, width), and windows of its two parts."""
+    """A data set, in two parts, of frames of `channels` and `size` (height, width)."""
 
     name: str
     channels: int
@@ -77,7 +72,7 @@ class Data(ABC):
 
 
 class Images(Data):
-    """Images (N, 1, H, W) without an order: each seed has its own, drawn on the CPU."""
+    """Images (N, 1, H, W) without an order: each seed has its own."""
 
     sequential = False
 
@@ -96,9 +91,9 @@ class Images(Data):
         def order(number: int) -> npt.NDArray[np.integer]:
             return torch.randperm(len(self), generator=torch.Generator().manual_seed(seed * 1_000_003 + number)).numpy()
 
-        for window in itertools.count(start):
-            places = range(window * length, (window + 1) * length)
-            yield Window(self.train[[order(place // len(self))[place % len(self)] for place in places]], restart=True)
+        for begin in itertools.count(start * length, length):
+            places = (divmod(place, len(self)) for place in range(begin, begin + length))
+            yield Window(self.train[[order(number)[place] for number, place in places]], restart=True)
 
     def heldout(self, length: int) -> Iterator[Window]:
         """The held-out images in their stored order."""
@@ -113,9 +108,8 @@ class Images(Data):
 class Sequence(Data):
     """Frames in order, (C, H, W) each: `frames` to train on, then `held` that are held out.
 
-    Windows follow the published loop. In the first one of a pass, `length` frames allow length − 1
-    predictions; each later one begins with the last frame of the one before. A sequence that is
-    shorter than the training is passed over again, the state beginning anew.
+    As in the published loop, the first window of a pass has `length` frames, and each later one begins with
+    the last frame of the one before. A sequence shorter than the training is passed over again.
     """
 
     sequential = True
@@ -132,14 +126,12 @@ class Sequence(Data):
         """Frames `start` to `stop` in order, training part and held-out part together."""
 
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:  # noqa: ARG002
-        """Windows in order, endlessly; the seed plays no part in the order of a video."""
+        """Windows in order, endlessly, whatever the seed."""
         in_a_pass = self.frames // length
         if in_a_pass == 0:
             raise DataError(f"{self.name}: {self.frames} frames to train on; a window needs {length}")
-        number = start % in_a_pass
-        while True:
+        for number in itertools.chain([start % in_a_pass], itertools.repeat(0)):
             yield from self._pass(length, number, in_a_pass, 0)
-            number = 0
 
     def heldout(self, length: int) -> Iterator[Window]:
         """The held-out frames in windows, the state beginning anew at the first."""
@@ -149,21 +141,12 @@ class Sequence(Data):
         yield from self._pass(length, 0, self.held // length, self.frames)
 
     def repeat_loss(self, length: int = 20) -> float:
-        """The mean squared error of predicting, for each held-out frame, the one before it.
-
-        What any prediction should beat; in the units of the losses, of frames in [0, 1].
-        """
-        errors = []
-        for window in self.heldout(length):
-            frames = window.frames.astype(np.float64) / 255
-            errors.append(np.square(np.diff(frames, axis=0)).mean((1, 2, 3)))
-        return float(np.concatenate(errors).mean())
+        """The mean squared error, of frames in [0, 1], of repeating the last held-out frame: to be beaten."""
+        frames = (window.frames / 255 for window in self.heldout(length))
+        return float(np.concatenate([np.square(np.diff(part, axis=0)).mean((1, 2, 3)) for part in frames]).mean())
 
     def missing_colour_loss(self, length: int = 20) -> float:
-        """The least mean squared error, over the held-out frames, of a prediction that is black in one colour.
-
-        A network with a dead output channel can do no better, so a loss below this says that it has none.
-        """
+        """The least mean squared error, over the held-out frames, that a network with one dead output channel has."""
         squares = [np.square(window.frames / 255).mean((0, 2, 3)) for window in self.heldout(length)]
         return float(np.mean(squares, axis=0).min() / self.channels)
 
@@ -174,11 +157,10 @@ class Sequence(Data):
     def _pass(self, length: int, number: int, count: int, offset: int) -> Iterator[Window]:
         begin = max(0, number * length - 1)
         frames = self.stream(offset + begin, offset + count * length)
-        last: list[Bytes] = [next(frames)] if number else []
-        for window in range(number, count):
-            new = list(itertools.islice(frames, length))
-            yield Window(np.stack([*last, *new]), restart=window == 0)
-            last = new[-1:]
+        window = [next(frames)] if number else []
+        for place in range(number, count):
+            window = [*window[-1:], *itertools.islice(frames, length)]
+            yield Window(np.stack(window), restart=place == 0)
 
 
 class Rendered(Sequence):
@@ -189,7 +171,7 @@ class Rendered(Sequence):
         self.scene = scene
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
-        """Frames `start` to `stop`; without it they never end."""
+        """Frames `start` to `stop`, without it endlessly."""
         return self.scene.stream(start, stop)
 
     def options(self) -> dict[str, Any]:
@@ -271,11 +253,10 @@ def load(
 ) -> Data:
     """A data set by name.
 
-    - `digits`: scikit-learn's 1,797 real handwritten digits, at 28×28; embedded.
-    - `mnist`: the original files, found in `$GPULAB_DATA` or downloaded with checksums;
-      `mnist:DIR`: found in a folder. Where only the test split is there, it serves.
-    - `walk`: a first-person walk that is rendered.
-    - `moving-digits`: two digits that drift and bounce.
+    - `digits`: scikit-learn's 1,797 real handwritten digits, at 28×28.
+    - `mnist`: the original files, found in `$GPULAB_DATA` or downloaded; `mnist:DIR`: found in a folder. Where
+      only the test split is there, it serves.
+    - `walk`: a first-person walk, `moving-digits`: two digits that drift and bounce; both are rendered.
     - `video:FILE`, `frames:DIR`: your own.
     - `jpeg:NAME`: the frames of one of the above, encoded as JPEG by Pillow and decoded again.
 
@@ -291,7 +272,7 @@ def load(
         decoder: Who decodes them (`pillow`): see `decode_jpeg`.
 
     Returns:
-        The data, whose `windows(length)` and `heldout(length)` give frames (t, C, H, W) of bytes.
+        Data, whose `windows(length)` and `heldout(length)` give frames (t, C, H, W) of bytes.
 
     Raises:
         UsageError: For an unknown name, or an option that makes no sense.
@@ -305,9 +286,8 @@ def load(
     if kind == "jpeg" and where.partition(":")[0] not in ("", "jpeg"):
         inner = load(where, frames, size, seed, speed, grey)
         return Recompressed(inner, quality or 75, subsampling or "4:2:0", decoder or "pillow")
-    for option in (quality, subsampling, decoder):
-        if option is not None:
-            raise UsageError(f"data {name!r}: {option!r} goes with JPEG frames; write jpeg:{name}")
+    if of_jpeg := [option for option in (quality, subsampling, decoder) if option is not None]:
+        raise UsageError(f"data {name!r}: {of_jpeg[0]!r} goes with JPEG frames; write jpeg:{name}")
     kinds = {known.partition(":")[0] for known in NAMES} - {"jpeg"}
     if kind not in kinds or (bool(where) != (kind in ("video", "frames")) and kind != "mnist"):
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
@@ -321,12 +301,10 @@ def load(
         return Images("digits", _digits()[:1500], _digits()[1500:])
     if kind == "mnist":
         return _mnist(where)
-    if kind == "video":
-        return Video(Path(where), size, frames, grey)
-    if kind == "frames":
-        return Folder(Path(where), size, frames, grey)
+    if kind in ("video", "frames"):
+        return (Video if kind == "video" else Folder)(Path(where), size, frames, grey)
+    speed, frames = float(speed), frames or 1000  # 2 and 2.0 are one speed, and give one record
     scene = Walk(seed, size, speed) if kind == "walk" else MovingDigits(_digits()[:, 0], seed, size, speed)
-    frames = 1000 if frames is None else frames
     return Rendered(kind, scene, frames, max(20, frames // HELD_OUT))
 
 
@@ -345,9 +323,8 @@ def _digits() -> Bytes:
     # Only the file is wanted; importing scikit-learn for it costs a process 70 MB and a second.
     package = Path(importlib.util.find_spec("sklearn").origin).parent  # type: ignore[union-attr,arg-type]
     table = np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=",")
-    small = np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8)
-    large = [Image.fromarray(digit).resize((28, 28), Image.Resampling.BICUBIC) for digit in small]
-    return np.stack([np.asarray(digit) for digit in large])[:, None]
+    small = map(Image.fromarray, np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8))
+    return np.stack([np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small])[:, None]
 
 
 def _mnist(where: str) -> Images:
@@ -356,14 +333,11 @@ def _mnist(where: str) -> Images:
         import pooch
 
         folder = Path(os.environ.get("GPULAB_DATA") or pooch.os_cache("gpulab")) / "mnist"
-        if not (_find_mnist(folder, "train") or _find_mnist(folder, "t10k")):
+        if not _find_mnist(folder):
             _download_mnist(folder)
-    files = [file for part in ("train", "t10k") if (file := _find_mnist(folder, part))]
-    if not files:
-        raise DataError(
-            f"{folder}: holds neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte "
-            f"(as they are or .gz); 'mnist' without a folder downloads them"
-        )
+    if not (files := _find_mnist(folder)):
+        neither = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
+        raise DataError(f"{folder}: holds {neither}; 'mnist' without a folder downloads them")
     images = _read_idx(files[0])
     if len(files) == 2:
         return Images("mnist", images, _read_idx(files[1]))
@@ -373,10 +347,14 @@ def _mnist(where: str) -> Images:
     return Images("mnist", images[:-held], images[-held:])
 
 
-def _find_mnist(folder: Path, part: str) -> Path | None:
-    places = (folder, folder / "MNIST" / "raw", folder / "raw")  # torchvision puts them below
-    files = (place / f"{part}-images-idx3-ubyte{suffix}" for place in places for suffix in ("", ".gz"))
-    return next((file for file in files if file.is_file()), None)
+def _find_mnist(folder: Path) -> list[Path]:
+    """The files of the training and of the test images, as far as they are there."""
+    files: list[Path] = []
+    for part in ("train", "t10k"):
+        places = (folder, folder / "MNIST" / "raw", folder / "raw")  # torchvision puts them below
+        names = (place / f"{part}-images-idx3-ubyte{suffix}" for place in places for suffix in ("", ".gz"))
+        files += itertools.islice(filter(Path.is_file, names), 1)
+    return files
 
 
 def _download_mnist(folder: Path) -> None:
@@ -387,22 +365,21 @@ def _download_mnist(folder: Path) -> None:
     import pooch
     from torchvision.datasets import MNIST
 
-    files = []
-    for part in ("train-images", "t10k-images"):
-        name, checksum = next(resource for resource in MNIST.resources if resource[0].startswith(part))
+    unfinished = folder / "unfinished"
+    images = [resource for resource in sorted(MNIST.resources, reverse=True) if "-images-" in resource[0]]
+    for name, checksum in images:
         reasons = []
         for mirror in MNIST.mirrors:
             try:
-                file = pooch.retrieve(mirror + name, f"md5:{checksum}", name, folder / "unfinished", progressbar=True)
-                files.append(Path(file))
+                pooch.retrieve(mirror + name, f"md5:{checksum}", name, unfinished, progressbar=True)
                 break
             except (OSError, ValueError) as error:
                 reasons.append(f"{mirror}: {error}")
         else:
             raise DataError(f"{name} could not be downloaded to {folder}: {'; '.join(reasons)}")
-    for downloaded in files:
-        downloaded.replace(folder / downloaded.name)
-    (folder / "unfinished").rmdir()
+    for name, _ in images:
+        (unfinished / name).replace(folder / name)
+    unfinished.rmdir()
 
 
 def _read_idx(file: Path) -> Bytes:
@@ -426,9 +403,9 @@ def _read_idx(file: Path) -> Bytes:
 
 def _split(name: str, count: int, frames: int | None) -> tuple[int, int]:
     """How many of `count` frames to train on and to hold out: the last tenth, or as many as asked."""
-    held = max(2, count // (HELD_OUT + 1))
     if count < 4:
         raise DataError(f"{name}: {count} frames; at least 4 are needed")
+    held = max(2, count // (HELD_OUT + 1))
     if frames is None or frames + held > count:
         return count - held, held  # a shorter sequence is passed over again
     return frames, max(2, min(count - frames, frames // HELD_OUT))
@@ -446,19 +423,17 @@ def _count_video_frames(file: Path, grey: bool) -> int:
         with av.open(str(file)) as container:
             if not container.streams.video:
                 raise DataError(f"{file}: holds no video")
-            stream = container.streams.video[0]
-            first = next(container.decode(stream), None)
-            promised = stream.frames
+            first = next(container.decode(video=0), None)
+            promised = container.streams.video[0].frames
         with av.open(str(file)) as container:
-            packets = [packet for packet in container.demux(video=0) if packet.size > 0]
-            count = len(packets)
-            ends = max((((p.pts or 0) + (p.duration or 0)) * float(p.time_base) for p in packets), default=0.0)
             lasts = (container.duration or 0) / av.time_base
+            packets = [packet for packet in container.demux(video=0) if packet.size > 0]
+            ends = max((((p.pts or 0) + (p.duration or 0)) * float(p.time_base) for p in packets), default=0.0)
     except av.FFmpegError as error:
         raise DataError(f"{file}: not a video that can be read (truncated, or another format): {error}") from None
-    if first is None or count == 0:
+    if first is None or not packets:
         raise DataError(f"{file}: holds no frames")
-    if count < promised:
+    if (count := len(packets)) < promised:
         raise DataError(f"{file}: truncated: its header promises {promised} frames, it holds {count}")
     if not promised and ends < 0.9 * lasts:  # some formats promise a duration only
         raise DataError(f"{file}: truncated: its header promises {lasts:.1f} s, its frames end at {ends:.1f} s")
@@ -479,10 +454,8 @@ def _image_files(folder: Path, grey: bool) -> list[Path]:
         with _opened(file) as image:
             size = size or image.size
             if image.size != size:
-                raise DataError(
-                    f"{file}: is {image.width}×{image.height} pixels, the images before it "
-                    f"{size[0]}×{size[1]}; all must have one size"
-                )
+                sizes = f"is {image.width}×{image.height} pixels, the images before it {size[0]}×{size[1]}"
+                raise DataError(f"{file}: {sizes}; all must have one size")
             if image.mode.partition(";")[0] in ("1", "L", "LA", "I", "F") and not grey:
                 raise DataError(f"{file}: is grey (mode {image.mode}); ask for grey=True (--grey) to read one channel")
     return files

@@ -1,8 +1,4 @@
-"""How frames reach the device: a window copied at once, or frame by frame through one buffer on the host.
-
-The loop that was published fills one NumPy buffer, frame after frame, and wraps it for the device.
-On a CPU wrapping copies nothing, so every time step of the graph holds the same memory.
-"""
+"""How frames reach the device: a window copied at once, or frame by frame through one buffer on the host."""
 
 from __future__ import annotations
 
@@ -20,10 +16,7 @@ LOADERS = ("window", "copied", "reused", "imitated")
 
 
 class Feed:
-    """The frames of a window, (1, C, H, W) each, one after the other through a buffer on the host.
-
-    A frame is read into the buffer when it is asked for, and not before; `to_device` makes a tensor of it.
-    """
+    """Frames, (1, C, H, W) each, read through a buffer on the host when asked for; `to_device` makes tensors of it."""
 
     def __init__(self, frames: np.ndarray, buffer: np.ndarray, to_device: Callable[[np.ndarray], Tensor]) -> None:
         self.frames, self.buffer, self.to_device = frames, buffer, to_device
@@ -41,11 +34,11 @@ class Loader:
     """Brings windows of bytes (t, C, H, W) to the device of a setting, scaled to [0, 1].
 
     - `window`: the whole window in one copy from host to device; gpulab's own way.
-    - `reused`: the published loop in today's PyTorch: `torch.as_tensor(buffer, device=device)`, frame by frame.
-      On a CPU the tensor shares the buffer's memory, elsewhere it is a copy.
+    - `reused`: the published loop: one NumPy buffer is filled and wrapped, `torch.as_tensor(buffer, device=device)`,
+      frame by frame. On a CPU that copies nothing, so every time step of the graph holds the same memory.
     - `copied`: the same, from a copy of the buffer.
-    - `imitated`: on any device what `reused` does on a CPU: every frame is written into the same
-      memory of the device, behind autograd's back.
+    - `imitated`: what `reused` does on a CPU, on any device: every frame is written into the same memory of the
+      device, behind autograd's back.
 
     Args:
         name: Which of these.
@@ -69,7 +62,7 @@ class Loader:
 
     def window(self, frames: np.ndarray) -> Tensor:
         """The frames as one new tensor."""
-        # The conversion to [0, 1] is done on the CPU in float32, so that every device gets the same.
+        # Scaled on the CPU in float32, so that every device gets the same.
         return torch.from_numpy(frames).to(torch.float32).div_(255).to(self.device, self.dtype)
 
     def feed(self, frames: np.ndarray) -> Feed:

@@ -1,7 +1,6 @@
 """JPEG decoders: the standard leaves the last bits to them, so the same file gives other pixels elsewhere.
 
-A decoder may round its inverse cosine transform in its own way (ITU-T T.81 asks for an error of about one,
-not for exact bits), and how halved colours are enlarged again is left open altogether.
+ITU-T T.81 asks for an error of about one, not for exact bits, and leaves open how halved colours are enlarged.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def encode_jpeg(frame: Bytes, quality: int = 75, subsampling: str = "4:2:0") -> 
     Args:
         frame: (C, H, W) bytes, grey or RGB.
         quality: 1 to 100.
-        subsampling: How the colours are thinned out: `4:4:4` not at all, `4:2:2` by half across, `4:2:0` both
-            ways, as most cameras do.
+        subsampling: How colours are thinned out: `4:4:4` not at all, `4:2:2` by half across, `4:2:0` both ways.
 
     Returns:
         The file's content.
@@ -52,10 +50,9 @@ def encode_jpeg(frame: Bytes, quality: int = 75, subsampling: str = "4:2:0") -> 
     check_jpeg(quality, subsampling)
     if frame.dtype != np.uint8 or frame.ndim != 3 or len(frame) not in CHANNELS:
         raise UsageError(f"frame of shape {frame.shape} and type {frame.dtype}: expected (1 or 3, H, W) bytes")
-    pixels = frame.transpose(1, 2, 0)
-    image = Image.fromarray(np.ascontiguousarray(pixels if len(frame) == 3 else pixels[..., 0]))
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=quality, **({"subsampling": subsampling} if len(frame) == 3 else {}))
+    colour, file = len(frame) == 3, io.BytesIO()
+    image = Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0) if colour else frame[0]))
+    image.save(file, "JPEG", quality=quality, **({"subsampling": subsampling} if colour else {}))
     return file.getvalue()
 
 
@@ -94,10 +91,8 @@ def decode_jpeg(file: bytes, decoder: str = "pillow") -> Bytes:
     try:
         return DECODERS[decoder](file)
     except (OSError, SyntaxError, ValueError, RuntimeError) as error:  # PyAV's errors are among these
-        if decoder not in available_decoders():
-            raise GpulabError(
-                f"decoder {decoder!r} cannot run here; there are {', '.join(available_decoders())}"
-            ) from None
+        if decoder not in (available := available_decoders()):
+            raise GpulabError(f"decoder {decoder!r} cannot run here; there are {', '.join(available)}") from None
         reason = re.sub(r" <.*?>", "", str(error).splitlines()[0])
         raise DataError(f"{decoder} cannot decode these {len(file)} bytes: {reason}") from None
 
@@ -125,13 +120,12 @@ def compare_decoders(
 
     Args:
         frames: (t, C, H, W) bytes.
-        quality: See `encode_jpeg`; so is `subsampling`.
-        subsampling: Of the colours.
+        quality, subsampling: As for `encode_jpeg`.
         reference: The decoder that the others are compared with.
 
     Returns:
-        A row for each `decoder` and `channel`: `pixels`, their number; `differ`, the share with another value;
-        `mean` and `largest`, the absolute difference in steps of 255 over all pixels.
+        A row for each `decoder` and `channel`: the number of `pixels`, the share that `differ`, and their `mean` and
+        `largest` absolute difference, in steps of 255.
 
     Raises:
         UsageError: For a reference that is not here.

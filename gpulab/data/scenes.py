@@ -1,9 +1,8 @@
 """Two scenes that the project renders itself, endlessly, from a seed: a walk, and moving digits.
 
-The bytes are the same on every platform. To that end only operations that IEEE 754 rounds exactly
-(+ − × ÷ and comparisons, element by element) touch floating-point numbers: no sum over an axis, no
-matrix product, and sine from a polynomial below, since every C library has its own. Random numbers
-are the raw output of PCG64, which NumPy guarantees never to change.
+The bytes are the same on every platform: only operations that IEEE 754 rounds exactly (+ − × ÷ and comparisons,
+element by element) touch floating-point numbers, so no sum over an axis, no matrix product, and a sine of our own,
+since every C library has its own. Random numbers are PCG64's raw output, which NumPy guarantees never to change.
 """
 
 from __future__ import annotations
@@ -52,12 +51,10 @@ def cosine(angle: Floats) -> Floats:
 
 
 # --- the walk --------------------------------------------------------------------------------------
-# A town on a grid: streets two units wide every six units, houses between them. The walker keeps to
-# the middle of the street and at each crossing goes on or turns along a quarter circle. Lengths are
-# in units of one cell; the eye is half a unit above the ground.
+# A town on a grid: streets two cells wide every six cells, houses between them. The walker keeps to the middle of
+# the street and at each crossing goes on or turns along a quarter circle. Lengths are in cells.
 
-BLOCK, STREET = 6, 2
-STRAIGHT = float(BLOCK - STREET)  # from one crossing to the next
+BLOCK, STREET = 6, 2  # from one street to the next, and its width
 EYE_HEIGHT = 0.5
 VIEW_DISTANCE = 20.0
 HALF_VIEW = 0.66  # tangent of half the horizontal field of view: 67 degrees
@@ -66,10 +63,9 @@ HOUSES = 8  # wall textures
 
 
 class Walk:
-    """A first-person walk through a textured town, with turns, head-bob and passers-by.
+    """A first-person walk through a textured town, with turns, head-bob and passers-by, in frames of `size`.
 
-    `size` is (height, width) in pixels. `speed` scales the motion; at 1 the walker covers a street
-    of four units in about 70 frames. Frames come as (3, height, width) arrays of bytes.
+    At a `speed` of 1 the walker covers a street of four units in about 70 frames.
 
     Examples:
         >>> walk = Walk(seed=0, size=(48, 64))
@@ -88,8 +84,7 @@ class Walk:
         height, width = self.size
         chunk = max(1, CHUNK_PIXELS // (height * width))
         while stop is None or start < stop:
-            # Chunks begin at multiples of their length, so that a frame has the same bytes
-            # wherever the stream began.
+            # Chunks begin at multiples of their length: a frame has the same bytes wherever the stream began.
             end = (start // chunk + 1) * chunk
             yield from self.render(np.arange(start, end if stop is None else min(end, stop)))
             start = end
@@ -120,8 +115,7 @@ class Walk:
         sky = row * depth32 < -roof
 
         # Where each pixel looks in the atlas of textures, and how far away that is.
-        reach = EYE_HEIGHT / np.maximum(row, f32(1e-3))
-        reach = np.minimum(reach, f32(VIEW_DISTANCE))
+        reach = np.minimum(EYE_HEIGHT / np.maximum(row, f32(1e-3)), f32(VIEW_DISTANCE))
         tile_x = _texel((x.astype(f32)[:, None, None] + reach * ray_x.astype(f32)[:, None, :]) * f32(0.5))
         tile_y = _texel((y.astype(f32)[:, None, None] + reach * ray_y.astype(f32)[:, None, :]) * f32(0.5))
         ground_index = tile_y * TEXTURE + tile_x
@@ -131,8 +125,7 @@ class Walk:
         cloud_x = _texel((heading[:, None] + column).astype(f32) * f32(0.7))[:, None, :]
         cloud_y = np.clip((row * f32(-40.0)).astype(np.int32), 0, TEXTURE - 1)
         sky_index = (1 + HOUSES) * TEXTURE**2 + cloud_y * TEXTURE + cloud_x
-        index = np.where(ground, ground_index, np.where(sky, sky_index, wall_index))
-        colour = self.atlas[index]
+        colour = self.atlas[np.where(ground, ground_index, np.where(sky, sky_index, wall_index))]
 
         # Distance fades into haze; the two sides of a house are lit differently.
         far = np.where(ground, reach, depth32)
@@ -141,36 +134,26 @@ class Walk:
         clear = np.where(sky, 256, clear).astype(np.uint16)[..., None]
         lit = (colour * clear + (256 - clear) * np.uint16(120)) >> np.uint16(8)
         image = np.ascontiguousarray(lit.astype(np.uint8).transpose(0, 3, 1, 2))
-        self._passers_by(image, distance, x, y, facing_x, facing_y, row[:, :, 0], column, depth)
+        self._passers_by(image, distance, (x, y, facing_x, facing_y), (row[:, :, 0], column, depth))
         return image
 
-    def _passers_by(
-        self,
-        image: Frames,
-        distance: Floats,
-        x: Floats,
-        y: Floats,
-        facing_x: Floats,
-        facing_y: Floats,
-        row: Floats,
-        column: Floats,
-        depth: Floats,
-    ) -> None:
-        """Draw the people who walk along the same street, three ahead coming and three going."""
-        people = [self._people(distance, family, k) for family in (0, 1) for k in range(3)]
-        person = np.stack([who for who, _, _ in people], axis=1)  # (frames, 6)
-        along = np.stack([where for _, where, _ in people], axis=1)
-        aside = np.stack([offset for _, _, offset in people], axis=1)
-        px, py, heading = self.path.at(along.ravel())
-        px, py, heading = (values.reshape(along.shape) for values in (px, py, heading))
+    def _passers_by(self, image: Frames, distance: Floats, eye: tuple[Floats, ...], view: tuple[Floats, ...]) -> None:
+        """Draw the people who walk along the same street: the next three who come, and the next three who go."""
+        (x, y, facing_x, facing_y), (row, column, depth) = eye, view
+        going, pace, gap = np.repeat([0, 1], 3), np.repeat([-0.6, 0.45], 3), np.repeat([3.7, 6.1], 3)
+        distances = distance[:, None]  # (frames, 1), beside six people
+        number = np.floor((distances * (1.0 - pace) + 0.3) / gap).astype(np.int64) + 1 + np.tile(np.arange(3), 2)
+        person = np.abs(number * 2 + going)
+        jitter = ((number * 2654435761 + self.seed * 97 + going * 31) % 1009) / 1009.0
+        aside = np.where(number % 2 == 0, 0.35, -0.35) + 0.3 * (jitter - 0.5)
+        along = number * gap + jitter + distances * pace
+        px, py, heading = (values.reshape(along.shape) for values in self.path.at(along.ravel()))
         px, py = px - aside * sine(heading), py + aside * cosine(heading)
         to_x, to_y = px - x[:, None], py - y[:, None]
         ahead = to_x * facing_x[:, None] + to_y * facing_y[:, None]
         sideways = to_y * facing_x[:, None] - to_x * facing_y[:, None]
-        nearest_last = np.argsort(-ahead, axis=1, kind="stable")
         frame = np.arange(len(distance))
-        for rank in range(nearest_last.shape[1]):
-            which = nearest_last[:, rank]
+        for which in np.argsort(-ahead, axis=1, kind="stable").T:  # the nearest last
             who, z = person[frame, which], ahead[frame, which]
             safe = np.maximum(z, 0.2)
             phase = distance * 9.0 + who * 1.7
@@ -190,14 +173,6 @@ class Walk:
                 paint = np.where(up > 0.42, skin, np.where(up > 0.26, coat, trousers))
                 np.copyto(image[:, channel], paint[:, :, None], where=mask)
 
-    def _people(self, distance: Floats, family: int, k: int) -> tuple[Whole, Floats, Floats]:
-        """The k-th person ahead in a family: number, place along the path, offset to the side."""
-        gap, pace = ((3.7, -0.6), (6.1, 0.45))[family]
-        number = np.floor((distance * (1.0 - pace) + 0.3) / gap).astype(np.int64) + 1 + k
-        jitter = ((number * 2654435761 + self.seed * 97 + family * 31) % 1009) / 1009.0
-        aside = np.where(number % 2 == 0, 0.35, -0.35) + 0.3 * (jitter - 0.5)
-        return np.abs(number * 2 + family), number * gap + jitter + distance * pace, aside
-
 
 AHEAD = np.array([(1, 0), (0, 1), (-1, 0), (0, -1)])  # (x, y) for each heading in quarter turns
 
@@ -207,7 +182,7 @@ class _Path:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.starts: list[float] = [0.0]  # the distance at which a piece of the path begins
+        self.starts = [0.0]  # the distance at which a piece of the path begins
         self.places: list[tuple[int, int, int]] = [(1, STREET, 1)]  # x, y, and heading in quarter turns
         self.turns: list[int | None] = [None]  # None: a street; -1, 0, 1: a crossing
 
@@ -219,43 +194,36 @@ class _Path:
         piece = np.searchsorted(np.array(self.starts), distance, side="right") - 1
         along = distance - np.array(self.starts)[piece]
         places = np.array(self.places, dtype=np.float64)[piece]
-        turn = np.array([0 if turn is None else turn for turn in self.turns], dtype=np.float64)[piece]
-        x, y, quarter = places[:, 0], places[:, 1], places[:, 2]
-        heading = quarter * (PI / 2)
+        turn = np.array([turn or 0 for turn in self.turns], dtype=np.float64)[piece]
+        x, y, quarter = places.T
         # A turn follows a quarter circle of radius one: forward by sin, to the side by 1 − cos.
         forward = np.where(turn == 0, along, sine(along))
         aside = turn * (1.0 - cosine(along))
         ahead_x, ahead_y = AHEAD[quarter.astype(np.int64) % 4].T
-        x = x + forward * ahead_x - aside * ahead_y
-        y = y + forward * ahead_y + aside * ahead_x
-        return x, y, heading + turn * along
+        x, y = x + forward * ahead_x - aside * ahead_y, y + forward * ahead_y + aside * ahead_x
+        return x, y, quarter * (PI / 2) + turn * along
 
     def _extend(self) -> None:
         x, y, quarter = self.places[-1]
-        turn = self.turns[-1]
+        turn, following = self.turns[-1], None
         ahead_x, ahead_y = AHEAD[quarter % 4].tolist()
         if turn is None:  # at the end of a street comes a crossing
-            length, reach, aside = STRAIGHT, int(STRAIGHT), 0
             block, number = divmod(len(self.turns) // 2, 256)
-            following: int | None = (0, -1, 1)[random_bytes(self.seed, 1, block, count=256)[number] % 3]
-        else:
-            length = float(STREET) if turn == 0 else PI / 2
-            reach, aside = (STREET, 0) if turn == 0 else (1, turn)
-            following = None
-        x, y = x + reach * ahead_x - aside * ahead_y, y + reach * ahead_y + aside * ahead_x
-        self.starts.append(self.starts[-1] + length)
-        self.places.append((x, y, quarter + (turn or 0)))
+            following = (0, -1, 1)[random_bytes(self.seed, 1, block, count=256)[number] % 3]
+        reach = BLOCK - STREET if turn is None else 1 if turn else STREET
+        aside = turn or 0
+        self.starts.append(self.starts[-1] + (PI / 2 if turn else reach))
+        self.places.append(
+            (x + reach * ahead_x - aside * ahead_y, y + reach * ahead_y + aside * ahead_x, quarter + aside)
+        )
         self.turns.append(following)
 
 
 def _cast(x: Floats, y: Floats, ray_x: Floats, ray_y: Floats, seed: int) -> tuple[Floats, Floats, Whole, Whole]:
-    """Follow each ray from cell to cell of the grid until it meets a house.
+    """Follow each ray from cell to cell of the grid until it meets a house (Amanatides and Woo 1987).
 
-    Returns the depth along the view, the place across the wall, the house's number and the side
-    that was hit (0 east or west, 1 north or south), each of the shape of `ray_x`: (frames, width).
-
-    References:
-        Amanatides, Woo 1987, *A fast voxel traversal algorithm for ray tracing*.
+    Returns the depth along the view, the place across the wall, the house's number and the side that was hit
+    (0 east or west, 1 north or south), (frames, width) each.
     """
     x, y = np.broadcast_to(x[:, None], ray_x.shape), np.broadcast_to(y[:, None], ray_x.shape)
     cell_x, cell_y = np.floor(x).astype(np.int64), np.floor(y).astype(np.int64)
@@ -291,20 +259,17 @@ def _atlas(seed: int) -> npt.NDArray[np.uint16]:
     noise = [_noise(seed, 2, k) for k in range(2 + HOUSES)]
     tints = random_bytes(seed, 3, count=3 * HOUSES).reshape(HOUSES, 3).astype(np.int64)
     u, v = np.meshgrid(np.arange(TEXTURE), np.arange(TEXTURE))
-    slabs = 70 + noise[0] // 3
-    slabs = np.where((u % 32 < 2) | (v % 32 < 2), 40, slabs)
+    slabs = np.where((u % 32 < 2) | (v % 32 < 2), 40, 70 + noise[0] // 3)
     textures = [np.stack([slabs, slabs, slabs - 8], axis=-1)]
     for k in range(HOUSES):
-        tint = 70 + tints[k] * 120 // 255
         pitch = (16, 32, 21)[k % 3]
-        front = tint * (128 + noise[1 + k][..., None] // 2) // 255
+        front = (70 + tints[k] * 120 // 255) * (128 + noise[1 + k][..., None] // 2) // 255
         window = (u % pitch > pitch // 3) & (v % 32 > 10) & (v % 32 < 24)
         mortar = (v % 8 == 0) | ((u + 4 * (v // 8)) % 16 == 0)
         front = np.where(mortar[..., None], front * 3 // 4, front)
         pane = np.array([52, 62, 80]) + noise[1 + k][..., None] // 8
         textures.append(np.where(window[..., None], pane, front))
-    clouds = noise[1 + HOUSES]
-    height = np.minimum(v * 2, 80)
+    clouds, height = noise[1 + HOUSES], np.minimum(v * 2, 80)
     textures.append(np.stack([150 - height + clouds // 3, 175 - height // 2 + clouds // 4, 215 + clouds // 8], axis=-1))
     return np.clip(np.concatenate([texture.reshape(-1, 3) for texture in textures]), 0, 255).astype(np.uint16)
 
@@ -315,8 +280,7 @@ def _noise(*key: int) -> Whole:
     for octave, cells in enumerate((4, 8, 16, 32, 64)):
         grid = random_bytes(*key, octave, count=cells * cells).reshape(cells, cells).astype(np.int64)
         scale = TEXTURE // cells
-        place = np.arange(TEXTURE)
-        low, part = place // scale, place % scale
+        low, part = np.divmod(np.arange(TEXTURE), scale)
         high = (low + 1) % cells
         rows = grid[low] * (scale - part)[:, None] + grid[high] * part[:, None]
         both = rows[:, low] * (scale - part) + rows[:, high] * part
@@ -328,10 +292,9 @@ def _noise(*key: int) -> Whole:
 
 
 class MovingDigits:
-    """Two handwritten digits that drift and bounce in a dark square (as Srivastava et al. 2015).
+    """Two of `digits`, (N, 28, 28) bytes, that drift and bounce by whole pixels (as Srivastava et al. 2015).
 
-    `digits` is an array of bytes (N, 28, 28). Every `LIFE` frames two other digits appear. Positions
-    move by whole pixels, so frames, (3, height, width), are exact.
+    Every `LIFE` frames two others appear.
     """
 
     LIFE = 100
@@ -350,12 +313,11 @@ class MovingDigits:
         height, width = self.size
         scene, age = divmod(number, self.LIFE)
         picture = np.zeros((height, width), dtype=np.uint8)
-        chance = uniform(self.seed, 7, scene, count=10).reshape(2, 5)
-        for which, *motion in chance:
+        for which, row, down, column, right in uniform(self.seed, 7, scene, count=10).reshape(2, 5):
             digit = self.digits[int(which * len(self.digits))][:height, :width]
-            rows = _bounce(motion[0], motion[1], age * self.speed, height - digit.shape[0])
-            columns = _bounce(motion[2], motion[3], age * self.speed, width - digit.shape[1])
-            patch = picture[rows : rows + digit.shape[0], columns : columns + digit.shape[1]]
+            top = _bounce(row, down, age * self.speed, height - digit.shape[0])
+            left = _bounce(column, right, age * self.speed, width - digit.shape[1])
+            patch = picture[top : top + digit.shape[0], left : left + digit.shape[1]]
             np.maximum(patch, digit, out=patch)
         return np.repeat(picture[None], 3, axis=0)
 

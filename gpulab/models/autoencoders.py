@@ -15,14 +15,15 @@ from gpulab.errors import UsageError
 from gpulab.models.base import Trainable, draw_linear_
 from gpulab.settings import float32_products
 
+Size = tuple[int, int]
 COVARIANCES = ("one-pass", "float32", "centred")
 EPSILON = 1e-5  # added to every variance, as batch normalisation does
 
 
 class _Images(Trainable):
-    """A network of linear layers for images of one `size`, which it reconstructs."""
+    """A network of linear layers for images of one `size`, trained on the mean squared error of reconstructing them."""
 
-    size: tuple[int, int]
+    size: Size
 
     def draw_weights(self, generator: torch.Generator) -> None:
         """LeCun-normal weights, zero biases."""
@@ -54,9 +55,7 @@ class Autoencoder(_Images):
         torch.Size([5, 1, 28, 28])
     """
 
-    def __init__(
-        self, hidden: Sequence[int] = (128, 32), size: tuple[int, int] = (28, 28), batch_size: int = 1
-    ) -> None:
+    def __init__(self, hidden: Sequence[int] = (128, 32), size: Size = (28, 28), batch_size: int = 1) -> None:
         super().__init__()
         if not hidden or min(hidden) < 1:
             raise UsageError(f"hidden={tuple(hidden)!r}: expected the widths of one or more layers")
@@ -65,9 +64,7 @@ class Autoencoder(_Images):
         self.size, self.batch_size = size, batch_size
         widths = [size[0] * size[1], *hidden]
         widths += widths[-2::-1]
-        layers: list[nn.Module] = []
-        for before, after in itertools.pairwise(widths):
-            layers += [nn.Linear(before, after), nn.ReLU()]
+        layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
         self.layers = nn.Sequential(*layers[:-1], nn.Sigmoid())
         self.draw_weights(torch.Generator().manual_seed(0))
 
@@ -130,16 +127,16 @@ class LinearAutoencoder(nn.Module):
 class Whitener(_Images):
     """Fully connected: 784 → 128 → 24 → 128 → 784; the code is of logistic units, and whitened.
 
-    Whitened over the images of a batch, the 24 numbers of the code are uncorrelated and of variance one, so
-    that none repeats what another says: z = L⁻¹ (h − m), where m is the mean of the codes h and L Lᵀ their
-    covariance (Cholesky's factor). `covariance` says how that is computed:
+    Over the images of a batch, the 24 numbers of the code become uncorrelated and of variance one, so that none
+    repeats another: z = L⁻¹ (h − m), where m is the mean of the codes h and L Lᵀ their covariance (Cholesky).
+    `covariance` says how that is computed:
 
-    - `one-pass`: hᵀh / n − m mᵀ, so that sums over a batch suffice. Two large numbers are subtracted, and what
-      the product's rounding leaves of a small variance may be negative: then there is no L, and the loss is NaN.
+    - `one-pass`: hᵀh / n − m mᵀ, so that sums over a batch suffice. What the product's rounding leaves of a small
+      variance may be negative: then there is no L, and the loss is NaN.
     - `float32`: the same, this one product in float32 whatever the setting allows (`gpulab.float32_products`).
     - `centred`: (h − m)ᵀ(h − m) / n. Whatever the factors are rounded to, no variance comes out negative.
 
-    Trained as the article's autoencoder, by the mean squared error.
+    Trained by the mean squared error.
 
     Args:
         hidden: The width of the layer on either side of the code.
@@ -170,7 +167,7 @@ class Whitener(_Images):
         code: int = 24,
         batch_size: int = 50,
         covariance: str = "one-pass",
-        size: tuple[int, int] = (28, 28),
+        size: Size = (28, 28),
     ) -> None:
         super().__init__()
         if covariance not in COVARIANCES:
@@ -199,7 +196,7 @@ class Whitener(_Images):
         return whiten(codes, covariance(codes, self.covariance))
 
     def batches(self, window: Float[Tensor, "t 1 h w"]) -> Iterator[Tensor]:
-        """As many images per update as `batch_size`, or some more where the window leaves a rest."""
+        """`batch_size` images per update, or some more where the window leaves a rest."""
         yield from window.tensor_split(max(1, len(window) // self.batch_size))
 
     def training_loss(self, batch: Tensor, state: None) -> tuple[Tensor, Tensor, None]:  # noqa: ARG002

@@ -21,14 +21,10 @@ class Trainable(nn.Module):
 
     The loop hands over windows of frames in [0, 1]: `batches` cuts a window into what one update sees, and
     `training_loss` says what is differentiated.
-
-    Attributes:
-        sequential: Whether the frames' order matters, and a state is carried from batch to batch.
-        fresh: True until weights are loaded: training draws the weights of a fresh model from the seed.
     """
 
-    sequential: ClassVar[bool] = False
-    fresh: bool = True
+    sequential: ClassVar[bool] = False  # whether the frames' order matters, and a state goes from batch to batch
+    fresh: bool = True  # until weights are loaded: training draws those of a fresh model from the seed
 
     def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Tensor]:
         """The pieces of a window after each of which the weights are updated."""
@@ -39,11 +35,11 @@ class Trainable(nn.Module):
 
         Args:
             batch: A piece of a window.
-            state: What this method returned for the piece before; None at the beginning of a sequence.
+            state: The one returned for the piece before; None at the beginning of a sequence.
 
         Returns:
-            The objective; the mean squared error of each frame, (n,), for the history; the next state, cut off
-            from the graph: None, or tensors and numbers, in lists, tuples or dictionaries if need be.
+            The objective; the mean squared error of each frame, (n,), for the history; the next state, cut off from
+            the graph: None, or tensors and numbers, in lists, tuples or dictionaries.
         """
         raise NotImplementedError
 
@@ -79,8 +75,7 @@ def flip_bit(model: Model, weight: int = 0, bit: int = 0) -> Model:
     Args:
         model: With float32 weights.
         weight: Which, counted through the model's parameters in their order.
-        bit: Counted from the last place of the fraction, 0, up to the sign, 31: bit 0 is the smallest change
-            that there is.
+        bit: From 0, the last place of the fraction and the smallest change that there is, to 31, the sign.
 
     Returns:
         The model.

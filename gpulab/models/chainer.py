@@ -22,16 +22,18 @@ GATES = "ifco"
 
 
 def read_chainer(file: str | Path, network: type[PredNet]) -> PredNet:
-    """The `network` in a `.model` file; its channels and frame size are read off the arrays.
-
-    Raises `DataError`, naming the file, for anything that is not such a network.
-    """
+    """The `network` in a `.model` file; `DataError`, naming the file, for anything that is not one."""
     arrays = _read_arrays(Path(file))
-    channels, size = _architecture(Path(file), arrays)
+    layers = sum(re.fullmatch(r"ConvP\d+/W", name) is not None for name in arrays)
     try:
-        net = network(channels, size)
+        channels = [arrays[f"ConvP{layer}/W"].shape[0] for layer in range(layers)]
+        height, width = arrays["ConvLSTM0/c_i/W"].shape[2:]
+        net = network(channels, (height, width))
     except UsageError as error:
         raise DataError(f"{file}: not a PredNet of the authors: {error}") from None
+    except (KeyError, ValueError, IndexError):
+        found = ", ".join(sorted(arrays)[:4]) or "nothing"
+        raise DataError(f"{file}: not a PredNet of the authors (found {found}, …)") from None
     views = chainer_views(net, lambda parameter: parameter.data)
     missing, unknown = sorted(views.keys() - arrays), sorted(arrays.keys() - views)
     if missing or unknown:
@@ -45,10 +47,9 @@ def read_chainer(file: str | Path, network: type[PredNet]) -> PredNet:
 
 
 def chainer_views(net: PredNet, of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
-    """Chainer's name → the part of a parameter that it names, taken from `of(parameter)`.
+    """Chainer's name → the part of a parameter that it names, of its data or gradient: `of(parameter)`.
 
     Chainer gives each gate a convolution per group of inputs; here one convolution holds them all.
-    `of` may return the parameter's data, or its gradient.
     """
     views = {}
     for layer, conv in enumerate(net.conv_a, start=1):
@@ -81,14 +82,3 @@ def _read_arrays(file: Path) -> dict[str, np.ndarray]:
         raise DataError(f"{file}: no such file") from None
     except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise DataError(f"{file}: not a model saved by Chainer (a NumPy archive): {error}") from None
-
-
-def _architecture(file: Path, arrays: dict[str, np.ndarray]) -> tuple[list[int], tuple[int, int]]:
-    layers = sum(re.fullmatch(r"ConvP\d+/W", name) is not None for name in arrays)
-    try:
-        channels = [arrays[f"ConvP{layer}/W"].shape[0] for layer in range(layers)]
-        height, width = arrays["ConvLSTM0/c_i/W"].shape[2:]
-    except (KeyError, ValueError, IndexError):
-        found = ", ".join(sorted(arrays)[:4]) or "nothing"
-        raise DataError(f"{file}: not a PredNet of the authors (found {found}, …)") from None
-    return channels, (height, width)

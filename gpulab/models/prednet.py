@@ -1,11 +1,8 @@
-"""PredNet, a predictive-coding network for video, in two variants.
-
-`published`: the Chainer network of the paper's authors. `lotter`: the original of Lotter, Kreiman
-and Cox 2016 (arXiv 1605.08104). Both predict the next frame from the errors of the last prediction.
-"""
+"""PredNet, a predictive-coding network for video: the paper's, written in Chainer, and Lotter, Kreiman and Cox's."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,19 +35,19 @@ State = list[LayerState]
 class PredNet(Trainable):
     """A predictive-coding network for video.
 
-    Called on frames (T, B, C, H, W) in [0, 1], and optionally a state, it returns the prediction made after each
-    frame, same shape, and the state. Prediction t is for frame t + 1.
+    Called on frames (T, B, C, H, W) in [0, 1], and a state or none, it returns the predictions, same shape, and the
+    state. Prediction t is made after frame t, for frame t + 1.
 
-    `published` has peephole connections, sigmoid gates, LeCun-normal weights, and is trained on the squared error
-    of the prediction. `lotter` has hard-sigmoid gates, no peepholes, Glorot-uniform weights, makes a first
-    prediction before the first frame, and is trained on its error units.
+    It predicts the next frame from the errors of the last prediction. `published` has peepholes, sigmoid gates and
+    LeCun-normal weights, and is trained on the squared error of the prediction. `lotter` has hard-sigmoid gates, no
+    peepholes, Glorot-uniform weights, a first prediction before the first frame, and is trained on its error units.
 
     Args:
         channels: Of each layer, from the bottom up; the first is that of the frames.
         size: (height, width) of a frame in pixels, which halve once per layer.
         variant: `published` or `lotter`.
-        layer_weights: What the error units of each layer count for in the loss of `lotter`: (1, 0, 0, …) for the
-            model that its authors call L_0, and (1, 0.1, 0.1, …) for L_all.
+        layer_weights: Of each layer's error units in the loss of `lotter`: (1, 0, …), its authors' L_0, or
+            (1, 0.1, 0.1, …), L_all.
         kernel_size: Of every convolution, published as 3.
 
     Raises:
@@ -90,15 +87,12 @@ class PredNet(Trainable):
         self.layer_weights = tuple(layer_weights or (1.0, *[0.0] * (len(channels) - 1)))
         if len(self.layer_weights) != len(channels):
             raise UsageError(f"layer_weights={self.layer_weights}: expected one for each of {len(channels)} layers")
-        above = (*self.channels[1:], 0)
-        around = kernel_size // 2
-        conv_a = [
-            nn.Conv2d(2 * below, here, kernel_size, padding=around) for below, here in itertools.pairwise(channels)
-        ]
-        conv_p = [nn.Conv2d(here, here, kernel_size, padding=around) for here in channels]
+        conv = functools.partial(nn.Conv2d, kernel_size=kernel_size, padding=kernel_size // 2)
+        conv_a = [conv(2 * below, here) for below, here in itertools.pairwise(channels)]
+        conv_p = [conv(here, here) for here in channels]
         lstm = [
-            ConvLSTM((2 * here, up), here, self._layer_size(layer), variant, kernel_size)
-            for layer, (here, up) in enumerate(zip(channels, above, strict=True))
+            ConvLSTM((2 * here, above), here, self._layer_size(layer), variant, kernel_size)
+            for layer, (here, above) in enumerate(itertools.pairwise((*channels, 0)))
         ]
         self.conv_a: Sequence[nn.Conv2d] = nn.ModuleList(conv_a)  # type: ignore[assignment]
         self.conv_p: Sequence[nn.Conv2d] = nn.ModuleList(conv_p)  # type: ignore[assignment]
@@ -107,16 +101,16 @@ class PredNet(Trainable):
 
     @classmethod
     def from_chainer(cls, file: str | Path) -> PredNet:
-        """The network in a `.model` file saved by the authors' Chainer code; see `gpulab.models.chainer`."""
+        """The network in a `.model` file saved by the authors' Chainer code."""
         return read_chainer(file, cls)
 
     def draw_weights(self, generator: torch.Generator) -> None:
         """Draw the variant's initial weights; biases are zero."""
         for conv in (*self.conv_a, *self.conv_p):
+            fans = conv.in_channels * self.kernel_size**2, conv.out_channels * self.kernel_size**2
             if self.variant == "published":
-                draw_normal_(conv.weight, conv.in_channels * self.kernel_size**2, generator)
+                draw_normal_(conv.weight, fans[0], generator)
             else:
-                fans = conv.in_channels * self.kernel_size**2, conv.out_channels * self.kernel_size**2
                 _draw_glorot_(conv.weight, *fans, generator)
             nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
         for cell in self.lstm:
@@ -146,11 +140,9 @@ class PredNet(Trainable):
 
     def bottom_up(self, frame: Frame, state: State) -> list[Tensor]:
         """The error units E of each layer, from the bottom up, (B, 2C, H, W) each."""
-        target = frame
         errors: list[Tensor] = []
         for layer, (_, _, prediction) in enumerate(state):
-            if layer > 0:
-                target = F.max_pool2d(F.relu(self.conv_a[layer - 1](errors[-1])), 2)
+            target = F.max_pool2d(F.relu(self.conv_a[layer - 1](errors[-1])), 2) if layer else frame
             surprise = target - prediction if self.variant == "published" else prediction - target
             errors.append(F.relu(torch.cat([surprise, -surprise], 1)))
         return errors
@@ -176,16 +168,16 @@ class PredNet(Trainable):
     ) -> tuple[Tensor, Tensor, State | None]:
         """Predict every frame of the batch but the first, each from the frames before it.
 
-        `published`: the sum over the window of the mean squared errors. `lotter`: the weighted mean
-        of the error units, averaged over the window. The state is cut off from the graph.
+        The loss of `published` is the sum over the window of the mean squared errors, that of `lotter` the weighted
+        mean of the error units, averaged over the window.
         """
         if self.variant != "published":
             return self._error_unit_loss(iter(batch), state)
-        if isinstance(batch, Tensor):
-            predictions, after = self(batch[:-1], state)
-            errors = (predictions - batch[1:]).square().flatten(1).mean(1)
-            return errors.sum(), errors.detach(), detached(after)
-        return self._published_loop(batch, state)
+        if not isinstance(batch, Tensor):
+            return self._published_loop(batch, state)
+        predictions, after = self(batch[:-1], state)
+        errors = (predictions - batch[1:]).square().flatten(1).mean(1)
+        return errors.sum(), errors.detach(), detached(after)
 
     def _published_loop(self, frames: Feed, state: State | None) -> tuple[Tensor, Tensor, State | None]:
         """Frame by frame: a prediction is compared with the next frame as soon as that arrives."""
@@ -206,8 +198,7 @@ class PredNet(Trainable):
         for target in frames:
             state = self.top_down(errors, state)
             errors = self.bottom_up(target, state)
-            weighted = [w * e.mean() for w, e in zip(self.layer_weights, errors, strict=True)]
-            losses.append(torch.stack(weighted).sum())
+            losses.append(torch.stack([w * e.mean() for w, e in zip(self.layer_weights, errors, strict=True)]).sum())
             squared.append((state[0].p.detach() - target).square().mean())
         return torch.stack(losses).mean(), torch.stack(squared), detached(state)
 
@@ -216,25 +207,21 @@ class PredNet(Trainable):
 
 
 class ConvLSTM(nn.Module):
-    """A convolutional LSTM (Shi et al. 2015). One convolution computes its four gates i, f, c, o.
+    """A convolutional LSTM (Shi et al. 2015), whose four gates i, f, c, o one convolution computes.
 
-    Its input is the concatenation of `in_channels` groups and the hidden state. With peepholes
-    ("published"), the gates see the cell through element-wise weights of the state's full shape.
+    It sees groups of `in_channels` and the hidden state. With peepholes (`published`), the gates see the cell
+    through element-wise weights of the state's full shape.
     """
 
     def __init__(
         self, in_channels: tuple[int, ...], channels: int, size: tuple[int, int], variant: str, kernel_size: int = 3
     ) -> None:
         super().__init__()
-        self.groups = (*in_channels, channels)
-        self.channels = channels
-        self.hard = variant == "lotter"
-        self.area = kernel_size**2
+        self.groups, self.channels = (*in_channels, channels), channels
+        self.hard, self.area = variant == "lotter", kernel_size**2
         self.gates = nn.Conv2d(sum(self.groups), 4 * channels, kernel_size, padding=kernel_size // 2)
         if not self.hard:
-            self.peep_i = nn.Parameter(torch.empty(1, channels, *size))
-            self.peep_f = nn.Parameter(torch.empty(1, channels, *size))
-            self.peep_o = nn.Parameter(torch.empty(1, channels, *size))
+            self.peep_i, self.peep_f, self.peep_o = (nn.Parameter(torch.empty(1, channels, *size)) for _ in range(3))
 
     def draw_weights(self, generator: torch.Generator) -> None:
         """As if each gate had a convolution of its own for each group of inputs (published)."""
@@ -284,7 +271,6 @@ def _check_divides(size: tuple[int, int], layers: int) -> None:
         return
     below = tuple(max(step, edge // step * step) for edge in size)
     above = tuple(max(step, -(-edge // step) * step) for edge in size)
-    raise UsageError(
-        f"size={tuple(size)}: {layers} layers halve a frame {layers - 1} times, so height and width "
-        f"must be multiples of {step}, for example {below} or {above}"
-    )
+    halve = f"{layers} layers halve a frame {layers - 1} times"
+    multiples = f"height and width must be multiples of {step}, for example {below} or {above}"
+    raise UsageError(f"size={tuple(size)}: {halve}, so {multiples}")

@@ -4,10 +4,4 @@ from gpulab.stats.components import VarianceComponents, variance_components
 from gpulab.stats.power import seeds_needed
 from gpulab.stats.verdicts import Verdict, verdict
 
-__all__ = [
-    "VarianceComponents",
-    "Verdict",
-    "seeds_needed",
-    "variance_components",
-    "verdict",
-]
+__all__ = ["VarianceComponents", "Verdict", "seeds_needed", "variance_components", "verdict"]

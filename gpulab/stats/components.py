@@ -19,17 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class VarianceComponents(Report):
-    """The variance of a metric split by source; `components[source]` is one, `print` shows all.
-
-    Attributes:
-        metric: the column whose variance it is.
-        table: a row per source, with `source`, `variance`, `sd` and `share`.
-        notes: what could not be separated or was left out.
-    """
+    """The variance of a metric split by source; `components[source]` is one, `print` shows all."""
 
     metric: str
-    table: pd.DataFrame
-    notes: tuple[str, ...]
+    table: pd.DataFrame  # a row per source: `source`, `variance`, `sd`, `share`
+    notes: tuple[str, ...]  # what could not be separated or was left out
 
     def __getitem__(self, source: str) -> float:
         """The variance from one source; `UsageError` for one that was not estimated."""
@@ -39,9 +33,8 @@ class VarianceComponents(Report):
         return float(variances[source])
 
     def __str__(self) -> str:
-        lines = [
-            f"  {row.source:<24} sd {row.sd:9.2e}   {row.share:8.3%} of the variance" for row in self.table.itertuples()
-        ]
+        rows = self.table.itertuples()
+        lines = [f"  {row.source:<24} sd {row.sd:9.2e}   {row.share:8.3%} of the variance" for row in rows]
         return "\n".join([f"Variance of {self.metric}:", *lines, *self.notes])
 
     def html(self) -> str:
@@ -54,15 +47,14 @@ def variance_components(
 ) -> VarianceComponents:
     """Split the variance of a metric into seed, setting, their interaction and rerun.
 
-    Random-effects analysis of variance in closed form, on the means of cells (unweighted means), on the seeds
-    that finished under every setting. The reruns may be of some cells only. Without any, interaction and rerun
-    cannot be told apart and are one component. Estimates below zero are shown as zero.
+    Random-effects analysis of variance in closed form, of the unweighted means of cells, on the seeds that finished
+    under every setting. Reruns may be of some cells only; without any, interaction and rerun are one component.
+    Estimates below zero are shown as zero.
 
     Args:
         frame: a row per run, as from `gpulab.runs`.
         metric: a column of numbers or of booleans.
-        factor: the column of one source, such as the setting.
-        block: the column of the other, such as the seed.
+        factor, block: the columns of the two sources.
 
     Raises:
         UsageError: for fewer than two levels or fewer than two complete seeds, and for what `verdict` refuses.

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_one_protocol(frame: pd.DataFrame, besides: str = "") -> None:
-    """Raise `UsageError` when a frame mixes runs that learned different things or for different times.
-
-    `besides` is a column that may vary: the factor under comparison.
-    """
+    """Raise `UsageError` where runs learned different things or for different times; the column `besides` may vary."""
     columns = [name for name in ("experiment", "profile", "frames", "protocol") if name in frame and name != besides]
     protocols = frame[columns].drop_duplicates()
     if columns and len(protocols) > 1:
@@ -25,10 +22,7 @@ def check_one_protocol(frame: pd.DataFrame, besides: str = "") -> None:
 
 
 def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
-    """A copy with the metric in float64, and `status`, `rerun` and `weights` where they were missing.
-
-    Raises `UsageError` for columns that are missing, not numeric or incomplete, and for mixed protocols.
-    """
+    """A copy with the metric in float64, and `status`, `rerun` and `weights`; `UsageError` for nonsense."""
     from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
     for name in (metric, factor, block):
@@ -44,32 +38,24 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
     defaults = {"status": np.where(finite, "finished", "diverged"), "rerun": 0, "weights": None}
     frame = frame.assign(**{name: value for name, value in defaults.items() if name not in frame})
     if len(numberless := frame[~finite & (frame["status"] != "diverged")]):
-        raise UsageError(
-            f"{len(numberless)} finished run(s) have no finite {metric}: index {numberless.index[:3].tolist()}; "
-            "mark them as diverged or leave their seeds out"
-        )
+        which = f"{len(numberless)} finished run(s) have no finite {metric}: index {numberless.index[:3].tolist()}"
+        raise UsageError(f"{which}; mark them as diverged or leave their seeds out")
     return frame
 
 
 def pair(
     frame: pd.DataFrame, metric: str, factor: str, block: str, reference: Any
 ) -> tuple[Any, pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Put the runs of a frame beside those of the reference; `UsageError` for what cannot be compared.
-
-    Returns the reference, the first runs, their pairs, and the pairs of the reference run again, as in `Verdict`.
-    """
+    """The reference, the first runs, their pairs with those of the reference, and its pairs with its reruns."""
     frame = check_runs(frame, metric, factor, block)
     runs = frame[frame["rerun"] == 0]
-    repeated = runs[runs.duplicated([factor, block], keep=False)]
-    if len(repeated):
+    if len(repeated := runs[runs.duplicated([factor, block], keep=False)]):
         advice = "; keep one row for each, or number repetitions in the column `rerun`"
         if "machine" in repeated and len(machines := sorted(set(repeated.machine.astype(str)))) > 1:
             advice = f", on {', '.join(machines)}; compare one machine's runs at a time"
-        raise UsageError(
-            f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]} was run more than once{advice}"
-        )
-    levels = list(dict.fromkeys(runs[factor]))
-    if not levels:
+        which = f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]}"
+        raise UsageError(f"{which} was run more than once{advice}")
+    if not (levels := list(dict.fromkeys(runs[factor]))):
         raise UsageError(f"no runs to compare{f' with {reference!r}' if reference is not None else ''}")
     if reference is None:
         reference = "cpu" if "cpu" in levels else levels[0]

@@ -51,8 +51,8 @@ def seeds_needed(
 ) -> pd.DataFrame:
     """How many seeds a paired comparison needs, for each level of `frame` or for a given `sd`.
 
-    For one comparison with normal differences; two humps and Holm's correction need more. t tests (statsmodels'
-    `TTestPower`), and no fewer seeds than the sign-flip test needs.
+    For one comparison with normal differences, by t tests, and no fewer than the sign-flip test needs; two humps and
+    Holm's correction need more.
 
     Args:
         frame: runs, from which the two standard deviations are measured; None where they are given.
@@ -62,13 +62,11 @@ def seeds_needed(
         between_seeds: the standard deviation between seeds, which a margin in sd needs.
 
     Returns:
-        A row per level and power: `to_detect` a difference of the size of the margin, `to_exclude` one
-        (conclude equivalence where there is none), and `seeds`, the larger. Infinite where 100,000 seeds are
-        not enough.
+        A row per level and power: `to_detect` a difference as large as the margin, `to_exclude` one where there is
+        none, and `seeds`, the larger; infinite where 100,000 are not enough.
 
     Raises:
-        UsageError: for a power, margin or alpha out of range, for a frame and an sd, for neither, and for what
-            `verdict` refuses.
+        UsageError: for values out of range, for a frame and an sd, for neither, and for what `verdict` refuses.
 
     Examples:
         >>> seeds_needed(sd=1.0, margin=1.0, power=0.8)[["to_detect", "to_exclude"]].iloc[0].tolist()
@@ -87,27 +85,24 @@ def seeds_needed(
         reference, runs, pairs, _ = pair(frame, metric, factor, block, reference)
         losses = finished(runs, metric, factor, reference)
         between_seeds, tails = sample_sd(losses), kurtosis(losses)
-        levels = [
-            {factor: level, "sd": sample_sd(pairs.difference[pairs[factor] == level].dropna().to_numpy(float))}
-            for level in dict.fromkeys(runs[factor])
-            if level != reference
-        ]
+        others = dict.fromkeys(level for level in runs[factor] if level != reference)
+        differences = {level: pairs.difference[pairs[factor] == level].dropna().to_numpy(float) for level in others}
+        levels = [{factor: level, "sd": sample_sd(values)} for level, values in differences.items()]
     elif sd is None or not 0 <= sd < math.inf:
         raise UsageError(f"sd {sd!r}: give the standard deviation of paired differences, or a frame of runs")
     else:
         levels = [{"sd": float(sd)}]
     margins = _margins(margin, between_seeds, tails)
-    rows = []
-    for level, value in itertools.product(levels, powers):
-        detect = _seeds_to_detect(level["sd"], margins, alpha, value)
-        exclude = _seeds_to_exclude(level["sd"], margins, alpha, value)
-        row = {"margin": margin, "power": value, "to_detect": detect, "to_exclude": exclude}
-        rows.append({**level, **row, "seeds": max(detect, exclude)})
+    rows = [{**level, "margin": margin, "power": value} for level, value in itertools.product(levels, powers)]
+    for row in rows:
+        row["to_detect"] = _seeds_to_detect(row["sd"], margins, alpha, row["power"])
+        row["to_exclude"] = _seeds_to_exclude(row["sd"], margins, alpha, row["power"])
+        row["seeds"] = max(row["to_detect"], row["to_exclude"])
     return pd.DataFrame(rows)
 
 
 def seeds_to_settle(table: pd.DataFrame, losses: np.ndarray, margin: str | float, alpha: float) -> list[float]:
-    """For each inconclusive level of a verdict's table, the seeds that settle it with a power of 0.8; else NaN.
+    """The seeds that settle each inconclusive level of a verdict's table with a power of 0.8; NaN for the others.
 
     `losses` is the metric under the reference, shape (seeds,).
     """

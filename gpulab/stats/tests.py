@@ -1,7 +1,4 @@
-"""Tests and intervals on paired differences: what a verdict is made of, from arrays alone.
-
-scipy does what it does with the same numbers as fast; where it does not, a comment says so.
-"""
+"""Tests and intervals on paired differences: what a verdict is made of. A comment says why one is not scipy's."""
 
 from __future__ import annotations
 
@@ -23,9 +20,8 @@ SD_CONFIDENCE = 0.975  # at 0.95 a rare second hump misleads
 def sign_flip_p(differences: ArrayLike) -> float:
     """Two-sided p of the mean of paired differences, shape (n,), when each sign could be the other (Fisher 1935).
 
-    All 2^n signs are tried for up to 16 differences other than zero, else 9,999 are drawn with a fixed seed
-    and p = (1 + as extreme) / (1 + drawn) (Phipson and Smyth 2010). Differences of one size make it a sign
-    test, exact at any n: McNemar's where the metric is 0 or 1.
+    All 2^n signs are tried for up to 16 differences other than zero, else 9,999 are drawn and p = (1 + as extreme)
+    / (1 + drawn) (Phipson and Smyth 2010). Differences of one size make it a sign test, exact at any n.
 
     Examples:
         >>> sign_flip_p([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # 2 of 64
@@ -69,8 +65,7 @@ def sign_test_p(positive: int, n: int) -> float:
 def equivalence_p(differences: ArrayLike, margin: float) -> float:
     """The p of two one-sided t tests that the mean of differences, shape (n,), is within ±margin (Schuirmann 1987).
 
-    The larger of the two. It is 0 where every difference is exactly zero; differences that are all the same
-    have no spread, and p is then 0 or 1.
+    It is 0 or 1 where the differences are all the same, 0 where all are zero.
 
     Examples:
         >>> round(equivalence_p([-0.1, 0.0, 0.1, 0.05, -0.05], margin=0.2), 4)
@@ -91,9 +86,8 @@ def equivalence_p(differences: ArrayLike, margin: float) -> float:
 def discordance_p(differences: ArrayLike, margin: float) -> float:
     """The p that fewer than a share `margin` of all pairs are discordant, for differences of yes and no, shape (n,).
 
-    The share of pairs that differ bounds the difference of the two rates, so this is a test of equivalence:
-    exact and binomial (Clopper and Pearson 1934). A t test would call ten seeds of which none switched
-    equivalent, whatever the margin.
+    That share bounds the difference of the two rates, so this is a test of equivalence, exact (Clopper and Pearson
+    1934). A t test would call ten seeds of which none switched equivalent, whatever the margin.
 
     Examples:
         >>> round(discordance_p([0.0] * 29, margin=0.1), 3)
@@ -101,10 +95,8 @@ def discordance_p(differences: ArrayLike, margin: float) -> float:
     """
     from scipy.stats import binomtest
 
-    values = np.asarray(differences, float)
-    if len(values) == 0:
-        return math.nan
-    return float(binomtest(np.count_nonzero(values), len(values), min(margin, 1.0), alternative="less").pvalue)
+    discordant, n = np.count_nonzero(differences), np.size(differences)
+    return float(binomtest(discordant, n, min(margin, 1.0), alternative="less").pvalue) if n else math.nan
 
 
 def bca_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
@@ -127,9 +119,8 @@ def bca_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, fl
     # scipy's bootstrap draws other resamples, so that the digits of recorded intervals would change.
     mean = values.mean()
     generator = np.random.default_rng(0)
-    means = np.concatenate(
-        [values[generator.integers(0, n, (resamples, n), np.int32)].mean(axis=1) for resamples in parts(RESAMPLES, n)]
-    )
+    draws = (generator.integers(0, n, (resamples, n), np.int32) for resamples in parts(RESAMPLES, n))
+    means = np.concatenate([values[places].mean(axis=1) for places in draws])
     below = (means < mean).mean() / 2 + (means <= mean).mean() / 2
     if not 0 < below < 1:
         return math.nan, math.nan
@@ -145,10 +136,9 @@ def bca_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, fl
 def sd_lower_limit(values: ArrayLike) -> float:
     """The lower 97.5 % limit of the standard deviation behind a sample, shape (n,); NaN for fewer than two.
 
-    s · exp(−t · √((κ − 1) / (n − 1)) / 2), with t the quantile of Student's t and κ the sample's kurtosis, or
-    3 where that is smaller: the delta method on ln s (as in Bonett 2006), never more certain than for normal
-    values. The textbook's limit (χ²) holds for normal values only; this one was found to hold for heavy tails
-    and two humps as well (with at most 6 % errors).
+    s · exp(−t · √((κ − 1) / (n − 1)) / 2), with t the quantile of Student's t and κ the sample's kurtosis, 3 or
+    more: the delta method on ln s (as in Bonett 2006). Unlike the textbook's (χ²), it was found to hold for heavy
+    tails and two humps as well (with at most 6 % errors).
 
     Examples:
         >>> 0.5 < sd_lower_limit([-1.0, 1.0] * 50) < 1.0
@@ -163,8 +153,8 @@ def sd_limit_ratio(n: ArrayLike, kurtosis: ArrayLike) -> Any:
     """`sd_lower_limit` from n values, as a multiple of the sample's standard deviation."""
     from scipy.stats import t
 
-    n = np.asarray(n)
-    return np.exp(-t.ppf(SD_CONFIDENCE, n - 1) * np.sqrt((np.asarray(kurtosis) - 1) / (n - 1)) / 2)
+    freedom = np.asarray(n) - 1
+    return np.exp(-t.ppf(SD_CONFIDENCE, freedom) * np.sqrt((np.asarray(kurtosis) - 1) / freedom) / 2)
 
 
 def kurtosis(values: np.ndarray) -> float:
@@ -198,6 +188,5 @@ def holm(p: Sequence[float]) -> np.ndarray:
     corrected = np.array(p, float)
     tests = np.count_nonzero(~np.isnan(corrected))
     order = np.argsort(corrected)[:tests]  # NaN comes last
-    stepped = np.maximum.accumulate(corrected[order] * np.arange(tests, 0, -1))
-    corrected[order] = np.minimum(stepped, 1.0)
+    corrected[order] = np.minimum(np.maximum.accumulate(corrected[order] * np.arange(tests, 0, -1)), 1.0)
     return corrected

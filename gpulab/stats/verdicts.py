@@ -1,13 +1,11 @@
 """What runs on the same seeds allow one to say of a factor: different, equivalent, or not settled.
 
-The seed is the unit. A level of the factor (a setting, say) is compared with the reference on the
-seeds that both have, by the mean of the paired differences:
+The seed is the unit. A level of the factor (a setting, say) is compared with the reference on the seeds that both
+have, by the mean of the paired differences:
 
-- different: a sign-flip permutation test (Fisher 1935). Were the two levels the same, each difference
-  could as well have had the other sign. It assumes no shape, so losses may have two humps.
-- equivalent: two one-sided t tests against a margin (Schuirmann 1987); for yes and no an exact test.
-  A margin in standard deviations between seeds is uncertain itself, so it is taken at the sd's lower
-  97.5 % confidence limit (`sd_lower_limit`).
+- different: a sign-flip permutation test (Fisher 1935), which assumes no shape, so losses may have two humps.
+- equivalent: two one-sided t tests against a margin (Schuirmann 1987); for yes and no an exact test. A margin in
+  standard deviations between seeds is uncertain itself, so it is taken at the sd's lower 97.5 % confidence limit.
 - Several levels: Holm's correction (1979), of the differences and of the equivalences, each for itself.
 
 `benchmarks/verdict_calibration.md` has the measured error rates, and where they are missed.
@@ -21,22 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import gpulab.stats.tests as inference
 from gpulab.report import Report
 from gpulab.report import table as html_table
 from gpulab.stats.pairs import check_one_protocol as check_one_protocol
 from gpulab.stats.pairs import finished, pair
 from gpulab.stats.power import MOST_SEEDS, check_alpha, parse_margin, seeds_to_settle
-from gpulab.stats.tests import (
-    bca_interval,
-    clopper_pearson_upper,
-    discordance_p,
-    equivalence_p,
-    holm,
-    sample_sd,
-    sd_lower_limit,
-    sign_flip_p,
-    sign_test_p,
-)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,27 +39,17 @@ class Verdict(Report):
 
     `print(verdict)` says it in sentences, `verdict.plot()` draws it, a notebook shows both.
 
-    Attributes:
-        metric, factor, block, reference, margin, alpha: what was compared, and how.
-        table: a row per other level, in the order of the frame: the level in a column named as the factor;
-            `decision`; `seeds` (pairs compared, both finished); `difference` (mean of level minus reference)
-            with its BCa interval `low`, `high` at 1 − alpha (of little use below ten seeds: there it holds the
-            truth in 76 to 90 % of cases, not 95); `p_different` and `p_equivalent`, and after Holm's
-            correction `p_different_holm` and `p_equivalent_holm`; `margin` (in the metric's own units);
-            `sd_of_differences`; `largest_difference` on a seed; `same_bits` (pairs with identical trained
-            weights); `moved` (seeds moved by more than the margin) and `moved_at_most` (the share of seeds
-            that could be, 95 % one-sided Clopper and Pearson limit); `diverged`, `reference_diverged` and
-            `one_diverged` (of the shared seeds), `diverged_apart_at_most` (the share on which one of the two
-            could diverge alone, the same limit) and `p_diverged` (sign test, McNemar's) with
-            `p_diverged_holm`; `left_out` (seeds that only one of the two has); `seeds_needed` to settle the
-            matter.
-        pairs: a row per level and seed: the level, the block, `reference` and `other` (the metric),
-            `difference` (NaN where one of the two diverged), `reference_diverged`, `other_diverged` and
-            `same_bits`.
-        reruns: the same columns for the reference run again: a control.
-        runs: the rows of the frame that were compared.
-        between_seeds: the standard deviation over seeds under the reference.
-        between_seeds_at_least: its lower 97.5 % limit.
+    `table` has a row per other level, which stands in a column named as the factor. P values have a twin, `…_holm`,
+    after Holm's correction:
+
+    - `decision`, `seeds` (pairs that both finished), `left_out` (seeds that only one has), `seeds_needed` to settle it.
+    - `difference` (mean of level minus reference), its BCa interval `low`, `high` at 1 − alpha (below ten seeds it
+      holds the truth in 76 to 90 % of cases, not 95), `sd_of_differences`, `largest_difference`.
+    - `p_different`, `p_equivalent`; `margin` in the metric's units; `same_bits` (pairs of identical weights).
+    - `moved` (seeds moved by more than the margin), `moved_at_most` (the share that could be, a one-sided 95 % limit
+      by Clopper and Pearson).
+    - `diverged`, `reference_diverged`, `one_diverged` (of the shared seeds), `diverged_apart_at_most` (the same limit
+      for one of the two alone), `p_diverged` (sign test, McNemar's).
     """
 
     metric: str
@@ -81,11 +59,11 @@ class Verdict(Report):
     margin: str | float
     alpha: float
     table: pd.DataFrame
-    pairs: pd.DataFrame
-    reruns: pd.DataFrame
-    runs: pd.DataFrame
-    between_seeds: float
-    between_seeds_at_least: float
+    pairs: pd.DataFrame  # a row per level and seed; `difference` is NaN where one of the two diverged
+    reruns: pd.DataFrame  # the same columns for the reference run again: a control
+    runs: pd.DataFrame  # the rows of the frame that were compared
+    between_seeds: float  # the standard deviation over seeds under the reference
+    between_seeds_at_least: float  # its lower 97.5 % limit
 
     @property
     def decisions(self) -> dict[Any, str]:
@@ -94,11 +72,7 @@ class Verdict(Report):
 
     @property
     def decision(self) -> str:
-        """The decision of the whole: the first in `DECISIONS` that some level has.
-
-        So one level that is different makes the whole `different`, and only when every level is
-        equivalent, the whole is. With nothing to compare it is `inconclusive`.
-        """
+        """The decision of the whole: the first in `DECISIONS` that some level has; without any, `inconclusive`."""
         return min(self.decisions.values(), key=DECISIONS.index, default="inconclusive")
 
     @property
@@ -115,25 +89,20 @@ class Verdict(Report):
         lines = [_sentence(self, row) for row in self.table.itertuples(index=False)]
         if not lines:
             lines = [f"Only {self.reference} was run: there is nothing to compare it with."]
+        between = f"between {self.block}s under {self.reference} is"
         if math.isnan(self.between_seeds):
-            lines.append(
-                f"The spread between {self.block}s under {self.reference} is unknown: fewer than two finished."
-            )
+            lines.append(f"The spread {between} unknown: fewer than two finished.")
         else:
-            spread = f"The standard deviation between {self.block}s under {self.reference} is {self.between_seeds:.2e}"
+            change = ""
             if len(self.table) and not math.isnan(self.ratio):
-                spread += (
-                    f"; the largest change that another {self.factor} made to a {self.block} is {self.largest:.2e}, "
-                    f"{self.ratio:.2g} of it"
-                )
-            lines.append(f"{spread}.")
+                change = f"; the largest change that another {self.factor} made to a {self.block} is {self.largest:.2e}"
+                change += f", {self.ratio:.2g} of it"
+            lines.append(f"The standard deviation {between} {self.between_seeds:.2e}{change}.")
         if len(self.reruns):
+            change = f"changed a {self.block} by up to {self.reruns.difference.abs().max():.2e}"
             same = self.reruns.groupby(self.block).same_bits.all()
-            lines.append(
-                f"{self.reference} run again changed a {self.block} by up to "
-                f"{self.reruns.difference.abs().max():.2e}; {same.sum()} of {_count(len(same), self.block)} gave the "
-                "same bits twice."
-            )
+            both = f"{same.sum()} of {_count(len(same), self.block)} gave the same bits twice"
+            lines.append(f"{self.reference} run again {change}; {both}.")
         diverged = self.runs[self.runs.status == "diverged"].groupby(self.factor).size()
         where = ", ".join(f"{level} {count}" for level, count in diverged.items())
         lines.append(f"Diverged runs: {diverged.sum()}{f' ({where})' if where else ''}.")
@@ -159,29 +128,25 @@ def verdict(
 ) -> Verdict:
     """Say of each level of a factor whether it differs from the reference, is equivalent, or neither.
 
-    Decisions: `different`, `equivalent`, `different but negligible` (both), `inconclusive`. Pairs with
-    a diverged run have no difference of the metric: the metric is compared where both finished, and
-    how often the levels diverge is compared on all pairs. A difference there makes the decision
-    `different`; and while more than a tenth of the seeds could diverge under one level only (95 %
-    limit), the level is not called equivalent. One pair or none is `inconclusive`. Differences that
-    are all exactly zero are `equivalent`.
+    Decisions: `different`, `equivalent`, `different but negligible` (both), `inconclusive`. The metric is compared
+    where both runs of a pair finished, and how often the levels diverge on all pairs. A difference there makes the
+    decision `different`; while more than a tenth of the seeds could diverge under one level only (95 % limit), it is
+    not `equivalent`. One pair or none is `inconclusive`. Differences that are all exactly zero are `equivalent`.
 
     Args:
-        frame: a row per run, as from `gpulab.runs`. Rows with `rerun` above 0 are a control, and not compared.
-            Columns `status` and `rerun` may be missing: then a run without a number diverged, and all are
-            first runs.
-        metric: a column of numbers, or of booleans (then the tests are of how many seeds switch: McNemar's
-            and `discordance_p`).
+        frame: a row per run, as from `gpulab.runs`. Rows with `rerun` above 0 are a control. Without a column
+            `status`, a run without a number diverged; without `rerun`, all are first runs.
+        metric: a column of numbers, or of booleans (then the tests are McNemar's and `discordance_p`).
         factor: the column whose levels are compared.
         block: the column of what they are compared on.
-        margin: the largest difference without importance: a number in the metric's units, or a string such as
-            "0.25sd", in standard deviations between seeds under the reference.
+        margin: the largest difference without importance, in the metric's units, or in standard deviations between
+            seeds under the reference, such as "0.25sd".
         alpha: the level of significance, between 0 and 1.
         reference: a level; by default "cpu", where there is none the first in the frame.
 
     Raises:
-        UsageError: for missing or non-numeric columns, a finished run without a finite number, a margin or
-            alpha out of range, an unknown reference, mixed protocols, and two first runs of one seed and level.
+        UsageError: for missing or non-numeric columns, a finished run without a finite number, a margin or alpha out
+            of range, an unknown reference, mixed protocols, and two first runs of one seed and level.
 
     Examples:
         >>> import pandas as pd
@@ -196,23 +161,22 @@ def verdict(
     check_alpha(alpha)
     reference, runs, pairs, reruns = pair(frame, metric, factor, block, reference)
     losses = finished(runs, metric, factor, reference)
-    sd, sd_limit = sample_sd(losses), sd_lower_limit(losses)
+    sd, sd_limit = inference.sample_sd(losses), inference.sd_lower_limit(losses)
     number, in_sd = parse_margin(margin)
     size = number * sd_limit if in_sd else number
     rows, count = [], runs[factor].value_counts()
-    for level in dict.fromkeys(runs[factor]):
-        if level != reference:
-            both = pairs[pairs[factor] == level]
-            left_out = int(count[level] + count[reference] - 2 * len(both))
-            rows.append({factor: level, "decision": "", **_tests(both, size, alpha), "left_out": left_out})
+    for level in dict.fromkeys(level for level in runs[factor] if level != reference):
+        both = pairs[pairs[factor] == level]
+        left_out = int(count[level] + count[reference] - 2 * len(both))
+        rows.append({factor: level, "decision": "", **_tests(both, size, alpha), "left_out": left_out})
     table = pd.DataFrame(rows, columns=[factor, "decision", *_tests(pairs[:0], size, alpha), "left_out"])
     # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a false alarm,
     # and the others need no correction for it (Tarone 1990).
     testable = 2.0 ** (1 - table.one_diverged.to_numpy(float)) <= alpha
-    corrected = holm([*table.p_different, *np.where(testable, table.p_diverged, math.nan)])
+    corrected = inference.holm([*table.p_different, *np.where(testable, table.p_diverged, math.nan)])
     table["p_different_holm"] = corrected[: len(table)]
     table["p_diverged_holm"] = np.where(testable, corrected[len(table) :], 1.0)
-    table["p_equivalent_holm"] = holm(list(table.p_equivalent))
+    table["p_equivalent_holm"] = inference.holm(list(table.p_equivalent))
     table["decision"] = [_decide(row, alpha) for row in table.itertuples()]
     table["seeds_needed"] = seeds_to_settle(table, losses, margin, alpha)
     return Verdict(metric, factor, block, reference, margin, alpha, table, pairs, reruns, runs, sd, sd_limit)
@@ -224,7 +188,8 @@ def _tests(pairs: pd.DataFrame, margin: float, alpha: float) -> dict[str, Any]:
     n = len(differences)
     metric = pairs[["reference", "other"]].to_numpy(float)
     yes_or_no = np.isin(metric[~np.isnan(metric)], (0.0, 1.0)).all()
-    low, high = bca_interval(differences, alpha)
+    equivalent = inference.discordance_p if yes_or_no else inference.equivalence_p
+    low, high = inference.bca_interval(differences, alpha)
     moved = int((np.abs(differences) > margin).sum())
     one_diverged = pairs.reference_diverged != pairs.other_diverged
     apart = int(one_diverged.sum())
@@ -233,21 +198,21 @@ def _tests(pairs: pd.DataFrame, margin: float, alpha: float) -> dict[str, Any]:
         "difference": float(np.sort(differences).mean()) if n else math.nan,
         "low": low,
         "high": high,
-        "p_different": sign_flip_p(differences) if n > 1 else math.nan,
+        "p_different": inference.sign_flip_p(differences) if n > 1 else math.nan,
         "p_different_holm": math.nan,
-        "p_equivalent": (discordance_p if yes_or_no else equivalence_p)(differences, margin) if n > 1 else math.nan,
+        "p_equivalent": equivalent(differences, margin) if n > 1 else math.nan,
         "p_equivalent_holm": math.nan,
         "margin": margin,
-        "sd_of_differences": sample_sd(differences),
+        "sd_of_differences": inference.sample_sd(differences),
         "largest_difference": float(np.abs(differences).max()) if n else math.nan,
         "same_bits": int(pairs.same_bits.sum()),
         "moved": moved,
-        "moved_at_most": clopper_pearson_upper(moved, n),
+        "moved_at_most": inference.clopper_pearson_upper(moved, n),
         "diverged": int(pairs.other_diverged.sum()),
         "reference_diverged": int(pairs.reference_diverged.sum()),
         "one_diverged": apart,
-        "diverged_apart_at_most": clopper_pearson_upper(apart, len(pairs)),
-        "p_diverged": sign_test_p(int((one_diverged & pairs.other_diverged).sum()), apart),
+        "diverged_apart_at_most": inference.clopper_pearson_upper(apart, len(pairs)),
+        "p_diverged": inference.sign_test_p(int((one_diverged & pairs.other_diverged).sum()), apart),
         "p_diverged_holm": math.nan,
     }
 
@@ -274,11 +239,10 @@ def _sentence(verdict: Verdict, row: Any) -> str:
     if row.diverged or row.reference_diverged:
         diverged = f"iverged: {row.diverged}, under {reference} {row.reference_diverged}"
     if n < 2:
+        why = f"one {block} is no evidence" if n else f"they have no {block} in common"
         if diverged:
-            text += f"; too few {block}s finished under both (d{diverged}; p = {p_text(row.p_diverged)})."
-        else:
-            text += f"; one {block} is no evidence." if n else f"; they have no {block} in common."
-        return text + left_out
+            why = f"too few {block}s finished under both (d{diverged}; p = {p_text(row.p_diverged)})"
+        return f"{text}; {why}.{left_out}"
     within = f" within ±{row.margin:.2g}"
     share, in_sd = parse_margin(verdict.margin)
     if in_sd:
@@ -303,8 +267,8 @@ def _sentence(verdict: Verdict, row: Any) -> str:
     if diverged:
         text += f". D{diverged} (p = {p_text(row.p_diverged)})"
     if row.decision in ("equivalent", "inconclusive"):  # a level may make a few seeds jump, and none that was seen
-        text += f". {row.moved} of {_count(n, block)} moved by more than the margin; up to {row.moved_at_most:.0%} of "
-        text += f"{block}s could (95 % limit)"
+        text += f". {row.moved} of {_count(n, block)} moved by more than the margin"
+        text += f"; up to {row.moved_at_most:.0%} of {block}s could (95 % limit)"
     return f"{text}.{left_out}"
 
 

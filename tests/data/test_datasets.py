@@ -189,6 +189,8 @@ def test_too_few_frames_for_a_window_are_an_error():
 def test_a_scene_has_as_many_frames_as_asked_and_the_scene_of_its_seed_and_speed():
     data = gl.load("walk", frames=300, size=SMALL, seed=3, speed=2.0)
     assert data.options() == {"size": [24, 32], "frames": 300, "heldout": 30, "scene_seed": 3, "speed": 2.0}
+    speed = gl.load("jpeg:walk", frames=300, size=SMALL, seed=3, speed=2).options()["speed"]
+    assert isinstance(speed, float), "2 and 2.0 give one record"
     first = next(data.windows(4)).frames
     assert not (first == next(gl.load("walk", size=SMALL, seed=4, speed=2.0).windows(4)).frames).all()
     assert not (first == next(gl.load("walk", size=SMALL, seed=3, speed=1.0).windows(4)).frames).all()
