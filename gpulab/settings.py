@@ -42,7 +42,6 @@ PATIENCE = {"GOMP_SPINCOUNT": "10000"}
 WORTH_COMPARING = ["cpu", "cpu:threads=1", "cpu:isa=avx2", "cpu:precision=float64"]
 WORTH_COMPARING += ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on", "mps", "xpu"]
 
-
 # --- how an option's text is read ------------------------------------------------------------------------
 
 
@@ -225,10 +224,32 @@ class Setting:
         if isinstance(text, Setting):
             return text
         try:
-            device, values = _read(str(text))
+            return cls._read(str(text))
         except UsageError as error:
             raise UsageError(f"setting {text!r}: {error}") from None
-        return cls(device, **values)
+
+    @classmethod
+    def _read(cls, text: str) -> Setting:
+        match = re.fullmatch(r"\s*(cpu|mps|xpu|cuda)(?:(?<=cuda):(\d+))?\s*(?::(.+))?", text)
+        if not match:
+            raise UsageError(
+                "expected a device (cpu, cuda, cuda:0, mps, xpu) and, after a colon, options such as cpu:threads=1 or "
+                "cuda:tf32=off,cudnn=off"
+            )
+        kind, index, options = match.groups()
+        values: dict[str, Any] = {}
+        for option in options.split(",") if options else ():
+            name, _, value = (part.strip() for part in option.partition("="))
+            if name in values:
+                raise UsageError(f"{name!r} is given twice")
+            if name not in OPTIONS:
+                raise UsageError(f"no option {name!r}; there are {', '.join(OPTIONS)}")
+            if kind not in OPTIONS[name].devices:
+                raise UsageError(f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)} only")
+            values[name] = OPTIONS[name].parse(name, value)
+        if values.get("precision", "float32") != "float32" and {"emulate", "order"} & set(values):
+            raise UsageError("what is emulated is the arithmetic of float32 numbers: leave precision away")
+        return cls(f"{kind}:{int(index)}" if index else kind, **values)
 
     def __str__(self) -> str:
         values = ((name, getattr(self, name)) for name in OPTIONS)
@@ -317,30 +338,6 @@ class Setting:
 OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Setting)[1:]}
 
 
-def _read(text: str) -> tuple[str, dict[str, Any]]:
-    """The device and the values of the options in a setting's text."""
-    match = re.fullmatch(r"\s*(cpu|mps|xpu|cuda)(?:(?<=cuda):(\d+))?\s*(?::(.+))?", text)
-    if not match:
-        raise UsageError(
-            "expected a device (cpu, cuda, cuda:0, mps, xpu) and, after a colon, options such as cpu:threads=1 or "
-            "cuda:tf32=off,cudnn=off"
-        )
-    kind, index, options = match.groups()
-    values: dict[str, Any] = {}
-    for option in options.split(",") if options else ():
-        name, _, value = (part.strip() for part in option.partition("="))
-        if name in values:
-            raise UsageError(f"{name!r} is given twice")
-        if name not in OPTIONS:
-            raise UsageError(f"no option {name!r}; there are {', '.join(OPTIONS)}")
-        if kind not in OPTIONS[name].devices:
-            raise UsageError(f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)} only")
-        values[name] = OPTIONS[name].parse(name, value)
-    if values.get("precision", "float32") != "float32" and {"emulate", "order"} & set(values):
-        raise UsageError("what is emulated is the arithmetic of float32 numbers: leave precision away")
-    return f"{kind}:{int(index)}" if index else kind, values
-
-
 def setting(text: str | Setting) -> AbstractContextManager[Setting]:
     """A context manager: compute under a setting, and restore every global flag on the way out.
 
@@ -369,8 +366,8 @@ def setting(text: str | Setting) -> AbstractContextManager[Setting]:
 def float32_products() -> Iterator[None]:
     """Inside the `with` block matrix products and convolutions keep float32, whatever the setting allows.
 
-    For the one line of a training that needs all digits, while the rest may use TF32. The gradients of what is
-    computed inside are computed later, outside of it, as the setting says. Emulated arithmetic is left out too.
+    For the one line of a training that needs all digits, while the rest may use TF32 or emulated arithmetic. The
+    gradients of what is computed inside are computed later, as the setting says.
 
     Examples:
         >>> import torch
