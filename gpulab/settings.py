@@ -98,21 +98,20 @@ def _deterministic(setting: Setting, stack: ExitStack) -> None:
     import torch
     from torch.backends import cudnn
 
-    def read() -> tuple[Any, ...]:
-        algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        return algorithms, (cudnn.benchmark, cudnn.deterministic), os.environ.get(WORKSPACE)
+    def algorithms() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
-    def restore(algorithms: tuple[bool, bool], in_cudnn: tuple[bool, bool], workspace: str | None) -> None:
-        now = read()
-        if now[0] != algorithms:  # the call imports torch's compiler: 150 MB
-            torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
-        if now[1] != in_cudnn:
-            cudnn.benchmark, cudnn.deterministic = in_cudnn
-        if now[2] != workspace:
-            os.environ.pop(WORKSPACE, None)
-            os.environ.update({} if workspace is None else {WORKSPACE: workspace})
+    before, workspace = algorithms(), os.environ.get(WORKSPACE)
+    stack.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+    stack.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
 
-    stack.callback(restore, *read())
+    @stack.callback
+    def restore() -> None:
+        if algorithms() != before:  # the call imports torch's compiler: 150 MB
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        os.environ.pop(WORKSPACE, None)
+        os.environ.update({} if workspace is None else {WORKSPACE: workspace})
+
     if setting.deterministic is not None:
         torch.use_deterministic_algorithms(setting.deterministic)
         cudnn.deterministic = setting.deterministic
@@ -138,7 +137,10 @@ def _tf32(setting: Setting, stack: ExitStack) -> None:
     def old_interface() -> tuple[bool, bool, str]:
         return matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
 
-    def restore(old: tuple[bool, bool, str] | None, new: list[str]) -> None:
+    old, new = readable(old_interface), [backend.fp32_precision for backend in backends]
+
+    @stack.callback
+    def restore() -> None:
         if old is not None and old != readable(old_interface):
             on_cpu_before = on_cpu.fp32_precision
             matmul.allow_tf32, cudnn.allow_tf32, precision = old
@@ -150,8 +152,6 @@ def _tf32(setting: Setting, stack: ExitStack) -> None:
             if backend.fp32_precision != precision:
                 backend.fp32_precision = precision
 
-    old = readable(old_interface)
-    stack.callback(restore, old, [backend.fp32_precision for backend in backends])
     if setting.tf32 is not None and old is None:
         for backend in backends:
             backend.fp32_precision = "tf32" if setting.tf32 else "ieee"
@@ -427,7 +427,7 @@ def _runs_here(candidate: Setting) -> bool:
 def working_threads(work: Callable[[], object], share: float = 0.2) -> int:
     """How many threads of this process really work while `work()` runs.
 
-    The paper watched htop; this reads what htop reads: the processor time of each thread.
+    The paper watched htop; this reads what htop reads, each thread's processor time.
 
     Args:
         work: what to run, for half a second or more.

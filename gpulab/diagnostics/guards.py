@@ -201,7 +201,7 @@ class Guard:
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             raise _forbidden(error) from error
         if not self._threads:
-            self._warn(stacklevel=2)
+            self._warn()
 
     def _pack(self, tensor: Tensor) -> _Saved:
         frame = _user_frame(sys._getframe(1)) or _user_frame(sys._current_frames().get(self._last_thread))
@@ -259,20 +259,26 @@ class Guard:
                 holder = self._holders.get(finding.line)
                 if holder is None or not (holder.array and _overlap(holder.span, span)):
                     holder = _holder(span, finding.device, self._last_thread)
-                finding = finding if holder is None else _named(finding, holder)
+                if holder and holder.array and finding.cause in ("data", "foreign", "shared"):
+                    explanation, remedy = CAUSES["numpy"]
+                    remedy = remedy.replace("array", holder.array)
+                    finding = replace(finding, cause="numpy", explanation=explanation, remedy=remedy)
+                if holder:
+                    words = f"{finding.explanation}; it shares memory with {holder.words}"
+                    finding = replace(finding, explanation=words)
             self._findings[key] = finding
         if self.on == "raise":
             self._pending.pop(torch._C._current_graph_task_id(), None)  # this backward ends here
             raise OverwrittenError(finding)
         if not self._threads:
-            self._warn(stacklevel=2)
+            self._warn()
 
-    def _warn(self, stacklevel: int) -> None:
+    def _warn(self) -> None:
         """Warn once of what has been found since the last warning."""
         findings = self.findings[self._warned :]
         self._warned += len(findings)
         if findings and self.on == "warn":
-            warnings.warn("\n".join(map(str, findings)), OverwrittenWarning, stacklevel=stacklevel + 1)
+            warnings.warn("\n".join(map(str, findings)), OverwrittenWarning, stacklevel=3)
 
 
 class _Saved:
@@ -293,8 +299,8 @@ class _Saved:
 
     def current(self) -> Tensor:
         """What autograd would use if there were no guard."""
-        original = None if self.original is None else self.original()
-        if original is None or not self.plain or original.data_ptr() == self.tensor.data_ptr():
+        original = self.original() if self.original and self.plain else None
+        if original is None or original.data_ptr() == self.tensor.data_ptr():
             return self.tensor
         return original.detach()
 
@@ -400,9 +406,11 @@ def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
 
 
 def _line(frame: types.FrameType | None) -> Line:
-    if frame is None:
-        return Line("<unknown>", 0, "<unknown>")
-    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return (
+        Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        if frame
+        else Line("<unknown>", 0, "<unknown>")
+    )
 
 
 class _Holder(NamedTuple):
@@ -432,15 +440,6 @@ def _holder(span: _Span, device: str, thread: int) -> _Holder | None:
 
 def _overlap(one: _Span, other: _Span) -> bool:
     return one[0] < other[1] and other[0] < one[1]
-
-
-def _named(finding: Overwritten, holder: _Holder) -> Overwritten:
-    """The same finding, with what shares the memory; an array of NumPy's is then the cause."""
-    if holder.array and finding.cause in ("data", "foreign", "shared"):
-        explanation, remedy = CAUSES["numpy"]
-        remedy = remedy.replace("array", holder.array)
-        finding = replace(finding, cause="numpy", explanation=explanation, remedy=remedy)
-    return replace(finding, explanation=f"{finding.explanation}; it shares memory with {holder.words}")
 
 
 def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Any]]:

@@ -1,7 +1,7 @@
 """Another chip's arithmetic on this one: the products of any PyTorch code, rounded and summed as it would.
 
-What a chip does differently lies in two places: the format that the factors of a product are rounded to,
-and how the products are summed. The first makes nearly all of the difference, and costs little to imitate.
+A chip differs in the format that the factors of a product are rounded to, which makes nearly all of the difference
+and costs little to imitate, and in how the products are summed.
 
 Sources: Fasi, Higham, Mikaitis, Pranesh 2021, *Numerical behavior of NVIDIA tensor cores* (PeerJ Computer
 Science 7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909); Khattak, Mikaitis 2025, *Accurate
