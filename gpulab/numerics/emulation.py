@@ -74,12 +74,7 @@ KNOWN = PRECISIONS | CHIPS
 
 
 def arithmetic_of(name: str = "float32", order: str | None = None, rounding: str | None = None) -> Arithmetic:
-    """Look an arithmetic up by the name of a format or a chip, with another order of summation or rounding.
-
-    Examples:
-        >>> str(arithmetic_of("tf32", "tensor-core+split-2"))
-        'tf32, summed tensor-core+split-2'
-    """
+    """Look an arithmetic up by the name of a format or a chip, with another order of summation or rounding."""
     if name not in KNOWN:
         formats, chips = ", ".join(PRECISIONS), ", ".join(CHIPS)
         raise UsageError(f"arithmetic {name!r}: there are the formats {formats} and the chips {chips}")
@@ -151,13 +146,7 @@ def emulate(
 
 
 def emulating() -> bool:
-    """Whether an emulation is in force here.
-
-    Examples:
-        >>> with emulate("tf32"):
-        ...     emulating()
-        True
-    """
+    """Whether an emulation is in force here."""
     return bool(_in_force())
 
 
@@ -251,12 +240,7 @@ def product(a: Tensor, b: Tensor, how: Arithmetic, kind: int = MATRIX) -> Tensor
 
 
 def rounded_factor(x: Tensor, name: str, rounding: str | None = None) -> Tensor:
-    """A factor of a matrix product as an arithmetic has it: in its format, scaled first where that has 8 bits.
-
-    Examples:
-        >>> rounded_factor(torch.tensor([1e-4, 3e-4]), "float8_e4m3fn").tolist()
-        [9.918212890625e-05, 0.00030517578125]
-    """
+    """A factor of a matrix product as an arithmetic has it: in its format, scaled first where that has 8 bits."""
     return _rounded(x, arithmetic_of(name, rounding=rounding))
 
 
@@ -380,12 +364,10 @@ def _convolution_backward(operation: Any, args: Sequence[Any], how: Arithmetic) 
             to_input = _input_gradient(flow, kernel, image.shape[2:], geometry, how)
         if mask[1]:
             to_weight = _weight_gradient(*((image, flow) if transposed else (flow, image)), kernel, geometry, how)
+    to_input = _finished(to_input.reshape(x.shape), how, x.dtype) if mask[0] else None
+    to_weight = _finished(to_weight.reshape(weight.shape), how, x.dtype) if mask[1] else None
     to_bias = gradient.sum([0, *range(2, gradient.dim())]) if mask[2] else None  # a sum, not a product
-    return (
-        _finished(to_input.reshape(x.shape), how, x.dtype) if mask[0] else None,
-        _finished(to_weight.reshape(weight.shape), how, x.dtype) if mask[1] else None,
-        to_bias,
-    )
+    return to_input, to_weight, to_bias
 
 
 def _two_sided(x: Tensor) -> Tensor:

@@ -130,10 +130,9 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
     """
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size())
     if a.dtype != b.dtype or not a.is_floating_point() or whole is None:
-        raise UsageError(
-            f"distances in ulps are between tensors of one type, float16, bfloat16, float32 or float64; "
-            f"these are {str(a.dtype).removeprefix('torch.')} and {str(b.dtype).removeprefix('torch.')}"
-        )
+        types = " and ".join(str(x.dtype).removeprefix("torch.") for x in (a, b))
+        kinds = "float16, bfloat16, float32 or float64"
+        raise UsageError(f"distances in ulps are between tensors of one type, {kinds}; these are {types}")
 
     def rank(x: Tensor) -> Tensor:
         bits = x.contiguous().view(whole).to(torch.int64)
@@ -148,14 +147,9 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def rounded_format(x: Tensor) -> str | None:
-    """The format that the numbers of a float32 tensor were rounded to, judging by their ends.
+    """The format that a float32 tensor's numbers were rounded to, judging by their ends: `tf32`, `bfloat16` or None.
 
-    `tf32` (or float16, which keeps as many bits), `bfloat16`, or None for full float32 numbers, and for whole numbers
-    and their like, which are short by nature.
-
-    Examples:
-        >>> rounded_format(torch.randn(100)), rounded_format(round_to(torch.randn(100), "tf32"))
-        (None, 'tf32')
+    float16 keeps as many bits as `tf32`. Whole numbers and their like are short by nature, and give None.
     """
     bits = x.detach().to("cpu").contiguous().view(torch.int32).to(torch.int64).numpy().ravel()
     bits = bits[(bits & 0x7F800000) != 0]  # neither zeros nor subnormals, which are short by nature

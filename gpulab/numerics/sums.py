@@ -191,10 +191,5 @@ def product_errors(names: tuple[str, ...] = ("float32", "tf32", "bfloat16"), siz
 
 
 def bit_of(relative: float) -> int | None:
-    """The bit of the fraction, 1 to 23 and beyond, that a relative difference reaches; None for nothing.
-
-    Examples:
-        >>> bit_of(2.0**-10), bit_of(0.0)
-        (10, None)
-    """
+    """The bit of the fraction, 1 to 23 and beyond, that a relative difference reaches; None for nothing."""
     return max(0, -math.floor(math.log2(relative))) if relative > 0 else None
