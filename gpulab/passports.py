@@ -52,12 +52,8 @@ class Passport(dict[str, Any]):
         return f"{', '.join(names)}, torch {self['software']['torch']}"
 
     def _repr_html_(self) -> str:
-        cells = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(what)}</th>"
-            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
-            for what, value in self.rows()
-        )
-        return f"<table>{cells}</table>"
+        row = "<tr><th style='text-align:left'>{}</th><td style='text-align:left'>{}</td></tr>"
+        return f"<table>{''.join(row.format(*map(html.escape, pair)) for pair in self.rows())}</table>"
 
     def __str__(self) -> str:
         return "\n".join(f"{what:18} {value}" for what, value in self.rows())

@@ -3,8 +3,7 @@
 A setting is written as text, `cuda:1:tf32=off,deterministic=on`, applied with `gpulab.setting`, and every global
 flag is as it was afterwards. torch is imported only when a setting is applied, because the instruction set of a
 CPU is chosen through the environment before torch loads.
-
-To add an option, add a field to `Setting`: all there is to know about an option stands there.
+To add an option, add a field to `Setting`: all there is to know about it stands there.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpulab.errors import GpulabError, UsageError
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 PRECISIONS = ("float32", "float64", "bfloat16")
 
-# Three libraries compute on a CPU, and each has its own variable: ATen, oneDNN and MKL.
-ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # ATen's, oneDNN's, MKL's
 ISA_VALUES = {
     "sse4": ("default", "SSE41", "SSE4_2"),
     "avx2": ("avx2", "AVX2", "AVX2"),
@@ -36,13 +35,12 @@ ISA_VALUES = {
 ISA_CPU_FLAG = {"sse4": "sse4_2", "avx2": "avx2", "avx512": "avx512f"}
 WORKSPACE, REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"  # cuBLAS reads it once, at start
 
-# OpenMP's threads wait for each other by spinning. When two programs share the cores that brings both
-# nearly to a standstill, unless they give up spinning sooner; alone it costs a few per cent.
+# OpenMP's threads wait by spinning, which brings two programs that share the cores nearly to a standstill, unless
+# they give up sooner; alone that costs a few per cent.
 PATIENCE = {"GOMP_SPINCOUNT": "10000"}
 
 WORTH_COMPARING = ["cpu", "cpu:threads=1", "cpu:isa=avx2", "cpu:precision=float64"]
 WORTH_COMPARING += ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on", "mps", "xpu"]
-
 
 # --- how an option's text is read ------------------------------------------------------------------------
 
@@ -59,80 +57,70 @@ def _arithmetic(name: str, text: str) -> str:
     return text
 
 
-def _one_of(choices: Mapping[str, Any]) -> Callable[[str, str], Any]:
-    def parse(name: str, text: str) -> Any:
-        if text not in choices:
-            raise UsageError(f"{name}={text!r} must be one of {', '.join(choices)}")
-        return choices[text]
-
-    return parse
+def _one_of(choices: Iterable[str], name: str, text: str) -> str:
+    if text not in choices:
+        raise UsageError(f"{name}={text!r} must be one of {', '.join(choices)}")
+    return text
 
 
-_on_or_off = _one_of({"on": True, "off": False})
+def _on_or_off(name: str, text: str) -> bool:
+    return _one_of(("on", "off"), name, text) == "on"
 
 
-# --- how an option is put in force, and taken back whatever was changed inside ------------------------------
+# --- how an option is put in force: what it changes, or could be changed inside, is put back by the stack -----
 
 
-@contextlib.contextmanager
-def _flag(read: Callable[[], Any], write: Callable[[Any], None], value: Any) -> Iterator[None]:
-    """A global flag with a value, if that is not None; afterwards with the one it had."""
-    before = read()
-    try:
-        if value is not None:
-            write(value)
-        yield
-    finally:
-        write(before)
-
-
-def _threads(setting: Setting) -> AbstractContextManager[None]:
+def _threads(setting: Setting, stack: ExitStack) -> None:
     import torch
 
-    return _flag(torch.get_num_threads, torch.set_num_threads, setting.threads)
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    if setting.threads is not None:
+        torch.set_num_threads(setting.threads)
 
 
-def _default_dtype(setting: Setting) -> AbstractContextManager[None]:
+def _default_dtype(setting: Setting, stack: ExitStack) -> None:
     import torch
 
-    return _flag(torch.get_default_dtype, torch.set_default_dtype, setting.dtype if setting.precision else None)
+    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+    if setting.precision is not None:
+        torch.set_default_dtype(setting.dtype)
 
 
-def _cudnn(setting: Setting) -> AbstractContextManager[None]:
+def _cudnn(setting: Setting, stack: ExitStack) -> None:
     from torch.backends import cudnn
 
-    return _flag(lambda: cudnn.enabled, lambda enabled: setattr(cudnn, "enabled", enabled), setting.cudnn)
+    stack.callback(setattr, cudnn, "enabled", cudnn.enabled)
+    if setting.cudnn is not None:
+        cudnn.enabled = setting.cudnn
 
 
-@contextlib.contextmanager
-def _deterministic(setting: Setting) -> Iterator[None]:
+def _deterministic(setting: Setting, stack: ExitStack) -> None:
     import torch
     from torch.backends import cudnn
 
     def algorithms() -> tuple[bool, bool]:
         return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
-    before, in_cudnn = algorithms(), (cudnn.benchmark, cudnn.deterministic)
-    workspace = os.environ.get(WORKSPACE)
-    try:
-        if setting.deterministic is not None:
-            torch.use_deterministic_algorithms(setting.deterministic)
-            cudnn.deterministic = setting.deterministic
-        if setting.deterministic:
-            cudnn.benchmark = False  # the benchmark picks a kernel by a race
-            os.environ.setdefault(WORKSPACE, REPEATABLE)
-        yield
-    finally:
+    before, workspace = algorithms(), os.environ.get(WORKSPACE)
+    stack.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+    stack.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
+
+    @stack.callback
+    def restore() -> None:
         if algorithms() != before:  # the call imports torch's compiler: 150 MB
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        cudnn.benchmark, cudnn.deterministic = in_cudnn
         os.environ.pop(WORKSPACE, None)
-        if workspace is not None:
-            os.environ[WORKSPACE] = workspace
+        os.environ.update({} if workspace is None else {WORKSPACE: workspace})
+
+    if setting.deterministic is not None:
+        torch.use_deterministic_algorithms(setting.deterministic)
+        cudnn.deterministic = setting.deterministic
+    if setting.deterministic:
+        cudnn.benchmark = False  # the benchmark picks a kernel by a race
+        os.environ.setdefault(WORKSPACE, REPEATABLE)
 
 
-@contextlib.contextmanager
-def _tf32(setting: Setting) -> Iterator[None]:
+def _tf32(setting: Setting, stack: ExitStack) -> None:
     """Switches both of torch's interfaces; what has not changed is left alone, for writing a value pins it."""
     import torch
 
@@ -140,24 +128,19 @@ def _tf32(setting: Setting) -> Iterator[None]:
     matmul, cudnn, on_cpu = torch_backends.cuda.matmul, torch_backends.cudnn, torch_backends.mkldnn.matmul
     backends = (matmul, cudnn.conv, cudnn.rnn)
 
-    def old_interface() -> tuple[bool, bool, str]:
-        return matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
-
     def readable(read: Callable[[], Any]) -> Any:
         try:
             return read()
         except RuntimeError:  # the old interface refuses to be read once the new one has been used
             return None
 
+    def old_interface() -> tuple[bool, bool, str]:
+        return matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
+
     old, new = readable(old_interface), [backend.fp32_precision for backend in backends]
-    try:
-        if setting.tf32 is not None and old is None:
-            for backend in backends:
-                backend.fp32_precision = "tf32" if setting.tf32 else "ieee"
-        elif setting.tf32 is not None:  # this sets the new interface as well, so that both can still be read
-            matmul.allow_tf32 = cudnn.allow_tf32 = setting.tf32
-        yield
-    finally:
+
+    @stack.callback
+    def restore() -> None:
         if old is not None and old != readable(old_interface):
             on_cpu_before = on_cpu.fp32_precision
             matmul.allow_tf32, cudnn.allow_tf32, precision = old
@@ -169,17 +152,26 @@ def _tf32(setting: Setting) -> Iterator[None]:
             if backend.fp32_precision != precision:
                 backend.fp32_precision = precision
 
+    if setting.tf32 is not None and old is None:
+        for backend in backends:
+            backend.fp32_precision = "tf32" if setting.tf32 else "ieee"
+    elif setting.tf32 is not None:  # this sets the new interface as well, so that both can still be read
+        matmul.allow_tf32 = cudnn.allow_tf32 = setting.tf32
+
+
+def _emulation(setting: Setting, stack: ExitStack) -> None:
+    if setting.emulated:
+        from gpulab.numerics.emulation import emulate
+
+        stack.enter_context(emulate(setting.emulate or "float32", order=setting.order))
+
 
 def _isa_variables(setting: Setting) -> dict[str, str]:
     return dict(zip(ISA_VARIABLES, ISA_VALUES[setting.isa or ""], strict=True))
 
 
-def _emulation(setting: Setting) -> AbstractContextManager[Any]:
-    if not setting.emulated:
-        return contextlib.nullcontext()
-    from gpulab.numerics.emulation import emulate
-
-    return emulate(setting.emulate or "float32", order=setting.order)
+def _workspace(setting: Setting) -> dict[str, str]:
+    return {WORKSPACE: REPEATABLE} if setting.kind == "cuda" and setting.deterministic else {}
 
 
 # --- settings --------------------------------------------------------------------------------------------
@@ -189,18 +181,18 @@ def _emulation(setting: Setting) -> AbstractContextManager[Any]:
 class Option:
     """An option: the devices it has a meaning on, how its name and text give a value, and how that is put in force.
 
-    `in_force` is a context manager that puts back whatever flags of this option are changed inside it, also where
-    the setting leaves the option open (`None`); `environment` are the variables that a process must start with.
+    `in_force` has the stack put back whatever flags of this option are changed inside, also where the setting
+    leaves the option open (`None`); `environment` are the variables that a process must start with.
     """
 
     devices: tuple[str, ...]
     parse: Callable[[str, str], Any]
-    in_force: Callable[[Setting], AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
+    in_force: Callable[[Setting, ExitStack], None] = lambda *_: None
     environment: Callable[[Setting], dict[str, str]] = lambda _: {}
 
 
-def _option(*arguments: Any, **functions: Any) -> Any:
-    return field(default=None, metadata={"option": Option(*arguments, **functions)})
+def _option(*arguments: Any, **more: Any) -> Any:
+    return field(default=None, metadata={"option": Option(*arguments, **more)})
 
 
 @dataclass(frozen=True)
@@ -218,16 +210,11 @@ class Setting:
 
     device: str = "cpu"
     threads: int | None = _option(("cpu",), _number, _threads, lambda s: {"OMP_NUM_THREADS": str(s.threads)})
-    isa: str | None = _option(("cpu",), _one_of({name: name for name in ISA_VALUES}), environment=_isa_variables)
+    isa: str | None = _option(("cpu",), partial(_one_of, ISA_VALUES), environment=_isa_variables)
     tf32: bool | None = _option(("cuda",), _on_or_off, _tf32)
     cudnn: bool | None = _option(("cuda",), _on_or_off, _cudnn)
-    deterministic: bool | None = _option(
-        DEVICES,
-        _on_or_off,
-        _deterministic,
-        lambda s: {WORKSPACE: REPEATABLE} if s.kind == "cuda" and s.deterministic else {},
-    )
-    precision: str | None = _option(DEVICES, _one_of({name: name for name in PRECISIONS}), _default_dtype)
+    deterministic: bool | None = _option(DEVICES, _on_or_off, _deterministic, _workspace)
+    precision: str | None = _option(DEVICES, partial(_one_of, PRECISIONS), _default_dtype)
     emulate: str | None = _option(DEVICES, _arithmetic, _emulation)
     order: str | None = _option(DEVICES, _arithmetic)  # put in force by `emulate`
 
@@ -237,10 +224,32 @@ class Setting:
         if isinstance(text, Setting):
             return text
         try:
-            device, values = _read(str(text))
+            return cls._read(str(text))
         except UsageError as error:
             raise UsageError(f"setting {text!r}: {error}") from None
-        return cls(device, **values)
+
+    @classmethod
+    def _read(cls, text: str) -> Setting:
+        match = re.fullmatch(r"\s*(cpu|mps|xpu|cuda)(?:(?<=cuda):(\d+))?\s*(?::(.+))?", text)
+        if not match:
+            raise UsageError(
+                "expected a device (cpu, cuda, cuda:0, mps, xpu) and, after a colon, options such as cpu:threads=1 or "
+                "cuda:tf32=off,cudnn=off"
+            )
+        kind, index, options = match.groups()
+        values: dict[str, Any] = {}
+        for option in options.split(",") if options else ():
+            name, _, value = (part.strip() for part in option.partition("="))
+            if name in values:
+                raise UsageError(f"{name!r} is given twice")
+            if name not in OPTIONS:
+                raise UsageError(f"no option {name!r}; there are {', '.join(OPTIONS)}")
+            if kind not in OPTIONS[name].devices:
+                raise UsageError(f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)} only")
+            values[name] = OPTIONS[name].parse(name, value)
+        if values.get("precision", "float32") != "float32" and {"emulate", "order"} & set(values):
+            raise UsageError("what is emulated is the arithmetic of float32 numbers: leave precision away")
+        return cls(f"{kind}:{int(index)}" if index else kind, **values)
 
     def __str__(self) -> str:
         values = ((name, getattr(self, name)) for name in OPTIONS)
@@ -284,10 +293,9 @@ class Setting:
         missing = None
         if self.kind == "cuda":
             count = torch.cuda.device_count()
-            index = int(self.device.partition(":")[2] or 0)
             if count == 0:
                 missing = "no CUDA or ROCm GPU that this build of torch can use"
-            elif index >= count:
+            elif int(self.device.partition(":")[2] or 0) >= count:
                 missing = f"only {count} CUDA GPU(s), numbered from 0"
             elif self.cudnn and not torch.backends.cudnn.is_available():
                 missing = "no cuDNN"
@@ -306,7 +314,7 @@ class Setting:
 
             arithmetic_of(self.emulate or "float32", self.order)
         variables = _isa_variables(self) if self.isa else {}
-        if variables.items() - os.environ.items():
+        if any(os.environ.get(name) != value for name, value in variables.items()):
             command = " ".join(f"{name}={value}" for name, value in variables.items())
             raise GpulabError(
                 f"setting {str(self)!r}: a process chooses its instruction set when it starts. Use "
@@ -319,9 +327,9 @@ class Setting:
         import torch
 
         self.check()
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             for option in OPTIONS.values():
-                stack.enter_context(option.in_force(self))
+                option.in_force(self, stack)
             if self.kind == "cuda":
                 stack.enter_context(torch.cuda.device(self.device))
             yield self
@@ -330,40 +338,14 @@ class Setting:
 OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Setting)[1:]}
 
 
-def _read(text: str) -> tuple[str, dict[str, Any]]:
-    """The device and the values of the options in a setting's text."""
-    match = re.fullmatch(r"\s*(cpu|mps|xpu|cuda)(?:(?<=cuda):(\d+))?\s*(?::(.+))?", text)
-    if not match:
-        raise UsageError(
-            "expected a device (cpu, cuda, cuda:0, mps, xpu) and, after a colon, options such as cpu:threads=1 or "
-            "cuda:tf32=off,cudnn=off"
-        )
-    kind, index, options = match.groups()
-    values: dict[str, Any] = {}
-    for option in options.split(",") if options else ():
-        name, _, value = (part.strip() for part in option.partition("="))
-        if name in values:
-            raise UsageError(f"{name!r} is given twice")
-        if name not in OPTIONS:
-            raise UsageError(f"no option {name!r}; there are {', '.join(OPTIONS)}")
-        if kind not in OPTIONS[name].devices:
-            raise UsageError(f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)} only")
-        values[name] = OPTIONS[name].parse(name, value)
-    if values.get("precision", "float32") != "float32" and {"emulate", "order"} & set(values):
-        raise UsageError("what is emulated is the arithmetic of float32 numbers: leave precision away")
-    return f"{kind}:{int(index)}" if index else kind, values
-
-
 def setting(text: str | Setting) -> AbstractContextManager[Setting]:
     """A context manager: compute under a setting, and restore every global flag on the way out.
-
-    The default floating-point type follows the setting's precision, so tensors made inside have it.
 
     Args:
         text: `device[:index][:option=value,…]`, or a `Setting`.
 
     Returns:
-        A context manager that yields the parsed `Setting`, whose `.device` and `.dtype` suit `tensor.to`.
+        It yields the `Setting`, whose `.device` and `.dtype` suit `tensor.to`; tensors made inside have that type.
 
     Raises:
         UsageError: for a malformed text.
@@ -384,8 +366,8 @@ def setting(text: str | Setting) -> AbstractContextManager[Setting]:
 def float32_products() -> Iterator[None]:
     """Inside the `with` block matrix products and convolutions keep float32, whatever the setting allows.
 
-    For the one line of a training that needs all digits, while the rest may use TF32. The gradients of what is
-    computed inside are computed later, outside of it, as the setting says. Emulated arithmetic is left out too.
+    For the one line of a training that needs all digits, while the rest may use TF32 or emulated arithmetic. The
+    gradients of what is computed inside are computed later, as the setting says.
 
     Examples:
         >>> import torch
@@ -398,7 +380,10 @@ def float32_products() -> Iterator[None]:
     """
     from gpulab.numerics.emulation import emulate, emulating
 
-    with _tf32(Setting(tf32=False)), emulate("float32") if emulating() else contextlib.nullcontext():
+    with ExitStack() as stack:
+        _tf32(Setting(tf32=False), stack)
+        if emulating():
+            stack.enter_context(emulate("float32"))
         yield
 
 
@@ -421,8 +406,8 @@ def available_settings(device: str = "auto") -> list[str]:
     """
     if device not in ("auto", *DEVICES):
         raise UsageError(f"device {device!r}: expected auto, cpu, cuda, mps or xpu")
-    texts = [text for text in WORTH_COMPARING if device in ("auto", Setting.parse(text).kind)]
-    texts = [text for text in texts if _runs_here(Setting.parse(text))]
+    settings = [Setting.parse(text) for text in WORTH_COMPARING]
+    texts = [str(each) for each in settings if device in ("auto", each.kind) and _runs_here(each)]
     if not texts:
         raise GpulabError(f"device {device!r}: this machine has none")
     return texts
@@ -434,15 +419,15 @@ def _runs_here(candidate: Setting) -> bool:
         return candidate.isa == "avx2" and {"avx2", "avx512f"} <= cpu_flags()
     try:
         candidate.check()
+        return True
     except GpulabError:
         return False
-    return True
 
 
 def working_threads(work: Callable[[], object], share: float = 0.2) -> int:
     """How many threads of this process really work while `work()` runs.
 
-    The paper watched htop; this reads what htop reads: the processor time of each thread.
+    The paper watched htop; this reads what htop reads, each thread's processor time.
 
     Args:
         work: what to run, for half a second or more.

@@ -11,23 +11,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 TABLE = 1 << 16  # random numbers, one for each place in a row of words
+SPARSE: dict[torch.layout, tuple[str, ...]] = {  # the methods that give a layout's parts
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
 CHUNK = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
 
 
 def fingerprint(tensor: Tensor) -> int | Tensor | None:
     """A number that stands for the content of a tensor, bit by bit and place by place.
 
-    On a CPU it is the CRC-32 of the tensor's memory. On another device it is the sum of the 32-bit words,
-    each times a random 64-bit number of its place, modulo 2^64. Two contents share a fingerprint by
-    accident with a probability of about 2^-32. Memory that is dense is read where it lies, in any order of
-    dimensions; a view with gaps is copied.
+    On a CPU it is the CRC-32 of the tensor's memory. On another device it is the sum of the 32-bit words, each times
+    a random 64-bit number of its place, modulo 2^64. Two contents share a fingerprint by accident with a probability
+    of about 2^-32. Dense memory is read where it lies; a view with gaps is copied.
 
     Args:
-        tensor: Of any shape, type and layout.
+        tensor: of any shape, type and layout.
 
     Returns:
-        On a CPU a whole number; elsewhere an int64 tensor of no dimensions that stays there, so that nobody
-        has to wait for it; None where torch gives no content away.
+        On a CPU a whole number; elsewhere an int64 tensor () that stays there, so that nobody has to wait for it;
+        None where torch gives no content away.
 
     Examples:
         >>> x = torch.arange(6.0)
@@ -63,12 +67,8 @@ def _parts(tensor: Tensor) -> list[Tensor]:
         tensor = tensor.as_subclass(Tensor)
         if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):  # a FakeTensor and its like
             return []
-    if tensor.layout == torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if methods := SPARSE.get(tensor.layout):
+        return [getattr(tensor, method)() for method in methods]
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         return []
     if tensor.is_conj():  # a flag, with the memory as it was; taking it off copies nothing

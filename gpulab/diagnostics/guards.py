@@ -1,12 +1,10 @@
 """A guard around a training step: nothing that autograd saved may be overwritten before it is used.
 
-Autograd counts the in-place operations that torch itself does. It does not see NumPy writing into a
-buffer that a tensor shares, a write through `.data`, or a loader that fills one buffer again and again:
-`backward` then computes with whatever lies there, without a word. The guard takes a fingerprint of the
-content of every tensor when it is saved and compares it when it is used.
-
-Source: the hooks of `torch.autograd.graph.saved_tensors_hooks`. While they are in force torch skips its
-own check of the version counter, so the guard does that as well.
+Autograd counts the in-place operations that torch itself does. It does not see NumPy writing into a buffer that a
+tensor shares, a write through `.data`, or a loader that fills one buffer again and again: `backward` then computes
+with whatever lies there. The guard takes a fingerprint of every tensor when it is saved, in the hooks of
+`torch.autograd.graph.saved_tensors_hooks`, and compares it when it is used. While such hooks are in force torch skips
+its own check of the version counter, so the guard does that as well.
 """
 
 from __future__ import annotations
@@ -68,21 +66,19 @@ _reading = threading.local()  # `.inside` while the guard itself reads what a no
 def guard(on: str = "raise") -> Guard:
     """A context manager that refuses tensors overwritten between their saving and `backward`.
 
-    What is saved inside the block is checked, even when `backward` is called after it. A tensor that is
-    overwritten but never used is no error, and the exit does not look for any. Gradients are the same bits
-    with and without the guard.
+    What is saved inside the block is checked, even when `backward` is called after it. A tensor that is overwritten
+    but never used is no error. Gradients are the same bits with and without the guard.
 
     Args:
-        on: `raise` raises `OverwrittenError` where the first one is about to be used, which ends
-            `backward`. `warn` collects into the object that the block yields, lets `backward` go on, and
-            warns once at the end of the block.
+        on: `raise` raises `OverwrittenError` where the first one is about to be used, which ends `backward`; `warn`
+            lets `backward` go on, collects into the `Guard` that the block yields, and warns once at its end.
 
     Returns:
         A `Guard`, to be used in a `with` statement.
 
     Raises:
-        UsageError: For another `on`.
-        GpulabError: Where torch forbids its hooks (inside `torch.func.grad` and what is built on it).
+        UsageError: for another `on`.
+        GpulabError: where torch forbids its hooks (inside `torch.func.grad` and what is built on it).
 
     Examples:
         >>> buffer = np.ones(3, np.float32)
@@ -100,7 +96,7 @@ def guard(on: str = "raise") -> Guard:
 
 
 class Line(NamedTuple):
-    """A line of source: `file`, `number`, `function` and `text`."""
+    """A line of source."""
 
     file: str
     number: int
@@ -121,29 +117,19 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Overwritten:
-    """One finding: `operation` was about to use a tensor that had been overwritten since it was saved.
+    """One finding: `operation` was about to use a tensor that had been overwritten since it was saved."""
 
-    Attributes:
-        operation: The name of autograd's node; `function` is that of the forward function.
-        operand: Which of the function's tensors, of `shape` and `dtype` on `device`; None where not known.
-        line: The user's line that saved it.
-        cause: `numpy`, `foreign` (memory of another library), `shared` (a loader's shared memory), `data`
-            (a write through `.data`), `replaced` (`.data` was assigned) or `inplace`.
-        explanation: The cause in words, with what the tensor shares memory with; `remedy` says what to do.
-        count: How many tensors this is true of.
-    """
-
-    operation: str
-    function: str
-    operand: str | None
+    operation: str  # the name of autograd's node
+    function: str  # that of the forward function
+    operand: str | None  # which of the function's tensors; None where not known
     shape: tuple[int, ...]
     dtype: str
     device: str
-    line: Line
-    cause: str
-    explanation: str
+    line: Line  # the user's, which saved it
+    cause: str  # one of `CAUSES`
+    explanation: str  # the cause in words, with what the tensor shares memory with
     remedy: str
-    count: int = 1
+    count: int = 1  # tensors that this is true of
 
     def __str__(self) -> str:
         operand = f"its `{self.operand}`" if self.operand else "a tensor"
@@ -161,17 +147,16 @@ class Overwritten:
 class Guard:
     """What `guard` returns: a context manager, and a report that is true when something was found.
 
-    It may be entered again, and inside itself. torch's hooks belong to a thread: a graph that another
-    thread builds is not seen. Of several pairs of hooks torch applies the innermost alone: inside
-    `save_on_cpu` or a checkpointed function what is saved is theirs, and not seen either; and a guard
-    inside `save_on_cpu` takes its place. On an accelerator the answers are read once, when `backward`
-    ends, so the error comes then, before the optimizer's step, and the operand is not named.
+    It may be entered again, and inside itself. torch's hooks belong to a thread: a graph that another thread builds
+    is not seen. Of several pairs of hooks torch applies the innermost alone: inside `save_on_cpu` or a checkpointed
+    function what is saved is theirs, and not seen either; and a guard inside `save_on_cpu` takes its place. On an
+    accelerator the answers are read once, when `backward` ends, so the error comes then, before the optimizer's
+    step, and the operand is not named.
 
     Attributes:
-        findings: One `Overwritten` for each line and operation.
-        checked: How many uses of saved tensors were compared.
-        unchecked: How many were not, because torch does not give their content away (meta tensors, inside
-            a transform such as vmap, while a CUDA graph is being captured).
+        checked: how many uses of saved tensors were compared.
+        unchecked: how many were not, because torch does not give their content away (meta tensors, inside a
+            transform such as vmap, while a CUDA graph is being captured).
     """
 
     def __init__(self, on: str = "raise") -> None:
@@ -187,15 +172,14 @@ class Guard:
 
     @property
     def findings(self) -> list[Overwritten]:
-        """What was found so far."""
+        """What was found so far: one `Overwritten` for each line and operation."""
         return list(self._findings.values())
 
     def __len__(self) -> int:
         return len(self._findings)
 
     def __str__(self) -> str:
-        findings = "\n".join(map(str, self.findings))
-        return findings or f"nothing was overwritten in {self.checked} uses of saved tensors"
+        return "\n".join(map(str, self.findings)) or f"nothing was overwritten in {self.checked} uses of saved tensors"
 
     def __repr__(self) -> str:
         return f"<guard on={self.on!r}: {len(self)} findings, {self.checked} checked, {self.unchecked} unchecked>"
@@ -217,7 +201,7 @@ class Guard:
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             raise _forbidden(error) from error
         if not self._threads:
-            self._warn(stacklevel=2)
+            self._warn()
 
     def _pack(self, tensor: Tensor) -> _Saved:
         frame = _user_frame(sys._getframe(1)) or _user_frame(sys._current_frames().get(self._last_thread))
@@ -275,20 +259,26 @@ class Guard:
                 holder = self._holders.get(finding.line)
                 if holder is None or not (holder.array and _overlap(holder.span, span)):
                     holder = _holder(span, finding.device, self._last_thread)
-                finding = finding if holder is None else _named(finding, holder)
+                if holder and holder.array and finding.cause in ("data", "foreign", "shared"):
+                    explanation, remedy = CAUSES["numpy"]
+                    remedy = remedy.replace("array", holder.array)
+                    finding = replace(finding, cause="numpy", explanation=explanation, remedy=remedy)
+                if holder:
+                    words = f"{finding.explanation}; it shares memory with {holder.words}"
+                    finding = replace(finding, explanation=words)
             self._findings[key] = finding
         if self.on == "raise":
             self._pending.pop(torch._C._current_graph_task_id(), None)  # this backward ends here
             raise OverwrittenError(finding)
         if not self._threads:
-            self._warn(stacklevel=2)
+            self._warn()
 
-    def _warn(self, stacklevel: int) -> None:
+    def _warn(self) -> None:
         """Warn once of what has been found since the last warning."""
         findings = self.findings[self._warned :]
         self._warned += len(findings)
         if findings and self.on == "warn":
-            warnings.warn("\n".join(map(str, findings)), OverwrittenWarning, stacklevel=stacklevel + 1)
+            warnings.warn("\n".join(map(str, findings)), OverwrittenWarning, stacklevel=3)
 
 
 class _Saved:
@@ -309,8 +299,8 @@ class _Saved:
 
     def current(self) -> Tensor:
         """What autograd would use if there were no guard."""
-        original = None if self.original is None else self.original()
-        if original is None or not self.plain or original.data_ptr() == self.tensor.data_ptr():
+        original = self.original() if self.original and self.plain else None
+        if original is None or original.data_ptr() == self.tensor.data_ptr():
             return self.tensor
         return original.detach()
 
@@ -323,11 +313,11 @@ class _Saved:
         explanation, remedy = CAUSES[cause]
         if cause == "inplace":
             explanation += f" (version {self.version} when saved, {tensor._version} now)"
-        operation = _name(node)
+        backward = torch._C._current_graph_task_id() >= 0
+        operation = node.name() if node is not None else "recomputation" if backward else "no operation"
+        names = operation, _function(operation), operand
         described = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device)
-        finding = Overwritten(
-            operation, _function(operation), operand, *described, self.line, cause, explanation, remedy
-        )
+        finding = Overwritten(*names, *described, self.line, cause, explanation, remedy)
         return finding, _span(tensor) if self.plain else (0, 0)
 
 
@@ -337,9 +327,9 @@ class _Saved:
 @functools.cache
 def _function(operation: str) -> str:
     """`mse_loss` for `MseLossBackward0`; the class itself for a `torch.autograd.Function`."""
-    if not re.search(r"Backward\d+$", operation):
-        return operation.removesuffix("Backward")
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"Backward\d+$", "", operation)).lower()
+    if match := re.fullmatch(r"(.*)Backward\d+", operation):
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", match[1]).lower()
+    return operation.removesuffix("Backward")
 
 
 def _current_node(caller: types.FrameType | None) -> Any:
@@ -347,12 +337,6 @@ def _current_node(caller: types.FrameType | None) -> Any:
     node = torch._C._current_autograd_node()
     recomputing = caller is not None and caller.f_code.co_filename == torch.utils.checkpoint.__file__
     return None if recomputing and not isinstance(node, torch.autograd.function.BackwardCFunction) else node
-
-
-def _name(node: Any) -> str:
-    if node is None:
-        return "recomputation" if torch._C._current_graph_task_id() >= 0 else "no operation"
-    return node.name()
 
 
 def _same_memory(node: Any, tensor: Tensor, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -369,7 +353,7 @@ def _same_memory(node: Any, tensor: Tensor, names: Iterable[str]) -> Iterator[tu
 
 
 def _operand(node: Any, tensor: Tensor) -> str | None:
-    names = (name for name in dir(node) if name.startswith("_saved_"))
+    names = [name for name in dir(node) if name.startswith("_saved_")]
     same = (name for name, value in _same_memory(node, tensor, names) if value.shape == tensor.shape)
     return next(same, "").removeprefix("_saved_") or None
 
@@ -377,8 +361,8 @@ def _operand(node: Any, tensor: Tensor) -> str | None:
 def _is_scratch(node: Any, tensor: Tensor) -> bool:
     """Whether the operation itself writes there after saving, as its backward pass expects.
 
-    Batch normalisation in training moves its running mean and variance, and its backward pass never uses
-    them; a randomised leaky ReLU keeps the tensor that it is about to fill with its noise.
+    Batch normalisation moves its running mean and variance, which its backward pass never uses; a randomised leaky
+    ReLU keeps the tensor that it is about to fill with its noise.
     """
     names = ("_saved_running_mean", "_saved_running_var", "_saved_noise")
     return getattr(node, "_saved_training", False) and any(_same_memory(node, tensor, names))
@@ -404,9 +388,8 @@ def _span(tensor: Tensor) -> _Span:
 @functools.cache
 def _is_users(file: str) -> bool:
     """Whether a file is neither the guard nor installed; gpulab's own models and loops count as a user's."""
-    if file == __file__ or file.startswith("<frozen"):
-        return False
-    return file.startswith(PACKAGE) or not file.startswith(INSTALLED)
+    own = file == __file__ or file.startswith("<frozen")
+    return not own and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
 
 
 def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
@@ -423,9 +406,11 @@ def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
 
 
 def _line(frame: types.FrameType | None) -> Line:
-    if frame is None:
-        return Line("<unknown>", 0, "<unknown>")
-    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return (
+        Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        if frame
+        else Line("<unknown>", 0, "<unknown>")
+    )
 
 
 class _Holder(NamedTuple):
@@ -438,33 +423,23 @@ class _Holder(NamedTuple):
 
 def _holder(span: _Span, device: str, thread: int) -> _Holder | None:
     """The user's nearest NumPy array that shares this memory; without one, the nearest tensor."""
-    tensor = None
+    nearest_tensor = None
     for frame, name, value in _variables(thread) if span[1] else ():
         if isinstance(value, np.ndarray) and device == "cpu":
             place = np.lib.array_utils.byte_bounds(value)
-        elif isinstance(value, Tensor) and _is_plain(value) and str(value.device) == device:
+            if _overlap(place, span):
+                words = f"the NumPy array `{name}` ({value.dtype}, shape {value.shape}) in {_line(frame)}"
+                return _Holder(name, words, place)
+        elif isinstance(value, Tensor) and nearest_tensor is None and _is_plain(value) and str(value.device) == device:
             place = _span(value)
-        else:
-            continue
-        if _overlap(place, span) and isinstance(value, np.ndarray):
-            words = f"the NumPy array `{name}` ({value.dtype}, shape {value.shape}) in {_line(frame)}"
-            return _Holder(name, words, place)
-        if _overlap(place, span) and tensor is None:
-            tensor = _Holder("", f"the tensor `{name}` (shape {tuple(value.shape)}) in {_line(frame)}", place)
-    return tensor
+            if _overlap(place, span):
+                words = f"the tensor `{name}` (shape {tuple(value.shape)}) in {_line(frame)}"
+                nearest_tensor = _Holder("", words, place)
+    return nearest_tensor
 
 
 def _overlap(one: _Span, other: _Span) -> bool:
     return one[0] < other[1] and other[0] < one[1]
-
-
-def _named(finding: Overwritten, holder: _Holder) -> Overwritten:
-    """The same finding, with what shares the memory; an array of NumPy's is then the cause."""
-    if holder.array and finding.cause in ("data", "foreign", "shared"):
-        explanation, remedy = CAUSES["numpy"]
-        remedy = remedy.replace("array", holder.array)
-        finding = replace(finding, cause="numpy", explanation=explanation, remedy=remedy)
-    return replace(finding, explanation=f"{finding.explanation}; it shares memory with {holder.words}")
 
 
 def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Any]]:
@@ -485,8 +460,8 @@ def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Any]]:
 
 
 def _frames(thread: int) -> Iterator[types.FrameType]:
-    for innermost in (sys._getframe(), sys._current_frames().get(thread)):
-        frame = innermost
+    frame: types.FrameType | None
+    for frame in (sys._getframe(), sys._current_frames().get(thread)):
         while frame is not None:
             if _is_users(frame.f_code.co_filename):
                 yield frame

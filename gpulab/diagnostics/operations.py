@@ -18,6 +18,8 @@ from gpulab.settings import Setting, cpu_flags
 if TYPE_CHECKING:
     import pandas as pd
 
+FORMATS = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def fused_operations(settings: Sequence[str] | None = None, count: int = 100_000) -> pd.DataFrame:
     """Which operations of this machine fuse: their share of the bits that `gpulab.fma` gives.
@@ -44,9 +46,8 @@ def fused_operations(settings: Sequence[str] | None = None, count: int = 100_000
 def fused_share(setting: str, count: int) -> list[dict[str, Any]]:
     """The rows of `fused_operations` for one setting."""
     generator = torch.Generator().manual_seed(0)
-    a, c = torch.randn(2, count, generator=generator)
-    b = torch.randn(1, generator=generator)
-    once, twice = fma(a, b, c), a * b + c
+    (a, c), b = torch.randn(2, count, generator=generator), torch.randn(1, generator=generator)
+    expected = {"once": fma(a, b, c), "twice": a * b + c}
     with Setting.parse(setting).apply() as here:
         x, y, z = (tensor.to(here.device) for tensor in (a, b, c))
         pair = torch.stack([z, x])
@@ -57,22 +58,18 @@ def fused_share(setting: str, count: int) -> list[dict[str, Any]]:
             "matrix product": (pair.T @ kernel)[:, 0],
             "convolution": F.conv2d(pair[None, :, :, None], kernel.view(1, 2, 1, 1)).flatten(),
         }
-    return [
-        {
-            "setting": setting,
-            "operation": name,
-            "rounded_once": (result.cpu() == once).double().mean().item(),
-            "rounded_twice": (result.cpu() == twice).double().mean().item(),
-        }
-        for name, result in results.items()
-    ]
+    rows = []
+    for name, result in results.items():
+        shares = {f"rounded_{times}": (result.cpu() == x).double().mean().item() for times, x in expected.items()}
+        rows.append({"setting": setting, "operation": name, **shares})
+    return rows
 
 
 def repeatability(settings: Sequence[str] = ("cpu",), times: int = 20) -> pd.DataFrame:
     """How many different results an operation gives when it is repeated on the same numbers.
 
-    A GPU's threads add in the order in which they arrive, where the operation lets them; `deterministic=on` makes
-    it choose another algorithm, or refuse.
+    A GPU's threads may add in the order in which they arrive; `deterministic=on` makes the operation choose another
+    algorithm, or refuse.
 
     Args:
         settings: under which each operation is repeated.
@@ -102,15 +99,13 @@ def _repeated(setting: str, times: int) -> list[dict[str, Any]]:
     with Setting.parse(setting).apply() as here:
         x, where, frames, kernel = (tensor.to(here.device) for tensor in (values, places, images, weight))
         kernel.requires_grad_()
-
-        def gradient() -> Tensor:
-            return torch.autograd.grad(F.conv2d(frames, kernel).square().sum(), kernel)[0]
-
         operations = {
             "sum": lambda: x.sum(),
             "index_add": lambda: x.new_zeros(100).index_add_(0, where, x),
             "scatter_add": lambda: x.new_zeros(100).scatter_add_(0, where, x),
-            "gradient of a convolution": gradient,
+            "gradient of a convolution": lambda: torch.autograd.grad(F.conv2d(frames, kernel).square().sum(), kernel)[
+                0
+            ],
         }
         for name, operation in operations.items():
             row = {"setting": setting, "operation": name, "results": None, "spread": math.nan}
@@ -120,9 +115,6 @@ def _repeated(setting: str, times: int) -> list[dict[str, Any]]:
                 row["spread"] = max(float((result - results[0]).norm() / results[0].norm()) for result in results)
             rows.append(row)
     return rows
-
-
-FORMATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def byte_round_trip(device: str = "cpu") -> pd.DataFrame:
@@ -150,16 +142,12 @@ def byte_round_trip(device: str = "cpu") -> pd.DataFrame:
             division = pixels.to(dtype) / 255
             for way, numbers in _to_numbers(pixels, here.device, dtype).items():
                 back = numbers * 255
-                rows.append(
-                    {
-                        "way": way,
-                        "format": str(dtype).removeprefix("torch."),
-                        "returned": int((back.round().to(torch.uint8).cpu() == pixels).sum()),
-                        "cut": int((back.to(torch.uint8).cpu() == pixels).sum()),
-                        "as_division": int((numbers.cpu() == division).sum()),
-                    }
-                )
-    return pd.DataFrame(rows).assign(device=here.device)
+                returned = int((back.round().to(torch.uint8).cpu() == pixels).sum())
+                cut = int((back.to(torch.uint8).cpu() == pixels).sum())
+                name = str(dtype).removeprefix("torch.")
+                rows.append((way, name, returned, cut, int((numbers.cpu() == division).sum())))
+    frame = pd.DataFrame(rows, columns=["way", "format", "returned", "cut", "as_division"])
+    return frame.assign(device=here.device)
 
 
 def _to_numbers(pixels: Tensor, device: str, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,12 +1,14 @@
 """Products of a real GPU beside the emulated ones: how much of what the chip does does the emulation explain?
 
-A case is one matrix product or convolution on inputs that any machine can make again from their seed.
-What a GPU computed is kept in `data/gpu_products`, so that every machine can compare.
+A case is one matrix product or convolution on inputs that any machine can make again from their seed. What a GPU
+computed is kept in `data/gpu_products`, so that every machine can compare.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,12 +45,9 @@ CONVOLUTIONS = (
     ((2, 64, 20, 24), (48, 1, 1)),
 )
 INPUTS = ("normal", "positive", "badly scaled", "already rounded")
-MATRIX, FORWARD, TO_INPUT, TO_WEIGHT = OPERATIONS = (
-    "matrix product",
-    "convolution",
-    "gradient of the input",
-    "gradient of the weight",
-)
+MATRIX, FORWARD = "matrix product", "convolution"
+TO_INPUT, TO_WEIGHT = "gradient of the input", "gradient of the weight"
+OPERATIONS = (MATRIX, FORWARD, TO_INPUT, TO_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -80,13 +79,13 @@ class Case:
         generator = np.random.default_rng([INPUTS.index(self.inputs), self.shape, OPERATIONS.index(self.operation)])
         if self.operation == MATRIX:
             rows, inner, columns = MATRICES[self.shape]
-            return self._draw(generator, rows, inner), self._draw(generator, inner, columns)
+            return self._draw(generator, (rows, inner)), self._draw(generator, (inner, columns))
         x, (channels, size, stride) = CONVOLUTIONS[self.shape]
         weight, out = (channels, x[1], size, size), (x[0], channels, *((n - 1) // stride + 1 for n in x[2:]))
         first, second = {FORWARD: (x, weight), TO_INPUT: (out, weight), TO_WEIGHT: (out, x)}[self.operation]
-        return self._draw(generator, *first), self._draw(generator, *second)
+        return self._draw(generator, first), self._draw(generator, second)
 
-    def _draw(self, generator: np.random.Generator, *shape: int) -> Tensor:
+    def _draw(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
         if self.inputs == "positive":
             return torch.from_numpy(generator.random(shape, dtype=np.float32))
         x = generator.standard_normal(shape, dtype=np.float32)
@@ -108,18 +107,17 @@ class Case:
 
     def crop(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """So much of the factors as the elements of a sample are made of."""
-        if self.operation == FORWARD:
-            return first[:1], second[:8]
-        if self.operation == TO_INPUT:
-            return first[:1], second[:, :8]
-        return (first[:, :8], second) if self.operation == TO_WEIGHT else (first, second)
+        parts = {
+            FORWARD: (first[:1], second[:8]),
+            TO_INPUT: (first[:1], second[:, :8]),
+            TO_WEIGHT: (first[:, :8], second),
+        }
+        return parts.get(self.operation, (first, second))
 
     def sample(self, product: Tensor) -> Tensor:
         """Up to `SAMPLE` elements of a product, of the whole one or of its cropped factors'."""
-        if self.operation == TO_WEIGHT:
-            product = product[:8]
-        elif self.operation != MATRIX:
-            product = product[:1, :8]
+        if self.operation != MATRIX:
+            product = product[:8] if self.operation == TO_WEIGHT else product[:1, :8]
         flat = product.reshape(-1)
         return flat[torch.linspace(0, flat.numel() - 1, min(SAMPLE, flat.numel())).long().to(flat.device)]
 
@@ -138,19 +136,13 @@ def cases() -> list[Case]:
     formats = [("float32", "float32"), ("tf32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
     formats += [("float16", "float16"), ("float16", "float32"), ("float8_e4m3fn", "float32")]
     layouts = (("tf32", "float32", False), ("tf32", "float32", True), ("bfloat16", "bfloat16", True))
-    matrices = [
-        Case(MATRIX, shape, inputs, factors, result)
-        for factors, result in formats
-        for shape in range(len(MATRICES))
-        for inputs in INPUTS[: 3 if factors == "float32" else 4]
-    ]
-    return matrices + [
-        Case(operation, shape, inputs, factors, result, channels_last)
-        for factors, result, channels_last in layouts
-        for operation in OPERATIONS[1:]
-        for shape in range(len(CONVOLUTIONS))
-        for inputs in INPUTS[:3]
-    ]
+    matrices = itertools.product(formats, range(len(MATRICES)), INPUTS)
+    convolutions = itertools.product(layouts, OPERATIONS[1:], range(len(CONVOLUTIONS)), INPUTS[:3])
+    return [
+        Case(MATRIX, shape, inputs, *types)
+        for types, shape, inputs in matrices
+        if types[0] != "float32" or inputs != "already rounded"
+    ] + [Case(operation, shape, inputs, *layout) for layout, operation, shape, inputs in convolutions]
 
 
 # --- a real GPU ------------------------------------------------------------------------------------------
@@ -164,15 +156,10 @@ def real(case: Case) -> Tensor:
     if case.format.startswith("float8"):  # as libraries call it, with power-of-two scales and the tensor core's sums
         target = FORMATS[case.format]
         scales = [torch.exp2(torch.log2(target.largest / x.abs().amax()).floor()) for x in (first, second)]
-        short = [(x * scale).to(target.dtype) for x, scale in zip((first, second), scales, strict=True)]
-        return torch._scaled_mm(
-            short[0],
-            short[1].t().contiguous().t(),  # it takes a second factor that lies column by column
-            scale_a=1 / scales[0],
-            scale_b=1 / scales[1],
-            out_dtype=torch.float32,
-            use_fast_accum=True,
-        )
+        first, second = ((x * scale).to(target.dtype) for x, scale in zip((first, second), scales, strict=True))
+        second = second.t().contiguous().t()  # it takes a second factor that lies column by column
+        options: Any = {"out_dtype": torch.float32, "use_fast_accum": True}
+        return torch._scaled_mm(first, second, scale_a=1 / scales[0], scale_b=1 / scales[1], **options)
     if case.format in ("bfloat16", "float16"):
         first, second = (x.to(FORMATS[case.format].dtype) for x in (first, second))
         if case.result == "float32":
@@ -190,27 +177,22 @@ def record_products(folder: Path, command: str) -> None:
         raise GpulabError("products are recorded on an NVIDIA GPU, and torch finds none here")
     folder.mkdir(parents=True, exist_ok=True)
     samples, kernels = {}, {}
+    aside = re.compile("elementwise|Memcpy|Memset|reduce|convertTensor|ToNhwc|ToNchw|init_device")  # no products
     for case in tqdm(cases(), unit="product"):
         real(case)  # warms up
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             samples[str(case)] = case.sample(real(case)).cpu().contiguous()
-        kernels[str(case)] = _kernel(profile)
+        events = [event for event in profile.events() if event.device_time and not aside.search(event.name)]
+        kernels[str(case)] = max(events, key=lambda event: event.device_time).name[:160] if events else ""
     save_file(samples, folder / "products.safetensors")
     write_json(folder / "products.json", {"passport": passport(), "command": command, "kernels": kernels})
-
-
-def _kernel(profile: Any) -> str:
-    """The kernel that took most of the time, conversions and copies apart."""
-    aside = ("elementwise", "Memcpy", "Memset", "reduce", "convertTensor", "ToNhwc", "ToNchw", "init_device")
-    events = [e for e in profile.events() if e.device_time and not any(word in e.name for word in aside)]
-    return max(events, key=lambda e: e.device_time).name[:160] if events else ""
 
 
 def recorded_products() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What was recorded: the sample of every case, by its name, and the notes beside them.
 
-    The notes hold the `passport`, the `command`, the `kernels` that the library chose, and as `found` the
-    arithmetic that was found to fit each of them best.
+    The notes hold the `passport`, the `command`, the library's `kernels`, and as `found` the arithmetic that fits each
+    of them best.
     """
     from safetensors.torch import load_file
 
@@ -237,7 +219,7 @@ def compare_products(
     """Compare a GPU's products with the emulated ones.
 
     The `rounding` of the factors, the `tile` of channels and the number of `slices` are those that fit normal
-    numbers best, and are then held against all inputs. What was found for the recorded products is kept beside them.
+    numbers best (kept beside the recorded products), and are then held against all inputs.
 
     Args:
         samples: of a GPU's products, by the name of their case; by default those recorded.
@@ -248,11 +230,10 @@ def compare_products(
         progress: show a bar.
 
     Returns:
-        A row a case. `used` is the format that the kernel multiplied in, which the library chooses: `float32` where
-        it left TF32 unused. `error` is the GPU's distance from the exact result, relative to that; `explained` the
-        share of its squared deviation that the emulation makes as well, and `equal` the share of elements that are
-        the same bits, both with sums as this machine makes them; `explained_exact` and `equal_exact` are the same
-        for sums in the tensor core's order.
+        A row a case. `used` is the format that the kernel multiplied in: `float32` where the library left TF32 unused.
+        `error` is the GPU's relative distance from the exact result; `explained` the share of its squared deviation
+        that the emulation makes as well, and `equal` the share of elements that are the same bits, both with sums as
+        this machine makes them; `explained_exact` and `equal_exact` are the same in the tensor core's order.
 
     Raises:
         DataError: where nothing, or something unreadable, is recorded.
@@ -277,8 +258,8 @@ def compare_products(
     kernels: dict[Case, Arithmetic] = {}  # the library's choice depends on the shape, not on the numbers
     for case in tqdm(chosen, unit="product", disable=not progress, leave=False):
         family = replace(case, inputs=INPUTS[0])
-        if family not in kernels and str(family) in found:
-            fit = found[str(family)] | {"result": case.result, "roundings": tuple(found[str(family)]["roundings"])}
+        if family not in kernels and (fit := found.get(str(family))):
+            fit = fit | {"result": case.result, "roundings": tuple(fit["roundings"])}
             kernels[family] = replace(PRECISIONS[fit["format"]], **fit)
         elif family not in kernels:
             kernels[family] = _closest(family, samples[str(family)].double(), exact)
@@ -291,10 +272,9 @@ def find_kernels(folder: Path) -> None:
     from tqdm.auto import tqdm
 
     samples, _ = recorded_products()
-    found = {}
+    names, found = ("format", "roundings", "order", "slices", "tile"), {}
     for case in tqdm([case for case in cases() if case.inputs == INPUTS[0]], unit="kernel"):
         how = _closest(case, samples[str(case)].double(), exact=True)
-        names = ("format", "roundings", "order", "slices", "tile")
         found[str(case)] = {name: getattr(how, name) for name in names}
     (folder / "found.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
@@ -311,7 +291,8 @@ def _closest(case: Case, result: Tensor, exact: bool) -> Arithmetic:
     tiles = [32, None] if case.operation in (FORWARD, TO_INPUT) else [None]
     slices = range(1, 1 + (MOST_SLICES if case.operation == MATRIX else 1))
     most = -1.0
-    for how in (replace(best, order="tensor-core", tile=tile, slices=n) for tile in tiles for n in slices):
+    for tile, n in itertools.product(tiles, slices):
+        how = replace(best, order="tensor-core", tile=tile, slices=n)
         equal = _equal(case.emulated(how), result)
         if equal > most:
             best, most = how, equal
@@ -346,7 +327,7 @@ def _row(case: Case, result: Tensor, how: Arithmetic, exact: bool) -> dict[str, 
 def summarize_products(frame: pd.DataFrame) -> pd.DataFrame:
     """What `compare_products` found, a row for each operation, format asked for and format used.
 
-    `least` and `median` are over the cases; `bit for bit` counts those in which every element is the same.
+    `bit for bit` counts the cases in which every element is the same.
 
     Examples:
         >>> frame = compare_products(inputs=["normal"], operations=["matrix product"], exact=False, progress=False)

@@ -22,9 +22,7 @@ LARGEST_MATRIX = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}
 
 
 def roofline(setting: Setting | str = "cpu", repeats: int = 7) -> pd.DataFrame:
-    """Measure a device: a copy, matrix products of growing size, and layers of the two networks.
-
-    Takes about ten seconds on a laptop.
+    """Measure a device, for about ten seconds: a copy, matrix products of growing size, layers of the two networks.
 
     Args:
         setting: where and how to compute.
@@ -70,10 +68,9 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
         frame: from `roofline`, of one setting or several.
 
     Returns:
-        One row a layer and setting: `operation`, `setting`, `intensity`, `ridge` (the intensity at which the device's
-        ceilings of bandwidth and arithmetic meet), `bound` (`memory` to the left of it, `arithmetic` to the right) and
-        `reached`, the measured rate over the ceiling at that intensity. A layer that fits into a cache can reach more
-        than the bandwidth of main memory allows.
+        One row a layer and setting: `operation`, `setting`, `intensity`, `ridge` (the intensity at which the ceilings
+        of bandwidth and arithmetic meet), `bound` (`memory` to the left of it, `arithmetic` to the right) and
+        `reached`, the measured rate over the ceiling there (a layer that fits into a cache can reach more).
     """
     import numpy as np
 
@@ -118,7 +115,7 @@ def _operations(setting: Setting) -> list[Operation]:
         return f"matrix product {edge}", "matrix", 2.0 * edge**3, 3.0 * size * edge**2, lambda: a @ b
 
     def gates(profile: str, height: int, width: int, channels: int) -> Operation:
-        """The convolution of PredNet's layer 1: errors, from above, hidden."""
+        # The convolution of PredNet's layer 1: errors, from above, hidden.
         inside, outside = 5 * channels, 4 * channels
         maps, kernel = random(1, inside, height, width), random(outside, inside, 3, 3)
         flop = 2.0 * 9 * inside * outside * height * width
@@ -129,18 +126,12 @@ def _operations(setting: Setting) -> list[Operation]:
     count = COPY_BYTES[setting.kind] // size
     source, other, target = random(count), random(count), random(count)
     image, layer = random(1, 784), random(128, 784)
-    weights = 784 * 128
+    flop, moved = 2.0 * 784 * 128, size * (784.0 * 128 + 784 + 128)
     return [
         ("copy", "memory", 0.0, 2.0 * size * count, lambda: target.copy_(source)),
         ("add", "memory", 1.0 * count, 3.0 * size * count, lambda: torch.add(source, other, out=target)),
         *(product(2**power) for power in range(4, LARGEST_MATRIX[setting.kind].bit_length())),
-        (
-            "autoencoder, first layer",
-            "network",
-            2.0 * weights,
-            size * (weights + 784.0 + 128.0),
-            lambda: F.linear(image, layer),
-        ),
+        ("autoencoder, first layer", "network", flop, moved, lambda: F.linear(image, layer)),
         gates("quick", 24, 32, 16),
         gates("paper", 60, 80, 48),
     ]
@@ -150,10 +141,7 @@ def _seconds(setting: Setting, work: Callable[[], object], calls: int) -> float:
     """The mean time of one call. A device works on while Python goes ahead: wait until it is done."""
     import torch
 
-    def wait() -> None:
-        if setting.kind != "cpu":
-            getattr(torch, setting.kind).synchronize()
-
+    wait = getattr(torch, setting.kind).synchronize
     wait()
     started = time.perf_counter()
     for _ in range(calls):

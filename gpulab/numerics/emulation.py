@@ -1,7 +1,7 @@
 """Another chip's arithmetic on this one: the products of any PyTorch code, rounded and summed as it would.
 
-What a chip does differently lies in two places: the format that the factors of a product are rounded to,
-and how the products are summed. The first makes nearly all of the difference, and costs little to imitate.
+A chip differs in the format that the factors of a product are rounded to, which makes nearly all of the difference
+and costs little to imitate, and in how the products are summed.
 
 Sources: Fasi, Higham, Mikaitis, Pranesh 2021, *Numerical behavior of NVIDIA tensor cores* (PeerJ Computer
 Science 7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909); Khattak, Mikaitis 2025, *Accurate
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,35 +35,21 @@ CHUNK = 1 << 18  # products that are looked at together: a tensor of 2 MiB, whic
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a chip multiplies and sums matrices of float32 numbers.
-
-    Args:
-        name: of the arithmetic.
-        format: that factors are rounded to.
-        roundings: how: of matrix products; of convolutions and the gradient of their input; of that of their weight.
-        result: the format that the sum, which is float32's, is rounded to.
-        order: of the sum; None for this machine's.
-        slices: into so many sums it is split, which are added in turn.
-        block: products that a tensor core adds to the sum at once.
-        half_block: the same where the factors are 16-bit numbers themselves; 0 where it takes none.
-        fraction: each product is cut so many bits below the leading bit of the block's largest.
-        kept: significant bits that the new sum is cut to.
-        step: a slice is a multiple of so many products.
-        tile: channels that a convolution runs through at every place of its kernel, before the next ones; None for all.
-    """
+    """How a chip multiplies and sums matrices of float32 numbers."""
 
     name: str
-    format: str = "float32"
+    format: str = "float32"  # that factors are rounded to
+    # How: of matrix products; of convolutions and the gradient of their input; of that of their weight.
     roundings: tuple[str, str, str] = ("nearest", "nearest", "nearest")
-    result: str = "float32"
-    order: str | None = None
-    slices: int = 1
-    block: int = 8
-    half_block: int = 16
-    fraction: int = 25
-    kept: int = 24
-    step: int = 8
-    tile: int | None = None
+    result: str = "float32"  # the format that the sum, which is float32's, is rounded to
+    order: str | None = None  # of the sum; None for this machine's
+    slices: int = 1  # into so many sums it is split, which are added in turn
+    block: int = 8  # products that a tensor core adds to the sum at once
+    half_block: int = 16  # the same where the factors are 16-bit numbers themselves; 0 where it takes none
+    fraction: int = 25  # each product is cut so many bits below the leading bit of the block's largest
+    kept: int = 24  # significant bits that the new sum is cut to
+    step: int = 8  # a slice is a multiple of so many products
+    tile: int | None = None  # channels run through at every place of a kernel, before the next ones; None for all
 
     def __str__(self) -> str:
         parts = [self.order] if self.order else []
@@ -72,12 +58,9 @@ class Arithmetic:
 
 
 # Asked for 16 bits, as autocast asks, a GPU returns 16 bits. Of 8-bit products its tensor cores keep 14 bits.
-PRECISIONS = {name: Arithmetic(name, name) for name in FORMATS} | {
-    "bfloat16": Arithmetic("bfloat16", "bfloat16", result="bfloat16", block=16, step=64),
-    "float16": Arithmetic("float16", "float16", result="float16", block=16, step=64),
-    "float8_e4m3fn": Arithmetic("float8_e4m3fn", "float8_e4m3fn", block=32, fraction=13, kept=14, step=128),
-    "float8_e5m2": Arithmetic("float8_e5m2", "float8_e5m2", block=32, fraction=13, kept=14, step=128),
-}
+PRECISIONS = {name: Arithmetic(name, name) for name in FORMATS}
+PRECISIONS |= {n: Arithmetic(n, n, result=n, block=16, step=64) for n in ("bfloat16", "float16")}
+PRECISIONS |= {n: Arithmetic(n, n, block=32, fraction=13, kept=14, step=128) for n in ("float8_e4m3fn", "float8_e5m2")}
 # Generations of cards. Only from Ampere on do tensor cores take float32 numbers, as TF32. Blocks and bits are
 # those of Fasi et al. 2021 and Xie et al. 2025. Roundings and tiles are what cuBLAS's and cuDNN's kernels for
 # each generation were found to do on an H200, which runs both; for hopper, blocks and bits as well (data/gpu_products).
@@ -91,16 +74,10 @@ KNOWN = PRECISIONS | CHIPS
 
 
 def arithmetic_of(name: str = "float32", order: str | None = None, rounding: str | None = None) -> Arithmetic:
-    """Look an arithmetic up by the name of a format or a chip, with another order of summation or rounding.
-
-    Examples:
-        >>> str(arithmetic_of("tf32", "tensor-core+split-2"))
-        'tf32, summed tensor-core+split-2'
-    """
+    """Look an arithmetic up by the name of a format or a chip, with another order of summation or rounding."""
     if name not in KNOWN:
-        raise UsageError(
-            f"arithmetic {name!r}: there are the formats {', '.join(PRECISIONS)} and the chips {', '.join(CHIPS)}"
-        )
+        formats, chips = ", ".join(PRECISIONS), ", ".join(CHIPS)
+        raise UsageError(f"arithmetic {name!r}: there are the formats {formats} and the chips {chips}")
     if rounding is not None and rounding not in MODES:
         raise UsageError(f"rounding {rounding!r}: expected {', '.join(MODES)}")
     parts = re.fullmatch(rf"({'|'.join(ORDERS)})?(?:(?:^|\+)split-([1-9]\d{{0,3}}))?", order or "")
@@ -123,17 +100,15 @@ def emulate(
 ) -> Iterator[Arithmetic]:
     """Inside the `with` block, products of matrices and convolutions compute as another chip would.
 
-    Those of any PyTorch code, forward and backward, on any device, as long as the numbers are float32. An
-    emulation inside another one replaces it for its block. What it cannot know is which kernel a library will
-    choose: an H200 that may use TF32 computes many small convolutions in float32 all the same
-    (`gpulab.compare_products`).
+    Those of any PyTorch code, forward and backward, on any device, as long as the numbers are float32. An emulation
+    inside another one replaces it. It cannot know which kernel a library will choose: an H200 that may use TF32
+    computes many small convolutions in float32 all the same (`gpulab.compare_products`).
 
     Args:
         name: a format (`tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2`, `float32`, or `float32_ftz`,
             which takes subnormal numbers for zero), a generation of cards (`pascal`: GTX 10; `turing`: RTX 20;
-            `ampere`: RTX 30, A100; `hopper`: H100, H200), or an `Arithmetic` of one's own. The 16-bit formats
-            return 16-bit numbers, as autocast does; the 8-bit ones scale each tensor to their range first, as
-            torchao does.
+            `ampere`: RTX 30, A100; `hopper`: H100, H200), or an `Arithmetic`. The 16-bit formats return 16-bit
+            numbers, as autocast does; the 8-bit ones scale each tensor to their range first, as torchao does.
         order: how the products are added: `sequential`, `pairwise`, `tensor-core`, or `split-N`, into N sums that are
             added in turn, as N threads or a split-K kernel would; `tensor-core+split-4` is both. None leaves it to
             this machine's libraries, the fast way: sums are float32's then, and only the formats differ.
@@ -171,13 +146,7 @@ def emulate(
 
 
 def emulating() -> bool:
-    """Whether an emulation is in force here.
-
-    Examples:
-        >>> with emulate("tf32"):
-        ...     emulating()
-        True
-    """
+    """Whether an emulation is in force here."""
     return bool(_in_force())
 
 
@@ -204,9 +173,7 @@ class _Emulator(TorchDispatchMode):
         super().__init__()
         self.how, self.paused = how, False
 
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, a product as the chip would."""
         kwargs = kwargs or {}
         name = None if self.paused else _product_in(operation)
@@ -214,9 +181,8 @@ class _Emulator(TorchDispatchMode):
         if name is None or not self._concerns(args[first : first + 2]):
             return operation(*args, **kwargs)
         if name not in EMULATED:
-            remedy = (
-                "use cudnn=off" if "cudnn" in name else "write it with matrix products, or leave it outside the block"
-            )
+            write = "write it with matrix products, or leave it outside the block"
+            remedy = "use cudnn=off" if "cudnn" in name else write
             raise GpulabError(f"emulation does not reach the products inside {name}: {remedy}")
         if name == "convolution":
             return _convolution(operation, args, self.how)
@@ -229,9 +195,8 @@ class _Emulator(TorchDispatchMode):
     def _concerns(self, factors: Sequence[Any]) -> bool:
         """Whether these are numbers that the chip would treat in its own way: float32; 16-bit ones in its order."""
         dtypes = {factor.dtype for factor in factors if isinstance(factor, Tensor)}
-        return dtypes == {torch.float32} or (
-            self.how.order == "tensor-core" and len(dtypes) == 1 and dtypes <= set(HALVES)
-        )
+        halves = self.how.order == "tensor-core" and dtypes in ({torch.float16}, {torch.bfloat16})
+        return dtypes == {torch.float32} or halves
 
 
 # torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
@@ -243,9 +208,7 @@ class _Unfused(TorchFunctionMode):
 
     RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "") not in self.RECURRENT:
             return function(*args, **(kwargs or {}))
         # The public `flags` of the two libraries would set their other flags as well.
@@ -277,12 +240,7 @@ def product(a: Tensor, b: Tensor, how: Arithmetic, kind: int = MATRIX) -> Tensor
 
 
 def rounded_factor(x: Tensor, name: str, rounding: str | None = None) -> Tensor:
-    """A factor of a matrix product as an arithmetic has it: in its format, scaled first where that has 8 bits.
-
-    Examples:
-        >>> rounded_factor(torch.tensor([1e-4, 3e-4]), "float8_e4m3fn").tolist()
-        [9.918212890625e-05, 0.00030517578125]
-    """
+    """A factor of a matrix product as an arithmetic has it: in its format, scaled first where that has 8 bits."""
     return _rounded(x, arithmetic_of(name, rounding=rounding))
 
 
@@ -352,19 +310,20 @@ class _Geometry(NamedTuple):
     output_padding: tuple[int, ...]
     groups: int
 
-    @classmethod
-    def of(cls, x: Tensor, stride: Any, padding: Any, dilation: Any, output_padding: Any, groups: int) -> _Geometry:
-        sides = x.dim() - 2
-        if sides > 2:
-            raise GpulabError(
-                f"orders of summation are emulated for convolutions over one or two dimensions, and this one runs over "
-                f"{sides}: leave `order` away, or the operation outside the block"
-            )
 
-        def both(values: Sequence[int], fill: int) -> tuple[int, ...]:
-            return (fill,) * (2 - sides) + tuple(values if len(values) == sides else [*values] * sides)
-
-        return cls(both(stride, 1), both(padding, 0), both(dilation, 1), both(output_padding, 0), groups)
+def _geometry(x: Tensor, *sizes: Sequence[int], groups: int) -> _Geometry:
+    """Of stride, padding, dilation and output padding; a convolution along a line is one of height 1."""
+    sides = x.dim() - 2
+    if sides > 2:
+        raise GpulabError(
+            f"orders of summation are emulated for convolutions over one or two dimensions, and this one runs over "
+            f"{sides}: leave `order` away, or the operation outside the block"
+        )
+    stride, padding, dilation, output_padding = (
+        (fill,) * (2 - sides) + tuple(values if len(values) == sides else [*values] * sides)
+        for fill, values in zip((1, 0, 1, 0), sizes, strict=True)
+    )
+    return _Geometry(stride, padding, dilation, output_padding, groups)
 
 
 def _convolution(operation: Any, args: Sequence[Any], how: Arithmetic) -> Tensor:
@@ -372,7 +331,7 @@ def _convolution(operation: Any, args: Sequence[Any], how: Arithmetic) -> Tensor
     if not _reordered(how, x.dtype):
         factors = (_rounded(factor, how, CONVOLUTION) for factor in (x, weight))
         return _finished(operation(*factors, *args[2:]), how, x.dtype)
-    geometry = _Geometry.of(x, stride, padding, dilation, output_padding, groups)
+    geometry = _geometry(x, stride, padding, dilation, output_padding, groups=groups)
     image, kernel = _two_sided(x), _two_sided(weight)
     if transposed:
         sides = zip(image.shape[2:], kernel.shape[2:], *geometry[:4], strict=True)
@@ -397,7 +356,7 @@ def _convolution_backward(operation: Any, args: Sequence[Any], how: Arithmetic) 
             gradients.append(operation(*factors, *args[3:10], [*wanted, False]))
         to_input, to_weight = gradients[0][0], gradients[-1][1]
     else:
-        geometry = _Geometry.of(x, stride, padding, dilation, output_padding, groups)
+        geometry = _geometry(x, stride, padding, dilation, output_padding, groups=groups)
         flow, image, kernel = (_two_sided(t) for t in (gradient, x, weight))
         if mask[0] and transposed:
             to_input = _correlation(flow, kernel, geometry, how)
@@ -405,12 +364,10 @@ def _convolution_backward(operation: Any, args: Sequence[Any], how: Arithmetic) 
             to_input = _input_gradient(flow, kernel, image.shape[2:], geometry, how)
         if mask[1]:
             to_weight = _weight_gradient(*((image, flow) if transposed else (flow, image)), kernel, geometry, how)
+    to_input = _finished(to_input.reshape(x.shape), how, x.dtype) if mask[0] else None
+    to_weight = _finished(to_weight.reshape(weight.shape), how, x.dtype) if mask[1] else None
     to_bias = gradient.sum([0, *range(2, gradient.dim())]) if mask[2] else None  # a sum, not a product
-    return (
-        _finished(to_input.reshape(x.shape), how, x.dtype) if mask[0] else None,
-        _finished(to_weight.reshape(weight.shape), how, x.dtype) if mask[1] else None,
-        to_bias,
-    )
+    return to_input, to_weight, to_bias
 
 
 def _two_sided(x: Tensor) -> Tensor:
@@ -438,9 +395,7 @@ def _correlation(x: Tensor, weight: Tensor, geometry: _Geometry, how: Arithmetic
     return out.reshape(len(weight), len(x), *places).transpose(0, 1)
 
 
-def _input_gradient(
-    gradient: Tensor, weight: Tensor, size: Sequence[int], geometry: _Geometry, how: Arithmetic
-) -> Tensor:
+def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, geometry: _Geometry, how: Arithmetic) -> Tensor:
     """The gradient of the input, of height and width `size`: the turned kernel over the spread-out gradient."""
     stride, places = geometry.stride, gradient.shape[2:]
     spread = gradient.new_zeros(*gradient.shape[:2], *((n - 1) * s + 1 for n, s in zip(places, stride, strict=True)))
@@ -466,16 +421,10 @@ def summed(a: Tensor, b: Tensor, how: Arithmetic) -> Tensor:
     each = max(1, -(-inner // how.slices))
     if how.order == "tensor-core":
         each = -(-each // how.step) * how.step
-    add_up: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
-        None: torch.matmul,
-        "sequential": _sequential,
-        "pairwise": _pairwise,
-        "tensor-core": functools.partial(_tensor_core, how=how),
-    }
-    slices = range(0, max(1, inner), each)
-    return functools.reduce(
-        torch.add, (add_up[how.order](a[..., k : k + each], b[..., k : k + each, :]) for k in slices)
-    )
+    tensor_core: Any = functools.partial(_tensor_core, how=how)
+    orders = {None: torch.matmul, "sequential": _sequential, "pairwise": _pairwise, "tensor-core": tensor_core}
+    add_up, starts = orders[how.order], range(0, max(1, inner), each)
+    return functools.reduce(torch.add, (add_up(a[..., k : k + each], b[..., k : k + each, :]) for k in starts))
 
 
 def _sequential(a: Tensor, b: Tensor) -> Tensor:
@@ -499,12 +448,8 @@ def _pairwise(a: Tensor, b: Tensor) -> Tensor:
             total = waiting.pop()[1] + total
             size *= 2
         waiting.append((size, total))
-    if not waiting:
-        return torch.matmul(a, b)
-    total = waiting.pop()[1]
-    while waiting:
-        total = waiting.pop()[1] + total
-    return total
+    sums = [total for _, total in reversed(waiting)]
+    return functools.reduce(lambda total, longer: longer + total, sums) if sums else torch.matmul(a, b)
 
 
 def _tensor_core(a: Tensor, b: Tensor, how: Arithmetic) -> Tensor:

@@ -15,19 +15,12 @@ MODES = ("nearest", "away", "truncate")
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format.
+    """A binary floating-point format."""
 
-    Args:
-        precision: significant bits, the leading one included.
-        minexp: 2 to this power is the smallest normal number.
-        largest: the largest finite number.
-        dtype: torch's, where it has one.
-    """
-
-    precision: int
-    minexp: int
-    largest: float
-    dtype: torch.dtype | None = None
+    precision: int  # significant bits, the leading one included
+    minexp: int  # 2 to this power is the smallest normal number
+    largest: float  # finite number
+    dtype: torch.dtype | None = None  # torch's, where it has one
     subnormals: bool = True
     infinities: bool = True
 
@@ -48,13 +41,13 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
     """Round a float32 tensor to the numbers of a format.
 
     Args:
-        x: float32 numbers of any shape.
+        x: float32 numbers.
         name: of the format, one of `FORMATS`.
         mode: `nearest` (ties to even, IEEE 754), `away` (nearest, ties away from zero, as `cvt.rna` on a GPU) or
             `truncate` (toward zero: the bits that the format lacks are dropped).
 
     Returns:
-        Float32 again, of the same shape. What rounds beyond the largest number is infinite, or that largest number
+        Float32 again. What rounds beyond the largest number is infinite, or that largest number
         in `float8_e4m3fn`, which has no infinities.
 
     Raises:
@@ -79,13 +72,11 @@ def round_to(x: Tensor, name: str, mode: str = "nearest") -> Tensor:
         return x.clone()
     if not target.subnormals:
         return torch.where(x.abs() < 2.0**target.minexp, x * 0.0, x)
-    if target.minexp == -126 and (target.dtype is None or mode != "nearest"):
-        return _round_bits(x, 24 - target.precision, mode)
     if mode == "nearest" and target.dtype is not None:
         if not target.infinities:  # torch before 2.12 made NaN of what is larger
             x = x.clamp(-target.largest, target.largest)
         return x.to(target.dtype).float()
-    return _round_steps(x, target, mode)
+    return _round_bits(x, 24 - target.precision, mode) if target.minexp == -126 else _round_steps(x, target, mode)
 
 
 def _round_bits(x: Tensor, dropped: int, mode: str) -> Tensor:
@@ -139,10 +130,9 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
     """
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size())
     if a.dtype != b.dtype or not a.is_floating_point() or whole is None:
-        raise UsageError(
-            f"distances in ulps are between tensors of one type, float16, bfloat16, float32 or float64; "
-            f"these are {str(a.dtype).removeprefix('torch.')} and {str(b.dtype).removeprefix('torch.')}"
-        )
+        types = " and ".join(str(x.dtype).removeprefix("torch.") for x in (a, b))
+        kinds = "float16, bfloat16, float32 or float64"
+        raise UsageError(f"distances in ulps are between tensors of one type, {kinds}; these are {types}")
 
     def rank(x: Tensor) -> Tensor:
         bits = x.contiguous().view(whole).to(torch.int64)
@@ -157,14 +147,9 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def rounded_format(x: Tensor) -> str | None:
-    """The format that the numbers of a float32 tensor were rounded to, judging by their ends.
+    """The format that a float32 tensor's numbers were rounded to, judging by their ends: `tf32`, `bfloat16` or None.
 
-    `tf32` (or float16, which keeps as many bits), `bfloat16`, or None for full float32 numbers, and for
-    whole numbers and their like, which are short without having been rounded.
-
-    Examples:
-        >>> rounded_format(torch.randn(100)), rounded_format(round_to(torch.randn(100), "tf32"))
-        (None, 'tf32')
+    float16 keeps as many bits as `tf32`. Whole numbers and their like are short by nature, and give None.
     """
     bits = x.detach().to("cpu").contiguous().view(torch.int32).to(torch.int64).numpy().ravel()
     bits = bits[(bits & 0x7F800000) != 0]  # neither zeros nor subnormals, which are short by nature
@@ -176,5 +161,4 @@ def rounded_format(x: Tensor) -> str | None:
     lowest = (exponents + np.log2(significands & -significands)).min()  # the last place of any, and the first below
     if exponents.max() + 24 - lowest <= length + 2:
         return None  # whole numbers and other multiples of one number: short without having been rounded
-    formats = ("bfloat16", "tf32")
-    return next((name for name in formats if 0 <= FORMATS[name].precision - length <= 2), None)
+    return next((name for name in ("bfloat16", "tf32") if 0 <= FORMATS[name].precision - length <= 2), None)

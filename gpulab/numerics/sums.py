@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def first_bit(a: Tensor | float, b: Tensor | float) -> int | None:
     """The first bit of the fraction, 1 to 23, in which two float32 numbers differ; None for equal ones.
 
-    That is the place of the leading bit of their distance: neighbours differ in bit 23, numbers two or three
-    places apart in bit 22. So 1.000…0 and its neighbour 0.111…1, whose every bit is another, differ in bit 23.
-    Numbers of other signs or a factor of two apart differ in bit 0.
+    That is the place of the leading bit of their distance: neighbours differ in bit 23 (also 1.000…0 and 0.111…1, whose
+    every bit is another), numbers two or three places apart in bit 22, those of other signs or a factor of two apart
+    in bit 0.
 
     Examples:
         >>> first_bit(1.0, 1.0 + 2.0**-23), first_bit(1.0, 1.5), first_bit(1.0, 1.0)
@@ -55,13 +55,11 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
     """
     rounded = round_to(torch.tensor([x], dtype=torch.float32), name, mode)
     target = FORMATS[name]
+    fraction, dtype = target.precision - 1, target.dtype or torch.float32
+    stored = rounded.to(dtype).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize])
+    pattern = f"{int(stored) & (1 << 8 * dtype.itemsize) - 1:0{8 * dtype.itemsize}b}"
     if target.dtype is None:  # tf32 is float32 without its last bits
-        pattern = f"{int(rounded.view(torch.int32)) & 0xFFFFFFFF:032b}"[: 9 + target.precision - 1]
-    else:
-        stored = rounded.to(target.dtype).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[target.dtype.itemsize])
-        width = 8 * target.dtype.itemsize
-        pattern = f"{int(stored) & (1 << width) - 1:0{width}b}"
-    fraction = target.precision - 1
+        pattern = pattern[: 9 + fraction]
     return pattern[0], pattern[1:-fraction], pattern[-fraction:]
 
 
@@ -134,8 +132,7 @@ def _emulated_sum(x: Tensor, order: str) -> float:
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """A · b + c of float32 tensors, rounded once, as a fused multiply-add does; `a * b + c` rounds twice.
 
-    In float64 the product of two float32 numbers is exact. Their sum with c is rounded to odd, so that
-    rounding it again to float32 gives what rounding once gives.
+    In float64 the product is exact, and its sum with c is rounded to odd, so that rounding again rounds once.
 
     Raises:
         UsageError: for numbers of another type.
@@ -164,11 +161,11 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def product_errors(names: tuple[str, ...] = ("float32", "tf32", "bfloat16"), size: int = 256) -> pd.DataFrame:
-    """How far a product of random matrices, computed in a format or as a chip does, is from float64's.
+    """How far a product of random square matrices, computed in a format or as a chip does, is from float64's.
 
     Args:
         names: those of `emulate`; all are emulated but `float32`.
-        size: of the square matrices.
+        size: of the matrices.
 
     Returns:
         A row for each: `arithmetic`, `error`, the relative distance (Frobenius), and `first_bit`, the bit of the
@@ -194,10 +191,5 @@ def product_errors(names: tuple[str, ...] = ("float32", "tf32", "bfloat16"), siz
 
 
 def bit_of(relative: float) -> int | None:
-    """The bit of the fraction, 1 to 23 and beyond, that a relative difference reaches; None for nothing.
-
-    Examples:
-        >>> bit_of(2.0**-10), bit_of(0.0)
-        (10, None)
-    """
+    """The bit of the fraction, 1 to 23 and beyond, that a relative difference reaches; None for nothing."""
     return max(0, -math.floor(math.log2(relative))) if relative > 0 else None
