@@ -37,7 +37,7 @@ from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
 from gpulab.training import store as stores
 from gpulab.training.experiment import Experiment
 from gpulab.training.growth import flipped
-from gpulab.training.protocol import protocol
+from gpulab.training.protocol import FACTORS, protocol
 from gpulab.training.run import train
 from gpulab.training.step import FirstWindow
 
@@ -82,7 +82,7 @@ def level(options: dict[str, Any]) -> str:
     'cpu, flip 0'
     """
     flat = _flat(options)
-    unusual = [f"{name} {flat[name]}" for name in ("decoder", "flip", "draws") if flat.get(name) is not None]
+    unusual = [f"{name} {flat[name]}" for name in FACTORS if flat.get(name) is not None]
     return ", ".join([options["setting"], *unusual])
 
 
@@ -189,12 +189,11 @@ def _of_level(frame: pd.DataFrame, options: dict[str, Any]) -> pd.DataFrame:
     """The runs of a frame that were made under a level."""
     flat = _flat(options)
     jpeg = frame.data.str.startswith("jpeg:")
-    fits = (frame.setting == options["setting"]) & (frame.loader == "window") & (frame.rerun == 0)
-    fits &= jpeg if "data" in flat else ~jpeg
-    fits &= frame.draws == flat.get("draws", "cpu")
-    fits &= frame.flip == flat["flip"] if "flip" in flat else frame.flip.isna()
-    if "decoder" in flat:
-        fits &= frame.decoder == flat["decoder"]
+    fits = (frame.setting == options["setting"]) & (frame.rerun == 0) & (jpeg if "data" in flat else ~jpeg)
+    for name, option in FACTORS.items():
+        if option.of == "run" or name in flat:
+            value = flat.get(name, option.usual)
+            fits &= frame[name].isna() if value is None else frame[name] == value
     return frame[fits]
 
 
@@ -265,7 +264,7 @@ def factor_table(
 
     Examples:
         >>> table = factor_table("autoencoder", "smoke", seeds=2, frames=20, recorded=False, progress=False).table
-        >>> table.set_index("factor").loc["determinism", "same_bits"].item()
+        >>> table[table.base == "cpu:threads=1"].set_index("factor").loc["determinism", "same_bits"].item()
         2
     """
     every = factors(net, profile)

@@ -1,4 +1,4 @@
-"""`python -m gpulab.worker`: the process in which an experiment trains. See `experiments.worker_loop`."""
+"""`python -m gpulab.training.worker`: the process in which an experiment trains; see `experiment.worker_loop`."""
 
 import signal
 import sys
