@@ -103,9 +103,9 @@ def test_a_run_is_trained_kept_listed_and_not_trained_again(session, tmp_path):
     assert gl.runs(tmp_path / "other").weights.tolist() == [run.weights]
     assert "1 runs" in listed
     assert "cpu:threads=1" in listed
-    frame = pd.read_csv(io.StringIO(table), float_precision="round_trip")
+    frame = pd.read_csv(io.StringIO(table))
     assert list(frame.columns) == stores.COLUMNS
-    assert frame.final_loss.tolist() == [run.final_loss]
+    assert repr(run.final_loss) in table
     assert frame.weights.tolist() == [run.weights]
 
 
