@@ -19,7 +19,6 @@ FLOORS = [
     ["cli", "pytest_plugin"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-LATE = {("settings", "passports"), ("passports", "settings")}  # each may ask the other, when called
 
 
 def module_name(file):
@@ -65,7 +64,7 @@ ARROWS = {(name, other, late) for name in FILES if name != "gpulab" for other, l
 
 def between_rooms():
     """The arrows between rooms, without those that follow from others."""
-    arrows = {(room(a), room(b)) for a, b, _ in ARROWS if room(a) != room(b)} - LATE
+    arrows = {(room(a), room(b)) for a, b, _ in ARROWS if room(a) != room(b)}
     return sorted(
         (one, other)
         for one, other in arrows

@@ -7,7 +7,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +15,10 @@ from torch import Tensor
 
 from gpulab.errors import DataError, UsageError
 
-if TYPE_CHECKING:
-    from gpulab.models.prednet import PredNet
-
 GATES = "ifco"
 
 
-def read_chainer(file: str | Path, network: type[PredNet]) -> PredNet:
+def read_chainer(file: str | Path, network: Callable[..., Any]) -> Any:
     """The `network` in a `.model` file; `DataError`, naming the file, for anything that is not one."""
     arrays = _read_arrays(Path(file))
     layers = sum(re.fullmatch(r"ConvP\d+/W", name) is not None for name in arrays)
@@ -46,7 +43,7 @@ def read_chainer(file: str | Path, network: type[PredNet]) -> PredNet:
     return net
 
 
-def chainer_views(net: PredNet, of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+def chainer_views(net: Any, of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
     """Chainer's name → the part of a parameter that it names, of its data or gradient: `of(parameter)`.
 
     Chainer gives each gate a convolution per group of inputs; here one convolution holds them all.
