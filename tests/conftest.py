@@ -27,7 +27,7 @@ def shared():
 def python():
     """Run a piece of Python in a process of its own, with variables added to the environment."""
 
-    def run(code, *arguments, check=True, timeout=120, **environment):
+    def run(code, *arguments, check=True, timeout=400, **environment):
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
             env={**os.environ, **environment},
