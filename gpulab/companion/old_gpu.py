@@ -1,6 +1,6 @@
 """An old card and a new one: why a covariance fails in TF32, what the cure costs, and what one may say of it.
 
-The network is `gpulab.Whitener`. What an H200 did with it is kept in `data/runs` and `data/precision`.
+The network is `gpulab.models.Whitener`. What an H200 did with it is kept in `data/runs` and `data/precision`.
 """
 
 from __future__ import annotations

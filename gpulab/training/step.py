@@ -238,7 +238,7 @@ class Adam:
 
 
 class FirstWindow:
-    """A step on the first window of a training, its frames handed over by a `loader`: see `gpulab.loaders`.
+    """A step on the first window of a training, its frames handed over by a `loader`: see `gpulab.data.feed`.
 
     For `gpulab.audit` and `gpulab.record` it is a step like any other. `gradient(setting)` returns what
     the step computes. `net` is a name, whose weights are drawn from `seed`, or a trained network.

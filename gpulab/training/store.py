@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 RUN_FORMAT = 1
 CHECKPOINT_FORMAT = 1
-STATUSES = ("finished", "diverged")
 WORK = ".unfinished"  # the folder in a store that holds checkpoints and half-written runs
 
 

@@ -155,3 +155,13 @@ def test_runs_put_below_each_other_may_bear_the_same_row_numbers(runs):
     twice = pd.concat([some.reset_index(drop=True) for _, some in runs.groupby("setting")])
     picture, plain = (gl.verdict(frame).plot() for frame in (twice, twice.reset_index(drop=True)))
     assert picture.png() == plain.png()
+
+
+def test_curvature_made_here_may_stand_below_what_was_recorded():
+    """Both frames count their rows from nothing."""
+    recorded = gl.saddles.recorded_curvature()
+    recorded = recorded[(recorded.experiment == "autoencoder") & (recorded.setting == recorded.setting.iloc[0])]
+    one = recorded[recorded.seed == recorded.seed.min()].reset_index(drop=True)
+    frame = pd.concat([one, one.assign(recorded=False, largest=2 * one.largest)])
+    picture, plain = (gl.plots.curvature_over_time(f) for f in (frame, frame.reset_index(drop=True)))
+    assert picture.png() == plain.png()
