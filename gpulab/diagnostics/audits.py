@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpulab import report
-from gpulab.diagnostics.findings import KINDS, Comparison, Finding, check_same_step, distance
-from gpulab.diagnostics.traces import Operation, Trace, record
+from gpulab.diagnostics.findings import KINDS, Comparison, Finding, check_same_step
+from gpulab.diagnostics.sketches import distance
+from gpulab.diagnostics.traces import Trace, record
+from gpulab.diagnostics.watching import Operation
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 

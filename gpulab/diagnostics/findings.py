@@ -11,29 +11,98 @@ from typing import Any
 
 import numpy as np
 
-from gpulab.diagnostics.reference import ATTENTION
+from gpulab.diagnostics.sketches import distance
 from gpulab.diagnostics.trace_files import TENSOR
-from gpulab.diagnostics.traces import Operation, Trace, aligned
+from gpulab.diagnostics.traces import ROUNDOFF, TWINS, Trace, aligned
+from gpulab.diagnostics.watching import RESULT, Operation
 from gpulab.errors import DataError
 from gpulab.settings import Setting
 
 # Worst first.
-KINDS = ("mismatch", "overwritten", "nondeterminism", "different random numbers", "reduced precision", "rounding")
+KINDS = (
+    "mismatch",
+    "overwritten",
+    "cause not found",
+    "nondeterminism",
+    "different random numbers",
+    "reduced precision",
+    "rounding",
+)
 UNEXPLAINED = 2.0**-12  # half of float32's digits: no chain of roundings in one operation loses as many
 SAME_INPUTS = UNEXPLAINED / 64
 SAME_VALUE = 2.0**-20
 TF32_SIZE = 2.0**-14, 2.0**-8  # the error of a kernel that multiplies in TF32 lies between
 INHERITED = 16.0  # how much a few operations may make of the difference that they begin with
-ROUNDOFF = 2.0**-24
 SHORT_SIZE = 2.0**-6  # of data and weights that were rounded to bfloat16, or shorter
 SAME_STEP = 1e-6  # of float64 on two CPUs, after a whole step
 OF_DATA = 2.0**-12  # arguments as near as this may have been computed from the data, and rounded otherwise
+CARRIED = 4.0  # how many times the change that random roundings carried there two right values may be apart
+# What decides: where two inputs lie next to an edge, two right results lie on either side of it.
+DECIDES = frozenset(
+    [
+        "amax",
+        "amin",
+        "aminmax",
+        "argmax",
+        "argmin",
+        "bucketize",
+        "ceil",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "cummax",
+        "cummin",
+        "elu_backward",
+        "eq",
+        "floor",
+        "floor_divide",
+        "fmod",
+        "frac",
+        "ge",
+        "gt",
+        "hardswish",
+        "hardswish_backward",
+        "hardtanh",
+        "hardtanh_backward",
+        "huber_loss_backward",
+        "isfinite",
+        "kthvalue",
+        "le",
+        "leaky_relu_backward",
+        "lt",
+        "max",
+        "max_pool2d_with_indices",
+        "max_pool2d_with_indices_backward",
+        "max_pool3d_with_indices",
+        "maximum",
+        "median",
+        "min",
+        "minimum",
+        "mode",
+        "msort",
+        "multinomial",
+        "ne",
+        "_prelu_kernel_backward",
+        "relu",
+        "remainder",
+        "round",
+        "searchsorted",
+        "sgn",
+        "sign",
+        "smooth_l1_loss_backward",
+        "sort",
+        "threshold_backward",
+        "_to_copy",
+        "topk",
+        "trunc",
+        "_unique2",
+        "unique_consecutive",
+        "where",
+        "adaptive_max_pool2d",
+        "fractional_max_pool2d",
+    ]
+)
 SHORT = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-# Kernels of different devices that compute the same thing.
-TWINS = {"_unsafe_view": "view"}
-for _way in ("", "_backward"):
-    TWINS |= {f"{library}_batch_norm{_way}": f"native_batch_norm{_way}" for library in ("cudnn", "miopen")}
-    TWINS |= {f"{kernel}{_way}": f"attention{_way}" for kernel in ATTENTION}
 # Arguments that say how to compute, where to put it or for whom, and not what.
 HOW = {
     "allow_tf32",
@@ -61,7 +130,15 @@ ADVICE = {
         "draw on the CPU with a seeded torch.Generator and move the result; generators of CPUs and GPUs differ"
     ),
     "rounding": "nothing",
+    "cause not found": (
+        "look at the lines between these two: what they do outside of torch's operations (NumPy, hooks, other "
+        "libraries, control flow) is not seen"
+    ),
 }
+ANEW = (
+    "seed it inside of the step, or draw once and use that: an unseeded generator (numpy.random.default_rng(), "
+    "random.Random()), the clock or a loader that goes on gives other values each time"
+)
 ANOTHER_FUNCTION = "it computes another function there"
 
 
@@ -122,6 +199,10 @@ class Comparison:
             id(op): (pair.a, pair.b) for pair in self.pairs if pair.a and pair.b for op in (pair.a, pair.b)
         }
         self.makers = _makers(a), _makers(b)
+        self.sources = _makers(a, passed_on=True), _makers(b, passed_on=True)
+        self.place = {id(op): place for trace in (a, b) for place, op in enumerate(trace.operations)}
+        self.parted: dict[int, bool] = {}  # pairs whose results part, by both of their operations: is it explained?
+        self.found: set[int] = set()  # the operations with a finding of their own
         self.calls = Counter(map(_call, a.operations)), Counter(map(_call, b.operations))
         self.short_setting = any(Setting.parse(trace.setting).precision in SHORT for trace in (a, b))
         self.drew_otherwise: set[int] = set()  # the operations that are known to draw other numbers
@@ -156,17 +237,27 @@ class Comparison:
         for pair in self.pairs:
             own = _united(*(list(self._by_itself(op)) if op else [] for op in (pair.a, pair.b)))
             yield from own
+            self.found |= {id(op) for op in (pair.a, pair.b) if op and own}
             if pair.a and pair.b:
                 other_arguments = self._other_arguments(pair.a, pair.b)
-                if other_arguments:
-                    yield other_arguments
-                elif not own:
-                    yield from self._side_by_side(pair.a, pair.b)
+                found = [other_arguments] if other_arguments else []
+                if not found and not own:
+                    found = list(self._side_by_side(pair.a, pair.b))
+                yield from found
+                if self._part(pair.a, pair.b):
+                    explained = bool(own or found) or self.values_may_differ or self._inherits(pair.a, pair.b)
+                    self.parted |= dict.fromkeys((id(pair.a), id(pair.b)), explained)
+            elif pair.one.phase == RESULT:
+                yield self._missing(pair)
+        yield from self._without_cause()
         yield self._rounding()
 
     def _by_itself(self, op: Operation) -> Iterator[Finding]:
         """What an operation shows without the other setting."""
-        if op.repeats is False:
+        if op.anew:
+            detail = "was given other values when the step was done again, which no operation of torch had made"
+            yield self._finding("nondeterminism", op, detail, ANEW)
+        elif op.repeats is False:
             yield self._finding("nondeterminism", op, "gave other bits when the step was done again")
         if op.format or (op.dtype in SHORT and op.inputs and op.error is not None):
             detail = f"computed in {op.dtype}"
@@ -228,10 +319,11 @@ class Comparison:
 
         Numbers may follow from the data or, with another data type, from its precision.
         """
-        values = differing(a, b)
+        parts = self._part(a, b) and not any(self.parted.get(id(op)) is not None for op in self._before(a, b))
+        values = differing(a, b, exactly=parts)
         if a.dtype != b.dtype or ((self.values_may_differ or self.drew_otherwise) and not a.random):
             values = {name: both for name, both in values.items() if not all(isinstance(v, float) for v in both)}
-        if not values or self._in_doubt(b) or self._same_results(a, b):
+        if not values or self._in_doubt(b) or (not parts and self._same_results(a, b)):
             return None
         here, there = (", ".join(f"{name}={both[side]!r}" for name, both in values.items()) for side in (1, 0))
         where = f", at {a.line}" if a.line != b.line else ""
@@ -259,6 +351,88 @@ class Comparison:
         bounds, errors = (a.bound or 0.0) + (b.bound or 0.0), (a.error or 0.0) + (b.error or 0.0)
         return apart <= bounds * max(1.0, of_inputs / ROUNDOFF) + errors
 
+    def _part(self, a: Operation, b: Operation) -> bool:
+        """Whether what a pair made is further apart than the roundings of the step lead."""
+        if a.nans != b.nans:
+            return True
+        gaps = self._gaps(a.outputs, b.outputs)
+        return any(
+            gap > self._tolerance(a, b, place) for place, gap in enumerate(gaps[:1] if a.name != b.name else gaps)
+        )
+
+    def _tolerance(self, a: Operation, b: Operation, place: int) -> float:
+        """How far two right values may be apart, relative to the first."""
+        least, unknown = (SHORT_SIZE, SHORT_SIZE) if self._is_short(a, b) else (8 * ROUNDOFF, UNEXPLAINED)
+        if a.carried is None or b.carried is None or place >= min(len(a.carried), len(b.carried)):
+            return max(unknown, INHERITED * _largest([0.0, *self._gaps(a.inputs, b.inputs)]))
+        size = float(np.linalg.norm(self.a.sketches[a.outputs[place]]))
+        return max(least, CARRIED * (a.carried[place] + b.carried[place]) / size) if size else math.inf
+
+    def _is_short(self, a: Operation, b: Operation) -> bool:
+        return self.short_setting or (a.dtype != b.dtype and (a.dtype in SHORT or b.dtype in SHORT))
+
+    def _common(self, x: str, y: str, user: Operation) -> tuple[Operation, Operation] | None:
+        """The pair of operations that made two values before they were used, if one did."""
+        made_b = {id(op) for op in self.sources[1].get(y, ())}
+        pairs = (
+            self.partners.get(id(op)) for op in self.sources[0].get(x, ()) if self.place[id(op)] < self.place[id(user)]
+        )
+        return next((pair for pair in pairs if pair and id(pair[1]) in made_b), None)
+
+    def _before(self, a: Operation, b: Operation) -> list[Operation]:
+        """The operations of the first that made what a pair was given, where their partners made it for the other."""
+        common = (self._common(x, y, a) for x, y in zip(a.inputs, b.inputs, strict=False) if x != y)
+        return [pair[0] for pair in common if pair]
+
+    def _inherits(self, a: Operation, b: Operation) -> bool:
+        """Whether it is known why results part: a decision that rounding tips, or what came before and is known."""
+        known = [self._known(x, y, a) for x, y in zip(a.inputs, b.inputs, strict=False)]
+        parted = [why for why in known if why is not None]
+        return all(parted) if parted else a.name in DECIDES
+
+    def _known(self, x: str, y: str, user: Operation) -> bool | None:
+        """Whether it is known why two values part; None for values that do not."""
+        if x == y:
+            return None
+        common = self._common(x, y, user)
+        if common:
+            return self.parted.get(id(common[0]))
+        if self._gap(x, y) <= SAME_VALUE:
+            return None
+        (alone_a, before_a), (alone_b, before_b) = map(self._stretch, (x, y), self.makers)
+        blamed = self.found | self.has_finding
+        if any(id(op) in blamed or op.random or op.name == "_to_copy" for op in (*alone_a, *alone_b)):
+            return True
+        if any(id(maker) in self.has_finding for maker in (self._maker(0, x), self._maker(1, y))):
+            return True
+        why = [self.parted[id(op)] for op, _ in (*before_a, *before_b) if id(op) in self.parted]
+        return bool(why) and all(why)
+
+    def _missing(self, pair: Pair) -> Finding:
+        """The finding that a result is there under one setting alone."""
+        there = self.other[id(self.trace_of[id(pair.one)])]
+        detail = f"under {there.title} there is none"
+        return self._finding("mismatch", pair.one, detail, f"see why {there.title} computes none: {ANOTHER_FUNCTION}")
+
+    def _without_cause(self) -> Iterator[Finding]:
+        """The finding that the step's results part though nothing above says why; and between which operations."""
+        matched = [(pair.a, pair.b) for pair in self.pairs if pair.a and pair.b]
+        unknown = [pair for pair in matched if self.parted.get(id(pair[0])) is False]
+        gaps = {
+            max(map(_or_infinite, self._gaps(a.outputs, b.outputs))): (a, b) for a, b in unknown if a.phase == RESULT
+        }
+        if not gaps:
+            return
+        a, b = gaps[max(gaps)]
+        rest = f" (and {len(gaps) - 1} more results)" if len(gaps) > 1 else ""
+        begins = matched.index(unknown[0])
+        begin = " and ".join(_described(op) for _, op in matched[max(0, begins - 1) : begins + 1])
+        detail = (
+            f"{_described(b)}{rest} is {max(gaps):.1e} (relative) from what it is under {self.a.title}; roundings lead "
+            f"to {self._tolerance(a, b, 0):.1e}; it begins between {begin}"
+        )
+        yield self._finding("cause not found", unknown[0][1], detail)
+
     def _side_by_side(self, a: Operation, b: Operation) -> Iterator[Finding]:
         """What shows only when the two are laid side by side."""
         if a.random or b.random:
@@ -267,12 +441,11 @@ class Comparison:
                 yield self._other_draw(b)
             return
         gaps = self._gaps(a.inputs, b.inputs)
-        short = self.short_setting or (a.dtype != b.dtype and (a.dtype in SHORT or b.dtype in SHORT))
-        same, explained = (SHORT_SIZE, math.inf) if short else (SAME_VALUE, UNEXPLAINED)
-        for x, y, gap in zip(a.inputs, b.inputs, gaps, strict=False):
-            if gap <= same or math.isnan(gap):
+        same, explained = (SHORT_SIZE, math.inf) if self._is_short(a, b) else (SAME_VALUE, UNEXPLAINED)
+        for x, y, gap in zip(a.inputs, b.inputs, map(_or_infinite, gaps), strict=False):
+            if gap <= same or (math.isinf(gap) and a.name != b.name) or self._common(x, y, a):
                 continue
-            maker_a, maker_b = self.makers[0].get(x), self.makers[1].get(y)
+            maker_a, maker_b = self._maker(0, x), self._maker(1, y)
             makers = [maker for maker in (maker_a, maker_b) if maker is not None]
             if not makers:
                 if self.values_may_differ:
@@ -282,9 +455,12 @@ class Comparison:
                 return
             if any(maker.name == "_to_copy" for maker in makers):
                 continue  # a cast, as autocast makes them; a finding of its own where it is to short numbers
-            both_matched = len(makers) == 2 and all(id(maker) in self.partners for maker in makers)
-            if both_matched or self._in_doubt(b):
+            if self._in_doubt(b) or (a.name != b.name and all(id(maker) in self.partners for maker in makers)):
                 continue
+            if not self.values_may_differ and all(id(maker) in self.partners for maker in makers) and len(makers) == 2:
+                if not self._known(x, y, a):
+                    yield self._other_wiring(b, gap, maker_a, maker_b)  # type: ignore[arg-type]
+                return
             finding = self._stretch_finding(x, y, b, gap, math.inf if self.values_may_differ else explained)
             if finding:
                 if id(finding.op) not in self.has_finding:
@@ -293,6 +469,20 @@ class Comparison:
                 return
         if a.ratio is None or b.ratio is None:
             yield from self._unchecked(a, b, gaps)
+
+    def _maker(self, side: int, value: str) -> Operation | None:
+        return next(iter(self.makers[side].get(value, ())), None)
+
+    def _other_wiring(self, b: Operation, gap: float, maker_a: Operation, maker_b: Operation) -> Finding:
+        """The finding that an operation gets its input from another one than under the other setting."""
+        detail = (
+            f"is given what {_described(maker_b)} makes; under {self.a.title} what {_described(maker_a)} makes, "
+            f"{gap:.1e} (relative) apart"
+        )
+        advice = (
+            f"see why {b.module or b.line or 'the step'} uses another value under {self.b.title}: {ANOTHER_FUNCTION}"
+        )
+        return self._finding("mismatch", b, detail, advice)
 
     def _unchecked(self, a: Operation, b: Operation, of_inputs: list[float]) -> Iterator[Finding]:
         """For kernels without a twin in float64: do they make the same of nearly the same?"""
@@ -338,7 +528,7 @@ class Comparison:
         if gap <= explained:
             return None
         # Two values that should be one come from different operations: blame the one that made it, not its user.
-        maker_a, maker_b = self.makers[0].get(x), self.makers[1].get(y)
+        maker_a, maker_b = self._maker(0, x), self._maker(1, y)
         blamed, other, there = (maker_b, maker_a, self.a) if maker_b else (maker_a, maker_b, self.b)
         assert blamed is not None
         origin = f"{other.name} ({other.phase}){_in(other)}" if other else "data or weights"
@@ -350,14 +540,14 @@ class Comparison:
         return self._finding("mismatch", blamed, detail, f"see what {place} does under {setting}: {ANOTHER_FUNCTION}")
 
     def _stretch(
-        self, value: str, makers: dict[str, Operation]
+        self, value: str, makers: dict[str, list[Operation]]
     ) -> tuple[list[Operation], list[tuple[Operation, Operation]]]:
         """The operations of one setting alone that lead to a value, the nearest first, and the pairs before them."""
         alone: dict[int, Operation] = {}
         before: dict[int, tuple[Operation, Operation]] = {}
         front = [value]
         for name in front:  # which grows
-            op = makers.get(name)
+            op = next(iter(makers.get(name, ())), None)
             if op is not None and id(op) in self.partners:
                 before[id(op)] = self.partners[id(op)]
             elif op is not None and id(op) not in alone:
@@ -366,18 +556,15 @@ class Comparison:
         return list(alone.values()), list(before.values())
 
 
-def distance(x: np.ndarray, reference: np.ndarray) -> float:
-    """The distance of two sketched values relative to the second; NaN where they have other sizes."""
-    if x.shape != reference.shape:
-        return math.nan
-    with np.errstate(over="ignore"):  # numbers near the largest have no norm
-        size = float(np.linalg.norm(reference))
-        apart = float(np.linalg.norm(x - reference))
-    return apart / size if size else (math.inf if apart else 0.0)
-
-
 def _in(op: Operation | Finding) -> str:
     return f" in {op.module}" if op.module else ""
+
+
+def _described(op: Operation) -> str:
+    """An operation or a result in words, with its place."""
+    if op.phase == RESULT:
+        return f"{op.name} of {op.module}" if op.module else f"the {op.name}"
+    return f"{op.name} ({op.phase}){_in(op)}" + (f" at {op.line}" if op.line else "")
 
 
 def _or_infinite(gap: float) -> float:
@@ -394,13 +581,13 @@ class _Nothing:
         return "nothing"
 
 
-def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
+def differing(a: Operation, b: Operation, exactly: bool = False) -> dict[str, tuple[Any, Any]]:
     """The arguments that two calls disagree on: name, and both values.
 
     Tensors are not compared, nor arguments that say how to compute something and not what, such as a
-    memory format or the gradients that are asked for, nor numbers that differ by a rounding. Two kernels
-    of different names are compared in the arguments that they share; of those of one name, which versions
-    of torch may give more arguments, a default is not held against nothing.
+    memory format or the gradients that are asked for, nor, unless `exactly`, numbers that differ by a
+    rounding. Two kernels of different names are compared in the arguments that they share; of those of
+    one name, which versions of torch may give more arguments, a default is not held against nothing.
     """
 
     def named(values: dict[str, Any]) -> dict[str, Any]:
@@ -413,14 +600,14 @@ def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
     if names and not kernels:
         names |= given_a.keys() | given_b.keys()
     both = {name: (all_a.get(name, _Nothing()), all_b.get(name, _Nothing())) for name in sorted(names - HOW)}
-    return {name: values for name, values in both.items() if not _agree(*values, kernels)}
+    return {name: values for name, values in both.items() if not _agree(*values, kernels, exactly)}
 
 
-def _agree(a: Any, b: Any, kernels: bool) -> bool:
+def _agree(a: Any, b: Any, kernels: bool, exactly: bool) -> bool:
     if repr(a) == repr(b) or TENSOR in repr((a, b)) or (kernels and None in (a, b)):
         return True
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (a, b))
-    return numbers and math.isclose(a, b, rel_tol=OF_DATA)
+    return numbers and math.isclose(a, b, rel_tol=0.0 if exactly else OF_DATA)
 
 
 def check_same_step(a: Trace, b: Trace) -> None:
@@ -480,10 +667,10 @@ def _paired(a: Trace, b: Trace) -> Iterator[Pair]:
     exact: dict[int, Operation] = {}
     for trace, calls in ((a, calls_a), (b, calls_b)):
         # A few operations alike amid others, in a kernel that float64 lacks, are no counterparts.
-        for op, twin in aligned(trace.operations, a.reference, TWINS, at_least=3):
+        for op, twin in aligned(trace.operations, a.reference, at_least=3):
             if op and twin and op.shape == twin.shape and calls[_call(op)] == calls_exact[_call(op)]:
                 exact[id(op)] = twin
-    for one, other in aligned(a.operations, b.operations, TWINS):
+    for one, other in aligned(a.operations, b.operations):
         if one and other and one.shape != other.shape and calls_a[_call(one)] != calls_b[_call(one)]:
             yield Pair(one, None, exact.get(id(one)))
             yield Pair(None, other, exact.get(id(other)))
@@ -495,17 +682,17 @@ def _call(op: Operation) -> tuple[str, str, str]:
     return op.phase, op.module, TWINS.get(op.name, op.name)
 
 
-def _makers(trace: Trace) -> dict[str, Operation]:
-    """Which operation first computed each value."""
-    makers: dict[str, Operation] = {}
+def _makers(trace: Trace, passed_on: bool = False) -> dict[str, list[Operation]]:
+    """Which operations computed each value, in order; also those that passed on what they were given."""
+    makers: dict[str, list[Operation]] = {}
     for op in trace.operations:
         for value in (*op.outputs, *op.changed):
-            if value not in op.inputs:
-                makers.setdefault(value, op)
+            if op.phase != RESULT and (passed_on or value not in op.inputs):
+                makers.setdefault(value, []).append(op)
     return makers
 
 
-def _first_nan(trace: Trace, makers: dict[str, Operation]) -> tuple[Operation | None, Operation | None]:
+def _first_nan(trace: Trace, makers: dict[str, list[Operation]]) -> tuple[Operation | None, Operation | None]:
     """The operation that made the step's first NaN, and the nearest one before it that had lost precision.
 
     The way back is along the values; a NaN in what was given to the step is nobody's.
@@ -517,7 +704,7 @@ def _first_nan(trace: Trace, makers: dict[str, Operation]) -> tuple[Operation | 
     for op in front:  # which grows
         if op.format or op.dtype in SHORT:
             return born, op
-        before = [makers[value] for value in op.inputs if value in makers]
+        before = [makers[value][0] for value in op.inputs if value in makers]
         front += {id(maker): maker for maker in before if id(maker) not in visited}.values()
         visited |= set(map(id, before))
     return born, None

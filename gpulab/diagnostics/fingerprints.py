@@ -7,6 +7,7 @@ import functools
 import zlib
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -16,6 +17,7 @@ SPARSE: dict[torch.layout, tuple[str, ...]] = {  # the methods that give a layou
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
+HERE = 1 << 22  # numbers that are brought to the CPU to be hashed
 CHUNK = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
 
 
@@ -41,20 +43,20 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
     References:
         Carter, Wegman 1979, *Universal classes of hash functions*.
     """
-    parts = _parts(tensor.detach())
-    if not parts:
+    found = parts(tensor.detach())
+    if not found:
         return None
-    if any(part.device.type != "cpu" for part in parts):
-        digests = [_digest(part) for part in parts]
+    if any(part.device.type != "cpu" for part in found):
+        digests = [_digest(part) for part in found]
         return digests[0] if len(digests) == 1 else _digest(torch.stack(digests))
     checksum = 0
-    for part in parts:
+    for part in found:
         flat = _flat(part)
         checksum = zlib.crc32(memory(flat), checksum) if len(flat) else checksum
     return checksum
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def parts(tensor: Tensor) -> list[Tensor]:
     """The ordinary tensors that a tensor consists of; none if its content cannot be seen."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.device.type == "meta":
         return []
@@ -62,7 +64,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
         return []
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in _parts(getattr(tensor, name))]
+        return [part for name in names for part in parts(getattr(tensor, name))]
     if type(tensor) is not Tensor:
         tensor = tensor.as_subclass(Tensor)
         if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):  # a FakeTensor and its like
@@ -91,6 +93,16 @@ def memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
     """The bytes of a contiguous tensor on a CPU, where they lie; the tensor must outlive them."""
     # Not through .numpy(), after which torch would refuse to resize the tensor.
     return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+
+
+def content(tensor: Tensor) -> int:
+    """A number of 64 bits that stands for the content of an ordinary tensor: the same on every device."""
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = tensor.detach().resolve_neg().contiguous()
+    if flat.numel() > HERE:
+        return int(_digest(flat))  # where it lies
+    flat = flat.cpu()
+    return xxhash.xxh3_64_intdigest(memory(flat))
 
 
 def _digest(tensor: Tensor, level: int = 0) -> Tensor:

@@ -5,6 +5,7 @@ The inputs of both are the very ones that the operation got, so that what went w
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from gpulab.diagnostics.sketches import leaves, signs
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, rounded_factor
 from gpulab.numerics.formats import round_to, rounded_format
 
@@ -63,14 +65,14 @@ class ForwardError:
 def forward_error(
     operation: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any
 ) -> ForwardError:
-    """Compare what an operation returned with the same operation in float64, run on the CPU.
+    """Compare what an operation returned with the same operation in float64, on the same device.
 
     Args:
         operation: an overload of `torch.ops.aten`, or a custom one.
         name: its bare name, such as `convolution`.
         args: positional arguments of the call, before it changed any of them.
         kwargs: named arguments of the call.
-        out: what it returned.
+        out: what it returned; or wrote, where it returns nothing.
     """
     unknown = ForwardError()
     if name in AMBIGUOUS:
@@ -81,24 +83,30 @@ def forward_error(
     if name in ATTENTION:
         operation, results = _attention(operation), results[:1]
     exact_args, exact_kwargs = tree_map(_in_float64, (list(args), kwargs))
+    in_place = writes(operation)
 
     def again(change: Callable[[Tensor], Tensor], places: Sequence[int] | None = None) -> list[Tensor]:
         """The results in float64 of arguments that are changed first, all or those at some places."""
 
         def changed(value: Any) -> Any:
-            return change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+            return change(value) if isinstance(value, Tensor) and value.is_floating_point() else copied(value)
+
+        def copied(value: Any) -> Any:  # what an operation in place overwrites is still needed
+            return value.clone() if in_place and isinstance(value, Tensor) else value
 
         moved = [
-            tree_map(changed, value) if places is None or place in places else value
+            tree_map(changed if places is None or place in places else copied, value)
             for place, value in enumerate(exact_args)
         ]
-        return _floating(operation(*moved, **exact_kwargs))
+        twin = operation(*moved, **tree_map(copied if places is not None else changed, exact_kwargs))
+        if _gave_up(operation, twin):
+            raise RuntimeError("a factorisation failed")
+        return _floating(outcome(operation, moved, twin))
 
     try:
-        twin = operation(*exact_args, **exact_kwargs)
-        if _gave_up(operation, out) or _gave_up(operation, twin):
+        if _gave_up(operation, out):
             return unknown  # what a factorisation leaves when it fails is each library's own
-        exact = _floating(twin)
+        exact = again(Tensor.clone if in_place else lambda value: value)
         if not exact or [e.shape for e in exact] != [r.shape for r in results]:
             return unknown
         if not all(math.isfinite(_norm(e)) for e in exact):
@@ -122,9 +130,11 @@ def forward_error(
     by_kernel = before = None
     factors = [args[place] for place in FACTORS.get(name, ())]
     if factors and all(factor.dtype == torch.float32 for factor in factors):
-        # Where a format shorter than float32 was used, the error is at least half of one rounding.
+        # Where a format shorter than float32 was used, the error is at least half of one rounding; and where all
+        # products have one sign, which the sum of n of them hides best, 2^-12 / sqrt(n) of the result.
         half = 0.5 * bound / (SAFETY * math.sqrt(max(1, terms[worst]))) if name in PRODUCTS else bound
-        if not error <= half:
+        shortest = 2.0**-15 / math.sqrt(max(1, terms[worst]) if name in PRODUCTS else 1) * _norm(exact[worst])
+        if not error <= max(half, shortest):
             # Where factors overflowed the error is NaN, and the format that overflows there leaves none of it.
             worst_error = math.inf if math.isnan(error) else error
             by_kernel = _explaining_format(FACTORS[name], again, results[worst], worst_error, worst)
@@ -165,14 +175,13 @@ def _perturbation_bounds(
 
     Summed over n terms, sqrt(n) as much. Two draws, so that one lucky sign does not hide a movement.
     """
-    generator = torch.Generator().manual_seed(0)
+    draws = itertools.count()
 
     def nudged(x: Tensor) -> Tensor:
-        signs = torch.randint(0, 2, x.shape, generator=generator, dtype=torch.int8).to(x.dtype)
-        return x * (1 + unit * (2 * signs - 1))
+        return torch.addcmul(x, x, signs(x.shape, x.device, next(draws)), value=unit)
 
     moves = [[(n - e).abs() for n, e in zip(again(nudged), exact, strict=True)] for _ in range(2)]
-    inputs = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+    inputs = [t for t in leaves(args) if isinstance(t, Tensor)]
     most = max((t.numel() for t in inputs), default=1)
     roots = [max(1.0, math.sqrt(most / max(1, e.numel()))) for e in exact]
     if "upsample" in name and "nearest" not in name:  # the place between two pixels is rounded too
@@ -218,18 +227,28 @@ def _attention(operation: Any) -> Callable[..., Tensor]:
     return attend
 
 
+def writes(operation: Any) -> bool:
+    """Whether an operation writes to its arguments; a batch normalisation does, and its schema does not say so."""
+    schema = getattr(operation, "_schema", None)
+    return schema is not None and (schema.is_mutable or "batch_norm" in schema.name)
+
+
+def outcome(operation: Any, args: Sequence[Any], out: Any) -> Any:
+    """What an operation returned; what it wrote to, for one that returns nothing, as optimizers' do."""
+    if out is not None:
+        return out
+    named = zip(operation._schema.arguments, args, strict=False)
+    return [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
+
+
 def _in_float64(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    return value.detach().to("cpu", torch.float64 if value.is_floating_point() else None, copy=True)
+    return value.detach().double()
 
 
 def _floating(out: Any) -> list[Tensor]:
-    return [
-        t.detach().to("cpu") for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()
-    ]
+    return [t.detach() for t in leaves(out) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
 
 
 def _gave_up(operation: Any, out: Any) -> bool:

@@ -6,32 +6,28 @@ step in float64. `sketches` are those of its values (inputs, outputs, changed) t
 
 from __future__ import annotations
 
-import ast
 import functools
 import io
 import json
-import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from gpulab.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
 
-FORMAT = 2
+FORMAT = 3
 KEY = "gpulab trace"
 TENSOR = "Tensor"  # what stands for one among an operation's arguments
 LARGEST = 1 << 27  # numbers in a column; of the largest networks that were recorded one has some 200,000
-SPECIAL = {"·": TENSOR, "inf": math.inf, "-inf": -math.inf, "nan": math.nan, "-nan": math.nan}  # as format 1 has them
 NO_TRACE = "`gpulab record` writes one"
+OTHER_FORMAT = f"this gpulab reads format {FORMAT}: record the step again with it"
 
 
 def as_json(argument: Any) -> Any:
@@ -65,9 +61,9 @@ def _schema() -> pyarrow.Schema:
     text, truth, number = pa.string(), pa.bool_(), pa.float64()
     columns = dict.fromkeys(("name", "phase", "module", "line", "dtype", "arguments", "defaults"), text)
     columns |= dict.fromkeys(("inputs", "outputs", "changed"), lists(text)) | {"shape": lists(pa.int64())}
-    columns |= dict.fromkeys(("reference", "random", "steady", "rounded_before", "nans"), truth)
+    columns |= dict.fromkeys(("reference", "random", "steady", "rounded_before", "nans", "anew"), truth)
     columns |= {"sketches": lists(lists(number))}
-    perhaps = {"repeats": truth, "error": number, "bound": number, "format": text}
+    perhaps = {"repeats": truth, "error": number, "bound": number, "format": text, "carried": lists(number)}
     return pa.schema([pa.field(n, kind, nullable=n in perhaps) for n, kind in (columns | perhaps).items()])
 
 
@@ -109,12 +105,14 @@ def read(file: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[s
     try:
         with open(file, "rb") as stream:
             is_parquet = stream.read(4) == b"PAR1"
-        with pq.ParquetFile(file if is_parquet else _as_format_2(file), page_checksum_verification=True) as opened:
+        if not is_parquet:
+            raise DataError(f"{file}: no trace of this gpulab; {OTHER_FORMAT}, or {NO_TRACE}")
+        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
             notes = json.loads((opened.schema_arrow.metadata or {}).get(KEY.encode(), b"null"))
             if notes is None:
                 raise DataError(f"{file}: a Parquet file, but no trace; {NO_TRACE}")
             if notes.pop("format") != FORMAT:
-                raise DataError(f"{file}: a trace of another format; this gpulab reads formats 1 and {FORMAT}")
+                raise DataError(f"{file}: a trace of another format; {OTHER_FORMAT}")
             if not opened.schema_arrow.equals(_schema()):
                 raise ValueError("other columns than a trace has")
             groups = [opened.metadata.row_group(number) for number in range(opened.num_row_groups)]
@@ -137,60 +135,3 @@ def read(file: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[s
 
 def _values(row: Mapping[str, Any]) -> dict[str, None]:
     return dict.fromkeys((*row["inputs"], *row["outputs"], *row["changed"]))
-
-
-# --- format 1, of gpulab 0.1.0 ---------------------------------------------------------------------------
-
-
-def _as_format_2(file: str | Path) -> io.BytesIO:
-    """A trace of format 1 in today's: safetensors with JSON in the header, and the arguments as Python shows them."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(file), framework="numpy") as archive:
-            header = archive.metadata() or {}
-            sketches = {name: archive.get_tensor(name) for name in archive.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise OSError(error) from None
-    if KEY not in header:
-        raise DataError(f"{file}: a safetensors file, but no trace; {NO_TRACE}")
-    notes = json.loads(header[KEY])
-    if notes.pop("format") != 1:
-        raise DataError(f"{file}: a trace of another format; this gpulab reads formats 1 and {FORMAT}")
-    rows = []
-    for part in ("operations", "reference"):
-        for row in notes.pop(part):
-            arguments, defaults = _named_arguments(row["name"], row["arguments"])
-            rows.append(row | {"arguments": arguments, "defaults": defaults, "reference": part == "reference"})
-    converted = io.BytesIO()
-    write(converted, notes, rows, sketches)
-    converted.seek(0)
-    return converted
-
-
-def _named_arguments(operation: str, called: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of a call, and defaults for the others, by name; none where the text cannot be read."""
-    text = re.sub(r"-?\b(inf|nan)\b", r"'\g<0>'", re.sub(r"torch\.\w+", "None", called))
-    try:
-        placed, named = tree_map(lambda value: SPECIAL.get(value, value), ast.literal_eval(text))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return {}, {}
-    packets = [getattr(torch.ops.aten, name, None) for name in (operation, f"{operation}_")]
-    schemas = [getattr(packet, name)._schema for packet in packets if packet for name in packet.overloads()]
-    fitting = [schema for schema in schemas if _fits(schema, placed, named)]
-    if not fitting:
-        return {f"argument {place}": value for place, value in enumerate(placed, 1)} | named, {}
-
-    def tensors_in_place(schema: torch.FunctionSchema) -> int:  # a number may stand for a tensor
-        pairs = zip(schema.arguments, placed, strict=False)
-        return sum(("Tensor" in str(argument.type)) == (TENSOR in repr(value)) for argument, value in pairs)
-
-    return by_name(max(fitting, key=tensors_in_place), placed, named)
-
-
-def _fits(schema: torch.FunctionSchema, placed: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
-    names = {argument.name for argument in schema.arguments}
-    needed = {argument.name for argument in schema.arguments if not argument.has_default_value()}
-    filled = {*positional[: len(placed)], *named}
-    return len(placed) <= len(positional) and named.keys() <= names and needed <= filled

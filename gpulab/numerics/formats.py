@@ -26,6 +26,7 @@ class Format:
 
 
 LARGEST = torch.finfo(torch.float32).max
+A_FEW = 4096  # numbers that nearly always show whether it is worth to look at all
 FORMATS = {
     "float32": Format(24, -126, LARGEST, torch.float32),
     "float32_ftz": Format(24, -126, LARGEST, subnormals=False),  # as code compiled for speed has it
@@ -151,14 +152,27 @@ def rounded_format(x: Tensor) -> str | None:
 
     float16 keeps as many bits as `tf32`. Whole numbers and their like are short by nature, and give None.
     """
-    bits = x.detach().to("cpu").contiguous().view(torch.int32).to(torch.int64).numpy().ravel()
-    bits = bits[(bits & 0x7F800000) != 0]  # neither zeros nor subnormals, which are short by nature
+    flat = x.detach().reshape(-1)
+    if flat.numel() > A_FEW and _length(_normal(flat[:A_FEW])) > FORMATS["tf32"].precision:
+        return None
+    bits = _normal(flat)
     if bits.size < 4:
         return None
     significands, exponents = (bits & 0x7FFFFF) | 0x800000, (bits & 0x7F800000) >> 23
-    used = int(np.bitwise_or.reduce(significands))
-    length = used.bit_length() - (used & -used).bit_length() + 1
+    length = _length(bits)
     lowest = (exponents + np.log2(significands & -significands)).min()  # the last place of any, and the first below
     if exponents.max() + 24 - lowest <= length + 2:
         return None  # whole numbers and other multiples of one number: short without having been rounded
     return next((name for name in ("bfloat16", "tf32") if 0 <= FORMATS[name].precision - length <= 2), None)
+
+
+def _normal(x: Tensor) -> np.ndarray:
+    """The bits of float32 numbers that are neither zero nor subnormal, which are short by nature."""
+    bits = x.to("cpu").contiguous().view(torch.int32).to(torch.int64).numpy()
+    return bits[(bits & 0x7F800000) != 0]
+
+
+def _length(bits: np.ndarray) -> int:
+    """How many places of their significands float32 numbers use, from the first to the last that any uses."""
+    used = int(np.bitwise_or.reduce((bits & 0x7FFFFF) | 0x800000, initial=0))
+    return used.bit_length() - (used & -used).bit_length() + 1

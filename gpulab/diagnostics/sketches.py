@@ -1,0 +1,117 @@
+"""What stands for a tensor in a trace: a name, which is a hash of its content, and a sketch of at most 64 numbers."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpulab.diagnostics.fingerprints import content, parts
+
+SKETCH = 64  # how many numbers stand for a tensor: distances between sketches are right to about a fifth
+IN_FULL = 64  # a tensor of up to so many numbers is kept as it is
+LARGEST = 2.0**127  # whose sums and squares are finite
+COLUMNS = np.arange(SKETCH)
+BLOCK = 1 << 20  # numbers that are sketched at a time: what bounds the memory for their signs
+
+
+def leaves(values: Any) -> Iterator[Any]:
+    """What is nested in lists, tuples and dicts, in order; quicker than torch's trees, which know more kinds."""
+    if isinstance(values, list | tuple):
+        for value in values:
+            yield from leaves(value)
+    elif isinstance(values, dict):
+        yield from leaves(list(values.values()))
+    else:
+        yield values
+
+
+def tensors(values: Any) -> list[Tensor]:
+    """The tensors with content among nested values, in order; of a sparse one its parts."""
+    return [part for value in leaves(values) if isinstance(value, Tensor) for part in parts(value) if part.numel()]
+
+
+def rounds(tensor: Tensor) -> bool:
+    """Whether a tensor holds numbers that rounding can touch."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def name(tensor: Tensor) -> str:
+    """A name for content, type and shape: the same on every device."""
+    text = f"{tensor.dtype}{tuple(tensor.shape)}{content(tensor)}"
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def sketch(tensor: Tensor) -> np.ndarray:
+    """A small tensor as it is, a large one as `SKETCH` sums of its numbers under signs from a hash.
+
+    The count sketch (Charikar, Chen, Farach-Colton 2002): linear, so that the distance of two tensors
+    can be told from their sketches; float64. The signs depend on the place alone, on every machine. Infinity
+    counts as `LARGEST`, and NaN as nothing.
+    """
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    numbers = tensor.reshape(-1)
+    if numbers.numel() <= IN_FULL:
+        return numbers.to("cpu", torch.float64, copy=True).numpy()
+    sums = np.sum([_sums(block, place) for place, block in enumerate(numbers.split(BLOCK))], axis=0)
+    if not np.isfinite(sums).all():
+        within = numbers.double().nan_to_num(0.0).clamp(-LARGEST, LARGEST)
+        sums = np.sum([_sums(block, place) for place, block in enumerate(within.split(BLOCK))], axis=0)
+    return sums
+
+
+def _sums(numbers: Tensor, place: int) -> np.ndarray:
+    """The sketch of one block: 64 stretches of it, folded into 64 columns, and each stretch shifted by one."""
+    count = numbers.numel()
+    width = SKETCH * SKETCH * math.ceil(count / SKETCH**2)
+    with np.errstate(invalid="ignore", over="ignore"):
+        if numbers.device.type == "cpu":
+            signed = np.zeros(width)
+            np.multiply(numbers.double().numpy(), _signs("cpu")[:count].numpy(), out=signed[:count])
+            folded = signed.reshape(SKETCH, -1, SKETCH).sum(1)
+        else:
+            there = numbers.new_zeros(width, dtype=torch.float64)
+            torch.mul(numbers, _signs(str(numbers.device))[:count], out=there[:count])
+            folded = there.view(SKETCH, -1, SKETCH).sum(1).cpu().numpy()
+        shifted = np.take_along_axis(folded, (COLUMNS - COLUMNS[:, None] - place) % SKETCH, 1).sum(0)
+    return -shifted if place % 2 else shifted
+
+
+@functools.cache
+def _signs(device: str) -> Tensor:
+    """The sign of each place in a block, by splitmix64's mixing function (Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        x = (np.arange(BLOCK, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return torch.from_numpy(np.where(x >> np.uint64(63), -1.0, 1.0)).to(device)
+
+
+def signs(shape: torch.Size, device: torch.device, draw: int = 0) -> Tensor:
+    """Signs +1 and -1 that look random, of a shape, in float64; others for each `draw`."""
+    count = shape.numel()
+    table = _signs(str(device))
+    start = draw * 7919 % (BLOCK - min(count, BLOCK) + 1)
+    stretch = table[start : start + min(count, BLOCK)]
+    if count > BLOCK:
+        stretch = stretch.repeat(math.ceil(count / BLOCK))[:count]
+    return stretch.view(shape)
+
+
+def distance(x: np.ndarray, reference: np.ndarray) -> float:
+    """The distance of two sketched values relative to the second; NaN where they have other sizes."""
+    if x.shape != reference.shape:
+        return math.nan
+    with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest have no norm
+        size = float(np.linalg.norm(reference))
+        apart = float(np.linalg.norm(np.nan_to_num(x - reference)))
+    return apart / size if size else (math.inf if apart else 0.0)

@@ -1,0 +1,361 @@
+"""One execution of a training step, watched below autograd: every operation, and what the step is for."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten_with_path, tree_map
+
+from gpulab.diagnostics import sketches as sk
+from gpulab.diagnostics import trace_files
+from gpulab.diagnostics.reference import FACTORS, forward_error, outcome, writes
+
+OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
+# What computes nothing: changes of shape, and memory that has not been written yet.
+SILENT = {"detach", "alias", "set", "lift_fresh"}
+EMPTY = ("empty", "new_empty")
+CALLER = os.path.join("gpulab", "diagnostics", "traces.py")  # which is outside of the step
+RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
+TORCH, GPULAB = os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep
+
+
+@dataclass
+class Operation:
+    """What one operation did.
+
+    `name` is torch's, without device or overload; `module` the path of the module that called it
+    (for the backward pass: that called what is differentiated); `line` the line of the user's code;
+    `inputs`, `outputs` and `changed` (inputs that it wrote to) name values of the trace. `arguments`
+    are those of the call by the names of torch's schema, as JSON has them (a tensor is "Tensor"), and
+    `defaults` stand for the others. `error` is its own error against float64 from the same inputs,
+    `bound` what rounding explains, both relative to the exact result; `format` the short number format
+    that a product was computed in. `steady` says whether the operation gave the same bits when it was
+    called again at once, `repeats` whether it did so, and in the whole step done again as well. `nans`
+    says whether there is a NaN in what it returned.
+    """
+
+    name: str
+    phase: str
+    module: str
+    line: str
+    inputs: list[str]
+    outputs: list[str]
+    shape: list[int]
+    dtype: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    random: bool = False
+    repeats: bool | None = None
+    steady: bool = True
+    error: float | None = None
+    bound: float | None = None
+    format: str | None = None
+    rounded_before: bool = False
+    nans: bool = False
+    anew: bool = False
+    carried: list[float] | None = None
+
+    @property
+    def values(self) -> list[str]:
+        """The names of all values that it met."""
+        return [*self.inputs, *self.outputs, *self.changed]
+
+    @property
+    def ratio(self) -> float | None:
+        """The error in units of what rounding explains."""
+        if self.error is None or self.bound is None:
+            return None
+        return self.error / self.bound if self.bound else (np.inf if self.error else 0.0)
+
+
+class Watcher(TorchDispatchMode):
+    """Notes every operation below autograd, forward and backward, and then the step's results.
+
+    Args:
+        sketches: of all values, by name; what is new is added.
+        tell: is called after each operation.
+        measured: whether each operation's error and steadiness are measured.
+        noise: how far each operation's result is moved, relative to its norm, by its place; where given, inputs
+            are not noted.
+        draw: says which random signs the noise has.
+    """
+
+    def __init__(
+        self,
+        sketches: dict[str, np.ndarray],
+        tell: Callable[[], Any] = lambda: None,
+        measured: bool = False,
+        noise: Sequence[float] | None = None,
+        draw: int = 0,
+    ) -> None:
+        super().__init__()
+        self.sketches, self.tell, self.measured, self.noise, self.draw = sketches, tell, measured, noise, draw
+        self.operations: list[Operation] = []
+        self.path: list[str] = []
+        self.names: dict[int, str] = {}
+        self.made_by: dict[int, tuple[str, str]] = {}  # autograd's number of a node: who called it
+        self.roots: dict[int, tuple[nn.Module, dict[str, list[str]]]] = {}  # modules called first, and their buffers
+        self.leaves: dict[int, tuple[Tensor, list[str]]] = {}  # what a gradient is accumulated for, and its content
+        self.gradients: dict[int, list[str]] = {}
+        self.handles: list[Any] = []
+        self.paused = False
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and note what it did."""
+        kwargs = kwargs or {}
+        name = operation._schema.name.partition("::")[2].rstrip("_")
+        if self.paused or name in SILENT or name.startswith(EMPTY) or _called_by_the_guard():
+            return operation(*args, **kwargs)
+        changes = writes(operation)
+        before = tree_map(_copy, (args, kwargs)) if changes else (args, kwargs)
+        arguments, defaults = trace_files.by_name(operation._schema, args, kwargs)
+        random = _is_random(operation, arguments | defaults)
+        blind = changes and (random or name in OVERWRITES)
+        inputs = [] if self.noise is not None else self._values((before[0][1:] if blind else before[0], before[1]))
+        self._find_leaves(args[1:] if blind else args)
+        out = self._run(operation, args, kwargs)
+        made = outcome(operation, args, out)
+        results = _kept(made)
+        if not results:
+            return out
+        rounded = [t for t in results if sk.rounds(t)]
+        if self.noise is not None and rounded and not random and not operation.is_view:
+            self._shake(rounded, name in FACTORS)
+        phase, module, line = self._caller()
+        op = Operation(
+            name=name,
+            phase=phase,
+            module=module,
+            line=line,
+            inputs=inputs,
+            outputs=self._values(results),
+            shape=list(results[0].shape),
+            dtype=str(results[0].dtype).removeprefix("torch."),
+            arguments=arguments,
+            defaults=defaults,
+            changed=self._changed(before, (args, kwargs)) if changes and not blind else [],
+            random=random,
+            # The sum is quicker, and NaN if any number is.
+            nans=self.measured and any(bool(t.sum().isnan()) and bool(t.isnan().any()) for t in rounded),
+        )
+        if self.measured and not random and not operation.is_view and rounded:
+            error = forward_error(operation, name, before[0], before[1], made)
+            op.error, op.bound, op.format, op.rounded_before = astuple(error)
+            again_args, again_kwargs = tree_map(_copy, before) if changes else before
+            again = _kept(outcome(operation, again_args, operation(*again_args, **again_kwargs)))
+            op.steady = len(again) == len(results) and all(map(_same_bits, again, results))
+        self.operations.append(op)
+        self.tell()
+        return out
+
+    def _run(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The operation; one that has no kernel for float64, as mixtures of experts use, in float32 or bfloat16."""
+        try:
+            return operation(*args, **kwargs)
+        except RuntimeError:
+            leaves = [t for t in sk.leaves((args, kwargs)) if isinstance(t, Tensor)]
+            if not any(t.dtype == torch.float64 for t in leaves) or writes(operation):
+                raise
+            for dtype in (torch.float32, torch.bfloat16):
+                shorter = tree_map(lambda v, to=dtype: _as_type(v, torch.float64, to), (args, kwargs))
+                with contextlib.suppress(RuntimeError):
+                    out = operation(*shorter[0], **shorter[1])
+                    return tree_map(lambda v, by=dtype: _as_type(v, by, torch.float64), out)
+            raise
+
+    def _shake(self, results: list[Tensor], sums: bool) -> None:
+        """Move results at random, as far as rounding may: each number by its size, sums by that of all."""
+        place = len(self.operations)
+        amount = self.noise[place] if self.noise and place < len(self.noise) else 0.0
+        if not amount:
+            return
+        for t in results:  # by .data, which autograd does not count
+            signs = sk.signs(t.shape, t.device, 131 * place + self.draw)
+            size = float(torch.linalg.vector_norm(t)) / math.sqrt(t.numel()) if sums else math.nan
+            if math.isfinite(size):
+                t.data.add_(signs, alpha=amount * size)
+            else:
+                t.data.mul_(1 + amount * signs)
+
+    def _values(self, values: Any) -> list[str]:
+        return [self._value(t) for t in _kept(values)]
+
+    def _value(self, tensor: Tensor) -> str:
+        """The name of a tensor's content; its sketch is kept."""
+        # What is moved at random occurs once.
+        name = sk.name(tensor) if self.noise is None else f"{self.draw}, {len(self.sketches)}"
+        if name not in self.sketches:
+            self.sketches[name] = sk.sketch(tensor)
+        return name
+
+    def _changed(self, before: Any, after: Any) -> list[str]:
+        """The values that an operation left in its inputs, where it wrote to them."""
+        leaves = zip(sk.leaves(before), sk.leaves(after), strict=True)
+        both = [(then, now) for then, now in leaves if isinstance(now, Tensor) and now.numel() and not now.is_sparse]
+        return [self._value(now) for then, now in both if then.shape != now.shape or not _same_bits(then, now)]
+
+    def _caller(self) -> tuple[str, str, str]:
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            return "backward", *self.made_by.get(node._sequence_nr(), ("", ""))
+        module, line = self.path[-1] if self.path else "", _users_line()
+        self.made_by[torch.autograd._get_sequence_nr() - 1] = module, line
+        return "forward", module, line
+
+    @contextlib.contextmanager
+    def modules(self) -> Iterator[None]:
+        """Follow which module is at work."""
+
+        def enter(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001
+            if not self.path:
+                self.names = {id(part): name or type(module).__name__ for name, part in module.named_modules()}
+                if id(module) not in self.roots:
+                    self.roots[id(module)] = module, self._buffers(module)
+            self.path.append(self.names.get(id(module), type(module).__name__))
+
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001
+            if self.path:
+                self.path.pop()
+
+        self.handles += (
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in self.handles:
+                handle.remove()
+
+    # --- what the step is for ------------------------------------------------------------------------------
+
+    def _find_leaves(self, args: Any) -> None:
+        for t in sk.leaves(args):
+            if (
+                isinstance(t, Tensor)
+                and t.requires_grad
+                and not t._is_view()
+                and t.is_leaf
+                and id(t) not in self.leaves
+            ):
+                self.leaves[id(t)] = t, self._quietly(t)
+                if not t.is_inference():
+                    self.handles.append(t.register_post_accumulate_grad_hook(self._keep_gradient))
+
+    def _keep_gradient(self, leaf: Tensor) -> None:
+        self.gradients[id(leaf)] = self._quietly(leaf.grad)
+
+    def _quietly(self, tensor: Tensor | None) -> list[str]:
+        """The names of a tensor's values, on the quiet: what computes them is none of the step's operations."""
+        before, self.paused = self.paused, True
+        try:
+            return [] if tensor is None else [self._value(t) for t in sk.tensors(tensor.detach())]
+        finally:
+            self.paused = before
+
+    def _buffers(self, module: nn.Module) -> dict[str, list[str]]:
+        return {name: self._quietly(buffer) for name, buffer in module.named_buffers()}
+
+    def note_results(self, returned: Any) -> None:
+        """Note as last operations what the step returned, each gradient, and every parameter and buffer it changed."""
+        names: dict[int, str] = {}
+        for module, _ in self.roots.values():
+            names |= {
+                id(parameter): name for name, parameter in module.named_parameters() if id(parameter) not in names
+            }
+        found: list[tuple[str, str, list[str]]] = []
+        kept, _ = tree_flatten_with_path(returned)
+        for path, value in kept:
+            if isinstance(value, Tensor | float):
+                tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+                label = "loss" if len(kept) == 1 else f"result {torch.utils._pytree.keystr(path)}"
+                found.append((label, "", self._quietly(tensor)))
+        for place, (leaf, _) in enumerate(self.leaves.values(), 1):
+            names.setdefault(id(leaf), f"tensor {place} of shape {tuple(leaf.shape)}")
+        found += [("gradient", names[leaf], values) for leaf, values in self.gradients.items()]
+        after = {leaf: self._quietly(tensor) for leaf, (tensor, _) in self.leaves.items()}
+        found += [("updated", names[leaf], values) for leaf, values in after.items() if values != self.leaves[leaf][1]]
+        for module, before in self.roots.values():
+            now = self._buffers(module).items()
+            found += [("updated", name, values) for name, values in now if values != before.get(name)]
+        for label, name, values in sorted(found):
+            if values:
+                shape, dtype = list(self.sketches[values[-1]].shape), "float64"
+                self.operations.append(Operation(label, RESULT, name, "", values, values, shape, dtype))
+
+
+# torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
+Watcher.__torch_dispatch__ = getattr(Watcher.__torch_dispatch__, "__wrapped__", Watcher.__torch_dispatch__)  # type: ignore[method-assign]
+
+
+def _kept(values: Any) -> list[Tensor]:
+    """The tensors among nested values; bytes that a kernel keeps beside numbers are its own affair."""
+    found = sk.tensors(values)
+    return [t for t in found if t.dtype != torch.uint8] if any(map(sk.rounds, found)) else found
+
+
+def _as_type(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    return value.to(new) if isinstance(value, Tensor) and value.dtype == old else value
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    x_bytes, y_bytes = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (x, y))
+    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(x_bytes, y_bytes)
+
+
+def _copy(value: Any) -> Any:
+    """A tensor copied so that it lies in memory as it did, gaps included: another layout may be another kernel."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.layout != torch.strided or value.is_conj() or value.is_neg() or not value.numel():
+        return value.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.detach().as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride())
+
+
+def _is_random(operation: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether an operation draws; attention and an LSTM are marked as drawing also when they drop nothing."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    return all(arguments.get(name) != 0.0 for name in ("dropout_p", "dropout"))
+
+
+# --- whose line ------------------------------------------------------------------------------------------
+
+
+def _users_line() -> str:
+    """The innermost line of code that is neither torch's nor gpulab's, its models apart, as `file:line: text`."""
+    frame = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.endswith(CALLER):
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH, GPULAB)) or file.startswith(f"{GPULAB}models{os.sep}"):
+            return f"{os.path.basename(file)}:{frame.f_lineno}: {linecache.getline(file, frame.f_lineno).strip()}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def _called_by_the_guard() -> bool:
+    frame = sys._getframe(1).f_back  # none on a thread of autograd's, where a GPU's backward pass runs
+    for _ in range(16):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.endswith("guards.py"):
+            return True
+        frame = frame.f_back
+    return False
