@@ -469,6 +469,21 @@ class Comparison:
                 return
         if a.ratio is None or b.ratio is None:
             yield from self._unchecked(a, b, gaps)
+        elif a.name not in DECIDES and not any(id(op) in self.parted for op in self._before(a, b)):
+            yield from self._another_kernel(a, b)
+
+    def _another_kernel(self, a: Operation, b: Operation) -> Iterator[Finding]:
+        """For kernels that agree with their twins in float64, and not with each other: they are two functions."""
+        for place, gap in enumerate(self._gaps(a.outputs, b.outputs)[: 1 if a.name != b.name else None]):
+            tolerance = self._tolerance(a, b, place)
+            if gap > INHERITED * tolerance:
+                detail = (
+                    f"of the same inputs it makes what is {gap:.1e} (relative) from its result under {self.a.title}; "
+                    f"roundings lead to {tolerance:.1e}"
+                )
+                advice = f"compare the kernels registered for both settings: {ANOTHER_FUNCTION}"
+                yield self._finding("mismatch", b, detail, advice)
+                return
 
     def _maker(self, side: int, value: str) -> Operation | None:
         return next(iter(self.makers[side].get(value, ())), None)
@@ -517,7 +532,7 @@ class Comparison:
             reported = any(id(op) in self.drew_otherwise for op in random)
             self.drew_otherwise |= set(map(id, random))
             return None if reported else self._other_draw(random[0])
-        begins = [_largest(self._gaps(a.outputs, b.outputs)) for a, b in (*before_a, *before_b)]
+        begins = [apart for _, apart in (*before_a, *before_b)]
         if gap <= INHERITED * _largest([0.0, *begins, *(op.error or 0.0 for op in (*alone_a, *alone_b))]):
             return None
         for alone, there in ((alone_b, self.a), (alone_a, self.b)):
@@ -525,7 +540,7 @@ class Comparison:
             if kernel and kernel.inputs and self._tf32_explains(gap, kernel):
                 detail = f"what it makes is {gap:.1e} (relative) from what there is under {there.title}, as by TF32"
                 return self._reduced_precision(kernel, detail)
-        if gap <= explained:
+        if gap <= (explained if alone_a or alone_b else SAME_VALUE):
             return None
         # Two values that should be one come from different operations: blame the one that made it, not its user.
         maker_a, maker_b = self._maker(0, x), self._maker(1, y)
@@ -541,19 +556,24 @@ class Comparison:
 
     def _stretch(
         self, value: str, makers: dict[str, list[Operation]]
-    ) -> tuple[list[Operation], list[tuple[Operation, Operation]]]:
-        """The operations of one setting alone that lead to a value, the nearest first, and the pairs before them."""
+    ) -> tuple[list[Operation], list[tuple[Operation, float]]]:
+        """The operations of one setting alone that lead to a value, the nearest first; and before them operations of
+        both, each with how far apart the two made what was used.
+        """
         alone: dict[int, Operation] = {}
-        before: dict[int, tuple[Operation, Operation]] = {}
+        before: list[tuple[Operation, float]] = []
         front = [value]
         for name in front:  # which grows
             op = next(iter(makers.get(name, ())), None)
             if op is not None and id(op) in self.partners:
-                before[id(op)] = self.partners[id(op)]
+                a, b = self.partners[id(op)]
+                places = [place for place, output in enumerate(op.outputs) if output == name]
+                gaps = self._gaps(a.outputs, b.outputs)
+                before.append((a, _largest([gaps[place] for place in places if place < len(gaps)] or gaps)))
             elif op is not None and id(op) not in alone:
                 alone[id(op)] = op
                 front += op.inputs
-        return list(alone.values()), list(before.values())
+        return list(alone.values()), before
 
 
 def _in(op: Operation | Finding) -> str:

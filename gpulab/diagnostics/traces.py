@@ -270,6 +270,14 @@ def _roundings(trace: Trace, exact: list[Operation]) -> list[float]:
     return amounts
 
 
+def _apart(x: np.ndarray, y: np.ndarray) -> float:
+    """The norm of a difference, without what is not a finite number in either."""
+    if x.shape != y.shape:
+        return math.inf
+    finite = np.isfinite(x) & np.isfinite(y)
+    return float(np.linalg.norm(x[finite] - y[finite]))
+
+
 def _alike(amounts: list[float], others: list[float]) -> bool:
     """Whether roundings of some sizes lead about as far as, or less far than, those of others."""
     pairs = list(zip(amounts, others, strict=True))
@@ -285,10 +293,7 @@ def _carried(
         for op, moved in aligned(exact, operations):
             if op is None or moved is None or len(op.outputs) != len(moved.outputs):
                 continue
-            apart = [
-                float(np.linalg.norm(sketches[y] - sketches[x])) if sketches[x].shape == sketches[y].shape else np.inf
-                for x, y in zip(op.outputs, moved.outputs, strict=True)
-            ]
+            apart = [_apart(sketches[x], sketches[y]) for x, y in zip(op.outputs, moved.outputs, strict=True)]
             carried[id(op)] = list(map(max, carried.get(id(op), apart), apart))
     return carried
 

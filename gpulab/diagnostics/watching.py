@@ -149,7 +149,7 @@ class Watcher(TorchDispatchMode):
             dtype=str(results[0].dtype).removeprefix("torch."),
             arguments=arguments,
             defaults=defaults,
-            changed=self._changed(before, (args, kwargs)) if changes and not blind else [],
+            changed=self._changed(before, (args, kwargs), blind) if changes and self.noise is None else [],
             random=random,
             # The sum is quicker, and NaN if any number is.
             nans=self.measured and any(bool(t.sum().isnan()) and bool(t.isnan().any()) for t in rounded),
@@ -204,11 +204,13 @@ class Watcher(TorchDispatchMode):
             self.sketches[name] = sk.sketch(tensor)
         return name
 
-    def _changed(self, before: Any, after: Any) -> list[str]:
-        """The values that an operation left in its inputs, where it wrote to them."""
+    def _changed(self, before: Any, after: Any, blind: bool) -> list[str]:
+        """The values that an operation left in its inputs, where it wrote to them, and in what these are parts of."""
         leaves = zip(sk.leaves(before), sk.leaves(after), strict=True)
         both = [(then, now) for then, now in leaves if isinstance(now, Tensor) and now.numel() and not now.is_sparse]
-        return [self._value(now) for then, now in both if then.shape != now.shape or not _same_bits(then, now)]
+        changed = [now for then, now in both if then.shape != now.shape or not _same_bits(then, now)]
+        whole = [now._base for now in changed if now._base is not None]  # which has changed with its part
+        return [self._value(t) for t in ([] if blind else changed) + whole]
 
     def _caller(self) -> tuple[str, str, str]:
         node = torch._C._current_autograd_node()

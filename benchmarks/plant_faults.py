@@ -1,0 +1,556 @@
+"""How many planted faults an audit finds, names rightly and places rightly; and how often it is wrong of right steps.
+
+python benchmarks/plant_faults.py
+
+Prints a table; `tests/diagnostics/test_planted_faults.py` holds it. Each fault is planted under one of two settings
+that compute alike (or under both, in float32 alone), in networks that nobody wrote for this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gpulab as gl
+from gpulab.numerics.formats import round_to
+
+A, B = "cpu:threads=2", "cpu:threads=1"
+FEW = slice(0, 1)
+
+
+def under_b() -> bool:
+    return torch.get_num_threads() == 1
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- networks ---------------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    """Words, attention with a causal mask, and a tied last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(20, 16, padding_idx=0), nn.Embedding(9, 16)
+        self.block = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, activation="gelu", batch_first=True)
+        self.last = nn.Linear(16, 20, bias=False)
+        self.last.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        mask = torch.ones(words.shape[1], words.shape[1], dtype=torch.bool).triu(1)
+        h = self.words(words) + self.places(torch.arange(words.shape[1]))
+        return self.last(self.block(h, src_mask=mask)).transpose(1, 2)
+
+
+class Recurs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last = nn.GRUCell(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 8)
+        for part in x.unbind(1):
+            h = self.cell(part, h)
+        return self.last(h)
+
+
+def words(seed: int) -> Tensor:
+    return torch.randint(0, 20, (4, 7), generator=torch.Generator().manual_seed(seed))
+
+
+def labels(count: int, of: int = 3) -> Tensor:
+    return torch.arange(count) % of
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.SiLU(),
+        nn.Flatten(), nn.Linear(32, 3),
+    )  # fmt: skip
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 3))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]]]] = {
+    "layers": (layers, lambda seed: (drawn(6, 8, seed=seed), labels(6))),
+    "convolutions": (convolutions, lambda seed: (drawn(5, 3, 8, 8, seed=seed), labels(5))),
+    "attention": (Attends, lambda seed: (words(seed), words(seed + 1))),
+    "recurrence": (Recurs, lambda seed: (drawn(4, 3, 6, seed=seed), labels(4))),
+}
+
+
+@dataclass
+class Case:
+    """One step with one fault; `seed` draws weights and data."""
+
+    network: str = "layers"
+    seed: int = 0
+    model: Callable[[nn.Module], Any] = lambda model: None
+    batch: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda x, y: (x, y)
+    call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x)
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    after_loss: Callable[[nn.Module], Any] = lambda model: None
+    after_backward: Callable[[nn.Module], Any] = lambda model: None
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+
+    def __call__(self, setting: gl.Setting) -> Tensor:
+        """Do the step."""
+        make, data = NETWORKS[self.network]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = make()
+        model = model.to(setting.dtype)
+        x, y = data(self.seed)
+        x = x.to(setting.dtype) if x.is_floating_point() else x
+        self.model(model)
+        optimizer = self.optimizer(model.parameters()) if self.optimizer else None
+        x, y = self.batch(x, y)
+        loss = self.loss(self.call(model, x), y)
+        self.after_loss(model)
+        loss.backward()
+        self.after_backward(model)
+        if optimizer:
+            optimizer.step()
+        return loss.detach()
+
+
+@dataclass
+class Fault:
+    """A planted fault: where it is, which kinds of finding name it rightly, and words of the right place."""
+
+    group: str
+    what: str
+    step: Callable[[gl.Setting], Any]
+    place: tuple[str, ...]
+    kinds: tuple[str, ...] = ("mismatch",)
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+# --- kernels ----------------------------------------------------------------------------------------------
+
+
+class Kernels(TorchDispatchMode):
+    """Stands below the watcher as a device does, and falsifies what one float32 kernel returns."""
+
+    def __init__(self, name: str, wrong: Callable[..., Any], always: bool) -> None:
+        super().__init__()
+        self.name, self.wrong, self.always, self.count = name, wrong, always, 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operation(*args, **(kwargs or {}))
+        results = out if isinstance(out, tuple | list) else (out,)
+        first = next((t for t in results if isinstance(t, Tensor)), None)
+        if operation._schema.name != f"aten::{self.name}" or first is None or first.dtype != torch.float32:
+            return out
+        if not (self.always or under_b()):
+            return out
+        self.count += 1
+        falsified = self.wrong(operation, args, kwargs or {}, out.clone() if self.name.endswith("_") else out)
+        return out.copy_(falsified) if self.name.endswith("_") else falsified
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        assert self.count, f"{self.name} was never called: no fault was planted"
+
+
+def on_results(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def wrong(operation: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return change(out)
+        return type(out)(change(t) if isinstance(t, Tensor) and t.is_floating_point() else t for t in out)
+
+    return wrong
+
+
+def one_number(t: Tensor) -> Tensor:
+    most = torch.arange(t.numel()).view(t.shape) == t.abs().argmax()
+    return torch.where(most, 1.5 * t, t)
+
+
+def short_products(operation: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    added = 1 if "addmm" in operation._schema.name else 0
+    short = [round_to(t, "tf32") if isinstance(t, Tensor) and p >= added else t for p, t in enumerate(args)]
+    return operation(*short, **kwargs)
+
+
+WRONG = {
+    "a thousandth": on_results(lambda t: t * (1 + 1e-3 * torch.sign(t))),
+    "one number": on_results(one_number),
+    "rolled": on_results(lambda t: t.roll(1, -1) if t.dim() else t + 0.01),
+    "zero at the end": on_results(lambda t: torch.where(torch.arange(t.numel()).view(t.shape) == t.numel() - 1, 0.7, t)),
+    "NaN": on_results(lambda t: t * torch.nan),
+}
+KERNELS = {
+    "layers": ("addmm", "native_layer_norm", "tanh", "sigmoid", "_log_softmax", "nll_loss_forward", "mm",
+               "sigmoid_backward", "tanh_backward", "native_layer_norm_backward", "_log_softmax_backward_data"),
+    "convolutions": ("convolution", "native_batch_norm", "relu", "max_pool2d_with_indices", "silu",
+                     "convolution_backward", "silu_backward", "max_pool2d_with_indices_backward",
+                     "threshold_backward", "native_batch_norm_backward"),
+    "attention": ("embedding", "add", "gelu", "gelu_backward", "embedding_dense_backward",
+                  "_scaled_dot_product_flash_attention_for_cpu"),
+    "recurrence": ("addmm", "mul_", "sigmoid_", "tanh_"),
+}  # fmt: skip
+
+
+def kernels() -> Iterator[Fault]:
+    for network, names in KERNELS.items():
+        for number, name in enumerate(names):
+            for what, wrong in WRONG.items():
+                always = (number + len(what)) % 3 == 0
+                around = lambda name=name, wrong=wrong, always=always: Kernels(name, wrong, always)  # noqa: E731
+                where = "both sides" if always else "one side"
+                yield Fault(f"kernels, {where}", f"{name}: {what}", Case(network), (name.rstrip("_"),), around=around)
+    for network, name in (("layers", "addmm"), ("layers", "mm"), ("convolutions", "convolution"), ("attention", "mm")):
+        around = lambda name=name: Kernels(name, short_products, False)  # noqa: E731
+        yield Fault("short products", f"{name} in TF32", Case(network), (name,), ("reduced precision",), around)
+
+
+@contextlib.contextmanager
+def library() -> Iterator[None]:
+    """An operation of somebody's own, whose kernel is wrong under B in every precision."""
+    with torch.library._scoped_library("planted", "FRAGMENT") as lib:
+        lib.define("softer(Tensor x) -> Tensor")
+        lib.impl("softer", lambda x: x.tanh() * (1.02 if under_b() else 1.0), "CompositeExplicitAutograd")
+        lib.define("scaled(Tensor x, float by) -> Tensor")
+        lib.impl("scaled", lambda x, by: x * by + (1e-3 if under_b() else 0.0), "CompositeExplicitAutograd")
+        lib.define("written_(Tensor(a!) x) -> Tensor(a!)")
+        lib.impl("written_", lambda x: x.add_(0.01 if under_b() else 0.0), "CompositeExplicitAutograd")
+        yield
+
+
+class Through(torch.autograd.Function):
+    """Calls an operation of the library; its gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
+        return call(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+def custom() -> Iterator[Fault]:
+    calls = {
+        "softer": lambda x: torch.ops.planted.softer(x),
+        "scaled": lambda x: torch.ops.planted.scaled(x, 2.0),
+        "written": lambda x: torch.ops.planted.written_(x.clone()),
+    }
+    for name, call in calls.items():
+        for network in ("layers", "convolutions", "recurrence"):
+            step = Case(network, call=lambda model, x, call=call: Through.apply(model(x), call))
+            yield Fault("torch.library", f"{name} in {network}", step, (name, "tanh", "mul", "add"), around=library)
+
+
+# --- the user's code --------------------------------------------------------------------------------------
+
+
+class WrongGradient(torch.autograd.Function):
+    """The square, whose gradient is off under B in one of several ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
+        ctx.save_for_backward(x, x.abs())
+        ctx.how = how
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        x, size = ctx.saved_tensors
+        wrong = under_b()
+        if ctx.how == "nine per cent":
+            return g * x * (2.18 if wrong else 2.0), None
+        if ctx.how == "other tensor":
+            return 2 * g * (size if wrong else x), None
+        if ctx.how == "forgotten factor":
+            return (g * x if wrong else 2 * (g * x)), None
+        if ctx.how == "NumPy":
+            return torch.from_numpy(2 * g.numpy() * x.detach().numpy() * (1.05 if wrong else 1.0)), None
+        if ctx.how == "transposed":
+            y = 2 * g * x
+            return (y.flip(0) if wrong else y), None
+        return 2 * g * x * (0 if wrong and ctx.how == "zero" else 1), None
+
+
+def if_b(change: Callable[..., Any]) -> Callable[..., Any]:
+    """A change that is made under B alone."""
+    return lambda *args: change(*args) if under_b() else None
+
+
+def with_b(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[[Tensor, Tensor], Any]:
+    return lambda x, y: change(x, y) if under_b() else (x, y)
+
+
+def forward_faults() -> Iterator[Fault]:
+    def middle(change: Callable[[Tensor], Tensor]) -> Case:
+        def call(model: nn.Module, x: Tensor) -> Tensor:
+            h = model[:3](x)
+            return model[3:](change(h) if under_b() else h)
+
+        return Case("layers", call=call)
+
+    changes: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
+        "twice the activation": (torch.tanh, ("tanh",)),
+        "one per cent more": (lambda h: 1.01 * h, ("mul",)),
+        "an offset": (lambda h: h + 0.01, ("add",)),
+        "flipped": (lambda h: h.flip(0), ("flip",)),
+        "rolled": (lambda h: h.roll(1, 1), ("roll",)),
+        "transposed parts": (lambda h: h.view(-1, 2, 4).transpose(1, 2).reshape(h.shape), ("transpose", "view", "clone")),
+        "in half precision": (lambda h: h.half().to(h.dtype), ("_to_copy",)),
+        "clipped": (lambda h: h.clamp(-0.5, 0.5), ("clamp",)),
+        "no gradient": (lambda h: h.detach() + 0 * h, ("mul", "add")),
+        "some set to zero": (lambda h: h * (torch.arange(h.shape[1]) > 1), ("mul",)),
+        "through NumPy": (lambda h: h + torch.from_numpy(np.float32(1e-2) * h.detach().numpy()).to(h.dtype), ("add",)),
+        "negative": (torch.neg, ("neg",)),
+    }
+    for what, (change, place) in changes.items():
+        kinds = ("mismatch", "reduced precision") if what == "in half precision" else ("mismatch",)
+        yield Fault("forward code", what, middle(change), place, kinds)
+
+    def weight(model: nn.Module, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        h = model[:3](x)
+        w = model[3].weight
+        return model[4:](F.linear(h, change(w) if under_b() else w, model[3].bias))
+
+    for what, change, place in (
+        ("a transposed weight", torch.t, ("t", "addmm")),
+        ("a shuffled weight", lambda w: w[torch.arange(7, -1, -1)], ("index", "t", "addmm")),
+        ("a scaled weight", lambda w: w * 1.001, ("mul",)),
+        ("the other layer's weight", lambda w: w.flip(0), ("flip",)),
+    ):
+        yield Fault(
+            "forward code", what, Case(call=lambda model, x, change=change: weight(model, x, change)), place
+        )  # fmt: skip
+    shared = lambda model, x: model[3:](model[2](model[1](model[3 if under_b() else 0](x))))  # noqa: E731
+    yield Fault("forward code", "another layer's weight", Case(call=shared), ("addmm", "t"))
+    for what, loss, place in (
+        ("sum for mean", lambda o, y: F.cross_entropy(o, y, reduction="sum" if under_b() else "mean"), ("nll_loss",)),
+        ("smoothed labels", lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1 if under_b() else 0), ()),
+        ("another axis", lambda o, y: F.nll_loss(o.log_softmax(0 if under_b() else 1), y), ("_log_softmax",)),
+        ("a temperature", lambda o, y: F.cross_entropy(o / (1.01 if under_b() else 1.0), y), ("div",)),
+        ("a class ignored", lambda o, y: F.cross_entropy(o, y, ignore_index=1 if under_b() else -100), ("nll_loss",)),
+    ):
+        for network in ("layers", "convolutions"):
+            yield Fault("forward code", f"{what} in {network}", Case(network, loss=loss), place)
+    layer_options = {
+        "eps": ("layers", if_b(lambda m: setattr(m[1], "eps", 1e-2)), ("native_layer_norm",)),
+        "momentum": ("convolutions", if_b(lambda m: setattr(m[1], "momentum", 0.3)), ("native_batch_norm",)),
+        "evaluated": ("convolutions", if_b(lambda m: m.eval()), ("native_batch_norm",)),
+        "stride": ("convolutions", if_b(lambda m: setattr(m[3], "ceil_mode", True)), ("max_pool2d",)),
+        "padding mode": ("convolutions", if_b(lambda m: setattr(m[0], "padding_mode", "zeros")), ()),
+        "dilation": ("convolutions", if_b(lambda m: (setattr(m[0], "dilation", 2), setattr(m[0], "padding", 2))), ("convolution",)),
+        "exact gelu": ("attention", if_b(lambda m: setattr(m.block, "activation", lambda h: F.gelu(h, approximate="tanh"))), ("gelu",)),
+        "norm first": ("attention", if_b(lambda m: setattr(m.block, "norm_first", True)), ()),
+        "padding": ("attention", if_b(lambda m: setattr(m.words, "padding_idx", 3)), ("embedding",)),
+        "untied": ("attention", if_b(lambda m: setattr(m.last, "weight", nn.Parameter(m.words.weight.detach().clone()))), ("gradient", "result", "last.weight", "words.weight")),
+    }  # fmt: skip
+    layer_options.pop("padding mode")  # no fault: zeros are what there was
+    layer_options.pop("stride")  # no fault: 8 is even
+    for what, (network, change, place) in layer_options.items():
+        yield Fault("forward code", what, Case(network, model=change), place)
+    for what, mask in (("no mask", 8), ("a mask one too far", 2), ("a mask one too near", 0)):
+
+        def call(model: nn.Module, x: Tensor, mask: int = mask) -> Tensor:
+            keep = torch.ones(7, 7, dtype=torch.bool).triu(mask if under_b() else 1)
+            h = model.words(x) + model.places(torch.arange(7))
+            return model.last(model.block(h, src_mask=keep.fill_diagonal_(False))).transpose(1, 2)
+
+        if mask:
+            yield Fault("forward code", what, Case("attention", call=call), ("triu",))
+
+
+def backward_faults() -> Iterator[Fault]:
+    for how in ("nine per cent", "other tensor", "forgotten factor", "NumPy", "transposed", "zero"):
+        for network in ("layers", "convolutions", "recurrence"):
+            step = Case(network, call=lambda model, x, how=how: WrongGradient.apply(model(x), how))
+            place = ("WrongGradient", "mul", "abs", "flip", "plant_faults.py")
+            yield Fault("backward code", f"{how} in {network}", step, place)
+    lost = {
+        "a bias without gradient": if_b(lambda m: m[0].bias.requires_grad_(False)),
+        "a weight without gradient": if_b(lambda m: m[0].weight.requires_grad_(False)),
+    }
+    for what, change in lost.items():
+        for network in ("layers", "convolutions"):
+            yield Fault("backward code", f"{what} in {network}", Case(network, model=change), ("0.bias", "0.weight"))
+    gradients = {
+        "doubled": lambda p: p.grad.mul_(2),
+        "clipped": lambda p: p.grad.clamp_(-1e-3, 1e-3),
+        "one zero": lambda p: p.grad.view(-1)[FEW].zero_(),
+        "None": lambda p: setattr(p, "grad", None),
+    }
+    for what, change in gradients.items():
+        for network in ("layers", "recurrence"):
+            after = if_b(lambda m, change=change: change(next(m.parameters())))
+            sgd = lambda p: torch.optim.SGD(p, 0.1)  # noqa: E731
+            place = ("mul", "clamp", "zero", "updated", "_foreach_add")
+            yield Fault("backward code", f"gradient {what} in {network}", Case(network, after_backward=after, optimizer=sgd), place)
+
+
+def hook_faults() -> Iterator[Fault]:
+    tensors = {
+        "scaled": lambda g: g * 1.1 if under_b() else None,
+        "zero": lambda g: torch.zeros_like(g) if under_b() else None,
+        "noise": lambda g: g + 1e-3 * drawn(*g.shape).to(g.dtype) if under_b() else None,
+    }
+    for what, hook in tensors.items():
+        for network in NETWORKS:
+            place = ("mul", "zeros_like", "add", "randn", "gradient")
+            step = Case(network, model=lambda m, hook=hook: next(m.parameters()).register_hook(hook))
+            yield Fault("hooks", f"of a parameter, {what} in {network}", step, place)
+    outputs = {
+        "forward": lambda m: m[2].register_forward_hook(lambda mod, i, o: o * 1.01 if under_b() else None),
+        "before": lambda m: m[2].register_forward_pre_hook(lambda mod, i: (i[0] * 1.01,) if under_b() else None),
+        "backward": lambda m: m[2].register_full_backward_hook(lambda mod, gi, go: (gi[0] * 1.01,) if under_b() else None),
+    }  # fmt: skip
+    for what, change in outputs.items():
+        for network in ("layers", "convolutions"):
+            yield Fault("hooks", f"of a module, {what} in {network}", Case(network, model=change), ("mul",))
+
+
+def data_faults() -> Iterator[Fault]:
+    def no_words(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Any]:
+        return with_b(lambda x, y: (change(x), y))
+
+    changes = {
+        "flipped": lambda x: x.flip(-1),
+        "brighter": lambda x: x * 1.02,
+        "one number": lambda x: one_number(x),
+        "eight bits": lambda x: (x * 64).round() / 64,
+        "another batch": lambda x: drawn(*x.shape, seed=9).to(x.dtype),
+        "first item twice": lambda x: torch.cat([x[:1], x[:1], x[2:]]),
+    }
+    for what, change in changes.items():
+        for network in ("layers", "convolutions", "recurrence"):
+            yield Fault("data", f"{what} in {network}", Case(network, batch=no_words(change)), (), ("mismatch", "different random numbers"))
+    for network in NETWORKS:
+        yield Fault("data", f"shifted labels in {network}", Case(network, batch=with_b(lambda x, y: (x, y.roll(1, 0)))), ("roll", "nll_loss"))
+        arrays = with_b(lambda x, y: (x, torch.from_numpy(y.numpy()[::-1].copy())))
+        yield Fault("data", f"reversed labels in {network}", Case(network, batch=arrays), ("nll_loss",))
+    other_words = with_b(lambda x, y: (torch.from_numpy(np.where(x.numpy() == 3, 4, x.numpy())), y))
+    yield Fault("data", "one word for another", Case("attention", batch=other_words), ("embedding",))
+
+
+def state_faults() -> Iterator[Fault]:
+    def changed(change: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+        def apply(model: nn.Module) -> None:
+            if under_b():
+                with torch.no_grad():
+                    change(model)
+
+        return apply
+
+    def first(model: nn.Module) -> Tensor:
+        return next(model.parameters())
+
+    changes = {
+        "a weight a hundredth off": lambda m: first(m).view(-1)[3:4].mul_(1.01),
+        "another seed": lambda m: first(m).copy_(drawn(*first(m).shape, seed=3)),
+        "weights in bfloat16": lambda m: first(m).copy_(first(m).bfloat16()),
+        "a missing layer": lambda m: first(m).zero_(),
+    }
+    for what, change in changes.items():
+        for network in NETWORKS:
+            kinds = ("mismatch", "reduced precision", "different random numbers")
+            yield Fault("state", f"{what} in {network}", Case(network, model=changed(change)), (), kinds)
+    running = changed(lambda m: m[1].running_mean.add_(0.1))
+    yield Fault("state", "running mean", Case("convolutions", model=running), ("native_batch_norm", "updated", "add"))
+    optimizers = {
+        "learning rate": lambda p: torch.optim.SGD(p, 0.11 if under_b() else 0.1),
+        "momentum": lambda p: torch.optim.Adam(p, 1e-2, betas=(0.8 if under_b() else 0.9, 0.99)),
+        "weight decay": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1 if under_b() else 0.0),
+        "eps": lambda p: torch.optim.Adam(p, 1e-2, eps=1e-3 if under_b() else 1e-8),
+        "amsgrad": lambda p: torch.optim.RMSprop(p, 1e-2, alpha=0.9 if under_b() else 0.99),
+    }
+    for what, optimizer in optimizers.items():
+        for network in ("layers", "attention"):
+            yield Fault("state", f"optimizer: {what} in {network}", Case(network, optimizer=optimizer), ("updated", "_foreach", "add", "mul", "addcdiv", "lerp"))
+
+
+def faults() -> list[Fault]:
+    """All of them."""
+    groups = kernels, custom, forward_faults, backward_faults, hook_faults, data_faults, state_faults
+    return [fault for group in groups for fault in group()]
+
+
+# --- the sweep --------------------------------------------------------------------------------------------
+
+
+def examined(fault: Fault, through_file: bool) -> gl.diagnostics.Audit:
+    """The audit of a step with a fault; of every so many, of traces that were kept in files."""
+    with fault.around():
+        first = gl.record(fault.step, A, progress=False)
+        second = gl.record(fault.step, B, reference=first, progress=False)
+    if through_file:
+        with tempfile.TemporaryDirectory() as folder:
+            files = [trace.save(Path(folder) / f"{n}.trace") for n, trace in enumerate((first, second))]
+            return gl.audit(*files)
+    return gl.audit(first, second)
+
+
+def sweep(every: int = 1) -> pd.DataFrame:
+    """A row for each fault: whether it was `detected`, its `kind` named rightly, and its `place`."""
+    rows = []
+    for number, fault in enumerate(faults()[::every]):
+        through_file = number % 8 == 0
+        try:
+            report = examined(fault, through_file)
+        except gl.DataError as error:  # traces that are refused as those of different steps are detected, too
+            report, text = None, str(error)
+        row = {"group": fault.group, "what": fault.what, "through_file": through_file}
+        if report is None:
+            row |= {"detected": True, "kind": True, "place": True, "report": text}
+        else:
+            worst = report.findings[0]
+            text = f"{worst.operation} {worst.module} {worst.line} {worst.detail}"
+            row |= {
+                "detected": report.kind != "rounding",
+                "kind": report.kind in fault.kinds,
+                "place": any(word in text for word in fault.place) if fault.place else report.kind != "rounding",
+                "report": str(report),
+            }
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def right_steps(count: int = 10) -> pd.DataFrame:
+    """Audits of steps without a fault: network, seed, and the kind that was found."""
+    rows = []
+    for network in NETWORKS:
+        for seed in range(count):
+            for optimizer in (None, lambda p: torch.optim.Adam(p, 1e-2)):
+                report = examined(Fault("", "", Case(network, seed, optimizer=optimizer), ()), False)
+                rows.append({"network": network, "seed": seed, "kind": report.kind, "report": str(report)})
+    return pd.DataFrame(rows)
+
+
+def rates(table: pd.DataFrame) -> pd.DataFrame:
+    """For each group the number of faults and the shares that were detected, named and placed rightly."""
+    found = table.groupby("group", sort=False)[["detected", "kind", "place"]].mean()
+    found.insert(0, "faults", table.groupby("group", sort=False).size())
+    found.loc["all"] = [len(table), *table[["detected", "kind", "place"]].mean()]
+    return found.astype({"faults": int})
+
+
+if __name__ == "__main__":
+    random.seed(0)
+    torch.set_num_threads(2)
+    table, right = sweep(), right_steps()
+    print(rates(table).to_string(float_format="{:.0%}".format))
+    print(f"{(right.kind != 'rounding').sum()} false alarms in {len(right)} right steps")
