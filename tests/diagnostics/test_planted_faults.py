@@ -1,0 +1,43 @@
+"""The sweep of `benchmarks/plant_faults.py`: an audit never says that all is well of a step that is not."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import plant_faults
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_there_are_two_hundred_faults_of_every_kind_and_no_two_alike():
+    faults = plant_faults.faults()
+    assert len(faults) >= 200
+    assert len({fault.what for fault in faults}) == len(faults)
+
+
+PARTS = 6
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_planted_fault_is_found_and_nearly_all_are_named_and_placed(part):
+    table = plant_faults.sweep(plant_faults.faults()[part::PARTS])
+    print(plant_faults.rates(table).to_string(float_format="{:.0%}".format))
+    missed = table[~table.detected]
+    assert missed.empty, f"{missed.what.tolist()}: {missed.report.tolist()}"
+    assert table.kind.mean() > 0.95, table[~table.kind].what.tolist()
+    assert table.place.mean() > 0.95, table[~table.place].what.tolist()
+
+
+@pytest.mark.parametrize("network", plant_faults.NETWORKS)
+def test_a_right_step_is_never_suspected(network):
+    table = plant_faults.right_steps(network, range(6))
+    assert set(table.kind) == {"rounding"}, table[table.kind != "rounding"].report.tolist()
