@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from gpulab.diagnostics.sketches import leaves, signs
+from gpulab.diagnostics.sketches import leaves, mapped, signs
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, rounded_factor
 from gpulab.numerics.formats import round_to, rounded_format
 
@@ -82,7 +81,7 @@ def forward_error(
     results = _floating(out)
     if name in ATTENTION:
         operation, results = _attention(operation), results[:1]
-    exact_args, exact_kwargs = tree_map(_in_float64, (list(args), kwargs))
+    exact_args, exact_kwargs = mapped(_in_float64, (list(args), kwargs))
     in_place = writes(operation)
 
     def again(change: Callable[[Tensor], Tensor], places: Sequence[int] | None = None) -> list[Tensor]:
@@ -95,10 +94,10 @@ def forward_error(
             return value.clone() if in_place and isinstance(value, Tensor) else value
 
         moved = [
-            tree_map(changed if places is None or place in places else copied, value)
+            mapped(changed if places is None or place in places else copied, value)
             for place, value in enumerate(exact_args)
         ]
-        twin = operation(*moved, **tree_map(copied if places is not None else changed, exact_kwargs))
+        twin = operation(*moved, **mapped(copied if places is not None else changed, exact_kwargs))
         if _gave_up(operation, twin):
             raise RuntimeError("a factorisation failed")
         return _floating(outcome(operation, moved, twin))
@@ -109,7 +108,8 @@ def forward_error(
         exact = again(Tensor.clone if in_place else lambda value: value)
         if not exact or [e.shape for e in exact] != [r.shape for r in results]:
             return unknown
-        if not all(math.isfinite(_norm(e)) for e in exact):
+        sizes = list(map(_norm, exact))
+        if not all(map(math.isfinite, sizes)):
             return unknown
         unit = max(torch.finfo(result.dtype).eps / 2 for result in results)
         lost = max(map(_underflow, results))
@@ -121,7 +121,10 @@ def forward_error(
             bounds = _perturbation_bounds(name, again, exact_args, exact, unit, lost)
     except RuntimeError:  # a kernel of one device alone, or none for float64
         return unknown
-    exact = [_overflowing(e, result.dtype) for e, result in zip(exact, results, strict=True)]
+    exact = [
+        _overflowing(e, result.dtype) if not size <= torch.finfo(result.dtype).max else e
+        for e, size, result in zip(exact, sizes, results, strict=True)
+    ]
     errors = [(_distance(r, e), SAFETY * _norm(b)) for r, e, b in zip(results, exact, bounds, strict=True)]
     worst = max(range(len(errors)), key=lambda place: _ratio(*errors[place]))
     error, bound = errors[worst]
@@ -178,10 +181,10 @@ def _perturbation_bounds(
     draws = itertools.count()
 
     def nudged(x: Tensor) -> Tensor:
-        return x * (1 + unit * signs(x.shape, x.device, next(draws)))  # infinity stays what it is
+        return x * signs(x, next(draws), by=unit)
 
     moves = [[(n - e).abs() for n, e in zip(again(nudged), exact, strict=True)] for _ in range(2)]
-    inputs = [t for t in leaves(args) if isinstance(t, Tensor)]
+    inputs = leaves(args)
     most = max((t.numel() for t in inputs), default=1)
     roots = [max(1.0, math.sqrt(most / max(1, e.numel()))) for e in exact]
     if "upsample" in name and "nearest" not in name:  # the place between two pixels is rounded too
@@ -248,7 +251,7 @@ def _in_float64(value: Any) -> Any:
 
 
 def _floating(out: Any) -> list[Tensor]:
-    return [t.detach() for t in leaves(out) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
+    return [t.detach() for t in leaves(out) if t.is_floating_point() and t.numel()]
 
 
 def _gave_up(operation: Any, out: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,24 +17,33 @@ from gpulab.diagnostics.fingerprints import content, parts
 SKETCH = 64  # how many numbers stand for a tensor: distances between sketches are right to about a fifth
 IN_FULL = 64  # a tensor of up to so many numbers is kept as it is
 LARGEST = 2.0**127  # whose sums and squares are finite
-COLUMNS = np.arange(SKETCH)
+SIMPLE = (int, float, str, type(None))
 BLOCK = 1 << 20  # numbers that are sketched at a time: what bounds the memory for their signs
-
-
-def leaves(values: Any) -> Iterator[Any]:
-    """What is nested in lists, tuples and dicts, in order; quicker than torch's trees, which know more kinds."""
-    if isinstance(values, list | tuple):
-        for value in values:
-            yield from leaves(value)
-    elif isinstance(values, dict):
-        yield from leaves(list(values.values()))
-    else:
-        yield values
 
 
 def tensors(values: Any) -> list[Tensor]:
     """The tensors with content among nested values, in order; of a sparse one its parts."""
-    return [part for value in leaves(values) if isinstance(value, Tensor) for part in parts(value) if part.numel()]
+    return [part for value in leaves(values) for part in parts(value) if part.numel()]
+
+
+def leaves(values: Any) -> list[Tensor]:
+    """The tensors nested in lists, tuples and dicts, in order; quicker than torch's trees, which know more kinds."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [t for value in values if not isinstance(value, SIMPLE) for t in leaves(value)]
+
+
+def mapped(change: Callable[[Any], Any], values: Any) -> Any:
+    """Nested values with each that is no list, tuple or dict changed."""
+    if isinstance(values, list | tuple):
+        return type(values)([mapped(change, value) for value in values])
+    if isinstance(values, dict):
+        return {key: mapped(change, value) for key, value in values.items()}
+    return values if isinstance(values, SIMPLE) else change(values)
 
 
 def rounds(tensor: Tensor) -> bool:
@@ -61,7 +70,10 @@ def sketch(tensor: Tensor) -> np.ndarray:
     numbers = tensor.reshape(-1)
     if numbers.numel() <= IN_FULL:
         return numbers.to("cpu", torch.float64, copy=True).numpy()
-    sums = np.sum([_sums(block, place) for place, block in enumerate(numbers.split(BLOCK))], axis=0)
+    if numbers.numel() <= BLOCK:
+        sums = _sums(numbers, 0)
+    else:
+        sums = np.sum([_sums(block, place) for place, block in enumerate(numbers.split(BLOCK))], axis=0)
     if not np.isfinite(sums).all():
         within = numbers.double().nan_to_num(0.0).clamp(-LARGEST, LARGEST)
         sums = np.sum([_sums(block, place) for place, block in enumerate(within.split(BLOCK))], axis=0)
@@ -74,15 +86,23 @@ def _sums(numbers: Tensor, place: int) -> np.ndarray:
     width = SKETCH * SKETCH * math.ceil(count / SKETCH**2)
     with np.errstate(invalid="ignore", over="ignore"):
         if numbers.device.type == "cpu":
-            signed = np.zeros(width)
-            np.multiply(numbers.double().numpy(), _signs("cpu")[:count].numpy(), out=signed[:count])
+            signed = np.zeros(width) if width > count else np.empty(width)
+            if numbers.dtype == torch.bfloat16:  # which NumPy lacks
+                numbers = numbers.float()
+            np.multiply(numbers.numpy(), _signs("cpu").numpy()[:count], out=signed[:count])
             folded = signed.reshape(SKETCH, -1, SKETCH).sum(1)
         else:
             there = numbers.new_zeros(width, dtype=torch.float64)
             torch.mul(numbers, _signs(str(numbers.device))[:count], out=there[:count])
             folded = there.view(SKETCH, -1, SKETCH).sum(1).cpu().numpy()
-        shifted = np.take_along_axis(folded, (COLUMNS - COLUMNS[:, None] - place) % SKETCH, 1).sum(0)
+        shifted = folded.ravel()[_shifts(place % SKETCH)].sum(0)
     return -shifted if place % 2 else shifted
+
+
+@functools.cache
+def _shifts(by: int) -> np.ndarray:
+    rows = np.arange(SKETCH)[:, None]
+    return rows * SKETCH + (np.arange(SKETCH) - rows - by) % SKETCH
 
 
 @functools.cache
@@ -96,15 +116,20 @@ def _signs(device: str) -> Tensor:
     return torch.from_numpy(np.where(x >> np.uint64(63), -1.0, 1.0)).to(device)
 
 
-def signs(shape: torch.Size, device: torch.device, draw: int = 0) -> Tensor:
-    """Signs +1 and -1 that look random, of a shape, in float64; others for each `draw`."""
-    count = shape.numel()
-    table = _signs(str(device))
+@functools.cache
+def _factors(device: str, by: float) -> Tensor:
+    return 1 + by * _signs(device)
+
+
+def signs(like: Tensor, draw: int = 0, by: float | None = None) -> Tensor:
+    """Signs that look random for each number of a tensor, others for each `draw`; or 1 plus or minus `by`: float64."""
+    table = _signs(str(like.device)) if by is None else _factors(str(like.device), by)
+    count = like.numel()
     start = draw * 7919 % (BLOCK - min(count, BLOCK) + 1)
-    stretch = table[start : start + min(count, BLOCK)]
+    stretch = table[start : start + count]
     if count > BLOCK:
         stretch = stretch.repeat(math.ceil(count / BLOCK))[:count]
-    return stretch.view(shape)
+    return stretch.view(like.shape)
 
 
 def distance(x: np.ndarray, reference: np.ndarray) -> float:

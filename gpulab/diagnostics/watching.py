@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path
 
 from gpulab.diagnostics import sketches as sk
 from gpulab.diagnostics import trace_files
@@ -123,7 +123,7 @@ class Watcher(TorchDispatchMode):
         if self.paused or name in SILENT or name.startswith(EMPTY) or _called_by_the_guard():
             return operation(*args, **kwargs)
         changes = writes(operation)
-        before = tree_map(_copy, (args, kwargs)) if changes else (args, kwargs)
+        before = sk.mapped(_copy, (args, kwargs)) if changes else (args, kwargs)
         arguments, defaults = trace_files.by_name(operation._schema, args, kwargs)
         random = _is_random(operation, arguments | defaults)
         blind = changes and (random or name in OVERWRITES)
@@ -157,7 +157,7 @@ class Watcher(TorchDispatchMode):
         if self.measured and not random and not operation.is_view and rounded:
             error = forward_error(operation, name, before[0], before[1], made)
             op.error, op.bound, op.format, op.rounded_before = astuple(error)
-            again_args, again_kwargs = tree_map(_copy, before) if changes else before
+            again_args, again_kwargs = sk.mapped(_copy, before) if changes else before
             again = _kept(outcome(operation, again_args, operation(*again_args, **again_kwargs)))
             op.steady = len(again) == len(results) and all(map(_same_bits, again, results))
         self.operations.append(op)
@@ -169,14 +169,13 @@ class Watcher(TorchDispatchMode):
         try:
             return operation(*args, **kwargs)
         except RuntimeError:
-            leaves = [t for t in sk.leaves((args, kwargs)) if isinstance(t, Tensor)]
+            leaves = sk.leaves((args, kwargs))
             if not any(t.dtype == torch.float64 for t in leaves) or writes(operation):
                 raise
             for dtype in (torch.float32, torch.bfloat16):
-                shorter = tree_map(lambda v, to=dtype: _as_type(v, torch.float64, to), (args, kwargs))
+                shorter_args, shorter_kwargs = sk.mapped(_as_type(torch.float64, dtype), (args, kwargs))
                 with contextlib.suppress(RuntimeError):
-                    out = operation(*shorter[0], **shorter[1])
-                    return tree_map(lambda v, by=dtype: _as_type(v, by, torch.float64), out)
+                    return sk.mapped(_as_type(dtype, torch.float64), operation(*shorter_args, **shorter_kwargs))
             raise
 
     def _shake(self, results: list[Tensor], sums: bool) -> None:
@@ -186,7 +185,7 @@ class Watcher(TorchDispatchMode):
         if not amount:
             return
         for t in results:  # by .data, which autograd does not count
-            signs = sk.signs(t.shape, t.device, 131 * place + self.draw)
+            signs = sk.signs(t, 131 * place + self.draw)
             size = float(torch.linalg.vector_norm(t)) / math.sqrt(t.numel()) if sums else math.nan
             if math.isfinite(size):
                 t.data.add_(signs, alpha=amount * size)
@@ -207,7 +206,7 @@ class Watcher(TorchDispatchMode):
     def _changed(self, before: Any, after: Any, blind: bool) -> list[str]:
         """The values that an operation left in its inputs, where it wrote to them, and in what these are parts of."""
         leaves = zip(sk.leaves(before), sk.leaves(after), strict=True)
-        both = [(then, now) for then, now in leaves if isinstance(now, Tensor) and now.numel() and not now.is_sparse]
+        both = [(then, now) for then, now in leaves if now.numel() and not now.is_sparse]
         changed = [now for then, now in both if then.shape != now.shape or not _same_bits(then, now)]
         whole = [now._base for now in changed if now._base is not None]  # which has changed with its part
         return [self._value(t) for t in ([] if blind else changed) + whole]
@@ -249,13 +248,7 @@ class Watcher(TorchDispatchMode):
 
     def _find_leaves(self, args: Any) -> None:
         for t in sk.leaves(args):
-            if (
-                isinstance(t, Tensor)
-                and t.requires_grad
-                and not t._is_view()
-                and t.is_leaf
-                and id(t) not in self.leaves
-            ):
+            if t.requires_grad and not t._is_view() and t.is_leaf and id(t) not in self.leaves:
                 self.leaves[id(t)] = t, self._quietly(t)
                 if not t.is_inference():
                     self.handles.append(t.register_post_accumulate_grad_hook(self._keep_gradient))
@@ -312,13 +305,15 @@ def _kept(values: Any) -> list[Tensor]:
     return [t for t in found if t.dtype != torch.uint8] if any(map(sk.rounds, found)) else found
 
 
-def _as_type(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
-    return value.to(new) if isinstance(value, Tensor) and value.dtype == old else value
+def _as_type(old: torch.dtype, new: torch.dtype) -> Callable[[Any], Any]:
+    return lambda value: value.to(new) if isinstance(value, Tensor) and value.dtype == old else value
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    x_bytes, y_bytes = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (x, y))
-    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(x_bytes, y_bytes)
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.uint8)
+    return torch.equal(*(t.detach().contiguous().view(-1).view(kind) for t in (x, y)))
 
 
 def _copy(value: Any) -> Any:
