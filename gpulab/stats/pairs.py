@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 OWN = ("status", "rerun", "weights", "reference", "other", "difference")  # columns with a meaning of their own
-TINY, HUGE = 1e-150, 1e150  # beyond, float64 does not hold squares
+TINY, HUGE = 1e-75, 1e75  # beyond, float64 does not hold fourth powers, which kurtosis is of
 
 
 def check_one_protocol(frame: pd.DataFrame, besides: Collection[str] = ()) -> None:
@@ -80,7 +80,7 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
         raise UsageError(f"{which}; mark them as diverged or leave their seeds out")
     largest = finished.abs().max()
     if largest > HUGE or 0 < largest < TINY:
-        raise UsageError(f"metric {metric!r} reaches {largest:.0e}, whose square no float64 holds; rescale it")
+        raise UsageError(f"metric {metric!r} reaches {largest:.0e}, whose powers float64 cannot hold; rescale it")
     return frame
 
 

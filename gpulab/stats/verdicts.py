@@ -250,7 +250,7 @@ def _tests(pairs: pd.DataFrame, margin: float) -> dict[str, Any]:
 def _intervals(pairs: pd.DataFrame, alpha: float, equivalent_alpha: float) -> list[float]:
     """The intervals of the tests of difference and of equivalence, four ends."""
     differences = pairs.difference.dropna().to_numpy(float)
-    if not _yes_or_no(pairs):
+    if not _yes_or_no(pairs) or len(differences) < 2:
         equivalent = inference.t_interval(differences, 2 * equivalent_alpha)
     else:  # the share of discordant pairs bounds the difference of the rates
         moved = int(np.count_nonzero(differences))
