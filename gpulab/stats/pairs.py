@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 OWN = ("status", "rerun", "weights", "reference", "other", "difference")  # columns with a meaning of their own
+STATES = {"finished", "crashed", "failed", "killed", "running", "preempted", "preempting", "pending"}
 TINY, HUGE = 1e-75, 1e75  # beyond, float64 does not hold fourth powers, which kurtosis is of
 
 
@@ -31,14 +33,32 @@ def check_one_protocol(frame: pd.DataFrame, besides: Collection[str] = ()) -> No
 
 
 def find_column(names: Iterable[Any], wanted: Any) -> Any:
-    """The name among `names` that is `wanted`; `UsageError` lists what there is, the closest first."""
+    """The name that is `wanted`, or else the one that ends in it after a dot or slash, such as `metrics.loss`.
+
+    `UsageError` lists what several there are, or what there is, the closest first.
+    """
     if wanted in (names := list(names)):
         return wanted
     there = [str(name) for name in names]
-    close = difflib.get_close_matches(str(wanted), there)
-    there = [*close, *(name for name in there if name not in close)]
+    ends = [name for name in there if re.search(rf"[./]{re.escape(str(wanted))}$", name)]
+    if len(ends) == 1:
+        return names[there.index(ends[0])]
+    if ends:
+        raise UsageError(f"column {wanted!r} could be any of {', '.join(ends)}; give the whole name")
+    last = {name: re.split("[./]", name)[-1] for name in there}
+    close = difflib.get_close_matches(str(wanted), [*there, *last.values()])
+    there.sort(key=lambda name: min((close.index(part) for part in (name, last[name]) if part in close), default=9))
     shown = ", ".join(there[:40]) + (f" and {more} more" if (more := len(there) - 40) > 0 else "")
     raise UsageError(f"no column {wanted!r}; there are {shown or 'none'}")
+
+
+def run_states(frame: pd.DataFrame) -> pd.Series | None:
+    """How each run ended, in small letters: its `status`, or what Weights & Biases calls `State`; None for neither."""
+    for name in {"status", "State"} & set(frame.columns):
+        states = frame[name].astype(object).where(frame[name].isna(), frame[name].astype(str).str.lower())
+        if name == "status" or ("status" not in frame and set(states) <= STATES):
+            return states
+    return None
 
 
 def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
@@ -54,8 +74,8 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
     frame.index = frame.index.set_names([None] * frame.index.nlevels)
     if twice := sorted(set(map(str, frame.columns[frame.columns.duplicated()]))):
         raise UsageError(f"more than one column is called {', '.join(twice)}; rename or drop one")
+    frame = frame.rename(columns={find_column(frame.columns, name): name for name in wanted})
     for name in wanted:
-        find_column(frame.columns, name)
         if wanted.count(name) > 1 or (name in OWN and not (name == metric and name in OWN[3:])):
             why = "stands for two of metric, factor and block" if wanted.count(name) > 1 else "has a meaning of its own"
             raise UsageError(f"column {name!r} {why}; choose another, or rename it")
@@ -119,12 +139,16 @@ def pair(
         which = f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]}"
         raise UsageError(f"{which} was run more than once{advice}")
     if not (levels := list(dict.fromkeys(runs[factor]))):
-        unended = f"; none of {len(unfinished)} has finished" if len(unfinished) else ""
+        ends = ", ".join(sorted(set(unfinished["status"])))
+        unended = f"; none of {len(unfinished)} has finished (status {ends})" if len(unfinished) else ""
         raise UsageError(f"no runs to compare{f' with {reference!r}' if reference is not None else ''}{unended}")
     if reference is None:
         reference = "cpu" if "cpu" in levels else levels[0]
-    elif reference not in levels:
-        raise UsageError(f"no runs under {reference!r}; there are {sorted(map(str, levels))}")
+    elif reference not in levels:  # on the command line, a number is text
+        texts = [str(level) for level in levels]
+        if str(reference) not in texts:
+            raise UsageError(f"no runs under {reference!r}; there are {sorted(texts)}")
+        reference = levels[texts.index(str(reference))]
     columns = [block, metric, "status", "weights"]
     base = runs.loc[runs[factor] == reference, columns]
 
