@@ -76,6 +76,8 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
         raise UsageError(f"more than one column is called {', '.join(twice)}; rename or drop one")
     frame = frame.rename(columns={find_column(frame.columns, name): name for name in wanted})
     for name in wanted:
+        if not isinstance(name, str):
+            raise UsageError(f"column {name!r} is not named by text; rename it")
         if wanted.count(name) > 1 or (name in OWN and not (name == metric and name in OWN[3:])):
             why = "stands for two of metric, factor and block" if wanted.count(name) > 1 else "has a meaning of its own"
             raise UsageError(f"column {name!r} {why}; choose another, or rename it")
@@ -110,8 +112,8 @@ def _levels(column: pd.Series) -> pd.Series:
 
     if column.isna().any():
         raise UsageError(f"column {column.name!r} is empty in {column.isna().sum()} rows; fill or drop them")
-    if isinstance(column.dtype, pd.CategoricalDtype):
-        column = column.astype(column.cat.categories.dtype)
+    if isinstance(column.dtype, pd.api.extensions.ExtensionDtype):  # categories, Arrow's, those with NA
+        column = column.astype(object).infer_objects()
     if column.dtype == object:
         kinds = {str if isinstance(value, str) else type(value) for value in column}
         if any(kind.__hash__ is None for kind in kinds):
@@ -134,13 +136,13 @@ def pair(
     runs = frame[frame["rerun"] == 0]
     if len(repeated := runs[runs.duplicated([factor, block], keep=False)]):
         advice = "; keep one row for each, or number repetitions in the column `rerun`"
-        if "machine" in repeated and len(machines := sorted(set(repeated.machine.astype(str)))) > 1:
+        if "machine" in repeated and len(machines := sorted(set(map(str, repeated.machine)))) > 1:
             advice = f", on {', '.join(machines)}; compare one machine's runs at a time"
         which = f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]}"
         raise UsageError(f"{which} was run more than once{advice}")
     if not (levels := list(dict.fromkeys(runs[factor]))):
         ends = ", ".join(sorted(set(unfinished["status"])))
-        unended = f"; none of {len(unfinished)} has finished (status {ends})" if len(unfinished) else ""
+        unended = f"; none of {len(unfinished)} is finished or diverged, but {ends}" if len(unfinished) else ""
         raise UsageError(f"no runs to compare{f' with {reference!r}' if reference is not None else ''}{unended}")
     if reference is None:
         reference = "cpu" if "cpu" in levels else levels[0]

@@ -26,7 +26,7 @@ SEEDS = np.unique(np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, 
 
 def check_alpha(alpha: float) -> None:
     """Raise `UsageError` for a level of significance that is none."""
-    if not (isinstance(alpha, (int, float)) and 0 < alpha < 0.5):
+    if not (isinstance(alpha, (int, float, np.number)) and 0 < alpha < 0.5):
         raise UsageError(f"alpha {alpha!r}: expected a number between 0 and 0.5, such as 0.05")
 
 
@@ -152,9 +152,9 @@ def _different_p(counts: np.ndarray, differences: np.ndarray, generator: np.rand
 
     seeds, total = counts[0].sum(), np.abs(counts @ differences)
     if seeds <= FLIPPED:
-        samples = np.repeat(np.tile(differences, len(counts)), counts.ravel()).reshape(-1, seeds)
-        signs = 2.0 * generator.integers(0, 2, (seeds, 999)) - 1
-        p = (1 + (np.abs(samples @ signs) >= total[:, None] - 1e-9).sum(axis=1)) / 1000
+        samples = np.repeat(np.tile(differences.astype(np.float32), len(counts)), counts.ravel()).reshape(-1, seeds)
+        signs = 2 * generator.integers(0, 2, (seeds, 999), np.int8) - np.float32(1)
+        p = (1 + (np.abs(samples @ signs) >= total[:, None] - 1e-4).sum(axis=1)) / 1000
     else:
         p = 2 * norm.sf(total / np.maximum(np.sqrt(counts @ differences**2), 1e-300))
     return np.maximum(p, 2.0 ** (1 - counts @ (differences != 0)))

@@ -306,9 +306,10 @@ def _sentence(verdict: Verdict, row: Any) -> str:
         text += f"; equivalence{ends}, {_p(row.p_equivalent, row.p_equivalent_holm, alpha)}"
     if row.decision == "inconclusive":
         text += f". Neither a difference nor equivalence{within} is shown"
-        fewest = math.ceil(1 + math.log2(1 / alpha))
+        fewest = math.ceil(1 - math.log2(1 - row.confidence))
         if n < fewest:
-            text += f"; {n} {block}s cannot show a difference at alpha {alpha:g}, {fewest} can"
+            corrected = "" if math.isclose(row.confidence, 1 - alpha) else " with so many tests"
+            text += f"; {n} {block}s cannot show a difference at alpha {alpha:g}{corrected}, {fewest} can"
         if row.one_diverged and row.diverged_apart_at_most > DIVERGED_APART:
             text += f"; on up to {row.diverged_apart_at_most:.0%} of {block}s one of the two could diverge alone"
         if math.isfinite(row.seeds_needed):

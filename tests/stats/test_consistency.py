@@ -182,7 +182,7 @@ def test_runs_that_did_not_finish_are_left_out_and_said():
     assert said in str(verdict)
     retried = pd.concat([frame, frame[frame.status == "crashed"].assign(final_loss=0.5, status="finished")])
     assert gl.verdict(retried).table.seeds[0] == 9, "a run that was started again counts"
-    with pytest.raises(gl.UsageError, match="no runs to compare; none of 20 has finished"):
+    with pytest.raises(gl.UsageError, match="no runs to compare; none of 20 is finished or diverged, but killed"):
         gl.verdict(frame.assign(status="killed"))
 
 
@@ -210,6 +210,21 @@ def test_the_types_of_columns_do_not_matter(kind):
     assert verdict.plot().png()
 
 
+def test_columns_of_arrow_and_machines_without_a_name_are_no_trouble():
+    frame = runs(pair_of(), machine=math.nan)
+    kinds = {"setting": "string[pyarrow]", "seed": "int64[pyarrow]", "final_loss": "double[pyarrow]"}
+    for other in (frame, frame.astype(kinds), frame.astype({"seed": "Float64"})):
+        verdict = gl.verdict(other)
+        assert str(verdict) == str(gl.verdict(frame))
+        assert verdict.plot().png()
+
+
+def test_so_many_levels_that_no_test_can_show_a_difference_are_told_so():
+    verdict = gl.verdict(runs({f"s{k}": pair_of(seed=k)["cpu"] for k in range(40)}))
+    assert "10 seeds cannot show a difference at alpha 0.05 with so many tests, 11 can" in str(verdict)
+    assert verdict.table.low.isna().all()
+
+
 def test_unused_categories_and_strange_names_are_no_trouble():
     frame = runs(pair_of())
     frame["setting"] = pd.Categorical(frame.setting, ["xpu", "cpu", "cuda"])
@@ -233,6 +248,7 @@ def seeds_as_text(frame):
         (lambda f: [f], {}, "expected a pandas data frame, a row per run; got a list"),
         (lambda f: f.to_dict(), {}, "got a dict"),
         (lambda f: pd.concat([f, f.seed], axis=1), {}, "more than one column is called seed"),
+        (lambda f: f.set_axis(["setting", "seed", 2], axis=1), {"metric": 2}, "column 2 is not named by text"),
         (lambda f: f, {"block": "setting"}, "'setting' stands for two of metric, factor and block"),
         (lambda f: f, {"metric": ["final_loss"]}, r"no column \['final_loss'\]; there are"),
         (lambda f: f, {"metric": "finalloss"}, "no column 'finalloss'; there are final_loss, setting, seed"),
