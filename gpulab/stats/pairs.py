@@ -74,13 +74,15 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
     frame.index = frame.index.set_names([None] * frame.index.nlevels)
     if twice := sorted(set(map(str, frame.columns[frame.columns.duplicated()]))):
         raise UsageError(f"more than one column is called {', '.join(twice)}; rename or drop one")
-    frame = frame.rename(columns={find_column(frame.columns, name): name for name in wanted})
-    for name in wanted:
+    found = [find_column(frame.columns, name) for name in wanted]
+    for name, column in zip(wanted, found, strict=True):
         if not isinstance(name, str):
             raise UsageError(f"column {name!r} is not named by text; rename it")
-        if wanted.count(name) > 1 or (name in OWN and not (name == metric and name in OWN[3:])):
-            why = "stands for two of metric, factor and block" if wanted.count(name) > 1 else "has a meaning of its own"
-            raise UsageError(f"column {name!r} {why}; choose another, or rename it")
+        if found.count(column) > 1:
+            raise UsageError(f"column {column!r} stands for two of metric, factor and block; choose another")
+        if name in OWN and not (name == metric and name in OWN[3:]):
+            raise UsageError(f"column {name!r} has a meaning of its own; choose another, or rename it")
+    frame = frame.rename(columns=dict(zip(found, wanted, strict=True)))
     frame = frame.assign(**{name: _levels(frame[name]) for name in (factor, block)})
     values = frame[metric].dropna().infer_objects()
     if is_complex_dtype(values) or not (is_numeric_dtype(values) or is_bool_dtype(values)):
@@ -89,9 +91,7 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
     frame[metric] = frame[metric].astype("Float64").to_numpy(float, na_value=math.nan)
     finite = np.isfinite(frame[metric])
     usual = pd.Series(np.where(finite, "finished", "diverged"), frame.index)
-    frame["status"] = (
-        frame["status"].astype(object).fillna(usual).astype(str).str.lower() if "status" in frame else usual
-    )
+    frame["status"] = usual if (states := run_states(frame)) is None else states.fillna(usual)
     frame["rerun"] = pd.to_numeric(frame["rerun"], errors="coerce") if "rerun" in frame else 0
     if len(unknown := frame[frame["rerun"].isna()]):
         raise UsageError(f"column 'rerun' has no number in {len(unknown)} rows: index {unknown.index[:3].tolist()}")

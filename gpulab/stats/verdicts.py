@@ -148,19 +148,23 @@ def verdict(
     not `equivalent`. One pair or none is `inconclusive`. Differences that are all exactly zero are `equivalent`.
 
     Args:
-        frame: a row per run, as from `gpulab.runs`. Rows with `rerun` above 0 are a control. Without a column
-            `status`, a run without a number diverged; without `rerun`, all are first runs.
-        metric: a column of numbers, or of booleans (then the tests are McNemar's and `discordance_p`).
+        frame: a row per run, as from `gpulab.runs` or `gpulab.stats.tables.read_table`. Rows with `rerun` above 0 are
+            a control; without that column, all are first runs. Rows whose `status` (or `State`, of Weights & Biases)
+            is neither `finished` nor `diverged` are left out, which is said; without it, a run without a number
+            diverged.
+        metric: a column of numbers, or of booleans (then the tests are McNemar's and `discordance_p`). Where no
+            column is called so, this and the next two find one that ends so, such as `metrics.loss` for `loss`.
         factor: the column whose levels are compared.
         block: the column of what they are compared on.
         margin: the largest difference without importance, in the metric's units, or in standard deviations between
             seeds under the reference, such as "0.25sd".
-        alpha: the level of significance, between 0 and 1.
+        alpha: the level of significance, between 0 and 0.5.
         reference: a level; by default "cpu", where there is none the first in the frame.
 
     Raises:
-        UsageError: for missing or non-numeric columns, a finished run without a finite number, a margin or alpha out
-            of range, an unknown reference, mixed protocols, and two first runs of one seed and level.
+        UsageError: for what is no frame, missing, ambiguous or non-numeric columns, a finished run without a finite
+            number, a margin or alpha out of range, an unknown reference, mixed protocols, and two first runs of one
+            seed and level.
 
     Examples:
         >>> import pandas as pd

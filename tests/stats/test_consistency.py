@@ -250,6 +250,7 @@ def seeds_as_text(frame):
         (lambda f: pd.concat([f, f.seed], axis=1), {}, "more than one column is called seed"),
         (lambda f: f.set_axis(["setting", "seed", 2], axis=1), {"metric": 2}, "column 2 is not named by text"),
         (lambda f: f, {"block": "setting"}, "'setting' stands for two of metric, factor and block"),
+        (lambda f: f.rename(columns={"seed": "a.x"}), {"block": "x", "factor": "a.x"}, "'a.x' stands for two of"),
         (lambda f: f, {"metric": ["final_loss"]}, r"no column \['final_loss'\]; there are"),
         (lambda f: f, {"metric": "finalloss"}, "no column 'finalloss'; there are final_loss, setting, seed"),
         (lambda f: f.rename(columns={"setting": "margin"}), {"factor": "margin"}, "'margin' is also a column of the"),

@@ -67,11 +67,15 @@ def test_an_export_of_mlflow(table, index):
 
 
 def test_pandas_own_reader_gives_verdict_the_same(tmp_path):
-    (tmp_path / "runs.csv").write_text(MLFLOW)
-    frame = pd.read_csv(tmp_path / "runs.csv")
-    assert gl.verdict(frame, metric="loss").table.equals(
-        gl.verdict(read_table(tmp_path / "runs.csv", "loss"), "loss").table
-    )
+    for text, factor in ((MLFLOW, "setting"), (WANDB.replace("NaN", "0.24"), "device")):
+        (tmp_path / "runs.csv").write_text(text)
+        ours, theirs = (
+            gl.verdict(frame, "loss", factor)
+            for frame in (read_table(tmp_path / "runs.csv", "loss"), pd.read_csv(tmp_path / "runs.csv"))
+        )
+        assert ours.table.equals(theirs.table)
+        assert str(ours) == str(theirs)
+        assert "did not finish: 1" in str(ours)
 
 
 @pytest.mark.parametrize(
