@@ -79,6 +79,12 @@ def _read_text(file: Path) -> tuple[pd.DataFrame, bool]:
         stream.seek(0)
         # Of the words that pandas takes for nothing, None is a fine name for a level and NaN is a loss.
         frame = pd.read_csv(
-            stream, sep=separator, skipinitialspace=True, keep_default_na=False, na_values=[""], index_col=False
+            stream,
+            sep=separator,
+            skipinitialspace=True,
+            keep_default_na=False,
+            na_values=[""],
+            index_col=False,
+            low_memory=False,
         )
     return frame.rename(columns=str.strip), separator != ","
