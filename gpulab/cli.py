@@ -1,4 +1,4 @@
-"""The command line: `gpulab devices | train | experiment | reproduce | runs | pack | record | audit | companion`."""
+"""The command line: `gpulab devices | train | experiment | reproduce | verdict | runs | pack | …`."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ app = typer.Typer(
 )
 
 SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
+MARGIN_HELP = "largest difference of no importance, such as 0.25sd or 0.001"
 STORE_HELP = "folder in which runs are kept, or a file of packed runs  [default: $GPULAB_STORE or ./runs]"
 
 SettingText = Annotated[str, typer.Option(help=SETTING_HELP)]
@@ -169,9 +170,7 @@ def reproduce(
     ],
     profile: Profile = "quick",
     metric: Annotated[str, typer.Option(help="final_loss or heldout_loss")] = "final_loss",
-    margin: Annotated[
-        str, typer.Option(help="largest difference of no importance, such as 0.25sd or 0.001")
-    ] = "0.25sd",
+    margin: Annotated[str, typer.Option(help=MARGIN_HELP)] = "0.25sd",
     trials: Annotated[int, typer.Option(min=1, help="changes to try at most")] = 30,
     workers: Annotated[int, typer.Option(min=1, help="runs at the same time")] = 1,
     store: Store = None,
@@ -209,6 +208,38 @@ def reproduce(
         print(f"picture in {picture}", file=sys.stderr)
     if not found.confirmed:
         raise typer.Exit(1)
+
+
+@app.command()
+def verdict(
+    file: Annotated[Path, typer.Argument(help="a .csv, .tsv or .parquet, a store, or packed runs", show_default=False)],
+    metric: Annotated[str, typer.Option(help="the column that is compared: numbers, or true and false")] = "final_loss",
+    factor: Annotated[str, typer.Option(help="the column whose levels are compared")] = "setting",
+    block: Annotated[str, typer.Option(help="the column of what they are compared on")] = "seed",
+    reference: Annotated[str | None, typer.Option(help="a level  [default: cpu, or else the first]")] = None,
+    margin: Annotated[str, typer.Option(help=MARGIN_HELP)] = "0.25sd",
+    alpha: Annotated[float, typer.Option(help="the level of significance")] = 0.05,
+    where: Annotated[list[str], typer.Option(help="take only these rows: column=value; several times")] = [],  # noqa: B006
+    picture: Annotated[Path | None, typer.Option(help="draw every run and difference into this PNG file")] = None,
+) -> None:
+    """Say whether the levels of a factor differ, from a table of runs made anywhere: a row per run.
+
+    Exports of Weights & Biases and MLflow are read as they are: `--metric loss` finds `metrics.loss`, `--block seed`
+    finds `params.seed`. A run that finished with NaN or infinity diverged, which is counted. One that crashed, failed,
+    was killed or still runs has no known result: it is left out, which is said.
+    """
+    from gpulab.stats.pairs import find_column
+    from gpulab.stats.verdicts import verdict as compare
+
+    frame = _read_runs(file, metric)
+    for name, text in _pairs(where, "--where", "column=value"):
+        frame = frame[frame[find_column(frame.columns, name)].astype(str) == text]
+    size = margin if margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
+    answer = compare(frame, metric, factor, block, size, alpha, reference)
+    print(answer)
+    if picture:
+        answer.plot().save(picture)
+        print(f"picture in {picture}")
 
 
 @app.command()
@@ -350,6 +381,21 @@ def _numbers(text: str, option: str) -> list[float]:
     if any(isinstance(number, str) for number in numbers):
         raise UsageError(f"{option} {text!r}: expected numbers")
     return numbers
+
+
+def _read_runs(file: Path, metric: str) -> Any:
+    """The runs in a store or a file of packed ones, or a table from elsewhere."""
+    from gpulab import records
+    from gpulab.errors import DataError
+    from gpulab.stats.tables import read_table
+    from gpulab.training import store as stores
+
+    if not file.exists():
+        raise DataError(f"{file}: no such file")
+    with contextlib.suppress(DataError):
+        if file.is_dir() or (file.suffix == ".parquet" and records.packed_runs(file)):
+            return stores.runs(file)
+    return read_table(file, metric)
 
 
 def _show(frame: Any) -> None:

@@ -73,7 +73,18 @@ def session(python, tmp_path):
 
 
 def test_help_lists_every_command(cli):
-    commands = ["devices", "train", "experiment", "reproduce", "runs", "pack", "record", "audit", "companion"]
+    commands = [
+        "devices",
+        "train",
+        "experiment",
+        "reproduce",
+        "verdict",
+        "runs",
+        "pack",
+        "record",
+        "audit",
+        "companion",
+    ]
     text = cli("--help").stdout
     assert re.findall(rf"^\W*({'|'.join(commands)})\b", text, re.MULTILINE) == commands
     for command in commands:
@@ -107,6 +118,37 @@ def test_a_run_is_trained_kept_listed_and_not_trained_again(session, tmp_path):
     assert list(frame.columns) == stores.COLUMNS
     assert repr(run.final_loss) in table
     assert frame.weights.tolist() == [run.weights]
+
+
+def test_a_table_from_elsewhere_gets_its_verdict_and_picture(session, cli, tmp_path):
+    losses = [("cpu", 0.1), ("cuda", 0.6)]
+    rows = [f"{seed},{device},{base + 0.01 * seed},FINISHED,a" for seed in range(8) for device, base in losses]
+    header = "params.seed,params.device,metrics.loss,status,params.model"
+    (tmp_path / "runs.csv").write_text("\n".join([header, *rows, "8,cpu,,KILLED,a", "0,cpu,0.3,FINISHED,b"]))
+    options = ["runs.csv", "--metric", "loss", "--factor", "device", "--margin", "0.05"]
+    first, other = session(
+        ["verdict", *options, "--where", "model=a", "--picture", "seeds.png"],
+        ["verdict", *options, "--where", "model=a", "--reference", "cuda", "--alpha", "0.005"],
+    )
+    assert "cuda against cpu, 8 seeds: different; difference 0.5 [0.5, 0.5], p = 0.0078" in first
+    assert "did not finish: 1 (cpu 1 killed)" in first
+    assert "picture in seeds.png" in first
+    assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
+    assert "cpu against cuda, 8 seeds: inconclusive" in other
+    assert "device 'cpu' seed 0 was run more than once" in cli("verdict", *options, status=2).stderr
+    assert cli("verdict", "no.csv", status=1).stderr == "gpulab: no.csv: no such file\n"
+    assert "no column 'lost'; there are metrics.loss" in cli("verdict", "runs.csv", "--metric", "lost", status=2).stderr
+
+
+def test_a_store_and_packed_runs_get_their_verdict(session):
+    trained = [
+        [*SMOKE, "--seed", str(seed), "--setting", setting] for seed in (0, 1) for setting in ("cpu", "cpu:threads=1")
+    ]
+    *_, of_store, of_file = session(
+        *trained, ["pack", "runs", "packed.parquet"], ["verdict", "runs"], ["verdict", "packed.parquet"]
+    )
+    assert "cpu:threads=1 against cpu, 2 seeds" in of_store
+    assert of_file == of_store
 
 
 def test_a_guarded_run_computes_the_same(session, tmp_path):

@@ -417,8 +417,9 @@ def _sentences(table: pd.DataFrame) -> Iterator[str]:
         for decision in (*DECISIONS[::-1], NOT_RECORDED):
             words = []
             for row in others[others.decision == decision].itertuples():
-                size = f" {row.effect:+.1g} [{row.low:.1g}, {row.high:.1g}]" if row.seeds else ""
-                words.append(f"{row.factor}{' (emulated)' if row.emulated else ''}{size}")
+                size = f" {row.effect:+.1g}" if row.seeds else ""
+                interval = f" [{row.low:.1g}, {row.high:.1g}]" if row.low == row.low else ""  # few seeds have none
+                words.append(f"{row.factor}{' (emulated)' if row.emulated else ''}{size}{interval}")
             if words:
                 yield f"  {decision}: {'; '.join(words)}."
     if missing := sorted(set(table.factor[table.source == NOT_RECORDED])):

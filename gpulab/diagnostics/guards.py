@@ -69,6 +69,15 @@ def guard(on: str = "raise") -> Guard:
     What is saved inside the block is checked, even when `backward` is called after it. A tensor that is overwritten
     but never used is no error. Gradients are the same bits with and without the guard.
 
+    What never passes torch's hooks for saved tensors is not seen:
+
+    - what a `torch.autograd.Function` keeps as an attribute (`ctx.x = x`; say `ctx.save_for_backward(x)`), or one
+      written in C++ as a member of its own;
+    - what a hook of a tensor or module, or any other closure, keeps for backward;
+    - a graph that another thread builds: enter the same guard in that thread, too;
+    - what is saved inside `torch.autograd.graph.save_on_cpu`, because torch applies the innermost hooks alone. A
+      guard inside `save_on_cpu` takes its place.
+
     Args:
         on: `raise` raises `OverwrittenError` where the first one is about to be used, which ends `backward`; `warn`
             lets `backward` go on, collects into the `Guard` that the block yields, and warns once at its end.
@@ -147,11 +156,8 @@ class Overwritten:
 class Guard:
     """What `guard` returns: a context manager, and a report that is true when something was found.
 
-    It may be entered again, and inside itself. torch's hooks belong to a thread: a graph that another thread builds
-    is not seen. Of several pairs of hooks torch applies the innermost alone: inside `save_on_cpu` or a checkpointed
-    function what is saved is theirs, and not seen either; and a guard inside `save_on_cpu` takes its place. On an
-    accelerator the answers are read once, when `backward` ends, so the error comes then, before the optimizer's
-    step, and the operand is not named.
+    It may be entered again, inside itself, and in several threads. On an accelerator the answers are read once, when
+    `backward` ends, so the error comes then, before the optimizer's step, and the operand is not named.
 
     Attributes:
         checked: how many uses of saved tensors were compared.

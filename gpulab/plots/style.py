@@ -154,7 +154,7 @@ def origin_keys(
     """What is filled and what is hollow, with the machines where it was made."""
     recorded = is_recorded(frame)
     for hollow in sorted(recorded.unique()):
-        machines = sorted(set(frame.machine[recorded == hollow].astype(str))) if "machine" in frame else []
+        machines = sorted(set(map(str, frame.machine[recorded == hollow].dropna()))) if "machine" in frame else []
         yield point_key((elsewhere if hollow else here) + ", ".join(machines), hollow, **look)
 
 

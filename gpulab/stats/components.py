@@ -72,7 +72,7 @@ def variance_components(
     import pandas as pd
 
     runs = check_runs(frame, metric, factor, block)
-    runs = runs[runs.status != "diverged"]
+    runs = runs[runs.status == "finished"]
     cells = runs.groupby([factor, block], observed=True)[metric].agg(["mean", "var", "size"])
     means = cells["mean"].unstack(factor)
     complete = means.dropna()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,54 +16,141 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def check_one_protocol(frame: pd.DataFrame, besides: str = "") -> None:
-    """Raise `UsageError` where runs learned different things or for different times; the column `besides` may vary."""
-    columns = [name for name in ("experiment", "profile", "frames", "protocol") if name in frame and name != besides]
+OWN = ("status", "rerun", "weights", "reference", "other", "difference")  # columns with a meaning of their own
+STATES = {"finished", "crashed", "failed", "killed", "running", "preempted", "preempting", "pending"}
+TINY, HUGE = 1e-75, 1e75  # beyond, float64 does not hold fourth powers, which kurtosis is of
+
+
+def check_one_protocol(frame: pd.DataFrame, besides: Collection[str] = ()) -> None:
+    """Raise `UsageError` where runs learned different things or for different times; columns `besides` may vary."""
+    names = ("experiment", "profile", "frames", "protocol")
+    columns = [name for name in names if name in frame and name not in besides]
     protocols = frame[columns].drop_duplicates()
     if columns and len(protocols) > 1:
-        raise UsageError(f"the frame mixes {protocols.to_dict('records')}; compare runs of one protocol at a time")
+        shown = f"{protocols[:3].to_dict('records')}{f' and {more} more' if (more := len(protocols) - 3) > 0 else ''}"
+        advice = "compare runs of one protocol at a time, or drop columns that do not tell protocols apart"
+        raise UsageError(f"the frame mixes {shown}; {advice}")
+
+
+def find_column(names: Iterable[Any], wanted: Any) -> Any:
+    """The name that is `wanted`, or else the one that ends in it after a dot or slash, such as `metrics.loss`.
+
+    `UsageError` lists what several there are, or what there is, the closest first.
+    """
+    if wanted in (names := list(names)):
+        return wanted
+    there = [str(name) for name in names]
+    ends = [name for name in there if re.search(rf"[./]{re.escape(str(wanted))}$", name)]
+    if len(ends) == 1:
+        return names[there.index(ends[0])]
+    if ends:
+        raise UsageError(f"column {wanted!r} could be any of {', '.join(ends)}; give the whole name")
+    last = {name: re.split("[./]", name)[-1] for name in there}
+    close = difflib.get_close_matches(str(wanted), [*there, *last.values()])
+    there.sort(key=lambda name: min((close.index(part) for part in (name, last[name]) if part in close), default=9))
+    shown = ", ".join(there[:40]) + (f" and {more} more" if (more := len(there) - 40) > 0 else "")
+    raise UsageError(f"no column {wanted!r}; there are {shown or 'none'}")
+
+
+def run_states(frame: pd.DataFrame) -> pd.Series | None:
+    """How each run ended, in small letters: its `status`, or what Weights & Biases calls `State`; None for neither."""
+    for name in {"status", "State"} & set(frame.columns):
+        states = frame[name].astype(object).where(frame[name].isna(), frame[name].astype(str).str.lower())
+        if name == "status" or ("status" not in frame and set(states) <= STATES):
+            return states
+    return None
 
 
 def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
     """A copy with the metric in float64, and `status`, `rerun` and `weights`; `UsageError` for nonsense."""
-    from pandas.api.types import is_bool_dtype, is_numeric_dtype
+    import pandas as pd
+    from pandas.api.types import is_bool_dtype, is_complex_dtype, is_numeric_dtype
 
-    for name in (metric, factor, block):
-        if name not in frame:
-            raise UsageError(f"no column {name!r}; there are {', '.join(map(str, frame.columns))}")
-        if name != metric and frame[name].isna().any():
-            raise UsageError(f"column {name!r} is empty in {frame[name].isna().sum()} rows; fill or drop them")
-    if not (is_numeric_dtype(frame[metric]) or is_bool_dtype(frame[metric].dropna().infer_objects())):
+    if not isinstance(frame, pd.DataFrame):
+        raise UsageError(f"expected a pandas data frame, a row per run; got a {type(frame).__name__}")
+    wanted = [metric, factor, block]
+    in_index = [name for name in frame.index.names if name in wanted and name not in frame]
+    frame = frame.reset_index(in_index) if in_index else frame.copy()
+    frame.index = frame.index.set_names([None] * frame.index.nlevels)
+    if twice := sorted(set(map(str, frame.columns[frame.columns.duplicated()]))):
+        raise UsageError(f"more than one column is called {', '.join(twice)}; rename or drop one")
+    found = [find_column(frame.columns, name) for name in wanted]
+    for name, column in zip(wanted, found, strict=True):
+        if not isinstance(name, str):
+            raise UsageError(f"column {name!r} is not named by text; rename it")
+        if found.count(column) > 1:
+            raise UsageError(f"column {column!r} stands for two of metric, factor and block; choose another")
+        if name in OWN and not (name == metric and name in OWN[3:]):
+            raise UsageError(f"column {name!r} has a meaning of its own; choose another, or rename it")
+    frame = frame.rename(columns=dict(zip(found, wanted, strict=True)))
+    frame = frame.assign(**{name: _levels(frame[name]) for name in (factor, block)})
+    values = frame[metric].dropna().infer_objects()
+    if is_complex_dtype(values) or not (is_numeric_dtype(values) or is_bool_dtype(values)):
         raise UsageError(f"metric {metric!r} is of type {frame[metric].dtype}; expected numbers or booleans")
-    check_one_protocol(frame, besides=factor)
-    frame = frame.assign(**{metric: frame[metric].astype("Float64").to_numpy(float, na_value=math.nan)})
+    check_one_protocol(frame, besides=wanted)
+    frame[metric] = frame[metric].astype("Float64").to_numpy(float, na_value=math.nan)
     finite = np.isfinite(frame[metric])
-    defaults = {"status": np.where(finite, "finished", "diverged"), "rerun": 0, "weights": None}
-    frame = frame.assign(**{name: value for name, value in defaults.items() if name not in frame})
-    if len(numberless := frame[~finite & (frame["status"] != "diverged")]):
+    usual = pd.Series(np.where(finite, "finished", "diverged"), frame.index)
+    frame["status"] = usual if (states := run_states(frame)) is None else states.fillna(usual)
+    frame["rerun"] = pd.to_numeric(frame["rerun"], errors="coerce") if "rerun" in frame else 0
+    if len(unknown := frame[frame["rerun"].isna()]):
+        raise UsageError(f"column 'rerun' has no number in {len(unknown)} rows: index {unknown.index[:3].tolist()}")
+    frame = frame if "weights" in frame else frame.assign(weights=None)
+    finished = frame[metric][frame["status"] == "finished"]
+    if len(numberless := finished[~np.isfinite(finished)]):
         which = f"{len(numberless)} finished run(s) have no finite {metric}: index {numberless.index[:3].tolist()}"
         raise UsageError(f"{which}; mark them as diverged or leave their seeds out")
+    largest = finished.abs().max()
+    if largest > HUGE or 0 < largest < TINY:
+        raise UsageError(f"metric {metric!r} reaches {largest:.0e}, whose powers float64 cannot hold; rescale it")
     return frame
+
+
+def _levels(column: pd.Series) -> pd.Series:
+    """A factor or block; `UsageError` for cells that are empty, or cannot be told apart or sorted."""
+    import pandas as pd
+
+    if column.isna().any():
+        raise UsageError(f"column {column.name!r} is empty in {column.isna().sum()} rows; fill or drop them")
+    if isinstance(column.dtype, pd.api.extensions.ExtensionDtype):  # categories, Arrow's, those with NA
+        column = column.astype(object).infer_objects()
+    if column.dtype == object:
+        kinds = {str if isinstance(value, str) else type(value) for value in column}
+        if any(kind.__hash__ is None for kind in kinds):
+            raise UsageError(
+                f"column {column.name!r} holds {', '.join(kind.__name__ for kind in kinds)}; expected names"
+            )
+        if str in kinds and len(kinds) > 1:
+            advice = f"make it one kind, such as frame[{column.name!r}].astype(str)"
+            raise UsageError(f"column {column.name!r} holds text beside numbers, such as '0' and 0; {advice}")
+    return column
 
 
 def pair(
     frame: pd.DataFrame, metric: str, factor: str, block: str, reference: Any
-) -> tuple[Any, pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """The reference, the first runs, their pairs with those of the reference, and its pairs with its reruns."""
+) -> tuple[Any, pd.DataFrame, pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """The reference, the first runs, their pairs with those of the reference, its with its reruns; what has no end."""
     frame = check_runs(frame, metric, factor, block)
+    ended = frame["status"].isin(("finished", "diverged"))
+    frame, unfinished = frame[ended], frame[~ended]
     runs = frame[frame["rerun"] == 0]
     if len(repeated := runs[runs.duplicated([factor, block], keep=False)]):
         advice = "; keep one row for each, or number repetitions in the column `rerun`"
-        if "machine" in repeated and len(machines := sorted(set(repeated.machine.astype(str)))) > 1:
+        if "machine" in repeated and len(machines := sorted(set(map(str, repeated.machine)))) > 1:
             advice = f", on {', '.join(machines)}; compare one machine's runs at a time"
         which = f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]}"
         raise UsageError(f"{which} was run more than once{advice}")
     if not (levels := list(dict.fromkeys(runs[factor]))):
-        raise UsageError(f"no runs to compare{f' with {reference!r}' if reference is not None else ''}")
+        ends = ", ".join(sorted(set(unfinished["status"])))
+        unended = f"; none of {len(unfinished)} is finished or diverged, but {ends}" if len(unfinished) else ""
+        raise UsageError(f"no runs to compare{f' with {reference!r}' if reference is not None else ''}{unended}")
     if reference is None:
         reference = "cpu" if "cpu" in levels else levels[0]
-    elif reference not in levels:
-        raise UsageError(f"no runs under {reference!r}; there are {sorted(map(str, levels))}")
+    elif reference not in levels:  # on the command line, a number is text
+        texts = [str(level) for level in levels]
+        if str(reference) not in texts:
+            raise UsageError(f"no runs under {reference!r}; there are {sorted(texts)}")
+        reference = levels[texts.index(str(reference))]
     columns = [block, metric, "status", "weights"]
     base = runs.loc[runs[factor] == reference, columns]
 
@@ -78,9 +168,9 @@ def pair(
         return pairs.sort_values(block, kind="stable", ignore_index=True)
 
     reruns = frame[(frame["rerun"] > 0) & (frame[factor] == reference)]
-    return reference, runs, beside_base(runs[runs[factor] != reference]), beside_base(reruns)
+    return reference, runs, beside_base(runs[runs[factor] != reference]), beside_base(reruns), unfinished
 
 
 def finished(runs: pd.DataFrame, metric: str, factor: str, level: Any) -> np.ndarray:
     """The metric of the runs of a level that finished, shape (runs,)."""
-    return runs.loc[(runs[factor] == level) & (runs.status != "diverged"), metric].to_numpy(float)
+    return runs.loc[(runs[factor] == level) & (runs.status == "finished"), metric].to_numpy(float)

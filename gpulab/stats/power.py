@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import re
@@ -17,14 +18,16 @@ from gpulab.stats.tests import kurtosis, sample_sd, sd_limit_ratio
 if TYPE_CHECKING:
     import pandas as pd
 
+DIVERGED_APART = 0.1  # levels that may diverge on more of the seeds differently are not called equivalent
+POWER, SIMULATIONS, FLIPPED = 0.8, 400, 200  # of `seeds_to_settle`: beyond 200 seeds a sum of flips is taken as normal
 MOST_SEEDS = 100_000
 SEEDS = np.unique(np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, MOST_SEEDS, 800)]))).astype(int)
 
 
 def check_alpha(alpha: float) -> None:
     """Raise `UsageError` for a level of significance that is none."""
-    if not (isinstance(alpha, (int, float)) and 0 < alpha < 1):
-        raise UsageError(f"alpha {alpha!r}: expected a number between 0 and 1, such as 0.05")
+    if not (isinstance(alpha, (int, float, np.number)) and 0 < alpha < 0.5):
+        raise UsageError(f"alpha {alpha!r}: expected a number between 0 and 0.5, such as 0.05")
 
 
 def parse_margin(margin: str | float) -> tuple[float, bool]:
@@ -82,7 +85,7 @@ def seeds_needed(
     if frame is not None:
         if sd is not None or between_seeds is not None:
             raise UsageError("give a frame, or sd and between_seeds; not both")
-        reference, runs, pairs, _ = pair(frame, metric, factor, block, reference)
+        reference, runs, pairs, *_ = pair(frame, metric, factor, block, reference)
         losses = finished(runs, metric, factor, reference)
         between_seeds, tails = sample_sd(losses), kurtosis(losses)
         others = dict.fromkeys(level for level in runs[factor] if level != reference)
@@ -101,28 +104,74 @@ def seeds_needed(
     return pd.DataFrame(rows)
 
 
-def seeds_to_settle(table: pd.DataFrame, losses: np.ndarray, margin: str | float, alpha: float) -> list[float]:
-    """The seeds that settle each inconclusive level of a verdict's table with a power of 0.8; NaN for the others.
+def seeds_to_settle(
+    pairs: pd.DataFrame, losses: np.ndarray, margin: str | float, alpha: float, yes_or_no: bool
+) -> float:
+    """How many seeds in all settle a level with a power of 0.8, if further ones are like those of `pairs`.
 
-    `losses` is the metric under the reference, shape (seeds,).
+    The experiment is simulated to go on, and the verdict's tests are made of it. Further seeds are drawn by a Bayesian
+    bootstrap of the pairs (Rubin 1981), so that an effect seen on few is not taken for the true one. `losses` is the
+    metric under the reference, shape (seeds,).
     """
-    from scipy.stats import binom
+    from scipy.stats import beta, binom
 
-    if len(losses) < 2 or "inconclusive" not in set(table.decision):
-        return [math.nan] * len(table)
-    margins = _margins(margin, sample_sd(losses), kurtosis(losses))
-    yes_or_no = np.isin(losses, (0.0, 1.0)).all()
-    alpha = alpha / len(table)
+    n, seen = len(pairs), pairs.difference.to_numpy(float)
+    if np.count_nonzero(~np.isnan(seen)) < 2:
+        return math.nan
+    sd, in_sd = sample_sd(losses), parse_margin(margin)[1]
+    margins = np.full(len(SEEDS), math.nan) if in_sd and not sd > 0 else _margins(margin, sd, kurtosis(losses))
+    shares = np.random.default_rng(0).dirichlet(np.ones(n), SIMULATIONS)
+    # The bootstrap draws values whose variance is (n − 1) / (n + 1) of the sample's; those of yes and no stay.
+    middle, stretch = np.nanmean(seen), 1.0 if yes_or_no else math.sqrt((n + 1) / (n - 1))
+    differences = np.nan_to_num([*seen, *(middle + stretch * (seen - middle))])
+    differences /= (scale := np.abs(differences).max() or 1.0)
+    finished = np.tile(~np.isnan(seen), 2)
+    lost = np.tile(pairs.other_diverged.to_numpy(int) - pairs.reference_diverged.to_numpy(int), 2)
+    each = alpha / (2 if lost.any() else 1)  # Holm's correction for the second test
 
-    def to_settle(row: Any) -> float:
-        if yes_or_no:  # that as large a share of discordant pairs as was seen is under the margin
-            count = np.floor((row.moved / row.seeds if row.seeds else 0.0) * SEEDS)
-            exclude = _fewest(binom.cdf(count, SEEDS, np.minimum(margins, 1.0)) <= alpha)
-        else:
-            exclude = _seeds_to_exclude(row.sd_of_differences, margins, alpha, 0.8)
-        return max(_seeds_to_detect(row.sd_of_differences, margins, alpha, 0.8), exclude)
+    def settled(place: int) -> float:
+        """The share that is settled at `SEEDS[place]` seeds."""
+        generator, seeds = np.random.default_rng(place), SEEDS[place]
+        counts = np.hstack([np.ones_like(shares, int), generator.multinomial(seeds - n, shares)])
+        worse, better = counts @ (lost > 0), counts @ (lost < 0)
+        apart = worse + better
+        may_diverge_apart = (apart > 0) & ~(beta.ppf(0.95, apart + 1, seeds - apart) <= DIVERGED_APART)
+        different = (apart > 0) & (2 * binom.cdf(np.minimum(worse, better), apart, 0.5) <= each)
+        different |= _different_p(counts, differences, generator) <= each
+        p = _equivalent_p(counts, differences, counts @ finished, margins[place] / scale, yes_or_no)
+        return float((different | ((p <= alpha) & ~may_diverge_apart)).mean())
 
-    return [to_settle(row) if row.decision == "inconclusive" else math.nan for row in table.itertuples()]
+    more = int(np.searchsorted(SEEDS, n, side="right"))
+    place = bisect.bisect_left(range(len(SEEDS)), POWER, lo=more, key=settled)
+    return float(SEEDS[place]) if place < len(SEEDS) else math.inf
+
+
+def _different_p(counts: np.ndarray, differences: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """`sign_flip_p`, roughly, of samples that hold each difference as often as a row of `counts` says."""
+    from scipy.stats import norm
+
+    seeds, total = counts[0].sum(), np.abs(counts @ differences)
+    if seeds <= FLIPPED:
+        samples = np.repeat(np.tile(differences.astype(np.float32), len(counts)), counts.ravel()).reshape(-1, seeds)
+        signs = 2 * generator.integers(0, 2, (seeds, 999), np.int8) - np.float32(1)
+        p = (1 + (np.abs(samples @ signs) >= total[:, None] - 1e-4).sum(axis=1)) / 1000
+    else:
+        p = 2 * norm.sf(total / np.maximum(np.sqrt(counts @ differences**2), 1e-300))
+    return np.maximum(p, 2.0 ** (1 - counts @ (differences != 0)))
+
+
+def _equivalent_p(counts: np.ndarray, differences: np.ndarray, n: np.ndarray, margin: float, exact: bool) -> np.ndarray:
+    """`equivalence_p` of such samples of `n` differences that are known; where `exact`, `discordance_p`."""
+    from scipy.stats import binom, t
+
+    moved = counts @ (differences != 0)
+    if exact:
+        return binom.cdf(moved, n, min(margin, 1.0))
+    with np.errstate(all="ignore"):
+        mean = counts @ differences / n
+        variance = (counts @ differences**2 / n - mean**2) * n / (n - 1)
+        p = t.sf((margin - np.abs(mean)) / np.sqrt(np.maximum(variance, 0.0) / n), n - 1)
+    return np.where(moved == 0, 0.0, p)
 
 
 def _margins(margin: str | float, between_seeds: float | None, kurtosis: float) -> np.ndarray:

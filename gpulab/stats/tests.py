@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 EXACT = 16  # up to so many differences other than zero, all 2^n signs are tried
 FLIPS = 9999  # beyond, so many are drawn
-RESAMPLES = 9999  # of the bootstrap
+MOST_FLIPPED = 10_000  # differences beyond are so many that Student's t, which is the limit, is as good
 SD_CONFIDENCE = 0.975  # at 0.95 a rare second hump misleads
 
 
@@ -21,18 +21,23 @@ def sign_flip_p(differences: ArrayLike) -> float:
     """Two-sided p of the mean of paired differences, shape (n,), when each sign could be the other (Fisher 1935).
 
     All 2^n signs are tried for up to 16 differences other than zero, else 9,999 are drawn and p = (1 + as extreme)
-    / (1 + drawn) (Phipson and Smyth 2010). Differences of one size make it a sign test, exact at any n.
+    / (1 + drawn) (Phipson and Smyth 2010). Differences of one size make it a sign test, exact at any n. Beyond
+    10,000 it is Student's t test, to which it tends.
 
     Examples:
         >>> sign_flip_p([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # 2 of 64
         0.03125
     """
+    from scipy.stats import t
+
     values = np.sort(np.asarray(differences, float))
     values = values[values != 0]
     n = len(values)
     if n == 0 or np.ptp(np.abs(values)) <= 1e-12 * np.abs(values).max():
         return sign_test_p(int((values > 0).sum()), n)
     total = values.sum()
+    if n > MOST_FLIPPED:
+        return float(2 * t.sf(abs(values.mean()) * math.sqrt(n) / sample_sd(values), n - 1))
     # Sums that are equal but for rounding count as equal; scipy's permutation_test takes 50 to 200 times as long.
     observed = abs(total) - 1e-12 * np.abs(values).sum()
     extreme = sum(int((np.abs(2 * (positive @ values) - total) >= observed).sum()) for positive in sign_flips(n))
@@ -96,41 +101,66 @@ def discordance_p(differences: ArrayLike, margin: float) -> float:
     from scipy.stats import binomtest
 
     discordant, n = np.count_nonzero(differences), np.size(differences)
-    return float(binomtest(discordant, n, min(margin, 1.0), alternative="less").pvalue) if n else math.nan
+    if not n or math.isnan(margin):
+        return math.nan
+    return float(binomtest(discordant, n, min(margin, 1.0), alternative="less").pvalue)
 
 
-def bca_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
-    """The BCa bootstrap interval of the mean of differences, shape (n,), at 1 − alpha (Efron 1987).
+def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, float]:
+    """The interval of the mean of differences, shape (n,), at 1 − alpha: every shift that `sign_flip_p` allows.
 
-    A single point where all are the same; NaN for fewer than two.
+    Its ends are two of the means of subsets of the sample (Hartigan 1969), so it holds zero where p > alpha, and
+    the truth at 1 − alpha for every symmetric distribution. NaN where so few differences bound nothing.
 
     Examples:
-        >>> bca_interval([1.0, 1.0, 1.0])
-        (1.0, 1.0)
+        >>> sign_flip_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # at 5 % the first and the last of 63 means
+        (1.0, 6.0)
     """
-    from scipy.stats import norm
+    values = np.sort(np.asarray(differences, float))
+    n, total = len(values), values.sum()
+    if n < 2:
+        return math.nan, math.nan
+    if n > MOST_FLIPPED:
+        means, (low, high) = values, t_interval(values, alpha)
+    else:
+        means, rank = np.sort(_subset_means(values)), int(alpha * (2.0 ** (n - 1) if n <= EXACT else 1 + FLIPS))
+        # A subset of none (NaN) is the sample itself, unflipped, which counts; it is not among those that are drawn.
+        rank -= int(np.isnan(means).sum()) + (n > EXACT)
+        means = means[~np.isnan(means)]
+        if rank < 0:
+            return math.nan, math.nan
+        low, high = float(means[rank]), float(means[-1 - rank])
+    if sign_flip_p(values) > alpha:  # only what was drawn, and rounding, can make the two disagree
+        return min(low, 0.0), max(high, 0.0)
+    return (max(low, float(means[means > 0][0])), high) if total > 0 else (low, min(high, float(means[means < 0][-1])))
+
+
+def _subset_means(values: np.ndarray) -> np.ndarray:
+    """The means of the values that `sign_flips` takes as positive, and of the others."""
+    means = []
+    for positive in sign_flips(len(values)):
+        sums, sizes = positive @ values, positive.sum(axis=1)
+        with np.errstate(invalid="ignore"):  # of no values
+            means += [sums / sizes, (values.sum() - sums) / (len(values) - sizes)]
+    return np.concatenate(means)
+
+
+def t_interval(differences: ArrayLike, alpha: float) -> tuple[float, float]:
+    """Student's interval of the mean of differences, shape (n,), at 1 − alpha; at 1 − 2 alpha `equivalence_p`'s.
+
+    Examples:
+        >>> low, high = t_interval([-0.1, 0.0, 0.1, 0.05, -0.05], alpha=2 * 0.0024)
+        >>> round(low, 2), round(high, 2)
+        (-0.2, 0.2)
+    """
+    from scipy.stats import t
 
     values = np.sort(np.asarray(differences, float))
     n = len(values)
     if n < 2:
         return math.nan, math.nan
-    if np.ptp(values) <= 1e-12 * np.abs(values).max():  # the same but for rounding
-        return float(values[0]), float(values[-1])
-    # scipy's bootstrap draws other resamples, so that the digits of recorded intervals would change.
-    mean = values.mean()
-    generator = np.random.default_rng(0)
-    draws = (generator.integers(0, n, (resamples, n), np.int32) for resamples in parts(RESAMPLES, n))
-    means = np.concatenate([values[places].mean(axis=1) for places in draws])
-    below = (means < mean).mean() / 2 + (means <= mean).mean() / 2
-    if not 0 < below < 1:
-        return math.nan, math.nan
-    bias = norm.ppf(below)
-    jackknife = (values.sum() - values) / (n - 1)
-    away = jackknife.mean() - jackknife
-    acceleration = (away**3).sum() / (6 * (away**2).sum() ** 1.5)
-    tails = bias + norm.ppf([alpha / 2, 1 - alpha / 2])
-    low, high = np.quantile(means, norm.cdf(bias + tails / (1 - acceleration * tails)))
-    return float(low), float(high)
+    room = float(t.isf(alpha / 2, n - 1)) * sample_sd(values) / math.sqrt(n)
+    return float(values.mean()) - room, float(values.mean()) + room
 
 
 def sd_lower_limit(values: ArrayLike) -> float:
@@ -166,11 +196,13 @@ def kurtosis(values: np.ndarray) -> float:
 
 def sample_sd(values: np.ndarray) -> float:
     """The standard deviation of a sample, shape (n,); NaN for fewer than two."""
-    return float(values.std(ddof=1)) if len(values) > 1 else math.nan
+    if len(values) < 2:
+        return math.nan
+    return float(values.std(ddof=1)) if np.ptp(values) else 0.0  # for equal ones NumPy's is not always zero
 
 
-def clopper_pearson_upper(count: int, n: int) -> float:
-    """The upper 95 % limit of the share behind `count` cases among n (Clopper and Pearson 1934, one-sided).
+def clopper_pearson_upper(count: float, n: int, alpha: float = 0.05) -> float:
+    """The upper limit at 1 − alpha of the share behind `count` cases among n (Clopper and Pearson 1934, one-sided).
 
     Examples:
         >>> round(clopper_pearson_upper(0, 10), 3)  # 1 − 0.05 ** (1 / 10)
@@ -179,7 +211,7 @@ def clopper_pearson_upper(count: int, n: int) -> float:
     from scipy.stats import beta
 
     # scipy's binomtest(count, n).proportion_ci searches for the same number, in ten times the time.
-    return float(beta.ppf(0.95, count + 1, n - count)) if count < n else 1.0
+    return float(beta.ppf(1 - alpha, count + 1, n - count)) if count < n else 1.0
 
 
 def holm(p: Sequence[float]) -> np.ndarray:

@@ -3,7 +3,8 @@
 The seed is the unit. A level of the factor (a setting, say) is compared with the reference on the seeds that both
 have, by the mean of the paired differences:
 
-- different: a sign-flip permutation test (Fisher 1935), which assumes no shape, so losses may have two humps.
+- different: a sign-flip permutation test (Fisher 1935), which assumes no shape, so losses may have two humps. The
+  interval is that test's, every shift that it allows, so it holds zero exactly when the test shows no difference.
 - equivalent: two one-sided t tests against a margin (Schuirmann 1987); for yes and no an exact test. A margin in
   standard deviations between seeds is uncertain itself, so it is taken at the sd's lower 97.5 % confidence limit.
 - Several levels: Holm's correction (1979), of the differences and of the equivalences, each for itself.
@@ -20,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import gpulab.stats.tests as inference
+from gpulab.errors import UsageError
 from gpulab.report import Report
 from gpulab.report import table as html_table
 from gpulab.stats.pairs import check_one_protocol as check_one_protocol
 from gpulab.stats.pairs import finished, pair
-from gpulab.stats.power import MOST_SEEDS, check_alpha, parse_margin, seeds_to_settle
+from gpulab.stats.power import DIVERGED_APART, MOST_SEEDS, check_alpha, parse_margin, seeds_to_settle
 
 if TYPE_CHECKING:
     import pandas as pd
 
 DECISIONS = ("different", "different but negligible", "inconclusive", "equivalent")
-DIVERGED_APART = 0.1  # levels that may diverge on more of the seeds differently are not called equivalent
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +44,13 @@ class Verdict(Report):
     after Holm's correction:
 
     - `decision`, `seeds` (pairs that both finished), `left_out` (seeds that only one has), `seeds_needed` to settle it.
-    - `difference` (mean of level minus reference), its BCa interval `low`, `high` at 1 − alpha (below ten seeds it
-      holds the truth in 76 to 90 % of cases, not 95), `sd_of_differences`, `largest_difference`.
-    - `p_different`, `p_equivalent`; `margin` in the metric's units; `same_bits` (pairs of identical weights).
+    - `difference` (mean of level minus reference), `sd_of_differences`, `largest_difference`.
+    - `low`, `high`: the interval of the difference at `confidence`: 1 − alpha, and with several tests 1 − alpha over
+      those that Holm does not reject. It holds zero exactly where `p_different_holm` > alpha; NaN below six seeds.
+    - `equivalent_low`, `equivalent_high`: the interval of the test of equivalence, at `equivalent_confidence` (1 − 2
+      alpha, and as above). It lies within the margin exactly where `p_equivalent_holm` <= alpha.
+    - `p_different`, `p_equivalent`; `margin` in the metric's units, NaN where seeds do not differ under the
+      reference; `same_bits` (pairs of identical weights).
     - `moved` (seeds moved by more than the margin), `moved_at_most` (the share that could be, a one-sided 95 % limit
       by Clopper and Pearson).
     - `diverged`, `reference_diverged`, `one_diverged` (of the shared seeds), `diverged_apart_at_most` (the same limit
@@ -62,6 +67,7 @@ class Verdict(Report):
     pairs: pd.DataFrame  # a row per level and seed; `difference` is NaN where one of the two diverged
     reruns: pd.DataFrame  # the same columns for the reference run again: a control
     runs: pd.DataFrame  # the rows of the frame that were compared
+    unfinished: pd.DataFrame  # those left out because they neither finished nor diverged
     between_seeds: float  # the standard deviation over seeds under the reference
     between_seeds_at_least: float  # its lower 97.5 % limit
 
@@ -98,6 +104,9 @@ class Verdict(Report):
                 change = f"; the largest change that another {self.factor} made to a {self.block} is {self.largest:.2e}"
                 change += f", {self.ratio:.2g} of it"
             lines.append(f"The standard deviation {between} {self.between_seeds:.2e}{change}.")
+        if len(self.table) and math.isnan(self.table.margin.iloc[0]):
+            why = f"the margin {self.margin!r} needs a spread between {self.block}s under {self.reference}"
+            lines.append(f"Equivalence was not asked: {why}; give one in the metric's units, such as margin=0.01.")
         if len(self.reruns):
             change = f"changed a {self.block} by up to {self.reruns.difference.abs().max():.2e}"
             same = self.reruns.groupby(self.block).same_bits.all()
@@ -106,6 +115,11 @@ class Verdict(Report):
         diverged = self.runs[self.runs.status == "diverged"].groupby(self.factor).size()
         where = ", ".join(f"{level} {count}" for level, count in diverged.items())
         lines.append(f"Diverged runs: {diverged.sum()}{f' ({where})' if where else ''}.")
+        if len(self.unfinished):
+            ends = self.unfinished.groupby([self.factor, "status"]).size()
+            where = ", ".join(f"{level} {count} {status}" for (level, status), count in ends.items())
+            why = f"if it was the {self.factor} that stopped them, what is left flatters it"
+            lines.append(f"Left out, because they did not finish: {ends.sum()} ({where}); {why}.")
         return "\n".join(lines)
 
     def html(self) -> str:
@@ -134,19 +148,23 @@ def verdict(
     not `equivalent`. One pair or none is `inconclusive`. Differences that are all exactly zero are `equivalent`.
 
     Args:
-        frame: a row per run, as from `gpulab.runs`. Rows with `rerun` above 0 are a control. Without a column
-            `status`, a run without a number diverged; without `rerun`, all are first runs.
-        metric: a column of numbers, or of booleans (then the tests are McNemar's and `discordance_p`).
+        frame: a row per run, as from `gpulab.runs` or `gpulab.stats.tables.read_table`. Rows with `rerun` above 0 are
+            a control; without that column, all are first runs. Rows whose `status` (or `State`, of Weights & Biases)
+            is neither `finished` nor `diverged` are left out, which is said; without it, a run without a number
+            diverged.
+        metric: a column of numbers, or of booleans (then the tests are McNemar's and `discordance_p`). Where no
+            column is called so, this and the next two find one that ends so, such as `metrics.loss` for `loss`.
         factor: the column whose levels are compared.
         block: the column of what they are compared on.
         margin: the largest difference without importance, in the metric's units, or in standard deviations between
             seeds under the reference, such as "0.25sd".
-        alpha: the level of significance, between 0 and 1.
+        alpha: the level of significance, between 0 and 0.5.
         reference: a level; by default "cpu", where there is none the first in the frame.
 
     Raises:
-        UsageError: for missing or non-numeric columns, a finished run without a finite number, a margin or alpha out
-            of range, an unknown reference, mixed protocols, and two first runs of one seed and level.
+        UsageError: for what is no frame, missing, ambiguous or non-numeric columns, a finished run without a finite
+            number, a margin or alpha out of range, an unknown reference, mixed protocols, and two first runs of one
+            seed and level.
 
     Examples:
         >>> import pandas as pd
@@ -159,49 +177,63 @@ def verdict(
     import pandas as pd
 
     check_alpha(alpha)
-    reference, runs, pairs, reruns = pair(frame, metric, factor, block, reference)
+    number, in_sd = parse_margin(margin)
+    reference, runs, pairs, reruns, unfinished = pair(frame, metric, factor, block, reference)
     losses = finished(runs, metric, factor, reference)
     sd, sd_limit = inference.sample_sd(losses), inference.sd_lower_limit(losses)
-    number, in_sd = parse_margin(margin)
-    size = number * sd_limit if in_sd else number
-    rows, count = [], runs[factor].value_counts()
-    for level in dict.fromkeys(level for level in runs[factor] if level != reference):
-        both = pairs[pairs[factor] == level]
-        left_out = int(count[level] + count[reference] - 2 * len(both))
-        rows.append({factor: level, "decision": "", **_tests(both, size, alpha), "left_out": left_out})
-    table = pd.DataFrame(rows, columns=[factor, "decision", *_tests(pairs[:0], size, alpha), "left_out"])
+    size = number * (sd_limit or math.nan) if in_sd else number
+    if factor in (columns := _tests(pairs[:0], size)):
+        raise UsageError(f"factor {factor!r} is also a column of the verdict's own table; rename it")
+    levels = list(dict.fromkeys(level for level in runs[factor] if level != reference))
+    of_level = {level: pairs[pairs[factor] == level] for level in levels}
+    table = pd.DataFrame(
+        [{factor: level, **_tests(of_level[level], size)} for level in levels], columns=[factor, *columns]
+    )
+    count = runs[factor].value_counts()
+    table["left_out"] = [int(count[level] + count[reference] - 2 * len(of_level[level])) for level in levels]
     # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a false alarm,
     # and the others need no correction for it (Tarone 1990).
     testable = 2.0 ** (1 - table.one_diverged.to_numpy(float)) <= alpha
     corrected = inference.holm([*table.p_different, *np.where(testable, table.p_diverged, math.nan)])
     table["p_different_holm"] = corrected[: len(table)]
-    table["p_diverged_holm"] = np.where(testable, corrected[len(table) :], 1.0)
+    table["p_diverged_holm"] = np.where(testable, corrected[len(table) :], table.p_diverged)
     table["p_equivalent_holm"] = inference.holm(list(table.p_equivalent))
+    # Holm has stopped at this level: it rejects what is below, and nothing above.
+    apart, alike = (alpha / max(1, np.sum(p > alpha)) for p in (corrected, table.p_equivalent_holm))
+    table["confidence"], table["equivalent_confidence"] = 1 - apart, 1 - 2 * alike
+    for level, row in zip(levels, table.index, strict=True):
+        ends = _intervals(of_level[level], apart, alike)
+        table.loc[row, ["low", "high", "equivalent_low", "equivalent_high"]] = ends
     table["decision"] = [_decide(row, alpha) for row in table.itertuples()]
-    table["seeds_needed"] = seeds_to_settle(table, losses, margin, alpha)
-    return Verdict(metric, factor, block, reference, margin, alpha, table, pairs, reruns, runs, sd, sd_limit)
+    table["seeds_needed"] = [
+        seeds_to_settle(some, losses, margin, alpha / len(levels), _yes_or_no(some))
+        if what == "inconclusive"
+        else math.nan
+        for some, what in zip(of_level.values(), table.decision, strict=True)
+    ]
+    return Verdict(
+        metric, factor, block, reference, margin, alpha, table, pairs, reruns, runs, unfinished, sd, sd_limit
+    )
 
 
-def _tests(pairs: pd.DataFrame, margin: float, alpha: float) -> dict[str, Any]:
+def _tests(pairs: pd.DataFrame, margin: float) -> dict[str, Any]:
     """What one level's pairs say, before any correction for the other levels."""
     differences = pairs.difference.dropna().to_numpy(float)
     n = len(differences)
-    metric = pairs[["reference", "other"]].to_numpy(float)
-    yes_or_no = np.isin(metric[~np.isnan(metric)], (0.0, 1.0)).all()
-    equivalent = inference.discordance_p if yes_or_no else inference.equivalence_p
-    low, high = inference.bca_interval(differences, alpha)
-    moved = int((np.abs(differences) > margin).sum())
+    equivalent = inference.discordance_p if _yes_or_no(pairs) else inference.equivalence_p
+    moved = int((np.abs(differences) > margin).sum()) if margin > 0 else math.nan
     one_diverged = pairs.reference_diverged != pairs.other_diverged
     apart = int(one_diverged.sum())
     return {
+        "decision": "",
         "seeds": n,
         "difference": float(np.sort(differences).mean()) if n else math.nan,
-        "low": low,
-        "high": high,
+        **dict.fromkeys(("low", "high", "confidence"), math.nan),
         "p_different": inference.sign_flip_p(differences) if n > 1 else math.nan,
         "p_different_holm": math.nan,
         "p_equivalent": equivalent(differences, margin) if n > 1 else math.nan,
         "p_equivalent_holm": math.nan,
+        **dict.fromkeys(("equivalent_low", "equivalent_high", "equivalent_confidence"), math.nan),
         "margin": margin,
         "sd_of_differences": inference.sample_sd(differences),
         "largest_difference": float(np.abs(differences).max()) if n else math.nan,
@@ -214,7 +246,26 @@ def _tests(pairs: pd.DataFrame, margin: float, alpha: float) -> dict[str, Any]:
         "diverged_apart_at_most": inference.clopper_pearson_upper(apart, len(pairs)),
         "p_diverged": inference.sign_test_p(int((one_diverged & pairs.other_diverged).sum()), apart),
         "p_diverged_holm": math.nan,
+        "left_out": 0,
+        "seeds_needed": math.nan,
     }
+
+
+def _intervals(pairs: pd.DataFrame, alpha: float, equivalent_alpha: float) -> list[float]:
+    """The intervals of the tests of difference and of equivalence, four ends."""
+    differences = pairs.difference.dropna().to_numpy(float)
+    if not _yes_or_no(pairs) or len(differences) < 2:
+        equivalent = inference.t_interval(differences, 2 * equivalent_alpha)
+    else:  # the share of discordant pairs bounds the difference of the rates
+        moved = int(np.count_nonzero(differences))
+        limit = inference.clopper_pearson_upper(moved, len(differences), equivalent_alpha)
+        equivalent = -limit, limit
+    return [*inference.sign_flip_interval(differences, alpha), *equivalent]
+
+
+def _yes_or_no(pairs: pd.DataFrame) -> bool:
+    known = pairs.loc[pairs.difference.notna(), ["reference", "other"]]
+    return bool(known.isin((0.0, 1.0)).all(axis=None))
 
 
 def _decide(row: Any, alpha: float) -> str:
@@ -232,42 +283,47 @@ def _decide(row: Any, alpha: float) -> str:
 
 def _sentence(verdict: Verdict, row: Any) -> str:
     """One level's decision, and what follows from its numbers; `row` is the level's of the table."""
-    reference, block, n = verdict.reference, verdict.block, row.seeds
+    reference, block, n, alpha = verdict.reference, verdict.block, row.seeds, verdict.alpha
     text = f"{row[0]} against {reference}, {_count(n, block)}: {row.decision}"
     left_out = f" Left out: {_count(row.left_out, block)} that only one of the two has." if row.left_out else ""
     diverged = ""
     if row.diverged or row.reference_diverged:
         diverged = f"iverged: {row.diverged}, under {reference} {row.reference_diverged}"
+        diverged += f" ({_p(row.p_diverged, row.p_diverged_holm, alpha)})"
     if n < 2:
         why = f"one {block} is no evidence" if n else f"they have no {block} in common"
         if diverged:
-            why = f"too few {block}s finished under both (d{diverged}; p = {p_text(row.p_diverged)})"
+            why = f"too few {block}s finished under both; d{diverged}"
         return f"{text}; {why}.{left_out}"
-    within = f" within ±{row.margin:.2g}"
+    within = f" within ±{row.margin:.2g}" if row.margin > 0 else ""
     share, in_sd = parse_margin(verdict.margin)
-    if in_sd:
+    if in_sd and within:
         within += f" ({share:g} sd between {block}s, at that sd's lower 97.5 % limit)"
     if row.decision in ("equivalent", "different but negligible"):
         text += within
-    interval = "" if math.isnan(row.low) else f" [{row.low:.2g}, {row.high:.2g}]"
-    text += f"; difference {row.difference:.2g}{interval}, p = {p_text(row.p_different_holm)}"
-    if row.decision != "different":
-        text += f"; equivalence p = {p_text(row.p_equivalent_holm)}"
+    elif row.decision == "different" and row.p_different_holm > alpha:
+        text += " in how often they diverge"
+    text += f"; difference {row.difference:.2g}{_interval(row.low, row.high, row.confidence, 0.95)}"
+    text += f", {_p(row.p_different, row.p_different_holm, alpha)}"
+    if row.decision != "different" and within:
+        ends = _interval(row.equivalent_low, row.equivalent_high, row.equivalent_confidence, math.nan, row.margin)
+        text += f"; equivalence{ends}, {_p(row.p_equivalent, row.p_equivalent_holm, alpha)}"
     if row.decision == "inconclusive":
         text += f". Neither a difference nor equivalence{within} is shown"
-        fewest = math.ceil(1 + math.log2(1 / verdict.alpha))
+        fewest = math.ceil(1 - math.log2(1 - row.confidence))
         if n < fewest:
-            text += f"; {n} {block}s cannot show a difference at alpha {verdict.alpha:g}, {fewest} can"
+            corrected = "" if math.isclose(row.confidence, 1 - alpha) else " with so many tests"
+            text += f"; {n} {block}s cannot show a difference at alpha {alpha:g}{corrected}, {fewest} can"
         if row.one_diverged and row.diverged_apart_at_most > DIVERGED_APART:
             text += f"; on up to {row.diverged_apart_at_most:.0%} of {block}s one of the two could diverge alone"
-        elif math.isfinite(row.seeds_needed):
-            text += f"; about {max(row.seeds_needed, n + 1):.0f} {block}s would settle it (power 0.8)"
+        if math.isfinite(row.seeds_needed):
+            text += f"; about {row.seeds_needed:.0f} {block}s would settle it (power 0.8, if others are like these)"
         else:
             text += f"; no number of {block}s up to {MOST_SEEDS:,} would settle it"
     if diverged:
-        text += f". D{diverged} (p = {p_text(row.p_diverged)})"
-    if row.decision in ("equivalent", "inconclusive"):  # a level may make a few seeds jump, and none that was seen
-        text += f". {row.moved} of {_count(n, block)} moved by more than the margin"
+        text += f". D{diverged}"
+    if row.decision in ("equivalent", "inconclusive") and within:  # some may jump, and none that was seen
+        text += f". {row.moved:.0f} of {_count(n, block)} moved by more than the margin"
         text += f"; up to {row.moved_at_most:.0%} of {block}s could (95 % limit)"
     return f"{text}.{left_out}"
 
@@ -276,8 +332,26 @@ def _count(n: int, block: str) -> str:
     return f"{n} {block}" if n == 1 else f"{n} {block}s"
 
 
-def p_text(value: float) -> str:
-    """A p value in two digits; far below 0.001 in one."""
+def _p(raw: float, corrected: float, alpha: float) -> str:
+    return f"{'' if corrected == raw or math.isnan(raw) else 'corrected '}p = {p_text(corrected, alpha)}"
+
+
+def _interval(low: float, high: float, confidence: float, usual: float = math.nan, limit: float = 0.0) -> str:
+    """The interval in brackets, with its level where that is not the usual one; nothing where there is none."""
+    if math.isnan(low):
+        return ""
+    level = "" if math.isclose(confidence, usual) else f" ({100 * confidence:.3g} %)"
+    return f" [{_digits(low, -limit)}, {_digits(high, limit)}]{level}"
+
+
+def p_text(value: float, alpha: float = math.nan) -> str:
+    """A p value in two digits; far below 0.001 in one; in more where it would seem to be on alpha's other side."""
     if math.isnan(value):
         return "unknown"
-    return f"{value:.2g}" if value >= 0.001 or value == 0 else f"{value:.0e}"
+    return _digits(value, alpha) if value >= 0.001 or value == 0 else f"{value:.0e}"
+
+
+def _digits(value: float, limit: float) -> str:
+    """A number in two digits, or in as many as keep it on its side of a limit."""
+    texts = (f"{value:.{digits}g}" for digits in range(2, 18))
+    return next((text for text in texts if (float(text) > limit) == (value > limit)), str(value))

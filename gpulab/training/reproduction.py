@@ -27,8 +27,9 @@ from gpulab.errors import GpulabError
 from gpulab.report import Report
 from gpulab.report import table as html_table
 from gpulab.settings import Setting
+from gpulab.stats.power import DIVERGED_APART
 from gpulab.stats.tests import clopper_pearson_upper, holm
-from gpulab.stats.verdicts import DIVERGED_APART, Verdict, p_text
+from gpulab.stats.verdicts import Verdict, p_text
 from gpulab.training import store as stores
 from gpulab.training.objective import Records, Trainings, UserFunction, check_numbers, check_runs_here, optional
 from gpulab.training.proposals import propose
@@ -402,8 +403,8 @@ def _sentences(found: Reproduction) -> Iterator[str]:
             elif row.diverged:
                 yield f"With nothing changed, {row.diverged} of {row.diverged + row.seeds} seeds diverged."
             else:
-                interval = f"[{row.low:.2g}, {row.high:.2g}]"
-                yield f"With nothing changed: {row.decision}, difference {row.difference:.2g} {interval}."
+                interval = "" if math.isnan(row.low) else f" [{row.low:.2g}, {row.high:.2g}]"
+                yield f"With nothing changed: {row.decision}, difference {row.difference:.2g}{interval}."
     if parts := list(_confirmed_by_parameter(found)):
         yield f"Confirmed, by what was changed: {'; '.join(parts)}."
     if found.best != {}:

@@ -46,7 +46,7 @@ def test_many_sign_flips_are_drawn():
     "test",
     [
         inference.sign_flip_p,
-        inference.bca_interval,
+        inference.sign_flip_interval,
         inference.sd_lower_limit,
         lambda differences: inference.equivalence_p(differences, 0.5),
     ],
@@ -75,16 +75,58 @@ def test_no_difference_is_no_test(test):
     assert math.isnan(test([], 0.1))
 
 
-@pytest.mark.parametrize("n", [6, 30])
-def test_the_interval_is_scipys(n):
-    differences = np.random.default_rng(5).lognormal(size=n)
-    theirs = stats.bootstrap((differences,), np.mean, method="BCa", n_resamples=9999, rng=0).confidence_interval
-    width = theirs.high - theirs.low
-    assert inference.bca_interval(differences) == pytest.approx(tuple(theirs), abs=0.04 * width)
+@pytest.mark.parametrize("n", [6, 10, 16])
+@pytest.mark.parametrize("alpha", [0.05, 0.2, 2 / 2**6])
+def test_the_interval_holds_the_shifts_that_the_test_allows(n, alpha):
+    differences = np.random.default_rng(n).lognormal(size=n)
+    low, high = inference.sign_flip_interval(differences, alpha)
+    step = 1e-6
+    for inside, outside in ((low + step, low - step), (high - step, high + step)):
+        assert inference.sign_flip_p(differences - inside) > alpha >= inference.sign_flip_p(differences - outside)
 
 
-def test_the_interval_of_one_value_is_unknown():
-    assert np.isnan(inference.bca_interval([1.0])).all()
+def differences_of_every_kind():
+    generator = np.random.default_rng(13)
+    for n in (2, 5, 6, 9, 16, 17, 30):
+        for shift in (0.0, 0.3, 0.8):
+            values = generator.standard_normal(n) + shift
+            rare = generator.random(n) < 0.3
+            yield from (values, values.round(), values * rare, 1e-3 * values + rare, rare * 1.0, np.full(n, 0.1))
+            yield generator.choice([-1.0, 0.0, 1.0], n)
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.05 / 3, 0.01, 0.2])
+def test_intervals_and_p_say_the_same(alpha):
+    for values in differences_of_every_kind():
+        low, high = inference.sign_flip_interval(values, alpha)
+        assert (low > 0 or high < 0) == (inference.sign_flip_p(values) <= alpha)
+        low, high = inference.t_interval(values, 2 * alpha)
+        for margin in (0.05, 0.3, 1.0):
+            assert (-margin < low and high < margin) == (inference.equivalence_p(values, margin) <= alpha)
+
+
+@pytest.mark.parametrize("n", [6, 12, 25])
+def test_the_interval_holds_the_truth_as_often_as_it_says(n):
+    generator = np.random.default_rng(14)
+    draws = [lambda: generator.standard_normal(n), lambda: generator.choice([-1.0, 1.0], n) * generator.random(n)]
+    intervals = np.array([inference.sign_flip_interval(draws[k % 2](), 0.1) for k in range(600)])
+    assert 0.87 < ((intervals[:, 0] <= 0) & (intervals[:, 1] >= 0)).mean() < 0.96
+
+
+def test_very_many_differences_are_tested_by_students_t():
+    values = np.random.default_rng(15).standard_normal(20_000) + 0.02
+    assert inference.sign_flip_p(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+    theirs = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert inference.sign_flip_interval(values, 0.05) == pytest.approx(tuple(theirs))
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_the_interval_of_few_values_is_unknown(n):
+    assert np.isnan(inference.sign_flip_interval([1.0] * n)).all()
+
+
+def test_equal_values_have_no_spread():
+    assert inference.sample_sd(np.full(10, 0.1)) == 0
 
 
 @pytest.mark.parametrize(
@@ -113,6 +155,7 @@ def test_the_upper_limit_of_a_share_is_clopper_and_pearsons():
     assert inference.clopper_pearson_upper(0, 10) == pytest.approx(1 - 0.05 ** (1 / 10))
     theirs = stats.binomtest(3, 12, alternative="less").proportion_ci(0.95, "exact").high
     assert inference.clopper_pearson_upper(3, 12) == pytest.approx(theirs)
+    assert inference.clopper_pearson_upper(3, 12, alpha=0.05) == inference.clopper_pearson_upper(3, 12)
     assert inference.clopper_pearson_upper(4, 4) == 1
     assert inference.clopper_pearson_upper(0, 0) == 1
 

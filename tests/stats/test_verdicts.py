@@ -254,7 +254,7 @@ def test_a_seed_that_diverged_is_no_pair_but_is_counted():
     assert [numbers[name] for name in ("seeds", "diverged", "reference_diverged", "one_diverged")] == [1, 2, 2, 2]
     assert numbers["p_diverged"] == 1
     assert verdict.between_seeds == pytest.approx(0.2 / math.sqrt(2))
-    assert "too few seeds finished under both (diverged: 2, under cpu 2; p = 1)" in str(verdict)
+    assert "too few seeds finished under both; diverged: 2, under cpu 2 (p = 1)" in str(verdict)
     assert "Diverged runs: 4 (cpu 2, cuda 2)" in str(verdict)
 
 
@@ -263,7 +263,9 @@ def test_diverging_more_often_is_different_whatever_the_metric_says():
     assert row(verdict)["p_diverged"] == pytest.approx(2 / 2**7)
     assert row(verdict)["p_different"] == 1
     assert verdict.decision == "different"
-    assert "Diverged: 7, under cpu 0 (p = 0.016)" in str(verdict)
+    assert row(verdict)["p_diverged_holm"] == 2 * row(verdict)["p_diverged"], "the differences are tested, too"
+    assert "different in how often they diverge; difference 0" in str(verdict)
+    assert "Diverged: 7, under cpu 0 (corrected p = 0.031)" in str(verdict)
 
 
 def test_what_may_diverge_more_often_is_not_equivalent():
@@ -352,12 +354,13 @@ def test_no_runs_are_refused():
             ({"margin": margin}, r"expected a number above 0, or such as '0\.25sd'")
             for margin in [0, -0.1, math.nan, math.inf, True, None, "sd", "-1sd", "0sd", "0.25", "1e", [0.1]]
         ),
-        *(({"alpha": alpha}, "alpha") for alpha in [0, 1, -0.1, 2, math.nan, "5%"]),
+        *(({"alpha": alpha}, "alpha") for alpha in [0, 0.5, 1, -0.1, 2, math.nan, "5%"]),
         *(
             ({option: "beauty"}, "no column 'beauty'; there are setting, seed")
             for option in ("metric", "factor", "block")
         ),
-        ({"metric": "weights"}, "'weights' is of type"),
+        ({"metric": "machine"}, "'machine' is of type"),
+        ({"metric": "weights"}, "'weights' has a meaning of its own"),
     ],
     ids=str,
 )

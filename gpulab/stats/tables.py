@@ -1,0 +1,90 @@
+"""Tables of runs from elsewhere: CSV, TSV or Parquet, as Weights & Biases and MLflow export them or anyone writes."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpulab.errors import DataError
+from gpulab.stats.pairs import find_column, run_states
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def read_table(file: str | Path, metric: str) -> pd.DataFrame:
+    r"""A table of runs, a row each, as `gpulab.verdict` takes it; columns keep their names.
+
+    Text may be separated by commas, semicolons (then decimals may have a comma) or tabs. A run that finished with
+    NaN or infinity as its metric diverged; one that finished with an empty cell is refused by `verdict`.
+
+    Args:
+        file: A .parquet, or text in UTF-8 with a header: a run table exported by Weights & Biases, what
+            `mlflow.search_runs().to_csv` or `mlflow experiments csv` wrote, or any other.
+        metric: The column that shall be numbers.
+
+    Raises:
+        DataError: For a file that cannot be read, is empty, has columns of one name or no number in a cell.
+        UsageError: For a metric that is not there, or stands for several columns.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> file = Path(folder.name) / "runs.csv"
+        >>> _ = file.write_text("device;seed;loss\ncpu;0;0,5\ncuda;0;NaN\n")
+        >>> read_table(file, "loss").values.tolist()
+        [['cpu', 0, 0.5], ['cuda', 0, nan]]
+    """
+    import pandas as pd
+    import pyarrow
+    from pandas.api.types import is_bool_dtype
+
+    file = Path(file)
+    try:
+        frame, comma = (pd.read_parquet(file), False) if file.suffix == ".parquet" else _read_text(file)
+    except (OSError, ValueError, csv.Error, pyarrow.ArrowException) as error:  # of pandas' all are ValueErrors
+        raise DataError(f"{file}: cannot be read as a table: {' '.join(str(error).split())}") from None
+    if frame.empty:
+        raise DataError(f"{file}: no runs in it; expected a header and a row per run")
+    cells = frame[metric := find_column(frame.columns, metric)].dropna().infer_objects()
+    if not is_bool_dtype(cells):
+        text = cells.astype(str).str.strip()
+        numbers = pd.to_numeric(text.str.replace(",", ".") if comma else text, errors="coerce")
+        if len(wrong := text[numbers.isna() & (text.str.lower() != "nan")]):
+            where = f"row {wrong.index[0] + 2} has {wrong.iloc[0]!r}"
+            raise DataError(f"{file}: column {metric!r} is not of numbers: {where} (the header is row 1)")
+        frame[metric] = numbers.reindex(frame.index)
+        lost = pd.Series(~np.isfinite(numbers), numbers.index).reindex(frame.index, fill_value=False)
+        if (states := run_states(frame)) is not None:
+            frame["status"] = states.mask(lost & (states == "finished"), "diverged")
+    return frame
+
+
+def _read_text(file: Path) -> tuple[pd.DataFrame, bool]:
+    """The table, and whether its decimals may have a comma."""
+    import pandas as pd
+
+    with file.open(encoding="utf-8-sig", newline="") as stream:
+        lines = stream.readline()
+        separator = max(",;\t", key=lambda mark: len(next(csv.reader([lines], delimiter=mark), [])))
+        stream.seek(0)
+        header = [name.strip() for name in next(csv.reader(stream, delimiter=separator), [])]
+        if twice := sorted({name for name in header if name and header.count(name) > 1}):
+            raise ValueError(f"more than one column is called {', '.join(twice)}")
+        if not any(header):
+            raise ValueError("it is empty")
+        stream.seek(0)
+        # Of the words that pandas takes for nothing, None is a fine name for a level and NaN is a loss.
+        frame = pd.read_csv(
+            stream,
+            sep=separator,
+            skipinitialspace=True,
+            keep_default_na=False,
+            na_values=[""],
+            index_col=False,
+            low_memory=False,
+        )
+    return frame.rename(columns=str.strip), separator != ","

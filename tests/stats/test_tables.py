@@ -1,0 +1,170 @@
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import gpulab as gl
+from gpulab.errors import DataError, UsageError
+from gpulab.stats.tables import read_table
+
+# As Weights & Biases' table of runs exports it: every cell in quotes, configuration and summary by their plain names.
+WANDB = """"Name","State","Notes","User","Tags","Created","Runtime","Sweep","device","lr","seed","epoch","val/loss"
+"calm-sun-6","finished","-","ann","","2026-03-01T10:00:00.000Z","61","","cuda","0.001","2","9","0.32"
+"calm-sun-5","finished","-","ann","","2026-03-01T10:00:00.000Z","61","","cuda","0.001","1","9","NaN"
+"calm-sun-4","crashed","-","ann","","2026-03-01T10:00:00.000Z","12","","cuda","0.001","0","3","0.91"
+"calm-sun-3","finished","a, b","ann","","2026-03-01T10:00:00.000Z","60","","cpu","0.001","2","9","0.30"
+"calm-sun-2","finished","-","ann","","2026-03-01T10:00:00.000Z","60","","cpu","0.001","1","9","0.20"
+"calm-sun-1","finished","-","ann","","2026-03-01T10:00:00.000Z","60","","cpu","0.001","0","9","0.10"
+"""
+# From `mlflow.search_runs().to_csv("runs.csv")` of MLflow 3.17; `mlflow experiments csv` writes no index.
+MLFLOW = """,run_id,experiment_id,status,artifact_uri,start_time,end_time,metrics.loss,params.lr,\
+params.setting,params.seed,tags.mlflow.source.type,tags.mlflow.runName,tags.mlflow.user,tags.note
+0,8b9aabf4,1,FAILED,/mlruns/1/8b/artifacts,2026-11-21 23:05.283+00:00,2026-11-21 23:05.300+00:00,,0.001,cuda,1,\
+LOCAL,cuda-1,root,"a, b"
+1,3c497c70,1,FINISHED,/mlruns/1/3c/artifacts,2026-11-21 23:05.258+00:00,2026-11-21 23:05.278+00:00,0.1,0.001,cuda,0,\
+LOCAL,cuda-0,root,"a, b"
+2,48578eab,1,FINISHED,/mlruns/1/48/artifacts,2026-11-21 23:05.231+00:00,2026-11-21 23:05.253+00:00,0.11,0.001,cpu,1,\
+LOCAL,cpu-1,root,"a, b"
+3,4fc0552a,1,FINISHED,/mlruns/1/4f/artifacts,2026-11-21 23:05.181+00:00,2026-11-21 23:05.221+00:00,0.1,0.001,cpu,0,\
+LOCAL,cpu-0,root,"a, b"
+"""
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Read some text as a table; bytes are written as they are."""
+
+    def read(text, metric="loss", name="runs.csv"):
+        file = tmp_path / name
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return read_table(file, metric)
+
+    return read
+
+
+def test_an_export_of_weights_and_biases(table):
+    frame = table(WANDB)
+    verdict = gl.verdict(frame, metric="loss", factor="device")
+    (row,) = verdict.table.to_dict("records")
+    assert (verdict.metric, verdict.reference) == ("loss", "cpu")
+    assert (row["seeds"], row["left_out"], row["diverged"]) == (1, 1, 1), "a crashed run's last loss is not its result"
+    assert row["difference"] == pytest.approx(0.02)
+    assert "Diverged runs: 1 (cuda 1)" in str(verdict)
+    assert "did not finish: 1 (cuda 1 crashed); if it was the device that stopped them, what is left" in str(verdict)
+    assert gl.verdict(frame, metric="val/loss", factor="device").table.equals(verdict.table)
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_an_export_of_mlflow(table, index):
+    text = MLFLOW if index else "\n".join(line.partition(",")[2] for line in MLFLOW.splitlines())
+    frame = table(text)
+    verdict = gl.verdict(frame, metric="loss", block="seed", factor="setting")
+    assert verdict.table.seeds.tolist() == [1]
+    assert "did not finish: 1 (cuda 1 failed)" in str(verdict)
+    for name in ("metrics.loss", "params.seed", "params.setting"):
+        assert name in frame, "columns keep their names"
+
+
+def test_pandas_own_reader_gives_verdict_the_same(tmp_path):
+    for text, factor in ((MLFLOW, "setting"), (WANDB.replace("NaN", "0.24"), "device")):
+        (tmp_path / "runs.csv").write_text(text)
+        ours, theirs = (
+            gl.verdict(frame, "loss", factor)
+            for frame in (read_table(tmp_path / "runs.csv", "loss"), pd.read_csv(tmp_path / "runs.csv"))
+        )
+        assert ours.table.equals(theirs.table)
+        assert str(ours) == str(theirs)
+        assert "did not finish: 1" in str(ours)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed,setting,loss\n0,cpu,0.5\n1,cpu,1e-3\n0,cuda,inf\n1,cuda,\n",
+        "seed;setting;loss\n0;cpu;0,5\n1;cpu;0,001\n0;cuda;inf\n1;cuda;\n",
+        "seed;setting;loss\r\n0;cpu;0.5\r\n1;cpu;0.001\r\n0;cuda;Infinity\r\n1;cuda;NaN\r\n",
+        "seed\tsetting\tloss\n0\tcpu\t0.5\n1\tcpu\t0.001\n0\tcuda\tinf\n1\tcuda\t\n",
+        "\ufeffseed, setting , loss\n0,cpu, 0.5\n1,cpu, 0.001\n\n0,cuda,-inf\n1,cuda,nan\n",
+        '"seed","setting","loss"\n"0","cpu","0.5"\n"1","cpu","0.001"\n"0","cuda","inf"\n"1","cuda",""\n',
+    ],
+    ids=["comma", "semicolon", "lines of Windows", "tab", "byte-order mark and blanks", "quotes"],
+)
+def test_text_of_every_kind(table, text):
+    frame = table(text)
+    assert list(frame.columns) == ["seed", "setting", "loss"]
+    assert frame.setting.tolist() == ["cpu", "cpu", "cuda", "cuda"]
+    assert frame.loss.tolist()[:2] == [0.5, 0.001]
+    verdict = gl.verdict(frame, "loss")
+    assert verdict.table[["diverged", "seeds"]].values.tolist() == [[2, 0]]
+
+
+def test_parquet_and_truth_values(tmp_path):
+    frame = pd.DataFrame(
+        {"setting": ["cpu"] * 8 + ["cuda"] * 8, "seed": [*range(8)] * 2, "learned": [True] * 8 + [False] * 8}
+    )
+    frame.to_parquet(tmp_path / "runs.parquet")
+    frame.to_csv(tmp_path / "runs.csv")
+    for name in ("runs.parquet", "runs.csv"):
+        read = read_table(tmp_path / name, "learned")
+        assert gl.verdict(read, "learned").table.equals(gl.verdict(frame, "learned").table)
+
+
+def test_a_level_may_be_called_none(table):
+    frame = table("seed,setting,loss\n0,None,1\n1,None,2\n0,half,1\n1,half,2\n")
+    assert gl.verdict(frame, "loss").reference == "None"
+
+
+def test_levels_that_are_numbers_are_named_by_text():
+    frame = pd.DataFrame({"bits": [16] * 3 + [32] * 3, "seed": [0, 1, 2] * 2, "loss": np.arange(6.0)})
+    assert gl.verdict(frame, "loss", "bits", reference="32").reference == 32
+
+
+def test_a_run_that_finished_without_a_number_is_refused(table):
+    frame = table(WANDB.replace('"0.32"', '""'))
+    with pytest.raises(UsageError, match=r"1 finished run\(s\) have no finite loss: index \[0\]"):
+        gl.verdict(frame, "loss", "device")
+    assert math.isnan(frame["val/loss"][0])
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("", DataError, "cannot be read as a table: it is empty"),
+        ("\n\n", DataError, "cannot be read as a table: it is empty"),
+        ("setting,seed,loss\n", DataError, "no runs in it; expected a header and a row per run"),
+        ("loss\n0.5\n", None, ""),
+        ("setting\ncpu\n", UsageError, "no column 'loss'; there are setting"),
+        ("los,seed,lss\n1,2,3\n", UsageError, "no column 'loss'; there are lss, los, seed"),
+        (
+            "seed,train/loss,val/loss\n1,2,3\n",
+            UsageError,
+            "'loss' could be any of train/loss, val/loss; give the whole",
+        ),
+        ("params.loss,metrics.loss\n1,2\n", UsageError, "'loss' could be any of params.loss, metrics.loss"),
+        ("seed,loss,seed\n1,2,3\n", DataError, "more than one column is called seed"),
+        (
+            "seed,loss\n0,0.5\n1,oops\n",
+            DataError,
+            r"'loss' is not of numbers: row 3 has 'oops' \(the header is row 1\)",
+        ),
+        ('seed,loss\n0,0.5\n1,"1,234.5"\n', DataError, r"row 3 has '1,234\.5'"),
+        ("seed,loss\n0,0.5,7,8\n1,2\n3,4,5,6,7,8\n", DataError, "cannot be read as a table"),
+        (b"seed,loss\n\xff\xfe,1\n", DataError, "cannot be read as a table: 'utf-8' codec"),
+        (b"\x89PNG\r\n\x1a\n\x00\x00", DataError, "cannot be read as a table"),
+    ],
+)
+def test_untidy_text_is_one_clear_line(table, text, error, words):
+    if error is None:
+        assert len(table(text)) == 1
+        return
+    with pytest.raises(error, match=words) as raised:
+        table(text)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_no_parquet_is_one_clear_line(table, tmp_path):
+    with pytest.raises(DataError, match="cannot be read as a table"):
+        table("nonsense", name="runs.parquet")
+    with pytest.raises(DataError, match="cannot be read as a table"):
+        read_table(tmp_path, "loss")
