@@ -116,16 +116,19 @@ def forward_error(
         if name in PRODUCTS:
             # sqrt(n) u |A| |B|, the bound of Higham and Mary 2019 (SIAM J. Sci. Comput. 41(5)) without its factor.
             terms = _terms(name, args)
-            bounds = [math.sqrt(n) * (unit * size + lost) for n, size in zip(terms, again(torch.abs), strict=True)]
+            bounds = [
+                math.sqrt(n) * (unit * _norm(products) + lost * math.sqrt(products.numel()))
+                for n, products in zip(terms, again(torch.abs), strict=True)
+            ]
         else:
-            bounds = _perturbation_bounds(name, again, exact_args, exact, unit, lost)
+            bounds = _perturbation_bounds(name, again, exact_args, exact, sizes, unit, lost)
     except RuntimeError:  # a kernel of one device alone, or none for float64
         return unknown
     exact = [
         _overflowing(e, result.dtype) if not size <= torch.finfo(result.dtype).max else e
         for e, size, result in zip(exact, sizes, results, strict=True)
     ]
-    errors = [(_distance(r, e), SAFETY * _norm(b)) for r, e, b in zip(results, exact, bounds, strict=True)]
+    errors = [(_distance(r, e), SAFETY * b) for r, e, b in zip(results, exact, bounds, strict=True)]
     worst = max(range(len(errors)), key=lambda place: _ratio(*errors[place]))
     error, bound = errors[worst]
     if math.isnan(bound):  # next to inputs for which there is no result
@@ -136,7 +139,7 @@ def forward_error(
         # Where a format shorter than float32 was used, the error is at least half of one rounding; and where all
         # products have one sign, which the sum of n of them hides best, 2^-12 / sqrt(n) of the result.
         half = 0.5 * bound / (SAFETY * math.sqrt(max(1, terms[worst]))) if name in PRODUCTS else bound
-        shortest = 2.0**-15 / math.sqrt(max(1, terms[worst]) if name in PRODUCTS else 1) * _norm(exact[worst])
+        shortest = 2.0**-15 / math.sqrt(max(1, terms[worst]) if name in PRODUCTS else 1) * sizes[worst]
         if not error <= max(half, shortest):
             # Where factors overflowed the error is NaN, and the format that overflows there leaves none of it.
             worst_error = math.inf if math.isnan(error) else error
@@ -171,19 +174,20 @@ def _perturbation_bounds(
     again: Callable[..., list[Tensor]],
     args: Sequence[Any],
     exact: list[Tensor],
+    sizes: list[float],
     unit: float,
     lost: float,
-) -> list[Tensor]:
+) -> list[float]:
     """How far the result moves when every input is off by one rounding, and one more for the result.
 
-    Summed over n terms, sqrt(n) as much. Two draws, so that one lucky sign does not hide a movement.
+    Summed over n terms, sqrt(n) as much. Two draws, so that one lucky sign does not hide a movement. Norms.
     """
     draws = itertools.count()
 
     def nudged(x: Tensor) -> Tensor:
         return x * signs(x, next(draws), by=unit)
 
-    moves = [[(n - e).abs() for n, e in zip(again(nudged), exact, strict=True)] for _ in range(2)]
+    moves = [[_norm(n - e) for n, e in zip(again(nudged), exact, strict=True)] for _ in range(2)]
     inputs = leaves(args)
     most = max((t.numel() for t in inputs), default=1)
     roots = [max(1.0, math.sqrt(most / max(1, e.numel()))) for e in exact]
@@ -191,8 +195,8 @@ def _perturbation_bounds(
         roots = [root * max(size for t in (*inputs, *exact) for size in t.shape[2:]) for root in roots]
     # Sums over n terms of one sign go wrong by sqrt(n) roundings of the sum, wherever the terms cancel.
     return [
-        root * (torch.maximum(first, second) + unit * e.abs() + lost)
-        for root, first, second, e in zip(roots, *moves, exact, strict=True)
+        root * (math.hypot(first, second) + unit * size + lost * math.sqrt(e.numel()))
+        for root, first, second, size, e in zip(roots, *moves, sizes, exact, strict=True)
     ]
 
 

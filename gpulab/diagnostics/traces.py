@@ -160,9 +160,12 @@ def record(
     exact_setting = Setting.parse(f"{on}:precision=float64")
     sketches = dict(reference.sketches) if reference else {}
     with tqdm(unit="operation", leave=False, disable=not progress) as bar:
-        first = _perform(step, parsed, sketches, bar)
-        bar.total = len(first.operations) * (2 if reference else 3 + DRAWS)
+        first = _perform(step, parsed, sketches, bar, results_only=True)
         trace = _perform(step, parsed, sketches, bar, measured=True)
+        bar.total = len(trace.operations) * (1 if reference else 2 + DRAWS)
+        results = [op for op in trace.operations if op.phase == RESULT]
+        if not results or [op.outputs for op in results] != [op.outputs for op in first.operations]:
+            first = _perform(step, parsed, sketches, bar)  # every operation, to see which does not repeat itself
         exact = reference.reference if reference else _perform(step, exact_setting, sketches, bar).operations
         amounts = _roundings(trace, exact)
         trace.reference = exact
@@ -195,11 +198,12 @@ def _perform(
     bar: Any,
     *,
     measured: bool = False,
+    results_only: bool = False,
     noise: list[float] | None = None,
     draw: int = 0,
 ) -> Trace:
     """Do the step once under a setting, watched."""
-    watcher = Watcher(sketches, bar.update, measured, noise, draw)
+    watcher = Watcher(sketches, bar.update, measured, results_only, noise, draw)
     devices = [torch.device(setting.device)] if setting.kind == "cuda" else []
     with (
         torch.random.fork_rng(devices=devices),
@@ -214,7 +218,9 @@ def _perform(
         returned = run()
         flags = arithmetic()
         watcher.note_results(returned)
-    if not any(getattr(torch, op.dtype).is_floating_point for op in watcher.operations if op.phase != RESULT):
+    if measured and not any(
+        getattr(torch, op.dtype).is_floating_point for op in watcher.operations if op.phase != RESULT
+    ):
         raise UsageError("the step ran no operation of torch on floating-point numbers: there is nothing to compare")
     overwritten = [
         {"operation": f.operation, "line": f"{f.line}: {f.line.text}", "why": f.explanation, "remedy": f.remedy}
@@ -240,6 +246,10 @@ def _seeded() -> Iterator[None]:
 def _compare_executions(first: Trace, trace: Trace) -> None:
     """Note which operations did not do again what they had done, of the same inputs, and which had other inputs."""
     made = {value for op in (*first.operations, *trace.operations) for value in (*op.outputs, *op.changed)}
+    if all(op.phase == RESULT for op in first.operations):  # which are the same
+        for one in trace.operations:
+            one.repeats = None if one.random or one.phase == RESULT else one.steady
+        return
     for op, before in aligned(trace.operations, first.operations):
         if op is None or op.random or op.phase == RESULT:
             continue

@@ -89,6 +89,7 @@ class Watcher(TorchDispatchMode):
         sketches: of all values, by name; what is new is added.
         tell: is called after each operation.
         measured: whether each operation's error and steadiness are measured.
+        results_only: whether nothing but the step's results is noted.
         noise: how far each operation's result is moved, relative to its norm, by its place; where given, inputs
             are not noted.
         draw: says which random signs the noise has.
@@ -99,11 +100,13 @@ class Watcher(TorchDispatchMode):
         sketches: dict[str, np.ndarray],
         tell: Callable[[], Any] = lambda: None,
         measured: bool = False,
+        results_only: bool = False,
         noise: Sequence[float] | None = None,
         draw: int = 0,
     ) -> None:
         super().__init__()
         self.sketches, self.tell, self.measured, self.noise, self.draw = sketches, tell, measured, noise, draw
+        self.results_only = results_only
         self.operations: list[Operation] = []
         self.path: list[str] = []
         self.names: dict[int, str] = {}
@@ -121,6 +124,9 @@ class Watcher(TorchDispatchMode):
         kwargs = kwargs or {}
         name = operation._schema.name.partition("::")[2].rstrip("_")
         if self.paused or name in SILENT or name.startswith(EMPTY) or _called_by_the_guard():
+            return operation(*args, **kwargs)
+        if self.results_only:
+            self._find_leaves(args[1:] if name in OVERWRITES or _is_random(operation, {}) else args)
             return operation(*args, **kwargs)
         changes = writes(operation)
         before = sk.mapped(_copy, (args, kwargs)) if changes else (args, kwargs)

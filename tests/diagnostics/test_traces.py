@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
 from gpulab.diagnostics.steps import find_step
-from gpulab.diagnostics.traces import SKETCH, Operation, _is_random, aligned, sketch
+from gpulab.diagnostics.sketches import SKETCH, sketch
+from gpulab.diagnostics.traces import aligned
+from gpulab.diagnostics.watching import Operation, _is_random
 
 
 def recorded(step, setting="cpu", **options):
