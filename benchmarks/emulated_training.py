@@ -1,6 +1,6 @@
 """A vision transformer on handwritten digits, trained under emulated and under real TF32: curves and verdicts.
 
-python benchmarks/emulated_training.py cpu cpu:emulate=ampere --output here.json
+python benchmarks/emulated_training.py cpu cpu:tf32=on,emulate=ampere --output here.json
 python benchmarks/emulated_training.py cuda:tf32=off cuda:tf32=on --output gpu.json    # on an NVIDIA GPU
 python benchmarks/emulated_training.py --report benchmarks/emulated_training here.json gpu.json
 """
@@ -70,7 +70,7 @@ def report(files: list[Path], stem: Path) -> None:
     runs = pd.DataFrame([run for document in documents for run in document["runs"]])
     runs["final_loss"] = [sum(losses[-STEPS // 5 :]) / (STEPS // 5) for losses in runs.losses]
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, dpi=100)
-    pairs = [("cpu", "cpu:emulate=ampere", "emulated"), ("cuda:tf32=off", "cuda:tf32=on", "real")]
+    pairs = [("cpu", "cpu:tf32=on,emulate=ampere", "emulated"), ("cuda:tf32=off", "cuda:tf32=on", "real")]
     text = ["# A vision transformer under emulated and real TF32", ""]
     for axis, (plain, short, title) in zip(axes, pairs, strict=True):
         for setting, colour, style in ((plain, "tab:blue", "-"), (short, "tab:orange", "--")):
@@ -83,7 +83,7 @@ def report(files: list[Path], stem: Path) -> None:
         pair = runs[runs.setting.isin((plain, short))]
         verdict = gl.verdict(pair, metric="final_loss", margin="0.25sd", reference=plain)
         text += [f"- {title}: {line}" for line in str(verdict).splitlines()]
-    across = runs[runs.setting.isin(("cpu:emulate=ampere", "cuda:tf32=on"))]
+    across = runs[runs.setting.isin(("cpu:tf32=on,emulate=ampere", "cuda:tf32=on"))]
     verdict = gl.verdict(across, metric="final_loss", margin="0.25sd", reference="cuda:tf32=on")
     text += [f"- emulated against real: {line}" for line in str(verdict).splitlines()]
     text += ["", f"![loss curves]({stem.name}.png)", ""]

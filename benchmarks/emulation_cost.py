@@ -11,14 +11,16 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import guard_cost
 import torch
 import typer
 
 import gpulab as gl
+from gpulab.numerics.emulation import CHIPS
 
 ARITHMETICS = {
     "tf32": {"name": "tf32"},
@@ -26,14 +28,14 @@ ARITHMETICS = {
     "float16": {"name": "float16"},
     "float8_e4m3fn": {"name": "float8_e4m3fn"},
     "float32_ftz": {"name": "float32_ftz"},
-    "ampere": {"name": "ampere"},
-    "hopper": {"name": "hopper"},
+    "ampere": {"name": CHIPS["ampere"]},  # in TF32, whatever this program allows
+    "hopper": {"name": CHIPS["hopper"]},
     "split-4": {"order": "split-4"},
 }
 SLOW = {
     "pairwise": {"order": "pairwise"},
     "sequential": {"order": "sequential"},
-    "hopper, tensor-core": {"name": "hopper", "order": "tensor-core"},
+    "hopper, tensor-core": {"name": replace(CHIPS["hopper"], order="tensor-core")},
 }
 
 
@@ -61,7 +63,7 @@ def training_steps() -> dict[str, Callable[[], object]]:
     return steps
 
 
-def ratios(step: Callable[[], object], arithmetic: dict[str, str], repeats: int) -> list[float]:
+def ratios(step: Callable[[], object], arithmetic: dict[str, Any], repeats: int) -> list[float]:
     """Paired ratios of the time under emulation to the time without."""
 
     def seconds(context: contextlib.AbstractContextManager[object]) -> float:

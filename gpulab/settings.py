@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 PRECISIONS = ("float32", "float64", "bfloat16")
 
+TF32_CARDS = ("ampere", "hopper")  # that can be emulated
+
 ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # ATen's, oneDNN's, MKL's
 ISA_VALUES = {
     "sse4": ("default", "SSE41", "SSE4_2"),
@@ -137,18 +139,16 @@ def _tf32(setting: Setting, stack: ExitStack) -> None:
     def old_interface() -> tuple[bool, bool, str]:
         return matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
 
-    old, new = readable(old_interface), [backend.fp32_precision for backend in backends]
+    every = (*backends, on_cpu)  # which `set_float32_matmul_precision` sets as well
+    old, new = readable(old_interface), [backend.fp32_precision for backend in every]
 
     @stack.callback
     def restore() -> None:
         if old is not None and old != readable(old_interface):
-            on_cpu_before = on_cpu.fp32_precision
             matmul.allow_tf32, cudnn.allow_tf32, precision = old
             if readable(torch.get_float32_matmul_precision) != precision:  # unreadable if switched after "medium"
                 torch.set_float32_matmul_precision(precision)
-                if on_cpu.fp32_precision != on_cpu_before:
-                    on_cpu.fp32_precision = on_cpu_before
-        for backend, precision in zip(backends, new, strict=True):
+        for backend, precision in zip(every, new, strict=True):
             if backend.fp32_precision != precision:
                 backend.fp32_precision = precision
 
@@ -244,9 +244,12 @@ class Setting:
                 raise UsageError(f"{name!r} is given twice")
             if name not in OPTIONS:
                 raise UsageError(f"no option {name!r}; there are {', '.join(OPTIONS)}")
-            if kind not in OPTIONS[name].devices:
-                raise UsageError(f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)} only")
             values[name] = OPTIONS[name].parse(name, value)
+        for name in values:
+            emulated = name == "tf32" and values.get("emulate") in TF32_CARDS
+            if kind not in OPTIONS[name].devices and not emulated:
+                also = f", and with emulate={' or '.join(TF32_CARDS)}" if name == "tf32" else ""
+                raise UsageError(f"{name!r} has a meaning on {', '.join(OPTIONS[name].devices)} only{also}")
         if values.get("precision", "float32") != "float32" and {"emulate", "order"} & set(values):
             raise UsageError("what is emulated is the arithmetic of float32 numbers: leave precision away")
         return cls(f"{kind}:{int(index)}" if index else kind, **values)

@@ -137,7 +137,8 @@ def test_one_gpu_has_one_text():
         ("cpu:deterministic=yes", ["'yes'", "on, off"]),
         ("cuda:tf32=true", ["'true'", "on, off"]),
         ("cpu:colour=red", ["'colour'", "threads, isa, tf32, cudnn, deterministic, precision"]),
-        ("cpu:tf32=on", ["'tf32'", "cuda only"]),
+        ("cpu:tf32=on", ["'tf32'", "cuda only", "emulate=ampere or hopper"]),
+        ("cpu:tf32=off,emulate=tf32", ["'tf32'", "cuda only", "emulate=ampere or hopper"]),
         ("cpu:cudnn=off", ["'cudnn'", "cuda only"]),
         ("mps:tf32=on", ["'tf32'", "cuda only"]),
         ("xpu:tf32=off", ["'tf32'", "cuda only"]),
@@ -259,6 +260,15 @@ def test_a_setting_is_in_force_inside():
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     with gl.setting("cpu:deterministic=on"), gl.setting("cpu"):
         assert torch.are_deterministic_algorithms_enabled(), "an option that is not named leaves a flag as it is"
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_the_precision_of_products_that_a_program_sets_inside_is_restored(precision):
+    before = flags()
+    with gl.setting("cpu"):
+        torch.set_float32_matmul_precision(precision)
+        assert flags() != before
+    assert flags() == before
 
 
 USED_BEFORE = [

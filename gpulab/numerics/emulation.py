@@ -103,6 +103,10 @@ def emulate(
     Those of any PyTorch code, forward and backward, on any device, as long as the numbers are float32. An emulation
     inside another one replaces it. It cannot know which kernel a library will choose: an H200 that may use TF32
     computes many small convolutions in float32 all the same (`gpulab.compare_products`).
+    A card with TF32, `ampere` or `hopper`, uses it where the program allows it: in matrix products by
+    `torch.backends.cuda.matmul` or `torch.set_float32_matmul_precision`, off by torch's default (since 1.12); in
+    convolutions by `torch.backends.cudnn`, on by default. The setting `cpu:tf32=on,emulate=ampere` allows both, and a
+    format, or an `Arithmetic`, asks no one. Recurrent layers, which are taken apart here, count as matrix products.
 
     Args:
         name: a format (`tf32`, `bfloat16`, `float16`, `float8_e4m3fn`, `float8_e5m2`, `float32`, or `float32_ftz`,
@@ -124,20 +128,22 @@ def emulate(
         >>> with emulate("tf32"):
         ...     (x @ x.T).item()
         1.1110568046569824
-        >>> (x @ x.T).item()
+        >>> with emulate("ampere"):
+        ...     (x @ x.T).item()
         1.1111111640930176
 
     References:
         Fasi, Higham, Mikaitis, Pranesh 2021 (PeerJ Computer Science 7:e330); Xie et al. 2025 (arXiv 2511.10909).
     """
     how = name if isinstance(name, Arithmetic) else arithmetic_of(name, order, rounding)
+    otherwise = replace(how, format="float32") if name in CHIPS and how.format == "tf32" else how
     outer = _in_force()
     fast_path = torch.backends.mha.get_fastpath_enabled()
     for mode in outer:
         mode.paused = True
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        with sdpa_kernel(SDPBackend.MATH), _Unfused(), _Emulator(how):
+        with sdpa_kernel(SDPBackend.MATH), _Unfused(), _Emulator(how, otherwise):
             yield how
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
@@ -167,11 +173,11 @@ FUSED = re.compile(
 
 
 class _Emulator(TorchDispatchMode):
-    """Sees each operation below autograd, those of the backward pass included."""
+    """Sees each operation below autograd, those of the backward pass included; `otherwise` is without TF32."""
 
-    def __init__(self, how: Arithmetic) -> None:
+    def __init__(self, how: Arithmetic, otherwise: Arithmetic) -> None:
         super().__init__()
-        self.how, self.paused = how, False
+        self.how, self.otherwise, self.paused = how, otherwise, False
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, a product as the chip would."""
@@ -184,13 +190,12 @@ class _Emulator(TorchDispatchMode):
             write = "write it with matrix products, or leave it outside the block"
             remedy = "use cudnn=off" if "cudnn" in name else write
             raise GpulabError(f"emulation does not reach the products inside {name}: {remedy}")
-        if name == "convolution":
-            return _convolution(operation, args, self.how)
-        if name == "convolution_backward":
-            return _convolution_backward(operation, args, self.how)
+        how = self.how if _allows_tf32(name) else self.otherwise
+        if name.startswith("convolution"):
+            return (_convolution if name == "convolution" else _convolution_backward)(operation, args, how)
         if name == "_euclidean_dist":
-            return _euclidean_distances(args[0], args[1], self.how)
-        return _matrix_product(operation, name, args, kwargs, self.how)
+            return _euclidean_distances(args[0], args[1], how)
+        return _matrix_product(operation, name, args, kwargs, how)
 
     def _concerns(self, factors: Sequence[Any]) -> bool:
         """Whether these are numbers that the chip would treat in its own way: float32; 16-bit ones in its order."""
@@ -220,6 +225,13 @@ class _Unfused(TorchFunctionMode):
         finally:
             torch._C._set_mkldnn_enabled(onednn)
             torch._C._set_cudnn_enabled(cudnn)
+
+
+def _allows_tf32(name: str) -> bool:
+    """Whether the program allows it for this product; torch's new interface says so whichever was used."""
+    backends: Any = torch.backends
+    by_cudnn = name.startswith("convolution") and backends.cudnn.enabled
+    return (backends.cudnn.conv if by_cudnn else backends.cuda.matmul).fp32_precision == "tf32"
 
 
 @functools.cache

@@ -166,7 +166,7 @@ class KrylovSpace:
         block = self.next[: len(self.storage) - self.size]
         products = self.multiply(block).contiguous()
         if self.size == 0 and len(block) > 1:
-            check_symmetric(block.T * self.n**0.5, products.T)
+            check_symmetric(self.H, block.T, products.T)
         start, self.newest = self.size, len(block)
         self.size += self.newest
         self.basis[start:] = block

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,9 +15,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
 
 from gpulab.errors import DataError, UnsupportedError, UsageError
 from gpulab.saddles._forward import linearize_gradient
+from gpulab.saddles.operators import check_symmetric
 
 Loss = Callable[..., Tensor]
 Batch = tuple[Any, Any]
@@ -44,20 +49,48 @@ class Hessian:
     """
 
     def __init__(
-        self, objective: Callable[[], Tensor], parameters: dict[str, Tensor], method: str, at_once: int | None
+        self,
+        objective: Callable[[], Tensor],
+        parameters: dict[str, Tensor],
+        method: str,
+        at_once: int | None,
+        inside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self.parameters = parameters
+        self.parameters, self.inside = parameters, inside
+        self._product: Product
         first = next(iter(parameters.values()))
         self.dtype, self.device = first.dtype, first.device
         size = sum(tensor.numel() for tensor in parameters.values())
         self.shape = (size, size)
-        self.method, loss, gradients, self._product = _differentiate(objective, list(parameters.values()), method)
-        self.loss = float(loss)
+        try:
+            self._differentiate(objective, FORWARD if method == "auto" else method, at_once)
+        except (UnsupportedError, DataError):
+            if method != "auto":
+                raise
+            self._differentiate(objective, REVERSE, at_once)
+
+    def _differentiate(self, objective: Callable[[], Tensor], method: str, at_once: int | None) -> None:
+        """Work out how products are made, and see from two that the matrix is symmetric."""
+        linearize = linearize_gradient if method == FORWARD else _keep_graph
+        with self.inside():  # what is checkpointed is computed again in the backward pass
+            loss, gradients, self._product = linearize(objective, list(self.parameters.values()))
+        self.method, self.loss = method, float(loss)
         self.gradient: Float[Tensor, " n"] = self.flatten(gradients)
         if at_once is None:  # as many as fit into the memory that is set aside for them
             room = ROOM["cuda" if self.device.type == "cuda" else "cpu"]
             at_once = max(1, min(MOST_AT_ONCE, room // max(1, getattr(self._product, "bytes", room))))
         self.at_once = at_once
+        drawn = torch.randn(2, self.shape[0], generator=torch.Generator().manual_seed(0))
+        try:
+            check_symmetric(self, vectors := drawn.T.to(self.device, self.dtype), self @ vectors)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise UnsupportedError(f"{method}: {str(error).partition(chr(10))[0]}") from error
+        except DataError as error:
+            reason = "what torch computes as the gradient is not that of the loss, or has no derivative here"
+            remedy = "look for hooks on tensors, backward functions of your own, scale_grad_by_freq, square roots of 0"
+            raise DataError(f"{error}: {reason}; {remedy}") from None
 
     def __matmul__(self, vectors: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
         if not isinstance(vectors, Tensor) or vectors.shape[:1] != self.shape[:1] or vectors.ndim > 2:
@@ -76,9 +109,11 @@ class Hessian:
     @torch.no_grad()
     def _rows(self, vectors: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
         shapes = [tensor.shape for tensor in self.parameters.values()]
-        pieces = vectors.split([shape.numel() for shape in shapes], dim=1)
+        pieces = vectors.contiguous().split([shape.numel() for shape in shapes], dim=1)
         tangents = [piece.reshape(len(vectors), *shape) for piece, shape in zip(pieces, shapes, strict=True)]
-        return torch.cat([product.reshape(len(vectors), -1) for product in self._product(*tangents)], dim=1)
+        with self.inside() if self.method == REVERSE else contextlib.nullcontext():
+            products = self._product(*tangents)
+        return torch.cat([product.reshape(len(vectors), -1) for product in products], dim=1)
 
     def split(self, vector: Float[Tensor, " n"]) -> dict[str, Tensor]:
         """The parts of a vector (n,) that belong to each parameter, in its shape."""
@@ -113,17 +148,22 @@ def hessian(
         loss: Of outputs and targets; without a batch, any function of the model, `loss()`. Returns a scalar.
         batch: Inputs and targets.
         parameters: The names of those to differentiate by, or of the layers that hold them (`"layers.0"`);
-            the others are constants.
+            the others are constants. A tied one counts once, under its first name; parameters that merely share
+            memory are two, as for autograd. What stands for padding in an embedding is a constant to torch.
         method: One of `Hessian`'s, or `auto`: the first where it can.
         at_once: How many vectors of `H @ V` go through together: more are faster and take more memory.
 
     Returns:
-        The operator: `H @ v`, `H.gradient`, `H.loss`.
+        The operator: `H @ v`, `H.gradient`, `H.loss`. Two products show that it is symmetric. That tells of a gradient
+        that is nobody's, but not of one that belongs to another function: a backward function or hook of your own
+        that is off by a factor is taken at its word.
 
     Raises:
-        UsageError: For a model in training mode that draws random numbers or keeps statistics, for a loss that is
-            not a scalar, does not depend on the parameters or has no second derivatives, for unknown parameters.
-        DataError: For weights or a loss that are not finite.
+        UsageError: For a model in training mode that draws random numbers or keeps statistics, for a loss that comes
+            out differently each time, is not a scalar, does not depend on the parameters, holds them itself instead
+            of asking the model, or has no second derivatives, for unknown parameters.
+        UnsupportedError: Where `method` asks for forward over reverse, and an operation cannot be followed.
+        DataError: For weights or a loss that are not finite, and for an operator that is not symmetric.
 
     Examples:
         >>> layer = torch.nn.Linear(3, 1, bias=False).double()
@@ -145,24 +185,47 @@ def hessian(
         if module.training and (drops or isinstance(module, nn.modules.batchnorm._BatchNorm)):
             # The loss would be another function each time.
             raise UsageError(f"{name or 'the model'} ({type(module).__name__}) is in training mode: call model.eval()")
+    selected = _select(model, parameters)
+    own = dict([*model.named_parameters(), *model.named_buffers()])
     # Copies: the model may go on training while the operator lives.
-    points = {n: t.detach().clone().requires_grad_() for n, t in _select(model, parameters).items()}
+    copies = {name: tensor.detach().clone() for name, tensor in own.items()}
+    points = {name: copies[name].requires_grad_() for name in selected}
     for name, tensor in points.items():
         if not tensor.isfinite().all():
             raise DataError(f"{name} has {int((~tensor.isfinite()).sum())} values that are not finite")
 
     def objective() -> Tensor:
-        with _reparametrize_module(model, points, tie_weights=True), _twice_differentiable_kernels(model):
-            value = loss() if batch is None else loss(model(batch[0]), batch[1])
+        value = loss() if batch is None else loss(model(batch[0]), batch[1])
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UsageError(f"the loss is {getattr(value, 'shape', type(value).__name__)}: expected a scalar tensor")
+        leaves = _leaves(value)
+        if held := [name for name, tensor in selected.items() if id(tensor) in leaves]:
+            raise UsageError(f"the loss holds {held[0]} itself: ask the model for it each time (model.{held[0]})")
         if not value.requires_grad:
             raise UsageError("the loss does not depend on the parameters by operations that torch can differentiate")
         if not math.isfinite(float(value.detach())):
             raise DataError(f"the loss is {float(value.detach())}: expected a finite number")
         return value
 
-    return Hessian(objective, points, method, at_once)
+    H = Hessian(objective, points, method, at_once, functools.partial(_holding_copies, model, copies))
+    with H.inside():
+        again = float(objective().detach())
+    if changed := [n for n, t in own.items() if t.layout == torch.strided and ((t != copies[n]) & (t == t)).any()]:
+        raise UsageError(f"{changed[0]} changes each time that the loss is computed: call model.eval()")
+    if abs(again - H.loss) > 1e3 * torch.finfo(H.dtype).eps * abs(H.loss):
+        message = f"the loss is {H.loss:.6g} at first and {again:.6g} then: it draws random numbers; "
+        raise UsageError(message + "call model.eval(), or draw them beforehand")
+    return H
+
+
+def _leaves(value: Tensor) -> set[int]:
+    """The identities of what autograd would differentiate by."""
+    waiting, met = [value.grad_fn], set()
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in met:
+            met.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return {id(node.variable) for node in met if hasattr(node, "variable")}
 
 
 def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Tensor]:
@@ -170,11 +233,17 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
     every: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
     selected = every
     if names is not None:
-        prefixes = [names] if isinstance(names, str) else list(names)
-        for prefix in prefixes:
-            if not any(name == prefix or name.startswith(prefix + ".") for name in every):
+        wanted: set[int] = set()
+        for prefix in [names] if isinstance(names, str) else names:
+            found = {
+                id(tensor)
+                for name, tensor in model.named_parameters(remove_duplicate=False)  # by any name of a tied one
+                if tensor.requires_grad and (name == prefix or name.startswith(prefix + "."))
+            }
+            if not found:
                 raise UsageError(f"parameters={prefix!r}: expected one of {', '.join(every)}, or a module of theirs")
-        selected = {n: t for n, t in every.items() if any(n == p or n.startswith(p + ".") for p in prefixes)}
+            wanted |= found
+        selected = {name: tensor for name, tensor in every.items() if id(tensor) in wanted}
     if not selected:
         raise UsageError(f"{type(model).__name__} has no parameters that require gradients")
     kinds = {(tensor.dtype, tensor.device) for tensor in selected.values()}
@@ -184,30 +253,38 @@ def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Te
 
 
 @contextlib.contextmanager
-def _twice_differentiable_kernels(model: nn.Module) -> Iterator[None]:
-    """Choose kernels that can be differentiated twice, where torch has others too."""
+def _holding_copies(model: nn.Module, copies: dict[str, Tensor]) -> Iterator[None]:
+    """The model holds copies of its tensors, and chooses kernels that can be differentiated twice."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_reparametrize_module(model, copies, tie_weights=True))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(_Unfused())
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        if "torch._dynamo" in sys.modules:  # what it compiles can be differentiated once
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
-def _differentiate(
-    objective: Callable[[], Tensor], points: list[Tensor], method: str
-) -> tuple[str, Tensor, list[Tensor], Product]:
-    """(the method used, the loss, its gradients, products of tangents (k, …) of the points)."""
-    if method != REVERSE:
-        try:
-            return FORWARD, *linearize_gradient(objective, points)
-        except UnsupportedError:
-            if method == FORWARD:
-                raise
+class _Unfused(TorchFunctionMode):
+    """Has a weight's norm computed by operations whose second derivatives are right: torch's of the kernel are not."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch._weight_norm:
+            v, g, dim = (*args, 0)[:3]
+            return v * (g / torch.norm_except_dim(v, 2, dim))
+        return function(*args, **(kwargs or {}))
+
+
+def _keep_graph(objective: Callable[[], Tensor], points: list[Tensor]) -> tuple[Tensor, list[Tensor], Product]:
+    """The loss, its gradients, and products of tangents (k, …) of the points by autograd's graph of the gradients."""
     try:
         with torch.enable_grad():
             loss = objective()
             gradients = torch.autograd.grad(loss, points, create_graph=True, materialize_grads=True)
+        if any(gradient.layout != torch.strided for gradient in gradients):
+            raise UsageError("the loss has sparse gradients: give its embeddings sparse=False")
         varying = [place for place, gradient in enumerate(gradients) if gradient.requires_grad]
 
         def product(*tangents: Tensor) -> list[Tensor]:
@@ -225,4 +302,4 @@ def _differentiate(
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise UsageError(f"the loss has no second derivatives that torch can compute: {reason}") from error
-    return REVERSE, loss.detach(), [gradient.detach() for gradient in gradients], product
+    return loss.detach(), [gradient.detach() for gradient in gradients], product

@@ -137,7 +137,7 @@ def spectral_density(
     for step in tqdm(range(steps), unit="step", leave=False, delay=2, disable=not progress):
         product = H @ vector
         if step == 0 and probes > 1:
-            check_symmetric(vector * math.sqrt(n), product)
+            check_symmetric(H, vector, product)
         alpha = (vector * product).sum(0, dtype=kind)
         product = torch.addcmul(product, vector, alpha.to(H.dtype), value=-1)
         product.addcmul_(before, beta.to(H.dtype), value=-1)
@@ -201,7 +201,7 @@ def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
     third = probes // 3
     signs = random_signs(n, 2 * third, H, seed)
     sketch = H @ signs[:, :third]
-    check_symmetric(signs[:, :third], sketch)
+    check_symmetric(H, signs[:, :third], sketch)
     basis = torch.linalg.qr(sketch).Q
     exact = (basis * (H @ basis)).sum(dtype=torch.float64)
     with float32_products():

@@ -116,7 +116,7 @@ def _option_text(name: str, value: Any, setting: Setting) -> str | None:
     if value is None:
         return None
     text = {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-    return options_of(with_options(Setting(setting.device), {name: text}))[name]
+    return options_of(with_options(setting, {name: text}))[name]
 
 
 def _is_number(value: Any) -> bool:

@@ -701,18 +701,18 @@ LAYERS = {
 @pytest.mark.parametrize(
     ("layer", "emulated"),
     [
-        *((layer, "ampere,order=tensor-core") for layer in LAYERS),
-        *((layer, "float8_e4m3fn") for layer in LAYERS),
-        ("linear", "tf32"),
-        ("conv", "ampere"),
-        ("conv", "hopper"),
-        ("bmm", "hopper"),
+        *((layer, "tf32=on,emulate=ampere,order=tensor-core") for layer in LAYERS),
+        *((layer, "emulate=float8_e4m3fn") for layer in LAYERS),
+        ("linear", "emulate=tf32"),
+        ("conv", "emulate=ampere"),
+        ("conv", "emulate=hopper"),
+        ("bmm", "tf32=on,emulate=hopper"),
     ],
 )
 def test_an_emulated_layer_is_reduced_precision_forward_and_backward(layer, emulated):
     make, shape, products = LAYERS[layer]
     step = gl.Step(torch.nn.Sequential(make(), torch.nn.Tanh()), drawn(*shape))
-    setting = f"cpu:emulate={emulated}"
+    setting = f"cpu:{emulated}"
     with gl.guard():
         report = gl.audit(step, "cpu", setting, progress=False)
     assert report.kind == "reduced precision"

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import gpulab as gl
 from gpulab.numerics.emulation import CHIPS, KNOWN, ORDERS, PRECISIONS, arithmetic_of, emulate, summed
 from gpulab.numerics.formats import FORMATS, round_to
+from gpulab.settings import TF32_CARDS
 
 RELATIVE = {
     "tf32": 2.0**-10,
@@ -112,7 +113,7 @@ def test_chips_round_as_their_libraries_do():
     expected |= {"ampere": (1.0, 1 + 2.0**-10, 1 + 2.0**-10), "hopper": (1.0, 1.0, 1.0)}
     for chip, (product, convolution, gradient) in expected.items():
         kernel.grad = None
-        with emulate(chip):
+        with gl.setting(f"cpu:{'tf32=on,' if chip in TF32_CARDS else ''}emulate={chip}"):
             assert tie @ one == product
             out = F.conv2d(image, kernel)
             assert out == convolution
@@ -120,7 +121,7 @@ def test_chips_round_as_their_libraries_do():
         assert kernel.grad == gradient
     above = torch.tensor([[1 + 3 * 2.0**-11]])
     for rounding, value in (("nearest", 1 + 2.0**-9), ("truncate", 1 + 2.0**-10), ("away", 1 + 2.0**-9)):
-        with emulate("hopper", rounding=rounding):
+        with gl.setting("cpu:tf32=on,emulate=hopper"), emulate("hopper", rounding=rounding):
             assert above @ one == value
 
 
@@ -289,7 +290,7 @@ def test_a_tensor_core_is_its_definition_in_exact_fractions(name, count, spread)
 
 
 def test_a_tensor_core_passes_on_what_is_not_finite():
-    with emulate("hopper", order="tensor-core"):
+    with gl.setting("cpu:tf32=on,emulate=hopper,order=tensor-core"):
         for given, expected in (([math.inf, 1.0], math.inf), ([-math.inf, 1.0], -math.inf), ([3e38, 3e38], math.inf)):
             assert (torch.tensor([given]) @ torch.tensor([[1.0], [1.0]])).item() == expected
         assert (torch.tensor([[math.inf, -math.inf]]) @ torch.ones(2, 1)).isnan().all()
@@ -407,7 +408,7 @@ def test_the_guard_sees_through_an_emulation():
 def test_training_under_emulation_is_another_run_and_the_same_each_time(net):
     plain, first, second = (
         gl.train(net, setting=setting, seed=0, profile="smoke", frames=20, progress=False).final_loss
-        for setting in ("cpu", "cpu:emulate=hopper", "cpu:emulate=hopper")
+        for setting in ("cpu", "cpu:tf32=on,emulate=hopper", "cpu:tf32=on,emulate=hopper")
     )
     assert first == second
     assert 0 < abs(first - plain) < 0.1 * plain, "eleven bits are enough for these networks"
@@ -471,9 +472,9 @@ def test_a_gpu_emulates_as_a_cpu_does_its_backward_pass_included(order):
 
     with gl.setting("cuda:tf32=off"):
         plain = gradients("cuda")
-        with emulate("hopper", order=order):
+        with emulate(replace(CHIPS["hopper"], order=order)):
             made = gradients("cuda")
-    with emulate("hopper", order=order):
+    with emulate(replace(CHIPS["hopper"], order=order)):
         expected = gradients("cpu")
     for gpu, cpu, without in zip(made, expected, plain, strict=True):
         assert apart(gpu, cpu) < 1e-6

@@ -210,3 +210,9 @@ SHORT_BY_NATURE = {
 def test_what_is_short_by_nature_was_not_rounded(name, count):
     whole = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(0)).float()
     assert rounded_format(SHORT_BY_NATURE[name](whole)) is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros_without_memory_stay_zeros(name):
+    """As forward mode has them."""
+    assert torch.equal(round_to(torch._efficientzerotensor(3), name).clone(), torch.zeros(3))

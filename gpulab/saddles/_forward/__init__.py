@@ -40,10 +40,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from gpulab.errors import UnsupportedError
-from gpulab.saddles._forward.capture import capture_gradient
+from gpulab.saddles._forward.capture import Operation, capture_gradient
 from gpulab.saddles._forward.graphed_map import GraphedMap
 from gpulab.saddles._forward.jvp_rules import Builder, ByTorch
 from gpulab.saddles._forward.linear_maps import LinearMap
@@ -67,7 +68,16 @@ def linearize_gradient(
 
     def linearize(create_graph: bool) -> tuple[Tensor, list[Tensor], GraphedMap]:
         builder = Builder(len(points))
-        loss, gradients, results = capture_gradient(objective, points, builder.linearize, create_graph)
+
+        def followed(operation: Operation) -> list[int | None]:
+            try:
+                return builder.linearize(operation)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, IndexError, TypeError, ValueError) as error:
+                raise UnsupportedError(f"{operation.function}: {error}") from error
+
+        loss, gradients, results = capture_gradient(objective, points, followed, create_graph)
         for step in builder.steps:
             if isinstance(step.function, ByTorch):
                 step.function.choose_way()

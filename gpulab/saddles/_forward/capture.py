@@ -56,6 +56,7 @@ class Capture(TorchDispatchMode):
         self.linearize, self.forward, self.time = linearize, True, 0
         self.variables = WeakTensorKeyDictionary({point: number for number, point in enumerate(points)})
         self.current = WeakTensorKeyDictionary()  # tensor -> when its tangent was right
+        self.results = WeakTensorKeyDictionary()  # of the forward pass, other than what autograd saves
         self.detached: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # by address: operations' tensors
         self.overwritten: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)  # by address: when, as what
 
@@ -69,7 +70,7 @@ class Capture(TorchDispatchMode):
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and not leaf.requires_grad:
                     self.variables.pop(leaf, None)  # autograd takes it for a constant
-        numbers = [self.tangent(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        numbers = [self.tangent(leaf, function) if isinstance(leaf, Tensor) else None for leaf in leaves]
         varies = any(number is not None for number in numbers)
         if varies:
             leaves = [self._detach(leaf) for leaf in leaves]
@@ -77,6 +78,8 @@ class Capture(TorchDispatchMode):
         results = function(*args, **kwargs or {})
         values = as_list(results)
         self.current.update((value, self.time) for value in values if isinstance(value, Tensor))
+        if self.forward and function is not DETACH:
+            self.results.update((value, None) for value in values if isinstance(value, Tensor))
         if varies:
             variables = {id(leaf): number for leaf, number in zip(leaves, numbers, strict=True) if number is not None}
             arguments, options = tree_unflatten(leaves, spec)
@@ -89,13 +92,19 @@ class Capture(TorchDispatchMode):
             self.variables.update((v, t) for v, t in zip(values, tangents, strict=False) if t is not None)
         return results
 
-    def tangent(self, tensor: Tensor) -> int | None:
-        """The number of the variable that is a tensor's tangent; None for a constant."""
+    def tangent(self, tensor: Tensor, function: Any = None) -> int | None:
+        """The number of the variable that is the tangent of a tensor, for a function; None for a constant."""
         if self.overwritten and (tensor.requires_grad or not self.forward):
             for time, other in self.overwritten.get(_address(tensor), ()):
                 if self.current.get(tensor, 0) < time and _overlap(tensor, other):
                     raise UnsupportedError("a tensor is used whose memory was overwritten by way of another one")
-        return self.variables.get(tensor)
+        number = self.variables.get(tensor)
+        if number is not None and not self.forward and not tensor.requires_grad and tensor in self.results:
+            # A by-product that has no derivative for torch, such as a matrix's factors; `…_backward` allow for that.
+            if not function._schema.name.endswith("_backward"):
+                raise UnsupportedError(f"{function} is given a by-product of the forward pass")
+            return None
+        return number
 
     def _detach(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

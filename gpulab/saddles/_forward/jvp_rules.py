@@ -42,9 +42,11 @@ class Builder:
     def linearize(self, operation: Operation) -> list[int | None]:
         """Add what an operation does to tangents; the variables that are the tangents of its results."""
         results = as_list(operation.results)
+        self.function, self.results, self.tangent = operation.function, operation.results, operation.tangent
+        if any(isinstance(result, Tensor) and result.is_complex() for result in results):
+            raise UnsupportedError(f"{operation.function} makes complex numbers")
         if not any(_floats(result) for result in results):
             return []
-        self.function, self.results, self.tangent = operation.function, operation.results, operation.tangent
         rule = RULES.get(operation.function)
         made = rule(self, *operation.arguments, **operation.options) if rule else NotImplemented
         if made is NotImplemented:
@@ -191,6 +193,8 @@ def along(b: Builder, x: Tensor, *arguments: Any, **options: Any) -> Any:
 def joined(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Constants have the tangent zero."""
     function, place = b.function, dim % b.results.ndim + 1
+    if b.function is aten.cat.default:  # which lets numbers of any shape join that are none
+        tensors = [tensor for tensor in tensors if tensor.shape != (0,)]
     parts = [(b.tangent(tensor) is not None, tensor.shape) for tensor in tensors]
 
     def join(*tangents: Tensor) -> Tensor:
@@ -241,6 +245,18 @@ def linear_in_gradient(b: Builder, g: Tensor, *others: Any) -> Any:
         return function(tangent, *[o.expand(tangent.shape) if isinstance(o, Tensor) else o for o in others])
 
     return b.apply(apply, g)
+
+
+def index_filled(b: Builder, x: Tensor, dim: int, index: Tensor, value: Tensor) -> Any:
+    """By torch's own vectorized rule all of k tangents are filled alike."""
+    filled = torch.zeros_like(x).index_fill(dim, index, 1)
+    return b.combine((1 - filled, x), (filled, value))
+
+
+def looked_up(b: Builder, weight: Tensor, indices: Tensor, padding: int = -1, *_: Any) -> Any:
+    """What stands for padding is a constant to torch."""
+    padded = (indices == padding)[..., None]
+    return b.apply(lambda t: t[:, indices].masked_fill_(padded, 0), weight)
 
 
 def squared_error(b: Builder, x: Tensor, y: Tensor, reduction: int = 1) -> Any:
@@ -358,11 +374,14 @@ RULES: dict[Any, Callable[..., Any]] = {  # rule(builder, *arguments, **options)
     aten.t.default: transposed,
     aten.transpose.int: transposed,
     aten.cat.default: joined,
+    aten.embedding.default: looked_up,
+    aten.index_fill.int_Tensor: index_filled,
     aten.stack.default: joined,
     aten.upsample_nearest2d.default: by_batch,
     aten.upsample_nearest2d_backward.default: by_batch,
     aten.add.Tensor: added,
     aten.sub.Tensor: added,
+    aten.copy.default: lambda b, x, y, *_: b.combine((None, y)) if x.dtype == y.dtype else NotImplemented,
     aten.neg.default: lambda b, x: b.combine((-1, x)),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), lambda b, x, y: b.combine((y, x), (x, y))),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), lambda b, x, y: b.combine((1 / y, x), (-b.results / y, y))),

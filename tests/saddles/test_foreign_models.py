@@ -1,0 +1,436 @@
+"""Hessians of models as other people write them, against finite differences of gradients; or refused by name."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import gpulab as gl
+from gpulab.errors import DataError, UnsupportedError, UsageError
+from gpulab.saddles.hessians import FORWARD, METHODS, REVERSE
+from gpulab.saddles.operators import check_symmetric
+
+DOUBLE = torch.float64
+TOKENS = torch.tensor([[1, 2, 2], [0, 6, 1]])
+
+
+def rand(*shape, seed=1):
+    return torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+
+
+class Model(nn.Module):
+    """Layers and tensors by name, and what to do with them."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
+
+
+def two_layers(first, second):
+    return lambda s, x: F.linear(torch.tanh(F.linear(x, first(s))), second(s))
+
+
+def language_model(padding=None):
+    table, head = nn.Embedding(7, 4, padding_idx=padding), nn.Linear(4, 7, bias=False)
+    head.weight = table.weight
+    return nn.Sequential(table, nn.Linear(4, 4), nn.Tanh(), head), TOKENS
+
+
+def recurrent():
+    def function(s, x):
+        h = x.new_zeros(len(x), 4)
+        for _ in range(5):
+            h = torch.tanh(F.linear(x, s.w) + F.linear(h, s.u))
+        return h
+
+    return Model(function, w=rand(4, 3), u=rand(4, 4, seed=2)), rand(5, 3)
+
+
+def tied_recurrent():
+    layer = nn.GRU(3, 3, 2)
+    layer.weight_ih_l1 = layer.weight_ih_l0
+    return Model(lambda s, x: s.layer(x)[0], layer=layer), rand(4, 2, 3)
+
+
+def views(start):
+    """Two parameters in one storage; where they overlap, autograd differentiates by each of them all the same."""
+    storage = rand(21) / 2
+    w, v = nn.Parameter(storage[:12].view(4, 3)), nn.Parameter(storage[start : start + 8].view(2, 4))
+    return Model(two_layers(lambda s: s.w, lambda s: s.v), w=w, v=v), rand(5, 3)
+
+
+def listed_twice():
+    w = nn.Parameter(rand(3, 3))
+    return Model(two_layers(lambda s: s.list[0], lambda s: s.list[1]), list=nn.ParameterList([w, w])), rand(5, 3)
+
+
+def frozen():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    return model, rand(5, 3)
+
+
+def joined(*parts):
+    """Of no numbers, as caches begin, and of some."""
+    return Model(lambda s, x: torch.cat([part(torch.tanh(F.linear(x, s.w))) for part in parts]), w=rand(4, 3)), rand(
+        5, 3
+    )
+
+
+def cached():
+    def function(s, x):
+        cache = torch.zeros(5, 4, dtype=DOUBLE)
+        cache.copy_(torch.sin(s.layer(x))[:1])
+        return cache * s.layer(x)
+
+    return Model(function, layer=nn.Linear(3, 4)), rand(5, 3)
+
+
+def in_parts():
+    def function(s, x):
+        cache = torch.zeros(2, 5, 4, dtype=DOUBLE)
+        cache[0].copy_(s.layer(x))
+        cache[1].copy_(torch.sin(s.layer(x)))
+        return cache.prod(0)
+
+    return Model(function, layer=nn.Linear(3, 4)), rand(5, 3)
+
+
+def of_matrix(function):
+    def of_layer(s, x):
+        h = s.layer(x)
+        return function(h.T @ h + torch.eye(4, dtype=DOUBLE))
+
+    return lambda: (Model(of_layer, layer=nn.Linear(3, 4)), rand(5, 3))
+
+
+def checkpointed():
+    layers = {"a": nn.Linear(3, 4), "b": nn.Linear(4, 4)}
+    return Model(lambda s, x: checkpoint(lambda h: torch.tanh(s.b(h)), s.a(x), use_reentrant=False), **layers), rand(
+        5, 3
+    )
+
+
+def by_expert():
+    def function(s, x):
+        weights, places = s.router(x).softmax(-1).topk(2, -1)
+        y = torch.zeros(5, 3, dtype=DOUBLE)
+        for number, expert in enumerate(s.experts):
+            rows, k = (places == number).nonzero(as_tuple=True)
+            y.index_add_(0, rows, torch.tanh(expert(x[rows])) * weights[rows, k, None])
+        return y
+
+    return Model(function, router=nn.Linear(3, 3), experts=nn.ModuleList(nn.Linear(3, 3) for _ in range(3))), rand(5, 3)
+
+
+def empty(*shape):
+    return lambda h: torch.zeros(shape, dtype=h.dtype)
+
+
+MODELS = {
+    "tied language model": language_model,
+    "transposed": lambda: (Model(two_layers(lambda s: s.w, lambda s: s.w.t()), w=rand(4, 3)), rand(5, 3)),
+    "partly tied": lambda: (
+        Model(two_layers(lambda s: s.w, lambda s: torch.cat([s.w[1:], s.v])), w=rand(3, 3), v=rand(2, 3)),
+        rand(5, 3),
+    ),
+    "slices": lambda: (Model(two_layers(lambda s: s.w[:3], lambda s: s.w[2:]), w=rand(6, 3)), rand(5, 3)),
+    "transposed convolution": lambda: (
+        Model(lambda s, x: F.conv_transpose2d(torch.tanh(F.conv2d(x, s.w)), s.w), w=rand(3, 2, 2, 2)),
+        rand(2, 2, 3, 3),
+    ),
+    "over time": recurrent,
+    "tied recurrent layers": tied_recurrent,
+    "one layer three times": lambda: (
+        nn.Sequential(*[layer := nn.Linear(3, 3), nn.Tanh(), layer, nn.ELU(), layer]),
+        rand(5, 3),
+    ),
+    "views of one storage": lambda: views(12),
+    "overlapping views": lambda: views(8),
+    "listed twice": listed_twice,
+    "frozen, tied": frozen,
+    "unused": lambda: (Model(lambda s, x: torch.tanh(F.linear(x, s.w)), w=rand(4, 3), z=rand(2, 2)), rand(5, 3)),
+    "empty parameter": lambda: (
+        Model(lambda s, x: torch.tanh(F.linear(x, s.w)) * (1 + s.z.sum()), w=rand(4, 3), z=rand(0, 3)),
+        rand(5, 3),
+    ),
+    "empty constant": lambda: joined(empty(0), lambda h: h),
+    "empty rows": lambda: joined(lambda h: h[:0], empty(0), lambda h: h**2, lambda h: h[:0].flatten()),
+    "cached": cached,
+    "attention": lambda: (
+        Model(lambda s, x: s.m(x, x, x)[0], m=nn.MultiheadAttention(4, 2, batch_first=True)),
+        rand(2, 3, 4),
+    ),
+    "experts": by_expert,
+    "checkpointed": checkpointed,
+    "weight norm": lambda: (nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh()), rand(5, 3)),
+    "spectral norm": lambda: (nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh()), rand(5, 3)),
+    # By-products of these, a matrix's factors, serve the backward pass.
+    "solved": of_matrix(lambda A: torch.linalg.solve(A, torch.ones(4, 2, dtype=DOUBLE))),
+    "determinant": of_matrix(lambda A: torch.linalg.det(A) / 9),
+    "log determinant": of_matrix(torch.logdet),
+    "trace": of_matrix(lambda A: A.trace() * A.diagonal() / 90),
+}
+LEFT_TO_AUTOGRAD = {
+    "complex": lambda: (
+        Model(lambda s, x: torch.fft.fft(torch.tanh(s.layer(x))).abs(), layer=nn.Linear(3, 4)),
+        rand(5, 3),
+    ),
+    "in parts": in_parts,
+}
+
+
+def problem(make):
+    torch.manual_seed(0)
+    model, inputs = make()
+    model = model.double().eval()
+    return model, lambda: (torch.tanh(model(inputs)) ** 2).mean()
+
+
+def products_by_differences(model, loss, vectors, step=1e-5):
+    """What the gradient changes by along each vector, where that lies in the parameters."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    before, columns = [p.detach().clone() for p in parameters], []
+    for vector in vectors.T:
+        ends = []
+        for way in (step, -step):
+            pieces = vector.split([p.numel() for p in parameters])
+            for p, point, piece in zip(parameters, before, pieces, strict=True):
+                p.data = point + way * piece.view_as(point)
+            gradients = torch.autograd.grad(loss(), parameters, materialize_grads=True)
+            ends.append(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        columns.append((ends[0] - ends[1]) / (2 * step))
+    for p, point in zip(parameters, before, strict=True):
+        p.data = point
+    return torch.stack(columns, 1)
+
+
+@pytest.mark.parametrize("method", [FORWARD, REVERSE])
+@pytest.mark.parametrize("name", MODELS)
+def test_products_are_differences_of_gradients(name, method):
+    model, loss = problem(MODELS[name])
+    H = gl.hessian(model, loss, method=method)
+    V = rand(H.shape[0], 2)
+    expected = products_by_differences(model, loss, V)
+    assert expected.norm() > 1e-3
+    assert (H @ V - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("name", LEFT_TO_AUTOGRAD)
+def test_what_cannot_be_followed_is_left_to_autograd(name):
+    model, loss = problem(LEFT_TO_AUTOGRAD[name])
+    H = gl.hessian(model, loss)
+    assert H.method == REVERSE
+    V = rand(H.shape[0], 2)
+    expected = products_by_differences(model, loss, V)
+    assert (H @ V - expected).norm() < 1e-6 * expected.norm()
+    with pytest.raises((UnsupportedError, DataError)):
+        gl.hessian(model, loss, method=FORWARD)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_stands_for_padding_is_a_constant(tied, method):
+    model, _ = language_model(padding=1)
+    if not tied:
+        model[3].weight = nn.Parameter(rand(7, 4))
+    model = model.double()
+    H = gl.hessian(model, lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), (TOKENS, TOKENS), method=method)
+
+    class Constant(nn.Module):
+        """The same table, with what is looked up for padding as autograd has it."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = model[0].weight
+            self.kept = model[0].weight[1].detach().clone()
+
+        def forward(self, tokens):
+            return torch.where((tokens == 1)[..., None], self.kept, F.embedding(tokens, self.weight))
+
+    same = copy.deepcopy(nn.Sequential(Constant(), *model[1:])) if not tied else nn.Sequential(Constant(), *model[1:])
+    V = rand(H.shape[0], 2)
+
+    def loss():
+        return F.cross_entropy(same(TOKENS).flatten(0, 1), TOKENS.flatten())
+
+    expected = products_by_differences(same, loss, V)
+    assert (H @ V - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_compiled_model_is_differentiated_as_written(method):
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double(), rand(5, 3)
+    compiled = torch.compile(model, backend="eager")
+    H = gl.hessian(model, lambda: compiled(x).square().mean(), method=method)
+    expected = gl.hessian(model, lambda: model(x).square().mean())
+    torch.testing.assert_close(H.dense(), expected.dense(), rtol=0, atol=1e-12)
+
+
+class Rolled(torch.autograd.Function):
+    """With a backward function that is the gradient of nothing."""
+
+    @staticmethod
+    def forward(context, x):
+        context.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * 2 * context.saved_tensors[0].roll(1, -1)
+
+
+def hooked(h):
+    if h.requires_grad:
+        h.register_hook(lambda gradient: 2 * gradient)
+    return h
+
+
+OWN = torch.Generator().manual_seed(0)
+REFUSED = {
+    "dropout": (
+        lambda: (Model(lambda s, x: F.dropout(s.layer(x), 0.5), layer=nn.Linear(3, 4)), rand(5, 3)),
+        UsageError,
+        r"the loss is [\d.]+ at first and [\d.]+ then: it draws random numbers; call model.eval",
+    ),
+    "noise": (
+        lambda: (Model(lambda s, x: s.layer(x) + torch.randn(5, 4, generator=OWN), layer=nn.Linear(3, 4)), rand(5, 3)),
+        UsageError,
+        "or draw them beforehand",
+    ),
+    "statistics": (
+        lambda: (
+            nn.Sequential(nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4, track_running_stats=True)).train(),
+            rand(2, 3, 5),
+        ),
+        UsageError,
+        "1.running_mean changes each time that the loss is computed: call model.eval",
+    ),
+    "renormalized": (
+        lambda: (nn.Sequential(nn.Embedding(7, 4, max_norm=0.1), nn.Linear(4, 2)), TOKENS),
+        UsageError,
+        "0.weight changes each time",
+    ),
+    "sparse": (lambda: (nn.Embedding(7, 4, sparse=True), TOKENS), UsageError, "sparse gradients: .* sparse=False"),
+    "by frequency": (
+        lambda: (nn.Sequential(nn.Embedding(7, 4, scale_grad_by_freq=True), nn.Linear(4, 2)), TOKENS),
+        DataError,
+        r"not symmetric: uᵀAv and vᵀAu differ by .*: what torch computes as the gradient is not that of the loss",
+    ),
+    "wrong backward": (
+        lambda: (Model(lambda s, x: Rolled.apply(s.layer(x)), layer=nn.Linear(3, 4)), rand(5, 3)),
+        DataError,
+        "not symmetric: .* backward functions of your own",
+    ),
+    "square root of zero": (
+        lambda: (Model(lambda s, x: (x * s.w).square().sum().sqrt(), w=torch.zeros(3)), rand(5, 3)),
+        DataError,
+        "values that are not finite: .* or has no derivative here",
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("method", ["auto", REVERSE])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_hessian_is_refused_by_name(name, method, dtype):
+    make, error, message = REFUSED[name]
+    torch.manual_seed(0)
+    model, x = make()
+    model, x = model.to(dtype), x.to(dtype) if x.is_floating_point() else x
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=message):
+        gl.hessian(model, lambda: (torch.tanh(model(x)) ** 2).mean(), method=method)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_hook_that_changes_gradients_is_found_out():
+    layers = {"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)}
+    model, loss = problem(lambda: (Model(lambda s, x: s.b(hooked(torch.tanh(s.a(x)))), **layers), rand(5, 3)))
+    with pytest.raises(DataError, match="hooks on tensors"):
+        gl.hessian(model, loss, method=FORWARD)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parameters_that_the_loss_holds_itself_are_refused(method):
+    model, x = nn.Linear(3, 2).double(), rand(5, 3)
+    held = list(model.parameters())
+    with pytest.raises(UsageError, match=r"the loss holds weight itself: ask the model for it each time"):
+        gl.hessian(model, lambda: model(x).square().mean() + sum(p.pow(4).sum() for p in held), method=method)
+    H = gl.hessian(model, lambda: model(x).square().mean() + sum(p.pow(4).sum() for p in model.parameters()))
+    plain = gl.hessian(model, lambda: model(x).square().mean())
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    torch.testing.assert_close(H.dense(), plain.dense() + torch.diag(12 * weights**2), rtol=0, atol=1e-12)
+
+
+def test_noise_from_a_seed_of_its_own_is_a_constant():
+    def function(s, x):
+        return torch.tanh(s.layer(x + torch.randn(5, 3, generator=torch.Generator().manual_seed(3))))
+
+    model, loss = problem(lambda: (Model(function, layer=nn.Linear(3, 4)), rand(5, 3)))
+    V = rand(16, 2)
+    torch.testing.assert_close(
+        gl.hessian(model, loss) @ V, products_by_differences(model, loss, V), rtol=1e-6, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_rest_of_the_model_stays_where_it_was_too(method):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    x = rand(5, 3)
+    H = gl.hessian(
+        model, lambda: checkpoint(model, x, use_reentrant=False).square().mean(), parameters="0", method=method
+    )
+    before = H @ rand(16)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.add_(1)
+    assert torch.equal(H @ rand(16), before)
+
+
+def test_tied_parameters_go_by_any_of_their_names():
+    model, tokens = language_model()
+    H = gl.hessian(model.double(), lambda: model(tokens).square().mean(), parameters="3")
+    assert list(H.parameters) == ["0.weight"]
+    assert H.shape == (28, 28)
+
+
+def symmetric(n):
+    matrix = rand(n, n)
+    return matrix + matrix.T
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e-200])
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_asymmetry_is_told_from_rounding(dtype, scale):
+    A, vectors = (scale * symmetric(200)).to(dtype), rand(200, 2).to(dtype)
+    check_symmetric(A, vectors, A @ vectors)
+    if not A.any():  # too small for the type
+        return
+    A[:, 7] *= 1.2
+    with pytest.raises(DataError, match="not symmetric"):
+        check_symmetric(A, vectors, A @ vectors)
+
+
+def test_products_that_are_nothing_but_rounding_are_symmetric():
+    A, B = symmetric(200).float(), symmetric(200).float() * 3
+
+    class Cancelling:
+        """A (B + C) v − (A B v + A C v), which is zero."""
+
+        def __matmul__(self, v):
+            return A @ (B @ v + v / 7) - (A @ (B @ v) + A @ (v / 7))
+
+    vectors = rand(200, 2).float()
+    assert (Cancelling() @ vectors).any()
+    check_symmetric(Cancelling(), vectors, Cancelling() @ vectors)
