@@ -70,9 +70,8 @@ def test_what_is_no_trace_is_named(tmp_path):
     safetensors.numpy.save_file({"weight": np.ones(3)}, tmp_path / "a.safetensors")
     safetensors.numpy.save_file({"weight": np.ones(3)}, tmp_path / "b.safetensors", {"other": "notes"})
     pq.write_table(pa.table({"name": ["addmm"]}), tmp_path / "a.parquet")
-    for name in ("a.json", "a.pickle", "a.txt", "missing.trace"):
-        refused(tmp_path / name, "not a trace")
-    for name in ("a.safetensors", "b.safetensors", "a.parquet"):
+    refused(tmp_path / "missing.trace", "not a trace")
+    for name in ("a.json", "a.pickle", "a.txt", "a.safetensors", "b.safetensors", "a.parquet"):
         refused(tmp_path / name, "no trace", "gpulab record")
     refused(tmp_path)
 
@@ -106,7 +105,7 @@ def first(value):
 
 
 DAMAGED = {
-    "another format": {"notes": {"format": 3}},
+    "another format": {"notes": {"format": 2}},
     "no format": {"notes": json.dumps({"setting": "cpu"})},
     "a setting that is none": {"notes": {"setting": "gpu"}},
     "a setting of another kind": {"notes": {"setting": 3}},
@@ -138,78 +137,7 @@ def test_a_trace_that_is_only_copied_is_read(file, tmp_path):
     assert gl.Trace.load(rewritten(file, tmp_path / "same.trace")).operations
 
 
-# --- format 1 --------------------------------------------------------------------------------------------
-
-SKETCHES = {"x": np.arange(3.0), "y": np.array([math.nan])}
-ROW = {"name": "gelu", "phase": "forward", "module": "0", "line": "a.py:1: y", "shape": [1], "dtype": "float32"}
-ROW |= {"inputs": ["x"], "outputs": ["y"], "changed": [], "random": False, "repeats": True, "steady": True}
-ROW |= {"error": 1e-8, "bound": None, "format": None, "rounded_before": False, "nans": True}
-ROW |= {"arguments": "(['·'], {'approximate': 'tanh'})"}
-NOTES = {"format": 1, "setting": "cpu", "operations": [ROW], "reference": [{**ROW, "arguments": "(['·'], {})"}]}
-NOTES |= {"overwritten": [], "passport": {"gpus": []}, "arithmetic": {"threads": 2}, "label": "copied"}
-
-
-def format_1(into, sketches=SKETCHES, **notes):
-    safetensors.numpy.save_file(sketches, into, {KEY: json.dumps(NOTES | notes)})
-    return into
-
-
-def test_a_trace_of_the_first_version_is_read_and_kept_in_todays_format(tmp_path):
-    trace = gl.Trace.load(format_1(tmp_path / "old.trace"))
-    again = gl.Trace.load(trace.save(tmp_path / "new.trace"))
-    for read in (trace, again):
-        (op,), (exact,) = read.operations, read.reference
-        assert (read.setting, read.label, read.passport, read.arithmetic) == (
-            "cpu",
-            "copied",
-            {"gpus": []},
-            {"threads": 2},
-        )
-        assert (op.arguments, op.defaults) == ({"self": "Tensor", "approximate": "tanh"}, {})
-        assert (exact.arguments, exact.defaults) == ({"self": "Tensor"}, {"approximate": "none"})
-        assert {name: getattr(op, name) for name in ROW.keys() - {"arguments"}} == {
-            name: value for name, value in ROW.items() if name != "arguments"
-        }
-        np.testing.assert_equal(read.sketches, SKETCHES)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"format": 0},
-        {"sketches": {"x": np.ones(1)}},
-        {"sketches": {"x": np.ones(1), "y": np.array([[True]])}},
-        {"operations": 3},
-        {"operations": ["gelu"]},
-        {"operations": [{**ROW, "name": None}]},
-        {"operations": [{**ROW, "error": "small"}]},
-        {"operations": [{"name": "gelu"}]},
-        {"setting": "gpu"},
-        {"more": 1},
-    ],
-    ids=str,
-)
-def test_a_damaged_trace_of_the_first_version_is_named(tmp_path, damage):
-    refused(format_1(tmp_path / "old.trace", **damage))
-
-
-@pytest.mark.parametrize(
-    ("operation", "called", "arguments"),
-    [
-        ("sum", "(['·', [0], True], {})", {"self": "Tensor", "dim": [0], "keepdim": True}),
-        ("clone", "(['·'], {'memory_format': torch.contiguous_format})", {"self": "Tensor", "memory_format": None}),
-        ("mul", "(['·', -inf], {})", {"self": "Tensor", "other": -math.inf}),
-        ("bernoulli", "(['·', 0.6], {})", {"self": "Tensor", "p": 0.6}),
-        (
-            "somebodys",
-            "(['·', 'mean'], {'x': [1, '·']})",
-            {"argument 1": "Tensor", "argument 2": "mean", "x": [1, "Tensor"]},
-        ),
-        ("gelu", "(['·', <object at 0x7f>], {})", {}),
-        ("gelu", "(" * 1000, {}),
-        ("gelu", "1", {}),
-    ],
-)
-def test_arguments_of_the_first_version_are_read_without_evaluating_any(operation, called, arguments):
-    read, _ = trace_files._named_arguments(operation, called)
-    assert read == arguments
+def test_a_trace_of_an_older_gpulab_is_to_be_recorded_again(tmp_path):
+    old = tmp_path / "old.trace"
+    safetensors.numpy.save_file({"x": np.arange(3.0)}, old, {KEY: json.dumps({"format": 1})})
+    refused(old, "record the step again")

@@ -1,6 +1,7 @@
 import contextlib
 import copy
 import math
+import random
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
-from gpulab.diagnostics.steps import find_step
 from gpulab.diagnostics.sketches import SKETCH, sketch
+from gpulab.diagnostics.steps import find_step
 from gpulab.diagnostics.traces import aligned
-from gpulab.diagnostics.watching import Operation, _is_random
+from gpulab.diagnostics.watching import RESULT, Operation, _is_random
 
 
 def recorded(step, setting="cpu", **options):
@@ -187,7 +188,7 @@ def test_code_without_modules_has_lines_alone():
         x.exp().sum().backward()  # the only line
 
     trace = recorded(step)
-    assert {op.module for op in trace.operations} == {""}
+    assert {op.module for op in trace.operations if op.phase != RESULT} == {""}
     assert all("the only line" in op.line for op in trace.operations if op.name in ("exp", "sum", "mul"))
 
 
@@ -262,7 +263,8 @@ def test_a_step_may_copy_a_network_with_buffers():
 def test_a_step_is_called_with_its_setting_or_without():
     settings = []
     recorded(lambda setting: settings.append(str(setting)) or torch.ones(2, dtype=setting.dtype) + 1, "cpu:threads=1")
-    assert settings == ["cpu:threads=1", "cpu:threads=1", "cpu:precision=float64"]
+    under, exact = "cpu:threads=1", "cpu:precision=float64"
+    assert settings == [under, under, exact, exact, exact]
 
 
 def test_a_step_leaves_its_model_as_it_was():
@@ -360,7 +362,114 @@ def test_a_backward_pass_in_a_thread_of_autograds_is_recorded():
     """There no frame of Python's lies below, as in the backward pass on a GPU."""
     trace = recorded(lambda: BackwardInBackward.apply(torch.ones(2, requires_grad=True), 61).sum().backward())
     assert len(named(trace, "mul", "backward")) == 2 * 61
-    assert {op.repeats for op in trace.operations} == {True}
+    assert {op.repeats for op in trace.operations if op.phase != RESULT} == {True}
+
+
+# --- what the step is for -------------------------------------------------------------------------------------
+
+
+def results(trace):
+    return {(op.name, op.module): values(trace, op.outputs[0]) for op in trace.operations if op.phase == RESULT}
+
+
+def test_loss_gradients_and_what_was_updated_come_last():
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    x = drawn(8, 4)
+
+    def step(setting):
+        model = copy.deepcopy(net).to(setting.dtype)
+        optimizer = torch.optim.SGD(model[:1].parameters(), lr=0.1)
+        loss = model(x.to(setting.dtype)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss.item()}
+
+    seen = results(recorded(step))
+    model = copy.deepcopy(net)
+    loss = model(x).square().mean()
+    loss.backward()
+    assert seen["loss", ""] == pytest.approx(loss.item())
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(seen["gradient", name], parameter.grad.double().ravel(), rtol=1e-4, atol=1e-7)
+    updated = (model[0].weight - 0.1 * model[0].weight.grad).detach().double().ravel()
+    np.testing.assert_allclose(seen["updated", "0.weight"], updated, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(seen["updated", "1.running_mean"], model[1].running_mean.double(), rtol=1e-5)
+    names = {name for kind, name in seen if kind == "updated"}
+    assert names == {"0.weight", "0.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
+
+
+def test_roundings_are_carried_as_far_as_a_closed_form_says():
+    """A product of n numbers is off by about sqrt(n) roundings: each multiplication adds one."""
+
+    def step(setting):
+        x = torch.arange(1, 1001, dtype=setting.dtype) / 512  # without rounding
+        product = x
+        for _ in range(64):
+            product = product * x
+        return product
+
+    trace = recorded(step)
+    (carried,) = trace.operations[-1].carried
+    size = np.linalg.norm(values(trace, trace.operations[-1].outputs[0]))
+    bounds = [op.bound for op in trace.operations if op.name == "mul"]
+    assert carried / size == pytest.approx(math.hypot(*bounds), rel=0.5)
+
+
+def test_an_operation_in_place_is_measured_from_what_it_was_given():
+    def step(setting):
+        x = drawn(50).to(setting.dtype)
+        x.mul_(3).add_(1).sigmoid_()
+        torch._foreach_add_([x, x.clone()], 0.1)
+        return x
+
+    trace = recorded(step)
+    for op in trace.operations:
+        if op.name in ("mul", "add", "sigmoid", "_foreach_add"):
+            assert op.ratio <= 1
+            assert 0 < op.bound < 1e-5
+
+
+def test_generators_of_numpy_and_python_are_seeded_and_left_as_they_were():
+    before = np.random.get_state()[1].tolist(), random.getstate()
+
+    def step(setting):
+        noise = torch.from_numpy(np.random.standard_normal(4)) + random.random()
+        return noise.to(setting.dtype).exp()
+
+    assert {op.repeats for op in recorded(step).operations if op.phase != RESULT} == {True}
+    assert before == (np.random.get_state()[1].tolist(), random.getstate())
+
+
+def test_an_unseeded_generator_is_told_from_a_device_that_does_not_repeat_itself():
+    generator = np.random.default_rng()
+
+    def step(setting):
+        return torch.from_numpy(generator.standard_normal(4)).to(setting.dtype).exp()
+
+    first = next(op for op in recorded(step).operations if op.repeats is False)
+    assert first.anew
+    found = gl.audit(step, "cpu", "cpu:threads=1", progress=False).findings[0]
+    assert found.kind == "nondeterminism"
+    assert "no operation of torch had made" in found.detail
+    assert "default_rng" in found.advice
+
+
+def test_an_operation_without_a_kernel_for_float64_is_done_in_float32():
+    with torch.library._scoped_library("gpulab_tests", "FRAGMENT") as lib:
+        lib.define("only_float32(Tensor x) -> Tensor")
+
+        def only_float32(x):
+            if x.dtype != torch.float32:
+                raise RuntimeError("expected float32")
+            return x.exp()
+
+        lib.impl("only_float32", only_float32, "CompositeExplicitAutograd")
+        trace = recorded(lambda setting: torch.ops.gpulab_tests.only_float32(drawn(5).to(setting.dtype)) * 2)
+    (op,) = named(trace, "only_float32")
+    assert op.ratio is None
+    exact = next(op for op in trace.reference if op.name == "only_float32")
+    np.testing.assert_allclose(values(trace, exact.outputs[0]), drawn(5).double().exp(), rtol=1e-6)
 
 
 # --- repeating ------------------------------------------------------------------------------------------------
@@ -419,16 +528,16 @@ def test_a_small_tensor_is_kept_as_it_is():
 def test_a_sketch_is_the_same_on_every_machine():
     numbers = torch.arange(1000, dtype=torch.float64)
     made = sketch(numbers)
-    # splitmix64 written with Python's own integers
+    # splitmix64 written with Python's own integers; 64 stretches of 64 columns, each shifted by one
     expected = [0.0] * SKETCH
     for place in range(1000):
         x = (place + 1) * 0x9E3779B97F4A7C15 % 2**64
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
         x ^= x >> 31
-        expected[x % SKETCH] += -place if x >> 63 else place
+        expected[(place + place // SKETCH) % SKETCH] += -place if x >> 63 else place
     assert made.tolist() == expected
-    assert made[[0, 2]].tolist() == [456.0, -110.0]
+    assert made[[0, 2]].tolist() == [1451.0, -3601.0]
 
 
 def test_distances_between_sketches_are_those_between_tensors():
@@ -468,8 +577,8 @@ def test_operations_are_aligned_in_order_and_gaps_are_shown():
     pairs = [(one and one.name, other and other.name) for one, other in aligned(first, second)]
     assert pairs == [("a", "a"), ("b", None), (None, "x"), ("c", "c"), ("d", "d"), (None, "e")]
     assert aligned([], []) == []
-    twins = {"b": "x"}
-    assert ("b", "x") in [(one and one.name, other and other.name) for one, other in aligned(first, second, twins)]
+    (both,) = aligned(operations("native_batch_norm"), operations("cudnn_batch_norm"))
+    assert None not in both
 
 
 # --- finding a step by its name ---------------------------------------------------------------------------------
