@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpulab import report
-from gpulab.diagnostics.findings import KINDS, Comparison, Finding, check_same_step
+from gpulab.diagnostics.confirmation import Confirmation, place_of
+from gpulab.diagnostics.confirmation import confirm as confirm_lines
+from gpulab.diagnostics.findings import KINDS, Comparison, Finding, _in, check_same_step
 from gpulab.diagnostics.sketches import distance
 from gpulab.diagnostics.traces import Trace, record
 from gpulab.diagnostics.watching import Operation
@@ -34,7 +36,8 @@ class Audit(report.Report):
 
     def __init__(self, a: Trace, b: Trace) -> None:
         self.a, self.b = a, b
-        comparison = Comparison(a, b)
+        comparison = self.comparison = Comparison(a, b)
+        self.confirmed: list[Confirmation] = []
         self.pairs, self.findings, self.first_nan = comparison.pairs, comparison.findings, comparison.first_nan
 
     @property
@@ -89,7 +92,8 @@ class Audit(report.Report):
         return pd.DataFrame(rows)
 
     def __str__(self) -> str:
-        return f"{self._headline()}\n" + "\n".join(f"  {text}" for text in (*self._groups(), *self._alone()))
+        confirmed = [f"confirmed: {one}" for one in self.confirmed]
+        return "\n  ".join([self._headline(), *confirmed, *self._groups(), *self._alone()])
 
     def __repr__(self) -> str:
         return str(self)
@@ -144,15 +148,18 @@ class Audit(report.Report):
         return text
 
     def _groups(self) -> list[str]:
-        """The findings as text, those of one kind and operation together."""
+        """The findings as text, those of one kind and line together; what explains most of the results comes first."""
         groups: dict[tuple[str, ...], list[Finding]] = {}
         for finding in self.findings:
-            groups.setdefault((finding.kind, finding.setting, finding.operation, finding.advice), []).append(finding)
-        texts = [
-            f"{first}\n      and {len(alike)} more such operations" if alike else str(first)
-            for first, *alike in groups.values()
-        ]
-        return _at_most(MOST_GROUPS, texts, "more groups")
+            groups.setdefault((finding.kind, finding.setting, place_of(finding), finding.advice), []).append(finding)
+        texts = []
+        for first, *alike in groups.values():
+            names = Counter(f"{finding.operation} ({finding.phase}){_in(finding)}" for finding in alike)
+            named = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in names.most_common(3))
+            texts.append(
+                f"{first}\n      and so in this line: {named}{', …' if len(names) > 3 else ''}" if alike else str(first)
+            )
+        return _at_most(MOST_GROUPS, texts, "more lines")
 
     def _alone(self) -> list[str]:
         """What ran under one setting only, by module: another kernel, or another function."""
@@ -178,6 +185,7 @@ def audit(
     a: str | Setting | Trace | Path,
     b: str | Setting | None = None,
     *,
+    confirm: bool = False,
     progress: bool = True,
 ) -> Audit:
     """Do one training step under two settings and in float64, and explain where they part.
@@ -196,6 +204,8 @@ def audit(
         step: a `Step` or a function, as `gpulab.record` takes it; or a trace, or a file of one.
         a: a setting; or the other trace.
         b: the other setting; None with traces.
+        confirm: whether to do the step again with each line that was found put right, and to say how much of the
+            difference in loss and gradients goes (`Audit.confirmed`); not with traces.
         progress: whether to show a bar.
 
     Raises:
@@ -212,6 +222,8 @@ def audit(
         N. J. Higham, T. Mary 2019, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41(5).
     """
     if isinstance(step, Trace | str | Path):
+        if confirm:
+            raise UsageError("confirm=True needs the step itself, as audit(step, a, b, confirm=True), to do it again")
         if b is not None or not isinstance(a, Trace | str | Path):
             raise UsageError("audit of traces: expected two, as audit(trace_a, trace_b)")
         traces = [x if isinstance(x, Trace) else Trace.load(x) for x in (step, a)]
@@ -221,5 +233,10 @@ def audit(
         raise UsageError('audit of a step: expected two settings, as audit(step, "cpu", "cuda")')
     for setting in (a, b):
         Setting.parse(setting).check()
-    first = record(step, a, progress=progress)
-    return Audit(first, record(step, b, reference=first, progress=progress))
+    devices = {Setting.parse(setting).device for setting in (a, b)}
+    on = devices.pop() if len(devices) == 1 else "cpu"  # where it is quickest
+    first = record(step, a, on=on, progress=progress)
+    report = Audit(first, record(step, b, reference=first, on=on, progress=progress))
+    if confirm:
+        report.confirmed = confirm_lines(step, report.comparison, progress)
+    return report

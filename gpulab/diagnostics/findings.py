@@ -148,7 +148,7 @@ class Finding:
 
     `module` is the path of the module, `line` the user's line, `ratio` the operation's own error in
     units of what rounding explains (NaN where it has no twin in float64), `detail` what was seen; `op`
-    is the operation in its trace.
+    is the operation in its trace, and `instead` two values, one of each setting, that should be one.
     """
 
     kind: str
@@ -161,6 +161,7 @@ class Finding:
     detail: str
     advice: str
     op: Operation | None = field(default=None, repr=False, compare=False)
+    instead: tuple[str, str] | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         at = f"\n      at {self.line}" if self.line else ""
@@ -554,7 +555,8 @@ class Comparison:
             f"though each computes rightly what it is asked to; first used by {user.name}{_in(user)}"
         )
         place, setting = blamed.module or blamed.line or "this line", self.other[id(there)].title
-        return self._finding("mismatch", blamed, detail, f"see what {place} does under {setting}: {ANOTHER_FUNCTION}")
+        advice = f"see what {place} does under {setting}: {ANOTHER_FUNCTION}"
+        return replace(self._finding("mismatch", blamed, detail, advice), instead=(x, y))
 
     def _stretch(
         self, value: str, makers: dict[str, list[Operation]]

@@ -81,7 +81,7 @@ def forward_error(
     results = _floating(out)
     if name in ATTENTION:
         operation, results = _attention(operation), results[:1]
-    exact_args, exact_kwargs = mapped(_in_float64, (list(args), kwargs))
+    exact_args, exact_kwargs = mapped(in_float64, (list(args), kwargs))
     in_place = writes(operation)
 
     def again(change: Callable[[Tensor], Tensor], places: Sequence[int] | None = None) -> list[Tensor]:
@@ -250,7 +250,8 @@ def outcome(operation: Any, args: Sequence[Any], out: Any) -> Any:
     return [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
 
 
-def _in_float64(value: Any) -> Any:
+def in_float64(value: Any) -> Any:
+    """A tensor of real numbers in float64, and anything else as it is."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return value.detach().double()

@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpulab.diagnostics import sketches as sk
 from gpulab.diagnostics import trace_files
 from gpulab.diagnostics.guards import guard
-from gpulab.diagnostics.reference import ATTENTION, SAFETY
+from gpulab.diagnostics.reference import ATTENTION, FACTORS, SAFETY
 from gpulab.diagnostics.steps import ready
-from gpulab.diagnostics.watching import RESULT, Operation, Watcher
+from gpulab.diagnostics.watching import RESULT, Call, Operation, Watcher
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
 from gpulab.passports import passport
 from gpulab.settings import Setting, arithmetic
@@ -160,19 +161,19 @@ def record(
     exact_setting = Setting.parse(f"{on}:precision=float64")
     sketches = dict(reference.sketches) if reference else {}
     with tqdm(unit="operation", leave=False, disable=not progress) as bar:
-        first = _perform(step, parsed, sketches, bar, results_only=True)
-        trace = _perform(step, parsed, sketches, bar, measured=True)
+        first = perform(step, parsed, sketches, bar.update, results_only=True)
+        trace = perform(step, parsed, sketches, bar.update, measured=True)
         bar.total = len(trace.operations) * (1 if reference else 2 + DRAWS)
         results = [op for op in trace.operations if op.phase == RESULT]
         if not results or [op.outputs for op in results] != [op.outputs for op in first.operations]:
-            first = _perform(step, parsed, sketches, bar)  # every operation, to see which does not repeat itself
-        exact = reference.reference if reference else _perform(step, exact_setting, sketches, bar).operations
+            first = perform(step, parsed, sketches, bar.update)  # every operation, to see which does not repeat itself
+        exact = reference.reference if reference else perform(step, exact_setting, sketches, bar.update).operations
         amounts = _roundings(trace, exact)
         trace.reference = exact
         if reference is None or not _alike(amounts, _roundings(reference, exact)):
             bar.total = bar.n + DRAWS * len(exact)
             shaken = [
-                _perform(step, exact_setting, sketches, bar, noise=amounts, draw=draw).operations
+                perform(step, exact_setting, sketches, bar.update, change=_shaken(amounts, draw)).operations
                 for draw in range(DRAWS)
             ]
             carried = _carried(exact, shaken, sketches)
@@ -191,19 +192,18 @@ def record(
     return trace
 
 
-def _perform(
+def perform(
     step: Callable[..., Any],
     setting: Setting,
     sketches: dict[str, np.ndarray],
-    bar: Any,
+    tell: Callable[[], Any] = lambda: None,
     *,
     measured: bool = False,
     results_only: bool = False,
-    noise: list[float] | None = None,
-    draw: int = 0,
+    change: Callable[[Call], None] | None = None,
 ) -> Trace:
-    """Do the step once under a setting, watched."""
-    watcher = Watcher(sketches, bar.update, measured, results_only, noise, draw)
+    """Do the step once under a setting, watched; the arguments are those of `Watcher`."""
+    watcher = Watcher(sketches, tell, measured, results_only, change)
     devices = [torch.device(setting.device)] if setting.kind == "cuda" else []
     with (
         torch.random.fork_rng(devices=devices),
@@ -286,6 +286,24 @@ def _apart(x: np.ndarray, y: np.ndarray) -> float:
         return math.inf
     finite = np.isfinite(x) & np.isfinite(y)
     return float(np.linalg.norm(x[finite] - y[finite]))
+
+
+def _shaken(amounts: list[float], draw: int) -> Callable[[Call], None]:
+    """What moves an operation's results at random by these amounts: each number by its size, a sum by that of all."""
+
+    def shake(call: Call) -> None:
+        amount = amounts[call.place] if call.place < len(amounts) else 0.0
+        if not amount or call.operation.is_view or torch.Tag.nondeterministic_seeded in call.operation.tags:
+            return
+        for t in filter(sk.rounds, call.results):  # by .data, which autograd does not count
+            signs = sk.signs(t, 131 * call.place + draw)
+            size = float(torch.linalg.vector_norm(t)) / math.sqrt(t.numel()) if call.name in FACTORS else math.nan
+            if math.isfinite(size):
+                t.data.add_(signs, alpha=amount * size)
+            else:
+                t.data.mul_(1 + amount * signs)
+
+    return shake
 
 
 def _alike(amounts: list[float], others: list[float]) -> bool:

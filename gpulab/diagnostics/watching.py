@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from gpulab.diagnostics import sketches as sk
 from gpulab.diagnostics import trace_files
-from gpulab.diagnostics.reference import FACTORS, forward_error, outcome, writes
+from gpulab.diagnostics.reference import forward_error, outcome, writes
 
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
 # What computes nothing: changes of shape, and memory that has not been written yet.
@@ -82,6 +81,16 @@ class Operation:
         return self.error / self.bound if self.bound else (np.inf if self.error else 0.0)
 
 
+class Call(NamedTuple):
+    """A call of an operation: its place in the step, its `arguments` (placed and named) before it wrote to any."""
+
+    place: int
+    name: str
+    operation: Any
+    arguments: tuple[Sequence[Any], dict[str, Any]]
+    results: list[Tensor]
+
+
 class Watcher(TorchDispatchMode):
     """Notes every operation below autograd, forward and backward, and then the step's results.
 
@@ -90,9 +99,8 @@ class Watcher(TorchDispatchMode):
         tell: is called after each operation.
         measured: whether each operation's error and steadiness are measured.
         results_only: whether nothing but the step's results is noted.
-        noise: how far each operation's result is moved, relative to its norm, by its place; where given, inputs
-            are not noted.
-        draw: says which random signs the noise has.
+        change: is called with each `Call` before its results are noted, and may write to them; then inputs are
+            not noted, and every value has a name of its own.
     """
 
     def __init__(
@@ -101,12 +109,11 @@ class Watcher(TorchDispatchMode):
         tell: Callable[[], Any] = lambda: None,
         measured: bool = False,
         results_only: bool = False,
-        noise: Sequence[float] | None = None,
-        draw: int = 0,
+        change: Callable[[Call], None] | None = None,
     ) -> None:
         super().__init__()
-        self.sketches, self.tell, self.measured, self.noise, self.draw = sketches, tell, measured, noise, draw
-        self.results_only = results_only
+        self.sketches, self.tell, self.measured = sketches, tell, measured
+        self.results_only, self.change = results_only, change
         self.operations: list[Operation] = []
         self.path: list[str] = []
         self.names: dict[int, str] = {}
@@ -133,7 +140,7 @@ class Watcher(TorchDispatchMode):
         arguments, defaults = trace_files.by_name(operation._schema, args, kwargs)
         random = _is_random(operation, arguments | defaults)
         blind = changes and (random or name in OVERWRITES)
-        inputs = [] if self.noise is not None else self._values((before[0][1:] if blind else before[0], before[1]))
+        inputs = [] if self.change else self._values((before[0][1:] if blind else before[0], before[1]))
         self._find_leaves(args[1:] if blind else args)
         out = self._run(operation, args, kwargs)
         made = outcome(operation, args, out)
@@ -141,8 +148,8 @@ class Watcher(TorchDispatchMode):
         if not results:
             return out
         rounded = [t for t in results if sk.rounds(t)]
-        if self.noise is not None and rounded and not random and not operation.is_view:
-            self._shake(rounded, name in FACTORS)
+        if self.change:
+            self.change(Call(len(self.operations), name, operation, before, results))
         phase, module, line = self._caller()
         op = Operation(
             name=name,
@@ -155,7 +162,7 @@ class Watcher(TorchDispatchMode):
             dtype=str(results[0].dtype).removeprefix("torch."),
             arguments=arguments,
             defaults=defaults,
-            changed=self._changed(before, (args, kwargs), blind) if changes and self.noise is None else [],
+            changed=self._changed(before, (args, kwargs), blind) if changes and not self.change else [],
             random=random,
             # The sum is quicker, and NaN if any number is.
             nans=self.measured and any(bool(t.sum().isnan()) and bool(t.isnan().any()) for t in rounded),
@@ -184,27 +191,12 @@ class Watcher(TorchDispatchMode):
                     return sk.mapped(_as_type(dtype, torch.float64), operation(*shorter_args, **shorter_kwargs))
             raise
 
-    def _shake(self, results: list[Tensor], sums: bool) -> None:
-        """Move results at random, as far as rounding may: each number by its size, sums by that of all."""
-        place = len(self.operations)
-        amount = self.noise[place] if self.noise and place < len(self.noise) else 0.0
-        if not amount:
-            return
-        for t in results:  # by .data, which autograd does not count
-            signs = sk.signs(t, 131 * place + self.draw)
-            size = float(torch.linalg.vector_norm(t)) / math.sqrt(t.numel()) if sums else math.nan
-            if math.isfinite(size):
-                t.data.add_(signs, alpha=amount * size)
-            else:
-                t.data.mul_(1 + amount * signs)
-
     def _values(self, values: Any) -> list[str]:
         return [self._value(t) for t in _kept(values)]
 
     def _value(self, tensor: Tensor) -> str:
         """The name of a tensor's content; its sketch is kept."""
-        # What is moved at random occurs once.
-        name = sk.name(tensor) if self.noise is None else f"{self.draw}, {len(self.sketches)}"
+        name = f"changed {len(self.sketches)}" if self.change else sk.name(tensor)
         if name not in self.sketches:
             self.sketches[name] = sk.sketch(tensor)
         return name

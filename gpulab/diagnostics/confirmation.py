@@ -1,0 +1,166 @@
+"""Is what an audit found the cause? The step done again, with one line of it put right at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from gpulab.diagnostics.findings import Comparison, Finding
+from gpulab.diagnostics.reference import in_float64, outcome
+from gpulab.diagnostics.sketches import mapped, rounds, tensors
+from gpulab.diagnostics.traces import Trace, perform
+from gpulab.diagnostics.watching import RESULT, Call
+from gpulab.settings import Setting
+
+MOST = 8  # lines that are put right, one at a time
+IN_FLOAT64 = "in float64"
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """What goes when one line is put right: the shares of the difference in the `loss` and in the `gradients`.
+
+    `how` says what was done to `operations` of the line: computed in float64, or given the other side's results.
+    """
+
+    line: str
+    how: str
+    operations: int
+    loss: float
+    gradients: float
+
+    def __str__(self) -> str:
+        shares = (("loss", self.loss), ("gradients", self.gradients))
+        goes = " and ".join(f"{share:.0%} of the difference in the {name}" for name, share in shares if share == share)
+        return f"{self.line}\n      {self.operations} operations {self.how}: {goes or 'nothing'} goes"
+
+
+def confirm(step: Callable[..., Any], comparison: Comparison, progress: bool = True) -> list[Confirmation]:
+    """Put the lines of the findings right, each alone and then all together; what explains most comes first.
+
+    An operation that is wrong by itself is computed in float64; one that is right by itself, and other than under
+    the first setting, is given the results that the first setting had in its place.
+    """
+    a, b = comparison.a, comparison.b
+    groups: dict[str, list[Finding]] = {}
+    for finding in comparison.findings:
+        if finding.op is not None and finding.kind not in ("rounding", "overwritten"):
+            groups.setdefault(place_of(finding), []).append(finding)
+    lines = list(groups.items())[:MOST]
+    if len(lines) > 1:
+        lines.append((f"all {len(lines)} lines", [finding for _, group in lines for finding in group]))
+    before = _differences(a, b)
+    found = []
+    for line, group in tqdm(lines, unit="line", leave=False, disable=not progress):
+        exact, instead = _exact(comparison, group), _instead(comparison, group)
+        after = _differences(_again(step, a, exact[0], {}), _again(step, b, exact[1], _values(step, a, instead)))
+        count = len(exact[0] | exact[1]) + len(instead)
+        how = " and ".join(
+            ([IN_FLOAT64] if any(exact) else []) + ([f"with the results of {a.title}"] if instead else [])
+        )
+        loss, gradients = (1 - y / x if x else math.nan for x, y in zip(before, after, strict=True))
+        if count:
+            found.append(Confirmation(line, how, count, loss, gradients))
+    return sorted(found, key=lambda one: -np.nanmax([one.loss, one.gradients, -math.inf]))
+
+
+def place_of(finding: Finding) -> str:
+    """The line of a finding; its module or operation where there is none."""
+    return finding.line or finding.module or finding.operation
+
+
+def _differences(a: Trace, b: Trace) -> tuple[float, float]:
+    """How far apart loss and gradients are; what was updated, for steps without gradients."""
+
+    def results(trace: Trace) -> dict[tuple[str, str], np.ndarray]:
+        ops = [op for op in trace.operations if op.phase == RESULT]
+        return {(op.name, op.module): trace.sketches[op.outputs[-1]] for op in ops}
+
+    both = results(a), results(b)
+    common = [key for key in both[0] if key in both[1] and both[0][key].shape == both[1][key].shape]
+    kind = "gradient" if any(name == "gradient" for name, _ in common) else "updated"
+    gradients = [key for key in common if key[0] == kind]
+    losses = [key for key in common if key[0] not in ("gradient", "updated")]
+
+    def apart(keys: list[tuple[str, str]]) -> float:
+        return math.hypot(*(float(np.linalg.norm(both[1][key] - both[0][key])) for key in keys))
+
+    return apart(losses), apart(gradients)
+
+
+def _exact(comparison: Comparison, group: Iterable[Finding]) -> tuple[set[int], set[int]]:
+    """The places under both settings of operations that are wrong by themselves."""
+    places: tuple[set[int], set[int]] = set(), set()
+    for finding in group:
+        assert finding.op is not None
+        if id(finding.op) in comparison.found and not finding.op.random:
+            ops = comparison.partners.get(id(finding.op), ()) if " and " in finding.setting else (finding.op,)
+            for op in ops:
+                places[comparison.trace_of[id(op)] is comparison.b].add(comparison.place[id(op)])
+    return places
+
+
+def _instead(comparison: Comparison, group: Iterable[Finding]) -> dict[tuple[int, int], tuple[int, int]]:
+    """For results of the second setting, by place and number, those of the first that stand for them."""
+    instead: dict[tuple[int, int], tuple[int, int]] = {}
+    for finding in group:
+        assert finding.op is not None
+        if id(finding.op) in comparison.found and not finding.op.random:
+            continue
+        if finding.instead:
+            made = [_made(comparison, side, value) for side, value in enumerate(finding.instead)]
+            if made[0] and made[1]:
+                instead[made[1]] = made[0]
+        elif pair := comparison.partners.get(id(finding.op)):
+            a, b = (comparison.place[id(op)] for op in pair)
+            instead |= {(b, number): (a, number) for number in range(min(len(op.outputs) for op in pair))}
+    return instead
+
+
+def _made(comparison: Comparison, side: int, value: str) -> tuple[int, int] | None:
+    """The place and the number of the result that a value was first."""
+    for op in comparison.makers[side].get(value, ()):
+        if value in op.outputs:
+            return comparison.place[id(op)], op.outputs.index(value)
+    return None
+
+
+def _values(
+    step: Callable[..., Any], trace: Trace, instead: dict[tuple[int, int], tuple[int, int]]
+) -> dict[tuple[int, int], Tensor]:
+    """The results of one setting that another is given."""
+    kept: dict[tuple[int, int], Tensor] = {}
+
+    def keep(call: Call) -> None:
+        kept.update({(call.place, number): t.detach().clone() for number, t in enumerate(call.results)})
+
+    if not instead:
+        return {}
+    wanted = {place for place, _ in instead.values()}
+    perform(step, Setting.parse(trace.setting), {}, change=lambda call: keep(call) if call.place in wanted else None)
+    return {there: kept[here] for there, here in instead.items() if here in kept}
+
+
+def _again(step: Callable[..., Any], trace: Trace, exact: set[int], values: dict[tuple[int, int], Tensor]) -> Trace:
+    """The step once more, with some operations in float64 and some results replaced."""
+    if not exact and not values:
+        return trace
+
+    def put_right(call: Call) -> None:
+        if call.place in exact:
+            placed, named = mapped(in_float64, call.arguments)
+            right = tensors(outcome(call.operation, placed, call.operation(*placed, **named)))
+            for t, other in zip(call.results, right, strict=False):
+                if rounds(t):
+                    t.data.copy_(other)
+        for number, t in enumerate(call.results):
+            if (call.place, number) in values:
+                t.data.copy_(values[call.place, number])
+
+    return perform(step, Setting.parse(trace.setting), {}, change=put_right)
