@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, in_one_line
 from gpulab.settings import Setting
 
 
@@ -90,22 +91,50 @@ def ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], A
 
 def find_step(name: str) -> Callable[..., Any]:
     """The step that `module:name` or `file.py:name` stands for. Raises `UsageError` where there is none."""
+    return find_function(name, "step")
+
+
+def find_function(name: str, what: str) -> Callable[..., Any]:
+    """The function, or whatever can be called, that `module:name` or `file.py:name` stands for.
+
+    A file is read anew each time. As for a script, what lies beside it can be imported.
+
+    Args:
+        name: Where, and what there.
+        what: What is wanted, in the words of an error: a `step`, a `training`.
+
+    Raises:
+        UsageError: Where there is none, with what the import raised.
+    """
     where, _, attribute = name.rpartition(":")
     if not where or not attribute.isidentifier():
-        raise UsageError(f"step {name!r}: expected module:name or file.py:name, such as my_training:step")
+        raise UsageError(f"{what} {name!r}: expected module:name or file.py:name, such as my_training:{what}")
     try:
         if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            module = _module_of(Path(where).resolve())
         else:
             sys.path.insert(0, os.getcwd())
             module = importlib.import_module(where)
-    except (ImportError, OSError) as error:
-        raise UsageError(f"step {name!r}: {where} cannot be imported: {error}") from error
-    step = getattr(module, attribute, None)
-    if not callable(step):
-        raise UsageError(f"step {name!r}: {where} has no function or gpulab.Step named {attribute!r}")
-    return step
+    except (Exception, SystemExit) as error:
+        words = str(error) if isinstance(error, ImportError | OSError) else in_one_line(error, where)
+        raise UsageError(f"{what} {name!r}: {where} cannot be imported: {words}") from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        wanted = "function or gpulab.Step" if what == "step" else "function"
+        raise UsageError(f"{what} {name!r}: {where} has no {wanted} named {attribute!r}")
+    return found
+
+
+def _module_of(file: Path) -> types.ModuleType:
+    """A file as a module, from its text: Python's cache takes two texts of one second and one length for the same."""
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    known = sys.modules.get(file.stem)
+    name = file.stem if known is None or getattr(known, "__file__", None) == str(file) else f"_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    code = compile(file.read_bytes(), file, "exec")
+    sys.modules[name] = module  # dataclasses and the processes of a DataLoader look for it there
+    exec(code, module.__dict__)
+    return module
