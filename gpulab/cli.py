@@ -43,12 +43,13 @@ STORE_HELP = "folder in which runs are kept, or a file of packed runs  [default:
 
 SettingText = Annotated[str, typer.Option(help=SETTING_HELP)]
 Model = Annotated[str, typer.Argument(help="autoencoder, prednet or whitener")]
+Training = Annotated[str, typer.Argument(help="file.py:name, a training of your own; autoencoder, prednet, whitener")]
 Profile = Annotated[str, typer.Option(help="smoke (seconds), quick (a laptop) or paper (as published)")]
 Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=False)]
 StoreArgument = Annotated[Path | None, typer.Argument(help=STORE_HELP, show_default=False)]
 
 
-NESTED = {"option": ("model", "covariance=centred"), "data_option": ("data", "seed=3")}  # several times: name=value
+NESTED = {"option": ("model or function", "width=64"), "data_option": ("data", "seed=3")}  # several times: name=value
 
 
 def _run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -70,10 +71,17 @@ def _run_options(command: Callable[..., None]) -> Callable[..., None]:
 
     def with_options(**given: Any) -> None:
         flat = {name: given.pop(name) for name in OPTIONS if name in given}
-        options = dict(Specification.from_options(given["model"], given["profile"], flat).options)
-        for name, (what, _) in NESTED.items():
-            flag = f"--{name.replace('_', '-')}"
-            options[f"{what}_options"] |= {n: _value(t) for n, t in _pairs(given.pop(name), flag, "name=value")}
+        flags = {name: f"--{name.replace('_', '-')}" for name in NESTED}
+        model, data = ({n: _value(t) for n, t in _pairs(given.pop(name), flags[name], "name=value")} for name in NESTED)
+        if ":" in given["model"]:
+            if data:
+                raise UsageError(f"--data-option {next(iter(data))}: a function takes what it has as --option")
+            said = {n: v for n, v in flat.items() if v not in (None, False, OPTIONS[n].usual)}
+            options = {name: OPTIONS[name].parse(value) for name, value in said.items()} | model
+        else:
+            options = dict(Specification.from_options(given["model"], given["profile"], flat).options)
+            options["model_options"] |= model
+            options["data_options"] |= data
         command(**given, options={name: value for name, value in options.items() if value != {}})
 
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -98,7 +106,7 @@ def devices(as_json: Annotated[bool, typer.Option("--json", help="print the pass
 @app.command()
 @_run_options
 def train(
-    model: Model,
+    model: Training,
     options: dict[str, Any],
     setting: SettingText = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="draws the initial weights and the order of images")] = 0,
@@ -112,13 +120,19 @@ def train(
         bool, typer.Option("--guard", help="end with an error if something is overwritten before backward uses it")
     ] = False,
 ) -> None:
-    """Train one network from one seed under one setting. Interrupted, it resumes when run again."""
+    """Train once, from one seed under one setting. A network of gpulab's that is interrupted resumes when run again."""
     Setting.parse(setting).prepare()
     from gpulab.training import store as stores
     from gpulab.training.run import train as train_one
 
+    if ":" in model:
+        if picture:
+            raise UsageError("--picture draws what gpulab's own networks make")
+        arguments = {"net": model, "setting": setting, "seed": seed, "rerun": rerun, "model_options": options}
+    else:
+        arguments = Specification(model, setting, seed, profile, rerun, options).arguments()
     run = train_one(
-        **Specification(model, setting, seed, profile, rerun, options).arguments(),
+        **arguments,
         store=store or stores.default_store(),
         resume=not fresh,
         checkpoint_seconds=checkpoint_seconds,
@@ -136,24 +150,32 @@ def train(
 @app.command()
 @_run_options
 def experiment(
-    model: Model,
+    model: Training,
     options: dict[str, Any],
     setting: Annotated[list[str], typer.Option(help=SETTING_HELP + "; give it several times")],
     seeds: Annotated[str | None, typer.Option(help="how many (10), or which (0,1,7)  [default: the profile's]")] = None,
     profile: Profile = "quick",
     reruns: Annotated[int, typer.Option(min=1, help="how often each seed and setting is run")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="runs at the same time (seconds then say nothing)")] = 1,
+    metric: Annotated[
+        str | None, typer.Option(help="what the verdict is on  [default: final_loss, or the first]")
+    ] = None,
     store: Store = None,
 ) -> None:
     """Train seeds × settings in worker processes. What is done already is skipped."""
     from gpulab.stats.verdicts import verdict
+    from gpulab.training import store as stores
     from gpulab.training.experiment import Experiment
 
     numbers = whole_numbers(seeds, name="--seeds") if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
     frame = Experiment(model, setting, chosen, profile, store, reruns, workers, options).run()
     _show(frame)
-    print(verdict(frame))
+    metrics = [*dict.fromkeys(name for run in frame.itertuples() for name in stores.metrics_of(run))]
+    usual = "final_loss" if "final_loss" in metrics or not metrics else metrics[0]
+    if metric and metrics and metric not in metrics:
+        raise UsageError(f"--metric {metric!r}: the runs have {', '.join(metrics)}")
+    print(verdict(frame, metric or usual))
 
 
 @app.command()
@@ -353,7 +375,11 @@ def _numbers(text: str, option: str) -> list[float]:
 
 
 def _show(frame: Any) -> None:
+    from gpulab.training import store as stores
+
     columns = ["experiment", "profile", "setting", "seed", "status", "final_loss", "heldout_loss", "seconds", "machine"]
+    if functions := [name for name in frame.columns if name not in (*stores.COLUMNS, "options", "loss")]:
+        columns[6:7] = functions
     _rows(f"{len(frame)} runs", frame, columns)
 
 

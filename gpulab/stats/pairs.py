@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
 
 def check_one_protocol(frame: pd.DataFrame, besides: str = "") -> None:
     """Raise `UsageError` where runs learned different things or for different times; the column `besides` may vary."""
-    columns = [name for name in ("experiment", "profile", "frames", "protocol") if name in frame and name != besides]
+    names = ["experiment", "profile", "frames", "protocol"]
+    if "options" in frame:  # of trainings of the user's own, a column each
+        names += {name: None for text in frame.options.dropna() for name in json.loads(text)}
+    columns = [name for name in names if name in frame and name != besides]
     protocols = frame[columns].drop_duplicates()
     if columns and len(protocols) > 1:
         raise UsageError(f"the frame mixes {protocols.to_dict('records')}; compare runs of one protocol at a time")

@@ -233,10 +233,10 @@ def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Param
     wrong = [n for n, p in parameters.items() if n not in GIVEN and p.default is p.empty]
     wrong += [n for n, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
     if wrong or "seed" not in parameters:
-        problem = f"nothing is known of {wrong[0]!r}" if wrong else "it takes no seed"
+        problem = f"{wrong[0]} without a default, which says what was trained" if wrong else "it takes no seed"
         raise UsageError(
-            f"train {name}{signature}: {problem}; expected parameters by name, seed and, where wanted, setting and "
-            "folder, and options with a default, which says what was trained"
+            f"train {name}{signature}: {problem}; expected, by name and in any order, seed, where wanted setting and "
+            "folder, and options"
         )
     if taken := (set(stores.COLUMNS) - stores.OPEN) & (parameters.keys() - set(GIVEN)):
         raise UsageError(f"train {name}: option {min(taken)!r} is a column of gpulab.runs; give it another name")
@@ -262,7 +262,8 @@ def _innermost(train: Any) -> tuple[Any, list[Any]]:
             return train, bound
     for cell in train.__closure__ or ():
         with contextlib.suppress(ValueError):  # a cell that is empty
-            bound.append(cell.cell_contents)
+            if not isinstance(cell.cell_contents, list):  # which may be what the function writes to
+                bound.append(cell.cell_contents)
     return train, bound
 
 

@@ -154,9 +154,9 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     `final_loss`, `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the SHA-256 of the trained
     weights, so that equal bits can be seen), `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`,
     `data`, `speed` (of the motion in a rendered scene), `frames`, `protocol` (a digest of model, data,
-    length and learning rate: runs with equal ones can be compared), `recorded`, `id` and `path`. Runs of a
-    function add `options` (all of them, as JSON), and a column for each option and each metric. A damaged run is
-    reported as a warning and skipped.
+    length and learning rate: runs with equal ones can be compared), `recorded`, `id` and `path`. A damaged
+    run is reported as a warning and skipped. Runs of a function have, after these, `options` (all of them, as JSON)
+    and a column for each option and each metric.
 
     Args:
         store: A folder, or a file of packed runs; by default `$GPULAB_STORE`, or the folder `runs`.
@@ -183,6 +183,12 @@ def record_of(run: Any) -> dict[str, Any]:
     if Path(run.path).is_dir():
         return read_record(Path(run.path))
     return next(record for record in records.packed_runs(Path(run.path)) if record["id"] == run.id)
+
+
+def metrics_of(run: Any) -> list[str]:
+    """The names of the numbers that a row of `runs` has."""
+    record = record_of(run)
+    return list(record["metrics"] or {}) if "metrics" in record else ["final_loss", "heldout_loss"]
 
 
 def history(frame: pd.DataFrame) -> pd.DataFrame:
