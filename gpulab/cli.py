@@ -128,7 +128,8 @@ def train(
     if ":" in model:
         if picture:
             raise UsageError("--picture draws what gpulab's own networks make")
-        arguments = {"net": model, "setting": setting, "seed": seed, "rerun": rerun, "model_options": options}
+        arguments: dict[str, Any] = {"net": model, "setting": setting, "seed": seed, "rerun": rerun}
+        arguments["model_options"] = options
     else:
         arguments = Specification(model, setting, seed, profile, rerun, options).arguments()
     run = train_one(
@@ -157,9 +158,7 @@ def experiment(
     profile: Profile = "quick",
     reruns: Annotated[int, typer.Option(min=1, help="how often each seed and setting is run")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="runs at the same time (seconds then say nothing)")] = 1,
-    metric: Annotated[
-        str | None, typer.Option(help="what the verdict is on  [default: final_loss, or the first]")
-    ] = None,
+    metric: Annotated[str | None, typer.Option(help="of the verdict  [default: final_loss, or the first]")] = None,
     store: Store = None,
 ) -> None:
     """Train seeds × settings in worker processes. What is done already is skipped."""

@@ -424,3 +424,50 @@ def test_options_of_a_network_reach_it_and_its_record(cli, tmp_path):
     for wrong in ("covariance", "=centred", "covariance=diagonal"):
         said = cli("experiment", "whitener", *options, "--option", wrong, status=2).stderr
         assert wrong.rpartition("=")[2] in said
+
+
+# --- a training of one's own -------------------------------------------------------------------------------
+
+OWN = """
+import torch
+
+
+def train(seed, setting, width=4, learning_rate=0.1):
+    net = torch.nn.Linear(width, 1)
+    loss = net(torch.ones(1, width)).square().mean()
+    return {"loss": loss.item(), "size": width * learning_rate}
+"""
+
+
+def test_a_training_of_ones_own_is_run_compared_and_listed(cli, session, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    experiment = ["experiment", "own.py:train", "--setting", "cpu:threads=1", "--option", "width=8", "--seeds"]
+    said = cli(*experiment, "2", "--setting", "cpu:threads=2", "--metric", "loss").stdout
+    assert "cpu:threads=2 against cpu:threads=1, 2 seeds: equivalent" in said
+    one, table, again = session(
+        ["train", "own.py:train", "--seed", "1", "--learning-rate", "0.5"], ["runs"], [*experiment, "0,1"]
+    )
+    assert re.search(r"own\.py:train under cpu, seed 1: loss [\d.]+, size 2, ", one)
+    for word in ("5 runs", "own.py:train", "learning_rate", "width", "size"):
+        assert word in table
+    assert "2 runs" in again
+    frame = gl.runs(tmp_path / "runs")
+    assert sorted(frame["size"]) == pytest.approx([0.8, 0.8, 0.8, 0.8, 2.0])
+    (record,) = [stores.record_of(row) for row in frame.itertuples() if row.learning_rate == 0.5]
+    assert record["command"].endswith("own.py:train --setting cpu --seed 1 --option learning_rate=0.5")
+
+
+WRONG_OWN = {
+    "a metric that it has not": (["--metric", "accuracy"], "the runs have loss, size, final_loss"),
+    "an option that it has not": (["--option", "colour=3"], "no option 'colour'; it has width, learning_rate"),
+    "a flag that it has not": (["--flip", "3"], "no option 'flip'"),
+    "an option of data": (["--data-option", "seed=3"], "--data-option seed"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OWN)
+def test_what_makes_no_sense_to_a_training_of_ones_own(cli, tmp_path, name):
+    (tmp_path / "own.py").write_text(OWN)
+    options, words = WRONG_OWN[name]
+    said = cli("experiment", "own.py:train", "--setting", "cpu", "--seeds", "1", *options, status=2).stderr
+    assert words in said

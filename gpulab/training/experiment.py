@@ -140,7 +140,7 @@ class Experiment:
                 failures.append(f"{job['setting']} seed {job['seed']}: {error}")
             tell(number, frames)
 
-        with bar, Workers(self.workers) as workers, ThreadPoolExecutor(self.workers) as pool:
+        with bar, ThreadPoolExecutor(self.workers) as pool, Workers(self.workers) as workers:
             trainings = [pool.submit(work, number) for number, done in enumerate(is_done) if not done]
             try:
                 for training in trainings:

@@ -214,7 +214,8 @@ def _numbers(value: Any) -> dict[str, Any]:
     try:
         if not named or any(isinstance(number, str | bytes) for number in named.values()):
             raise TypeError
-        return {str(n): bool(v) if isinstance(v, bool | np.bool_) else float(v) for n, v in named.items()}
+        values = {str(name): getattr(number, "detach", lambda n=number: n)() for name, number in named.items()}
+        return {name: bool(v) if isinstance(v, bool | np.bool_) else float(v) for name, v in values.items()}
     except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with many numbers
         raise GpulabError(f"it gave {value!r:.200}; expected a number, a dict of numbers, or to yield these") from None
 

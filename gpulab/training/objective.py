@@ -199,8 +199,9 @@ class Trainings:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.workers.stop()
-        self.pool.shutdown(wait=True, cancel_futures=True)
+        self.pool.shutdown(wait=False, cancel_futures=True)
         self.workers.__exit__()
+        self.pool.shutdown()
 
 
 def check_runs_here(setting: Setting) -> None:
