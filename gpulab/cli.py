@@ -42,7 +42,6 @@ SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 STORE_HELP = "folder in which runs are kept, or a file of packed runs  [default: $GPULAB_STORE or ./runs]"
 
 SettingText = Annotated[str, typer.Option(help=SETTING_HELP)]
-Model = Annotated[str, typer.Argument(help="autoencoder, prednet or whitener")]
 Training = Annotated[str, typer.Argument(help="file.py:name, a training of your own; autoencoder, prednet, whitener")]
 Profile = Annotated[str, typer.Option(help="smoke (seconds), quick (a laptop) or paper (as published)")]
 Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=False)]
@@ -179,7 +178,7 @@ def experiment(
 
 @app.command()
 def reproduce(
-    model: Model,
+    model: Training,
     target: Annotated[str, typer.Option(help="the old setting, whose runs are in the store")],
     setting: Annotated[str, typer.Option(help="the new setting, " + SETTING_HELP)],
     search: Annotated[
@@ -189,7 +188,7 @@ def reproduce(
         ),
     ],
     profile: Profile = "quick",
-    metric: Annotated[str, typer.Option(help="final_loss or heldout_loss")] = "final_loss",
+    metric: Annotated[str, typer.Option(help="final_loss, heldout_loss, or what a function gives")] = "final_loss",
     margin: Annotated[
         str, typer.Option(help="largest difference of no importance, such as 0.25sd or 0.001")
     ] = "0.25sd",
@@ -205,20 +204,23 @@ def reproduce(
     goes on when it is run again.
     """
     from gpulab.training import store as stores
+    from gpulab.training.functions import TrainingFunction
     from gpulab.training.reproduction import reproduce as find
 
     space = _space(search)
     size = margin if margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
     folder = store or stores.default_store()
     frame = stores.runs(folder)
-    old_setting = str(Setting.parse(target))
-    old = frame[(frame.experiment == model) & (frame.profile == profile) & (frame.setting == old_setting)]
+    old_setting, name, train = str(Setting.parse(target)), model, model if ":" in model else None
+    if train:
+        name, profile = TrainingFunction(model).name, TrainingFunction.profile
+    old = frame[(frame.experiment == name) & (frame.profile == profile) & (frame.setting == old_setting)]
     if old.empty:
         raise UsageError(
             f"no runs of {model} under {old_setting} with profile {profile} in {folder}; make them with "
-            f"`gpulab experiment {model} --setting {old_setting} --profile {profile} --seeds 20`"
+            f"`gpulab experiment {model} --setting {old_setting}{'' if train else f' --profile {profile}'} --seeds 20`"
         )
-    found = find(old, space, setting, metric=metric, margin=size, trials=trials, workers=workers, store=folder)
+    found = find(old, space, setting, train, metric=metric, margin=size, trials=trials, workers=workers, store=folder)
     if csv:
         found.table.to_csv(sys.stdout, index=False)
     else:

@@ -439,24 +439,6 @@ def train(seed, setting, width=4, learning_rate=0.1):
 """
 
 
-def test_a_training_of_ones_own_is_run_compared_and_listed(cli, session, tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    experiment = ["experiment", "own.py:train", "--setting", "cpu:threads=1", "--option", "width=8", "--seeds"]
-    said = cli(*experiment, "2", "--setting", "cpu:threads=2", "--metric", "loss").stdout
-    assert "cpu:threads=2 against cpu:threads=1, 2 seeds: equivalent" in said
-    one, table, again = session(
-        ["train", "own.py:train", "--seed", "1", "--learning-rate", "0.5"], ["runs"], [*experiment, "0,1"]
-    )
-    assert re.search(r"own\.py:train under cpu, seed 1: loss [\d.]+, size 2, ", one)
-    for word in ("5 runs", "own.py:train", "learning_rate", "width", "size"):
-        assert word in table
-    assert "2 runs" in again
-    frame = gl.runs(tmp_path / "runs")
-    assert sorted(frame["size"]) == pytest.approx([0.8, 0.8, 0.8, 0.8, 2.0])
-    (record,) = [stores.record_of(row) for row in frame.itertuples() if row.learning_rate == 0.5]
-    assert record["command"].endswith("own.py:train --setting cpu --seed 1 --option learning_rate=0.5")
-
-
 WRONG_OWN = {
     "a metric that it has not": (["--metric", "accuracy"], "the runs have loss, size, final_loss"),
     "an option that it has not": (["--option", "colour=3"], "no option 'colour'; it has width, learning_rate"),
@@ -465,9 +447,34 @@ WRONG_OWN = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_OWN)
-def test_what_makes_no_sense_to_a_training_of_ones_own(cli, tmp_path, name):
+def test_a_training_of_ones_own_is_run_compared_listed_and_reproduced(python, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    options, words = WRONG_OWN[name]
-    said = cli("experiment", "own.py:train", "--setting", "cpu", "--seeds", "1", *options, status=2).stderr
-    assert words in said
+    experiment = ["experiment", "own.py:train", "--option", "width=8", "--setting", "cpu:threads=1"]
+    search = ["reproduce", "own.py:train", "--target", "cpu:threads=1", "--search", "width=4", "--setting", "cpu"]
+    commands = {
+        "compared": [*experiment, "--seeds", "2", "--setting", "cpu:threads=2", "--metric", "loss"],
+        "one": ["train", "own.py:train", "--seed", "1", "--learning-rate", "0.5"],
+        "listed": ["runs"],
+        "again": [*experiment, "--seeds", "0,1"],
+        "few": search,
+        "more": [*experiment, "--seeds", "8"],
+        "found": search,
+        **{name: [*experiment, "--seeds", "1", *options] for name, (options, _) in WRONG_OWN.items()},
+    }
+    done = python(ONE_BY_ONE, tmp_path, ARGUMENTS=json.dumps(list(commands.values())), COLUMNS="200").stdout
+    answers = dict(zip(commands, map(json.loads, done.splitlines()), strict=True))
+    wrong = {"few", *WRONG_OWN}
+    assert {name: status for name, (status, _, _) in answers.items() if status} == dict.fromkeys(wrong, 2)
+    said = {name: out + errors for name, (_, out, errors) in answers.items()}
+    assert "cpu:threads=2 against cpu:threads=1, 2 seeds: equivalent" in said["compared"]
+    assert re.search(r"own\.py:train under cpu, seed 1: loss [\d.]+, size 2, ", said["one"])
+    for word in ("5 runs", "own.py:train", "learning_rate", "width", "size"):
+        assert word in said["listed"]
+    assert "2 runs" in said["again"]
+    assert "at least 6 are needed" in said["few"]
+    assert "Nothing need change" in said["found"]
+    for name, (_, words) in WRONG_OWN.items():
+        assert words in said[name]
+    (row,) = (row for row in gl.runs(tmp_path / "runs").itertuples() if row.learning_rate == 0.5)
+    assert (row.size, row.width) == (2.0, 4)
+    assert stores.record_of(row)["command"].endswith("own.py:train --setting cpu --seed 1 --option learning_rate=0.5")

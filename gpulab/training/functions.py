@@ -16,6 +16,7 @@ import json
 import math
 import random
 import shlex
+import sys
 import tempfile
 import textwrap
 import time
@@ -47,6 +48,8 @@ class TrainingFunction:
     Raises:
         UsageError: Where it cannot be found, or does not take a seed.
     """
+
+    profile = "own"  # of all its runs
 
     def __init__(self, train: Callable[..., Any] | str) -> None:
         self.named, file = None, None
@@ -80,13 +83,18 @@ class TrainingFunction:
                 raise UsageError(f"{self.name} has no option {name!r}; it has {', '.join(self.options) or 'none'}")
         return dict(options)
 
+    def plain_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of all its options, as JSON can carry them."""
+        return {name: json.loads(_plain(value)) for name, value in {**self.options, **given}.items()}
+
     def identity(
         self, here: Passport, setting: Setting, seed: int, rerun: int, options: Mapping[str, Any]
     ) -> dict[str, Any]:
         """What makes a run of it this run, and its id."""
-        values = {name: json.loads(_plain(value)) for name, value in {**self.options, **options}.items()}
-        own = {"experiment": self.name, "profile": "own", "setting": str(setting), "seed": seed, "rerun": rerun}
-        return stores.identified({**own, "configuration": {"source": self.source, "options": values}}, here)
+        own = {"experiment": self.name, "profile": self.profile, "setting": str(setting), "seed": seed, "rerun": rerun}
+        return stores.identified(
+            {**own, "configuration": {"source": self.source, "options": self.plain_options(options)}}, here
+        )
 
     def command(self, setting: Setting, seed: int, rerun: int, options: Mapping[str, Any]) -> str | None:
         """The command line that makes a run, where there is one."""
@@ -279,6 +287,9 @@ def _plain(value: Any) -> str:
 
 
 def _file_of(function: Any) -> Path | None:
+    """Where a function is written; None for one that was typed into a notebook or a console."""
+    if function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        return None
     with contextlib.suppress(TypeError):
         file = Path(inspect.getsourcefile(function) or "")
         return file.resolve() if file.is_file() else None

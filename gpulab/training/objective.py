@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -151,16 +152,23 @@ class UserFunction(Objective):
 
     trainer = " by train()"
 
-    def __init__(self, train: Callable[..., Any] | str, metric: str = "final_loss") -> None:
+    def __init__(
+        self, train: Callable[..., Any] | str, metric: str = "final_loss", runs: pd.DataFrame | None = None
+    ) -> None:
         self.training, self.metric = TrainingFunction(train), metric
-        self.originals = self.training.options
-        self.identity = [self.training.name, self.training.source]
+        self.given: dict[str, Any] = {}  # with what it made the runs, where that was not its defaults
+        if runs is not None and "options" in runs and runs.experiment.iloc[0] == self.training.name:
+            done, usual = json.loads(runs.options.iloc[0]), self.training.plain_options({})
+            self.given = {name: value for name, value in done.items() if name in usual and value != usual[name]}
+        self.originals = self.training.options | self.given
+        self.identity = [self.training.name, self.training.source, self.given]
 
     def metrics(self, setting: str, seed: int, changes: Mapping[str, Any], workers: Workers) -> dict[str, Any]:
         """What the function gave; nothing when it diverged."""
         from gpulab.training.run import train
 
-        job: dict[str, Any] = {"net": self.training, "setting": setting, "seed": seed, "model_options": dict(changes)}
+        job: dict[str, Any] = {"net": self.training, "setting": setting, "seed": seed}
+        job["model_options"] = {**self.given, **changes}
         return train(**job, progress=False).metrics if workers.count == 1 else workers.train(job, lambda *_: None)
 
     def loss(self, setting: str, seed: int, changes: Mapping[str, Any], workers: Workers) -> float:

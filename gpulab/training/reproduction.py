@@ -137,8 +137,9 @@ def reproduce(
             options of the model (`batch_size` of the autoencoder, `kernel_size` of PredNet).
         setting: The new setting.
         train: Trains a network of your own, as `gpulab.train` describes it: its options are what can be changed, and
-            their defaults are what was trained. A training that raises makes the trial fail, and the search goes on.
-            Without it the runs of `target` are trained again as their records say.
+            their defaults, or what the runs of `target` had instead, are what was trained. A training that raises
+            makes the trial fail, and the search goes on. Without it the runs of `target` are trained again as their
+            records say.
         metric: The column of `target` to compare by.
         margin: The largest difference of no importance, as for `verdict`.
         alpha: The probability with which a change may be confirmed wrongly.
@@ -183,7 +184,7 @@ def reproduce(
     check_numbers(trials=trials, workers=workers)
     parsed = Setting.parse(setting)
     runs = checked_target(target, metric)
-    objective = Records(runs, metric, store) if train is None else UserFunction(train, metric)
+    objective = Records(runs, metric, store) if train is None else UserFunction(train, metric, runs)
     dimensions = checked_space(search, objective, parsed)
     problem = SearchProblem(runs, metric, margin, alpha, parsed, dimensions, objective, prune)
     check_runs_here(parsed)

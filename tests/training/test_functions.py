@@ -568,3 +568,14 @@ def test_a_search_takes_a_named_function_and_a_metric(write):
     assert found.best == {"precision": "float64"}
     with pytest.raises(gl.GpulabError, match="gave no 'other'; it gave loss, gap, final_loss"):
         gl.reproduce(old.assign(other=old.gap), train=fit, metric="other", **given)
+
+
+def test_a_search_begins_from_the_options_that_the_target_had(tmp_path):
+    def train(seed, setting, width=1, shift=0.0):
+        return np.random.default_rng(seed).normal() + 100.0 * (width != 3) + (setting.threads == 1) + shift
+
+    jobs = gl.Experiment(train, ["cpu:threads=2"], 6, store=tmp_path, options={"width": 3}).jobs()
+    old = [gl.train(**job, **QUIET) for job in jobs] and gl.runs(tmp_path)
+    found = gl.reproduce(old, {"shift": [-1.0], "width": [2]}, ONE, train, store=tmp_path, **QUIET)
+    assert found.original == {"shift": 0.0, "width": 3}
+    assert found.best == {"shift": -1.0}
