@@ -43,7 +43,9 @@ STORE_HELP = "folder in which runs are kept, or a file of packed runs  [default:
 
 SettingText = Annotated[str, typer.Option(help=SETTING_HELP)]
 Training = Annotated[str, typer.Argument(help="file.py:name, a training of your own; autoencoder, prednet, whitener")]
-Profile = Annotated[str, typer.Option(help="smoke (seconds), quick (a laptop) or paper (as published)")]
+Profile = Annotated[
+    str, typer.Option(help="smoke (seconds), quick (a laptop) or paper (as published); not of a function")
+]
 Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=False)]
 StoreArgument = Annotated[Path | None, typer.Argument(help=STORE_HELP, show_default=False)]
 
@@ -153,7 +155,9 @@ def experiment(
     model: Training,
     options: dict[str, Any],
     setting: Annotated[list[str], typer.Option(help=SETTING_HELP + "; give it several times")],
-    seeds: Annotated[str | None, typer.Option(help="how many (10), or which (0,1,7)  [default: the profile's]")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="how many (10), or which (0,1,7)  [default: the profile's, or 10]")
+    ] = None,
     profile: Profile = "quick",
     reruns: Annotated[int, typer.Option(min=1, help="how often each seed and setting is run")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="runs at the same time (seconds then say nothing)")] = 1,

@@ -44,6 +44,6 @@ def in_one_line(error: BaseException, file: str | Path = "") -> str:
         "KeyError: 'loss'"
     """
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if file and Path(frame.filename).name == Path(file).name] or frames
+    inside = [frame for frame in frames if file and Path(frame.filename).resolve() == Path(file).resolve()] or frames
     where = f" ({Path(inside[-1].filename).name}:{inside[-1].lineno})" if inside else ""
     return traceback.format_exception_only(error)[-1].strip() + where

@@ -477,4 +477,7 @@ def test_a_training_of_ones_own_is_run_compared_listed_and_reproduced(python, tm
         assert words in said[name]
     (row,) = (row for row in gl.runs(tmp_path / "runs").itertuples() if row.learning_rate == 0.5)
     assert (row.size, row.width) == (2.0, 4)
-    assert stores.record_of(row)["command"].endswith("own.py:train --setting cpu --seed 1 --option learning_rate=0.5")
+    assert (
+        stores.record_of(row)["command"]
+        == "gpulab train own.py:train --setting cpu --seed 1 --option learning_rate=0.5"
+    )

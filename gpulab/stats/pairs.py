@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 def check_one_protocol(frame: pd.DataFrame, besides: str = "") -> None:
     """Raise `UsageError` where runs learned different things or for different times; the column `besides` may vary."""
-    names = ["experiment", "profile", "frames", "protocol"]
-    if "options" in frame:  # of trainings of the user's own, a column each
-        names += {name: None for text in frame.options.dropna() for name in json.loads(text)}
+    names = ("experiment", "profile", "frames", "protocol", "options")
     columns = [name for name in names if name in frame and name != besides]
+    if "options" in frame:  # of trainings of the user's own
+        given = (json.loads(text) if isinstance(text, str) else {} for text in frame.options)
+        frame = frame.assign(options=[str({n: v for n, v in each.items() if n != besides}) for each in given])
     protocols = frame[columns].drop_duplicates()
     if columns and len(protocols) > 1:
         raise UsageError(f"the frame mixes {protocols.to_dict('records')}; compare runs of one protocol at a time")

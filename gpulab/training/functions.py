@@ -34,7 +34,7 @@ from gpulab.training import store as stores
 
 GIVEN = ("seed", "setting", "folder")  # parameters that gpulab fills in, by name; all others are options
 FIRST, LAST = "final_loss", 5  # the name of a number without one, and the share of what was yielded that is averaged
-NO_METRIC = {*stores.COLUMNS} - {FIRST, "heldout_loss"}
+NO_METRIC = {*stores.COLUMNS, "options"} - {FIRST, "heldout_loss"}
 
 
 class TrainingFunction:
@@ -52,10 +52,10 @@ class TrainingFunction:
     profile = "own"  # of all its runs
 
     def __init__(self, train: Callable[..., Any] | str) -> None:
-        self.named, file = None, None
+        self.text, self.named, file = None, None, None
         if isinstance(train, str):
             where, _, attribute = train.rpartition(":")
-            self.named, train = train, find_function(train, "train")
+            self.text, self.named, train = train, train, find_function(train, "train")
             if where.endswith(".py"):
                 file = Path(where).resolve()
                 self.named = f"{file}:{attribute}"
@@ -64,6 +64,7 @@ class TrainingFunction:
         self.function: Callable[..., Any] = train
         function, bound = _innermost(train)
         self.file = file or _file_of(function)
+        self.where = str(self.file or getattr(getattr(function, "__code__", None), "co_filename", ""))
         name = getattr(function, "__qualname__", "train")
         self.name = f"{self.file.name}:{name}" if self.file else name
         parameters = _parameters(train, self.name)
@@ -74,7 +75,7 @@ class TrainingFunction:
 
     def __reduce__(self) -> Any:
         """By name, so that another process reads the file itself; or else the function, by cloudpickle."""
-        return (_unchanged, (self.named, self.source)) if self.named else super().__reduce__()
+        return (_unchanged, (self.named, self.source, self.text)) if self.named else super().__reduce__()
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options; `UsageError` for one that the function has not."""
@@ -98,9 +99,9 @@ class TrainingFunction:
 
     def command(self, setting: Setting, seed: int, rerun: int, options: Mapping[str, Any]) -> str | None:
         """The command line that makes a run, where there is one."""
-        if not self.named:
+        if not self.text:
             return None
-        parts = ["gpulab", "train", self.named, "--setting", str(setting), "--seed", str(seed)]
+        parts = ["gpulab", "train", self.text, "--setting", str(setting), "--seed", str(seed)]
         parts += ["--rerun", str(rerun)] if rerun else []
         for name, value in options.items():
             parts += ["--option", f"{name}={value if isinstance(value, str) else _plain(value)}"]
@@ -135,7 +136,7 @@ class TrainingFunction:
             except GpulabError:
                 raise
             except (Exception, SystemExit) as error:
-                raise GpulabError(in_one_line(error, self.file or "")) from error
+                raise GpulabError(in_one_line(error, self.where)) from error
         if metrics is None or not all(map(math.isfinite, metrics.values())):
             return None, history
         if taken := sorted(NO_METRIC & metrics.keys()):
@@ -154,8 +155,9 @@ def is_function(net: Any) -> bool:
     return ":" in net if isinstance(net, str) else callable(net) and not isinstance(net, torch.nn.Module)
 
 
-def _unchanged(name: str, source: str) -> TrainingFunction:
+def _unchanged(name: str, source: str, text: str) -> TrainingFunction:
     training = TrainingFunction(name)
+    training.text = text
     if training.source != source:
         raise GpulabError(f"{training.name} was changed while the experiment ran; run it again")
     return training
@@ -247,7 +249,7 @@ def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Param
             f"train {name}{signature}: {problem}; expected, by name and in any order, seed, where wanted setting and "
             "folder, and options"
         )
-    if taken := (set(stores.COLUMNS) - stores.OPEN) & (parameters.keys() - set(GIVEN)):
+    if taken := ({*stores.COLUMNS, "options"} - stores.OPEN) & (parameters.keys() - set(GIVEN)):
         raise UsageError(f"train {name}: option {min(taken)!r} is a column of gpulab.runs; give it another name")
     return parameters
 
