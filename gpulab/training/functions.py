@@ -64,7 +64,8 @@ class TrainingFunction:
         self.function: Callable[..., Any] = train
         function, bound = _innermost(train)
         self.file = file or _file_of(function)
-        self.where = str(self.file or getattr(getattr(function, "__code__", None), "co_filename", ""))
+        code = getattr(function, "__code__", None)
+        self.where = str(self.file or (code.co_filename if code else ""))
         name = getattr(function, "__qualname__", "train")
         self.name = f"{self.file.name}:{name}" if self.file else name
         parameters = _parameters(train, self.name)
@@ -137,14 +138,16 @@ class TrainingFunction:
                 raise
             except (Exception, SystemExit) as error:
                 raise GpulabError(in_one_line(error, self.where)) from error
+        if not history:
+            hear(math.nan if metrics is None else float(next(iter(metrics.values()))))
         if metrics is None or not all(map(math.isfinite, metrics.values())):
             return None, history
-        if taken := sorted(NO_METRIC & metrics.keys()):
-            raise GpulabError(f"a metric cannot be called {taken[0]!r}, a column of gpulab.runs; give it another name")
+        if taken := sorted((NO_METRIC | self.options.keys() - {"loss"}) & metrics.keys()):
+            raise GpulabError(
+                f"a metric cannot be called {taken[0]!r}, a column of gpulab.runs or an option; give it another name"
+            )
         if "loss" in metrics:
             metrics.setdefault(FIRST, metrics["loss"])
-        if not history:
-            hear(float(next(iter(metrics.values()))))
         return metrics, history
 
 
@@ -206,11 +209,11 @@ def _metrics(outcome: Any, hear: Callable[[float], None]) -> dict[str, Any]:
         except StopIteration as end:
             returned = end.value
             break
+        hear(float(numbers.get("loss", next(iter(numbers.values())))))
         if not all(map(math.isfinite, numbers.values())):
             return numbers
         for name, number in numbers.items():
             yielded.setdefault(name, []).append(number)
-        hear(float(numbers.get("loss", next(iter(numbers.values())))))
     if not yielded and returned is None:
         raise GpulabError("it yielded nothing; expected losses")
     last = {name: values[-max(1, len(values) // LAST) :] for name, values in yielded.items()}

@@ -301,7 +301,8 @@ def _of_network(configuration: dict[str, Any]) -> dict[str, Any]:
 def _of_function(record: dict[str, Any]) -> dict[str, Any]:
     """The columns that a run of a function fills in other ways, or has beside the others."""
     options, metrics = record["configuration"]["options"], record["metrics"] or {}
-    cells = {name: json.dumps(v) if isinstance(v, list | dict) else v for name, v in options.items()}
+    cells = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in options.items()}
+    cells.pop("loss", None)  # which loss: the column is how large
     own = {name: value for name, value in metrics.items() if name not in COLUMNS}
     return {**dict.fromkeys(OPEN), "options": json.dumps(options), **cells, **own}
 

@@ -222,6 +222,8 @@ def test_what_is_not_finite_is_a_diverged_run_that_is_kept(value, tmp_path):
     assert frame.status.tolist() == ["finished", "diverged"]
     assert frame.other.isna().tolist() == [False, True]
     json.loads((run.path / "run.json").read_text(), parse_constant=pytest.fail)
+    assert len(run.history), "down to the loss that it ended with"
+    assert gl.training.store.pack(tmp_path, tmp_path / "packed.parquet") == 2
 
 
 @pytest.mark.parametrize(
@@ -235,11 +237,12 @@ def test_what_is_not_finite_is_a_diverged_run_that_is_kept(value, tmp_path):
         (torch.ones(2, 2), "it gave"),
         ([], "it yielded nothing"),
         ({"status": 1.0}, "'status', a column of gpulab.runs"),
+        ({"width": 1.0}, "'width', a column of gpulab.runs or an option"),
     ],
 )
 def test_what_is_no_number_is_refused(value, words):
     with pytest.raises(gl.GpulabError, match=words):
-        gl.train(lambda seed: value, **QUIET)
+        gl.train(lambda seed, width=3, loss="mse": value, **QUIET)
 
 
 def wrong(seed, setting):
