@@ -264,7 +264,7 @@ def find_function(name: str, what: str) -> Callable[..., Any]:
         if where.endswith(".py"):
             module = _module_of(Path(where).resolve())
         else:
-            sys.path.insert(0, os.getcwd())
+            _look_in(os.getcwd())
             module = importlib.import_module(where)
     except (Exception, SystemExit) as error:
         words = str(error) if isinstance(error, ImportError | OSError) else in_one_line(error, where)
@@ -276,10 +276,14 @@ def find_function(name: str, what: str) -> Callable[..., Any]:
     return found
 
 
+def _look_in(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
 def _module_of(file: Path) -> types.ModuleType:
     """A file as a module, from its text: Python's cache takes two texts of one second and one length for the same."""
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))
+    _look_in(str(file.parent))
     known = sys.modules.get(file.stem)
     name = file.stem if known is None or getattr(known, "__file__", None) == str(file) else f"_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)

@@ -6,19 +6,14 @@ it imports: after an edit the same seeds are other runs, and those of the old te
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import functools
-import hashlib
 import importlib
 import inspect
 import json
 import math
 import random
 import shlex
-import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +26,7 @@ from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.passports import Passport
 from gpulab.settings import Setting
 from gpulab.training import store as stores
+from gpulab.training.sources import digest, file_of, innermost, plain
 
 GIVEN = ("seed", "setting", "folder")  # parameters that gpulab fills in, by name; all others are options
 FIRST, LAST = "final_loss", 5  # the name of a number without one, and the share of what was yielded that is averaged
@@ -62,8 +58,8 @@ class TrainingFunction:
         if not callable(train):
             raise UsageError(f"train {train!r}: expected a function train(seed, setting), or its file.py:name")
         self.function: Callable[..., Any] = train
-        function, bound = _innermost(train)
-        self.file = file or _file_of(function)
+        function, bound = innermost(train)
+        self.file = file or file_of(function)
         code = getattr(function, "__code__", None)
         self.where = str(self.file or (code.co_filename if code else ""))
         name = getattr(function, "__qualname__", "train")
@@ -71,8 +67,7 @@ class TrainingFunction:
         parameters = _parameters(train, self.name)
         self.takes = [name for name in GIVEN if name in parameters]
         self.options = {name: p.default for name, p in parameters.items() if name not in GIVEN}
-        text = _files_text(self.file) if self.file else sorted(_typed(function, {}).items())
-        self.source = hashlib.sha256(json.dumps([text, *map(_plain, bound)]).encode()).hexdigest()
+        self.source = digest(function, self.file, bound)
 
     def __reduce__(self) -> Any:
         """By name, so that another process reads the file itself; or else the function, by cloudpickle."""
@@ -87,7 +82,7 @@ class TrainingFunction:
 
     def plain_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The values of all its options, as JSON can carry them."""
-        return {name: json.loads(_plain(value)) for name, value in {**self.options, **given}.items()}
+        return {name: json.loads(plain(value)) for name, value in {**self.options, **given}.items()}
 
     def identity(
         self, here: Passport, setting: Setting, seed: int, rerun: int, options: Mapping[str, Any]
@@ -105,7 +100,7 @@ class TrainingFunction:
         parts = ["gpulab", "train", self.text, "--setting", str(setting), "--seed", str(seed)]
         parts += ["--rerun", str(rerun)] if rerun else []
         for name, value in options.items():
-            parts += ["--option", f"{name}={value if isinstance(value, str) else _plain(value)}"]
+            parts += ["--option", f"{name}={value if isinstance(value, str) else plain(value)}"]
         return shlex.join(parts)
 
     def call(
@@ -255,117 +250,3 @@ def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Param
     if taken := ({*stores.COLUMNS, "options"} - stores.OPEN) & (parameters.keys() - set(GIVEN)):
         raise UsageError(f"train {name}: option {min(taken)!r} is a column of gpulab.runs; give it another name")
     return parameters
-
-
-def _innermost(train: Any) -> tuple[Any, list[Any]]:
-    """The function below partial, methods and decorators, and the values that they and its closure hold."""
-    bound: list[Any] = []
-    while not inspect.isfunction(train) or hasattr(train, "__wrapped__"):
-        if isinstance(train, functools.partial):
-            bound += [train.args, train.keywords]
-            train = train.func
-        elif inspect.ismethod(train):
-            bound.append(vars(train.__self__) if not isinstance(train.__self__, type) else ())
-            train = train.__func__
-        elif hasattr(train, "__wrapped__"):
-            train = train.__wrapped__
-        elif inspect.isfunction(call := type(train).__call__):
-            bound.append(vars(train))
-            train = call
-        else:
-            return train, bound
-    for cell in train.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a cell that is empty
-            if not isinstance(cell.cell_contents, list):  # which may be what the function writes to
-                bound.append(cell.cell_contents)
-    return train, bound
-
-
-def _plain(value: Any) -> str:
-    """A value as JSON; what JSON has not goes by its name, or by how it is written unless that is an address."""
-
-    def other(thing: Any) -> str:
-        text = repr(thing)
-        return getattr(thing, "__qualname__", type(thing).__qualname__ if " at 0x" in text else text)
-
-    return json.dumps(value, default=other, sort_keys=True, skipkeys=True)
-
-
-def _file_of(function: Any) -> Path | None:
-    """Where a function is written; None for one that was typed into a notebook or a console."""
-    if function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        return None
-    with contextlib.suppress(TypeError):
-        file = Path(inspect.getsourcefile(function) or "")
-        return file.resolve() if file.is_file() else None
-    return None
-
-
-def _files_text(start: Path) -> list[tuple[str, str]]:
-    """The text of a file and of those it imports from beside it, without comments and `if __name__ == "__main__"`."""
-    root = start.parent
-    while (root / "__init__.py").is_file():
-        root = root.parent
-    texts: dict[str, str] = {}
-    left = [start]
-    while left:
-        file = left.pop()
-        name = file.relative_to(root).as_posix()
-        if name in texts or not file.is_file():
-            continue
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError):  # the import will say so
-            continue
-        tree.body = [node for node in tree.body if not _is_main(node)]
-        texts[name] = ast.unparse(tree)
-        if "site-packages" not in file.parts:
-            left += _beside(tree, file.parent, root)
-    return sorted(texts.items())
-
-
-def _is_main(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("__name__ == '__main__'", "'__main__' == __name__")
-
-
-def _beside(tree: ast.Module, folder: Path, root: Path) -> Iterator[Path]:
-    """Where a module's imports could be, below the root."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names, start = [alias.name for alias in node.names], root
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names]
-            start = [root, folder, *folder.parents][node.level]
-            if not start.is_relative_to(root):
-                continue
-        else:
-            continue
-        for name in names:
-            parts = name.split(".")
-            for count in range(1, len(parts) + 1):
-                place = start.joinpath(*parts[:count])
-                yield from (place.with_suffix(".py"), place / "__init__.py")
-
-
-def _typed(thing: Any, texts: dict[str, str], name: str = "") -> dict[str, str]:
-    """The text of a function or class that is in no file, and of what it names that was typed in, too."""
-    name = name or thing.__qualname__
-    if name in texts:
-        return texts
-    inside = (getattr(value, "__func__", value) for value in [thing, *vars(thing).values()])
-    codes: list[Any] = [value.__code__ for value in inside if hasattr(value, "__code__")]
-    try:
-        texts[name] = textwrap.dedent(inspect.getsource(thing))
-    except (OSError, TypeError):
-        texts[name] = repr([(code.co_code, [c for c in code.co_consts if not hasattr(c, "co_code")]) for code in codes])
-    known = getattr(inspect.getmodule(thing), "__dict__", {}) | getattr(thing, "__globals__", {})
-    while codes:
-        code = codes.pop()
-        codes += [inner for inner in code.co_consts if hasattr(inner, "co_code")]
-        for other in code.co_names:
-            value = known.get(other)
-            if isinstance(value, str | int | float | bool | tuple | list | dict):
-                texts[other] = _plain(value)
-            elif getattr(value, "__module__", "") == thing.__module__ and hasattr(value, "__qualname__"):
-                _typed(value, texts, other)
-    return texts
