@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WORKER = [sys.executable, "-m", "gpulab.training.worker"]
+INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
 DEAF = 10.0  # seconds after which a worker that was asked to end is killed
 
 
@@ -112,6 +113,10 @@ class Experiment:
 
         from gpulab.training.plan import planned_id
 
+        if INSIDE in os.environ:
+            raise UsageError(
+                "an experiment began while a worker imported its file: put it under __name__ == '__main__'"
+            )
         jobs = self.jobs()
         frames = self.length
         ids = [planned_id(**job) for job in jobs]
@@ -163,7 +168,7 @@ class _Worker:
 
     def __init__(self, setting: str, beside: int) -> None:
         self.setting, self.stopped = setting, False
-        environment = {**PATIENCE, **os.environ, **Setting.parse(setting).environment()}
+        environment = {**PATIENCE, **os.environ, **Setting.parse(setting).environment(), INSIDE: "1"}
         if beside > 1 and not setting.startswith("cpu"):
             environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
         pipe = subprocess.PIPE
