@@ -43,13 +43,15 @@ MARGIN_HELP = "largest difference of no importance, such as 0.25sd or 0.001"
 STORE_HELP = "folder in which runs are kept, or a file of packed runs  [default: $GPULAB_STORE or ./runs]"
 
 SettingText = Annotated[str, typer.Option(help=SETTING_HELP)]
-Model = Annotated[str, typer.Argument(help="autoencoder, prednet or whitener")]
-Profile = Annotated[str, typer.Option(help="smoke (seconds), quick (a laptop) or paper (as published)")]
+Training = Annotated[str, typer.Argument(help="file.py:name, a training of your own; autoencoder, prednet, whitener")]
+Profile = Annotated[
+    str, typer.Option(help="smoke (seconds), quick (a laptop) or paper (as published); not of a function")
+]
 Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=False)]
 StoreArgument = Annotated[Path | None, typer.Argument(help=STORE_HELP, show_default=False)]
 
 
-NESTED = {"option": ("model", "covariance=centred"), "data_option": ("data", "seed=3")}  # several times: name=value
+NESTED = {"option": ("model or function", "width=64"), "data_option": ("data", "seed=3")}  # several times: name=value
 
 
 def _run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -71,10 +73,17 @@ def _run_options(command: Callable[..., None]) -> Callable[..., None]:
 
     def with_options(**given: Any) -> None:
         flat = {name: given.pop(name) for name in OPTIONS if name in given}
-        options = dict(Specification.from_options(given["model"], given["profile"], flat).options)
-        for name, (what, _) in NESTED.items():
-            flag = f"--{name.replace('_', '-')}"
-            options[f"{what}_options"] |= {n: _value(t) for n, t in _pairs(given.pop(name), flag, "name=value")}
+        flags = {name: f"--{name.replace('_', '-')}" for name in NESTED}
+        model, data = ({n: _value(t) for n, t in _pairs(given.pop(name), flags[name], "name=value")} for name in NESTED)
+        if ":" in given["model"]:
+            if data:
+                raise UsageError(f"--data-option {next(iter(data))}: a function takes what it has as --option")
+            said = {n: v for n, v in flat.items() if v not in (None, False, OPTIONS[n].usual)}
+            options = {name: OPTIONS[name].parse(value) for name, value in said.items()} | model
+        else:
+            options = dict(Specification.from_options(given["model"], given["profile"], flat).options)
+            options["model_options"] |= model
+            options["data_options"] |= data
         command(**given, options={name: value for name, value in options.items() if value != {}})
 
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -99,7 +108,7 @@ def devices(as_json: Annotated[bool, typer.Option("--json", help="print the pass
 @app.command()
 @_run_options
 def train(
-    model: Model,
+    model: Training,
     options: dict[str, Any],
     setting: SettingText = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="draws the initial weights and the order of images")] = 0,
@@ -113,13 +122,20 @@ def train(
         bool, typer.Option("--guard", help="end with an error if something is overwritten before backward uses it")
     ] = False,
 ) -> None:
-    """Train one network from one seed under one setting. Interrupted, it resumes when run again."""
+    """Train once, from one seed under one setting. A network of gpulab's that is interrupted resumes when run again."""
     Setting.parse(setting).prepare()
     from gpulab.training import store as stores
     from gpulab.training.run import train as train_one
 
+    if ":" in model:
+        if picture:
+            raise UsageError("--picture draws what gpulab's own networks make")
+        arguments: dict[str, Any] = {"net": model, "setting": setting, "seed": seed, "rerun": rerun}
+        arguments["model_options"] = options
+    else:
+        arguments = Specification(model, setting, seed, profile, rerun, options).arguments()
     run = train_one(
-        **Specification(model, setting, seed, profile, rerun, options).arguments(),
+        **arguments,
         store=store or stores.default_store(),
         resume=not fresh,
         checkpoint_seconds=checkpoint_seconds,
@@ -137,29 +153,37 @@ def train(
 @app.command()
 @_run_options
 def experiment(
-    model: Model,
+    model: Training,
     options: dict[str, Any],
     setting: Annotated[list[str], typer.Option(help=SETTING_HELP + "; give it several times")],
-    seeds: Annotated[str | None, typer.Option(help="how many (10), or which (0,1,7)  [default: the profile's]")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="how many (10), or which (0,1,7)  [default: the profile's, or 10]")
+    ] = None,
     profile: Profile = "quick",
     reruns: Annotated[int, typer.Option(min=1, help="how often each seed and setting is run")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="runs at the same time (seconds then say nothing)")] = 1,
+    metric: Annotated[str | None, typer.Option(help="of the verdict  [default: final_loss, or the first]")] = None,
     store: Store = None,
 ) -> None:
     """Train seeds × settings in worker processes. What is done already is skipped."""
     from gpulab.stats.verdicts import verdict
+    from gpulab.training import store as stores
     from gpulab.training.experiment import Experiment
 
     numbers = whole_numbers(seeds, name="--seeds") if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
     frame = Experiment(model, setting, chosen, profile, store, reruns, workers, options).run()
     _show(frame)
-    print(verdict(frame))
+    metrics = [*dict.fromkeys(name for run in frame.itertuples() for name in stores.metrics_of(run))]
+    usual = "final_loss" if "final_loss" in metrics or not metrics else metrics[0]
+    if metric and metrics and metric not in metrics:
+        raise UsageError(f"--metric {metric!r}: the runs have {', '.join(metrics)}")
+    print(verdict(frame, metric or usual))
 
 
 @app.command()
 def reproduce(
-    model: Model,
+    model: Training,
     target: Annotated[str, typer.Option(help="the old setting, whose runs are in the store")],
     setting: Annotated[str, typer.Option(help="the new setting, " + SETTING_HELP)],
     search: Annotated[
@@ -169,7 +193,7 @@ def reproduce(
         ),
     ],
     profile: Profile = "quick",
-    metric: Annotated[str, typer.Option(help="final_loss or heldout_loss")] = "final_loss",
+    metric: Annotated[str, typer.Option(help="final_loss, heldout_loss, or what a function gives")] = "final_loss",
     margin: Annotated[str, typer.Option(help=MARGIN_HELP)] = "0.25sd",
     trials: Annotated[int, typer.Option(min=1, help="changes to try at most")] = 30,
     workers: Annotated[int, typer.Option(min=1, help="runs at the same time")] = 1,
@@ -183,20 +207,23 @@ def reproduce(
     goes on when it is run again.
     """
     from gpulab.training import store as stores
+    from gpulab.training.functions import TrainingFunction
     from gpulab.training.reproduction import reproduce as find
 
     space = _space(search)
     size = margin if margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
     folder = store or stores.default_store()
     frame = stores.runs(folder)
-    old_setting = str(Setting.parse(target))
-    old = frame[(frame.experiment == model) & (frame.profile == profile) & (frame.setting == old_setting)]
+    old_setting, name, train = str(Setting.parse(target)), model, model if ":" in model else None
+    if train:
+        name, profile = TrainingFunction(model).name, TrainingFunction.profile
+    old = frame[(frame.experiment == name) & (frame.profile == profile) & (frame.setting == old_setting)]
     if old.empty:
         raise UsageError(
             f"no runs of {model} under {old_setting} with profile {profile} in {folder}; make them with "
-            f"`gpulab experiment {model} --setting {old_setting} --profile {profile} --seeds 20`"
+            f"`gpulab experiment {model} --setting {old_setting}{'' if train else f' --profile {profile}'} --seeds 20`"
         )
-    found = find(old, space, setting, metric=metric, margin=size, trials=trials, workers=workers, store=folder)
+    found = find(old, space, setting, train, metric=metric, margin=size, trials=trials, workers=workers, store=folder)
     if csv:
         found.table.to_csv(sys.stdout, index=False)
     else:
@@ -399,7 +426,11 @@ def _read_runs(file: Path, metric: str) -> Any:
 
 
 def _show(frame: Any) -> None:
+    from gpulab.training import store as stores
+
     columns = ["experiment", "profile", "setting", "seed", "status", "final_loss", "heldout_loss", "seconds", "machine"]
+    if functions := [name for name in frame.columns if name not in (*stores.COLUMNS, "options", "loss")]:
+        columns[6:7] = functions
     _rows(f"{len(frame)} runs", frame, columns)
 
 

@@ -1,5 +1,7 @@
 """The errors that gpulab raises on purpose. Each message names the offending value and what to do."""
 
+import traceback
+from pathlib import Path
 from typing import Any
 
 
@@ -29,3 +31,19 @@ class OverwrittenError(GpulabError):
 
 class OverwrittenWarning(UserWarning):
     """The same as a warning, for `guard(on="warn")`."""
+
+
+def in_one_line(error: BaseException, file: str | Path = "") -> str:
+    """An error of foreign code as its traceback ends, and the line of `file` that led there, or the last of all.
+
+    Examples:
+        >>> try:
+        ...     {}["loss"]
+        ... except KeyError as error:
+        ...     in_one_line(error).partition(" (")[0]
+        "KeyError: 'loss'"
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if file and Path(frame.filename).resolve() == Path(file).resolve()] or frames
+    where = f" ({Path(inside[-1].filename).name}:{inside[-1].lineno})" if inside else ""
+    return traceback.format_exception_only(error)[-1].strip() + where

@@ -466,3 +466,60 @@ def test_options_of_a_network_reach_it_and_its_record(cli, tmp_path):
     for wrong in ("covariance", "=centred", "covariance=diagonal"):
         said = cli("experiment", "whitener", *options, "--option", wrong, status=2).stderr
         assert wrong.rpartition("=")[2] in said
+
+
+# --- a training of one's own -------------------------------------------------------------------------------
+
+OWN = """
+import torch
+
+
+def train(seed, setting, width=4, learning_rate=0.1):
+    net = torch.nn.Linear(width, 1)
+    loss = net(torch.ones(1, width)).square().mean()
+    return {"loss": loss.item(), "size": width * learning_rate}
+"""
+
+
+WRONG_OWN = {
+    "a metric that it has not": (["--metric", "accuracy"], "the runs have loss, size, final_loss"),
+    "an option that it has not": (["--option", "colour=3"], "no option 'colour'; it has width, learning_rate"),
+    "a flag that it has not": (["--flip", "3"], "no option 'flip'"),
+    "an option of data": (["--data-option", "seed=3"], "--data-option seed"),
+}
+
+
+def test_a_training_of_ones_own_is_run_compared_listed_and_reproduced(python, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    experiment = ["experiment", "own.py:train", "--option", "width=8", "--setting", "cpu:threads=1"]
+    search = ["reproduce", "own.py:train", "--target", "cpu:threads=1", "--search", "width=4", "--setting", "cpu"]
+    commands = {
+        "compared": [*experiment, "--seeds", "2", "--setting", "cpu:threads=2", "--metric", "loss"],
+        "one": ["train", "own.py:train", "--seed", "1", "--learning-rate", "0.5"],
+        "listed": ["runs"],
+        "again": [*experiment, "--seeds", "0,1"],
+        "few": search,
+        "more": [*experiment, "--seeds", "8"],
+        "found": search,
+        **{name: [*experiment, "--seeds", "1", *options] for name, (options, _) in WRONG_OWN.items()},
+    }
+    done = python(ONE_BY_ONE, tmp_path, ARGUMENTS=json.dumps(list(commands.values())), COLUMNS="200").stdout
+    answers = dict(zip(commands, map(json.loads, done.splitlines()), strict=True))
+    wrong = {"few", *WRONG_OWN}
+    assert {name: status for name, (status, _, _) in answers.items() if status} == dict.fromkeys(wrong, 2)
+    said = {name: out + errors for name, (_, out, errors) in answers.items()}
+    assert "cpu:threads=2 against cpu:threads=1, 2 seeds: equivalent" in said["compared"]
+    assert re.search(r"own\.py:train under cpu, seed 1: loss [\d.]+, size 2, ", said["one"])
+    for word in ("5 runs", "own.py:train", "learning_rate", "width", "size"):
+        assert word in said["listed"]
+    assert "2 runs" in said["again"]
+    assert "at least 6 are needed" in said["few"]
+    assert "Nothing need change" in said["found"]
+    for name, (_, words) in WRONG_OWN.items():
+        assert words in said[name]
+    (row,) = (row for row in gl.runs(tmp_path / "runs").itertuples() if row.learning_rate == 0.5)
+    assert (row.size, row.width) == (2.0, 4)
+    assert (
+        stores.record_of(row)["command"]
+        == "gpulab train own.py:train --setting cpu --seed 1 --option learning_rate=0.5"
+    )

@@ -8,18 +8,23 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
 
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, in_one_line
 from gpulab.settings import Setting
 
 
@@ -27,13 +32,22 @@ from gpulab.settings import Setting
 class Step:
     """A training step that can be done under any setting: one forward and one backward pass.
 
-    The model is copied, moved to the setting's device and precision, and `loss(model(inputs), targets)`
-    differentiated. The model itself stays as it is.
+    The model is moved to the setting's device and precision, does the step with all its hooks, and is put back as it
+    was: parameters, gradients, buffers and attributes. What hooks do elsewhere stays done.
 
     Args:
-        model: the network.
-        batch: (inputs, targets), each a tensor or any nesting of tensors; without a `loss`, the inputs alone.
-        loss: a function of outputs and targets. Without it, the mean of the squared output is differentiated.
+        model: The network.
+        batch: (inputs, targets), each a tensor or any nesting of tensors; without a `loss`, the inputs alone. A
+            mapping becomes keyword arguments where `forward` has parameters of these names. Of a `DataLoader`
+            it is the first batch, drawn once.
+        loss: A function of outputs and targets; of outputs and the whole batch where that is a mapping, of which the
+            model gets what it takes. Without it, what is differentiated is what the model calls its loss:
+            what `training_step(batch, 0)` gives of a model that has one (Lightning's have), the output's `loss`, a
+            scalar output or the first of several if that is a scalar. Where there is none of these, it is the mean
+            of the square of the first tensor among the outputs.
+
+    Raises:
+        UsageError: When the step is done, where batch, model and loss do not fit.
 
     Examples:
         >>> step = Step(nn.Linear(4, 2), (torch.ones(3, 4), torch.zeros(3, 2)), nn.functional.mse_loss)
@@ -45,31 +59,169 @@ class Step:
     batch: Any
     loss: Callable[[Any, Any], Tensor] | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.batch, DataLoader):
+            with torch.random.fork_rng(devices=[]):
+                for first in self.batch:
+                    object.__setattr__(self, "batch", first)
+                    return
+            raise UsageError("the DataLoader given as a batch has none")
+
     def __call__(self, setting: Setting) -> Tensor:
         """Do the step and return the loss."""
         return self.prepared(setting)()
 
-    def prepared(self, setting: Setting) -> Callable[[], Tensor]:
+    def prepared(self, setting: Setting) -> PreparedStep:
         """The step with its model and batch in place; call it once."""
+        return PreparedStep(self, setting)
+
+
+class PreparedStep:
+    """A step, ready to be done once.
+
+    Attributes:
+        parameters: Afterwards, the model's parameters by name as they were under the setting, with their gradients.
+    """
+
+    def __init__(self, step: Step, setting: Setting) -> None:
+        self.loss, self.parameters = step.loss, dict[str, nn.Parameter]()
+        lazy = any(map(is_lazy, _tensors(step.model)))  # becomes another class when it is first used
+        self.model = copy.deepcopy(step.model) if lazy else step.model
+
+        def converted(tensor: Tensor) -> Tensor:
+            kind = setting.dtype if tensor.is_floating_point() else None
+            if tensor.is_complex():  # torch computes with no smaller ones than of two float32
+                kind = torch.complex128 if setting.dtype == torch.float64 else torch.complex64
+            return tensor.to(setting.device, kind)
 
         def there(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return value.to(setting.device, setting.dtype if value.is_floating_point() else None)
+            if isinstance(value, Mapping):  # such as a tokenizer's
+                return {name: tree_map(there, each) for name, each in value.items()}
+            return converted(value) if isinstance(value, Tensor) else value
 
-        model, batch = copy.deepcopy(self.model).to(setting.device, setting.dtype), tree_map(there, self.batch)
-        model.zero_grad()
-
-        def once() -> Tensor:
-            if self.loss is None:
-                loss = next(t for t in tree_leaves(model(batch)) if isinstance(t, Tensor)).square().mean()
+        self.batch = tree_map(there, step.batch)
+        before = _State(self.model)
+        try:
+            for tensor, _, _, _ in before.tensors:
+                tensor.grad, tensor.data = None, tensor.data.clone()
+            if any(data.is_complex() for _, data, _, _ in before.tensors):
+                self.model.to(setting.device)._apply(converted)  # `to` would make complex numbers real
             else:
-                inputs, targets = batch
-                loss = self.loss(model(inputs), targets)
-            loss.backward()
-            return loss.detach()
+                self.model.to(setting.device, setting.dtype)
+            self.state = _State(self.model)
+        finally:
+            before.restore()
 
-        return once
+    def __call__(self) -> Tensor:
+        """Do it and return the loss."""
+        before = _State(self.model)
+        try:
+            self.state.restore()
+            loss = _loss(self.model, self.batch, self.loss)
+            loss.backward()
+            for name, parameter in self.model.named_parameters():
+                self.parameters[name] = nn.Parameter(parameter.data, parameter.requires_grad)
+                self.parameters[name].grad = parameter.grad
+            return loss.detach()
+        finally:
+            before.restore()
+
+
+class _State:
+    """All that a model holds: the attributes of its modules, what is in them, and the memory of its tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = [(vars(module), dict(vars(module))) for module in model.modules()]
+        held = (value for _, attributes in self.modules for value in attributes.values())
+        self.containers = [(value, copy.copy(value)) for value in held if type(value) in (dict, OrderedDict, list, set)]
+        tensors = (tensor for tensor in _tensors(model) if not is_lazy(tensor))
+        self.tensors = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors]
+
+    def restore(self) -> None:
+        """Put it back. Parameters and containers stay the same objects, for others may hold them."""
+        for attributes, before in self.modules:
+            attributes.clear()
+            attributes.update(before)
+        for container, before in self.containers:
+            container.clear()
+            container.extend(before) if isinstance(container, list) else container.update(before)
+        for tensor, data, gradient, needs_gradient in self.tensors:
+            tensor.grad, tensor.data = None, data
+            tensor.requires_grad_(needs_gradient)
+            tensor.grad = gradient
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    return itertools.chain(model.parameters(), model.buffers())
+
+
+def _loss(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Tensor:
+    """What a step differentiates."""
+    if loss is not None:
+        if isinstance(batch, Mapping):
+            inputs, targets = batch, batch
+        elif isinstance(batch, list | tuple) and len(batch) == 2:
+            inputs, targets = batch
+        else:
+            kind = (
+                f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
+            )
+            raise UsageError(f"batch is a {kind}; with a loss it is (inputs, targets), or a mapping")
+        output = _output(model, inputs, targets is batch)
+        try:
+            return loss(output, targets)
+        except (TypeError, AttributeError) as error:
+            if isinstance(output, Tensor):
+                raise
+            raise UsageError(
+                f"loss cannot take what {type(model).__name__} gives, {_described(output)} ({error}); give "
+                "loss=lambda output, targets: …, which chooses from it"
+            ) from error
+    if hasattr(model, "training_step"):
+        numbers = {"batch_idx": 0} if "batch_idx" in inspect.signature(model.training_step).parameters else {}
+        output, name = model.training_step(batch, **numbers), "training_step"
+    else:
+        output, name = _output(model, batch, False), "output"
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found = output if found is None else found
+    if isinstance(found, list | tuple) and found and isinstance(found[0], Tensor) and found[0].ndim == 0:
+        found = found[0]
+    if isinstance(found, Tensor) and (found.ndim == 0 or name == "training_step"):
+        return found
+    if found is not output or name == "training_step":
+        raise UsageError(f"the {name} of {type(model).__name__} gives no loss, but {_described(output)}; give loss=")
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if not tensors or (isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)):
+        raise UsageError(f"which loss is meant? {type(model).__name__} gave {_described(output)}; give loss=")
+    return tensors[0].square().mean()
+
+
+def _output(model: nn.Module, inputs: Any, some: bool) -> Any:
+    """What a model makes of its inputs; with `some`, of those that it takes."""
+    if isinstance(inputs, list | tuple) and len(inputs) == 2:
+        try:
+            return model(inputs)
+        except TypeError as error:
+            whole = f"{type(model).__name__} got a pair as its one input ({error})"
+            raise UsageError(f"{whole}; with loss= a batch is (inputs, targets)") from error
+    if not isinstance(inputs, Mapping):
+        return model(inputs)
+    parameters = inspect.signature(model.forward).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    known = {name: value for name, value in inputs.items() if anything or name in parameters}
+    if not known:
+        return model(inputs)
+    if len(known) < len(inputs) and not some:
+        raise UsageError(
+            f"the batch has {', '.join(inputs.keys() - known.keys())}, which {type(model).__name__} does not take "
+            f"({', '.join(parameters)})"
+        )
+    return model(**known)
+
+
+def _described(output: Any) -> str:
+    names = list(output) if isinstance(output, Mapping) else [*getattr(output, "__dict__", ())]
+    return f"a {type(output).__name__}{f' with {names}' if names else ''}"
 
 
 @contextlib.contextmanager
@@ -90,22 +242,54 @@ def ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], A
 
 def find_step(name: str) -> Callable[..., Any]:
     """The step that `module:name` or `file.py:name` stands for. Raises `UsageError` where there is none."""
+    return find_function(name, "step")
+
+
+def find_function(name: str, what: str) -> Callable[..., Any]:
+    """The function, or whatever can be called, that `module:name` or `file.py:name` stands for.
+
+    A file is read anew each time. As for a script, what lies beside it can be imported.
+
+    Args:
+        name: Where, and what there.
+        what: What is wanted, in the words of an error: a `step`, a `training`.
+
+    Raises:
+        UsageError: Where there is none, with what the import raised.
+    """
     where, _, attribute = name.rpartition(":")
     if not where or not attribute.isidentifier():
-        raise UsageError(f"step {name!r}: expected module:name or file.py:name, such as my_training:step")
+        raise UsageError(f"{what} {name!r}: expected module:name or file.py:name, such as my_training:{what}")
     try:
         if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            module = _module_of(Path(where).resolve())
         else:
-            sys.path.insert(0, os.getcwd())
+            _look_in(os.getcwd())
             module = importlib.import_module(where)
-    except (ImportError, OSError) as error:
-        raise UsageError(f"step {name!r}: {where} cannot be imported: {error}") from error
-    step = getattr(module, attribute, None)
-    if not callable(step):
-        raise UsageError(f"step {name!r}: {where} has no function or gpulab.Step named {attribute!r}")
-    return step
+    except (Exception, SystemExit) as error:
+        words = str(error) if isinstance(error, ImportError | OSError) else in_one_line(error, where)
+        raise UsageError(f"{what} {name!r}: {where} cannot be imported: {words}") from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        wanted = "function or gpulab.Step" if what == "step" else "function"
+        raise UsageError(f"{what} {name!r}: {where} has no {wanted} named {attribute!r}")
+    return found
+
+
+def _look_in(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def _module_of(file: Path) -> types.ModuleType:
+    """A file as a module, from its text: Python's cache takes two texts of one second and one length for the same."""
+    _look_in(str(file.parent))
+    known = sys.modules.get(file.stem)
+    name = file.stem if known is None or getattr(known, "__file__", None) == str(file) else f"_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    code = compile(file.read_bytes(), file, "exec")
+    sys.modules[name] = module  # dataclasses and the processes of a DataLoader look for it there
+    exec(code, module.__dict__)
+    return module

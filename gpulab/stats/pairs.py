@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Collection, Iterable
@@ -23,13 +24,24 @@ TINY, HUGE = 1e-75, 1e75  # beyond, float64 does not hold fourth powers, which k
 
 def check_one_protocol(frame: pd.DataFrame, besides: Collection[str] = ()) -> None:
     """Raise `UsageError` where runs learned different things or for different times; columns `besides` may vary."""
-    names = ("experiment", "profile", "frames", "protocol")
+    names = ("experiment", "profile", "frames", "protocol", "options")
     columns = [name for name in names if name in frame and name not in besides]
+    if "options" in columns:  # of trainings of the user's own
+        frame = frame.assign(options=[_without(text, besides) for text in frame.options])
     protocols = frame[columns].drop_duplicates()
     if columns and len(protocols) > 1:
         shown = f"{protocols[:3].to_dict('records')}{f' and {more} more' if (more := len(protocols) - 3) > 0 else ''}"
         advice = "compare runs of one protocol at a time, or drop columns that do not tell protocols apart"
         raise UsageError(f"the frame mixes {shown}; {advice}")
+
+
+def _without(options: Any, names: Collection[str]) -> str:
+    """Options as JSON without some of them; what is not JSON as it is."""
+    try:
+        given = json.loads(options)
+        return str({name: value for name, value in given.items() if name not in names})
+    except (TypeError, ValueError, AttributeError):
+        return str(options)
 
 
 def find_column(names: Iterable[Any], wanted: Any) -> Any:

@@ -21,28 +21,32 @@ from typing import TYPE_CHECKING, Any
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import PATIENCE, Setting
 from gpulab.training import store as stores
+from gpulab.training.functions import TrainingFunction, is_function, optional
 from gpulab.training.protocol import Specification, protocol
 
 if TYPE_CHECKING:
     import pandas as pd
 
 WORKER = [sys.executable, "-m", "gpulab.training.worker"]
+INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
+DEAF = 10.0  # seconds after which a worker that was asked to end is killed
 
 
 @dataclass
 class Experiment:
-    """Train one model under several settings from the same seeds.
+    """Train one model, or by a function of your own, under several settings from the same seeds.
 
     Args:
-        model: `autoencoder`, `prednet` or `whitener`.
+        model: A training of your own, `train(seed, setting)` or `"my_training.py:train"`, as `gpulab.train` describes
+            it; or `autoencoder`, `prednet` or `whitener`.
         settings: The settings to compare.
-        seeds: How many, or the seeds themselves; without it the profile says.
-        profile: `smoke`, `quick` or `paper`.
+        seeds: How many, or the seeds themselves; without it the profile says, or 10.
+        profile: `smoke`, `quick` or `paper`, for gpulab's own networks.
         store: The folder in which runs are kept.
         reruns: How often each seed and setting is run.
         workers: How many runs go on at the same time: more than one is for a GPU that a single small network
             cannot fill, and makes `seconds` say nothing.
-        options: Those of `gpulab.train` that JSON can carry, such as `frames` or `data`.
+        options: Those of the function; or those of `gpulab.train` that JSON can carry, such as `frames` or `data`.
         variants: Each adds options of its own: all of them are trained under every setting.
 
     Raises:
@@ -56,7 +60,7 @@ class Experiment:
         [['cpu', 0, 'finished'], ['cpu:threads=1', 0, 'finished']]
     """
 
-    model: str
+    model: str | Callable[..., Any]
     settings: Iterable[str]
     seeds: int | Iterable[int] | None = None
     profile: str = "quick"
@@ -67,9 +71,15 @@ class Experiment:
     variants: Iterable[dict[str, Any]] = ({},)
 
     def __post_init__(self) -> None:
-        plan = protocol(self.model, self.profile)
+        self.training, usual, frames = None, 10, 1
+        if isinstance(self.model, str) and not is_function(self.model):
+            plan = protocol(self.model, self.profile)
+            usual, frames = plan.seeds, self.options.get("frames") or plan.frames
+        else:
+            self.training = TrainingFunction(self.model)
+        self.length, self.unit = frames, "run" if self.training else "frame"
         self.settings = [str(Setting.parse(text)) for text in self.settings]
-        seeds = plan.seeds if self.seeds is None else self.seeds
+        seeds = usual if self.seeds is None else self.seeds
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
         self.variants = list(self.variants)
         self.folder = Path(stores.default_store() if self.store is None else self.store)
@@ -80,13 +90,18 @@ class Experiment:
         """The arguments of each training, ordered by setting."""
         where = {"keep_weights": False, "store": str(self.folder)}
         return [
-            Specification(self.model, setting, seed, self.profile, rerun, {**self.options, **variant}).arguments()
-            | where
+            self._arguments(setting, seed, rerun, {**self.options, **variant}) | where
             for setting in self.settings
             for variant in self.variants
             for rerun in range(self.reruns)
             for seed in self.seeds  # type: ignore[union-attr]
         ]
+
+    def _arguments(self, setting: str, seed: int, rerun: int, options: dict[str, Any]) -> dict[str, Any]:
+        if self.training is None:
+            return Specification(str(self.model), setting, seed, self.profile, rerun, options).arguments()
+        own = {"net": self.training, "setting": setting, "seed": seed, "rerun": rerun}
+        return own | {"model_options": self.training.checked(options)}
 
     def run(self, progress: bool = True) -> pd.DataFrame:
         """Do what is not done yet and return this experiment's runs, as `gpulab.runs` does.
@@ -98,20 +113,26 @@ class Experiment:
 
         from gpulab.training.plan import planned_id
 
+        if INSIDE in os.environ:
+            raise UsageError(
+                "an experiment began while a worker imported its file: put it under __name__ == '__main__'"
+            )
         jobs = self.jobs()
-        frames = self.options.get("frames") or protocol(self.model, self.profile).frames
+        frames = self.length
         ids = [planned_id(**job) for job in jobs]
         is_done = [stores.is_done(self.folder, name) for name in ids]
         finished = [name for name, done in zip(ids, is_done, strict=True) if done]
         failures: list[str] = []
         frames_done, lock = [frames if done else 0 for done in is_done], threading.Lock()
-        bar = tqdm(total=len(jobs) * frames, initial=sum(frames_done), unit="frame", leave=False, disable=not progress)
+        total = {"total": len(jobs) * frames, "initial": sum(frames_done), "unit": self.unit}
+        bar = tqdm(**total, leave=False, disable=not progress)
 
         def tell(number: int, done: int, loss: float | None = None) -> None:
             with lock:
                 if loss is not None:
                     bar.set_description(f"{jobs[number]['setting']} seed {jobs[number]['seed']}", refresh=False)
                     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+                    done = 0 if self.training else done  # nobody knows how long it is
                 done = min(done, frames)
                 bar.update(done - frames_done[number])
                 frames_done[number] = done
@@ -124,7 +145,7 @@ class Experiment:
                 failures.append(f"{job['setting']} seed {job['seed']}: {error}")
             tell(number, frames)
 
-        with bar, Workers(self.workers) as workers, ThreadPoolExecutor(self.workers) as pool:
+        with bar, ThreadPoolExecutor(self.workers) as pool, Workers(self.workers) as workers:
             trainings = [pool.submit(work, number) for number, done in enumerate(is_done) if not done]
             try:
                 for training in trainings:
@@ -146,8 +167,8 @@ class _Worker:
     """A process that trains under one setting, job after job."""
 
     def __init__(self, setting: str, beside: int) -> None:
-        self.setting = setting
-        environment = {**PATIENCE, **os.environ, **Setting.parse(setting).environment()}
+        self.setting, self.stopped = setting, False
+        environment = {**PATIENCE, **os.environ, **Setting.parse(setting).environment(), INSIDE: "1"}
         if beside > 1 and not setting.startswith("cpu"):
             environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
         pipe = subprocess.PIPE
@@ -168,16 +189,16 @@ class _Worker:
         self.listener.start()
 
     def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
-        """Have a job done; returns the id of the run, or what a call gave. `tell` hears (frames done, loss)."""
+        """Have a job done; returns the run's id, or without a store its metrics. `tell` hears (frames done, loss)."""
         with contextlib.suppress(OSError):  # if it has died, the end of its answers says so
-            self.jobs.write(json.dumps(job) + "\n")
+            self.jobs.write(_as_text(job) + "\n")
             self.jobs.flush()
         for line in self.answers:
             message = json.loads(line)
             if "error" in message:
                 raise GpulabError(message["error"])
             if "done" not in message:
-                return message["id"] if "id" in message else message["result"]
+                return message["id"] if "id" in message else message["metrics"]
             tell(message["done"], message["loss"])
         status = self.process.wait()
         self.listener.join(timeout=5)  # what it said last may still be on its way
@@ -185,10 +206,19 @@ class _Worker:
         raise GpulabError(f"its worker process ended with status {status}: {words}")
 
     def close(self) -> None:
-        """No more jobs: wait until it ends."""
+        """No more jobs: wait until it ends; one that was asked to and does not hear is killed."""
         with contextlib.suppress(OSError):
             self.jobs.close()
-        self.process.wait()
+        try:
+            self.process.wait(DEAF if self.stopped else None)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def stop(self) -> None:
+        """Ask it to save a checkpoint and end."""
+        self.stopped = True
+        self.process.terminate()
 
 
 class Workers:
@@ -212,7 +242,7 @@ class Workers:
     def stop(self) -> None:
         """Ask every worker to save a checkpoint and end."""
         for worker in self.all:
-            worker.process.terminate()
+            worker.stop()
 
     def __enter__(self) -> Workers:
         return self
@@ -222,32 +252,46 @@ class Workers:
             worker.close()
 
 
+def _as_text(job: dict[str, Any]) -> str:
+    """A job on one line: JSON, and a function as bytes inside it."""
+    training = job["net"]
+    if isinstance(training, str):
+        return json.dumps(job)
+    try:
+        pickled = (pickle if training.named else optional("cloudpickle")).dumps(job)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise GpulabError(f"{training.name} cannot be sent to a worker process: {error}") from None
+    return json.dumps({"pickled": base64.b64encode(pickled).decode(), "path": sys.path})
+
+
 def worker_loop(lines: Iterator[str]) -> None:
     """What a worker process does: read a job a line, train, and answer with a line of JSON each.
 
-    A job holds the arguments of `gpulab.train`, or in `call` a pickled function with its arguments, which
-    comes from the process that started this one.
+    A job holds the arguments of `gpulab.train`, pickled where a function is among them; that comes from the process
+    that started this one.
     """
     # Whatever a library prints, from Python or from C, must not come between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    process = os.getpid()
 
     def answer(**message: Any) -> None:
+        if os.getpid() != process:  # a function forked, and this is the child that came back
+            os._exit(1)
         print(json.dumps(message), file=answers, flush=True)
 
     for line in lines:
         job = json.loads(line)
         try:
-            if "call" in job:
+            if "pickled" in job:
                 sys.path[:] = job["path"]  # as where the function was defined
-                function, arguments = pickle.loads(base64.b64decode(job["call"]))
-                answer(result=function(*arguments, lambda done, loss: answer(done=done, loss=loss)))
-            else:
-                from gpulab.training.run import train
+                job = pickle.loads(base64.b64decode(job["pickled"]))
+            from gpulab.training.run import train
 
-                run = train(**job, progress=lambda done, loss: answer(done=done, loss=loss))
-                answer(id=run.record["id"])
+            run = train(**job, progress=lambda done, loss: answer(done=done, loss=loss))
+            result = {"id": run.record["id"]} if "store" in job else {"metrics": run.metrics}
         except GpulabError as error:
-            answer(error=str(error))
-        except Exception as error:  # whatever a function of the user's raises
-            answer(error=f"{type(error).__name__}: {error}")
+            result = {"error": str(error)}
+        except Exception as error:  # arguments that make no sense to a model or to Python
+            result = {"error": f"{type(error).__name__}: {error}"}
+        answer(**result)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import importlib
 import inspect
+import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting
 from gpulab.training import store as stores
-from gpulab.training.experiment import Workers
+from gpulab.training.experiment import Experiment, Workers
+from gpulab.training.functions import TrainingFunction
 from gpulab.training.protocol import FACTORS, Specification
 
 if TYPE_CHECKING:
@@ -26,34 +23,40 @@ if TYPE_CHECKING:
 
 
 def seed_runs(
-    train: Callable[..., Any],
+    train: Callable[..., Any] | str,
     setting: Setting | str = "cpu",
     seeds: int | Iterable[int] = 10,
     *,
+    store: str | Path | None = None,
     workers: int = 1,
     progress: bool = True,
     **changes: Any,
 ) -> pd.DataFrame:
-    """Train a network of your own from several seeds.
+    """Train a network of your own from several seeds, under one setting.
+
+    With a `store` it is an `Experiment`: what is there is not trained again. Without one nothing is kept, one worker
+    is this process, and the first seed that fails ends it.
 
     Args:
-        train: A function `train(setting, seed, **changes)`, as `reproduce` describes it.
+        train: A function `train(seed, setting)`, as `gpulab.train` describes it, or its `file.py:name`.
         setting: What to train under.
         seeds: How many, or the seeds themselves.
+        store: A folder in which runs are kept.
         workers: How many seeds train at the same time.
         progress: Whether to show a bar.
-        **changes: Handed to `train`.
+        **changes: Options of `train`.
 
     Returns:
         A row a run, as `verdict` and `reproduce` take it: `setting`, `seed`, `status` (`finished` or
-        `diverged`), `final_loss` (NaN when diverged).
+        `diverged`), `final_loss` (NaN when diverged), and a column for each other metric. With a store, the columns
+        of `gpulab.runs`.
 
     Raises:
         UsageError: For what makes no sense.
-        GpulabError: When the setting cannot run here.
+        GpulabError: When the setting cannot run here, or a training fails.
 
     Examples:
-        >>> runs = seed_runs(lambda setting, seed: 1.0 / seed, seeds=range(3), progress=False)
+        >>> runs = seed_runs(lambda seed: 1.0 / seed, seeds=range(3), progress=False)
         >>> runs.status.tolist()  # one over nothing
         ['diverged', 'finished', 'finished']
     """
@@ -62,17 +65,21 @@ def seed_runs(
 
     check_numbers(workers=workers)
     parsed = Setting.parse(setting)
+    seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
+    if not seeds:
+        raise UsageError("seeds: at least one is needed")
+    if store is not None:
+        return Experiment(train, [str(parsed)], seeds, store=store, workers=workers, options=changes).run(progress)
     check_runs_here(parsed)
-    frame = pd.DataFrame({"setting": str(parsed), "seed": list(range(seeds) if isinstance(seeds, int) else seeds)})
-    if frame.empty:
-        raise UsageError(f"seeds={seeds!r}: at least one is needed")
-    objective = UserFunction(train)
-    for name in changes:
-        objective.original(name)
-    with Trainings(objective, workers) as trainings:
-        runs = trainings.losses(str(parsed), frame.seed.tolist(), changes)
-        losses = frame.seed.map(dict(tqdm(runs, total=len(frame), unit="run", disable=not progress)))
-    return frame.assign(status=np.where(np.isfinite(losses), "finished", "diverged"), final_loss=losses)
+    function = UserFunction(train)
+    function.training.checked(changes)
+    with Trainings(function.metrics, workers) as trainings:
+        runs = trainings.results(str(parsed), seeds, changes)
+        metrics = dict(tqdm(runs, total=len(seeds), unit="run", disable=not progress))
+    frame = pd.DataFrame({"setting": str(parsed), "seed": seeds})
+    frame["status"] = ["finished" if metrics[seed] else "diverged" for seed in seeds]
+    names = dict.fromkeys(["final_loss", *(name for each in metrics.values() for name in each)])
+    return frame.assign(**{name: [metrics[seed].get(name, math.nan) for seed in seeds] for name in names})
 
 
 class Objective:
@@ -145,90 +152,48 @@ class UserFunction(Objective):
 
     trainer = " by train()"
 
-    def __init__(self, train: Callable[..., Any]) -> None:
-        if not callable(train):
-            raise UsageError(f"train {train!r}: expected a function train(setting, seed, **changes)")
-        try:
-            signature = inspect.signature(train)
-        except (TypeError, ValueError):
-            raise UsageError(f"train {train!r}: its parameters cannot be read; wrap it in a function") from None
-        parameters = list(signature.parameters.values())
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        if len(parameters) < 2 or any(p.kind not in positional for p in parameters[:2]):
-            raise UsageError(f"train{signature}: expected train(setting, seed, **changes)")
-        if missing := [p.name for p in parameters[2:] if p.default is p.empty and p.kind in positional]:
-            raise UsageError(f"train: {', '.join(missing)} without a default, which says what was trained")
-        self.train = train
-        self.originals = {p.name: p.default for p in parameters[2:] if p.default is not p.empty}
-        try:
-            text = inspect.getsource(train)
-        except (OSError, TypeError):
-            text = ""
-        self.identity = [getattr(train, "__qualname__", type(train).__qualname__), text, str(signature)]
+    def __init__(
+        self, train: Callable[..., Any] | str, metric: str = "final_loss", runs: pd.DataFrame | None = None
+    ) -> None:
+        self.training, self.metric = TrainingFunction(train), metric
+        self.given: dict[str, Any] = {}  # with what it made the runs, where that was not its defaults
+        if runs is not None and "options" in runs and runs.experiment.iloc[0] == self.training.name:
+            done, usual = json.loads(runs.options.iloc[0]), self.training.plain_options({})
+            self.given = {name: value for name, value in done.items() if name in usual and value != usual[name]}
+        self.originals = self.training.options | self.given
+        self.identity = [self.training.name, self.training.source, self.given]
+
+    def metrics(self, setting: str, seed: int, changes: Mapping[str, Any], workers: Workers) -> dict[str, Any]:
+        """What the function gave; nothing when it diverged."""
+        from gpulab.training.run import train
+
+        job: dict[str, Any] = {"net": self.training, "setting": setting, "seed": seed}
+        job["model_options"] = {**self.given, **changes}
+        return train(**job, progress=False).metrics if workers.count == 1 else workers.train(job, lambda *_: None)
 
     def loss(self, setting: str, seed: int, changes: Mapping[str, Any], workers: Workers) -> float:
-        """What the function returned, or the mean of the end of what it yielded."""
-        arguments = (self.train, setting, seed, dict(changes))
-        if workers.count == 1:
-            loss = final_loss(*arguments)
-        else:
-            call = base64.b64encode(optional("cloudpickle").dumps((final_loss, arguments))).decode()
-            job = {"setting": setting, "seed": seed, "call": call, "path": sys.path}
-            loss = workers.train(job, lambda *_: None)
-        return math.nan if loss is None else float(loss)
-
-
-def final_loss(
-    train: Callable[..., Any],
-    setting: str,
-    seed: int,
-    changes: Mapping[str, Any],
-    tell: Callable[[int, float], None] = lambda *_: None,
-) -> float | None:
-    """The loss of one training by a function of the user's, None when it diverged; `tell` hears of every window."""
-    import torch
-
-    parsed = Setting.parse(setting)
-    with parsed.apply(), torch.random.fork_rng([torch.cuda.current_device()] if parsed.kind == "cuda" else []):
-        torch.manual_seed(seed)
-        try:
-            loss = _mean_of_the_end(train(parsed, seed, **changes), tell)
-        except (ArithmeticError, np.linalg.LinAlgError, torch.linalg.LinAlgError):
-            return None
-    return loss if math.isfinite(loss) else None
-
-
-def _mean_of_the_end(outcome: Any, tell: Callable[[int, float], None]) -> float:
-    """The final loss: what a training returned, or the mean of the last fifth of what it yielded."""
-    if not isinstance(outcome, Iterable) or getattr(outcome, "ndim", 1) == 0:
-        return float(outcome)
-    losses: list[float] = []
-    for loss in outcome:
-        losses.append(float(loss))
-        if not math.isfinite(losses[-1]):
-            return math.nan
-        tell(len(losses), losses[-1])
-    if not losses:
-        raise ValueError("train gave no loss")
-    last = losses[-max(1, len(losses) // 5) :]
-    return math.fsum(last) / len(last)
+        """The metric among what the function gave."""
+        metrics = self.metrics(setting, seed, changes, workers)
+        if metrics and self.metric not in metrics:
+            raise GpulabError(f"{self.training.name} gave no {self.metric!r}; it gave {', '.join(metrics)}")
+        return float(metrics.get(self.metric, math.nan))
 
 
 class Trainings:
     """Trains seeds, as a context: one after the other in this thread, or `count` at the same time."""
 
-    def __init__(self, objective: Objective, count: int) -> None:
-        self.objective = objective
+    def __init__(self, train: Callable[[str, int, Mapping[str, Any], Workers], Any], count: int) -> None:
+        self.train = train
         self.workers = Workers(count)
         self.pool = ThreadPoolExecutor(count)
 
-    def losses(self, setting: str, seeds: Iterable[int], changes: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
-        """(seed, loss) of each, as they end. The first that fails ends it, and its error is raised."""
+    def results(self, setting: str, seeds: Iterable[int], changes: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+        """(seed, what training gave) of each, as they end. The first that fails ends it, and its error is raised."""
         if self.workers.count == 1:
             for seed in seeds:
-                yield seed, self.objective.loss(setting, seed, changes, self.workers)
+                yield seed, self.train(setting, seed, changes, self.workers)
             return
-        futures = {self.pool.submit(self.objective.loss, setting, seed, changes, self.workers): seed for seed in seeds}
+        futures = {self.pool.submit(self.train, setting, seed, changes, self.workers): seed for seed in seeds}
         try:
             for done in as_completed(futures):
                 yield futures[done], done.result()
@@ -242,8 +207,9 @@ class Trainings:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.workers.stop()
-        self.pool.shutdown(wait=True, cancel_futures=True)
+        self.pool.shutdown(wait=False, cancel_futures=True)
         self.workers.__exit__()
+        self.pool.shutdown()
 
 
 def check_runs_here(setting: Setting) -> None:
@@ -257,11 +223,3 @@ def check_numbers(**numbers: int) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"{name}={value!r}: expected a whole number from 1")
-
-
-def optional(name: str) -> Any:
-    """A module of the extra `search`."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise GpulabError(f"the search needs {name}, which is not installed: pip install 'gpulab[search]'") from None

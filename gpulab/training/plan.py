@@ -6,7 +6,6 @@ import copy
 import hashlib
 import inspect
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,9 @@ from gpulab.errors import UsageError
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable, bytes_of, check_weight, flip_bit
 from gpulab.passports import Passport, passport
-from gpulab.settings import Setting, arithmetic
+from gpulab.settings import Setting
 from gpulab.training import store as stores
+from gpulab.training.functions import TrainingFunction
 from gpulab.training.protocol import FACTORS, Protocol, factors_of_run, protocol
 
 
@@ -48,7 +48,7 @@ class Plan:
             flip_bit(self.model, self.factors["flip"])
 
     def identity(self, here: Passport) -> dict[str, Any]:
-        """What makes this run this run, and its id. On another chip or torch it is another run."""
+        """What makes this run this run, and its id."""
         identity = {
             "experiment": self.name,
             "profile": self.profile,
@@ -67,20 +67,7 @@ class Plan:
         }
         factors = {**self.factors, "decoder": self.data.decoder}
         identity |= {name: value for name, value in factors.items() if value != FACTORS[name].usual}
-        chip = here["cpu"]["model"] if self.setting.kind == "cpu" else here["gpus"]
-        software = {key: here["software"][key] for key in ("torch", "gpulab")}
-        return {"id": stores.run_id({**identity, "chip": chip, **software}), **identity}
-
-    def record(self, here: Passport, command: str | None) -> dict[str, Any]:
-        """The record of a run that begins now."""
-        return {
-            "format": stores.RUN_FORMAT,
-            **self.identity(here),
-            "arithmetic": arithmetic(),
-            "passport": dict(here),
-            "command": command,
-            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
+        return stores.identified(identity, here)
 
 
 def plan_run(
@@ -129,8 +116,8 @@ def _model(net: Trainable | str, usual: Protocol, options: dict[str, Any]) -> Tr
     if not isinstance(net, str):
         if not isinstance(net, Trainable):
             raise UsageError(
-                f"net is a {type(net).__name__}: derive it from gpulab.models.base.Trainable, which says what "
-                f"the training loop asks for, or name one of {', '.join(MODELS)}"
+                f"net is a {type(net).__name__}: give the function that trains it, train(seed, setting), or name one "
+                f"of {', '.join(MODELS)} (gpulab's own loop trains what derives from gpulab.models.base.Trainable)"
             )
         if options:
             raise UsageError("model_options go with the name of a model, not with a model")
@@ -180,8 +167,11 @@ def _data(data: Data | str | None, model: Trainable, usual: Protocol, frames: in
     return data
 
 
-def planned_id(net: str, **arguments: Any) -> str:
+def planned_id(net: str | TrainingFunction, **arguments: Any) -> str:
     """The id that `train` would give to a run with these arguments on this machine."""
+    if isinstance(net, TrainingFunction):
+        setting, seed, rerun, options = (arguments[name] for name in ("setting", "seed", "rerun", "model_options"))
+        return net.identity(passport(), Setting.parse(setting), seed, rerun, options)["id"]
     own = {name for name in inspect.signature(plan_run).parameters if name != "factors"}
     own |= {name for name, option in FACTORS.items() if option.of == "run"}
     with torch.random.fork_rng(devices=[]):

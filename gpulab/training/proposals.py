@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from gpulab.training.objective import optional
+from gpulab.training.functions import optional
 from gpulab.training.search import Dimension, Point, SearchProblem
 from gpulab.training.trial_log import Trial
 

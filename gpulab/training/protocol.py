@@ -87,7 +87,9 @@ def protocol(model: str, name: str) -> Protocol:
         5000
     """
     if model not in PROTOCOLS:
-        raise UsageError(f"model {model!r}: expected one of {', '.join(PROTOCOLS)}")
+        raise UsageError(
+            f"model {model!r}: expected one of {', '.join(PROTOCOLS)}, or a training of your own, such as my.py:train"
+        )
     if name not in PROFILES:
         raise UsageError(f"profile {name!r}: expected one of {', '.join(PROFILES)}")
     return PROTOCOLS[model][name]

@@ -31,7 +31,8 @@ from gpulab.stats.power import DIVERGED_APART
 from gpulab.stats.tests import clopper_pearson_upper, holm
 from gpulab.stats.verdicts import Verdict, p_text
 from gpulab.training import store as stores
-from gpulab.training.objective import Records, Trainings, UserFunction, check_numbers, check_runs_here, optional
+from gpulab.training.functions import optional
+from gpulab.training.objective import Records, Trainings, UserFunction, check_numbers, check_runs_here
 from gpulab.training.proposals import propose
 from gpulab.training.search import Point, SearchProblem, checked_space, checked_target, key
 from gpulab.training.trial_log import Trial, TrialLog
@@ -110,7 +111,7 @@ def reproduce(
     target: pd.DataFrame,
     search: Mapping[str, Sequence[Any]],
     setting: Setting | str,
-    train: Callable[..., Any] | None = None,
+    train: Callable[..., Any] | str | None = None,
     *,
     metric: str = "final_loss",
     margin: str | float = "0.25sd",
@@ -136,13 +137,10 @@ def reproduce(
             train with: a parameter of `train`, or without it `learning_rate` and the numbers and words among the
             options of the model (`batch_size` of the autoencoder, `kernel_size` of PredNet).
         setting: The new setting.
-        train: Trains a network of your own; without it the runs of `target` are trained again as their records
-            say. In `train(setting, seed, **changes)`, `setting` is a `gpulab.Setting` that is already in force
-            (`setting.device`, `setting.dtype`), torch's random numbers are already drawn from `seed`, and the
-            other parameters are what can be changed; their defaults are what was trained. It returns the final
-            loss, or yields the loss of every window: one that is not finite then ends the run, and the final
-            loss is the mean of the last fifth. A loss that is not finite, an `ArithmeticError` or a
-            `LinAlgError` is a diverged run. Any other exception makes the trial fail, and the search goes on.
+        train: Trains a network of your own, as `gpulab.train` describes it: its options are what can be changed, and
+            their defaults, or what the runs of `target` had instead, are what was trained. A training that raises
+            makes the trial fail, and the search goes on. Without it the runs of `target` are trained again as their
+            records say.
         metric: The column of `target` to compare by.
         margin: The largest difference of no importance, as for `verdict`.
         alpha: The probability with which a change may be confirmed wrongly.
@@ -152,7 +150,7 @@ def reproduce(
         prune: Whether trials without hope end early.
         store: The folder for runs and for the study.
         study: The file of the search, by default one in `store` named after what is searched for; that includes
-            the text of `train`, but not what `train` calls.
+            the text of `train`.
         progress: Whether to show a bar.
 
     Returns:
@@ -166,7 +164,7 @@ def reproduce(
 
     Examples:
         >>> import tempfile, torch
-        >>> def train(setting, seed, learning_rate=0.002):
+        >>> def train(seed, setting, learning_rate=0.002):
         ...     x = torch.linspace(-1, 1, 64, dtype=setting.dtype)[:, None]
         ...     net = torch.nn.Linear(1, 1)
         ...     optimizer = torch.optim.SGD(net.parameters(), learning_rate)
@@ -187,7 +185,7 @@ def reproduce(
     check_numbers(trials=trials, workers=workers)
     parsed = Setting.parse(setting)
     runs = checked_target(target, metric)
-    objective = Records(runs, metric, store) if train is None else UserFunction(train)
+    objective = Records(runs, metric, store) if train is None else UserFunction(train, metric, runs)
     dimensions = checked_space(search, objective, parsed)
     problem = SearchProblem(runs, metric, margin, alpha, parsed, dimensions, objective, prune)
     check_runs_here(parsed)
@@ -196,7 +194,7 @@ def reproduce(
     if (points := problem.points()) is None:
         optional("optuna")  # before anything trains
     bar = tqdm(total=trials * len(problem.seeds), unit="run", disable=not progress, leave=False)
-    with bar, TrialLog(file, problem) as log, Trainings(objective, workers) as trainings:
+    with bar, TrialLog(file, problem) as log, Trainings(objective.loss, workers) as trainings:
         return _Search(problem, points, log, trainings, bar).run(trials)
 
 
@@ -273,7 +271,7 @@ class _Search:
         setting, changes = self.problem.arguments(trial.point)
         self.bar.set_description(self.problem.words(trial.point))
         unknown = [seed for seed in seeds if seed not in trial.losses]
-        for seed, loss in self.trainings.losses(setting, unknown, changes):
+        for seed, loss in self.trainings.results(setting, unknown, changes):
             self.log.add_loss(trial, seed, loss)
             self.bar.update()
         return _row(_verdict(self.problem, trial, seeds, alpha))

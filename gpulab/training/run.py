@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,16 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from gpulab.data.datasets import Data
 from gpulab.diagnostics import guards
+from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.settings import Setting
 from gpulab.training import store as stores
+from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.plan import Plan, plan_run
 from gpulab.training.protocol import Specification
 from gpulab.training.step import Trainer
@@ -37,16 +41,16 @@ class Run:
     """What one training left.
 
     Attributes:
-        model: The trained network, on the CPU.
-        data: What it learned from.
+        model: The trained network, on the CPU; None where a function of your own trained.
+        data: What it learned from; None likewise.
         history: A row for each window: `window`, `step` (updates so far), `loss` (mean squared error per frame,
             averaged over the window), `seconds`.
         record: Everything that is written to the store's `run.json`.
         path: The run's folder, where it was kept.
     """
 
-    model: Trainable
-    data: Data
+    model: Any
+    data: Any
     history: pd.DataFrame
     record: dict[str, Any]
     path: Path | None = None
@@ -70,6 +74,11 @@ class Run:
         value = self.record["summary"][name]
         return math.nan if value is None else value
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers that a function of your own gave; none when diverged."""
+        return self.record.get("metrics") or {}
+
     @torch.no_grad()
     def predict(self, data: Data | None = None) -> tuple[Tensor, Tensor]:
         """What the trained model makes of the held-out part of the data, in float32.
@@ -79,6 +88,8 @@ class Run:
             of each made from the frames before it. For images both are (N, C, H, W): images, reconstructions.
         """
         data = self.data if data is None else data
+        if self.model is None or data is None:
+            raise UsageError(f"{self.record['experiment']} trained a network that gpulab does not know")
         model = copy.deepcopy(self.model).float().eval()
         length = self.record["configuration"]["window"]
         pieces = [w.frames if w.restart else w.frames[1:] for w in data.heldout(length)]
@@ -93,6 +104,9 @@ class Run:
         where = f"{record['experiment']} under {record['setting']}, seed {record['seed']}"
         if self.status == "diverged":
             return f"{where}: diverged at step {record['diverged_at']}"
+        if self.model is None:
+            numbers = [f"{name} {value:.5g}" for name, value in self.metrics.items()]
+            return f"{where}: {', '.join(numbers)}, {summary['seconds']:.1f} s"
         return (
             f"{where}: final loss {self.final_loss:.5f}, held out {self.heldout_loss:.5f}, "
             f"{summary['seconds']:.1f} s ({summary['frames_per_second']:.0f} frames/s)"
@@ -100,7 +114,7 @@ class Run:
 
 
 def train(
-    net: Trainable | str,
+    net: Trainable | TrainingFunction | Callable[..., Any] | str,
     data: Data | str | None = None,
     setting: Setting | str = "cpu",
     seed: int = 0,
@@ -131,10 +145,17 @@ def train(
     With a `store`, the run is kept there, an interrupted one resumes from its last checkpoint, and one that is
     already there is returned without training (unless it was kept without the weights that `keep_weights` asks for).
 
+    A training of your own is a function `train(seed, setting)`, or the text `"my_training.py:train"`, with parameters
+    in any order: the `seed`, from which torch's, NumPy's and Python's random numbers are drawn already; the `setting`,
+    if wanted, which is in force already (`setting.device`, `setting.dtype`); a `folder`, if wanted, which a killed run
+    leaves as it is, for checkpoints; and options with defaults. It returns a number, or a dict of them, or yields
+    these as it goes: the mean of the last fifth counts. One called `loss` is the run's `final_loss`, too. What is not
+    finite, an `ArithmeticError` or a `LinAlgError` ends it as `diverged`. Nothing of the protocol above is used.
+
     Args:
-        net: `"autoencoder"`, `"prednet"`, `"whitener"`, or a module derived from `Trainable`. The weights of a fresh
-            network are drawn from `seed`; a network that holds loaded weights starts from those. `net` itself is
-            left as it was, so that the next training starts from the same place.
+        net: A training of your own; or `"autoencoder"`, `"prednet"`, `"whitener"`, or a module derived from
+            `Trainable`. The weights of a fresh network are drawn from `seed`; a network that holds loaded weights
+            starts from those. `net` itself is left as it was, so that the next training starts from the same place.
         data: A name, or loaded data; the profile's where it is left out, as the next four are.
         setting: Where and how to compute, such as `cuda:tf32=off`.
         seed: Draws the initial weights and the order of images.
@@ -142,7 +163,7 @@ def train(
         frames: How many frames or images to train on.
         learning_rate: Adam's.
         data_options: Options of `gpulab.load`.
-        model_options: Options of the model named.
+        model_options: Options of the model named, or of a training of your own, which takes them as keywords, too.
         rerun: Numbers repetitions of the same run.
         store: A folder in which runs are kept.
         resume: Whether to go on from a checkpoint, and to take a run that is there.
@@ -168,15 +189,23 @@ def train(
         ('finished', 20)
     """
     chosen = {"frames": frames, "learning_rate": learning_rate, **factors}
+    folder = None if store is None else Path(store)
+    if isinstance(net, TrainingFunction) or is_function(net):
+        if watch or data_options:
+            raise UsageError("watch and data_options go with gpulab's own networks")
+        options = {name: value for name, value in {"data": data, **chosen}.items() if value is not None}
+        training = net if isinstance(net, TrainingFunction) else TrainingFunction(net)
+        options = training.checked(options | (model_options or {}))
+        return _call(training, Setting.parse(setting), seed, rerun, options, folder, resume, guard, progress, command)
     chosen |= {"data_options": data_options, "model_options": model_options}
+    own: Any = net
     with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
-        plan = plan_run(net, data, setting=setting, seed=seed, profile=profile, rerun=rerun, **chosen)
+        plan = plan_run(own, data, setting=setting, seed=seed, profile=profile, rerun=rerun, **chosen)
     if command is None and isinstance(net, str) and (data is None or isinstance(data, str)):
         given = {name: value for name, value in {"data": data, **chosen}.items() if value is not None}
         command = Specification(net, str(plan.setting), seed, profile, rerun, given).command()
-    folder = None if store is None else Path(store)
     with plan.setting.apply():
-        record = plan.record(passport(), command)
+        record = stores.begun(plan.identity(passport()), passport(), command)
         if folder is not None and resume and not guard and stores.is_done(folder, record["id"], keep_weights):
             return _stored(folder / record["id"], plan)
         file = None if folder is None else stores.checkpoint_file(folder, record["id"])
@@ -190,13 +219,60 @@ def train(
             with guards.guard() if guard else contextlib.nullcontext():
                 trainer.run(file, checkpoint_seconds, progress, watch)
             record |= trainer.outcome()
-    history = pd.DataFrame(trainer.history, columns=["window", "step", "loss", "seconds"])
-    history["seconds"] = history.seconds.astype("float32")
+    history = _history(trainer.history)
     plan.model.fresh = False
     run = Run(plan.model.cpu(), plan.data, history, record)
     if folder is not None and file is not None:
         run.path = stores.write_run(folder, record, history, plan.model.state_dict() if keep_weights else None)
         file.unlink(missing_ok=True)
+    return run
+
+
+def _history(rows: list[tuple[int, int, float, float]]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=["window", "step", "loss", "seconds"]).astype({"seconds": "float32"})
+
+
+def _call(
+    training: TrainingFunction,
+    setting: Setting,
+    seed: int,
+    rerun: int,
+    options: dict[str, Any],
+    store: Path | None,
+    resume: bool,
+    guard: bool,
+    progress: bool | Callable[[int, float], None],
+    command: str | None,
+) -> Run:
+    """One run of a function of the user's."""
+    here, files = passport(), None
+    identity = training.identity(here, setting, seed, rerun, options)
+    if store is not None and resume and not guard and stores.is_done(store, identity["id"]):
+        record, history = stores.read_run(store / identity["id"])
+        return Run(None, None, history, record, store / identity["id"])
+    if store is not None and "folder" in training.takes:
+        files = stores.files_folder(store, identity["id"], resume)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(setting.apply())
+        record = stores.begun(identity, here, command or training.command(setting, seed, rerun, options))
+        stack.enter_context(guards.guard() if guard else contextlib.nullcontext())
+        bar = stack.enter_context(tqdm(unit="step", leave=False, disable=progress is not True))
+
+        def tell(done: int, loss: float) -> None:
+            bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            bar.update()
+            if callable(progress):
+                progress(done, loss)
+
+        begin = time.perf_counter()
+        metrics, rows = training.call(setting, seed, options, files, tell)
+        summary = {name: (metrics or {}).get(name) for name in ("final_loss", "heldout_loss")}
+        record |= {"status": "diverged" if metrics is None else "finished", "metrics": metrics}
+        record |= {"summary": summary | {"seconds": time.perf_counter() - begin}}
+        record |= {"diverged_at": len(rows)} if metrics is None else {}
+    run = Run(None, None, _history(rows), record)
+    if store is not None:
+        run.path = stores.write_run(store, record, run.history, files=files)
     return run
 
 

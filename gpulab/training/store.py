@@ -15,14 +15,16 @@ import json
 import os
 import re
 import shutil
+import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpulab import records
 from gpulab.errors import DataError, GpulabError
+from gpulab.settings import arithmetic
 from gpulab.training.protocol import FACTORS, factors_of_record
 
 if TYPE_CHECKING:
@@ -46,6 +48,25 @@ def run_id(identity: dict[str, Any]) -> str:
     return "-".join(re.sub(r"[^a-z0-9.]+", "_", str(word).lower()) for word in words)
 
 
+def begun(identity: dict[str, Any], here: Mapping[str, Any], command: str | None) -> dict[str, Any]:
+    """The record of a run that begins now; `here` is the passport."""
+    return {
+        "format": RUN_FORMAT,
+        **identity,
+        "arithmetic": arithmetic(),
+        "passport": dict(here),
+        "command": command,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def identified(identity: dict[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity with its id. On another chip or torch it is another run."""
+    chip = here["cpu"]["model"] if identity["setting"].startswith("cpu") else here["gpus"]
+    software = {key: here["software"][key] for key in ("torch", "gpulab")}
+    return {"id": run_id({**identity, "chip": chip, **software}), **identity}
+
+
 def _digest(document: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
@@ -61,10 +82,11 @@ def write_run(
     record: dict[str, Any],
     history: pd.DataFrame,
     weights: dict[str, torch.Tensor] | None = None,
+    files: Path | None = None,
 ) -> Path:
     """Put a run into the store in one step and return its folder.
 
-    A run already there stays as it is; weights are added to it when it has none.
+    A run already there stays as it is; weights are added to it when it has none. A folder of `files` is moved into it.
     """
     folder = store / record["id"]
     with _scratch(store) as scratch:
@@ -72,6 +94,8 @@ def write_run(
         if weights is not None:
             _write_tensors(scratch / "weights.safetensors", weights, {"run": record["id"]})
         (scratch / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if files is not None and files.is_dir():
+            files.rename(scratch / "files")
         try:
             scratch.rename(folder)
         except OSError:  # another writer was first, or the store cannot be written
@@ -131,7 +155,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     weights, so that equal bits can be seen), `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`,
     `data`, `speed` (of the motion in a rendered scene), `frames`, `protocol` (a digest of model, data,
     length and learning rate: runs with equal ones can be compared), `recorded`, `id` and `path`. A damaged
-    run is reported as a warning and skipped.
+    run is reported as a warning and skipped. Runs of a function have, after these, `options` (all of them, as JSON)
+    and a column for each option and each metric.
 
     Args:
         store: A folder, or a file of packed runs; by default `$GPULAB_STORE`, or the folder `runs`.
@@ -160,6 +185,12 @@ def record_of(run: Any) -> dict[str, Any]:
     return next(record for record in records.packed_runs(Path(run.path)) if record["id"] == run.id)
 
 
+def metrics_of(run: Any) -> list[str]:
+    """The names of the numbers that a row of `runs` has."""
+    record = record_of(run)
+    return list(record["metrics"] or {}) if "metrics" in record else ["final_loss", "heldout_loss"]
+
+
 def history(frame: pd.DataFrame) -> pd.DataFrame:
     """The histories of the runs in a frame, one below the other, each row with the run's columns.
 
@@ -178,7 +209,7 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
             record, part = recorded[row.path][row.id], histories[row.path][row.id]
         else:
             record, part = read_run(Path(row.path))
-        part["frames_seen"] = (part.window + 1) * record["configuration"]["window"]
+        part["frames_seen"] = (part.window + 1) * record["configuration"].get("window", 1)
         keys = ("id", "experiment", "profile", "setting", "seed", "rerun", "recorded", "machine")
         parts.append(part.assign(**{key: getattr(row, key) for key in keys}))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
@@ -208,6 +239,7 @@ COLUMNS = [
     *("status", "final_loss", "heldout_loss", "seconds", "frames_per_second", "weights", "diverged_at"),
     *("machine", "cpu", "gpu", "torch", "gpulab", "data", "speed", "frames", "protocol", "recorded", "id", "path"),
 ]
+OPEN = {"data", "frames", *FACTORS} - {"flip"}  # empty for a run of a function, which may have options of these names
 
 
 def _frame(store: Path, recorded: bool) -> pd.DataFrame:
@@ -230,7 +262,8 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
     if damaged:
         warnings.warn(f"{len(damaged)} damaged run(s) skipped: " + "; ".join(damaged), stacklevel=3)
     numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second", "speed", "flip"), float)
-    frame = pd.DataFrame(rows, columns=COLUMNS).astype(numbers)  # JSON's null becomes NaN
+    more = dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)
+    frame = pd.DataFrame(rows, columns=[*COLUMNS, *more]).astype(numbers)  # JSON's null becomes NaN
     return frame.sort_values(["experiment", "profile", "setting", "seed"], ignore_index=True)
 
 
@@ -250,9 +283,7 @@ def _row(record: dict[str, Any], path: Path, recorded: bool) -> dict[str, Any]:
             "gpu": ", ".join(gpu["name"] for gpu in passport["gpus"]) or None,
             "torch": passport["software"]["torch"],
             "gpulab": passport["software"]["gpulab"],
-            "data": configuration["data"],
-            "speed": configuration.get("data_options", {}).get("speed"),
-            "frames": configuration["frames"],
+            **(_of_function(record) if "source" in configuration else _of_network(configuration)),
             "protocol": _digest(_learned(configuration))[:8],
             "recorded": recorded,
             "path": str(path),
@@ -261,8 +292,25 @@ def _row(record: dict[str, Any], path: Path, recorded: bool) -> dict[str, Any]:
         raise DataError(f"{path / 'run.json'}: not a whole record: {error!r}") from None
 
 
+def _of_network(configuration: dict[str, Any]) -> dict[str, Any]:
+    """What one of gpulab's own networks learned from."""
+    speed = configuration.get("data_options", {}).get("speed")
+    return {"data": configuration["data"], "speed": speed, "frames": configuration["frames"]}
+
+
+def _of_function(record: dict[str, Any]) -> dict[str, Any]:
+    """The columns that a run of a function fills in other ways, or has beside the others."""
+    options, metrics = record["configuration"]["options"], record["metrics"] or {}
+    cells = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in options.items()}
+    cells.pop("loss", None)  # which loss: the column is how large
+    own = {name: value for name, value in metrics.items() if name not in COLUMNS}
+    return {**dict.fromkeys(OPEN), "options": json.dumps(options), **cells, **own}
+
+
 def _learned(configuration: dict[str, Any]) -> dict[str, Any]:
     """What was to be learned, which a factor among the options of a model should not change."""
+    if "source" in configuration:
+        return {"source": configuration["source"]}
     options = {name: value for name, value in configuration.get("model_options", {}).items() if name not in FACTORS}
     return {**configuration, "model_options": options} if "model_options" in configuration else configuration
 
@@ -284,6 +332,18 @@ def _check_history(file: Path) -> None:
 def checkpoint_file(store: Path, name: str) -> Path:
     """Where the checkpoint of an unfinished run is kept."""
     return store / WORK / f"{name}.safetensors"
+
+
+def files_folder(store: Path, name: str, keep: bool) -> Path:
+    """The folder of the files of an unfinished run, with what an interrupted one left in it if that is to be kept."""
+    folder = store / WORK / name
+    if not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GpulabError(f"the store {store} cannot be written: {error}") from None
+    return folder
 
 
 def write_checkpoint(file: Path, tensors: dict[str, torch.Tensor], notes: dict[str, Any]) -> None:

@@ -1,0 +1,252 @@
+"""A training of the user's own: any function of a seed, called under a setting, whose numbers are kept as a run.
+
+Which run it is depends on the function's options and on the text of its file, with whatever lies beside it that
+it imports: after an edit the same seeds are other runs, and those of the old text stay in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import math
+import random
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpulab.diagnostics.steps import find_function
+from gpulab.errors import GpulabError, UsageError, in_one_line
+from gpulab.passports import Passport
+from gpulab.settings import Setting
+from gpulab.training import store as stores
+from gpulab.training.sources import digest, file_of, innermost, plain
+
+GIVEN = ("seed", "setting", "folder")  # parameters that gpulab fills in, by name; all others are options
+FIRST, LAST = "final_loss", 5  # the name of a number without one, and the share of what was yielded that is averaged
+NO_METRIC = {*stores.COLUMNS, "options"} - {FIRST, "heldout_loss"}
+
+
+class TrainingFunction:
+    """A function `train(seed, setting, …)`, checked: what it is called, its options, and what it was.
+
+    Attributes:
+        name: `file.py:name`, or the name alone for a function typed into a notebook.
+        options: Its keyword parameters with their defaults, which say what was trained.
+        source: A digest of its text.
+
+    Raises:
+        UsageError: Where it cannot be found, or does not take a seed.
+    """
+
+    profile = "own"  # of all its runs
+
+    def __init__(self, train: Callable[..., Any] | str) -> None:
+        self.text, self.named, file = None, None, None
+        if isinstance(train, str):
+            where, _, attribute = train.rpartition(":")
+            self.text, self.named, train = train, train, find_function(train, "train")
+            if where.endswith(".py"):
+                file = Path(where).resolve()
+                self.named = f"{file}:{attribute}"
+        if not callable(train):
+            raise UsageError(f"train {train!r}: expected a function train(seed, setting), or its file.py:name")
+        self.function: Callable[..., Any] = train
+        function, bound = innermost(train)
+        self.file = file or file_of(function)
+        code = getattr(function, "__code__", None)
+        self.where = str(self.file or (code.co_filename if code else ""))
+        name = getattr(function, "__qualname__", "train")
+        self.name = f"{self.file.name}:{name}" if self.file else name
+        parameters = _parameters(train, self.name)
+        self.takes = [name for name in GIVEN if name in parameters]
+        self.options = {name: p.default for name, p in parameters.items() if name not in GIVEN}
+        self.source = digest(function, self.file, bound)
+
+    def __reduce__(self) -> Any:
+        """By name, so that another process reads the file itself; or else the function, by cloudpickle."""
+        return (_unchanged, (self.named, self.source, self.text)) if self.named else super().__reduce__()
+
+    def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options; `UsageError` for one that the function has not."""
+        for name in options:
+            if name not in self.options:
+                raise UsageError(f"{self.name} has no option {name!r}; it has {', '.join(self.options) or 'none'}")
+        return dict(options)
+
+    def plain_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of all its options, as JSON can carry them."""
+        return {name: json.loads(plain(value)) for name, value in {**self.options, **given}.items()}
+
+    def identity(
+        self, here: Passport, setting: Setting, seed: int, rerun: int, options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What makes a run of it this run, and its id."""
+        own = {"experiment": self.name, "profile": self.profile, "setting": str(setting), "seed": seed, "rerun": rerun}
+        return stores.identified(
+            {**own, "configuration": {"source": self.source, "options": self.plain_options(options)}}, here
+        )
+
+    def command(self, setting: Setting, seed: int, rerun: int, options: Mapping[str, Any]) -> str | None:
+        """The command line that makes a run, where there is one."""
+        if not self.text:
+            return None
+        parts = ["gpulab", "train", self.text, "--setting", str(setting), "--seed", str(seed)]
+        parts += ["--rerun", str(rerun)] if rerun else []
+        for name, value in options.items():
+            parts += ["--option", f"{name}={value if isinstance(value, str) else plain(value)}"]
+        return shlex.join(parts)
+
+    def call(
+        self,
+        setting: Setting,
+        seed: int,
+        options: Mapping[str, Any],
+        folder: Path | None,
+        tell: Callable[[int, float], None],
+    ) -> tuple[dict[str, Any] | None, list[tuple[int, int, float, float]]]:
+        """Train, under a setting that is in force. Returns the metrics, None when it diverged, and the history."""
+        import torch
+
+        history: list[tuple[int, int, float, float]] = []
+        begin = time.perf_counter()
+
+        def hear(loss: float) -> None:
+            history.append((len(history), len(history) + 1, loss, time.perf_counter() - begin))
+            tell(len(history), loss)
+
+        with _seeded(setting, seed), contextlib.ExitStack() as stack:
+            given = {"seed": seed, "setting": setting}
+            if "folder" in self.takes:
+                given["folder"] = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            try:
+                metrics = _metrics(self.function(**{n: given[n] for n in self.takes}, **options), hear)
+            except (ArithmeticError, np.linalg.LinAlgError, torch.linalg.LinAlgError):
+                metrics = None
+            except GpulabError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise GpulabError(in_one_line(error, self.where)) from error
+        if not history:
+            hear(math.nan if metrics is None else float(next(iter(metrics.values()))))
+        if metrics is None or not all(map(math.isfinite, metrics.values())):
+            return None, history
+        if taken := sorted((NO_METRIC | self.options.keys() - {"loss"}) & metrics.keys()):
+            raise GpulabError(
+                f"a metric cannot be called {taken[0]!r}, a column of gpulab.runs or an option; give it another name"
+            )
+        if "loss" in metrics:
+            metrics.setdefault(FIRST, metrics["loss"])
+        return metrics, history
+
+
+def is_function(net: Any) -> bool:
+    """Whether something stands for a training of the user's own: a function, or the name of one."""
+    import torch
+
+    return ":" in net if isinstance(net, str) else callable(net) and not isinstance(net, torch.nn.Module)
+
+
+def _unchanged(name: str, source: str, text: str) -> TrainingFunction:
+    training = TrainingFunction(name)
+    training.text = text
+    if training.source != source:
+        raise GpulabError(f"{training.name} was changed while the experiment ran; run it again")
+    return training
+
+
+def optional(name: str) -> Any:
+    """A module of the extra `search`."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise GpulabError(f"this needs {name}, which is not installed: pip install 'gpulab[search]'") from None
+
+
+@contextlib.contextmanager
+def _seeded(setting: Setting, seed: int) -> Iterator[None]:
+    """Random numbers of torch, NumPy and Python are drawn from the seed; afterwards the caller's go on."""
+    import torch
+
+    numpys, pythons = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng([torch.cuda.current_device()] if setting.kind == "cuda" else []):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpys)
+            random.setstate(pythons)
+
+
+# --- what a training gives ---------------------------------------------------------------------------------
+
+
+def _metrics(outcome: Any, hear: Callable[[float], None]) -> dict[str, Any]:
+    """The numbers a training returned; of those it yielded, the mean of the last fifth. `hear` gets each loss.
+
+    What is not finite ends it at once.
+    """
+    if not isinstance(outcome, Iterable) or isinstance(outcome, str | Mapping) or getattr(outcome, "ndim", 1) == 0:
+        return _numbers(outcome)
+    yielded: dict[str, list[float]] = {}
+    returned, steps = None, iter(outcome)
+    while True:
+        try:
+            numbers = _numbers(next(steps))
+        except StopIteration as end:
+            returned = end.value
+            break
+        hear(float(numbers.get("loss", next(iter(numbers.values())))))
+        if not all(map(math.isfinite, numbers.values())):
+            return numbers
+        for name, number in numbers.items():
+            yielded.setdefault(name, []).append(number)
+    if not yielded and returned is None:
+        raise GpulabError("it yielded nothing; expected losses")
+    last = {name: values[-max(1, len(values) // LAST) :] for name, values in yielded.items()}
+    means = {name: math.fsum(values) / len(values) for name, values in last.items()}
+    return means | ({} if returned is None else _numbers(returned))
+
+
+def _numbers(value: Any) -> dict[str, Any]:
+    """{name: number} of a dict, or of a number alone."""
+    named = value if isinstance(value, Mapping) else {FIRST: value}
+    try:
+        if not named or any(isinstance(number, str | bytes) for number in named.values()):
+            raise TypeError
+        values = {str(name): getattr(number, "detach", lambda n=number: n)() for name, number in named.items()}
+        return {name: bool(v) if isinstance(v, bool | np.bool_) else float(v) for name, v in values.items()}
+    except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with many numbers
+        raise GpulabError(f"it gave {value!r:.200}; expected a number, a dict of numbers, or to yield these") from None
+
+
+# --- what a training is ------------------------------------------------------------------------------------
+
+
+def _parameters(train: Callable[..., Any], name: str) -> dict[str, inspect.Parameter]:
+    """The parameters of a training; `UsageError` unless they are `seed`, `setting`, `folder` and options."""
+    try:
+        signature = inspect.signature(train)
+    except (TypeError, ValueError):
+        raise UsageError(f"train {name}: its parameters cannot be read; wrap it in a function") from None
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = {name: p for name, p in signature.parameters.items() if p.kind not in several}
+    wrong = [n for n, p in parameters.items() if n not in GIVEN and p.default is p.empty]
+    wrong += [n for n, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
+    if wrong or "seed" not in parameters:
+        problem = f"{wrong[0]} without a default, which says what was trained" if wrong else "it takes no seed"
+        raise UsageError(
+            f"train {name}{signature}: {problem}; expected, by name and in any order, seed, where wanted setting and "
+            "folder, and options"
+        )
+    if taken := ({*stores.COLUMNS, "options"} - stores.OPEN) & (parameters.keys() - set(GIVEN)):
+        raise UsageError(f"train {name}: option {min(taken)!r} is a column of gpulab.runs; give it another name")
+    return parameters

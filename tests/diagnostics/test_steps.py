@@ -1,0 +1,447 @@
+import copy
+import warnings
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
+from torch.utils.data import DataLoader, TensorDataset
+
+import gpulab as gl
+
+SETTINGS = ["cpu", "cpu:precision=float64"]
+X, Y = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0, 1])
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def performed(step, setting="cpu"):
+    """The loss and the gradients by name, the model's state checked before and after."""
+    parsed = gl.Setting.parse(setting)
+    before = everything(step.model)
+    with parsed.apply(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        once = step.prepared(parsed)
+        assert everything(step.model) == before
+        loss = once()
+    assert everything(step.model) == before
+    return loss, {name: parameter.grad for name, parameter in once.parameters.items()}
+
+
+def by_hand(model, loss, setting="cpu"):
+    """The same of a copy that is moved as users move it; `loss` is a function of the model."""
+    parsed = gl.Setting.parse(setting)
+    with parsed.apply(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        there = copy.deepcopy(model).to(parsed.device, parsed.dtype)
+        there.zero_grad()
+        value = loss(there)
+        value.backward()
+    return value.detach(), {name: parameter.grad for name, parameter in there.named_parameters()}
+
+
+def same(one, other):
+    """Whether losses and gradients are the same bits."""
+    (loss, gradients), (wanted, by_name) = one, other
+    assert torch.equal(loss, wanted)
+    assert loss.dtype == wanted.dtype
+    assert gradients.keys() == by_name.keys()
+    for name, gradient in gradients.items():
+        assert (gradient is None) == (by_name[name] is None), name
+        assert gradient is None or torch.equal(gradient, by_name[name]), name
+
+
+def everything(model):
+    """What a model holds, down to the identity of what others may hold, too, and the bits of its tensors."""
+    held = []
+    for module in model.modules():
+        for name, value in vars(module).items():
+            inside = {dict: lambda v: [*v.items()], OrderedDict: lambda v: [*v.items()], list: list}.get(type(value))
+            held.append((name, id(value), [id(each) for each in inside(value)] if type(value) is list else None))
+            if isinstance(value, dict):
+                held.append([(key, id(each)) for key, each in value.items()])
+    for tensor in [*model.parameters(), *model.buffers()]:
+        bits = tensor.detach().contiguous().cpu().numpy().tobytes()
+        gradient = None if tensor.grad is None else (id(tensor.grad), tensor.grad.cpu().numpy().tobytes())
+        held.append((id(tensor), tensor.data_ptr(), tensor.dtype, tensor.device, tensor.requires_grad, bits, gradient))
+    return held
+
+
+# --- the model is left as it was ---------------------------------------------------------------------------
+
+
+class Remembers(nn.Module):
+    """Tied weights, counters, lists and attributes that the forward pass changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.out.weight = self.embedding.weight
+        self.register_buffer("count", torch.tensor(3))
+        self.seen, self.last, self.cache = [], None, {}
+
+    def forward(self, x):
+        self.count += 1
+        self.last = self.embedding(x)
+        self.seen.append(self.last)
+        self.cache[len(self.cache)] = x
+        self.late = nn.Parameter(torch.ones(1))
+        self.eval()
+        return self.out(self.last) * self.count
+
+
+def with_gradients():
+    model = plain()
+    model(X).sum().backward()
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def mixed():
+    model = nn.Sequential(nn.Linear(4, 4).half(), nn.BatchNorm1d(4).double(), nn.Dropout(), nn.Linear(4, 2))
+    model[3].bias.requires_grad_(False)
+    return model
+
+
+def detached_weight():
+    """Old-style weight norm after a forward pass, which `copy.deepcopy` refuses."""
+    with warnings.catch_warnings(action="ignore"):
+        model = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 2)))
+    model(X)
+    return model
+
+
+MODELS = {
+    "plain": (plain, X),
+    "with gradients": (with_gradients, X),
+    "of several types": (mixed, X),
+    "that remembers": (Remembers, Y),
+    "an LSTM": (lambda: nn.LSTM(4, 3, 2), X[:, None]),
+    "a Transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), X[None]),
+    "spectral norm, old": (lambda: nn.Sequential(spectral_norm(nn.Linear(4, 2))), X),
+    "spectral norm": (lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 2))), X),
+    "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 2))), X),
+    "orthogonal": (lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 2))), X),
+    "compiled": (lambda: torch.compile(plain(), backend="eager"), X),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_gives_the_bits_that_a_moved_copy_gives_and_leaves_the_model_as_it_was(name, setting):
+    make, batch = MODELS[name]
+    model, dtype = make(), gl.Setting.parse(setting).dtype
+    inputs = batch.to(dtype) if batch.is_floating_point() else batch
+
+    def loss(there):
+        output = there(inputs)
+        return (output[0] if isinstance(output, tuple) else output).square().mean()
+
+    same(performed(gl.Step(model, batch), setting), by_hand(model, loss, setting))
+
+
+def test_networks_of_torchvision():
+    models = pytest.importorskip("torchvision").models
+    for model in (models.resnet18(num_classes=3), models.VisionTransformer(32, 16, 1, 2, 16, 32)):
+        images, labels = torch.randn(2, 3, 32, 32), torch.tensor([1, 2])
+        wanted = by_hand(model, lambda there, x=images, y=labels: F.cross_entropy(there(x), y))
+        same(performed(gl.Step(model, (images, labels), F.cross_entropy)), wanted)
+
+
+def test_a_model_that_cannot_be_copied_is_no_obstacle():
+    model = detached_weight()
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(model)
+    loss, gradients = performed(gl.Step(model, X), "cpu:precision=float64")
+    layer = model[0]
+    weight = layer.weight_g * layer.weight_v / layer.weight_v.norm(dim=1, keepdim=True)
+    wanted = (X @ weight.T + layer.bias).square().mean()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert set(gradients) == {"0.bias", "0.weight_g", "0.weight_v"}
+
+
+def test_a_lazy_model_stays_lazy():
+    model = nn.Sequential(nn.LazyLinear(3))
+    once = gl.Step(model, X).prepared(gl.Setting.parse("cpu"))
+    once()
+    assert once.parameters["0.weight"].grad.shape == (3, 4)
+    assert type(model[0]) is nn.LazyLinear
+    assert model[0].has_uninitialized_params()
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, "cpu:precision=bfloat16"])
+def test_complex_parameters_stay_complex(setting):
+    class Rotation(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.turn = nn.Parameter(torch.tensor([0.5 + 2j, 1 - 1j]))
+
+        def forward(self, x):
+            return (x[:, :2] * self.turn).abs()
+
+    model = Rotation()
+    loss, _ = performed(gl.Step(model, X), setting)
+    wanted = (X[:, :2].double() * model.turn.to(torch.complex128)).abs().square().mean()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-2 if "bfloat16" in setting else 1e-6)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "loss"])
+def test_after_an_error_the_model_is_as_it_was(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model(X).sum().backward()
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    if where == "forward":
+        model[1].register_forward_hook(fail)
+    elif where == "backward":
+        model[0].weight.register_hook(fail)
+    step, before = gl.Step(model, (X, X), fail if where == "loss" else F.mse_loss), everything(model)
+    with pytest.raises(KeyboardInterrupt):
+        step(gl.Setting.parse("cpu:precision=float64"))
+    assert everything(model) == before
+
+
+# --- hooks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, "cpu:precision=bfloat16"])
+def test_hooks_on_parameters_act(setting):
+    def clear(parameter):
+        seen.append(parameter)
+        parameter.grad.zero_()
+
+    model, seen = plain(), []
+    bare = performed(gl.Step(plain(), (X, Y), F.cross_entropy), setting)[1]
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    model[2].bias.register_post_accumulate_grad_hook(clear)
+    for _ in range(2):  # they stay
+        hooked = performed(gl.Step(model, (X, Y), F.cross_entropy), setting)[1]
+    assert torch.equal(hooked["0.weight"], 2 * bare["0.weight"])
+    assert torch.equal(hooked["0.bias"], bare["0.bias"])
+    assert not hooked["2.bias"].any()
+    assert [parameter is model[2].bias for parameter in seen] == [True, True], "the parameter itself, not a copy"
+    model(X).sum().backward()
+    assert len(seen) == 3
+
+
+def test_hooks_of_modules_see_the_modules_themselves_and_their_handles_work():
+    model, seen = plain(), []
+    first = model[0]
+
+    def forward(module, _, output):
+        seen.append((module is first, first.weight.dtype, output.dtype))
+
+    class Watch:
+        def __init__(self, module):
+            self.module, self.times = module, 0
+            self.handle = module.register_full_backward_hook(self.hear)
+
+        def hear(self, module, *_):
+            self.times += module is self.module
+
+    handle, watch = first.register_forward_hook(forward), Watch(model[2])
+    performed(gl.Step(model, X), "cpu:precision=float64")
+    assert seen == [(True, torch.float64, torch.float64)], "the closure sees what is run"
+    assert watch.times == 1
+    handle.remove()
+    watch.handle.remove()
+    performed(gl.Step(model, X))
+    assert (len(seen), watch.times) == (1, 1)
+    once = model[1].register_forward_hook(lambda *_: once.remove())
+    performed(gl.Step(model, X))
+    assert len(model[1]._forward_hooks) == 1, "one that removes itself is there for the next step, too"
+
+
+def test_an_audit_sees_what_a_hook_on_a_parameter_does():
+    model = plain()
+    operations = [len(gl.record(gl.Step(model, X), "cpu", progress=False).operations)]
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    operations.append(len(gl.record(gl.Step(model, X), "cpu", progress=False).operations))
+    assert operations[1] == operations[0] + 1
+
+
+def test_a_prepared_step_says_what_the_parameters_were():
+    model = plain()
+    once = gl.Step(model, (X, Y), F.cross_entropy).prepared(gl.Setting.parse("cpu:precision=float64"))
+    assert once.parameters == {}
+    once()
+    assert list(once.parameters) == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        kept = once.parameters[name]
+        assert torch.equal(kept, parameter.double())
+        assert (kept.grad.dtype, parameter.grad) == (torch.float64, None)
+
+
+# --- what people have --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    loss: torch.Tensor | None
+    logits: torch.Tensor
+
+
+class Classifier(nn.Module):
+    """Takes labels among its arguments and gives an object, a dict, a tuple or the loss alone."""
+
+    def __init__(self, form="object"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.form = nn.Linear(4, 3), form
+
+    def forward(self, values, labels=None):
+        logits = self.net(values)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        if self.form == "tuple":
+            return (logits,) if loss is None else (loss, logits)
+        if self.form == "alone":
+            return logits if loss is None else loss
+        return Answer(loss, logits) if self.form == "object" else {"logits": logits, "loss": loss}
+
+
+def wanted(model):
+    return by_hand(model, lambda there: F.cross_entropy(there.net(X), Y))
+
+
+@pytest.mark.parametrize("form", ["object", "dict", "tuple", "alone"])
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_batch_of_keywords_and_the_loss_that_the_model_gives(form, kind):
+    model = Classifier(form)
+    same(performed(gl.Step(model, kind(values=X, labels=Y))), wanted(model))
+
+
+def test_with_a_loss_the_model_gets_what_it_takes_and_the_loss_all_of_the_batch():
+    model = Classifier()
+    step = gl.Step(
+        model, {"values": X, "classes": Y, "id": 7}, lambda out, batch: F.cross_entropy(out.logits, batch["classes"])
+    )
+    same(performed(step), wanted(model))
+    step = gl.Step(model, ({"values": X}, Y), lambda out, labels: F.cross_entropy(out.logits, labels))
+    same(performed(step), wanted(model))
+
+
+def test_a_model_that_takes_a_dict_as_one_argument_gets_it():
+    class Whole(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch["nested"]["values"][0])
+
+    model = Whole(4, 3)
+    step = gl.Step(
+        model, {"nested": {"values": [X]}, "classes": Y}, lambda out, batch: F.cross_entropy(out, batch["classes"])
+    )
+    same(
+        performed(step, "cpu"), by_hand(model, lambda there: F.cross_entropy(F.linear(X, there.weight, there.bias), Y))
+    )
+
+
+def test_of_a_loader_the_first_batch_is_taken_once():
+    model, loader = plain(), DataLoader(TensorDataset(X, Y), 2, shuffle=True)
+    state = torch.get_rng_state()
+    step = gl.Step(model, loader, F.cross_entropy)
+    assert torch.equal(torch.get_rng_state(), state), "random numbers are left alone"
+    assert [len(part) for part in step.batch] == [2, 2]
+    same(performed(step), performed(step))
+    with pytest.raises(gl.UsageError, match="has none"):
+        gl.Step(plain(), DataLoader(TensorDataset(X[:0])), F.cross_entropy)
+
+
+class Lit(nn.Module):
+    """A LightningModule as far as a step goes."""
+
+    def __init__(self, gives=lambda loss: loss):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.gives = nn.Linear(4, 3), gives
+
+    def training_step(self, batch, batch_idx):
+        assert batch_idx == 0
+        values, labels = batch
+        return self.gives(F.cross_entropy(self.net(values), labels))
+
+
+class Short(Lit):
+    def training_step(self, batch):
+        return super().training_step(batch, 0)
+
+
+@pytest.mark.parametrize("model", [Lit(), Short(), Lit(lambda loss: {"loss": loss, "n": 3})])
+def test_a_module_with_a_training_step_does_it(model):
+    same(performed(gl.Step(model, DataLoader(TensorDataset(X, Y), 5))), wanted(model))
+    same(performed(gl.Step(model, [X, Y])), wanted(model))
+
+
+def test_lightning_itself():
+    lightning = pytest.importorskip("pytorch_lightning")
+
+    class Module(Lit, lightning.LightningModule):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("train", loss)
+            return loss + torch.zeros((), device=self.device, dtype=self.dtype)
+
+    with warnings.catch_warnings(action="ignore"):
+        loss, _ = performed(gl.Step(Module(), (X, Y)), "cpu:precision=float64")
+    assert loss.dtype == torch.float64
+
+
+def test_transformers_themselves():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, intermediate_size=16))
+    batch = transformers.BatchEncoding({"input_ids": torch.arange(10).reshape(2, 5), "labels": torch.tensor([0, 1])})
+    same(performed(gl.Step(model, batch)), by_hand(model, lambda there: there(**batch).loss))
+    with pytest.raises(gl.UsageError, match=r"a SequenceClassifierOutput with \['logits'\]"):
+        gl.Step(model, (batch["input_ids"], batch["labels"]), F.cross_entropy)(gl.Setting.parse("cpu"))
+
+
+WRONG = {
+    "an object for a function of tensors": (Classifier(), (X, Y), F.cross_entropy, r"Answer with \['loss', 'logits'\]"),
+    "an object without a loss": (Classifier(), {"values": X}, None, "which loss is meant"),
+    "keywords unknown": (
+        Classifier(),
+        {"values": X, "classes": Y},
+        None,
+        "has classes, which Classifier",
+    ),
+    "a pair without a loss": (plain(), (X, Y), None, r"got a pair as its one input .* with loss="),
+    "a tensor with a loss": (plain(), X, F.mse_loss, r"a Tensor; with a loss it is \(inputs, targets\)"),
+    "three with a loss": (plain(), (X, X, X), F.mse_loss, "a tuple of 3"),
+    "a training step that gives nothing": (Lit(lambda _: None), (X, Y), None, "training_step of Lit gives no loss"),
+    "a training step without a loss": (Lit(lambda loss: {"l": loss}), (X, Y), None, r"a dict with \['l'\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused_by_name(name):
+    model, batch, loss, words = WRONG[name]
+    before = everything(model)
+    with pytest.raises(gl.UsageError, match=words):
+        gl.Step(model, batch, loss)(gl.Setting.parse("cpu"))
+    assert everything(model) == before
+
+
+def test_losses_of_several_names_are_not_guessed_among():
+    class Detector(nn.Linear):
+        def forward(self, x):
+            return {"classes": super().forward(x).mean(), "boxes": super().forward(x).square().mean()}
+
+    with pytest.raises(gl.UsageError, match=r"which loss is meant\? Detector gave a dict with \['classes', 'boxes'\]"):
+        gl.Step(Detector(4, 2), X)(gl.Setting.parse("cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_model_goes_to_the_gpu_and_back():
+    for make, batch in (MODELS["that remembers"], MODELS["an LSTM"], MODELS["of several types"]):
+        for here, setting in (("cpu", "cuda:tf32=off"), ("cuda", "cpu"), ("cuda", "cuda:precision=float64")):
+            model = make().to(here)
+            loss, gradients = performed(gl.Step(model, batch.to(here)), setting)
+            kinds = {gradient.device.type for gradient in gradients.values() if gradient is not None}
+            assert {loss.device.type} == kinds == {setting.partition(":")[0]}

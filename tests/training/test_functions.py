@@ -1,0 +1,513 @@
+import contextlib
+import functools
+import json
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.training import experiment as experiments
+from gpulab.training import store as stores
+from gpulab.training.functions import TrainingFunction
+
+QUIET = {"progress": False}
+ONE = "cpu:threads=1"
+
+# What people have: a data set, loaders, an optimiser, a scheduler, early stopping.
+USUAL = """
+    from __future__ import annotations
+    from dataclasses import dataclass
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset, random_split
+    from parts import evaluate
+
+    @dataclass
+    class Config:
+        width: int = 16
+        patience: int = 2
+
+    class Rings(Dataset):
+        def __init__(self, n=200):
+            angle = 2 * torch.pi * torch.rand(n)
+            self.y = (torch.rand(n) < 0.5).long()
+            self.x = torch.stack([angle.cos(), angle.sin()], 1) * (1 + self.y[:, None]) + 0.3 * torch.randn(n, 2)
+
+        def __len__(self):
+            return len(self.y)
+
+        def __getitem__(self, i):
+            return self.x[i], self.y[i]
+
+    def train(seed, setting, width=16, num_workers=0, epochs=5, start="fork"):
+        print("epoch by epoch")
+        config = Config(width)
+        some, others = random_split(Rings(), [150, 50])
+        more = {"multiprocessing_context": start} if num_workers else {}
+        loader = DataLoader(some, 32, shuffle=True, num_workers=num_workers, **more)
+        model = nn.Sequential(nn.Linear(2, config.width), nn.ReLU(), nn.Linear(config.width, 2)).to(setting.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+        best, bad = float("inf"), 0
+        for epoch in range(epochs):
+            model.train()
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x.to(setting.device)), y.to(setting.device)).backward()
+                optimizer.step()
+            scheduler.step()
+            loss, accuracy = evaluate(model, DataLoader(others, 50))
+            best, bad = (loss, 0) if loss < best else (best, bad + 1)
+            if bad >= config.patience:
+                break
+        return {"loss": loss, "accuracy": accuracy}
+
+    if __name__ == "__main__":
+        raise SystemExit("it is imported, not run")
+"""
+PARTS = """
+    import torch
+
+    @torch.no_grad()
+    def evaluate(model, loader):
+        ((x, y),) = loader
+        out = model.eval()(x)
+        return torch.nn.functional.cross_entropy(out, y), (out.argmax(1) == y).double().mean()
+"""
+FOREST = """
+    import random
+    import numpy as np
+    from sklearn.datasets import load_iris
+    from sklearn.ensemble import RandomForestClassifier
+
+    def score(seed, trees=3):
+        x, y = load_iris(return_X_y=True)
+        order = np.random.permutation(len(y))
+        forest = RandomForestClassifier(trees, random_state=random.randrange(2**31)).fit(x[order[:100]], y[order[:100]])
+        return forest.score(x[order[100:]], y[order[100:]])
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write files into an empty folder in which one is."""
+    monkeypatch.chdir(tmp_path)
+    before, modules = list(sys.path), set(sys.modules)
+
+    def put(**texts):
+        for name, text in texts.items():
+            (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+
+    yield put
+    sys.path[:] = before
+    for name in sys.modules.keys() - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def once(train, **more):
+    return gl.train(train, setting=ONE, store="runs", **QUIET, **more)
+
+
+# --- trainings that were not written for gpulab ------------------------------------------------------------
+
+
+def test_a_usual_training_becomes_runs_that_a_verdict_compares(write, monkeypatch):
+    write(usual=USUAL, parts=PARTS)
+    settings = [ONE, "cpu:threads=1,precision=float64"]
+    experiment = gl.Experiment("usual.py:train", settings, 2, store="runs")
+    frame = experiment.run(progress=False)
+    assert frame[["setting", "seed"]].values.tolist() == [[setting, seed] for setting in settings for seed in (0, 1)]
+    assert set(frame.status) == {"finished"}
+    assert set(frame.experiment) == {"usual.py:train"}
+    assert (frame.final_loss == frame.loss).all()
+    assert frame.accuracy.between(0.3, 1).all()
+    assert frame.final_loss.nunique() > 2
+    assert (frame.width == 16).all()
+    assert gl.verdict(frame, "accuracy").table.seeds.tolist() == [2]
+    record = stores.record_of(frame.iloc[1])
+    assert record["passport"]["software"] == gl.passport()["software"]
+    assert record["arithmetic"]["threads"] == 1
+    assert record["command"] == f"gpulab train usual.py:train --setting {ONE} --seed 1"
+    monkeypatch.setattr(experiments, "WORKER", [sys.executable, "-c", "import sys; sys.exit('boom')"])
+    assert experiment.run(progress=False).equals(frame), "what is done is skipped without a worker"
+    assert gl.Experiment("usual.py:train", [ONE], [1], store="runs").run(progress=False).id.tolist() == [frame.id[1]]
+    run = once("usual.py:train", seed=1)
+    assert (run.record["id"], run.final_loss) == (frame.id[1], frame.final_loss[1])
+    assert run.metrics["accuracy"] == frame.accuracy[1]
+    assert "accuracy" in repr(run)
+    gl.training.store.pack("runs", "packed.parquet")
+    packed = gl.runs("packed.parquet")
+    assert packed.drop(columns="path").equals(gl.runs("runs").drop(columns="path"))
+    assert gl.training.history(packed).loss.tolist() == frame.final_loss.tolist()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no fork")
+def test_loaders_with_processes_of_their_own_work_in_a_worker_and_change_nothing(write):
+    write(usual=USUAL, parts=PARTS)
+    variants = [{"epochs": 1}, *({"num_workers": 2, "start": start, "epochs": 1} for start in ("fork", "spawn"))]
+    frame = gl.Experiment("usual.py:train", [ONE], 1, store="runs", variants=variants).run(progress=False)
+    assert sorted(zip(frame.num_workers, frame.start, strict=True)) == [(0, "fork"), (2, "fork"), (2, "spawn")]
+    assert frame.final_loss.nunique() == 1
+
+
+def test_a_training_without_torch_draws_its_random_numbers_from_the_seed(write):
+    write(forest=FOREST)
+    state, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()
+    scores = [gl.seed_runs("forest.py:score", seeds=[3, 4, 5], **QUIET) for _ in range(2)]
+    assert scores[0].equals(scores[1])
+    assert scores[0].final_loss.nunique() > 1
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (np.random.get_state()[1] == numpys).all()
+
+
+# --- what a function takes and gives -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        lambda seed: seed + 1.0,
+        lambda setting, seed: seed + (setting.device == "cpu"),
+        lambda *, setting, seed: torch.tensor(seed + float(setting.threads)),
+        lambda seed, folder, a=1: np.float32(seed + a * folder.is_dir()),
+        functools.partial(lambda a, seed: seed + a, 1.0),
+        lambda seed: {"loss": seed + 1, "good": True},
+        lambda seed: (seed + i // 8 for i in range(10)),
+        lambda seed: [0, 0, 0, 0, 0, 0, 0, 0, seed + 1, seed + 1],
+        lambda seed: ({"loss": seed + 1, "step": i} for i in range(5)),
+    ],
+)
+def test_every_way_of_taking_a_seed_and_giving_a_number(train):
+    frame = gl.seed_runs(train, ONE, seeds=[2, 0], **QUIET)
+    assert frame.final_loss.tolist() == [3.0, 1.0]
+
+
+def test_what_is_yielded_is_history_and_what_is_returned_at_its_end_counts_too(tmp_path):
+    def train(seed):
+        for step in range(10):
+            yield {"loss": 10.0 - step, "rate": step}
+        return {"score": 7, "right": np.bool_(True)}
+
+    heard = []
+    run = gl.train(train, store=tmp_path, progress=lambda done, loss: heard.append((done, loss)))
+    assert run.metrics == {"loss": 1.5, "rate": 8.5, "score": 7.0, "right": True, "final_loss": 1.5}
+    assert run.history.loss.tolist() == [10.0 - step for step in range(10)]
+    assert heard == [(step + 1, 10.0 - step) for step in range(10)]
+    (row,) = gl.runs(tmp_path).itertuples()
+    assert (row.score, row.right, row.rate) == (7.0, True, 8.5)
+    assert gl.training.history(gl.runs(tmp_path)).frames_seen.tolist() == list(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, [1.0, math.nan, 2.0], {"loss": 1.0, "other": math.nan}, torch.tensor(torch.nan)]
+)
+def test_what_is_not_finite_is_a_diverged_run_that_is_kept(value, tmp_path):
+    run = gl.train(lambda seed: value if seed else {"loss": 1.0, "other": 2.0}, seed=1, store=tmp_path, **QUIET)
+    gl.train(lambda seed: {"loss": 1.0, "other": 2.0}, store=tmp_path, **QUIET)
+    assert run.status == "diverged"
+    assert math.isnan(run.final_loss)
+    assert "diverged" in repr(run)
+    frame = gl.runs(tmp_path).sort_values("seed")
+    assert frame.status.tolist() == ["finished", "diverged"]
+    assert frame.other.isna().tolist() == [False, True]
+    json.loads((run.path / "run.json").read_text(), parse_constant=pytest.fail)
+    assert len(run.history), "down to the loss that it ended with"
+    assert gl.training.store.pack(tmp_path, tmp_path / "packed.parquet") == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "it gave None; expected a number"),
+        ("0.5", "it gave '0.5'"),
+        ({}, r"it gave \{\}"),
+        ({"loss": None}, "it gave"),
+        ({"loss": "small"}, "it gave"),
+        (torch.ones(2, 2), "it gave"),
+        ([], "it yielded nothing"),
+        ({"status": 1.0}, "'status', a column of gpulab.runs"),
+        ({"width": 1.0}, "'width', a column of gpulab.runs or an option"),
+    ],
+)
+def test_what_is_no_number_is_refused(value, words):
+    with pytest.raises(gl.GpulabError, match=words):
+        gl.train(lambda seed, width=3, loss="mse": value, **QUIET)
+
+
+def wrong(seed, setting):
+    if seed == 1:
+        json.loads("no data")
+    if seed == 2:
+        sys.exit("enough")
+    return seed
+
+
+def test_seeds_that_fail_are_named_with_the_line_and_the_others_are_kept(tmp_path):
+    with pytest.raises(gl.GpulabError, match="2 of 4 runs failed") as error:
+        gl.Experiment(wrong, [ONE], 4, store=tmp_path).run(progress=False)
+    line = wrong.__code__.co_firstlineno
+    assert "seed 1: json.decoder.JSONDecodeError: Expecting value" in str(error.value)
+    assert f"(test_functions.py:{line + 2})" in str(error.value), "in the function, not in the library"
+    assert f"seed 2: SystemExit: enough (test_functions.py:{line + 4})" in str(error.value)
+    assert gl.runs(tmp_path).seed.tolist() == [0, 3]
+    with pytest.raises(gl.GpulabError, match="JSONDecodeError") as error:
+        gl.seed_runs(wrong, **QUIET)
+    assert isinstance(error.value.__cause__, json.JSONDecodeError), "in this process the traceback is there"
+
+
+def test_a_file_that_begins_an_experiment_when_it_is_imported_is_refused(write):
+    write(
+        bare="import gpulab as gl\n\ndef train(seed):\n    return seed\n\ngl.seed_runs(train, seeds=1, store='runs')\n"
+    )
+    with pytest.raises(gl.UsageError, match="put it under __name__ == '__main__'"):
+        gl.Experiment("bare.py:train", [ONE], 1, store="runs")
+
+
+UNRULY = """
+    import os, sys
+
+    def train(seed):
+        os.write(1, b"from C\\n")
+        print("to standard output")
+        sys.stdin.read()
+        if os.fork() == 0:
+            return -1.0
+        os.wait()
+        return seed
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_function_may_print_read_and_fork(write):
+    write(unruly=UNRULY)
+    frame = gl.Experiment("unruly.py:train", [ONE], 3, store="runs").run(progress=False)
+    assert frame.final_loss.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        (lambda: 0.0, "it takes no seed"),
+        (lambda sed, setting: 0.0, "sed without a default"),
+        (lambda setting: 0.0, "it takes no seed"),
+        (lambda seed, /: 0.0, "seed"),
+        (lambda seed, status=1: 0.0, "option 'status' is a column"),
+        ("nothing.py:train", r"nothing\.py cannot be imported"),
+        ("no_such_module:train", "no_such_module"),
+        ("usual.py:nothing", "has no function named 'nothing'"),
+        ("usual.py:Config", "it takes no seed"),
+        ("broken.py:train", r"broken\.py cannot be imported: NameError: .*\(broken\.py:2\)"),
+        ("tidy.py:train", r"SystemExit: 2 \(tidy\.py:3\)"),
+        ("syntax.py:train", "SyntaxError"),
+        ("resnet", "'resnet': expected one of .*, or a training of your own"),
+        (3, "train 3"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_any_worker_starts(train, words, write, monkeypatch):
+    monkeypatch.setattr(experiments, "WORKER", ["no-python"])
+    write(usual=USUAL, parts=PARTS, broken="\nx = undefined\n", tidy="import sys\n\nsys.exit(2)\n", syntax="def (:")
+    with pytest.raises(gl.UsageError, match=words):
+        gl.Experiment(train, [ONE], 2, store="runs").run(progress=False)
+
+
+@pytest.mark.parametrize("given", [{"colour": 1}, {"data_options": {"a": 1}}, {"watch": print}, {"flip": 0}])
+def test_options_that_a_function_has_not_are_refused(given):
+    with pytest.raises(gl.UsageError, match=r"colour|watch|flip"):
+        gl.train(lambda seed, width=3: 0.0, **given, **QUIET)
+
+
+def test_a_network_of_torch_is_told_to_come_with_its_training():
+    with pytest.raises(gl.UsageError, match=r"give the function that trains it, train\(seed, setting\)"):
+        gl.train(torch.nn.Linear(2, 2), profile="smoke", **QUIET)
+
+
+# --- which run it is ---------------------------------------------------------------------------------------
+
+
+def test_options_are_columns_and_make_other_runs(tmp_path):
+    def train(seed, width=8, layers=(3, 4), make=torch.nn.Linear, learning_rate=0.1):
+        assert make is torch.nn.Linear
+        return seed + 1 / width + learning_rate * isinstance(layers, tuple)
+
+    variants = [{}, {"width": 16}, {"width": 8, "layers": [5]}]
+    jobs = gl.Experiment(train, [ONE], 6, store=tmp_path, variants=variants).jobs()
+    frame = [gl.train(**job, **QUIET) for job in jobs] and gl.runs(tmp_path)
+    assert len(frame) == 18
+    assert gl.train(train, setting=ONE, width=8, store=tmp_path, **QUIET).record["id"] in set(frame.id)
+    assert gl.train(train, setting=ONE, learning_rate=1.0, **QUIET).final_loss == 1 + 1 / 8
+    options = [{"width": 8, "layers": [3, 4], "make": "Linear", "learning_rate": 0.1}]
+    options += [options[0] | {"width": 16}, options[0] | {"layers": [5]}]
+    assert set(frame.options) == {json.dumps(each) for each in options}
+    plain = frame[frame.layers == "[3, 4]"]
+    assert gl.verdict(plain, factor="width").decision.startswith("different")
+    with pytest.raises(gl.UsageError, match=r"mixes .*'width': 16"):
+        gl.verdict(plain.assign(setting=np.where(plain.width == 8, "cpu", "cuda")))
+
+
+def test_an_edit_makes_other_runs_and_the_old_ones_stay(write):
+    write(usual="import parts\n\ndef train(seed):\n    return parts.loss\n", parts="loss = 1.0\n")
+    before = once("usual.py:train")
+    write(
+        usual="# a word\nimport parts\n\ndef train(seed):\n    return parts.loss\n\nif __name__ == '__main__':\n    1"
+    )
+    assert once("usual.py:train").record == before.record
+    write(parts="loss = 2.0\n")
+    del sys.modules["parts"]
+    assert once("usual.py:train").final_loss == 2
+    assert sorted(gl.runs("runs").final_loss) == [1, 2]
+    with pytest.raises(gl.UsageError, match=r"mixes .*protocol"):
+        gl.verdict(gl.runs("runs"))
+
+
+def test_the_text_counts_that_is_there_when_a_training_begins(write):
+    write(usual="def train(seed):\n    return 1.0\n")
+    training = TrainingFunction("usual.py:train")
+    assert once(training).final_loss == 1
+    assert pickle.loads(pickle.dumps(training)).source == training.source
+    write(usual="def train(seed):\n    return 2.0\n")  # as long, and of the same second
+    assert once("usual.py:train").final_loss == 2
+    with pytest.raises(gl.GpulabError, match="was changed while the experiment ran"):
+        pickle.loads(pickle.dumps(training))
+
+
+# --- resuming ----------------------------------------------------------------------------------------------
+
+SLOW = """
+    import os, signal, time
+
+    def train(seed, folder):
+        done = int((folder / "done").read_text()) if (folder / "done").exists() else 0
+        for step in range(done, 6):
+            (folder / "done").write_text(str(step + 1))
+            if step == 3 and not done:
+                {end}
+        return done
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
+def test_a_folder_survives_a_killed_run_and_is_kept_with_the_run(write, tmp_path):
+    write(slow=SLOW.format(end="os.kill(os.getpid(), signal.SIGKILL)"))
+    experiment = gl.Experiment("slow.py:train", [ONE], 1, store="runs")
+    with pytest.raises(gl.GpulabError, match="status -9"):
+        experiment.run(progress=False)
+    frame = experiment.run(progress=False)
+    assert frame.final_loss.tolist() == [4.0], "it went on after the fourth step"
+    assert (tmp_path / frame.path[0] / "files" / "done").read_text() == "6"
+    assert not list((tmp_path / "runs" / stores.WORK).iterdir())
+
+
+FOREVER = """
+    import pathlib, time
+
+    def train(seed):
+        if seed == 0:
+            return 1.0
+        pathlib.Path("began").touch()
+        while True:
+            try:
+                time.sleep(60)
+            except BaseException:
+                pass
+"""
+GO = """
+import sys
+import gpulab as gl
+from gpulab.training import experiment
+
+experiment.DEAF = 0.5
+gl.Experiment("forever.py:train", ["cpu:threads=1"], 2, store="runs").run(progress=False)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
+def test_a_training_that_never_ends_is_ended_by_ctrl_c(write, tmp_path):
+    write(forever=FOREVER)
+
+    def hears_ctrl_c():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    parent = subprocess.Popen([sys.executable, "-c", GO], stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "began").exists():
+        assert parent.poll() is None, parent.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    parent.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in parent.communicate(timeout=30)[1]
+    assert gl.runs("runs").seed.tolist() == [0]
+
+
+def test_a_fresh_start_forgets_the_folder(tmp_path):
+    seen = []
+
+    def train(seed, folder):
+        seen.append(sorted(path.name for path in folder.iterdir()))
+        (folder / "left").touch()
+        if len(seen) < 3:
+            raise RuntimeError("stop")
+        return 1.0
+
+    for resume in (True, True, False):
+        with contextlib.suppress(gl.GpulabError):
+            gl.train(train, store=tmp_path, resume=resume, **QUIET)
+    assert seen == [[], ["left"], []]
+
+
+# --- seed_runs and reproduce -------------------------------------------------------------------------------
+
+
+def test_seed_runs_with_a_store_is_an_experiment(tmp_path):
+    kept = gl.seed_runs(fit, ONE, seeds=3, store=tmp_path, rate=0.2, **QUIET)
+    assert (
+        kept.id.tolist() == gl.Experiment(fit, [ONE], 3, store=tmp_path, options={"rate": 0.2}).run(False).id.tolist()
+    )
+    loose = gl.seed_runs(fit, ONE, seeds=3, rate=0.2, **QUIET)
+    assert loose.columns.tolist() == ["setting", "seed", "status", "final_loss", "loss", "gap"]
+    common = ["setting", "seed", "status", "final_loss", "gap"]
+    pd.testing.assert_frame_equal(kept[common], loose[common])
+
+
+def fit(seed, setting, rate=0.1):
+    x = torch.randn(32, 1, dtype=setting.dtype)
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), rate)
+    for _ in range(10):
+        loss = (net(x) - 2 * x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return {"loss": loss, "gap": abs(net.weight.item() - 2)}
+
+
+def test_a_search_takes_a_named_function_and_a_metric(write):
+    write(train="from test_functions import fit\n")
+    old = gl.seed_runs(fit, "cpu:precision=float64", seeds=6, **QUIET)
+    given = {"search": {"rate": [0.3], "precision": ["float64"]}, "setting": "cpu", "store": "runs", **QUIET}
+    found = gl.reproduce(old, train=fit, metric="gap", margin=1e-12, **given)
+    assert found.best == {"precision": "float64"}
+    with pytest.raises(gl.GpulabError, match="gave no 'other'; it gave loss, gap, final_loss"):
+        gl.reproduce(old.assign(other=old.gap), train=fit, metric="other", **given)
+
+
+def test_a_search_begins_from_the_options_that_the_target_had(tmp_path):
+    def train(seed, setting, width=1, shift=0.0):
+        return np.random.default_rng(seed).normal() + 100.0 * (width != 3) + (setting.threads == 1) + shift
+
+    jobs = gl.Experiment(train, ["cpu:threads=2"], 6, store=tmp_path, options={"width": 3}).jobs()
+    old = [gl.train(**job, **QUIET) for job in jobs] and gl.runs(tmp_path)
+    found = gl.reproduce(old, {"shift": [-1.0], "width": [2]}, ONE, train, store=tmp_path, **QUIET)
+    assert found.original == {"shift": 0.0, "width": 3}
+    assert found.best == {"shift": -1.0}
