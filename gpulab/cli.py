@@ -38,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+STEP_HELP = "module:name or file.py:name of a gpulab.Step or a function of one step"
 SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 MARGIN_HELP = "largest difference of no importance, such as 0.25sd or 0.001"
 STORE_HELP = "folder in which runs are kept, or a file of packed runs  [default: $GPULAB_STORE or ./runs]"
@@ -303,7 +304,7 @@ def pack(
 
 @app.command()
 def record(
-    step: Annotated[str, typer.Argument(help="module:name or file.py:name, a gpulab.Step or a function of one step")],
+    step: Annotated[str, typer.Argument(help=STEP_HELP)],
     setting: SettingText = "cpu",
     output: Annotated[Path | None, typer.Option(help="trace file  [default: NAME-SETTING.trace]")] = None,
 ) -> None:
@@ -320,14 +321,25 @@ def record(
 
 @app.command()
 def audit(
-    a: Annotated[Path, typer.Argument(help="a trace from `gpulab record`", show_default=False)],
-    b: Annotated[Path, typer.Argument(help="another, of the same step", show_default=False)],
+    a: Annotated[str, typer.Argument(help="a trace from `gpulab record`; or a step, " + STEP_HELP, show_default=False)],
+    b: Annotated[str | None, typer.Argument(help="another trace of the same step", show_default=False)] = None,
+    setting: Annotated[list[str] | None, typer.Option(help="of a step: the two to compare, " + SETTING_HELP)] = None,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="do a step again with each line that was found put right")
+    ] = False,
     html: Annotated[Path | None, typer.Option(help="write the whole report to this HTML file")] = None,
 ) -> None:
-    """Compare two traces: which operation differs, by how much, why. Exit status 1 when something is wrong."""
-    from gpulab.diagnostics.audits import audit as compare
+    """Compare two traces, or a step under two settings: what differs, by how much, why. Exit status 1 if wrong."""
+    for text in setting or ():
+        Setting.parse(text).prepare()
+    from gpulab.diagnostics import audits, steps
 
-    report = compare(a, b)
+    if (b is None) == (len(setting or ()) != 2):
+        raise UsageError("expected two traces, or a step with --setting twice")
+    if b is None:
+        report = audits.audit(steps.find_step(a), *(setting or ()), confirm=confirm)
+    else:
+        report = audits.audit(a, Path(b), confirm=confirm)
     print(report)
     if html:
         report.save(html)

@@ -59,6 +59,12 @@ def _arithmetic(name: str, text: str) -> str:
     return text
 
 
+def _lines(name: str, text: str) -> str:
+    if not re.fullmatch(r"[^+:=]+\.py:\d+(\+[^+:=]+\.py:\d+)*", text):
+        raise UsageError(f"{name}={text!r} must name lines of files, such as model.py:12 or model.py:12+loss.py:3")
+    return "+".join(sorted(set(text.split("+"))))
+
+
 def _one_of(choices: Iterable[str], name: str, text: str) -> str:
     if text not in choices:
         raise UsageError(f"{name}={text!r} must be one of {', '.join(choices)}")
@@ -166,6 +172,13 @@ def _emulation(setting: Setting, stack: ExitStack) -> None:
         stack.enter_context(emulate(setting.emulate or "float32", order=setting.order))
 
 
+def _float32_lines(setting: Setting, stack: ExitStack) -> None:
+    if setting.float32:
+        from gpulab.numerics.lines import Float32Lines
+
+        stack.enter_context(Float32Lines(setting.float32.split("+"), float32_products))
+
+
 def _isa_variables(setting: Setting) -> dict[str, str]:
     return dict(zip(ISA_VARIABLES, ISA_VALUES[setting.isa or ""], strict=True))
 
@@ -217,6 +230,7 @@ class Setting:
     precision: str | None = _option(DEVICES, partial(_one_of, PRECISIONS), _default_dtype)
     emulate: str | None = _option(DEVICES, _arithmetic, _emulation)
     order: str | None = _option(DEVICES, _arithmetic)  # put in force by `emulate`
+    float32: str | None = _option(DEVICES, _lines, _float32_lines)  # lines whose products keep it, backward too
 
     @classmethod
     def parse(cls, text: str | Setting) -> Setting:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,14 +18,13 @@ from torch.utils._pytree import tree_flatten_with_path
 from gpulab.diagnostics import sketches as sk
 from gpulab.diagnostics import trace_files
 from gpulab.diagnostics.reference import forward_error, outcome, writes
+from gpulab.numerics.lines import Callers
 
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
 # What computes nothing: changes of shape, and memory that has not been written yet.
 SILENT = {"detach", "alias", "set", "lift_fresh"}
 EMPTY = ("empty", "new_empty")
-CALLER = os.path.join("gpulab", "diagnostics", "traces.py")  # which is outside of the step
 RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
-TORCH, GPULAB = os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep
 
 
 @dataclass
@@ -117,7 +113,7 @@ class Watcher(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.path: list[str] = []
         self.names: dict[int, str] = {}
-        self.made_by: dict[int, tuple[str, str]] = {}  # autograd's number of a node: who called it
+        self.callers = Callers()
         self.roots: dict[int, tuple[nn.Module, dict[str, list[str]]]] = {}  # modules called first, and their buffers
         self.leaves: dict[int, tuple[Tensor, list[str]]] = {}  # what a gradient is accumulated for, and its content
         self.gradients: dict[int, list[str]] = {}
@@ -150,7 +146,7 @@ class Watcher(TorchDispatchMode):
         rounded = [t for t in results if sk.rounds(t)]
         if self.change:
             self.change(Call(len(self.operations), name, operation, before, results))
-        phase, module, line = self._caller()
+        phase, module, line = self.callers.of_this(self.path[-1] if self.path else "")
         op = Operation(
             name=name,
             phase=phase,
@@ -208,14 +204,6 @@ class Watcher(TorchDispatchMode):
         changed = [now for then, now in both if then.shape != now.shape or not _same_bits(then, now)]
         whole = [now._base for now in changed if now._base is not None]  # which has changed with its part
         return [self._value(t) for t in ([] if blind else changed) + whole]
-
-    def _caller(self) -> tuple[str, str, str]:
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            return "backward", *self.made_by.get(node._sequence_nr(), ("", ""))
-        module, line = self.path[-1] if self.path else "", _users_line()
-        self.made_by[torch.autograd._get_sequence_nr() - 1] = module, line
-        return "forward", module, line
 
     @contextlib.contextmanager
     def modules(self) -> Iterator[None]:
@@ -329,20 +317,6 @@ def _is_random(operation: Any, arguments: Mapping[str, Any]) -> bool:
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     return all(arguments.get(name) != 0.0 for name in ("dropout_p", "dropout"))
-
-
-# --- whose line ------------------------------------------------------------------------------------------
-
-
-def _users_line() -> str:
-    """The innermost line of code that is neither torch's nor gpulab's, its models apart, as `file:line: text`."""
-    frame = sys._getframe(2)
-    while frame is not None and not frame.f_code.co_filename.endswith(CALLER):
-        file = frame.f_code.co_filename
-        if not file.startswith((TORCH, GPULAB)) or file.startswith(f"{GPULAB}models{os.sep}"):
-            return f"{os.path.basename(file)}:{frame.f_lineno}: {linecache.getline(file, frame.f_lineno).strip()}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
 
 
 def _called_by_the_guard() -> bool:

@@ -1,0 +1,69 @@
+"""Which line of the user's code an operation belongs to, forward and backward; and lines that keep float32."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+TORCH, GPULAB = os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep
+OUTSIDE = os.path.join(GPULAB, "diagnostics", "traces.py")  # what calls a step is none of its lines
+
+
+class Callers:
+    """Follows who calls operations below autograd: the phase, a module that it is told, and the user's line.
+
+    An operation of a backward pass has the module and the line of what it differentiates.
+    """
+
+    def __init__(self) -> None:
+        self.made_by: dict[int, tuple[str, str]] = {}  # by autograd's number of a node
+
+    def of_this(self, module: str = "") -> tuple[str, str, str]:
+        """The phase, the module and the line (`file:line: text`) of the operation that is being called."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            return "backward", *self.made_by.get(node._sequence_nr(), ("", ""))
+        line = _users_line()
+        self.made_by[torch.autograd._get_sequence_nr() - 1] = module, line
+        return "forward", module, line
+
+
+class Float32Lines(TorchDispatchMode):
+    """Has the operations of some lines, `file.py:12`, and their gradients done `inside` of a context."""
+
+    def __init__(self, lines: Collection[str], inside: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.lines, self.inside, self.callers = set(lines), inside, Callers()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        _, _, line = self.callers.of_this()
+        if ":".join(line.split(":", 2)[:2]) not in self.lines:
+            return operation(*args, **(kwargs or {}))
+        with self.inside():
+            return operation(*args, **(kwargs or {}))
+
+
+# torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
+Float32Lines.__torch_dispatch__ = getattr(  # type: ignore[method-assign]
+    Float32Lines.__torch_dispatch__, "__wrapped__", Float32Lines.__torch_dispatch__
+)
+
+
+def _users_line() -> str:
+    """The innermost line of code that is neither torch's nor gpulab's, its models apart, as `file:line: text`."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != OUTSIDE:
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH, GPULAB)) or file.startswith(f"{GPULAB}models{os.sep}"):
+            return f"{os.path.basename(file)}:{frame.f_lineno}: {linecache.getline(file, frame.f_lineno).strip()}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
