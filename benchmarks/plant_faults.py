@@ -261,7 +261,9 @@ def kernels() -> Iterator[Fault]:
                 )
     for network, name in (("layers", "addmm"), ("layers", "mm"), ("convolutions", "convolution"), ("attention", "mm")):
         around = lambda name=name: Kernels(name, short_products, False)  # noqa: E731
-        yield Fault("short products", f"{name} in TF32", Case(network), (name,), ("reduced precision",), around)
+        yield Fault(
+            "short products", f"{name} of {network} in TF32", Case(network), (name,), ("reduced precision",), around
+        )
 
 
 @contextlib.contextmanager

@@ -341,7 +341,7 @@ def test_an_audit_that_finds_something_wrong_ends_with_status_1_and_its_report(c
         ("of different steps", 1, "different steps"),
         ("a trace that is none", 1, "no.trace: not a trace"),
         ("a trace that is missing", 1, "missing.trace"),
-        ("one trace", 2, "Missing argument"),
+        ("one trace", 2, "expected two traces, or a step with --setting twice"),
         ("no such function", 2, "no function or gpulab.Step named 'nothing'"),
         ("no such module", 2, "no_such_module cannot be imported"),
         ("no name", 2, "expected module:name or file.py:name"),

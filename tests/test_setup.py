@@ -26,7 +26,12 @@ PINS = {canonicalize_name(name): version for name, _, version in (line.partition
 UNPINNED = {"gpulab", "pip", "setuptools", "wheel"}  # the project, and what installs it
 
 # conda-forge's names, where they differ. The -base packages come without a window toolkit.
-CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base", "seaborn": "seaborn-base"}
+CONDA_NAMES = {
+    "torch": "pytorch",
+    "matplotlib": "matplotlib-base",
+    "seaborn": "seaborn-base",
+    "xxhash": "python-xxhash",
+}
 
 # Modules whose distribution has another name.
 DISTRIBUTIONS = {"PIL": "pillow", "cpuinfo": "py-cpuinfo", "sklearn": "scikit-learn", "yaml": "pyyaml"}

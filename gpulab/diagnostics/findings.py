@@ -543,7 +543,7 @@ class Comparison:
             if kernel and kernel.inputs and self._tf32_explains(gap, kernel):
                 detail = f"what it makes is {gap:.1e} (relative) from what there is under {there.title}, as by TF32"
                 return self._reduced_precision(kernel, detail)
-        if gap <= (explained if alone_a or alone_b else SAME_VALUE):
+        if gap <= (explained if alone_a or alone_b or self.values_may_differ else SAME_VALUE):
             return None
         # Two values that should be one come from different operations: blame the one that made it, not its user.
         maker_a, maker_b = self._maker(0, x), self._maker(1, y)

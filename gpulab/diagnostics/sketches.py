@@ -133,10 +133,10 @@ def signs(like: Tensor, draw: int = 0, by: float | None = None) -> Tensor:
 
 
 def distance(x: np.ndarray, reference: np.ndarray) -> float:
-    """The distance of two sketched values relative to the second; NaN where they have other sizes."""
+    """The distance of two sketched values relative to the second; NaN for other sizes, and where one is NaN."""
     if x.shape != reference.shape:
         return math.nan
     with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest have no norm
         size = float(np.linalg.norm(reference))
-        apart = float(np.linalg.norm(np.nan_to_num(x - reference)))
+        apart = float(np.linalg.norm(np.where(x == reference, 0.0, x - reference)))  # infinity may be on both sides
     return apart / size if size else (math.inf if apart else 0.0)

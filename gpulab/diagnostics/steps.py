@@ -77,7 +77,7 @@ class Step:
 
 
 class PreparedStep:
-    """A step, ready to be done once.
+    """A step, ready to be done once. Inside a `with` block of it the model stays as the step left it.
 
     Attributes:
         parameters: Afterwards, the model's parameters by name as they were under the setting, with their gradients.
@@ -112,19 +112,23 @@ class PreparedStep:
         finally:
             before.restore()
 
+    def __enter__(self) -> PreparedStep:
+        self.before = _State(self.model)
+        self.state.restore()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.before.restore()
+
     def __call__(self) -> Tensor:
         """Do it and return the loss."""
-        before = _State(self.model)
-        try:
-            self.state.restore()
+        with contextlib.nullcontext() if hasattr(self, "before") else self:
             loss = _loss(self.model, self.batch, self.loss)
             loss.backward()
             for name, parameter in self.model.named_parameters():
                 self.parameters[name] = nn.Parameter(parameter.data, parameter.requires_grad)
                 self.parameters[name].grad = parameter.grad
             return loss.detach()
-        finally:
-            before.restore()
 
 
 class _State:
@@ -228,7 +232,9 @@ def _described(output: Any) -> str:
 def ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], Any]]:
     """The step as a function without arguments, under a setting that is in force."""
     if hasattr(step, "prepared"):
-        yield step.prepared(setting)
+        once = step.prepared(setting)
+        with once if isinstance(once, PreparedStep) else contextlib.nullcontext():
+            yield once
         return
     parameters = inspect.signature(step).parameters
     if "setting" in parameters or any(

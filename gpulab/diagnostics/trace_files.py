@@ -106,7 +106,7 @@ def read(file: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[s
         with open(file, "rb") as stream:
             is_parquet = stream.read(4) == b"PAR1"
         if not is_parquet:
-            raise DataError(f"{file}: no trace of this gpulab; {OTHER_FORMAT}, or {NO_TRACE}")
+            raise DataError(f"{file}: not a trace; {NO_TRACE} (those of before format {FORMAT}: record the step again)")
         with pq.ParquetFile(file, page_checksum_verification=True) as opened:
             notes = json.loads((opened.schema_arrow.metadata or {}).get(KEY.encode(), b"null"))
             if notes is None:

@@ -70,9 +70,10 @@ def test_what_is_no_trace_is_named(tmp_path):
     safetensors.numpy.save_file({"weight": np.ones(3)}, tmp_path / "a.safetensors")
     safetensors.numpy.save_file({"weight": np.ones(3)}, tmp_path / "b.safetensors", {"other": "notes"})
     pq.write_table(pa.table({"name": ["addmm"]}), tmp_path / "a.parquet")
-    refused(tmp_path / "missing.trace", "not a trace")
-    for name in ("a.json", "a.pickle", "a.txt", "a.safetensors", "b.safetensors", "a.parquet"):
-        refused(tmp_path / name, "no trace", "gpulab record")
+    for name in ("a.json", "a.pickle", "a.txt", "missing.trace"):
+        refused(tmp_path / name, "not a trace")
+    for name in ("a.safetensors", "b.safetensors", "a.parquet"):
+        refused(tmp_path / name, "trace", "gpulab record")
     refused(tmp_path)
 
 
