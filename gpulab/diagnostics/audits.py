@@ -87,7 +87,7 @@ class Audit(report.Report):
                     row[f"{quantity}_{side}"] = math.nan if value is None else value
                 row[f"so_far_{side}"] = apart(trace, mine, exact)
             row["difference"] = apart(self.b, pair.b, pair.a)
-            row["same_bits"] = bool(pair.a and pair.b and pair.a.outputs == pair.b.outputs)
+            row["same_bits"] = bool(pair.a and pair.b and self.comparison.same_bits(pair.a, pair.b))
             rows.append(row)
         return pd.DataFrame(rows)
 

@@ -17,7 +17,7 @@ SPARSE: dict[torch.layout, tuple[str, ...]] = {  # the methods that give a layou
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
-HERE = 1 << 22  # numbers that are brought to the CPU to be hashed
+FEW = 1 << 12  # numbers that are brought from a GPU to be hashed
 CHUNK = 1 << 24  # words that are multiplied at a time: what bounds the memory for it
 
 
@@ -96,11 +96,14 @@ def memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
 
 
 def content(tensor: Tensor) -> int:
-    """A number of 64 bits that stands for the content of an ordinary tensor: the same on every device."""
+    """A number of 64 bits that stands for the content of an ordinary tensor.
+
+    A large tensor has one on a CPU and another on a GPU, where it is not worth to be brought from.
+    """
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = tensor.detach().resolve_neg().contiguous()
-    if flat.numel() > HERE:
-        return int(_digest(flat))  # where it lies
+    if flat.device.type != "cpu" and flat.numel() > FEW:
+        return int(_digest(flat))
     flat = flat.cpu()
     return xxhash.xxh3_64_intdigest(memory(flat))
 

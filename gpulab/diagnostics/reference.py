@@ -33,6 +33,10 @@ ATTENTION: dict[str, tuple[int, ...]] = {
 FACTORS: dict[str, tuple[int, ...]] = PRODUCTS | ATTENTION
 # Eigenvectors are right with either sign: two right answers may be far apart.
 AMBIGUOUS = {"_linalg_eigh", "_linalg_svd", "linalg_eig"}
+# Many products one after the other, whose rounding no perturbation of the inputs shows.
+RECURRENT = {
+    f"{kernel}{way}" for kernel in ("_cudnn_rnn", "mkldnn_rnn_layer", "miopen_rnn") for way in ("", "_backward")
+}
 # The formats that hardware multiplies in when it is asked for float32, how it gets there, and the result's format.
 ROUNDINGS = (
     ("tf32", "nearest", None),
@@ -74,7 +78,7 @@ def forward_error(
         out: what it returned; or wrote, where it returns nothing.
     """
     unknown = ForwardError()
-    if name in AMBIGUOUS:
+    if name in AMBIGUOUS | RECURRENT:
         return unknown
     if name == "convolution_backward":  # oneDNN computes gradients that nobody asked for, and returns them
         out = [gradient for gradient, needed in zip(out, args[10], strict=True) if needed]

@@ -600,7 +600,7 @@ def test_html_shows_the_picture_and_the_findings_and_escapes_what_others_named(t
 def test_this_gpu_and_its_host_differ_by_nothing_unexplained(name, setting):
     report = audited(find_step(f"{ROOT}/benchmarks/networks.py:{name}"), "cpu", setting)
     assert not report.faulty, str(report)
-    assert {op.phase for op in report.b.operations} == {"forward", "backward"}
+    assert {op.phase for op in report.b.operations} == {"forward", "backward", "result"}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
@@ -673,6 +673,46 @@ def test_arguments_that_make_no_sense_are_refused():
 
 def test_an_empty_batch_is_no_error():
     assert audited(gl.Step(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)), torch.empty(0, 6))).kind == "rounding"
+
+
+# --- putting lines right --------------------------------------------------------------------------------
+
+
+def rounded_twice(setting):
+    """Two products in TF32, of which the second decides the loss; and a loss that is right."""
+    x, y = drawn(40, 40).to(setting.dtype), (1e-3 * drawn(40, 40, seed=1)).to(setting.dtype).requires_grad_()
+    small = x @ y
+    large = x @ (1000 * x)
+    loss = (small.sum() + large.sum()).square()
+    loss.backward()
+    return loss
+
+
+def test_the_line_that_explains_the_result_is_confirmed_and_comes_first():
+    report = gl.audit(rounded_twice, A, "cpu:emulate=tf32", confirm=True, progress=False)
+    share = {one.line.rpartition(": ")[2].split(" ")[0]: one.loss for one in report.confirmed}
+    assert list(share)[-1] == "small"
+    assert share["all"] > 0.99 < share["large"]
+    assert share["small"] < 0.05
+    first = report.confirmed[0]
+    assert str(report).index("confirmed: ") < str(report).index("reduced precision: ")
+    assert "in float64: " in str(first)
+
+
+def test_another_function_is_confirmed_with_the_results_of_the_other_side():
+    report = gl.audit(
+        with_a_function(lambda h: F.relu(1.5 * h if under_b() else h)), A, B, confirm=True, progress=False
+    )
+    (confirmed,) = report.confirmed
+    assert confirmed.how == "with the results of cpu"
+    assert confirmed.loss == pytest.approx(1, abs=1e-3)
+    assert 0 < confirmed.gradients < 1, "what is missing in the backward pass is not put back"
+
+
+def test_lines_are_confirmed_with_the_step_alone():
+    trace = recorded(scatter_step)
+    with pytest.raises(gl.UsageError, match="needs the step itself"):
+        gl.audit(trace, trace, confirm=True)
 
 
 # --- emulated arithmetic -------------------------------------------------------------------------------
