@@ -36,7 +36,7 @@ from gpulab.settings import Setting, cpu_flags
 from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
 from gpulab.training import store as stores
 from gpulab.training.experiment import Experiment
-from gpulab.training.growth import flipped
+from gpulab.training.growths import flipped
 from gpulab.training.protocol import FACTORS, protocol
 from gpulab.training.run import train
 from gpulab.training.step import FirstWindow

@@ -7,7 +7,7 @@ NAMES = {
     "FirstWindow": "step",
     "Reproduction": "reproduction",
     "Run": "run",
-    "growth": "growth",
+    "growth": "growths",
     "history": "store",
     "profile": "protocol",
     "protocol": "protocol",
