@@ -117,7 +117,7 @@ ALIASES = {
     "fma": "numerics.sums",
     "format_bits": "numerics.sums",
     "fused_operations": "diagnostics.operations",
-    "growth": "training.growth",
+    "growth": "training.growths",
     "index": "saddles.spectrum",
     "lanczos": "saddles.eigen",
     "landscape": "saddles.landscapes",
