@@ -37,8 +37,14 @@ class Confirmation:
 
     def __str__(self) -> str:
         shares = (("loss", self.loss), ("gradients", self.gradients))
-        goes = " and ".join(f"{share:.0%} of the difference in the {name}" for name, share in shares if share == share)
-        return f"{self.line}\n      {self.operations} operations {self.how}: {goes or 'nothing'} goes"
+        said = [
+            f"{share:.0%} of the difference in the {name} goes"
+            if share >= 0
+            else f"that in the {name} grows by {-share:.0%}"
+            for name, share in shares
+            if not math.isnan(share)
+        ]
+        return f"{self.line}\n      {self.operations} operations {self.how}: {' and '.join(said) or 'nothing to see'}"
 
 
 def confirm(step: Callable[..., Any], comparison: Comparison, progress: bool = True) -> list[Confirmation]:

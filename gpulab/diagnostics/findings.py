@@ -282,6 +282,8 @@ class Comparison:
             advice = f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
         elif setting.emulated:
             advice = f"{trace.setting} asks for it; gpulab.float32_products() around this line keeps it in float32"
+            if op.line:
+                advice += f", and float32={':'.join(op.line.split(':', 2)[:2])} in the setting its gradients, too"
         elif setting.kind == "cuda":
             backend = "cudnn" if convolution or op.name.startswith("_cudnn") else "cuda.matmul"
             advice = f"tf32=off, or torch.backends.{backend}.allow_tf32 = False, computes it in float32"
