@@ -17,7 +17,7 @@ from gpulab.diagnostics.confirmation import confirm as confirm_lines
 from gpulab.diagnostics.findings import KINDS, Comparison, Finding, _in, check_same_step
 from gpulab.diagnostics.sketches import distance
 from gpulab.diagnostics.traces import Trace, record
-from gpulab.diagnostics.watching import Operation
+from gpulab.diagnostics.watching import RESULT, Operation
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 
@@ -130,16 +130,20 @@ class Audit(report.Report):
         super().save(file, title or f"Audit: {self.a.title} against {self.b.title}")
 
     def _headline(self) -> str:
-        both = sum(pair.a is not None and pair.b is not None for pair in self.pairs)
-        alone = len(self.pairs) - both
+        matched = [pair.one.phase for pair in self.pairs if pair.a and pair.b]
+        results = matched.count(RESULT)
+        alone = len(self.pairs) - len(matched)
         checked = sum(op.ratio is not None for pair in self.pairs for op in (pair.a, pair.b) if op is not None)
         counts = Counter(finding.kind for finding in self.findings if finding.kind != "rounding")
         kinds = ", ".join(f"{counts[kind]} × {kind}" for kind in KINDS if counts[kind])
         other = f" ({alone} more ran under one setting only)" if alone else ""
         text = (
-            f"{self.a.title} against {self.b.title}: {kinds or 'all is well: rounding alone'}. {both} operations were "
-            f"matched{other}; {checked} were checked against float64."
+            f"{self.a.title} against {self.b.title}: {kinds or 'all is well: rounding alone'}. "
+            f"{len(matched) - results} operations and {results} results were matched{other}; {checked} were checked "
+            "against float64."
         )
+        if not any(pair.one.phase == RESULT for pair in self.pairs):
+            text += " The step returned nothing and left no gradient: what it is for could not be compared."
         nans = [(trace, op) for trace, op in zip((self.a, self.b), self.first_nan, strict=True) if op is not None]
         if len(nans) == 1:
             ((trace, op),) = nans
@@ -198,7 +202,11 @@ def audit(
     product was computed in TF32, bfloat16 or float16; `nondeterminism`, the step does not repeat itself;
     `different random numbers`, drawn on the device; `overwritten`, memory that the backward pass needed
     had changed; `mismatch`, nothing known explains it, or the step calls an operation with other arguments:
-    a bug.
+    a bug; `cause not found`, the loss, a gradient or what was updated is further apart than roundings lead
+    (by Monte Carlo arithmetic), and no operation says why.
+
+    A fault that is the same under both settings and in float64 cannot be seen, nor what is computed outside of torch
+    unless it changes values that torch meets.
 
     Args:
         step: a `Step` or a function, as `gpulab.record` takes it; or a trace, or a file of one.

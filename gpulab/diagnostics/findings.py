@@ -360,6 +360,10 @@ class Comparison:
         if a.nans != b.nans:
             return True
         gaps = self._gaps(a.outputs, b.outputs)
+        if a.bound is b.bound is a.carried is None and a.inputs:  # a view, or a result: what was made before, or not
+            common = [self._common(x, y, a) for x, y in zip(a.inputs, b.inputs, strict=False) if x != y]
+            if all(pair and id(pair[0]) not in self.parted for pair in common):
+                return False
         return any(
             gap > self._tolerance(a, b, place) for place, gap in enumerate(gaps[:1] if a.name != b.name else gaps)
         )
@@ -368,7 +372,9 @@ class Comparison:
         """How far two right values may be apart, relative to the first."""
         least, unknown = (SHORT_SIZE, SHORT_SIZE) if self._is_short(a, b) else (8 * ROUNDOFF, UNEXPLAINED)
         if a.carried is None or b.carried is None or place >= min(len(a.carried), len(b.carried)):
-            return max(unknown, INHERITED * _largest([0.0, *self._gaps(a.inputs, b.inputs)]))
+            before = _largest([0.0, *self._gaps(a.inputs, b.inputs)])
+            bounds, errors = (a.bound or 0.0) + (b.bound or 0.0), (a.error or 0.0) + (b.error or 0.0)
+            return max(unknown, INHERITED * before, bounds * max(1.0, before / ROUNDOFF) + errors)
         size = float(np.linalg.norm(self.a.sketches[a.outputs[place]]))
         return max(least, CARRIED * (a.carried[place] + b.carried[place]) / size) if size else math.inf
 

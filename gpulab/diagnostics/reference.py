@@ -199,8 +199,10 @@ def _perturbation_bounds(
     roots = [max(1.0, math.sqrt(most / max(1, e.numel()))) for e in exact]
     if "upsample" in name and "nearest" not in name:  # the place between two pixels is rounded too
         roots = [root * max(size for t in (*inputs, *exact) for size in t.shape[2:]) for root in roots]
-    if name in ATTENTION:  # averages cancel, and the roundings of what is averaged do not
-        sizes = [_norm(t) for t in again(torch.abs, (2,))]
+    if (
+        name in ATTENTION
+    ):  # averages cancel, their roundings do not; a GPU's quick exponential is 2 ulp off (CUDA guide)
+        sizes = [4 * _norm(t) for t in again(torch.abs, (2,))]
     # Sums over n terms of one sign go wrong by sqrt(n) roundings of the sum, wherever the terms cancel.
     return [
         root * (math.hypot(first, second) + unit * size + lost * math.sqrt(e.numel()))

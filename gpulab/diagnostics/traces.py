@@ -66,7 +66,8 @@ class Trace:
         return self.label or self.setting
 
     def __repr__(self) -> str:
-        return f"trace of {len(self.operations)} operations under {self.setting}"
+        count = sum(op.phase != RESULT for op in self.operations)
+        return f"trace of {count} operations under {self.setting}"
 
     def save(self, file: str | Path) -> Path:
         """Write the trace to one file (Parquet, compressed), whole or not at all."""
@@ -263,13 +264,16 @@ def _compare_executions(first: Trace, trace: Trace) -> None:
 def _roundings(trace: Trace, exact: list[Operation]) -> list[float]:
     """How far rounding may have led each operation of the trace, by the place of its twin in float64."""
     setting = Setting.parse(trace.setting)
-    tf32 = setting.kind == "cuda" and "tf32" in trace.arithmetic.values()
+    short = [SAFETY * op.error for op in trace.operations if op.format and op.error and not op.rounded_before]
+    if setting.kind == "cuda" and "tf32" in trace.arithmetic.values():
+        short.append(IN_TF32)
+    unknown = max([UNKNOWN, *short])
     of_twin = {id(twin): op for op, twin in aligned(trace.operations, exact) if op and twin}
     amounts = []
     for twin in exact:
         op = of_twin.get(id(twin))
         if op is None or op.bound is None:
-            amount = IN_TF32 if tf32 else UNKNOWN
+            amount = unknown
             if op is not None and hasattr(torch, op.dtype) and (dtype := getattr(torch, op.dtype)).is_floating_point:
                 amount = max(amount, 64 * torch.finfo(dtype).eps) if dtype != torch.float64 else 0.0
         elif op.format and not op.rounded_before:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
@@ -118,6 +119,7 @@ class Watcher(TorchDispatchMode):
         self.leaves: dict[int, tuple[Tensor, list[str]]] = {}  # what a gradient is accumulated for, and its content
         self.gradients: dict[int, list[str]] = {}
         self.handles: list[Any] = []
+        self.unwritten: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # memory, and the version that it had
         self.paused = False
 
     def __torch_dispatch__(
@@ -126,8 +128,12 @@ class Watcher(TorchDispatchMode):
         """Run an operation and note what it did."""
         kwargs = kwargs or {}
         name = operation._schema.name.partition("::")[2].rstrip("_")
-        if self.paused or name in SILENT or name.startswith(EMPTY) or _called_by_the_guard():
+        if self.paused or name in SILENT or _called_by_the_guard():
             return operation(*args, **kwargs)
+        if name.startswith(EMPTY):
+            out = operation(*args, **kwargs)
+            self.unwritten[id(out)] = weakref.ref(out), out._version
+            return out
         if self.results_only:
             self._find_leaves(args[1:] if name in OVERWRITES or _is_random(operation, {}) else args)
             return operation(*args, **kwargs)
@@ -136,7 +142,7 @@ class Watcher(TorchDispatchMode):
         arguments, defaults = trace_files.by_name(operation._schema, args, kwargs)
         random = _is_random(operation, arguments | defaults)
         blind = changes and (random or name in OVERWRITES)
-        inputs = [] if self.change else self._values((before[0][1:] if blind else before[0], before[1]))
+        inputs = [] if self.change else self._values(self._written((args, kwargs), before, blind))
         self._find_leaves(args[1:] if blind else args)
         out = self._run(operation, args, kwargs)
         made = outcome(operation, args, out)
@@ -186,6 +192,15 @@ class Watcher(TorchDispatchMode):
                 with contextlib.suppress(RuntimeError):
                     return sk.mapped(_as_type(dtype, torch.float64), operation(*shorter_args, **shorter_kwargs))
             raise
+
+    def _written(self, arguments: Any, before: Any, blind: bool) -> list[Tensor]:
+        """The arguments of a call, as they were before, that hold something: what new memory holds is nobody's."""
+        written = []
+        for place, (now, then) in enumerate(zip(sk.leaves(arguments), sk.leaves(before), strict=True)):
+            memory, version = self.unwritten.get(id(now), (lambda: None, 0))
+            if not (blind and place == 0) and (memory() is not now or version != now._version):
+                written.append(then)
+        return written
 
     def _values(self, values: Any) -> list[str]:
         return [self._value(t) for t in _kept(values)]

@@ -39,6 +39,7 @@ def test_a_card_uses_tf32_where_the_program_allows_it(chip):
     has = CHIPS[chip].format == "tf32"
     assert has == (chip in TF32_CARDS)
     with gl.setting("cpu"), emulate(chip):
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True  # as a process begins
         assert short() == (False, has), "torch's own default: off for matrix products, on for convolutions"
         torch.backends.cuda.matmul.allow_tf32 = True
         assert short() == (has, has)
