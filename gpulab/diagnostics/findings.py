@@ -452,11 +452,10 @@ class Comparison:
             return
         gaps = self._gaps(a.inputs, b.inputs)
         same, explained = (SHORT_SIZE, math.inf) if self._is_short(a, b) else (SAME_VALUE, UNEXPLAINED)
-        of_the_same = not self._in_doubt(b)
+        of_the_same = not self._in_doubt(b) and max(map(_or_infinite, gaps), default=0.0) <= SAME_INPUTS
         for x, y, gap in zip(a.inputs, b.inputs, map(_or_infinite, gaps), strict=False):
             if gap <= same or (math.isinf(gap) and a.name != b.name) or self._common(x, y, a):
                 continue
-            of_the_same = False
             maker_a, maker_b = self._maker(0, x), self._maker(1, y)
             makers = [maker for maker in (maker_a, maker_b) if maker is not None]
             if len(makers) < 2 and all(id(maker) in self.partners for maker in makers):
