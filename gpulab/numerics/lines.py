@@ -32,7 +32,8 @@ class Callers:
         if node is not None:
             return "backward", *self.made_by.get(node._sequence_nr(), ("", ""))
         line = _users_line()
-        self.made_by[torch.autograd._get_sequence_nr() - 1] = module, line
+        # The newest node is this operation's, if it has one; else it is known already.
+        self.made_by.setdefault(torch.autograd._get_sequence_nr() - 1, (module, line))
         return "forward", module, line
 
 

@@ -182,6 +182,13 @@ def test_modules_are_named_by_their_path_and_one_that_is_called_twice_by_its_fir
     assert [op.module for op in named(trace, "tanh_backward", "backward")] == ["parts.0.1"]
 
 
+def test_what_has_no_gradient_does_not_lend_its_name_to_what_was_before():
+    """A batch normalisation counts its batches between the convolution and its own operation."""
+    net = seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)))
+    trace = recorded(gl.Step(net, drawn(2, 2, 5, 5)))
+    assert [op.module for op in named(trace, "convolution_backward", "backward")] == ["0"]
+
+
 def test_code_without_modules_has_lines_alone():
     def step(setting):
         x = drawn(5).to(setting.dtype).requires_grad_()
