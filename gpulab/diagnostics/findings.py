@@ -38,71 +38,17 @@ SAME_STEP = 1e-6  # of float64 on two CPUs, after a whole step
 OF_DATA = 2.0**-12  # arguments as near as this may have been computed from the data, and rounded otherwise
 SAME_BITS = 2.0**-44  # of sketches that two devices made of the same bits
 CARRIED = 4.0  # how many times the change that random roundings carried there two right values may be apart
-# What decides: where two inputs lie next to an edge, two right results lie on either side of it.
-DECIDES = frozenset(
-    [
-        "amax",
-        "amin",
-        "aminmax",
-        "argmax",
-        "argmin",
-        "bucketize",
-        "ceil",
-        "clamp",
-        "clamp_max",
-        "clamp_min",
-        "cummax",
-        "cummin",
-        "elu_backward",
-        "eq",
-        "floor",
-        "floor_divide",
-        "fmod",
-        "frac",
-        "ge",
-        "gt",
-        "hardswish",
-        "hardswish_backward",
-        "hardtanh",
-        "hardtanh_backward",
-        "huber_loss_backward",
-        "isfinite",
-        "kthvalue",
-        "le",
-        "leaky_relu_backward",
-        "lt",
-        "max",
-        "max_pool2d_with_indices",
-        "max_pool2d_with_indices_backward",
-        "max_pool3d_with_indices",
-        "maximum",
-        "median",
-        "min",
-        "minimum",
-        "mode",
-        "msort",
-        "multinomial",
-        "ne",
-        "_prelu_kernel_backward",
-        "relu",
-        "remainder",
-        "round",
-        "searchsorted",
-        "sgn",
-        "sign",
-        "smooth_l1_loss_backward",
-        "sort",
-        "threshold_backward",
-        "_to_copy",
-        "topk",
-        "trunc",
-        "_unique2",
-        "unique_consecutive",
-        "where",
-        "adaptive_max_pool2d",
-        "fractional_max_pool2d",
-    ]
-)
+# What decides: where two inputs lie next to an edge, two right results lie on either side of it. So does an optimizer
+# that divides a gradient by its size: of a gradient of next to nothing there remains the sign.
+_DECIDES = """
+    adaptive_max_pool2d addcdiv amax amin aminmax argmax argmin bucketize ceil clamp clamp_max clamp_min cummax cummin
+    elu_backward eq floor floor_divide fmod _foreach_addcdiv frac fractional_max_pool2d _fused_adam _fused_adamw ge gt
+    hardswish hardswish_backward hardtanh hardtanh_backward huber_loss_backward isfinite kthvalue le leaky_relu_backward
+    lt max max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices maximum median min minimum
+    mode msort multinomial ne _prelu_kernel_backward relu remainder round searchsorted sgn sign smooth_l1_loss_backward
+    sort threshold_backward _to_copy topk trunc _unique2 unique_consecutive where
+"""
+DECIDES = frozenset(_DECIDES.split())
 SHORT = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 # Arguments that say how to compute, where to put it or for whom, and not what.
 HOW = {
