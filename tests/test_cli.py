@@ -270,6 +270,13 @@ step = gpulab.Step(nn.Linear(4, 2), torch.ones(3, 4))
 other = gpulab.Step(nn.LSTM(4, 2), torch.ones(3, 4))
 
 
+def short(setting):
+    x = torch.linspace(0.1, 1, 20, dtype=setting.dtype).view(4, 5).requires_grad_()
+    loss = (x @ x.T).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
 def wrong(setting):
     x = torch.ones(3, 4, dtype=setting.dtype, requires_grad=True)
     buffer = torch.zeros(3, 4, dtype=setting.dtype)
@@ -295,6 +302,9 @@ def compared(python, tmp_path_factory):
         "of different steps": ["audit", "step-cpu.trace", "other.trace"],
         "a trace that is none": ["audit", "step-cpu.trace", "no.trace"],
         "a trace that is missing": ["audit", "missing.trace", "step-cpu.trace"],
+        "a step": ["audit", "my_steps.py:short", "--setting", "cpu", "--setting", "cpu:emulate=tf32", "--confirm"],
+        "a step under one setting": ["audit", "my_steps.py:short", "--setting", "cpu"],
+        "traces put right": ["audit", "step-cpu.trace", "deep/b.trace", "--confirm"],
         "one trace": ["audit", "step-cpu.trace"],
         "no such function": ["record", "my_steps.py:nothing"],
         "no such module": ["record", "no_such_module:step"],
@@ -323,6 +333,21 @@ def test_an_audit_where_all_is_well_ends_with_status_0(compared):
     page = (folder / "pages" / "report.html").read_text(encoding="utf-8")
     assert "data:image/png;base64," in page
     assert "cpu:threads=1" in page
+
+
+def test_an_audit_of_a_step_puts_right_the_lines_that_it_found(compared):
+    status, text, _ = compared[1]["a step"]
+    assert status == 0  # TF32 was asked for
+    assert "cpu against cpu:emulate=tf32: reduced precision" in text
+    line = STEPS.splitlines().index("    loss = (x @ x.T).square().sum()") + 1
+    assert f"my_steps.py:{line}" in text
+    assert "100% of the difference in the loss goes" in text
+
+
+def test_what_an_audit_needs_is_said(compared):
+    assert [compared[1][which][0] for which in ("a step under one setting", "traces put right")] == [2, 2]
+    assert "a step with --setting twice" in compared[1]["a step under one setting"][2]
+    assert "needs the step itself" in compared[1]["traces put right"][2]
 
 
 def test_an_audit_that_finds_something_wrong_ends_with_status_1_and_its_report(compared):

@@ -15,7 +15,7 @@ from gpulab import report
 from gpulab.diagnostics.confirmation import Confirmation, place_of
 from gpulab.diagnostics.confirmation import confirm as confirm_lines
 from gpulab.diagnostics.findings import KINDS, Comparison, Finding, _in, check_same_step
-from gpulab.diagnostics.sketches import distance
+from gpulab.diagnostics.sketches import WITH_FLOAT64, distance
 from gpulab.diagnostics.traces import Trace, record
 from gpulab.diagnostics.watching import RESULT, Operation
 from gpulab.errors import UsageError
@@ -24,7 +24,7 @@ from gpulab.settings import Setting
 if TYPE_CHECKING:
     import pandas as pd
 
-FAULTS = KINDS[:2]  # what no correct device explains
+FAULTS = KINDS[:3]  # what no correct device explains
 MOST_FINDINGS, MOST_GROUPS, MOST_PLACES = 20, 12, 6  # that are shown
 
 
@@ -47,7 +47,7 @@ class Audit(report.Report):
 
     @property
     def faulty(self) -> bool:
-        """Whether something is wrong that no correct device explains: a mismatch, or overwritten memory."""
+        """Whether something is wrong that no correct device explains: mismatch, overwritten, or cause not found."""
         return self.kind in FAULTS
 
     @cached_property
@@ -239,12 +239,12 @@ def audit(
         return Audit(*traces)
     if not isinstance(a, str | Setting) or not isinstance(b, str | Setting):
         raise UsageError('audit of a step: expected two settings, as audit(step, "cpu", "cuda")')
-    for setting in (a, b):
-        Setting.parse(setting).check()
-    devices = {Setting.parse(setting).device for setting in (a, b)}
-    on = devices.pop() if len(devices) == 1 else "cpu"  # where it is quickest
-    first = record(step, a, on=on, progress=progress)
-    report = Audit(first, record(step, b, reference=first, on=on, progress=progress))
+    first, second = map(Setting.parse, (a, b))
+    first.check()
+    second.check()
+    on = first.device if first.device == second.device and first.kind in WITH_FLOAT64 else "cpu"  # where it is quickest
+    trace = record(step, a, on=on, progress=progress)
+    report = Audit(trace, record(step, b, reference=trace, on=on, progress=progress))
     if confirm:
         report.confirmed = confirm_lines(step, report.comparison, progress)
     return report

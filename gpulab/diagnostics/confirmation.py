@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from gpulab.diagnostics.findings import Comparison, Finding
 from gpulab.diagnostics.reference import in_float64, outcome
@@ -53,6 +52,8 @@ def confirm(step: Callable[..., Any], comparison: Comparison, progress: bool = T
     An operation that is wrong by itself is computed in float64; one that is right by itself, and other than under
     the first setting, is given the results that the first setting had in its place.
     """
+    from tqdm.auto import tqdm
+
     a, b = comparison.a, comparison.b
     groups: dict[str, list[Finding]] = {}
     for finding in comparison.findings:

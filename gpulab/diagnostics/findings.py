@@ -259,7 +259,11 @@ class Comparison:
     # --- one operation under both settings -----------------------------------------------------------------
 
     def _gap(self, value_a: str, value_b: str) -> float:
-        return 0.0 if value_a == value_b else distance(self.b.sketches[value_b], self.a.sketches[value_a])
+        """How far two values are apart, relative to the first; to the second where the first is nothing."""
+        if value_a == value_b:
+            return 0.0
+        x, y = self.a.sketches[value_a], self.b.sketches[value_b]
+        return distance(y, x) if x.any() else distance(x, y)
 
     def _gaps(self, values_a: Iterable[str], values_b: Iterable[str]) -> list[float]:
         return [self._gap(x, y) for x, y in zip(values_a, values_b, strict=False)]
@@ -321,8 +325,9 @@ class Comparison:
             before = _largest([0.0, *self._gaps(a.inputs, b.inputs)])
             bounds, errors = (a.bound or 0.0) + (b.bound or 0.0), (a.error or 0.0) + (b.error or 0.0)
             return max(unknown, INHERITED * before, bounds * max(1.0, before / ROUNDOFF) + errors)
-        size = float(np.linalg.norm(self.a.sketches[a.outputs[place]]))
-        return max(least, CARRIED * (a.carried[place] + b.carried[place]) / size) if size else math.inf
+        values = self.a.sketches[a.outputs[place]], self.b.sketches[b.outputs[place]]
+        size = next((size for size in map(float, map(np.linalg.norm, values)) if size), math.inf)  # as `_gap` has it
+        return max(least, CARRIED * (a.carried[place] + b.carried[place]) / size)
 
     def _is_short(self, a: Operation, b: Operation) -> bool:
         return self.short_setting or (a.dtype != b.dtype and (a.dtype in SHORT or b.dtype in SHORT))
@@ -374,12 +379,11 @@ class Comparison:
         """The finding that the step's results part though nothing above says why; and between which operations."""
         matched = [(pair.a, pair.b) for pair in self.pairs if pair.a and pair.b]
         unknown = [pair for pair in matched if self.parted.get(id(pair[0])) is False]
-        gaps = {
-            max(map(_or_infinite, self._gaps(a.outputs, b.outputs))): (a, b) for a, b in unknown if a.phase == RESULT
-        }
+        results = [pair for pair in unknown if pair[0].phase == RESULT]
+        gaps = [max(map(_or_infinite, self._gaps(a.outputs, b.outputs))) for a, b in results]
         if not gaps:
             return
-        a, b = gaps[max(gaps)]
+        a, b = results[gaps.index(max(gaps))]
         rest = f" (and {len(gaps) - 1} more results)" if len(gaps) > 1 else ""
         begins = matched.index(unknown[0])
         begin = " and ".join(_described(op) for _, op in matched[max(0, begins - 1) : begins + 1])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpulab.diagnostics.sketches import leaves, mapped, signs
+from gpulab.diagnostics.sketches import WITH_FLOAT64, factors, leaves, mapped, where_float64_is
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, rounded_factor
 from gpulab.numerics.formats import round_to, rounded_format
 
@@ -191,7 +191,7 @@ def _perturbation_bounds(
     draws = itertools.count()
 
     def nudged(x: Tensor) -> Tensor:
-        return x * signs(x, next(draws), by=unit)
+        return x * factors(x, next(draws), unit)
 
     moves = [[_norm(n - e) for n, e in zip(again(nudged), exact, strict=True)] for _ in range(2)]
     inputs = leaves(args)
@@ -259,14 +259,17 @@ def outcome(operation: Any, args: Sequence[Any], out: Any) -> Any:
 
 
 def in_float64(value: Any) -> Any:
-    """A tensor of real numbers in float64, and anything else as it is."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    """A tensor of real numbers in float64, any other as it is; both on a device that has float64."""
+    if isinstance(value, torch.device):
+        return value if value.type in WITH_FLOAT64 else torch.device("cpu")
+    if not isinstance(value, Tensor):
         return value
-    return value.detach().double()
+    value = where_float64_is(value.detach())
+    return value.double() if value.is_floating_point() else value
 
 
 def _floating(out: Any) -> list[Tensor]:
-    return [t.detach() for t in leaves(out) if t.is_floating_point() and t.numel()]
+    return [where_float64_is(t.detach()) for t in leaves(out) if t.is_floating_point() and t.numel()]
 
 
 def _gave_up(operation: Any, out: Any) -> bool:

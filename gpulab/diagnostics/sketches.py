@@ -17,6 +17,7 @@ from gpulab.diagnostics.fingerprints import content, parts
 SKETCH = 64  # how many numbers stand for a tensor: distances between sketches are right to about a fifth
 IN_FULL = 64  # a tensor of up to so many numbers is kept as it is
 LARGEST = 2.0**127  # whose sums and squares are finite
+WITH_FLOAT64 = ("cpu", "cuda", "meta")  # devices all of whose kinds have it
 SIMPLE = (int, float, str, type(None))
 BLOCK = 1 << 20  # numbers that are sketched at a time: what bounds the memory for their signs
 
@@ -57,6 +58,11 @@ def name(tensor: Tensor) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
+def where_float64_is(tensor: Tensor) -> Tensor:
+    """The tensor where it can be computed with in float64: on the CPU for Apple's and some of Intel's GPUs."""
+    return tensor if tensor.device.type in WITH_FLOAT64 else tensor.cpu()
+
+
 def sketch(tensor: Tensor) -> np.ndarray:
     """A small tensor as it is, a large one as `SKETCH` sums of its numbers under signs from a hash.
 
@@ -64,7 +70,7 @@ def sketch(tensor: Tensor) -> np.ndarray:
     can be told from their sketches; float64. The signs depend on the place alone, on every machine. Infinity
     counts as `LARGEST`, and NaN as nothing.
     """
-    tensor = tensor.detach()
+    tensor = where_float64_is(tensor.detach())
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     numbers = tensor.reshape(-1)
@@ -105,15 +111,18 @@ def _shifts(by: int) -> np.ndarray:
     return rows * SKETCH + (np.arange(SKETCH) - rows - by) % SKETCH
 
 
-@functools.cache
-def _signs(device: str) -> Tensor:
-    """The sign of each place in a block, by splitmix64's mixing function (Steele et al. 2014)."""
+def _hashes() -> np.ndarray:
+    """A number of 64 bits for each place in a block, by splitmix64's mixing function (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         x = (np.arange(BLOCK, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return torch.from_numpy(np.where(x >> np.uint64(63), -1.0, 1.0)).to(device)
+    return x ^ (x >> np.uint64(31))
+
+
+@functools.cache
+def _signs(device: str) -> Tensor:
+    return torch.from_numpy(np.where(_hashes() >> np.uint64(63), -1.0, 1.0)).to(device)
 
 
 @functools.cache
@@ -121,9 +130,26 @@ def _factors(device: str, by: float) -> Tensor:
     return 1 + by * _signs(device)
 
 
-def signs(like: Tensor, draw: int = 0, by: float | None = None) -> Tensor:
-    """Signs that look random for each number of a tensor, others for each `draw`; or 1 plus or minus `by`: float64."""
-    table = _signs(str(like.device)) if by is None else _factors(str(like.device), by)
+@functools.cache
+def _moves(device: str) -> Tensor:
+    size = (_hashes() & np.uint64(0xFFFFFFFF)) / 2.0**32
+    return _signs(device) * torch.from_numpy(0.5 + size).to(device)
+
+
+def moves(like: Tensor, draw: int) -> Tensor:
+    """Numbers between 1/2 and 3/2 with signs, which look random, for each of a tensor: float64.
+
+    No two of the same size, so that the moves of a few numbers do not cancel in their sum.
+    """
+    return _stretch(_moves(str(like.device)), like, draw)
+
+
+def factors(like: Tensor, draw: int, by: float) -> Tensor:
+    """1 plus or minus `by`, at random by the looks, for each number of a tensor, others for each `draw`: float64."""
+    return _stretch(_factors(str(like.device), by), like, draw)
+
+
+def _stretch(table: Tensor, like: Tensor, draw: int) -> Tensor:
     count = like.numel()
     start = draw * 7919 % (BLOCK - min(count, BLOCK) + 1)
     stretch = table[start : start + count]

@@ -119,6 +119,7 @@ class PreparedStep:
 
     def __exit__(self, *_: object) -> None:
         self.before.restore()
+        del self.before
 
     def __call__(self) -> Tensor:
         """Do it and return the loss."""

@@ -246,11 +246,11 @@ def _seeded() -> Iterator[None]:
 
 def _compare_executions(first: Trace, trace: Trace) -> None:
     """Note which operations did not do again what they had done, of the same inputs, and which had other inputs."""
-    made = {value for op in (*first.operations, *trace.operations) for value in (*op.outputs, *op.changed)}
     if all(op.phase == RESULT for op in first.operations):  # which are the same
         for one in trace.operations:
             one.repeats = None if one.random or one.phase == RESULT else one.steady
         return
+    made = {value for op in (*first.operations, *trace.operations) for value in (*op.outputs, *op.changed)}
     for op, before in aligned(trace.operations, first.operations):
         if op is None or op.random or op.phase == RESULT:
             continue
@@ -300,12 +300,12 @@ def _shaken(amounts: list[float], draw: int) -> Callable[[Call], None]:
         if not amount or call.operation.is_view or torch.Tag.nondeterministic_seeded in call.operation.tags:
             return
         for t in filter(sk.rounds, call.results):  # by .data, which autograd does not count
-            signs = sk.signs(t, 131 * call.place + draw)
+            moves = sk.moves(t, 131 * call.place + draw)
             size = float(torch.linalg.vector_norm(t)) / math.sqrt(t.numel()) if call.name in FACTORS else math.nan
             if math.isfinite(size):
-                t.data.add_(signs, alpha=amount * size)
+                t.data.add_(moves, alpha=amount * size)
             else:
-                t.data.mul_(1 + amount * signs)
+                t.data.mul_(1 + amount * moves)
 
     return shake
 

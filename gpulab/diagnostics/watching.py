@@ -40,7 +40,12 @@ class Operation:
     `bound` what rounding explains, both relative to the exact result; `format` the short number format
     that a product was computed in. `steady` says whether the operation gave the same bits when it was
     called again at once, `repeats` whether it did so, and in the whole step done again as well. `nans`
-    says whether there is a NaN in what it returned.
+    says whether there is a NaN in what it returned. `anew` says that it was given values that no operation
+    made and that were others when the step was done again. `carried` holds for each output how far all roundings
+    of the step up to there lead: the norm of the change when every operation of the step in float64 was moved at
+    random by as much.
+
+    In the phase `result` it is none, but what the step is for: the `loss`, a `gradient`, what was `updated`.
     """
 
     name: str
@@ -132,7 +137,8 @@ class Watcher(TorchDispatchMode):
             return operation(*args, **kwargs)
         if name.startswith(EMPTY):
             out = operation(*args, **kwargs)
-            self.unwritten[id(out)] = weakref.ref(out), out._version
+            if isinstance(out, Tensor):
+                self.unwritten[id(out)] = weakref.ref(out), out._version
             return out
         if self.results_only:
             self._find_leaves(args[1:] if name in OVERWRITES or _is_random(operation, {}) else args)

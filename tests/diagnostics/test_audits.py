@@ -21,15 +21,7 @@ from gpulab.numerics.formats import round_to
 
 ROOT = Path(__file__).parents[2]
 A, B = "cpu", "cpu:threads=1"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_threads():
-    """`cpu` leaves the number of threads as it is: on a machine with one core too, it shall not be that of B."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def audited(step, a=A, b=B):
@@ -197,6 +189,31 @@ def test_a_scatter_that_does_not_repeat_itself_is_nondeterminism(always):
     assert not report.faulty
     assert {f.operation for f in faults(report)} == {"index_add"}
     assert "deterministic=on" in faults(report)[0].advice
+
+
+@pytest.mark.parametrize("nothing_under", [A, B])
+def test_a_kernel_that_returns_nothing_but_zeros_is_found_whichever_side_it_is_on(nothing_under):
+    threads = 2 if nothing_under == A else 1
+    with torch.library._scoped_library("gpulab_tests", "FRAGMENT") as lib:
+        lib.define("back(Tensor g) -> Tensor")
+        lib.impl("back", lambda g: g * (torch.get_num_threads() != threads), "CompositeExplicitAutograd")
+
+        class Softened(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):  # noqa: ARG004
+                return x.tanh()
+
+            @staticmethod
+            def backward(ctx, g):  # noqa: ARG004
+                return torch.ops.gpulab_tests.back(g)
+
+        def step(setting):
+            x = drawn(6, 5).to(setting.dtype).requires_grad_()
+            Softened.apply(x * 2).square().sum().backward()
+
+        report = audited(step)
+    assert report.kind == "mismatch"
+    assert "back" in report.findings[0].operation
 
 
 def test_a_custom_operation_that_does_not_repeat_itself_is_nondeterminism():

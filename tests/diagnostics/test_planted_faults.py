@@ -5,18 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+pytestmark = pytest.mark.usefixtures("two_threads")
 plant_faults = importlib.import_module("plant_faults")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_there_are_two_hundred_faults_of_every_kind_and_no_two_alike():

@@ -1,0 +1,192 @@
+"""Files that are there whole or not at all, and are read as what they are: regular, bounded, undamaged.
+
+A *seal* is a checksum of the whole file inside it: any text of the file's own description may hold `UNSEALED`, which
+`seal` replaces by the checksum of the content as it was until then. One way for JSON, Parquet and safetensors alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import stat
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from gpulab.errors import DataError, GpulabError
+
+SCRATCH = re.compile(r"\.(\d+)-[0-9a-f]{8}\.part")  # the names of files that are being written, by which process
+SEAL, DIGITS = b"sealed by xxh3 ", 32
+UNSEALED = SEAL.decode() + DIGITS * "0"
+MOST = 1 << 32  # bytes that are read of a file, unless it is known to be smaller
+DEEPEST = 100  # JSON within JSON
+WHY = {
+    errno.ENOSPC: "the disk is full; free some space and run the same command again",
+    errno.EDQUOT: "the quota is used up; free some space and run the same command again",
+    errno.EFBIG: "files may not become as large here; name a folder on another file system",
+    errno.EROFS: "this file system is read-only; name another folder",
+    errno.EACCES: "it may not be written to; name another folder, or ask whose it is",
+    errno.EPERM: "it may not be written to; name another folder, or ask whose it is",
+    errno.ENAMETOOLONG: "the name is too long; name a shorter one",
+    errno.ENOTDIR: "a part of its path is a file, not a folder",
+    errno.EISDIR: "there is a folder of this name",
+    errno.EMFILE: "this process has too many files open",
+}
+
+
+# --- writing -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def writing(what: str | Path) -> Iterator[None]:
+    """What the system refuses inside is a `GpulabError` that names the file, says why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        why = WHY.get(error.errno or 0, error.strerror or str(error))
+        raise GpulabError(f"{what}: cannot be written: {why}") from None
+
+
+@contextlib.contextmanager
+def replacing(file: str | Path) -> Iterator[Path]:
+    """Write a file whole or not at all: to the path given, which takes its place, on the disk, in one step.
+
+    Its folder is made if need be. Where anything fails, the file is as it was, and nothing else is left.
+
+    Raises:
+        GpulabError: Where it cannot be written, with what to do.
+    """
+    file = Path(file)
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_name(f".{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
+        try:
+            yield scratch
+            sync(scratch)
+            os.replace(scratch, file)
+            sync(file.parent)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def write(file: str | Path, content: bytes | bytearray) -> None:
+    """Write a file whole or not at all, as `replacing`."""
+    with replacing(file) as scratch:
+        scratch.write_bytes(content)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of a folder, is on the disk."""
+    if sys.platform == "win32" and path.is_dir():
+        return  # where folders cannot be opened
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- reading -----------------------------------------------------------------------------------------------
+
+
+def read(file: str | Path, most: int = MOST) -> bytes:
+    """The content of a regular file; `DataError`, naming it, for a pipe, a device, or one of more than `most` bytes."""
+    try:
+        # A pipe without a writer would be waited for.
+        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
+                raise DataError(f"{file}: cannot be read: not a file, but {kind}")
+            if found.st_size > most:
+                raise DataError(f"{file}: cannot be read: it has {found.st_size:,} bytes, and may have {most:,}")
+            with open(descriptor, "rb", closefd=False) as stream:
+                return stream.read(most)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror or error}") from None
+
+
+def read_json(file: str | Path, content: bytes) -> Any:
+    """What a JSON file says, without characters that move a terminal's cursor; `DataError` for a damaged one."""
+    try:
+        text = content.decode("utf-8")
+        if text.count("[") + text.count("{") > DEEPEST:  # else it cannot be as deep
+            _check_depth(text)
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: cannot be read: not whole JSON: {error}") from None
+    return _printable(document) if UNPRINTABLE_JSON.search(text) else document
+
+
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+UNPRINTABLE_JSON = re.compile(r"\\u|" + UNPRINTABLE.pattern.replace("\x0b-\x1f", "\x0b\x0c\x0e-\x1f"))
+
+
+def printable(text: str) -> str:
+    r"""A text with its control characters, and what turns its direction, written out.
+
+    Examples:
+        >>> printable("a\x1b[31mred")
+        'a\\x1b[31mred'
+    """
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [_printable(part) for part in value]
+    if isinstance(value, dict):
+        return {printable(name): _printable(part) for name, part in value.items()}
+    return value
+
+
+def _check_depth(text: str) -> None:
+    """Raise `ValueError` for JSON that is nested deeper than anything that gpulab writes."""
+    depth = 0
+    for bracket in re.sub(r'"(\\.|[^"\\])*"|[^\[\]{}"]', "", text):
+        depth += 1 if bracket in "[{" else -1
+        if depth > DEEPEST:
+            raise ValueError(f"nested more than {DEEPEST} deep")
+
+
+# --- seals -------------------------------------------------------------------------------------------------
+
+
+def seal(content: bytes) -> bytearray:
+    """The content with its checksum in the place of the last `UNSEALED` in it."""
+    sealed, place = bytearray(content), content.rfind(SEAL) + len(SEAL)
+    assert content[place - len(SEAL) : place + DIGITS] == UNSEALED.encode(), "what is to be sealed says UNSEALED last"
+    sealed[place : place + DIGITS] = xxhash.xxh3_128_hexdigest(content).encode()
+    return sealed
+
+
+def check_seal(file: str | Path, content: bytes, required: bool = True) -> None:
+    """Raise `DataError`, naming the file, unless the content is what was sealed.
+
+    Args:
+        file: What the error names.
+        content: All of it.
+        required: Whether one without a seal is an error, too: gpulab has not always sealed.
+    """
+    place = content.rfind(SEAL) + len(SEAL)
+    if place < len(SEAL):
+        if required:
+            raise DataError(f"{file}: damaged: its checksum is missing")
+        return
+    state = xxhash.xxh3_128(content[:place])
+    state.update(DIGITS * b"0")
+    state.update(content[place + DIGITS :])
+    if state.hexdigest().encode() != content[place : place + DIGITS]:
+        raise DataError(f"{file}: damaged: its checksum is that of another content (a flipped bit, or cut short?)")
