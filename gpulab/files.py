@@ -125,7 +125,7 @@ def read_json(file: str | Path, content: bytes) -> Any:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: cannot be read: not whole JSON: {error}") from None
-    return _printable(document) if UNPRINTABLE_JSON.search(text) else document
+    return without_controls(document) if UNPRINTABLE_JSON.search(text) else document
 
 
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -142,13 +142,14 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def _printable(value: Any) -> Any:
+def without_controls(value: Any) -> Any:
+    """Nested lists and dicts with all their texts printable."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
-        return [_printable(part) for part in value]
+        return [without_controls(part) for part in value]
     if isinstance(value, dict):
-        return {printable(name): _printable(part) for name, part in value.items()}
+        return {printable(name): without_controls(part) for name, part in value.items()}
     return value
 
 
