@@ -55,7 +55,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return document
 
 
-def check_format(file: Path, document: Any, content: bytes) -> None:
+def check_format(file: str | Path, document: Any, content: bytes) -> None:
     """Raise `DataError` unless the document, whose file has this content, is one that this gpulab reads, unchanged."""
     version = document.get("format") if isinstance(document, dict) else document
     if version not in (1, FORMAT):
@@ -124,7 +124,8 @@ def read_rows(
             if required or record:
                 check_format(file, record, content)
             check_size(file, opened.metadata)
-            rows = opened.read(None if columns is None else list(columns))
+            many = opened.metadata.num_rows > 100_000  # for fewer, threads cost more than they save
+            rows = opened.read(None if columns is None else list(columns), use_threads=many)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{file}: cannot be read: {error}") from None
     return rows, record

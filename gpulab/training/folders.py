@@ -140,12 +140,13 @@ def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | 
                 read_weights(folder)
                 return folder
         except DataError as error:
-            set_aside(store, folder, f"{error}; the run is trained again")
+            if place := set_aside(store, folder):
+                warnings.warn(f"{error}; the run is trained again (set aside in {place})", stacklevel=3)
     return None
 
 
-def set_aside(store: Path, path: Path, why: str) -> Path | None:
-    """Move what is damaged into the store's folder for it, and warn; None where another process already has."""
+def set_aside(store: Path, path: Path) -> Path | None:
+    """Move what is damaged into the store's folder for it; None where another process already has."""
     place = store / DAMAGED / f"{path.name}-{uuid.uuid4().hex[:6]}"
     with files.writing(place):
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +154,6 @@ def set_aside(store: Path, path: Path, why: str) -> Path | None:
             path.rename(place)
         except FileNotFoundError:
             return None
-    warnings.warn(f"{why} (set aside in {place})", stacklevel=3)
     return place
 
 
@@ -204,14 +204,14 @@ def read_run(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     return record, read_history(folder, record).to_pandas()
 
 
-def read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: str | Path) -> dict[str, Any]:
     """A run's `run.json`, checked. Raises `DataError` for a damaged or foreign one."""
-    file = folder / RECORD
+    file = os.path.join(folder, RECORD)  # paths as objects would take as long as the reading
     content = files.read(file, LARGEST_RECORD)
     record = files.read_json(file, content)
     records.check_format(file, record, content)
     schemas.check(schemas.Run, record, file)
-    if record["id"] != folder.name:
+    if record["id"] != os.path.basename(folder):
         raise DataError(f"{file}: is of the run {record['id']}, in a folder of another name: a copy?")
     record.pop("seal", None)
     return record
@@ -226,12 +226,12 @@ def read_history(folder: Path, record: Mapping[str, Any]) -> Any:
     return rows
 
 
-def check_history(folder: Path, record: Mapping[str, Any]) -> None:
+def check_history(folder: str | Path, record: Mapping[str, Any]) -> None:
     """Raise `DataError` unless the history of a run is what was written; those of before seals are read for it."""
-    if record["format"] > 1:
-        files.check_seal(folder / HISTORY, files.read(folder / HISTORY))
-    else:
-        read_history(folder, record)
+    if record["format"] == 1:
+        read_history(Path(folder), record)
+    file = os.path.join(folder, HISTORY)
+    files.check_seal(file, files.read(file), required=record["format"] > 1)
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -282,17 +282,22 @@ def resume(file: Path, restore: Callable[[dict[str, torch.Tensor], dict[str, Any
     if not os.path.lexists(file):
         return False
     try:
-        tensors, metadata = _read_tensors(file)
-        notes = files.read_json(file, metadata["gpulab"].encode())
-        if isinstance(notes, dict) and notes.get("format") not in (1, CHECKPOINT_FORMAT):
-            raise DataError(f"{file}: a checkpoint of another version of gpulab")
-        schemas.check(schemas.Checkpoint, notes, file)
-        restore(tensors, notes)
+        restore(*read_checkpoint(file))
     except (DataError, KeyError, RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         why = str(error) if isinstance(error, DataError) else f"{file}: not a checkpoint of this run ({error!r:.200})"
-        set_aside(file.parents[1], file, f"{why}; a damaged checkpoint: the run starts anew")
+        place = set_aside(file.parents[1], file)
+        warnings.warn(f"{why}; a damaged checkpoint: the run starts anew (set aside in {place})", stacklevel=3)
         return False
     return True
+
+
+def read_checkpoint(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors and the notes of a checkpoint. Raises `DataError` for a damaged or foreign one."""
+    tensors, metadata = _read_tensors(file)
+    notes = files.read_json(file, metadata.get("gpulab", "null").encode())
+    if isinstance(notes, dict) and notes.get("format") not in (1, CHECKPOINT_FORMAT):
+        raise DataError(f"{file}: a checkpoint of another version of gpulab")
+    return tensors, schemas.check(schemas.Checkpoint, notes, file)
 
 
 def _tensors_content(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytearray:

@@ -7,8 +7,8 @@ and a store may hold such files beside its folders.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
+import marshal
 import os
 import warnings
 from collections.abc import Iterator
@@ -147,7 +147,7 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
     damaged: list[str] = []
     for entry in entries(store):
         try:
-            rows += _rows(Path(entry), recorded)
+            rows += _rows(entry, recorded)
         except DataError as error:
             damaged.append(str(error))
     if damaged:
@@ -170,15 +170,15 @@ def entries(store: Path) -> list[str]:
         return sorted(e.path for e in found if e.name[0] != "." and (e.name.endswith(".parquet") or e.is_dir()))
 
 
-def _rows(entry: Path, recorded: bool) -> list[dict[str, Any]]:
-    if entry.suffix == ".parquet" and not entry.is_dir():
-        return [_row(record, entry, recorded) for record in records.packed_runs(entry)]
+def _rows(entry: str, recorded: bool) -> list[dict[str, Any]]:
+    if entry.endswith(".parquet") and not os.path.isdir(entry):
+        return [_row(record, entry, recorded) for record in records.packed_runs(Path(entry))]
     record = folders.read_record(entry)
     folders.check_history(entry, record)
     return [_row(record, entry, recorded)]
 
 
-def _row(record: dict[str, Any], path: Path, recorded: bool) -> dict[str, Any]:
+def _row(record: dict[str, Any], path: str, recorded: bool) -> dict[str, Any]:
     passport, summary, configuration = record["passport"], record["summary"], record["configuration"]
     device = record["setting"].partition(":")[0]
     return {
@@ -194,15 +194,15 @@ def _row(record: dict[str, Any], path: Path, recorded: bool) -> dict[str, Any]:
         "torch": passport["software"]["torch"],
         "gpulab": passport["software"]["gpulab"],
         **(_of_function(record) if "source" in configuration else _of_network(configuration)),
-        "protocol": _protocol(json.dumps(_learned(record), sort_keys=True)),
+        "protocol": _protocol(marshal.dumps(_learned(record))),
         "recorded": recorded,
-        "path": str(path),
+        "path": path,
     }
 
 
 @functools.lru_cache(maxsize=1024)
-def _protocol(learned: str) -> str:
-    return hashlib.sha256(learned.encode()).hexdigest()[:8]
+def _protocol(learned: bytes) -> str:  # as bytes it can be looked up, quicker than JSON
+    return folders.digest(marshal.loads(learned))[:8]
 
 
 def _of_network(configuration: dict[str, Any]) -> dict[str, Any]:
