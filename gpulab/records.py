@@ -120,8 +120,10 @@ def read_rows(
     try:
         with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as opened:
             notes = (opened.metadata.metadata or {}).get(b"gpulab")
+            if notes is None and required:
+                raise DataError(f"{file}: not a recording of gpulab's")
             record = {} if notes is None else files.read_json(file, notes)
-            if required or record:
+            if record:
                 check_format(file, record, content)
             check_size(file, opened.metadata)
             many = opened.metadata.num_rows > 100_000  # for fewer, threads cost more than they save
