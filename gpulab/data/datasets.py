@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpulab.data.content import Stamps, check_unchanged, digest, stamp
-from gpulab.data.films import decoded, survey
+from gpulab.data.films import decoded, reason, survey
 from gpulab.data.jpeg import check_jpeg, decode_jpeg, encode_jpeg
 from gpulab.data.scenes import MovingDigits, Walk
 from gpulab.errors import DataError, UsageError
@@ -234,7 +234,7 @@ class Video(Sequence):
                     return
         except av.FFmpegError as error:
             self.check_unchanged()  # which would be why
-            raise DataError(f"{self.file}: frame {number + 1} cannot be decoded: {error}") from None
+            raise DataError(f"{self.file}: frame {number + 1} cannot be decoded: {reason(error)}") from None
         if start < stop:
             self.check_unchanged()
             raise DataError(f"{self.file}: ends after frame {number + 1} of {stop}: is it truncated?")

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+from gpulab import files
 from gpulab.errors import DataError
 
 if TYPE_CHECKING:
@@ -67,19 +69,21 @@ def survey(file: Path, grey: bool) -> Survey:
         with opened(file) as container:
             if not container.streams.video:
                 raise DataError(f"{file}: holds no video")
-            first = next(container.decode(video=0), None)
+            first = next(_frames(container), None)
             kind, lasts = container.format.name, (container.duration or 0) / av.time_base
             promised = container.streams.video[0].frames
         if first is None:
             raise DataError(f"{file}: holds no frames")
         with open(file, "rb") as stream:
-            if reason := _cut(kind, stream):
-                raise DataError(f"{file}: truncated: {reason}")
+            if why := _cut(kind, stream):
+                raise DataError(f"{file}: truncated: {why}")
         packets, ends, whole, found = _look(file, first.pts)
         if packets < promised and kind.startswith("mov"):  # some are there, but an edit list leaves them out
             packets = _look(file, None, ignore_editlist="1")[0]
     except (av.FFmpegError, OSError) as error:
-        raise DataError(f"{file}: not a video that can be read (truncated, or another format): {error}") from None
+        raise DataError(
+            f"{file}: not a video that can be read (truncated, or another format): {reason(error)}"
+        ) from None
     if not whole:
         raise DataError(f"{file}: truncated: it ends within a frame")
     if packets < promised:
@@ -91,6 +95,11 @@ def survey(file: Path, grey: bool) -> Survey:
     return found
 
 
+def reason(error: Exception) -> str:
+    """What FFmpeg or Pillow says, in one line that no file's text gets control of."""
+    return files.printable(" ".join(re.sub(r" <.*?>", "", str(error)).split()))
+
+
 @contextlib.contextmanager
 def opened(file: Path, **options: str) -> Iterator[Any]:
     """A film as PyAV's container, which opens nothing but this file, nor frames of more than `MOST_PIXELS`."""
@@ -98,6 +107,8 @@ def opened(file: Path, **options: str) -> Iterator[Any]:
 
     with av.open(f"file:{file}", options=OPTIONS | options) as container:
         for stream in container.streams.video[:1]:
+            if not stream.codec_context:
+                raise DataError(f"{file}: not a video that can be read: its codec is not known here")
             if (pixels := stream.codec_context.width * stream.codec_context.height) > MOST_PIXELS:
                 raise DataError(f"{file}: frames of {pixels:,} pixels; they may have {MOST_PIXELS:,}")
             stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
@@ -116,13 +127,28 @@ def decoded(file: Path, keys: list[Key], start: int) -> Iterator[tuple[int, av.V
                 frame = None
                 with contextlib.suppress(av.FFmpegError):  # one that cannot be sought in
                     container.seek(target, stream=container.streams.video[0])
-                    frames = container.decode(video=0)
+                    frames = _frames(container)
                     frame = next((frame for frame in frames if frame.pts is None or frame.pts >= key.pts), None)
                 if frame and frame.pts == key.pts and frame.key_frame and not frame.is_corrupt:
                     yield from enumerate(itertools.chain([frame], frames), key.number)
                     return
     with opened(file) as container:
-        yield from enumerate(container.decode(video=0))
+        yield from enumerate(_frames(container))
+
+
+def _frames(container: Any) -> Iterator[Any]:
+    """The frames of a film, or of its rest: what comes before its first keyframe may lack what it refers to."""
+    import av
+
+    begun = False
+    for packet in container.demux(video=0):
+        begun, frames = begun or packet.is_keyframe, []
+        try:
+            frames = packet.decode()
+        except av.FFmpegError:
+            if begun:
+                raise
+        yield from frames
 
 
 def _look(file: Path, begin: int | None, **options: str) -> tuple[int, float, bool, Survey]:
