@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpulab.data.content import Stamps, check_unchanged, digest, stamp
+from gpulab.data.films import decoded, reason, survey
 from gpulab.data.jpeg import check_jpeg, decode_jpeg, encode_jpeg
 from gpulab.data.scenes import MovingDigits, Walk
 from gpulab.errors import DataError, UsageError
@@ -209,8 +210,9 @@ class Video(Sequence):
 
     def __init__(self, file: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
         self.file, self.grey, name = file, grey, f"video:{file}"
-        self.stamps = {file: stamp(file)}
-        super().__init__(name, 1 if grey else 3, size, *_split(name, _count_video_frames(file, grey), frames))
+        self.stamps, found = {file: stamp(file)}, survey(file, grey)
+        super().__init__(name, 1 if grey else 3, size, *_split(name, found.shown, frames))
+        self.keys = found.keys
 
     @functools.cached_property
     def content(self) -> str:
@@ -221,19 +223,19 @@ class Video(Sequence):
         """Frames `start` to `stop`, decoded as they are asked for."""
         import av
 
-        stop = self.frames + self.held if stop is None else stop
-        number = 0
+        stop, number = self.frames + self.held if stop is None else stop, start - 1
         try:
-            with av.open(str(self.file)) as container:
-                for number, frame in enumerate(itertools.islice(container.decode(video=0), stop)):
-                    if number == stop - 1:
-                        self.check_unchanged()
-                    if number >= start:
-                        yield _fit(frame.to_image(), self.size, self.grey)
+            for number, frame in decoded(self.file, self.keys, start):
+                if number >= stop - 1:
+                    self.check_unchanged()
+                if start <= number < stop:
+                    yield _fit(frame.to_image(), self.size, self.grey)
+                if number >= stop - 1:
+                    return
         except av.FFmpegError as error:
             self.check_unchanged()  # which would be why
-            raise DataError(f"{self.file}: frame {number + 1} cannot be decoded: {error}") from None
-        if number + 1 < stop:
+            raise DataError(f"{self.file}: frame {number + 1} cannot be decoded: {reason(error)}") from None
+        if start < stop:
             self.check_unchanged()
             raise DataError(f"{self.file}: ends after frame {number + 1} of {stop}: is it truncated?")
 
@@ -460,37 +462,6 @@ def _split(name: str, count: int, frames: int | None) -> tuple[int, int]:
     if frames is None or frames + held > count:
         return count - held, held  # a shorter sequence is passed over again
     return frames, max(2, min(count - frames, frames // HELD_OUT))
-
-
-def _count_video_frames(file: Path, grey: bool) -> int:
-    """How many frames a video holds, from its packets, without decoding more than the first."""
-    import av
-
-    if not file.is_file():
-        raise DataError(f"{file}: no such file")
-    if file.stat().st_size == 0:
-        raise DataError(f"{file}: the file is empty")
-    try:
-        with av.open(str(file)) as container:
-            if not container.streams.video:
-                raise DataError(f"{file}: holds no video")
-            first = next(container.decode(video=0), None)
-            promised = container.streams.video[0].frames
-        with av.open(str(file)) as container:
-            lasts = (container.duration or 0) / av.time_base
-            packets = [packet for packet in container.demux(video=0) if packet.size > 0]
-            ends = max((((p.pts or 0) + (p.duration or 0)) * float(p.time_base) for p in packets), default=0.0)
-    except av.FFmpegError as error:
-        raise DataError(f"{file}: not a video that can be read (truncated, or another format): {error}") from None
-    if first is None or not packets:
-        raise DataError(f"{file}: holds no frames")
-    if (count := len(packets)) < promised:
-        raise DataError(f"{file}: truncated: its header promises {promised} frames, it holds {count}")
-    if not promised and ends < 0.9 * lasts:  # some formats promise a duration only
-        raise DataError(f"{file}: truncated: its header promises {lasts:.1f} s, its frames end at {ends:.1f} s")
-    if first.format.name.startswith("gray") and not grey:
-        raise DataError(f"{file}: is grey ({first.format.name}); ask for grey=True (--grey) to read one channel")
-    return count
 
 
 def _image_files(folder: Path, grey: bool) -> Stamps:
