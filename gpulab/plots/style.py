@@ -90,7 +90,7 @@ def finished(
 
 
 def _show_as_written(figure: Figure) -> None:
-    """Show a `$` in a name as that: only the numbers that matplotlib writes along a logarithmic axis are mathematics."""
+    """Show a `$` in a name as that: only the numbers of a logarithmic axis are mathematics."""
     for text in figure.findobj(Text):
         text.set_parse_math(False)
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
