@@ -6,8 +6,11 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AGAIN = "gpulab: interrupted; run the same command again to go on"
