@@ -1,4 +1,4 @@
-"""The command line: `gpulab devices | train | experiment | reproduce | verdict | runs | pack | …`."""
+"""The command line: `gpulab devices | train | experiment | reproduce | verdict | runs | check | pack | …`."""
 
 from __future__ import annotations
 
@@ -293,6 +293,29 @@ def runs(
         _say(f"no runs in {folder}")
     else:
         _show(frame)
+
+
+@app.command()
+def check(
+    store: StoreArgument = None,
+    look: Annotated[bool, typer.Option("--look", help="look only, and mend nothing")] = False,
+) -> None:
+    """Read and verify everything in a store, and mend it. Exit status 1 where something was damaged.
+
+    Damaged runs are set aside, in `.damaged` inside the store, so that the next `gpulab experiment` does them again.
+    What killed processes left half-written is removed.
+    """
+    from gpulab.training import checks
+
+    found = checks.check(store, mend=not look)
+    for row in found.itertuples():
+        _say(f"{row.path}: {row.problem}: {row.remedy}")
+    freed = found.megabytes[found.remedy == checks.REMOVED].sum()
+    aside = int((found.remedy == checks.SET_ASIDE).sum())
+    would = "would be " if look else ""
+    _say(f"whole: {found.attrs['runs']}; {would}set aside: {aside}; {would}freed: {freed:.3g} MB")
+    if aside:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 RECORD, HISTORY, WEIGHTS = "run.json", "history.parquet", "weights.safetensors"
 WORK, DAMAGED = ".unfinished", ".damaged"  # folders in a store: checkpoints and half-written runs; what was set aside
 CHECKPOINT_FORMAT = 2  # 1 had no seal
+RUN_NAME = re.compile(r"-seed-?\d+-[0-9a-f]{10}$")  # how the names of runs end
 LARGEST_RECORD = 1 << 24  # bytes
 
 
@@ -143,6 +144,12 @@ def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | 
             if place := set_aside(store, folder):
                 warnings.warn(f"{error}; the run is trained again (set aside in {place})", stacklevel=3)
     return None
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether a folder is a run's, or what is left of one: by a file in it, or by its name."""
+    names = (RECORD, HISTORY, WEIGHTS)
+    return any(os.path.lexists(os.path.join(path, name)) for name in names) or bool(RUN_NAME.search(str(path)))
 
 
 def set_aside(store: Path, path: Path) -> Path | None:
