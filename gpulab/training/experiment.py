@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from gpulab import files
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import PATIENCE, Setting
 from gpulab.training import store as stores
@@ -123,6 +124,8 @@ class Experiment:
         ids = [planned_id(**job) for job in jobs]
         is_done = [stores.is_done(self.folder, name) for name in ids]
         finished = [name for name, done in zip(ids, is_done, strict=True) if done]
+        if not all(is_done):
+            files.check_writable(self.folder / "run")
         failures: list[str] = []
         frames_done, lock = [frames if done else 0 for done in is_done], threading.Lock()
         total = {"total": len(jobs) * frames, "initial": sum(frames_done), "unit": self.unit}
