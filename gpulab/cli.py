@@ -25,7 +25,7 @@ class _Commands(typer.core.TyperGroup):
     """Saves what was done when Ctrl-C comes, and says how to go on."""
 
     def invoke(self, ctx: Any) -> Any:
-        with signals.raising():
+        with signals.Raising("gpulab: interrupted; run the same command again to go on"):
             return super().invoke(ctx)
 
 
@@ -427,7 +427,8 @@ def main() -> None:
     except BrokenPipeError:  # `gpulab runs | head`
         pass
     except OSError as error:
-        _say(f"gpulab: {in_one_line(error)}", sys.stderr)
+        why = files.WHY.get(error.errno or 0, error.strerror)
+        _say(f"gpulab: {error.filename}: {why}" if error.filename else f"gpulab: {in_one_line(error)}", sys.stderr)
         sys.exit(1)
 
 
@@ -454,6 +455,9 @@ def _say_csv(frame: Any) -> None:
 
 def _check_outputs(*names: Path | None) -> None:
     """Raise `GpulabError` before any work for a file that could not be written after it."""
+    import logging
+
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # without a home its cache goes elsewhere, and that is well
     for file in filter(None, names):
         files.check_writable(file)
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpulab import files
+from gpulab import files, signals
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line
 from gpulab.settings import PATIENCE
 from gpulab.training.protocol import PROFILES
@@ -90,7 +91,10 @@ def execute_in_place(notebooks: Path, only: str | None = None) -> list[Path]:
     for file in sources:
         files.check_writable(file)
         notebook = _read(file)
-        _run(notebook, file.parent)
+        try:
+            _run(notebook, file.parent)
+        except GpulabError as error:
+            raise GpulabError(f"{file}: {error}") from None
         _write(notebook, file)
     return sources
 
@@ -112,14 +116,22 @@ def _write(notebook: Any, file: Path) -> None:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """One in which nbclient leaves signals alone: of one that it hears the next notebook learns nothing."""
+    """One in which nbclient leaves signals to this process, and which is quiet when it is ended by one."""
+
+    def call_exception_handler(self, context: Any) -> None:
+        if not signals.heard:
+            super().call_exception_handler(context)
 
     def add_signal_handler(self, *_: Any) -> None:  # type: ignore[override]
         raise RuntimeError("as in a thread")
 
 
 def _run(notebook: Any, folder: Path, **environment: str) -> None:
-    """Execute a notebook's cells in a folder; what came until an error is in the notebook."""
+    """Execute a notebook's cells in a folder; what came until an error is in the notebook.
+
+    Raises:
+        GpulabError: With the cell that failed, or with the last words of a kernel that died.
+    """
     import nbclient
 
     client = nbclient.NotebookClient(
@@ -129,12 +141,19 @@ def _run(notebook: Any, folder: Path, **environment: str) -> None:
         kernel_name=KERNEL,
         extra_arguments=QUIET,
     )
-    with asyncio.Runner(loop_factory=_Loop) as runner:
-        runner.run(client.async_execute(env={**os.environ, **PATIENCE, **environment}))
+    with tempfile.TemporaryFile("w+", errors="replace") as words, asyncio.Runner(loop_factory=_Loop) as runner:
+        try:
+            runner.run(client.async_execute(env={**os.environ, **PATIENCE, **environment}, stderr=words))
+        except nbclient.exceptions.CellExecutionError as failure:
+            last = max(cell.get("execution_count") or 0 for cell in notebook.cells)
+            raise GpulabError(f"cell {last}: {failure.ename}: {failure.evalue}") from None
+        except (RuntimeError, OSError, ValueError, TimeoutError) as failure:
+            words.seek(0)
+            said = " ".join(words.read().split()[-30:])
+            raise GpulabError(f"{type(failure).__name__}: {failure} {said}".strip()) from None
 
 
 def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Result:
-    import nbclient
     import papermill
 
     accepted = papermill.inspect_notebook(source)
@@ -147,11 +166,8 @@ def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Resu
     with _peak_memory() as peak:
         try:
             _run(executed, source.parent, GPULAB_PROFILE=parameters["profile"])
-        except nbclient.exceptions.CellExecutionError as failure:
-            ran = [cell.execution_count or 0 for cell in executed.cells if cell.cell_type == "code"]
-            error = f"cell {max(ran)}: {failure.ename}: {failure.evalue}"
-        except (RuntimeError, OSError, ValueError, TimeoutError) as failure:  # a kernel that died, say
-            error = f"{type(failure).__name__}: {failure}"
+        except GpulabError as failure:
+            error = str(failure)
     seconds = time.perf_counter() - started
     _write(executed, target)
     headings = (re.match(r"# (.+)", cell.source) for cell in executed.cells if cell.cell_type == "markdown")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from gpulab import files
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import PATIENCE, Setting
 from gpulab.training import folders
@@ -124,6 +125,8 @@ class Experiment:
         found = [folders.find(self.folder, planned(**job)) for job in jobs]
         is_done = [folder is not None for folder in found]
         finished = [folder.name for folder in found if folder is not None]
+        if not all(is_done):
+            files.check_writable(self.folder / "run")
         failures: list[str] = []
         frames_done, lock = [frames if done else 0 for done in is_done], threading.Lock()
         total = {"total": len(jobs) * frames, "initial": sum(frames_done), "unit": self.unit}

@@ -127,8 +127,11 @@ def begun(identity: Identity, here: Mapping[str, Any], command: str | None) -> d
 def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | None:
     """The folder of a run that the store holds whole, and with it the trained weights if they are asked for.
 
-    A damaged one is set aside, and a warning says so: the run is not done.
+    A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known.
     """
+    if identity.unknown:
+        what = ", ".join(identity.unknown)
+        warnings.warn(f"{what}: its content cannot be known, so this run is never taken for another one", stacklevel=3)
     for name in filter(None, (identity.id, identity.former)):
         folder = store / name
         if not os.path.lexists(folder):
