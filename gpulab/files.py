@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from gpulab.errors import DataError, GpulabError
+from gpulab.errors import UNPRINTABLE, DataError, GpulabError, printable
 
 SCRATCH = re.compile(r"\.(\d+)-[0-9a-f]{8}\.part")  # the names of files that are being written, by which process
 SEAL, DIGITS = b"sealed by xxh3 ", 32
@@ -142,18 +142,7 @@ def read_json(file: str | Path, content: bytes) -> Any:
     return _printable(document) if UNPRINTABLE_JSON.search(text) else document
 
 
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 UNPRINTABLE_JSON = re.compile(r"\\u|" + UNPRINTABLE.pattern.replace("\x0b-\x1f", "\x0b\x0c\x0e-\x1f"))
-
-
-def printable(text: str) -> str:
-    r"""A text with its control characters, and what turns its direction, written out.
-
-    Examples:
-        >>> printable("a\x1b[31mred")
-        'a\\x1b[31mred'
-    """
-    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _printable(value: Any) -> Any:

@@ -150,7 +150,7 @@ def _run(notebook: Any, folder: Path, **environment: str) -> None:
         except (RuntimeError, OSError, ValueError, TimeoutError) as failure:
             words.seek(0)
             said = " ".join(words.read().split()[-30:])
-            raise GpulabError(f"{type(failure).__name__}: {failure} {said}".strip()) from None
+            raise GpulabError(f"{type(failure).__name__}: {failure}{': ' * bool(said)}{said}") from None
 
 
 def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Result:

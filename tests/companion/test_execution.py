@@ -48,7 +48,7 @@ def test_a_kernel_that_dies_is_reported_with_its_last_words(notebooks, tmp_path)
     cells = [new_code_cell("import os; os.write(2, b'out of luck'); os._exit(3)")]
     nbformat.write(new_notebook(cells=cells), notebooks / "03_three.ipynb")
     (result,) = execute(notebooks, tmp_path / "build", "smoke", "cpu", only="03")
-    assert result.error.startswith("DeadKernelError: Kernel died")
+    assert result.error == "DeadKernelError: Kernel died: out of luck"
     with pytest.raises(gl.GpulabError, match=r"03_three.ipynb: DeadKernelError"):
         execute_in_place(notebooks, "03")
 
