@@ -70,7 +70,10 @@ def replacing(file: str | Path) -> Iterator[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_name(f".{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
         try:
+            scratch.touch()
+            mode = scratch.stat().st_mode  # as the umask has it: safetensors makes files for their owner alone
             yield scratch
+            scratch.chmod(mode)
             sync(scratch)
             os.replace(scratch, file)
             sync(file.parent)
