@@ -108,8 +108,10 @@ def read(file: str | Path, most: int = MOST) -> bytes:
                 raise DataError(f"{file}: cannot be read: not a file, but {kind}")
             if found.st_size > most:
                 raise DataError(f"{file}: cannot be read: it has {found.st_size:,} bytes, and may have {most:,}")
-            with open(descriptor, "rb", closefd=False) as stream:
-                return stream.read(most)
+            content = os.read(descriptor, found.st_size + 1)
+            while len(content) < found.st_size and (more := os.read(descriptor, found.st_size)):  # at most 2 GB at once
+                content += more
+            return content
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -125,11 +127,11 @@ def read_json(file: str | Path, content: bytes) -> Any:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: cannot be read: not whole JSON: {error}") from None
-    return _printable(document) if UNPRINTABLE_JSON.search(text) else document
+    # A control character that is not written as \\u… is no JSON.
+    return without_controls(document) if "\\u" in text or "\x7f" in text or not text.isascii() else document
 
 
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-UNPRINTABLE_JSON = re.compile(r"\\u|" + UNPRINTABLE.pattern.replace("\x0b-\x1f", "\x0b\x0c\x0e-\x1f"))
 
 
 def printable(text: str) -> str:
@@ -142,13 +144,14 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def _printable(value: Any) -> Any:
+def without_controls(value: Any) -> Any:
+    """Nested lists and dicts with all their texts printable."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
-        return [_printable(part) for part in value]
+        return [without_controls(part) for part in value]
     if isinstance(value, dict):
-        return {printable(name): _printable(part) for name, part in value.items()}
+        return {printable(name): without_controls(part) for name, part in value.items()}
     return value
 
 

@@ -6,21 +6,25 @@ such a table, with a row a run: what many runs share (passports, commands, confi
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpulab.errors import DataError, GpulabError
+from gpulab import files, schemas
+from gpulab.errors import DataError
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow
 
-FORMAT = 1
+FORMAT = 2  # 1 had no seal
 PACKAGE = Path(__file__).parent
 DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "data").is_dir() else PACKAGE / "recorded"
+
+LARGEST = 1 << 28  # numbers in a column
 
 SHARED = ("passport", "arithmetic", "command", "configuration")  # of a run, kept once for all that have the same
 PLAIN = ("id", "experiment", "profile", "setting", "seed", "rerun", "status", "diverged_at", "started")
@@ -43,16 +47,20 @@ def machine(passport: Mapping[str, Any], kind: str = "") -> str:
 # --- JSON ------------------------------------------------------------------------------------------------
 
 
-def read_json(file: Path, format: int = FORMAT) -> dict[str, Any]:  # noqa: A002
+def read_json(file: Path) -> dict[str, Any]:
     """A recorded JSON document; `DataError`, naming the file, for a damaged or foreign one."""
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(document, dict) or document.get("format") != format:
-        version = document.get("format") if isinstance(document, dict) else document
-        raise DataError(f"{file}: format {version!r}; this gpulab reads format {format}")
+    content = files.read(file)
+    document = files.read_json(file, content)
+    check_format(file, document, content)
     return document
+
+
+def check_format(file: str | Path, document: Any, content: bytes) -> None:
+    """Raise `DataError` unless the document, whose file has this content, is one that this gpulab reads, unchanged."""
+    version = document.get("format") if isinstance(document, dict) else document
+    if version not in (1, FORMAT):
+        raise DataError(f"{file}: format {str(version)[:20]!r}; this gpulab reads 1 and {FORMAT}")
+    files.check_seal(file, content, required=version == FORMAT)
 
 
 def read_documents(name: str) -> list[dict[str, Any]]:
@@ -60,10 +68,15 @@ def read_documents(name: str) -> list[dict[str, Any]]:
     return [read_json(file) for file in sorted(recorded_folder(name).glob("*.json"))]
 
 
+def as_json(document: Mapping[str, Any]) -> bytearray:
+    """A document with its format and its seal."""
+    sealed = {**document, "format": FORMAT, "seal": files.UNSEALED}
+    return files.seal(json.dumps(sealed, indent=1).encode() + b"\n")
+
+
 def write_json(file: Path, document: Mapping[str, Any]) -> None:
-    """Write a document with its format, whose folder is made if need be."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"format": FORMAT, **document}, indent=1) + "\n", encoding="utf-8")
+    """Write a document with its format, whose folder is made if need be; whole or not at all."""
+    files.write(file, as_json(document))
 
 
 # --- tables ----------------------------------------------------------------------------------------------
@@ -74,44 +87,64 @@ def write_table(file: Path, table: pd.DataFrame | pyarrow.Table, record: dict[st
 
     `options` are those of pyarrow's `ParquetWriter`.
     """
+    files.write(file, as_table(table, record, **options))
+
+
+def as_table(table: pd.DataFrame | pyarrow.Table, record: dict[str, Any], **options: Any) -> bytearray:
+    """The content of such a file."""
     import pyarrow
     import pyarrow.parquet
 
     rows = table if isinstance(table, pyarrow.Table) else pyarrow.Table.from_pandas(table, preserve_index=False)
     rows = rows.replace_schema_metadata(None)
-    unfinished = file.with_suffix(".unfinished")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        options = {"compression": "zstd", "store_schema": False, **options}
-        with pyarrow.parquet.ParquetWriter(unfinished, rows.schema, **options) as writer:
-            writer.write_table(rows)
-            writer.add_key_value_metadata({"gpulab": json.dumps({"format": FORMAT, **record})})
-        unfinished.replace(file)
-    except OSError as error:
-        raise GpulabError(f"{file.parent} cannot be written: {error}") from None
+    options = {"compression": "zstd", "store_schema": False, **options}
+    whole = io.BytesIO()
+    with pyarrow.parquet.ParquetWriter(whole, rows.schema, **options) as writer:
+        writer.write_table(rows)
+        notes = {"format": FORMAT, **record, "seal": files.UNSEALED}
+        writer.add_key_value_metadata({"gpulab": json.dumps(notes)})
+    return files.seal(whole.getvalue())
 
 
-def read_rows(file: Path, columns: Iterable[str] | None = None) -> tuple[pyarrow.Table, dict[str, Any]]:
-    """A table, or some columns of it, and its record; `DataError`, naming the file, for a damaged or foreign one."""
+def read_rows(
+    file: Path, columns: Iterable[str] | None = None, required: bool = True
+) -> tuple[pyarrow.Table, dict[str, Any]]:
+    """A table, or some columns of it, and its record; `DataError`, naming the file, for a damaged or foreign one.
+
+    Unless it is `required`, there may be no record.
+    """
     import pyarrow
     import pyarrow.parquet
 
+    content = files.read(file)
     try:
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            record = json.loads((opened.metadata.metadata or {}).get(b"gpulab", b"null"))
-            rows = opened.read(None if columns is None else list(columns))
+        with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as opened:
+            notes = (opened.metadata.metadata or {}).get(b"gpulab")
+            if notes is None and required:
+                raise DataError(f"{file}: not a recording of gpulab's")
+            record = {} if notes is None else files.read_json(file, notes)
+            if record:
+                check_format(file, record, content)
+            check_size(file, opened.metadata)
+            many = opened.metadata.num_rows > 100_000  # for fewer, threads cost more than they save
+            rows = opened.read(None if columns is None else list(columns), use_threads=many)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise DataError(f"{file}: not a recording of format {FORMAT}, which this gpulab reads")
     return rows, record
+
+
+def check_size(file: str | Path, metadata: pyarrow.parquet.FileMetaData, most: int = LARGEST) -> None:
+    """Raise `DataError` for a Parquet file that would unpack into more than anything that gpulab writes."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    if any(column.num_values > most or column.total_uncompressed_size > 8 * most for column in columns):
+        raise DataError(f"{file}: too large: more than {most} numbers in a column")
 
 
 def read_table(file: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
     """A table and its record, with the machine's passport."""
     rows, record = read_rows(file)
-    if "passport" not in record:
-        raise DataError(f"{file}: not a recording of format {FORMAT}, which this gpulab reads")
+    schemas.check(schemas.Recording, record, file)
     return rows.to_pandas(), record
 
 
@@ -127,7 +160,7 @@ def read_tables(folder: Path) -> Iterator[tuple[pd.DataFrame, dict[str, Any]]]:
 # --- packed runs -----------------------------------------------------------------------------------------
 
 
-def pack_runs(file: Path, runs: Iterable[tuple[Mapping[str, Any], pd.DataFrame]]) -> int:
+def pack_runs(file: Path, runs: Iterable[tuple[Mapping[str, Any], pyarrow.Table]]) -> int:
     """Write runs, each a record and a history, into one file, and return how many they are."""
     import pyarrow
 
@@ -158,24 +191,25 @@ def packed_runs(file: Path) -> list[dict[str, Any]]:
     """The records of the runs in a file that `pack_runs` wrote."""
     try:
         table, shared = read_rows(file, [*PLAIN, *SUMMARY, *SHARED, "more"])
-        return [
+        found = [
             {name: row[name] for name in PLAIN}
             | {name: shared[name][row[name]] for name in SHARED}
             | {"summary": {name: row[name] for name in SUMMARY}}
-            | json.loads(row["more"])
+            | files.read_json(file, row["more"].encode())
             for row in table.to_pylist()
         ]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{file}: not a file of packed runs: {error!r}") from None
+    return [schemas.check(schemas.Run, record, file) for record in found]
 
 
-def packed_histories(file: Path) -> dict[str, pd.DataFrame]:
+def packed_histories(file: Path) -> dict[str, pyarrow.Table]:
     """The histories of the runs in such a file, by id."""
-    import pandas as pd
+    import pyarrow
 
     table, _ = read_rows(file, ["id", *(f"history_{name}" for name in HISTORY)])
     columns = {name: table[f"history_{name}"] for name in HISTORY}
     return {
-        run: pd.DataFrame({name: lists[place].values.to_numpy() for name, lists in columns.items()})
+        run: pyarrow.table({name: lists[place].values for name, lists in columns.items()})
         for place, run in enumerate(table["id"].to_pylist())
     }

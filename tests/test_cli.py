@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
 import gpulab as gl
 from gpulab.settings import cpu_flags
+from gpulab.training import folders
 from gpulab.training import store as stores
 
 COMMAND = [sys.executable, "-m", "gpulab.cli"]
@@ -107,7 +109,7 @@ def test_a_run_is_trained_kept_listed_and_not_trained_again(session, tmp_path):
     assert again == first, "down to the seconds: it is the run that was there"
     (run,) = gl.runs(tmp_path / "runs").itertuples()
     assert f"kept in runs{os.sep}{run.id}" in first
-    record = stores.read_record(stores.Path(run.path))
+    record = folders.read_record(Path(run.path))
     assert record["command"] == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 3 --frames 40"
     assert record["arithmetic"]["threads"] == 1
     assert f"kept in other{os.sep}{run.id}" in other
@@ -165,7 +167,7 @@ def test_a_fresh_run_ignores_a_checkpoint(session, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             gl.train("autoencoder", profile="smoke", frames=40, store=tmp_path / folder, progress=stop)
     session([*SMOKE, "--store", "resumed"], [*SMOKE, "--store", "fresh", "--fresh"])
-    records = [stores.read_record(stores.Path(gl.runs(tmp_path / folder).path[0])) for folder in ("resumed", "fresh")]
+    records = [folders.read_record(Path(gl.runs(tmp_path / folder).path[0])) for folder in ("resumed", "fresh")]
     assert [record.get("resumed_at") for record in records] == [1, None]
 
 
@@ -176,7 +178,7 @@ def test_a_real_video_is_trained_on(cli, shared, tmp_path):
         *("--size", "24x32", "--channels", "3,4", "--learning-rate", "0.002"),
     )
     (run,) = gl.runs(tmp_path / "runs").itertuples()
-    configuration = stores.read_record(stores.Path(run.path))["configuration"]
+    configuration = folders.read_record(Path(run.path))["configuration"]
     assert (configuration["frames"], configuration["window"], configuration["learning_rate"]) == (60, 20, 0.002)
     assert configuration["data"] == f"video:{video}"
     assert configuration["data_options"] == {"size": [24, 32], "frames": 60, "heldout": 6}
@@ -196,7 +198,7 @@ def test_an_experiment_is_run_and_compared(cli, tmp_path):
         ["cpu:threads=1", 1],
     ]
     assert str(gl.verdict(frame)) in text
-    command = stores.read_record(stores.Path(frame.path[3]))["command"]
+    command = folders.read_record(Path(frame.path[3]))["command"]
     assert command == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 1 --frames 40"
 
 
@@ -230,7 +232,7 @@ def test_recorded_runs_are_listed_as_csv_and_a_reader_may_leave_early(cli):
 @pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
 def test_an_instruction_set_can_be_chosen(cli, tmp_path):
     cli(*SMOKE, "--setting", "cpu:isa=avx2")
-    record = stores.read_record(stores.Path(gl.runs(tmp_path / "runs").path[0]))
+    record = folders.read_record(Path(gl.runs(tmp_path / "runs").path[0]))
     assert record["arithmetic"]["cpu_capability"] == "AVX2"
 
 
@@ -244,7 +246,7 @@ def test_ctrl_c_saves_a_checkpoint_says_so_and_the_same_command_goes_on(tmp_path
     size = ["--size", "8x12", "--channels", "3,4", "--frames", "2000"]
     command = [*COMMAND, "train", "prednet", "--profile", "smoke", *size, "--checkpoint-seconds", "0"]
     training = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
-    while not list(tmp_path.glob(f"runs/{stores.WORK}/*.safetensors")):
+    while not list(tmp_path.glob(f"runs/{folders.WORK}/*.safetensors")):
         assert training.poll() is None, training.stderr.read()
         time.sleep(0.01)
     training.send_signal(signal.SIGINT)
@@ -485,7 +487,7 @@ def test_options_of_a_network_reach_it_and_its_record(cli, tmp_path):
     cli("experiment", "whitener", *options, "--option", "covariance=centred", "--option", "code=20")
     (run,) = gl.runs(tmp_path).itertuples()
     assert run.covariance == "centred"
-    record = stores.read_record(tmp_path / run.id)
+    record = folders.read_record(tmp_path / run.id)
     assert record["configuration"]["model_options"]["code"] == 20
     assert record["command"].endswith("--option covariance=centred --option code=20")
     for wrong in ("covariance", "=centred", "covariance=diagonal"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
+import hashlib
 import importlib.util
 import io
 import itertools
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gpulab.data.content import Stamps, check_unchanged, digest, stamp
 from gpulab.data.jpeg import check_jpeg, decode_jpeg, encode_jpeg
 from gpulab.data.scenes import MovingDigits, Walk
 from gpulab.errors import DataError, UsageError
@@ -48,6 +50,16 @@ class Data(ABC):
     size: tuple[int, int]
     sequential: bool
     decoder: str | None = None  # of JPEG frames: part of how they arrive, not of what is learned
+    stamps: Stamps = {}  # of the files that are read later, as they were when the data were loaded
+
+    @property
+    def content(self) -> str | None:
+        """A SHA-256 (hex) of what the frames are made from; `""` if from no file, `None` if that cannot be known."""
+        return None
+
+    def check_unchanged(self) -> None:
+        """Raise `DataError`, naming the file, if one that is read has changed since the data were loaded."""
+        check_unchanged(self.stamps)
 
     @abstractmethod
     def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
@@ -79,6 +91,14 @@ class Images(Data):
     def __init__(self, name: str, train: Bytes, heldout: Bytes) -> None:
         self.name, self.train, self.held = name, train, heldout
         self.channels, self.size = train.shape[1], (train.shape[2], train.shape[3])
+
+    @functools.cached_property
+    def content(self) -> str:
+        """The SHA-256 of the images, of both parts."""
+        whole = hashlib.sha256(repr([(part.dtype.str, part.shape) for part in (self.train, self.held)]).encode())
+        for part in (self.train, self.held):
+            whole.update(np.ascontiguousarray(part).data)
+        return whole.hexdigest()
 
     def __len__(self) -> int:
         return len(self.train)
@@ -170,6 +190,11 @@ class Rendered(Sequence):
         super().__init__(name, 3, scene.size, frames, held)
         self.scene = scene
 
+    @property
+    def content(self) -> str:
+        """Nothing: the frames come from no file."""
+        return ""
+
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, without it endlessly."""
         return self.scene.stream(start, stop)
@@ -184,7 +209,13 @@ class Video(Sequence):
 
     def __init__(self, file: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
         self.file, self.grey, name = file, grey, f"video:{file}"
+        self.stamps = {file: stamp(file)}
         super().__init__(name, 1 if grey else 3, size, *_split(name, _count_video_frames(file, grey), frames))
+
+    @functools.cached_property
+    def content(self) -> str:
+        """The SHA-256 of the file."""
+        return digest(self.stamps)
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, decoded as they are asked for."""
@@ -195,11 +226,15 @@ class Video(Sequence):
         try:
             with av.open(str(self.file)) as container:
                 for number, frame in enumerate(itertools.islice(container.decode(video=0), stop)):
+                    if number == stop - 1:
+                        self.check_unchanged()
                     if number >= start:
                         yield _fit(frame.to_image(), self.size, self.grey)
         except av.FFmpegError as error:
+            self.check_unchanged()  # which would be why
             raise DataError(f"{self.file}: frame {number + 1} cannot be decoded: {error}") from None
         if number + 1 < stop:
+            self.check_unchanged()
             raise DataError(f"{self.file}: ends after frame {number + 1} of {stop}: is it truncated?")
 
 
@@ -207,14 +242,21 @@ class Folder(Sequence):
     """The images of a folder in the order of their names, all of one size."""
 
     def __init__(self, folder: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
-        self.files, self.grey, name = _image_files(folder, grey), grey, f"frames:{folder}"
-        super().__init__(name, 1 if grey else 3, size, *_split(name, len(self.files), frames))
+        self.stamps, self.grey, name = _image_files(folder, grey), grey, f"frames:{folder}"
+        super().__init__(name, 1 if grey else 3, size, *_split(name, len(self.stamps), frames))
+
+    @functools.cached_property
+    def content(self) -> str:
+        """The SHA-256 of the names and contents of the images, in their order."""
+        return digest(self.stamps, named=True)
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, read as they are asked for."""
-        for file in self.files[start : self.frames + self.held if stop is None else stop]:
+        stop = self.frames + self.held if stop is None else stop
+        for file, stamped in itertools.islice(self.stamps.items(), start, stop):
             with _opened(file) as image:
                 frame = _fit(image, self.size, self.grey)
+            check_unchanged({file: stamped})
             yield frame
 
 
@@ -229,6 +271,15 @@ class Recompressed(Sequence):
         super().__init__(f"jpeg:{inner.name}", inner.channels, inner.size, inner.frames, inner.held)
         self.inner, self.quality, self.subsampling = inner, quality, subsampling
         self.decoder: str = decoder
+
+    @property
+    def content(self) -> str | None:
+        """That of the inner data."""
+        return self.inner.content
+
+    def check_unchanged(self) -> None:
+        """As that of the inner data."""
+        self.inner.check_unchanged()
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, encoded and decoded as they are asked for."""
@@ -442,14 +493,14 @@ def _count_video_frames(file: Path, grey: bool) -> int:
     return count
 
 
-def _image_files(folder: Path, grey: bool) -> list[Path]:
-    """The images of a folder by name, after a look at the header of each."""
+def _image_files(folder: Path, grey: bool) -> Stamps:
+    """The images of a folder by name, as they are now, after a look at the header of each."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
     if not files:
         raise DataError(f"{folder}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
-    size = None
+    size, stamps = None, {file: stamp(file) for file in files}
     for file in files:
         with _opened(file) as image:
             size = size or image.size
@@ -458,7 +509,7 @@ def _image_files(folder: Path, grey: bool) -> list[Path]:
                 raise DataError(f"{file}: {sizes}; all must have one size")
             if image.mode.partition(";")[0] in ("1", "L", "LA", "I", "F") and not grey:
                 raise DataError(f"{file}: is grey (mode {image.mode}); ask for grey=True (--grey) to read one channel")
-    return files
+    return stamps
 
 
 @contextlib.contextmanager

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpulab import files, schemas
 from gpulab.errors import DataError
+from gpulab.records import check_size
 
 if TYPE_CHECKING:
     import pyarrow
 
-FORMAT = 3
+FORMAT = 4  # 3 had no seal
 KEY = "gpulab trace"
 TENSOR = "Tensor"  # what stands for one among an operation's arguments
 LARGEST = 1 << 27  # numbers in a column; of the largest networks that were recorded one has some 200,000
@@ -68,12 +70,15 @@ def _schema() -> pyarrow.Schema:
 
 
 def write(
-    file: str | Path | io.BytesIO,
+    file: str | Path,
     notes: Mapping[str, Any],
     rows: Iterable[dict[str, Any]],
     sketches: Mapping[str, np.ndarray],
 ) -> None:
-    """Write a trace: notes on the step, a row for each operation, and the sketches of the values that they name."""
+    """Write a trace: notes on the step, a row for each operation, and the sketches of the values that they name.
+
+    Whole or not at all.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -84,17 +89,17 @@ def write(
         written.update(new)
         as_json = {name: json.dumps(row[name]) for name in ("arguments", "defaults")}
         records.append(row | as_json | {"sketches": [sketches[value] for value in new]})
-    table = pa.Table.from_pylist(records, _schema().with_metadata({KEY: json.dumps({"format": FORMAT, **notes})}))
+    whole, described = io.BytesIO(), {"format": FORMAT, **notes, "seal": files.UNSEALED}
     pq.write_table(
-        table,
-        file,
+        pa.Table.from_pylist(records, _schema().with_metadata({KEY: json.dumps(described)})),
+        whole,
         compression="zstd",
         compression_level=19,
         use_dictionary=False,
         column_encoding={"sketches.list.element.list.element": "BYTE_STREAM_SPLIT"},
         data_page_size=1 << 26,
-        write_page_checksum=True,
     )
+    files.write(file, files.seal(whole.getvalue()))
 
 
 def read(file: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, np.ndarray]]:
@@ -102,29 +107,29 @@ def read(file: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[s
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    content = files.read(file)
+    if not content.startswith(b"PAR1"):
+        raise DataError(f"{file}: not a trace; {NO_TRACE} (those of before format 3: record the step again)")
     try:
-        with open(file, "rb") as stream:
-            is_parquet = stream.read(4) == b"PAR1"
-        if not is_parquet:
-            raise DataError(f"{file}: not a trace; {NO_TRACE} (those of before format {FORMAT}: record the step again)")
-        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
-            notes = json.loads((opened.schema_arrow.metadata or {}).get(KEY.encode(), b"null"))
-            if notes is None:
+        with pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True) as opened:
+            described = (opened.schema_arrow.metadata or {}).get(KEY.encode())
+            if described is None:
                 raise DataError(f"{file}: a Parquet file, but no trace; {NO_TRACE}")
-            if notes.pop("format") != FORMAT:
+            notes = files.read_json(file, described)
+            if (version := notes.pop("format")) not in (3, FORMAT):
                 raise DataError(f"{file}: a trace of another format; {OTHER_FORMAT}")
+            files.check_seal(file, content, required=version == FORMAT)
+            notes.pop("seal", None)
+            schemas.check(schemas.Trace, notes, file)
             if not opened.schema_arrow.equals(_schema()):
                 raise ValueError("other columns than a trace has")
-            groups = [opened.metadata.row_group(number) for number in range(opened.num_row_groups)]
-            columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-            if any(column.num_values > LARGEST or column.total_uncompressed_size > 8 * LARGEST for column in columns):
-                raise DataError(f"{file}: too large for a trace: more than {LARGEST} numbers in a column")
+            check_size(file, opened.metadata, LARGEST)
             table = opened.read()
         arrays = table["sketches"].combine_chunks().flatten()
         starts = np.cumsum(arrays.value_lengths().to_numpy())[:-1]
-        rows = table.drop_columns(["sketches"]).to_pylist()
+        rows = [files.without_controls(row) for row in table.drop_columns(["sketches"]).to_pylist()]
         for row in rows:
-            row |= {name: json.loads(row[name]) for name in ("arguments", "defaults")}
+            row |= {name: files.read_json(file, row[name].encode()) for name in ("arguments", "defaults")}
         names = dict.fromkeys(value for row in rows for value in _values(row))
         return notes, rows, dict(zip(names, np.split(arrays.flatten().to_numpy(), starts), strict=True))
     except OSError as error:

@@ -28,7 +28,7 @@ from gpulab.saddles.hessians import hessian
 from gpulab.saddles.operators import check_count
 from gpulab.saddles.spectrum import ZERO, SpectralDensity, estimated_index, spectral_density
 from gpulab.settings import Setting
-from gpulab.training import store as stores
+from gpulab.training import folders
 from gpulab.training.plan import Plan, plan_run
 from gpulab.training.run import train
 
@@ -145,8 +145,9 @@ def _along_training(
 ) -> pd.DataFrame:
     """The rows of one training: those that are kept, or new ones."""
     here = passport()
-    identity = plan.identity(here)
-    identity["id"] = stores.run_id({**identity, "looked": options})
+    plan.begin()
+    planned = plan.identity(here)
+    identity = {**planned.record, "id": folders.run_id({**planned.record, "looked": options})}
     file = None if folder is None else folder / f"{identity['id']}.parquet"
     if file is not None and file.is_file():
         bar.update(1 + options["snapshots"])

@@ -70,6 +70,7 @@ class Verdict(Report):
     unfinished: pd.DataFrame  # those left out because they neither finished nor diverged
     between_seeds: float  # the standard deviation over seeds under the reference
     between_seeds_at_least: float  # its lower 97.5 % limit
+    damaged: int = 0  # runs that could not be read where the frame comes from
 
     @property
     def decisions(self) -> dict[Any, str]:
@@ -95,6 +96,8 @@ class Verdict(Report):
         lines = [_sentence(self, row) for row in self.table.itertuples(index=False)]
         if not lines:
             lines = [f"Only {self.reference} was run: there is nothing to compare it with."]
+        if self.damaged:
+            lines.insert(0, f"{_count(self.damaged, 'damaged run')} cannot be read, and may be missing from this.")
         between = f"between {self.block}s under {self.reference} is"
         if math.isnan(self.between_seeds):
             lines.append(f"The spread {between} unknown: fewer than two finished.")
@@ -212,7 +215,8 @@ def verdict(
         for some, what in zip(of_level.values(), table.decision, strict=True)
     ]
     return Verdict(
-        metric, factor, block, reference, margin, alpha, table, pairs, reruns, runs, unfinished, sd, sd_limit
+        *(metric, factor, block, reference, margin, alpha, table, pairs, reruns, runs, unfinished, sd, sd_limit),
+        damaged=frame.attrs.get("damaged", 0),
     )
 
 
@@ -284,7 +288,8 @@ def _decide(row: Any, alpha: float) -> str:
 def _sentence(verdict: Verdict, row: Any) -> str:
     """One level's decision, and what follows from its numbers; `row` is the level's of the table."""
     reference, block, n, alpha = verdict.reference, verdict.block, row.seeds, verdict.alpha
-    text = f"{row[0]} against {reference}, {_count(n, block)}: {row.decision}"
+    together = f"{n} of {_count(n + row.left_out, block)}" if row.left_out else _count(n, block)
+    text = f"{row[0]} against {reference}, {together}: {row.decision}"
     left_out = f" Left out: {_count(row.left_out, block)} that only one of the two has." if row.left_out else ""
     diverged = ""
     if row.diverged or row.reference_diverged:

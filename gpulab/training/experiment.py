@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import PATIENCE, Setting
+from gpulab.training import folders
 from gpulab.training import store as stores
 from gpulab.training.functions import TrainingFunction, is_function, optional
 from gpulab.training.protocol import Specification, protocol
@@ -111,7 +112,7 @@ class Experiment:
         """
         from tqdm.auto import tqdm
 
-        from gpulab.training.plan import planned_id
+        from gpulab.training.plan import planned
 
         if INSIDE in os.environ:
             raise UsageError(
@@ -119,9 +120,9 @@ class Experiment:
             )
         jobs = self.jobs()
         frames = self.length
-        ids = [planned_id(**job) for job in jobs]
-        is_done = [stores.is_done(self.folder, name) for name in ids]
-        finished = [name for name, done in zip(ids, is_done, strict=True) if done]
+        found = [folders.find(self.folder, planned(**job)) for job in jobs]
+        is_done = [folder is not None for folder in found]
+        finished = [folder.name for folder in found if folder is not None]
         failures: list[str] = []
         frames_done, lock = [frames if done else 0 for done in is_done], threading.Lock()
         total = {"total": len(jobs) * frames, "initial": sum(frames_done), "unit": self.unit}

@@ -21,14 +21,18 @@ from typing import Any
 
 import numpy as np
 
+from gpulab.data.content import digest as content_of
+from gpulab.data.content import stamp
 from gpulab.diagnostics.steps import find_function
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.passports import Passport
 from gpulab.settings import Setting
+from gpulab.training import folders
 from gpulab.training import store as stores
-from gpulab.training.sources import digest, file_of, innermost, plain
+from gpulab.training.sources import UnknownContentError, content, digest, file_of, innermost, is_plain, of_gpulab, plain
 
 GIVEN = ("seed", "setting", "folder")  # parameters that gpulab fills in, by name; all others are options
+LONGEST = 4096  # characters of a path
 FIRST, LAST = "final_loss", 5  # the name of a number without one, and the share of what was yielded that is averaged
 NO_METRIC = {*stores.COLUMNS, "options"} - {FIRST, "heldout_loss"}
 
@@ -67,7 +71,11 @@ class TrainingFunction:
         parameters = _parameters(train, self.name)
         self.takes = [name for name in GIVEN if name in parameters]
         self.options = {name: p.default for name, p in parameters.items() if name not in GIVEN}
-        self.source = digest(function, self.file, bound)
+        self.unknown: tuple[str, ...] = ()
+        try:
+            self.source = digest(function, self.file, bound)
+        except UnknownContentError as error:
+            self.source, self.unknown = digest(function, self.file, []), (f"{self.name} ({error})",)
 
     def __reduce__(self) -> Any:
         """By name, so that another process reads the file itself; or else the function, by cloudpickle."""
@@ -86,12 +94,24 @@ class TrainingFunction:
 
     def identity(
         self, here: Passport, setting: Setting, seed: int, rerun: int, options: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """What makes a run of it this run, and its id."""
+    ) -> folders.Identity:
+        """What makes a run of it this run, and its id. An option that names a file stands for what is in it."""
         own = {"experiment": self.name, "profile": self.profile, "setting": str(setting), "seed": seed, "rerun": rerun}
-        return stores.identified(
-            {**own, "configuration": {"source": self.source, "options": self.plain_options(options)}}, here
-        )
+        identity = {**own, "configuration": {"source": self.source, "options": self.plain_options(options)}}
+        known, unknown = {"code": of_gpulab("settings.py", "numerics") if setting.emulated else ""}, self.unknown
+        try:
+            known["content"] = "".join(self._contents(options))
+        except UnknownContentError as error:
+            unknown += (f"an option of {self.name} ({error})",)
+        return folders.identified(identity, here, known, mapped=not any(known.values()), unknown=unknown)
+
+    def _contents(self, options: Mapping[str, Any]) -> Iterator[str]:
+        """Digests of the files that options name, and of what is in options that are not plain."""
+        for name, value in {**self.options, **options}.items():
+            if isinstance(value, str | Path) and 0 < len(str(value)) < LONGEST and Path(value).is_file():
+                yield f"{name}:{content_of({Path(value): stamp(Path(value))})} "
+            elif not is_plain(value):
+                yield f"{name}:{folders.digest(content(value))} "
 
     def command(self, setting: Setting, seed: int, rerun: int, options: Mapping[str, Any]) -> str | None:
         """The command line that makes a run, where there is one."""

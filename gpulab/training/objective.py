@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting
+from gpulab.training import folders
 from gpulab.training import store as stores
 from gpulab.training.experiment import Experiment, Workers
 from gpulab.training.functions import TrainingFunction
@@ -137,13 +138,11 @@ class Records(Objective):
 
     def loss(self, setting: str, seed: int, changes: Mapping[str, Any], workers: Workers) -> float:
         """The metric in the record of the run."""
-        from gpulab.training.plan import planned_id
+        from gpulab.training.plan import planned
 
         job = self.job(setting, seed, changes)
-        run = planned_id(**job)
-        if not stores.is_done(self.folder, run):
-            run = workers.train(job, lambda *_: None)
-        value = stores.read_record(self.folder / run)["summary"][self.metric]
+        run = folders.find(self.folder, planned(**job)) or self.folder / workers.train(job, lambda *_: None)
+        value = folders.read_record(run)["summary"][self.metric]
         return math.nan if value is None else float(value)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import math
 from dataclasses import dataclass
@@ -14,12 +13,15 @@ import torch
 from gpulab.data.datasets import Data, load
 from gpulab.errors import UsageError
 from gpulab.models import MODELS
-from gpulab.models.base import Trainable, bytes_of, check_weight, flip_bit
+from gpulab.models.base import Trainable, check_weight, flip_bit
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
-from gpulab.training import store as stores
+from gpulab.training import folders, sources
 from gpulab.training.functions import TrainingFunction
 from gpulab.training.protocol import FACTORS, Protocol, factors_of_run, protocol
+
+# What of gpulab's code a network is, beside what all share.
+MODEL_FILES = {"prednet": "models/prednet.py"} | dict.fromkeys(("autoencoder", "whitener"), "models/autoencoders.py")
 
 
 @dataclass
@@ -38,6 +40,8 @@ class Plan:
     learning_rate: float
     model_options: dict[str, Any]
     factors: dict[str, Any]
+    own: bool = False  # whether the model is one that somebody else wrote
+    unknown: tuple[str, ...] = ()  # what of the model cannot be known by its content
 
     def begin(self) -> None:
         """Give the model the weights that training starts from."""
@@ -47,8 +51,8 @@ class Plan:
         if self.factors["flip"] is not None:
             flip_bit(self.model, self.factors["flip"])
 
-    def identity(self, here: Passport) -> dict[str, Any]:
-        """What makes this run this run, and its id."""
+    def identity(self, here: Passport) -> folders.Identity:
+        """What makes this run this run, and its id; of a model of one's own after `begin`."""
         identity = {
             "experiment": self.name,
             "profile": self.profile,
@@ -67,7 +71,16 @@ class Plan:
         }
         factors = {**self.factors, "decoder": self.data.decoder}
         identity |= {name: value for name, value in factors.items() if value != FACTORS[name].usual}
-        return stores.identified(identity, here)
+        ours, emulated = type(self.data).__module__.startswith("gpulab."), self.setting.emulated
+        content = self.data.content if ours else None
+        modules = ["settings.py", "data", "training/step.py", *(["numerics"] if emulated else [])]
+        modules += ["models"] if self.own else ["models/base.py", MODEL_FILES[self.name]]
+        known = {"code": sources.of_gpulab(*modules), "content": content or ""}
+        if self.own:
+            known["initial"] = folders.weights_digest(self.model.state_dict())
+        unknown = self.unknown + ((f"data {self.data.name!r}",) if content is None else ())
+        by_name = not (self.own or emulated or folders.of_place(self.data.name))
+        return folders.identified(identity, here, known, mapped=by_name, unknown=unknown)
 
 
 def plan_run(
@@ -96,6 +109,7 @@ def plan_run(
         raise UsageError(f"learning_rate={rate!r}: expected a number, 0 or above")
     model = _model(net, usual, model_options or {})
     check_weight(model, chosen["flip"])
+    described, unknown = _model_description(net, model, usual, model_options or {})
     return Plan(
         name=name,
         model=model,
@@ -107,8 +121,10 @@ def plan_run(
         frames=frames,
         window=usual.window,
         learning_rate=rate,
-        model_options=_model_description(net, model, usual, model_options or {}),
+        model_options=described,
         factors=chosen,
+        own=not isinstance(net, str),
+        unknown=unknown,
     )
 
 
@@ -130,18 +146,20 @@ def _model(net: Trainable | str, usual: Protocol, options: dict[str, Any]) -> Tr
 
 def _model_description(
     net: Trainable | str, model: Trainable, usual: Protocol, options: dict[str, Any]
-) -> dict[str, Any]:
-    """What makes this model: its options, and for one that was loaded the digest of its weights."""
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What makes this model, and what of it cannot be known: its options, or a digest of its code and its state."""
     if isinstance(net, str):
         described: dict[str, Any] = {"size": list(usual.size), **usual.model, **options}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in described.items()}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in described.items()}, ()
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    digest = hashlib.sha256(repr(sorted(shapes.items())).encode())
-    digest.update(repr(model).encode())
-    if not model.fresh:
-        for tensor in model.state_dict().values():
-            digest.update(bytes_of(tensor))
-    return {"class": type(net).__qualname__, "digest": digest.hexdigest()}
+    weights = None if model.fresh else folders.weights_digest(model.state_dict())
+    try:
+        parts = [(name, sources.content(sources.plain_state(part))) for name, part in model.named_modules()]
+        unknown: tuple[str, ...] = ()
+    except sources.UnknownContentError as error:
+        parts, unknown = [], (f"{type(net).__name__} ({error})",)
+    digest = folders.digest([shapes, repr(model), weights, parts])
+    return {"class": type(net).__qualname__, "digest": digest}, unknown
 
 
 def _data(data: Data | str | None, model: Trainable, usual: Protocol, frames: int, options: dict[str, Any]) -> Data:
@@ -167,13 +185,13 @@ def _data(data: Data | str | None, model: Trainable, usual: Protocol, frames: in
     return data
 
 
-def planned_id(net: str | TrainingFunction, **arguments: Any) -> str:
-    """The id that `train` would give to a run with these arguments on this machine."""
+def planned(net: str | TrainingFunction, **arguments: Any) -> folders.Identity:
+    """What `train` would call a run with these arguments on this machine."""
     if isinstance(net, TrainingFunction):
         setting, seed, rerun, options = (arguments[name] for name in ("setting", "seed", "rerun", "model_options"))
-        return net.identity(passport(), Setting.parse(setting), seed, rerun, options)["id"]
+        return net.identity(passport(), Setting.parse(setting), seed, rerun, options)
     own = {name for name in inspect.signature(plan_run).parameters if name != "factors"}
     own |= {name for name, option in FACTORS.items() if option.of == "run"}
     with torch.random.fork_rng(devices=[]):
         plan = plan_run(net, **{name: value for name, value in arguments.items() if name in own})
-    return plan.identity(passport())["id"]
+    return plan.identity(passport())

@@ -10,8 +10,9 @@ import contextlib
 import copy
 import math
 import time
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.settings import Setting
-from gpulab.training import store as stores
+from gpulab.training import folders
 from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.plan import Plan, plan_run
 from gpulab.training.protocol import Specification
@@ -205,27 +206,41 @@ def train(
         given = {name: value for name, value in {"data": data, **chosen}.items() if value is not None}
         command = Specification(net, str(plan.setting), seed, profile, rerun, given).command()
     with plan.setting.apply():
-        record = stores.begun(plan.identity(passport()), passport(), command)
-        if folder is not None and resume and not guard and stores.is_done(folder, record["id"], keep_weights):
-            return _stored(folder / record["id"], plan)
-        file = None if folder is None else stores.checkpoint_file(folder, record["id"])
         plan.begin()
+        identity = plan.identity(passport())
+        _tell_unknown(identity, folder)
+        record = folders.begun(identity, passport(), command)
+        if folder is not None and resume and not guard and (done := folders.find(folder, identity, keep_weights)):
+            return _stored(done, plan)
+        file = None if folder is None else folders.checkpoint_file(folder, identity.id)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             trainer = Trainer(plan)
-            if file is not None and resume and (checkpoint := stores.read_checkpoint(file)):
-                trainer.restore(*checkpoint)
-                record["resumed_at"] = trainer.windows_done
+            if file is not None and resume and file.exists():
+                spare = replace(plan, model=copy.deepcopy(plan.model))
+                if folders.resume(file, trainer.restore):
+                    record["resumed_at"] = trainer.windows_done
+                else:  # which may have left it half restored
+                    plan = spare
+                    trainer = Trainer(plan)
             with guards.guard() if guard else contextlib.nullcontext():
                 trainer.run(file, checkpoint_seconds, progress, watch)
             record |= trainer.outcome()
+        plan.data.check_unchanged()
     history = _history(trainer.history)
     plan.model.fresh = False
     run = Run(plan.model.cpu(), plan.data, history, record)
     if folder is not None and file is not None:
-        run.path = stores.write_run(folder, record, history, plan.model.state_dict() if keep_weights else None)
+        run.path = folders.write_run(folder, record, history, plan.model.state_dict() if keep_weights else None)
         file.unlink(missing_ok=True)
     return run
+
+
+def _tell_unknown(identity: folders.Identity, store: Path | None) -> None:
+    """Say that a run is not kept under a name that could stand for another."""
+    if store is not None and identity.unknown:
+        what = ", ".join(identity.unknown)
+        warnings.warn(f"{what}: its content cannot be known, so this run is never taken for another one", stacklevel=3)
 
 
 def _history(rows: list[tuple[int, int, float, float]]) -> pd.DataFrame:
@@ -247,14 +262,15 @@ def _call(
     """One run of a function of the user's."""
     here, files = passport(), None
     identity = training.identity(here, setting, seed, rerun, options)
-    if store is not None and resume and not guard and stores.is_done(store, identity["id"]):
-        record, history = stores.read_run(store / identity["id"])
-        return Run(None, None, history, record, store / identity["id"])
+    _tell_unknown(identity, store)
+    if store is not None and resume and not guard and (done := folders.find(store, identity)):
+        record, history = folders.read_run(done)
+        return Run(None, None, history, record, done)
     if store is not None and "folder" in training.takes:
-        files = stores.files_folder(store, identity["id"], resume)
+        files = folders.files_folder(store, identity.id, resume)
     with contextlib.ExitStack() as stack:
         stack.enter_context(setting.apply())
-        record = stores.begun(identity, here, command or training.command(setting, seed, rerun, options))
+        record = folders.begun(identity, here, command or training.command(setting, seed, rerun, options))
         stack.enter_context(guards.guard() if guard else contextlib.nullcontext())
         bar = stack.enter_context(tqdm(unit="step", leave=False, disable=progress is not True))
 
@@ -272,16 +288,13 @@ def _call(
         record |= {"diverged_at": len(rows)} if metrics is None else {}
     run = Run(None, None, _history(rows), record)
     if store is not None:
-        run.path = stores.write_run(store, record, run.history, files=files)
+        run.path = folders.write_run(store, record, run.history, own_files=files)
     return run
 
 
 def _stored(folder: Path, plan: Plan) -> Run:
     """A run that was done before; without kept weights its model is untrained."""
-    from safetensors.torch import load_file
-
-    record, history = stores.read_run(folder)
-    weights = folder / "weights.safetensors"
-    if weights.is_file():
-        plan.model.to(dtype=plan.setting.dtype).load_state_dict(load_file(weights))
+    record, history = folders.read_run(folder)
+    if (folder / folders.WEIGHTS).is_file():
+        plan.model.to(dtype=plan.setting.dtype).load_state_dict(folders.read_weights(folder))
     return Run(plan.model, plan.data, history, record, folder)

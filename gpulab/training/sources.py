@@ -1,4 +1,4 @@
-"""What a function was, so that a changed one is not taken for the same: its text, with what it calls of the user's."""
+"""What a function or a network was, so that a changed one is not taken for the same: its text, and what it holds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,37 @@ import inspect
 import json
 import sys
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 
 def digest(function: Any, file: Path | None, bound: list[Any]) -> str:
     """A digest of the text of a function's file or cells, and of the values that `innermost` found."""
     text = _files_text(file) if file else sorted(_typed(function, {}).items())
-    return hashlib.sha256(json.dumps([text, *map(plain, bound)]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([text, *map(_known, bound)]).encode()).hexdigest()
+
+
+@functools.cache
+def of_gpulab(*names: str) -> str:
+    """A digest of files and packages of gpulab, without comments and docstrings."""
+    package = Path(__file__).parents[1]
+    found = {file for name in names for file in [package / name, *(package / name).rglob("*.py")] if file.is_file()}
+    texts = [(file.relative_to(package).as_posix(), _without_docstrings(file)) for file in sorted(found)]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
+def _without_docstrings(file: Path) -> str:
+    tree = ast.parse(file.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
+            node.body = node.body[1:]
+    return ast.dump(tree)
 
 
 def innermost(train: Any) -> tuple[Any, list[Any]]:
@@ -53,6 +75,98 @@ def plain(value: Any) -> str:
         return getattr(thing, "__qualname__", type(thing).__qualname__ if " at 0x" in text else text)
 
     return json.dumps(value, default=other, sort_keys=True, skipkeys=True)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON can carry a value as it is."""
+    with contextlib.suppress(TypeError, ValueError):
+        json.dumps(value)
+        return True
+    return isinstance(value, PurePath)
+
+
+class UnknownContentError(Exception):
+    """Something whose content cannot be known; the message says what."""
+
+
+LIBRARIES = ("torch", "numpy", "builtins", "gpulab", "functools", "collections")
+WRITTEN = (torch.dtype, torch.device, torch.layout, torch.memory_format, PurePath, range, slice, complex, type(...))
+
+
+def _known(value: Any) -> str:
+    """A value as JSON, as it is or by its content."""
+    with contextlib.suppress(TypeError, ValueError):
+        return json.dumps(value, sort_keys=True)
+    return json.dumps(content(value), sort_keys=True)
+
+
+def content(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """What a value is and holds, as JSON can carry it: equal for equal content, in every process.
+
+    Raises:
+        UnknownContentError: For what hides it, such as a generator of random numbers or an object of a library in C.
+
+    Examples:
+        >>> content({"size": (3, 4), "dtype": torch.float32})
+        ['dict', [['size', ['tuple', [3, 4]]], ['dtype', 'torch.float32']]]
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if id(value) in inside:
+        return "itself"
+    of = functools.partial(content, inside=(*inside, id(value)))
+    kind = type(value).__qualname__
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        value = value.detach().cpu().numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value
+        array = value.float().numpy() if isinstance(value, Tensor) else np.asarray(value)
+        if array.dtype.hasobject:
+            raise UnknownContentError(f"an array of {array.dtype}")
+        return [kind, str(array.dtype), list(array.shape), hashlib.sha256(array.tobytes()).hexdigest()]
+    if isinstance(value, bytes | bytearray):
+        return [kind, hashlib.sha256(value).hexdigest()]
+    if isinstance(value, Mapping):
+        return [kind, [[of(name), of(part)] for name, part in value.items()]]
+    if isinstance(value, list | tuple | deque):
+        return [kind, [of(part) for part in value]]
+    if isinstance(value, set | frozenset):
+        return [kind, sorted((of(part) for part in value), key=json.dumps)]
+    if isinstance(value, WRITTEN):
+        return str(value)
+    if callable(value) and not isinstance(value, nn.Module) and not _holds(value):
+        return _code(value, of)
+    if isinstance(value, nn.Module):
+        weights = [of(parameter.detach()) for parameter in value.parameters(recurse=False)]
+        return [_code(type(value), of), weights, of(plain_state(value)), [of(part) for part in value.children()]]
+    if not hasattr(value, "__dict__"):
+        raise UnknownContentError(f"a {kind} in it")
+    return [_code(type(value), of), of(vars(value))]
+
+
+def _holds(value: Any) -> bool:
+    """Whether something callable is an object of a class of the user's, which holds more than code."""
+    return not isinstance(value, type) and not inspect.isroutine(value) and not isinstance(value, functools.partial)
+
+
+def _code(thing: Any, of: Any) -> Any:
+    """A function or class by its name and, unless it is of a library, its text and what it is bound to."""
+    if isinstance(thing, type):
+        own = [part for part in thing.__mro__ if part.__module__.partition(".")[0] not in LIBRARIES]
+        return [thing.__qualname__, [digest(part, file_of(part), []) for part in own]]
+    function, bound = innermost(thing)
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)!s}"
+    if inspect.isbuiltin(function) or name.partition(".")[0] in LIBRARIES:
+        return [name, of(bound)]
+    return [name, digest(function, file_of(function), []), of(bound)]
+
+
+def plain_state(module: nn.Module) -> dict[str, Any]:
+    """What a module holds beside its parameters and parts: attributes, buffers and hooks, wherever it was made."""
+    ours = type(module).__module__.partition(".")[0] != "torch"
+    skipped = ("_parameters", "_modules", "_backward_hooks", "_is_full_backward_hook")
+    held = {name: value for name, value in vars(module).items() if name not in skipped}
+    hooks = {name: list(value.values()) for name, value in held.items() if "_hooks" in name and value}
+    rest = {n: v for n, v in held.items() if "_hooks" not in n and (ours or n[0] != "_" or n == "_buffers")}
+    return {n: v for n, v in rest.items() if not isinstance(v, nn.Parameter)} | hooks
 
 
 def file_of(function: Any) -> Path | None:

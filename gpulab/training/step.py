@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -18,9 +17,9 @@ from tqdm.auto import tqdm
 
 from gpulab.data.datasets import Window
 from gpulab.data.feed import Loader
-from gpulab.models.base import Trainable, bytes_of
+from gpulab.models.base import Trainable
 from gpulab.settings import Setting
-from gpulab.training import store as stores
+from gpulab.training import folders
 from gpulab.training.plan import Plan, plan_run
 
 LAST_FIFTH = 5
@@ -79,11 +78,11 @@ class Trainer:
                     if watch:
                         watch(self.model, self.step)
                     if file is not None and self.diverged_at is None and time.monotonic() - saved >= every:
-                        stores.write_checkpoint(file, *self.checkpoint())
+                        folders.write_checkpoint(file, *self.checkpoint())
                         saved = time.monotonic()
             except KeyboardInterrupt:
                 if file is not None and self._at_a_window():
-                    stores.write_checkpoint(file, *self.checkpoint())
+                    folders.write_checkpoint(file, *self.checkpoint())
                 raise
 
     def _at_a_window(self) -> bool:
@@ -129,10 +128,6 @@ class Trainer:
             self.diverged_at = self.step  # the last update ruined the weights, and no later loss shows it
         diverged = self.diverged_at is not None
         last = [loss for _, _, loss, _ in self.history[-max(1, self.count // LAST_FIFTH) :]]
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(bytes_of(tensor))
         return {
             "status": "diverged" if diverged else "finished",
             "diverged_at": self.diverged_at,
@@ -142,7 +137,7 @@ class Trainer:
                 "heldout_loss": None if diverged else heldout,
                 "seconds": self.seconds,
                 "frames_per_second": self.windows_done * self.window / self.seconds,
-                "weights": digest.hexdigest(),
+                "weights": folders.weights_digest(self.model.state_dict()),
             },
         }
 

@@ -1,19 +1,19 @@
 import contextlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import gpulab as gl
+from gpulab import records
 from gpulab.data.feed import LOADERS, Loader
 from gpulab.models.chainer import chainer_views
 from gpulab.passports import Passport
 from gpulab.training import plan as training
+from gpulab.training.protocol import Specification
 
 BUFFERED = ("copied", "reused", "imitated")
-RECORDED = sorted(Path("data/runs").glob("*/run.json"))
 # Tiny networks: several threads would spend their time waiting for each other.
 SETTING = "cpu:threads=1"
 SMALL = {"profile": "smoke", "frames": 20, "progress": False}
@@ -196,45 +196,25 @@ def test_an_experiment_hands_its_loader_to_every_run(tmp_path):
     run = gl.train(**job, progress=False)
     record = json.loads((run.path / "run.json").read_text())
     assert record["loader"] == "reused"
-    assert record["id"] == training.planned_id("prednet", setting=SETTING, seed=0, profile="smoke", **options)
+    assert record["id"] == training.planned("prednet", setting=SETTING, seed=0, profile="smoke", **options).id
     again = gl.train("prednet", setting=SETTING, profile="smoke", progress=False, **options)
     assert record["summary"]["weights"] == again.record["summary"]["weights"]
 
 
 def test_loaders_have_ids_of_their_own():
     plan = {"setting": "cpu", "seed": 0, "profile": "smoke"}
-    ids = [training.planned_id("prednet", **plan, loader=loader) for loader in LOADERS]
+    ids = [training.planned("prednet", **plan, loader=loader).id for loader in LOADERS]
     assert len(set(ids)) == len(LOADERS)
-    assert training.planned_id("prednet", **plan) == ids[0]
+    assert training.planned("prednet", **plan).id == ids[0]
 
 
-@pytest.mark.skipif(not RECORDED, reason="the recorded runs are not beside the tests")
-@pytest.mark.parametrize("model", ["prednet", "autoencoder"])
-def test_runs_keep_the_ids_that_they_were_recorded_with(model):
-    """Also those recorded before there were loaders."""
-    seen = set()
-    for file in RECORDED:
-        record = json.loads(file.read_text())
-        if record["experiment"] != model or record["configuration"]["data"] == "mnist":  # which is downloaded
-            continue
-        configuration, passport = record["configuration"], Passport(record["passport"])
-        kind = record["profile"], record["setting"], record.get("loader"), json.dumps(configuration)
-        if kind in seen:
-            continue
-        seen.add(kind)
-        options = {
-            key: configuration["data_options"][key] for key in ("speed",) if key in configuration["data_options"]
-        }
-        plan = training.plan_run(
-            model,
-            setting=record["setting"],
-            seed=record["seed"],
-            profile=record["profile"],
-            frames=configuration["frames"],
-            learning_rate=configuration["learning_rate"],
-            loader=record.get("loader", "window"),
-            data_options=options,
-            rerun=record["rerun"],
-        )
-        assert plan.identity(passport)["id"] == record["id"]
-    assert {loader for _, _, loader, _ in seen} >= {None}
+@pytest.mark.parametrize("file", sorted(records.recorded_folder("runs").glob("*.parquet")), ids=lambda file: file.stem)
+def test_runs_are_known_by_the_ids_that_they_were_recorded_with(file):
+    of_each_kind = {}
+    for record in records.packed_runs(file):
+        if record["configuration"]["data"] != "mnist":  # which is downloaded
+            of_each_kind[json.dumps([record[name] for name in ("setting", "configuration", "rerun")])] = record
+    for record in of_each_kind.values():
+        plan = training.plan_run(**Specification.from_record(record).arguments())
+        assert plan.identity(Passport(record["passport"])).former == record["id"]
+    assert of_each_kind or "autoencoder-paper" in file.name

@@ -6,7 +6,7 @@ from PIL import Image
 
 import gpulab as gl
 from gpulab.data.jpeg import DECODERS, SUBSAMPLINGS, compare_decoders
-from gpulab.training.plan import planned_id
+from gpulab.training.plan import planned
 
 HERE = gl.available_decoders()
 FRAMES = next(gl.load("walk", frames=20, size=(24, 32)).windows(5)).frames
@@ -127,7 +127,7 @@ def test_a_decoder_is_a_factor_and_the_quality_is_not(tmp_path):
 
 def test_without_jpeg_a_run_keeps_its_id():
     usual = {"setting": "cpu", "seed": 0, "profile": "smoke"}
-    assert planned_id("prednet", **usual) == planned_id("prednet", **usual, flip=None, draws="cpu")
-    names = {planned_id("prednet", **usual, **more) for more in ({}, {"flip": 0}, {"draws": "device"})}
-    names |= {planned_id("prednet", **usual, data="jpeg:walk", data_options={"decoder": d}) for d in ("av", "pillow")}
+    assert planned("prednet", **usual).id == planned("prednet", **usual, flip=None, draws="cpu").id
+    names = {planned("prednet", **usual, **more).id for more in ({}, {"flip": 0}, {"draws": "device"})}
+    names |= {planned("prednet", **usual, data="jpeg:walk", data_options={"decoder": d}).id for d in ("av", "pillow")}
     assert len(names) == 5

@@ -17,6 +17,13 @@ def test_there_are_two_hundred_faults_of_every_kind_and_no_two_alike():
     assert len({fault.what for fault in faults}) == len(faults)
 
 
+def test_a_fault_whose_cause_is_not_found_is_a_fault():
+    fault = next(fault for fault in plant_faults.faults() if fault.what == "forgotten factor in layers")
+    report = plant_faults.examined(fault)
+    assert report.kind == "cause not found"
+    assert report.faulty
+
+
 PARTS = 6
 
 

@@ -1,6 +1,8 @@
+import io
 import json
 import math
 import pickle
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +14,7 @@ from torch import nn
 
 import gpulab as gl
 from gpulab.diagnostics import trace_files
+from gpulab.files import UNSEALED, seal
 
 KEY = trace_files.KEY
 
@@ -70,8 +73,9 @@ def test_what_is_no_trace_is_named(tmp_path):
     safetensors.numpy.save_file({"weight": np.ones(3)}, tmp_path / "a.safetensors")
     safetensors.numpy.save_file({"weight": np.ones(3)}, tmp_path / "b.safetensors", {"other": "notes"})
     pq.write_table(pa.table({"name": ["addmm"]}), tmp_path / "a.parquet")
-    for name in ("a.json", "a.pickle", "a.txt", "missing.trace"):
+    for name in ("a.json", "a.pickle", "a.txt"):
         refused(tmp_path / name, "not a trace")
+    refused(tmp_path / "missing.trace", "No such file")
     for name in ("a.safetensors", "b.safetensors", "a.parquet"):
         refused(tmp_path / name, "trace", "gpulab record")
     refused(tmp_path)
@@ -83,11 +87,12 @@ def test_a_trace_too_large_to_be_read_is_named(file, monkeypatch):
 
 
 def rewritten(file, into, notes=None, **columns):
-    """The file with other notes (a change of them, or a text), and other values in its columns."""
+    """The file with other notes (a change of them, or a text), and other values in its columns, sealed again."""
     table = pq.read_table(file)
     text = table.schema.metadata[KEY.encode()].decode()
     if notes is not None:
         text = notes if isinstance(notes, str) else json.dumps(json.loads(text) | notes)
+    text = re.sub(r"sealed by xxh3 \w{32}", UNSEALED, text)
     for name, change in columns.items():
         values = change(table[name].to_pylist())
         place = table.schema.get_field_index(name)
@@ -97,7 +102,9 @@ def rewritten(file, into, notes=None, **columns):
             table = table.set_column(place, pa.field(name, values.type, nullable=False), values)
         else:
             table = table.set_column(place, table.schema.field(name), pa.array(values, table.schema.field(name).type))
-    pq.write_table(table.replace_schema_metadata({KEY: text}), into)
+    whole = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({KEY: text}), whole)
+    into.write_bytes(seal(whole.getvalue()) if UNSEALED in text else whole.getvalue())
     return into
 
 
@@ -132,6 +139,15 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_trace_is_named(file, tmp_path, name):
     refused(rewritten(file, tmp_path / "damaged.trace", **DAMAGED[name]))
+
+
+def test_a_trace_without_its_seal_is_damaged(file, tmp_path):
+    rewritten(file, tmp_path / "a.trace", notes={"seal": "none"})
+    refused(tmp_path / "a.trace", "its checksum is missing")
+
+
+def test_a_trace_of_before_seals_is_read(file, tmp_path):
+    assert gl.Trace.load(rewritten(file, tmp_path / "a.trace", notes={"format": 3, "seal": "none"})).operations
 
 
 def test_a_trace_that_is_only_copied_is_read(file, tmp_path):

@@ -112,7 +112,7 @@ def test_damaged_recordings_are_named_and_skipped(frame, tmp_path, folder):
         assert read_curvature(tmp_path).id.nunique() == 1
     words = " ".join(str(one.message) for one in told)
     assert "half.parquet" in words
-    assert "foreign.parquet: not a recording of format" in words
+    assert "foreign.parquet: not a recording of gpulab's" in words
 
 
 def test_what_is_shipped_is_recorded_with_its_passport():

@@ -17,6 +17,7 @@ import torch
 
 import gpulab as gl
 from gpulab.training import experiment as experiments
+from gpulab.training import folders
 from gpulab.training import store as stores
 from gpulab.training.functions import TrainingFunction
 
@@ -406,7 +407,7 @@ def test_a_folder_survives_a_killed_run_and_is_kept_with_the_run(write, tmp_path
     frame = experiment.run(progress=False)
     assert frame.final_loss.tolist() == [4.0], "it went on after the fourth step"
     assert (tmp_path / frame.path[0] / "files" / "done").read_text() == "6"
-    assert not list((tmp_path / "runs" / stores.WORK).iterdir())
+    assert not list((tmp_path / "runs" / folders.WORK).iterdir())
 
 
 FOREVER = """

@@ -5,7 +5,7 @@ import pytest
 
 import gpulab as gl
 from gpulab.data.feed import LOADERS
-from gpulab.training.plan import planned_id
+from gpulab.training.plan import planned
 from gpulab.training.protocol import OPTIONS, PROFILES, PROTOCOLS, Specification, protocol
 
 
@@ -105,7 +105,7 @@ def test_the_kept_command_makes_the_run_again(name, rerun):
 @pytest.mark.parametrize("name", SPECIFICATIONS)
 def test_a_record_gives_its_specification_back(name, rerun):
     record = rerun[0][name].record
-    assert planned_id(**Specification.from_record(record).arguments()) == record["id"]
+    assert planned(**Specification.from_record(record).arguments()).id == record["id"]
 
 
 def test_a_grey_film_is_specified_again(tmp_path):
@@ -117,7 +117,7 @@ def test_a_grey_film_is_specified_again(tmp_path):
     specification = Specification.from_options("prednet", "smoke", flat)
     assert specification.options["model_options"]["channels"] == [1, 8, 16]
     run = gl.train(**specification.arguments(), progress=False)
-    assert planned_id(**Specification.from_record(run.record).arguments()) == run.record["id"]
+    assert planned(**Specification.from_record(run.record).arguments()).id == run.record["id"]
 
 
 def test_a_loaded_network_or_film_has_no_command():

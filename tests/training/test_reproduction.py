@@ -14,7 +14,7 @@ import torch
 
 import gpulab as gl
 from gpulab.training import objective, reproduction, search
-from gpulab.training.plan import planned_id
+from gpulab.training.plan import planned
 from gpulab.training.proposals import propose
 from gpulab.training.reproduction import WITHIN
 from gpulab.training.trial_log import Trial
@@ -95,7 +95,7 @@ def test_what_can_be_changed_of_the_networks_of_gpulab(old, store):
     job = records.job(NEW, 3, {"batch_size": 4})
     assert job["model_options"] == {"size": [28, 28], "hidden": [16, 4], "batch_size": 4}
     same = records.job("cpu:threads=1", 3, {})
-    assert planned_id(**same) == old.id[3], "with nothing changed it is the run that there was"
+    assert planned(**same).id == old.id[3], "with nothing changed it is the run that there was"
     with pytest.raises(gl.UsageError, match=r"'stride' can be changed; there are learning_rate, .*precision"):
         gl.reproduce(old, {"stride": [2]}, NEW, store=store, **QUIET)
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import gpulab as gl
 from gpulab.models.base import Trainable
-from gpulab.training import store as stores
-from gpulab.training.plan import planned_id
+from gpulab.training import folders
+from gpulab.training.plan import planned
 from gpulab.training.run import train
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
@@ -384,7 +384,7 @@ def test_a_diverged_run_that_could_not_be_stored_has_diverged_at_the_same_step_w
 
     options = {"learning_rate": 1e38, "store": tmp_path, "checkpoint_seconds": 0}
     with monkeypatch.context() as patch:
-        patch.setattr(stores, "write_run", full)
+        patch.setattr(folders, "write_run", full)
         with pytest.raises(OSError, match="no space"):
             trained(**options)
     again = trained(**options)
@@ -434,21 +434,21 @@ def test_a_killed_run_resumes_to_the_same_bits(model, tmp_path):
     resumed = train(**options, progress=False)
     assert resumed.record["resumed_at"] == 5
     assert same(resumed, reference(model))
-    assert list((tmp_path / "killed" / stores.WORK).iterdir()) == []
+    assert list((tmp_path / "killed" / folders.WORK).iterdir()) == []
     assert len(gl.runs(tmp_path / "killed")) == 1
 
 
 @BOTH
 def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(model, tmp_path):
     interrupted(lambda progress: trained(model, store=tmp_path, **progress), after=80)
-    assert len(list((tmp_path / stores.WORK).glob("*.safetensors"))) == 1
+    assert len(list((tmp_path / folders.WORK).glob("*.safetensors"))) == 1
     told = []
     resumed = trained(model, store=tmp_path, progress=lambda done, loss: told.append((done, loss)))
     assert resumed.record["resumed_at"] == 4
     assert [done for done, _ in told] == [100, 120, 140, 160, 180, 200]
     assert [loss for _, loss in told] == resumed.history.loss[4:].tolist()
     assert same(resumed, reference(model))
-    assert list((tmp_path / stores.WORK).iterdir()) == []
+    assert list((tmp_path / folders.WORK).iterdir()) == []
 
 
 class Autoencoder(gl.Autoencoder):
@@ -497,7 +497,7 @@ def test_a_run_can_be_interrupted_again_and_again(tmp_path):
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.5, 0.99])
 def test_a_truncated_checkpoint_is_reported_and_the_run_starts_anew(tmp_path, part):
     interrupted(lambda progress: trained(store=tmp_path, **progress), after=80)
-    (file,) = (tmp_path / stores.WORK).glob("*.safetensors")
+    (file,) = (tmp_path / folders.WORK).glob("*.safetensors")
     file.write_bytes(file.read_bytes()[: int(part * file.stat().st_size)])
     with pytest.warns(UserWarning, match="damaged checkpoint") as warned:
         run = trained(store=tmp_path)
@@ -553,6 +553,7 @@ def test_weights_are_kept_only_when_asked(tmp_path):
 def test_the_record_says_what_was_run_and_on_what(tmp_path):
     run = trained(store=tmp_path, frames=20, seed=3, rerun=2, command="gpulab train prednet")
     record = strict_json((run.path / "run.json").read_text())
+    assert record.pop("seal").startswith("sealed by ")
     assert record == run.record
     assert record["passport"] == gl.passport()
     assert (record["seed"], record["rerun"], record["setting"], record["profile"]) == (3, 2, "cpu:threads=1", "smoke")
@@ -564,9 +565,9 @@ def test_the_record_says_what_was_run_and_on_what(tmp_path):
 @BOTH
 def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
     options = {**TINY[model], **USUAL, "seed": 1, "frames": 20, "rerun": 1}
-    assert planned_id(**options) == train(**options, store=tmp_path).record["id"]
+    assert planned(**options).id == train(**options, store=tmp_path).record["id"]
     others = [{"seed": 2}, {"rerun": 0}, {"setting": "cpu"}, {"frames": 40}, {"learning_rate": 1.0}]
-    assert len({planned_id(**{**options, **other}) for other in [{}, *others]}) == 6
+    assert len({planned(**{**options, **other}).id for other in [{}, *others]}) == 6
 
 
 # --- requests that make no sense -------------------------------------------------------------------------

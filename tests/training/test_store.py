@@ -15,6 +15,7 @@ import torch
 
 import gpulab as gl
 from gpulab import records
+from gpulab.training import folders
 from gpulab.training import store as stores
 
 HISTORY = pd.DataFrame({"window": [0, 1], "step": [1, 2], "loss": [0.5, 0.25], "seconds": [0.1, 0.2]})
@@ -31,7 +32,7 @@ def numbered(record, seed, **changes):
 
 
 def write(store, record, **options):
-    return stores.write_run(store, record, HISTORY, **options)
+    return folders.write_run(store, record, HISTORY, **options)
 
 
 # --- writing and reading -----------------------------------------------------------------------------------
@@ -42,26 +43,26 @@ def test_what_is_written_is_read_back(record, tmp_path):
     folder = write(tmp_path / "new" / "store", numbered(record, 5), weights=weights)
     assert folder == tmp_path / "new" / "store" / "run-5"
     assert sorted(file.name for file in folder.iterdir()) == ["history.parquet", "run.json", "weights.safetensors"]
-    back, history = stores.read_run(folder)
+    back, history = folders.read_run(folder)
     assert back == numbered(record, 5)
     assert history.equals(HISTORY)
     from safetensors.torch import load_file
 
     assert all((tensor == weights[name]).all() for name, tensor in load_file(folder / "weights.safetensors").items())
-    assert list((tmp_path / "new" / "store" / stores.WORK).iterdir()) == []
+    assert list((tmp_path / "new" / "store" / folders.WORK).iterdir()) == []
 
 
 def test_a_run_that_is_there_already_stays(record, tmp_path):
     write(tmp_path, numbered(record, 1, command="first"))
     write(tmp_path, numbered(record, 1, command="second"))
-    assert stores.read_record(tmp_path / "run-1")["command"] == "first"
+    assert folders.read_record(tmp_path / "run-1")["command"] == "first"
 
 
 def test_a_run_that_cannot_be_written_whole_leaves_nothing(record, tmp_path):
     with pytest.raises(TypeError):
         write(tmp_path, numbered(record, 1, command=object()))  # JSON has no objects
-    assert not stores.is_done(tmp_path, "run-1")
-    assert [path.name for path in tmp_path.rglob("*")] == [stores.WORK]
+    assert not (tmp_path / "run-1").exists()
+    assert [path.name for path in tmp_path.rglob("*")] == [folders.WORK]
     assert gl.runs(tmp_path).empty
 
 
@@ -74,29 +75,29 @@ def test_a_store_that_cannot_be_written_is_named(record, tmp_path):
 
 def test_unfinished_runs_are_not_seen(record, tmp_path):
     folder = write(tmp_path, numbered(record, 1))
-    shutil.copytree(folder, tmp_path / stores.WORK / "0123456789abcdef")
+    shutil.copytree(folder, tmp_path / folders.WORK / "0123456789abcdef")
     assert gl.runs(tmp_path).id.tolist() == ["run-1"]
 
 
 def test_the_id_depends_on_what_is_run_and_on_nothing_else(record):
     identity = {"experiment": "prednet", "profile": "quick", "setting": "cuda:tf32=off", "seed": 3, "extra": {"a": 1}}
-    name = stores.run_id(identity)
+    name = folders.run_id(identity)
     assert re.fullmatch(r"prednet-quick-cuda_tf32_off-seed3-[0-9a-f]{10}", name)
-    assert stores.run_id(dict(reversed(identity.items()))) == name
-    assert len({stores.run_id({**identity, key: 7}) for key in identity} | {name}) == 6
+    assert folders.run_id(dict(reversed(identity.items()))) == name
+    assert len({folders.run_id({**identity, key: 7}) for key in identity} | {name}) == 6
     assert re.fullmatch(r"[a-z0-9._-]+", record["id"]), "a folder of this name can be made anywhere"
 
 
 def test_many_threads_write_at_once_and_readers_see_whole_runs_only(record, tmp_path):
     writers, seeds = 8, 6
-    tmp_path.joinpath(stores.WORK).mkdir()
+    tmp_path.joinpath(folders.WORK).mkdir()
     finished = threading.Event()
 
     def work(writer):
         for seed in range(seeds):  # all write these
             history = HISTORY.assign(loss=[float(writer), float(seed)])
             weights = {"writer": torch.tensor([writer])}
-            stores.write_run(tmp_path, numbered(record, seed, command=f"writer {writer}"), history, weights)
+            folders.write_run(tmp_path, numbered(record, seed, command=f"writer {writer}"), history, weights)
         write(tmp_path, numbered(record, 100 + writer))  # and this one alone
 
     def read():
@@ -119,15 +120,16 @@ def test_many_threads_write_at_once_and_readers_see_whole_runs_only(record, tmp_
     frame = gl.runs(tmp_path)
     assert frame.seed.tolist() == [*range(seeds), *range(100, 100 + writers)]
     for row in frame[frame.seed < 100].itertuples():  # each is wholly of one writer
-        back, history = stores.read_run(Path(row.path))
+        back, history = folders.read_run(Path(row.path))
         assert back["command"] == f"writer {int(history.loss[0])}"
-    assert list((tmp_path / stores.WORK).iterdir()) == []
+    assert list((tmp_path / folders.WORK).iterdir()) == []
 
 
 WRITER = """
 import json, sys
 from pathlib import Path
 import pandas as pd
+from gpulab.training import folders
 from gpulab.training import store as stores
 
 folder, name = Path(sys.argv[1]), sys.argv[2]
@@ -136,8 +138,8 @@ history = pd.DataFrame({"window": [0], "step": [1], "loss": [0.5], "seconds": [0
 print("ready", flush=True)
 sys.stdin.readline()
 for seed in range(30):
-    stores.write_run(folder / "store", {**record, "id": f"both-{seed}", "seed": seed, "command": name}, history)
-    stores.write_run(folder / "store", {**record, "id": f"{name}-{seed}", "seed": seed, "command": name}, history)
+    folders.write_run(folder / "store", {**record, "id": f"both-{seed}", "seed": seed, "command": name}, history)
+    folders.write_run(folder / "store", {**record, "id": f"{name}-{seed}", "seed": seed, "command": name}, history)
 """
 
 
@@ -289,33 +291,55 @@ def test_histories_with_a_damaged_one_among_them_name_it(record, tmp_path, damag
 # --- checkpoints -------------------------------------------------------------------------------------------
 
 
+def resumed(file):
+    """What a checkpoint gives back, if anything."""
+    given = []
+    assert folders.resume(file, lambda *parts: given.extend(parts)) == bool(given)
+    return given or None
+
+
 def test_a_checkpoint_is_read_back_or_is_none(tmp_path):
-    file = stores.checkpoint_file(tmp_path, "a-run")
-    assert stores.read_checkpoint(file) is None
-    stores.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1})
-    stores.write_checkpoint(file, {"a": torch.arange(4)}, {"step": 2})
-    tensors, notes = stores.read_checkpoint(file)
+    file = folders.checkpoint_file(tmp_path, "a-run")
+    assert resumed(file) is None
+    folders.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}})
+    folders.write_checkpoint(file, {"a": torch.arange(4)}, {"step": 2, "state": {}})
+    tensors, notes = resumed(file)
     assert tensors["a"].tolist() == [0, 1, 2, 3]
     assert notes["step"] == 2
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_a_checkpoint_of_a_later_format_is_not_used(tmp_path, monkeypatch):
-    file = stores.checkpoint_file(tmp_path, "a-run")
+def test_a_checkpoint_of_a_later_format_is_set_aside(tmp_path, monkeypatch):
+    file = folders.checkpoint_file(tmp_path, "a-run")
     with monkeypatch.context() as later:
-        later.setattr(stores, "CHECKPOINT_FORMAT", 99)
-        stores.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1})
-    assert stores.read_checkpoint(file) is None
+        later.setattr(folders, "CHECKPOINT_FORMAT", 99)
+        folders.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}})
+    with pytest.warns(UserWarning, match="another version"):
+        assert resumed(file) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"not tensors", bytes(100_000)])
 def test_a_damaged_checkpoint_is_set_aside_with_a_warning(tmp_path, content):
-    file = stores.checkpoint_file(tmp_path, "a-run")
+    file = folders.checkpoint_file(tmp_path, "a-run")
     file.parent.mkdir()
     file.write_bytes(content)
     with pytest.warns(UserWarning, match="damaged checkpoint"):
-        assert stores.read_checkpoint(file) is None
+        assert resumed(file) is None
     assert not file.exists()
+    (aside,) = (tmp_path / folders.DAMAGED).iterdir()
+    assert aside.read_bytes() == content
+
+
+def test_no_bit_of_a_checkpoint_is_unguarded(tmp_path):
+    file = folders.checkpoint_file(tmp_path, "a-run")
+    folders.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}})
+    whole = file.read_bytes()
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        with pytest.warns(UserWarning, match="damaged checkpoint"):
+            assert resumed(file) is None
 
 
 # --- what is shipped -----------------------------------------------------------------------------------------

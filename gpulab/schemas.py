@@ -1,0 +1,165 @@
+"""What documents must hold that gpulab reads, whoever wrote them: a schema for each kind, checked in one place."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from gpulab.errors import DataError
+from gpulab.files import printable
+
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,255}$")]  # of a folder
+OPEN = ConfigDict(extra="allow", strict=True)
+
+
+class _Processor(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    model: str
+
+
+class _Gpu(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    name: str
+
+
+class _Software(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    torch: str
+    gpulab: str
+
+
+class Passport(TypedDict):
+    """Of a machine."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    cpu: _Processor
+    gpus: list[_Gpu]
+    software: _Software
+
+
+class _DataOptions(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    speed: NotRequired[Number | None]
+
+
+class _OfNetwork(TypedDict):
+    """What one of gpulab's networks was trained on."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    data: str
+    frames: Whole
+    window: NotRequired[Whole]
+    model_options: NotRequired[dict[str, Any]]
+    data_options: NotRequired[_DataOptions]
+
+
+class _OfFunction(TypedDict):
+    """What a function of the user's was."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    source: str
+    options: dict[str, Any]
+
+
+class _Summary(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    final_loss: Number | None
+    heldout_loss: Number | None
+    seconds: Number
+    frames_per_second: NotRequired[Number | None]
+    weights: NotRequired[str | None]
+
+
+class Run(TypedDict):
+    """A run's `run.json`, or what a file of packed runs has of it."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    id: Name
+    experiment: str
+    profile: str
+    setting: str
+    seed: Whole
+    status: Literal["finished", "diverged"]
+    summary: _Summary
+    passport: Passport
+    configuration: _OfFunction | _OfNetwork
+    rerun: NotRequired[Whole]
+    diverged_at: NotRequired[Whole | None]
+    command: NotRequired[str | None]
+    started: NotRequired[str | None]
+    metrics: NotRequired[dict[str, Number | bool] | None]
+    flip: NotRequired[Whole | None]
+    loader: NotRequired[str | None]
+    decoder: NotRequired[str | None]
+    draws: NotRequired[str | None]
+
+
+class Recording(TypedDict):
+    """The notes of a recorded table."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    passport: Passport
+
+
+class Overwritten(TypedDict):
+    """A tensor that the guard found overwritten."""
+
+    operation: str
+    line: str
+    why: str
+    remedy: str
+
+
+class Trace(TypedDict):
+    """The notes of a trace."""
+
+    setting: str
+    label: str
+    overwritten: list[Overwritten]
+    passport: dict[str, Any]
+    arithmetic: dict[str, Any]
+
+
+class Checkpoint(TypedDict):
+    """The notes of a checkpoint."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    step: Whole
+    state: dict[str, Any]
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def check(kind: Any, document: Any, file: str | Path) -> Any:
+    """The document; `DataError`, naming the file, the place and the value, unless it is of this kind.
+
+    Examples:
+        >>> check(Whole, 3, "a file")
+        3
+    """
+    try:
+        _adapter(kind).validate_python(document, strict=True)
+    except (ValidationError, RecursionError) as error:
+        raise DataError(f"{file}: a damaged record: {_first(error)}") from None
+    return document
+
+
+def _first(error: ValidationError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith("_Of"))
+    try:
+        value = repr(first["input"])[:60]
+    except ValueError:  # a number of more digits than Python writes
+        value = "a number of thousands of digits"
+    return printable(f"{place or 'the whole'}: {first['msg']}, not {value}")

@@ -1,0 +1,335 @@
+"""One folder a run: `run.json`, `history.parquet`, and perhaps `weights.safetensors` and the run's own `files`.
+
+A run is written to a folder of its own and moved into place in one step, so many writers need no lock: the first to
+finish a run wins, and its copy and a later one differ in nothing but the time. Every file is sealed; one that was
+damaged since is found when it is read, and its run is set aside and trained again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpulab import files, records, schemas
+from gpulab.errors import DataError
+from gpulab.settings import arithmetic
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+
+RECORD, HISTORY, WEIGHTS = "run.json", "history.parquet", "weights.safetensors"
+WORK, DAMAGED = ".unfinished", ".damaged"  # folders in a store: checkpoints and half-written runs; what was set aside
+CHECKPOINT_FORMAT = 2  # 1 had no seal
+LARGEST_RECORD = 1 << 24  # bytes
+
+
+# --- what a run is called --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What makes a run this run.
+
+    Attributes:
+        id: Its name, which depends on what was run, on what, and on nothing else.
+        record: What is recorded of it from the beginning, `id` included.
+        former: The name that gpulab gave it before it knew content, where that cannot stand for another content.
+        unknown: What cannot be told from something else of its name: such a run is never taken for another.
+    """
+
+    id: str
+    record: dict[str, Any]
+    former: str | None = None
+    unknown: tuple[str, ...] = ()
+
+
+def identified(
+    identity: dict[str, Any],
+    here: Mapping[str, Any],
+    known: Mapping[str, str] | None = None,
+    *,
+    mapped: bool = True,
+    unknown: tuple[str, ...] = (),
+) -> Identity:
+    """An identity with its id. On another chip or torch it is another run.
+
+    Args:
+        identity: What is recorded.
+        here: The passport.
+        known: Digests of what the names in it stand for, which are recorded, too.
+        mapped: Whether its former id may stand for it.
+        unknown: As in `Identity`.
+    """
+    chip = here["cpu"]["model"] if identity["setting"].startswith("cpu") else here["gpus"]
+    of_names = {**identity, "chip": chip, **{key: here["software"][key] for key in ("torch", "gpulab")}}
+    known = {name: digest for name, digest in (known or {}).items() if digest}
+    former = name = run_id(of_names)
+    if known or unknown:
+        once = {"unknown": uuid.uuid4().hex} if unknown else {}
+        name = run_id({**of_names, "configuration": of_content(identity["configuration"], known), **known, **once})
+    return Identity(name, {"id": name, **identity, **known}, former if mapped and not unknown else None, unknown)
+
+
+def run_id(identity: dict[str, Any]) -> str:
+    """A name for a run that depends on this and on nothing else."""
+    words = (identity["experiment"], identity["profile"], identity["setting"], f"seed{identity['seed']}")
+    # A file may have no longer name than 255 bytes on most systems.
+    short = "-".join(re.sub(r"[^a-z0-9.]+", "_", str(word).lower()) for word in words)[:200]
+    return f"{short}-{digest(identity)[:10]}"
+
+
+def of_content(configuration: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration in which a film or a folder of frames goes by its content instead of by its place."""
+    if not record.get("content") or not (kind := of_place(configuration.get("data", ""))):
+        return configuration
+    return {**configuration, "data": kind + record["content"]}
+
+
+def of_place(data: str) -> str:
+    """What comes before the place in the name of data that goes by where it lies; empty for other data."""
+    found = re.match(r"(jpeg:)*(video|frames):", data)
+    return found[0] if found else ""
+
+
+def digest(document: Any) -> str:
+    """The SHA-256 of a JSON document, whatever the order of its names."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+# --- runs that are done ------------------------------------------------------------------------------------
+
+
+def begun(identity: Identity, here: Mapping[str, Any], command: str | None) -> dict[str, Any]:
+    """The record of a run that begins now; `here` is the passport."""
+    return {
+        "format": records.FORMAT,
+        **identity.record,
+        "arithmetic": arithmetic(),
+        "passport": dict(here),
+        "command": command,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | None:
+    """The folder of a run that the store holds whole, and with it the trained weights if they are asked for.
+
+    A damaged one is set aside, and a warning says so: the run is not done.
+    """
+    for name in filter(None, (identity.id, identity.former)):
+        folder = store / name
+        if not os.path.lexists(folder):
+            continue
+        try:
+            read_run(folder)
+            if not with_weights:
+                return folder
+            if (folder / WEIGHTS).is_file():
+                read_weights(folder)
+                return folder
+        except DataError as error:
+            if place := set_aside(store, folder):
+                warnings.warn(f"{error}; the run is trained again (set aside in {place})", stacklevel=3)
+    return None
+
+
+def set_aside(store: Path, path: Path) -> Path | None:
+    """Move what is damaged into the store's folder for it; None where another process already has."""
+    place = store / DAMAGED / f"{path.name}-{uuid.uuid4().hex[:6]}"
+    with files.writing(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.rename(place)
+        except FileNotFoundError:
+            return None
+    return place
+
+
+def write_run(
+    store: Path,
+    record: dict[str, Any],
+    history: pd.DataFrame,
+    weights: dict[str, torch.Tensor] | None = None,
+    own_files: Path | None = None,
+) -> Path:
+    """Put a run into the store in one step and return its folder.
+
+    A run already there stays as it is, unless it is damaged; weights are added to it when it has none. A folder of the
+    run's own files is moved into it.
+    """
+    folder = store / record["id"]
+    with _scratch(store) as scratch, files.writing(folder):
+        files.write(scratch / HISTORY, _history_content(history, record["id"]))
+        if weights is not None:
+            files.write(scratch / WEIGHTS, _tensors_content(weights, {"run": record["id"]}))
+        files.write(scratch / RECORD, records.as_json(record))
+        if own_files is not None and own_files.is_dir():
+            own_files.rename(scratch / "files")
+        try:
+            scratch.rename(folder)
+        except OSError:  # another writer was first, or the store cannot be written
+            if not folder.is_dir():
+                raise
+            if find(store, Identity(record["id"], record)) is None:
+                scratch.rename(folder)
+            elif weights is not None:
+                os.replace(scratch / WEIGHTS, folder / WEIGHTS)
+        files.sync(store)
+    return folder
+
+
+def _history_content(history: pd.DataFrame, run: str) -> bytearray:
+    """Losses do not repeat, so dictionaries gain nothing; splitting the bytes of numbers does."""
+    numbers = [name for name, kind in history.dtypes.items() if kind.kind == "f"]
+    counts = [name for name in history.columns if name not in numbers]
+    encoding = dict.fromkeys(numbers, "BYTE_STREAM_SPLIT") | dict.fromkeys(counts, "DELTA_BINARY_PACKED")
+    return records.as_table(history, {"run": run}, use_dictionary=False, column_encoding=encoding)
+
+
+def read_run(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
+    """A run's record and history. Raises `DataError`, naming the file, for a damaged one."""
+    record = read_record(folder)
+    return record, read_history(folder, record).to_pandas()
+
+
+def read_record(folder: str | Path) -> dict[str, Any]:
+    """A run's `run.json`, checked. Raises `DataError` for a damaged or foreign one."""
+    file = os.path.join(folder, RECORD)  # paths as objects would take as long as the reading
+    content = files.read(file, LARGEST_RECORD)
+    record = files.read_json(file, content)
+    records.check_format(file, record, content)
+    schemas.check(schemas.Run, record, file)
+    if record["id"] != os.path.basename(folder):
+        raise DataError(f"{file}: is of the run {record['id']}, in a folder of another name: a copy?")
+    record.pop("seal", None)
+    return record
+
+
+def read_history(folder: Path, record: Mapping[str, Any]) -> Any:
+    """A run's history as a table of pyarrow, one row a window: `window`, `step`, `loss`, `seconds`."""
+    file = folder / HISTORY
+    rows, notes = records.read_rows(file, required=record["format"] > 1)
+    if notes.get("run", record["id"]) != record["id"] or {*records.HISTORY} - {*rows.column_names}:
+        raise DataError(f"{file}: not the history of {record['id']}")
+    return rows
+
+
+def check_history(folder: str | Path, record: Mapping[str, Any]) -> None:
+    """Raise `DataError` unless the history of a run is what was written; those of before seals are read for it."""
+    if record["format"] == 1:
+        read_history(Path(folder), record)
+    file = os.path.join(folder, HISTORY)
+    files.check_seal(file, files.read(file), required=record["format"] > 1)
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The trained weights of a run. Raises `DataError` for others than the record says."""
+    record, file = read_record(folder), folder / WEIGHTS
+    tensors, _ = _read_tensors(file)
+    if weights_digest(tensors) != record["summary"].get("weights"):
+        raise DataError(f"{file}: damaged: not the weights that {RECORD} tells of")
+    return tensors
+
+
+def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The SHA-256 of weights by name: equal for equal bits."""
+    from gpulab.models.base import bytes_of
+
+    sha = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha.update(name.encode())
+        sha.update(bytes_of(tensor))
+    return sha.hexdigest()
+
+
+# --- runs that are not ---------------------------------------------------------------------------------------
+
+
+def checkpoint_file(store: Path, name: str) -> Path:
+    """Where the checkpoint of an unfinished run is kept."""
+    return store / WORK / f"{name}.safetensors"
+
+
+def files_folder(store: Path, name: str, keep: bool) -> Path:
+    """The folder of the files of an unfinished run, with what an interrupted one left in it if that is to be kept."""
+    folder = store / WORK / name
+    if not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    with files.writing(f"the store {store}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_checkpoint(file: Path, tensors: dict[str, torch.Tensor], notes: dict[str, Any]) -> None:
+    """Replace the checkpoint in one step: one safetensors file, with JSON notes in its header."""
+    files.write(file, _tensors_content(tensors, {"gpulab": json.dumps({"format": CHECKPOINT_FORMAT, **notes})}))
+
+
+def resume(file: Path, restore: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> bool:
+    """Go on from a checkpoint, if there is one; a damaged one is set aside with a warning, and the run begins anew."""
+    if not os.path.lexists(file):
+        return False
+    try:
+        restore(*read_checkpoint(file))
+    except (DataError, KeyError, RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        why = str(error) if isinstance(error, DataError) else f"{file}: not a checkpoint of this run ({error!r:.200})"
+        place = set_aside(file.parents[1], file)
+        warnings.warn(f"{why}; a damaged checkpoint: the run starts anew (set aside in {place})", stacklevel=3)
+        return False
+    return True
+
+
+def read_checkpoint(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors and the notes of a checkpoint. Raises `DataError` for a damaged or foreign one."""
+    tensors, metadata = _read_tensors(file)
+    notes = files.read_json(file, metadata.get("gpulab", "null").encode())
+    if isinstance(notes, dict) and notes.get("format") not in (1, CHECKPOINT_FORMAT):
+        raise DataError(f"{file}: a checkpoint of another version of gpulab")
+    return tensors, schemas.check(schemas.Checkpoint, notes, file)
+
+
+def _tensors_content(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytearray:
+    from safetensors.torch import save
+
+    # Cloned, because a tensor that two names share could not be stored.
+    own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    return files.seal(save(own, {**metadata, "seal": files.UNSEALED}))
+
+
+def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a safetensors file and its metadata."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    content = files.read(file)
+    try:
+        tensors = load(content)
+        header = files.read_json(file, content[8 : 8 + int.from_bytes(content[:8], "little")])
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise DataError(f"{file}: damaged: {error}") from None
+    metadata = header.get("__metadata__", {})
+    files.check_seal(file, content, required="seal" in metadata)
+    return tensors, metadata
+
+
+@contextlib.contextmanager
+def _scratch(store: Path) -> Iterator[Path]:
+    scratch = store / WORK / f".{os.getpid()}-{uuid.uuid4().hex[:8]}.part"
+    with files.writing(f"the store {store}"):
+        scratch.mkdir(parents=True)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

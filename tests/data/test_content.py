@@ -1,0 +1,167 @@
+"""Data know what they are made from, by content, and read a file again only where they must."""
+
+import hashlib
+import os
+import shutil
+
+import numpy as np
+import pytest
+from test_datasets import SMALL, noise, write_idx, write_images, write_video
+
+import gpulab as gl
+from gpulab.data import content
+
+CLIP, OTHER = noise(12, 24, 32, 3), noise(24, 24, 32, 3)[12:]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache of this test's own, which keeps digests of new files, too."""
+    monkeypatch.setattr(content, "RACY", 0)
+    monkeypatch.setattr("pooch.os_cache", lambda _: tmp_path / "home")
+    return tmp_path / "home" / "digests.json"
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The files that were read for a digest."""
+    seen, real = [], open
+
+    def counted(file, *mode):
+        seen.append(os.path.basename(file))
+        return real(file, *mode)
+
+    monkeypatch.setattr(content, "open", counted, raising=False)
+    return seen
+
+
+def load(where, **options):
+    return gl.load(f"{'frames' if where.is_dir() else 'video'}:{where}", size=SMALL, **options)
+
+
+def test_a_film_is_its_bytes_and_another_clip_of_its_name_is_another(tmp_path):
+    film = write_video(tmp_path / "a.mkv", CLIP)
+    first = load(film).content
+    assert first == hashlib.sha256(film.read_bytes()).hexdigest()
+    shutil.copy(film, tmp_path / "copy.mkv")
+    assert load(tmp_path / "copy.mkv").content == first == load(film, grey=True).content
+    assert gl.load(f"jpeg:video:{film}", size=SMALL).content == first
+    write_video(film, OTHER)
+    assert load(film).content not in (first, "", None)
+
+
+def test_a_folder_is_the_names_and_bytes_of_its_images_in_order(tmp_path):
+    def of(frames, folder="images"):
+        shutil.rmtree(tmp_path / folder, ignore_errors=True)
+        return load(write_images(tmp_path / folder, frames)).content
+
+    first = of(CLIP)
+    assert of(CLIP) == of(CLIP, "elsewhere") == first
+    (tmp_path / "images" / "notes.txt").write_text("not a frame")
+    assert load(tmp_path / "images").content == first
+    (tmp_path / "images" / "011.png").rename(tmp_path / "images" / "012.png")
+    renamed = load(tmp_path / "images").content
+    assert len({first, renamed, of(OTHER), of(CLIP[::-1]), of(CLIP[:-1])}) == 5
+
+
+def test_touched_is_not_changed(tmp_path, reads):
+    film = write_video(tmp_path / "a.mkv", CLIP)
+    first = load(film).content
+    os.utime(film, ns=(10**18, 10**18))
+    assert load(film).content == first
+    assert reads == ["a.mkv", "a.mkv"]
+
+
+def test_what_is_known_is_not_read_again(tmp_path, reads, cache):
+    film, folder = write_video(tmp_path / "a.mkv", CLIP), write_images(tmp_path / "images", CLIP[:4])
+    first = [load(film).content, load(folder).content]
+    assert reads == ["a.mkv", "000.png", "001.png", "002.png", "003.png"]
+    reads.clear()
+    assert [load(film).content, load(folder).content] == first
+    assert reads == []
+    cache.unlink()
+    assert [load(film).content, load(folder).content] == first
+    assert len(reads) == 5
+
+
+def test_a_file_that_was_just_written_is_not_kept(tmp_path, reads, monkeypatch, cache):
+    """It may be written again within the same tick of the clock."""
+    monkeypatch.setattr(content, "RACY", 3600 * 10**9)
+    film = write_video(tmp_path / "a.mkv", CLIP)
+    assert load(film).content == load(film).content
+    assert len(reads) == 2
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\x00garbage", b"[1, 2]", b'{"digests": {"a": 5}}', None])
+def test_a_damaged_cache_is_made_again(tmp_path, reads, cache, damage):
+    film = write_video(tmp_path / "a.mkv", CLIP)
+    first = load(film).content
+    flipped = cache.read_bytes().replace(first[:8].encode(), b"01234567")
+    cache.write_bytes(flipped if damage is None else damage)
+    assert load(film).content == first == load(film).content
+    assert len(reads) == 2
+
+
+def test_a_home_that_cannot_be_written_to_is_no_matter(tmp_path, monkeypatch):
+    film = write_video(tmp_path / "a.mkv", CLIP)
+    for home in ("a.mkv/x", "~/x"):
+        monkeypatch.setattr("pooch.os_cache", lambda _, home=home: tmp_path / home if "~" not in home else home)
+        assert load(film).content == hashlib.sha256(film.read_bytes()).hexdigest()
+
+
+def test_the_cache_is_bounded(tmp_path, monkeypatch, cache):
+    monkeypatch.setattr(content, "MOST_ENTRIES", 3)
+    for number in range(5):
+        (tmp_path / f"{number}").write_bytes(bytes([number]))
+        content.digest({tmp_path / f"{number}": content.stamp(tmp_path / f"{number}")})
+    known = content._read(cache)
+    assert list(known.values()) == [hashlib.sha256(bytes([number])).hexdigest() for number in (2, 3, 4)]
+
+
+def test_images_are_known_by_their_arrays_and_scenes_come_from_no_file(tmp_path):
+    write_idx(tmp_path / "one" / "train-images-idx3-ubyte.gz", noise(30, 28, 28))
+    write_idx(tmp_path / "two" / "raw" / "train-images-idx3-ubyte", noise(30, 28, 28))
+    write_idx(tmp_path / "three" / "train-images-idx3-ubyte", noise(30, 28, 28) // 2)
+    one, two, three = (gl.load(f"mnist:{tmp_path / name}").content for name in ("one", "two", "three"))
+    assert one == two != three
+    assert gl.load("digits").content == gl.load("digits").content not in ("", None, one)
+    assert gl.load("walk").content == gl.load("moving-digits").content == gl.load("jpeg:walk").content == ""
+    gl.load("walk").check_unchanged()
+
+
+def test_the_content_of_somebodys_own_data_is_not_known():
+    class Own(gl.load("walk").__class__.__mro__[1]):  # a sequence
+        def stream(self, start=0, stop=None):
+            return iter(np.zeros((stop - start, 1, 2, 2), np.uint8))
+
+    own = Own("own", 1, (2, 2), 40, 4)
+    assert own.content is None
+    own.check_unchanged()
+
+
+@pytest.mark.parametrize("how", ["replaced", "rewritten", "removed"])
+@pytest.mark.parametrize("kind", ["video", "frames", "jpeg"])
+def test_a_file_that_is_changed_while_it_is_read_is_named(tmp_path, kind, how):
+    film, folder = write_video(tmp_path / "a.mkv", CLIP), write_images(tmp_path / "images", CLIP)
+    data = load(folder if kind == "frames" else film)
+    if kind == "jpeg":
+        data = gl.load(f"jpeg:video:{film}", size=SMALL)
+    data.check_unchanged()
+    frames = data.stream()
+    next(frames)
+    file = folder / "009.png" if kind == "frames" else film
+    if how == "replaced":
+        shutil.copy(file, tmp_path / "new")
+        (tmp_path / "new").replace(file)
+    elif how == "rewritten":
+        os.utime(file, ns=(10**18, 10**18))
+    else:
+        file.unlink()
+    words = (
+        "no such file|cannot be read|No such file" if how == "removed" else "was changed while it was read; run again"
+    )
+    for check in (data.check_unchanged, lambda: list(frames), lambda: data.content):
+        with pytest.raises(gl.DataError, match=words) as error:
+            check()
+        assert str(file) in str(error.value)
