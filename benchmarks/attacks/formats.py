@@ -171,10 +171,8 @@ def make_table(folder: Path) -> None:
 
 def read_table(folder: Path, facts: Facts) -> None:
     table, record = records.read_table(folder / "table.parquet")
-    facts["table"], facts["record"] = (
-        table.to_json(double_precision=15),
-        repr({k: record[k] for k in ("passport", "command")}),
-    )
+    facts["table"] = table.to_csv()
+    facts["record"] = repr({name: record.get(name) for name in ("passport", "command")})
 
 
 def step() -> Any:
