@@ -7,9 +7,9 @@ before torch loads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gpulab._lazy import attach
+
+TYPE_CHECKING = False  # as typing's, which takes a while to load: the command line must hear Ctrl-C by then
 
 if TYPE_CHECKING:
     from gpulab import companion as companion

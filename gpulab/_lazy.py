@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
 
 def attach(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
@@ -18,6 +20,8 @@ def attach(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     def getattr_(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        import importlib
+
         if not homes[name]:
             return importlib.import_module(f"{package}.{name}")
         module, _, attribute = homes[name].partition(":")

@@ -1,4 +1,4 @@
-"""The command line: `gpulab devices | train | experiment | reproduce | verdict | runs | pack | …`."""
+"""The command line: `gpulab devices | train | experiment | reproduce | verdict | runs | check | pack | …`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,20 +15,18 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from gpulab.errors import GpulabError, UsageError
+from gpulab import files, signals
+from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.settings import Setting
 from gpulab.training.protocol import OPTIONS, Specification, whole_numbers
 
 
 class _Commands(typer.core.TyperGroup):
-    """Says how to go on after Ctrl-C."""
+    """Saves what was done when Ctrl-C comes, and says how to go on."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with signals.Raising("gpulab: interrupted; run the same command again to go on"):
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print("gpulab: interrupted; run the same command again to go on", file=sys.stderr)
-            raise typer.Exit(130) from None
 
 
 app = typer.Typer(
@@ -51,6 +50,8 @@ Profile = Annotated[
 Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=False)]
 StoreArgument = Annotated[Path | None, typer.Argument(help=STORE_HELP, show_default=False)]
 
+
+MOST_DRAWN = 500  # rows with lines around them, which take time; more are aligned only
 
 NESTED = {"option": ("model or function", "width=64"), "data_option": ("data", "seed=3")}  # several times: name=value
 
@@ -100,10 +101,10 @@ def devices(as_json: Annotated[bool, typer.Option("--json", help="print the pass
 
     here = passport()
     if as_json:
-        print(here.to_json())
+        _say(here.to_json())
         return
     _table("This machine", ["", ""], here.rows())
-    print("Settings that run here: " + "  ".join(available_settings()))
+    _say("Settings that run here: " + "  ".join(available_settings()))
 
 
 @app.command()
@@ -124,6 +125,7 @@ def train(
     ] = False,
 ) -> None:
     """Train once, from one seed under one setting. A network of gpulab's that is interrupted resumes when run again."""
+    _check_outputs(picture)
     Setting.parse(setting).prepare()
     from gpulab.training import store as stores
     from gpulab.training.run import train as train_one
@@ -142,13 +144,13 @@ def train(
         checkpoint_seconds=checkpoint_seconds,
         guard=guard,
     )
-    print(run)
-    print(f"kept in {run.path}")
+    _say(run)
+    _say(f"kept in {run.path}")
     if picture:
         from gpulab import plots
 
         plots.sample(run).save(picture)
-        print(f"picture in {picture}")
+        _say(f"picture in {picture}")
 
 
 @app.command()
@@ -179,7 +181,7 @@ def experiment(
     usual = "final_loss" if "final_loss" in metrics or not metrics else metrics[0]
     if metric and metrics and metric not in metrics:
         raise UsageError(f"--metric {metric!r}: the runs have {', '.join(metrics)}")
-    print(verdict(frame, metric or usual))
+    _say(verdict(frame, metric or usual))
 
 
 @app.command()
@@ -207,6 +209,7 @@ def reproduce(
     The runs of the old setting come from the store; `gpulab experiment` makes them. Killed, the search
     goes on when it is run again.
     """
+    _check_outputs(picture)
     from gpulab.training import store as stores
     from gpulab.training.functions import TrainingFunction
     from gpulab.training.reproduction import reproduce as find
@@ -226,14 +229,14 @@ def reproduce(
         )
     found = find(old, space, setting, train, metric=metric, margin=size, trials=trials, workers=workers, store=folder)
     if csv:
-        found.table.to_csv(sys.stdout, index=False)
+        _say_csv(found.table)
     else:
         columns = ["changes", "distance", "state", "decision", "seeds", "diverged", "difference", "confirmed"]
         _rows(f"{len(found.table)} trials", found.table, columns)
-        print(found)
+        _say(found)
     if picture:
         found.plot().save(picture)
-        print(f"picture in {picture}", file=sys.stderr)
+        _say(f"picture in {picture}", sys.stderr)
     if not found.confirmed:
         raise typer.Exit(1)
 
@@ -256,6 +259,7 @@ def verdict(
     finds `params.seed`. A run that finished with NaN or infinity diverged, which is counted. One that crashed, failed,
     was killed or still runs has no known result: it is left out, which is said.
     """
+    _check_outputs(picture)
     from gpulab.stats.pairs import find_column
     from gpulab.stats.verdicts import verdict as compare
 
@@ -264,10 +268,10 @@ def verdict(
         frame = frame[frame[find_column(frame.columns, name)].astype(str) == text]
     size = margin if margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
     answer = compare(frame, metric, factor, block, size, alpha, reference)
-    print(answer)
+    _say(answer)
     if picture:
         answer.plot().save(picture)
-        print(f"picture in {picture}")
+        _say(f"picture in {picture}")
 
 
 @app.command()
@@ -284,11 +288,34 @@ def runs(
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
     frame = stores.recorded_runs() if recorded else stores.runs(folder)
     if csv:
-        frame.to_csv(sys.stdout, index=False)
+        _say_csv(frame)
     elif frame.empty:
-        print(f"no runs in {folder}")
+        _say(f"no runs in {folder}")
     else:
         _show(frame)
+
+
+@app.command()
+def check(
+    store: StoreArgument = None,
+    look: Annotated[bool, typer.Option("--look", help="look only, and mend nothing")] = False,
+) -> None:
+    """Read and verify everything in a store, and mend it. Exit status 1 where something was damaged.
+
+    Damaged runs are set aside, in `.damaged` inside the store, so that the next `gpulab experiment` does them again.
+    What killed processes left half-written is removed.
+    """
+    from gpulab.training import checks
+
+    found = checks.check(store, mend=not look)
+    for row in found.itertuples():
+        _say(f"{row.path}: {row.problem}: {row.remedy}")
+    freed = found.megabytes[found.remedy == checks.REMOVED].sum()
+    aside = int((found.remedy == checks.SET_ASIDE).sum())
+    would = "would be " if look else ""
+    _say(f"whole: {found.attrs['runs']}; {would}set aside: {aside}; {would}freed: {freed:.3g} MB")
+    if aside:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -299,7 +326,8 @@ def pack(
     """Pack all runs of a store, without weights, into one file for others: `gpulab runs FILE` reads it."""
     from gpulab.training import store as stores
 
-    print(f"{stores.pack(store, file)} runs packed into {file}, {file.stat().st_size / 1e6:.2g} MB")
+    _check_outputs(file)
+    _say(f"{stores.pack(store, file)} runs packed into {file}, {file.stat().st_size / 1e6:.2g} MB")
 
 
 @app.command()
@@ -315,8 +343,9 @@ def record(
     from gpulab.diagnostics import steps, traces
 
     file = output or Path(re.sub(r"[^\w.]+", "-", f"{step.rpartition(':')[2]}-{setting}") + ".trace")
+    _check_outputs(file)
     trace = traces.record(steps.find_step(step), setting, file)
-    print(f"{trace}\nkept in {file}")
+    _say(f"{trace}\nkept in {file}")
 
 
 @app.command()
@@ -330,6 +359,7 @@ def audit(
     html: Annotated[Path | None, typer.Option(help="write the whole report to this HTML file")] = None,
 ) -> None:
     """Compare two traces, or a step under two settings: what differs, by how much, why. Exit status 1 if wrong."""
+    _check_outputs(html)
     for text in setting or ():
         Setting.parse(text).prepare()
     from gpulab.diagnostics import audits, steps
@@ -340,10 +370,10 @@ def audit(
         report = audits.audit(steps.find_step(a), *(setting or ()), confirm=confirm)
     else:
         report = audits.audit(a, Path(b), confirm=confirm)
-    print(report)
+    _say(report)
     if html:
         report.save(html)
-        print(f"report in {html}")
+        _say(f"report in {html}")
     if report.faulty:
         raise typer.Exit(1)
 
@@ -365,27 +395,71 @@ def companion(
 
     if in_place:
         for file in binding.execute_in_place(notebooks, only):
-            print(f"executed: {file}")
+            _say(f"executed: {file}")
         return
     results = binding.execute(notebooks, output, profile, device, only, store)
     report = binding.write_report(results, output, profile)
     failed = [result.name for result in results if result.error]
     for name in failed:
-        print(f"failed: {name}", file=sys.stderr)
-    print(f"report: {report}")
+        _say(f"failed: {name}", sys.stderr)
+    _say(f"report: {report}")
     if failed:
         raise typer.Exit(1)
 
 
 def main() -> None:
     """Run the command line; an error of gpulab's own is one line, and the exit status says which."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    with contextlib.suppress(AttributeError):  # where a terminal has no ×
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    warnings.formatwarning = lambda message, *_, **__: files.printable(f"gpulab: {message}\n")
     try:
-        app()
+        try:
+            app()
+        finally:
+            with _output():
+                sys.stdout.flush()
     except GpulabError as error:
-        print(f"gpulab: {error}", file=sys.stderr)
+        _say(f"gpulab: {error}", sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:  # `gpulab runs | head`
+        pass
+    except OSError as error:
+        why = files.WHY.get(error.errno or 0, error.strerror)
+        _say(f"gpulab: {error.filename}: {why}" if error.filename else f"gpulab: {in_one_line(error)}", sys.stderr)
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[None]:
+    """A disk that is full, or a reader who has left, is met once: not again when Python ends."""
+    try:
+        with files.writing("standard output"):
+            yield
+    except (GpulabError, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
+def _say(text: object, to: Any = None) -> None:
+    """Print a text, whatever is in it: it may come from a file of a stranger's."""
+    with _output():
+        print(files.printable(str(text)), file=to)
+
+
+def _say_csv(frame: Any) -> None:
+    _say(frame.to_csv(index=False, lineterminator="\n").removesuffix("\n"))
+
+
+def _check_outputs(*names: Path | None) -> None:
+    """Raise `GpulabError` before any work for a file that could not be written after it."""
+    import logging
+
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # without a home its cache goes elsewhere, and that is well
+    for file in filter(None, names):
+        files.check_writable(file)
 
 
 def _pairs(options: list[str], flag: str, expected: str) -> Iterator[tuple[str, str]]:
@@ -452,14 +526,28 @@ def _rows(title: str, frame: Any, columns: list[str]) -> None:
 
 
 def _table(title: str, columns: list[str], rows: Any) -> None:
+    cells = [list(map(files.printable, row)) for row in rows]
+    (_aligned if len(cells) > MOST_DRAWN else _drawn)(title, list(map(files.printable, columns)), cells)
+
+
+def _aligned(title: str, columns: list[str], cells: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    _say("\n".join([title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *cells))]))
+
+
+def _drawn(title: str, columns: list[str], cells: list[list[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(*columns, title=title, show_header=any(columns))
-    for row in rows:
-        table.add_row(*row)
+    table = Table(title=Text(title), show_header=any(columns))
+    for name in columns:
+        table.add_column(Text(name))
+    for row in cells:
+        table.add_row(*map(Text, row))  # as `Text` a cell is shown as it is: `[/red]` is no markup
     # Piped into a file there is no terminal whose width to keep to.
-    Console(width=None if Console().is_terminal else 200).print(table)
+    with _output():
+        Console(width=None if Console().is_terminal else 200).print(table)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,15 @@ from typing import Any
 
 
 class GpulabError(Exception):
-    """Something could not be done; the message says what, with the value, and what to do."""
+    """Something could not be done; the message says what, with the value, and what to do.
+
+    What it quotes may come from a file: its control characters are written out.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        from gpulab.files import printable
+
+        super().__init__(printable(str(message)))
 
 
 class UsageError(GpulabError, ValueError):

@@ -49,6 +49,8 @@ def writing(what: str | Path) -> Iterator[None]:
     """What the system refuses inside is a `GpulabError` that names the file, says why, and what to do."""
     try:
         yield
+    except BrokenPipeError:  # whoever was reading has left
+        raise
     except OSError as error:
         why = WHY.get(error.errno or 0, error.strerror or str(error))
         raise GpulabError(f"{what}: cannot be written: {why}") from None
@@ -80,6 +82,18 @@ def write(file: str | Path, content: bytes | bytearray) -> None:
     """Write a file whole or not at all, as `replacing`."""
     with replacing(file) as scratch:
         scratch.write_bytes(content)
+
+
+def check_writable(file: str | Path) -> None:
+    """Raise now what writing a file later would raise for its name or its folder; nothing is made."""
+    file = Path(file).absolute()
+    with writing(file):
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.stat(file).st_mode):
+                raise IsADirectoryError(errno.EISDIR, "")
+        folder = next(folder for folder in file.parents if folder.exists())
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise OSError(errno.EACCES if folder.is_dir() else errno.ENOTDIR, "")
 
 
 def sync(path: Path) -> None:

@@ -12,16 +12,19 @@ import importlib
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from markupsafe import Markup
+
+from gpulab import files
+
 if TYPE_CHECKING:
+    import jinja2
     import pandas as pd
     from matplotlib.figure import Figure
 
 DPI = 100
-STYLE = "body{font:15px sans-serif;margin:2em;max-width:80em}td,th{padding:.3em .6em;vertical-align:top}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,18 +40,18 @@ class Picture:
 
         drawn, small = io.BytesIO(), io.BytesIO()
         self.figure.savefig(drawn, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
-        picture = Image.open(drawn).convert("RGB")
+        picture = Image.open(drawn, formats=["PNG"]).convert("RGB")
         picture.quantize(256, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
         return small.getvalue()
 
     def html(self) -> str:
         """The figure as an element that needs no other file."""
-        return f'<img alt="{escape(self.alt)}" src="data:image/png;base64,{base64.b64encode(self.png()).decode()}">'
+        image = Markup('<img alt="{}" src="data:image/png;base64,{}">')
+        return image.format(self.alt, base64.b64encode(self.png()).decode())
 
     def save(self, file: str | Path) -> None:
-        """Write the figure to a PNG file, whose folder is made if need be."""
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_bytes(self.png())
+        """Write the figure to a PNG file, whole or not at all; its folder is made if need be."""
+        files.write(file, self.png())
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"image/png": self.png(), "text/plain": self.alt}, {"image/png": {"alt": self.alt}}
@@ -71,30 +74,38 @@ class Report:
         return draw(self)
 
     def html(self) -> str:
-        """The result as a piece of HTML."""
+        """The result as a piece of HTML: `Markup`, in which every text is escaped."""
         return paragraphs(str(self).splitlines())
 
     def save(self, file: str | Path, title: str = "gpulab") -> None:
-        """Write the result to an HTML file of its own."""
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-            f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>{self.html()}</body></html>",
-            encoding="utf-8",
-        )
+        """Write the result to an HTML file of its own, whole or not at all."""
+        files.write(file, render("page.html", title=title, body=Markup(self.html())).encode())
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"text/plain": str(self), "text/html": self.html()}, {}
 
 
-def paragraphs(lines: Iterable[str]) -> str:
+@functools.cache
+def _templates() -> jinja2.Environment:
+    import jinja2
+
+    loader = jinja2.PackageLoader("gpulab")
+    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+
+
+def render(template: str, **values: Any) -> Markup:
+    """A page of `gpulab/templates`. Whatever is not `Markup` is escaped, as it is when the two are added."""
+    return Markup(_templates().get_template(template).render(values))
+
+
+def paragraphs(lines: Iterable[str]) -> Markup:
     """Lines of text as HTML."""
-    return "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return Markup().join(Markup("<p>{}</p>").format(line) for line in lines)
 
 
-def table(frame: pd.DataFrame, **options: Any) -> str:
+def table(frame: pd.DataFrame, **options: Any) -> Markup:
     """A data frame as HTML, its numbers in three digits and its texts in full; `options` are `to_html`'s."""
     import pandas as pd
 
     with pd.option_context("display.max_colwidth", None):
-        return frame.to_html(index=False, float_format="{:.3g}".format, **options)
+        return Markup(frame.to_html(index=False, float_format="{:.3g}".format, **options, escape=True))

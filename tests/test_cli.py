@@ -340,7 +340,7 @@ def test_an_audit_where_all_is_well_ends_with_status_0(compared):
 def test_an_audit_of_a_step_puts_right_the_lines_that_it_found(compared):
     status, text, _ = compared[1]["a step"]
     assert status == 0  # TF32 was asked for
-    assert "cpu against cpu:emulate=tf32: reduced precision" in text
+    assert "cpu against cpu:emulate=tf32: 3 × reduced precision" in text
     line = STEPS.splitlines().index("    loss = (x @ x.T).square().sum()") + 1
     assert f"my_steps.py:{line}" in text
     assert "100% of the difference in the loss goes" in text

@@ -25,6 +25,7 @@ from gpulab.plots.style import (
     key,
     point_key,
     points,
+    power_of_ten,
 )
 from gpulab.report import Picture, draw
 
@@ -121,7 +122,7 @@ def factor_effects(report: FactorTable) -> Picture:
 
 
 def _power(value: float, _: Any, edge: float) -> str:
-    return "" if value <= edge else f"$10^{{{round(np.log10(value))}}}$"
+    return "" if value <= edge else power_of_ten(round(np.log10(value)))
 
 
 def _changed(row: dict[str, Any]) -> str:

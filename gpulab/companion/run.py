@@ -1,20 +1,22 @@
-"""The companion: executes the notebooks with papermill and binds the results into one report."""
+"""The companion: executes the notebooks and binds the results into one report."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from gpulab.errors import GpulabError, UsageError
+from gpulab import files, signals
+from gpulab.errors import DataError, GpulabError, UsageError, in_one_line
 from gpulab.settings import PATIENCE
 from gpulab.training.protocol import PROFILES
 
@@ -41,17 +43,17 @@ def find_notebooks(folder: Path, only: str | None) -> list[Path]:
     """The notebooks of a folder in order; `only` names some by how they begin (`04` or `03,04`)."""
     if not folder.is_dir():
         raise GpulabError(f"{folder}: no such folder; run this where the notebooks are")
-    files = sorted(file for file in folder.glob("*.ipynb") if re.match(r"\d\d_", file.name))
+    found = sorted(file for file in folder.glob("*.ipynb") if re.match(r"\d\d_", file.name))
     if only:
         prefixes = tuple(part.strip() for part in only.split(",") if part.strip())
         for prefix in prefixes:
-            if not any(file.name.startswith(prefix) for file in files):
-                there = ", ".join(file.stem for file in files)
+            if not any(file.name.startswith(prefix) for file in found):
+                there = ", ".join(file.stem for file in found)
                 raise UsageError(f"only={only!r}: no notebook begins with {prefix!r}; there are {there}")
-        files = [file for file in files if file.name.startswith(prefixes)]
-    if not files:
+        found = [file for file in found if file.name.startswith(prefixes)]
+    if not found:
         raise GpulabError(f"{folder}: holds no notebooks")
-    return files
+    return found
 
 
 def execute(
@@ -67,64 +69,107 @@ def execute(
         raise UsageError(f"profile {profile!r}: expected one of {', '.join(PROFILES)}")
     if device not in ("auto", "cpu", "cuda", "mps", "xpu"):
         raise UsageError(f"device {device!r}: expected auto, cpu, cuda, mps or xpu")
-    files = find_notebooks(notebooks, only)
-    (output / "notebooks").mkdir(parents=True, exist_ok=True)
+    sources = find_notebooks(notebooks, only)
+    for source in sources:
+        _read(source)
+        files.check_writable(output / "notebooks" / source.name)
+    files.check_writable(output / "report" / "index.html")
     parameters = {"profile": profile, "device": device, "store": str((store or output / "runs").resolve())}
     results = []
     form = "{l_bar}{bar}| {n_fmt}/{total_fmt} {elapsed} {postfix}"
-    for file in (bar := tqdm.tqdm(files, unit="notebook", bar_format=form)):
-        bar.set_postfix_str(file.stem)
+    for file in (bar := tqdm.tqdm(sources, unit="notebook", bar_format=form)):
+        bar.set_postfix_str(name := files.printable(file.stem))
         results.append(result := _execute_one(file, output / "notebooks" / file.name, parameters))
         state, memory = "FAILED" if result.error else "ok", f"{result.peak_memory_bytes / 2**20:.0f} MiB"
-        bar.write(f"{file.stem}: {state}, {result.seconds:.0f} s, peak memory {memory}")
+        bar.write(f"{name}: {state}, {result.seconds:.0f} s, peak memory {memory}")
     return results
 
 
 def execute_in_place(notebooks: Path, only: str | None = None) -> list[Path]:
     """Execute the notebooks where they are, with the parameters they have, ready to be committed."""
-    import nbclient
+    sources = find_notebooks(notebooks, only)
+    for file in sources:
+        files.check_writable(file)
+        notebook = _read(file)
+        try:
+            _run(notebook, file.parent)
+        except GpulabError as error:
+            raise GpulabError(f"{file}: {error}") from None
+        _write(notebook, file)
+    return sources
+
+
+def _read(file: Path) -> Any:
     import nbformat
 
-    files = find_notebooks(notebooks, only)
-    how: dict[str, Any] = {"timeout": CELL_SECONDS, "kernel_name": KERNEL, "extra_arguments": QUIET}
-    for file in files:
-        notebook = nbformat.read(file, as_version=4)
-        client = nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(file.parent)}}, **how)
-        client.execute(env={**os.environ, **PATIENCE})
-        tidy(notebook)
-        nbformat.write(notebook, file)
-    return files
+    try:
+        return nbformat.reads(files.read(file).decode(), as_version=4)
+    except (ValueError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
+        raise DataError(f"{file}: not a notebook: {in_one_line(error)}") from None
+
+
+def _write(notebook: Any, file: Path) -> None:
+    import nbformat
+
+    tidy(notebook)
+    files.write(file, (nbformat.writes(notebook).rstrip("\n") + "\n").encode())
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """One in which nbclient leaves signals to this process, and which is quiet when it is ended by one."""
+
+    def call_exception_handler(self, context: Any) -> None:
+        if not signals.heard:
+            super().call_exception_handler(context)
+
+    def add_signal_handler(self, *_: Any) -> None:  # type: ignore[override]
+        raise RuntimeError("as in a thread")
+
+
+def _run(notebook: Any, folder: Path, **environment: str) -> None:
+    """Execute a notebook's cells in a folder; what came until an error is in the notebook.
+
+    Raises:
+        GpulabError: With the cell that failed, or with the last words of a kernel that died.
+    """
+    import nbclient
+
+    client = nbclient.NotebookClient(
+        notebook,
+        resources={"metadata": {"path": str(folder)}},
+        timeout=CELL_SECONDS,
+        kernel_name=KERNEL,
+        extra_arguments=QUIET,
+    )
+    with tempfile.TemporaryFile("w+", errors="replace") as words, asyncio.Runner(loop_factory=_Loop) as runner:
+        try:
+            runner.run(client.async_execute(env={**os.environ, **PATIENCE, **environment}, stderr=words))
+        except nbclient.exceptions.CellExecutionError as failure:
+            last = max(cell.get("execution_count") or 0 for cell in notebook.cells)
+            raise GpulabError(f"cell {last}: {failure.ename}: {failure.evalue}") from None
+        except (RuntimeError, OSError, ValueError, TimeoutError) as failure:
+            words.seek(0)
+            said = " ".join(words.read().split()[-30:])
+            raise GpulabError(f"{type(failure).__name__}: {failure} {said}".strip()) from None
 
 
 def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Result:
-    import nbformat
     import papermill
 
+    accepted = papermill.inspect_notebook(source)
+    given = {name: value for name, value in parameters.items() if name in accepted}
+    executed = papermill.parameterize.parameterize_notebook(
+        papermill.iorw.load_notebook_node(str(source)), given, kernel_name=KERNEL
+    )
     error = None
     started = time.perf_counter()
-    # papermill hands no environment on: the kernel inherits this process's
-    with _peak_memory() as peak, mock.patch.dict(os.environ, GPULAB_PROFILE=parameters["profile"], **PATIENCE):
+    with _peak_memory() as peak:
         try:
-            accepted = papermill.inspect_notebook(source)
-            papermill.execute_notebook(
-                source,
-                target,
-                parameters={name: value for name, value in parameters.items() if name in accepted},
-                kernel_name=KERNEL,
-                cwd=source.parent,
-                progress_bar={"leave": False, "desc": source.stem},
-                log_output=False,
-                execution_timeout=CELL_SECONDS,
-                extra_arguments=QUIET,
-            )
-        except papermill.PapermillExecutionError as failure:
-            error = f"cell {failure.exec_count}: {failure.ename}: {failure.evalue}"
-        except (RuntimeError, OSError, ValueError, TimeoutError) as failure:  # a kernel that died, say
-            error = f"{type(failure).__name__}: {failure}"
+            _run(executed, source.parent, GPULAB_PROFILE=parameters["profile"])
+        except GpulabError as failure:
+            error = str(failure)
     seconds = time.perf_counter() - started
-    executed = nbformat.read(target if target.is_file() else source, as_version=4)
-    tidy(executed)
-    nbformat.write(executed, target)
+    _write(executed, target)
     headings = (re.match(r"# (.+)", cell.source) for cell in executed.cells if cell.cell_type == "markdown")
     findings, figures = [], []
     for cell in executed.cells:
@@ -143,8 +188,6 @@ def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Resu
 
 def tidy(notebook: Any) -> None:
     """Take out what execution leaves behind and nobody reads: bars, warnings on stderr, timings."""
-    error = "papermill-error-cell-tag"
-    notebook.cells = [cell for cell in notebook.cells if error not in cell.metadata.get("tags", [])]
     for part in (notebook, *notebook.cells):
         for name in ("papermill", "execution", "widgets"):
             part.metadata.pop(name, None)
@@ -161,14 +204,12 @@ def tidy(notebook: Any) -> None:
 
 def write_report(results: list[Result], output: Path, profile: str) -> Path:
     """One self-contained page: what failed, the findings, the figures, the passport."""
-    import jinja2
-
     from gpulab.passports import passport
+    from gpulab.report import render
 
     folder = output / "report"
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = jinja2.Environment(loader=jinja2.PackageLoader("gpulab.companion", "templates"), autoescape=True)
-    page = environment.get_template("report.html").render(
+    page = render(
+        "companion.html",
         results=results,
         failed=[result for result in results if result.error],
         profile=profile,
@@ -179,10 +220,10 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
         back=os.path.relpath(output / "notebooks", folder),
     )
     report = folder / "index.html"
-    report.write_text(page, encoding="utf-8")
+    files.write(report, page.encode())
     rows = [vars(result) | {"notebook": result.notebook.name} for result in results]
     rows = [{name: value for name, value in row.items() if name != "figures"} for row in rows]
-    (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    files.write(folder / "results.json", (json.dumps(rows, indent=1) + "\n").encode())
     return report.resolve()
 
 

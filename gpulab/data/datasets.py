@@ -11,6 +11,7 @@ import io
 import itertools
 import os
 import struct
+import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -20,10 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gpulab.data import pictures
 from gpulab.data.content import Stamps, check_unchanged, digest, stamp
+from gpulab.data.films import decoded, reason, survey
 from gpulab.data.jpeg import check_jpeg, decode_jpeg, encode_jpeg
 from gpulab.data.scenes import MovingDigits, Walk
 from gpulab.errors import DataError, UsageError
+from gpulab.files import read, writing
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -32,6 +36,14 @@ Bytes = npt.NDArray[np.uint8]
 
 NAMES = ("digits", "mnist", "mnist:DIR", "walk", "moving-digits", "video:FILE", "frames:DIR", "jpeg:NAME")
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
+MOST_BYTES = 1 << 31  # of an image, or of a file of images as unpacked
+MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
+SHA256 = {  # of MNIST's images, as they are downloaded, and unpacked
+    "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+}
 HELD_OUT = 10  # one frame in this many is held out, where the data's length is given
 
 
@@ -209,8 +221,9 @@ class Video(Sequence):
 
     def __init__(self, file: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
         self.file, self.grey, name = file, grey, f"video:{file}"
-        self.stamps = {file: stamp(file)}
-        super().__init__(name, 1 if grey else 3, size, *_split(name, _count_video_frames(file, grey), frames))
+        self.stamps, found = {file: stamp(file)}, survey(file, grey)
+        super().__init__(name, 1 if grey else 3, size, *_split(name, found.shown, frames))
+        self.keys = found.keys
 
     @functools.cached_property
     def content(self) -> str:
@@ -221,19 +234,19 @@ class Video(Sequence):
         """Frames `start` to `stop`, decoded as they are asked for."""
         import av
 
-        stop = self.frames + self.held if stop is None else stop
-        number = 0
+        stop, number = self.frames + self.held if stop is None else stop, start - 1
         try:
-            with av.open(str(self.file)) as container:
-                for number, frame in enumerate(itertools.islice(container.decode(video=0), stop)):
-                    if number == stop - 1:
-                        self.check_unchanged()
-                    if number >= start:
-                        yield _fit(frame.to_image(), self.size, self.grey)
+            for number, frame in decoded(self.file, self.keys, start):
+                if number >= stop - 1:
+                    self.check_unchanged()
+                if start <= number < stop:
+                    yield _fit(frame.to_image(), self.size, self.grey)
+                if number >= stop - 1:
+                    return
         except av.FFmpegError as error:
             self.check_unchanged()  # which would be why
-            raise DataError(f"{self.file}: frame {number + 1} cannot be decoded: {error}") from None
-        if number + 1 < stop:
+            raise DataError(f"{self.file}: frame {number + 1} cannot be decoded: {reason(error)}") from None
+        if start < stop:
             self.check_unchanged()
             raise DataError(f"{self.file}: ends after frame {number + 1} of {stop}: is it truncated?")
 
@@ -384,14 +397,23 @@ def _mnist(where: str) -> Images:
         import pooch
 
         folder = Path(os.environ.get("GPULAB_DATA") or pooch.os_cache("gpulab")) / "mnist"
-        if not _find_mnist(folder):
+        found = _find_mnist(folder)
+        for file in (others := [file for file in found if digest({file: stamp(file)}) != SHA256[file.name]]):
+            aside = file.with_name(f"{file.name}.damaged")
+            with writing(file):
+                file.replace(aside)
+            warnings.warn(f"{file}: not the original (its SHA-256 is another), now {aside.name}", stacklevel=3)
+        if others or not found:
             _download_mnist(folder)
     if not (files := _find_mnist(folder)):
         neither = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
         raise DataError(f"{folder}: holds {neither}; 'mnist' without a folder downloads them")
     images = _read_idx(files[0])
     if len(files) == 2:
-        return Images("mnist", images, _read_idx(files[1]))
+        heldout = _read_idx(files[1])
+        if heldout.shape[1:] != images.shape[1:]:
+            raise DataError(f"{files[1]}: images of another size than in {files[0]}")
+        return Images("mnist", images, heldout)
     held = len(images) // HELD_OUT
     if not held:
         raise DataError(f"{files[0]}: holds {len(images)} images; at least {HELD_OUT} are needed")
@@ -409,44 +431,52 @@ def _find_mnist(folder: Path) -> list[Path]:
 
 
 def _download_mnist(folder: Path) -> None:
-    """Fetch both files from the first of torchvision's mirrors that answers, with its checksums.
+    """Fetch both files from the first mirror that answers, by their SHA-256.
 
     They appear together, since half of them would be taken for other data.
     """
     import pooch
-    from torchvision.datasets import MNIST
 
     unfinished = folder / "unfinished"
-    images = [resource for resource in sorted(MNIST.resources, reverse=True) if "-images-" in resource[0]]
-    for name, checksum in images:
+    images = [name for name in SHA256 if name.endswith(".gz")]
+    for name in images:
         reasons = []
-        for mirror in MNIST.mirrors:
+        for mirror in MIRRORS:
             try:
-                pooch.retrieve(mirror + name, f"md5:{checksum}", name, unfinished, progressbar=True)
+                pooch.retrieve(mirror + name, f"sha256:{SHA256[name]}", name, unfinished, progressbar=True)
                 break
             except (OSError, ValueError) as error:
-                reasons.append(f"{mirror}: {error}")
+                reasons.append(f"{mirror}: {reason(error)}")
         else:
             raise DataError(f"{name} could not be downloaded to {folder}: {'; '.join(reasons)}")
-    for name, _ in images:
-        (unfinished / name).replace(folder / name)
-    unfinished.rmdir()
+    with writing(folder):
+        for name in images:
+            (unfinished / name).replace(folder / name)
+        unfinished.rmdir()
 
 
 def _read_idx(file: Path) -> Bytes:
     """The images of an IDX file, (N, 1, H, W): the magic number 2051, three lengths, then bytes."""
     try:
-        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        with gzip.open(file) if file.suffix == ".gz" else io.BytesIO(read(file, MOST_BYTES)) as stream:
+            header = stream.read(16)
+            if len(header) < 16:
+                raise DataError(f"{file}: {len(header)} bytes; the header of an IDX file alone has 16")
+            magic, count, height, width = struct.unpack(">4I", header)
+            if magic != 2051:
+                raise DataError(f"{file}: begins with {magic}, not with 2051 as images in an IDX file do")
+            promised = count * height * width
+            if not 0 < promised <= MOST_BYTES:
+                raise DataError(
+                    f"{file}: promises {count} images of {height}×{width}: 1 to {MOST_BYTES:,} bytes are read"
+                )
+            content = stream.read(promised + 1)  # whatever it unpacks to
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file}: cannot be unpacked: {error}") from None
-    if len(content) < 16:
-        raise DataError(f"{file}: {len(content)} bytes; the header of an IDX file alone has 16")
-    magic, count, height, width = struct.unpack(">4I", content[:16])
-    if magic != 2051:
-        raise DataError(f"{file}: begins with {magic}, not with 2051 as images in an IDX file do")
-    if len(content) - 16 != count * height * width:
-        raise DataError(f"{file}: promises {count} images of {height}×{width}, holds {len(content) - 16} bytes")
-    return np.frombuffer(content, np.uint8, offset=16).reshape(count, 1, height, width)
+    if len(content) != promised:
+        holds = f"{len(content)} bytes" if len(content) < promised else "more"
+        raise DataError(f"{file}: promises {count} images of {height}×{width}, holds {holds}")
+    return np.frombuffer(content, np.uint8).reshape(count, 1, height, width)
 
 
 # --- video files and folders of frames -----------------------------------------------------------------
@@ -460,37 +490,6 @@ def _split(name: str, count: int, frames: int | None) -> tuple[int, int]:
     if frames is None or frames + held > count:
         return count - held, held  # a shorter sequence is passed over again
     return frames, max(2, min(count - frames, frames // HELD_OUT))
-
-
-def _count_video_frames(file: Path, grey: bool) -> int:
-    """How many frames a video holds, from its packets, without decoding more than the first."""
-    import av
-
-    if not file.is_file():
-        raise DataError(f"{file}: no such file")
-    if file.stat().st_size == 0:
-        raise DataError(f"{file}: the file is empty")
-    try:
-        with av.open(str(file)) as container:
-            if not container.streams.video:
-                raise DataError(f"{file}: holds no video")
-            first = next(container.decode(video=0), None)
-            promised = container.streams.video[0].frames
-        with av.open(str(file)) as container:
-            lasts = (container.duration or 0) / av.time_base
-            packets = [packet for packet in container.demux(video=0) if packet.size > 0]
-            ends = max((((p.pts or 0) + (p.duration or 0)) * float(p.time_base) for p in packets), default=0.0)
-    except av.FFmpegError as error:
-        raise DataError(f"{file}: not a video that can be read (truncated, or another format): {error}") from None
-    if first is None or not packets:
-        raise DataError(f"{file}: holds no frames")
-    if (count := len(packets)) < promised:
-        raise DataError(f"{file}: truncated: its header promises {promised} frames, it holds {count}")
-    if not promised and ends < 0.9 * lasts:  # some formats promise a duration only
-        raise DataError(f"{file}: truncated: its header promises {lasts:.1f} s, its frames end at {ends:.1f} s")
-    if first.format.name.startswith("gray") and not grey:
-        raise DataError(f"{file}: is grey ({first.format.name}); ask for grey=True (--grey) to read one channel")
-    return count
 
 
 def _image_files(folder: Path, grey: bool) -> Stamps:
@@ -515,16 +514,22 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[PIL.Image.Image]:
     """An image whose pixels are read inside the block; whatever is wrong with it is said with its name."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(file.read_bytes())) as image:
+        content = read(file, MOST_BYTES)
+        with pictures.opened(content) as image:
+            # A photograph's second picture is its preview, or what another lens saw.
+            if image.format != "MPO" and (count := getattr(image, "n_frames", 1)) > 1:
+                raise DataError(f"{file}: holds {count} pictures; save each as a file of its own")
             yield image
+    except DataError:
+        raise
     except UnidentifiedImageError:
-        reason = "of no known format, or damaged" if file.stat().st_size else "the file is empty"
-        raise DataError(f"{file}: not an image that can be read: {reason}") from None
-    except (OSError, ValueError, SyntaxError) as error:  # Pillow calls a broken PNG a syntax error
-        raise DataError(f"{file}: not a whole image: {error}") from None
+        why = f"of no known format ({', '.join(pictures.FORMATS)}), or damaged" if content else "the file is empty"
+        raise DataError(f"{file}: not an image that can be read: {why}") from None
+    except Exception as error:  # Pillow raises almost anything at a broken file
+        raise DataError(f"{file}: not a whole image: {reason(error) or type(error).__name__}") from None
 
 
 def _fit(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:

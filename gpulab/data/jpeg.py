@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import re
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from gpulab.data import pictures
+from gpulab.data.films import MOST_PIXELS, reason
 from gpulab.errors import DataError, GpulabError, UsageError
 
 if TYPE_CHECKING:
@@ -89,12 +90,12 @@ def decode_jpeg(file: bytes, decoder: str = "pillow") -> Bytes:
     if decoder not in DECODERS:
         raise UsageError(f"decoder {decoder!r}: expected one of {', '.join(DECODERS)}")
     try:
+        pictures.opened(file, ["JPEG"])  # none with too many pixels
         return DECODERS[decoder](file)
-    except (OSError, SyntaxError, ValueError, RuntimeError) as error:  # PyAV's errors are among these
+    except Exception as error:  # almost anything, at a broken file
         if decoder not in (available := available_decoders()):
             raise GpulabError(f"decoder {decoder!r} cannot run here; there are {', '.join(available)}") from None
-        reason = re.sub(r" <.*?>", "", str(error).splitlines()[0])
-        raise DataError(f"{decoder} cannot decode these {len(file)} bytes: {reason}") from None
+        raise DataError(f"{decoder} cannot decode these {len(file)} bytes: {reason(error)}") from None
 
 
 @functools.cache
@@ -152,9 +153,7 @@ def compare_decoders(
 
 
 def _pillow(file: bytes) -> Bytes:
-    from PIL import Image
-
-    with Image.open(io.BytesIO(file), formats=["JPEG"]) as image:
+    with pictures.opened(file, ["JPEG"]) as image:
         pixels = np.asarray(image if image.mode == "L" else image.convert("RGB"))
     return np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1))
 
@@ -179,7 +178,9 @@ def _nvjpeg(file: bytes) -> Bytes:
 def _av(file: bytes) -> Bytes:
     import av
 
-    frames = av.CodecContext.create("mjpeg", "r").decode(av.Packet(file))
+    context = av.CodecContext.create("mjpeg", "r")
+    context.options = {"max_pixels": str(MOST_PIXELS)}
+    frames = context.decode(av.Packet(file))
     if not frames:
         raise ValueError("no picture in them")
     frame = frames[0]

@@ -114,15 +114,15 @@ class Audit(report.Report):
             }
             for f in self.findings[:MOST_FINDINGS]
         )
-        more = len(self.findings) - MOST_FINDINGS
         shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "so_far_a", "so_far_b", "difference"]
-        return (
-            report.paragraphs([self._headline()])
-            + self.plot().html()
-            + report.table(findings)
-            + report.paragraphs([f"and {more} more findings"] if more > 0 else [])
-            + f"<details><summary>all {len(self.pairs)} operations</summary>"
-            + f"{report.table(self.table[shown], na_rep='')}</details>"
+        return report.render(
+            "audit.html",
+            headline=self._headline(),
+            picture=self.plot().html(),
+            findings=report.table(findings),
+            more=len(self.findings) - MOST_FINDINGS,
+            count=len(self.pairs),
+            operations=report.table(self.table[shown], na_rep=""),
         )
 
     def save(self, file: str | Path, title: str = "") -> None:

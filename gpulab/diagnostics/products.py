@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from gpulab import files
 from gpulab.errors import DataError, GpulabError
 from gpulab.numerics.emulation import CHIPS, PRECISIONS, Arithmetic, emulate
 from gpulab.numerics.formats import FORMATS, MODES, round_to
@@ -175,7 +176,6 @@ def record_products(folder: Path, command: str) -> None:
 
     if not torch.cuda.is_available():
         raise GpulabError("products are recorded on an NVIDIA GPU, and torch finds none here")
-    folder.mkdir(parents=True, exist_ok=True)
     samples, kernels = {}, {}
     aside = re.compile("elementwise|Memcpy|Memset|reduce|convertTensor|ToNhwc|ToNchw|init_device")  # no products
     for case in tqdm(cases(), unit="product"):
@@ -184,7 +184,8 @@ def record_products(folder: Path, command: str) -> None:
             samples[str(case)] = case.sample(real(case)).cpu().contiguous()
         events = [event for event in profile.events() if event.device_time and not aside.search(event.name)]
         kernels[str(case)] = max(events, key=lambda event: event.device_time).name[:160] if events else ""
-    save_file(samples, folder / "products.safetensors")
+    with files.replacing(folder / "products.safetensors") as scratch:
+        save_file(samples, scratch)
     write_json(folder / "products.json", {"passport": passport(), "command": command, "kernels": kernels})
 
 
@@ -276,7 +277,7 @@ def find_kernels(folder: Path) -> None:
     for case in tqdm([case for case in cases() if case.inputs == INPUTS[0]], unit="kernel"):
         how = _closest(case, samples[str(case)].double(), exact=True)
         found[str(case)] = {name: getattr(how, name) for name in names}
-    (folder / "found.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    files.write(folder / "found.json", (json.dumps(found, indent=1) + "\n").encode())
 
 
 def _closest(case: Case, result: Tensor, exact: bool) -> Arithmetic:

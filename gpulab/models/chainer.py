@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import math
 import re
 import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,26 @@ import torch
 from torch import Tensor
 
 from gpulab.errors import DataError, UsageError
+from gpulab.files import printable, read
 
 GATES = "ifco"
+MOST_BYTES = 1 << 31  # of a file, packed and unpacked
 
 
-def read_chainer(file: str | Path, network: Callable[..., Any]) -> Any:
+def read_chainer(file: str | Path, network: type) -> Any:
     """The `network` in a `.model` file; `DataError`, naming the file, for anything that is not one."""
     arrays = _read_arrays(Path(file))
     layers = sum(re.fullmatch(r"ConvP\d+/W", name) is not None for name in arrays)
     try:
         channels = [arrays[f"ConvP{layer}/W"].shape[0] for layer in range(layers)]
         height, width = arrays["ConvLSTM0/c_i/W"].shape[2:]
-        net = network(channels, (height, width))
+        # One without memory or numbers, to see whether the file holds a network of its size.
+        outline = type(network.__name__, (network,), {"draw_weights": lambda *_: None})
+        with torch.device("meta"):
+            net = outline(channels, (height, width))
     except UsageError as error:
         raise DataError(f"{file}: not a PredNet of the authors: {error}") from None
-    except (KeyError, ValueError, IndexError):
+    except (KeyError, ValueError, IndexError, RuntimeError):
         found = ", ".join(sorted(arrays)[:4]) or "nothing"
         raise DataError(f"{file}: not a PredNet of the authors (found {found}, …)") from None
     views = chainer_views(net, lambda parameter: parameter.data)
@@ -38,6 +44,8 @@ def read_chainer(file: str | Path, network: Callable[..., Any]) -> Any:
     for name, view in views.items():
         if tuple(view.shape) != arrays[name].shape:
             raise DataError(f"{file}: {name} has shape {arrays[name].shape}, expected {tuple(view.shape)}")
+    net = network(channels, (height, width))
+    for name, view in chainer_views(net, lambda parameter: parameter.data).items():
         view.copy_(torch.from_numpy(arrays[name]))
     net.fresh = False
     return net
@@ -68,14 +76,46 @@ def chainer_views(net: Any, of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
 
 
 def _read_arrays(file: Path) -> dict[str, np.ndarray]:
+    """The arrays of a NumPy archive, finite numbers of float32, no larger than they say in its table of contents."""
+    content, arrays, total = read(file, MOST_BYTES), {}, 0
     try:
-        archive = np.load(file, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ValueError("one array, not an archive of them")
-        with archive:
-            # The authors wrap the network in a classifier, which adds a prefix to every name.
-            return {name.removeprefix("predictor/"): archive[name].astype(np.float32) for name in archive.files}
-    except FileNotFoundError:
-        raise DataError(f"{file}: no such file") from None
-    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-        raise DataError(f"{file}: not a model saved by Chainer (a NumPy archive): {error}") from None
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            for entry in archive.infolist():
+                # The authors wrap the network in a classifier, which adds a prefix to every name.
+                name = printable(entry.filename.removesuffix(".npy").removeprefix("predictor/"))
+                if name in arrays:
+                    raise ValueError(f"{name} is there twice")
+                if entry.flag_bits & 1 or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise ValueError(f"{name} is encrypted, or packed in a way that NumPy does not use")
+                with archive.open(entry) as stream:
+                    shape, transposed, dtype = _read_header(stream)
+                    count = math.prod(shape)
+                    if dtype.kind != "f" or dtype.itemsize > 8 or count < 1:
+                        raise ValueError(
+                            f"{name} has the shape {shape} and type {dtype}; expected numbers of 16 to 64 bits"
+                        )
+                    total += max(4, dtype.itemsize) * count
+                    if total > MOST_BYTES:
+                        raise ValueError(
+                            f"with {name} of the shape {shape} it unpacks to more than {MOST_BYTES:,} bytes"
+                        )
+                    data = stream.read(dtype.itemsize * count + 1)
+                if len(data) != dtype.itemsize * count:
+                    raise ValueError(f"{name} has another length than the shape {shape}")
+                array = np.frombuffer(data, dtype).reshape(shape, order="F" if transposed else "C")
+                with np.errstate(over="ignore"):
+                    arrays[name] = array.astype(np.float32, order="C")
+                if not np.isfinite(arrays[name]).all():
+                    raise ValueError(f"{name} holds numbers that are not finite in float32")
+    except Exception as error:  # zipfile and NumPy raise almost anything at a broken file
+        why = " ".join(printable(str(error)).split()) or type(error).__name__
+        raise DataError(f"{file}: not a model saved by Chainer (a NumPy archive): {why}") from None
+    return arrays
+
+
+def _read_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """The shape of a `.npy` file, whether Fortran's order, and the type, without anything unpickled or allocated."""
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"an array of format {version}")
+    return (np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0)(stream)

@@ -23,6 +23,7 @@ from gpulab.plots.style import (
     metric_label,
     origin_keys,
     points,
+    power_of_ten,
 )
 from gpulab.report import Picture, draw
 from gpulab.stats.verdicts import Verdict
@@ -140,7 +141,7 @@ def _difference_scale(axes: Axes, sizes: np.ndarray, margin: float) -> None:
     axes.set_xscale("symlog", linthresh=10.0**first, linscale=0.5 + 0.3 * (last - first))
     axes.set_xlim(-2 * widest, 2 * widest)
     powers = np.unique([last, first])
-    labels = [f"$10^{{{power}}}$" for power in powers]
+    labels = [power_of_ten(power) for power in powers]
     axes.set_xticks([*-(10.0**powers), 0, *10.0**powers], [*(f"−{label}" for label in labels), "0", *labels])
     axes.minorticks_off()
 

@@ -20,7 +20,8 @@ from matplotlib.axis import XAxis, YAxis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+from matplotlib.text import Text
+from matplotlib.ticker import LogFormatter, LogLocator, NullFormatter, NullLocator
 
 from gpulab.report import Picture
 from gpulab.settings import Setting
@@ -84,7 +85,18 @@ def finished(
     figure.suptitle(title, fontsize=10)
     if keys := list(keys):
         figure.legend(handles=keys, fontsize=size, frameon=False, loc="outside lower center", ncols=columns)
+    _show_as_written(figure)
     return Picture(figure, alt)
+
+
+def _show_as_written(figure: Figure) -> None:
+    """Show a `$` in a name as that: only the numbers of a logarithmic axis are mathematics."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        if isinstance(axis.get_major_formatter(), LogFormatter):
+            for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+                tick.label1.set_parse_math(True)
 
 
 # --- colours and marks -----------------------------------------------------------------------------------
@@ -186,6 +198,11 @@ def log_scale(axis: XAxis | YAxis, low: float, high: float, fine: float = 100, n
     axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if high / low < fine else (1.0,)))
     axis.set_major_formatter(numbers)
     axis.set_minor_locator(NullLocator())
+
+
+def power_of_ten(exponent: int) -> str:
+    """Ten to this power, as a label of an axis."""
+    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def decades(axis: XAxis | YAxis, ticks: int = 9) -> None:

@@ -82,9 +82,8 @@ def _of_entry(path: Path) -> Iterator[Trouble]:
     """What is wrong with a run, or with a file of packed ones."""
     parts: list[tuple[Path, Callable[[], object]]]
     if path.is_dir():
-        if not any((path / name).exists() for name in (folders.RECORD, folders.HISTORY, folders.WEIGHTS)):
-            empty = not any(path.iterdir())
-            yield Trouble(path, "an empty folder" if empty else "not a run", REMOVED if empty else LEFT)
+        if not folders.is_run(path):
+            yield Trouble(path, "not a run", LEFT)
             return
         parts = [(path, lambda: folders.read_run(path))]
         if (weights := path / folders.WEIGHTS).is_file():
@@ -95,7 +94,7 @@ def _of_entry(path: Path) -> Iterator[Trouble]:
         try:
             read()
         except DataError as error:
-            yield Trouble(part, str(error), SET_ASIDE)
+            yield Trouble(part, _without(part, error), SET_ASIDE)
             return
 
 
@@ -121,7 +120,12 @@ def _of_unfinished(folder: Path) -> Iterator[Trouble]:
             try:
                 folders.read_checkpoint(path)
             except DataError as error:
-                yield Trouble(path, str(error), SET_ASIDE)
+                yield Trouble(path, _without(path, error), SET_ASIDE)
+
+
+def _without(path: Path, error: DataError) -> str:
+    """What an error says, without the path that is named beside it."""
+    return str(error).removeprefix(str(path)).lstrip("/\\: ")
 
 
 def _mend(store: Path, path: Path, remedy: str) -> None:

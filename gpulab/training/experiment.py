@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
+from gpulab import files
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import PATIENCE, Setting
 from gpulab.training import folders
@@ -28,7 +29,8 @@ from gpulab.training.protocol import Specification, protocol
 if TYPE_CHECKING:
     import pandas as pd
 
-WORKER = [sys.executable, "-m", "gpulab.training.worker"]
+# With -P nothing that lies in the current folder is imported, such as a queue.py.
+WORKER = [sys.executable, "-P", "-m", "gpulab.training.worker"]
 INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
 DEAF = 10.0  # seconds after which a worker that was asked to end is killed
 
@@ -123,6 +125,8 @@ class Experiment:
         found = [folders.find(self.folder, planned(**job)) for job in jobs]
         is_done = [folder is not None for folder in found]
         finished = [folder.name for folder in found if folder is not None]
+        if not all(is_done):
+            files.check_writable(self.folder / "run")
         failures: list[str] = []
         frames_done, lock = [frames if done else 0 for done in is_done], threading.Lock()
         total = {"total": len(jobs) * frames, "initial": sum(frames_done), "unit": self.unit}
@@ -185,9 +189,12 @@ class _Worker:
         self.jobs, self.answers = self.process.stdin, self.process.stdout
         # Standard error is read all the time, so that the process never waits for a reader; its end is kept.
         self.last_words: collections.deque[str] = collections.deque(maxlen=3)
-        lines = map(str.strip, self.process.stderr)
-        self.listener = threading.Thread(target=self.last_words.extend, args=(lines,), daemon=True)
+        self.listener = threading.Thread(target=self._listen, args=(self.process.stderr,), daemon=True)
         self.listener.start()
+
+    def _listen(self, errors: IO[str]) -> None:
+        with errors:
+            self.last_words.extend(map(str.strip, errors))
 
     def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
         """Have a job done; returns the run's id, or without a store its metrics. `tell` hears (frames done, loss)."""
@@ -215,6 +222,7 @@ class _Worker:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.answers.close()
 
     def stop(self) -> None:
         """Ask it to save a checkpoint and end."""
@@ -228,7 +236,7 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.count = count
         self.mine = threading.local()
-        self.all: list[_Worker] = []
+        self.all: set[_Worker] = set()
 
     def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
         """Have a job done by this thread's worker."""
@@ -236,20 +244,21 @@ class Workers:
         if worker is None or worker.setting != job["setting"] or worker.process.poll() is not None:
             if worker is not None:
                 worker.close()
+                self.all.discard(worker)
             worker = self.mine.worker = _Worker(job["setting"], self.count)
-            self.all.append(worker)
+            self.all.add(worker)
         return worker.train(job, tell)
 
     def stop(self) -> None:
         """Ask every worker to save a checkpoint and end."""
-        for worker in self.all:
+        for worker in [*self.all]:
             worker.stop()
 
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for worker in self.all:
+        for worker in [*self.all]:
             worker.close()
 
 
@@ -281,14 +290,14 @@ def worker_loop(lines: Iterator[str]) -> None:
             os._exit(1)
         print(json.dumps(message), file=answers, flush=True)
 
+    from gpulab.training.run import train  # with all that it imports, before the user's folders are looked in
+
     for line in lines:
         job = json.loads(line)
         try:
             if "pickled" in job:
                 sys.path[:] = job["path"]  # as where the function was defined
                 job = pickle.loads(base64.b64decode(job["pickled"]))
-            from gpulab.training.run import train
-
             run = train(**job, progress=lambda done, loss: answer(done=done, loss=loss))
             result = {"id": run.record["id"]} if "store" in job else {"metrics": run.metrics}
         except GpulabError as error:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 RECORD, HISTORY, WEIGHTS = "run.json", "history.parquet", "weights.safetensors"
 WORK, DAMAGED = ".unfinished", ".damaged"  # folders in a store: checkpoints and half-written runs; what was set aside
 CHECKPOINT_FORMAT = 2  # 1 had no seal
+RUN_NAME = re.compile(r"-seed-?\d+-[0-9a-f]{10}$")  # how the names of runs end
 LARGEST_RECORD = 1 << 24  # bytes
 
 
@@ -126,8 +127,11 @@ def begun(identity: Identity, here: Mapping[str, Any], command: str | None) -> d
 def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | None:
     """The folder of a run that the store holds whole, and with it the trained weights if they are asked for.
 
-    A damaged one is set aside, and a warning says so: the run is not done.
+    A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known.
     """
+    if identity.unknown:
+        what = ", ".join(identity.unknown)
+        warnings.warn(f"{what}: its content cannot be known, so this run is never taken for another one", stacklevel=3)
     for name in filter(None, (identity.id, identity.former)):
         folder = store / name
         if not os.path.lexists(folder):
@@ -143,6 +147,12 @@ def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | 
             if place := set_aside(store, folder):
                 warnings.warn(f"{error}; the run is trained again (set aside in {place})", stacklevel=3)
     return None
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether a folder is a run's, or what is left of one: by a file in it, or by its name."""
+    names = (RECORD, HISTORY, WEIGHTS)
+    return any(os.path.lexists(os.path.join(path, name)) for name in names) or bool(RUN_NAME.search(str(path)))
 
 
 def set_aside(store: Path, path: Path) -> Path | None:

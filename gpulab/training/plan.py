@@ -154,7 +154,7 @@ def _model_description(
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     weights = None if model.fresh else folders.weights_digest(model.state_dict())
     try:
-        parts = [(name, sources.content(sources.plain_state(part))) for name, part in model.named_modules()]
+        parts = [(name, sources.of_module(part)) for name, part in model.named_modules()]
         unknown: tuple[str, ...] = ()
     except sources.UnknownContentError as error:
         parts, unknown = [], (f"{type(net).__name__} ({error})",)

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import math
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,7 +207,6 @@ def train(
     with plan.setting.apply():
         plan.begin()
         identity = plan.identity(passport())
-        _tell_unknown(identity, folder)
         record = folders.begun(identity, passport(), command)
         if folder is not None and resume and not guard and (done := folders.find(folder, identity, keep_weights)):
             return _stored(done, plan)
@@ -236,13 +234,6 @@ def train(
     return run
 
 
-def _tell_unknown(identity: folders.Identity, store: Path | None) -> None:
-    """Say that a run is not kept under a name that could stand for another."""
-    if store is not None and identity.unknown:
-        what = ", ".join(identity.unknown)
-        warnings.warn(f"{what}: its content cannot be known, so this run is never taken for another one", stacklevel=3)
-
-
 def _history(rows: list[tuple[int, int, float, float]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["window", "step", "loss", "seconds"]).astype({"seconds": "float32"})
 
@@ -262,7 +253,6 @@ def _call(
     """One run of a function of the user's."""
     here, files = passport(), None
     identity = training.identity(here, setting, seed, rerun, options)
-    _tell_unknown(identity, store)
     if store is not None and resume and not guard and (done := folders.find(store, identity)):
         record, history = folders.read_run(done)
         return Run(None, None, history, record, done)

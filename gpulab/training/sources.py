@@ -136,7 +136,7 @@ def content(value: Any, inside: tuple[int, ...] = ()) -> Any:
         return _code(value, of)
     if isinstance(value, nn.Module):
         weights = [of(parameter.detach()) for parameter in value.parameters(recurse=False)]
-        return [_code(type(value), of), weights, of(plain_state(value)), [of(part) for part in value.children()]]
+        return [of_module(value, of), weights, [of(part) for part in value.children()]]
     if not hasattr(value, "__dict__"):
         raise UnknownContentError(f"a {kind} in it")
     return [_code(type(value), of), of(vars(value))]
@@ -159,14 +159,15 @@ def _code(thing: Any, of: Any) -> Any:
     return [name, digest(function, file_of(function), []), of(bound)]
 
 
-def plain_state(module: nn.Module) -> dict[str, Any]:
-    """What a module holds beside its parameters and parts: attributes, buffers and hooks, wherever it was made."""
+def of_module(module: nn.Module, of: Any = content) -> Any:
+    """What a module is, and holds beside its parameters and parts: attributes, buffers and hooks."""
     ours = type(module).__module__.partition(".")[0] != "torch"
     skipped = ("_parameters", "_modules", "_backward_hooks", "_is_full_backward_hook")
     held = {name: value for name, value in vars(module).items() if name not in skipped}
     hooks = {name: list(value.values()) for name, value in held.items() if "_hooks" in name and value}
     rest = {n: v for n, v in held.items() if "_hooks" not in n and (ours or n[0] != "_" or n == "_buffers")}
-    return {n: v for n, v in rest.items() if not isinstance(v, nn.Parameter)} | hooks
+    state = {n: v for n, v in rest.items() if not isinstance(v, nn.Parameter)} | hooks
+    return [_code(type(module), of), of(state)]
 
 
 def file_of(function: Any) -> Path | None:

@@ -149,7 +149,8 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
         try:
             rows += _rows(entry, recorded)
         except DataError as error:
-            damaged.append(str(error))
+            if os.path.isfile(entry) or folders.is_run(entry):  # other folders are nobody's business
+                damaged.append(str(error))
     if damaged:
         said = "; ".join(damaged[:MOST_NAMED]) + ("; …" if len(damaged) > MOST_NAMED else "")
         warnings.warn(f"{len(damaged)} damaged run(s) skipped (gpulab check mends a store): {said}", stacklevel=3)

@@ -1,16 +1,17 @@
 """The ledger of a search: a JSON line for each loss and for each trial that ended, from which all is rebuilt.
 
-    {"ledger": 1, "search": {…}}                                     what is searched for, once
-    {"point": {"learning_rate": 0.001}, "seed": 3, "loss": 0.0123}   null where the run diverged
-    {"point": {"learning_rate": 0.001}, "state": "finished", …}      or pruned, or failed
+    {"ledger": 2, "search": {…}, "seal": …}                                    what is searched for, once
+    {"point": {"learning_rate": 0.001}, "seed": 3, "loss": 0.0123, "seal": …}  null where the run diverged
+    {"point": {"learning_rate": 0.001}, "state": "finished", …, "seal": …}     or pruned, or failed
 
 A line is on the disk before the search goes on, so a search that is killed loses the training that it was at
-and no other. What a killed process left of a line is dropped.
+and no other. What a killed process left of a line is dropped. Each line is sealed; those of ledger 1 were not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -20,8 +21,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from gpulab.errors import DataError, GpulabError, UsageError
+from gpulab import files
+from gpulab.errors import DataError, UsageError
 from gpulab.training.search import Point, SearchProblem, key
+
+LEDGER = 2
 
 
 @dataclass
@@ -54,14 +58,13 @@ class TrialLog:
 
     def __enter__(self) -> TrialLog:
         with contextlib.ExitStack() as stack:
-            try:
+            with files.writing(self.file):
                 self.file.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(f"{self.file}.lock", timeout=0))
+                try:
+                    stack.enter_context(FileLock(f"{self.file}.lock", timeout=0))
+                except Timeout:
+                    raise UsageError(f"{self.file}: another process is at work on this study") from None
                 self.stream = stack.enter_context(self.file.open("a+b", buffering=0))
-            except Timeout:
-                raise UsageError(f"{self.file}: another process is at work on this study") from None
-            except OSError as error:
-                raise GpulabError(f"{self.file}: cannot be written: {error}") from None
             self._read()
             self.left = [trial.point for trial in self.tried if trial.state == "failed"]
             self.tried = [trial for trial in self.tried if trial.state != "failed"]
@@ -91,15 +94,16 @@ class TrialLog:
 
     def _append(self, document: dict[str, Any]) -> None:
         """Add a line to the file; one that cannot be written whole leaves nothing behind."""
-        line = json.dumps(document, allow_nan=False).encode() + b"\n"
+        line = _sealed(document) + b"\n"
         size = self.stream.seek(0, os.SEEK_END)
-        try:
-            if self.stream.write(line) < len(line):
-                raise OSError("the disk is full")
-            os.fsync(self.stream.fileno())
-        except OSError as error:
-            self.stream.truncate(size)
-            raise GpulabError(f"{self.file}: cannot be written: {error}") from None
+        with files.writing(self.file):
+            try:
+                if self.stream.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, "the disk is full")
+                os.fsync(self.stream.fileno())
+            except OSError:
+                self.stream.truncate(size)
+                raise
 
     def _take_in(self, event: dict[str, Any]) -> None:
         """Bring the trials up to date with a line; an error for one that is none of this search."""
@@ -117,34 +121,45 @@ class TrialLog:
 
     def _read(self) -> None:
         """Rebuild the trials. A file that is not a ledger of this problem stays as it is."""
-        header = {"ledger": 1, "search": self.problem.identity}
+        header = {"ledger": LEDGER, "search": self.problem.identity}
         self.stream.seek(0)
         *lines, torn = self.stream.read().split(b"\n")
-        if not lines and not json.dumps(header).encode().startswith(torn):
+        if not lines and not _sealed(header).startswith(torn):
             lines = [torn]
+        version = LEDGER
         for number, line in enumerate(lines, 1):
+            where = f"{self.file} (not a whole study of gl.reproduce; move it away to begin anew), line {number}"
+            document = files.read_json(where, line)
             try:
-                document = json.loads(line)
                 if number == 1:
-                    self._check_header(document)
+                    version = self._version(document)
+                files.check_seal(where, line, required=version != 1)
+                document.pop("seal", None)
+                if number == 1:
+                    self._check_problem(document)
                 else:
                     self._take_in(document)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DataError(
-                    f"{self.file}: not a whole study of gl.reproduce (line {number}: {type(error).__name__}: {error}); "
-                    "move it away to begin anew"
-                ) from None
+                raise DataError(f"{where}: {type(error).__name__}: {error}") from None
         self.stream.truncate(self.stream.tell() - len(torn))
         if not lines:
             self._append(header)
 
-    def _check_header(self, header: dict[str, Any]) -> None:
+    def _version(self, header: dict[str, Any]) -> int:
+        """Of the ledger that begins so."""
         if "op_code" in header:
             raise DataError(
                 f"{self.file}: a study of gpulab 0.1 (a journal of Optuna), which this gpulab does not read; name "
                 "another file (runs of gpulab's own networks that are in the store are not trained again)"
             )
-        if header["ledger"] != 1:
-            raise ValueError(f"ledger {header['ledger']!r}; this gpulab reads 1")
+        if header["ledger"] not in (1, LEDGER):
+            raise ValueError(f"ledger {header['ledger']!r}; this gpulab reads 1 and {LEDGER}")
+        return header["ledger"]
+
+    def _check_problem(self, header: dict[str, Any]) -> None:
         if other := [name for name, value in self.problem.identity.items() if header["search"].get(name) != value]:
             raise DataError(f"{self.file}: a study with another {', another '.join(other)}; name another file")
+
+
+def _sealed(document: dict[str, Any]) -> bytearray:
+    return files.seal(json.dumps({**document, "seal": files.UNSEALED}, allow_nan=False).encode())

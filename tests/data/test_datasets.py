@@ -3,17 +3,19 @@ import gzip
 import hashlib
 import http.server
 import itertools
+import os
 import struct
 import threading
+import zlib
 from types import SimpleNamespace
 
 import av
 import numpy as np
 import pytest
-import torchvision
 from PIL import Image
 
 import gpulab as gl
+from gpulab.data import datasets, films
 from gpulab.data.datasets import NAMES, Images, Sequence
 
 SMALL, ODD = (24, 32), (45, 61)
@@ -272,6 +274,10 @@ def idx(images, magic=2051):
     return struct.pack(">4I", magic, *images.shape) + images.tobytes()
 
 
+def sha256(file):
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def write_idx(file, images):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(gzip.compress(idx(images)) if file.suffix == ".gz" else idx(images))
@@ -300,7 +306,9 @@ def test_mnist_with_both_splits_is_found_where_tools_put_it(tmp_path, place, suf
 
 def test_mnist_is_found_in_the_folder_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("GPULAB_DATA", str(tmp_path))
-    write_idx(tmp_path / "mnist" / "train-images-idx3-ubyte.gz", noise(20, 28, 28))
+    file = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
+    write_idx(file, noise(20, 28, 28))
+    monkeypatch.setitem(datasets.SHA256, file.name, sha256(file))
     data = gl.load("mnist")
     assert (len(data.train), len(data.held)) == (18, 2)
 
@@ -351,7 +359,6 @@ def mirror(tmp_path, monkeypatch):
     served = tmp_path / "mirror"
     write_idx(served / "train-images-idx3-ubyte.gz", noise(30, 28, 28))
     write_idx(served / "t10k-images-idx3-ubyte.gz", noise(10, 28, 28))
-    sums = [(file.name, hashlib.md5(file.read_bytes()).hexdigest()) for file in sorted(served.iterdir())]
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_):
@@ -359,8 +366,10 @@ def mirror(tmp_path, monkeypatch):
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=served)) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
-        monkeypatch.setattr(torchvision.datasets.MNIST, "resources", sums)
+        monkeypatch.setattr(datasets, "MIRRORS", [f"http://127.0.0.1:{server.server_port}/"])
+        monkeypatch.setattr(
+            datasets, "SHA256", {file.name: sha256(file) for file in sorted(served.iterdir(), reverse=True)}
+        )
         monkeypatch.setenv("GPULAB_DATA", str(tmp_path / "data"))
         yield served
         server.shutdown()
@@ -377,8 +386,8 @@ def test_mnist_is_downloaded_once_and_then_found(mirror):
 
 @pytest.mark.usefixtures("mirror")
 def test_a_mirror_that_does_not_answer_is_passed_over(monkeypatch):
-    good = torchvision.datasets.MNIST.mirrors
-    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"{good[0]}nowhere/", *good])
+    good = datasets.MIRRORS
+    monkeypatch.setattr(datasets, "MIRRORS", [f"{good[0]}nowhere/", *good])
     assert len(gl.load("mnist").train) == 30
 
 
@@ -401,6 +410,56 @@ def test_half_a_download_is_not_taken_for_the_whole(mirror):
     (mirror / "t10k-images-idx3-ubyte.gz").write_bytes(good)
     data = gl.load("mnist")
     assert (len(data.train), len(data.held)) == (30, 10)
+
+
+def test_a_file_that_is_not_the_original_is_set_aside_and_fetched_again(mirror, tmp_path):
+    gl.load("mnist")
+    file = tmp_path / "data" / "mnist" / "t10k-images-idx3-ubyte.gz"
+    other = gzip.compress(idx(noise(10, 28, 28) // 2))
+    file.write_bytes(other)
+    with pytest.warns(UserWarning, match=r"t10k-images-idx3-ubyte\.gz: not the original") as warned:
+        data = gl.load("mnist")
+    assert len(warned) == 1
+    assert (data.held[:, 0] == noise(10, 28, 28)).all()
+    assert file.with_name(f"{file.name}.damaged").read_bytes() == other
+    assert file.read_bytes() == (mirror / file.name).read_bytes()
+
+
+def test_mnist_comes_from_https_alone_and_is_what_it_was(shared):
+    assert all(mirror.startswith("https://") for mirror in datasets.MIRRORS)
+    file = shared / "mnist" / "t10k-images-idx3-ubyte.gz"
+    assert sha256(file) == datasets.SHA256[file.name]
+    assert hashlib.sha256(gzip.decompress(file.read_bytes())).hexdigest() == datasets.SHA256[file.stem]
+
+
+def test_a_small_archive_cannot_ask_for_much_memory(tmp_path, python):
+    """100 kB that unpack to 100 MB are read as far as the header says; no more than 2 GiB may be promised."""
+    file = tmp_path / "t10k-images-idx3-ubyte.gz"
+    header = struct.pack(">4I", 2051, 30, 28, 28)
+    file.write_bytes(gzip.compress(header + bytes(100 << 20)))
+    code = """
+        import sys, tracemalloc
+        import gpulab as gl
+        tracemalloc.start()
+        try:
+            gl.load(f"mnist:{sys.argv[1]}")
+        except gl.DataError as error:
+            print(error)
+        print(tracemalloc.get_traced_memory()[1])
+    """
+    error, most = python(code, tmp_path).stdout.splitlines()
+    assert error == f"{file}: promises 30 images of 28×28, holds more"
+    assert int(most) < 20 << 20
+    file.write_bytes(gzip.compress(struct.pack(">4I", 2051, 2**31, 28, 28)))
+    with pytest.raises(gl.DataError, match="promises 2147483648 images of 28×28: 1 to"):
+        gl.load(f"mnist:{tmp_path}")
+
+
+def test_both_splits_have_images_of_one_size(tmp_path):
+    write_idx(tmp_path / "train-images-idx3-ubyte", noise(12, 28, 28))
+    write_idx(tmp_path / "t10k-images-idx3-ubyte", noise(12, 8, 8))
+    with pytest.raises(gl.DataError, match=r"t10k-images-idx3-ubyte: images of another size"):
+        gl.load(f"mnist:{tmp_path}")
 
 
 # --- video -----------------------------------------------------------------------------------------------
@@ -585,3 +644,52 @@ def test_a_damaged_image_is_named(tmp_path, damage, spoil):
     with pytest.raises(gl.DataError, match=r"004\.png") as error:
         list(gl.load(f"frames:{tmp_path}", size=SMALL).stream())
     assert "object at 0x" not in str(error.value), damage
+
+
+def test_only_the_decoders_that_are_meant_are_asked(tmp_path, monkeypatch):
+    """Pillow hands an EPS file, whatever its name, to Ghostscript, which runs it."""
+    write_images(tmp_path, noise(6, 24, 32, 3))
+    Image.fromarray(noise(24, 32, 3)).save(tmp_path / "004.eps")
+    (tmp_path / "004.eps").replace(tmp_path / "004.png")
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("Ghostscript was started"))
+    with pytest.raises(gl.DataError, match=r"004\.png: not an image .*of no known format \(PNG, JPEG"):
+        list(gl.load(f"frames:{tmp_path}", size=SMALL).stream())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("edge", [12_000, 16_000])  # more than gpulab allows, and than Pillow does
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path, edge):
+    """A PNG of 84 bytes."""
+
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">2I5B", edge, edge, 8, 2, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(bomb)
+    with pytest.raises(gl.DataError, match=r"0\.png: not a whole image: .*(12,000×12,000|256000000) pixels"):
+        gl.load(f"frames:{tmp_path}")
+
+
+@pytest.mark.parametrize("suffix", ["png", "webp", "tiff"])
+def test_a_file_of_several_pictures_is_refused(tmp_path, suffix):
+    write_images(tmp_path, noise(6, 24, 32, 3), suffix)
+    more = [Image.fromarray(frame) for frame in noise(3, 24, 32, 3)]
+    more[0].save(tmp_path / f"004.{suffix}", save_all=True, append_images=more[1:])
+    with pytest.raises(gl.DataError, match=rf"004\.{suffix}: holds 3 pictures"):
+        gl.load(f"frames:{tmp_path}")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+def test_a_pipe_among_the_images_is_not_waited_for(tmp_path):
+    write_images(tmp_path, noise(6, 24, 32, 3))
+    os.mkfifo(tmp_path / "006.png")
+    with pytest.raises(gl.DataError, match=r"006\.png: .*a pipe"):
+        gl.load(f"frames:{tmp_path}")
+
+
+def test_frames_of_a_film_may_not_have_too_many_pixels(files, monkeypatch):
+    monkeypatch.setattr(films, "MOST_PIXELS", 1000)
+    with pytest.raises(gl.DataError, match=r"a\.mkv: frames of 2,745 pixels; they may have 1,000"):
+        gl.load(f"video:{files.mkv}")

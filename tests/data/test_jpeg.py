@@ -84,6 +84,15 @@ def test_a_damaged_file_is_a_data_error_in_one_line(decoder, cut):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("decoder", HERE)
+def test_a_file_of_too_many_pixels_is_refused_by_every_decoder(decoder):
+    file = bytearray(gl.encode_jpeg(FRAMES[0]))
+    place = file.index(b"\xff\xc0") + 5
+    file[place : place + 4] = b"\xf0\x00\xf0\x00"
+    with pytest.raises(gl.DataError, match=f"{decoder} cannot decode.* pixels"):
+        gl.decode_jpeg(bytes(file), decoder)
+
+
 @pytest.mark.skipif("nvjpeg" in HERE, reason="there is a GPU")
 def test_a_decoder_that_is_not_here_is_told_with_those_that_are():
     with pytest.raises(gl.GpulabError, match="cannot run here; there are pillow"):

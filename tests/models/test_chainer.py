@@ -1,4 +1,7 @@
 import hashlib
+import io
+import warnings
+import zipfile
 
 import numpy as np
 import pytest
@@ -139,7 +142,7 @@ def test_what_is_not_a_model_is_named(tmp_path):
     for name in ("text.model", "empty.model", "array.npy", "other.npz", "nothing.npz", "missing.model"):
         refused(tmp_path / name)
     refused(tmp_path)
-    refused(tmp_path / "missing.model", "no such file")
+    refused(tmp_path / "missing.model", "No such file")
 
 
 def test_pickled_objects_are_not_loaded(tmp_path):
@@ -196,10 +199,80 @@ def test_an_array_of_text_is_refused(saved, tmp_path):
     refused(rewritten(saved, tmp_path / "a.model", lambda arrays: arrays.update({"predictor/ConvP0/W": text})))
 
 
-def test_weights_that_are_not_finite_are_kept_as_they_are(saved, tmp_path):
-    """A diverged network of the authors is still theirs; only its shape is checked."""
-    file = rewritten(saved, tmp_path / "a.model", lambda arrays: arrays["predictor/ConvP0/b"].fill(np.nan))
-    assert gl.PredNet.from_chainer(file).conv_p[0].bias.isnan().all()
+@pytest.mark.parametrize("number", [np.nan, np.inf, 1e300])
+def test_weights_that_are_not_finite_are_refused(tmp_path, number):
+    np.savez(tmp_path / "a.npz", **{"predictor/ConvP0/b": np.array([0.0, number])})
+    refused(tmp_path / "a.npz", "ConvP0/b holds numbers that are not finite")
+
+
+def archive(file, arrays, method=zipfile.ZIP_DEFLATED):
+    """A `.model` of (name, content of the .npy file)."""
+    with warnings.catch_warnings(), zipfile.ZipFile(file, "w", method) as made:
+        warnings.simplefilter("ignore", UserWarning)  # of names that are there twice
+        for name, content in arrays:
+            made.writestr(f"{name}.npy", content)
+    return file
+
+
+def npy(shape, dtype="<f4", content=b""):
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return stream.getvalue() + content
+
+
+ONE = npy((1,), content=bytes(4))
+STRANGE = {
+    "twice": ([("ConvP0/b", ONE), ("predictor/ConvP0/b", ONE)], "ConvP0/b is there twice"),
+    "bzip2": ([("a", ONE)], "a is encrypted, or packed", zipfile.ZIP_BZIP2),
+    "structured": ([("a", npy((1,), [("x", "<f4"), ("y", "<f4")], bytes(8)))], "expected numbers of 16 to 64 bits"),
+    "whole numbers": ([("a", npy((1,), "<i8", bytes(8)))], "expected numbers of 16 to 64 bits"),
+    "too many": ([("a", npy((10**9, 10**9)))], "unpacks to more than"),
+    "none": ([("a", npy((10**9, 0)))], "a has the shape (1000000000, 0)"),
+    "less than none": ([("a", npy((-1,), content=bytes(4)))], "a has the shape (-1,)"),
+    "too short": ([("a", npy((1000,)))], "a has another length"),
+    "too long": ([("a", npy((1,), content=bytes(400)))], "a has another length"),
+    "red": ([("a\x1b[31m", npy((2,)))], r"a\x1b[31m has another length"),
+}
+
+
+@pytest.mark.parametrize(("arrays", "words", "method"), [(*row, 8)[:3] for row in STRANGE.values()], ids=STRANGE)
+def test_a_strange_archive_is_refused_in_one_line(tmp_path, arrays, words, method):
+    with pytest.raises(gl.DataError) as error:
+        gl.PredNet.from_chainer(archive(tmp_path / "a.model", arrays, method))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_encrypted_model_is_refused(tmp_path):
+    content = bytearray(archive(tmp_path / "a.model", [("a", ONE)]).read_bytes())
+    content[6] |= 1
+    content[content.index(b"PK\1\2") + 8] |= 1
+    (tmp_path / "a.model").write_bytes(content)
+    refused(tmp_path / "a.model", "a is encrypted")
+
+
+def test_a_small_file_cannot_ask_for_much_memory(tmp_path, python):
+    """80 kB that unpack to 80 MB are read no further than they say; a network of many channels is not made at once."""
+    bomb = archive(tmp_path / "bomb.model", [("a", npy((1,), content=bytes(80 << 20)))])
+    wide = {f"ConvP{layer}/W": npy((10**5, 1, 1, 1), content=bytes(4 * 10**5)) for layer in range(3)}
+    wide |= {"ConvLSTM0/c_i/W": npy((1, 1, 64, 64), content=bytes(4 * 64 * 64))}
+    file = archive(tmp_path / "wide.model", wide.items())
+    code = """
+        import resource, sys
+        import gpulab as gl
+        gl.PredNet((3, 4), (8, 8))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for file in sys.argv[1:]:
+            try:
+                gl.PredNet.from_chainer(file)
+            except gl.DataError as error:
+                print(error)
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    """
+    first, second, grown = python(code, bomb, file).stdout.splitlines()
+    assert "a has another length" in first
+    assert "not a PredNet of 3 layers: missing" in second
+    assert float(grown) < 30
 
 
 def test_reading_changes_nothing_in_the_file(saved):

@@ -1,4 +1,5 @@
 import importlib.util
+import json
 import math
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import gpulab as gl
+from gpulab import files
 from gpulab.training import objective, reproduction, search
 from gpulab.training.plan import planned
 from gpulab.training.proposals import propose
@@ -436,36 +438,59 @@ def test_a_larger_number_of_trials_goes_further(few, tmp_path):
     )
 
 
+def sealed(text):
+    return bytes(files.seal(json.dumps({**json.loads(text), "seal": files.UNSEALED}).encode()))
+
+
 @pytest.mark.parametrize(
     ("line", "damage", "named"),
     [
-        (1, b"nonsense", "line 1: JSONDecodeError"),
+        (1, b"nonsense", "line 1: .*not whole JSON"),
         (1, b"[]", "line 1: "),
-        (1, b'{"ledger": 2, "search": {}}', "ledger 2; this gpulab reads 1"),
+        (1, b'{"ledger": 3, "search": {}}', "ledger 3; this gpulab reads 1 and 2"),
         (
             1,
             b'{"op_code": 0, "worker_id": "1", "study_name": "reproduce"}',
             "a study of gpulab 0.1 .* name another file",
         ),
-        (2, b'{"\xff": 1}', "line 2: UnicodeDecodeError"),
-        (3, b'{"point": {"a": 1.0}, "seed": 1}', "line 3: KeyError"),
-        (3, b'{"point": {"a": 1.0}, "seed": 0, "loss": 0.5}', "line 5: ValueError: no loss of seed 1"),
-        (5, b"{}", "line 5: KeyError"),
-        (5, b'{"point": {"a": 1.0}, "state": "finished", "colour": 1}', "line 5: TypeError"),
+        (2, b'{"\xff": 1}', "line 2: .*not whole JSON"),
+        (3, b'{"point": {"a": 1.0}, "seed": 1, "loss": 0.5}', "line 3: damaged: its checksum is missing"),
+        (3, sealed('{"point": {"a": 1.0}, "seed": 1}'), "line 3: KeyError"),
+        (3, sealed('{"point": {"a": 1.0}, "seed": 0, "loss": 0.5}'), "line 5: ValueError: no loss of seed 1"),
+        (5, sealed("{}"), "line 5: KeyError"),
+        (5, sealed('{"point": {"a": 1.0}, "state": "finished", "colour": 1}'), "line 5: TypeError"),
     ],
 )
 def test_a_damaged_study_is_refused_and_left_as_it_is(few, study, line, damage, named):
     lines = study.read_bytes().split(b"\n")
     text = b"\n".join([*lines[: line - 1], damage, *lines[line:], b"half a li"])
     study.write_bytes(text)
-    with pytest.raises(gl.DataError, match=rf"my\.jsonl: .*{named}"):
+    with pytest.raises(gl.DataError, match=rf"my\.jsonl.*{named}"):
         again(few, study)
     assert study.read_bytes() == text
 
 
+@pytest.mark.parametrize("place", [0.1, 0.4, 0.5, 0.7, 0.9])
+def test_a_flipped_bit_in_a_study_is_found(few, study, place):
+    text = bytearray(study.read_bytes())
+    text[int(place * len(text))] ^= 1
+    study.write_bytes(text)
+    with pytest.raises(gl.DataError, match=r"my\.jsonl"):
+        again(few, study)
+
+
+def test_a_study_of_before_seals_goes_on(few, study, ended):
+    lines = [json.loads(line) for line in study.read_bytes().splitlines()]
+    old = [
+        {k: v for k, v in line.items() if k != "seal"} | ({"ledger": 1} if "ledger" in line else {}) for line in lines
+    ]
+    study.write_text("".join(json.dumps(line) + "\n" for line in old))
+    pd.testing.assert_frame_equal(again(few, study).table, ended[1])
+
+
 def test_a_file_of_another_kind_is_left_as_it_is(few, tmp_path):
     (tmp_path / "notes").write_bytes(b"without an end of line")
-    with pytest.raises(gl.DataError, match="notes: not a whole study"):
+    with pytest.raises(gl.DataError, match=r"notes \(not a whole study"):
         again(few, tmp_path / "notes")
     assert (tmp_path / "notes").read_bytes() == b"without an end of line"
 

@@ -1,0 +1,15 @@
+"""`gpulab`, and `python -m gpulab`: the command line, quiet from its first line on when it is interrupted."""
+
+from gpulab import signals
+
+
+def main() -> None:
+    """Run the command line."""
+    signals.leave_quietly()
+    from gpulab.cli import main
+
+    main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Every page that is made shows what strangers wrote as text, whatever it says."""
+
+import dataclasses
+import html.parser
+import os
+import stat
+
+import pandas as pd
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab import report
+from gpulab.companion.run import Result, write_report
+from gpulab.diagnostics.steps import Step
+from gpulab.diagnostics.traces import OVERWRITTEN
+
+HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page, and its text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.text = [], ""
+        self.feed(str(text))
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def assert_harmless(text, styles=0):
+    """Nothing that a stranger wrote is an element or an attribute of its own, and it stands there as text."""
+    page = Page(text)
+    tags = [tag for tag, _ in page.elements]
+    assert "script" not in tags
+    assert tags.count("style") == styles
+    for tag, attributes in page.elements:
+        assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
+        assert tag != "img" or attributes["src"].startswith("data:image/png;base64,")
+    assert "{{7*7}}" in page.text + "".join(attributes.get("alt", "") for _, attributes in page.elements)
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """HTML files with hostile words wherever a trace, a run or a notebook has any."""
+    folder = tmp_path_factory.mktemp("pages")
+    step = Step(torch.nn.Linear(4, 2), torch.ones(3, 4))
+    traces = []
+    for setting in ("cpu", "cpu:threads=1"):
+        trace = gl.record(step, setting, progress=False)
+        for op in (*trace.operations, *trace.reference):
+            more = {name: getattr(op, name) + HOSTILE for name in ("name", "module", "line", "dtype")}
+            vars(op).update(more, arguments={HOSTILE: HOSTILE}, error=op.error and 1e9)
+        told = [dict.fromkeys(OVERWRITTEN, HOSTILE)]
+        traces.append(dataclasses.replace(trace, label=setting + HOSTILE, overwritten=told))
+    audit = gl.audit(*traces)
+    assert audit.faulty
+    audit.save(folder / "audit.html")
+    rows = [
+        {HOSTILE: seed, "loss" + HOSTILE: seed * 0.1 + n, "f" + HOSTILE: f"{n}{HOSTILE}"}
+        for seed in range(8)
+        for n in (0, 1)
+    ]
+    columns = {"metric": "loss" + HOSTILE, "factor": "f" + HOSTILE, "block": HOSTILE}
+    gl.verdict(pd.DataFrame(rows), **columns).save(folder / "verdict.html", HOSTILE)
+    gl.stats.variance_components(pd.DataFrame(rows), **columns).save(folder / "components.html", HOSTILE)
+    figure = {"png": 'AAAA"><script>', "alt": HOSTILE}
+    result = Result(
+        HOSTILE, HOSTILE, 1.0, 1, HOSTILE, folder / f"{HOSTILE.replace('/', '')}.ipynb", [HOSTILE], [figure]
+    )
+    write_report([result], folder, HOSTILE)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["audit.html", "verdict.html", "components.html", "report/index.html"])
+def test_no_page_runs_what_a_stranger_wrote(pages, name):
+    text = (pages / name).read_text(encoding="utf-8")
+    assert_harmless(text, styles=1)
+    assert "default-src 'none'" in text
+
+
+def test_pieces_of_html_stay_escaped_when_they_are_added():
+    piece = report.paragraphs([HOSTILE]) + report.table(pd.DataFrame({HOSTILE: [HOSTILE]})) + HOSTILE
+    assert_harmless(piece)
+    assert Page(piece).text.count(HOSTILE) == 4
+
+
+def test_in_a_browser_nothing_runs(pages):
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        try:
+            browser = driver.chromium.launch()
+        except playwright.Error as error:
+            pytest.skip(str(error).splitlines()[0])
+        page = browser.new_page()
+        met = []
+        page.on("dialog", lambda dialog: (met.append(dialog.message), dialog.dismiss()))
+        page.goto((pages / "audit.html").as_uri())
+        assert page.locator("script").count() == 0
+        assert HOSTILE in page.content().replace("&lt;", "<").replace("&gt;", ">")
+        assert met == []
+        browser.close()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
+def test_what_is_saved_has_the_permissions_that_the_umask_leaves(pages):
+    assert {stat.S_IMODE(file.stat().st_mode) for file in pages.rglob("*.*")} == {0o666 & ~_umask()}
+
+
+def _umask():
+    os.umask(now := os.umask(0o022))
+    return now
+
+
+def test_messages_write_control_characters_out():
+    for error in (gl.GpulabError, gl.UsageError, gl.DataError):
+        assert str(error("\x1b[31mred\x07\ud800\u202e.csv: no")) == "\\x1b[31mred\\x07\\ud800\\u202e.csv: no"

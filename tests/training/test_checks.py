@@ -1,0 +1,187 @@
+"""A store with every kind of damage: listed, mended, and trained again to the same bits."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import gpulab as gl
+from gpulab import files
+from gpulab.training import checks, folders
+from gpulab.training import store as stores
+
+RUN = {"net": "autoencoder", "setting": "cpu:threads=1", "profile": "smoke", "frames": 20, "progress": False}
+
+
+def flipped(file, share=0.5):
+    content = bytearray(file.read_bytes())
+    content[int(share * len(content))] ^= 4
+    file.write_bytes(content)
+
+
+def changed(folder, **changes):
+    """The record with other values, sealed again, as a stranger could."""
+    file = folder / "run.json"
+    record = {**json.loads(file.read_text()), **changes, "seal": files.UNSEALED}
+    file.write_bytes(files.seal(json.dumps(record).encode()))
+
+
+def replaced(file, by):
+    file.unlink()
+    by(file)
+
+
+DAMAGE = {
+    "a flipped bit in the record": lambda run: flipped(run / "run.json"),
+    "a flipped bit in the history": lambda run: flipped(run / "history.parquet", 0.1),
+    "a record cut short": lambda run: os.truncate(run / "run.json", 500),
+    "no record": lambda run: (run / "run.json").unlink(),
+    "an empty history": lambda run: os.truncate(run / "history.parquet", 0),
+    "an empty folder": lambda run: [file.unlink() for file in run.iterdir()],
+    "a string as loss": lambda run: changed(run, summary={"final_loss": "x", "heldout_loss": 1.0, "seconds": 1.0}),
+    "a list as seed": lambda run: changed(run, seed=[1]),
+    "a seed of 400 digits": lambda run: changed(run, seed=10**400),
+    "a loss that is no number": lambda run: changed(
+        run, summary={"final_loss": float("inf"), "heldout_loss": 1.0, "seconds": 1.0}
+    ),
+    "two thousand brackets": lambda run: (run / "run.json").write_text("[" * 2000),
+    "another run's record": lambda run: changed(run, id="another"),
+    "a pipe": lambda run: replaced(run / "run.json", os.mkfifo),
+    "a link to an endless file": lambda run: replaced(run / "run.json", lambda file: file.symlink_to("/dev/zero")),
+    "a link to itself": lambda run: replaced(run / "run.json", lambda file: file.symlink_to(file)),
+    "a folder as record": lambda run: replaced(run / "run.json", Path.mkdir),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A store of one run a damage, and one more."""
+    store = tmp_path_factory.mktemp("whole") / "runs"
+    for seed in range(len(DAMAGE) + 1):
+        gl.train(**RUN, seed=seed, store=store, keep_weights=False)
+    return store
+
+
+@pytest.fixture
+def store(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "runs"))
+
+
+def by_seed(store):
+    return {row.seed: Path(row.path) for row in gl.runs(store).itertuples()}
+
+
+def without_times(frame):
+    return frame[["id", "seed", "final_loss", "heldout_loss", "weights", "status"]]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+def test_a_store_with_every_damage_is_listed_mended_and_done_again(store, whole):
+    runs = by_seed(store)
+    for seed, damage in enumerate(DAMAGE.values()):
+        damage(runs[seed])
+    with pytest.warns(UserWarning, match=f"{len(DAMAGE)} damaged run") as told:
+        frame = gl.runs(store)
+    assert frame.seed.tolist() == [len(DAMAGE)], "the others are listed"
+    assert "\n" not in str(told[0].message)
+    assert f"{len(DAMAGE)} damaged runs cannot be read" in str(gl.verdict(frame)).splitlines()[0]
+
+    seen = checks.check(store, mend=False, progress=False)
+    assert sorted(seen.path) == sorted(str(runs[seed]) for seed in range(len(DAMAGE)))
+    experiment = gl.Experiment("autoencoder", [RUN["setting"]], len(DAMAGE) + 1, "smoke", store, options={"frames": 20})
+    half = len(DAMAGE) // 2
+    for seed in range(half):  # by hand
+        folders.set_aside(store, runs[seed])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        again = experiment.run(progress=False)
+    assert len([one for one in told if "trained again" in str(one.message)]) == len(DAMAGE) - half
+    pd.testing.assert_frame_equal(without_times(again), without_times(gl.runs(whole)))
+    assert len(list((store / folders.DAMAGED).iterdir())) == len(DAMAGE), "nothing is deleted"
+    assert checks.check(store, progress=False).empty
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit in the history", "no record", "a seed of 400 digits"])
+def test_what_a_check_mends_is_done_again(store, damage):
+    run = by_seed(store)[0]
+    DAMAGE[damage](run)
+    found = checks.check(store, progress=False)
+    assert found[["path", "remedy"]].values.tolist() == [[str(run), checks.SET_ASIDE]]
+    assert found.attrs["runs"] == len(DAMAGE)
+    assert not run.exists()
+    assert gl.train(**RUN, store=store, keep_weights=False).path == run
+
+
+def test_texts_of_strangers_are_shown_as_they_are(store):
+    run = by_seed(store)[0]
+    passport = gl.passport() | {"cpu": {"model": "\x1b[31m[/red]\ud800<script>"}}
+    changed(run, passport=passport)
+    frame = gl.runs(store)
+    assert frame.machine[frame.seed == 0].item() == "\\x1b[31m[/red]\\ud800<script>"
+
+
+def test_what_killed_processes_left_is_removed_and_what_can_be_resumed_is_not(store):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    work = store / folders.WORK
+    work.mkdir(exist_ok=True)
+    (work / f".{gone.pid}-0123abcd.part").mkdir()
+    (work / f".{gone.pid}-0123abcd.part" / "run.json").write_bytes(bytes(2_000_000))
+    (store / f".{gone.pid}-4567abcd.part").write_bytes(bytes(1_000_000))
+    (work / f".{os.getpid()}-0123abcd.part").mkdir()
+    done = by_seed(store)[0].name
+    checkpoint = {"a": pd.Series(dtype=float)}
+    del checkpoint
+    import torch
+
+    for name in (done, "another-seed0-0123456789"):
+        folders.write_checkpoint(folders.checkpoint_file(store, name), {"a": torch.ones(3)}, {"step": 1, "state": {}})
+    found = checks.check(store, progress=False).set_index("path")
+    assert sorted(Path(path).name for path in found.index) == sorted(
+        [f".{gone.pid}-0123abcd.part", f".{gone.pid}-4567abcd.part", f"{done}.safetensors"]
+    )
+    assert set(found.remedy) == {checks.REMOVED}
+    assert found.megabytes.sum() == pytest.approx(3, abs=0.1)
+    assert sorted(path.name for path in work.iterdir()) == [
+        f".{os.getpid()}-0123abcd.part",
+        "another-seed0-0123456789.safetensors",
+    ]
+    assert not list(store.glob(".*.part"))
+
+
+def test_damaged_weights_and_packed_runs_are_set_aside_and_the_runs_stay(store):
+    run = gl.train(**RUN, seed=100, store=store).path
+    flipped(run / "weights.safetensors")
+    stores.pack(store, store / "packed.parquet")
+    flipped(store / "packed.parquet", 0.2)
+    (store / "notes").mkdir()
+    (store / "notes" / "mine.txt").write_text("of the user's")
+    found = checks.check(store, progress=False)
+    assert found[["path", "remedy"]].values.tolist() == [
+        [str(run / "weights.safetensors"), checks.SET_ASIDE],
+        [str(store / "notes"), checks.LEFT],
+        [str(store / "packed.parquet"), checks.SET_ASIDE],
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert 100 in gl.runs(store).seed.tolist()
+
+
+def test_weights_are_asked_for_and_damaged(store):
+    run = gl.train(**RUN, seed=100, store=store)
+    flipped(run.path / "weights.safetensors", 0.9)
+    with pytest.warns(UserWarning, match=r"weights\.safetensors: damaged: .* trained again"):
+        again = gl.train(**RUN, seed=100, store=store)
+    assert again.record["summary"]["weights"] == run.record["summary"]["weights"]
+    assert folders.weights_digest(folders.read_weights(again.path)) == run.record["summary"]["weights"]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(gl.DataError, match="absent: no such folder"):
+        checks.check(tmp_path / "absent")

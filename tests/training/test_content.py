@@ -1,0 +1,271 @@
+"""A run is known by what it was made of: never is another result returned for it."""
+
+import importlib.util
+import json
+import linecache
+import shutil
+import sys
+from pathlib import Path
+
+import av
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.training import folders, sources
+
+SMALL = {"profile": "smoke", "setting": "cpu:threads=1", "progress": False}
+CLIP = {
+    **SMALL,
+    "frames": 40,
+    "model_options": {"size": (8, 12), "channels": [3, 4]},
+    "data_options": {"size": (8, 12)},
+}
+
+
+def film(file, brightness):
+    """60 frames of moving stripes."""
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("mpeg4", rate=20)
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        for number in range(60):
+            image = np.full((32, 48, 3), brightness, np.uint8)
+            image[:, number % 48] = 255
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        container.mux(stream.encode())
+    return file
+
+
+def test_another_film_of_the_same_name_is_another_run_and_a_moved_one_the_same(tmp_path):
+    clip, store = film(tmp_path / "clip.mp4", 40), tmp_path / "runs"
+    first = gl.train("prednet", f"video:{clip}", store=store, **CLIP)
+    moved = shutil.move(clip, tmp_path / "elsewhere.mp4")
+    same = gl.train("prednet", f"video:{moved}", store=store, **CLIP)
+    assert same.path == first.path
+    film(clip, 200)
+    other = gl.train("prednet", f"video:{clip}", store=store, **CLIP)
+    assert other.path != first.path
+    assert other.final_loss != first.final_loss
+    frame = gl.runs(store)
+    assert frame.protocol.nunique() == 2, "they are not compared either"
+
+
+def test_a_checkpoint_is_not_resumed_on_another_film(tmp_path):
+    def stop(done, _):
+        if done >= 20:
+            raise KeyboardInterrupt
+
+    clip, store = film(tmp_path / "clip.mp4", 40), tmp_path / "runs"
+    with pytest.raises(KeyboardInterrupt):
+        gl.train("prednet", f"video:{clip}", store=store, **CLIP | {"progress": stop})
+    assert len(list((store / folders.WORK).glob("*.safetensors"))) == 1
+    film(clip, 200)
+    assert "resumed_at" not in gl.train("prednet", f"video:{clip}", store=store, **CLIP).record
+
+
+NETWORK = """
+from torch import nn
+from gpulab.models.base import Trainable, draw_linear_
+
+class Mine(Trainable):
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.inner, self.scale, self.size, self.channels = nn.Linear(784, 784), scale, (28, 28), (1,)
+
+    def batches(self, window):
+        return window.split(1)
+
+    def forward(self, x):
+        return self.inner(x.flatten(1)).view_as(x) * self.scale
+
+    def training_loss(self, batch, state):
+        each = (self(batch) - batch).square().mean((1, 2, 3))
+        return each.mean(), each.detach(), None
+
+    def draw_weights(self, generator):
+        draw_linear_(self, generator)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A network from a file, which may be written anew: `mine(replacements, **attributes)`."""
+
+    def made(*changes, **attributes):
+        text = NETWORK
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        file = tmp_path / "mine.py"
+        file.write_text(text)
+        specification = importlib.util.spec_from_file_location("mine", file)
+        module = importlib.util.module_from_spec(specification)
+        monkeypatch.setitem(sys.modules, "mine", module)
+        linecache.clearcache()
+        specification.loader.exec_module(module)
+        net = module.Mine()
+        for name, value in attributes.items():
+            setattr(net, name, value)
+        return net
+
+    return made
+
+
+def path_of(net, store, **options):
+    return gl.train(net, "digits", store=store, frames=20, **SMALL | options).path
+
+
+def test_an_edited_forward_is_another_run(mine, tmp_path):
+    store = tmp_path / "runs"
+    first = path_of(mine(), store)
+    assert path_of(mine(), store) == first
+    assert (
+        path_of(mine(("self.scale\n\n    def training", "self.scale  # as it was\n\n    def training")), store) == first
+    )
+    assert path_of(mine((".view_as(x) * self", ".view_as(x).tanh() * self")), store) != first
+
+
+def test_what_a_network_holds_beside_its_weights_counts(mine, tmp_path):
+    store, seen = tmp_path / "runs", set()
+    for attributes in (
+        {},
+        {"scale": 0.5},
+        {"table": torch.arange(3)},
+        {"table": torch.arange(3) + 1},
+        {"names": {"a": (1, 2)}},
+        {"activation": torch.tanh},
+        {"activation": lambda x: 2 * x},
+    ):
+        path = path_of(mine(**attributes), store)
+        assert path not in seen, attributes
+        assert path_of(mine(**attributes), store) == path, attributes
+        seen.add(path)
+
+
+def test_hooks_count(mine, tmp_path):
+    net = mine()
+    net.inner.register_forward_hook(lambda *given: given[-1] * 0.5)
+    assert path_of(net, tmp_path) != path_of(mine(), tmp_path)
+
+
+def test_initial_weights_that_are_not_drawn_from_the_seed_count(mine, tmp_path):
+    def own(value):
+        net = mine()
+        net.draw_weights = None  # it keeps those that it has
+        net.fresh = False
+        with torch.no_grad():
+            net.inner.weight.fill_(value)
+            net.inner.bias.zero_()
+        return net
+
+    assert path_of(own(0.01), tmp_path) == path_of(own(0.01), tmp_path) != path_of(own(0.02), tmp_path)
+
+
+def test_what_cannot_be_known_is_trained_again_and_said(mine, tmp_path):
+    paths = []
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="Generator in it.*cannot be known.*never taken for another"):
+            paths.append(path_of(mine(noise=torch.Generator()), tmp_path))
+    assert len(set(paths)) == 2
+    assert len(gl.runs(tmp_path)) == 2, "both are kept"
+
+
+def test_data_of_a_class_of_somebody_elses_are_never_taken_for_others(tmp_path):
+    class Brighter(gl.data.datasets.Images):
+        def windows(self, length, seed=0, start=0):
+            yield from super().windows(length, seed, start)
+
+    digits = gl.load("digits")
+    own = Brighter("digits", digits.train, digits.held)
+    with pytest.warns(UserWarning, match="data 'digits': its content cannot be known"):
+        gl.train("autoencoder", own, store=tmp_path, frames=20, **SMALL)
+
+
+def test_what_gpulab_itself_computes_counts(tmp_path, monkeypatch):
+    first = gl.train("autoencoder", store=tmp_path, frames=20, **SMALL).path
+    monkeypatch.setattr(sources, "of_gpulab", lambda *_: "an edited one")
+    assert gl.train("autoencoder", store=tmp_path, frames=20, **SMALL).path != first
+
+
+def test_comments_and_docstrings_of_gpulab_do_not_count(tmp_path):
+    (tmp_path / "a.py").write_text('"""One."""\ndef f():\n    """Two."""\n    return 1  # three\n')
+    (tmp_path / "b.py").write_text('"""1."""\n\n\ndef f():\n    """2."""\n    return 1\n')
+    (tmp_path / "c.py").write_text('"""1."""\n\n\ndef f():\n    """2."""\n    return 2\n')
+    texts = [sources._without_docstrings(tmp_path / name) for name in ("a.py", "b.py", "c.py")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+TRAINING = """
+def train(seed, setting, file="table.csv", scale=1.0):
+    return seed + scale * float(open(file).read())
+"""
+
+
+def test_the_file_that_an_option_names_counts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(TRAINING)
+    Path("table.csv").write_text("1.5")
+    first = gl.train("mine.py:train", seed=2, store="runs", progress=False)
+    assert first.final_loss == 3.5
+    assert gl.train("mine.py:train", seed=2, store="runs", progress=False).path == first.path
+    Path("table.csv").write_text("2.5")
+    assert gl.train("mine.py:train", seed=2, store="runs", progress=False).final_loss == 4.5
+
+
+# --- runs of before content was known ----------------------------------------------------------------------
+
+
+def as_before(run):
+    """Make a run in a store one of gpulab before content and seals: its folder."""
+    identity = run.record
+    plan = gl.training.plan.plan_run(
+        **gl.training.protocol.Specification.from_record(identity).arguments() | {"net": identity["experiment"]}
+    )
+    former = plan.identity(gl.passport()).former
+    if former is None:  # films: what was their id then
+        here = gl.passport()
+        record = {k: v for k, v in plan.identity(here).record.items() if k not in ("id", "code", "content")}
+        software = {key: here["software"][key] for key in ("torch", "gpulab")}
+        former = folders.run_id({**record, "chip": here["cpu"]["model"], **software})
+    folder = run.path.with_name(former)
+    run.path.rename(folder)
+    record = json.loads((folder / "run.json").read_text()) | {"format": 1, "id": former}
+    for name in ("seal", "code", "content"):
+        record.pop(name, None)
+    (folder / "run.json").write_text(json.dumps(record))
+    pd.read_parquet(folder / "history.parquet").to_parquet(folder / "history.parquet")
+    return folder
+
+
+def test_runs_of_before_are_found_where_their_name_says_all(tmp_path):
+    new = gl.train("prednet", store=tmp_path, frames=40, **SMALL)
+    old = as_before(new)
+    assert old != new.path
+    again = gl.train("prednet", store=tmp_path, frames=40, **SMALL)
+    assert again.path == old
+    frame = gl.runs(tmp_path)
+    assert frame.id.tolist() == [old.name]
+    other = gl.train("prednet", store=tmp_path, frames=40, seed=1, **SMALL)
+    assert gl.runs(tmp_path).protocol.nunique() == 1, "old and new seeds are compared"
+    assert other.path.name != old.name
+
+
+def test_runs_of_before_stay_listed_but_not_reused_where_it_does_not(tmp_path):
+    clip, store = film(tmp_path / "clip.mp4", 40), tmp_path / "runs"
+    old = as_before(gl.train("prednet", f"video:{clip}", store=store, **CLIP))
+    again = gl.train("prednet", f"video:{clip}", store=store, **CLIP)
+    assert again.path != old
+    assert sorted(gl.runs(store).id) == sorted([old.name, again.path.name])
+
+
+def test_the_weights_of_a_run_of_before_are_verified(tmp_path):
+    old = as_before(gl.train("prednet", store=tmp_path, frames=40, **SMALL))
+    whole = (old / "weights.safetensors").read_bytes()
+    changed = bytearray(whole)
+    changed[-9] ^= 1
+    (old / "weights.safetensors").write_bytes(changed)
+    with pytest.warns(UserWarning, match="the run is trained again"):
+        again = gl.train("prednet", store=tmp_path, frames=40, **SMALL)
+    assert again.path != old
