@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from gpulab.data.feed import Loader
-from gpulab.errors import UsageError
+from gpulab.errors import DataError, UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.records import machine, read_table, read_tables, recorded_folder, write_table
@@ -150,8 +151,14 @@ def _along_training(
     identity = {**planned.record, "id": folders.run_id({**planned.record, "looked": options})}
     file = None if folder is None else folder / f"{identity['id']}.parquet"
     if file is not None and file.is_file():
-        bar.update(1 + options["snapshots"])
-        return _unpacked(*read_table(file))
+        try:
+            kept = _unpacked(*read_table(file))
+            bar.update(1 + options["snapshots"])
+            return kept
+        except DataError as error:
+            warnings.warn(
+                f"{error}; measured again (set aside in {folders.set_aside(file.parent, file)})", stacklevel=4
+            )
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     last = 1 + plan.frames // plan.window
     moments = set(np.geomspace(last, 1, options["snapshots"]).round() - 1)  # a single one is the end of the training
