@@ -119,6 +119,7 @@ def start(line: str, folder: Path, said: Path, before: Callable[[], Any] = lambd
         os.environ[MARK] = str(said)
         for number, (_, writer) in enumerate(pipes, 1):
             os.dup2(writer, number)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.argv = ["gpulab", *line.split()]
         before()
         status = _as_the_interpreter()
@@ -141,8 +142,10 @@ def _hear(child: int) -> None:
 
 def _as_the_interpreter() -> int:
     """The command's exit status; what Python itself would print of an error is printed."""
-    from gpulab.cli import main
-
+    try:
+        from gpulab.__main__ import main
+    except ImportError:  # of before it was quiet from its first line on
+        from gpulab.cli import main
     status: Any = 0
     try:
         main()
