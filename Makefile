@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check lab clean
+.PHONY: help run test check attack lab clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ check: $(INSTALLED) ## style, format and types, without the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+attack: $(INSTALLED) ## damaged files, kills and full disks, the long form (half an hour); `make test` does a few of each
+	$(BIN)/python benchmarks/attack.py all
 
 lab: $(INSTALLED) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
