@@ -217,7 +217,7 @@ class Rendered(Sequence):
 
 
 class Video(Sequence):
-    """A video file that PyAV can decode, centre-cropped to the shape of `size` and scaled to it."""
+    """A video file that PyAV can decode, centre-cropped to the shape of `size` and scaled to it; see `films`."""
 
     def __init__(self, file: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
         self.file, self.grey, name = file, grey, f"video:{file}"
