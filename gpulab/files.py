@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from gpulab.errors import UNPRINTABLE, DataError, GpulabError, printable
+from gpulab.errors import DataError, GpulabError, printable
 
 SCRATCH = re.compile(r"\.(\d+)-[0-9a-f]{8}\.part")  # the names of files that are being written, by which process
 SEAL, DIGITS = b"sealed by xxh3 ", 32

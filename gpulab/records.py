@@ -208,8 +208,23 @@ def packed_histories(file: Path) -> dict[str, pyarrow.Table]:
     import pyarrow
 
     table, _ = read_rows(file, ["id", *(f"history_{name}" for name in HISTORY)])
-    columns = {name: table[f"history_{name}"] for name in HISTORY}
-    return {
-        run: pyarrow.table({name: lists[place].values for name, lists in columns.items()})
-        for place, run in enumerate(table["id"].to_pylist())
-    }
+    try:
+        columns = {name: table[f"history_{name}"] for name in HISTORY}
+        return {
+            run: check_history(file, pyarrow.table({name: lists[place].values for name, lists in columns.items()}))
+            for place, run in enumerate(table["id"].to_pylist())
+        }
+    except (KeyError, AttributeError, TypeError, pyarrow.ArrowException) as error:
+        raise DataError(f"{file}: not a file of packed runs: {error!r:.200}") from None
+
+
+def check_history(file: str | Path, rows: pyarrow.Table) -> pyarrow.Table:
+    """A run's history; `DataError`, naming the file, for a table that is none."""
+    import pyarrow.types as kinds
+
+    numbers = {field.name for field in rows.schema if kinds.is_integer(field.type) or kinds.is_floating(field.type)}
+    if missing := [name for name in HISTORY if name not in numbers]:
+        raise DataError(f"{file}: a history without numbers in {missing[0]}")
+    if any(rows[name].null_count for name in ("window", "step")):  # a loss may be NaN, which is written so
+        raise DataError(f"{file}: a history with empty cells")
+    return rows

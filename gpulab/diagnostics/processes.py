@@ -28,7 +28,7 @@ def measure(function: Callable[..., Any], setting: str, **arguments: Any) -> Any
     if parsed.isa is None:
         return function(setting, **arguments)
     process = subprocess.run(
-        [sys.executable, "-c", CALL, function.__module__, function.__name__, setting, json.dumps(arguments)],
+        [sys.executable, "-P", "-c", CALL, function.__module__, function.__name__, setting, json.dumps(arguments)],
         env={**PATIENCE, **os.environ, **parsed.environment()},
         text=True,
         capture_output=True,

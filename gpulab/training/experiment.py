@@ -127,7 +127,7 @@ class Experiment:
         finished = [folder.name for folder in found if folder is not None]
         if not all(is_done):
             files.check_writable(self.folder / "run")
-        failures: list[str] = []
+        failures: dict[str, list[str]] = {}  # which runs, by why
         frames_done, lock = [frames if done else 0 for done in is_done], threading.Lock()
         total = {"total": len(jobs) * frames, "initial": sum(frames_done), "unit": self.unit}
         bar = tqdm(**total, leave=False, disable=not progress)
@@ -147,7 +147,7 @@ class Experiment:
             try:
                 finished.append(workers.train(job, functools.partial(tell, number)))
             except GpulabError as error:
-                failures.append(f"{job['setting']} seed {job['seed']}: {error}")
+                failures.setdefault(str(error), []).append(f"{job['setting']} seed {job['seed']}")
             tell(number, frames)
 
         with bar, ThreadPoolExecutor(self.workers) as pool, Workers(self.workers) as workers:
@@ -161,8 +161,8 @@ class Experiment:
                 raise
         if failures:
             raise GpulabError(
-                f"{len(failures)} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
-                f"run again to try those: " + "; ".join(failures)
+                f"{sum(map(len, failures.values()))} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
+                f"run again to try those: " + "; ".join(f"{', '.join(of)}: {why}" for why, of in failures.items())
             )
         frame = stores.runs(self.folder)
         return frame[frame.id.isin(finished)].reset_index(drop=True)

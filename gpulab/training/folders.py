@@ -231,9 +231,9 @@ def read_history(folder: Path, record: Mapping[str, Any]) -> Any:
     """A run's history as a table of pyarrow, one row a window: `window`, `step`, `loss`, `seconds`."""
     file = folder / HISTORY
     rows, notes = records.read_rows(file, required=record["format"] > 1)
-    if notes.get("run", record["id"]) != record["id"] or {*records.HISTORY} - {*rows.column_names}:
+    if notes.get("run", record["id"]) != record["id"]:
         raise DataError(f"{file}: not the history of {record['id']}")
-    return rows
+    return records.check_history(file, rows)
 
 
 def check_history(folder: str | Path, record: Mapping[str, Any]) -> None:
