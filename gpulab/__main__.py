@@ -1,5 +1,7 @@
 """`gpulab`, and `python -m gpulab`: the command line, quiet from its first line on when it is interrupted."""
 
+import sys
+
 from gpulab import signals
 
 
@@ -12,4 +14,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder, where a queue.py may lie
     main()

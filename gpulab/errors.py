@@ -1,8 +1,21 @@
 """The errors that gpulab raises on purpose. Each message names the offending value and what to do."""
 
+import re
 import traceback
 from pathlib import Path
 from typing import Any
+
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""A text with its control characters, and what turns its direction, written out.
+
+    Examples:
+        >>> printable("a\x1b[31mred")
+        'a\\x1b[31mred'
+    """
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class GpulabError(Exception):
@@ -12,8 +25,6 @@ class GpulabError(Exception):
     """
 
     def __init__(self, message: object = "") -> None:
-        from gpulab.files import printable
-
         super().__init__(printable(str(message)))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from gpulab.errors import DataError, GpulabError
+from gpulab.errors import UNPRINTABLE, DataError, GpulabError, printable
 
 SCRATCH = re.compile(r"\.(\d+)-[0-9a-f]{8}\.part")  # the names of files that are being written, by which process
 SEAL, DIGITS = b"sealed by xxh3 ", 32
@@ -70,7 +70,10 @@ def replacing(file: str | Path) -> Iterator[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_name(f".{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
         try:
+            scratch.touch()
+            mode = scratch.stat().st_mode  # as the umask has it: safetensors makes files for their owner alone
             yield scratch
+            scratch.chmod(mode)
             sync(scratch)
             os.replace(scratch, file)
             sync(file.parent)
@@ -143,19 +146,6 @@ def read_json(file: str | Path, content: bytes) -> Any:
         raise DataError(f"{file}: cannot be read: not whole JSON: {error}") from None
     # A control character that is not written as \\u… is no JSON.
     return without_controls(document) if "\\u" in text or "\x7f" in text or not text.isascii() else document
-
-
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text: str) -> str:
-    r"""A text with its control characters, and what turns its direction, written out.
-
-    Examples:
-        >>> printable("a\x1b[31mred")
-        'a\\x1b[31mred'
-    """
-    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def without_controls(value: Any) -> Any:

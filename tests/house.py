@@ -8,7 +8,7 @@ PACKAGE = Path(__file__).parents[1] / "gpulab"
 PICTURE = PACKAGE.parent / "docs" / "house.svg"
 # Imports run downwards only; a line is a floor, the lowest first. A package is one room.
 FLOORS = [
-    ["_lazy", "errors", "files", "schemas"],
+    ["_lazy", "errors", "files", "schemas", "signals"],
     ["report", "passports"],
     ["numerics", "stats", "records"],
     ["settings"],
@@ -17,6 +17,7 @@ FLOORS = [
     ["plots"],
     ["companion"],
     ["cli", "pytest_plugin"],
+    ["__main__"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -1,7 +1,9 @@
+import contextlib
 import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from gpulab.settings import cpu_flags
 from gpulab.training import folders
 from gpulab.training import store as stores
 
-COMMAND = [sys.executable, "-m", "gpulab.cli"]
+COMMAND = [sys.executable, "-m", "gpulab"]
 SMOKE = ["train", "autoencoder", "--profile", "smoke", "--frames", "40"]
 
 
@@ -218,7 +220,8 @@ def test_the_smallest_change_is_searched_and_drawn(session, tmp_path):
     assert table.confirmed.tolist() == [False, True]
 
 
-def test_recorded_runs_are_listed_as_csv_and_a_reader_may_leave_early(cli):
+def test_recorded_runs_are_listed_as_csv_and_a_reader_may_leave_early(cli, tmp_path):
+    (tmp_path / "queue.py").write_text("raise SystemExit('nothing that lies in the current folder is imported')")
     table = pd.read_csv(io.StringIO(cli("runs", "--recorded", "--csv").stdout))
     assert table.recorded.all()
     assert len(table) == len(gl.recorded_runs())
@@ -258,6 +261,67 @@ def test_ctrl_c_saves_a_checkpoint_says_so_and_the_same_command_goes_on(tmp_path
     options = {"model_options": {"size": (8, 12), "channels": [3, 4]}, "data_options": {"size": (8, 12)}}
     run = gl.train("prednet", profile="smoke", frames=2000, store=tmp_path / "runs", progress=False, **options)
     assert 0 < run.record["resumed_at"] < 100
+
+
+# A signal at a chosen moment: when a module is looked for, or the first time that a function is called.
+AT_A_MOMENT = """
+import os, signal, sys
+
+moment = sys.argv.pop(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def watch(frame, event, _):
+    if event == "call" and frame.f_code.co_name == moment:
+        sys.setprofile(None)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+sys.meta_path.insert(0, Finder())
+from gpulab.__main__ import main
+
+sys.setprofile(watch)
+main()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
+@pytest.mark.parametrize("moment", ["typer", "pandas", "_say_csv", "_shutdown"])
+def test_ctrl_c_is_quiet_at_any_moment(python, moment):
+    done = python(AT_A_MOMENT, moment, "runs", "--recorded", "--csv", check=False)
+    assert done.returncode == 130
+    assert done.stderr in ("", "gpulab: interrupted; run the same command again to go on\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_is_not_lost_in_a_finalizer_nor_said_twice(python, name, status):
+    code = """
+    import os, signal, sys
+    from gpulab import signals
+
+    class Odd:
+        def __del__(self):
+            os.kill(os.getpid(), number)
+            print("heard")
+
+    number = getattr(signal, sys.argv[1])
+    signal.signal(number, signal.default_int_handler)
+    with signals.Raising("interrupted"):
+        if sys.argv[2] == "lost":
+            Odd()
+        os.kill(os.getpid(), number)
+        print("went on")
+    """
+    for where, errors in (("lost", ""), ("work", "interrupted\n")):
+        done = python(code, name, where, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (status, "", errors)
 
 
 # --- a step ------------------------------------------------------------------------------------------------
@@ -550,3 +614,101 @@ def test_a_training_of_ones_own_is_run_compared_listed_and_reproduced(python, tm
         stores.record_of(row)["command"]
         == "gpulab train own.py:train --setting cpu --seed 1 --option learning_rate=0.5"
     )
+
+
+# --- disks, names and terminals --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A folder on a disk that is full, where one may be made."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        with contextlib.suppress(OSError), open(folder / "filler", "wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(4096))
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+TABLE = "device,seed,loss\n" + "\n".join(f"{name},{seed},{seed}" for seed in range(6) for name in ("a", "b"))
+VERDICT = ["verdict", "runs.csv", "--metric", "loss", "--factor", "device"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(python, full, compared):
+    (full.parent / "runs.csv").write_text(TABLE)
+    there = set(full.rglob("*"))
+    trace = str(compared[0] / "step-cpu.trace")
+    commands = [
+        [*VERDICT, "--picture", "full/a.png"],
+        ["audit", trace, trace, "--html", "full/new/a.html"],
+    ]
+    done = python(ONE_BY_ONE, full.parent, ARGUMENTS=json.dumps(commands)).stdout
+    for status, _, errors in map(json.loads, done.splitlines()):
+        assert status == 1
+        assert re.fullmatch(r"gpulab: full/\S+: cannot be written: the disk is full; free some space .*\n", errors)
+    assert {file for file in full.rglob("*") if file.is_file()} == there
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this operating system has no /dev/full")
+@pytest.mark.parametrize("arguments", [["runs", "--recorded"], ["runs", "--recorded", "--csv"]])
+def test_an_output_that_is_full_is_one_line(arguments):
+    with open("/dev/full", "w") as full_one:
+        done = subprocess.run([*COMMAND, *arguments], stdout=full_one, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("gpulab: standard output: cannot be written: the disk is full")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_could_not_be_written_is_said_before_the_work(python, tmp_path):
+    (tmp_path / "a-file").write_text("")
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "01_one.ipynb").write_text("{")
+    long = "x" * 300
+    commands = {
+        "a-file/a.png: cannot be written: a part of its path is a file": [*SMOKE, "--picture", "a-file/a.png"],
+        f"{long}: cannot be written: the name is too long": [*SMOKE, "--picture", long],
+        "notebooks: cannot be written: there is a folder of this name": [*SMOKE, "--picture", "notebooks"],
+        f"gpulab: {long}: the name is too long": ["runs", long],
+        "01_one.ipynb: not a notebook": ["companion", "--notebooks", "notebooks"],
+    }
+    done = python(ONE_BY_ONE, tmp_path, ARGUMENTS=json.dumps(list(commands.values()))).stdout
+    for words, (status, _, errors) in zip(commands, map(json.loads, done.splitlines()), strict=True):
+        assert (status, len(errors.splitlines())) == (1, 1)
+        assert words in errors
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a-file", "notebooks"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
+def test_names_are_shown_as_they_are_and_move_no_cursor(python, tmp_path):
+    name = "[bold]\x1b[31m$red$.py"
+    (tmp_path / name).write_text("def train(seed):\n    return {'[link=x]\\x07': float(seed)}\n")
+    code = f"import gpulab.cli\n{ONE_BY_ONE}".replace("\nos.chdir", "\ngpulab.cli.MOST_DRAWN = 3\nos.chdir", 1)
+    commands = [
+        *(["train", f"{name}:train", "--seed", str(seed)] for seed in range(3)),
+        ["runs"],
+        ["train", f"{name}:train", "--seed", "3"],
+        ["runs"],
+        ["runs", "--csv"],
+    ]
+    done = python(code, tmp_path, ARGUMENTS=json.dumps(commands), COLUMNS="300").stdout
+    answers = [json.loads(line) for line in done.splitlines()]
+    assert [status for status, _, _ in answers] == [0] * len(commands)
+    for _, out, errors in answers:
+        assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f]", out)
+        assert "\x1b[31m" not in errors
+    drawn, aligned, csv = (answers[place][1] for place in (3, 5, 6))
+    for listed in (drawn, aligned, csv):
+        assert "[bold]\\x1b[31m$red$.py:train" in listed
+        assert "[link=x]\\x07" in listed
+
+    def cells(table):
+        return [re.findall(r"[^\s│┃]+", line) for line in table.splitlines() if re.search("profile|cpu", line)]
+
+    assert cells(drawn) == cells(aligned)[:4]
+    assert len(cells(aligned)) == 5

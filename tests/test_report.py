@@ -3,14 +3,14 @@
 import dataclasses
 import html.parser
 import os
-import stat
 
 import pandas as pd
 import pytest
+import safetensors.torch
 import torch
 
 import gpulab as gl
-from gpulab import report
+from gpulab import files, report
 from gpulab.companion.run import Result, write_report
 from gpulab.diagnostics.steps import Step
 from gpulab.diagnostics.traces import OVERWRITTEN
@@ -108,13 +108,11 @@ def test_in_a_browser_nothing_runs(pages):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
-def test_what_is_saved_has_the_permissions_that_the_umask_leaves(pages):
-    assert {stat.S_IMODE(file.stat().st_mode) for file in pages.rglob("*.*")} == {0o666 & ~_umask()}
-
-
-def _umask():
-    os.umask(now := os.umask(0o022))
-    return now
+def test_what_is_saved_has_the_permissions_that_the_umask_leaves(pages, tmp_path):
+    (tmp_path / "as usual").touch()
+    with files.replacing(pages / "tensors.bin") as scratch:
+        safetensors.torch.save_file({"a": torch.ones(2)}, scratch)
+    assert {file.stat().st_mode for file in pages.rglob("*.*")} == {(tmp_path / "as usual").stat().st_mode}
 
 
 def test_messages_write_control_characters_out():

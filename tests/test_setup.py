@@ -61,7 +61,7 @@ def third_party(folder):
     found = {}
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files, folder
-    own = {"gpulab", *(file.stem for file in files)}
+    own = {"gpulab", *(name for file in files for name in (file.stem, file.parent.name))}
     for file in files:
         for name in imported(file.read_text(encoding="utf-8"), str(file)) - own - sys.stdlib_module_names:
             found[canonicalize_name(DISTRIBUTIONS.get(name, name))] = str(file.relative_to(ROOT))

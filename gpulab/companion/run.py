@@ -150,23 +150,22 @@ def _run(notebook: Any, folder: Path, **environment: str) -> None:
         except (RuntimeError, OSError, ValueError, TimeoutError) as failure:
             words.seek(0)
             said = " ".join(words.read().split()[-30:])
-            raise GpulabError(f"{type(failure).__name__}: {failure} {said}".strip()) from None
+            raise GpulabError(f"{type(failure).__name__}: {failure}{': ' * bool(said)}{said}") from None
 
 
 def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Result:
     import papermill
 
-    accepted = papermill.inspect_notebook(source)
-    given = {name: value for name, value in parameters.items() if name in accepted}
-    executed = papermill.parameterize.parameterize_notebook(
-        papermill.iorw.load_notebook_node(str(source)), given, kernel_name=KERNEL
-    )
-    error = None
+    executed, error = papermill.iorw.load_notebook_node(str(source)), None
     started = time.perf_counter()
     with _peak_memory() as peak:
         try:
+            accepted = papermill.inspect_notebook(source)
+            given = {name: value for name, value in parameters.items() if name in accepted}
+            parameterize = papermill.parameterize.parameterize_notebook
+            executed = parameterize(executed, given, kernel_name=KERNEL, language="python")
             _run(executed, source.parent, GPULAB_PROFILE=parameters["profile"])
-        except GpulabError as failure:
+        except (GpulabError, ValueError) as failure:  # such as a notebook that says no language
             error = str(failure)
     seconds = time.perf_counter() - started
     _write(executed, target)

@@ -217,7 +217,7 @@ class Rendered(Sequence):
 
 
 class Video(Sequence):
-    """A video file that PyAV can decode, centre-cropped to the shape of `size` and scaled to it."""
+    """A video file that PyAV can decode, centre-cropped to the shape of `size` and scaled to it; see `films`."""
 
     def __init__(self, file: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
         self.file, self.grey, name = file, grey, f"video:{file}"
@@ -472,7 +472,7 @@ def _read_idx(file: Path) -> Bytes:
                 )
             content = stream.read(promised + 1)  # whatever it unpacks to
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: cannot be unpacked: {error}") from None
+        raise DataError(f"{file}: cannot be unpacked: {reason(error)}") from None
     if len(content) != promised:
         holds = f"{len(content)} bytes" if len(content) < promised else "more"
         raise DataError(f"{file}: promises {count} images of {height}×{width}, holds {holds}")
@@ -518,7 +518,8 @@ def _opened(file: Path) -> Iterator[PIL.Image.Image]:
 
     try:
         content = read(file, MOST_BYTES)
-        with pictures.opened(content) as image:
+        with warnings.catch_warnings(), pictures.opened(content) as image:
+            warnings.simplefilter("ignore")  # of what surrounds the pixels
             # A photograph's second picture is its preview, or what another lens saw.
             if image.format != "MPO" and (count := getattr(image, "n_frames", 1)) > 1:
                 raise DataError(f"{file}: holds {count} pictures; save each as a file of its own")
@@ -529,7 +530,7 @@ def _opened(file: Path) -> Iterator[PIL.Image.Image]:
         why = f"of no known format ({', '.join(pictures.FORMATS)}), or damaged" if content else "the file is empty"
         raise DataError(f"{file}: not an image that can be read: {why}") from None
     except Exception as error:  # Pillow raises almost anything at a broken file
-        raise DataError(f"{file}: not a whole image: {reason(error) or type(error).__name__}") from None
+        raise DataError(f"{file}: not a whole image: {reason(error)}") from None
 
 
 def _fit(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:

@@ -96,8 +96,9 @@ def survey(file: Path, grey: bool) -> Survey:
 
 
 def reason(error: Exception) -> str:
-    """What FFmpeg or Pillow says, in one line that no file's text gets control of."""
-    return files.printable(" ".join(re.sub(r" <.*?>", "", str(error)).split()))
+    """What another library says, in one short line that no file's text gets control of."""
+    words = re.sub(r" <.*?>", "", str(error)).split()
+    return files.printable(" ".join(words))[:200] or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -105,14 +106,19 @@ def opened(file: Path, **options: str) -> Iterator[Any]:
     """A film as PyAV's container, which opens nothing but this file, nor frames of more than `MOST_PIXELS`."""
     import av
 
-    with av.open(f"file:{file}", options=OPTIONS | options) as container:
-        for stream in container.streams.video[:1]:
-            if not stream.codec_context:
-                raise DataError(f"{file}: not a video that can be read: its codec is not known here")
-            if (pixels := stream.codec_context.width * stream.codec_context.height) > MOST_PIXELS:
-                raise DataError(f"{file}: frames of {pixels:,} pixels; they may have {MOST_PIXELS:,}")
-            stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
-        yield container
+    try:
+        with av.open(f"file:{file}", options=OPTIONS | options, metadata_errors="replace") as container:
+            for stream in container.streams.video[:1]:
+                if not stream.codec_context:
+                    raise DataError(f"{file}: not a video that can be read: its codec is not known here")
+                if (pixels := stream.codec_context.width * stream.codec_context.height) > MOST_PIXELS:
+                    raise DataError(f"{file}: frames of {pixels:,} pixels; they may have {MOST_PIXELS:,}")
+                stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
+            yield container
+    except av.FFmpegError:
+        raise
+    except (IndexError, ValueError) as error:  # PyAV's own, such as at a stream that begins in the midst of a file
+        raise DataError(f"{file}: not a video that can be read: {reason(error)}") from None
 
 
 def decoded(file: Path, keys: list[Key], start: int) -> Iterator[tuple[int, av.VideoFrame]]:
@@ -220,6 +226,7 @@ def _cut_boxes(stream: BinaryIO, size: int) -> str:
         if last == b"sidx":
             needed = max(needed, place + length + _indexed(_at(stream, place + 8, min(length, 1 << 20) - 8)))
         place += length
+    place += 8 if place < size < place + 8 else 0  # it ends within the head of a box
     if size < place or size < needed:
         return f"its boxes need {max(place, needed):,} bytes, the file has {size:,}"
     return "its last fragment lacks its frames" if last == b"moof" else ""
@@ -292,24 +299,23 @@ def _cut_packs(stream: BinaryIO, size: int) -> str:
 
 def _end_of_pack(tail: bytes, place: int) -> int:
     """Where the last packet of the packs from a place on ends: after the tail, if it is cut."""
-    while tail[place:].strip(b"\0\xff"):
+    while place < len(tail):
         code = tail[place : place + 4]
-        if len(code) < 4:
-            return len(tail) + 4 - len(code)
         if code == b"\0\0\1\xba":
             fixed = 14 if tail[place + 4 : place + 5] >= b"\x40" else 12
             stuffing = tail[place + 13] & 7 if fixed == 14 and place + 13 < len(tail) else 0
             place += fixed + stuffing
         elif code == b"\0\0\1\xb9":
             place += 4
-        elif code[:3] == b"\0\0\1" and code[3] > 0xB9:
-            length = tail[place + 4 : place + 6]
-            place += 6 + int.from_bytes(length, "big") if len(length) == 2 else 6
+        elif code[:3] == b"\0\0\1" and code[3:] > b"\xb9":
+            place += 6 + (int.from_bytes(tail[place + 4 : place + 6], "big") if place + 6 <= len(tail) else 0)
+        elif not tail[place:].strip(b"\0\xff"):  # padding
+            return len(tail)
+        elif b"\0\0\1".startswith(code[:3]) and len(code) < 4:
+            return len(tail) + 4 - len(code)
         else:
             return 0  # not a pack
-        if place > len(tail):
-            return place
-    return len(tail)
+    return place
 
 
 def _cut_asf(stream: BinaryIO, size: int) -> str:

@@ -24,7 +24,7 @@ def opened(content: bytes, formats: Collection[str] = FORMATS) -> PIL.Image.Imag
     from PIL import Image
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Pillow's bound, and of what surrounds the pixels
+        warnings.simplefilter("ignore")  # of Pillow's own bound
         try:
             image = Image.open(io.BytesIO(content), formats=list(formats))
         except Image.DecompressionBombError as error:

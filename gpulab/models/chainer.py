@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpulab.data.films import reason
 from gpulab.errors import DataError, UsageError
 from gpulab.files import printable, read
 
@@ -108,8 +109,7 @@ def _read_arrays(file: Path) -> dict[str, np.ndarray]:
                 if not np.isfinite(arrays[name]).all():
                     raise ValueError(f"{name} holds numbers that are not finite in float32")
     except Exception as error:  # zipfile and NumPy raise almost anything at a broken file
-        why = " ".join(printable(str(error)).split()) or type(error).__name__
-        raise DataError(f"{file}: not a model saved by Chainer (a NumPy archive): {why}") from None
+        raise DataError(f"{file}: not a model saved by Chainer (a NumPy archive): {reason(error)}") from None
     return arrays
 
 

@@ -234,12 +234,14 @@ class Workers:
     """One worker a thread, replaced when the setting changes or it has died."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.count, self.stopped = count, False
         self.mine = threading.local()
         self.all: set[_Worker] = set()
 
     def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
         """Have a job done by this thread's worker."""
+        if self.stopped:
+            raise GpulabError("interrupted")
         worker: _Worker | None = getattr(self.mine, "worker", None)
         if worker is None or worker.setting != job["setting"] or worker.process.poll() is not None:
             if worker is not None:
@@ -250,7 +252,8 @@ class Workers:
         return worker.train(job, tell)
 
     def stop(self) -> None:
-        """Ask every worker to save a checkpoint and end."""
+        """Ask every worker to save a checkpoint and end, and start no other."""
+        self.stopped = True
         for worker in [*self.all]:
             worker.stop()
 

@@ -44,6 +44,15 @@ def test_notebooks_are_executed_and_bound_into_a_report(notebooks, tmp_path):
     assert (row["name"], row["notebook"]) == ("01_one", "01_one.ipynb")
 
 
+def test_a_kernel_that_dies_is_reported_with_its_last_words(notebooks, tmp_path):
+    cells = [new_code_cell("import os; os.write(2, b'out of luck'); os._exit(3)")]
+    nbformat.write(new_notebook(cells=cells), notebooks / "03_three.ipynb")
+    (result,) = execute(notebooks, tmp_path / "build", "smoke", "cpu", only="03")
+    assert result.error == "DeadKernelError: Kernel died: out of luck"
+    with pytest.raises(gl.GpulabError, match=r"03_three.ipynb: DeadKernelError"):
+        execute_in_place(notebooks, "03")
+
+
 def test_a_notebook_is_executed_where_it_lies(notebooks):
     assert execute_in_place(notebooks, "02") == [notebooks / "02_two.ipynb"]
     (cell,) = nbformat.read(notebooks / "02_two.ipynb", as_version=4).cells
@@ -66,6 +75,12 @@ def test_what_cannot_be_executed_is_named(notebooks, tmp_path):
         find_notebooks(tmp_path / "missing", None)
     with pytest.raises(gl.GpulabError, match="holds no notebooks"):
         find_notebooks(tmp_path, None)
+    (notebooks / "03_three.ipynb").write_text("{")
+    with pytest.raises(gl.DataError, match=r"03_three.ipynb: not a notebook"):
+        execute(notebooks, tmp_path, "smoke", "cpu")
+    with pytest.raises(gl.GpulabError, match="cannot be written: a part of its path is a file"):
+        execute(notebooks, notebooks / "03_three.ipynb", "smoke", "cpu", only="01")
+    assert not (tmp_path / "notebooks" / "notebooks").exists()
     for profile, device in (("huge", "cpu"), ("smoke", "tpu")):
         with pytest.raises(gl.UsageError, match=r"huge|tpu"):
             execute(notebooks, tmp_path, profile, device)

@@ -191,6 +191,12 @@ def test_a_sound_may_be_longer_than_its_film(tmp_path, made):
     assert 10 <= count(tmp_path / "long.mkv") <= 30
 
 
+def test_a_title_of_another_encoding_is_no_matter(made, tmp_path):
+    content = made["mkv"].read_bytes()
+    (tmp_path / "a.mkv").write_bytes(content.replace(b"Lavf", b"La\xff\xfe"))
+    assert count(tmp_path / "a.mkv") == FRAMES
+
+
 def test_an_index_of_fragments_says_how_many_bytes_there_are(made, tmp_path):
     content = made["dash.mp4"].read_bytes()
     place = content.index(b"moof") - 4

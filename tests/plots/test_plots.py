@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.text import Text
 from PIL import Image
 
 import gpulab as gl
@@ -116,6 +117,22 @@ def test_predictions_and_reconstructions_are_shown_beside_what_they_should_be():
         picture = gl.plots.sample(run)
         assert len(picture.figure.axes) == rows * (5 if net == "prednet" else 8)
         assert "Mean squared error of these" in title(picture)
+
+
+def test_a_name_with_dollars_is_no_mathematics(runs):
+    odd = {SETTINGS[1]: r"$\nothing{$", SETTINGS[2]: "$2^3$"}
+    table = runs.assign(loader=runs.setting.replace(odd), machine=r"a $\frac{1}{$").drop(columns="setting")
+    verdict = gl.verdict(table, factor="loader", reference="cpu")
+    for picture in (verdict.plot(), gl.plots.differences(verdict)):
+        assert picture.png()
+        shown = [text for text in picture.figure.findobj(Text) if "$2^3$" in text.get_text()]
+        assert shown
+        assert not any(text.get_parse_math() for text in shown)
+    _, (axes,) = style.canvas(1, height=2)
+    style.decades(axes.xaxis)
+    assert style.finished(axes.figure, "powers", "").png()
+    assert all(label.get_parse_math() for label in axes.get_xticklabels())
+    assert style.power_of_ten(-12) == "10⁻¹²"
 
 
 # --- the visual language ---------------------------------------------------------------------------------

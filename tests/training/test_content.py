@@ -205,13 +205,13 @@ def train(seed, setting, file="table.csv", scale=1.0):
 
 def test_the_file_that_an_option_names_counts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(TRAINING)
+    Path("table_training.py").write_text(TRAINING)
     Path("table.csv").write_text("1.5")
-    first = gl.train("mine.py:train", seed=2, store="runs", progress=False)
+    first = gl.train("table_training.py:train", seed=2, store="runs", progress=False)
     assert first.final_loss == 3.5
-    assert gl.train("mine.py:train", seed=2, store="runs", progress=False).path == first.path
+    assert gl.train("table_training.py:train", seed=2, store="runs", progress=False).path == first.path
     Path("table.csv").write_text("2.5")
-    assert gl.train("mine.py:train", seed=2, store="runs", progress=False).final_loss == 4.5
+    assert gl.train("table_training.py:train", seed=2, store="runs", progress=False).final_loss == 4.5
 
 
 # --- runs of before content was known ----------------------------------------------------------------------

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -95,6 +96,37 @@ def test_a_worker_that_cannot_be_started_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(experiments, "WORKER", [str(tmp_path / "no-python")])
     with pytest.raises(gl.GpulabError, match="cpu:threads=1 seed 0"):
         experiment(tmp_path / "store", seeds=1).run(progress=False)
+
+
+def test_a_store_that_cannot_be_written_is_told_once_before_any_worker_starts(monkeypatch, tmp_path):
+    monkeypatch.setattr(experiments, "WORKER", BROKEN)
+    (tmp_path / "a-file").write_text("")
+    with pytest.raises(gl.GpulabError, match="cannot be written: a part of its path is a file"):
+        experiment(tmp_path / "a-file").run(progress=False)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this operating system does not list descriptors")
+def test_a_worker_that_is_replaced_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(experiments, "WORKER", [sys.executable, "-S", "-c", "import sys; sys.exit('boom')"])
+
+    def counts():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    with experiments.Workers(1) as workers:
+        before = counts()
+        for _ in range(10):
+            with pytest.raises(gl.GpulabError, match="boom"):
+                workers.train({"net": "autoencoder", "setting": "cpu"}, lambda *_: None)
+        assert len(workers.all) == 1
+    assert counts() == before
+
+
+def test_nothing_that_lies_in_the_current_folder_is_imported_by_a_worker(monkeypatch, tmp_path):
+    for name in ("queue", "contextlib", "numpy", "typing_extensions"):
+        (tmp_path / f"{name}.py").write_text("open('imported', 'a').close()")
+    monkeypatch.chdir(tmp_path)
+    assert len(experiment("runs", seeds=1).run(progress=False)) == 1
+    assert not (tmp_path / "imported").exists()
 
 
 def test_a_library_may_print_in_a_worker(monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ def test_a_worker_answers_each_job_with_lines_of_json_and_survives_bad_ones(tmp_
         {**JOB, "store": str(tmp_path), "seed": 2},
     ]
     lines = "".join(json.dumps(job) + "\n" for job in jobs)
-    command = [sys.executable, "-m", "gpulab.training.worker"]
+    command = [sys.executable, "-P", "-m", "gpulab.training.worker"]
     done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120, env=os.environ)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     frame = gl.runs(tmp_path)
