@@ -62,6 +62,7 @@ def mutate(seed: int, count: int = BATCH) -> tuple[int, list[Finding]]:
 
     form, skipped = FORMATS[seed % len(FORMATS)], set()
     findings: list[Finding] = []
+    name = "mutate" if count == BATCH else f"mutate --count {count}"  # which is drawn depends on how many are
 
     def batch(tell: Tell) -> None:
         number = 0
@@ -98,14 +99,14 @@ def mutate(seed: int, count: int = BATCH) -> tuple[int, list[Finding]]:
             if "at" in message:
                 at, what = message["at"], message["what"]
             elif "kind" in message:
-                findings.append(Finding("mutate", seed, **message))
+                findings.append(Finding(name, seed, **message))
             else:
                 end = message["end"]
         if not end:
             break
         if not at:
             raise SystemExit(f"{form.name}: the undamaged one cannot be read ({end})")
-        findings.append(Finding("mutate", seed, end, what))
+        findings.append(Finding(name, seed, end, what))
         skipped.add(at)
     return at, findings
 
@@ -236,10 +237,9 @@ def special(seed: int) -> tuple[int, list[Finding]]:
     """Something that is no file in a file's place."""
     name = list(SPECIAL)[seed % len(SPECIAL)]
     form, findings = FORMATS[seed // len(SPECIAL) % len(FORMATS)], []
-    # root may read all, and `gl.runs` of what is not there is empty
-    if (name == "no permission" and os.geteuid() == 0) or (
-        form.name == "packed runs" and name in ("gone", "a link to nothing")
-    ):
+    # Root may read all; and a store that is not there, or a folder, is an empty one.
+    empty = ("gone", "a link to nothing", "a link to itself", "a folder")
+    if (name == "no permission" and os.geteuid() == 0) or (form.name == "packed runs" and name in empty):
         return 0, []
 
     def one(tell: Tell) -> None:
@@ -796,9 +796,8 @@ def main() -> None:
     parser.add_argument("attack", choices=[*ATTACKS, "all", "short", "ten"])
     parser.add_argument("--only", type=int, help="one seed")
     parser.add_argument("--seeds", type=int, help="how many seeds of an attack, from 0")
-    parser.add_argument(
-        "--lanes", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="how many cases at a time"
-    )
+    parser.add_argument("--count", type=int, default=BATCH, help="how many mutations a seed")
+    parser.add_argument("--lanes", type=int, default=max(2, (os.cpu_count() or 1) // 2), help="cases at a time")
     parser.add_argument("--write", type=Path, help="write the table to this file")
     parser.add_argument("--findings", type=Path, help="write every finding to this file")
     parser.add_argument("--loud", action="store_true", help="let the children print what they print")
@@ -814,11 +813,10 @@ def main() -> None:
             case, long, short = ATTACKS[name]
             seeds: Any = short if asked.attack == "short" else range(asked.seeds) if asked.seeds else long
             seeds = seeds if asked.only is None else [asked.only]
-            if asked.attack == "short":
-                case = {
-                    "mutate": functools.partial(mutate, count=5),
-                    "writers": functools.partial(writers, seconds=3),
-                }.get(name, case)
+            if name == "mutate":
+                case = functools.partial(mutate, count=5 if asked.attack == "short" else asked.count)
+            if name == "writers" and asked.attack == "short":
+                case = functools.partial(writers, seconds=3)
             if not seeds or (name == "syscall" and not shutil.which("strace")):
                 continue
             scores.append(in_lanes(name, seeds, case, asked.lanes))
