@@ -62,6 +62,7 @@ def mutate(seed: int, count: int = BATCH) -> tuple[int, list[Finding]]:
 
     form, skipped = FORMATS[seed % len(FORMATS)], set()
     findings: list[Finding] = []
+    name = "mutate" if count == BATCH else f"mutate --count {count}"  # which is drawn depends on how many are
 
     def batch(tell: Tell) -> None:
         number = 0
@@ -98,14 +99,14 @@ def mutate(seed: int, count: int = BATCH) -> tuple[int, list[Finding]]:
             if "at" in message:
                 at, what = message["at"], message["what"]
             elif "kind" in message:
-                findings.append(Finding("mutate", seed, **message))
+                findings.append(Finding(name, seed, **message))
             else:
                 end = message["end"]
         if not end:
             break
         if not at:
             raise SystemExit(f"{form.name}: the undamaged one cannot be read ({end})")
-        findings.append(Finding("mutate", seed, end, what))
+        findings.append(Finding(name, seed, end, what))
         skipped.add(at)
     return at, findings
 
@@ -236,10 +237,9 @@ def special(seed: int) -> tuple[int, list[Finding]]:
     """Something that is no file in a file's place."""
     name = list(SPECIAL)[seed % len(SPECIAL)]
     form, findings = FORMATS[seed // len(SPECIAL) % len(FORMATS)], []
-    # root may read all, and `gl.runs` of what is not there is empty
-    if (name == "no permission" and os.geteuid() == 0) or (
-        form.name == "packed runs" and name in ("gone", "a link to nothing")
-    ):
+    # Root may read all; and a store that is not there, or a folder, is an empty one.
+    empty = ("gone", "a link to nothing", "a link to itself", "a folder")
+    if (name == "no permission" and os.geteuid() == 0) or (form.name == "packed runs" and name in empty):
         return 0, []
 
     def one(tell: Tell) -> None:
@@ -271,8 +271,9 @@ class Case:
         self.attack, self.seed, self.command = attack, seed, command
         self.folder, self.said = base / "folder", base / "said"
         self.said.mkdir(exist_ok=True)
-        known = json.loads((BASE / "command" / f"{command.name}.json").read_text())
+        known = undisturbed(command)
         self.reference, self.before, self.seconds = known["after"], known["before"], known["seconds"]
+        self.status = known["status"]
         self.findings: list[Finding] = []
         self.what = command.name
         if not self.folder.exists():
@@ -307,7 +308,7 @@ class Case:
     def again(self) -> None:
         """The same command to its end, which must leave what an undisturbed one leaves."""
         status = commands.wait(self.start())
-        if status not in (0, self.reference_status()):
+        if status not in (0, self.status):
             self.found(
                 "unhealed", f"the same command again: {status}: {(self.said / 'err').read_text(errors='replace')}"
             )
@@ -320,8 +321,26 @@ class Case:
         for kind, detail in wrong:
             self.found(kind, f"after the same command again: {detail}")
 
-    def reference_status(self) -> int:
-        return json.loads((BASE / "command" / f"{self.command.name}.json").read_text())["status"]
+
+def undisturbed(command: Command) -> dict[str, Any]:
+    """What a command leaves that runs to its end, with its exit status, the seconds it takes, and what was there."""
+    folder, known = BASE / "command" / command.name, BASE / "command" / f"{command.name}.json"
+    if known.exists():
+        return json.loads(known.read_text())
+    before = commands.left(command, folder)
+    with room() as base:
+        (base / "said").mkdir()
+        shutil.copytree(folder, base / "folder")
+        begin = time.perf_counter()
+        status = commands.wait(commands.start(command.line, base / "folder", base / "said"), 200)
+        seconds, after = time.perf_counter() - begin, commands.left(command, base / "folder")
+        words = (base / "said" / "err").read_text()
+    if status is None or "Traceback" in words or "error" in after:
+        raise SystemExit(f"{command.name}, undisturbed: {status}: {words} {after.get('error')}")
+    scratch = known.with_suffix(f".{os.getpid()}")  # another lane may be at it, too
+    scratch.write_text(json.dumps({"before": before, "after": after, "seconds": seconds, "status": status}))
+    scratch.replace(known)
+    return undisturbed(command)
 
 
 CHECKS = any(
@@ -726,17 +745,17 @@ def _show(folder: Path, line: str) -> None:
 
 # --- all of them --------------------------------------------------------------------------------------------------
 
-ATTACKS: dict[str, tuple[Callable[..., Any], range, range]] = {  # seeds of the long form and of the short one
-    "mutate": (mutate, range(5 * len(FORMATS)), range(len(FORMATS))),
-    "film": (cut_film, range(7), range(0)),
-    "special": (special, range(len(SPECIAL) * len(FORMATS)), range(0, len(SPECIAL) * 9, 5)),
-    "kill": (kills, range(290), range(6)),
-    "interrupt": (interrupts, range(100), range(1, 9)),
-    "call": (calls, range(2 * 20 * len(ALONE)), range(0, 4 * len(ALONE), 3)),
-    "syscall": (system_calls, range(2 * len(ALONE)), range(0)),
-    "full": (full, range(120), range(6)),
-    "place": (places, range(len(PLACES) * 7), range(0, 21, 5)),
-    "writers": (writers, range(1), range(1)),
+ATTACKS: dict[str, tuple[Callable[..., Any], range, list[int]]] = {  # seeds of the long form and of the short one
+    "mutate": (mutate, range(5 * len(FORMATS)), [*range(14), 18, 21]),
+    "film": (cut_film, range(7), []),
+    "special": (special, range(len(SPECIAL) * len(FORMATS)), [0, 10, 15, 20, 30, 50, 55]),
+    "kill": (kills, range(290), [0, 1, 4]),
+    "interrupt": (interrupts, range(100), [1, 3, 4]),
+    "call": (calls, range(2 * 20 * len(ALONE)), [0, 10, 18, 27, 28]),
+    "syscall": (system_calls, range(2 * len(ALONE)), []),
+    "full": (full, range(120), [2, 3, 8, 18]),
+    "place": (places, range(len(PLACES) * 7), [0, 10, 18]),
+    "writers": (writers, range(1), [0]),
 }
 
 
@@ -759,6 +778,8 @@ def prepare() -> None:
                 _read(form, folder / "read")
         tell(modules=[name for name in sys.modules if not name.startswith("__")])
 
+    for name in ("torch", "gpulab.training.run", "gpulab.cli", "pyarrow.parquet", "hypothesis"):
+        importlib.import_module(name)
     *messages, end = attend(_quietly(work), 120, None)
     if end["end"] or not messages:
         raise SystemExit("the undamaged files could not be made; --loud says why")
@@ -769,35 +790,14 @@ def prepare() -> None:
             importlib.import_module(name)
 
 
-def undisturbed(chosen: list[Command]) -> None:
-    """Run each command to its end, and write down what it left."""
-    for command in chosen:
-        folder, known = BASE / "command" / command.name, BASE / "command" / f"{command.name}.json"
-        if known.exists():
-            continue
-        before = commands.left(command, folder)
-        with room() as base:
-            (base / "said").mkdir()
-            shutil.copytree(folder, base / "folder")
-            begin = time.perf_counter()
-            status = commands.wait(commands.start(command.line, base / "folder", base / "said"), 200)
-            seconds, after = time.perf_counter() - begin, commands.left(command, base / "folder")
-            if status is None or "Traceback" in (base / "said" / "err").read_text() or "error" in after:
-                raise SystemExit(
-                    f"{command.name}: {status}: {(base / 'said' / 'err').read_text()} {after.get('error')}"
-                )
-        known.write_text(json.dumps({"before": before, "after": after, "seconds": seconds, "status": status}))
-
-
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("attack", choices=[*ATTACKS, "all", "short", "ten"])
     parser.add_argument("--only", type=int, help="one seed")
     parser.add_argument("--seeds", type=int, help="how many seeds of an attack, from 0")
-    parser.add_argument(
-        "--lanes", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="how many cases at a time"
-    )
+    parser.add_argument("--count", type=int, default=BATCH, help="how many mutations a seed")
+    parser.add_argument("--lanes", type=int, default=max(2, (os.cpu_count() or 1) // 2), help="cases at a time")
     parser.add_argument("--write", type=Path, help="write the table to this file")
     parser.add_argument("--findings", type=Path, help="write every finding to this file")
     parser.add_argument("--loud", action="store_true", help="let the children print what they print")
@@ -813,13 +813,10 @@ def main() -> None:
             case, long, short = ATTACKS[name]
             seeds: Any = short if asked.attack == "short" else range(asked.seeds) if asked.seeds else long
             seeds = seeds if asked.only is None else [asked.only]
-            if name in ("kill", "interrupt", "call", "syscall", "full", "place"):
-                undisturbed(ALONE if name != "kill" or asked.attack == "short" else COMMANDS)
-            if asked.attack == "short":
-                case = {
-                    "mutate": functools.partial(mutate, count=6),
-                    "writers": functools.partial(writers, seconds=3),
-                }.get(name, case)
+            if name == "mutate":
+                case = functools.partial(mutate, count=5 if asked.attack == "short" else asked.count)
+            if name == "writers" and asked.attack == "short":
+                case = functools.partial(writers, seconds=3)
             if not seeds or (name == "syscall" and not shutil.which("strace")):
                 continue
             scores.append(in_lanes(name, seeds, case, asked.lanes))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ATTACKS = ("mutate", "film", "special", "kill", "interrupt", "call", "full", "place", "writers")
+ATTACKS = ("mutate", "special", "kill", "interrupt", "call", "full", "place", "writers")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the attack forks, fills disks and limits memory")
 
