@@ -148,7 +148,8 @@ def train(
     A training of your own is a function `train(seed, setting)`, or the text `"my_training.py:train"`, with parameters
     in any order: the `seed`, from which torch's, NumPy's and Python's random numbers are drawn already; the `setting`,
     if wanted, which is in force already (`setting.device`, `setting.dtype`); a `folder`, if wanted, which a killed run
-    leaves as it is, for checkpoints; and options with defaults. It returns a number, or a dict of them, or yields
+    leaves as it is, for checkpoints; and options with defaults, where one that names a file stands for its content
+    (other files that it opens are not noticed). It returns a number, or a dict of them, or yields
     these as it goes: the mean of the last fifth counts. One called `loss` is the run's `final_loss`, too. What is not
     finite, an `ArithmeticError` or a `LinAlgError` ends it as `diverged`. Nothing of the protocol above is used.
 

@@ -225,6 +225,6 @@ def _learned(record: dict[str, Any]) -> dict[str, Any]:
     """What was to be learned, which a factor among the options of a model should not change."""
     configuration = folders.of_content(record["configuration"], record)
     if "source" in configuration:
-        return {"source": configuration["source"]}
+        return {"source": configuration["source"], **({"content": record["content"]} if "content" in record else {})}
     options = {name: value for name, value in configuration.get("model_options", {}).items() if name not in FACTORS}
     return {**configuration, "model_options": options} if "model_options" in configuration else configuration

@@ -64,6 +64,7 @@ def test_settings_are_compared_seed_by_seed():
     assert two["difference"] == pytest.approx((0.2 - 0.02) / 2)
     assert two["largest_difference"] == pytest.approx(0.2)
     assert "Left out: 1 seed that only one of the two has" in str(verdict)
+    assert "cuda against cpu, 2 of 3 seeds: " in str(verdict), "in the first words"
     differences = verdict.pairs.set_index(["setting", "seed"]).difference
     assert differences.loc["cpu:threads=1"].tolist() == pytest.approx([0, 0.01, -0.03])
     assert differences.loc["cuda"].tolist() == pytest.approx([0.2, -0.02])

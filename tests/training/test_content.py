@@ -212,6 +212,7 @@ def test_the_file_that_an_option_names_counts(tmp_path, monkeypatch):
     assert gl.train("table_training.py:train", seed=2, store="runs", progress=False).path == first.path
     Path("table.csv").write_text("2.5")
     assert gl.train("table_training.py:train", seed=2, store="runs", progress=False).final_loss == 4.5
+    assert gl.runs("runs").protocol.nunique() == 2, "they are not compared"
 
 
 # --- runs of before content was known ----------------------------------------------------------------------
