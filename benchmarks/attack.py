@@ -412,8 +412,8 @@ def interrupts(seed: int) -> tuple[int, list[Finding]]:
 
 
 def _fresh(command: Command) -> tuple[str, list[str]]:
-    module = importlib.util.find_spec("gpulab.__main__")
-    program = [sys.executable, "-m", "gpulab"] if module else [str(Path(sys.executable).with_name("gpulab"))]
+    known = importlib.util.find_spec("gpulab.__main__")  # else of before there was one
+    program = [sys.executable, *(["-m", "gpulab"] if known else ["-c", "from gpulab.cli import main; main()"])]
     return program[0], [*program, *command.line.split()]
 
 

@@ -27,5 +27,5 @@ def test_gpulab_withstands(attack, said):
     row = re.search(rf"^\| `{attack}` \| (\d[\d,]*) \| (\d[\d,]*) \|", said, re.MULTILINE)
     assert row, said
     cases, failures = row.groups()
-    assert int(cases) > 0
+    assert cases != "0"
     assert failures == "0", said
