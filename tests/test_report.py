@@ -13,7 +13,7 @@ import gpulab as gl
 from gpulab import files, report
 from gpulab.companion.run import Result, write_report
 from gpulab.diagnostics.steps import Step
-from gpulab.diagnostics.traces import OVERWRITTEN
+from gpulab.schemas import Overwritten
 
 HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
 
@@ -56,7 +56,7 @@ def pages(tmp_path_factory):
         for op in (*trace.operations, *trace.reference):
             more = {name: getattr(op, name) + HOSTILE for name in ("name", "module", "line", "dtype")}
             vars(op).update(more, arguments={HOSTILE: HOSTILE}, error=op.error and 1e9)
-        told = [dict.fromkeys(OVERWRITTEN, HOSTILE)]
+        told = [dict.fromkeys(Overwritten.__annotations__, HOSTILE)]
         traces.append(dataclasses.replace(trace, label=setting + HOSTILE, overwritten=told))
     audit = gl.audit(*traces)
     assert audit.faulty
