@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gzip
 import io
 import json
@@ -276,14 +277,10 @@ def npz(draw: Any, content: bytes) -> tuple[str, bytes]:
         members[draw(st.sampled_from(["more.npy", "../../outside.npy", "ConvP9/W.npy", "no-array.txt"]))] = members[
             name
         ]
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+    stream = io.BytesIO(bomb() if kind == "zeros" else b"")
+    with zipfile.ZipFile(stream, "a", zipfile.ZIP_DEFLATED) as archive:
         for member, data in members.items():
             archive.writestr(member, data)
-        if kind == "zeros":  # a member that unpacks to a thousand times its size
-            with archive.open("zeros.npy", "w", force_zip64=True) as member:
-                for _ in range(24):
-                    member.write(bytes(1 << 26))
     packed = bytearray(stream.getvalue())
     for magic, flag, method in ((b"PK\x03\x04", 6, 8), (b"PK\x01\x02", 8, 10)):
         place = packed.find(magic)
@@ -292,6 +289,17 @@ def npz(draw: Any, content: bytes) -> tuple[str, bytes]:
         elif kind == "method":
             packed[place + method] = 99
     return f"{kind} {name}", bytes(packed)
+
+
+@functools.cache
+def bomb() -> bytes:
+    """An archive with a member that unpacks to a few hundred times its size."""
+    stream = io.BytesIO()
+    packed = zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
+    with packed, packed.open("zeros.npy", "w", force_zip64=True) as member:
+        for _ in range(20):
+            member.write(bytes(1 << 26))
+    return stream.getvalue()
 
 
 def idx(draw: Any, content: bytes) -> tuple[str, bytes]:
