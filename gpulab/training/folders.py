@@ -181,10 +181,13 @@ def write_run(
     """
     folder = store / record["id"]
     with _scratch(store) as scratch, files.writing(folder):
-        files.write(scratch / HISTORY, _history_content(history, record["id"]))
+        contents = {HISTORY: _history_content(history, record["id"]), RECORD: records.as_json(record)}
         if weights is not None:
-            files.write(scratch / WEIGHTS, _tensors_content(weights, {"run": record["id"]}))
-        files.write(scratch / RECORD, records.as_json(record))
+            contents[WEIGHTS] = _tensors_content(weights, {"run": record["id"]})
+        for name, content in contents.items():
+            (scratch / name).write_bytes(content)
+            files.sync(scratch / name)
+        files.sync(scratch)
         if own_files is not None and own_files.is_dir():
             own_files.rename(scratch / "files")
         try:
