@@ -25,7 +25,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -44,12 +43,11 @@ os.environ |= {
 from attacks import commands, formats, mutations
 from attacks.commands import ALONE, COMMANDS, Command
 from attacks.formats import FORMATS, REQUIRED, SETTING, Facts, Format
-from attacks.harness import ROOM, Finding, Score, Tell, attend, in_lanes, room
+from attacks.harness import BASE, Finding, Score, Tell, attend, in_lanes, room
 
 import gpulab as gl
 
 BATCH = 100  # mutations a seed
-BASE = Path(tempfile.mkdtemp(prefix="attacked-", dir=ROOM))  # undamaged ones of everything, and what they say
 MEMORY_WORDS = re.compile(r"MemoryError|[Cc]annot allocate|can't allocate|malloc of size|bad_alloc|Unable to allocate")
 
 

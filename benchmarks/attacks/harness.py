@@ -21,6 +21,7 @@ QUIET = 10.0  # seconds without a word after which a child hangs
 GIB = 1 << 30
 # The memory of this machine, where there is such a folder: thousands of stores are copied, and synced to a disk.
 ROOM = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+BASE = Path(tempfile.mkdtemp(prefix="attacked-", dir=ROOM))  # undamaged ones of everything, and room for cases
 Tell = Callable[..., None]
 
 
@@ -140,5 +141,5 @@ def _lane(seeds: list[int], case: Callable[[int], tuple[int, list[Finding]]], te
 @contextlib.contextmanager
 def room() -> Iterator[Path]:
     """A folder for one case."""
-    with tempfile.TemporaryDirectory(prefix="attack-", dir=ROOM, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="case-", dir=BASE, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
