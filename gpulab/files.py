@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import platform
 import re
 import stat
 import sys
@@ -22,7 +23,9 @@ import xxhash
 
 from gpulab.errors import DataError, GpulabError, printable
 
-SCRATCH = re.compile(r"\.(\d+)-[0-9a-f]{8}\.part")  # the names of files that are being written, by which process
+# The names of what is being written: by which process, on which machine.
+SCRATCH = re.compile(r"\.(\d+)-([0-9a-f]{8})-[0-9a-f]{8}\.part")
+HERE = xxhash.xxh32_hexdigest(platform.node().encode())
 SEAL, DIGITS = b"sealed by xxh3 ", 32
 UNSEALED = SEAL.decode() + DIGITS * "0"
 MOST = 1 << 32  # bytes that are read of a file, unless it is known to be smaller
@@ -60,7 +63,8 @@ def writing(what: str | Path) -> Iterator[None]:
 def replacing(file: str | Path) -> Iterator[Path]:
     """Write a file whole or not at all: to the path given, which takes its place, on the disk, in one step.
 
-    Its folder is made if need be. Where anything fails, the file is as it was, and nothing else is left.
+    Its folder is made if need be. Where anything fails, the file is as it was, and nothing else is left; what a killed
+    process left in the folder is removed.
 
     Raises:
         GpulabError: Where it cannot be written, with what to do.
@@ -68,7 +72,7 @@ def replacing(file: str | Path) -> Iterator[Path]:
     file = Path(file)
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_name(f".{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
+        scratch = file.with_name(scratch_name())
         try:
             scratch.touch()
             mode = scratch.stat().st_mode  # as the umask has it: safetensors makes files for their owner alone
@@ -79,6 +83,22 @@ def replacing(file: str | Path) -> Iterator[Path]:
             sync(file.parent)
         finally:
             scratch.unlink(missing_ok=True)
+        for stray in strays(file.parent):
+            with contextlib.suppress(OSError):  # a folder, or somebody else's
+                stray.unlink()
+
+
+def scratch_name() -> str:
+    """A name for what this process writes, before it takes its place."""
+    return f".{os.getpid()}-{HERE}-{uuid.uuid4().hex[:8]}.part"
+
+
+def strays(folder: Path) -> list[Path]:
+    """What processes of this machine that are gone have left half-written in a folder."""
+    import psutil
+
+    found = [(folder / name, SCRATCH.fullmatch(name)) for name in os.listdir(folder) if name.endswith(".part")]
+    return [path for path, by in found if by and by[2] == HERE and not psutil.pid_exists(int(by[1]))]
 
 
 def write(file: str | Path, content: bytes | bytearray) -> None:

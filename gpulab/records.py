@@ -219,12 +219,15 @@ def packed_histories(file: Path) -> dict[str, pyarrow.Table]:
 
 
 def check_history(file: str | Path, rows: pyarrow.Table) -> pyarrow.Table:
-    """A run's history; `DataError`, naming the file, for a table that is none."""
-    import pyarrow.types as kinds
+    """A run's history as numbers; `DataError`, naming the file, for a table that is none."""
+    import pyarrow as pa
 
-    numbers = {field.name for field in rows.schema if kinds.is_integer(field.type) or kinds.is_floating(field.type)}
-    if missing := [name for name in HISTORY if name not in numbers]:
-        raise DataError(f"{file}: a history without numbers in {missing[0]}")
-    if any(rows[name].null_count for name in ("window", "step")):  # a loss may be NaN, which is written so
+    try:
+        seconds = pa.float32() if rows.schema.field("seconds").type == pa.float32() else pa.float64()
+        kinds = zip(HISTORY, (pa.int64(), pa.int64(), pa.float64(), seconds), strict=True)
+        whole = rows.select(HISTORY).cast(pa.schema(kinds))
+    except (KeyError, pa.ArrowException) as error:
+        raise DataError(f"{file}: not a history: {error!r:.200}") from None
+    if any(whole[name].null_count for name in ("window", "step")):  # a loss may be NaN, which is written so
         raise DataError(f"{file}: a history with empty cells")
-    return rows
+    return whole

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import psutil
-
 from gpulab import files, records
 from gpulab.errors import DataError
 from gpulab.training import folders
@@ -100,13 +98,12 @@ def _of_entry(path: Path) -> Iterator[Trouble]:
 
 def _of_writing(folder: Path) -> Iterator[Trouble]:
     """What processes that are gone have left half-written."""
-    for path in [*folder.glob(".*.part"), *(folder / folders.WORK).glob("*")]:
-        begun = files.SCRATCH.fullmatch(path.name)
-        age = time.time() - path.lstat().st_mtime
-        if begun and (age > OLD or not psutil.pid_exists(int(begun[1]))):
-            yield Trouble(path, f"left half-written by process {begun[1]}, which is gone", REMOVED)
-        elif not begun and FORMER_SCRATCH.fullmatch(path.name) and age > OLD:
-            yield Trouble(path, "left half-written", REMOVED)
+    work = folder / folders.WORK
+    gone = {path for part in (folder, work) if part.is_dir() for path in files.strays(part)}
+    for path in [*folder.glob(".*.part"), *work.glob("*")]:
+        unfinished = files.SCRATCH.fullmatch(path.name) or FORMER_SCRATCH.fullmatch(path.name)
+        if path in gone or (unfinished and time.time() - path.lstat().st_mtime > OLD):
+            yield Trouble(path, "left half-written by a process that is gone", REMOVED)
 
 
 def _of_unfinished(folder: Path) -> Iterator[Trouble]:

@@ -339,7 +339,7 @@ def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 @contextlib.contextmanager
 def _scratch(store: Path) -> Iterator[Path]:
-    scratch = store / WORK / f".{os.getpid()}-{uuid.uuid4().hex[:8]}.part"
+    scratch = store / WORK / files.scratch_name()
     with files.writing(f"the store {store}"):
         scratch.mkdir(parents=True)
     try:

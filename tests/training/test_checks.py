@@ -131,10 +131,10 @@ def test_what_killed_processes_left_is_removed_and_what_can_be_resumed_is_not(st
     gone.wait()
     work = store / folders.WORK
     work.mkdir(exist_ok=True)
-    (work / f".{gone.pid}-0123abcd.part").mkdir()
-    (work / f".{gone.pid}-0123abcd.part" / "run.json").write_bytes(bytes(2_000_000))
-    (store / f".{gone.pid}-4567abcd.part").write_bytes(bytes(1_000_000))
-    (work / f".{os.getpid()}-0123abcd.part").mkdir()
+    (work / f".{gone.pid}-{files.HERE}-0123abcd.part").mkdir()
+    (work / f".{gone.pid}-{files.HERE}-0123abcd.part" / "run.json").write_bytes(bytes(2_000_000))
+    (store / f".{gone.pid}-{files.HERE}-4567abcd.part").write_bytes(bytes(1_000_000))
+    (work / f".{os.getpid()}-{files.HERE}-0123abcd.part").mkdir()
     done = by_seed(store)[0].name
     checkpoint = {"a": pd.Series(dtype=float)}
     del checkpoint
@@ -144,12 +144,12 @@ def test_what_killed_processes_left_is_removed_and_what_can_be_resumed_is_not(st
         folders.write_checkpoint(folders.checkpoint_file(store, name), {"a": torch.ones(3)}, {"step": 1, "state": {}})
     found = checks.check(store, progress=False).set_index("path")
     assert sorted(Path(path).name for path in found.index) == sorted(
-        [f".{gone.pid}-0123abcd.part", f".{gone.pid}-4567abcd.part", f"{done}.safetensors"]
+        [f".{gone.pid}-{files.HERE}-0123abcd.part", f".{gone.pid}-{files.HERE}-4567abcd.part", f"{done}.safetensors"]
     )
     assert set(found.remedy) == {checks.REMOVED}
     assert found.megabytes.sum() == pytest.approx(3, abs=0.1)
     assert sorted(path.name for path in work.iterdir()) == [
-        f".{os.getpid()}-0123abcd.part",
+        f".{os.getpid()}-{files.HERE}-0123abcd.part",
         "another-seed0-0123456789.safetensors",
     ]
     assert not list(store.glob(".*.part"))
