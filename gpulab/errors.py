@@ -33,7 +33,10 @@ class UsageError(GpulabError, ValueError):
 
 
 class DataError(GpulabError):
-    """An input file or folder is missing, damaged or of the wrong kind; the message names it."""
+    """An input file or folder is missing, damaged or of the wrong kind; the message names it, in one line."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(" ".join(str(message).split()))
 
 
 class UnsupportedError(GpulabError):

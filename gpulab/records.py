@@ -123,7 +123,7 @@ def read_rows(
             if notes is None and required:
                 raise DataError(f"{file}: not a recording of gpulab's")
             record = {} if notes is None else files.read_json(file, notes)
-            if record:
+            if notes is not None:
                 check_format(file, record, content)
             check_size(file, opened.metadata)
             many = opened.metadata.num_rows > 100_000  # for fewer, threads cost more than they save

@@ -470,7 +470,11 @@ def _read_idx(file: Path) -> Bytes:
                 raise DataError(
                     f"{file}: promises {count} images of {height}×{width}: 1 to {MOST_BYTES:,} bytes are read"
                 )
-            content = stream.read(promised + 1)  # whatever it unpacks to
+            parts, left = [], promised + 1  # whatever it unpacks to, in parts: a stream makes room for all it may read
+            while left and (part := stream.read(min(left, 1 << 20))):
+                parts.append(part)
+                left -= len(part)
+            content = b"".join(parts)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file}: cannot be unpacked: {reason(error)}") from None
     if len(content) != promised:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpulab import files
 from gpulab.errors import DataError
 from gpulab.stats.pairs import find_column, run_states
 
@@ -44,7 +46,10 @@ def read_table(file: str | Path, metric: str) -> pd.DataFrame:
 
     file = Path(file)
     try:
-        frame, comma = (pd.read_parquet(file), False) if file.suffix == ".parquet" else _read_text(file)
+        content = files.read(file)
+        frame, comma = (
+            (pd.read_parquet(io.BytesIO(content)), False) if file.suffix == ".parquet" else _read_text(content)
+        )
     except (OSError, ValueError, csv.Error, pyarrow.ArrowException) as error:  # of pandas' all are ValueErrors
         raise DataError(f"{file}: cannot be read as a table: {' '.join(str(error).split())}") from None
     if frame.empty:
@@ -63,11 +68,11 @@ def read_table(file: str | Path, metric: str) -> pd.DataFrame:
     return frame
 
 
-def _read_text(file: Path) -> tuple[pd.DataFrame, bool]:
+def _read_text(content: bytes) -> tuple[pd.DataFrame, bool]:
     """The table, and whether its decimals may have a comma."""
     import pandas as pd
 
-    with file.open(encoding="utf-8-sig", newline="") as stream:
+    with io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="") as stream:
         lines = stream.readline()
         separator = max(",;\t", key=lambda mark: len(next(csv.reader([lines], delimiter=mark), [])))
         stream.seek(0)

@@ -140,7 +140,7 @@ def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | 
             read_run(folder)
             if not with_weights:
                 return folder
-            if (folder / WEIGHTS).is_file():
+            if os.path.lexists(folder / WEIGHTS):
                 read_weights(folder)
                 return folder
         except DataError as error:
@@ -152,7 +152,8 @@ def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | 
 def is_run(path: str | Path) -> bool:
     """Whether a folder is a run's, or what is left of one: by a file in it, or by its name."""
     names = (RECORD, HISTORY, WEIGHTS)
-    return any(os.path.lexists(os.path.join(path, name)) for name in names) or bool(RUN_NAME.search(str(path)))
+    inside = any(os.path.lexists(os.path.join(path, name)) for name in names)
+    return inside or bool(RUN_NAME.search(str(path))) or str(path).endswith(".parquet")
 
 
 def set_aside(store: Path, path: Path) -> Path | None:

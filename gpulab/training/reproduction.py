@@ -35,7 +35,7 @@ from gpulab.training.functions import optional
 from gpulab.training.objective import Records, Trainings, UserFunction, check_numbers, check_runs_here
 from gpulab.training.proposals import propose
 from gpulab.training.search import Point, SearchProblem, checked_space, checked_target, key
-from gpulab.training.trial_log import Trial, TrialLog
+from gpulab.training.trial_log import LedgerError, Trial, TrialLog
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -218,6 +218,8 @@ class _Search:
                 break
             try:
                 outcome = self._try(trial)
+            except LedgerError:
+                raise
             except Exception as error:  # whatever a function of the user's raises
                 note = str(error) if isinstance(error, GpulabError) else f"{type(error).__name__}: {error}"
                 outcome = {"state": "failed", "note": note}

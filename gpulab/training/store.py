@@ -149,7 +149,7 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
         try:
             rows += _rows(entry, recorded)
         except DataError as error:
-            if os.path.isfile(entry) or folders.is_run(entry):  # other folders are nobody's business
+            if not os.path.isdir(entry) or folders.is_run(entry):  # other folders are nobody's business
                 damaged.append(str(error))
     if damaged:
         said = "; ".join(damaged[:MOST_NAMED]) + ("; …" if len(damaged) > MOST_NAMED else "")
@@ -163,16 +163,14 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
 
 def entries(store: Path) -> list[str]:
     """The paths of the runs in a store, and of its files of packed ones, in order."""
-    if store.is_file():
-        return [str(store)]
     if not store.is_dir():
-        return []
+        return [str(store)] if os.path.lexists(store) else []
     with os.scandir(store) as found:
         return sorted(e.path for e in found if e.name[0] != "." and (e.name.endswith(".parquet") or e.is_dir()))
 
 
 def _rows(entry: str, recorded: bool) -> list[dict[str, Any]]:
-    if entry.endswith(".parquet") and not os.path.isdir(entry):
+    if not os.path.isdir(entry):
         return [_row(record, entry, recorded) for record in records.packed_runs(Path(entry))]
     record = folders.read_record(entry)
     folders.check_history(entry, record)
@@ -214,7 +212,7 @@ def _of_network(configuration: dict[str, Any]) -> dict[str, Any]:
 
 def _of_function(record: dict[str, Any]) -> dict[str, Any]:
     """The columns that a run of a function fills in other ways, or has beside the others."""
-    options, metrics = record["configuration"]["options"], record["metrics"] or {}
+    options, metrics = record["configuration"]["options"], record.get("metrics") or {}
     cells = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in options.items()}
     cells.pop("loss", None)  # which loss: the column is how large
     own = {name: value for name, value in metrics.items() if name not in COLUMNS}

@@ -5,7 +5,8 @@
     {"point": {"learning_rate": 0.001}, "state": "finished", …, "seal": …}     or pruned, or failed
 
 A line is on the disk before the search goes on, so a search that is killed loses the training that it was at
-and no other. What a killed process left of a line is dropped. Each line is sealed; those of ledger 1 were not.
+and no other. What a killed process left of a line is dropped. Each line is sealed, and says after which it stands;
+those of ledger 1 did not.
 """
 
 from __future__ import annotations
@@ -15,17 +16,24 @@ import errno
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from filelock import FileLock, Timeout
 
 from gpulab import files
-from gpulab.errors import DataError, UsageError
+from gpulab.errors import DataError, GpulabError, UsageError
 from gpulab.training.search import Point, SearchProblem, key
 
 LEDGER = 2
+LARGEST = 1 << 30  # bytes
+
+
+class LedgerError(GpulabError):
+    """The ledger cannot be written: there is no going on."""
 
 
 @dataclass
@@ -55,11 +63,14 @@ class TrialLog:
         self.tried: list[Trial] = []
         self.losses: dict[str, dict[int, float]] = {}  # of a point
         self.next_number = 0
+        self.last = b""  # line
 
     def __enter__(self) -> TrialLog:
         with contextlib.ExitStack() as stack:
             with files.writing(self.file):
                 self.file.parent.mkdir(parents=True, exist_ok=True)
+                if os.path.lexists(self.file):
+                    files.read(self.file, LARGEST)  # which says what is no file
                 try:
                     stack.enter_context(FileLock(f"{self.file}.lock", timeout=0))
                 except Timeout:
@@ -94,9 +105,9 @@ class TrialLog:
 
     def _append(self, document: dict[str, Any]) -> None:
         """Add a line to the file; one that cannot be written whole leaves nothing behind."""
-        line = _sealed(document) + b"\n"
+        line = self._sealed(document) + b"\n"
         size = self.stream.seek(0, os.SEEK_END)
-        with files.writing(self.file):
+        with self._writing():
             try:
                 if self.stream.write(line) < len(line):
                     raise OSError(errno.ENOSPC, "the disk is full")
@@ -104,6 +115,15 @@ class TrialLog:
             except OSError:
                 self.stream.truncate(size)
                 raise
+        self.last = bytes(line)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with files.writing(self.file):
+                yield
+        except GpulabError as error:
+            raise LedgerError(error) from None
 
     def _take_in(self, event: dict[str, Any]) -> None:
         """Bring the trials up to date with a line; an error for one that is none of this search."""
@@ -124,7 +144,7 @@ class TrialLog:
         header = {"ledger": LEDGER, "search": self.problem.identity}
         self.stream.seek(0)
         *lines, torn = self.stream.read().split(b"\n")
-        if not lines and not _sealed(header).startswith(torn):
+        if not lines and not self._sealed(header).startswith(torn):
             lines = [torn]
         version = LEDGER
         for number, line in enumerate(lines, 1):
@@ -135,6 +155,9 @@ class TrialLog:
                     version = self._version(document)
                 files.check_seal(where, line, required=version != 1)
                 document.pop("seal", None)
+                if document.pop("after", None) != (self._after() if version != 1 else None):
+                    raise ValueError("what stood before it is missing")
+                self.last = line
                 if number == 1:
                     self._check_problem(document)
                 else:
@@ -160,6 +183,10 @@ class TrialLog:
         if other := [name for name, value in self.problem.identity.items() if header["search"].get(name) != value]:
             raise DataError(f"{self.file}: a study with another {', another '.join(other)}; name another file")
 
+    def _sealed(self, document: dict[str, Any]) -> bytearray:
+        whole = {**document, "after": self._after(), "seal": files.UNSEALED}
+        return files.seal(json.dumps(whole, allow_nan=False).encode())
 
-def _sealed(document: dict[str, Any]) -> bytearray:
-    return files.seal(json.dumps({**document, "seal": files.UNSEALED}, allow_nan=False).encode())
+    def _after(self) -> str:
+        """A word for the line before, so that none can be left out, doubled or put elsewhere."""
+        return xxhash.xxh32_hexdigest(self.last.rstrip(b"\n"))

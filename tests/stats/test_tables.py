@@ -166,5 +166,5 @@ def test_untidy_text_is_one_clear_line(table, text, error, words):
 def test_what_is_no_parquet_is_one_clear_line(table, tmp_path):
     with pytest.raises(DataError, match="cannot be read as a table"):
         table("nonsense", name="runs.parquet")
-    with pytest.raises(DataError, match="cannot be read as a table"):
+    with pytest.raises(DataError, match="cannot be read: not a file, but a folder"):
         read_table(tmp_path, "loss")

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import filelock
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+import xxhash
 
 import gpulab as gl
 from gpulab import files
@@ -438,8 +440,14 @@ def test_a_larger_number_of_trials_goes_further(few, tmp_path):
     )
 
 
-def sealed(text):
-    return bytes(files.seal(json.dumps({**json.loads(text), "seal": files.UNSEALED}).encode()))
+def unsealed(line):
+    return {name: value for name, value in json.loads(line).items() if name not in ("after", "seal")}
+
+
+def sealed(text, before):
+    """A line as a ledger has it, after another."""
+    after = xxhash.xxh32_hexdigest(before)
+    return bytes(files.seal(json.dumps({**json.loads(text), "after": after, "seal": files.UNSEALED}).encode()))
 
 
 @pytest.mark.parametrize(
@@ -455,14 +463,23 @@ def sealed(text):
         ),
         (2, b'{"\xff": 1}', "line 2: .*not whole JSON"),
         (3, b'{"point": {"a": 1.0}, "seed": 1, "loss": 0.5}', "line 3: damaged: its checksum is missing"),
-        (3, sealed('{"point": {"a": 1.0}, "seed": 1}'), "line 3: KeyError"),
-        (3, sealed('{"point": {"a": 1.0}, "seed": 0, "loss": 0.5}'), "line 5: ValueError: no loss of seed 1"),
-        (5, sealed("{}"), "line 5: KeyError"),
-        (5, sealed('{"point": {"a": 1.0}, "state": "finished", "colour": 1}'), "line 5: TypeError"),
+        (3, '{"point": {"a": 1.0}, "seed": 1}', "line 3: KeyError"),
+        (3, '{"point": {"a": 1.0}, "seed": 0, "loss": 0.5}', "line 5: ValueError: no loss of seed 1"),
+        (5, "{}", "line 5: KeyError"),
+        (5, '{"point": {"a": 1.0}, "state": "finished", "colour": 1}', "line 5: TypeError"),
     ],
 )
 def test_a_damaged_study_is_refused_and_left_as_it_is(few, study, line, damage, named):
     lines = study.read_bytes().split(b"\n")
+    for place in range(line - 1, len(lines) - 1):  # what follows says after which it stands
+        if isinstance(damage, str):
+            text = (
+                damage
+                if place == line - 1
+                else json.dumps({k: v for k, v in json.loads(lines[place]).items() if k not in ("after", "seal")})
+            )
+            lines[place] = sealed(text, lines[place - 1])
+    damage = lines[line - 1] if isinstance(damage, str) else damage
     text = b"\n".join([*lines[: line - 1], damage, *lines[line:], b"half a li"])
     study.write_bytes(text)
     with pytest.raises(gl.DataError, match=rf"my\.jsonl.*{named}"):
@@ -479,10 +496,28 @@ def test_a_flipped_bit_in_a_study_is_found(few, study, place):
         again(few, study)
 
 
+@pytest.mark.parametrize("change", ["left out", "doubled", "exchanged"])
+def test_a_line_that_is_missing_doubled_or_elsewhere_is_found(few, study, change):
+    lines = study.read_bytes().splitlines(keepends=True)
+    lines[5:7] = {"left out": lines[6:7], "doubled": [lines[5], *lines[5:7]], "exchanged": lines[6:4:-1]}[change]
+    study.write_bytes(b"".join(lines))
+    with pytest.raises(gl.DataError, match=r"line \d: ValueError: what stood before it is missing"):
+        again(few, study)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+@pytest.mark.parametrize("special", [os.mkfifo, lambda file: file.symlink_to("/dev/zero"), Path.mkdir])
+def test_what_is_no_file_is_no_study(few, tmp_path, special):
+    special(tmp_path / "my.jsonl")
+    with pytest.raises(gl.DataError, match=r"my\.jsonl: cannot be read: not a file"):
+        again(few, tmp_path / "my.jsonl")
+
+
 def test_a_study_of_before_seals_goes_on(few, study, ended):
     lines = [json.loads(line) for line in study.read_bytes().splitlines()]
     old = [
-        {k: v for k, v in line.items() if k != "seal"} | ({"ledger": 1} if "ledger" in line else {}) for line in lines
+        {k: v for k, v in line.items() if k not in ("seal", "after")} | ({"ledger": 1} if "ledger" in line else {})
+        for line in lines
     ]
     study.write_text("".join(json.dumps(line) + "\n" for line in old))
     pd.testing.assert_frame_equal(again(few, study).table, ended[1])
