@@ -131,7 +131,9 @@ def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | 
     """
     if identity.unknown:
         what = ", ".join(identity.unknown)
-        warnings.warn(f"{what}: its content cannot be known, so this run is never taken for another one", stacklevel=3)
+        warnings.warn(
+            f"{what}: its content cannot be known: this run is not resumed, nor taken for another", stacklevel=3
+        )
     for name in filter(None, (identity.id, identity.former)):
         folder = store / name
         if not os.path.lexists(folder):

@@ -211,7 +211,7 @@ def train(
         record = folders.begun(identity, passport(), command)
         if folder is not None and resume and not guard and (done := folders.find(folder, identity, keep_weights)):
             return _stored(done, plan)
-        file = None if folder is None else folders.checkpoint_file(folder, identity.id)
+        file = None if folder is None or identity.unknown else folders.checkpoint_file(folder, identity.id)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             trainer = Trainer(plan)
@@ -229,9 +229,10 @@ def train(
     history = _history(trainer.history)
     plan.model.fresh = False
     run = Run(plan.model.cpu(), plan.data, history, record)
-    if folder is not None and file is not None:
+    if folder is not None:
         run.path = folders.write_run(folder, record, history, plan.model.state_dict() if keep_weights else None)
-        file.unlink(missing_ok=True)
+        if file is not None:
+            file.unlink(missing_ok=True)
     return run
 
 
@@ -257,7 +258,7 @@ def _call(
     if store is not None and resume and not guard and (done := folders.find(store, identity)):
         record, history = folders.read_run(done)
         return Run(None, None, history, record, done)
-    if store is not None and "folder" in training.takes:
+    if store is not None and "folder" in training.takes and not identity.unknown:
         files = folders.files_folder(store, identity.id, resume)
     with contextlib.ExitStack() as stack:
         stack.enter_context(setting.apply())

@@ -53,16 +53,17 @@ def test_another_film_of_the_same_name_is_another_run_and_a_moved_one_the_same(t
 
 
 def test_a_checkpoint_is_not_resumed_on_another_film(tmp_path):
-    def stop(done, _):
-        if done >= 20:
-            raise KeyboardInterrupt
-
     clip, store = film(tmp_path / "clip.mp4", 40), tmp_path / "runs"
     with pytest.raises(KeyboardInterrupt):
-        gl.train("prednet", f"video:{clip}", store=store, **CLIP | {"progress": stop})
+        gl.train("prednet", f"video:{clip}", store=store, **CLIP | {"progress": stopping})
     assert len(list((store / folders.WORK).glob("*.safetensors"))) == 1
     film(clip, 200)
     assert "resumed_at" not in gl.train("prednet", f"video:{clip}", store=store, **CLIP).record
+
+
+def stopping(done, _):
+    if done >= 20:
+        raise KeyboardInterrupt
 
 
 NETWORK = """
@@ -166,10 +167,13 @@ def test_initial_weights_that_are_not_drawn_from_the_seed_count(mine, tmp_path):
 def test_what_cannot_be_known_is_trained_again_and_said(mine, tmp_path):
     paths = []
     for _ in range(2):
-        with pytest.warns(UserWarning, match="Generator in it.*cannot be known.*never taken for another"):
+        with pytest.warns(UserWarning, match="Generator in it.*cannot be known: .*nor taken for another"):
             paths.append(path_of(mine(noise=torch.Generator()), tmp_path))
     assert len(set(paths)) == 2
     assert len(gl.runs(tmp_path)) == 2, "both are kept"
+    with pytest.warns(UserWarning, match="cannot be known"), pytest.raises(KeyboardInterrupt):
+        path_of(mine(noise=torch.Generator()), tmp_path, progress=stopping)
+    assert not list((tmp_path / folders.WORK).iterdir()), "no checkpoint that nobody could go on from"
 
 
 def test_data_of_a_class_of_somebody_elses_are_never_taken_for_others(tmp_path):
