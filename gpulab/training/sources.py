@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copyreg
 import functools
 import hashlib
 import inspect
@@ -89,7 +90,7 @@ class UnknownContentError(Exception):
     """Something whose content cannot be known; the message says what."""
 
 
-LIBRARIES = ("torch", "numpy", "builtins", "gpulab", "functools", "collections")
+LIBRARIES = ("torch", "numpy", "pandas", "builtins", "gpulab", "functools", "collections", "copyreg")
 WRITTEN = (torch.dtype, torch.device, torch.layout, torch.memory_format, PurePath, range, slice, complex, type(...))
 
 
@@ -137,9 +138,14 @@ def content(value: Any, inside: tuple[int, ...] = ()) -> Any:
     if isinstance(value, nn.Module):
         weights = [of(parameter.detach()) for parameter in value.parameters(recurse=False)]
         return [of_module(value, of), weights, [of(part) for part in value.children()]]
-    if not hasattr(value, "__dict__"):
-        raise UnknownContentError(f"a {kind} in it")
-    return [_code(type(value), of), of(vars(value))]
+    try:
+        reduce = copyreg.dispatch_table.get(type(value), lambda thing: thing.__reduce_ex__(4))
+        parts: Any = reduce(value)  # what a copy would be made of
+    except Exception:  # whatever a class says that cannot be copied
+        raise UnknownContentError(f"a {kind} in it") from None
+    if isinstance(parts, str):
+        return [kind, parts]
+    return [kind, *(of(list(part) if isinstance(part, Iterator) else part) for part in parts[:5])]
 
 
 def _holds(value: Any) -> bool:

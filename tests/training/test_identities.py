@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import linecache
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -59,6 +60,16 @@ def test_a_checkpoint_is_not_resumed_on_another_film(tmp_path):
     assert len(list((store / folders.WORK).glob("*.safetensors"))) == 1
     film(clip, 200)
     assert "resumed_at" not in gl.train("prednet", f"video:{clip}", store=store, **CLIP).record
+
+
+class Closed:
+    """Something that hides what it holds."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError
 
 
 def stopping(done, _):
@@ -136,6 +147,10 @@ def test_what_a_network_holds_beside_its_weights_counts(mine, tmp_path):
         {"table": torch.arange(3)},
         {"table": torch.arange(3) + 1},
         {"names": {"a": (1, 2)}},
+        {"table": pd.DataFrame({"a": [1, 2]})},
+        {"table": pd.DataFrame({"a": [1, 3]})},
+        {"noise": torch.Generator().manual_seed(3)},
+        {"pattern": re.compile("a")},
         {"activation": torch.tanh},
         {"activation": lambda x: 2 * x},
     ):
@@ -167,12 +182,12 @@ def test_initial_weights_that_are_not_drawn_from_the_seed_count(mine, tmp_path):
 def test_what_cannot_be_known_is_trained_again_and_said(mine, tmp_path):
     paths = []
     for _ in range(2):
-        with pytest.warns(UserWarning, match="Generator in it.*cannot be known: .*nor taken for another"):
-            paths.append(path_of(mine(noise=torch.Generator()), tmp_path))
+        with pytest.warns(UserWarning, match="Closed in it.*cannot be known: .*nor taken for another"):
+            paths.append(path_of(mine(noise=Closed()), tmp_path))
     assert len(set(paths)) == 2
     assert len(gl.runs(tmp_path)) == 2, "both are kept"
     with pytest.warns(UserWarning, match="cannot be known"), pytest.raises(KeyboardInterrupt):
-        path_of(mine(noise=torch.Generator()), tmp_path, progress=stopping)
+        path_of(mine(noise=Closed()), tmp_path, progress=stopping)
     assert not list((tmp_path / folders.WORK).iterdir()), "no checkpoint that nobody could go on from"
 
 
