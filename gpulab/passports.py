@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import html
 import json
@@ -93,9 +94,17 @@ def cpu_description() -> dict[str, Any]:
     """The CPU's model name and sorted feature flags (takes about a second the first time)."""
     import cpuinfo
 
-    info = cpuinfo.get_cpu_info()
-    model = info.get("brand_raw") or platform.processor() or platform.machine()
+    info = cpuinfo.get_cpu_info() or cpuinfo.get_cpu_info()  # asks a child process, which may be killed
+    model = _model_of_linux() or info.get("brand_raw") or platform.processor() or platform.machine()
     return {"model": model, "flags": sorted(info.get("flags", []))}
+
+
+def _model_of_linux() -> str:
+    """The model's name as the kernel has it: a run's name depends on it, and nothing can get in between."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        return found[1].strip() if found else ""
+    return ""
 
 
 def _gpus() -> list[dict[str, Any]]:

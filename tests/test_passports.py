@@ -51,6 +51,13 @@ def test_the_cpu_is_the_one_that_the_kernel_reports(here):
     assert ("avx2" in here["cpu"]["vector_extensions"]) == ("avx2" in reported["flags"].split())
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/cpuinfo"), reason="Linux tells about its CPU there")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="an ARM kernel does not tell the model")
+def test_the_cpu_keeps_its_name_when_the_process_that_is_asked_for_the_rest_is_killed(here, monkeypatch):
+    monkeypatch.setattr("cpuinfo.get_cpu_info", dict)
+    assert passports.cpu_description.__wrapped__() == {"model": here["cpu"]["model"], "flags": []}
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 def test_the_gpus_are_those_that_torch_sees(here):
     gpu, properties = here["gpus"][0], torch.cuda.get_device_properties(0)
