@@ -124,8 +124,10 @@ def begun(identity: Identity, here: Mapping[str, Any], command: str | None) -> d
     }
 
 
-def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | None:
+def find(store: Path, identity: Identity, with_weights: bool | None = None) -> Path | None:
     """The folder of a run that the store holds whole, and with it the trained weights if they are asked for.
+
+    With None nobody is going to read these, and they are not verified.
 
     A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known.
     """
@@ -140,10 +142,10 @@ def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | 
             continue
         try:
             read_run(folder)
-            if not with_weights:
-                return folder
-            if os.path.lexists(folder / WEIGHTS):
+            kept = os.path.lexists(folder / WEIGHTS)
+            if kept and with_weights is not None:
                 read_weights(folder)
+            if kept or not with_weights:
                 return folder
         except DataError as error:
             if place := set_aside(store, folder):
