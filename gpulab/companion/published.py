@@ -1,0 +1,299 @@
+"""The published experiment with its own code: the authors' network, unchanged, in stock Chainer, on a CPU or a GPU.
+
+The operations and their order are those of the authors' `main.py` (github.com/eijwat/prednet_in_chainer_py3): one
+NumPy buffer for the frame that is seen and one for the frame to come, wrapped by `xp.asarray`; the losses of a window
+summed; `zerograds`, `backward`, `unchain_backward`, Adam; and, on a GPU, the network taken `to_cpu()` and back
+`to_gpu()` after each update.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpulab.companion import stock_chainer
+from gpulab.data.datasets import Rendered, Sequence, load
+from gpulab.errors import UsageError
+from gpulab.settings import Setting
+from gpulab.training import folders
+from gpulab.training.protocol import whole_numbers
+
+# What of gpulab a run depends on, beside this file.
+PARTS = ("companion/stock_chainer.py", "data/scenes.py", "data/films.py")
+LOADERS = ("reused", "copied", "shared")
+SETTINGS = "cpu, cpu:threads=N and cuda:tf32=off,cudnn=off"
+CHECKPOINT_SECONDS = 60.0
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class Published:
+    """The authors' network with its optimiser, and their loop over one window.
+
+    Args:
+        net: Their `net.py`, or its folder.
+        kind: `cpu` or `cuda`.
+        seed: Of the weights, which NumPy's global generator draws on the CPU.
+        size: (height, width) of a frame in pixels.
+        channels: Of each layer, from the bottom up.
+        loader: `reused` is theirs: one buffer, whose memory every step of a window shares on a CPU, and which is
+            copied to a GPU at each step. `copied`: every frame has an array of its own. `shared`: one array on the
+            device, overwritten, which is what `reused` is on a CPU.
+        round_trip: On a GPU, take the network to the CPU and back after each update, as they do.
+
+    References:
+        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks*
+        (arXiv 2109.01451).
+    """
+
+    def __init__(
+        self,
+        net: str | Path,
+        kind: str = "cpu",
+        seed: int = 0,
+        size: tuple[int, int] = (120, 160),
+        channels: tuple[int, ...] = (3, 48, 96, 192),
+        loader: str = "reused",
+        round_trip: bool = True,
+    ) -> None:
+        if loader not in LOADERS:
+            raise UsageError(f"loader {loader!r}: expected one of {', '.join(LOADERS)}")
+        self.chainer, authors = stock_chainer.chainer(), stock_chainer.network(net)
+        self.xp, self.on_gpu = stock_chainer.arrays(kind), kind == "cuda"
+        self.loader, self.round_trip = loader, round_trip and self.on_gpu
+        np.random.seed(seed)
+        self.network = authors.PredNet(size[1], size[0], list(channels))
+        self.model = self.chainer.links.Classifier(
+            self.network, lossfun=self.chainer.functions.loss.mean_squared_error.mean_squared_error
+        )
+        self.model.compute_accuracy = False
+        self.optimizer = self.chainer.optimizers.Adam()
+        self.optimizer.setup(self.model)
+        if self.on_gpu:
+            self.chainer.backends.cuda.get_device_from_id(0).use()
+            self.model.to_gpu()
+        self.layers = range(1, len(channels))
+        self.kept: Arrays = {}
+
+    def restart(self, first: npt.NDArray[np.float32]) -> None:
+        """Begin a pass over the frames with its first one."""
+        self.network.reset_state()
+        self.seen, self.coming = (np.ndarray((1, *first.shape), np.float32) for _ in range(2))
+        self.wrap_seen, self.wrap_coming = self._wrapper(first.shape), self._wrapper(first.shape)
+        self.seen[0] = first
+
+    def _wrapper(self, shape: tuple[int, ...]) -> Callable[[Any], Any]:
+        """What makes an array of the device of a buffer."""
+        if self.loader == "reused":
+            return self.xp.asarray
+        if self.loader == "copied":
+            return lambda buffer: self.xp.asarray(buffer.copy())
+        there = self.xp.empty((1, *shape), np.float32)
+
+        def overwrite(buffer: Any) -> Any:
+            there[...] = self.xp.asarray(buffer)
+            return there
+
+        return overwrite
+
+    def window(self, frames: npt.NDArray[np.float32], on_gradient: Callable[[], None] | None = None) -> list[float]:
+        """Predict each of the frames from those before, and update once.
+
+        Args:
+            frames: (T, C, H, W) in [0, 1]: those to come.
+            on_gradient: Called when the gradients are there and the weights are not updated yet.
+
+        Returns:
+            The loss of each.
+        """
+        loss, losses = 0, []
+        for frame in frames:
+            self.coming[0] = frame
+            variables = (self.wrap_seen(self.seen), self.wrap_coming(self.coming))
+            loss += self.model(*map(self.chainer.Variable, variables))
+            losses.append(self.model.loss.data)
+            self.seen[0] = self.coming[0]
+        self.model.zerograds()
+        loss.backward()  # type: ignore[attr-defined]
+        loss.unchain_backward()  # type: ignore[attr-defined]
+        if on_gradient:
+            on_gradient()
+        self.optimizer.update()
+        if self.round_trip:
+            self.model.to_cpu()
+        numbers = [float(value) for value in losses]
+        if self.round_trip:
+            self.model.to_gpu()
+        return numbers
+
+    def gradients(self) -> Arrays:
+        """The gradient of each array of weights, by its name."""
+        to_cpu = self.chainer.backends.cuda.to_cpu
+        return {name: to_cpu(p.grad).copy() for name, p in sorted(self.model.namedparams()) if p.grad is not None}
+
+    # What `unchain_backward` leaves: P_l (l ≥ 1) of a window's last frame stays chained to its convolution, whose
+    # gradient the next window adds to. A checkpoint holds the weights that it was made with, to chain it again.
+
+    def keep_chained(self) -> None:
+        """Keep the weights of these convolutions, before the update, for `state`."""
+        self.kept = {f"chained/{name}": self._numpy(p.data).copy() for name, p in self._chained()}
+
+    def state(self) -> Arrays:
+        """Everything that the next window depends on; `keep_chained` was called before the last update."""
+        saver = self.chainer.serializers.DictionarySerializer()
+        saver["model"].save(self.model)
+        saver["optimizer"].save(self.optimizer)
+        state = {name: np.asarray(self._numpy(value)) for name, value in saver.target.items()}
+        for name, holder, attribute in self._recurrent():
+            state[f"recurrent/{name}"] = self._numpy(getattr(holder, attribute).data)
+        return {**state, **self.kept, "seen": self.seen}
+
+    def restore(self, state: Arrays) -> None:
+        """Go on from a `state`."""
+        loader = self.chainer.serializers.NpzDeserializer(state)
+        loader["model"].load(self.model)
+        loader["optimizer"].load(self.optimizer)
+        self.restart(state["seen"][0])
+        for name, holder, attribute in self._recurrent():
+            value = self.xp.asarray(state[f"recurrent/{name}"])
+            setattr(holder, attribute, self.chainer.Variable(value))
+        updated = {name: p.data.copy() for name, p in self._chained()}
+        for name, p in self._chained():
+            p.data[...] = self.xp.asarray(state[f"chained/{name}"])
+        for layer in self.layers:
+            remembered = getattr(self.network, f"ConvLSTM{layer}").h
+            prediction = self.chainer.functions.relu(getattr(self.network, f"ConvP{layer}")(remembered))
+            setattr(self.network, f"P{layer}", prediction)
+        for name, p in self._chained():
+            p.data[...] = updated[name]
+
+    def _chained(self) -> list[tuple[str, Any]]:
+        return [(f"{n}{name}", p) for n in self.layers for name, p in getattr(self.network, f"ConvP{n}").namedparams()]
+
+    def _recurrent(self) -> Iterator[tuple[str, Any, str]]:
+        yield "P0", self.network, "P0"
+        for layer in (0, *self.layers):
+            for attribute in ("c", "h"):
+                yield f"{attribute}{layer}", getattr(self.network, f"ConvLSTM{layer}"), attribute
+
+    def _numpy(self, array: Any) -> Any:
+        return self.chainer.backends.cuda.to_cpu(array) if self.on_gpu else array
+
+
+def windows(data: Sequence, length: int = 20, every: int = 1) -> Iterator[tuple[npt.NDArray[np.float32], bool]]:
+    """Windows of frames in [0, 1], endlessly, and whether the state begins anew.
+
+    The first of a pass has `length` frames, of which the first is only seen; each later one has `length` to predict,
+    which follow. Frames that fill no window at the end of a pass train nothing, in the published loop too.
+
+    Args:
+        data: All of it is trained on, the held-out part as well.
+        length: Of a window.
+        every: Take one frame in this many. Passes begin at the first, the second, … in turn.
+    """
+    stop = data.frames if isinstance(data, Rendered) else data.frames + data.held
+    if stop // every < length:
+        raise UsageError(f"{data.name}: {stop // every} frames, of every {every}; a window needs {length}")
+    for offset in itertools.cycle(range(every)):
+        frames = itertools.islice(data.stream(0, stop), offset, None, every)
+        restart = True
+        while len(window := list(itertools.islice(frames, length))) == length:
+            whole = np.stack(window).astype(np.float32)
+            whole /= 255
+            yield whole, restart
+            restart = False
+
+
+def published(
+    seed: int,
+    setting: Setting,
+    folder: Path,
+    net: str = "net.py",
+    data: str = "walk",
+    speed: float = 1.0,
+    every: int = 1,
+    frames: int = 5000,
+    window: int = 20,
+    size: str = "160x120",
+    channels: str = "3,48,96,192",
+    loader: str = "reused",
+    round_trip: bool = True,
+) -> Iterator[dict[str, float]]:
+    """Train the authors' network by their own loop, as `gpulab.train` and `gpulab experiment` call it.
+
+    Args:
+        seed: Of the weights.
+        setting: `cpu`, `cpu:threads=N`, or `cuda:tf32=off,cudnn=off`, which is all that CuPy and Chainer know today.
+        folder: For checkpoints.
+        net: The authors' `net.py`.
+        data: `walk`, or a video file.
+        speed: Of the walk.
+        every: As in `windows`.
+        frames: To train on: as many updates are made as they fill windows.
+        window: Frames in one.
+        size: Width x height of a frame in pixels, as the authors write it.
+        channels: Of each layer.
+        loader: As in `Published`.
+        round_trip: As in `Published`.
+
+    Yields:
+        For each window the mean `loss` of its frames, that of the `last_frame` (which the authors log), and
+        `repeat_loss`, that of repeating the last frame; of each the mean over the last fifth is kept.
+
+    Returns:
+        `beats_repeating`: whether the final loss is below that of repeating the last frame.
+    """
+    if str(setting) not in ("cpu", f"cpu:threads={setting.threads}", "cuda:tf32=off,cudnn=off"):
+        raise UsageError(f"setting {setting}: the published network runs under {SETTINGS}")
+    width, height = whole_numbers(size, "x", 2, "size")
+    layers = tuple(whole_numbers(channels, name="channels"))
+    film = data if data == "walk" else f"video:{data}"
+    source = load(film, frames if data == "walk" else None, (height, width), speed=speed)
+    if not isinstance(source, Sequence) or frames < window:
+        raise UsageError(f"data {data!r}, frames {frames}: expected walk or a video, and a window of {window} at least")
+    trained = Published(net, setting.kind, seed, (height, width), layers, loader, round_trip)
+    rows: list[dict[str, float]] = []
+    file = folder / "checkpoint.safetensors"
+
+    def restore(tensors: Any, notes: Any) -> None:
+        trained.restore({name: tensor.numpy() for name, tensor in tensors.items()})
+        rows.extend(notes["state"]["rows"])
+
+    with _threads(setting.threads):
+        folders.resume(file, restore)
+        yield from rows
+        saved = time.monotonic()
+        for whole, restart in itertools.islice(windows(source, window, every), len(rows), frames // window):
+            if restart:
+                trained.restart(whole[0])
+            before, coming = (whole[:-1], whole[1:]) if restart else (np.concatenate([trained.seen, whole[:-1]]), whole)
+            repeats = np.square(coming - before).mean()
+            due = time.monotonic() - saved > CHECKPOINT_SECONDS
+            losses = trained.window(coming, trained.keep_chained if due else None)
+            row = {"loss": float(np.mean(losses)), "last_frame": losses[-1], "repeat_loss": float(repeats)}
+            rows.append(row)
+            if due:
+                _write_checkpoint(file, trained.state(), rows)
+                saved = time.monotonic()
+            yield row
+    last = rows[-max(1, len(rows) // 5) :]
+    return {"beats_repeating": sum(r["loss"] for r in last) < sum(r["repeat_loss"] for r in last)}  # noqa: B901
+
+
+def _write_checkpoint(file: Path, state: Arrays, rows: list[dict[str, float]]) -> None:
+    import torch
+
+    tensors = {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
+    folders.write_checkpoint(file, tensors, {"step": len(rows), "state": {"rows": rows}})
+
+
+def _threads(count: int | None) -> Any:
+    """NumPy's products with so many threads."""
+    from threadpoolctl import threadpool_limits
+
+    return threadpool_limits(count)

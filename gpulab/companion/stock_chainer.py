@@ -1,0 +1,103 @@
+"""Chainer 7.8.1 as its authors published it, on a Python, NumPy and CuPy that came after it.
+
+What it asks for and no longer finds is stood in for before it is imported; nothing of Chainer is changed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpulab.errors import GpulabError, UsageError
+
+VERSION = "7.8.1"
+AUTHORS = "github.com/eijwat/prednet_in_chainer_py3"
+INSTALL = (
+    "pip install 'setuptools<70' wheel six filelock typing_extensions && "
+    f"pip install --no-build-isolation --no-deps chainer=={VERSION}"
+)
+CLONE = f"git clone https://{AUTHORS}"
+ON_A_GPU = "pip install cupy-cuda13x"
+SWITCHES = {
+    "CHAINER_CUDNN": "0",  # CuPy 14 has no cuDNN
+    "CHAINER_USE_CUDNN": "never",
+    "CHAINER_USE_IDEEP": "never",
+    "CHAINER_DTYPE": "float32",
+    "CHAINER_TYPE_CHECK": "0",  # of shapes, in Python: a third of the time on a GPU, and no number depends on it
+    "CUPY_TF32": "0",
+    "NVIDIA_TF32_OVERRIDE": "0",
+}
+
+
+def chainer() -> Any:
+    """The module `chainer`. Raises `GpulabError`, which says how to install it, where it is not there."""
+    if "chainer" in sys.modules:
+        return sys.modules["chainer"]
+    if importlib.util.find_spec("chainer") is None:
+        raise GpulabError(f"the published network needs Chainer {VERSION}, which is not installed: {INSTALL}")
+    if (found := importlib.metadata.version("chainer")) != VERSION:
+        raise GpulabError(f"the published network needs Chainer {VERSION}, not {found}: {INSTALL}")
+    os.environ.update(SWITCHES)
+    os.environ.pop("CUPY_ENABLE_UMP", None)  # host arrays are copied to the GPU, never mapped
+    # It warns about versions of other packages, by pkg_resources and numpy.distutils, which are gone.
+    unchecked: Any = types.ModuleType("chainer._environment_check")
+    unchecked.check = lambda: None
+    sys.modules["chainer._environment_check"] = unchecked
+    if not hasattr(np, "sctypes"):
+        kinds = {"int": (np.int8, np.int16, np.int32, np.int64), "float": (np.float16, np.float32, np.float64)}
+        np.sctypes = kinds  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = importlib.import_module("chainer")
+        importlib.import_module("chainer.functions.loss.mean_squared_error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="chainer")
+    return module
+
+
+def network(file: str | Path) -> Any:
+    """The authors' `net.py`, unchanged, as a module.
+
+    Raises:
+        UsageError: Where there is no such file.
+        GpulabError: Where it cannot be run.
+    """
+    path = Path(file)
+    if path.is_dir():
+        path /= "net.py"
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file; the authors' net.py is in the folder PredNet of {AUTHORS}: {CLONE}")
+    spec = importlib.util.spec_from_file_location("net", path)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    try:
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+        module.PredNet  # noqa: B018
+    except Exception as error:
+        raise GpulabError(f"{path}: not the authors' network: {error!r:.200}") from None
+    return module
+
+
+def arrays(kind: str) -> Any:
+    """NumPy for `cpu`, CuPy for `cuda`; `GpulabError` where CuPy finds no GPU."""
+    if kind == "cpu":
+        return np
+    cuda = chainer().backends.cuda
+    if not cuda.available:
+        why = getattr(cuda, "_resolution_error", "")
+        raise GpulabError(f"the published network needs CuPy and an NVIDIA GPU ({why}): {ON_A_GPU}")
+    return cuda.cupy
+
+
+def versions() -> dict[str, str]:
+    """Of Chainer, NumPy and CuPy, those that are installed."""
+    packages = importlib.metadata.packages_distributions()  # CuPy's has the version of CUDA in its name
+    names = (name for name in ("chainer", "numpy", "cupy") if name in packages)
+    return {name: importlib.metadata.version(packages[name][0]) for name in names}
