@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import html
+import importlib.metadata
 import json
 import os
 import platform
@@ -16,6 +17,8 @@ from typing import Any
 from gpulab import __version__
 
 PASSPORT_FORMAT = 1
+OTHERS = ("chainer", "cupy", "numpy")  # with which the published network runs
+CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")  # its package is named after the version of CUDA
 VECTOR_EXTENSIONS = re.compile(r"(sse4_[12]|avx.*|fma|f16c|amx.*|neon|asimd|sve2?|bf16|vsx)")
 
 
@@ -42,8 +45,8 @@ class Passport(dict[str, Any]):
             rows.append((f"GPU {index}", ", ".join(filter(None, details))))
         if not self["gpus"]:
             rows.append(("GPU", "none"))
-        libraries = ("cuda", "rocm", "cudnn", "blas", "onednn", "torch", "python", "os")
-        rows += [(name, software[name]) for name in libraries if software[name]]
+        libraries = ("cuda", "rocm", "cudnn", "blas", "onednn", "torch", *OTHERS, "python", "os")
+        rows += [(name, software[name]) for name in libraries if software.get(name)]
         commit = f" ({software['commit'][:10]})" if software["commit"] else ""
         return [*rows, ("gpulab", software["gpulab"] + commit)]
 
@@ -165,7 +168,25 @@ def _software() -> dict[str, str | None]:
         "os": platform.platform(),
         "gpulab": __version__,
         "commit": _commit(),
+        **_others(),
     }
+
+
+@functools.cache
+def _others() -> dict[str, str]:
+    """The versions of Chainer and what computes for it, where that is installed."""
+    versions = {package: _version(package) for package in ("chainer", "numpy", *CUPY)}
+    if not versions["chainer"]:
+        return {}
+    cupy = next((versions[package] for package in CUPY if versions[package]), None)
+    found = {"chainer": versions["chainer"], "cupy": cupy, "numpy": versions["numpy"]}
+    return {name: version for name, version in found.items() if version}
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 @functools.cache

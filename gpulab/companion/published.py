@@ -26,6 +26,7 @@ from gpulab.training.protocol import whole_numbers
 
 # What of gpulab a run depends on, beside this file.
 PARTS = ("companion/stock_chainer.py", "data/scenes.py", "data/films.py")
+FUNCTION = "gpulab.companion.published:published"
 LOADERS = ("reused", "copied", "shared")
 SETTINGS = "cpu, cpu:threads=N and cuda:tf32=off,cudnn=off"
 CHECKPOINT_SECONDS = 60.0
@@ -199,8 +200,9 @@ def windows(data: Sequence, length: int = 20, every: int = 1) -> Iterator[tuple[
     stop = data.frames if isinstance(data, Rendered) else data.frames + data.held
     if stop // every < length:
         raise UsageError(f"{data.name}: {stop // every} frames, of every {every}; a window needs {length}")
+    film = None if isinstance(data, Rendered) else list(data.stream(0, stop))  # decoded once
     for offset in itertools.cycle(range(every)):
-        frames = itertools.islice(data.stream(0, stop), offset, None, every)
+        frames = itertools.islice(film or data.stream(0, stop), offset, None, every)
         restart = True
         while len(window := list(itertools.islice(frames, length))) == length:
             whole = np.stack(window).astype(np.float32)
@@ -282,7 +284,7 @@ def published(
                 saved = time.monotonic()
             yield row
     last = rows[-max(1, len(rows) // 5) :]
-    return {"beats_repeating": sum(r["loss"] for r in last) < sum(r["repeat_loss"] for r in last)}  # noqa: B901
+    return {"beats_repeating": sum(r["loss"] for r in last) < sum(r["repeat_loss"] for r in last)}
 
 
 def _write_checkpoint(file: Path, state: Arrays, rows: list[dict[str, float]]) -> None:

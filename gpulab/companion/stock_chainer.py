@@ -15,8 +15,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gpulab.errors import GpulabError, UsageError
 
 VERSION = "7.8.1"
@@ -26,7 +24,14 @@ INSTALL = (
     f"pip install --no-build-isolation --no-deps chainer=={VERSION}"
 )
 CLONE = f"git clone https://{AUTHORS}"
-ON_A_GPU = "pip install cupy-cuda13x"
+ON_A_GPU = "pip install cupy-cuda13x"  # or 12x, by the version of CUDA
+HOW = f"""It needs Chainer {VERSION} from the package index, unchanged, and the authors' net.py:
+
+    {INSTALL}
+
+    {CLONE}
+
+and on an NVIDIA GPU CuPy: {ON_A_GPU}"""
 SWITCHES = {
     "CHAINER_CUDNN": "0",  # CuPy 14 has no cuDNN
     "CHAINER_USE_CUDNN": "never",
@@ -52,6 +57,8 @@ def chainer() -> Any:
     unchecked: Any = types.ModuleType("chainer._environment_check")
     unchecked.check = lambda: None
     sys.modules["chainer._environment_check"] = unchecked
+    import numpy as np
+
     if not hasattr(np, "sctypes"):
         kinds = {"int": (np.int8, np.int16, np.int32, np.int64), "float": (np.float16, np.float32, np.float64)}
         np.sctypes = kinds  # type: ignore[attr-defined]
@@ -88,16 +95,9 @@ def network(file: str | Path) -> Any:
 def arrays(kind: str) -> Any:
     """NumPy for `cpu`, CuPy for `cuda`; `GpulabError` where CuPy finds no GPU."""
     if kind == "cpu":
-        return np
+        return importlib.import_module("numpy")
     cuda = chainer().backends.cuda
     if not cuda.available:
         why = getattr(cuda, "_resolution_error", "")
         raise GpulabError(f"the published network needs CuPy and an NVIDIA GPU ({why}): {ON_A_GPU}")
     return cuda.cupy
-
-
-def versions() -> dict[str, str]:
-    """Of Chainer, NumPy and CuPy, those that are installed."""
-    packages = importlib.metadata.packages_distributions()  # CuPy's has the version of CUDA in its name
-    names = (name for name in ("chainer", "numpy", "cupy") if name in packages)
-    return {name: importlib.metadata.version(packages[name][0]) for name in names}

@@ -20,19 +20,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+PACKAGE = Path(__file__).parents[1]
+
 
 def digest(function: Any, file: Path | None, bound: list[Any]) -> str:
-    """A digest of the text of a function's file or cells, and of the values that `innermost` found."""
-    text = _files_text(file) if file else sorted(_typed(function, {}).items())
+    """A digest of the text of a function's file or cells, and of the values that `innermost` found.
+
+    One of gpulab's own says in `PARTS` on which other files it depends.
+    """
+    if file and file.is_relative_to(PACKAGE):
+        text: Any = of_gpulab(file.relative_to(PACKAGE).as_posix(), *function.__globals__["PARTS"])
+    else:
+        text = _files_text(file) if file else sorted(_typed(function, {}).items())
     return hashlib.sha256(json.dumps([text, *map(_known, bound)]).encode()).hexdigest()
 
 
 @functools.cache
 def of_gpulab(*names: str) -> str:
     """A digest of files and packages of gpulab, without comments and docstrings."""
-    package = Path(__file__).parents[1]
-    found = {file for name in names for file in [package / name, *(package / name).rglob("*.py")] if file.is_file()}
-    texts = [(file.relative_to(package).as_posix(), _without_docstrings(file)) for file in sorted(found)]
+    found = {file for name in names for file in [PACKAGE / name, *(PACKAGE / name).rglob("*.py")] if file.is_file()}
+    texts = [(file.relative_to(PACKAGE).as_posix(), _without_docstrings(file)) for file in sorted(found)]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 

@@ -137,7 +137,9 @@ COLUMNS = [
     *("status", "final_loss", "heldout_loss", "seconds", "frames_per_second", "weights", "diverged_at"),
     *("machine", "cpu", "gpu", "torch", "gpulab", "data", "speed", "frames", "protocol", "recorded", "id", "path"),
 ]
-OPEN = {"data", "frames", *FACTORS} - {"flip"}  # empty for a run of a function, which may have options of these names
+OPEN = {"data", "speed", "frames", *FACTORS} - {
+    "flip"
+}  # empty for a run of a function, which may have options of these names
 
 
 def _frame(store: Path, recorded: bool) -> pd.DataFrame:
