@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +225,7 @@ def published(
     channels: str = "3,48,96,192",
     loader: str = "reused",
     round_trip: bool = True,
-) -> Iterator[dict[str, float]]:
+) -> Generator[dict[str, float], None, dict[str, bool]]:
     """Train the authors' network by their own loop, as `gpulab.train` and `gpulab experiment` call it.
 
     Args:
@@ -283,6 +283,7 @@ def published(
                 _write_checkpoint(file, trained.state(), rows)
                 saved = time.monotonic()
             yield row
+    file.unlink(missing_ok=True)  # what is left in the folder is kept with the run
     last = rows[-max(1, len(rows) // 5) :]
     return {"beats_repeating": sum(r["loss"] for r in last) < sum(r["repeat_loss"] for r in last)}
 
@@ -296,6 +297,6 @@ def _write_checkpoint(file: Path, state: Arrays, rows: list[dict[str, float]]) -
 
 def _threads(count: int | None) -> Any:
     """NumPy's products with so many threads."""
-    from threadpoolctl import threadpool_limits
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     return threadpool_limits(count)
