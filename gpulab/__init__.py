@@ -124,7 +124,7 @@ ALIASES = {
     "linear_autoencoder_saddle": "saddles.theory",
     "most_negative": "saddles.spectrum",
     "product_errors": "numerics.sums",
-    "published_network": "companion.chainer_reference",
+    "published_network": "companion.published_windows",
     "recorded_cards_audit": "companion.old_gpu",
     "recorded_curvature": "saddles.curvature",
     "recorded_escapes": "saddles.escapes",

@@ -210,6 +210,7 @@ def published(
     """Seeds × loaders of the published network, in worker processes; what is done already is skipped."""
     from gpulab.companion import stock_chainer
     from gpulab.companion.published import FUNCTION
+    from gpulab.stats.verdicts import verdict as compare
     from gpulab.training.experiment import Experiment
 
     stock_chainer.chainer()
@@ -223,7 +224,10 @@ def published(
     frame = Experiment(
         FUNCTION, [setting], chosen, store=store, workers=workers, options=options, variants=variants
     ).run()
-    _show(frame)
+    columns = ["setting", "seed", "loader", "status", "final_loss", "repeat_loss", "beats_repeating", "seconds"]
+    _rows(f"{len(frame)} runs", frame, columns)
+    if frame.loader.nunique() > 1:
+        _say(compare(frame, factor="loader", reference=loader[0]))
 
 
 @app.command()

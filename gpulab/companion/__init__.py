@@ -4,11 +4,11 @@ from gpulab._lazy import attach
 
 HOMES = {
     "anomaly": "anomaly_finding anomaly_table anomaly_verdicts first_window shared_memory",
-    "chainer_reference": "published_network",
     "floating_point": "FactorTable factor_table recorded_measurements",
     "floating_point_figures": "decoded factor_effects",
     "old_gpu": "cards_finding cards_table covariance_spectrum divergence prices recorded_cards_audit recorded_prices "
     "spectrum",
+    "published_windows": "published_network published_windows",
     "saddle_points": "saddle_finding",
     "widgets": "bit_explorer slice_explorer",
 }

@@ -1,0 +1,136 @@
+"""The authors' network in stock Chainer: what is said without it, and, where it is, that it is theirs."""
+
+import importlib.util
+import itertools
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gpulab as gl
+from gpulab.companion import published, stock_chainer
+from gpulab.companion.published_windows import Cell, published_windows
+from gpulab.data.datasets import load
+from gpulab.settings import Setting
+from gpulab.training.store import record_of
+
+SMALL = {"frames": 160, "size": "32x24", "channels": "3,8,16", "speed": 2.0}
+
+
+@pytest.fixture(scope="session")
+def net():
+    """The authors' folder; the tests that need it and Chainer are skipped without."""
+    folder = os.environ.get("GPULAB_CHAINER_PREDNET")
+    if not folder or not importlib.util.find_spec("chainer"):
+        pytest.skip("no Chainer, or GPULAB_CHAINER_PREDNET names no copy of the authors' network")
+    return folder
+
+
+def run(net, folder, seed=3, **options):
+    return published.published(seed, Setting.parse("cpu"), Path(folder), net=net, **{**SMALL, **options})
+
+
+def test_without_the_network_it_says_where_it_is(monkeypatch):
+    monkeypatch.delenv("GPULAB_CHAINER_PREDNET", raising=False)
+    told = gl.published_network()
+    assert told.startswith("Skipped: the authors' net.py")
+    assert "GPULAB_CHAINER_PREDNET" in told
+
+
+def test_without_chainer_it_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.delitem(stock_chainer.sys.modules, "chainer", raising=False)
+    with pytest.raises(gl.GpulabError, match=r"chainer==7\.8\.1"):
+        stock_chainer.chainer()
+
+
+def test_another_chainer_is_refused(monkeypatch):
+    monkeypatch.delitem(stock_chainer.sys.modules, "chainer", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "6.0.0")
+    with pytest.raises(gl.GpulabError, match=r"7\.8\.1, not 6\.0\.0"):
+        stock_chainer.chainer()
+
+
+def test_a_file_that_is_not_the_network_is_named(tmp_path):
+    with pytest.raises(gl.UsageError, match=r"net\.py: no such file"):
+        stock_chainer.network(tmp_path)
+    (tmp_path / "net.py").write_text("raise ImportError('no such thing here')\n")
+    with pytest.raises(gl.GpulabError, match="no such thing here"):
+        stock_chainer.network(tmp_path)
+
+
+@pytest.mark.parametrize("setting", ["cpu:precision=float64", "cuda", "cuda:tf32=on"])
+def test_settings_that_chainer_does_not_know_are_refused(setting, tmp_path):
+    with pytest.raises(gl.UsageError, match=f"setting {setting}"):
+        next(published.published(0, Setting.parse(setting), tmp_path))
+
+
+def test_windows_are_those_of_the_published_loop():
+    walk = load("walk", 100, (24, 32))
+    frames = np.stack(list(walk.stream(0, 100))) / np.float32(255)
+    found = list(itertools.islice(published.windows(walk, 20), 6))
+    assert [restart for _, restart in found] == [True, False, False, False, False, True]
+    assert np.array_equal(np.concatenate([window for window, _ in found[:5]]), frames)
+    assert np.array_equal(found[5][0], frames[:20])
+    every = list(itertools.islice(published.windows(walk, 20, every=3), 3))
+    assert [np.array_equal(window, frames[offset::3][:20]) for offset, (window, _) in enumerate(every)] == [True] * 3
+    with pytest.raises(gl.UsageError, match="14 frames, of every 7"):
+        next(published.windows(walk, 20, every=7))
+
+
+def test_one_reused_buffer_changes_the_gradient_and_not_the_first_losses(net):
+    cells = [Cell("cpu", loader) for loader in published.LOADERS]
+    rows = published_windows(net, [(cells[1], cells[0]), (cells[0], cells[2])], count=2)
+    first, second, *same = rows.to_dict("records")
+    assert (first["same_losses"], second["same_losses"]) == (19, 0)
+    assert first["gradient_difference"] > 1e-3
+    assert all(row["gradient_difference"] == 0 and row["same_losses"] == row["losses"] for row in same)
+    assert "19 of 19 forward losses have the same bits; the gradient is off" in gl.published_network(net)
+
+
+def test_gradients_are_those_that_chainer_gave_on_its_own_python(net, shared):
+    """The network saved by Chainer 7.8.1 under NumPy 1.23 and Python 3.11, with its gradients of one window."""
+    expected = np.load(shared / "chainer" / "prednet_small_expected.npz")
+    for loader in ("copied", "reused"):
+        trained = published.Published(net, "cpu", 0, (24, 32), (3, 8, 16), loader)
+        trained.chainer.serializers.load_npz(shared / "chainer" / "prednet_small.model", trained.model)
+        trained.restart(expected["frames"][0])
+        gradients = {}
+        losses = trained.window(expected["frames"][1:], lambda g=gradients, t=trained: g.update(t.gradients()))
+        np.testing.assert_allclose(losses, expected["losses"], rtol=1e-5)
+        names = [name for name in expected if name.startswith(f"grad_{loader}/")]
+        assert len(names) > 20
+        for name in names:
+            right = expected[name]
+            wrong = gradients["/" + name.split("/", 1)[1]]
+            assert np.linalg.norm(wrong - right) <= 1e-4 * np.linalg.norm(right), name
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(net, tmp_path, monkeypatch):
+    whole = list(run(net, tmp_path / "whole"))
+    monkeypatch.setattr(published, "CHECKPOINT_SECONDS", -1.0)
+    (tmp_path / "cut").mkdir()
+    first = list(itertools.islice(run(net, tmp_path / "cut"), 5))
+    assert first == whole[:5]
+    assert [file.name for file in (tmp_path / "cut").iterdir()] == ["checkpoint.safetensors"]
+    monkeypatch.setattr(published, "CHECKPOINT_SECONDS", 1e9)
+    assert list(run(net, tmp_path / "cut")) == whole
+    assert not list((tmp_path / "cut").iterdir())
+
+
+def test_its_runs_are_kept_like_all_others(net, tmp_path):
+    options = {**SMALL, "net": str(Path(net) / "net.py"), "frames": 60}
+    variants = [{"loader": "reused"}, {"loader": "copied"}]
+    frame = gl.Experiment(
+        published.FUNCTION, ["cpu"], 2, store=tmp_path, options=options, variants=variants, workers=2
+    ).run(progress=False)
+    assert len(frame) == 4
+    assert set(frame.loader) == {"reused", "copied"}
+    assert set(frame.speed) == {2.0}
+    assert frame.beats_repeating.dtype == bool
+    assert (frame.repeat_loss > 0).all()
+    record = record_of(next(frame.itertuples()))
+    assert record["passport"]["software"]["chainer"] == "7.8.1"
+    assert "gpulab train gpulab.companion.published:published" in record["command"]
