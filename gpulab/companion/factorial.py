@@ -1,0 +1,210 @@
+"""The published experiment in its own code, one thing changed at a time: what the registered runs say.
+
+What is compared, on which seeds and films, and by which tests, was laid down in `data/README.md` before the runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from gpulab import records
+from gpulab.plots.style import INK, ON_CPU, ON_GPU, canvas, finished, key, origin_keys, points
+from gpulab.report import Picture
+from gpulab.stats.tests import holm
+from gpulab.stats.verdicts import Verdict, decide, verdict
+from gpulab.training import store
+
+FULL = "160x120"  # the published size
+HANDED = {"reused": "as published", "copied": "frames copied", "shared": "memory shared"}
+BEATS, LOSS = "share that beats repeating the last frame", "final loss"
+METRICS = {BEATS: ("beats_repeating", 0.1), LOSS: ("final_loss", "0.25sd")}
+COLUMNS = "family film size condition reference endpoint seeds decision difference low high ratio worse margin p p_holm"
+COLUMNS += " p_equivalent uncorrected beat beat_reference machine machine_reference"
+
+
+class Comparison(NamedTuple):
+    """What is held against what, as registered; the films, or the comparisons, of a family are tested together."""
+
+    family: str
+    condition: str
+    reference: str
+    full: bool  # at the published size, or at half of it
+
+
+REGISTERED = (
+    Comparison("one line, on a GPU", "GPU, memory shared", "GPU, as published", True),
+    Comparison("one line, on a CPU", "CPU, as published", "CPU, frames copied", True),
+    Comparison("four cells", "CPU, frames copied", "GPU, as published", False),
+    Comparison("four cells", "CPU, as published", "GPU, memory shared", False),
+    Comparison("four cells", "CPU, as published", "CPU, frames copied", False),
+)
+
+
+def published_runs() -> pd.DataFrame:
+    """The recorded runs of the authors' network in Chainer, as `gpulab.runs`.
+
+    More columns: `film`; `condition`, the device and how frames were handed over; `full`, whether at the published
+    size; `machine`. `protocol` and `options` are left out, since the condition is part of them.
+    """
+    return described(store.runs(records.recorded_folder("published")).assign(recorded=True))
+
+
+def described(frame: pd.DataFrame) -> pd.DataFrame:
+    """Runs of `gpulab published`, with the columns that `published_runs` has."""
+    device = frame.device.map({"cpu": "CPU", "cuda": "GPU"})
+    tripped = (frame.device == "cuda") & ~frame.round_trip.astype(bool)
+    condition = device + ", " + frame.loader.map(HANDED) + tripped.map({True: ", no round trip", False: ""})
+    film = frame.data.map(lambda name: Path(name).stem)
+    described = frame.assign(film=film, condition=condition, full=frame["size"] == FULL)
+    return described.drop(columns=["protocol", "options"], errors="ignore")
+
+
+def published_verdict(frame: pd.DataFrame, comparison: Comparison, film: str, endpoint: str) -> Verdict:
+    """One endpoint of one comparison on one film, on the seeds that both have."""
+    asked = frame[(frame.film == film) & (frame.full == comparison.full)]
+    both = [asked[asked.condition == name] for name in (comparison.reference, comparison.condition)]
+    seeds = set(both[0].seed) & set(both[1].seed)
+    metric, margin = METRICS[endpoint]
+    paired = pd.concat(both)
+    paired = paired[paired.seed.isin(seeds)].drop(columns=["setting", "loader"])
+    return verdict(paired, metric, "condition", margin=margin, reference=comparison.reference)
+
+
+def published_table(frame: pd.DataFrame, alpha: float = 0.05) -> pd.DataFrame:
+    """Every registered comparison that the runs allow, corrected by Holm within each family and endpoint.
+
+    Args:
+        frame: From `published_runs`.
+
+    Returns:
+        A row for each comparison, film and endpoint: `decision` after the correction, `difference` (condition minus
+        reference) with its interval `low`, `high`; `ratio`, the median over seeds of the losses' ratio; `worse`, the
+        seeds whose loss is higher; `beat` and `beat_reference`, the seeds that beat repeating the last frame.
+    """
+    table = pd.DataFrame(_rows(frame))
+    if table.empty:
+        return pd.DataFrame(columns=COLUMNS.split())
+    family = table.groupby(["family", "endpoint"])
+    for name in ("different", "equivalent"):
+        table[f"p_{name}_holm"] = family[f"p_{name}"].transform(holm)
+    table["decision"] = [decide(row, alpha) for row in table.itertuples()]
+    names = {"p_different": "p", "p_different_holm": "p_holm"}
+    return table.drop(columns="p_equivalent").rename(columns={**names, "p_equivalent_holm": "p_equivalent"})[
+        COLUMNS.split()
+    ]
+
+
+def _rows(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    for comparison in REGISTERED:
+        of_size = frame[frame.full == comparison.full]
+        for film, some in of_size.groupby("film", sort=False):
+            if not {comparison.condition, comparison.reference} <= set(some.condition):
+                continue
+            for endpoint in METRICS:
+                judged = published_verdict(frame, comparison, str(film), endpoint)
+                (level,) = judged.table.rename(columns={"decision": "uncorrected"}).to_dict("records")
+                yield {
+                    **level,
+                    **comparison._asdict(),
+                    "film": film,
+                    "size": some["size"].iloc[0],
+                    "endpoint": endpoint,
+                    **_counts(judged.runs, comparison),
+                }
+
+
+def _counts(runs: pd.DataFrame, comparison: Comparison) -> dict[str, Any]:
+    losses = runs.pivot_table(index="seed", columns="condition", values="final_loss").dropna()
+    ratio = losses[comparison.condition] / losses[comparison.reference]
+    beat = runs.groupby("condition").beats_repeating.sum()
+    machine = runs.groupby("condition").machine.agg(lambda names: ", ".join(sorted(set(names))))
+    return {
+        "ratio": ratio.median(),
+        "worse": int((ratio > 1).sum()),
+        "beat": int(beat[comparison.condition]),
+        "beat_reference": int(beat[comparison.reference]),
+        "machine": machine[comparison.condition],
+        "machine_reference": machine[comparison.reference],
+    }
+
+
+def round_trips(frame: pd.DataFrame) -> pd.DataFrame:
+    """Runs on a GPU with the round trip to the CPU after each update against the same without, window by window.
+
+    Args:
+        frame: From `published_runs`.
+
+    Returns:
+        A row for each film and condition: `seeds` that were run both ways, `windows` of all of them, `same_bits`, the
+        windows whose loss is the same in every bit.
+    """
+    rows = []
+    trips = frame[(frame.device == "cuda") & frame.full]
+    for (film, loader), some in trips.groupby(["film", "loader"], sort=False):
+        with_it, without = (some[some.round_trip.astype(bool) == kept] for kept in (True, False))
+        seeds = sorted(set(with_it.seed) & set(without.seed))
+        if not seeds:
+            continue
+        losses = [
+            store.history(part[part.seed.isin(seeds)]).sort_values(["seed", "window"]).loss.to_numpy()
+            for part in (with_it, without)
+        ]
+        same = int((losses[0] == losses[1]).sum()) if len(losses[0]) == len(losses[1]) else 0
+        row = {"film": film, "condition": f"GPU, {HANDED[loader]}", "seeds": len(seeds)}
+        rows.append({**row, "windows": len(losses[0]), "same_bits": same})
+    return pd.DataFrame(rows, columns=["film", "condition", "seeds", "windows", "same_bits"])
+
+
+def published_figure(frame: pd.DataFrame) -> Picture:
+    """Each seed's final loss under each condition, as a multiple of the loss of repeating the last frame.
+
+    Seeds are joined. Below the dashed line a network has learned more than to repeat.
+
+    Args:
+        frame: From `published_runs`.
+    """
+    shown = frame[~frame.condition.str.endswith("no round trip")].assign(
+        times=frame.final_loss / frame.repeat_loss, panel=frame.film + " at " + frame["size"].str.replace("x", "×")
+    )
+    names = list(dict.fromkeys(shown.sort_values("full", ascending=False).panel))
+    places: list[float] = []
+    labels: list[str] = []
+    figure, (axes,) = canvas(1, height=4.4)
+    start = 0.0
+    for name in names:
+        some = shown[shown.panel == name]
+        conditions = [c for c in _order() if c in set(some.condition)]
+        columns = {condition: start + place for place, condition in enumerate(conditions)}
+        for _, seed in some.groupby("seed"):
+            one = seed.set_index("condition").times.reindex(conditions)
+            axes.plot([columns[c] for c in conditions], one, color=INK, lw=0.5, alpha=0.35, zorder=1)
+        for condition, part in some.groupby("condition"):
+            tint = ON_GPU if condition.startswith("GPU") else ON_CPU
+            points(axes, np.full(len(part), columns[condition]), part.times, tint, True, s=18)
+        axes.text(
+            start + (len(conditions) - 1) / 2, 1.02, name, transform=axes.get_xaxis_transform(), ha="center", fontsize=9
+        )
+        places += columns.values()
+        labels += [c.replace(", ", "\n") for c in conditions]
+        start += len(conditions) + 0.6
+    axes.axhline(1, color=INK, lw=0.8, ls="--", zorder=1)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xticks(places, labels, fontsize=8)
+    axes.set_xlim(-0.6, start - 1)
+    axes.set_ylabel("final loss / loss of repeating the last frame")
+    main = [row for row in _rows(frame) if row["family"] == REGISTERED[0].family and row["endpoint"] == LOSS]
+    worse, seeds = (sum(row[name] for row in main) for name in ("worse", "seeds"))
+    title = f"With one line different, the published network ends worse for {worse} of {seeds} seeds" if main else ""
+    keys = [key("repeating the last frame", color=INK, ls="--", lw=0.8), *origin_keys(shown)]
+    alt = "Final loss of each seed over the loss of repeating the last frame, by film and condition, seeds joined."
+    return finished(figure, title, alt, keys, columns=3)
+
+
+def _order() -> list[str]:
+    return ["GPU, as published", "CPU, frames copied", "GPU, memory shared", "CPU, as published"]
