@@ -177,6 +177,7 @@ OPTIONS: dict[str, Option] = {
         choices=("cpu", "device"),
     ),
     "covariance": Option("how the whitener computes it", of="model", factor=True, flag=False),
+    "truncation": Option("what backpropagation through time is cut off from", of="model", factor=True, flag=False),
 }
 DATA_OPTIONS = [name for name, option in OPTIONS.items() if "data" in option.of]
 FACTORS = {name: option for name, option in OPTIONS.items() if option.factor}
