@@ -1,0 +1,150 @@
+"""Dose and response: whether the bias that shared memory gives a gradient predicts how much worse training ends.
+
+`benchmarks/record_dose.py` trains in cells, a length of window and a speed of motion each, every seed once on copied
+frames and once on shared memory. A cell is what is counted: its seeds see one film, and are shared by all cells.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import LogLocator, NullFormatter
+from numpy.typing import ArrayLike
+
+from gpulab.companion.anomaly import SPEED_COLOURS
+from gpulab.errors import UsageError
+from gpulab.plots.style import INK, canvas, finished, key, origin_keys, points
+from gpulab.records import recorded_folder
+from gpulab.report import Picture
+from gpulab.training import store
+
+CELL = ["size", "setting", "window", "speed"]
+MARKS = "osD^v"  # of the lengths of a window
+FEWEST = 5  # cells, whose ranks an interval needs
+
+
+def recorded_dose() -> pd.DataFrame:
+    """The recorded runs of `benchmarks/record_dose.py`, a row for a seed in a cell, as `dose_runs`."""
+    files = sorted(recorded_folder("dose").glob("*.parquet"))
+    return pd.concat([dose_runs(store.runs(file)) for file in files]).assign(recorded=True)
+
+
+def dose_runs(frame: pd.DataFrame) -> pd.DataFrame:
+    """Runs of the script, from `gpulab.runs`, with `speed` (of motion) and `ratio` (of the loss, shared over copied).
+
+    Seeds that did not finish in every cell are left out, with a warning.
+
+    Raises:
+        UsageError: For other runs.
+    """
+    if missing := {"size", "window", "motion", "copied", "shared", "bias"} - set(frame.columns):
+        raise UsageError(f"no column {min(missing)!r}: expected runs of benchmarks/record_dose.py")
+    frame = frame.assign(speed=frame.motion.astype(float), ratio=frame.shared / frame.copied)
+    kind = [frame["size"], frame.setting]
+    cells = frame.groupby(CELL).ngroup().groupby(kind).transform("nunique")
+    whole = (frame.status == "finished").groupby([*kind, frame.seed]).transform("sum") == cells
+    if len(left := sorted(set(frame.seed[~whole]))):
+        warnings.warn(f"seeds {left} left out: they did not finish in every cell", stacklevel=2)
+    return frame[whole]
+
+
+def dose_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row a cell: `size`, `setting`, `window` (frames), `speed`, `seeds`, their mean `bias` and `bias_first`, the
+    geometric mean of their `ratio`, and in how many the loss is `worse`.
+
+    Args:
+        frame: From `recorded_dose` or `dose_runs`.
+    """
+    seen = frame.assign(log=np.log(frame.ratio), worse=frame.ratio > 1).groupby(CELL)
+    parts = {"seeds": ("seed", "nunique"), "bias": ("bias", "mean"), "bias_first": ("bias_first", "mean")}
+    table = seen.agg(**parts, ratio=("log", "mean"), worse=("worse", "sum")).reset_index()
+    return table.assign(ratio=np.exp(table.ratio))
+
+
+def rank_correlation(x: ArrayLike, y: ArrayLike, confidence: float = 0.95) -> tuple[float, float, float]:
+    """Spearman's rank correlation of pairs, x and y of shape (n,), and its interval.
+
+    Fisher's z with the variance (1 + ρ²/2) / (n − 3). Where all ranks agree, the interval is that of ranks of which
+    two neighbours are exchanged: the formula's own would have no width.
+
+    Raises:
+        UsageError: For fewer than five pairs, or ranks that are all the same.
+
+    Examples:
+        >>> rho, low, high = rank_correlation([1, 2, 3, 4, 5, 6], [1, 3, 2, 4, 6, 5])
+        >>> f"{rho:.3f}, {low:.2f} to {high:.2f}"
+        '0.886, 0.07 to 0.99'
+
+    References:
+        Bonett, Wright 2000, *Sample size requirements for estimating Pearson, Kendall and Spearman correlations*.
+    """
+    from scipy.stats import norm, spearmanr
+
+    x, y = np.asarray(x, float), np.asarray(y, float)
+    if len(x) < FEWEST or min(np.ptp(x), np.ptp(y)) == 0:
+        raise UsageError(f"{len(x)} pairs: expected at least {FEWEST}, not all the same")
+    rho = float(spearmanr(x, y).statistic)
+    most = 1 - 12 / (len(x) * (len(x) ** 2 - 1))
+    z = math.atanh(max(-most, min(rho, most)))
+    reach = norm.ppf((1 + confidence) / 2) * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))
+    return rho, math.tanh(z - reach), math.tanh(z + reach)
+
+
+def dose_finding(frame: pd.DataFrame) -> str:
+    """Whether the bias predicts the loss, in a sentence for each size and setting.
+
+    Args:
+        frame: From `recorded_dose` or `dose_runs`.
+    """
+    lines = []
+    for (size, setting), cells in dose_table(frame).groupby(["size", "setting"], sort=False):
+        rho, low, high = rank_correlation(cells.bias, cells.ratio)
+        runs = frame[(frame["size"] == size) & (frame.setting == setting)]
+        alone = [rank_correlation(one.bias, one.ratio)[0] for _, one in runs.groupby("seed")]
+        trend = "higher" if low > 0 else "lower" if high < 0 else "neither higher nor lower with certainty"
+        lines.append(
+            f"{size} size, {setting}, {cells.seeds.max()} seeds in {len(cells)} cells: sharing changes the loss by "
+            f"{cells.ratio.min() - 1:+.1%} to {cells.ratio.max() - 1:+.1%}, at a bias of {cells.bias.min():.2f} to "
+            f"{cells.bias.max():.2f}. The rank correlation of the cells is {rho:+.2f} (95 % interval {low:+.2f} to "
+            f"{high:+.2f}), in single seeds {min(alone):+.2f} to {max(alone):+.2f}: where the gradient is more biased, "
+            f"the loss is {trend}."
+        )
+    return "\n".join(lines)
+
+
+def dose_response(frame: pd.DataFrame) -> Picture:
+    """The ratio of the final losses over the bias of the gradient: a faint point a seed, a large one a cell.
+
+    Args:
+        frame: From `recorded_dose` or `dose_runs`.
+    """
+    table = dose_table(frame)
+    groups = list(table.groupby(["size", "setting"], sort=False))[:2]
+    figure, panels = canvas(len(groups), height=3.9)
+    tints = dict(zip(sorted(table.speed.unique()), SPEED_COLOURS, strict=False))
+    marks = dict(zip(sorted(table.window.unique()), MARKS, strict=False))
+    for axes, ((size, setting), cells) in zip(panels, groups, strict=True):
+        axes.axhline(1, color=INK, lw=0.8, ls="--", zorder=1)
+        for cell in cells.itertuples():
+            seeds = frame[(frame[CELL] == [cell.size, cell.setting, cell.window, cell.speed]).all(axis=1)]
+            look = {"marker": marks[cell.window], "tint": tints[cell.speed]}
+            points(axes, seeds.bias, seeds.ratio, s=9, alpha=0.45, linewidths=0, **look)
+            points(axes, cell.bias, cell.ratio, s=60, hollow=bool(seeds.get("recorded", seeds.seed < 0).any()), **look)
+        axes.set(xscale="log", xlabel="bias of the gradient (relative)")
+        axes.set_title(f"{size} size, {setting}", fontsize=9)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    panels[0].set_ylabel("final loss, shared over copied")
+    worse, rho = (
+        int((table.ratio > 1).sum()),
+        " and ".join(f"{rank_correlation(c.bias, c.ratio)[0]:+.2f}" for _, c in groups),
+    )
+    keys = [key(f"speed {speed:g}", color=tint, marker="o", ls="") for speed, tint in tints.items()]
+    keys += [key(f"windows of {window}", color=INK, marker=mark, ls="") for window, mark in marks.items()]
+    headline = f"Sharing memory ended worse in {worse} of {len(table)} cells; rank correlation with the bias {rho}"
+    alt = "Ratio of the final losses, shared over copied, against the bias of the gradient, by window and speed."
+    return finished(figure, headline, alt, [*keys, *origin_keys(frame)], columns=4)
