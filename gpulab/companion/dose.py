@@ -33,16 +33,16 @@ def recorded_dose() -> pd.DataFrame:
 
 
 def dose_runs(frame: pd.DataFrame) -> pd.DataFrame:
-    """Runs of the script, from `gpulab.runs`, with `speed` (of motion) and `ratio` (of the loss, shared over copied).
+    """Runs of the script, from `gpulab.runs`, with the `ratio` of the losses, shared over copied.
 
     Seeds that did not finish in every cell are left out, with a warning.
 
     Raises:
         UsageError: For other runs.
     """
-    if missing := {"size", "window", "motion", "copied", "shared", "bias"} - set(frame.columns):
+    if missing := {"size", "window", "speed", "copied", "shared", "bias"} - set(frame.columns):
         raise UsageError(f"no column {min(missing)!r}: expected runs of benchmarks/record_dose.py")
-    frame = frame.assign(speed=frame.motion.astype(float), ratio=frame.shared / frame.copied)
+    frame = frame.assign(ratio=frame.shared / frame.copied)
     kind = [frame["size"], frame.setting]
     cells = frame.groupby(CELL).ngroup().groupby(kind).transform("nunique")
     whole = (frame.status == "finished").groupby([*kind, frame.seed]).transform("sum") == cells

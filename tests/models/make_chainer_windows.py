@@ -1,11 +1,10 @@
 """Make chainer_windows.npz: windows of the authors' own network, trained by stock Chainer on a CPU, frames copied.
 
-    pip install --target CHAINER --no-deps --no-build-isolation chainer==7.8.1
-    PYTHONPATH=CHAINER python tests/models/make_chainer_windows.py AUTHORS/PredNet tests/models/chainer_windows.npz
+    python tests/models/make_chainer_windows.py prednet_in_chainer_py3/PredNet tests/models/chainer_windows.npz
 
-AUTHORS is github.com/eijwat/prednet_in_chainer_py3. The operations are those of its `main.py`, in their order. The
-archive holds frames as bytes (T, C, H, W); the losses of each window; the weights before the first window and the
-gradient of each, all arrays one after the other in the order of their names; and how it was made.
+`gpulab published --help` says how to install Chainer and where the authors' `net.py` is from. The archive holds frames
+as bytes (T, C, H, W); the losses of each window; the weights before the first window and the gradient of each, all
+arrays one after the other in the order of their names; and how it was made.
 """
 
 import argparse
@@ -13,17 +12,10 @@ import json
 import platform
 import shlex
 import sys
-import types
-from unittest import mock
 
 import numpy as np
 
-
-def stand_in():
-    """For what Chainer 7.8.1 asks of an older Python and NumPy while it is imported, none of it numerical."""
-    sys.modules["pkg_resources"] = mock.MagicMock()
-    sys.modules["chainer._environment_check"] = types.SimpleNamespace(check=lambda: None)
-    np.sctypes = {"int": [np.int8, np.int16, np.int32, np.int64], "float": [np.float16, np.float32, np.float64]}
+from gpulab.companion.published import Published
 
 
 def scene(count, height, width):
@@ -40,45 +32,33 @@ def scene(count, height, width):
 def main():
     """Train, and keep what each window gave."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="with the authors' net.py")
+    parser.add_argument("net", help="the authors' net.py, or its folder")
     parser.add_argument("output")
     parser.add_argument("--channels", type=int, nargs="+", default=[3, 4, 8])
     parser.add_argument("--size", type=int, nargs=2, default=[12, 16], help="height and width")
     parser.add_argument("--window", type=int, default=6, help="frames (their --bprop)")
     parser.add_argument("--windows", type=int, default=3)
     asked = parser.parse_args()
-    stand_in()
-    sys.path.insert(0, asked.folder)
-    import chainer
-    import net
-    from chainer.functions.loss.mean_squared_error import mean_squared_error
-
-    height, width = asked.size
-    frames = scene(asked.windows * asked.window, height, width)
-    np.random.seed(0)  # Chainer draws from NumPy's global generator
-    model = chainer.links.Classifier(net.PredNet(width, height, asked.channels), lossfun=mean_squared_error)
-    model.compute_accuracy = False
-    optimizer = chainer.optimizers.Adam()
-    optimizer.setup(model)
-    named = {name.removeprefix("/predictor/"): parameter for name, parameter in sorted(model.namedparams())}
-    kept = {"frames": frames, "weights": np.concatenate([parameter.data.ravel() for parameter in named.values()])}
-    loss, losses, window = 0, [], 0
-    for number in range(1, len(frames)):
-        seen, coming = (frame[None].astype(np.float32) / np.float32(255) for frame in frames[number - 1 : number + 1])
-        loss += model(chainer.Variable(seen), chainer.Variable(coming))
-        losses.append(model.loss.data.copy())
-        if (number + 1) % asked.window == 0:
-            model.zerograds()
-            loss.backward()
-            loss.unchain_backward()
-            kept[f"gradient{window}"] = np.concatenate([parameter.grad.ravel() for parameter in named.values()])
-            kept[f"losses{window}"] = np.array(losses)
-            optimizer.update()
-            loss, losses, window = 0, [], window + 1
-    versions = {"chainer": chainer.__version__, "numpy": np.__version__, "python": platform.python_version()}
-    made = {**versions, "command": shlex.join(["python", *sys.argv]), "names": list(named)}
-    kept["made"] = np.array(json.dumps(made))
+    authors = Published(asked.net, size=asked.size, channels=asked.channels, loader="copied")
+    weights = {name: parameter.data for name, parameter in sorted(authors.model.namedparams())}
+    frames = scene(asked.windows * asked.window, *asked.size)
+    seen = frames.astype(np.float32) / np.float32(255)
+    kept = {"frames": frames, "weights": flat(weights)}
+    authors.restart(seen[0])
+    for number in range(asked.windows):
+        begin, end = number * asked.window, (number + 1) * asked.window
+        gradients = []
+        losses = authors.window(seen[max(1, begin) : end], lambda: gradients.append(authors.gradients()))  # noqa: B023
+        kept |= {f"losses{number}": np.array(losses, np.float32), f"gradient{number}": flat(gradients[0])}
+    versions = {"chainer": authors.chainer.__version__, "numpy": np.__version__, "python": platform.python_version()}
+    names = [name.removeprefix("/predictor/") for name in weights]
+    kept["made"] = np.array(json.dumps({**versions, "command": shlex.join(["python", *sys.argv]), "names": names}))
     np.savez_compressed(asked.output, **kept)
+
+
+def flat(arrays):
+    """One after the other."""
+    return np.concatenate([array.ravel() for array in arrays.values()])
 
 
 if __name__ == "__main__":
