@@ -83,7 +83,7 @@ class PredNet(Trainable):
         super().__init__()
         if variant not in TRUNCATIONS:
             raise UsageError(f"variant={variant!r}: expected 'published' or 'lotter'")
-        self.truncation = truncation or TRUNCATIONS[variant][0]
+        self.truncation = TRUNCATIONS[variant][0] if truncation is None else truncation
         if self.truncation not in TRUNCATIONS[variant]:
             there = " or ".join(map(repr, TRUNCATIONS[variant]))
             raise UsageError(f"truncation={truncation!r}: expected {there} for variant={variant!r}")

@@ -177,7 +177,13 @@ OPTIONS: dict[str, Option] = {
         choices=("cpu", "device"),
     ),
     "covariance": Option("how the whitener computes it", of="model", factor=True, flag=False),
-    "truncation": Option("what backpropagation through time is cut off from", of="model", factor=True, flag=False),
+    "truncation": Option(
+        "what PredNet's backpropagation through time is cut off from: loss or state",
+        of="model",
+        usual="state",  # of every record older than it
+        factor=True,
+        flag=False,
+    ),
 }
 DATA_OPTIONS = [name for name, option in OPTIONS.items() if "data" in option.of]
 FACTORS = {name: option for name, option in OPTIONS.items() if option.factor}
@@ -210,7 +216,7 @@ def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
 def _model_options(record: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(record["configuration"].get("model_options", {}))
     if record["experiment"] == "prednet" and "channels" in options:
-        options.setdefault("truncation", "state")  # of a record older than this option
+        options.setdefault("truncation", OPTIONS["truncation"].usual)
     return options
 
 

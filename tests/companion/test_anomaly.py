@@ -147,4 +147,4 @@ def test_what_backpropagation_is_cut_off_from_changes_no_verdict():
         truncation: [verdict.decision for verdict in gl.anomaly_verdicts(runs, plateau).values()]
         for truncation, runs in recorded.groupby("truncation")
     }
-    assert buffer["loss"] == buffer["state"] == ["different but negligible", "inconclusive", "different"]
+    assert buffer["loss"] == buffer["state"]

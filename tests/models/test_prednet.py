@@ -332,6 +332,7 @@ def test_a_size_that_does_not_halve_is_refused_with_sizes_that_do(channels, size
     ("options", "named"),
     [
         ({"variant": "keras"}, "'keras'.*'published'.*'lotter'"),
+        ({"truncation": ""}, "''.*'loss' or 'state'"),
         ({"truncation": "none"}, "'none'.*'loss' or 'state'"),
         ({"variant": "lotter", "truncation": "loss"}, "'loss'.*expected 'state' for variant='lotter'"),
         ({"channels": ()}, "channels"),

@@ -110,6 +110,10 @@ def test_a_record_older_than_truncation_was_made_with_the_whole_state_cut_off(re
     assert factors_of_record(record)["truncation"] == "state"
     assert Specification.from_record(record).options["model_options"]["truncation"] == "state"
     assert "truncation" not in record["configuration"]["model_options"]
+    asked = {"frames": 20, "model_options": {"truncation": "state"}}
+    again = gl.train("prednet", profile="smoke", progress=False, **asked).record
+    assert "truncation" not in again["configuration"]["model_options"], "so that an older run can stand for it"
+    assert "--option truncation=state" in Specification.from_record(again).command()
     recorded = gl.recorded_runs()
     assert set(recorded[recorded.experiment == "prednet"].truncation) <= {"state", "loss"}
     assert recorded[recorded.experiment != "prednet"].truncation.isna().all()
