@@ -10,6 +10,7 @@ import torch
 import gpulab as gl
 from gpulab.data.feed import Loader
 from gpulab.models.chainer import chainer_views
+from gpulab.training.step import Adam
 
 FILE = Path(__file__).with_name("chainer_windows.npz")
 
@@ -36,29 +37,36 @@ def network(chainer, truncation=None):
     return net
 
 
-def update(net, number, moments):
-    """Adam as Kingma and Ba 2014 end their section 2, and Chainer has it: epsilon is beside the biased moment."""
-    rate = 1e-3 * np.sqrt(1 - 0.999**number) / (1 - 0.9**number)
-    with torch.no_grad():
-        for (mean, square), parameter in zip(moments, net.parameters(), strict=True):
+class ChainersAdam:
+    """As Kingma and Ba 2014 end their section 2: epsilon is added to the root of the moment before its correction."""
+
+    def __init__(self, parameters):
+        self.parameters, self.count = parameters, 0
+        self.moments = [(torch.zeros_like(parameter), torch.zeros_like(parameter)) for parameter in parameters]
+
+    @torch.no_grad()
+    def step(self):
+        self.count += 1
+        rate = 1e-3 * np.sqrt(1 - 0.999**self.count) / (1 - 0.9**self.count)
+        for (mean, square), parameter in zip(self.moments, self.parameters, strict=True):
             mean += 0.1 * (parameter.grad - mean)
             square += 0.001 * (parameter.grad**2 - square)
             parameter -= rate * mean / (square.sqrt() + 1e-8)
 
 
-def trained(chainer, truncation=None, loader="window"):
+def trained(chainer, truncation=None, loader="window", adam=ChainersAdam):
     """The losses of each window, and its gradient by Chainer's names."""
     net = network(chainer, truncation)
-    moments = [(torch.zeros_like(parameter), torch.zeros_like(parameter)) for parameter in net.parameters()]
+    optimizer = adam(list(net.parameters()))
     loading, state = Loader(loader, gl.Setting.parse("cpu")), None
-    for number, frames in enumerate(windows(chainer), start=1):
+    for frames in windows(chainer):
         (batch,) = loading.batches(net, frames)
         net.zero_grad()
         objective, losses, state = net.training_loss(batch, state)
         objective.backward()
         views = chainer_views(net, lambda parameter: parameter.grad)
         yield losses.numpy(), {name: views[name].numpy().ravel().copy() for name in sorted(views)}
-        update(net, number, moments)
+        optimizer.step()
 
 
 def distances(chainer, number, gradient):
@@ -84,6 +92,14 @@ def test_every_window_has_the_losses_and_the_gradient_of_chainer(chainer, loader
     for number, (losses, gradient) in enumerate(trained(chainer, loader=loader)):
         np.testing.assert_allclose(losses, chainer[f"losses{number}"], rtol=1e-5, atol=0)
         assert {name: d for name, d in distances(chainer, number, gradient).items() if not d < 1e-4} == {}
+
+
+def test_what_is_left_is_torchs_adam_whose_epsilon_is_smaller_at_first(chainer):
+    found = list(trained(chainer, adam=lambda parameters: Adam(parameters, 1e-3)))
+    for number, (losses, gradient) in enumerate(found):
+        np.testing.assert_allclose(losses, chainer[f"losses{number}"], rtol=1e-5, atol=0)
+        assert distances(chainer, number, gradient)["all"] < 1e-4
+    assert max(distances(chainer, 1, found[1][1]).values()) > 1e-3, "of a small array, whose gradient is near epsilon"
 
 
 def test_with_the_whole_state_cut_off_later_windows_lack_a_term_of_the_upper_predictions(chainer):
