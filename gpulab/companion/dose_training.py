@@ -19,7 +19,7 @@ from gpulab.training.step import Trainer
 # What of gpulab a run depends on, beside this file.
 PARTS = ("settings.py", "data", "models/base.py", "models/prednet.py", "training/step.py", "training/protocol.py")
 FUNCTION = "gpulab.companion.dose_training:bias_and_loss"
-LOOKS = 5  # at the bias along a training
+EVERY = 10  # windows along a training, the bias is looked at
 
 
 def bias_and_loss(
@@ -28,7 +28,7 @@ def bias_and_loss(
     """The final loss on copied frames and on shared memory, and how far sharing turns the gradient.
 
     `bias` is the relative distance of the gradient with shared memory to that with copies, at the weights and the
-    state of the training on copies: mean of five windows evenly along it. `bias_first` is that of the first window.
+    state of the training on copies: mean of every tenth window along it. `bias_first` is that of the first window.
     """
     sharing = "reused" if setting.kind == "cpu" else "imitated"
     plan = plan_run("prednet", setting=setting, seed=seed, profile=size, data_options={"speed": speed})
@@ -37,19 +37,19 @@ def bias_and_loss(
         plan.begin()  # the same weights each time
         return Trainer(dataclasses.replace(plan, window=window, factors={**plan.factors, "loader": loader}))
 
-    biases: dict[int, float] = {}
+    biases: list[float] = []
 
     def look(model: Trainable, step: int) -> None:  # noqa: ARG001
-        if (done := copied.windows_done) in places:
+        done = copied.windows_done
+        if done == 0 or (done % EVERY == EVERY // 2 and done < copied.count):
             upcoming = next(copied.data.windows(window, seed, done))
             right, wrong = (gradient(copied, upcoming, loader) for loader in ("copied", sharing))
-            biases[done] = float((wrong - right).norm() / right.norm())
+            biases.append(float((wrong - right).norm() / right.norm()))
 
     copied = trainer("copied")
-    places = [0, *(copied.count * (2 * number + 1) // (2 * LOOKS) for number in range(LOOKS))]
     losses = {"copied": final_loss(copied, look), "shared": final_loss(trainer(sharing))}
-    first, *later = (biases.get(place, math.nan) for place in places)
-    return {**losses, "bias": math.fsum(later) / LOOKS, "bias_first": first}
+    first, *later = biases
+    return {**losses, "bias": math.fsum(later) / len(later), "bias_first": first}
 
 
 def gradient(trainer: Trainer, window: Window, loader: str) -> Tensor:
