@@ -16,12 +16,13 @@ from numpy.typing import ArrayLike
 
 from gpulab.companion.anomaly import SPEED_COLOURS
 from gpulab.errors import UsageError
-from gpulab.plots.style import INK, canvas, finished, key, origin_keys, points
+from gpulab.plots.style import INK, canvas, finished, is_recorded, key, origin_keys, points
 from gpulab.records import recorded_folder
 from gpulab.report import Picture
 from gpulab.training import store
 
-CELL = ["size", "setting", "window", "speed"]
+KIND = ["size", "setting", "machine"]  # of an experiment
+CELL = [*KIND, "window", "speed"]
 MARKS = "osD^v"  # of the lengths of a window
 FEWEST = 5  # cells, whose ranks an interval needs
 
@@ -43,7 +44,7 @@ def dose_runs(frame: pd.DataFrame) -> pd.DataFrame:
     if missing := {"size", "window", "speed", "copied", "shared", "bias"} - set(frame.columns):
         raise UsageError(f"no column {min(missing)!r}: expected runs of benchmarks/record_dose.py")
     frame = frame.assign(ratio=frame.shared / frame.copied)
-    kind = [frame["size"], frame.setting]
+    kind = [frame[name] for name in KIND]
     cells = frame.groupby(CELL).ngroup().groupby(kind).transform("nunique")
     whole = (frame.status == "finished").groupby([*kind, frame.seed]).transform("sum") == cells
     if len(left := sorted(set(frame.seed[~whole]))):
@@ -52,8 +53,8 @@ def dose_runs(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def dose_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row a cell: `size`, `setting`, `window` (frames), `speed`, `seeds`, their mean `bias` and `bias_first`, the
-    geometric mean of their `ratio`, and in how many the loss is `worse`.
+    """A row a cell: `size`, `setting`, `machine`, `window` (frames), `speed`, `seeds`, their mean `bias` and
+    `bias_first`, the geometric mean of their `ratio`, and in how many the loss is `worse`.
 
     Args:
         frame: From `recorded_dose` or `dose_runs`.
@@ -100,17 +101,17 @@ def dose_finding(frame: pd.DataFrame) -> str:
         frame: From `recorded_dose` or `dose_runs`.
     """
     lines = []
-    for (size, setting), cells in dose_table(frame).groupby(["size", "setting"], sort=False):
+    for (size, setting, machine), runs in frame.groupby(KIND, sort=False):
+        cells = dose_table(runs)
         rho, low, high = rank_correlation(cells.bias, cells.ratio)
-        runs = frame[(frame["size"] == size) & (frame.setting == setting)]
         alone = [rank_correlation(one.bias, one.ratio)[0] for _, one in runs.groupby("seed")]
         trend = "higher" if low > 0 else "lower" if high < 0 else "neither higher nor lower with certainty"
         lines.append(
-            f"{size} size, {setting}, {cells.seeds.max()} seeds in {len(cells)} cells: sharing changes the loss by "
-            f"{cells.ratio.min() - 1:+.1%} to {cells.ratio.max() - 1:+.1%}, at a bias of {cells.bias.min():.2f} to "
-            f"{cells.bias.max():.2f}. The rank correlation of the cells is {rho:+.2f} (95 % interval {low:+.2f} to "
-            f"{high:+.2f}), in single seeds {min(alone):+.2f} to {max(alone):+.2f}: where the gradient is more biased, "
-            f"the loss is {trend}."
+            f"{size} size, {setting} ({machine}), {cells.seeds.max()} seeds in {len(cells)} cells: sharing changes "
+            f"the loss by {cells.ratio.min() - 1:+.1%} to {cells.ratio.max() - 1:+.1%}, at a bias of "
+            f"{cells.bias.min():.2f} to {cells.bias.max():.2f}. The rank correlation of the cells is {rho:+.2f} (95 % "
+            f"interval {low:+.2f} to {high:+.2f}), in single seeds {min(alone):+.2f} to {max(alone):+.2f}: where the "
+            f"gradient is more biased, the loss is {trend}."
         )
     return "\n".join(lines)
 
@@ -121,30 +122,28 @@ def dose_response(frame: pd.DataFrame) -> Picture:
     Args:
         frame: From `recorded_dose` or `dose_runs`.
     """
-    table = dose_table(frame)
-    groups = list(table.groupby(["size", "setting"], sort=False))[:2]
+    groups = [(kind, runs, dose_table(runs)) for kind, runs in frame.groupby(KIND, sort=False)][:2]
     figure, panels = canvas(len(groups), height=3.9)
-    tints = dict(zip(sorted(table.speed.unique()), SPEED_COLOURS, strict=False))
-    marks = dict(zip(sorted(table.window.unique()), MARKS, strict=False))
-    for axes, ((size, setting), cells) in zip(panels, groups, strict=True):
+    tints = dict(zip(sorted(frame.speed.unique()), SPEED_COLOURS, strict=False))
+    marks = dict(zip(sorted(frame.window.unique()), MARKS, strict=False))
+    for axes, ((size, setting, _), runs, cells) in zip(panels, groups, strict=True):
         axes.axhline(1, color=INK, lw=0.8, ls="--", zorder=1)
-        for cell in cells.itertuples():
-            seeds = frame[(frame[CELL] == [cell.size, cell.setting, cell.window, cell.speed]).all(axis=1)]
-            look = {"marker": marks[cell.window], "tint": tints[cell.speed]}
-            points(axes, seeds.bias, seeds.ratio, s=9, alpha=0.45, linewidths=0, **look)
-            points(axes, cell.bias, cell.ratio, s=60, hollow=bool(seeds.get("recorded", seeds.seed < 0).any()), **look)
+        hollow = bool(is_recorded(runs).any())
+        for part, look in ((runs, {"s": 12, "alpha": 0.5, "linewidths": 0}), (cells, {"s": 60, "hollow": hollow})):
+            for (window, speed), some in part.groupby(["window", "speed"]):
+                points(axes, some.bias, some.ratio, tints[speed], marker=marks[window], **look)
         axes.set(xscale="log", xlabel="bias of the gradient (relative)")
         axes.set_title(f"{size} size, {setting}", fontsize=9)
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
     panels[0].set_ylabel("final loss, shared over copied")
-    worse, rho = (
-        int((table.ratio > 1).sum()),
-        " and ".join(f"{rank_correlation(c.bias, c.ratio)[0]:+.2f}" for _, c in groups),
-    )
+    worse = pd.concat([cells.ratio > 1 for *_, cells in groups])
+    rho = " and ".join(f"{rank_correlation(c.bias, c.ratio)[0]:+.2f}" for *_, c in groups)
     keys = [key(f"speed {speed:g}", color=tint, marker="o", ls="") for speed, tint in tints.items()]
     keys += [key(f"windows of {window}", color=INK, marker=mark, ls="") for window, mark in marks.items()]
-    headline = f"Sharing memory ended worse in {worse} of {len(table)} cells; rank correlation with the bias {rho}"
+    headline = (
+        f"Sharing memory ended worse in {worse.sum()} of {len(worse)} cells; rank correlation with the bias {rho}"
+    )
     alt = "Ratio of the final losses, shared over copied, against the bias of the gradient, by window and speed."
     return finished(figure, headline, alt, [*keys, *origin_keys(frame)], columns=4)
