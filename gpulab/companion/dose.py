@@ -132,11 +132,12 @@ def dose_response(frame: pd.DataFrame) -> Picture:
         for part, look in ((runs, {"s": 12, "alpha": 0.5, "linewidths": 0}), (cells, {"s": 60, "hollow": hollow})):
             for (window, speed), some in part.groupby(["window", "speed"]):
                 points(axes, some.bias, some.ratio, tints[speed], marker=marks[window], **look)
-        axes.set(xscale="log", xlabel="bias of the gradient (relative)")
+        axes.set(xscale="log", yscale="log", xlabel="bias of the gradient (relative)")
         axes.set_title(f"{size} size, {setting}", fontsize=9)
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
     panels[0].set_ylabel("final loss, shared over copied")
     worse = pd.concat([cells.ratio > 1 for *_, cells in groups])
     rho = " and ".join(f"{rank_correlation(c.bias, c.ratio)[0]:+.2f}" for *_, c in groups)
