@@ -4,6 +4,7 @@ from gpulab._lazy import attach
 
 HOMES = {
     "anomaly": "anomaly_finding anomaly_table anomaly_verdicts first_window shared_memory",
+    "dose": "dose_finding dose_response dose_runs dose_table rank_correlation recorded_dose",
     "floating_point": "FactorTable factor_table recorded_measurements",
     "floating_point_figures": "decoded factor_effects",
     "old_gpu": "cards_finding cards_table covariance_spectrum divergence prices recorded_cards_audit recorded_prices "

@@ -30,6 +30,7 @@ class LayerState(NamedTuple):
 
 
 State = list[LayerState]
+TRUNCATIONS = {"published": ("loss", "state"), "lotter": ("state",)}  # of each variant, the published one first
 
 
 class PredNet(Trainable):
@@ -49,6 +50,10 @@ class PredNet(Trainable):
         layer_weights: Of each layer's error units in the loss of `lotter`: (1, 0, …), its authors' L_0, or
             (1, 0.1, 0.1, …), L_all.
         kernel_size: Of every convolution, published as 3.
+        truncation: What backpropagation through time is cut off from between windows. `loss`, as published: from
+            what the loss depends on (Chainer's `loss.unchain_backward()`). The last P of the layers above the lowest
+            are not of that, so the next window's gradient reaches the convolutions that made them. `state`: from
+            all of it, which is the only way of `lotter`. None: as the variant is published.
 
     Raises:
         UsageError: For a size that does not halve once per layer, naming the nearest that do, and other nonsense.
@@ -73,10 +78,15 @@ class PredNet(Trainable):
         variant: str = "published",
         layer_weights: Sequence[float] | None = None,
         kernel_size: int = 3,
+        truncation: str | None = None,
     ) -> None:
         super().__init__()
-        if variant not in ("published", "lotter"):
+        if variant not in TRUNCATIONS:
             raise UsageError(f"variant={variant!r}: expected 'published' or 'lotter'")
+        self.truncation = TRUNCATIONS[variant][0] if truncation is None else truncation
+        if self.truncation not in TRUNCATIONS[variant]:
+            there = " or ".join(map(repr, TRUNCATIONS[variant]))
+            raise UsageError(f"truncation={truncation!r}: expected {there} for variant={variant!r}")
         if not channels or min(channels) < 1:
             raise UsageError(f"channels={tuple(channels)!r}: expected one positive number per layer")
         if kernel_size not in (1, 3, 5, 7, 9):
@@ -173,11 +183,21 @@ class PredNet(Trainable):
         """
         if self.variant != "published":
             return self._error_unit_loss(iter(batch), state)
+        if state is not None and self.truncation == "loss":
+            state = self._chained(state)
         if not isinstance(batch, Tensor):
             return self._published_loop(batch, state)
         predictions, after = self(batch[:-1], state)
         errors = (predictions - batch[1:]).square().flatten(1).mean(1)
         return errors.sum(), errors.detach(), detached(after)
+
+    def _chained(self, state: State) -> State:
+        """The same numbers, each P but the lowest depending once more on the convolution that made it, not on R."""
+        lowest, *above = (LayerState(*layer) for layer in state)
+        again = [conv(layer.r) for conv, layer in zip(self.conv_p[1:], above, strict=True)]
+        # The weights are new: their convolution's gradient is wanted, and not its numbers.
+        chained = [s.p + (s.p > 0) * (made - made.detach()) for s, made in zip(above, again, strict=True)]
+        return [lowest, *(s._replace(p=p) for s, p in zip(above, chained, strict=True))]
 
     def _published_loop(self, frames: Feed, state: State | None) -> tuple[Tensor, Tensor, State | None]:
         """Frame by frame: a prediction is compared with the next frame as soon as that arrives."""

@@ -149,8 +149,11 @@ def _model_description(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What makes this model, and what of it cannot be known: its options, or a digest of its code and its state."""
     if isinstance(net, str):
+        own = {name: option.usual for name, option in FACTORS.items() if option.of == "model" and hasattr(model, name)}
         described: dict[str, Any] = {"size": list(usual.size), **usual.model, **options}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in described.items()}, ()
+        described |= {name: getattr(model, name) for name in own}
+        named = {key: value for key, value in described.items() if key not in own or value != own[key]}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in named.items()}, ()
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     weights = None if model.fresh else folders.weights_digest(model.state_dict())
     try:

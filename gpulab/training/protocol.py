@@ -177,6 +177,13 @@ OPTIONS: dict[str, Option] = {
         choices=("cpu", "device"),
     ),
     "covariance": Option("how the whitener computes it", of="model", factor=True, flag=False),
+    "truncation": Option(
+        "what PredNet's backpropagation through time is cut off from: loss or state",
+        of="model",
+        usual="state",  # of every record older than it
+        factor=True,
+        flag=False,
+    ),
 }
 DATA_OPTIONS = [name for name, option in OPTIONS.items() if "data" in option.of]
 FACTORS = {name: option for name, option in OPTIONS.items() if option.factor}
@@ -199,11 +206,18 @@ def factors_of_run(**given: Any) -> dict[str, Any]:
 
 def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """Every factor of a recorded run, the usual ones, too."""
-    model = record["configuration"].get("model_options", {})
+    model = _model_options(record)
     return {
         name: model.get(name) if option.of == "model" else record.get(name, option.usual)
         for name, option in FACTORS.items()
     }
+
+
+def _model_options(record: Mapping[str, Any]) -> dict[str, Any]:
+    options = dict(record["configuration"].get("model_options", {}))
+    if record["experiment"] == "prednet" and "channels" in options:
+        options.setdefault("truncation", OPTIONS["truncation"].usual)
+    return options
 
 
 # --- the specification -----------------------------------------------------------------------------------
@@ -254,7 +268,7 @@ class Specification:
                 (data if option.of == "data" else options)[name] = record[name]
         if done["data"].startswith(("video:", "frames:")) and done["model_options"].get("channels", [3])[0] == 1:
             data["grey"] = True
-        options |= {"data_options": data, "model_options": dict(done["model_options"])}
+        options |= {"data_options": data, "model_options": _model_options(record)}
         names = ("setting", "seed", "profile")
         return cls(record["experiment"], **{n: record[n] for n in names}, rerun=record.get("rerun", 0), options=options)
 

@@ -8,6 +8,7 @@ import torch
 
 import gpulab as gl
 from gpulab.companion import anomaly
+from gpulab.records import recorded_folder
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +126,25 @@ def test_recorded_runs_answer_for_both_sizes():
         index=["experiment", "speed", "seed"], columns="loader", values="weights", aggfunc="first", dropna=False
     )
     assert (on_gpu["copied"] == on_gpu["reused"]).sum() == len(on_gpu.dropna()), "a GPU copies"
+
+
+def test_what_backpropagation_is_cut_off_from_changes_no_verdict():
+    """The sentences of data/README.md on `truncation/`."""
+    recorded = gl.runs(recorded_folder("truncation") / "prednet-quick.parquet")
+    plateau = gl.load("walk", frames=1000, size=(48, 64)).missing_colour_loss()
+    recorded["stuck"] = recorded.final_loss >= plateau
+    for _, of_loader in recorded.groupby("loader"):
+        assert of_loader.groupby("truncation").seed.nunique().to_dict() == {"loss": 32, "state": 32}
+        asked = {"factor": "truncation", "reference": "state"}
+        whether = gl.verdict(of_loader, "stuck", margin=0.1, **asked)
+        assert whether.table.moved[0] == 0
+        learned = of_loader[~of_loader.stuck.groupby(of_loader.seed).transform("any")]
+        decisions = {
+            verdict.decision for verdict in (gl.verdict(of_loader, **asked), whether, gl.verdict(learned, **asked))
+        }
+        assert decisions == {"equivalent"}
+    buffer = {
+        truncation: [verdict.decision for verdict in gl.anomaly_verdicts(runs, plateau).values()]
+        for truncation, runs in recorded.groupby("truncation")
+    }
+    assert buffer["loss"] == buffer["state"]

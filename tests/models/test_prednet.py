@@ -332,6 +332,9 @@ def test_a_size_that_does_not_halve_is_refused_with_sizes_that_do(channels, size
     ("options", "named"),
     [
         ({"variant": "keras"}, "'keras'.*'published'.*'lotter'"),
+        ({"truncation": ""}, "''.*'loss' or 'state'"),
+        ({"truncation": "none"}, "'none'.*'loss' or 'state'"),
+        ({"variant": "lotter", "truncation": "loss"}, "'loss'.*expected 'state' for variant='lotter'"),
         ({"channels": ()}, "channels"),
         ({"channels": (3, 0)}, r"\(3, 0\)"),
         ({"channels": (3, 4), "layer_weights": (1.0,)}, "one for each of 2 layers"),

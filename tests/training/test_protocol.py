@@ -1,4 +1,5 @@
 import contextlib
+import copy
 import shlex
 
 import pytest
@@ -6,7 +7,7 @@ import pytest
 import gpulab as gl
 from gpulab.data.feed import LOADERS
 from gpulab.training.plan import planned
-from gpulab.training.protocol import OPTIONS, PROFILES, PROTOCOLS, Specification, protocol
+from gpulab.training.protocol import OPTIONS, PROFILES, PROTOCOLS, Specification, factors_of_record, protocol
 
 
 def test_the_paper_profile_is_the_published_protocol():
@@ -100,6 +101,22 @@ def test_the_kept_command_makes_the_run_again(name, rerun):
     record = runs[name].record
     assert record["id"] in again.index
     assert again.weights[record["id"]] == record["summary"]["weights"]
+
+
+def test_a_record_older_than_truncation_was_made_with_the_whole_state_cut_off(rerun):
+    record = copy.deepcopy(rerun[0]["factors"].record)
+    assert factors_of_record(record)["truncation"] == "loss"
+    assert record["configuration"]["model_options"].pop("truncation") == "loss"
+    assert factors_of_record(record)["truncation"] == "state"
+    assert Specification.from_record(record).options["model_options"]["truncation"] == "state"
+    assert "truncation" not in record["configuration"]["model_options"]
+    asked = {"frames": 20, "model_options": {"truncation": "state"}}
+    again = gl.train("prednet", profile="smoke", progress=False, **asked).record
+    assert "truncation" not in again["configuration"]["model_options"], "so that an older run can stand for it"
+    assert "--option truncation=state" in Specification.from_record(again).command()
+    recorded = gl.recorded_runs()
+    assert set(recorded[recorded.experiment == "prednet"].truncation) <= {"state", "loss"}
+    assert recorded[recorded.experiment != "prednet"].truncation.isna().all()
 
 
 @pytest.mark.parametrize("name", SPECIFICATIONS)

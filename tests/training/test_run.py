@@ -67,7 +67,11 @@ def test_prednet_has_one_update_a_window():
     assert run.history.step.tolist() == list(range(1, 11))
     assert run.record["configuration"]["window"] == 20
     assert run.record["configuration"]["learning_rate"] == 1e-3
-    assert run.record["configuration"]["model_options"] == {"size": [24, 32], "channels": [3, 8, 16]}
+    assert run.record["configuration"]["model_options"] == {
+        "size": [24, 32],
+        "channels": [3, 8, 16],
+        "truncation": "loss",
+    }
 
 
 def test_the_autoencoder_has_one_update_an_image():

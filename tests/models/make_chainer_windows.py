@@ -1,0 +1,65 @@
+"""Make chainer_windows.npz: windows of the authors' own network, trained by stock Chainer on a CPU, frames copied.
+
+    python tests/models/make_chainer_windows.py prednet_in_chainer_py3/PredNet tests/models/chainer_windows.npz
+
+`gpulab published --help` says how to install Chainer and where the authors' `net.py` is from. The archive holds frames
+as bytes (T, C, H, W); the losses of each window; the weights before the first window and the gradient of each, all
+arrays one after the other in the order of their names; and how it was made.
+"""
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+
+import numpy as np
+
+from gpulab.companion.published import Published
+
+
+def scene(count, height, width):
+    """Smooth waves that drift, as bytes: another speed and direction in each colour."""
+    t, y, x = np.meshgrid(np.arange(count), np.arange(height), np.arange(width), indexing="ij")
+    colours = [
+        np.sin(0.5 * x + 0.3 * y - 0.7 * t) + np.cos(0.9 * y + 0.4 * t),
+        np.sin(0.8 * x - 0.4 * y + 0.5 * t) + np.sin(0.2 * x + 1.1 * t),
+        np.cos(0.3 * x + 0.7 * y + 0.9 * t) + np.sin(1.2 * x - 0.3 * t),
+    ]
+    return np.stack([np.round(127.5 + 63 * colour) for colour in colours], axis=1).astype(np.uint8)
+
+
+def main():
+    """Train, and keep what each window gave."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("net", help="the authors' net.py, or its folder")
+    parser.add_argument("output")
+    parser.add_argument("--channels", type=int, nargs="+", default=[3, 4, 8])
+    parser.add_argument("--size", type=int, nargs=2, default=[12, 16], help="height and width")
+    parser.add_argument("--window", type=int, default=6, help="frames (their --bprop)")
+    parser.add_argument("--windows", type=int, default=3)
+    asked = parser.parse_args()
+    authors = Published(asked.net, size=asked.size, channels=asked.channels, loader="copied")
+    weights = {name: parameter.data for name, parameter in sorted(authors.model.namedparams())}
+    frames = scene(asked.windows * asked.window, *asked.size)
+    seen = frames.astype(np.float32) / np.float32(255)
+    kept = {"frames": frames, "weights": flat(weights)}
+    authors.restart(seen[0])
+    for number in range(asked.windows):
+        begin, end = number * asked.window, (number + 1) * asked.window
+        gradients = []
+        losses = authors.window(seen[max(1, begin) : end], lambda: gradients.append(authors.gradients()))  # noqa: B023
+        kept |= {f"losses{number}": np.array(losses, np.float32), f"gradient{number}": flat(gradients[0])}
+    versions = {"chainer": authors.chainer.__version__, "numpy": np.__version__, "python": platform.python_version()}
+    names = [name.removeprefix("/predictor/") for name in weights]
+    kept["made"] = np.array(json.dumps({**versions, "command": shlex.join(["python", *sys.argv]), "names": names}))
+    np.savez_compressed(asked.output, **kept)
+
+
+def flat(arrays):
+    """One after the other."""
+    return np.concatenate([array.ravel() for array in arrays.values()])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The published network, window after window, beside the authors' own in stock Chainer (make_chainer_windows.py)."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.data.feed import Loader
+from gpulab.models.chainer import chainer_views
+from gpulab.training.step import Adam
+
+FILE = Path(__file__).with_name("chainer_windows.npz")
+
+
+@pytest.fixture(scope="module")
+def chainer():
+    with np.load(FILE) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def windows(chainer):
+    """Of frames, as the published loop cuts them: each begins with the last frame of the one before."""
+    count = sum(name.startswith("losses") for name in chainer)
+    frames, length = chainer["frames"], len(chainer["frames"]) // count
+    return [frames[max(0, number * length - 1) : (number + 1) * length] for number in range(count)]
+
+
+def network(chainer, truncation=None):
+    """With the weights that Chainer began with, and these, one after the other, to be written to."""
+    net = gl.PredNet((3, 4, 8), chainer["frames"].shape[2:], truncation=truncation)
+    place = 0
+    for _, weights in sorted(chainer_views(net, lambda parameter: parameter.data).items()):
+        weights.copy_(torch.from_numpy(chainer["weights"][place : (place := place + weights.numel())]).view_as(weights))
+    return net
+
+
+class ChainersAdam:
+    """As Kingma and Ba 2014 end their section 2: epsilon is added to the root of the moment before its correction."""
+
+    def __init__(self, parameters):
+        self.parameters, self.count = parameters, 0
+        self.moments = [(torch.zeros_like(parameter), torch.zeros_like(parameter)) for parameter in parameters]
+
+    @torch.no_grad()
+    def step(self):
+        self.count += 1
+        rate = 1e-3 * np.sqrt(1 - 0.999**self.count) / (1 - 0.9**self.count)
+        for (mean, square), parameter in zip(self.moments, self.parameters, strict=True):
+            mean += 0.1 * (parameter.grad - mean)
+            square += 0.001 * (parameter.grad**2 - square)
+            parameter -= rate * mean / (square.sqrt() + 1e-8)
+
+
+def trained(chainer, truncation=None, loader="window", adam=ChainersAdam):
+    """The losses of each window, and its gradient by Chainer's names."""
+    net = network(chainer, truncation)
+    optimizer = adam(list(net.parameters()))
+    loading, state = Loader(loader, gl.Setting.parse("cpu")), None
+    for frames in windows(chainer):
+        (batch,) = loading.batches(net, frames)
+        net.zero_grad()
+        objective, losses, state = net.training_loss(batch, state)
+        objective.backward()
+        views = chainer_views(net, lambda parameter: parameter.grad)
+        yield losses.numpy(), {name: views[name].numpy().ravel().copy() for name in sorted(views)}
+        optimizer.step()
+
+
+def distances(chainer, number, gradient):
+    """How far each array of a gradient is from Chainer's, relatively; under `all`, the whole."""
+    theirs, place, found = chainer[f"gradient{number}"], 0, {}
+    for name, mine in gradient.items():
+        part = theirs[place : (place := place + len(mine))]
+        found[name] = np.linalg.norm(mine - part) / np.linalg.norm(part)
+    whole = np.concatenate(list(gradient.values()))
+    return found | {"all": np.linalg.norm(whole - theirs) / np.linalg.norm(theirs)}
+
+
+def test_the_archive_says_how_it_was_made(chainer):
+    made = json.loads(str(chainer["made"]))
+    assert made["chainer"] == "7.8.1"
+    assert "make_chainer_windows.py" in made["command"]
+    assert made["names"] == sorted(chainer_views(network(chainer), lambda parameter: parameter))
+    assert len(windows(chainer)) >= 3
+
+
+@pytest.mark.parametrize("loader", ["window", "copied"])
+def test_every_window_has_the_losses_and_the_gradient_of_chainer(chainer, loader):
+    for number, (losses, gradient) in enumerate(trained(chainer, loader=loader)):
+        np.testing.assert_allclose(losses, chainer[f"losses{number}"], rtol=1e-5, atol=0)
+        assert {name: d for name, d in distances(chainer, number, gradient).items() if not d < 1e-4} == {}
+
+
+def test_what_is_left_is_torchs_adam_whose_epsilon_is_smaller_at_first(chainer):
+    found = list(trained(chainer, adam=lambda parameters: Adam(parameters, 1e-3)))
+    for number, (losses, gradient) in enumerate(found):
+        np.testing.assert_allclose(losses, chainer[f"losses{number}"], rtol=1e-5, atol=0)
+        assert distances(chainer, number, gradient)["all"] < 1e-4
+    assert max(distances(chainer, 1, found[1][1]).values()) > 1e-3, "of a small array, whose gradient is near epsilon"
+
+
+def test_with_the_whole_state_cut_off_later_windows_lack_a_term_of_the_upper_predictions(chainer):
+    (_, first), *later = trained(chainer, "state")
+    assert max(distances(chainer, 0, first).values()) < 1e-4
+    for number, (_, gradient) in enumerate(later, start=1):
+        assert distances(chainer, number, gradient)["all"] > 3e-3
+    far = {name for name, d in distances(chainer, 1, later[0][1]).items() if d > 1e-4} - {"all"}
+    assert far == {"ConvP1/W", "ConvP1/b", "ConvP2/W", "ConvP2/b"}
+
+
+def after_a_window(chainer, truncation, dtype=torch.float32):
+    """A network, the second window, and the state that it begins with."""
+    net = network(chainer, truncation).to(dtype)
+    first, second, *_ = (torch.from_numpy(frames).to(dtype).div(255)[:, None] for frames in windows(chainer))
+    return net, second, net.training_loss(first, None)[2]
+
+
+def gradient_of(net, batch, state):
+    net.zero_grad()
+    net.training_loss(batch, state)[0].backward()
+    return torch.cat([parameter.grad.flatten().clone() for parameter in net.parameters()])
+
+
+def test_what_is_computed_forward_has_the_same_bits(chainer):
+    cut, chained = (
+        net.training_loss(batch, state)[1:]
+        for net, batch, state in (after_a_window(chainer, truncation) for truncation in ("state", "loss"))
+    )
+    assert (cut[0] == chained[0]).all()
+    for one, other in zip(cut[1], chained[1], strict=True):
+        assert all((a == b).all() and not b.requires_grad for a, b in zip(one, other, strict=True))
+
+
+def test_the_term_is_what_autograd_gives_for_a_graph_that_was_kept(chainer):
+    net, batch, state = after_a_window(chainer, "state", torch.float64)
+    kept = [state[0]]  # the last P are made again from the last R, which is where Chainer's graph ends
+    for conv, layer in zip(net.conv_p[1:], state[1:], strict=True):
+        kept.append(layer._replace(p=torch.relu(conv(layer.r))))
+        assert (kept[-1].p == layer.p).all()
+    expected = gradient_of(net, batch, kept)
+    found = gradient_of(*after_a_window(chainer, "loss", torch.float64))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    assert (expected - gradient_of(net, batch, state)).norm() > 3e-3 * expected.norm()
+
+
+def test_shared_memory_is_imitated_with_the_term(chainer):
+    reused, imitated = ([g for _, g in trained(chainer, loader=name)] for name in ("reused", "imitated"))
+    copied = [gradient for _, gradient in trained(chainer, loader="copied")]
+    for number, (one, other) in enumerate(zip(reused, imitated, strict=True)):
+        assert all((one[name] == other[name]).all() for name in one)
+        assert any((one[name] != copied[number][name]).any() for name in one)
+
+
+def test_the_guard_has_nothing_to_say(chainer):
+    with gl.guard():
+        guarded = gradient_of(*after_a_window(chainer, "loss"))
+    assert (guarded == gradient_of(*after_a_window(chainer, "loss"))).all()
+
+
+def test_nothing_depends_on_numbers_that_a_captured_step_could_not_know(chainer):
+    """Tensors without numbers refuse to be asked for one, as a CUDA graph does."""
+    net, batch, state = after_a_window(chainer, "loss")
+    outline = [type(layer)(*(part.to("meta") for part in layer)) for layer in state]
+    assert gradient_of(net.to("meta"), batch.to("meta"), outline).shape == (15468,)
+
+
+def test_emulated_arithmetic_rounds_the_term_too(chainer):
+    exact = gradient_of(*after_a_window(chainer, "loss"))
+    with gl.emulate("ampere"):
+        rounded = [gradient_of(*after_a_window(chainer, truncation)) for truncation in ("loss", "state")]
+    assert 1e-5 < (rounded[0] - exact).norm() / exact.norm() < 1e-2
+    assert (rounded[0] - rounded[1]).norm() > 3e-3 * exact.norm()
+
+
+def test_the_hessian_is_that_of_double_backward(chainer):
+    net, batch, state = after_a_window(chainer, "loss", torch.float64)
+    parameters = list(net.parameters())
+    v = torch.randn(15468, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gradient = torch.autograd.grad(net.training_loss(batch, state)[0], parameters, create_graph=True)
+    slope = torch.cat([part.flatten() for part in gradient]) @ v
+    expected = torch.cat([part.flatten() for part in torch.autograd.grad(slope, parameters)])
+    found = gl.hessian(net, lambda: net.training_loss(batch, state)[0]) @ v
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_networks_that_differ_in_it_alone_are_other_runs():
+    ids = {
+        gl.train(
+            gl.PredNet((3, 4), (12, 16), truncation=truncation), profile="smoke", frames=20, progress=False
+        ).record["id"]
+        for truncation in ("loss", "state")
+    }
+    assert len(ids) == 2
