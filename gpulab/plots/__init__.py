@@ -1,15 +1,14 @@
 """Figures, one visual language for all notebooks: from finished results only.
 
-`style` holds that language; `runs`, `decisions`, `instruments` and `pictures` draw what their names say.
+`style` holds that language; `runs`, `decisions`, `instruments`, `escapes` and `pictures` draw what their names say.
 """
 
 from gpulab.plots.decisions import changes, estimation
+from gpulab.plots.escapes import escape_law, escape_paths, escape_phases
 from gpulab.plots.instruments import (
     audit,
     bits,
     curvature_over_time,
-    escape_law,
-    escape_paths,
     index_against_loss,
     landscape_slice,
     roofline,
@@ -33,6 +32,7 @@ __all__ = [
     "differences",
     "escape_law",
     "escape_paths",
+    "escape_phases",
     "estimation",
     "frames",
     "growth",

@@ -16,7 +16,6 @@ from gpulab.errors import UsageError
 from gpulab.numerics.formats import FORMATS, round_to
 from gpulab.numerics.sums import format_bits
 from gpulab.plots.style import (
-    BESIDE,
     FAINT,
     INK,
     ON_CPU,
@@ -31,14 +30,12 @@ from gpulab.plots.style import (
     key,
     log_scale,
     origin_keys,
-    point_key,
     points,
     setting_keys,
     setting_order,
 )
 from gpulab.report import Picture, draw
 from gpulab.saddles.curvature import row_spectra
-from gpulab.saddles.escapes import EscapeTable
 from gpulab.saddles.landscapes import Landscape, Surface
 from gpulab.saddles.spectrum import ZERO
 from gpulab.stats.verdicts import check_one_protocol
@@ -380,101 +377,6 @@ def saddle_surface(surface: Surface) -> Picture:
     right.legend(fontsize=7.5, frameon=False, loc="upper center", title=title, title_fontsize=7.5)
     alt = f"{surface}. Left, contours of the loss; right, the loss along two directions."
     return finished(figure, str(surface), alt)
-
-
-@draw.register
-def _(escapes: EscapeTable) -> Picture:
-    return escape_law(escapes.table)
-
-
-def escape_law(table: pd.DataFrame) -> Picture:
-    """How long each escape took against the displacement it began with.
-
-    Steps are counted in units of 1/ln(1 + ηλ), so that every learning rate and every saddle has the same line,
-    ln(r/δ). A cross never left, and stands where theory expects it to have done so.
-
-    Args:
-        table: The `table` of `gpulab.escape_table`, or `gpulab.recorded_escapes`.
-    """
-    shown = table.assign(
-        x=(table.start / table.radius).clip(lower=FLOOR),
-        time=table.steps.where(table.left, table.expected) * table.expected_rate,
-    )
-    low, high = min(1e-8, shown.x.min() / 5), 3.0
-    line = np.geomspace(low, 1, 50)
-    figure, (axes,) = canvas(1, height=4.2)
-    axes.plot(line, np.log(1 / line), color=INK, lw=1, zorder=1)
-    for row in shown[shown.left].itertuples():
-        marker = "s" if row.batch_size else "^" if row.emulated else "o"
-        size = (16 if row.perturbation else 46) + 40 * row.recorded  # a ring around what was made here
-        look: Look = {"color": "none" if row.recorded else colour(row.setting), "edgecolors": colour(row.setting)}
-        axes.scatter(row.x, row.time, marker=marker, s=size, linewidths=1.1, zorder=3, **look)
-    for row in shown[~shown.left].itertuples():
-        size = 5 if row.perturbation else 8
-        axes.plot(row.x, row.time, marker="x", ms=size, mew=size / 4.5, color=colour(row.setting), zorder=4)
-    decades(axes.xaxis)
-    axes.set(xlim=(low, high), ylim=(-1, np.log(1 / low) * 1.05))
-    axes.set(xlabel="displacement at the start, relative to the radius (δ/r)")
-    axes.set(ylabel="steps until it left × ln(1 + ηλ)")
-    pushed = ~table.emulated.astype(bool) & (table.batch_size == 0) & (table.perturbation > 0)
-    machines = ", ".join(sorted(set(table.machine[table.recorded.astype(bool)])))
-    cross = key("never left, at its expected time", ls="", marker="x", ms=7, mew=1.6, color=INK)
-    marks = (
-        (pushed.any(), point_key("pushed off (small)", ms=4)),
-        (table.emulated.any(), point_key("emulated", marker="^", ms=5.5)),
-        ((table.batch_size > 0).any(), point_key("minibatches", marker="s", ms=5.5)),
-        (table.recorded.any(), point_key(f"recorded on {machines}", hollow=True, ms=5.5)),
-        (not table.left.all(), cross),
-    )
-    keys = [*setting_keys(table, ls="", marker="o", ms=6), key("theory: ln(r/δ)", color=INK, lw=1)]
-    keys += [mark for drawn, mark in marks if drawn]
-    timed = table[table.left & (table.expected > 1)]
-    ratio = (timed.steps / timed.expected).median()
-    words = [f"{len(timed)} escapes took {ratio:.2f} times what theory expects (median)"] if len(timed) else []
-    if not table.left.all():
-        words.append(f"{int((~table.left).sum())} never left")
-    headline = "; ".join(words)
-    alt = f"Escape times against the initial displacement, with the line ln(r/δ). {headline}."
-    return finished(figure, headline, alt, keys, columns=3, size=7.5)
-
-
-def escape_paths(paths: pd.DataFrame, radius: float | None = None) -> Picture:
-    """The way out of the saddle as training goes on, a line for each escape.
-
-    Drawn is the displacement along the directions that lead down, whose logarithm grows by ln(1 + ηλ) a step.
-    Dashed where the arithmetic is emulated, dotted (their running median) for minibatches beside others.
-
-    Args:
-        paths: The `paths` of `gpulab.escape_table`.
-        radius: The distance at which a network has left, as a line.
-    """
-    figure, (axes,) = canvas(1, height=3.9)
-    settings, batches = list(paths.setting.unique()), paths.batch_size > 0
-    batch_line = "-" if batches.all() else ":"
-    groups = paths.groupby(["setting", "batch_size", "perturbation", "seed"], sort=False)
-    for (setting, batch_size, _, _), path in groups:
-        path = path[path.unstable > FLOOR]
-        height, width, line = path.unstable, 1.2, dashes(setting)
-        if batch_size:
-            height = height.rolling(len(path) // 40 + 1, center=True, min_periods=1).median()
-            width, line = 4.5 / (1 + settings.index(setting)), batch_line
-        axes.plot(path.step, height, color=colour(setting), lw=width, ls=line, alpha=0.9)
-    if radius:
-        axes.axhline(radius, color=FAINT, lw=0.9)
-        axes.annotate(" left", (1, radius), fontsize=8, **BESIDE)
-    decades(axes.yaxis)
-    axes.set(xlabel="steps of gradient descent")
-    axes.set_ylabel("displacement along the ways down", fontsize=9)
-    ends = groups.unstable.agg(["first", "last"])
-    left = (ends["last"] > (radius or 10 * ends["first"].clip(lower=FLOOR))).sum()
-    headline = f"{left} of {len(ends)} trainings leave the saddle"
-    keys = []
-    for setting in setting_order(paths):
-        label = f"{setting} (emulated)" if dashes(setting) == "--" else setting
-        keys.append(key(label, color=colour(setting), ls="-" if batches.all() else dashes(setting)))
-    if batches.any():
-        keys.append(key("minibatches, running median", color=INK, ls=batch_line))
-    return finished(figure, headline, f"Displacement against steps, logarithmic: {headline}.", keys)
 
 
 def landscape_slice(landscape: Landscape, line: pd.DataFrame, angle: float = 0.0) -> Picture:

@@ -32,9 +32,11 @@ COLOURS = {
     "cpu:threads=1": "#56B4E9",
     "cpu:isa=avx2": "#009E73",
     "cpu:precision=float64": "#332288",
+    "cpu:precision=bfloat16": "#667788",
     "cpu:threads=1,precision=float64": "#8877DD",
     "cpu:threads=1,emulate=tf32": "#117733",
     "cpu:threads=1,emulate=bfloat16": "#999933",
+    "cpu:threads=1,precision=bfloat16": "#44AA99",
     "cuda:tf32=off": "#D55E00",
     "cuda:tf32=on": "#E69F00",
     "cuda:cudnn=off": "#CC79A7",
@@ -59,11 +61,11 @@ def save(picture: Picture, file: str | Path) -> None:
     picture.save(file)
 
 
-def canvas(panels: int, height: float, share_rows: bool = False) -> tuple[Figure, Sequence[Axes]]:
-    """A figure as wide as a page, `height` in inches, with panels side by side."""
+def canvas(panels: int, height: float, share_rows: bool = False, rows: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    """A figure as wide as a page, `height` in inches, with panels side by side, in one row or more."""
     with sns.axes_style("ticks"):
         figure = Figure(figsize=(7.2, height), layout="constrained")
-        axes = figure.subplots(1, panels, squeeze=False, sharey=share_rows)[0]
+        axes = list(figure.subplots(rows, panels, squeeze=False, sharey=share_rows).flat)
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
     return figure, axes

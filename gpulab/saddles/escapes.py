@@ -1,9 +1,10 @@
-"""Leaving a saddle: how long gradient descent stays, when nothing but an arithmetic's errors pushes it away.
+"""Leaving a saddle: how long an optimiser stays, when nothing but an arithmetic's errors pushes it away.
 
 Along an eigenvector of the Hessian with the eigenvalue −λ, a step of size η multiplies the distance by 1 + ηλ. A first
 displacement δ therefore reaches a radius r after ln(r/δ) / ln(1 + ηλ) steps, nearly ln(r/δ) / (ηλ). An arithmetic that
 at every step computes ε there instead of zero does what δ = ε/λ does. But a step smaller than half of what separates a
-weight from the next number of its format leaves it as it is: rounding can also hold a network at a saddle.
+weight from the next number of its format leaves it as it is: rounding can also hold a network at a saddle. What a step
+is, the optimiser decides (`gpulab.saddles.optimizers`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from gpulab.report import Report
 from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.hessians import Batch
 from gpulab.saddles.operators import check_count
+from gpulab.saddles.optimizers import SETTLED, Factory, Law, build, name_of, step_ratio
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting
 
@@ -39,13 +41,16 @@ Saddle = LinearAutoencoderSaddle | CriticalPoint
 RADIUS = 0.1
 GROWTH = 0.05  # η λ where no learning rate is given, unless that is too large for the steepest upward direction
 FORGOTTEN = 1e-4  # batches whose push has become this small beside the first one's are not looked at
-UNMOVED = 10  # steps without any change after which a network is held for good
+ADAPTIVE = 1e-3  # the learning rate where none is given and no law makes one: Adam's usual one
+UNMOVED = 10  # steps without any change after which gradient descent is held for good; with a memory, SETTLED
 PATIENCE = 3  # times the expected steps that are made where `steps` does not say how many
 LONGEST = 100_000
 FIELDS = (  # of an escape, as they are in a table
-    *("setting", "perturbation", "seed", "learning_rate", "curvature", "radius", "noise", "start", "expected", "law"),
-    *("moved", "left", "held", "rate", "expected_rate"),
+    *("setting", "optimizer", "master_weights", "perturbation", "seed", "learning_rate", "curvature", "radius"),
+    *("noise", "start", "expected", "law", "moved", "step_ratio", "left", "held", "rate", "expected_rate"),
 )
+# What tells the escapes of a table apart.
+KEYS = ("setting", "optimizer", "master_weights", "learning_rate", "perturbation", "batch_size", "seed")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,6 +58,8 @@ class Escape:
     """A training that began at a saddle, and when it left."""
 
     setting: str
+    optimizer: str
+    master_weights: bool
     learning_rate: float
     batch_size: int | None
     seed: int
@@ -66,11 +73,17 @@ class Escape:
     # minibatches may carry the weights as far, but from there they come back.
     steps: int | None
     # The displacement along the unstable directions that has the effect of the arithmetic's errors (of gradients, of
-    # rounded weights, of batches), measured at the saddle before any step.
+    # rounded weights, of batches), measured at the saddle before any step. NaN for batches without a law.
     noise: float
     start: float  # that plus the perturbation
-    expected: float  # the step at which the unstable directions together reach the radius from there
+    expected: float  # the step at which the unstable directions together reach the radius from there; NaN without a law
+    # What the logarithm of the distance gains per step along the steepest direction: ln(1 + ηλ), or ln ρ with momentum.
+    # NaN for an optimiser whose steps have nearly the same size, whatever the gradient is.
+    expected_rate: float
     moved: float  # the share of the weights that the first step changed
+    # The length of the step that the optimiser settles to at the saddle, over that of half of what separates weights
+    # from the next numbers of their format: below 1, rounding holds most of them.
+    step_ratio: float
 
     @property
     def left(self) -> bool:
@@ -80,33 +93,34 @@ class Escape:
     @property
     def held(self) -> bool:
         """Whether it stayed although what was measured at the saddle should have led it away long before."""
-        still = len(self.history) >= UNMOVED and self.history.distance.tail(UNMOVED).nunique() == 1
-        return not self.left and (still or len(self.history) > 2 * self.expected)
+        count = _patience(self.optimizer)
+        still = len(self.history) >= count and self.history.distance.tail(count).nunique() == 1
+        rough = 0 if self.optimizer == "sgd" else SETTLED
+        return not self.left and (still or len(self.history) > 2 * self.expected + rough)
 
     @property
     def law(self) -> float:
-        """ln(radius/start) / (ηλ), with the λ of the steepest direction; infinite without a displacement."""
+        """ln(radius/start) / (ηλ), with the steepest direction's λ; infinite without a displacement. Of `sgd` only."""
+        if self.optimizer != "sgd":
+            return math.nan
         distance = math.log(self.radius / self.start) if self.start else math.inf
         return max(0.0, distance) / (self.learning_rate * -self.curvature)
 
     @property
-    def expected_rate(self) -> float:
-        """ln(1 + ηλ): what the logarithm of the distance gains per step along the steepest direction."""
-        return math.log1p(self.learning_rate * -self.curvature)
-
-    @property
     def rate(self) -> float:
-        """The same as measured, where the distance is well above its beginning; NaN where it hardly grew."""
+        """`expected_rate` as measured, where the distance is well above its beginning; NaN where it hardly grew."""
         unstable = self.history.unstable
         growing = self.history[(unstable > 10 * unstable.iloc[0]) & (unstable > 10 * self.noise)]
         return float(np.polyfit(growing.step, np.log(growing.unstable), 1)[0]) if len(growing) >= 10 else math.nan
 
     def __repr__(self) -> str:
         expected = f"theory {self.expected:,.0f}" if math.isfinite(self.expected) else "theory: never"
+        expected = "no theory" if math.isnan(self.expected) else expected
         made = len(self.history) - 1  # the same as `steps`, where it left
         outcome = f"{'left after' if self.left else 'held for' if self.held else 'still there after'} {made:,} steps"
         noise = f"noise {self.noise:.1e}, the first step moved {self.moved:.0%} of the weights"
-        return f"Escape under {self.setting}: {outcome} ({expected}); {noise}"
+        how = f"{self.setting} by {self.optimizer}" + (", weights in float64" if self.master_weights else "")
+        return f"Escape under {how}: {outcome} ({expected}); {noise}"
 
 
 def escape(
@@ -114,26 +128,34 @@ def escape(
     saddle: Saddle,
     setting: str | Setting = "cpu",
     *,
+    optimizer: str | Factory = "sgd",
     learning_rate: float | None = None,
     steps: int | None = None,
     batch_size: int | None = None,
     seed: int = 0,
     perturbation: float | None = None,
     radius: float = RADIUS,
+    master_weights: bool = False,
     progress: bool = True,
 ) -> Escape:
-    """Train a model that stands at a saddle, by gradient descent under a setting, until it has left.
+    """Train a model that stands at a saddle, under a setting, until it has left.
 
     Args:
         model: Where training begins: `saddle.model`, or a network of the same shape near it.
         saddle: From `gpulab.saddles.linear_autoencoder_saddle` or `gpulab.saddles.find_critical_point`.
         setting: The arithmetic, such as `cpu:precision=bfloat16`.
-        learning_rate: The η of a step; by default such that ηλ is 0.05, or less where that would diverge.
-        steps: The most to make; by default three times as many as theory expects, and a hundred.
+        optimizer: `sgd` (gradient descent), `momentum` (0.9), `rmsprop` or `adam`, with torch's constants; or a
+            function of weights and `lr=` that returns a `torch.optim.Optimizer`.
+        learning_rate: The η of a step; by default such that ηλ is 0.05, or less where that would diverge, and 1e-3 for
+            optimisers that scale their steps.
+        steps: The most to make; by default three times as many as theory expects, and a hundred (a thousand for other
+            optimisers than `sgd`); 100,000 without a theory.
         batch_size: Samples in a step; by default all of them.
         seed: Of the order of the data.
         perturbation: How far to move the model along the steepest direction first.
         radius: The distance along the unstable directions at which the model has left.
+        master_weights: Whether the optimiser keeps the weights in float64, of which each gradient sees a copy rounded
+            to the setting's format, as the copy in float32 is used in mixed precision.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -151,14 +173,19 @@ def escape(
 
     References:
         Lee, Simchowitz, Jordan, Recht 2016, *Gradient descent only converges to minimizers* (COLT); Jin, Ge,
-        Netrapalli, Kakade, Jordan 2017, *How to escape saddle points efficiently* (ICML, arXiv 1703.00887).
+        Netrapalli, Kakade, Jordan 2017, *How to escape saddle points efficiently* (ICML, arXiv 1703.00887); Staib,
+        Reddi, Kale, Kumar, Sra 2019, *Escaping saddle points with adaptive gradient methods* (ICML, arXiv 1901.09149);
+        Antonakopoulos, Mertikopoulos, Piliouras, Wang 2022, *AdaGrad avoids saddle points* (ICML); on updates that
+        are rounded away Zamirai, Zhang, Aberger, De Sa 2020, *Revisiting BFloat16 training* (arXiv 2010.06192).
     """
     import pandas as pd
 
     parsed = Setting.parse(setting)
     _check(model, saddle, batch_size)
+    name = name_of(optimizer)
     if learning_rate is None:
-        learning_rate = min(GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1]))
+        scaled = not name.startswith(("sgd", "momentum"))
+        learning_rate = ADAPTIVE if scaled else min(GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1]))
     if not 0 < learning_rate < math.inf:
         raise UsageError(f"learning_rate={learning_rate!r}: expected a number above 0")
     learning_rate = float(learning_rate)
@@ -169,19 +196,24 @@ def escape(
     if not 0 < radius < math.inf:
         raise UsageError(f"radius={radius!r}: expected a distance above 0")
     with parsed.apply():
-        descent = _Descent(saddle, parsed, learning_rate, batch_size, seed)
+        descent = _Descent(saddle, parsed, optimizer, learning_rate, batch_size, seed, master_weights)
         noise = descent.noise()
         values, directions = (part.cpu() for part in saddle.unstable)
         begin = descent._flat(_trained(model)).cpu() + (perturbation or 0.0) * saddle.direction.cpu()
         start = noise + (directions * (begin - descent.saddle.cpu())[:, None]).sum(0)
-        expected = _expected(start.abs(), torch.log1p(learning_rate * -values), radius)
+        expected, expected_rate = math.nan, math.nan
+        if law := descent.law:
+            expected = law.expected(start.abs(), -values, directions[:, 0], radius)
+            expected_rate = math.nan if math.isfinite(law.longest) else math.log1p(float(law.gain(-values[:1])))
         if steps is None:
-            steps = math.ceil(min(PATIENCE * expected + 100, LONGEST))
-        rows, moved = descent.run(begin, steps, radius, progress)
+            more = 100 if name == "sgd" else 2 * SETTLED
+            steps = LONGEST if math.isnan(expected) else math.ceil(min(PATIENCE * expected + more, LONGEST))
+        ratio = descent.step_ratio(begin, optimizer)
+        rows, moved = descent.run(begin, steps, radius, _patience(name), progress)
     history = pd.DataFrame(rows, columns=["distance", "unstable", "along", "loss"]).rename_axis("step").reset_index()
     beyond = history.step[history.unstable > radius]
-    options = str(parsed), learning_rate, batch_size, seed, perturbation or 0.0, radius
-    measured = float(noise.norm()), float(start.norm()), expected, moved
+    options = str(parsed), name, master_weights, learning_rate, batch_size, seed, perturbation or 0.0, radius
+    measured = float(noise.norm()), float(start.norm()), expected, expected_rate, moved, ratio
     return Escape(*options, saddle.curvature, history, int(beyond.iloc[0]) if len(beyond) else None, *measured)
 
 
@@ -190,9 +222,9 @@ class EscapeTable(Report):
     """Escapes from one saddle, or from its mixtures, under several settings.
 
     The `table` has a row for each: what was asked for (`batch_size` is 0 where all the data make a step), `curvature`,
-    `noise`, `start`, `expected`, `law` and `moved`, measured or computed at the saddle; `steps` (NaN where it did not
-    leave), `left`, `held`, `rate` and `expected_rate`; `emulated`, `recorded` and `machine`. The `paths` are the
-    `history` of each. What another machine recorded can be appended to both.
+    `noise`, `start`, `expected`, `law`, `moved` and `step_ratio`, measured or computed at the saddle; `steps` (NaN
+    where it did not leave), `left`, `held`, `rate` and `expected_rate`; `emulated`, `recorded` and `machine`. The
+    `paths` are the `history` of each. What another machine recorded can be appended to both.
     """
 
     table: pd.DataFrame
@@ -225,28 +257,34 @@ class EscapeTable(Report):
 
     def html(self) -> str:
         """The table."""
-        columns = ["setting", "perturbation", "batch_size", "seed", "noise", "start", "expected", "steps", "held"]
+        columns = ["setting", "optimizer", "perturbation", "batch_size", "seed", "noise", "start", "expected", "steps"]
         formats = dict.fromkeys(("perturbation", "noise", "start"), "{:.1e}".format)
-        return self.table[columns].to_html(index=False, formatters=formats, float_format="{:,.0f}".format, na_rep="–")
+        return self.table[[*columns, "held"]].to_html(
+            index=False, formatters=formats, float_format="{:,.0f}".format, na_rep="–"
+        )
 
 
 def escape_table(
     saddle: Saddle,
     settings: Sequence[str | Setting] = ("cpu:precision=float64", "cpu"),
     *,
+    optimizers: Sequence[str | Factory] | Mapping[str | Factory, Sequence[float | None]] = ("sgd",),
     perturbations: Sequence[float | None] = (None,),
     batch_sizes: Sequence[int | None] = (None,),
     seeds: int | Sequence[int] = 1,
     learning_rate: float | None = None,
     steps: int | None = None,
     radius: float = RADIUS,
+    master_weights: bool = False,
     progress: bool = True,
 ) -> EscapeTable:
-    """`gpulab.saddles.escape` for every setting, perturbation, batch size and seed.
+    """`gpulab.saddles.escape` for every setting, optimiser, perturbation, batch size and seed.
 
     Args:
-        saddle, learning_rate, steps, radius, progress: As for `gpulab.saddles.escape`, whose errors are raised too.
+        saddle, learning_rate, steps, radius, master_weights, progress: As for `gpulab.saddles.escape`, whose errors
+            are raised too.
         settings, perturbations, batch_sizes: One or more of each.
+        optimizers: One or more; or each with its own learning rates, such as `{"sgd": [None], "adam": [1e-4, 1e-3]}`.
         seeds: Which, or how many. A seed draws the order of the data, and mixes the hidden units of a linear
             autoencoder: the same saddle, written with other weights, which round otherwise.
 
@@ -263,22 +301,26 @@ def escape_table(
 
     here = passport()
     every_seed = range(seeds) if isinstance(seeds, int) else seeds
-    combinations = list(itertools.product(every_seed, settings, perturbations, batch_sizes))
+    if isinstance(optimizers, Mapping) and learning_rate is not None:
+        raise UsageError(f"learning_rate={learning_rate!r}: optimizers={optimizers!r} has its own learning rates")
+    rates = optimizers if isinstance(optimizers, Mapping) else {name: [learning_rate] for name in optimizers}
+    chosen = [(optimizer, rate) for optimizer, every_rate in rates.items() for rate in every_rate]
+    combinations = list(itertools.product(every_seed, settings, chosen, perturbations, batch_sizes))
     if not combinations:
-        raise UsageError("settings, perturbations, batch_sizes and seeds: each needs one or more")
+        raise UsageError("settings, optimizers, perturbations, batch_sizes and seeds: each needs one or more")
+    same: dict[str, Any] = {"steps": steps, "radius": radius, "master_weights": master_weights, "progress": False}
     rows, paths = [], []
     with tqdm(combinations, unit="escape", leave=False, disable=not progress) as bar:
-        for seed, setting, perturbation, batch_size in bar:
+        for seed, setting, (optimizer, rate), perturbation, batch_size in bar:
             bar.set_postfix_str(str(setting))
             place = saddle.mixed(seed) if isinstance(saddle, LinearAutoencoderSaddle) else saddle
-            options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "perturbation": perturbation}
-            options |= {"learning_rate": learning_rate, "steps": steps, "radius": radius, "progress": False}
-            result, parsed = escape(place.model, place, setting, **options), Setting.parse(setting)
+            options: dict[str, Any] = {"optimizer": optimizer, "learning_rate": rate, "perturbation": perturbation}
+            result = escape(place.model, place, setting, **options, batch_size=batch_size, seed=seed, **same)
+            parsed = Setting.parse(setting)
             row = {name: getattr(result, name) for name in FIELDS}
             row |= {"batch_size": batch_size or 0, "steps": math.nan if result.steps is None else result.steps}
             rows.append({**row, "emulated": parsed.emulated, "recorded": False, "machine": machine(here, parsed.kind)})
-            keys = {key: row[key] for key in ("setting", "perturbation", "batch_size", "seed")}
-            paths.append(result.history.assign(**keys))
+            paths.append(result.history.assign(**{key: row[key] for key in KEYS}))
     return EscapeTable(pd.DataFrame(rows), pd.concat(paths, ignore_index=True))
 
 
@@ -291,7 +333,9 @@ def recorded_escapes() -> pd.DataFrame:
     """
     import pandas as pd
 
-    parts = [table.assign(recorded=True) for table, _ in read_tables(recorded_folder("saddles") / "escapes")]
+    usual = {"optimizer": "sgd", "master_weights": False, "step_ratio": math.nan}  # the first ones do not say so
+    tables = read_tables(recorded_folder("saddles") / "escapes")
+    parts = [pd.DataFrame({**usual, **table, "recorded": True}) for table, _ in tables]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["setting", "steps", "recorded"])
 
 
@@ -299,13 +343,27 @@ def recorded_escapes() -> pd.DataFrame:
 
 
 class _Descent:
-    """Gradient descent from a saddle, in the arithmetic that is in force."""
+    """A training from a saddle, in the arithmetic that is in force."""
 
-    def __init__(self, saddle: Saddle, setting: Setting, rate: float, batch_size: int | None, seed: int) -> None:
+    def __init__(
+        self,
+        saddle: Saddle,
+        setting: Setting,
+        optimizer: str | Factory,
+        rate: float,
+        batch_size: int | None,
+        seed: int,
+        master_weights: bool,
+    ) -> None:
         self.objective, self.rate, self.batch_size, self.seed = saddle.objective, rate, batch_size, seed
         self.net = copy.deepcopy(saddle.model).to(setting.device, setting.dtype)
         self.parameters = _trained(self.net)
         self.where = "cpu" if setting.kind == "mps" else setting.device  # an Apple GPU has no float64
+        self.weights = self.parameters  # those that the optimiser moves
+        if master_weights:
+            self.weights = [nn.Parameter(p.detach().to(self.where, torch.float64)) for p in self.parameters]
+        self.optimizer = build(optimizer, self.weights, rate)
+        self.law = Law.of(self.optimizer)
         assert saddle.batch is not None
         self.inputs, self.targets = (
             part.to(setting.device, setting.dtype if part.is_floating_point() else None) for part in saddle.batch
@@ -316,24 +374,34 @@ class _Descent:
     def noise(self) -> Float[Tensor, " m"]:
         """The displacement along each unstable direction that stands for the errors made at the saddle.
 
-        A step moves by −η g. What moved n steps ago has grown by (1 + ηλ)ⁿ since, so that the first ones count most.
+        A step moves by −η g. What moved n steps ago has grown by ρⁿ since, so that the first ones count most.
         """
-        growth = 1 + self.rate * -self.values
         self._place(self.saddle)
         pushes = torch.zeros_like(self.values)
-        stored = self._unstable(self._flat(self.parameters) - self.saddle)
+        stored = self._unstable(self._flat(self.weights) - self.saddle)
+        if self.batch_size is not None and (self.law is None or math.isfinite(self.law.longest)):
+            return torch.full_like(stored, math.nan).cpu()
         for number, batch in enumerate(self._batches()):
             # The gradient at weights that were rounded has −λ times their displacement in it.
             error = self._unstable(self._flat(self._gradient(batch)[1])) - self.values * stored
             if self.batch_size is None:
                 return (stored + error / self.values).cpu()
-            weight = growth ** -(number + 1)
+            assert self.law is not None
+            weight = self.law.impulse(-self.values) * self.law.growth(-self.values) ** -(number + 1)
             pushes -= self.rate * error * weight
             if float(weight.max()) < FORGOTTEN:
                 break
         return (stored + pushes).cpu()
 
-    def run(self, begin: Tensor, steps: int, radius: float, progress: bool) -> tuple[list[list[float]], float]:
+    def step_ratio(self, begin: Tensor, optimizer: str | Factory) -> float:
+        """`gpulab.saddles.optimizers.step_ratio` at the beginning, with the first batch."""
+        self._place(begin.to(self.where))
+        gradients = self._gradient(next(self._batches()))[1]
+        return step_ratio(optimizer, self.rate, self.weights, gradients)
+
+    def run(
+        self, begin: Tensor, steps: int, radius: float, patience: int, progress: bool
+    ) -> tuple[list[list[float]], float]:
         """Rows of distance, its parts and the loss; and the share of the weights that the first step moved."""
         self._place(begin.to(self.where))
         rows: list[list[float]] = []
@@ -341,7 +409,7 @@ class _Descent:
         with tqdm(total=steps, unit="step", leave=False, disable=not progress) as bar:
             for batch in self._batches():
                 loss, gradients = self._gradient(batch)
-                displacement = self._flat(self.parameters) - self.saddle
+                displacement = self._flat(self.weights) - self.saddle
                 parts = self._unstable(displacement)
                 row = [displacement.norm(), parts.norm(), parts[0].abs(), loss.double().to(self.where)]
                 rows.append(torch.stack(row).tolist())
@@ -350,7 +418,7 @@ class _Descent:
                 if rows[-1][1] > radius or len(rows) > steps:
                     break
                 moved.append(self._update(gradients))
-                if self.batch_size is None and moved[-UNMOVED:] == [0.0] * UNMOVED:
+                if self.batch_size is None and moved[-patience:] == [0.0] * patience:
                     break
                 bar.update()
         return rows, moved[0] if moved else math.nan
@@ -374,18 +442,26 @@ class _Descent:
     @torch.no_grad()
     def _place(self, weights: Float[Tensor, " n"]) -> None:
         # Copied, not views of one vector: where a weight lies in memory may decide how a product of it is rounded.
-        for parameter, piece in zip(self.parameters, weights.split([p.numel() for p in self.parameters]), strict=True):
-            parameter.copy_(piece.view_as(parameter))
+        for weight, piece in zip(self.weights, weights.split([w.numel() for w in self.weights]), strict=True):
+            weight.copy_(piece.view_as(weight))
+        self._hand_over()
 
     @torch.no_grad()
+    def _hand_over(self) -> None:
+        """Round the master weights, if there are any, to what the gradients are computed with."""
+        if self.weights is not self.parameters:
+            for parameter, weight in zip(self.parameters, self.weights, strict=True):
+                parameter.copy_(weight)
+
     def _update(self, gradients: Sequence[Tensor]) -> float:
         """One step; the share of the weights that it changed."""
-        changed = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            before = parameter.clone()
-            parameter.add_(gradient, alpha=-self.rate)
-            changed += (parameter != before).sum()
-        return int(changed) / len(self.saddle)
+        before = [weight.detach().clone() for weight in self.weights]
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            weight.grad = gradient.to(weight)
+        self.optimizer.step()
+        self._hand_over()
+        changed = [(weight != old).sum() for weight, old in zip(self.weights, before, strict=True)]
+        return int(torch.stack(changed).sum()) / len(self.saddle)
 
     def _unstable(self, vector: Float[Tensor, " n"]) -> Float[Tensor, " m"]:
         return (self.directions * vector[:, None]).sum(0)
@@ -394,25 +470,12 @@ class _Descent:
         return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.where).double()
 
 
+def _patience(optimizer: str) -> int:
+    return UNMOVED if optimizer == "sgd" else SETTLED
+
+
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _expected(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: float) -> float:
-    """The step at which displacements that grow by their own rates are together as long as the radius."""
-    from scipy.optimize import brentq
-
-    if not (start > 0).any():
-        return math.inf
-    logs = start.clamp(min=1e-300).log()
-
-    def excess(step: float) -> float:
-        return float(torch.logsumexp(2 * (logs + rates * step), 0)) / 2 - math.log(radius)
-
-    if excess(0) >= 0:
-        return 0.0
-    alone = float(((math.log(radius) - logs) / rates).min())  # when the first of them is as long by itself
-    return float(brentq(excess, 0, alone + 1))
 
 
 def _check(model: nn.Module, saddle: Saddle, batch_size: int | None) -> None:

@@ -14,7 +14,8 @@ def escapes():
     alone = [{"setting": EXACT, "held": True}, {"setting": TF32, "noise": 1e-4, "steps": 90, "emulated": True}]
     batched = [row | {"batch_size": 10, "noise": 0.1, "held": False, "steps": 50} for row in alone]
     rows = [row | {"seed": seed} for row in alone + batched for seed in range(2)] + pushed
-    usual = {"perturbation": 0.0, "batch_size": 0, "recorded": False, "held": False, "emulated": False, "noise": 1e-16}
+    usual = {"optimizer": "sgd", "learning_rate": 30.0, "master_weights": False, "step_ratio": np.nan}
+    usual |= {"perturbation": 0.0, "batch_size": 0, "recorded": False, "held": False, "emulated": False, "noise": 1e-16}
     table = pd.DataFrame([{**usual, "expected": 80.0, "steps": np.nan, "seed": 0, **row} for row in rows])
     return table.assign(left=table.steps.notna())
 
@@ -31,30 +32,58 @@ def curvature(shift=0.0):
     return pd.DataFrame(rows)
 
 
+def by(optimizer, escapes, **columns):
+    """Two trainings that nothing pushed, under each setting."""
+    return escapes.assign(optimizer=optimizer, **columns).query("perturbation == 0 and batch_size == 0")
+
+
 def test_it_counts_what_left_and_what_was_held(escapes):
-    text = gl.saddle_finding(escapes)
-    assert "Pushed off the saddle (made here), 2 of 2 left" in text
-    for setting, rows in escapes[(escapes.perturbation == 0) & (escapes.batch_size == 0)].groupby("setting"):
-        line = next(line for line in text.splitlines() if line.startswith(f"{setting} (made here"))
-        assert f"{rows.left.sum()} of 2 left, {rows.held.sum()} held" in line
-        assert ("emulated" in line) == (setting == TF32)
+    lines = gl.saddle_finding(escapes).splitlines()
+    assert any(line.startswith("Pushed off the saddle (made here): 2 of 2 left, after ") for line in lines)
+    line = next(line for line in lines if line.startswith("sgd (made here, after 90 to 90 steps): 2 of 4 left, "))
+    assert line.endswith(f"after {90 / 80:.2f} times the expected steps (median); stayed under {EXACT} at 30.")
+    held = gl.saddle_finding(escapes.assign(left=False, held=True, steps=np.nan))
+    assert f"sgd (made here): 0 of 4 left; stayed under {EXACT} at 30, {TF32} at 30." in held.splitlines()
+    assert "leaves in every arithmetic" not in held
 
 
-def test_a_held_network_is_not_said_to_have_left(escapes):
-    held = escapes.assign(left=False, held=True, steps=np.nan)
-    text = gl.saddle_finding(held)
-    assert "0 of 2 left, 2 held; never" in text
-    assert f"holds the network where it is under {EXACT}, {TF32}" in text
-    assert "leads away under" not in text
+def test_the_optimiser_decides_only_where_it_does(escapes):
+    adam = by("adam", escapes, learning_rate=1e-3, left=True, steps=50.0)
+    text = gl.saddle_finding(pd.concat([escapes, adam]))
+    assert text.startswith("It is the optimiser that decides")
+    assert "adam at 0.001 leaves in every arithmetic, after 50 to 50 steps" in text
+    assert f"sgd at 30 stays under {EXACT} (0 of 2 left)." in text.splitlines()[0]
+    alike = by("adam", escapes, learning_rate=1e-3)
+    assert "It is the optimiser that decides" not in gl.saddle_finding(pd.concat([escapes, alike]))
+    assert "It is the optimiser that decides" not in gl.saddle_finding(adam)
 
 
-def test_minibatches_are_compared_with_the_rounding_of_the_same_arithmetic(escapes):
-    above = escapes[escapes.setting == EXACT].groupby("batch_size").noise.median()
-    orders = np.log10(
-        above[10]
-        / escapes[(escapes.setting == EXACT) & (escapes.perturbation == 0)].query("batch_size == 0").noise.median()
-    )
-    assert f"{orders:.1f} orders of magnitude above its rounding" in gl.saddle_finding(escapes)
+def test_the_criterion_is_counted_on_both_sides(escapes):
+    known = by("adam", escapes).assign(step_ratio=[0.5, 2.0, 3.0, 0.1])
+    text = gl.saddle_finding(known)
+    above = known.step_ratio > 1
+    assert f"above half a last place of the weights, {known.left[above].sum()} of 2 left" in text
+    assert f"below, {known.left[~above].sum()} of 2." in text
+    assert "within a factor of 10.0 of it" in text, "that with a tenth of a place, which left"
+    assert "exceptions" not in gl.saddle_finding(known.assign(step_ratio=known.left + 0.5))
+    assert "last place" not in gl.saddle_finding(escapes)
+
+
+def test_weights_in_float64_are_told_apart(escapes):
+    control = by("sgd", escapes, master_weights=True, left=True, steps=300.0)
+    text = gl.saddle_finding(pd.concat([escapes, control]))
+    line = next(line for line in text.splitlines() if line.startswith(f"With the gradients of {EXACT}, but weights in"))
+    assert "sgd leaves where it stayed (made here, after 300 to 300 steps; theory 80): 2 of 2." in line
+    assert f"With the gradients of {TF32}" not in text, "it left there anyway"
+    assert "sgd (made here, after 90 to 90 steps): 2 of 4 left" in text
+
+
+def test_minibatches_are_compared_with_all_data_in_the_same_arithmetic(escapes):
+    line = "sgd at 30 with batches of 10 (made here, after 50 to 50 steps): 4 of 4 left, "
+    both = escapes[(escapes.setting == TF32) & (escapes.perturbation == 0)].groupby("batch_size").steps.median()
+    assert f"{line}{both[10] / both[0]:.1f} times as late" in gl.saddle_finding(escapes)
+    other = escapes.assign(learning_rate=escapes.learning_rate.where(escapes.batch_size > 0, 1.0))
+    assert f"{line[:-2]}." in gl.saddle_finding(other).splitlines()
 
 
 def test_the_answer_follows_the_steps(escapes):
@@ -63,6 +92,8 @@ def test_the_answer_follows_the_steps(escapes):
     assert "the arithmetic hardly matters" in gl.saddle_finding(same)
     apart = same.assign(steps=same.steps.where(~(batched & (same.setting == TF32)), 3000))
     assert "the arithmetic matters here as much as the seed" in gl.saddle_finding(apart)
+    third = same[batched & (same.setting == TF32)].assign(setting="cpu", left=False, steps=np.nan)
+    assert "not under cpu." in gl.saddle_finding(pd.concat([same, third]))
 
 
 def test_curvature_has_its_correlation_and_verdicts():

@@ -1,0 +1,198 @@
+"""The optimisers that can be let go at a saddle, and the laws by which they leave it.
+
+Along a direction of curvature −λ the gradient at a distance x is −λx. With a momentum μ a step of rate η is
+x₊ = x + μ (x − x₋) + ηλ x (Polyak's heavy ball), so that x grows by the factor ρ, the larger root of
+
+    ρ² − (1 + μ + ηλ) ρ + μ = 0,        ρ = 1 + ηλ without momentum.
+
+Adam and RMSprop divide a weight's gradient g by the size of its past ones, plus ε. Where |g| is far below ε that is
+momentum, or gradient descent, with the rate η/ε; above it, a weight moves by about η whatever the gradient is, and a
+network along the unit vector v by η‖v‖₁. That is rough: steps are longer while gradients grow, and with a large η the
+gradients of the other directions, which it shakes, come first.
+
+A step is rounded away where it is below half of what separates a weight from the next number of its format.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn, optim
+
+from gpulab.errors import UsageError
+
+Factory = Callable[..., optim.Optimizer]
+
+SETTLED = 500  # steps after which an optimiser has forgotten how it began: 0.99 to this power is below 1 %
+# One implementation on all devices: `foreach` would be another on a GPU.
+OPTIMIZERS: dict[str, Factory] = {
+    "sgd": functools.partial(optim.SGD, foreach=False),
+    "momentum": functools.partial(optim.SGD, momentum=0.9, foreach=False),
+    "rmsprop": functools.partial(optim.RMSprop, foreach=False),
+    "adam": functools.partial(optim.Adam, foreach=False),
+}
+HOW = {"lr", "foreach", "fused", "capturable", "differentiable"}  # options that change no formula
+LAWLESS = ("weight_decay", "dampening", "nesterov", "centered", "amsgrad", "maximize")  # options that change the law
+
+
+def build(optimizer: str | Factory, weights: Sequence[Tensor], rate: float) -> optim.Optimizer:
+    """An optimiser of these weights; `UsageError` for an unknown name and for what cannot make a step by itself."""
+    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+        names = ", ".join(OPTIMIZERS)
+        advice = "or a function such as functools.partial(torch.optim.Adam, eps=1e-4)"
+        raise UsageError(f"optimizer={optimizer!r}: expected {names}, {advice}")
+    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    try:
+        built = make(weights, lr=rate)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"optimizer={optimizer!r}: not called with weights and lr={rate:g}: {error}") from None
+    if not isinstance(built, optim.Optimizer):
+        raise UsageError(f"optimizer={optimizer!r}: it returned a {type(built).__name__}, no torch.optim.Optimizer")
+    if any(group.get("lr") != rate for group in built.param_groups):
+        raise UsageError(f"optimizer={optimizer!r}: it does not use the learning rate it is given, lr={rate:g}")
+    closure = inspect.signature(built.step).parameters.get("closure")
+    if closure and closure.default is inspect.Parameter.empty:
+        name = type(built).__name__
+        raise UsageError(f"optimizer={optimizer!r}: {name} needs a closure; expected steps of one gradient")
+    return built
+
+
+def name_of(optimizer: str | Factory) -> str:
+    """A name for tables: the one given, or the class of what a function makes with what is unusual about it.
+
+    Examples:
+        >>> name_of("momentum"), name_of(functools.partial(torch.optim.Adam, eps=1e-4))
+        ('momentum', 'adam(eps=0.0001)')
+    """
+    built = build(optimizer, [nn.Parameter(torch.zeros(1, 1))], 1.0)
+    if isinstance(optimizer, str):
+        return optimizer
+    usual = inspect.signature(type(built)).parameters
+    own = {k: v for k, v in built.defaults.items() if k in usual and k not in HOW and v != usual[k].default}
+    options = ", ".join(f"{name}={value}" for name, value in own.items())
+    return type(built).__name__.lower() + (f"({options})" if options else "")
+
+
+@dataclass(frozen=True)
+class Law:
+    """How displacements along directions that lead down grow, to first order.
+
+    Examples:
+        >>> Law(rate=0.5, momentum=0.9).growth(torch.tensor([0.1]))  # the larger root of ρ² − 1.95 ρ + 0.9 = 0
+        tensor([1.2000])
+    """
+
+    rate: float  # η, or η/ε
+    momentum: float = 0.0
+    longest: float = math.inf  # how far a step can move a weight, about
+    floor: float = math.inf  # the gradient of a weight from which on it does
+
+    @classmethod
+    def of(cls, optimizer: optim.Optimizer) -> Law | None:
+        """That of one of torch's optimisers; None where there is none."""
+        options = optimizer.param_groups[0]
+        if any(map(options.get, LAWLESS)) or not options.get("eps", 1) or len(optimizer.param_groups) > 1:
+            return None
+        rate = float(options["lr"])
+        if type(optimizer) is optim.SGD:
+            return cls(rate, options["momentum"])
+        if type(optimizer) is optim.RMSprop and not options["momentum"]:
+            return cls(rate / options["eps"], 0.0, rate, options["eps"])
+        if type(optimizer) is optim.Adam:
+            beta = options["betas"][0]
+            return cls(rate * (1 - beta) / options["eps"], beta, rate, options["eps"])
+        return None
+
+    def growth(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
+        """The factor ρ a step, for each λ."""
+        return 1 + self.gain(curvature)
+
+    def gain(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
+        """ρ − 1, without a difference of close numbers."""
+        a = self.rate * curvature
+        if not self.momentum:
+            return a
+        rest = 1 - self.momentum - a
+        return 2 * a / (rest + (rest.square() + 4 * a).sqrt())
+
+    def impulse(self, curvature: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
+        """What a push adds in the long run, as a multiple of what it does at once: 1 / (1 − μ) for a small ηλ."""
+        growth = self.growth(curvature)
+        return growth / (growth - self.momentum)
+
+    def expected(
+        self, start: Float[Tensor, " m"], curvature: Float[Tensor, " m"], steepest: Float[Tensor, " n"], radius: float
+    ) -> float:
+        """The step at which the displacements from `start`, at rest, are together as long as the radius.
+
+        Args:
+            start: Along each direction, its absolute value.
+            curvature: Their λ, the largest first.
+            steepest: The unit vector v of the first one.
+            radius: Of all together.
+        """
+        if start.isnan().any():
+            return math.nan
+        length = float(steepest.abs().sum())
+        # Where the mean weight's gradient along v reaches the floor.
+        corner = self.floor * len(steepest) / (float(curvature[0]) * length)
+        growth = self.growth(curvature)
+        begin = start * (growth - self.momentum) / (growth - self.momentum / growth)
+        steps = _grown(begin, torch.log1p(self.gain(curvature)), min(corner, radius))
+        return steps + max(0.0, radius - max(corner, float(start.norm()))) / (self.longest * length)
+
+
+def _grown(start: Float[Tensor, " m"], rates: Float[Tensor, " m"], radius: float) -> float:
+    """The step at which displacements that grow by their own rates are together as long as the radius."""
+    from scipy.optimize import brentq
+
+    if not (start > 0).any():
+        return math.inf
+    logs = start.clamp(min=1e-300).log()
+
+    def excess(step: float) -> float:
+        return float(torch.logsumexp(2 * (logs + rates * step), 0)) / 2 - math.log(radius)
+
+    if excess(0) >= 0:
+        return 0.0
+    alone = float(((math.log(radius) - logs) / rates).min())  # when the first of them is as long by itself
+    return float(brentq(excess, 0, alone + 1))
+
+
+def step_ratio(optimizer: str | Factory, rate: float, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:
+    """The step that an optimiser settles to where the gradient stays as it is, over half of the weights' last place.
+
+    Both are Euclidean lengths over all weights. Far below 1 nothing moves for good. The step is the optimiser's in
+    float64, from zero, so that nothing of it is rounded away; the last place is that of the weights' own format.
+
+    Examples:
+        >>> weights = [torch.ones(3)]
+        >>> step_ratio("sgd", 1.0, weights, [torch.full((3,), 2.0**-25)])  # half a place of float32's 1 is 2⁻²⁴
+        0.5
+    """
+    zeros = [nn.Parameter(torch.zeros_like(weight, dtype=torch.float64)) for weight in weights]
+    settling = build(optimizer, zeros, rate)
+    for zero, gradient in zip(zeros, gradients, strict=True):
+        zero.grad = gradient.to(zero)
+    for _ in range(SETTLED):
+        for zero in zeros:
+            zero.data.zero_()
+        try:
+            settling.step()
+        except RuntimeError as error:
+            raise UsageError(f"optimizer={optimizer!r}: it makes no step of these gradients: {error}") from None
+    step, places = (torch.cat([x.detach().flatten() for x in parts]) for parts in (zeros, map(_half_place, weights)))
+    return float(step.norm() / places.norm())
+
+
+def _half_place(weights: Tensor) -> Tensor:
+    """Half of what separates each weight from the next number of its format, in float64."""
+    limits = torch.finfo(weights.dtype)
+    exponent = torch.frexp(weights.detach().double()).exponent
+    return (limits.eps * torch.exp2(exponent.double() - 2)).where(weights != 0, 0.0)

@@ -1,0 +1,229 @@
+import functools
+import math
+
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab import plots
+from gpulab.saddles.optimizers import Law, name_of, step_ratio
+
+FLOAT64, FLOAT32, BFLOAT16 = "cpu:precision=float64", "cpu", "cpu:precision=bfloat16"
+SCALES = torch.tensor([2.0, 1.6, 1.2, 0.9, 0.6, 0.3])
+LARGE_EPSILON = functools.partial(torch.optim.Adam, eps=1.0)
+
+
+@pytest.fixture(scope="module")
+def saddle():
+    """Mixed, so that all weights take part in what leads down."""
+    data = torch.randn(100, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * SCALES
+    return gl.linear_autoencoder_saddle(data, [1, 2]).mixed(1)
+
+
+def escape(saddle, setting=FLOAT64, **options):
+    return gl.escape(saddle.model, saddle, setting, progress=False, **options)
+
+
+# --- laws ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("curvature", [1e-6, 0.01, 0.3, 3.0])
+def test_growth_is_the_eigenvalue_of_the_recursion(momentum, curvature):
+    law = Law(0.5, momentum)
+    step = torch.tensor([[1 + momentum + 0.5 * curvature, -momentum], [1.0, 0.0]], dtype=torch.float64)
+    largest = torch.linalg.eigvals(step).real.max().item()
+    value = torch.tensor([curvature], dtype=torch.float64)
+    assert law.growth(value).item() == pytest.approx(largest, rel=1e-13)
+    assert law.gain(value).item() == pytest.approx(largest - 1, rel=1e-9)
+
+
+def test_a_push_adds_what_the_recursion_makes_of_it():
+    law, curvature = Law(0.1, 0.8), torch.tensor([0.5], dtype=torch.float64)
+    before, now = 0.0, 1.0
+    for _ in range(300):
+        before, now = now, now + 0.8 * (now - before) + 0.05 * now
+    rest, moved = 1.0, 1.05  # a displacement of 1 at rest, and after a step
+    for _ in range(300):
+        rest, moved = moved, moved + 0.8 * (moved - rest) + 0.05 * moved
+    growth = law.growth(curvature)
+    assert now / moved == pytest.approx((law.impulse(curvature) / growth).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("momentum", [0.5, 0.9])
+@pytest.mark.parametrize("perturbation", [1e-2, 1e-5, 1e-9])
+def test_momentum_leaves_when_the_law_says(saddle, momentum, perturbation):
+    made = functools.partial(torch.optim.SGD, momentum=momentum)
+    seen = escape(saddle, optimizer=made, perturbation=perturbation)
+    assert seen.left
+    assert abs(seen.steps - seen.expected) < 2
+    assert math.isnan(seen.law)
+    if perturbation < 1e-3:
+        assert seen.rate == pytest.approx(seen.expected_rate, rel=0.01)
+    assert seen.expected < 0.8 * escape(saddle, perturbation=perturbation).expected
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
+def test_steps_of_one_size_leave_after_the_radius_over_that_size(saddle, optimizer):
+    seen = {rate: escape(saddle, optimizer=optimizer, learning_rate=rate, perturbation=1e-5) for rate in (1e-4, 1e-5)}
+    for rate, one in seen.items():
+        assert one.expected == pytest.approx(0.1 / (rate * float(saddle.direction.abs().sum())), rel=0.1)
+        assert 0.4 < one.steps / one.expected < 1.6
+        assert math.isnan(one.expected_rate)
+    assert 6 < seen[1e-5].steps / seen[1e-4].steps < 20
+
+
+def test_below_its_epsilon_adam_is_gradient_descent_with_momentum(saddle):
+    seen = escape(saddle, optimizer=LARGE_EPSILON, learning_rate=0.1, perturbation=1e-6)
+    same = escape(saddle, optimizer="momentum", learning_rate=0.01, perturbation=1e-6)
+    assert seen.expected == pytest.approx(same.expected, rel=1e-6)
+    assert seen.steps / same.steps == pytest.approx(1, abs=0.05)
+
+
+def test_an_optimiser_without_a_law_says_so(saddle):
+    seen = escape(saddle, optimizer=torch.optim.AdamW, steps=300)
+    assert math.isnan(seen.expected)
+    assert "by adamw" in repr(seen)
+    assert "no theory" in repr(seen)
+    assert seen.left
+    nothing = Law.of(torch.optim.Adam([torch.zeros(1, requires_grad=True)], eps=0.0))
+    assert nothing is None
+    batches = escape(saddle, optimizer="adam", batch_size=10, steps=5)
+    assert math.isnan(batches.noise)
+    assert math.isnan(batches.expected)
+
+
+# --- the criterion ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "step"),
+    [("sgd", 1e-3 * 0.2), ("momentum", 1e-2 * 0.2), ("adam", 1e-3), ("rmsprop", 1e-3), (LARGE_EPSILON, 1e-3 / 6)],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_ratio_is_that_of_the_settled_step(optimizer, step, dtype):
+    weights = torch.tensor([1.0, -1.5, 1.99, 1.25], dtype=dtype)
+    places = torch.nextafter(weights[:1], torch.full((1,), 9.0, dtype=dtype)) - weights[:1]
+    ratio = step_ratio(optimizer, 1e-3, [weights], [torch.full((4,), -0.2)])
+    assert ratio == pytest.approx(step / (places.item() / 2), rel=0.01)
+
+
+def test_a_step_is_rounded_away_below_one_and_not_above():
+    for power, moves in ((-26, False), (-25, False), (-23, True)):
+        weight, gradient = torch.ones(5), torch.full((5,), 2.0**power)
+        assert (step_ratio("sgd", 1.0, [weight], [gradient]) > 1) == moves
+        assert bool((weight - gradient != weight).all()) == moves or power == -25  # below 1 places are half as wide
+
+
+def test_the_optimiser_decides_what_float32_does(saddle):
+    held, moved, scaled = (escape(saddle, FLOAT32, optimizer=name) for name in ("sgd", "momentum", "adam"))
+    assert held.held
+    assert held.step_ratio < 0.2
+    assert moved.step_ratio == pytest.approx(10 * held.step_ratio, rel=0.01)
+    assert scaled.left
+    assert scaled.step_ratio > 100
+
+
+def test_a_small_rate_holds_bfloat16_under_adam_as_well(saddle):
+    small, large = (escape(saddle, BFLOAT16, optimizer="adam", learning_rate=rate) for rate in (1e-5, 1e-2))
+    assert small.held
+    assert small.step_ratio < 0.1
+    assert large.left
+    assert large.step_ratio > 1
+    assert escape(saddle, FLOAT32, optimizer="adam", learning_rate=1e-5).left
+
+
+def test_what_is_rounded_away_is_the_update(saddle):
+    """Float32's gradients lead away in the law's time, if only the weights have the digits to follow them."""
+    held = escape(saddle, BFLOAT16)
+    free = escape(saddle, BFLOAT16, master_weights=True)
+    assert held.held
+    assert free.left
+    assert not free.held
+    assert 0.5 < free.steps / free.expected < 2
+    assert free.step_ratio > 1e6 * held.step_ratio
+    assert "weights in float64" in repr(free)
+
+
+def test_gradient_descent_is_that_of_a_loop_to_the_last_bit(saddle):
+    seen = escape(saddle, FLOAT32, perturbation=1e-3)
+    net = saddle.mixed(0).model.float()
+    start = torch.nn.utils.parameters_to_vector(saddle.model.parameters()).detach()
+    torch.nn.utils.vector_to_parameters((start + 1e-3 * saddle.direction).float(), net.parameters())
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
+    x = saddle.data[order].float()
+    for distance in seen.history.distance:
+        weights = torch.nn.utils.parameters_to_vector(net.parameters()).detach().double()
+        assert float((weights - start).norm()) == distance
+        gradients = torch.autograd.grad(torch.nn.functional.mse_loss(net(x), x), list(net.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+                parameter.add_(gradient, alpha=-seen.learning_rate)
+
+
+# --- what is asked for -----------------------------------------------------------------------------------
+
+
+def test_names():
+    assert [name_of(name) for name in ("sgd", "momentum", "rmsprop", "adam")] == ["sgd", "momentum", "rmsprop", "adam"]
+    assert name_of(LARGE_EPSILON) == "adam(eps=1.0)"
+    assert name_of(torch.optim.Adam) == "adam"
+    assert name_of(functools.partial(torch.optim.SGD, momentum=0.5, foreach=False)) == "sgd(momentum=0.5)"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ("lion", r"optimizer='lion': expected sgd, momentum, rmsprop, adam, or a function"),
+        (torch.optim.LBFGS, "LBFGS needs a closure"),
+        (lambda weights, **_: weights, "it returned a list, no torch.optim.Optimizer"),
+        (lambda weights: torch.optim.SGD(weights), "not called with weights and lr="),
+        (lambda weights, lr: torch.optim.SGD(weights, min(lr, 1e-9)), "does not use the learning rate it is given"),
+        (functools.partial(torch.optim.Adam, eps=-1.0), "Invalid epsilon"),
+        (torch.optim.SparseAdam, "makes no step of these gradients: SparseAdam does not support dense"),
+    ],
+)
+def test_what_is_no_optimiser_is_refused(saddle, optimizer, message):
+    with pytest.raises(gl.UsageError, match=message):
+        escape(saddle, optimizer=optimizer)
+
+
+def test_a_table_has_every_optimiser_with_its_rates(saddle):
+    options = {"steps": 3, "progress": False}
+    rates = {"adam": [1e-3, 1e-2], "sgd": [None]}
+    escapes = gl.escape_table(saddle, [FLOAT64, FLOAT32], optimizers=rates, **options)
+    assert escapes.table.groupby("optimizer").learning_rate.nunique().to_dict() == {"adam": 2, "sgd": 1}
+    assert len(escapes.paths.groupby(["optimizer", "learning_rate", "setting"])) == 6
+    one = gl.escape_table(saddle, [FLOAT64], optimizers=["momentum"], learning_rate=0.2, **options).table
+    assert one.learning_rate.tolist() == [0.2]
+    assert (one.optimizer == "momentum").all()
+    with pytest.raises(gl.UsageError, match=r"learning_rate=0.1: optimizers=\{'adam'"):
+        gl.escape_table(saddle, optimizers=rates, learning_rate=0.1)
+
+
+def test_what_was_recorded_before_there_were_optimisers_is_of_gradient_descent():
+    recorded = gl.recorded_escapes()
+    on_gpu = recorded[recorded.setting.str.startswith("cuda") & recorded.step_ratio.isna()]
+    assert len(on_gpu)
+    assert set(on_gpu.optimizer) == {"sgd"}
+    assert not on_gpu.master_weights.any()
+
+
+def test_figures(saddle):
+    rates = {"sgd": [None], "adam": [1e-5, 1e-2], "momentum": [None]}
+    escapes = gl.escape_table(saddle, [FLOAT32, BFLOAT16], optimizers=rates, progress=False)
+    table = escapes.table
+    phases = plots.escape_phases(table)
+    right = int((table.left == (table.step_ratio > 1)).sum())
+    assert f"{right} of {len(table)} trainings follow the criterion" in phases.alt
+    assert "for sgd, adam, momentum" in phases.alt
+    paths = plots.escape_paths(escapes.paths, radius=0.1)
+    assert f"{int(table.left.sum())} of {len(table)} trainings leave" in paths.alt
+    for picture in (phases, paths):
+        assert len(picture.png()) < 200_000
+    batches = gl.escape_table(saddle, [FLOAT32], optimizers=["adam"], batch_sizes=[10], steps=3, progress=False)
+    assert "0 of 1 trainings leave" in batches.plot().alt
+    with pytest.raises(gl.UsageError, match="escape_phases"):
+        plots.escape_law(table[table.optimizer == "adam"])
+    with pytest.raises(gl.UsageError, match="step_ratio"):
+        plots.escape_phases(table.assign(step_ratio=math.nan))
