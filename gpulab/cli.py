@@ -45,7 +45,10 @@ STORE_HELP = "folder in which runs are kept, or a file of packed runs  [default:
 SettingText = Annotated[str, typer.Option(help=SETTING_HELP)]
 Training = Annotated[str, typer.Argument(help="file.py:name, a training of your own; autoencoder, prednet, whitener")]
 Profile = Annotated[
-    str, typer.Option(help="smoke (seconds), quick (a laptop) or paper (as published); not of a function")
+    str,
+    typer.Option(
+        help="smoke (seconds), quick (a laptop) or paper (as published), for prednet also motion; not of a function"
+    ),
 ]
 Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=False)]
 StoreArgument = Annotated[Path | None, typer.Argument(help=STORE_HELP, show_default=False)]

@@ -220,9 +220,7 @@ def verdict(
         table.loc[row, ["low", "high", "equivalent_low", "equivalent_high"]] = ends
     table["decision"] = [decide(row, alpha) for row in table.itertuples()]
     table["seeds_needed"] = [
-        seeds_to_settle(some, losses, margin, alpha / len(levels), yes_or_no)
-        if what == "inconclusive"
-        else math.nan
+        seeds_to_settle(some, losses, margin, alpha / len(levels), yes_or_no) if what == "inconclusive" else math.nan
         for some, what in zip(of_level.values(), table.decision, strict=True)
     ]
     return Verdict(

@@ -69,5 +69,7 @@ def test_a_margin_of_yes_and_no_is_a_share():
     runs = pd.DataFrame({"setting": ["a"] * 20 + ["b"] * 20, "seed": [*range(20)] * 2, "learned": [0.0, 1.0] * 20})
     assert gl.seeds_needed(runs, "learned").margin.tolist() == [0.1, 0.1]
     for margin in ("0.25sd", 1.0):
-        with pytest.raises(gl.UsageError, match="'learned' holds only yes and no .* a share of the seeds between 0 and 1"):
+        with pytest.raises(
+            gl.UsageError, match=r"'learned' holds only yes and no .* a share of the seeds between 0 and 1"
+        ):
             gl.seeds_needed(runs, "learned", margin=margin)

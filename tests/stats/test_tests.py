@@ -127,7 +127,10 @@ SKEWED = {
 def test_the_mean_of_skewed_differences_is_rarely_called_other_than_zero(name):
     differences = SKEWED[name](np.random.default_rng(16), (1000, 32))
     differences -= 0.025 if name == "a fifth jumps" else 0
-    alarms = {test: np.mean([test(some) <= 0.05 for some in differences]) for test in (inference.sign_flip_p, inference.mean_p)}
+    alarms = {
+        test: np.mean([test(some) <= 0.05 for some in differences])
+        for test in (inference.sign_flip_p, inference.mean_p)
+    }
     assert alarms[inference.mean_p] < 0.065
     assert alarms[inference.mean_p] < alarms[inference.sign_flip_p]
     at_the_margin = 0.5 + np.array([*differences, *-differences])

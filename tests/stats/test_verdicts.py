@@ -225,7 +225,9 @@ def test_the_same_weights_are_not_tested():
 def test_what_could_undo_a_mean_is_said():
     text = str(gl.verdict(levels(cpu=BASE, cuda=shifted(0.1))))
     unseen = 1 - 0.05 ** (1 / 10)
-    assert f"Only jumps that none of these seeds made could undo this mean: of {-0.1 * (1 - unseen) / unseen:.2g}" in text
+    assert (
+        f"Only jumps that none of these seeds made could undo this mean: of {-0.1 * (1 - unseen) / unseen:.2g}" in text
+    )
     assert f"in {unseen:.0%} of all seeds" in text
 
 
