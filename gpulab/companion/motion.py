@@ -59,36 +59,36 @@ def recorded_films() -> pd.DataFrame:
     `protocol` is left out, since a film is part of it.
 
     Examples:
-        >>> bool((recorded_films().groupby("seed").film.nunique() > 1).all())
+        >>> bool((recorded_films().groupby("seed").scene_seed.nunique() > 1).all())
         True
     """
     return runs(records.recorded_folder("films")).assign(recorded=True).drop(columns="protocol")
 
 
 def _of_film(frame: pd.DataFrame, loss: functools._lru_cache_wrapper[float]) -> pd.Series:
-    columns = [frame[name] for name in ("data", "frames", "size", "film", "speed")]
+    columns = [frame[name] for name in ("data", "frames", "frame_size", "scene_seed", "speed")]
     values = [loss(*row) if row[0] in RENDERED else math.nan for row in zip(*columns, strict=True)]
     return pd.Series(values, frame.index, dtype=float)
 
 
 @functools.cache
-def _film(data: str, frames: int, size: str, film: float, speed: float) -> Sequence:
+def _film(data: str, frames: int, size: str, scene: float, speed: float) -> Sequence:
     height, width = map(int, size.split("x"))
-    loaded = load(data, frames, (height, width), seed=int(film), speed=speed)
+    loaded = load(data, frames, (height, width), seed=int(scene), speed=speed)
     assert isinstance(loaded, Sequence)
     return loaded
 
 
 @functools.cache
-def _repeat_loss(data: str, frames: int, size: str, film: float, speed: float) -> float:
+def _repeat_loss(data: str, frames: int, size: str, scene: float, speed: float) -> float:
     length = protocol("prednet", "paper").window
     count = frames // length
     last = max(1, count // LAST_FIFTH)
-    windows = _film(data, frames, size, film, speed).windows(length, start=count - last)
+    windows = _film(data, frames, size, scene, speed).windows(length, start=count - last)
     errors = [np.square(np.diff(part.frames / 255, axis=0)).mean() for part in itertools.islice(windows, last)]
     return float(np.mean(errors))
 
 
 @functools.cache
-def _missing_colour_loss(data: str, frames: int, size: str, film: float, speed: float) -> float:
-    return _film(data, frames, size, film, speed).missing_colour_loss()
+def _missing_colour_loss(data: str, frames: int, size: str, scene: float, speed: float) -> float:
+    return _film(data, frames, size, scene, speed).missing_colour_loss()

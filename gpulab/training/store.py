@@ -37,8 +37,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     (whose generator drew the initial weights), `covariance` (how the whitener computes it), `status`,
     `final_loss`, `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the SHA-256 of the trained
     weights, so that equal bits can be seen), `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`,
-    `data`, `size` (height×width, such as `48x64`), `film` and `speed` (what a rendered scene was drawn from, and how
-    fast it moves), `frames`, `protocol` (a digest of model, data,
+    `data`, `frame_size` (height×width), `scene_seed` and `speed` (what a rendered scene was drawn
+    from, and how fast it moves), `frames`, `protocol` (a digest of model, data,
     length and learning rate: runs with equal ones can be compared), `recorded`, `id` and `path`. A damaged
     run is reported as a warning and skipped. Runs of a function have, after these, `options` (all of them, as JSON)
     and a column for each option and each metric.
@@ -136,7 +136,7 @@ COLUMNS = [
     *("experiment", "profile", "setting", "device", "seed", "rerun"),
     *FACTORS,
     *("status", "final_loss", "heldout_loss", "seconds", "frames_per_second", "weights", "diverged_at"),
-    *("machine", "cpu", "gpu", "torch", "gpulab", "data", "size", "film", "speed", "frames"),
+    *("machine", "cpu", "gpu", "torch", "gpulab", "data", "frame_size", "scene_seed", "speed", "frames"),
     *("protocol", "recorded", "id", "path"),
 ]
 OPEN = {"data", "frames", *FACTORS} - {"flip"}  # empty for a run of a function, which may have options of these names
@@ -156,9 +156,7 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
     if damaged:
         said = "; ".join(damaged[:MOST_NAMED]) + ("; …" if len(damaged) > MOST_NAMED else "")
         warnings.warn(f"{len(damaged)} damaged run(s) skipped (gpulab check mends a store): {said}", stacklevel=3)
-    numbers = dict.fromkeys(
-        ("final_loss", "heldout_loss", "seconds", "frames_per_second", "film", "speed", "flip"), float
-    )
+    numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second", "speed", "flip"), float)
     more = dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)
     frame = pd.DataFrame(rows, columns=[*COLUMNS, *more]).astype(numbers)  # JSON's null becomes NaN
     frame.attrs["damaged"] = len(damaged)
@@ -212,8 +210,8 @@ def _of_network(configuration: dict[str, Any]) -> dict[str, Any]:
     """What one of gpulab's own networks learned from."""
     options = configuration.get("data_options", {})
     size = "x".join(map(str, options["size"])) if "size" in options else None
-    film = {"size": size, "film": options.get("scene_seed"), "speed": options.get("speed")}
-    return {"data": configuration["data"], "frames": configuration["frames"], **film}
+    scene = {"frame_size": size, "scene_seed": options.get("scene_seed"), "speed": options.get("speed")}
+    return {"data": configuration["data"], "frames": configuration["frames"], **scene}
 
 
 def _of_function(record: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def test_what_is_repeated_is_what_the_final_loss_is_of(frame):
     assert losses.isna().tolist() == (frame.experiment == "autoencoder").tolist()
     for row, loss in zip(frame.itertuples(), losses, strict=True):
         if row.experiment == "prednet":
-            film = gl.load("walk", frames=200, size=(24, 32), seed=int(row.film), speed=row.speed)
+            film = gl.load("walk", frames=200, size=(24, 32), seed=int(row.scene_seed), speed=row.speed)
             frames = np.stack(list(film.stream(0, 200))) / 255
             errors = np.square(np.diff(frames, axis=0)).mean((1, 2, 3))  # of frames 1 to 199
             assert loss == pytest.approx(errors[-40:].mean()), "the last two of ten windows of 20"
@@ -32,7 +32,7 @@ def test_what_is_repeated_is_what_the_final_loss_is_of(frame):
 def test_a_dead_colour_costs_what_the_film_says(frame):
     losses = motion.missing_colour_losses(frame)
     film = gl.load("walk", frames=200, size=(24, 32))
-    (usual,) = losses[(frame.film == 0) & (frame.speed == 1)]
+    (usual,) = losses[(frame.scene_seed == 0) & (frame.speed == 1)]
     assert usual == film.missing_colour_loss()
     assert np.isinf(losses[frame.experiment == "autoencoder"]).all()
 
@@ -48,13 +48,13 @@ def test_the_finding_counts_the_runs(frame):
 
 def test_recorded_films_differ_in_the_film_alone():
     films = gl.companion.recorded_films()
-    cells = pd.crosstab(films.seed, films.film)
+    cells = pd.crosstab(films.seed, films.scene_seed)
     assert (cells == 1).all(axis=None)
     assert cells.shape >= (5, 5)
-    for name in ("setting", "machine", "profile", "frames", "size", "speed", "loader", "torch"):
+    for name in ("setting", "machine", "profile", "frames", "frame_size", "speed", "loader", "torch"):
         assert films[name].nunique() == 1, name
-    components = gl.stats.variance_components(films, factor="film")
-    assert {"seed", "film"} < set(components.table.source)
+    components = gl.stats.variance_components(films, factor="scene_seed")
+    assert {"seed", "scene_seed"} < set(components.table.source)
 
 
 def test_most_recorded_networks_of_the_motion_profile_learn_motion():
