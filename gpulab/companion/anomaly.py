@@ -8,34 +8,21 @@ the window's last frame.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
 
 import pandas as pd
 from matplotlib.ticker import NullFormatter
-from tqdm.auto import tqdm
 
-from gpulab.companion.motion import missing_colour_losses, repeat_losses
+from gpulab.companion.learning import ALL, METRICS, decisions, learning_table, learning_verdicts
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.plots.style import INK, Look, canvas, finished, origin_keys, points
 from gpulab.report import Picture
-from gpulab.stats.power import parse_margin
-from gpulab.stats.tests import holm
-from gpulab.stats.verdicts import Verdict, decide, verdict
+from gpulab.stats.verdicts import Verdict
 from gpulab.training.step import FirstWindow
 
 FAR = 1000  # roundings: a gradient so far off is wrong
 PLAIN = "copied"
 SHARING = ("reused", "imitated")
-# What the runs are judged by. All but the first, which needs no threshold of ours, were laid down in data/README.md
-# before the runs were made.
-BEAT = "share of seeds that beat repeating the last frame"
-ALL, STUCK = "final loss of all seeds", "share of seeds that did not learn"
-LEARNED = "final loss of the seeds that learned"
-METRICS = (BEAT, ALL, STUCK, LEARNED)
-COLUMNS = "experiment profile setting speed loader metric seeds decision difference low high relative margin p p_holm"
-COLUMNS += " uncorrected registered registered_margin same_bits worse beat beat_copied"
 SPEED_COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#222222")
 
 
@@ -73,75 +60,30 @@ def first_window(
 def anomaly_verdicts(
     frame: pd.DataFrame, plateau: float, repeat: float = math.nan, margin: str | float | None = None
 ) -> dict[str, Verdict]:
-    """The verdicts on shared against copied memory; the last takes the seeds that learned both ways.
+    """The verdicts on shared against copied memory: `learning_verdicts` of one size, speed and device.
 
     Args:
-        frame: Runs of one size, speed and device, with the loader `copied` and one of `reused` and `imitated`.
-        plateau: A run whose final loss is not below it, or that diverged, did not learn.
-        repeat: The loss of repeating the last frame; NaN where there is none.
-        margin: Of the two losses, as of `gpulab.verdict`; that of the two shares is 0.1.
-
-    Returns:
-        A verdict for each of `METRICS`, without the first where nothing can be repeated, and without the last where
-        no seed learned both ways.
+        frame: Runs with the loader `copied` and one of `reused` and `imitated`.
+        plateau, repeat, margin: As of `learning_verdicts`.
 
     Raises:
         UsageError: For other loaders.
     """
-    loaders = set(frame.loader)
-    if PLAIN not in loaders or len(loaders & set(SHARING)) != 1 or len(loaders) != 2:
-        raise UsageError(f"loaders {sorted(loaders)}: expected {PLAIN!r} and one of {', '.join(SHARING)}")
-    stuck = ~(frame.final_loss < plateau)
-    learned = frame[~stuck.groupby(frame.seed).transform("any")]
-    options: dict[str, Any] = {"factor": "loader", "reference": PLAIN}
-    shares = frame.assign(beat=frame.final_loss < repeat, stuck=stuck, status="finished")
-    verdicts = {BEAT: verdict(shares, metric="beat", **options)} if repeat == repeat else {}
-    verdicts[ALL] = verdict(frame, margin=margin, **options)
-    verdicts[STUCK] = verdict(shares, metric="stuck", **options)
-    if len(learned):
-        verdicts[LEARNED] = verdict(learned, margin=margin, **options)
-    return verdicts
+    _check_loaders(frame)
+    return learning_verdicts(frame, "loader", PLAIN, plateau, repeat, margin)
 
 
 def anomaly_table(frame: pd.DataFrame, alpha: float = 0.05) -> pd.DataFrame:
-    """`anomaly_verdicts` for every experiment, size, setting and speed in a frame of runs.
+    """`learning_table` of shared against copied memory, for every experiment, size and setting."""
+    for _, runs in frame.groupby(["experiment", "profile", "setting"]):
+        _check_loaders(runs)
+    return learning_table(frame, "loader", PLAIN, alpha)
 
-    The metrics and speeds of one experiment, size, setting and loader are one family: its p values have Holm's
-    correction, those of differences and those of equivalence each for themselves.
 
-    Returns:
-        A row each: `metric`, `seeds`, `decision` after the correction, `difference` (shared minus copied) with its
-        interval `low`, `high`, `relative` (to the mean with copied frames), `margin`, `p`, `p_holm`; `uncorrected`,
-        the decision without the correction; `registered`, that against the margin as it was registered, a quarter of
-        the sample's standard deviation itself (`registered_margin`); `worse` (seeds whose metric is higher),
-        `same_bits` (seeds whose trained weights are identical), `beat` and `beat_copied` (runs that beat repeating
-        the last frame, of either kind and with copied frames).
-    """
-    rows = []
-    groups = list(frame.groupby(["experiment", "profile", "setting", "data", "speed"], dropna=False))
-    for (experiment, profile, setting, _, speed), runs in tqdm(groups, unit="verdict", leave=False):
-        common = {"experiment": experiment, "profile": profile, "setting": setting, "speed": speed}
-        repeat, plateau = repeat_losses(runs).iloc[0], missing_colour_losses(runs).iloc[0]
-        better = runs.final_loss < repeat
-        common |= {"beat": int(better.sum()), "beat_copied": int(better[runs.loader == PLAIN].sum())}
-        for metric, judged in anomaly_verdicts(runs, plateau, repeat).items():
-            (level,) = judged.table.rename(columns={"decision": "uncorrected"}).to_dict("records")
-            copied, worse = judged.pairs.reference, int((judged.pairs.difference > 0).sum())
-            level["relative"] = level["difference"] / copied.mean() if copied.any() else 0.0
-            level |= {"metric": metric, "worse": worse, "registered": level["uncorrected"]}
-            level["registered_margin"] = level["margin"]
-            if isinstance(judged.margin, str) and judged.between_seeds > 0:
-                level["registered_margin"] = quarter = parse_margin(judged.margin)[0] * judged.between_seeds
-                again = verdict(judged.runs, judged.metric, "loader", margin=quarter, reference=PLAIN)
-                level["registered"] = again.decision
-            rows.append({**common, **level})
-    table = pd.DataFrame(rows)
-    family = table.groupby(["experiment", "profile", "setting", "loader"], dropna=False)
-    for name in ("different", "equivalent"):
-        table[f"p_{name}_holm"] = family[f"p_{name}"].transform(holm)
-    table["p_diverged_holm"] = (table.p_diverged * family.seeds.transform("size")).clip(upper=1.0)
-    table["decision"] = [decide(row, alpha) for row in table.itertuples()]
-    return table.rename(columns={"p_different": "p", "p_different_holm": "p_holm"})[COLUMNS.split()]
+def _check_loaders(frame: pd.DataFrame) -> None:
+    loaders = set(frame.loader)
+    if PLAIN not in loaders or len(loaders & set(SHARING)) != 1 or len(loaders) != 2:
+        raise UsageError(f"loaders {sorted(loaders)}: expected {PLAIN!r} and one of {', '.join(SHARING)}")
 
 
 def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
@@ -161,7 +103,7 @@ def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
             lines.append(f"{where}: the same bits in {whole.same_bits.sum()} of {whole.seeds.sum()} pairs of runs.")
             continue
         asked = [(metric, rows[rows.metric == metric]) for metric in METRICS]
-        lines += [f"{where}, {metric}: {_decisions(some)}." for metric, some in asked if len(some)]
+        lines += [f"{where}, {metric}: {decisions(some)}." for metric, some in asked if len(some)]
     if (window.gradient_difference > FAR * window.rounding).any():
         lines.append("So where wrapping shares memory, the published loop computes a wrong gradient and never says so.")
     lines.append(
@@ -169,24 +111,6 @@ def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
         "were used are not at hand."
     )
     return "\n".join(lines)
-
-
-def _decisions(rows: pd.DataFrame) -> str:
-    """The verdicts at each speed in one sentence: `different at speeds 1, 2 (+80% and +51%, higher in 27 and 26 …`."""
-    parts = []
-    for decision, some in rows.groupby("decision", sort=False):
-        size = some.difference if set(some.metric) & {BEAT, STUCK} else some.relative
-        speeds = "" if some.speed.isna().all() else f" at speed {_listed(some.speed.map('{:g}'.format))}"
-        higher = _listed(f"{row.worse} of {row.seeds}" for row in some.itertuples())
-        parts.append(f"{decision}{speeds} ({_listed(size.map('{:+.0%}'.format))}, higher in {higher} seeds)")
-    if len(rows) and not rows.beat.any() and BEAT in set(rows.metric):
-        parts.append("neither network has learned motion here")
-    return "; ".join(parts)
-
-
-def _listed(words: Iterable[str]) -> str:
-    *most, last = words
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def shared_memory(frame: pd.DataFrame) -> Picture:

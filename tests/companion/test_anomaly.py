@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.companion import anomaly
+from gpulab.companion import learning
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def runs(loader, losses, **columns):
         "setting": "cpu",
         "data": "walk",
         "speed": 1.0,
-        "film": 0,
-        "size": "24x32",
+        "scene_seed": 0,
+        "frame_size": "24x32",
     }
     common |= {"frames": 200, "protocol": "p", "rerun": 0, "status": "finished", "machine": "m", "recorded": False}
     rows = [{"loader": loader, "seed": n, "final_loss": x, "weights": f"{loader}{n}"} for n, x in enumerate(losses)]
@@ -74,11 +74,11 @@ WORSE = [2 * loss for loss in COPIED[:-1]] + [0.15]
 def test_four_questions_are_asked():
     both = pd.concat([runs("copied", COPIED), runs("reused", WORSE)])
     verdicts = gl.anomaly_verdicts(both, plateau=0.05, repeat=0.0125)
-    assert list(verdicts) == list(anomaly.METRICS)
-    assert verdicts[anomaly.BEAT].table.difference[0] == pytest.approx(-5 / 8), "no seed beats it with shared memory"
-    assert verdicts[anomaly.STUCK].table.difference[0] == 0
-    assert verdicts[anomaly.BEAT].margin == verdicts[anomaly.STUCK].margin == 0.1
-    learned = verdicts[anomaly.LEARNED]
+    assert list(verdicts) == list(learning.METRICS)
+    assert verdicts[learning.BEAT].table.difference[0] == pytest.approx(-5 / 8), "no seed beats it with shared memory"
+    assert verdicts[learning.STUCK].table.difference[0] == 0
+    assert verdicts[learning.BEAT].margin == verdicts[learning.STUCK].margin == 0.1
+    learned = verdicts[learning.LEARNED]
     assert learned.table.seeds[0] == 7, "the seed on the plateau did not learn"
     assert learned.decision == "different"
 
@@ -90,8 +90,8 @@ def test_a_seed_that_learned_one_way_only_or_diverged_did_not_learn(loader, loss
     other = runs(loader, losses)
     other["status"] = other.final_loss.isna().map({True: "diverged", False: "finished"})
     verdicts = gl.anomaly_verdicts(pd.concat([runs("copied", COPIED), other]), plateau=0.05)
-    assert verdicts[anomaly.STUCK].table.difference[0] == pytest.approx(1 / 8)
-    assert verdicts[anomaly.LEARNED].table.seeds[0] == 6
+    assert verdicts[learning.STUCK].table.difference[0] == pytest.approx(1 / 8)
+    assert verdicts[learning.LEARNED].table.seeds[0] == 6
 
 
 @pytest.mark.parametrize("loaders", [("copied",), ("window", "reused"), ("copied", "reused", "imitated")])
@@ -105,15 +105,15 @@ def test_the_table_has_every_decision_with_and_without_correction_and_against_th
     frame = pd.concat([runs("copied", COPIED), runs("reused", WORSE)])
     slow, fast = frame, frame.assign(speed=2.0)
     table = gl.anomaly_table(pd.concat([slow, fast]))
-    assert table.metric.tolist() == [*anomaly.METRICS] * 2
-    (alone,) = table.query("metric == @anomaly.LEARNED and speed == 1").to_dict("records")
+    assert table.metric.tolist() == [*learning.METRICS] * 2
+    (alone,) = table.query("metric == @learning.LEARNED and speed == 1").to_dict("records")
     assert (alone["p"], alone["p_holm"]) == (2 / 2**7, 8 * 2 / 2**7), "two speeds, four metrics"
     assert (alone["uncorrected"], alone["registered"], alone["decision"]) == ("different", "different", "inconclusive")
     spread = pd.Series(COPIED[:-1]).std()
     assert alone["registered_margin"] == pytest.approx(0.25 * spread)
     assert alone["margin"] < alone["registered_margin"]
     better = frame.final_loss < gl.companion.repeat_losses(frame)
-    assert (alone["beat"], alone["beat_copied"]) == (better.sum(), better[frame.loader == "copied"].sum()) == (2, 2)
+    assert (alone["beat"], alone["beat_reference"]) == (better.sum(), better[frame.loader == "copied"].sum()) == (2, 2)
 
 
 def test_the_finding_follows_from_the_tables(window, control):

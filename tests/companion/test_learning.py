@@ -1,11 +1,11 @@
-"""Whether networks beat repeating the last frame."""
+"""What networks have learned."""
 
 import numpy as np
 import pandas as pd
 import pytest
 
 import gpulab as gl
-from gpulab.companion import motion
+from gpulab.companion import learning
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def frame(tmp_path_factory):
 
 
 def test_what_is_repeated_is_what_the_final_loss_is_of(frame):
-    losses = motion.repeat_losses(frame)
+    losses = learning.repeat_losses(frame)
     assert losses.isna().tolist() == (frame.experiment == "autoencoder").tolist()
     for row, loss in zip(frame.itertuples(), losses, strict=True):
         if row.experiment == "prednet":
@@ -30,7 +30,7 @@ def test_what_is_repeated_is_what_the_final_loss_is_of(frame):
 
 
 def test_a_dead_colour_costs_what_the_film_says(frame):
-    losses = motion.missing_colour_losses(frame)
+    losses = learning.missing_colour_losses(frame)
     film = gl.load("walk", frames=200, size=(24, 32))
     (usual,) = losses[(frame.scene_seed == 0) & (frame.speed == 1)]
     assert usual == film.missing_colour_loss()
@@ -39,11 +39,11 @@ def test_a_dead_colour_costs_what_the_film_says(frame):
 
 def test_the_finding_counts_the_runs(frame):
     prednet = frame[frame.experiment == "prednet"]
-    assert motion.motion_finding(prednet) == (
+    assert learning.motion_finding(prednet) == (
         "No network has learned motion here: none of 3 runs beats repeating the last frame."
     )
     better = prednet.assign(final_loss=[1e-9, 1.0, np.nan])
-    assert motion.motion_finding(better) == "1 of 3 runs beat repeating the last frame."
+    assert learning.motion_finding(better) == "1 of 3 runs beat repeating the last frame."
 
 
 def test_recorded_films_differ_in_the_film_alone():
@@ -60,4 +60,4 @@ def test_recorded_films_differ_in_the_film_alone():
 def test_most_recorded_networks_of_the_motion_profile_learn_motion():
     recorded = gl.recorded_runs().query("profile == 'motion'")
     assert len(recorded) >= 10
-    assert (recorded.final_loss < motion.repeat_losses(recorded)).mean() > 0.5
+    assert (recorded.final_loss < learning.repeat_losses(recorded)).mean() > 0.5
