@@ -50,13 +50,12 @@ def learning_verdicts(
     Args:
         frame: From `gpulab.runs`.
         factor, reference: As of `gpulab.verdict`.
-        plateau: A run whose final loss is not below it, or that diverged, did not learn.
+        plateau: A run whose final loss is not below it, or that diverged, did not learn; infinite where there is none.
         repeat: The loss of repeating the last frame; NaN where there is none.
         margin: Of the two losses, as of `gpulab.verdict`; that of the two shares is 0.1.
 
     Returns:
-        A verdict for each of `METRICS`, without the first where nothing can be repeated, and without the last where
-        no seed learned at every level.
+        A verdict for each of `METRICS` that can be asked; the last needs a seed that learned at every level.
     """
     stuck = ~(frame.final_loss < plateau)
     learned = frame[~stuck.groupby(frame.seed).transform("any")]
@@ -64,9 +63,10 @@ def learning_verdicts(
     shares = frame.assign(beat=frame.final_loss < repeat, stuck=stuck, status="finished")
     verdicts = {BEAT: verdict(shares, metric="beat", **options)} if repeat == repeat else {}
     verdicts[ALL] = verdict(frame, margin=margin, **options)
-    verdicts[STUCK] = verdict(shares, metric="stuck", **options)
-    if len(learned):
-        verdicts[LEARNED] = verdict(learned, margin=margin, **options)
+    if plateau < math.inf:
+        verdicts[STUCK] = verdict(shares, metric="stuck", **options)
+        if len(learned):
+            verdicts[LEARNED] = verdict(learned, margin=margin, **options)
     return verdicts
 
 
@@ -124,11 +124,18 @@ def decisions(rows: pd.DataFrame) -> str:
     for decision, some in rows.groupby("decision", sort=False):
         size = some.difference if set(some.metric) & {BEAT, STUCK} else some.relative
         speeds = "" if some.speed.isna().all() else f" at speed {_listed(some.speed.map('{:g}'.format))}"
-        higher = _listed(f"{row.worse} of {row.seeds}" for row in some.itertuples())
-        parts.append(f"{decision}{speeds} ({_listed(size.map('{:+.0%}'.format))}, higher in {higher} seeds)")
+        if some.seeds.nunique() == 1:
+            higher = f"{_listed(some.worse.astype(str))} of {some.seeds.iloc[0]}"
+        else:
+            higher = _listed(f"{row.worse} of {row.seeds}" for row in some.itertuples())
+        parts.append(f"{decision}{speeds} ({_listed(size.map(_share))}, higher in {higher} seeds)")
     if len(rows) and not rows.beat.any() and BEAT in set(rows.metric):
         parts.append("neither network has learned motion here")
     return "; ".join(parts)
+
+
+def _share(part: float) -> str:
+    return "0%" if part == 0 else f"{part:+.0%}" if abs(part) >= 0.005 else "less than ±0.5%"
 
 
 def _listed(words: Iterable[str]) -> str:

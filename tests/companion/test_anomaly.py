@@ -125,7 +125,7 @@ def test_the_finding_follows_from_the_tables(window, control):
     assert "neither network has learned motion here" not in text
     dull = gl.anomaly_table(pd.concat([runs("copied", [1.0] * 7 + [1.1]), runs("reused", [2.0] * 7 + [2.1])]))
     text = gl.anomaly_finding(window, dull)
-    assert "(+0%, higher in 0 of 8 seeds); neither network has learned motion here." in text
+    assert "(0%, higher in 0 of 8 seeds); neither network has learned motion here." in text
     assert "computes a wrong gradient" in text
     assert "is not known" in text
     same = pd.concat([runs("copied", COPIED, weights="w"), runs("reused", COPIED, weights="w")])
