@@ -75,8 +75,9 @@ DIFFERENCES = {  # whose mean is zero
 
 def different_p(moved: np.ndarray) -> np.ndarray:
     """`inference.mean_p` of each row of (repeats, n), for differences other than zero."""
-    n = moved.shape[1]
-    return np.maximum(flipped_p(moved), 2 * stats.t.sf(np.abs(inference.skewed_t(*moments(moved), n)), n - 1))
+    n, (mean, skewness), p = moved.shape[1], moments(moved), flipped_p(moved)
+    corrected = np.maximum(p, 2 * stats.t.sf(np.abs(inference.skewed_t(mean, skewness, n)), n - 1))
+    return np.where(mean * skewness < 0, corrected, p)
 
 
 def moments(moved: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -103,11 +104,7 @@ def equivalent_p(moved: np.ndarray, margin: np.ndarray | float, corrected: bool 
     n, (mean, skewness) = moved.shape[1], moments(moved)
     with np.errstate(divide="ignore", invalid="ignore"):
         reach = margin / moved.std(axis=1, ddof=1)
-        rooms = [
-            inference.skewed_t(reach + sign * mean, sign * some, n)
-            for sign in (1, -1)
-            for some in ((0.0, skewness) if corrected else (0.0,))
-        ]
+        rooms = [inference.skewed_t(reach + sign * mean, sign * skewness * corrected, n) for sign in (1, -1)]
         p = stats.t.sf(np.minimum.reduce(rooms), n - 1)
     return np.where(moved.any(axis=1), p, 0.0)
 
@@ -392,8 +389,8 @@ verdict takes the sd's lower {inference.SD_CONFIDENCE:.1%} limit instead.
 
 ## Skewed differences, and jumps that the others make up for
 Sign flips test whether differences are symmetric about zero, and studentising changes nothing (all flips have the same
-sum of squares). A mean of zero need not be symmetric. So a verdict asks two tests, and takes the larger p: sign flips
-and a t corrected for skewness (Hall 1992); the equivalence tests likewise. `false different`: the mean difference is
+sum of squares). A mean of zero need not be symmetric. So where the sample's tail is on the side of zero, a t corrected
+for skewness (Johnson 1978) must agree; the equivalence tests are made of it. `false different`: the mean difference is
 zero. `false equivalent`: it is the margin, three standard deviations of the differences, skewed to either side.
 `right different`: it is three standard errors, skewed to either side. Without jumps the false `different` are at most
 {after:.1%} (by sign flips alone {before:.1%}).

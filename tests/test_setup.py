@@ -236,7 +236,15 @@ def test_recorded_data_goes_into_the_wheel():
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     for source in included:
         assert any((ROOT / source).iterdir()), f"{source} is empty, so git has no such folder and the build fails"
-    recorded = ("factors", "gpu_products", "precision", "rooflines", "runs", "saddles")  # gpulab.records looks there
+    recorded = (
+        "factors",
+        "films",
+        "gpu_products",
+        "precision",
+        "rooflines",
+        "runs",
+        "saddles",
+    )  # gpulab.records looks there
     assert included == {f"data/{name}": f"gpulab/recorded/{name}" for name in recorded}
 
 

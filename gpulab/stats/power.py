@@ -181,7 +181,8 @@ def _different_p(
         return p
     mean, sd, skewness = _moments(counts, differences, n)
     with np.errstate(all="ignore"):
-        return np.fmax(p, 2 * t.sf(np.abs(skewed_t(mean / sd, skewness, n)), n - 1))
+        corrected = np.fmax(p, 2 * t.sf(np.abs(skewed_t(mean / sd, skewness, n)), n - 1))
+    return np.where(mean * skewness < 0, corrected, p)
 
 
 def _equivalent_p(counts: np.ndarray, differences: np.ndarray, n: np.ndarray, margin: float, exact: bool) -> np.ndarray:
@@ -193,9 +194,8 @@ def _equivalent_p(counts: np.ndarray, differences: np.ndarray, n: np.ndarray, ma
         return binom.cdf(moved, n, min(margin, 1.0))
     mean, sd, skewness = _moments(counts, differences, n)
     with np.errstate(all="ignore"):
-        sides = [((margin + mean) / sd, skewness), ((margin - mean) / sd, -skewness)]
-        room = np.minimum.reduce([skewed_t(side, some, n) for side, lean in sides for some in (0, lean)])
-        p = t.sf(room, n - 1)
+        above, below = (skewed_t((margin + sign * mean) / sd, sign * skewness, n) for sign in (1, -1))
+        p = t.sf(np.minimum(above, below), n - 1)
     return np.where(moved == 0, 0.0, p)
 
 

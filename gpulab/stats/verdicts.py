@@ -3,11 +3,11 @@
 The seed is the unit. A level of the factor (a setting, say) is compared with the reference on the seeds that both
 have, by the mean of the paired differences:
 
-- different: the mean is not zero, by two tests that both must say so, `stats.tests.mean_p`: sign flips (Fisher 1935),
-  which are exact for symmetric differences of any shape, and a t corrected for skewness (Hall 1992). For yes and no
-  McNemar's test, which is exact. The interval is every shift that these tests allow, so it holds zero exactly when they
-  show no difference.
-- equivalent: two one-sided t tests against a margin (Schuirmann 1987), with and without that correction; for yes and
+- different: the mean is not zero, by `stats.tests.mean_p`: sign flips (Fisher 1935), which are exact for symmetric
+  differences of any shape; where the tail is on the side of zero, a t corrected for skewness (Johnson 1978) must agree.
+  For yes and no McNemar's test, which is exact. The interval is every shift that these tests allow, so it holds zero
+  exactly when they show no difference.
+- equivalent: two one-sided t tests against a margin (Schuirmann 1987), with that correction; for yes and
   no an exact test against a share. A margin in standard deviations between seeds is uncertain itself, so it is taken at
   the sd's lower 97.5 % confidence limit.
 - The same weights to the last bit from every seed are no sample of anything, and are not tested.
@@ -270,7 +270,7 @@ def _intervals(pairs: pd.DataFrame, alpha: float, equivalent_alpha: float, yes_o
     """The intervals of the tests of difference and of equivalence, four ends."""
     differences = pairs.difference.dropna().to_numpy(float)
     if not yes_or_no or len(differences) < 2:
-        equivalent = inference.equivalence_interval(differences, equivalent_alpha)
+        equivalent = inference.skewed_t_interval(differences, 2 * equivalent_alpha)
         return [*inference.mean_interval(differences, alpha), *equivalent]
     # the share of discordant pairs bounds the difference of the rates
     limit = inference.clopper_pearson_upper(int(np.count_nonzero(differences)), len(differences), equivalent_alpha)
