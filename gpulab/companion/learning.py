@@ -140,7 +140,7 @@ def _share(part: float) -> str:
 
 def _listed(words: Iterable[str]) -> str:
     *most, last = words
-    return f"{', '.join(most)} and {last}" if most else last
+    return f"{', '.join(most)} and {last}" if set(most) - {last} else last
 
 
 def learning_finding(table: pd.DataFrame) -> str:
