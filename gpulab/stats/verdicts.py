@@ -331,7 +331,7 @@ def _sentence(verdict: Verdict, row: Any) -> str:
     if row.decision != "different" and within:
         ends = _interval(row.equivalent_low, row.equivalent_high, row.equivalent_confidence, math.nan, row.margin)
         text += f"; equivalence{ends}, {_p(row.p_equivalent, row.p_equivalent_holm, alpha)}"
-    if "different" in row.decision and row.p_different_holm <= alpha and not yes_or_no:
+    if row.decision == "different" and row.p_different_holm <= alpha and not yes_or_no:
         unseen = inference.clopper_pearson_upper(0, n)
         undoing = -row.difference * (1 - unseen) / unseen
         text += f". Only jumps that none of these {block}s made could undo this mean: of {undoing:.2g} on average, in "

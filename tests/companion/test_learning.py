@@ -61,3 +61,38 @@ def test_most_recorded_networks_of_the_motion_profile_learn_motion():
     recorded = gl.recorded_runs().query("profile == 'motion'")
     assert len(recorded) >= 10
     assert (recorded.final_loss < learning.repeat_losses(recorded)).mean() > 0.5
+
+
+def test_any_factor_has_a_table_whose_reference_and_other_columns_are_its_own():
+    common = {"experiment": "prednet", "profile": "smoke", "loader": "copied", "data": "walk", "speed": 1.0}
+    common |= {"scene_seed": 0, "frame_size": "24x32", "frames": 200, "status": "finished", "rerun": 0}
+    losses = [0.008, 0.009, 0.0095, 0.0085, 0.0092, 0.2, 0.0088, 0.0091]
+    rows = [
+        {"setting": setting, "seed": seed, "final_loss": loss + shift, "weights": f"{seed}{shift}"}
+        for setting, shift in {"cpu": 0.0, "cuda": 0.0, "xpu": 0.01}.items()
+        for seed, loss in enumerate(losses)
+    ]
+    table = learning.learning_table(pd.DataFrame(rows).assign(**common), "setting", "cpu").set_index(
+        ["setting", "metric"]
+    )
+    same = table.loc["cuda"]
+    assert (same.decision == "equivalent").all(), "the same bits are not tested"
+    assert same.p.isna().all()
+    assert table.loc[("xpu", learning.ALL), "worse"] == 8
+    assert table.loc[("xpu", learning.LEARNED), "seeds"] == 7, "one seed has a dead colour"
+    assert table.loc[("xpu", learning.BEAT), "difference"] == pytest.approx(-7 / 8)
+    text = learning.learning_finding(table.reset_index())
+    assert "final loss of the seeds that learned: equivalent at speed 1 (0%, higher in 0 of 7 seeds)." in text
+    assert "final loss of all seeds: different at speed 1" in text
+
+
+def test_equal_amounts_are_said_once():
+    rows = [{"speed": s, "metric": learning.STUCK, "decision": "equivalent", "difference": 0.0} for s in (1.0, 2.0)]
+    table = pd.DataFrame(rows).assign(worse=0, seeds=9, beat=1)
+    assert learning.decisions(table) == "equivalent at speed 1 and 2 (0%, higher in 0 of 9 seeds)"
+
+
+def test_luck_is_a_probability():
+    text = learning.false_alarms(20)
+    assert f"{1 - 0.95**20:.0%}".replace("%", " %") in text
+    assert "at most 100 %" in text
