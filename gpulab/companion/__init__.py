@@ -7,8 +7,8 @@ HOMES = {
     "chainer_reference": "published_network",
     "floating_point": "FactorTable factor_table recorded_measurements",
     "floating_point_figures": "decoded factor_effects",
-    "learning": "false_alarms learning_finding learning_table missing_colour_losses motion_finding recorded_films "
-    "repeat_losses",
+    "learning": "blurred_losses false_alarms learning_finding learning_table missing_colour_losses motion_finding "
+    "recorded_films repeat_losses",
     "old_gpu": "cards_finding cards_table covariance_spectrum divergence prices recorded_cards_audit recorded_prices "
     "spectrum",
     "saddle_points": "saddle_finding",

@@ -49,7 +49,7 @@ PROTOCOLS = {
     "prednet": {
         "smoke": Protocol("walk", 200, 20, 2, (24, 32), {"channels": [3, 8, 16]}),
         "quick": Protocol("walk", 1_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}),
-        # Longer than `quick`, at a faster walk and a higher rate: most seeds learn what moves (notebook 04).
+        # Longer than `quick`, at a faster walk and a higher rate: most seeds beat repeating the last frame.
         "motion": Protocol("walk", 3_000, 20, 5, (48, 64), {"channels": [3, 16, 32]}, 3e-3, {"speed": 4.0}),
         "paper": Protocol("walk", 5_000, 20, 10, (120, 160), {"channels": [3, 48, 96, 192]}),
     },
@@ -83,7 +83,7 @@ def profile(name: str) -> str:
 
 
 def protocol(model: str, name: str) -> Protocol:
-    """What the profile `name` means for a model. PredNet has one more, `motion`, in which it learns what moves.
+    """What the profile `name` means for a model. PredNet has one more, `motion`, at a faster walk.
 
     Examples:
         >>> protocol("prednet", "paper").frames

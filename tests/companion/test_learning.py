@@ -29,6 +29,11 @@ def test_what_is_repeated_is_what_the_final_loss_is_of(frame):
     assert losses.dropna().nunique() == 3, "each film and speed has its own"
 
 
+def test_a_blurred_frame_is_a_better_guess_than_a_sharp_one(frame):
+    walks = frame[frame.experiment == "prednet"]
+    assert (learning.blurred_losses(walks) < learning.repeat_losses(walks)).all()
+
+
 def test_a_dead_colour_costs_what_the_film_says(frame):
     losses = learning.missing_colour_losses(frame)
     film = gl.load("walk", frames=200, size=(24, 32))
@@ -43,7 +48,8 @@ def test_the_finding_counts_the_runs(frame):
         "No network has learned motion here: none of 3 runs beats repeating the last frame."
     )
     better = prednet.assign(final_loss=[1e-9, 1.0, np.nan])
-    assert learning.motion_finding(better) == "1 of 3 runs beat repeating the last frame."
+    text = learning.motion_finding(better)
+    assert text.startswith("1 of 3 runs beat repeating the last frame, and 1 of 3 beat repeating it blurred")
 
 
 def test_recorded_films_differ_in_the_film_alone():
@@ -57,7 +63,7 @@ def test_recorded_films_differ_in_the_film_alone():
     assert {"seed", "scene_seed"} < set(components.table.source)
 
 
-def test_most_recorded_networks_of_the_motion_profile_learn_motion():
+def test_most_recorded_networks_of_the_motion_profile_beat_repeating_the_last_frame():
     recorded = gl.recorded_runs().query("profile == 'motion'")
     assert len(recorded) >= 10
     assert (recorded.final_loss < learning.repeat_losses(recorded)).mean() > 0.5
