@@ -40,13 +40,16 @@ app = typer.Typer(
 
 STEP_HELP = "module:name or file.py:name of a gpulab.Step or a function of one step"
 SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
-MARGIN_HELP = "largest difference of no importance, such as 0.25sd or 0.001"
+MARGIN_HELP = "largest difference of no importance, such as 0.25sd or 0.001; for yes and no a share, such as 0.1"
 STORE_HELP = "folder in which runs are kept, or a file of packed runs  [default: $GPULAB_STORE or ./runs]"
 
 SettingText = Annotated[str, typer.Option(help=SETTING_HELP)]
 Training = Annotated[str, typer.Argument(help="file.py:name, a training of your own; autoencoder, prednet, whitener")]
 Profile = Annotated[
-    str, typer.Option(help="smoke (seconds), quick (a laptop) or paper (as published); not of a function")
+    str,
+    typer.Option(
+        help="smoke (seconds), quick (a laptop) or paper (as published), for prednet also motion; not of a function"
+    ),
 ]
 Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=False)]
 StoreArgument = Annotated[Path | None, typer.Argument(help=STORE_HELP, show_default=False)]
@@ -294,7 +297,7 @@ def verdict(
     factor: Annotated[str, typer.Option(help="the column whose levels are compared")] = "setting",
     block: Annotated[str, typer.Option(help="the column of what they are compared on")] = "seed",
     reference: Annotated[str | None, typer.Option(help="a level  [default: cpu, or else the first]")] = None,
-    margin: Annotated[str, typer.Option(help=MARGIN_HELP)] = "0.25sd",
+    margin: Annotated[str | None, typer.Option(help=f"{MARGIN_HELP}  [default: 0.25sd, or 0.1]")] = None,
     alpha: Annotated[float, typer.Option(help="the level of significance")] = 0.05,
     where: Annotated[list[str], typer.Option(help="take only these rows: column=value; several times")] = [],  # noqa: B006
     picture: Annotated[Path | None, typer.Option(help="draw every run and difference into this PNG file")] = None,
@@ -312,7 +315,7 @@ def verdict(
     frame = _read_runs(file, metric)
     for name, text in _pairs(where, "--where", "column=value"):
         frame = frame[frame[find_column(frame.columns, name)].astype(str) == text]
-    size = margin if margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
+    size = margin if margin is None or margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
     answer = compare(frame, metric, factor, block, size, alpha, reference)
     _say(answer)
     if picture:

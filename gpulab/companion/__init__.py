@@ -7,6 +7,8 @@ HOMES = {
     "dose": "dose_finding dose_response dose_runs dose_table rank_correlation recorded_dose",
     "floating_point": "FactorTable factor_table recorded_measurements",
     "floating_point_figures": "decoded factor_effects",
+    "learning": "blurred_losses false_alarms learning_finding learning_table missing_colour_losses motion_finding "
+    "recorded_films repeat_losses",
     "old_gpu": "cards_finding cards_table covariance_spectrum divergence prices recorded_cards_audit recorded_prices "
     "spectrum",
     "published_windows": "published_network published_windows",

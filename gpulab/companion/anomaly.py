@@ -7,30 +7,22 @@ the window's last frame.
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
 
 import pandas as pd
 from matplotlib.ticker import NullFormatter
-from tqdm.auto import tqdm
 
-from gpulab.data.datasets import Sequence, load
+from gpulab.companion.learning import ALL, METRICS, decisions, learning_table, learning_verdicts
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.plots.style import INK, Look, canvas, finished, origin_keys, points
 from gpulab.report import Picture
-from gpulab.stats.verdicts import Verdict, verdict
-from gpulab.training.protocol import protocol
+from gpulab.stats.verdicts import Verdict
 from gpulab.training.step import FirstWindow
 
 FAR = 1000  # roundings: a gradient so far off is wrong
 PLAIN = "copied"
 SHARING = ("reused", "imitated")
-# What the runs are judged by, laid down in data/README.md before they were made.
-METRICS = ("final loss of all seeds", "share of seeds that did not learn", "final loss of the seeds that learned")
-COLUMNS = "experiment profile setting speed loader metric seeds decision difference low high relative margin p"
-COLUMNS += " same_bits worse"
 SPEED_COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#222222")
 
 
@@ -65,63 +57,33 @@ def first_window(
     return pd.DataFrame(rows)
 
 
-def anomaly_verdicts(frame: pd.DataFrame, plateau: float, margin: str | float = "0.25sd") -> dict[str, Verdict]:
-    """The three verdicts on shared against copied memory; the third takes the seeds that learned both ways.
+def anomaly_verdicts(
+    frame: pd.DataFrame, plateau: float, repeat: float = math.nan, margin: str | float | None = None
+) -> dict[str, Verdict]:
+    """The verdicts on shared against copied memory: `learning_verdicts` of one size, speed and device.
 
     Args:
-        frame: Runs of one size, speed and device, with the loader `copied` and one of `reused` and `imitated`.
-        plateau: A run whose final loss is not below it, or that diverged, did not learn.
-        margin: As of `gpulab.verdict`.
-
-    Returns:
-        A verdict for each of `METRICS`, without the third where no seed learned both ways.
+        frame: Runs with the loader `copied` and one of `reused` and `imitated`.
+        plateau, repeat, margin: As of `learning_verdicts`.
 
     Raises:
         UsageError: For other loaders.
     """
+    _check_loaders(frame)
+    return learning_verdicts(frame, "loader", PLAIN, plateau, repeat, margin)
+
+
+def anomaly_table(frame: pd.DataFrame, alpha: float = 0.05) -> pd.DataFrame:
+    """`learning_table` of shared against copied memory, for every experiment, size and setting."""
+    for _, runs in frame.groupby(["experiment", "profile", "setting"]):
+        _check_loaders(runs)
+    return learning_table(frame, "loader", PLAIN, alpha)
+
+
+def _check_loaders(frame: pd.DataFrame) -> None:
     loaders = set(frame.loader)
     if PLAIN not in loaders or len(loaders & set(SHARING)) != 1 or len(loaders) != 2:
         raise UsageError(f"loaders {sorted(loaders)}: expected {PLAIN!r} and one of {', '.join(SHARING)}")
-    stuck = ~(frame.final_loss < plateau)
-    learned = frame[~stuck.groupby(frame.seed).transform("any")]
-    options: dict[str, Any] = {"factor": "loader", "reference": PLAIN, "margin": margin}
-    verdicts = {
-        METRICS[0]: verdict(frame, **options),
-        METRICS[1]: verdict(frame.assign(stuck=stuck, status="finished"), metric="stuck", **options),
-    }
-    if len(learned):
-        verdicts[METRICS[2]] = verdict(learned, **options)
-    return verdicts
-
-
-def anomaly_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """`anomaly_verdicts` for every experiment, size, setting and speed in a frame of runs.
-
-    Returns:
-        A row each: `metric`, `seeds`, `decision`, `difference` (shared minus copied) with its interval `low`,
-        `high`, `relative` (to the mean with copied frames), `margin`, `p`, `worse` (seeds whose loss is higher)
-        and `same_bits` (seeds whose trained weights are identical).
-    """
-    rows = []
-    groups = list(frame.groupby(["experiment", "profile", "setting", "data", "speed"], dropna=False))
-    for (experiment, profile, setting, data, speed), runs in tqdm(groups, unit="verdict", leave=False):
-        common = {"experiment": experiment, "profile": profile, "setting": setting, "speed": speed}
-        plateau = _plateau(experiment, profile, data, speed, int(runs.frames.iloc[0]))
-        for metric, judged in anomaly_verdicts(runs, plateau).items():
-            (level,) = judged.table.rename(columns={"p_different": "p"}).to_dict("records")
-            copied, worse = judged.pairs.reference, int((judged.pairs.difference > 0).sum())
-            relative = level["difference"] / copied.mean() if copied.any() else 0.0
-            rows.append({**common, **level, "metric": metric, "relative": relative, "worse": worse})
-    return pd.DataFrame(rows, columns=COLUMNS.split())
-
-
-@functools.cache
-def _plateau(experiment: str, profile: str, data: str, speed: float, frames: int) -> float:
-    """The least loss of a network with a dead colour; none for images, where nothing of the kind is known."""
-    if experiment != "prednet":
-        return math.inf
-    loaded = load(data, frames, protocol(experiment, profile).size, speed=1.0 if math.isnan(speed) else speed)
-    return loaded.missing_colour_loss() if isinstance(loaded, Sequence) else math.inf
 
 
 def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
@@ -136,11 +98,12 @@ def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
     keys = ["experiment", "profile", "setting", "loader"]
     for (experiment, size, setting, loader), rows in table.groupby(keys, sort=False):
         where = f"{experiment}, {size} size, {setting}, {loader} against {PLAIN}"
-        whole = rows[rows.metric == METRICS[0]]
+        whole = rows[rows.metric == ALL]
         if (whole.same_bits == whole.seeds).all():
             lines.append(f"{where}: the same bits in {whole.same_bits.sum()} of {whole.seeds.sum()} pairs of runs.")
             continue
-        lines += [f"{where}, {metric}: {_decisions(rows[rows.metric == metric])}." for metric in METRICS]
+        asked = [(metric, rows[rows.metric == metric]) for metric in METRICS]
+        lines += [f"{where}, {metric}: {decisions(some)}." for metric, some in asked if len(some)]
     if (window.gradient_difference > FAR * window.rounding).any():
         lines.append("So where wrapping shares memory, the published loop computes a wrong gradient and never says so.")
     lines.append(
@@ -148,17 +111,6 @@ def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
         "were used are not at hand."
     )
     return "\n".join(lines)
-
-
-def _decisions(rows: pd.DataFrame) -> str:
-    """The verdicts at each speed in one sentence: `different at speeds 1, 2 (+51% to +80%)`."""
-    parts = []
-    for decision, some in rows.groupby("decision", sort=False):
-        size = some.difference if METRICS[1] in set(some.metric) else some.relative
-        speeds = "" if some.speed.isna().all() else f" at speed {', '.join(f'{speed:g}' for speed in some.speed)}"
-        amount = f"{size.min():+.0%}" if len(some) == 1 else f"{size.min():+.0%} to {size.max():+.0%}"
-        parts.append(f"{decision}{speeds} ({amount}, higher in {some.worse.sum()} of {some.seeds.sum()} pairs)")
-    return "; ".join(parts)
 
 
 def shared_memory(frame: pd.DataFrame) -> Picture:

@@ -141,12 +141,23 @@ def cards_finding(runs: pd.DataFrame, report: Audit, reproduction: Reproduction)
     changed = reproduction.table[reproduction.table.distance > 0]
     original = {name: str(value) for name, value in reproduction.original.items() if name in ARITHMETIC}
     arithmetic = (changed[[*original]].map(str) != pd.Series(original)).any(axis=1)
-    back, arithmetic_back = (int(changed.confirmed[some].sum()) for some in (~arithmetic, arithmetic))
-    lines.append(
-        f"Of {(~arithmetic).sum()} retunings of the training {back} gave the old losses back, and of "
-        f"{arithmetic.sum()} changes of the arithmetic {arithmetic_back} (margin {reproduction.margin_asked})."
-    )
+    lines += [
+        f"Of {len(tried)} {what} {_outcomes(tried)} (margin {reproduction.margin_asked})."
+        for what, tried in (
+            ("retunings of the training", changed[~arithmetic]),
+            ("changes of the arithmetic", changed[arithmetic]),
+        )
+        if len(tried)
+    ]
     return "\n".join(lines)
+
+
+def _outcomes(tried: pd.DataFrame) -> str:
+    """How many trials gave the old losses back, how many were shown not to, and of how many neither is known."""
+    back = tried.confirmed.astype(bool)
+    rejected = ~back & ((tried.state == "pruned") | (tried.decision == "different"))
+    counts = {"gave the old losses back": back, "did not": rejected, "left it open": ~back & ~rejected}
+    return ", ".join(f"{some.sum()} {words}" for words, some in counts.items() if some.any() or words[0] == "g")
 
 
 def _cures(recorded: pd.DataFrame) -> list[str]:

@@ -186,3 +186,9 @@ def pair(
 def finished(runs: pd.DataFrame, metric: str, factor: str, level: Any) -> np.ndarray:
     """The metric of the runs of a level that finished, shape (runs,)."""
     return runs.loc[(runs[factor] == level) & (runs.status == "finished"), metric].to_numpy(float)
+
+
+def is_yes_or_no(runs: pd.DataFrame, metric: str) -> bool:
+    """Whether the metric of all runs that finished is 0 or 1: its mean is a share."""
+    known = runs[metric][runs.status == "finished"]
+    return bool(len(known) and known.isin((0.0, 1.0)).all())

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpulab.errors import UsageError
-from gpulab.stats.pairs import finished, pair
-from gpulab.stats.tests import kurtosis, sample_sd, sd_limit_ratio
+from gpulab.stats.pairs import finished, is_yes_or_no, pair
+from gpulab.stats.tests import kurtosis, sample_sd, sd_limit_ratio, skewed_t
 
 if TYPE_CHECKING:
     import pandas as pd
 
+USUAL_MARGIN, USUAL_SHARE = "0.25sd", 0.1  # of numbers, and of yes and no
 DIVERGED_APART = 0.1  # levels that may diverge on more of the seeds differently are not called equivalent
 POWER, SIMULATIONS, FLIPPED = 0.8, 400, 200  # of `seeds_to_settle`: beyond 200 seeds a sum of flips is taken as normal
+FOR_SKEWNESS = 1  # what the correction for skewness costs, in seeds, where differences are normal (by simulation)
 MOST_SEEDS = 100_000
 SEEDS = np.unique(np.round(np.concatenate([np.arange(2, 201), np.geomspace(200, MOST_SEEDS, 800)]))).astype(int)
 
@@ -40,12 +42,25 @@ def parse_margin(margin: str | float) -> tuple[float, bool]:
     return number, in_sd is not None
 
 
+def usual_margin(margin: str | float | None, metric: str, yes_or_no: bool) -> str | float:
+    """The margin, checked, or the usual one; for yes and no it is a share of the seeds."""
+    if margin is None:
+        return USUAL_SHARE if yes_or_no else USUAL_MARGIN
+    number, in_sd = parse_margin(margin)
+    if yes_or_no and (in_sd or number >= 1):
+        raise UsageError(
+            f"margin {margin!r}: {metric!r} holds only yes and no (1 and 0), so its margin is a share of the seeds "
+            f"between 0 and 1, such as {USUAL_SHARE}; a spread between seeds says nothing there"
+        )
+    return margin
+
+
 def seeds_needed(
     frame: pd.DataFrame | None = None,
     metric: str = "final_loss",
     factor: str = "setting",
     block: str = "seed",
-    margin: str | float = "0.25sd",
+    margin: str | float | None = None,
     alpha: float = 0.05,
     reference: Any = None,
     power: float | Sequence[float] = (0.8, 0.9),
@@ -54,8 +69,8 @@ def seeds_needed(
 ) -> pd.DataFrame:
     """How many seeds a paired comparison needs, for each level of `frame` or for a given `sd`.
 
-    For one comparison with normal differences, by t tests, and no fewer than the sign-flip test needs; two humps and
-    Holm's correction need more.
+    For one comparison with normal differences, by t tests, and no fewer than the sign-flip test needs; skewness, two
+    humps and Holm's correction need more.
 
     Args:
         frame: runs, from which the two standard deviations are measured; None where they are given.
@@ -73,7 +88,7 @@ def seeds_needed(
 
     Examples:
         >>> seeds_needed(sd=1.0, margin=1.0, power=0.8)[["to_detect", "to_exclude"]].iloc[0].tolist()
-        [10.0, 11.0]
+        [11.0, 12.0]
     """
     import pandas as pd
 
@@ -86,6 +101,7 @@ def seeds_needed(
         if sd is not None or between_seeds is not None:
             raise UsageError("give a frame, or sd and between_seeds; not both")
         reference, runs, pairs, *_ = pair(frame, metric, factor, block, reference)
+        margin = usual_margin(margin, metric, is_yes_or_no(runs, metric))
         losses = finished(runs, metric, factor, reference)
         between_seeds, tails = sample_sd(losses), kurtosis(losses)
         others = dict.fromkeys(level for level in runs[factor] if level != reference)
@@ -95,7 +111,7 @@ def seeds_needed(
         raise UsageError(f"sd {sd!r}: give the standard deviation of paired differences, or a frame of runs")
     else:
         levels = [{"sd": float(sd)}]
-    margins = _margins(margin, between_seeds, tails)
+    margins = _margins(usual_margin(margin, metric, yes_or_no=False), between_seeds, tails)
     rows = [{**level, "margin": margin, "power": value} for level, value in itertools.product(levels, powers)]
     for row in rows:
         row["to_detect"] = _seeds_to_detect(row["sd"], margins, alpha, row["power"])
@@ -133,12 +149,13 @@ def seeds_to_settle(
         """The share that is settled at `SEEDS[place]` seeds."""
         generator, seeds = np.random.default_rng(place), SEEDS[place]
         counts = np.hstack([np.ones_like(shares, int), generator.multinomial(seeds - n, shares)])
+        done = counts @ finished
         worse, better = counts @ (lost > 0), counts @ (lost < 0)
         apart = worse + better
         may_diverge_apart = (apart > 0) & ~(beta.ppf(0.95, apart + 1, seeds - apart) <= DIVERGED_APART)
         different = (apart > 0) & (2 * binom.cdf(np.minimum(worse, better), apart, 0.5) <= each)
-        different |= _different_p(counts, differences, generator) <= each
-        p = _equivalent_p(counts, differences, counts @ finished, margins[place] / scale, yes_or_no)
+        different |= _different_p(counts, differences, done, generator, yes_or_no) <= each
+        p = _equivalent_p(counts, differences, done, margins[place] / scale, yes_or_no)
         return float((different | ((p <= alpha) & ~may_diverge_apart)).mean())
 
     more = int(np.searchsorted(SEEDS, n, side="right"))
@@ -146,9 +163,11 @@ def seeds_to_settle(
     return float(SEEDS[place]) if place < len(SEEDS) else math.inf
 
 
-def _different_p(counts: np.ndarray, differences: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """`sign_flip_p`, roughly, of samples that hold each difference as often as a row of `counts` says."""
-    from scipy.stats import norm
+def _different_p(
+    counts: np.ndarray, differences: np.ndarray, n: np.ndarray, generator: np.random.Generator, exact: bool
+) -> np.ndarray:
+    """`mean_p`, roughly, of samples that hold each difference as often as a row of `counts` says; `n` are known."""
+    from scipy.stats import norm, t
 
     seeds, total = counts[0].sum(), np.abs(counts @ differences)
     if seeds <= FLIPPED:
@@ -157,21 +176,36 @@ def _different_p(counts: np.ndarray, differences: np.ndarray, generator: np.rand
         p = (1 + (np.abs(samples @ signs) >= total[:, None] - 1e-4).sum(axis=1)) / 1000
     else:
         p = 2 * norm.sf(total / np.maximum(np.sqrt(counts @ differences**2), 1e-300))
-    return np.maximum(p, 2.0 ** (1 - counts @ (differences != 0)))
+    p = np.maximum(p, 2.0 ** (1 - counts @ (differences != 0)))
+    if exact:
+        return p
+    mean, sd, skewness = _moments(counts, differences, n)
+    with np.errstate(all="ignore"):
+        corrected = np.fmax(p, 2 * t.sf(np.abs(skewed_t(mean / sd, skewness, n)), n - 1))
+    return np.where(mean * skewness < 0, corrected, p)
 
 
 def _equivalent_p(counts: np.ndarray, differences: np.ndarray, n: np.ndarray, margin: float, exact: bool) -> np.ndarray:
-    """`equivalence_p` of such samples of `n` differences that are known; where `exact`, `discordance_p`."""
+    """`equivalence_p` of such samples; where `exact`, `discordance_p`."""
     from scipy.stats import binom, t
 
     moved = counts @ (differences != 0)
     if exact:
         return binom.cdf(moved, n, min(margin, 1.0))
+    mean, sd, skewness = _moments(counts, differences, n)
     with np.errstate(all="ignore"):
-        mean = counts @ differences / n
-        variance = (counts @ differences**2 / n - mean**2) * n / (n - 1)
-        p = t.sf((margin - np.abs(mean)) / np.sqrt(np.maximum(variance, 0.0) / n), n - 1)
+        above, below = (skewed_t((margin + sign * mean) / sd, sign * skewness, n) for sign in (1, -1))
+        p = t.sf(np.minimum(above, below), n - 1)
     return np.where(moved == 0, 0.0, p)
+
+
+def _moments(counts: np.ndarray, differences: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean, standard deviation and skewness of such samples."""
+    with np.errstate(all="ignore"):
+        mean, square, cube = (counts @ differences**power / n for power in (1, 2, 3))
+        variance = np.maximum(square - mean**2, 0.0)
+        skewness = (cube - 3 * mean * square + 2 * mean**3) / variance**1.5
+        return mean, np.sqrt(variance * n / (n - 1)), skewness
 
 
 def _margins(margin: str | float, between_seeds: float | None, kurtosis: float) -> np.ndarray:
@@ -186,16 +220,15 @@ def _margins(margin: str | float, between_seeds: float | None, kurtosis: float) 
 
 def _seeds_to_detect(sd: float, margins: np.ndarray, alpha: float, power: float) -> float:
     from scipy.special import ndtr
-    from statsmodels.stats.power import TTestPower
+    from scipy.stats import nct, t
 
     possible = alpha >= 2.0 ** (1 - SEEDS)
     if not sd > 0:
         return math.nan if math.isnan(sd) else _fewest(possible & (margins > 0))
-    effect = margins / sd
-    reached = TTestPower().power(effect, SEEDS, alpha, df=SEEDS - 1, alternative="two-sided")
+    reached = nct.sf(t.isf(alpha / 2, SEEDS - 1), SEEDS - 1, _noncentrality(margins, sd))
     # With the fewest seeds the sign-flip test asks that every one moves the same way.
-    reached = np.where(alpha < 2.0 ** (2 - SEEDS), np.minimum(reached, ndtr(effect) ** SEEDS), reached)
-    return _fewest(possible & (reached >= power))
+    reached = np.where(alpha < 2.0 ** (2 - SEEDS), np.minimum(reached, ndtr(margins / sd) ** SEEDS), reached)
+    return _fewest(possible & (reached >= power), FOR_SKEWNESS)
 
 
 def _seeds_to_exclude(sd: float, margins: np.ndarray, alpha: float, power: float) -> float:
@@ -203,9 +236,13 @@ def _seeds_to_exclude(sd: float, margins: np.ndarray, alpha: float, power: float
 
     if not sd > 0:
         return math.nan if math.isnan(sd) else _fewest(margins > 0)
-    noncentrality = np.minimum(margins / sd * np.sqrt(SEEDS), 30)  # beyond, the power is 1 and the series slow
-    return _fewest(2 * nct.sf(t.isf(alpha, SEEDS - 1), SEEDS - 1, noncentrality) - 1 >= power)
+    reached = 2 * nct.sf(t.isf(alpha, SEEDS - 1), SEEDS - 1, _noncentrality(margins, sd)) - 1
+    return _fewest(reached >= power, FOR_SKEWNESS)
 
 
-def _fewest(enough: np.ndarray) -> float:
-    return float(SEEDS[enough.argmax()]) if enough.any() else math.inf
+def _noncentrality(margins: np.ndarray, sd: float) -> np.ndarray:
+    return np.minimum(margins / sd * np.sqrt(SEEDS), 30)  # beyond, the power is 1 and the series slow
+
+
+def _fewest(enough: np.ndarray, more: int = 0) -> float:
+    return float(SEEDS[enough.argmax()] + more) if enough.any() else math.inf

@@ -3,13 +3,19 @@
 The seed is the unit. A level of the factor (a setting, say) is compared with the reference on the seeds that both
 have, by the mean of the paired differences:
 
-- different: a sign-flip permutation test (Fisher 1935), which assumes no shape, so losses may have two humps. The
-  interval is that test's, every shift that it allows, so it holds zero exactly when the test shows no difference.
-- equivalent: two one-sided t tests against a margin (Schuirmann 1987); for yes and no an exact test. A margin in
-  standard deviations between seeds is uncertain itself, so it is taken at the sd's lower 97.5 % confidence limit.
+- different: the mean is not zero, by `stats.tests.mean_p`: sign flips (Fisher 1935), which are exact for symmetric
+  differences of any shape; where the tail is on the side of zero, a t corrected for skewness (Johnson 1978) must agree.
+  For yes and no McNemar's test, which is exact. The interval is every shift that these tests allow, so it holds zero
+  exactly when they show no difference.
+- equivalent: two one-sided t tests against a margin (Schuirmann 1987), with that correction; for yes and
+  no an exact test against a share. A margin in standard deviations between seeds is uncertain itself, so it is taken at
+  the sd's lower 97.5 % confidence limit.
+- The same weights to the last bit from every seed are no sample of anything, and are not tested.
 - Several levels: Holm's correction (1979), of the differences and of the equivalences, each for itself.
 
-`benchmarks/verdict_calibration.md` has the measured error rates, and where they are missed.
+No test of a mean holds its level whatever the distribution (Bahadur and Savage 1956): jumps so rare that no seed shows
+one can undo what all seeds say. `benchmarks/verdict_calibration.md` has the measured error rates, and where they are
+missed.
 """
 
 from __future__ import annotations
@@ -25,8 +31,8 @@ from gpulab.errors import UsageError
 from gpulab.report import Report
 from gpulab.report import table as html_table
 from gpulab.stats.pairs import check_one_protocol as check_one_protocol
-from gpulab.stats.pairs import finished, pair
-from gpulab.stats.power import DIVERGED_APART, MOST_SEEDS, check_alpha, parse_margin, seeds_to_settle
+from gpulab.stats.pairs import finished, is_yes_or_no, pair
+from gpulab.stats.power import DIVERGED_APART, MOST_SEEDS, check_alpha, parse_margin, seeds_to_settle, usual_margin
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -139,7 +145,7 @@ def verdict(
     metric: str = "final_loss",
     factor: str = "setting",
     block: str = "seed",
-    margin: str | float = "0.25sd",
+    margin: str | float | None = None,
     alpha: float = 0.05,
     reference: Any = None,
 ) -> Verdict:
@@ -148,7 +154,8 @@ def verdict(
     Decisions: `different`, `equivalent`, `different but negligible` (both), `inconclusive`. The metric is compared
     where both runs of a pair finished, and how often the levels diverge on all pairs. A difference there makes the
     decision `different`; while more than a tenth of the seeds could diverge under one level only (95 % limit), it is
-    not `equivalent`. One pair or none is `inconclusive`. Differences that are all exactly zero are `equivalent`.
+    not `equivalent`. One pair or none is `inconclusive`. Differences that are all exactly zero are `equivalent`, and
+    where all weights have the same bits, no p value is given.
 
     Args:
         frame: a row per run, as from `gpulab.runs` or `gpulab.stats.tables.read_table`. Rows with `rerun` above 0 are
@@ -160,7 +167,7 @@ def verdict(
         factor: the column whose levels are compared.
         block: the column of what they are compared on.
         margin: the largest difference without importance, in the metric's units, or in standard deviations between
-            seeds under the reference, such as "0.25sd".
+            seeds under the reference, such as "0.25sd", the usual one. For yes and no a share, usually 0.1.
         alpha: the level of significance, between 0 and 0.5.
         reference: a level; by default "cpu", where there is none the first in the frame.
 
@@ -180,17 +187,21 @@ def verdict(
     import pandas as pd
 
     check_alpha(alpha)
-    number, in_sd = parse_margin(margin)
+    if margin is not None:
+        parse_margin(margin)
     reference, runs, pairs, reruns, unfinished = pair(frame, metric, factor, block, reference)
+    yes_or_no = is_yes_or_no(runs, metric)
+    margin = usual_margin(margin, metric, yes_or_no)
+    number, in_sd = parse_margin(margin)
     losses = finished(runs, metric, factor, reference)
     sd, sd_limit = inference.sample_sd(losses), inference.sd_lower_limit(losses)
     size = number * (sd_limit or math.nan) if in_sd else number
-    if factor in (columns := _tests(pairs[:0], size)):
+    if factor in (columns := _tests(pairs[:0], size, yes_or_no)):
         raise UsageError(f"factor {factor!r} is also a column of the verdict's own table; rename it")
     levels = list(dict.fromkeys(level for level in runs[factor] if level != reference))
     of_level = {level: pairs[pairs[factor] == level] for level in levels}
     table = pd.DataFrame(
-        [{factor: level, **_tests(of_level[level], size)} for level in levels], columns=[factor, *columns]
+        [{factor: level, **_tests(of_level[level], size, yes_or_no)} for level in levels], columns=[factor, *columns]
     )
     count = runs[factor].value_counts()
     table["left_out"] = [int(count[level] + count[reference] - 2 * len(of_level[level])) for level in levels]
@@ -205,13 +216,11 @@ def verdict(
     apart, alike = (alpha / max(1, np.sum(p > alpha)) for p in (corrected, table.p_equivalent_holm))
     table["confidence"], table["equivalent_confidence"] = 1 - apart, 1 - 2 * alike
     for level, row in zip(levels, table.index, strict=True):
-        ends = _intervals(of_level[level], apart, alike)
+        ends = _intervals(of_level[level], apart, alike, yes_or_no)
         table.loc[row, ["low", "high", "equivalent_low", "equivalent_high"]] = ends
-    table["decision"] = [_decide(row, alpha) for row in table.itertuples()]
+    table["decision"] = [decide(row, alpha) for row in table.itertuples()]
     table["seeds_needed"] = [
-        seeds_to_settle(some, losses, margin, alpha / len(levels), _yes_or_no(some))
-        if what == "inconclusive"
-        else math.nan
+        seeds_to_settle(some, losses, margin, alpha / len(levels), yes_or_no) if what == "inconclusive" else math.nan
         for some, what in zip(of_level.values(), table.decision, strict=True)
     ]
     return Verdict(
@@ -220,22 +229,24 @@ def verdict(
     )
 
 
-def _tests(pairs: pd.DataFrame, margin: float) -> dict[str, Any]:
+def _tests(pairs: pd.DataFrame, margin: float, yes_or_no: bool) -> dict[str, Any]:
     """What one level's pairs say, before any correction for the other levels."""
     differences = pairs.difference.dropna().to_numpy(float)
     n = len(differences)
-    equivalent = inference.discordance_p if _yes_or_no(pairs) else inference.equivalence_p
+    different = inference.sign_flip_p if yes_or_no else inference.mean_p
+    equivalent = inference.discordance_p if yes_or_no else inference.equivalence_p
     moved = int((np.abs(differences) > margin).sum()) if margin > 0 else math.nan
     one_diverged = pairs.reference_diverged != pairs.other_diverged
     apart = int(one_diverged.sum())
+    tested = n > 1 and not (pairs.same_bits.all() and not differences.any())
     return {
         "decision": "",
         "seeds": n,
         "difference": float(np.sort(differences).mean()) if n else math.nan,
         **dict.fromkeys(("low", "high", "confidence"), math.nan),
-        "p_different": inference.sign_flip_p(differences) if n > 1 else math.nan,
+        "p_different": different(differences) if tested else math.nan,
         "p_different_holm": math.nan,
-        "p_equivalent": equivalent(differences, margin) if n > 1 else math.nan,
+        "p_equivalent": equivalent(differences, margin) if tested else math.nan,
         "p_equivalent_holm": math.nan,
         **dict.fromkeys(("equivalent_low", "equivalent_high", "equivalent_confidence"), math.nan),
         "margin": margin,
@@ -255,24 +266,26 @@ def _tests(pairs: pd.DataFrame, margin: float) -> dict[str, Any]:
     }
 
 
-def _intervals(pairs: pd.DataFrame, alpha: float, equivalent_alpha: float) -> list[float]:
+def _intervals(pairs: pd.DataFrame, alpha: float, equivalent_alpha: float, yes_or_no: bool) -> list[float]:
     """The intervals of the tests of difference and of equivalence, four ends."""
     differences = pairs.difference.dropna().to_numpy(float)
-    if not _yes_or_no(pairs) or len(differences) < 2:
-        equivalent = inference.t_interval(differences, 2 * equivalent_alpha)
-    else:  # the share of discordant pairs bounds the difference of the rates
-        moved = int(np.count_nonzero(differences))
-        limit = inference.clopper_pearson_upper(moved, len(differences), equivalent_alpha)
-        equivalent = -limit, limit
-    return [*inference.sign_flip_interval(differences, alpha), *equivalent]
+    if not yes_or_no or len(differences) < 2:
+        equivalent = inference.skewed_t_interval(differences, 2 * equivalent_alpha)
+        return [*inference.mean_interval(differences, alpha), *equivalent]
+    # the share of discordant pairs bounds the difference of the rates
+    limit = inference.clopper_pearson_upper(int(np.count_nonzero(differences)), len(differences), equivalent_alpha)
+    return [*inference.sign_flip_interval(differences, alpha), -limit, limit]
 
 
-def _yes_or_no(pairs: pd.DataFrame) -> bool:
-    known = pairs.loc[pairs.difference.notna(), ["reference", "other"]]
-    return bool(known.isin((0.0, 1.0)).all(axis=None))
+def is_identical(row: Any) -> bool:
+    """Whether a level, a row of a verdict's table, left the same weights to the last bit from every seed."""
+    return row.seeds > 1 and row.one_diverged == 0 and math.isnan(row.p_different) and row.same_bits >= row.seeds
 
 
-def _decide(row: Any, alpha: float) -> str:
+def decide(row: Any, alpha: float) -> str:
+    """The decision on a level, a row of a verdict's table, from its corrected p values."""
+    if is_identical(row):
+        return "equivalent"
     if row.p_diverged_holm <= alpha:
         return "different"
     may_diverge_apart = row.one_diverged > 0 and row.diverged_apart_at_most > DIVERGED_APART
@@ -300,9 +313,14 @@ def _sentence(verdict: Verdict, row: Any) -> str:
         if diverged:
             why = f"too few {block}s finished under both; d{diverged}"
         return f"{text}; {why}.{left_out}"
+    if is_identical(row):
+        return f"{text}; the same kernels, the same bits in every weight, so there is nothing to test.{left_out}"
     within = f" within ±{row.margin:.2g}" if row.margin > 0 else ""
     share, in_sd = parse_margin(verdict.margin)
-    if in_sd and within:
+    yes_or_no = is_yes_or_no(verdict.runs, verdict.metric)
+    if yes_or_no:
+        within += f" (a share of the {block}s)"
+    elif in_sd and within:
         within += f" ({share:g} sd between {block}s, at that sd's lower 97.5 % limit)"
     if row.decision in ("equivalent", "different but negligible"):
         text += within
@@ -313,6 +331,11 @@ def _sentence(verdict: Verdict, row: Any) -> str:
     if row.decision != "different" and within:
         ends = _interval(row.equivalent_low, row.equivalent_high, row.equivalent_confidence, math.nan, row.margin)
         text += f"; equivalence{ends}, {_p(row.p_equivalent, row.p_equivalent_holm, alpha)}"
+    if row.decision == "different" and row.p_different_holm <= alpha and not yes_or_no:
+        unseen = inference.clopper_pearson_upper(0, n)
+        undoing = -row.difference * (1 - unseen) / unseen
+        text += f". Only jumps that none of these {block}s made could undo this mean: of {undoing:.2g} on average, in "
+        text += f"{unseen:.0%} of all {block}s (as many could have gone unseen, 95 % limit)"
     if row.decision == "inconclusive":
         text += f". Neither a difference nor equivalence{within} is shown"
         fewest = math.ceil(1 - math.log2(1 - row.confidence))

@@ -173,7 +173,8 @@ def _data(data: Data | str | None, model: Trainable, usual: Protocol, frames: in
     else:
         size = tuple(getattr(model, "size", usual.size))
         try:
-            data = load(data or usual.data, **{"frames": frames, "size": size, **options})
+            usual_options = usual.data_options if data in (None, usual.data) else {}
+            data = load(data or usual.data, **{"frames": frames, "size": size, **usual_options, **options})
         except TypeError as error:
             raise UsageError(f"data_options {options}: {error}") from None
     if data.sequential != model.sequential:

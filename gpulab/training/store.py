@@ -35,12 +35,13 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     Columns: `experiment`, `profile`, `setting`, `device`, `seed`, `rerun`, `loader` (how frames reached
     the device), `decoder` (of JPEG frames), `flip` (the initial weight whose last bit was changed), `draws`
     (whose generator drew the initial weights), `covariance` (how the whitener computes it), `truncation` (what
-    PredNet's backpropagation is cut off from), `status`, `final_loss`, `heldout_loss`,
-    `seconds`, `frames_per_second`, `weights` (the SHA-256 of the trained weights, so that equal bits can be seen),
-    `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`, `speed` (of the motion in a rendered scene),
-    `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones can be compared),
-    `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped. Runs of a function have, after
-    these, `options` (all of them, as JSON) and a column for each option and each metric.
+    PredNet's backpropagation is cut off from), `status`, `final_loss`, `heldout_loss`, `seconds`,
+    `frames_per_second`, `weights` (the SHA-256 of the trained weights, so that equal bits can be seen),
+    `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`, `frame_size` (height×width), `scene_seed` and
+    `speed` (what a rendered scene was drawn from, and how fast it moves), `frames`, `protocol` (a digest of model,
+    data, length and learning rate: runs with equal ones can be compared), `recorded`, `id` and `path`. A damaged
+    run is reported as a warning and skipped. Runs of a function have, after these, `options` (all of them, as JSON)
+    and a column for each option and each metric.
 
     Args:
         store: A folder, or a file of packed runs; by default `$GPULAB_STORE`, or the folder `runs`.
@@ -135,11 +136,11 @@ COLUMNS = [
     *("experiment", "profile", "setting", "device", "seed", "rerun"),
     *FACTORS,
     *("status", "final_loss", "heldout_loss", "seconds", "frames_per_second", "weights", "diverged_at"),
-    *("machine", "cpu", "gpu", "torch", "gpulab", "data", "speed", "frames", "protocol", "recorded", "id", "path"),
+    *("machine", "cpu", "gpu", "torch", "gpulab", "data", "frame_size", "scene_seed", "speed", "frames"),
+    *("protocol", "recorded", "id", "path"),
 ]
-OPEN = {"data", "speed", "frames", *FACTORS} - {
-    "flip"
-}  # empty for a run of a function, which may have options of these names
+# Empty for a run of a function, which may have options of these names.
+OPEN = {"data", "speed", "frames", *FACTORS} - {"flip"}
 
 
 def _frame(store: Path, recorded: bool) -> pd.DataFrame:
@@ -208,8 +209,10 @@ def _protocol(learned: bytes) -> str:  # as bytes it can be looked up, quicker t
 
 def _of_network(configuration: dict[str, Any]) -> dict[str, Any]:
     """What one of gpulab's own networks learned from."""
-    speed = configuration.get("data_options", {}).get("speed")
-    return {"data": configuration["data"], "speed": speed, "frames": configuration["frames"]}
+    options = configuration.get("data_options", {})
+    size = "x".join(map(str, options["size"])) if "size" in options else None
+    scene = {"frame_size": size, "scene_seed": options.get("scene_seed"), "speed": options.get("speed")}
+    return {"data": configuration["data"], "frames": configuration["frames"], **scene}
 
 
 def _of_function(record: dict[str, Any]) -> dict[str, Any]:

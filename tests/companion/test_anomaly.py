@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.companion import anomaly
+from gpulab.companion import learning
 from gpulab.records import recorded_folder
 
 
@@ -54,7 +54,15 @@ def test_the_audit_names_the_overwritten_frame():
 
 
 def runs(loader, losses, **columns):
-    common = {"experiment": "prednet", "profile": "smoke", "setting": "cpu", "data": "walk", "speed": 1.0}
+    common = {
+        "experiment": "prednet",
+        "profile": "smoke",
+        "setting": "cpu",
+        "data": "walk",
+        "speed": 1.0,
+        "scene_seed": 0,
+        "frame_size": "24x32",
+    }
     common |= {"frames": 200, "protocol": "p", "rerun": 0, "status": "finished", "machine": "m", "recorded": False}
     rows = [{"loader": loader, "seed": n, "final_loss": x, "weights": f"{loader}{n}"} for n, x in enumerate(losses)]
     return pd.DataFrame(rows).assign(**{**common, **columns})
@@ -64,11 +72,14 @@ COPIED = [0.010, 0.012, 0.011, 0.013, 0.009, 0.014, 0.0105, 0.15]
 WORSE = [2 * loss for loss in COPIED[:-1]] + [0.15]
 
 
-def test_three_questions_are_asked():
-    verdicts = gl.anomaly_verdicts(pd.concat([runs("copied", COPIED), runs("reused", WORSE)]), plateau=0.05)
-    assert list(verdicts) == list(anomaly.METRICS)
-    assert verdicts[anomaly.METRICS[1]].table.difference[0] == 0
-    learned = verdicts[anomaly.METRICS[2]]
+def test_four_questions_are_asked():
+    both = pd.concat([runs("copied", COPIED), runs("reused", WORSE)])
+    verdicts = gl.anomaly_verdicts(both, plateau=0.05, repeat=0.0125)
+    assert list(verdicts) == list(learning.METRICS)
+    assert verdicts[learning.BEAT].table.difference[0] == pytest.approx(-5 / 8), "no seed beats it with shared memory"
+    assert verdicts[learning.STUCK].table.difference[0] == 0
+    assert verdicts[learning.BEAT].margin == verdicts[learning.STUCK].margin == 0.1
+    learned = verdicts[learning.LEARNED]
     assert learned.table.seeds[0] == 7, "the seed on the plateau did not learn"
     assert learned.decision == "different"
 
@@ -80,8 +91,8 @@ def test_a_seed_that_learned_one_way_only_or_diverged_did_not_learn(loader, loss
     other = runs(loader, losses)
     other["status"] = other.final_loss.isna().map({True: "diverged", False: "finished"})
     verdicts = gl.anomaly_verdicts(pd.concat([runs("copied", COPIED), other]), plateau=0.05)
-    assert verdicts[anomaly.METRICS[1]].table.difference[0] == pytest.approx(1 / 8)
-    assert verdicts[anomaly.METRICS[2]].table.seeds[0] == 6
+    assert verdicts[learning.STUCK].table.difference[0] == pytest.approx(1 / 8)
+    assert verdicts[learning.LEARNED].table.seeds[0] == 6
 
 
 @pytest.mark.parametrize("loaders", [("copied",), ("window", "reused"), ("copied", "reused", "imitated")])
@@ -91,11 +102,31 @@ def test_other_loaders_are_refused_by_name(loaders):
         gl.anomaly_verdicts(frame, plateau=0.05)
 
 
+def test_the_table_has_every_decision_with_and_without_correction_and_against_the_registered_margin():
+    frame = pd.concat([runs("copied", COPIED), runs("reused", WORSE)])
+    slow, fast = frame, frame.assign(speed=2.0)
+    table = gl.anomaly_table(pd.concat([slow, fast]))
+    assert table.metric.tolist() == [*learning.METRICS] * 2
+    (alone,) = table.query("metric == @learning.LEARNED and speed == 1").to_dict("records")
+    assert (alone["p"], alone["p_holm"]) == (2 / 2**7, 8 * 2 / 2**7), "two speeds, four metrics"
+    assert (alone["uncorrected"], alone["registered"], alone["decision"]) == ("different", "different", "inconclusive")
+    spread = pd.Series(COPIED[:-1]).std()
+    assert alone["registered_margin"] == pytest.approx(0.25 * spread)
+    assert alone["margin"] < alone["registered_margin"]
+    better = frame.final_loss < gl.companion.repeat_losses(frame)
+    assert (alone["beat"], alone["beat_reference"]) == (better.sum(), better[frame.loader == "copied"].sum()) == (2, 2)
+
+
 def test_the_finding_follows_from_the_tables(window, control):
     table = gl.anomaly_table(pd.concat([runs("copied", COPIED), runs("reused", WORSE)]))
     text = gl.anomaly_finding(window, table)
     assert "19 of 19 forward losses have the same bits; the gradient is off" in text
-    assert "final loss of the seeds that learned: different at speed 1 (+100%, higher in 7 of 7 pairs)" in text
+    said = "final loss of the seeds that learned: inconclusive at speed 1 (+100%, higher in 7 of 7 seeds)"
+    assert said in text, "four tests, each p times four"
+    assert "neither network has learned motion here" not in text
+    dull = gl.anomaly_table(pd.concat([runs("copied", [1.0] * 7 + [1.1]), runs("reused", [2.0] * 7 + [2.1])]))
+    text = gl.anomaly_finding(window, dull)
+    assert "(0%, higher in 0 of 8 seeds); neither network has learned motion here." in text
     assert "computes a wrong gradient" in text
     assert "is not known" in text
     same = pd.concat([runs("copied", COPIED, weights="w"), runs("reused", COPIED, weights="w")])

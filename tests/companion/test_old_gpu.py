@@ -3,6 +3,7 @@ import pandas as pd
 import pytest
 
 import gpulab as gl
+from gpulab.companion import old_gpu
 from gpulab.models.autoencoders import COVARIANCES, EPSILON
 
 CPU, TF32 = "cpu:threads=1", "cpu:threads=1,tf32=on,emulate=ampere"
@@ -89,7 +90,20 @@ def test_the_finding_says_what_the_numbers_say(here, recorded, store):
     assert "recorded on NVIDIA H200: 37 of 40 seeds became NaN" in text
     assert "The audit blames mm (forward), reduced precision" in text
     assert "centred under cuda:tf32=on against one-pass under cuda:tf32=off: 40 seeds, 0 became NaN" in text
-    assert "Of 1 retunings of the training 0 gave the old losses back, and of 1 changes of the arithmetic 1" in text
+    assert "Of 1 retunings of the training 0 gave the old losses back, 1 left it open (margin 1sd)." in text
+    assert "Of 1 changes of the arithmetic 1 gave the old losses back (margin 1sd)." in text
+
+
+def test_a_change_that_settles_nothing_is_not_counted_as_a_failure():
+    tried = pd.DataFrame(
+        {
+            "state": ["finished", "finished", "pruned", "finished", "finished"],
+            "decision": ["equivalent", "inconclusive", "", "different", "equivalent"],
+            "confirmed": [True, False, False, False, False],
+        }
+    )
+    assert old_gpu._outcomes(tried) == "1 gave the old losses back, 2 did not, 2 left it open"
+    assert old_gpu._outcomes(tried[1:2]) == "0 gave the old losses back, 1 left it open"
 
 
 def test_the_figures_are_small_and_say_what_they_show(spectrum, here, recorded):

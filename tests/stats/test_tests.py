@@ -45,8 +45,8 @@ def test_many_sign_flips_are_drawn():
 @pytest.mark.parametrize(
     "test",
     [
-        inference.sign_flip_p,
-        inference.sign_flip_interval,
+        inference.mean_p,
+        inference.mean_interval,
         inference.sd_lower_limit,
         lambda differences: inference.equivalence_p(differences, 0.5),
     ],
@@ -57,8 +57,9 @@ def test_the_order_of_differences_does_not_matter(test, n):
 
 
 @pytest.mark.parametrize("margin", [0.1, 0.5, 1.0])
-def test_equivalence_is_two_one_sided_t_tests(margin):
-    differences = np.random.default_rng(4).standard_normal(12) + 0.3
+def test_equivalence_is_two_one_sided_t_tests_where_nothing_is_skewed(margin):
+    draws = np.random.default_rng(4).standard_normal(6)
+    differences = np.concatenate([draws, -draws]) + 0.3
     theirs = DescrStatsW(differences).ttost_mean(-margin, margin)[0]
     assert inference.equivalence_p(differences, margin) == pytest.approx(theirs)
     assert inference.equivalence_p(-differences, margin) == pytest.approx(theirs)
@@ -100,7 +101,9 @@ def test_intervals_and_p_say_the_same(alpha):
     for values in differences_of_every_kind():
         low, high = inference.sign_flip_interval(values, alpha)
         assert (low > 0 or high < 0) == (inference.sign_flip_p(values) <= alpha)
-        low, high = inference.t_interval(values, 2 * alpha)
+        low, high = inference.mean_interval(values, alpha)
+        assert (low > 0 or high < 0) == (inference.mean_p(values) <= alpha)
+        low, high = inference.skewed_t_interval(values, 2 * alpha)
         for margin in (0.05, 0.3, 1.0):
             assert (-margin < low and high < margin) == (inference.equivalence_p(values, margin) <= alpha)
 
@@ -111,6 +114,58 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(n):
     draws = [lambda: generator.standard_normal(n), lambda: generator.choice([-1.0, 1.0], n) * generator.random(n)]
     intervals = np.array([inference.sign_flip_interval(draws[k % 2](), 0.1) for k in range(600)])
     assert 0.87 < ((intervals[:, 0] <= 0) & (intervals[:, 1] >= 0)).mean() < 0.96
+
+
+SKEWED = {
+    "exponential": lambda generator, shape: generator.exponential(size=shape) - 1,
+    "lognormal": lambda generator, shape: generator.lognormal(sigma=0.5, size=shape) - math.exp(0.125),
+    "a fifth jumps": lambda generator, shape: (generator.random(shape) < 0.2) - 0.2 + 0.05 * generator.random(shape),
+}
+
+
+@pytest.mark.parametrize("name", SKEWED)
+def test_the_mean_of_skewed_differences_is_rarely_called_other_than_zero(name):
+    differences = SKEWED[name](np.random.default_rng(16), (1000, 32))
+    differences -= 0.025 if name == "a fifth jumps" else 0
+    alarms = {
+        test: np.mean([test(some) <= 0.05 for some in differences])
+        for test in (inference.sign_flip_p, inference.mean_p)
+    }
+    assert alarms[inference.mean_p] < 0.07
+    assert alarms[inference.mean_p] < alarms[inference.sign_flip_p]
+    at_the_margin = 0.5 + np.array([*differences, *-differences])
+    assert np.mean([inference.equivalence_p(some, 0.5) <= 0.05 for some in at_the_margin]) < 0.065
+
+
+def test_without_skewness_the_corrected_t_is_students():
+    values = np.array([1.0, 2.0, 4.0, 6.0, 7.0])
+    assert inference.skewed_t(*inference.moments(values)) == pytest.approx(stats.ttest_1samp(values, 0).statistic)
+    assert inference.skewed_t_interval(values, 0.1) == pytest.approx(inference.t_interval(values, 0.1))
+
+
+def test_the_corrected_interval_holds_the_shifts_that_its_t_allows():
+    values = np.random.default_rng(17).lognormal(size=12)
+    _, skewness, n = inference.moments(values)
+    assert skewness == pytest.approx(stats.skew(values))
+    limit = stats.t.isf(0.025, n - 1)
+    ends, students = inference.skewed_t_interval(values, 0.05), inference.t_interval(values, 0.05)
+    for end, sign in zip(ends, (1, -1), strict=True):
+        assert inference.skewed_t(*inference.moments(values - end)) == pytest.approx(sign * limit)
+    assert ends[0] == pytest.approx(students[0])
+    assert ends[1] > students[1], "further on the side of the tail"
+    mirrored = inference.skewed_t_interval(-values, 0.05)
+    assert mirrored == pytest.approx((-ends[1], -ends[0]))
+
+
+def test_an_outlier_does_not_hide_what_all_seeds_say():
+    assert inference.mean_p([2.9, 2.8, 2.9, 2.7, 2.8, 2.8, 1.6]) == 2 / 2**7
+
+
+def test_jumps_that_no_seed_made_mislead_as_often_as_none_is_made():
+    generator, share = np.random.default_rng(18), 0.1
+    differences = (generator.random((1000, 10)) < share) - share + 1e-3 * generator.standard_normal((1000, 10))
+    alarms = np.mean([inference.mean_p(some) <= 0.05 for some in differences])
+    assert alarms == pytest.approx((1 - share) ** 10, abs=0.05), "as Bahadur and Savage say"
 
 
 def test_very_many_differences_are_tested_by_students_t():

@@ -199,6 +199,38 @@ def test_few_seeds_of_which_none_switched_are_no_proof_of_equal_rates():
     assert row(gl.verdict(switched, margin=0.1))["p_equivalent"] == pytest.approx(stats.binom.cdf(1, 60, 0.1))
 
 
+def test_a_margin_of_yes_and_no_is_a_share_of_the_seeds():
+    runs = levels(cpu=[0.0, 1.0] * 15, cuda=[0.0, 1.0] * 15)
+    usual = gl.verdict(runs)
+    assert (usual.margin, usual.decision) == (0.1, "equivalent")
+    assert "equivalent within ±0.1 (a share of the seeds)" in str(usual)
+    for margin in ("0.25sd", 1.5):
+        with pytest.raises(gl.UsageError, match=f"margin '?{margin}'?: 'final_loss' holds only yes and no"):
+            gl.verdict(runs, margin=margin)
+
+
+def test_the_same_weights_are_not_tested():
+    runs = levels(cpu=BASE, cuda=BASE, tf32=shifted(0.1)).assign(learned=lambda runs: runs.final_loss > 0.3)
+    runs.loc[runs.setting == "cuda", "weights"] = [f"cpu{seed}" for seed in range(10)]
+    verdict = gl.verdict(runs)
+    assert verdict.decisions == {"cuda": "equivalent", "tf32": "different"}
+    assert "cuda against cpu, 10 seeds: equivalent; the same kernels, the same bits in every weight" in str(verdict)
+    assert math.isnan(row(verdict)["p_different"])
+    assert row(verdict, "tf32")["p_different_holm"] == row(verdict, "tf32")["p_different"], "one test, not two"
+    assert gl.verdict(runs[runs.setting != "tf32"], "learned").decision == "equivalent", "though ten seeds are few"
+    runs.loc[runs.setting == "cuda", "weights"] = [f"cpu{seed}" for seed in range(9)] + ["other"]
+    assert row(gl.verdict(runs))["p_different"] == 1
+
+
+def test_what_could_undo_a_mean_is_said():
+    text = str(gl.verdict(levels(cpu=BASE, cuda=shifted(0.1))))
+    unseen = 1 - 0.05 ** (1 / 10)
+    assert (
+        f"Only jumps that none of these seeds made could undo this mean: of {-0.1 * (1 - unseen) / unseen:.2g}" in text
+    )
+    assert f"in {unseen:.0%} of all seeds" in text
+
+
 def test_numbers_in_single_precision_are_compared_in_double():
     single = gl.verdict(levels(cpu=BASE, cuda=shifted(1e-7)).astype({"final_loss": "float32"}))
     exact = np.float32(shifted(1e-7)).astype(float) - np.float32(BASE).astype(float)
@@ -353,7 +385,7 @@ def test_no_runs_are_refused():
         ({"reference": "mps"}, r"'mps'.*cpu:threads=1.*cuda"),
         *(
             ({"margin": margin}, r"expected a number above 0, or such as '0\.25sd'")
-            for margin in [0, -0.1, math.nan, math.inf, True, None, "sd", "-1sd", "0sd", "0.25", "1e", [0.1]]
+            for margin in [0, -0.1, math.nan, math.inf, True, "sd", "-1sd", "0sd", "0.25", "1e", [0.1]]
         ),
         *(({"alpha": alpha}, "alpha") for alpha in [0, 0.5, 1, -0.1, 2, math.nan, "5%"]),
         *(

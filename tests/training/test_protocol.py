@@ -41,10 +41,20 @@ def test_unknown_names_are_refused_with_the_known_ones(monkeypatch):
     monkeypatch.setenv("GPULAB_PROFILE", "huge")
     with pytest.raises(gl.UsageError, match=r"'huge'.*smoke, quick, paper"):
         gl.profile("quick")
-    with pytest.raises(gl.UsageError, match=r"'huge'.*smoke, quick, paper"):
+    with pytest.raises(gl.UsageError, match=r"'huge': prednet has smoke, quick, motion, paper"):
         protocol("prednet", "huge")
+    with pytest.raises(gl.UsageError, match=r"'motion': autoencoder has smoke, quick, paper"):
+        protocol("autoencoder", "motion")
     with pytest.raises(gl.UsageError, match=r"'resnet'.*autoencoder, prednet"):
         protocol("resnet", "quick")
+
+
+def test_a_profile_may_have_options_of_its_data_that_a_run_can_override():
+    usual, chosen = (
+        planned("prednet", profile="motion", setting="cpu", data_options=options) for options in ({}, {"speed": 2.0})
+    )
+    speeds = [run.record["configuration"]["data_options"]["speed"] for run in (usual, chosen)]
+    assert speeds == [4.0, 2.0]
 
 
 # --- specifications ----------------------------------------------------------------------------------------

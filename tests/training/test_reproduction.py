@@ -606,7 +606,8 @@ def test_a_missing_extra_is_named_where_the_space_cannot_be_listed(few, tmp_path
         ({"target": lambda f: f.assign(seed=0)}, "seed 0 more than once"),
         ({"target": lambda f: f.assign(setting=["cpu", "cuda"] * 7)}, "runs of cpu, cuda; choose"),
         ({"target": lambda f: f.drop(columns="seed")}, "no column 'seed'"),
-        ({"target": lambda f: f.assign(final_loss=1.0)}, "all the same"),
+        ({"target": lambda f: f.assign(final_loss=2.0)}, "all the same"),
+        ({"target": lambda f: f.assign(final_loss=1.0)}, "holds only yes and no"),
         ({"train": None}, "give train="),
     ],
 )

@@ -1,0 +1,104 @@
+"""What networks have learned."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import gpulab as gl
+from gpulab.companion import learning
+
+
+@pytest.fixture(scope="module")
+def frame(tmp_path_factory):
+    store = tmp_path_factory.mktemp("store")
+    for options in ({}, {"speed": 2.0}, {"seed": 3}):
+        gl.train("prednet", profile="smoke", data_options=options, store=store, progress=False)
+    gl.train("autoencoder", profile="smoke", store=store, progress=False)
+    return gl.runs(store)
+
+
+def test_what_is_repeated_is_what_the_final_loss_is_of(frame):
+    losses = learning.repeat_losses(frame)
+    assert losses.isna().tolist() == (frame.experiment == "autoencoder").tolist()
+    for row, loss in zip(frame.itertuples(), losses, strict=True):
+        if row.experiment == "prednet":
+            film = gl.load("walk", frames=200, size=(24, 32), seed=int(row.scene_seed), speed=row.speed)
+            frames = np.stack(list(film.stream(0, 200))) / 255
+            errors = np.square(np.diff(frames, axis=0)).mean((1, 2, 3))  # of frames 1 to 199
+            assert loss == pytest.approx(errors[-40:].mean()), "the last two of ten windows of 20"
+    assert losses.dropna().nunique() == 3, "each film and speed has its own"
+
+
+def test_a_blurred_frame_is_a_better_guess_than_a_sharp_one(frame):
+    walks = frame[frame.experiment == "prednet"]
+    assert (learning.blurred_losses(walks) < learning.repeat_losses(walks)).all()
+
+
+def test_a_dead_colour_costs_what_the_film_says(frame):
+    losses = learning.missing_colour_losses(frame)
+    film = gl.load("walk", frames=200, size=(24, 32))
+    (usual,) = losses[(frame.scene_seed == 0) & (frame.speed == 1)]
+    assert usual == film.missing_colour_loss()
+    assert np.isinf(losses[frame.experiment == "autoencoder"]).all()
+
+
+def test_the_finding_counts_the_runs(frame):
+    prednet = frame[frame.experiment == "prednet"]
+    assert learning.motion_finding(prednet) == (
+        "No network has learned motion here: none of 3 runs beats repeating the last frame."
+    )
+    better = prednet.assign(final_loss=[1e-9, 1.0, np.nan])
+    text = learning.motion_finding(better)
+    assert text.startswith("1 of 3 runs beat repeating the last frame, and 1 of 3 beat repeating it blurred")
+
+
+def test_recorded_films_differ_in_the_film_alone():
+    films = gl.companion.recorded_films()
+    cells = pd.crosstab(films.seed, films.scene_seed)
+    assert (cells == 1).all(axis=None)
+    assert cells.shape >= (5, 5)
+    for name in ("setting", "machine", "profile", "frames", "frame_size", "speed", "loader", "torch"):
+        assert films[name].nunique() == 1, name
+    components = gl.stats.variance_components(films, factor="scene_seed")
+    assert {"seed", "scene_seed"} < set(components.table.source)
+
+
+def test_most_recorded_networks_of_the_motion_profile_beat_repeating_the_last_frame():
+    recorded = gl.recorded_runs().query("profile == 'motion'")
+    assert len(recorded) >= 10
+    assert (recorded.final_loss < learning.repeat_losses(recorded)).mean() > 0.5
+
+
+def test_any_factor_has_a_table_whose_reference_and_other_columns_are_its_own():
+    common = {"experiment": "prednet", "profile": "smoke", "loader": "copied", "data": "walk", "speed": 1.0}
+    common |= {"scene_seed": 0, "frame_size": "24x32", "frames": 200, "status": "finished", "rerun": 0}
+    losses = [0.008, 0.009, 0.0095, 0.0085, 0.0092, 0.2, 0.0088, 0.0091]
+    rows = [
+        {"setting": setting, "seed": seed, "final_loss": loss + shift, "weights": f"{seed}{shift}"}
+        for setting, shift in {"cpu": 0.0, "cuda": 0.0, "xpu": 0.01}.items()
+        for seed, loss in enumerate(losses)
+    ]
+    table = learning.learning_table(pd.DataFrame(rows).assign(**common), "setting", "cpu").set_index(
+        ["setting", "metric"]
+    )
+    same = table.loc["cuda"]
+    assert (same.decision == "equivalent").all(), "the same bits are not tested"
+    assert same.p.isna().all()
+    assert table.loc[("xpu", learning.ALL), "worse"] == 8
+    assert table.loc[("xpu", learning.LEARNED), "seeds"] == 7, "one seed has a dead colour"
+    assert table.loc[("xpu", learning.BEAT), "difference"] == pytest.approx(-7 / 8)
+    text = learning.learning_finding(table.reset_index())
+    assert "final loss of the seeds that learned: equivalent at speed 1 (0%, higher in 0 of 7 seeds)." in text
+    assert "final loss of all seeds: different at speed 1" in text
+
+
+def test_equal_amounts_are_said_once():
+    rows = [{"speed": s, "metric": learning.STUCK, "decision": "equivalent", "difference": 0.0} for s in (1.0, 2.0)]
+    table = pd.DataFrame(rows).assign(worse=0, seeds=9, beat=1)
+    assert learning.decisions(table) == "equivalent at speed 1 and 2 (0%, higher in 0 of 9 seeds)"
+
+
+def test_luck_is_a_probability():
+    text = learning.false_alarms(20)
+    assert f"{1 - 0.95**20:.0%}".replace("%", " %") in text
+    assert "at most 100 %" in text
