@@ -106,10 +106,6 @@ def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
         lines += [f"{where}, {metric}: {decisions(some)}." for metric, some in asked if len(some)]
     if (window.gradient_difference > FAR * window.rounding).any():
         lines.append("So where wrapping shares memory, the published loop computes a wrong gradient and never says so.")
-    lines.append(
-        "How much of the published gap this explains is not known: the film and the exact version of the code that "
-        "were used are not at hand."
-    )
     return "\n".join(lines)
 
 

@@ -5,18 +5,21 @@ What is compared, on which seeds and films, and by which tests, was laid down in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 
 from gpulab import records
-from gpulab.plots.style import INK, ON_CPU, ON_GPU, canvas, finished, key, origin_keys, points
-from gpulab.report import Picture
+from gpulab.companion.dose import dose_finding
+from gpulab.plots.style import INK, ON_CPU, ON_GPU, canvas, finished, key, log_scale, origin_keys, points
+from gpulab.report import Picture, Report
 from gpulab.stats.tests import holm
-from gpulab.stats.verdicts import Verdict, decide, verdict
+from gpulab.stats.verdicts import Verdict, decide, p_text, verdict
 from gpulab.training import store
 
 FULL = "160x120"  # the published size
@@ -28,6 +31,21 @@ METRICS = {
 }  # and the margin: a share, or in standard deviations
 COLUMNS = "family film size condition reference endpoint seeds decision difference low high ratio worse margin p p_holm"
 COLUMNS += " p_equivalent uncorrected beat beat_reference machine machine_reference"
+CLAIM = (
+    "Pietrowski et al. (2021, arXiv 2109.01451): PredNet reaches a lower loss on a GPU than on a CPU in the same number "
+    "of steps, an autoencoder does not. Retracted in version 4: the difference came with the library, Chainer, and a port "
+    "to PyTorch does not show it; probably a bug, which is not named."
+)
+LINE = (
+    "The published loop fills one NumPy buffer with every frame and wraps it with xp.asarray. On a GPU that copies. On a "
+    "CPU it does not, so all steps of a window share one memory, and the gradient is taken against the window's last "
+    "frame. An autoencoder takes its gradient before the buffer is filled again, and the port to PyTorch loads whole "
+    "clips: neither is touched."
+)
+UNKNOWN = (
+    "Whether it was the only cause: the authors' film (body-worn cameras), their machines and their runs with cuDNN "
+    "cannot be had. Of their code, their library and the line, everything here was run."
+)
 
 
 class Comparison(NamedTuple):
@@ -198,8 +216,7 @@ def published_figure(frame: pd.DataFrame) -> Picture:
         labels += [c.replace(", ", "\n") for c in conditions]
         start += len(conditions) + 0.6
     axes.axhline(1, color=INK, lw=0.8, ls="--", zorder=1)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
+    log_scale(axes.yaxis, shown.times.min(), 4 * shown.times.max(), numbers="{x:g}")  # ratios, however near
     axes.set_xticks(places, labels, fontsize=8)
     axes.set_xlim(-0.6, start - 1)
     axes.set_ylabel("final loss / loss of repeating the last frame")
@@ -209,6 +226,74 @@ def published_figure(frame: pd.DataFrame) -> Picture:
     keys = [key("repeating the last frame", color=INK, ls="--", lw=0.8), *origin_keys(shown)]
     alt = "Final loss of each seed over the loss of repeating the last frame, by film and condition, seeds joined."
     return finished(figure, title, alt, keys, columns=3)
+
+
+@dataclass(frozen=True)
+class Page(Report):
+    """A page of paragraphs, each a heading and what is said under it."""
+
+    parts: Sequence[tuple[str, str]]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{heading}. {text}" for heading, text in self.parts)
+
+    def html(self) -> str:
+        """The paragraphs as HTML."""
+        return Markup().join(Markup("<p><b>{}.</b> {}</p>").format(*part) for part in self.parts)
+
+
+def published_page(
+    window: pd.DataFrame, table: pd.DataFrame, trips: pd.DataFrame, dose: pd.DataFrame | None = None
+) -> Page:
+    """What was claimed, what was wrong, how one knows and what remains unknown, on one page.
+
+    Args:
+        window: From `gpulab.first_window`: the gradient in our own port.
+        table: From `published_table`.
+        trips: From `round_trips`.
+        dose: From `recorded_dose`.
+    """
+    parts = [
+        ("Claimed", CLAIM),
+        ("What was wrong", LINE),
+        ("In the gradient", " ".join(_gradient(row) for row in window.itertuples())),
+    ]
+    parts += [(heading, " ".join(map(_compared, some))) for heading, some in _of_family(table)]
+    if len(trips):
+        same, windows = trips.same_bits.sum(), trips.windows.sum()
+        bits = "the same bits" if same == windows else f"the same bits in {same:,} of {windows:,} only"
+        text = f"With and without it the losses of {windows:,} windows have {bits} ({trips.seeds.sum()} pairs of runs)."
+        parts.append(("The other line that only a GPU passes, the round trip to the CPU", text))
+    if dose is not None:
+        parts.append(("Dose and response, in our own port", dose_finding(dose)))
+    return Page([*parts, ("Not known", UNKNOWN)])
+
+
+def _gradient(row: Any) -> str:
+    off = f"is off by {row.gradient_difference:.1%}" if row.gradient_difference else "agrees to the last bit"
+    return (
+        f"{row.network}, {row.setting}: {row.same_losses} of {row.losses} forward losses of the first window have the "
+        f"same bits, the gradient {off} (rounding: {row.rounding:.0e})."
+    )
+
+
+def _of_family(table: pd.DataFrame) -> Iterator[tuple[str, list[list[Any]]]]:
+    """The rows of each family, those of one comparison and film together."""
+    for family, rows in table.groupby("family", sort=False):
+        pairs = rows.groupby(["condition", "reference", "film"], sort=False)
+        yield f"In the published code, {family}", [list(pair.itertuples()) for _, pair in pairs]
+
+
+def _compared(rows: list[Any]) -> str:
+    """One comparison on one film."""
+    share, loss = (next(row for row in rows if row.endpoint == endpoint) for endpoint in METRICS)
+    where = dict.fromkeys((share.machine_reference, share.machine))
+    return (
+        f"{share.film} at {share.size.replace('x', '×')}, {share.seeds} seeds ({', '.join(where)}): {share.reference}, "
+        f"{share.beat_reference} beat repeating the last frame; {share.condition}, {share.beat} ({share.decision}, "
+        f"p = {p_text(share.p_holm)}). The loss is {loss.ratio:.2f} times as high (median), higher for {loss.worse} of "
+        f"{loss.seeds} seeds ({loss.decision}, p = {p_text(loss.p_holm)})."
+    )
 
 
 def _order() -> list[str]:
