@@ -5,7 +5,7 @@ from gpulab._lazy import attach
 HOMES = {
     "anomaly": "anomaly_finding anomaly_table anomaly_verdicts first_window shared_memory",
     "dose": "dose_finding dose_response dose_runs dose_table rank_correlation recorded_dose",
-    "factorial": "described published_figure published_page published_runs published_table published_verdict round_trips",
+    "factorial": "published_figure published_page published_runs published_table published_verdict round_trips",
     "floating_point": "FactorTable factor_table recorded_measurements",
     "floating_point_figures": "decoded factor_effects",
     "learning": "blurred_losses false_alarms learning_finding learning_table missing_colour_losses motion_finding "

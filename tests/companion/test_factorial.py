@@ -1,0 +1,110 @@
+"""The registered runs of the published network: what the table, the figure and the page make of them."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import gpulab as gl
+from gpulab.companion import factorial
+
+REUSED, SHARED = "GPU, as published", "GPU, memory shared"
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return gl.companion.published_runs()
+
+
+def runs(device="cuda", loader="reused", losses=(), film="walk", size="160x120", round_trip=True, repeat=0.01):
+    losses = np.array(losses, float)
+    frame = pd.DataFrame({"final_loss": losses, "seed": range(100, 100 + len(losses))})
+    frame = frame.assign(
+        beats_repeating=losses < repeat, repeat_loss=repeat, device=device, loader=loader, data=film, setting=device
+    )
+    frame = frame.assign(size=size, round_trip=round_trip, frames=5000, speed=2.0, status="finished", recorded=True)
+    return factorial.described(frame.assign(machine=device, experiment="published", profile="own", rerun=0))
+
+
+def test_recorded_runs_are_the_registered_ones(recorded):
+    assert set(recorded.seed) <= set(range(100, 132))
+    assert set(recorded.frames) == {5000}
+    assert set(recorded.window) == {20}
+    assert set(recorded.channels) == {"3,48,96,192"}
+    walk = recorded[(recorded.film == "walk") & recorded.full]
+    assert set(walk.speed) == {2.0}
+    for _, seeds in walk[walk.round_trip].groupby("condition").seed:
+        assert sorted(seeds) == list(range(100, 100 + len(seeds)))  # in ascending order, none left out
+
+
+def test_what_beats_repetition_is_what_the_losses_say(recorded):
+    assert ((recorded.final_loss < recorded.repeat_loss) == recorded.beats_repeating).all()
+    walk = recorded[recorded.film == "walk"]
+    assert np.allclose(gl.companion.repeat_losses(walk[walk.full]), walk[walk.full].repeat_loss, rtol=1e-6)
+
+
+def test_the_table_counts_seeds_by_hand(recorded):
+    table = gl.companion.published_table(recorded)
+    walk = recorded[(recorded.film == "walk") & recorded.full & recorded.round_trip]
+    losses = walk.pivot_table(index="seed", columns="loader", values="final_loss").dropna()
+    share, loss = table[(table.film == "walk") & (table.family == factorial.REGISTERED[0].family)].itertuples()
+    assert (share.seeds, loss.seeds) == (len(losses), len(losses))
+    assert loss.worse == (losses.shared > losses.reused).sum()
+    assert loss.ratio == pytest.approx((losses.shared / losses.reused).median())
+    assert loss.margin == pytest.approx(losses.reused.std() / 4)
+    beats = walk.pivot_table(index="seed", columns="loader", values="beats_repeating", aggfunc="first").loc[
+        losses.index
+    ]
+    one_way, other_way = ((beats.reused > beats.shared).sum(), (beats.shared > beats.reused).sum())
+    if min(one_way, other_way) == 0:
+        assert share.p == pytest.approx(2.0 ** (1 - (one_way + other_way)))  # the exact sign test
+
+
+def test_a_factor_that_does_nothing_is_no_difference():
+    rng = np.random.default_rng(0)
+    losses = rng.uniform(0.005, 0.02, 16)
+    same = pd.concat([runs(losses=losses), runs(loader="shared", losses=losses * rng.uniform(0.999, 1.001, 16))])
+    table = gl.companion.published_table(same)
+    assert list(table.decision) == ["inconclusive", "equivalent"]  # of 16 seeds up to 17 % could change sides
+
+
+def test_the_correction_is_over_the_films_of_an_endpoint():
+    rng = np.random.default_rng(1)
+    parts = []
+    for film in ("walk", "films/a.mp4", "films/b.mp4"):
+        losses = rng.uniform(0.005, 0.02, 16)
+        moved = losses + rng.normal(0, 0.004, 16)
+        parts += [runs(losses=losses, film=film), runs(loader="shared", losses=moved, film=film)]
+    table = gl.companion.published_table(pd.concat(parts))
+    for _, some in table.groupby("endpoint"):
+        assert len(some) == 3
+        smallest = some.p.idxmin()
+        assert some.p_holm[smallest] == pytest.approx(min(1, 3 * some.p[smallest]))
+    assert set(table.film) == {"walk", "a", "b"}
+    assert table[table.film != "walk"].beat_blurred.isna().all()
+    page = str(gl.companion.published_page(pd.DataFrame(), table, pd.DataFrame()))
+    assert page.count("beat it blurred") == 1
+
+
+def test_half_size_is_judged_apart():
+    losses = np.linspace(0.008, 0.012, 16)
+    cells = [("cpu", "reused", 2.0), ("cpu", "copied", 1.0), ("cuda", "reused", 1.0), ("cuda", "shared", 2.0)]
+    frame = pd.concat(runs(device, loader, losses * k, size="80x56") for device, loader, k in cells)
+    table = gl.companion.published_table(frame)
+    assert set(table.family) == {"four cells"}
+    of_loss = table[table.endpoint == factorial.LOSS].set_index(["condition", "reference"]).decision
+    assert of_loss["CPU, frames copied", REUSED] == "equivalent"
+    assert of_loss["CPU, as published", SHARED] == "equivalent"
+    assert of_loss["CPU, as published", "CPU, frames copied"] == "different"
+
+
+def test_the_figure_and_the_page_show_what_is_there(recorded):
+    picture = gl.companion.published_figure(recorded)
+    assert len(picture.png()) > 5000
+    table, trips = gl.companion.published_table(recorded), gl.companion.round_trips(recorded)
+    window = gl.first_window(["cpu"], profile="smoke")
+    page = gl.companion.published_page(window, table, trips)
+    said = str(page)
+    row = table[table.endpoint == factorial.LOSS].iloc[0]
+    assert f"{row.ratio:.2f} times as high (median), higher for {row.worse} of {row.seeds} seeds" in said
+    assert "<b>Claimed.</b>" in page.html()
+    assert ("round trip" in said) == bool(len(trips))
