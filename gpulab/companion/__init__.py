@@ -12,7 +12,7 @@ HOMES = {
     "recorded_films repeat_losses",
     "old_gpu": "cards_finding cards_table covariance_spectrum divergence prices recorded_cards_audit recorded_prices "
     "spectrum",
-    "published_windows": "published_network published_windows",
+    "published_windows": "published_network published_windows recorded_windows",
     "saddle_points": "saddle_finding",
     "widgets": "bit_explorer slice_explorer",
 }

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from gpulab import records
 from gpulab.companion.published import Arrays, Published, windows
 from gpulab.companion.stock_chainer import AUTHORS, VERSION
 from gpulab.data.datasets import Sequence as Frames
@@ -79,6 +80,13 @@ def published_windows(
         for number, (before, after) in enumerate(zip(*(found[cell] for cell in pair), strict=True)):
             rows.append({"of": str(pair[1]), "against": str(pair[0]), "window": number, **_compared(before, after)})
     return pd.DataFrame(rows)
+
+
+def recorded_windows() -> pd.DataFrame:
+    """What `benchmarks/record_published.py` recorded: as `published_windows`, with the `machine`."""
+    documents = records.read_documents("published")
+    frames = [pd.DataFrame(d["windows"]).assign(machine=records.machine(d["passport"])) for d in documents]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
 def published_network(net: str | Path | None = None, profile: str = "smoke") -> str:

@@ -134,3 +134,14 @@ def test_its_runs_are_kept_like_all_others(net, tmp_path):
     record = record_of(next(frame.itertuples()))
     assert record["passport"]["software"]["chainer"] == "7.8.1"
     assert "gpulab train gpulab.companion.published:published" in record["command"]
+
+
+def test_the_command_says_how_to_install_it_and_what_is_missing(tmp_path, python):
+    said = python("import sys; sys.argv = ['gpulab', 'published', '--help']; import gpulab.__main__ as m; m.main()")
+    assert "chainer==7.8.1" in said.stdout
+    assert "github.com/eijwat/prednet_in_chainer_py3" in " ".join(said.stdout.split())
+    run = "import sys; sys.argv = ['gpulab', 'published', sys.argv[1]]; import gpulab.__main__ as m; m.main()"
+    failed = python(run, tmp_path, check=False)
+    assert failed.returncode != 0
+    assert "Traceback" not in failed.stderr
+    assert "chainer==7.8.1" in failed.stderr or "net.py: no such file" in failed.stderr
