@@ -184,7 +184,7 @@ def test_a_real_video_is_trained_on(cli, shared, tmp_path):
     assert (configuration["frames"], configuration["window"], configuration["learning_rate"]) == (60, 20, 0.002)
     assert configuration["data"] == f"video:{video}"
     assert configuration["data_options"] == {"size": [24, 32], "frames": 60, "heldout": 6}
-    assert configuration["model_options"] == {"size": [24, 32], "channels": [3, 4]}
+    assert configuration["model_options"] == {"size": [24, 32], "channels": [3, 4], "truncation": "loss"}
 
 
 def test_an_experiment_is_run_and_compared(cli, tmp_path):

@@ -585,7 +585,7 @@ def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
         ({"net": nn.Linear(2, 2)}, "Linear.*Trainable"),
         ({"net": gl.Autoencoder()}, "model_options"),
         ({"setting": "gpu"}, "'gpu'"),
-        ({"profile": "huge"}, "'huge'.*smoke, quick, paper"),
+        ({"profile": "huge"}, "'huge'.*smoke, quick, motion, paper"),
         ({"frames": 19}, "19.*20"),
         ({"frames": 0}, "0.*20"),
         ({"frames": 30.5}, "30.5"),
