@@ -209,7 +209,7 @@ def published_figure(frame: pd.DataFrame) -> Picture:
     start = 0.0
     for name in names:
         some = shown[shown.panel == name]
-        conditions = [c for c in _order() if c in set(some.condition)]
+        conditions = [c for c in ORDER if c in set(some.condition)]
         columns = {condition: start + place for place, condition in enumerate(conditions)}
         for _, seed in some.groupby("seed"):
             one = seed.set_index("condition").times.reindex(conditions)
@@ -307,7 +307,3 @@ def _compared(rows: list[Any]) -> str:
         f"({share.decision}, p = {p_text(share.p_holm)}). The loss is {loss.ratio:.2f} times as high (median), higher "
         f"for {loss.worse} of {loss.seeds} seeds ({loss.decision}, p = {p_text(loss.p_holm)})."
     )
-
-
-def _order() -> list[str]:
-    return ["GPU, as published", "CPU, frames copied", "GPU, memory shared", "CPU, as published"]

@@ -110,7 +110,9 @@ def _run(
     net: str | Path, cell: Cell, frames: Frames, count: int, seed: int, channels: Sequence[int]
 ) -> list[tuple[list[float], Arrays]]:
     """The losses and the gradients of each window."""
+    callers = np.random.get_state()
     trained = Published(net, cell.kind, seed, frames.size, tuple(channels), cell.loader, cell.round_trip)
+    np.random.set_state(callers)
     found = []
     for window, restart in itertools.islice(windows(frames), count):
         if restart:

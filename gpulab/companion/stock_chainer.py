@@ -37,7 +37,7 @@ SWITCHES = {
     "CHAINER_USE_CUDNN": "never",
     "CHAINER_USE_IDEEP": "never",
     "CHAINER_DTYPE": "float32",
-    "CHAINER_TYPE_CHECK": "0",  # of shapes, in Python: a third of the time on a GPU, and no number depends on it
+    "CHAINER_TYPE_CHECK": "0",  # of shapes, in Python: no number depends on it
     "CUPY_TF32": "0",
     "NVIDIA_TF32_OVERRIDE": "0",
 }
