@@ -27,6 +27,7 @@ from gpulab.training import store
 FULL = "160x120"  # the published size
 HANDED = {"reused": "as published", "copied": "frames copied", "shared": "memory shared"}
 BEATS, LOSS = "share that beats repeating the last frame", "final loss"
+ORDER = ("GPU, as published", "CPU, frames copied", "GPU, memory shared", "CPU, as published")  # in the figure
 METRICS = {
     BEATS: ("beats_repeating", 0.1),
     LOSS: ("final_loss", 0.25),
