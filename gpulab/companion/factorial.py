@@ -75,7 +75,8 @@ def published_runs() -> pd.DataFrame:
     More columns: `film`; `condition`, the device and how frames were handed over; `full`, whether at the published
     size; `machine`. `protocol` and `options` are left out, since the condition is part of them.
     """
-    return described(store.runs(records.recorded_folder("published")).assign(recorded=True))
+    found = described(store.runs(records.recorded_folder("published")).assign(recorded=True))
+    return found.sort_values(["full", "film"], ascending=False, kind="stable", ignore_index=True)  # the walk first
 
 
 def described(frame: pd.DataFrame) -> pd.DataFrame:
@@ -113,7 +114,7 @@ def published_table(frame: pd.DataFrame, alpha: float = 0.05) -> pd.DataFrame:
         A row for each comparison, film and endpoint: `decision` after the correction, `difference` (condition minus
         reference) with its interval `low`, `high`; `ratio`, the median over seeds of the losses' ratio; `worse`, the
         seeds whose loss is higher; `beat` and `beat_reference`, the seeds that beat repeating the last frame;
-        `beat_blurred`, those of the reference that beat it blurred, which takes no motion either (on rendered films).
+        `beat_blurred`, those of the reference that beat it blurred, which takes no motion either.
     """
     table = pd.DataFrame(_rows(frame))
     if table.empty:
@@ -152,7 +153,7 @@ def _counts(runs: pd.DataFrame, comparison: Comparison) -> dict[str, Any]:
     ratio = losses[comparison.condition] / losses[comparison.reference]
     beat = runs.groupby("condition").beats_repeating.sum()
     usual = runs[runs.condition == comparison.reference]
-    blurred = blurred_losses(usual)
+    blurred = blurred_losses(usual).fillna(usual.film.map(_recorded_blurred()))
     machine = runs.groupby("condition").machine.agg(lambda names: ", ".join(sorted(set(names))))
     return {
         "ratio": ratio.median(),
@@ -162,6 +163,15 @@ def _counts(runs: pd.DataFrame, comparison: Comparison) -> dict[str, Any]:
         "beat_blurred": (usual.final_loss < blurred).sum() if blurred.notna().all() else np.nan,
         "machine": machine[comparison.condition],
         "machine_reference": machine[comparison.reference],
+    }
+
+
+def _recorded_blurred() -> dict[str, float]:
+    """Of real films, by `benchmarks/record_blurred.py`."""
+    return {
+        film: loss
+        for document in records.read_documents("published")
+        for film, loss in document.get("blurred", {}).items()
     }
 
 
@@ -222,7 +232,7 @@ def published_figure(frame: pd.DataFrame) -> Picture:
             start + (len(conditions) - 1) / 2, 1.02, name, transform=axes.get_xaxis_transform(), ha="center", fontsize=9
         )
         places += columns.values()
-        labels += [c.replace(", ", "\n") for c in conditions]
+        labels += [c.replace(",", "").replace(" ", "\n") for c in conditions]
         start += len(conditions) + 0.6
     axes.axhline(1, color=INK, lw=0.8, ls="--", zorder=1)
     axes.set_yscale("log")
@@ -234,7 +244,9 @@ def published_figure(frame: pd.DataFrame) -> Picture:
     axes.set_ylabel("final loss / loss of repeating the last frame")
     main = [row for row in _rows(frame) if row["family"] == REGISTERED[0].family and row["endpoint"] == LOSS]
     worse, seeds = (sum(row[name] for row in main) for name in ("worse", "seeds"))
-    title = f"With one line different, the published network ends worse for {worse} of {seeds} seeds" if main else ""
+    title = (
+        f"With one line different, the published network ends worse in {worse} of {seeds} pairs of runs" if main else ""
+    )
     keys = [key("repeating the last frame", color=INK, ls="--", lw=0.8), *origin_keys(shown)]
     alt = "Final loss of each seed over the loss of repeating the last frame, by film and condition, seeds joined."
     return finished(figure, title, alt, keys, columns=3)
@@ -255,7 +267,11 @@ class Page(Report):
 
 
 def published_page(
-    window: pd.DataFrame, table: pd.DataFrame, trips: pd.DataFrame, dose: pd.DataFrame | None = None
+    window: pd.DataFrame,
+    table: pd.DataFrame,
+    trips: pd.DataFrame,
+    dose: pd.DataFrame | None = None,
+    windows: pd.DataFrame | None = None,
 ) -> Page:
     """What was claimed, what was wrong, how one knows and what remains unknown, on one page.
 
@@ -264,12 +280,16 @@ def published_page(
         table: From `published_table`.
         trips: From `round_trips`.
         dose: From `recorded_dose`.
+        windows: From `recorded_windows`: gradients of the published code on both devices.
     """
     parts = [
         ("Claimed", CLAIM),
         ("What was wrong", LINE),
-        ("In the gradient", " ".join(_gradient(row) for row in window.itertuples())),
+        ("In its gradient in our own port", " ".join(_gradient(row) for row in window.itertuples())),
     ]
+    if windows is not None:
+        first = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")].itertuples()
+        parts.append(("In its gradient in the published code, first window", "; ".join(map(_in_chainer, first)) + "."))
     parts += [(heading, " ".join(map(_compared, some))) for heading, some in _of_family(table)]
     if len(trips):
         same, windows = trips.same_bits.sum(), trips.windows.sum()
@@ -287,6 +307,14 @@ def _gradient(row: Any) -> str:
         f"{row.network}, {row.setting}: {row.same_losses} of {row.losses} forward losses of the first window have the "
         f"same bits, the gradient {off} (rounding: {row.rounding:.0e})."
     )
+
+
+def _in_chainer(row: Any) -> str:
+    names = (
+        f"{kind} {HANDED[loader]}" for kind, loader in (cell.split(",")[0].split() for cell in (row.of, row.against))
+    )
+    off = f"differs by {row.gradient_difference:.1g}" if row.gradient_difference else "has the same bits"
+    return " against ".join(names).replace("cuda", "GPU").replace("cpu", "CPU") + f" {off}"
 
 
 def _of_family(table: pd.DataFrame) -> Iterator[tuple[str, list[list[Any]]]]:

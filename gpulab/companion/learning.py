@@ -245,10 +245,15 @@ def _repeat_loss(data: str, frames: int, size: str, scene: float, speed: float) 
 
 @functools.cache
 def _blurred_loss(data: str, frames: int, size: str, scene: float, speed: float) -> float:
-    from scipy.ndimage import gaussian_filter
-
     windows = _last(data, frames, size, scene, speed)
     last, coming = (np.concatenate([part[some][::5] for part in windows]) for some in (slice(-1), slice(1, None)))
+    return blurred_loss(last, coming)
+
+
+def blurred_loss(last: np.ndarray, coming: np.ndarray) -> float:
+    """The mean squared error of frames (N, C, H, W) blurred, against those to come, by the Gaussian that is best."""
+    from scipy.ndimage import gaussian_filter
+
     widths = last.shape[-1] / 64 * np.array([0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8])
     blurred = (gaussian_filter(last, (0, 0, width, width)) for width in widths)
     return float(min(np.square(one - coming).mean() for one in blurred))

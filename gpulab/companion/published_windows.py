@@ -85,7 +85,9 @@ def published_windows(
 def recorded_windows() -> pd.DataFrame:
     """What `benchmarks/record_published.py` recorded: as `published_windows`, with the `machine`."""
     documents = records.read_documents("published")
-    frames = [pd.DataFrame(d["windows"]).assign(machine=records.machine(d["passport"])) for d in documents]
+    frames = [
+        pd.DataFrame(d["windows"]).assign(machine=records.machine(d["passport"])) for d in documents if "windows" in d
+    ]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 

@@ -130,7 +130,7 @@ class Experiment:
         failures: dict[str, list[str]] = {}  # which runs, by why
         frames_done, lock = [frames if done else 0 for done in is_done], threading.Lock()
         total = {"total": len(jobs) * frames, "initial": sum(frames_done), "unit": self.unit}
-        bar = tqdm(**total, leave=False, disable=not progress)
+        bar = tqdm(**total, leave=False, disable=not progress, miniters=0)  # a step of unknown length counts nothing
 
         def tell(number: int, done: int, loss: float | None = None) -> None:
             with lock:
