@@ -105,13 +105,13 @@ def dose_finding(frame: pd.DataFrame) -> str:
         cells = dose_table(runs)
         rho, low, high = rank_correlation(cells.bias, cells.ratio)
         alone = [rank_correlation(one.bias, one.ratio)[0] for _, one in runs.groupby("seed")]
-        trend = "higher" if low > 0 else "lower" if high < 0 else "neither higher nor lower with certainty"
+        trend = "the loss is higher" if low > 0 else "the loss is lower" if high < 0 else "no trend is shown either way"
         lines.append(
             f"{size} size, {setting} ({machine}), {cells.seeds.max()} seeds in {len(cells)} cells: sharing changes "
-            f"the loss by {cells.ratio.min() - 1:+.1%} to {cells.ratio.max() - 1:+.1%}, at a bias of "
-            f"{cells.bias.min():.2f} to {cells.bias.max():.2f}. The rank correlation of the cells is {rho:+.2f} (95 % "
-            f"interval {low:+.2f} to {high:+.2f}), in single seeds {min(alone):+.2f} to {max(alone):+.2f}: where the "
-            f"gradient is more biased, the loss is {trend}."
+            f"the loss by {cells.ratio.min() - 1:+.1%} to {cells.ratio.max() - 1:+.1%}, where the gradient is off by "
+            f"{cells.bias.min():.0%} to {cells.bias.max():.0%}. The rank correlation of the cells is {rho:+.2f} "
+            f"(95 % interval {low:+.2f} to {high:+.2f}), in single seeds {min(alone):+.2f} to {max(alone):+.2f}: where "
+            f"the gradient is further off, {trend}."
         )
     return "\n".join(lines)
 

@@ -43,11 +43,12 @@ LINE = (
     "The published loop fills one NumPy buffer with every frame and wraps it with xp.asarray. On a GPU that copies. On "
     "a CPU it does not, so all steps of a window share one memory, and the gradient is taken against the window's last "
     "frame. An autoencoder takes its gradient before the buffer is filled again, and the port to PyTorch loads whole "
-    "clips: neither is touched."
+    "clips: neither is touched. (A window is 20 frames in a row, after which the weights are updated once.)"
 )
 UNKNOWN = (
     "Whether this line was the only cause. Their code and their library were run here as published; their film (from "
-    "body-worn cameras), their machines and their runs with cuDNN cannot be had."
+    "body-worn cameras) and their machines cannot be had, and cuDNN, which they used, was off, since today's CuPy "
+    "has none that Chainer could use."
 )
 
 
@@ -285,17 +286,20 @@ def published_page(
     parts = [
         ("Claimed", CLAIM),
         ("What was wrong", LINE),
-        ("In its gradient in our own port", " ".join(_gradient(row) for row in window.itertuples())),
+        (
+            "In the gradient, in our port to PyTorch, which keeps the buffer",
+            " ".join(_gradient(row) for row in window.itertuples()),
+        ),
     ]
     if windows is not None:
         first = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")].itertuples()
-        parts.append(("In its gradient in the published code, first window", "; ".join(map(_in_chainer, first)) + "."))
+        parts.append(("In the gradient, in the published code, first window", "; ".join(map(_in_chainer, first)) + "."))
     parts += [(heading, " ".join(map(_compared, some))) for heading, some in _of_family(table)]
     if len(trips):
         same, windows = trips.same_bits.sum(), trips.windows.sum()
         bits = "the same bits" if same == windows else f"the same bits in {same:,} of {windows:,} only"
         text = f"With and without it the losses of {windows:,} windows have {bits} ({trips.seeds.sum()} pairs of runs)."
-        parts.append(("The other line that only a GPU passes, the round trip to the CPU", text))
+        parts.append(("Another step that only a GPU takes, the round trip to the CPU after each update", text))
     if dose is not None:
         parts.append(("Dose and response, in our own port", dose_finding(dose)))
     return Page([*parts, ("Not known", UNKNOWN)])
@@ -321,7 +325,7 @@ def _of_family(table: pd.DataFrame) -> Iterator[tuple[str, list[list[Any]]]]:
     """The rows of each family, those of one comparison and film together."""
     for family, rows in table.groupby("family", sort=False):
         pairs = rows.groupby(["condition", "reference", "film"], sort=False)
-        yield f"In the published code, {family}", [list(pair.itertuples()) for _, pair in pairs]
+        yield f"In the losses, in the published code, {family}", [list(pair.itertuples()) for _, pair in pairs]
 
 
 def _compared(rows: list[Any]) -> str:
@@ -329,10 +333,11 @@ def _compared(rows: list[Any]) -> str:
     share, loss = (next(row for row in rows if row.endpoint == endpoint) for endpoint in METRICS)
     where = dict.fromkeys((share.machine_reference, share.machine))
     known = share.beat_blurred == share.beat_blurred
-    blurred = f" ({share.beat_blurred:g} beat it blurred, which takes no motion either)" if known else ""
+    blurred = f", {share.beat_blurred:g} of {share.seeds} a blurred copy of it" if known else ""
     return (
         f"{share.film} at {share.size.replace('x', '×')}, {share.seeds} seeds ({', '.join(where)}): {share.reference}, "
-        f"{share.beat_reference} beat repeating the last frame{blurred}; {share.condition}, {share.beat} "
-        f"({share.decision}, p = {p_text(share.p_holm)}). The loss is {loss.ratio:.2f} times as high (median), higher "
-        f"for {loss.worse} of {loss.seeds} seeds ({loss.decision}, p = {p_text(loss.p_holm)})."
+        f"{share.beat_reference} of {share.seeds} beat repeating the last frame{blurred}; {share.condition}, "
+        f"{share.beat} of {share.seeds} beat repeating ({share.decision}, p = {p_text(share.p_holm)}). The loss is "
+        f"{loss.ratio:.2f} times as high (median), higher for {loss.worse} of {loss.seeds} seeds ({loss.decision}, "
+        f"p = {p_text(loss.p_holm)})."
     )

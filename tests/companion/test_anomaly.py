@@ -135,12 +135,12 @@ def test_the_finding_follows_from_the_tables(window, control):
     assert "wrong gradient" not in text
 
 
-def test_the_figure_counts_the_pairs_that_shared_memory_made_worse():
+def test_the_figure_counts_the_seeds_that_shared_memory_made_worse():
     picture = gl.companion.shared_memory(
         pd.concat([runs("copied", COPIED), runs("reused", WORSE)]).assign(device="cpu")
     )
     assert picture.figure._suptitle.get_text() == (
-        "Sharing memory gave the higher loss in 7 of 8 pairs of the same seed"
+        "Sharing memory gave the higher loss for 88% of the seeds, by size and speed"
     )
 
 

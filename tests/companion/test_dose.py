@@ -85,7 +85,7 @@ def test_the_ratio_of_a_cell_is_the_geometric_mean_of_its_seeds():
     [
         (1 + ORDER / 10, "the loss is higher."),
         (3 - ORDER / 10, "the loss is lower."),
-        (1 + ORDER * 5 % 12 / 10, "neither higher nor lower"),
+        (1 + ORDER * 5 % 12 / 10, "no trend is shown"),
     ],
 )
 def test_the_finding_follows_from_the_cells(ratios, said):
