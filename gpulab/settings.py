@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from gpulab.errors import GpulabError, UsageError
@@ -36,10 +36,6 @@ ISA_VALUES = {
 }
 ISA_CPU_FLAG = {"sse4": "sse4_2", "avx2": "avx2", "avx512": "avx512f"}
 WORKSPACE, REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"  # cuBLAS reads it once, at start
-
-# OpenMP's threads wait by spinning, which brings two programs that share the cores nearly to a standstill, unless
-# they give up sooner; alone that costs a few per cent.
-PATIENCE = {"GOMP_SPINCOUNT": "10000"}
 
 WORTH_COMPARING = ["cpu", "cpu:threads=1", "cpu:isa=avx2", "cpu:precision=float64"]
 WORTH_COMPARING += ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on", "mps", "xpu"]
@@ -81,9 +77,18 @@ def _on_or_off(name: str, text: str) -> bool:
 def _threads(setting: Setting, stack: ExitStack) -> None:
     import torch
 
-    stack.callback(torch.set_num_threads, torch.get_num_threads())
-    if setting.threads is not None:
-        torch.set_num_threads(setting.threads)
+    usual = torch.get_num_threads()
+    stack.callback(torch.set_num_threads, usual)
+    if (threads := setting.threads or min(usual, _granted_cores())) != usual:
+        torch.set_num_threads(threads)
+
+
+@cache
+def _granted_cores() -> int:
+    """Those that this process may use: a container's quota counts, which torch does not see."""
+    from joblib import cpu_count
+
+    return cpu_count()
 
 
 def _default_dtype(setting: Setting, stack: ExitStack) -> None:
@@ -301,7 +306,7 @@ class Setting:
     def prepare(self) -> None:
         """Put `environment` in force in this process, if torch has not been loaded yet."""
         if "torch" not in sys.modules:
-            os.environ.update({**PATIENCE, **os.environ, **self.environment()})
+            os.environ.update(self.environment())
 
     def check(self) -> None:
         """Raise `GpulabError`, naming what this machine lacks for the setting."""

@@ -3,6 +3,8 @@ import itertools
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -361,6 +363,21 @@ def test_as_many_threads_work_as_are_asked_for(threads):
 
     with gl.setting(f"cpu:threads={threads}"):
         assert gl.working_threads(work) == threads
+
+
+def test_no_more_threads_than_a_quota_grants():
+    code = "import gpulab as gl, torch\nwith gl.setting('{}'): print(torch.get_num_threads())"
+    told = {
+        setting: subprocess.run(
+            [sys.executable, "-c", code.format(setting)],
+            env={**os.environ, "LOKY_MAX_CPU_COUNT": "1", "OMP_NUM_THREADS": "3"},  # joblib's stand-in for a quota
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for setting in ("cpu", "cpu:threads=2")
+    }
+    assert told == {"cpu": ["1"], "cpu:threads=2": ["2"]}
 
 
 def test_nobody_works_when_there_is_nothing_to_do(monkeypatch):

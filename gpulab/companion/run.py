@@ -17,7 +17,6 @@ from typing import Any
 
 from gpulab import files, signals
 from gpulab.errors import DataError, GpulabError, UsageError, in_one_line
-from gpulab.settings import PATIENCE
 from gpulab.training.protocol import PROFILES
 
 KERNEL = "python3"
@@ -143,7 +142,7 @@ def _run(notebook: Any, folder: Path, **environment: str) -> None:
     )
     with tempfile.TemporaryFile("w+", errors="replace") as words, asyncio.Runner(loop_factory=_Loop) as runner:
         try:
-            runner.run(client.async_execute(env={**os.environ, **PATIENCE, **environment}, stderr=words))
+            runner.run(client.async_execute(env={**os.environ, **environment}, stderr=words))
         except nbclient.exceptions.CellExecutionError as failure:
             last = max(cell.get("execution_count") or 0 for cell in notebook.cells)
             raise GpulabError(f"cell {last}: {failure.ename}: {failure.evalue}") from None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpulab.errors import GpulabError
-from gpulab.settings import PATIENCE, Setting
+from gpulab.settings import Setting
 
 CALL = """
 import importlib, json, sys
@@ -29,7 +29,7 @@ def measure(function: Callable[..., Any], setting: str, **arguments: Any) -> Any
         return function(setting, **arguments)
     process = subprocess.run(
         [sys.executable, "-P", "-c", CALL, function.__module__, function.__name__, setting, json.dumps(arguments)],
-        env={**PATIENCE, **os.environ, **parsed.environment()},
+        env={**os.environ, **parsed.environment()},
         text=True,
         capture_output=True,
     )

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError
-from gpulab.settings import PATIENCE, Setting
+from gpulab.settings import Setting
 from gpulab.training import folders
 from gpulab.training import store as stores
 from gpulab.training.functions import TrainingFunction, is_function, optional
@@ -173,7 +173,7 @@ class _Worker:
 
     def __init__(self, setting: str, beside: int) -> None:
         self.setting, self.stopped = setting, False
-        environment = {**PATIENCE, **os.environ, **Setting.parse(setting).environment(), INSIDE: "1"}
+        environment = {**os.environ, **Setting.parse(setting).environment(), INSIDE: "1"}
         if beside > 1 and not setting.startswith("cpu"):
             environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
         pipe = subprocess.PIPE
