@@ -212,7 +212,7 @@ def published_figure(frame: pd.DataFrame) -> Picture:
         frame: From `published_runs`.
     """
     shown = frame[~frame.condition.str.endswith("no round trip")].assign(
-        times=frame.final_loss / frame.repeat_loss, panel=frame.film + " at " + frame["size"].str.replace("x", "×")
+        times=frame.final_loss / frame.repeat_loss, panel=frame.film + ", " + frame["size"].str.replace("x", "×")
     )
     names = list(dict.fromkeys(shown.sort_values("full", ascending=False).panel))
     places: list[float] = []
@@ -224,8 +224,8 @@ def published_figure(frame: pd.DataFrame) -> Picture:
         conditions = [c for c in ORDER if c in set(some.condition)]
         columns = {condition: start + place for place, condition in enumerate(conditions)}
         for _, seed in some.groupby("seed"):
-            one = seed.set_index("condition").times.reindex(conditions)
-            axes.plot([columns[c] for c in conditions], one, color=INK, lw=0.5, alpha=0.35, zorder=1)
+            one = seed.set_index("condition").times.reindex(conditions).dropna()
+            axes.plot([columns[c] for c in one.index], one, color=INK, lw=0.5, alpha=0.35, zorder=1)
         for condition, part in some.groupby("condition"):
             tint = ON_GPU if condition.startswith("GPU") else ON_CPU
             points(axes, np.full(len(part), columns[condition]), part.times, tint, True, s=18)
