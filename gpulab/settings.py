@@ -9,6 +9,7 @@ To add an option, add a field to `Setting`: all there is to know about it stands
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import sys
@@ -184,6 +185,49 @@ def _float32_lines(setting: Setting, stack: ExitStack) -> None:
         stack.enter_context(Float32Lines(setting.float32.split("+"), float32_products))
 
 
+def _denormals(setting: Setting, stack: ExitStack) -> None:
+    """Every thread has a flag of its own, and `torch.set_flush_denormal` sets it in the thread that calls it alone."""
+    import torch
+
+    if setting.denormals is None:
+        return
+    before = not _keeps_denormals(1)
+    stack.callback(_flush_denormals, before)
+    _flush_denormals(not setting.denormals)
+    if _keeps_denormals(threads := torch.get_num_threads()) != setting.denormals:
+        raise GpulabError(
+            f"setting {str(setting)!r}: this machine cannot switch denormal numbers off in all of its {threads} "
+            "threads; one may be enough: add threads=1"
+        )
+
+
+def _keeps_denormals(threads: int) -> bool | None:
+    """Whether products that are denormal numbers come out as such; None where some do and some do not."""
+    import torch
+
+    kept = (
+        torch.full((threads << 16,), 1e-30, dtype=torch.float32).mul_(1e-10).ne_(0)
+    )  # so long that each thread computes a part
+    return bool(kept[0]) if kept.min() == kept.max() else None
+
+
+def _flush_denormals(flush: bool) -> None:
+    """In this thread and those that compute for it, which OpenMP keeps."""
+    import torch
+    from threadpoolctl import threadpool_info  # type: ignore[import-untyped]
+
+    torch.set_flush_denormal(flush)
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def in_a_thread(_: int) -> None:
+        torch.set_flush_denormal(flush)
+
+    for library in threadpool_info():
+        if library["user_api"] == "openmp":
+            with contextlib.suppress(AttributeError):  # a runtime without it: whether all has been switched is checked
+                ctypes.CDLL(library["filepath"]).GOMP_parallel(in_a_thread, None, torch.get_num_threads(), 0)
+
+
 def _isa_variables(setting: Setting) -> dict[str, str]:
     return dict(zip(ISA_VARIABLES, ISA_VALUES[setting.isa or ""], strict=True))
 
@@ -231,6 +275,7 @@ class Setting:
     isa: str | None = _option(("cpu",), partial(_one_of, ISA_VALUES), environment=_isa_variables)
     tf32: bool | None = _option(("cuda",), _on_or_off, _tf32)
     cudnn: bool | None = _option(("cuda",), _on_or_off, _cudnn)
+    denormals: bool | None = _option(("cpu",), _on_or_off, _denormals)
     deterministic: bool | None = _option(DEVICES, _on_or_off, _deterministic, _workspace)
     precision: str | None = _option(DEVICES, partial(_one_of, PRECISIONS), _default_dtype)
     emulate: str | None = _option(DEVICES, _arithmetic, _emulation)
