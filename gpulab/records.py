@@ -38,10 +38,10 @@ def recorded_folder(name: str) -> Path:
 
 
 def machine(passport: Mapping[str, Any], kind: str = "") -> str:
-    """What did the work: the GPUs of a machine where it has any, or what `kind` of device says."""
+    """What did the work: the GPUs of a machine where it has any, each kind once, or what `kind` of device says."""
     if kind == "cpu" or not (kind or passport["gpus"]):
         return passport["cpu"]["model"]
-    return ", ".join(gpu["name"] for gpu in passport["gpus"])
+    return ", ".join(dict.fromkeys(gpu["name"] for gpu in passport["gpus"]))
 
 
 # --- JSON ------------------------------------------------------------------------------------------------

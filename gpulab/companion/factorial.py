@@ -337,7 +337,11 @@ def _compared(rows: list[Any]) -> str:
     return (
         f"{share.film} at {share.size.replace('x', '×')}, {share.seeds} seeds ({', '.join(where)}): {share.reference}, "
         f"{share.beat_reference} of {share.seeds} beat repeating the last frame{blurred}; {share.condition}, "
-        f"{share.beat} of {share.seeds} beat repeating ({share.decision}, p = {p_text(share.p_holm)}). The loss is "
-        f"{loss.ratio:.2f} times as high (median), higher for {loss.worse} of {loss.seeds} seeds ({loss.decision}, "
-        f"p = {p_text(loss.p_holm)})."
+        f"{share.beat} of {share.seeds} beat repeating ({_decided(share)}). The loss is "
+        f"{loss.ratio:.2f} times as high (median), higher for {loss.worse} of {loss.seeds} seeds ({_decided(loss)})."
     )
+
+
+def _decided(row: Any) -> str:
+    p = row.p_equivalent if row.decision == "equivalent" else row.p_holm
+    return f"{row.decision}, p = {p_text(p)}"

@@ -63,7 +63,7 @@ class Loader:
     def window(self, frames: np.ndarray) -> Tensor:
         """The frames as one new tensor."""
         # Scaled on the CPU in float32, so that every device gets the same.
-        return torch.from_numpy(frames).to(torch.float32).div_(255).to(self.device, self.dtype)
+        return torch.from_numpy(frames.astype(np.float32)).div_(255).to(self.device, self.dtype)
 
     def feed(self, frames: np.ndarray) -> Feed:
         """The frames one by one, through one buffer."""

@@ -45,7 +45,7 @@ def sample(run: Run) -> Picture:
 
 def frames(data: Data, count: int = 10, every: int = 30) -> Picture:
     """So many frames of a data set in two rows, one in `every`."""
-    stream = torch.from_numpy(next(iter(data.windows(count * every))).frames[::every][:count]).float() / 255
+    stream = torch.from_numpy(next(iter(data.windows(count * every))).frames[::every][:count].astype(np.float32)) / 255
     half = (count + 1) // 2
     return _in_rows({"": stream[:half], " ": stream[half:]}, [], f"{data.name}: every {every}th frame")
 

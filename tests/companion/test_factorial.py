@@ -6,6 +6,7 @@ import pytest
 
 import gpulab as gl
 from gpulab.companion import factorial
+from gpulab.stats.verdicts import p_text
 
 REUSED, SHARED = "GPU, as published", "GPU, memory shared"
 
@@ -106,5 +107,7 @@ def test_the_figure_and_the_page_show_what_is_there(recorded):
     said = str(page)
     row = table[table.endpoint == factorial.LOSS].iloc[0]
     assert f"{row.ratio:.2f} times as high (median), higher for {row.worse} of {row.seeds} seeds" in said
+    for row in table[table.decision == "equivalent"].itertuples():
+        assert f"({row.decision}, p = {p_text(row.p_equivalent)})" in said
     assert "<b>Claimed.</b>" in page.html()
     assert ("round trip" in said) == bool(len(trips))

@@ -10,6 +10,7 @@ from gpulab import records
 from gpulab.data.feed import LOADERS, Loader
 from gpulab.models.chainer import chainer_views
 from gpulab.passports import Passport
+from gpulab.settings import Setting
 from gpulab.training import plan as training
 from gpulab.training.protocol import Specification
 
@@ -90,6 +91,16 @@ def test_all_bytes_are_scaled_to_the_float32_nearest_to_k_by_255():
         loader = Loader(name, CPU)
         tensor = loader.window(given) if name == "window" else next(iter(loader.feed(given)))
         assert (tensor.numpy().ravel() == expected).all(), name
+
+
+def test_frames_that_cannot_be_written_to_are_taken_without_a_warning(recwarn):
+    frames = np.frombuffer(bytes(range(12)), np.uint8).reshape(3, 1, 2, 2)  # as MNIST is read from its file
+    torch.set_warn_always(True)  # torch warns once in a process
+    try:
+        Loader("window", Setting.parse("cpu")).window(frames)
+    finally:
+        torch.set_warn_always(False)
+    assert not recwarn.list
 
 
 def test_a_frame_is_read_when_it_is_asked_for():
