@@ -64,14 +64,15 @@ def _run_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command that takes every option of a run, in `options`, as `gpulab.training.protocol.OPTIONS` lists them."""
 
     def parameter(name: str, kind: Any, default: Any, **words: Any) -> inspect.Parameter:
-        annotation = Annotated[kind, typer.Option(f"--{name.replace('_', '-')}", **words)]
+        flag = f"--{name.replace('_', '-')}"
+        annotation = Annotated[kind, typer.Option(f"{flag}/--no-{flag[2:]}" if default is True else flag, **words)]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
     own = inspect.signature(command, eval_str=True).parameters
     parameters = [own[name] for name in own if name != "options"]
     for name, option in OPTIONS.items():
         if option.flag:
-            kind, default = (bool, False) if option.kind is bool else (option.kind | None, option.usual)
+            kind, default = (bool, bool(option.usual)) if option.kind is bool else (option.kind | None, option.usual)
             parameters.append(parameter(name, kind, default, help=option.help, show_default=option.default or True))
     for name, (what, example) in NESTED.items():
         words = f"an option of the {what}, such as {example}; several times"
@@ -84,7 +85,7 @@ def _run_options(command: Callable[..., None]) -> Callable[..., None]:
         if ":" in given["model"]:
             if data:
                 raise UsageError(f"--data-option {next(iter(data))}: a function takes what it has as --option")
-            said = {n: v for n, v in flat.items() if v not in (None, False, OPTIONS[n].usual)}
+            said = {n: v for n, v in flat.items() if not OPTIONS[n].says_nothing(v)}
             options = {name: OPTIONS[name].parse(value) for name, value in said.items()} | model
         else:
             options = dict(Specification.from_options(given["model"], given["profile"], flat).options)

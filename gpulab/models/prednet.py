@@ -101,7 +101,7 @@ class PredNet(Trainable):
         conv_a = [conv(2 * below, here) for below, here in itertools.pairwise(channels)]
         conv_p = [conv(here, here) for here in channels]
         lstm = [
-            ConvLSTM((2 * here, above), here, self._layer_size(layer), variant, kernel_size)
+            ConvLSTM((2 * here, above), here, self.layer_size(layer), variant, kernel_size)
             for layer, (here, above) in enumerate(itertools.pairwise((*channels, 0)))
         ]
         self.conv_a: Sequence[nn.Conv2d] = nn.ModuleList(conv_a)  # type: ignore[assignment]
@@ -142,7 +142,7 @@ class PredNet(Trainable):
 
     def initial_state(self, frame: Frame) -> State:
         """All zero; the `lotter` variant then makes its first prediction from zero errors."""
-        shapes = [(len(frame), channels, *self._layer_size(layer)) for layer, channels in enumerate(self.channels)]
+        shapes = [(len(frame), channels, *self.layer_size(layer)) for layer, channels in enumerate(self.channels)]
         state = [LayerState(zeros, zeros, zeros) for zeros in map(frame.new_zeros, shapes)]
         if self.variant == "lotter":
             state = self.top_down([torch.cat([s.p, s.p], 1) for s in state], state)
@@ -222,7 +222,8 @@ class PredNet(Trainable):
             squared.append((state[0].p.detach() - target).square().mean())
         return torch.stack(losses).mean(), torch.stack(squared), detached(state)
 
-    def _layer_size(self, layer: int) -> tuple[int, int]:
+    def layer_size(self, layer: int) -> tuple[int, int]:
+        """Height and width of a layer's maps, from the bottom up."""
         return self.size[0] >> layer, self.size[1] >> layer
 
 

@@ -21,7 +21,11 @@ from gpulab.training.functions import TrainingFunction
 from gpulab.training.protocol import FACTORS, Protocol, factors_of_run, protocol
 
 # What of gpulab's code a network is, beside what all share.
-MODEL_FILES = {"prednet": "models/prednet.py"} | dict.fromkeys(("autoencoder", "whitener"), "models/autoencoders.py")
+MODEL_FILES = {
+    "prednet": ["models/prednet.py", "models/prednet_windows.py"],
+    "autoencoder": ["models/autoencoders.py"],
+    "whitener": ["models/autoencoders.py"],
+}
 
 
 @dataclass
@@ -74,7 +78,7 @@ class Plan:
         ours, emulated = type(self.data).__module__.startswith("gpulab."), self.setting.emulated
         content = self.data.content if ours else None
         modules = ["settings.py", "data", "training/step.py", *(["numerics"] if emulated else [])]
-        modules += ["models"] if self.own else ["models/base.py", MODEL_FILES[self.name]]
+        modules += ["models"] if self.own else ["models/base.py", *MODEL_FILES[self.name]]
         known = {"code": sources.of_gpulab(*modules), "content": content or ""}
         if self.own:
             known["initial"] = folders.weights_digest(self.model.state_dict())

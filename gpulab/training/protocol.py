@@ -136,10 +136,14 @@ class Option:
     default: str = ""
     usual: Any = None
     factor: bool = False
-    choices: tuple[str, ...] = ()
+    choices: tuple[Any, ...] = ()
     parse: Callable[[Any], Any] = lambda value: value
     show: Callable[[Any], str] = str
     flag: bool = True
+
+    def says_nothing(self, value: Any) -> bool:
+        """Whether a value is what holds where nothing is said."""
+        return value is None or value == self.usual or (value is False and not self.usual)
 
 
 DATA_NAMES = "digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR; or jpeg: and one of these"
@@ -173,6 +177,13 @@ OPTIONS: dict[str, Option] = {
     "quality": Option("of the frames of jpeg:NAME, 1 to 100", int, "data", default="75"),
     "subsampling": Option("of the colours of jpeg:NAME: 4:4:4, 4:2:2 or 4:2:0", of="data"),
     "flip": Option("number of the initial weight whose last bit is changed", int, factor=True),
+    "fast": Option(
+        "whether gradients are computed in fewer operations, equal up to rounding, where that can be done",
+        kind=bool,
+        usual=True,
+        factor=True,
+        choices=(True, False),
+    ),
     "draws": Option(
         "whose generator draws the initial weights: cpu or device",
         usual="cpu",
@@ -203,7 +214,7 @@ def factors_of_run(**given: Any) -> dict[str, Any]:
         raise UsageError(f"no factor {unknown[0]!r}; there are {', '.join(own)}")
     for name, value in given.items():
         if (choices := own[name].choices) and value not in choices:
-            raise UsageError(f"{name} {value!r}: expected one of {', '.join(choices)}")
+            raise UsageError(f"{name} {value!r}: expected one of {', '.join(map(str, choices))}")
     return {name: given.get(name, option.usual) for name, option in own.items()}
 
 
@@ -250,7 +261,7 @@ class Specification:
         """From a flat mapping, as the command line has it: each option goes where `OPTIONS` says."""
         nested: dict[str, Any] = {"data_options": {}, "model_options": {}}
         for name, value in options.items():
-            if value is None or value is False or value == OPTIONS[name].usual:
+            if OPTIONS[name].says_nothing(value):
                 continue
             for place in OPTIONS[name].of.split(" and "):
                 (nested if place == "run" else nested[f"{place}_options"])[name] = OPTIONS[name].parse(value)
@@ -292,11 +303,11 @@ class Specification:
         for name, option in OPTIONS.items():
             places = [self.options] if option.of == "run" else [nested[place] for place in option.of.split(" and ")]
             values = [place.get(name) for place in places]
-            if not option.flag or any(value is None or value is False or value == option.usual for value in values):
+            if not option.flag or any(map(option.says_nothing, values)):
                 continue
             if len(texts := {option.show(value) for value in values}) > 1:
                 continue
-            yield f"--{name.replace('_', '-')}"
+            yield f"--{'no-' if values == [False] else ''}{name.replace('_', '-')}"
             yield from texts if option.kind is not bool else ()
             for place in nested.values():
                 place.pop(name, None)

@@ -177,7 +177,9 @@ def train(
         progress: True for a bar; or called with (frames done, loss).
         command: Noted in the record; by default the command line that makes this run, where there is one.
         **factors: What a device may do otherwise: `loader`, how frames reach it (see `gpulab.data.feed`); `flip`
-            changes the last bit of the initial weight of that number; `draws` says whose generator draws the
+            changes the last bit of the initial weight of that number; `fast=False` has every gradient computed by
+            autograd, which PredNet otherwise does in fewer operations, equal up to rounding, unless a guard, a trace
+            or an emulation has to see each of them; `draws` says whose generator draws the
             initial weights, the `cpu`'s or the `device`'s own, which gives other numbers from the same seed.
 
     Raises:

@@ -153,7 +153,7 @@ def test_a_loaded_network_or_film_has_no_command():
 
 
 def test_an_unknown_factor_is_named():
-    with pytest.raises(gl.UsageError, match="no factor 'looder'; there are loader, flip, draws"):
+    with pytest.raises(gl.UsageError, match="no factor 'looder'; there are loader, flip, fast, draws"):
         gl.train("autoencoder", profile="smoke", looder="copied")
 
 

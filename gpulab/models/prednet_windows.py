@@ -1,0 +1,245 @@
+"""Backpropagation through time in the published PredNet, written out: losses and gradients without autograd.
+
+What `PredNet.training_loss` and `backward()` compute, up to rounding, in fewer operations. What the gates read lies in
+one buffer, so nothing is concatenated, and a weight's gradient is one convolution over the whole window.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gpulab.models.prednet import LayerState, PredNet, State
+
+relu_backward = torch.ops.aten.threshold_backward
+tanh_backward, sigmoid_backward = torch.ops.aten.tanh_backward.grad_input, torch.ops.aten.sigmoid_backward.grad_input
+pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
+
+
+class Windows:
+    """Losses and gradients of windows of one shape. Every call overwrites the gradients of the network's parameters.
+
+    Args:
+        net: One that it `follows`.
+        frames: Of the shape, on the device and of the type of those to come.
+
+    Examples:
+        >>> from gpulab.models import PredNet
+        >>> net, frames = PredNet((3, 4), (8, 8)), torch.rand(5, 1, 3, 8, 8)
+        >>> losses, state = Windows(net, frames)(frames, None)
+        >>> losses.shape, net.conv_p[0].weight.grad.shape
+        (torch.Size([4]), torch.Size([3, 3, 3, 3]))
+    """
+
+    def __init__(self, net: PredNet, frames: Float[Tensor, "t b c h w"]) -> None:
+        self.net, self.steps = net, len(frames) - 1
+        self.layers = [Layer(net, number, self.steps, frames) for number in range(len(net.channels))]
+
+    @staticmethod
+    def follows(model: nn.Module) -> bool:
+        """Whether these are the formulas of a model; what derives from `PredNet` may have others."""
+        return type(model) is PredNet and model.variant == "published"
+
+    @torch.no_grad()
+    def __call__(self, frames: Float[Tensor, "t b c h w"], state: State | None) -> tuple[Float[Tensor, " t-1"], State]:
+        """The mean squared error of each prediction, and the state after the last."""
+        before = self.net.initial_state(frames[0]) if state is None else state
+        for layer, (r, c, p) in zip(self.layers, before, strict=True):
+            layer.begin(r, c, p)
+        for step in range(self.steps):
+            errors = frames[step]
+            for layer in self.layers:
+                errors = layer.compare(step, errors)
+            above = None
+            for layer in reversed(self.layers):
+                above = layer.represent(step, above)
+        missed = torch.stack(self.layers[0].predictions[1:]) - frames[1:]
+        losses = missed.square().flatten(1).mean(1)
+        self.layers[0].d_predictions[1:] = missed.mul_(2 / frames[0].numel())
+        for step in reversed(range(self.steps)):
+            d_errors: list[Tensor] = []
+            d_above = None
+            for layer in self.layers:
+                of_layer, d_above = layer.represent_backward(step, d_above)
+                d_errors.append(of_layer)
+            from_above = None
+            for layer, of_layer in zip(reversed(self.layers), reversed(d_errors), strict=True):
+                from_above = layer.compare_backward(step, of_layer if from_above is None else from_above.add_(of_layer))
+        for below, layer in zip([None, *self.layers], self.layers, strict=False):
+            layer.set_gradients(below)
+        return losses, [layer.after() for layer in self.layers]
+
+
+class Layer:
+    """The buffers of one layer, (steps, batch, channels, height, width), and what it does in a step, forward and back.
+
+    What a step takes from the one before has one place more, the first, for what came before the window.
+    """
+
+    def __init__(self, net: PredNet, number: int, steps: int, like: Tensor) -> None:
+        self.lstm, self.steps, self.channels = net.lstm[number], steps, net.channels[number]
+        self.chained = net.truncation == "loss" and number > 0
+        self.gate, self.predict = Convolution(self.lstm.gates), Convolution(net.conv_p[number])
+        self.take = Convolution(net.conv_a[number - 1]) if number else None  # the errors of the layer below
+
+        def buffer(count: int, channels: int, scale: int = 1) -> Tensor:
+            height, width = net.layer_size(number)
+            return like.new_zeros(count, like.shape[1], channels, scale * height, scale * width)
+
+        self.inputs = buffer(steps + 1, sum(self.lstm.groups))
+        self.errors, self.above, self.hidden = self.inputs.split(self.lstm.groups, 2)
+        self.cells, self.d_predictions = buffer(steps + 1, self.channels), buffer(steps + 1, self.channels)
+        self.d_gates = buffer(steps, 4 * self.channels)
+        self.unpooled = buffer(1, self.channels, 2)[0] if number else None  # for its shape
+        self.d_taken = buffer(steps, self.channels, 2) if number else None
+        self.peepholes = buffer(1, 4 * self.channels)[0, :1].unflatten(1, (4, -1))
+
+    def begin(self, r: Tensor, c: Tensor, p: Tensor) -> None:
+        """The weights are new, and so is the state."""
+        for convolution in filter(None, (self.gate, self.predict, self.take)):
+            convolution.begin()
+        self.peepholes[0, :2] = torch.cat([self.lstm.peep_i, self.lstm.peep_f])
+        self.peepholes[0, 3] = self.lstm.peep_o[0]
+        self.hidden[0], self.cells[0] = r, c
+        self.predictions, self.unclipped = [p], [p]
+        self.gates: list[Tensor] = []
+        self.tanh_cells: list[Tensor] = []
+        self.targets: list[Tensor] = []
+        self.chosen: list[Tensor] = []
+        self.d_predictions.zero_()
+        self.d_cell, self.d_hidden = torch.zeros_like(c), torch.zeros_like(r)
+
+    def after(self) -> LayerState:
+        """The state after the window."""
+        return LayerState(self.hidden[-1].clone(), self.cells[-1].clone(), self.predictions[-1])
+
+    def compare(self, step: int, below: Tensor) -> Tensor:
+        """The error units, from the frame, or from the error units of the layer below."""
+        target = below
+        if self.take:
+            pooled, chosen = F.max_pool2d(self.take.forward(below), 2, return_indices=True)
+            target = pooled.relu_()
+            self.targets.append(target)
+            self.chosen.append(chosen)
+        surprise, errors = target - self.predictions[step], self.errors[step]
+        torch.clamp(surprise, min=0, out=errors[:, : self.channels])
+        torch.clamp(surprise.neg_(), min=0, out=errors[:, self.channels :])
+        return errors
+
+    def represent(self, step: int, above: Tensor | None) -> Tensor:
+        """R, from that of the layer above, and the prediction made of it."""
+        if above is not None:
+            blocks = self.above[step].unflatten(2, (-1, 2)).unflatten(4, (-1, 2))
+            blocks.copy_(above[:, :, :, None, :, None])
+        gates, before = self.gate.forward(self.inputs[step]), self.cells[step]
+        by_gate(gates).addcmul_(self.peepholes, before[:, None])
+        i, f, g, o = gates.chunk(4, 1)
+        gates[:, : 2 * self.channels].sigmoid_()
+        g.tanh_()
+        o.sigmoid_()
+        tanh = torch.mul(i, g, out=self.cells[step + 1]).addcmul_(f, before).tanh()
+        r = torch.mul(o, tanh, out=self.hidden[step + 1])
+        prediction = self.predict.forward(r).relu_()
+        self.gates.append(gates)
+        self.tanh_cells.append(tanh)
+        self.unclipped.append(prediction)
+        self.predictions.append(prediction if self.take else prediction.clamp(max=1.0))
+        return r
+
+    def represent_backward(self, step: int, d_above: Tensor | None) -> tuple[Tensor, Tensor]:
+        """From the gradient of the prediction, and of R through the layer below: of the errors, and of R above."""
+        d_prediction, unclipped = self.d_predictions[step + 1], self.unclipped[step + 1]
+        relu_backward.grad_input(d_prediction, unclipped, 0, grad_input=d_prediction)
+        if not self.take:
+            d_prediction.mul_(unclipped <= 1.0)
+        d_r = self.predict.backward(d_prediction).add_(self.d_hidden)
+        if d_above is not None:
+            d_r.add_(d_above)
+        gates, tanh, d_gates = self.gates[step], self.tanh_cells[step], self.d_gates[step]
+        i, f, g, o = gates.chunk(4, 1)
+        d_i, d_f, d_g, d_o = d_gates.chunk(4, 1)
+        torch.mul(d_r, tanh, out=d_o)
+        d_cell = d_r.mul_(o)
+        tanh_backward(d_cell, tanh, grad_input=d_cell)
+        d_cell.add_(self.d_cell)
+        torch.mul(d_cell, g, out=d_i)
+        torch.mul(d_cell, self.cells[step], out=d_f)
+        torch.mul(d_cell, i, out=d_g)
+        i_and_f = slice(2 * self.channels)
+        sigmoid_backward(d_gates[:, i_and_f], gates[:, i_and_f], grad_input=d_gates[:, i_and_f])
+        tanh_backward(d_g, g, grad_input=d_g)
+        sigmoid_backward(d_o, o, grad_input=d_o)
+        self.d_cell = d_cell.mul_(f).add_((by_gate(d_gates) * self.peepholes).sum(1))
+        d_errors, d_above, self.d_hidden = self.gate.backward(d_gates).split(self.lstm.groups, 1)
+        return d_errors, F.avg_pool2d(d_above, 2, divisor_override=1) if d_above.shape[1] else d_above
+
+    def compare_backward(self, step: int, d_errors: Tensor) -> Tensor | None:
+        """From the gradient of the error units: of the prediction before, and of the error units below."""
+        positive, negative = relu_backward(d_errors, self.errors[step], 0).chunk(2, 1)
+        d_target = positive - negative
+        self.d_predictions[step] -= d_target
+        if self.take is None or self.d_taken is None:
+            return None
+        d_target, d_taken = relu_backward(d_target, self.targets[step], 0), self.d_taken[step]
+        options = [2, 2], [2, 2], [0, 0], [1, 1], False
+        pool_backward(d_target, self.unpooled, *options, self.chosen[step], grad_input=d_taken)
+        return self.take.backward(d_taken)
+
+    def set_gradients(self, below: Layer | None) -> None:
+        """Those of its weights. Where it is `chained`, P before the window is made once more: see `PredNet`."""
+        if self.chained:
+            relu_backward.grad_input(self.d_predictions[0], self.predictions[0], 0, grad_input=self.d_predictions[0])
+        else:
+            self.d_predictions[0] = 0
+        self.gate.set_gradients(self.inputs[: self.steps], self.d_gates)
+        self.predict.set_gradients(self.hidden, self.d_predictions)
+        if self.take and below and self.d_taken is not None:
+            self.take.set_gradients(below.errors[: self.steps], self.d_taken)
+        cells = self.cells[: self.steps].flatten(0, 1)
+        peepholes = (by_gate(self.d_gates.flatten(0, 1)) * cells[:, None]).sum(0, keepdim=True)
+        self.lstm.peep_i.grad, self.lstm.peep_f.grad, self.lstm.peep_o.grad = (peepholes[:, n] for n in (0, 1, 3))
+
+
+class Convolution:
+    """One of the network's convolutions: forward, back to its input, and back to its weights for a whole window."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        self.conv, self.padding = conv, [conv.kernel_size[0] // 2] * 2
+        self.turned = torch.empty_like(self._turned(), memory_format=torch.contiguous_format)
+        # Small inputs, one at a time, torch leaves to a kernel that gains nothing from a second thread.
+        on_cpu = conv.weight.device.type == "cpu" and conv.weight.dtype == torch.float32
+        self.threaded = on_cpu and torch.get_num_threads() > 1 and torch.backends.mkldnn.is_available()
+
+    def _turned(self) -> Tensor:
+        return self.conv.weight.detach().flip(2, 3).transpose(0, 1)
+
+    def begin(self) -> None:
+        """The weights are new."""
+        self.turned.copy_(self._turned())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What it makes of (b, c, h, w)."""
+        return self._convolve(x, self.conv.weight, self.conv.bias)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """The gradient of its input."""
+        return self._convolve(gradient, self.turned, None)
+
+    def set_gradients(self, inputs: Tensor, gradients: Tensor) -> None:
+        """Those of weights and bias, from all steps."""
+        arguments = gradients.flatten(0, 1), inputs.flatten(0, 1), self.conv.weight, [self.conv.out_channels]
+        options = [1, 1], self.padding, [1, 1], False, [0, 0], 1, [False, True, True]
+        _, self.conv.weight.grad, bias = torch.ops.aten.convolution_backward(*arguments, *options)
+        self.conv.bias.grad = bias  # type: ignore[union-attr]
+
+    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.threaded:
+            return torch.mkldnn_convolution(x, weight, bias, self.padding, [1, 1], [1, 1], 1)
+        return F.conv2d(x, weight, bias, padding=self.padding)
+
+
+def by_gate(gates: Float[Tensor, "b 4c h w"]) -> Float[Tensor, "b 4 c h w"]:
+    """The four gates apart."""
+    return gates.unflatten(1, (4, -1))

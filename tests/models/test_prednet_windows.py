@@ -1,0 +1,129 @@
+"""The gradient that is written out against autograd's."""
+
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.models import PredNet
+from gpulab.models.prednet_windows import Windows
+from gpulab.training.plan import plan_run
+from gpulab.training.step import Trainer
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}
+
+
+def unlike_fresh(dtype=torch.float64, device="cpu", **options):
+    """A network of which no bias is zero and no prediction far from the edges of [0, 1]."""
+    torch.manual_seed(0)
+    net = PredNet((3, 8, 12), (16, 24), **options).to(device, dtype)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+        net.conv_p[0].bias.copy_(torch.tensor([0.0, 0.5, 1.0]))
+    return net
+
+
+def both_ways(net, film, length=6):
+    """Losses, gradients and state of each window, by autograd and written out."""
+    states, windows = [None, None], None
+    for start in range(0, len(film) - length, length):
+        frames, found = film[start : start + length + 1], []
+        for way in range(2):
+            net.zero_grad()
+            if way == 0:
+                objective, losses, states[0] = net.training_loss(frames, states[0])
+                objective.backward()
+            else:
+                windows = windows or Windows(net, frames)
+                losses, states[1] = windows(frames, states[1])
+            found.append((losses, {name: p.grad.clone() for name, p in net.named_parameters()}, states[way]))
+        yield found
+
+
+def check(net, film):
+    rounding = ROUNDING[film.dtype]
+    clipped = 0
+    for (losses, gradient, state), (same_losses, same_gradient, same_state) in both_ways(net, film):
+        torch.testing.assert_close(same_losses, losses, rtol=rounding, atol=0)
+        for name, expected in gradient.items():
+            off = (same_gradient[name] - expected).norm() / expected.norm()
+            assert off < rounding, f"{name}: {off:.1e}"
+        for layer, same in zip(state, same_state, strict=True):
+            for expected, tensor in zip(layer, same, strict=True):
+                torch.testing.assert_close(tensor, expected, rtol=rounding, atol=10 * rounding)
+        clipped += int((state[0].p == 1).sum())
+    assert clipped, "no prediction was clipped, so that its gradient was not tried"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("truncation", ["loss", "state"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_losses_gradients_and_state_are_autograds_window_after_window(batch, truncation, dtype, threads):
+    with gl.setting(f"cpu:threads={threads}"):
+        check(unlike_fresh(dtype, truncation=truncation), torch.rand(19, batch, 3, 16, 24, dtype=dtype))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_on_a_gpu_too(dtype):
+    with gl.setting("cuda:tf32=off"):
+        check(unlike_fresh(dtype, "cuda"), torch.rand(19, 1, 3, 16, 24, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("kernel_size", [1, 5])
+def test_with_another_kernel_and_one_layer(kernel_size):
+    check(unlike_fresh(kernel_size=kernel_size), torch.rand(13, 1, 3, 16, 24, dtype=torch.float64))
+    net = PredNet((3,), (4, 6), kernel_size=kernel_size).double()
+    for (_, gradient, _), (_, same, _) in both_ways(net, torch.rand(13, 1, 3, 4, 6, dtype=torch.float64)):
+        for name, expected in gradient.items():
+            torch.testing.assert_close(same[name], expected)
+
+
+def test_it_follows_the_published_formulas_alone():
+    class Other(PredNet):
+        pass
+
+    assert Windows.follows(PredNet((3, 4), (8, 8)))
+    assert not Windows.follows(PredNet((3, 4), (8, 8), variant="lotter"))
+    assert not Windows.follows(Other((3, 4), (8, 8)))
+    assert not Windows.follows(gl.models.Autoencoder())
+
+
+def ways(setting="cpu", guard=False, **options):
+    options |= {"setting": setting, "guard": guard}
+    return gl.train("prednet", profile="smoke", frames=60, progress=False, **options).record["gradients"]
+
+
+def test_a_run_says_which_way_its_gradients_were_computed():
+    assert ways() == "written out"
+    assert ways(fast=False) == "autograd"
+    assert ways(loader="reused") == "autograd"
+    assert ways(guard=True) == "autograd"
+    assert ways("cpu:emulate=tf32") == "autograd"
+    assert ways(model_options={"variant": "lotter"}) == "autograd"
+
+
+def test_both_ways_train_to_the_same_losses():
+    fast, plain = (
+        gl.train("prednet", profile="smoke", progress=False, fast=fast).history.loss for fast in (True, False)
+    )
+    assert (fast / plain - 1).abs().max() < 1e-4
+
+
+def test_an_interrupted_training_goes_on_to_the_same_bits():
+    plan = {"seed": 1, "profile": "smoke", "setting": "cpu:threads=1"}
+
+    def trainer():
+        fresh = plan_run("prednet", **plan)
+        fresh.begin()
+        return Trainer(fresh)
+
+    whole, first, second = trainer(), trainer(), trainer()
+    whole.run(None, 1e9, progress=False)
+    first.count = 4
+    first.run(None, 1e9, progress=False)
+    second.restore(*first.checkpoint())
+    second.run(None, 1e9, progress=False)
+    assert [row[2] for row in second.history] == [row[2] for row in whole.history]
