@@ -24,6 +24,7 @@ class Trainable(nn.Module):
     """
 
     sequential: ClassVar[bool] = False  # whether the frames' order matters, and a state goes from batch to batch
+    threads: ClassVar[int | None] = None  # of a CPU, more of which gain it nothing
     fresh: bool = True  # until weights are loaded: training draws those of a fresh model from the seed
 
     def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Tensor]:

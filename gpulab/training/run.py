@@ -208,6 +208,8 @@ def train(
         given = {name: value for name, value in {"data": data, **chosen}.items() if value is not None}
         command = Specification(net, str(plan.setting), seed, profile, rerun, given).command()
     with plan.setting.apply():
+        if plan.setting.threads is None and plan.model.threads:
+            torch.set_num_threads(min(plan.model.threads, torch.get_num_threads()))  # `apply` puts it back
         plan.begin()
         identity = plan.identity(passport())
         record = folders.begun(identity, passport(), command)

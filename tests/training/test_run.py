@@ -625,3 +625,10 @@ def test_a_deterministic_gpu_gives_the_same_bits_and_resumes_to_them(model, tmp_
     interrupted(lambda progress: trained(model, store=tmp_path, **options, **progress), after=80)
     assert same(trained(model, store=tmp_path, **options), whole)
     assert whole.history.loss.tolist() == pytest.approx(trained(model, seed=2).history.loss.tolist(), rel=1e-3)
+
+
+@pytest.mark.parametrize(("setting", "threads"), [("cpu", 1), ("cpu:threads=2", 2)])
+def test_a_network_that_gains_nothing_from_threads_takes_one_unless_told(setting, threads):
+    before = torch.get_num_threads()
+    run = gl.train("autoencoder", setting=setting, profile="smoke", frames=20, progress=False)
+    assert (run.record["arithmetic"]["threads"], torch.get_num_threads()) == (threads, before)
