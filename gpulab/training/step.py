@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from tqdm.auto import tqdm
 
 from gpulab.data.datasets import Window
 from gpulab.data.feed import Feed, Loader
+from gpulab.models import MODELS
 from gpulab.models.base import Trainable
 from gpulab.models.prednet_windows import Windows
 from gpulab.settings import Setting
 from gpulab.training import folders
+from gpulab.training.capture import Captured
 from gpulab.training.plan import Plan, plan_run
 
 LAST_FIFTH = 5
@@ -33,8 +36,9 @@ class Trainer:
         self.data, self.setting, self.seed = plan.data, plan.setting, plan.seed
         self.window, self.count = plan.window, plan.frames // plan.window
         self.loader = Loader(plan.factors["loader"], self.setting)
-        self.fast = plan.factors["fast"] and Windows.follows(plan.model)
-        self.windows: tuple[torch.Size, Windows] | None = None  # of the last shape
+        self.fast = plan.factors["fast"] and plan.factors["loader"] == "window"
+        self.written_out: tuple[torch.Size, Windows] | None = None  # for batches of the last shape
+        self.captured: tuple[torch.Size, Captured] | None = None  # for windows of the last shape
         self.ways: set[str] = set()  # in which gradients were computed
         self.model = plan.model.to(self.setting.device, self.setting.dtype)
         self.optimizer = Adam([p for p in self.model.parameters() if p.requires_grad], plan.learning_rate)
@@ -42,6 +46,7 @@ class Trainer:
         self.random = torch.get_rng_state()
         self.history: list[tuple[int, int, float, float]] = []
         self.step = 0
+        self.updating = False  # whether an interruption now comes between the updates of a window
         self.diverged_at: int | None = None
         self.seconds = 0.0
 
@@ -92,36 +97,58 @@ class Trainer:
     def _at_a_window(self) -> bool:
         """Whether nothing has changed since the last window ended, so that one can go on from there."""
         changing = next(self.model.buffers(), None) is not None
-        return bool(self.history) and self.step == self.history[-1][1] and not changing and self.diverged_at is None
+        done = not self.updating and bool(self.history) and self.step == self.history[-1][1]
+        return done and not changing and self.diverged_at is None
 
     def _train_window(self, window: Window) -> float:
         """One window: an update for each of its batches. Returns the loss per frame."""
-        state, losses = None if window.restart else self.state, []
-        for batch in self.loader.batches(self.model, window.frames):
-            per_frame, state = self._gradients(batch, state)
-            self.step += 1
-            self.optimizer.step()
-            losses.append(per_frame.double().mean() if per_frame.device.type != "mps" else per_frame.mean())
-        self.state = state
+        state, fast = None if window.restart else self.state, self.fast and not _watched()
+        self.updating = True
+        if fast and self._can_be_captured(state):
+            losses, self.state = self._replay(self.loader.window(window.frames), state)
+        else:
+            losses, self.state = self._updates(self.loader.batches(self.model, window.frames), state, fast)
         # One look at the device per window: asking after every update would wait for it each time.
-        values = torch.stack(losses).tolist()
+        values = losses.tolist()
+        self.updating, self.step = False, self.step + len(values)
         for place, value in enumerate(values):
             if not math.isfinite(value):
                 self.diverged_at = self.step - len(values) + place + 1
                 return value
         return math.fsum(values) / len(values)
 
-    def _gradients(self, batch: Tensor | Feed, state: Any) -> tuple[Tensor, Any]:
+    def _updates(self, batches: Iterable[Tensor | Feed], state: Any, fast: bool) -> tuple[Tensor, Any]:
+        """An update for each batch. Returns their losses per frame and the next state."""
+        losses = []
+        for batch in batches:
+            per_frame, state = self._gradients(batch, state, fast)
+            self.optimizer.step()
+            losses.append(per_frame.double().mean() if per_frame.device.type != "mps" else per_frame.mean())
+        return torch.stack(losses), state
+
+    def _can_be_captured(self, state: Any) -> bool:
+        """Whether the updates of a window may be one CUDA graph; one in which a sequence begins is not."""
+        begins = self.model.sequential and state is None
+        return self.setting.kind == "cuda" and type(self.model) in MODELS.values() and not begins
+
+    def _replay(self, frames: Tensor, state: Any) -> tuple[Tensor, Any]:
+        if self.captured is None or self.captured[0] != frames.shape:
+            changed = [*self.model.parameters(), *itertools.chain(*self.optimizer.state.values())]
+            captured = Captured(lambda f, s: self._updates(self.model.batches(f), s, True), frames, state, changed)
+            self.captured = frames.shape, captured
+        return self.captured[1](frames, state)
+
+    def _gradients(self, batch: Tensor | Feed, state: Any, fast: bool) -> tuple[Tensor, Any]:
         """Put the gradients of a batch in place. Returns the loss of each frame and the next state."""
-        if self.fast and isinstance(batch, Tensor) and not _watched():
+        model: Any = self.model
+        if fast and isinstance(batch, Tensor) and Windows.follows(model):
             self.ways.add("written out")
-            if self.windows is None or self.windows[0] != batch.shape:
-                model: Any = self.model
-                self.windows = batch.shape, Windows(model, batch)
-            return self.windows[1](batch, state)
+            if self.written_out is None or self.written_out[0] != batch.shape:
+                self.written_out = batch.shape, Windows(model, batch)
+            return self.written_out[1](batch, state)
         self.ways.add("autograd")
         self.optimizer.zero_grad()
-        objective, per_frame, state = self.model.training_loss(batch, state)  # type: ignore[arg-type]
+        objective, per_frame, state = model.training_loss(batch, state)
         objective.backward()
         return per_frame, state
 
@@ -147,6 +174,7 @@ class Trainer:
         return {
             "status": "diverged" if diverged else "finished",
             "gradients": " and ".join(sorted(self.ways)),
+            "captured": self.captured is not None,
             "diverged_at": self.diverged_at,
             "summary": {
                 # JSON has no NaN.
