@@ -20,7 +20,6 @@ import importlib.util
 import itertools
 import json
 import multiprocessing
-import os
 import shlex
 import statistics
 import sys
@@ -41,7 +40,6 @@ from tqdm.auto import tqdm
 
 import gpulab as gl
 from gpulab.passports import passport
-from gpulab.settings import PATIENCE
 from gpulab.training.protocol import PROFILES, protocol
 
 RECORDS = Path(__file__).parent.parent / "data" / "hessian_speed"
@@ -578,7 +576,6 @@ def main(
             pip = " ".join(f"{name}=={PIP[name][1]}" for name in missing)
             sys.exit(f"{', '.join(missing)} cannot be imported: pip install {pip}")
         names = [*wanted, *(name for name in GRADIENTS if device == "cuda" or "CUDA" not in name)]
-        os.environ.update({**PATIENCE, **os.environ})
         turns = {"products": min(rounds, products), "blocks": 5, "density": densities}
         # How this process was called, with the record where records are kept.
         place = str(Path("data") / RECORDS.name / record.name)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -249,3 +250,12 @@ def test_citation_has_the_version():
 
 def test_budgets_find_their_marks():
     assert len(re.findall(r"^<!-- budgets -->\n.+?^<!-- /budgets -->$", README, re.M | re.S)) == 1
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.name)
+def test_benchmarks_import_what_is_there(script):
+    for node in ast.walk(ast.parse(script.read_bytes())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "gpulab":
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), name.name
