@@ -10,7 +10,7 @@ from gpulab.diagnostics.ledgers import KINDS
 from gpulab.diagnostics.memory import MemoryWatch
 from gpulab.diagnostics.placements import Placement
 from gpulab.diagnostics.rooflines import UNDER_THE_ROOF
-from gpulab.plots.style import BESIDE, FAINT, INK, ON_GPU, Look, canvas, colour, finished, points
+from gpulab.plots.style import FAINT, INK, ON_GPU, Look, canvas, colour, finished, points
 from gpulab.report import Picture, draw
 
 TINTS = dict(zip(KINDS, ("#0072B2", "#D55E00", "#009E73", "#E69F00", FAINT), strict=True))
@@ -87,7 +87,7 @@ def _roof(axes: Axes, found: Placement) -> None:
         look: Look = {"color": tint, "lw": 1.6} if precision in found.flop else {"color": FAINT, "lw": 0.8}
         axes.plot(intensities, np.minimum(bandwidth * intensities, peak), **look)
         above = max(peak, 1.5 * above)  # where labels would lie on each other
-        axes.annotate(f" {precision}", (1, above), **BESIDE, fontsize=7, color=look["color"])
+        axes.annotate(precision, (intensities[-1], above), ha="right", va="bottom", fontsize=7, color=look["color"])
     if found.flop:
         points(axes, [found.intensity], [found.gflops], ON_GPU if tint == INK else INK, marker="*", s=110)
         axes.plot([found.intensity] * 2, [found.gflops, found.ceiling], color=INK, lw=0.8, ls=":")
@@ -117,6 +117,7 @@ def memory(found: MemoryWatch) -> Picture:
     for leak in found.leaks:
         right.plot(leak.steps, np.array(leak.held) / 1e6, color=ON_GPU, lw=1.4, label=f"stays: {leak.line}")
     right.set_ylim(0)
+    right.xaxis.get_major_locator().set_params(integer=True)
     right.set(xlabel="step", ylabel="MB held after it")
     headline = found.headline
     alt = f"Memory at its peak by kind, and after each step. {headline}."
