@@ -23,6 +23,9 @@ class Origin:
     kind: str = "other"
 
 
+Tensors = Mapping[int, list[tuple[int, Origin]]]  # (bytes, origin) of tensors by address, in the order they came
+
+
 @dataclass
 class Piece:
     """A piece of memory: its bytes, and when it came, in events and in steps."""
@@ -151,7 +154,7 @@ class Blocks:
         tensors: (bytes, origin) of the tensors there are, by address.
     """
 
-    def __init__(self, snapshot: Mapping[str, Any], device: int, tensors: Mapping[int, list[tuple[int, Origin]]]) -> None:
+    def __init__(self, snapshot: Mapping[str, Any], device: int, tensors: Tensors) -> None:
         self.ledger, self.device, self.read = Ledger(), device, len(snapshot["device_traces"][device])
         for segment in snapshot["segments"]:
             for block in segment["blocks"] if segment["device"] == device else ():
@@ -160,7 +163,7 @@ class Blocks:
                     size = block.get("requested_size", block["size"])
                     self.ledger.born(block["address"], size, known[0][1] if known else Origin(BEFORE), before=True)
 
-    def replay(self, snapshot: Mapping[str, Any], tensors: Mapping[int, list[tuple[int, Origin]]]) -> None:
+    def replay(self, snapshot: Mapping[str, Any], tensors: Tensors) -> None:
         """What was allocated and freed since the last time; `tensors` are those that came since then."""
         trace = snapshot["device_traces"][self.device]
         for entry in trace[self.read :]:

@@ -172,8 +172,8 @@ class MemoryWatch(Report):
         kinds = self.peak.groupby("kind").bytes.sum().reindex(KINDS).dropna()
         shares = ", ".join(f"{kind} {size / max(1, self.peak_bytes):.0%}" for kind, size in kinds.items())
         lines = [
-            f"Peak {_size(self.peak_bytes)} on {self.device} in step {self.peak_step}, {_size(self.before_bytes)} of it "
-            f"there before: {shares}."
+            f"Peak {_size(self.peak_bytes)} on {self.device} in step {self.peak_step}, "
+            f"{_size(self.before_bytes)} of it there before: {shares}."
         ]
         rows = self.peak.head(SHOWN).itertuples()
         lines += [f"  {_size(row.bytes)}, {row.kind}: {row.line or 'no line known'}" for row in rows]
@@ -255,7 +255,7 @@ class _Follower(TorchDispatchMode):
                 self.addresses.setdefault(storage.data_ptr(), []).append((size, piece.origin))
         elif piece.size != size:
             self.ledger.resized(piece, size)
-        if tensor.requires_grad and tensor.is_leaf:
+        if tensor.requires_grad and tensor.is_leaf and not tensor._is_view():  # as one without history may be
             piece.origin.kind = "parameters"
             if id(tensor) not in self.leaves and not tensor.is_inference():
                 self.leaves[id(tensor)] = tensor.register_post_accumulate_grad_hook(self._accumulated)
@@ -324,10 +324,9 @@ class _Follower(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         """What autograd keeps in place of a tensor: the tensor, detached, which keeps no graph alive."""
-        piece = self.meet(tensor, "")
+        piece, kept = self.meet(tensor, ""), tensor.detach()
         if piece is not None and piece.origin.kind == "other":
             piece.origin.kind = "saved for backward"
-        kept = tensor.detach()
         self.packed[id(kept)] = kept
         return kept, kept._version
 

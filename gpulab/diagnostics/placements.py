@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpulab.diagnostics import sketches as sk
@@ -39,12 +38,12 @@ class Placement(Report):
             kernels, and views are none.
         flop: by precision, by torch's own formulas (`torch.utils.flop_counter`): products, convolutions and attention,
             two for a multiplication with its addition; nothing else counts.
-        moved: bytes of the tensors that each operation reads, and of those that it writes. What stays in a cache between
-            two operations is counted all the same.
+        moved: bytes of the tensors that each operation reads, and of those that it writes. What stays in a cache
+            between two operations is counted all the same.
         seconds: the median of one step after a warm-up.
         spread: the interquartile range over that.
-        at_least: the seconds that its bytes (`memory`), its FLOP (`arithmetic`) and its `launches` would take, each alone
-            at its measured ceiling.
+        at_least: the seconds that its bytes (`memory`), its FLOP (`arithmetic`) and its `launches` would take, each
+            alone at its measured ceiling.
         unknown: operations that multiply, for which torch has no formula.
         roofline: the ceilings, from `gpulab.roofline`.
     """
@@ -182,7 +181,8 @@ def _peak(frame: pd.DataFrame, precision: str) -> float:
     """The highest rate measured in a precision, in Gflop/s."""
     rows = frame[frame.precision == precision]
     if rows.empty:
-        raise UsageError(f"products in {precision}: the ceilings are of {', '.join(filter(None, set(frame.precision)))}")
+        measured = ", ".join(sorted(set(frame.precision) - {""}))
+        raise UsageError(f"products in {precision}: there are ceilings of {measured} alone")
     return rows.gflops.max()
 
 

@@ -1,6 +1,7 @@
 """Figures, one visual language for all notebooks: from finished results only.
 
-`style` holds that language; `runs`, `decisions`, `instruments`, `costs`, `escapes` and `pictures` draw what their names say.
+`style` holds that language; `runs`, `decisions`, `instruments`, `costs`, `escapes` and `pictures` draw what their names
+say.
 """
 
 from gpulab.plots.costs import memory, placement, roofline

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from gpulab.diagnostics.ledgers import KINDS
 from gpulab.diagnostics.memory import MemoryWatch
@@ -80,8 +81,7 @@ def _roof(axes: Axes, found: Placement) -> None:
     bandwidth = frame[frame.kind == "memory"].gigabytes_per_second.max()
     peaks = frame[frame.precision != ""].groupby("precision").gflops.max().sort_values()
     middle = max(found.intensity, 1e-3)
-    ends = np.log10([min(middle, 0.1) / 3, max(middle, peaks.max() / bandwidth) * 10])
-    intensities = np.logspace(*ends, 200)
+    intensities = np.geomspace(min(middle, 0.1) / 3, max(middle, peaks.max() / bandwidth) * 10, 200)
     above = 0.0
     for precision, peak in peaks.items():
         look: Look = {"color": tint, "lw": 1.6} if precision in found.flop else {"color": FAINT, "lw": 0.8}
@@ -117,7 +117,7 @@ def memory(found: MemoryWatch) -> Picture:
     for leak in found.leaks:
         right.plot(leak.steps, np.array(leak.held) / 1e6, color=ON_GPU, lw=1.4, label=f"stays: {leak.line}")
     right.set_ylim(0)
-    right.xaxis.get_major_locator().set_params(integer=True)
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set(xlabel="step", ylabel="MB held after it")
     headline = found.headline
     alt = f"Memory at its peak by kind, and after each step. {headline}."

@@ -16,7 +16,7 @@ from gpulab.diagnostics.steps import loss_of
 from gpulab.errors import GpulabError, UsageError
 from gpulab.models.base import Trainable
 
-OUT_OF_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|bad_alloc|ALLOC_FAILED", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile("(?i)out of memory|not enough memory|can't allocate memory|bad_alloc|ALLOC_FAILED")
 DRAWS = (nn.modules.dropout._DropoutNd, nn.RReLU)
 EXAMPLES = (3, 2)  # on so many it is tried whether a batch can be split; on fewer where these do not fit
 
