@@ -79,7 +79,7 @@ def reaches(arrows, one, other):
 
 def picture():
     """The map as SVG: a box a room with its files, the floors above each other, arrows for imports."""
-    wide, high, gap = 1000, 62, 30
+    wide, high, gap = 1000, 77, 24
     top = len(FLOORS) * (high + gap)
     boxes = {
         name: (place * wide / len(rooms) + 12, top - (number + 1) * (high + gap) + gap / 2, wide / len(rooms) - 24)

@@ -61,8 +61,8 @@ def memory_watch(device: Setting | str = "cpu") -> MemoryWatch:
         ...     for _ in range(6):
         ...         kept.append(model(torch.ones(5, 100)))
         ...         watch.step()
-        >>> watch.leaks[0].rate >= 5 * 100 * 4, watch.leaks[0].kind
-        (True, 'other')
+        >>> watch.leaks[0].rate >= 5 * 100 * 4, watch.leaks[0].held_by_python
+        (True, True)
     """
     return MemoryWatch(Setting.parse(device))
 
