@@ -183,3 +183,16 @@ def _line(frames: Iterable[Mapping[str, Any]]) -> str:
 
     found = (shown(frame["filename"], frame["line"]) for frame in frames if is_users(frame["filename"]))
     return next(found, "")
+
+
+def in_words(size: float) -> str:
+    """Bytes in a unit that suits them.
+
+    Examples:
+        >>> in_words(12_345_678), in_words(12)
+        ('12.3 MB', '12 B')
+    """
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(size) >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B"

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gpulab.diagnostics import sketches as sk
-from gpulab.diagnostics.ledgers import BEFORE, KINDS, RISES, Blocks, Leak, Ledger, Origin, Piece
+from gpulab.diagnostics.ledgers import BEFORE, KINDS, RISES, Blocks, Leak, Ledger, Origin, Piece, in_words
 from gpulab.errors import UsageError
 from gpulab.numerics.lines import Callers
 from gpulab.report import Report, paragraphs, table
@@ -85,6 +85,8 @@ class MemoryWatch(Report):
             raise UsageError(f"device {setting.device!r}: memory is watched on cpu and cuda")
         setting.check()
         self.device = torch.device(setting.device)
+        if setting.kind == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.leaks: list[Leak] = []
         self._open = contextlib.ExitStack()
 
@@ -97,8 +99,7 @@ class MemoryWatch(Report):
         if self.device.type == "cuda":
             torch.cuda.memory._record_memory_history("all", stacks="python")
             self._open.callback(torch.cuda.memory._record_memory_history, None)
-            index = torch.cuda.current_device() if self.device.index is None else self.device.index
-            self._blocks = Blocks(torch.cuda.memory._snapshot(), index, follower.take_addresses())
+            self._blocks = Blocks(torch.cuda.memory._snapshot(), self.device.index, follower.take_addresses())
         self._open.callback(follower.close)
         self._open.callback(register_optimizer_step_post_hook(follower.optimizer_stepped).remove)
         self._open.enter_context(saved_tensors_hooks(follower.pack, _unpack))
@@ -159,10 +160,10 @@ class MemoryWatch(Report):
     @property
     def headline(self) -> str:
         """The peak and the worst leak."""
-        peak = f"Peak {_size(self.peak_bytes)} in step {self.peak_step}"
+        peak = f"Peak {in_words(self.peak_bytes)} in step {self.peak_step}"
         if not self.leaks:
             return f"{peak}; {self._no_leak()}"
-        return f"{peak}; a leak of {_size(sum(leak.rate for leak in self.leaks))} a step"
+        return f"{peak}; a leak of {in_words(sum(leak.rate for leak in self.leaks))} a step"
 
     def _no_leak(self) -> str:
         count = len(self.steps)
@@ -172,16 +173,16 @@ class MemoryWatch(Report):
         kinds = self.peak.groupby("kind").bytes.sum().reindex(KINDS).dropna()
         shares = ", ".join(f"{kind} {size / max(1, self.peak_bytes):.0%}" for kind, size in kinds.items())
         lines = [
-            f"Peak {_size(self.peak_bytes)} on {self.device} in step {self.peak_step}, "
-            f"{_size(self.before_bytes)} of it there before: {shares}."
+            f"Peak {in_words(self.peak_bytes)} on {self.device} in step {self.peak_step}, "
+            f"{in_words(self.before_bytes)} of it there before: {shares}."
         ]
         rows = self.peak.head(SHOWN).itertuples()
-        lines += [f"  {_size(row.bytes)}, {row.kind}: {row.line or 'no line known'}" for row in rows]
+        lines += [f"  {in_words(row.bytes)}, {row.kind}: {row.line or 'no line known'}" for row in rows]
         if len(self.steps):
-            held = f"{_size(self.steps.bytes.iloc[0])} after the first step, {_size(self.steps.bytes.iloc[-1])} after"
-            lines.append(f"Held: {held} the last, {_size(self.growth)} more from step to step since the second.")
+            held = f"{in_words(self.steps.bytes.iloc[0])} after the first step, {in_words(self.steps.bytes.iloc[-1])} after"
+            lines.append(f"Held: {held} the last, {in_words(self.growth)} more from step to step since the second.")
         lines += self._findings() or [f"{self._no_leak()[0].upper()}{self._no_leak()[1:]}."]
-        rss = f"The process's resident memory went from {_size(self._rss[0])} to {_size(self._rss[1])}"
+        rss = f"The process's resident memory went from {in_words(self._rss[0])} to {in_words(self._rss[1])}"
         if self._blocks:
             seen = "torch's memory snapshots. Not seen: what other libraries allocate, such as NCCL"
         else:
@@ -192,7 +193,9 @@ class MemoryWatch(Report):
         """A sentence a leak: first what the program holds, then what hangs on it."""
         found = []
         for leak in sorted(self.leaks, key=lambda leak: not leak.held_by_python)[:SHOWN]:
-            words = f"A leak: {_size(leak.rate)} more a step stay of what was made in {leak.line or 'an unknown line'}"
+            words = (
+                f"A leak: {in_words(leak.rate)} more a step stay of what was made in {leak.line or 'an unknown line'}"
+            )
             if leak.collected:
                 words += "; reference cycles held it until Python's collector ran (gc.collect)"
             elif not leak.held_by_python:
@@ -203,13 +206,6 @@ class MemoryWatch(Report):
     def html(self) -> str:
         """The sentences, and what was held at the peak as a table."""
         return paragraphs(str(self).splitlines()) + Markup(table(self.peak.head(20)))
-
-
-def _size(size: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(size) >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:.0f} B"
 
 
 # --- tensors ---------------------------------------------------------------------------------------------
