@@ -179,8 +179,10 @@ class MemoryWatch(Report):
         rows = self.peak.head(SHOWN).itertuples()
         lines += [f"  {in_words(row.bytes)}, {row.kind}: {row.line or 'no line known'}" for row in rows]
         if len(self.steps):
-            held = f"{in_words(self.steps.bytes.iloc[0])} after the first step, {in_words(self.steps.bytes.iloc[-1])} after"
-            lines.append(f"Held: {held} the last, {in_words(self.growth)} more from step to step since the second.")
+            first, last, more = map(in_words, (self.steps.bytes.iloc[0], self.steps.bytes.iloc[-1], self.growth))
+            lines.append(
+                f"Held: {first} after the first step, {last} after the last, {more} more a step since the second."
+            )
         lines += self._findings() or [f"{self._no_leak()[0].upper()}{self._no_leak()[1:]}."]
         rss = f"The process's resident memory went from {in_words(self._rss[0])} to {in_words(self._rss[1])}"
         if self._blocks:

@@ -16,7 +16,7 @@ from gpulab.diagnostics.ledgers import in_words
 from gpulab.diagnostics.reference import outcome
 from gpulab.diagnostics.rooflines import roofline, timed
 from gpulab.diagnostics.steps import PreparedStep, ready
-from gpulab.diagnostics.watching import EMPTY, OVERWRITES, SILENT
+from gpulab.diagnostics.watching import EMPTY, OVERWRITES
 from gpulab.errors import UsageError
 from gpulab.passports import passport
 from gpulab.records import machine
@@ -207,8 +207,8 @@ class _Counter(TorchDispatchMode):
         name = operation._schema.name.partition("::")[2].rstrip("_")
         written = _distinct(outcome(operation, args, out))
         read = _distinct((args[1:] if name in OVERWRITES else args, kwargs))
-        silent = name in SILENT or name.startswith(EMPTY) or operation.is_view or not written
-        if silent or (not operation._schema.is_mutable and written.keys() <= read.keys()):  # a view by another name
+        view = written.keys() <= read.keys() and not operation._schema.is_mutable
+        if view or name.startswith(EMPTY):
             return out
         self.operations += 1
         self.moved += sum(read.values()) + sum(written.values())

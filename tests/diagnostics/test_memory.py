@@ -1,5 +1,6 @@
 import contextlib
 import gc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -306,6 +307,23 @@ def test_a_ledger_keeps_what_was_there_at_its_peak():
     assert ledger.peak_step == 2
 
 
+@pytest.mark.parametrize(
+    ("held", "is_leak"),
+    [
+        ([0, 1, 2, 3, 4, 5], True),
+        ([0, 0, 1, 1, 2, 3], True),
+        ([0, 5, 6, 0, 5, 6], False),  # a cache that is emptied
+        ([0, 1, 2, 3, 3, 3, 3, 3], False),  # one that is full
+        ([0, 5, 5, 5, 5, 5], False),  # what is made once
+        ([0, 1, 2], False),  # too few
+    ],
+)
+def test_what_grows_and_never_shrinks_is_a_leak(held, is_leak):
+    ledger = Ledger(step=len(held) + 1, held=[Counter({"a": size, "b": 7}) for size in held])
+    assert [leak.line for leak in ledger.leaks()] == ["a"] * is_leak
+    assert not is_leak or ledger.leaks()[0].rate == (held[-1] - held[0]) / (len(held) - 1)
+
+
 def snapshot(trace, blocks=()):
     segments = [{"device": 0, "blocks": list(blocks)}, {"device": 1, "blocks": [{"state": "active_allocated"}]}]
     return {"segments": segments, "device_traces": [trace, [{"action": "alloc", "addr": 0, "size": 1 << 40}]]}
@@ -340,9 +358,11 @@ def test_snapshots_are_replayed():
     at_peak = sorted((p.size, p.origin.kind, p.origin.line.partition(":")[0]) for p in found.ledger.at_peak())
     expected = [(64, "saved for backward", "h"), (400, "parameters", BEFORE), (1000, "other", "test_memory.py")]
     assert at_peak == expected
+    found.ledger.mark()
     trace += [entry("free_requested", 612)]
     found.replay(snapshot(trace), {})
-    assert found.ledger.total == 408, "what was read before is not read again"
+    assert found.ledger.total == 408
+    assert {piece.step for piece in found.ledger.live.values()} == {0, 1}, "what was read before is not read again"
 
 
 @needs_cuda
