@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -5,6 +7,8 @@ from torch.nn import functional as F
 
 import gpulab as gl
 from gpulab.training import GradientAccumulation
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
 
 def network(*layers):
@@ -258,3 +262,28 @@ def test_a_batch_that_really_does_not_fit_is_trained_on(python):
     assert 1 < int(size) < 20_000
     assert float(off) <= 1e-6
     assert float(loss) <= 1e-6
+
+
+@needs_cuda
+def test_a_batch_that_does_not_fit_on_the_gpu_is_trained_on():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 2000), nn.Tanh(), nn.Linear(2000, 2000), nn.Tanh(), nn.Linear(2000, 1)).cuda()
+    data = torch.rand(20_000, 100, device="cuda"), torch.rand(20_000, 1, device="cuda")
+    exact = copy.deepcopy(model).double()
+    _, expected = whole(exact, F.mse_loss, [part.double() for part in data])
+    expected = expected.float()
+    exact = None
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + 300 * 2**20
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            F.mse_loss(model(data[0]), data[1]).backward()
+        model.zero_grad()
+        backward = GradientAccumulation(model, F.mse_loss)
+        with gl.setting("cuda:tf32=off"):
+            backward(data)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert 1 < backward.batch < 20_000
+    assert (gradient(model) - expected).norm() <= 1e-6 * expected.norm()
