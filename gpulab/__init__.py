@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gpulab.data.datasets import load as load
     from gpulab.diagnostics.audits import audit as audit
     from gpulab.diagnostics.guards import guard as guard
+    from gpulab.diagnostics.rooflines import roofline as roofline
     from gpulab.diagnostics.steps import Step as Step
     from gpulab.diagnostics.traces import record as record
     from gpulab.errors import DataError as DataError
@@ -74,6 +75,7 @@ NAMES = {
     "record": "diagnostics.traces",
     "recorded_runs": "training.store",
     "reproduce": "training.reproduction",
+    "roofline": "diagnostics.rooflines",
     "runs": "training.store",
     "seed_runs": "training.objective",
     "setting": "settings",
@@ -138,7 +140,6 @@ ALIASES = {
     "recorded_prices": "companion.old_gpu",
     "recorded_rooflines": "diagnostics.rooflines",
     "repeatability": "diagnostics.operations",
-    "roofline": "diagnostics.rooflines",
     "round_to": "numerics.formats",
     "saddle_finding": "companion.saddle_points",
     "seeds_needed": "stats.power",

@@ -79,7 +79,7 @@ def reaches(arrows, one, other):
 
 def picture():
     """The map as SVG: a box a room with its files, the floors above each other, arrows for imports."""
-    wide, high, gap = 1000, 62, 30
+    wide, high, gap = 1000, 76, 22
     top = len(FLOORS) * (high + gap)
     boxes = {
         name: (place * wide / len(rooms) + 12, top - (number + 1) * (high + gap) + gap / 2, wide / len(rooms) - 24)
@@ -96,16 +96,16 @@ def picture():
     rooms = []
     for name, (x, y, width) in boxes.items():
         below = [module.removeprefix(f"gpulab.{name}.") for module in FILES if module.startswith(f"gpulab.{name}.")]
-        rows = textwrap.wrap("  ".join(module for module in below if "." not in module), int(width / 6))
+        rows = textwrap.wrap("  ".join(module for module in below if "." not in module), int(width / 5.4))
         rooms.append(f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{high}" rx="6"/>')
         rooms.append(f'<text x="{x + 10:.0f}" y="{y + 19:.0f}" class="room">{name}</text>')
         for number, text in enumerate(rows):
-            rooms.append(f'<text x="{x + 10:.0f}" y="{y + 36 + 15 * number:.0f}" class="file">{text}</text>')
+            rooms.append(f'<text x="{x + 10:.0f}" y="{y + 34 + 12 * number:.0f}" class="file">{text}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {top}" font-family="sans-serif">'
         "<title>The rooms of gpulab. Imports run downwards; an arrow that follows from others is left out.</title>"
         "<style>rect{fill:#fff;stroke:#222}line{stroke:#0072B2;stroke-width:1.4;marker-end:url(#tip)}"
-        ".room{font-size:15px;font-weight:bold;fill:#222}.file{font-size:11.5px;fill:#555}</style>"
+        ".room{font-size:15px;font-weight:bold;fill:#222}.file{font-size:10.5px;fill:#555}</style>"
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
         'markerUnits="userSpaceOnUse" orient="auto"><path d="M0,0L8,4L0,8z" fill="#0072B2"/></marker></defs>'
         f'<rect width="{wide}" height="{top}" style="stroke:none"/>{"".join(lines)}{"".join(rooms)}</svg>\n'

@@ -2,7 +2,10 @@
 
 from gpulab.diagnostics.audits import Audit, audit
 from gpulab.diagnostics.guards import Guard, Overwritten, guard
+from gpulab.diagnostics.ledgers import Leak
+from gpulab.diagnostics.memory import MemoryWatch, memory_watch
 from gpulab.diagnostics.operations import byte_round_trip, fused_operations, repeatability
+from gpulab.diagnostics.placements import Placement, place
 from gpulab.diagnostics.products import compare_products, summarize_products
 from gpulab.diagnostics.rooflines import bounds, recorded_rooflines, roofline
 from gpulab.diagnostics.steps import Step
@@ -11,7 +14,10 @@ from gpulab.diagnostics.traces import Trace, record
 __all__ = [
     "Audit",
     "Guard",
+    "Leak",
+    "MemoryWatch",
     "Overwritten",
+    "Placement",
     "Step",
     "Trace",
     "audit",
@@ -20,6 +26,8 @@ __all__ = [
     "compare_products",
     "fused_operations",
     "guard",
+    "memory_watch",
+    "place",
     "record",
     "recorded_rooflines",
     "repeatability",

@@ -124,7 +124,7 @@ class PreparedStep:
     def __call__(self) -> Tensor:
         """Do it and return the loss."""
         with contextlib.nullcontext() if hasattr(self, "before") else self:
-            loss = _loss(self.model, self.batch, self.loss)
+            loss = loss_of(self.model, self.batch, self.loss)
             loss.backward()
             for name, parameter in self.model.named_parameters():
                 self.parameters[name] = nn.Parameter(parameter.data, parameter.requires_grad)
@@ -160,7 +160,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
     return itertools.chain(model.parameters(), model.buffers())
 
 
-def _loss(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Tensor:
+def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Tensor:
     """What a step differentiates."""
     if loss is not None:
         if isinstance(batch, Mapping):
@@ -243,7 +243,8 @@ def ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], A
     ):
         yield functools.partial(step, setting)
     else:
-        with torch.device(setting.device):
+        elsewhere = torch.device(setting.device) != torch.get_default_device()
+        with torch.device(setting.device) if elsewhere else contextlib.nullcontext():  # which costs each operation time
             yield step
 
 

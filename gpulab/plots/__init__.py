@@ -1,8 +1,10 @@
 """Figures, one visual language for all notebooks: from finished results only.
 
-`style` holds that language; `runs`, `decisions`, `instruments`, `escapes` and `pictures` draw what their names say.
+`style` holds that language; `runs`, `decisions`, `instruments`, `costs`, `escapes` and `pictures` draw what their names
+say.
 """
 
+from gpulab.plots.costs import memory, placement, roofline
 from gpulab.plots.decisions import changes, estimation
 from gpulab.plots.escapes import escape_law, escape_paths, escape_phases
 from gpulab.plots.instruments import (
@@ -11,7 +13,6 @@ from gpulab.plots.instruments import (
     curvature_over_time,
     index_against_loss,
     landscape_slice,
-    roofline,
     saddle_surface,
     spectra,
     sums,
@@ -39,6 +40,8 @@ __all__ = [
     "index_against_loss",
     "landscape_slice",
     "losses",
+    "memory",
+    "placement",
     "predictions",
     "reconstructions",
     "roofline",

@@ -121,42 +121,6 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
     return finished(figure, headline, alt)
 
 
-def roofline(frame: pd.DataFrame) -> Picture:
-    """Measured rates against arithmetic intensity, under each device's measured ceilings.
-
-    Args:
-        frame: From `gpulab.roofline` or `gpulab.recorded_rooflines`.
-
-    References:
-        Williams, Waterman, Patterson 2009, *Roofline: an insightful visual performance model* (CACM 52).
-    """
-    figure, (axes,) = canvas(1, height=4.4)
-    frame = frame.assign(machine=frame.get("machine", pd.Series("", frame.index)).fillna(""))
-    intensities = np.logspace(-1.5, 3.5, 200)
-    networks = []
-    for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
-        bandwidth, peak = device[device.kind == "memory"].gigabytes_per_second.max(), device.gflops.max()
-        label = f"{setting}, {machine} (recorded)" if machine else f"{setting} (this machine)"
-        axes.plot(intensities, np.minimum(bandwidth * intensities, peak), color=colour(setting), lw=1.5, label=label)
-        for kind, marker in (("matrix", "o"), ("network", "D"), ("memory", "s")):
-            some = device[(device.kind == kind) & (device.flop > 0)]
-            shape: Look = {"marker": marker, "s": 28, "linewidths": None}
-            points(axes, some.intensity, some.gflops, colour(setting), bool(machine), **shape)
-        layers = device[device.kind == "network"]
-        networks.append(layers.assign(reached=layers.gflops / np.minimum(bandwidth * layers.intensity, peak)))
-    layers = pd.concat(networks)
-    below: Look = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": "right", "fontsize": 7}
-    for row in layers.drop_duplicates("operation").itertuples():
-        axes.axvline(row.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
-        axes.annotate(row.operation, (row.intensity, 0.01), rotation=90, color=INK, **below)
-    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
-    axes.yaxis.set_major_formatter("{x:,g}")
-    axes.legend(fontsize=8, frameon=False, loc="upper left")
-    least = layers.sort_values("reached").iloc[0]
-    alt = "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic."
-    return finished(figure, f"The least used: {least.operation} reaches {least.reached:.1%} of its ceiling", alt)
-
-
 @draw.register
 def audit(report: Audit) -> Picture:
     """The error of each operation's result, all that came before it included, along a training step.

@@ -5,6 +5,7 @@ from gpulab._lazy import attach
 NAMES = {
     "Experiment": "experiment",
     "FirstWindow": "step",
+    "GradientAccumulation": "accumulation",
     "Reproduction": "reproduction",
     "Run": "run",
     "growth": "growths",

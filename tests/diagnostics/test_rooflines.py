@@ -2,9 +2,12 @@ import json
 
 import pandas as pd
 import pytest
+import torch
 
 import gpulab as gl
 from gpulab.diagnostics import rooflines as speed
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
 
 @pytest.fixture(scope="module")
@@ -13,13 +16,13 @@ def small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speed, "COPY_BYTES", {"cpu": 2**20})
         patch.setattr(speed, "LARGEST_MATRIX", {"cpu": 64})
-        yield gl.roofline("cpu:threads=1", repeats=2)
+        yield gl.roofline("cpu:threads=1", repeats=2, progress=False)
 
 
 def test_a_roofline_has_a_row_an_operation_with_the_columns_documented(small):
     documented = {"operation", "kind", "flop", "bytes", "intensity", "seconds", "spread", "gflops", "setting"}
-    assert set(small.columns) == documented | {"gigabytes_per_second"}
-    assert set(small.kind) == {"memory", "matrix", "network"}
+    assert set(small.columns) == documented | {"gigabytes_per_second", "precision"}
+    assert set(small.kind) == {"memory", "matrix", "network", "precision", "launch"}
     assert set(small.setting) == {"cpu:threads=1"}
     assert small.operation.is_unique
     assert (small.seconds > 0).all()
@@ -39,6 +42,45 @@ def test_operations_and_bytes_are_counted(small):
     # 3×3, 5·16 channels in, 4·16 out, on a map of 24×32
     flop, moved = 2 * 9 * 80 * 64 * 24 * 32, 4 * (9 * 80 * 64 + (80 + 64) * 24 * 32)
     assert counted("PredNet (quick), gates") == (flop, moved)
+
+
+def test_products_are_measured_in_every_precision(small):
+    rows = small[small.kind == "precision"]
+    assert list(rows.precision) == ["float32", "bfloat16", "float16", "float64"]
+    sizes = rows.precision.map({"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8})
+    edges = rows.operation.str.extract(r"matrix product (\d+), ")[0].astype(int)
+    assert (rows.flop == 2 * edges**3).all()
+    assert (rows.bytes == 3 * sizes * edges**2).all()
+    assert set(small[small.kind == "matrix"].precision) == {"float32"}
+    assert set(small[~small.kind.isin(["matrix", "precision"])].precision) == {""}
+
+
+def test_a_launch_takes_less_than_anything_that_computes(small):
+    (launch,) = small[small.kind == "launch"].itertuples()
+    assert launch.operation == "launch", "on a CPU there is nothing to wait for"
+    assert 1e-7 < launch.seconds < small[small.operation == "PredNet (quick), gates"].seconds.iloc[0]
+
+
+def test_other_precisions_transfers_and_launches_are_no_ceilings_of_a_setting(small):
+    more = small.assign(gflops=small.gflops.where(small.kind != "precision", 1e9))
+    more.loc[more.kind == "launch", "gigabytes_per_second"] = 1e9
+    pd.testing.assert_frame_equal(gl.diagnostics.bounds(more), gl.diagnostics.bounds(small))
+    assert gl.plots.roofline(more).figure.get_suptitle() == gl.plots.roofline(small).figure.get_suptitle()
+
+
+@needs_cuda
+def test_on_cuda_there_are_tf32_transfers_and_a_launch_that_is_waited_for():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "LARGEST_MATRIX", {"cuda": 4096})
+        frame = gl.roofline("cuda:tf32=off", repeats=3, progress=False).set_index("operation")
+    rates = frame[frame.kind == "precision"].set_index("precision").gflops
+    assert set(rates.index) == {"float32", "tf32", "bfloat16", "float16", "float64"}
+    assert rates.tf32 > 1.5 * rates.float32 or torch.cuda.get_device_capability() < (8, 0)
+    speeds = frame[frame.kind == "transfer"].gigabytes_per_second
+    assert len(speeds) == 4
+    assert speeds["host to device, pinned"] > speeds["host to device, pageable"]
+    assert 1e-7 < frame.seconds["launch"] < frame.seconds["launch, waited for"] < 1e-3
+    assert set(frame[frame.kind == "matrix"].precision) == {"float32"}
 
 
 def test_the_rates_follow_from_counts_and_seconds(small):

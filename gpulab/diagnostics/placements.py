@@ -1,0 +1,242 @@
+"""Where a training step stands under a device's roofline: what it computes, moves and launches, and how fast."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpulab.diagnostics import sketches as sk
+from gpulab.diagnostics.ledgers import in_words
+from gpulab.diagnostics.reference import outcome
+from gpulab.diagnostics.rooflines import roofline, timed
+from gpulab.diagnostics.steps import PreparedStep, ready
+from gpulab.diagnostics.watching import EMPTY, OVERWRITES
+from gpulab.errors import UsageError
+from gpulab.passports import passport
+from gpulab.records import machine
+from gpulab.report import Report
+from gpulab.settings import Setting, arithmetic
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MULTIPLIES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # what should have a formula
+
+
+@dataclass(frozen=True, eq=False)
+class Placement(Report):
+    """Where a step stands under a roofline.
+
+    Attributes:
+        setting: what it was done under.
+        operations: how many it launches: calls of torch's operations that compute or move something. One may be several
+            kernels, and views are none.
+        flop: by precision, by torch's own formulas (`torch.utils.flop_counter`): products, convolutions and attention,
+            two for a multiplication with its addition; nothing else counts.
+        moved: bytes of the tensors that each operation reads, and of those that it writes. What stays in a cache
+            between two operations is counted all the same.
+        seconds: the median of one step after a warm-up.
+        spread: the interquartile range over that.
+        at_least: the seconds that its bytes (`memory`), its FLOP (`arithmetic`) and its `launches` would take, each
+            alone at its measured ceiling.
+        unknown: operations that multiply, for which torch has no formula.
+        roofline: the ceilings, from `gpulab.roofline`.
+    """
+
+    setting: str
+    operations: int
+    flop: dict[str, int]
+    moved: int
+    seconds: float
+    spread: float
+    at_least: dict[str, float]
+    unknown: tuple[str, ...]
+    roofline: pd.DataFrame
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte moved."""
+        return sum(self.flop.values()) / max(1, self.moved)
+
+    @property
+    def gflops(self) -> float:
+        """The rate that the step reached."""
+        return sum(self.flop.values()) / self.seconds / 1e9
+
+    @property
+    def ceiling(self) -> float:
+        """The rate of the roof above the step, in Gflop/s: that of its precisions, or of memory at its intensity."""
+        return self.gflops / self.reached
+
+    @property
+    def reached(self) -> float:
+        """The share of the roof that it reached; more than 1 where caches are faster than the memory measured."""
+        return max(self.at_least["memory"], self.at_least["arithmetic"]) / self.seconds
+
+    @property
+    def launch_share(self) -> float:
+        """The share of the time that launching its operations takes at least."""
+        return self.at_least["launches"] / self.seconds
+
+    @property
+    def bound(self) -> str:
+        """Which of the three takes longest at its ceiling: `memory`, `arithmetic` or `launches`."""
+        return max(self.at_least, key=self.at_least.__getitem__)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{name} {flop / 1e9:.3g}" for name, flop in self.flop.items())
+        floors = ", ".join(f"its {name} {1e3 * seconds:.3g} ms" for name, seconds in self.at_least.items())
+        lines = [
+            f"The step takes {1e3 * self.seconds:.3g} ms (spread {self.spread:.0%}) under {self.setting}: "
+            f"{self.operations} operations, {in_words(self.moved)} moved, Gflop: {kinds or 'none'}.",
+            f"At the ceilings measured, each alone: {floors}. It is bound by {self.bound}.",
+            f"{self.intensity:.3g} flop per byte, {self.gflops:.3g} Gflop/s, {self.reached:.0%} of the roof; launches "
+            f"take {self.launch_share:.0%} of the time or more.",
+        ]
+        if self.reached > 1:
+            lines.append("More than the roof: between operations, tensors stay in a cache faster than memory.")
+        elif max(self.at_least.values()) < self.seconds / 2:
+            lines.append(
+                "Most of the time is none of the three: kernels below their ceilings, or what is done between them."
+            )
+        if self.unknown:
+            lines.append(f"Not counted, for torch has no formula: the FLOP of {', '.join(self.unknown)}.")
+        return "\n".join(lines)
+
+
+def place(
+    step: Callable[..., Any], ceilings: pd.DataFrame | Setting | str = "cpu", repeats: int = 7, progress: bool = True
+) -> Placement:
+    """Count a step's operations and bytes, measure its time, and say what holds it back.
+
+    The step is done a dozen times and more, and once of these under torch's FLOP counter. A `Step` is left as it was,
+    and begins without gradients each time; of a function of your own, the model trains on.
+
+    Args:
+        step: a `Step`, or a function that does one training step, as for `gpulab.record`.
+        ceilings: from `gpulab.roofline` on this machine, of one setting; or a setting, whose roofline is measured now.
+        repeats: batches of calls that are timed, at least 2.
+        progress: whether to show a bar while the roofline is measured.
+
+    Raises:
+        UsageError: for ceilings of several settings, of another machine, or without launches, as older ones are; for
+            too few repeats, and for products in a format whose ceiling nobody measured.
+        GpulabError: for a setting that cannot run here.
+
+    Examples:
+        >>> from gpulab.diagnostics.steps import Step
+        >>> frame = roofline("cpu", repeats=2, progress=False)
+        >>> weight = torch.ones(8, 4, requires_grad=True)
+        >>> found = place(lambda: (torch.ones(2, 4) @ weight.T).sum().backward(), frame)
+        >>> found.flop, found.bound
+        ({'float32': 256}, 'launches')
+
+    References:
+        Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
+    """
+    if repeats < 2:
+        raise UsageError(f"repeats={repeats}: a median with its spread needs at least 2")
+    frame = roofline(ceilings, progress=progress) if isinstance(ceilings, Setting | str) else ceilings
+    setting = _checked(frame)
+    with setting.apply(), ready(step, setting) as once:
+
+        def again() -> None:
+            if isinstance(once, PreparedStep):
+                once.model.zero_grad()
+            once()
+
+        again()  # what is made in the first step alone, such as Adam's moments, is none of its operations
+        with _Counter() as counter:
+            again()
+        seconds, spread = timed(setting, again, repeats)
+    flop = dict(counter.flop.most_common())
+    at_least = {
+        "memory": counter.moved / (1e9 * frame[frame.kind == "memory"].gigabytes_per_second.max()),
+        "arithmetic": sum(number / (1e9 * _peak(frame, precision)) for precision, number in flop.items()),
+        "launches": counter.operations * frame[frame.operation == "launch"].seconds.iloc[0],
+    }
+    found = str(setting), counter.operations, flop, counter.moved, seconds, spread, at_least
+    return Placement(*found, tuple(sorted(counter.unknown)), frame)
+
+
+def _checked(frame: pd.DataFrame) -> Setting:
+    """The one setting of a roofline that was measured here."""
+    settings, here = list(frame.setting.unique()), machine(passport())
+    elsewhere = sorted(set(frame.get("machine", ())) - {here})
+    if len(settings) != 1:
+        raise UsageError(f"ceilings of {', '.join(settings) or 'nothing'}: expected those of one setting")
+    if elsewhere:
+        raise UsageError(f"ceilings of {elsewhere[0]}: the step runs on {here}; measure gpulab.roofline here")
+    if not (frame.operation == "launch").any():
+        raise UsageError("ceilings without the row 'launch', as older recordings are: measure gpulab.roofline anew")
+    return Setting.parse(settings[0])
+
+
+def _peak(frame: pd.DataFrame, precision: str) -> float:
+    """The highest rate measured in a precision, in Gflop/s."""
+    rows = frame[frame.precision == precision]
+    if rows.empty:
+        measured = ", ".join(sorted(set(frame.precision) - {""}))
+        raise UsageError(f"products in {precision}: there are ceilings of {measured} alone")
+    return rows.gflops.max()
+
+
+class _Counter(TorchDispatchMode):
+    """Counts what operations compute, move and launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch.utils.flop_counter import flop_registry
+
+        self.formulas, self.flags = flop_registry, arithmetic()
+        self.operations = self.moved = 0
+        self.flop, self.unknown = Counter[str](), set[str]()
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count."""
+        kwargs = kwargs or {}
+        out = operation(*args, **kwargs)
+        name = operation._schema.name.partition("::")[2].rstrip("_")
+        written = _distinct(outcome(operation, args, out))
+        read = _distinct((args[1:] if name in OVERWRITES else args, kwargs))
+        view = written.keys() <= read.keys() and not operation._schema.is_mutable
+        if view or name.startswith(EMPTY):
+            return out
+        self.operations += 1
+        self.moved += sum(read.values()) + sum(written.values())
+        formula = self.formulas.get(operation._overloadpacket)
+        if formula is not None:
+            self.flop[self._precision(name, args)] += formula(*args, **kwargs, out_val=out)
+        elif MULTIPLIES.search(name):
+            self.unknown.add(name)
+        return out
+
+    def _precision(self, name: str, args: Sequence[Any]) -> str:
+        """The format that a product is computed in, as the ceilings name it."""
+        tensors = sk.leaves(args)
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        flag = self.flags["convolution_fp32" if "conv" in name else "matmul_fp32"]
+        return "tf32" if (dtype, flag, tensors[0].is_cuda) == ("float32", "tf32", True) else dtype
+
+
+# torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
+_Counter.__torch_dispatch__ = getattr(_Counter.__torch_dispatch__, "__wrapped__", _Counter.__torch_dispatch__)  # type: ignore[method-assign]
+
+
+def _distinct(values: Any) -> dict[int, int]:
+    """The bytes of each piece of memory among the tensors of nested values, each once; an expanded one as it lies."""
+    sizes: dict[int, int] = {}
+    for tensor in sk.leaves(values):
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            size = min(tensor.numel() * tensor.element_size(), storage.nbytes())
+            sizes[storage._cdata] = max(size, sizes.get(storage._cdata, 0))
+    return sizes

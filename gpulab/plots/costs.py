@@ -1,0 +1,125 @@
+"""What a step costs: where it stands under the roofline of its device, and the memory that it holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from gpulab.diagnostics.ledgers import KINDS
+from gpulab.diagnostics.memory import MemoryWatch
+from gpulab.diagnostics.placements import Placement
+from gpulab.diagnostics.rooflines import UNDER_THE_ROOF
+from gpulab.plots.style import FAINT, INK, ON_GPU, Look, canvas, colour, finished, points
+from gpulab.report import Picture, draw
+
+TINTS = dict(zip(KINDS, ("#0072B2", "#D55E00", "#009E73", "#E69F00", FAINT), strict=True))
+
+
+def roofline(frame: pd.DataFrame) -> Picture:
+    """Measured rates against arithmetic intensity, under each device's measured ceilings.
+
+    Args:
+        frame: From `gpulab.roofline` or `gpulab.recorded_rooflines`.
+
+    References:
+        Williams, Waterman, Patterson 2009, *Roofline: an insightful visual performance model* (CACM 52).
+    """
+    figure, (axes,) = canvas(1, height=4.4)
+    frame = frame[frame.kind.isin(UNDER_THE_ROOF)]
+    frame = frame.assign(machine=frame.get("machine", pd.Series("", frame.index)).fillna(""))
+    intensities = np.logspace(-1.5, 3.5, 200)
+    networks = []
+    for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
+        bandwidth, peak = device[device.kind == "memory"].gigabytes_per_second.max(), device.gflops.max()
+        label = f"{setting}, {machine} (recorded)" if machine else f"{setting} (this machine)"
+        axes.plot(intensities, np.minimum(bandwidth * intensities, peak), color=colour(setting), lw=1.5, label=label)
+        for kind, marker in (("matrix", "o"), ("network", "D"), ("memory", "s")):
+            some = device[(device.kind == kind) & (device.flop > 0)]
+            shape: Look = {"marker": marker, "s": 28, "linewidths": None}
+            points(axes, some.intensity, some.gflops, colour(setting), bool(machine), **shape)
+        layers = device[device.kind == "network"]
+        networks.append(layers.assign(reached=layers.gflops / np.minimum(bandwidth * layers.intensity, peak)))
+    layers = pd.concat(networks)
+    below: Look = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": "right", "fontsize": 7}
+    for row in layers.drop_duplicates("operation").itertuples():
+        axes.axvline(row.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
+        axes.annotate(row.operation, (row.intensity, 0.01), rotation=90, color=INK, **below)
+    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
+    least = layers.sort_values("reached").iloc[0]
+    alt = "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic."
+    return finished(figure, f"The least used: {least.operation} reaches {least.reached:.1%} of its ceiling", alt)
+
+
+@draw.register
+def placement(found: Placement) -> Picture:
+    """A step under the roof of its device, and beside it what its bytes, FLOP and launches take at their ceilings.
+
+    Args:
+        found: From `gpulab.diagnostics.place`.
+    """
+    figure, (left, right) = canvas(2, height=3.4)
+    _roof(left, found)
+    names = ["measured", *found.at_least]
+    milliseconds = 1e3 * np.array([found.seconds, *found.at_least.values()])
+    bars = right.barh(names, milliseconds, color=[INK, *[colour(found.setting)] * 3], height=0.6)
+    right.bar_label(bars, [f" {value:.3g}" for value in milliseconds], fontsize=8)
+    right.invert_yaxis()
+    right.set_xlim(0, 1.2 * milliseconds.max())
+    right.set_xlabel("ms for one step; below, at least, each alone", fontsize=9)
+    headline = f"Bound by {found.bound}: {found.reached:.0%} of the roof, launches {found.launch_share:.0%} of the time"
+    alt = f"A step under the roofline of {found.setting}, and the time of its parts at their ceilings. {headline}."
+    return finished(figure, headline, alt)
+
+
+def _roof(axes: Axes, found: Placement) -> None:
+    """The roofs of the precisions that the device was measured in, and the step's point."""
+    frame, tint = found.roofline, colour(found.setting)
+    bandwidth = frame[frame.kind == "memory"].gigabytes_per_second.max()
+    peaks = frame[frame.precision != ""].groupby("precision").gflops.max().sort_values()
+    middle = max(found.intensity, 1e-3)
+    intensities = np.geomspace(min(middle, 0.1) / 3, max(middle, peaks.max() / bandwidth) * 10, 200)
+    above = 0.0
+    for precision, peak in peaks.items():
+        look: Look = {"color": tint, "lw": 1.6} if precision in found.flop else {"color": FAINT, "lw": 0.8}
+        axes.plot(intensities, np.minimum(bandwidth * intensities, peak), **look)
+        above = max(peak, 1.5 * above)  # where labels would lie on each other
+        axes.annotate(precision, (intensities[-1], above), ha="right", va="bottom", fontsize=7, color=look["color"])
+    if found.flop:
+        points(axes, [found.intensity], [found.gflops], ON_GPU if tint == INK else INK, marker="*", s=110)
+        axes.plot([found.intensity] * 2, [found.gflops, found.ceiling], color=INK, lw=0.8, ls=":")
+    axes.set(xscale="log", yscale="log")
+    axes.set_xlabel("flop per byte moved (star: the step)", fontsize=9)
+    axes.set_ylabel("rate (Gflop/s)", fontsize=9)
+
+
+@draw.register
+def memory(found: MemoryWatch) -> Picture:
+    """What held the memory at its peak, by kind and by line, and what is held after each step.
+
+    Args:
+        found: From `gpulab.diagnostics.memory_watch`.
+    """
+    figure, (left, right) = canvas(2, height=3.6)
+    held = found.peak.groupby("kind").bytes.sum().reindex(KINDS).dropna() / 1e6
+    start = 0.0
+    for kind, size in held.items():
+        left.bar("peak", size, bottom=start, color=TINTS[str(kind)], width=0.5, label=f"{kind}, {size:.3g} MB")
+        start += size
+    left.set_xlim(-1, 1)
+    left.set_ylabel("MB")
+    steps = found.steps
+    right.fill_between(steps.step, steps.bytes / 1e6, color=FAINT, alpha=0.4, step="mid", label="all")
+    right.plot(steps.step, steps.bytes / 1e6, color=INK, lw=1.2, marker="o", ms=3)
+    for leak in found.leaks:
+        right.plot(leak.steps, np.array(leak.held) / 1e6, color=ON_GPU, lw=1.4, label=f"stays: {leak.line}")
+    right.set_ylim(0)
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    right.set(xlabel="step", ylabel="MB held after it")
+    headline = found.headline
+    alt = f"Memory at its peak by kind, and after each step. {headline}."
+    keys = [*left.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0][1:]]
+    return finished(figure, headline, alt, keys, size=7.5)

@@ -1,0 +1,189 @@
+import pandas as pd
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import gpulab as gl
+from gpulab.diagnostics import place, placements
+
+EDGE = 64
+
+
+def ceilings(bandwidth=100.0, peak=1000.0, launch=1e-6, setting="cpu"):
+    """A roofline with known ceilings: GB/s, Gflop/s of float32 products, seconds of a launch."""
+    rows = [
+        ("copy", "memory", 0.0, bandwidth, 1.0, ""),
+        ("launch", "launch", 1e-9, 1e-9, launch, ""),
+        ("matrix product 64", "matrix", peak, 1.0, 1.0, "float32"),
+        ("matrix product 32, float32", "precision", peak / 2, 1.0, 1.0, "float32"),
+        ("matrix product 64, bfloat16", "precision", 4 * peak, 1.0, 1.0, "bfloat16"),
+    ]
+    columns = ["operation", "kind", "gflops", "gigabytes_per_second", "seconds", "precision"]
+    return pd.DataFrame(rows, columns=columns).assign(setting=setting)
+
+
+def product(dtype=torch.float32):
+    a, b = torch.ones(EDGE, EDGE, dtype=dtype), torch.ones(EDGE, EDGE, dtype=dtype)
+    return lambda: a @ b
+
+
+def test_one_product_is_counted():
+    found = place(product(), ceilings(), repeats=2)
+    assert found.flop == {"float32": 2 * EDGE**3}
+    assert found.moved == 3 * 4 * EDGE**2
+    assert found.operations == 1
+    assert found.intensity == 2 * EDGE**3 / (3 * 4 * EDGE**2)
+    assert found.at_least == {
+        "memory": pytest.approx(found.moved / 100e9),
+        "arithmetic": pytest.approx(2 * EDGE**3 / 1000e9),
+        "launches": 1e-6,
+    }
+    assert found.gflops == pytest.approx(2 * EDGE**3 / found.seconds / 1e9)
+    assert found.reached == pytest.approx(found.gflops / found.ceiling)
+    assert found.ceiling == pytest.approx(1000), "the larger of the two float32 ceilings; it stands right of the ridge"
+
+
+@pytest.mark.parametrize(
+    ("frame", "bound"),
+    [
+        (ceilings(), "launches"),
+        (ceilings(launch=1e-12), "arithmetic"),
+        (ceilings(launch=1e-12, bandwidth=10.0), "memory"),
+    ],
+)
+def test_what_takes_longest_at_its_ceiling_is_the_bound(frame, bound):
+    found = place(product(), frame, repeats=2)
+    assert found.bound == bound
+    assert f"bound by {bound}" in str(found)
+
+
+def test_each_precision_has_its_ceiling():
+    both = product(), product(torch.bfloat16)
+    found = place(lambda: [one() for one in both], ceilings(), repeats=2)
+    assert found.flop == {"float32": 2 * EDGE**3, "bfloat16": 2 * EDGE**3}
+    assert found.at_least["arithmetic"] == pytest.approx(2 * EDGE**3 * (1 / 1000e9 + 1 / 4000e9))
+    with pytest.raises(gl.UsageError, match="float64: there are ceilings of bfloat16, float32 alone"):
+        place(product(torch.float64), ceilings(), repeats=2)
+
+
+def counted(step):
+    with placements._Counter() as counter:
+        step()
+    return counter.operations, counter.moved
+
+
+def test_views_and_new_memory_are_no_operations_and_each_byte_counts_once():
+    x, numbers = torch.ones(EDGE, EDGE), 4 * EDGE**2
+    assert counted(lambda: x.t().reshape(-1, 1)[3:]) == (1, 2 * numbers), "a transposed one is copied to be flat"
+    assert counted(lambda: x.view(-1).detach().expand(5, -1)) == (0, 0)
+    assert counted(lambda: torch.empty(EDGE)) == (0, 0)
+    assert counted(lambda: x.add_(1)) == (1, 2 * numbers)
+    assert counted(lambda: x.zero_()) == (1, numbers), "what it held before is not read"
+    assert counted(lambda: x.clone().copy_(x)) == (2, 4 * numbers)
+    assert counted(lambda: x + x) == (1, 2 * numbers), "one tensor is read once"
+    assert counted(lambda: torch.ones(EDGE).expand(EDGE, EDGE) + x) == (2, 4 * EDGE + 4 * EDGE + 2 * numbers)
+    weights = [torch.ones(EDGE, requires_grad=True) for _ in range(3)]
+    for weight in weights:
+        weight.grad = torch.ones(EDGE)
+    optimizer = torch.optim.SGD(weights, lr=0.1, foreach=True)
+    optimizer.step()
+    operations, moved = counted(optimizer.step)
+    assert (operations, moved) == (1, 3 * 3 * 4 * EDGE), "reads weights and gradients, writes weights, and returns none"
+
+
+@pytest.mark.parametrize("name", ["resnet18", "prednet", "transformer"])
+def test_flop_are_those_of_torchs_counter(name):
+    if name == "prednet":
+        net, frames = gl.PredNet(channels=(3, 4, 8), size=(12, 16)), torch.rand(3, 1, 3, 12, 16)
+
+        def step():
+            net.training_loss(frames, None)[0].backward()
+    else:
+        if name == "resnet18":
+            model, x = torchvision.models.resnet18(), torch.randn(2, 3, 32, 32)
+        else:
+            model, x = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0), torch.randn(5, 2, 16)
+
+        def step():
+            model(x).square().mean().backward()
+
+    with FlopCounterMode(display=False) as reference:
+        step()
+    found = place(step, ceilings(), repeats=2)
+    assert sum(found.flop.values()) == reference.get_total_flops()
+    assert found.unknown == ()
+    assert found.operations > 20
+
+
+def test_a_product_without_a_formula_is_named():
+    found = place(gl.Step(nn.LSTM(4, 4), torch.rand(5, 2, 4)), ceilings(), repeats=2)
+    assert any("rnn" in name or "lstm" in name for name in found.unknown) or found.flop
+    assert not found.unknown or "torch has no formula" in str(found)
+
+
+def test_a_step_is_left_as_it_was_and_begins_without_gradients():
+    model = nn.Linear(4, 2)
+    before = [p.clone() for p in model.parameters()]
+    found = place(gl.Step(model, (torch.ones(3, 4), torch.zeros(3, 2)), F.mse_loss), ceilings(), repeats=2)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+    model.zero_grad()
+    with placements._Counter() as counter:
+        F.mse_loss(model(torch.ones(3, 4)), torch.zeros(3, 2)).backward()
+    assert found.operations == counter.operations - 2, "the two tensors of the batch are there already"
+
+
+def test_a_setting_measures_its_roofline(monkeypatch):
+    asked = []
+    monkeypatch.setattr(placements, "roofline", lambda *a, **_: asked.append(a) or ceilings(setting="cpu:threads=1"))
+    assert place(product(), "cpu:threads=1", repeats=2).setting == "cpu:threads=1"
+    assert asked == [("cpu:threads=1",)]
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (pd.concat([ceilings(), ceilings(setting="cuda")]), "ceilings of cpu, cuda: expected those of one setting"),
+        (ceilings().assign(machine="NVIDIA H200"), "ceilings of NVIDIA H200"),
+        (ceilings().query("operation != 'launch'"), "'launch'"),
+    ],
+)
+def test_other_ceilings_are_refused(frame, words):
+    with pytest.raises(gl.UsageError, match=words):
+        place(product(), frame)
+
+
+def test_recorded_rooflines_without_launches_are_refused():
+    recorded = gl.recorded_rooflines().drop(columns="machine")
+    with pytest.raises(gl.UsageError, match="anew"):
+        place(product(), recorded[recorded.setting == recorded.setting[0]])
+
+
+def test_too_few_repeats_are_refused():
+    with pytest.raises(gl.UsageError, match="repeats=1"):
+        place(product(), ceilings(), repeats=1)
+
+
+def test_the_report_is_drawn_and_shown():
+    found = place(product(), ceilings(), repeats=2)
+    picture = found.plot()
+    roof, bars = picture.figure.axes
+    assert [text.get_text() for text in bars.get_yticklabels()] == ["measured", "memory", "arithmetic", "launches"]
+    (star,) = roof.collections
+    assert star.get_offsets().tolist() == [[pytest.approx(found.intensity), pytest.approx(found.gflops)]]
+    assert f"Bound by {found.bound}" in picture.figure.get_suptitle()
+    assert "operations" in found.html()
+
+
+def test_a_step_without_products_has_a_picture_too():
+    x = torch.ones(1000)
+    found = place(lambda: x + 1, ceilings(), repeats=2)
+    assert (found.flop, found.gflops, found.reached) == (
+        {},
+        0.0,
+        pytest.approx(found.at_least["memory"] / found.seconds),
+    )
+    assert not found.plot().figure.axes[0].collections
