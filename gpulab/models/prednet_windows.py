@@ -39,8 +39,10 @@ class Windows:
 
     @staticmethod
     def follows(model: nn.Module) -> bool:
-        """Whether these are the formulas of a model; what derives from `PredNet` may have others."""
-        return type(model) is PredNet and model.variant == "published"
+        """Whether these are the formulas of a model, on a device tried; what derives from `PredNet` may have others."""
+        if type(model) is not PredNet or model.variant != "published":
+            return False
+        return model.conv_p[0].weight.device.type in ("cpu", "cuda")
 
     @torch.no_grad()
     def __call__(self, frames: Float[Tensor, "t b c h w"], state: State | None) -> tuple[Float[Tensor, " t-1"], State]:
