@@ -45,7 +45,7 @@ def conv(weights: Weights, name: str, x: Array) -> Array:
 
 
 def as_product(x: Array, kernel: Array) -> Array:
-    """The same convolution as one product, of the kernel (O, I, k, k) and copies of x, shifted to each of its places."""
+    """The same as one product, of the kernel (O, I, k, k) and copies of x, shifted to each of its places."""
     out, into, k, _ = kernel.shape
     (_, _, height, width), edge = x.shape, k // 2
     wide = jnp.pad(x, ((0, 0), (0, 0), (edge, edge), (edge, edge)))

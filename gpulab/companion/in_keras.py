@@ -30,7 +30,6 @@ if keras.backend.backend() != "tensorflow":
 
 PARTS = same_start.PARTS
 TO_KERAS = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}  # axes of torch's weights, by how many they have
-TO_TORCH = {1: (0,), 2: (1, 0), 4: (3, 2, 0, 1)}
 State = list[tuple[Any, Any, Any]]  # of each layer R, c and P, as in `gpulab.models.prednet`
 
 
@@ -97,13 +96,10 @@ class PredNet(keras.Model):
     def window_loss(self, state: State, frames: Any) -> tuple[Any, Any, State]:
         """The sum of the mean squared errors of frames (T, B, H, W, C), each of them, and the state after the last."""
         state = self.chained(state) if self.truncation == "loss" else state
-        frame, *others = ops.unstack(frames)
-        errors = []
-        for coming in others:
-            state = self(state, frame)
-            errors.append(ops.mean(ops.square(state[0][2] - coming)))
-            frame = coming
-        return ops.sum(errors), ops.stack(errors), state
+        states = tf.scan(self, frames[:-1], state)  # of every frame
+        predictions, state = states[0][2], tf.nest.map_structure(lambda each: each[-1], states)
+        errors = ops.mean(ops.square(predictions - frames[1:]), axis=(1, 2, 3, 4))
+        return ops.sum(errors), errors, state
 
 
 class Autoencoder(keras.Sequential):
@@ -142,7 +138,8 @@ def begin(plan: Plan) -> Any:
     if plan.name == "prednet":
         model: Any = PredNet(plan.model.channels, plan.model.size, plan.model.truncation)
     else:
-        model = Autoencoder([layer.in_features for layer in plan.model.layers[::2]] + [plan.model.layers[0].in_features])
+        pixels, *hidden = [layer.in_features for layer in plan.model.layers[::2]]
+        model = Autoencoder([pixels, *hidden, pixels])
     arrays = [array.transpose(TO_KERAS[array.ndim]) for array in weights_of(plan).values()]
     model.set_weights([array.reshape(own.shape) for array, own in zip(arrays, model.weights, strict=True)])
     return model
@@ -184,6 +181,8 @@ def channels_last(frames: npt.NDArray[Any]) -> Any:
 @contextlib.contextmanager
 def on(setting: Setting) -> Iterator[None]:
     """Compute on the setting's device, in its precision, with its threads; `GpulabError` where that cannot be."""
+    kind, _, number = setting.device.partition(":")
+    name = f"{'gpu' if kind == 'cuda' else kind}:{number or 0}"
     try:
         tf.config.threading.set_intra_op_parallelism_threads(setting.threads or 0)
         tf.config.threading.set_inter_op_parallelism_threads(setting.threads or 0)
@@ -191,4 +190,80 @@ def on(setting: Setting) -> Iterator[None]:
         raise GpulabError(
             f"setting {str(setting)!r}: TensorFlow chooses its threads once in a process; use gpulab.Experiment"
         ) from None
-    yield
+    if name not in {device.name.partition("device:")[2].lower() for device in tf.config.list_logical_devices()}:
+        raise GpulabError(f"setting {str(setting)!r} cannot run here: TensorFlow finds no {name}")
+    usual = keras.config.floatx(), tf.config.experimental.tensor_float_32_execution_enabled()
+    try:
+        _switch(setting.precision or "float32", usual[1] if setting.tf32 is None else setting.tf32)
+        with tf.device(name):
+            yield
+    finally:
+        _switch(*usual)
+
+
+def _switch(precision: str, tf32: bool) -> None:
+    keras.config.set_floatx(precision)  # of tensors
+    keras.config.set_dtype_policy(precision)  # of layers
+    tf.config.experimental.enable_tensor_float_32_execution(tf32)
+
+
+# --- what gpulab calls -----------------------------------------------------------------------------------
+
+
+def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = "loss") -> Iterator[dict[str, float]]:
+    """Train the published PredNet as `gpulab.train("prednet")` does: the same weights, frames and protocol.
+
+    Args:
+        seed: Of the weights.
+        setting: `cpu` or `cuda`, with `threads`, `tf32` and `precision` (float32 or float64).
+        size: A profile.
+        truncation: As in `gpulab.models.prednet.PredNet`.
+
+    Yields:
+        The mean `loss` of each window's frames.
+
+    Raises:
+        UsageError: For a setting of torch's alone, and for an unknown size.
+
+    Examples:
+        >>> from gpulab import train
+        >>> run = train("gpulab.companion.in_keras:prednet", model_options={"size": "smoke"}, progress=False)
+        >>> run.status, len(run.history)
+        ('finished', 10)
+
+    References:
+        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks*
+        (arXiv 2109.01451); Abadi et al. 2016, *TensorFlow: a system for large-scale machine learning* (OSDI).
+    """
+    return train(begun("prednet", seed, setting, size, truncation=truncation))
+
+
+def autoencoder(seed: int, setting: Setting, size: str = "quick") -> Iterator[dict[str, float]]:
+    """Train the autoencoder as `gpulab.train("autoencoder")` does; all else as `prednet`.
+
+    Examples:
+        >>> from gpulab import train
+        >>> run = train("gpulab.companion.in_keras:autoencoder", model_options={"size": "smoke"}, progress=False)
+        >>> run.status, len(run.history)
+        ('finished', 20)
+    """
+    return train(begun("autoencoder", seed, setting, size))
+
+
+def first_window(net: str, setting: Setting | str = "cpu", seed: int = 0, size: str = "quick") -> Computed:
+    """The losses and the gradient of the first window before any update, as `FirstWindow.gradient`.
+
+    Examples:
+        >>> first_window("autoencoder", size="smoke").losses.shape
+        torch.Size([20])
+    """
+    plan = begun(net, seed, Setting.parse(setting), size)
+    with on(plan.setting):
+        model, (window, _) = begin(plan), next(batches(plan))
+        steps = [gradient_of(model, model.blank(), batch) for batch in channels_last(window)]
+    gradient = {}
+    for place, (name, p) in enumerate(plan.model.named_parameters()):
+        axes = TO_KERAS[p.ndim]
+        summed = np.sum([arrays[place] for arrays, _, _ in steps], axis=0).reshape([p.shape[axis] for axis in axes])
+        gradient[name] = summed.transpose(np.argsort(axes))
+    return computed(plan, [errors for _, errors, _ in steps], gradient)

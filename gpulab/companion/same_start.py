@@ -1,4 +1,4 @@
-"""What a training in another library has in common with gpulab's own: weights, frames, protocol, and what it refuses."""
+"""What a training in another library shares with gpulab's own: weights, frames, protocol, and what it refuses."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any
 def batches(plan: Plan) -> Iterator[tuple[npt.NDArray[Any], bool]]:
     """For each window of a training what its updates see, and whether the state begins anew.
 
-    Frames in [0, 1], of the setting's precision: (1, t, 1, C, H, W) for PredNet, one update on t frames; (t, 1, 1, H, W)
-    for the autoencoder, t updates on an image each.
+    Frames in [0, 1], of the setting's precision: (1, t, 1, C, H, W) for PredNet, one update on t frames; for the
+    autoencoder (t, 1, 1, H, W), t updates on an image each.
     """
     loader = Loader("window", replace(plan.setting, device="cpu"))
     windows = plan.data.windows(plan.window, plan.seed)
