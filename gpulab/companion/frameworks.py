@@ -79,7 +79,9 @@ def library_runs(frame: pd.DataFrame) -> pd.DataFrame:
     for run in frame[of_torch].itertuples():
         usual = protocol(run.experiment, run.profile)
         if (run.data, run.frames) != (usual.data, usual.frames):
-            raise UsageError(f"a run on {run.frames} frames of {run.data}: expected the profile's, {usual.frames} of {usual.data}")
+            raise UsageError(
+                f"a run on {run.frames} frames of {run.data}: expected the profile's, {usual.frames} of {usual.data}"
+            )
     sizes = frame.profile if of_torch.all() else frame.profile.where(of_torch, frame["size"])
     more = {"library": named.library.fillna(TORCH), "experiment": named.network, "profile": sizes}
     return frame.assign(**more, protocol=frame.truncation).drop(columns=["options", "frames"], errors="ignore")

@@ -160,7 +160,9 @@ def on(setting: Setting) -> Iterator[None]:
     """Compute on the setting's device, in its precision, with its threads; `GpulabError` where that cannot be."""
     if os.environ.get("NPROC") != (wanted := str(setting.threads) if setting.threads else NPROC):
         try:
-            jax.config.update("jax_num_cpu_devices", 1)  # refused once JAX has begun, which is when it reads NPROC
+            # To change this is refused once JAX has begun, which is when it reads NPROC.
+            for count in ((usual := jax.config.jax_num_cpu_devices) + 1, usual):
+                jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:
             raise GpulabError(
                 f"setting {str(setting)!r}: JAX chooses its threads once in a process; use gpulab.Experiment"
