@@ -120,8 +120,8 @@ def library_speeds(
         windows: Of a training; the first two, in which a library may compile, are not timed.
 
     Returns:
-        A row a library and round: `frames_per_second` by the median window, `compiling` the seconds that the first
-        two windows took.
+        A row a library and round: `frames_per_second` by the median window, `first_two` the seconds until the second
+        window was done.
 
     Raises:
         UsageError: For fewer than three windows.
@@ -130,18 +130,15 @@ def library_speeds(
         raise UsageError(f"windows={windows}: expected 3 or more, for the first two are not timed")
     length, rows = protocol(net, size).window, []
     for number, library in itertools.product(range(rounds), libraries):
-        times, began = [], time.perf_counter()
-
-        def note(*_: Any, times: list[float] = times) -> None:
-            times.append(time.perf_counter())
-
         if library == TORCH:
-            train(net, setting=setting, profile=size, frames=windows * length, progress=note)
+            run = train(net, setting=setting, profile=size, frames=windows * length, progress=False)
+            seconds = run.history.seconds.tolist()
         else:
-            for _ in itertools.islice(getattr(_in(library), net)(0, Setting.parse(setting), size), windows):
-                note()
-        speed = length / float(np.median(np.diff(times[1:])))
-        row = {"library": library, "round": number, "frames_per_second": speed, "compiling": times[1] - began}
+            begun = time.perf_counter()
+            steps = itertools.islice(getattr(_in(library), net)(0, Setting.parse(setting), size), windows)
+            seconds = [time.perf_counter() - begun for _ in steps]
+        speed = length / float(np.median(np.diff(seconds[1:])))
+        row = {"library": library, "round": number, "frames_per_second": speed, "first_two": seconds[1]}
         rows.append({"network": net, "setting": setting, **row})
     return pd.DataFrame(rows)
 

@@ -115,7 +115,7 @@ class Autoencoder(keras.Sequential):
 
     def window_loss(self, state: State, images: Any) -> tuple[Any, Any, State]:
         """The mean squared error of an image (1, 1, H, W, 1), as `PredNet.window_loss`."""
-        pixels = ops.reshape(images, (len(images), -1))
+        pixels = ops.reshape(images, (images.shape[0], -1))
         errors = ops.mean(ops.square(self(pixels) - pixels), axis=1)
         return ops.mean(errors), errors, state
 
@@ -135,10 +135,11 @@ class Adam(keras.optimizers.Adam):
 
 def begin(plan: Plan) -> Any:
     """The plan's network with the plan's weights."""
+    net: Any = plan.model
     if plan.name == "prednet":
-        model: Any = PredNet(plan.model.channels, plan.model.size, plan.model.truncation)
+        model: Any = PredNet(net.channels, net.size, net.truncation)
     else:
-        pixels, *hidden = [layer.in_features for layer in plan.model.layers[::2]]
+        pixels, *hidden = [layer.in_features for layer in net.layers[::2]]
         model = Autoencoder([pixels, *hidden, pixels])
     arrays = [array.transpose(TO_KERAS[array.ndim]) for array in weights_of(plan).values()]
     model.set_weights([array.reshape(own.shape) for array, own in zip(arrays, model.weights, strict=True)])
@@ -158,7 +159,7 @@ def train(plan: Plan) -> Iterator[dict[str, float]]:
         model, optimizer = begin(plan), Adam(plan.learning_rate)
         optimizer.build(model.trainable_variables)
 
-        @tf.function
+        @tf.function(autograph=False)
         def update(state: State, frames: Any) -> tuple[Any, State]:
             gradient, errors, state = gradient_of(model, state, frames)
             optimizer.apply(gradient)

@@ -67,10 +67,12 @@ def test_the_second_window_is_cut_off_from_the_first_where_torchs_is(library, tr
 
 
 def second_in_jax(library, plan, first, second):
-    loss = functools.partial(library.prednet_loss, plan.model.truncation)
     weights = weights_of(plan)
-    _, (_, state) = loss(weights, library.blank(weights), first)
-    gradient = library.jax.grad(loss, has_aux=True)(weights, state, second)[0]
+    gradients = library.jax.jit(
+        library.jax.grad(functools.partial(library.prednet_loss, plan.model.truncation), has_aux=True)
+    )
+    _, (_, state) = gradients(weights, library.blank(weights), first)
+    gradient, _ = gradients(weights, state, second)
     return [gradient[name] for name in weights]
 
 
