@@ -124,7 +124,10 @@ class Autoencoder(keras.Sequential):
 
 
 class Adam(keras.optimizers.Adam):
-    """Adam whose epsilon is added to √v̂, as in torch and in Kingma and Ba's algorithm 1; Keras adds it to √v."""
+    """Adam whose epsilon is added to √v̂, as in torch and in Kingma and Ba's algorithm 1; Keras adds it to √v.
+
+    The rest is Keras's own, which rounds β to float32 before 1 − βᵗ is taken: its first steps are off by some 1e-5.
+    """
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update one variable."""
