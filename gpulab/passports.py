@@ -17,7 +17,8 @@ from typing import Any
 from gpulab import __version__
 
 PASSPORT_FORMAT = 1
-OTHERS = ("chainer", "cupy", "numpy")  # with which the published network runs
+LIBRARIES = ("jax", "jaxlib", "keras", "tensorflow", "tensorflow-cpu")  # that train as well: `companion/frameworks.py`
+OTHERS = ("chainer", "cupy", "numpy", *LIBRARIES)  # the first three run the published network
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")  # its package is named after the version of CUDA
 VECTOR_EXTENSIONS = re.compile(r"(sse4_[12]|avx.*|fma|f16c|amx.*|neon|asimd|sve2?|bf16|vsx)")
 
@@ -174,12 +175,12 @@ def _software() -> dict[str, str | None]:
 
 @functools.cache
 def _others() -> dict[str, str]:
-    """The versions of Chainer and what computes for it, where that is installed."""
-    versions = {package: _version(package) for package in ("chainer", "numpy", *CUPY)}
-    if not versions["chainer"]:
-        return {}
-    cupy = next((versions[package] for package in CUPY if versions[package]), None)
-    found = {"chainer": versions["chainer"], "cupy": cupy, "numpy": versions["numpy"]}
+    """The versions of other libraries that train, and of what computes for Chainer, where they are installed."""
+    versions = {package: _version(package) for package in ("chainer", "numpy", *CUPY, *LIBRARIES)}
+    found = {name: versions[name] for name in LIBRARIES}
+    if versions["chainer"]:
+        cupy = next((versions[package] for package in CUPY if versions[package]), None)
+        found |= {"chainer": versions["chainer"], "cupy": cupy, "numpy": versions["numpy"]}
     return {name: version for name, version in found.items() if version}
 
 

@@ -20,7 +20,9 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
 SEARCH = [Requirement(text) for text in PROJECT["optional-dependencies"]["search"]]  # notebook 09 searches
-EXTRAS = [Requirement(text) for extra in PROJECT["optional-dependencies"].values() for text in extra]
+UNLOCKED = {"keras"}  # TensorFlow would double what is installed: nothing here needs it
+LOCKED = PROJECT["optional-dependencies"].keys() - UNLOCKED
+EXTRAS = [Requirement(text) for name in LOCKED for text in PROJECT["optional-dependencies"][name]]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 PINS = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in CONSTRAINTS)}

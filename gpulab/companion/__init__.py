@@ -8,6 +8,7 @@ HOMES = {
     "factorial": "published_figure published_page published_runs published_table published_verdict round_trips",
     "floating_point": "FactorTable factor_table recorded_measurements",
     "floating_point_figures": "decoded factor_effects",
+    "frameworks": "library_runs library_speeds library_verdicts one_step",
     "learning": "blurred_losses false_alarms learning_finding learning_table missing_colour_losses motion_finding "
     "recorded_films repeat_losses",
     "old_gpu": "cards_finding cards_table covariance_spectrum divergence prices recorded_cards_audit recorded_prices "

@@ -349,7 +349,7 @@ class Computed:
 
     def against(self, other: Computed) -> dict[str, Any]:
         """How this differs from another: the losses' bits, the gradient's relative distance and cosine."""
-        mine, theirs = _flat(self.gradient), _flat(other.gradient)
+        mine, theirs = (_flat({name: of[name] for name in other.gradient}) for of in (self.gradient, other.gradient))
         return {
             "same_losses": int((self.losses == other.losses).sum()),
             "losses": len(self.losses),

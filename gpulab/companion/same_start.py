@@ -1,0 +1,88 @@
+"""What a training in another library shares with gpulab's own: weights, frames, protocol, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpulab.data.feed import Loader
+from gpulab.errors import GpulabError, UsageError
+from gpulab.settings import OPTIONS, Setting
+from gpulab.training.plan import Plan, plan_run
+from gpulab.training.step import Computed
+
+# What of gpulab a training in another library depends on, beside its own file.
+PARTS = (
+    "companion/same_start.py",
+    "settings.py",
+    "data",
+    "models/base.py",
+    "models/prednet.py",
+    "models/autoencoders.py",
+    "training/plan.py",
+    "training/protocol.py",
+)
+PRECISIONS = (None, "float32", "float64")
+
+
+class MissingLibraryError(GpulabError, ImportError):
+    """A library that is not installed; the message says how to install it."""
+
+    def __init__(self, library: str, extra: str) -> None:
+        super().__init__(f'{library} is not installed: pip install "gpulab[{extra}]"')
+
+
+def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any) -> Plan:
+    """A training as `gpulab.train` begins it: its network with the weights drawn, and its data.
+
+    Raises:
+        UsageError: For a setting that only torch can honour, by the name of the option, and for nonsense.
+    """
+    honoured = ("threads", "tf32", "precision")
+    refused = [name for name in OPTIONS if name not in honoured and getattr(setting, name) is not None]
+    if setting.precision not in PRECISIONS:
+        refused.append(f"precision={setting.precision}")
+    if setting.kind not in ("cpu", "cuda"):
+        refused.append(setting.kind)
+    if refused:
+        raise UsageError(
+            f"setting {str(setting)!r}: {refused[0]} is torch's alone; in another library there are cpu and cuda with "
+            f"{', '.join(honoured)} (float32 or float64)"
+        )
+    plan = plan_run(net, setting=setting, seed=seed, profile=size, model_options=model_options)
+    plan.begin()
+    return plan
+
+
+def batches(plan: Plan) -> Iterator[tuple[npt.NDArray[Any], bool]]:
+    """For each window of a training what its updates see, and whether the state begins anew.
+
+    Frames in [0, 1], of the setting's precision: (1, t, 1, C, H, W) for PredNet, one update on t frames; for the
+    autoencoder (t, 1, 1, H, W), t updates on an image each.
+    """
+    loader = Loader("window", replace(plan.setting, device="cpu"))
+    windows = plan.data.windows(plan.window, plan.seed)
+    for frames, restart in itertools.islice(windows, plan.frames // plan.window):
+        yield np.stack([batch.numpy() for batch in plan.model.batches(loader.window(frames))]), restart
+
+
+def weights_of(plan: Plan) -> dict[str, npt.NDArray[Any]]:
+    """The weights of the plan's network by their names in torch, of the setting's precision."""
+    return {name: p.detach().to(plan.setting.dtype).numpy() for name, p in plan.model.named_parameters()}
+
+
+def computed(plan: Plan, losses: Any, gradient: dict[str, Any]) -> Computed:
+    """Arrays of any library, the gradient's by their names in torch, as `gpulab.training.step.Computed` in float64."""
+
+    def tensor(array: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(array, np.float64))
+
+    return Computed(
+        tensor(losses).flatten(), {name: tensor(gradient[name]) for name, _ in plan.model.named_parameters()}
+    )
