@@ -307,7 +307,7 @@ class Specification:
                 continue
             if len(texts := {option.show(value) for value in values}) > 1:
                 continue
-            yield f"--{'no-' if values == [False] else ''}{name.replace('_', '-')}"
+            yield f"--{'no-' if values[0] is False else ''}{name.replace('_', '-')}"
             yield from texts if option.kind is not bool else ()
             for place in nested.values():
                 place.pop(name, None)
