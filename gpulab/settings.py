@@ -205,9 +205,8 @@ def _keeps_denormals(threads: int) -> bool | None:
     """Whether products that are denormal numbers come out as such; None where some do and some do not."""
     import torch
 
-    kept = (
-        torch.full((threads << 16,), 1e-30, dtype=torch.float32).mul_(1e-10).ne_(0)
-    )  # so long that each thread computes a part
+    long = torch.full((threads << 16,), 1e-30, dtype=torch.float32)  # so that each thread computes a part of it
+    kept = (long * 1e-10).ne(0)
     return bool(kept[0]) if kept.min() == kept.max() else None
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gpulab.models.prednet import LayerState, PredNet, State
+from gpulab.models.base import is_plain
+from gpulab.models.prednet import ConvLSTM, LayerState, PredNet, State
 
 relu_backward = torch.ops.aten.threshold_backward
 tanh_backward, sigmoid_backward = torch.ops.aten.tanh_backward.grad_input, torch.ops.aten.sigmoid_backward.grad_input
@@ -40,9 +41,11 @@ class Windows:
     @staticmethod
     def follows(model: nn.Module) -> bool:
         """Whether these are the formulas of a model, on a device tried; what derives from `PredNet` may have others."""
-        if type(model) is not PredNet or model.variant != "published":
+        if type(model) is not PredNet or model.variant != "published" or not is_plain(model):
             return False
-        return model.conv_p[0].weight.device.type in ("cpu", "cuda")
+        replaced = {type(part) for part in model.modules()} - {PredNet, ConvLSTM, nn.Conv2d, nn.ModuleList}
+        shared = len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)])
+        return not replaced and not shared and model.conv_p[0].weight.device.type in ("cpu", "cuda")
 
     @torch.no_grad()
     def __call__(self, frames: Float[Tensor, "t b c h w"], state: State | None) -> tuple[Float[Tensor, " t-1"], State]:

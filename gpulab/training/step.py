@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from gpulab.data.datasets import Window
 from gpulab.data.feed import Feed, Loader
 from gpulab.models import MODELS
-from gpulab.models.base import Trainable
+from gpulab.models.base import Trainable, is_plain
 from gpulab.models.prednet_windows import Windows
 from gpulab.settings import Setting
 from gpulab.training import folders
@@ -129,7 +129,8 @@ class Trainer:
     def _can_be_captured(self, state: Any) -> bool:
         """Whether the updates of a window may be one CUDA graph; one in which a sequence begins is not."""
         begins = self.model.sequential and state is None
-        return self.setting.kind == "cuda" and type(self.model) in MODELS.values() and not begins
+        ours = type(self.model) in MODELS.values() and is_plain(self.model)
+        return self.setting.kind == "cuda" and ours and not begins
 
     def _replay(self, frames: Tensor, state: Any) -> tuple[Tensor, Any]:
         if self.captured is None or self.captured[0] != frames.shape:

@@ -91,6 +91,34 @@ def test_it_follows_the_published_formulas_alone():
     assert not Windows.follows(gl.models.Autoencoder())
 
 
+def hooked(net):
+    net.lstm[0].register_forward_hook(lambda *_: None)
+
+
+def watched(net):
+    net.conv_p[0].weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def tied(net):
+    net.lstm[1].peep_i = net.lstm[1].peep_f
+
+
+def replaced(net):
+    net.conv_a[0] = torch.nn.utils.parametrizations.weight_norm(net.conv_a[0])
+
+
+def patched(net):
+    net.conv_p[0].forward = lambda x: 0 * x
+
+
+@pytest.mark.parametrize("change", [hooked, watched, tied, replaced, patched])
+def test_a_network_that_was_changed_is_left_to_autograd(change):
+    net = PredNet((3, 4), (8, 8))
+    assert Windows.follows(net)
+    change(net)
+    assert not Windows.follows(net)
+
+
 def ways(setting="cpu", guard=False, **options):
     options |= {"setting": setting, "guard": guard}
     return gl.train("prednet", profile="smoke", frames=60, progress=False, **options).record["gradients"]
