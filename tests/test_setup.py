@@ -239,7 +239,18 @@ def test_recorded_data_goes_into_the_wheel():
     for source in included:
         assert any((ROOT / source).iterdir()), f"{source} is empty, so git has no such folder and the build fails"
     recorded = (
-        *["dose", "factors", "films", "gpu_products", "precision", "published", "rooflines", "runs", "saddles"],
+        *[
+            "dose",
+            "factors",
+            "films",
+            "gpu_products",
+            "precision",
+            "published",
+            "rooflines",
+            "runs",
+            "saddles",
+            "title",
+        ],
     )  # gpulab.records
     assert included == {f"data/{name}": f"gpulab/recorded/{name}" for name in recorded}
 

@@ -224,6 +224,20 @@ def recorded_films() -> pd.DataFrame:
     return runs(records.recorded_folder("films")).assign(recorded=True).drop(columns="protocol")
 
 
+def title_runs() -> pd.DataFrame:
+    """Recorded runs at the published size on a CPU and on the GPU beside it, for the title question.
+
+    What was run again has a setting of its own, such as `cuda:tf32=off again`, so that it can be compared with the
+    first time. `gradients` is None for those that autograd computed. `gpulab.recorded_runs` does not have these runs.
+
+    Examples:
+        >>> sorted(title_runs().experiment.unique())
+        ['autoencoder', 'prednet']
+    """
+    frame = runs(records.recorded_folder("title")).assign(recorded=True)
+    return frame.assign(setting=frame.setting + frame["rerun"].map({0: "", 1: " again"}), rerun=0)
+
+
 def _of_film(frame: pd.DataFrame, loss: functools._lru_cache_wrapper[float]) -> pd.Series:
     columns = [frame[name] for name in ("data", "frames", "frame_size", "scene_seed", "speed")]
     values = [loss(*row) if row[0] in RENDERED else math.nan for row in zip(*columns, strict=True)]

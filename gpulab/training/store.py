@@ -37,11 +37,12 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     gradients may be computed in fewer operations), `draws` (whose generator drew the initial weights), `covariance`
     (how the whitener computes it), `truncation` (what PredNet's backpropagation is cut off from), `status`,
     `final_loss`, `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the SHA-256 of the trained weights, so
-    that equal bits can be seen), `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`, `frame_size`
-    (height×width), `scene_seed` and `speed` (what a rendered scene was drawn from, and how fast it moves),
-    `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones can be compared),
-    `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped. Runs of a function have, after
-    these, `options` (all of them, as JSON) and a column for each option and each metric.
+    that equal bits can be seen), `gradients` (by autograd or written out; None where nobody noted it),
+    `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`, `frame_size` (height×width), `scene_seed` and
+    `speed` (what a rendered scene was drawn from, and how fast it moves), `frames`, `protocol` (a digest of model,
+    data, length and learning rate: runs with equal ones can be compared), `recorded`, `id` and `path`. A damaged
+    run is reported as a warning and skipped. Runs of a function have, after these, `options` (all of them, as JSON)
+    and a column for each option and each metric.
 
     Args:
         store: A folder, or a file of packed runs; by default `$GPULAB_STORE`, or the folder `runs`.
@@ -135,7 +136,7 @@ MOST_NAMED = 10  # of damaged runs, in one warning
 COLUMNS = [
     *("experiment", "profile", "setting", "device", "seed", "rerun"),
     *FACTORS,
-    *("status", "final_loss", "heldout_loss", "seconds", "frames_per_second", "weights", "diverged_at"),
+    *("status", "final_loss", "heldout_loss", "seconds", "frames_per_second", "weights", "gradients", "diverged_at"),
     *("machine", "cpu", "gpu", "torch", "gpulab", "data", "frame_size", "scene_seed", "speed", "frames"),
     *("protocol", "recorded", "id", "path"),
 ]
@@ -189,6 +190,7 @@ def _row(record: dict[str, Any], path: str, recorded: bool) -> dict[str, Any]:
         **factors_of_record(record),
         "device": device,
         "rerun": record.get("rerun", 0),
+        "gradients": record.get("gradients"),
         "diverged_at": record.get("diverged_at"),
         "machine": records.machine(passport, device),
         "cpu": passport["cpu"]["model"],

@@ -102,3 +102,30 @@ def test_luck_is_a_probability():
     text = learning.false_alarms(20)
     assert f"{1 - 0.95**20:.0%}".replace("%", " %") in text
     assert "at most 100 %" in text
+
+
+def test_runs_for_the_title_question_differ_in_the_device_alone():
+    title = gl.companion.title_runs()
+    published = title[title.profile == "paper"]
+    for _, runs in published.groupby("experiment"):
+        for name in ("protocol", "torch", "machine", "loader", "fast"):
+            assert runs[runs.device == "cuda"][name].nunique(dropna=False) == 1, name
+        assert runs.protocol.nunique() == runs.torch.nunique() == runs.cpu.nunique() == 1
+    assert not title.duplicated(["experiment", "profile", "setting", "seed", "gradients"]).any()
+
+
+def test_on_a_gpu_no_difference_is_seen_between_the_gradient_written_out_and_that_of_autograd():
+    title = gl.companion.title_runs().query("experiment == 'prednet' and device == 'cuda'")
+    for _, runs in title.fillna({"gradients": "autograd"}).groupby("setting"):
+        (row,) = gl.verdict(runs, factor="gradients", reference="autograd").table.itertuples()
+        assert row.seeds == 16
+        assert row.decision in ("equivalent", "inconclusive")
+        assert row.largest_difference < runs.final_loss.std()
+
+
+def test_rounding_denormal_numbers_to_zero_changes_nothing_at_the_quick_size():
+    (row,) = gl.verdict(
+        gl.companion.title_runs().query("profile == 'quick'"), reference="cpu:threads=1"
+    ).table.itertuples()
+    assert row.setting == "cpu:threads=1,denormals=off"
+    assert row.same_bits == row.seeds == 16
