@@ -13,17 +13,14 @@ folder, and left out where none is given.
 
 import importlib
 import shlex
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import entrants
 import torch
 import typer
 from torch.utils.flop_counter import FlopCounterMode
-from tqdm.auto import tqdm
 
 import gpulab as gl
 from gpulab import records
@@ -39,10 +36,9 @@ SIZES = {  # batch, frames, height, width, channels
     "paper": (1, 20, 120, 160, (3, 48, 96, 192)),
     "kitti": (16, 10, 128, 160, (3, 48, 96, 192)),
 }
-Step = Callable[[], Any]
 
 
-def gpulabs(size: str, setting: Setting, fast: bool) -> Step:
+def gpulabs(size: str, setting: Setting, fast: bool) -> entrants.Step:
     """One update from one window; the state goes on."""
     batch, count, height, width, channels = SIZES[size]
     options = {"channels": list(channels), "size": (height, width)}
@@ -63,7 +59,7 @@ def gpulabs(size: str, setting: Setting, fast: bool) -> Step:
     return lambda: captured(frames, captured.after)
 
 
-def leidos(folder: Path, size: str, setting: Setting) -> Step:
+def leidos(folder: Path, size: str, setting: Setting) -> entrants.Step:
     """https://github.com/leido/pytorch-prednet, as its kitti_train.py trains it, on the lowest error units."""
     batch, count, height, width, channels = SIZES[size]
     if setting.kind == "cpu":  # it moves everything to a GPU
@@ -85,7 +81,7 @@ def leidos(folder: Path, size: str, setting: Setting) -> Step:
     return step
 
 
-def authors(folder: Path, size: str, setting: Setting, hooks: bool) -> Step:
+def authors(folder: Path, size: str, setting: Setting, hooks: bool) -> entrants.Step:
     """https://github.com/eijwat/prednet_in_pytorch: the mean squared error of the predictions."""
     batch, count, height, width, channels = SIZES[size]
     net = _module(folder, "prednet").PredNet(list(channels), device=setting.device).to(setting.device)
@@ -117,58 +113,17 @@ def _module(folder: Path, name: str) -> Any:
 
 def measure(size: str, setting: Setting, leido: Path | None, port: Path | None, rounds: int) -> list[dict[str, Any]]:
     """A row an entrant."""
-    entrants = {
-        "gpulab, plain": lambda: gpulabs(size, setting, False),
-        "gpulab": lambda: gpulabs(size, setting, True),
-    }
+    batch, count, *_ = SIZES[size]
+    made = {"gpulab, plain": lambda: gpulabs(size, setting, False), "gpulab": lambda: gpulabs(size, setting, True)}
     if leido:
-        entrants["leido"] = lambda: leidos(leido, size, setting)
+        made["leido"] = lambda: leidos(leido, size, setting)
     if port:
-        entrants["authors' port"] = lambda: authors(port, size, setting, True)
-        entrants["authors' port, no hooks"] = lambda: authors(port, size, setting, False)
-    wait = getattr(torch, setting.kind).synchronize
-    steps, memory, times = {}, {}, {name: [] for name in entrants}
-    for name, make in entrants.items():
-        if setting.kind == "cuda":
-            wait()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        steps[name] = make()
-        for _ in range(3):
-            steps[name]()
-        wait()
-        memory[name] = torch.cuda.max_memory_allocated() - before if setting.kind == "cuda" else None
+        made["authors' port"] = lambda: authors(port, size, setting, True)
+        made["authors' port, no hooks"] = lambda: authors(port, size, setting, False)
+    rows, steps = entrants.race(made, batch * count, setting, rounds, f"{size} under {setting}")
     with FlopCounterMode(display=False) as counted:
         steps["gpulab, plain"]()
-    batch, count, *_ = SIZES[size]
-    for _ in tqdm(range(rounds), desc=f"{size} under {setting}"):
-        for name, step in steps.items():
-            wait()
-            started = time.perf_counter()
-            for _ in range(3):
-                step()
-            wait()
-            times[name].append((time.perf_counter() - started) / 3)
-    rows = []
-    for name, taken in times.items():
-        slow, median, fast = (batch * count / seconds for seconds in statistics.quantiles(taken, n=4)[::-1])
-        row = {"size": size, "setting": str(setting), "entrant": name, "frames_per_second": median}
-        rows.append({**row, "quartiles": [slow, fast], "flop": counted.get_total_flops(), "memory": memory[name]})
-    return rows
-
-
-def peak(setting: Setting) -> float:
-    """FLOP/s of a large matrix product, the ceiling of all that is measured."""
-    edge = 8192 if setting.kind == "cuda" else 2048
-    a = torch.rand(edge, edge, device=setting.device)
-    wait, times = getattr(torch, setting.kind).synchronize, []
-    for _ in range(7):
-        wait()
-        started = time.perf_counter()
-        a @ a
-        wait()
-        times.append(time.perf_counter() - started)
-    return 2 * edge**3 / statistics.median(times[2:])
+    return [{"size": size, **row, "flop": counted.get_total_flops()} for row in rows]
 
 
 def table(records: list[dict[str, Any]]) -> str:
@@ -182,13 +137,13 @@ def table(records: list[dict[str, Any]]) -> str:
     for record in records:
         for row in record["rows"]:
             of_kind = [r for r in record["rows"] if (r["size"], r["setting"]) == (row["size"], row["setting"])]
-            usual = next((r["frames_per_second"] for r in of_kind if r["entrant"] == "leido"), None)
+            usual = next((r["per_second"] for r in of_kind if r["entrant"] == "leido"), None)
             batch, count, height, width, channels = SIZES[row["size"]]
-            share = row["flop"] * row["frames_per_second"] / (batch * count) / record["peak"][row["setting"]]
+            share = row["flop"] * row["per_second"] / (batch * count) / record["peak"][row["setting"]]
             slow, fast = row["quartiles"]
             size = f"{row['size']}: {batch}×{count} frames, {width}×{height}, {'-'.join(map(str, channels))}"
-            speed = f"{row['frames_per_second']:.0f} ({slow:.0f} to {fast:.0f})"
-            times = f"{row['frames_per_second'] / usual:.2f}" if usual else ""
+            speed = f"{row['per_second']:.0f} ({slow:.0f} to {fast:.0f})"
+            times = f"{row['per_second'] / usual:.2f}" if usual else ""
             memory = f"{row['memory'] / 2**30:.2f} GiB" if row["memory"] else ""
             cells = [record["machine"], row["setting"], size, row["entrant"], speed, times, f"{share:.0%}", memory]
             lines.append(f"| {' | '.join(cells)} |")
@@ -208,7 +163,7 @@ def main(
     peaks = {}
     for text in settings or []:
         with gl.setting(text) as setting:
-            peaks[text] = peak(setting)
+            peaks[text] = entrants.peak(setting)
             for one in size or ["quick"]:
                 rows += measure(one, setting, leido, authors, rounds)
     if rows:
