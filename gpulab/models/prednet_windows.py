@@ -25,6 +25,8 @@ class Windows:
     Args:
         net: One that it `follows`.
         frames: Of the shape, on the device and of the type of those to come.
+        shared: As if all frames of a window lay in one memory (see `gpulab.data.feed`): gradients, and they alone, are
+            of an error to the last frame.
 
     Examples:
         >>> from gpulab.models import PredNet
@@ -34,8 +36,8 @@ class Windows:
         (torch.Size([4]), torch.Size([3, 3, 3, 3]))
     """
 
-    def __init__(self, net: PredNet, frames: Float[Tensor, "t b c h w"]) -> None:
-        self.net, self.steps = net, len(frames) - 1
+    def __init__(self, net: PredNet, frames: Float[Tensor, "t b c h w"], shared: bool = False) -> None:
+        self.net, self.steps, self.shared = net, len(frames) - 1, shared
         self.layers = [Layer(net, number, self.steps, frames) for number in range(len(net.channels))]
 
     @staticmethod
@@ -60,8 +62,11 @@ class Windows:
             above = None
             for layer in reversed(self.layers):
                 above = layer.represent(step, above)
-        missed = torch.stack(self.layers[0].predictions[1:]) - frames[1:]
+        predictions = torch.stack(self.layers[0].predictions[1:])
+        missed = predictions - frames[1:]
         losses = missed.square().flatten(1).mean(1)
+        if self.shared:
+            torch.sub(predictions, frames[-1], out=missed)
         self.layers[0].d_predictions[1:] = missed.mul_(2 / frames[0].numel())
         for step in reversed(range(self.steps)):
             d_errors: list[Tensor] = []

@@ -36,7 +36,9 @@ class Trainer:
         self.data, self.setting, self.seed = plan.data, plan.setting, plan.seed
         self.window, self.count = plan.window, plan.frames // plan.window
         self.loader = Loader(plan.factors["loader"], self.setting)
-        self.fast = plan.factors["fast"] and plan.factors["loader"] == "window"
+        # A buffer that is reused is shown at work, not imitated; with what it is compared must differ in nothing else.
+        followed = ("window", "copied", "imitated") if self.setting.kind == "cuda" else ("window",)
+        self.fast = plan.factors["fast"] and self.loader.name in followed
         self.written_out: tuple[torch.Size, Windows] | None = None  # for batches of the last shape
         self.captured: tuple[torch.Size, Captured] | None = None  # for windows of the last shape
         self.ways: set[str] = set()  # in which gradients were computed
@@ -103,9 +105,12 @@ class Trainer:
     def _train_window(self, window: Window) -> float:
         """One window: an update for each of its batches. Returns the loss per frame."""
         state, fast = None if window.restart else self.state, self.fast and not _watched()
+        fast = fast and (self.loader.name == "window" or Windows.follows(self.model))
         self.updating = True
         if fast and self._can_be_captured(state):
             losses, self.state = self._replay(self.loader.window(window.frames), state)
+        elif fast:
+            losses, self.state = self._updates(self.model.batches(self.loader.window(window.frames)), state, fast)
         else:
             losses, self.state = self._updates(self.loader.batches(self.model, window.frames), state, fast)
         # One look at the device per window: asking after every update would wait for it each time.
@@ -145,7 +150,7 @@ class Trainer:
         if fast and isinstance(batch, Tensor) and Windows.follows(model):
             self.ways.add("written out")
             if self.written_out is None or self.written_out[0] != batch.shape:
-                self.written_out = batch.shape, Windows(model, batch)
+                self.written_out = batch.shape, Windows(model, batch, self.loader.name == "imitated")
             return self.written_out[1](batch, state)
         self.ways.add("autograd")
         self.optimizer.zero_grad()

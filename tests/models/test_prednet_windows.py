@@ -1,11 +1,14 @@
 """The gradient that is written out against autograd's."""
 
+import numpy as np
 import pytest
 import torch
 
 import gpulab as gl
+from gpulab.data.feed import Loader
 from gpulab.models import PredNet
 from gpulab.models.prednet_windows import Windows
+from gpulab.settings import Setting
 from gpulab.training.plan import plan_run
 from gpulab.training.step import Trainer
 
@@ -63,6 +66,26 @@ def check(net, film):
 def test_losses_gradients_and_state_are_autograds_window_after_window(batch, truncation, dtype, threads):
     with gl.setting(f"cpu:threads={threads}"):
         check(unlike_fresh(dtype, truncation=truncation), torch.rand(19, batch, 3, 16, 24, dtype=dtype))
+
+
+def test_memory_that_all_frames_share_spoils_the_gradient_as_autograds():
+    film, states = np.random.default_rng(0).integers(0, 256, (19, 3, 16, 24), np.uint8), [None, None]
+    loader, net, windows = Loader("imitated", Setting.parse("cpu:precision=float64")), unlike_fresh(), None
+    for start in (0, 6, 12):
+        part = film[start : start + 7]
+        net.zero_grad()
+        objective, losses, states[0] = net.training_loss(loader.feed(part), states[0])
+        objective.backward()
+        spoilt = {name: p.grad.clone() for name, p in net.named_parameters()}
+        frames = loader.window(part)[:, None]
+        windows = windows or Windows(net, frames, shared=True)
+        same_losses, states[1] = windows(frames, states[1])
+        torch.testing.assert_close(same_losses, losses, rtol=1e-7, atol=0)  # a feed divides in float32
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(parameter.grad, spoilt[name], rtol=1e-6, atol=1e-7 * spoilt[name].abs().max())
+        Windows(net, frames)(frames, states[1])
+        weight = net.conv_p[0].weight.grad
+        assert (weight - spoilt["conv_p.0.weight"]).norm() > 0.01 * weight.norm(), "as if nothing were shared"
 
 
 @needs_cuda

@@ -22,9 +22,10 @@ def test_the_same_kernels_leave_the_same_bits(model):
     assert fast.record["summary"]["weights"] == plain.record["summary"]["weights"]
 
 
+@pytest.mark.parametrize("loader", ["window", "copied", "imitated"])
 @pytest.mark.parametrize("setting", ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:precision=float64"])
-def test_prednet_learns_the_same(setting):
-    fast, plain = (trained("prednet", setting=setting, fast=fast) for fast in (True, False))
+def test_prednet_learns_the_same(setting, loader):
+    fast, plain = (trained("prednet", setting=setting, loader=loader, fast=fast) for fast in (True, False))
     assert (fast.record["captured"], fast.record["gradients"]) == (True, "written out")
     assert fast.history.loss.tolist() == pytest.approx(
         plain.history.loss.tolist(), rel=1e-2 if "on" in setting else 1e-4
@@ -33,7 +34,8 @@ def test_prednet_learns_the_same(setting):
 
 def test_what_has_to_be_seen_is_not_captured():
     assert not trained("prednet", frames=60, guard=True).record["captured"]
-    assert not trained("prednet", frames=60, loader="copied").record["captured"]
+    assert not trained("prednet", frames=60, loader="reused").record["captured"]
+    assert not trained("autoencoder", frames=60, loader="imitated").record["captured"]
 
 
 @pytest.mark.parametrize("model", ["autoencoder", "prednet"])
