@@ -6,7 +6,8 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ class Trainer:
         if watch:
             watch(self.model, self.step)
         windows = self.data.windows(self.window, self.seed, self.windows_done)
+        if self.setting.kind != "cpu":
+            windows = ahead(windows)
         started = time.perf_counter() - self.seconds
         saved = time.monotonic()
         frames = {"total": self.count * self.window, "initial": self.windows_done * self.window, "unit": "frame"}
@@ -218,6 +221,15 @@ class Trainer:
         rows = tensors["history"].tolist()
         self.history = [(int(window), int(step), loss, seconds) for window, step, loss, seconds in rows]
         self.step, self.seconds = notes["step"], self.history[-1][3]
+
+
+def ahead(windows: Iterator[Window]) -> Iterator[Window]:
+    """The same, each made while this thread waits for a device to be done with the one before."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, windows, None)
+        while (window := coming.result()) is not None:
+            coming = pool.submit(next, windows, None)
+            yield window
 
 
 def _watched() -> bool:
