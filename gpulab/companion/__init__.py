@@ -15,7 +15,10 @@ HOMES = {
     "spectrum",
     "published_windows": "published_network published_windows recorded_windows",
     "saddle_points": "saddle_finding",
+    "speed": "backends claims_table cost_table crossover ladder precision_verdict recorded_speed scaling shares "
+    "small_work speed_finding speed_table",
     "widgets": "bit_explorer slice_explorer",
+    "workloads": "ceilings measure_speed workload",
 }
 NAMES = {name: home for home, names in HOMES.items() for name in names.split()}
 

@@ -1,0 +1,283 @@
+import math
+import subprocess
+import sys
+from pathlib import Path
+from urllib.error import URLError
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab import records
+from gpulab.companion import speed, texts, workloads
+from gpulab.errors import GpulabError, UsageError
+from gpulab.report import Picture
+
+CPU = "cpu:threads=1"
+SETTINGS = [CPU, *(each for each in gl.available_settings() if each in ("cuda:tf32=off", "mps", "xpu"))]
+ROOT = Path(__file__).parents[2]
+GPU = {"setting": "cuda:tf32=off", "machine": "a GPU", "recorded": True}
+HERE = {"setting": "cpu", "machine": "a CPU", "recorded": False}
+
+
+def rows(part, values, unit="s", what="work", size="quick", note="", **where):
+    """A row for each way and value; a list of values is a row a seed."""
+    found = []
+    for way, some in values.items():
+        for seed, value in enumerate(some if isinstance(some, list) else [some]):
+            row = {"part": part, "what": what, "way": way, "value": value, "unit": unit, "spread": 0.0, "seed": seed}
+            found.append(row | {"note": note, "size": size} | where)
+    return pd.DataFrame(found)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Every section on the CPU, small."""
+    return {part: gl.companion.measure_speed(part, [CPU], "smoke") for part in workloads.PARTS}
+
+
+# --- what is measured ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", workloads.PARTS)
+def test_every_row_has_a_number_or_says_why_not(part, measured):
+    frame = measured[part]
+    assert len(frame)
+    assert (frame.value.notna() ^ frame.note.ne("")).all()
+    assert np.isfinite(frame.value.dropna()).all()
+    assert set(frame.part) == {part}
+    assert not frame.recorded.any()
+
+
+@pytest.mark.parametrize("setting", SETTINGS[1:])
+@pytest.mark.parametrize("part", workloads.PARTS)
+def test_every_section_runs_on_what_else_there_is(part, setting):
+    frame = gl.companion.measure_speed(part, [setting], "smoke")
+    assert (frame.value.notna() | frame.note.ne("")).all()
+    assert not frame.note.str.contains("failed").any()
+
+
+def test_a_section_leaves_threads_and_random_numbers_as_they_were():
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    gl.companion.measure_speed("inference", ["cpu:threads=2"], "smoke")
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_unknown_sections_sizes_and_networks_are_refused():
+    with pytest.raises(UsageError, match=r"'flops', 'quick': expected one of step"):
+        gl.companion.measure_speed("flops")
+    with pytest.raises(UsageError, match="'huge'"):
+        gl.companion.measure_speed("step", size="huge")
+    with pytest.raises(UsageError, match="'VGG'"):
+        gl.companion.workload("VGG")
+
+
+def test_a_step_has_three_phases_and_backpropagation_is_not_the_least_of_an_lstm(measured):
+    seconds = measured["step"].pivot_table("value", "what", "way")
+    assert (seconds > 0).all().all()
+    assert set(seconds.columns) == set(speed.PHASES)
+    assert set(seconds.index) == set(workloads.NETWORKS)
+
+
+def test_parts_of_a_batch_hold_less_and_give_the_same_gradient(measured):
+    table = measured["memory"].pivot_table("value", "way", "unit")
+    assert table.MB["4 parts"] < table.MB["2 parts"] < table.MB["1 part"]
+    assert table["off the gradient"].max() < 1e-5
+
+
+def test_the_classifier_learns_and_a_seed_repeats_itself():
+    setting, some = gl.Setting.parse(CPU), texts.split("docstrings", 16)
+
+    def training(seed, precision="float32"):
+        return {unit: value for value, unit in workloads._trained(setting, "smoke", some, precision, seed)}
+
+    with setting.apply():
+        once, again, other, rounded = training(0), training(0), training(1), training(0, "bfloat16")
+    assert once["loss"] == again["loss"]
+    assert once["loss"] not in (other["loss"], rounded["loss"])
+    assert rounded["loss"] == pytest.approx(once["loss"], rel=1e-2)
+    assert once["accuracy"] > 1.2 * float((some[3] == some[1].mode().values).float().mean())
+
+
+def test_texts_held_out_are_not_trained_on():
+    whole, packages = texts.docstrings()
+    assert len(whole) > 1000
+    assert set(packages) == set(texts.PACKAGES)
+    words, labels, held_words, held_labels = texts.split("docstrings", 400)
+    assert len(words) + len(held_words) == len(whole)
+    assert len(held_words) == len(held_labels) == math.ceil(len(whole) / 5)
+    assert labels.unique().tolist() == list(range(len(texts.PACKAGES)))
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "Transformer"])
+def test_places_without_a_word_do_not_count(kind):
+    net = texts.TextNet(kind, classes=3, width=8).eval()
+    short, long = torch.tensor([[5, 7, 9]]), torch.tensor([[5, 7, 9, 0, 0]])
+    torch.testing.assert_close(net(short), net(long))
+    assert not torch.allclose(net(short), net(torch.tensor([[5, 7, 8]])))
+
+
+def test_words_are_numbered_alike_whatever_their_case_and_an_empty_text_is_one_word():
+    numbers = texts.as_words(["Return THE value", "return the value, the", ""], 3)
+    assert torch.equal(numbers[0], numbers[1])
+    assert (numbers[:, 0] > 0).all()
+    assert numbers[2, 1:].tolist() == [0, 0]
+
+
+def test_without_xgboost_a_row_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgboost", None)
+    (row,) = workloads.trees(gl.Setting.parse(CPU), "smoke")
+    assert row.value is None
+    assert "gpulab[trees]" in row.note
+
+
+def test_with_xgboost_trees_are_timed(measured):
+    pytest.importorskip("xgboost")
+    assert measured["trees"].value.item() > 0
+
+
+def test_newsgroups_without_a_network_are_refused_in_a_sentence(monkeypatch):
+    import sklearn.datasets
+
+    def offline(**_):
+        raise URLError("no route to host")
+
+    monkeypatch.setattr(sklearn.datasets, "fetch_20newsgroups", offline)
+    with pytest.raises(GpulabError, match="20 Newsgroups cannot be had here"):
+        texts.newsgroups()
+
+
+def test_a_format_that_the_device_is_slow_in_is_named(monkeypatch):
+    seconds = iter([1.0, 1.5, 50.0])
+    monkeypatch.setattr(workloads, "timed", lambda *_: (next(seconds), 0.0))
+    found = workloads.precisions(gl.Setting.parse(CPU))
+    assert found["bfloat16"] == ""
+    assert "50 times" in found["float16"]
+    assert "Ampere" in found["tf32"]
+
+
+# --- what is made of it ----------------------------------------------------------------------------------
+
+
+def test_a_claim_is_a_ratio_of_medians_here_before_recorded():
+    frame = pd.concat(
+        [
+            rows("text", {"float32": [10.0, 30.0, 20.0]}, **HERE),
+            rows("text", {"float32": 999.0}, **{**HERE, "recorded": True}),
+            rows("text", {"float32": [1.0, 2.0, 3.0], "bfloat16": 1.0}, **GPU),
+            rows("text", {"float32": 7.0}, unit="J", **GPU),
+            rows("text", {"float32, compiled": math.nan}, unit="", note="cannot be compiled here", **GPU),
+            rows("inference", {"1 core": 50.0, "2 cores": 80.0}, unit="images/s", **HERE),
+            rows("inference", {"1 device": 800.0, "2 devices": 1600.0}, unit="images/s", **GPU),
+        ]
+    )
+    table = gl.companion.claims_table(frame).set_index("claim")
+    assert table.times["text classification is faster on a GPU"] == 10
+    assert table.measured["text classification is faster on a GPU"] == "10×"
+    assert "(recorded)" in table.to["text classification is faster on a GPU"]
+    assert "(recorded)" not in table["from"]["text classification is faster on a GPU"]
+    assert table.times["GPUs serve faster"] == 20
+    assert table.times["tensor cores train faster in mixed precision"] == 2
+    assert table.measured["compilation makes training faster"] == "not measured on a GPU: cannot be compiled here"
+    assert "not measured on a CPU; not measured on a GPU" in table.measured["gradient-boosted trees are faster on GPUs"]
+    assert len(gl.companion.claims_table(frame, "paper")) == len(speed.CLAIMS)
+
+
+def test_the_crossover_lies_where_the_lines_meet():
+    widths = (16, 64, 256, 1024)
+    cpu = rows("small", {str(width): width / 1e6 for width in widths}, **HERE)
+    gpu = rows("small", {str(width): 100 / 1e6 for width in widths}, **GPU)
+    assert gl.companion.crossover(pd.concat([cpu, gpu])) == pytest.approx(100)
+    assert math.isnan(gl.companion.crossover(cpu))
+    assert math.isnan(gl.companion.crossover(pd.concat([cpu, gpu.assign(value=1e-9)])))
+    assert math.isnan(gl.companion.crossover(pd.concat([cpu, gpu.assign(value=1.0)])))
+
+
+def test_the_cost_is_time_by_price_and_breaks_even_at_the_speedup():
+    frame = pd.concat(
+        [
+            rows("text", {"float32": [36.0, 36.0]}, **HERE),
+            rows("text", {"float32": 3.6}, **GPU),
+            rows("text", {"float32": 3600.0}, unit="J", **GPU),
+        ]
+    )
+    table = gl.companion.cost_table(frame, {"cpu": 0.1, "gpu": 1.0}).set_index("setting")
+    assert table.per_thousand.to_dict() == pytest.approx({"cpu": 1.0, "cuda:tf32=off": 1.0})
+    assert table.breaks_even["cuda:tf32=off"] == pytest.approx(10)
+    assert table.watt_hours["cuda:tf32=off"] == 1
+    assert math.isnan(table.watt_hours["cpu"])
+    with pytest.raises(UsageError, match="expected a price above 0"):
+        gl.companion.cost_table(frame, {"cpu": 0.1, "gpu": 0})
+
+
+def test_the_verdict_on_precisions_is_over_seeds(measured):
+    found = gl.companion.precision_verdict(measured["text"])
+    assert found.reference == "float32"
+    assert (found.table.seeds == workloads.SEEDS).all()
+
+
+def test_backends_are_told_apart_by_the_passport():
+    card = {"kind": "cuda", "name": "a card", "compute_capability": "9.0"}
+    software = {"cuda": "13.0", "rocm": None}
+    found = gl.companion.backends({"gpus": [card], "software": software}).set_index("backend").devices
+    assert found.to_dict() == dict.fromkeys(["ROCm", "Metal", "XPU"], "none here") | {"CUDA": "a card, capability 9.0"}
+    amd = {"gpus": [card, {"kind": "xpu", "name": "another"}], "software": {"cuda": None, "rocm": "6.4"}}
+    found = gl.companion.backends(amd).set_index("backend").devices
+    assert found["CUDA"] == "none here"
+    assert (found["ROCm"], found["XPU"]) == ("a card, capability 9.0", "another")
+
+
+def test_the_finding_names_what_was_recorded_and_what_was_claimed(measured):
+    here = pd.concat(measured.values())
+    alone = gl.companion.speed_finding(here)
+    assert alone.count("\n") == 1
+    assert gl.companion.speed_finding(here.assign(setting="mps")).startswith("On this GPU backpropagation takes")
+    recorded = rows("text", {"float32": 100.0}, **{**HERE, "recorded": True})
+    both = gl.companion.speed_finding(pd.concat([here, recorded, rows("text", {"float32": 20.0}, **GPU)]))
+    assert both.startswith(alone)
+    assert "Recorded on a GPU, quick: text classification is faster on a GPU: 5×, claimed: 198.2 s" in both
+
+
+def test_every_figure_says_what_it_shows(measured):
+    widths = {"16": 1.0, "64": 2.0, "256": 4.0}
+    small = pd.concat([rows("small", widths, **HERE), rows("small", dict.fromkeys(widths, 2.0), **GPU)])
+    figures = [
+        gl.companion.shares(measured["step"]),
+        gl.companion.ladder(measured["text"]),
+        gl.companion.small_work(small),
+        gl.companion.scaling(gl.diagnostics.recorded_rooflines()),
+    ]
+    assert all(isinstance(figure, Picture) for figure in figures)
+    assert "up to a width of about 64" in figures[2].alt
+    assert len(figures[0].png()) < 300_000
+
+
+def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
+    file = tmp_path / "speed" / "here.json"
+    script = [sys.executable, str(ROOT / "benchmarks" / "record_speed.py"), CPU, "--sizes", "smoke"]
+    done = subprocess.run(
+        [*script, "--parts", "small", "transfer", "--write", str(file)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "speed" / "prednet.json").write_bytes(records.as_json({"rows": [], "kind": "something else"}))
+    monkeypatch.setattr(records, "DATA", tmp_path)
+    found = gl.companion.recorded_speed()
+    assert found.recorded.all()
+    assert found.way[found.part == "small"].tolist() == list(map(str, workloads.WIDTHS["smoke"]))
+    assert (found.value[found.part == "small"] > 0).all()
+    assert found.note[found.part == "transfer"].str.contains("nothing to move").all()
+    document = records.read_json(file)
+    assert document["command"].endswith(f"--write {file}")
+    assert document["cores_of_others"].keys() == {"smoke small", "smoke transfer"}
+
+
+def test_what_is_recorded_is_whole():
+    found = gl.companion.recorded_speed()
+    if found.empty:
+        pytest.skip("nothing is recorded")
+    assert (found.value.notna() | found.note.fillna("").ne("")).all()
+    assert set(found.part) <= set(workloads.PARTS)
+    assert not found.duplicated(["part", "what", "way", "unit", "seed", "size", "setting", "machine"]).any()
