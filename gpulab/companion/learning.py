@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -259,8 +259,8 @@ def _repeat_loss(data: str, frames: int, size: str, scene: float, speed: float) 
 
 @functools.cache
 def _blurred_loss(data: str, frames: int, size: str, scene: float, speed: float) -> float:
-    windows = _last(data, frames, size, scene, speed)
-    last, coming = (np.concatenate([part[some][::5] for part in windows]) for some in (slice(-1), slice(1, None)))
+    pairs = [(part[:-1:5].copy(), part[1::5].copy()) for part in _last(data, frames, size, scene, speed)]
+    last, coming = map(np.concatenate, zip(*pairs, strict=True))
     return blurred_loss(last, coming)
 
 
@@ -273,12 +273,12 @@ def blurred_loss(last: np.ndarray, coming: np.ndarray) -> float:
     return float(min(np.square(one - coming).mean() for one in blurred))
 
 
-def _last(data: str, frames: int, size: str, scene: float, speed: float) -> list[np.ndarray]:
-    """The windows that a run's final loss is the mean of, in [0, 1]."""
+def _last(data: str, frames: int, size: str, scene: float, speed: float) -> Iterator[np.ndarray]:
+    """The windows that a run's final loss is the mean of, in [0, 1], one by one: all at once take 250 MB."""
     length = protocol("prednet", "paper").window
     last = max(1, frames // length // LAST_FIFTH)
     windows = _film(data, frames, size, scene, speed).windows(length, start=frames // length - last)
-    return [part.frames / np.float32(255) for part in itertools.islice(windows, last)]
+    yield from (part.frames / np.float32(255) for part in itertools.islice(windows, last))
 
 
 @functools.cache
