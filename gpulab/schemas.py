@@ -132,6 +132,7 @@ class Checkpoint(TypedDict):
     __pydantic_config__ = OPEN  # type: ignore[misc]
     step: Whole
     state: dict[str, Any]
+    ways: NotRequired[list[str]]
 
 
 @functools.cache

@@ -200,7 +200,7 @@ class Trainer:
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         for name, moments in self.optimizer.state.items():
             tensors |= {f"adam.{name}.{index}": tensor for index, tensor in enumerate(moments)}
-        notes = {"step": self.step, "state": _packed(self.state, tensors)}
+        notes = {"step": self.step, "state": _packed(self.state, tensors), "ways": sorted(self.ways)}
         tensors["random"] = self.random
         tensors["history"] = torch.tensor(self.history, dtype=torch.float64)
         return tensors, notes
@@ -221,6 +221,7 @@ class Trainer:
         rows = tensors["history"].tolist()
         self.history = [(int(window), int(step), loss, seconds) for window, step, loss, seconds in rows]
         self.step, self.seconds = notes["step"], self.history[-1][3]
+        self.ways = set(notes.get("ways", ()))  # those of older checkpoints do not say
 
 
 def ahead(windows: Iterator[Window]) -> Iterator[Window]:

@@ -453,6 +453,14 @@ def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(mode
     assert list((tmp_path / folders.WORK).iterdir()) == []
 
 
+@BOTH
+def test_a_run_interrupted_after_its_last_window_still_knows_how_gradients_were_computed(model, tmp_path):
+    interrupted(lambda progress: trained(model, store=tmp_path, **progress), after=200)
+    resumed = trained(model, store=tmp_path)
+    assert resumed.record["resumed_at"] == 10
+    assert resumed.record["gradients"] == reference(model).record["gradients"] != ""
+
+
 class Autoencoder(gl.Autoencoder):
     """Presses Ctrl-C before the update of a number that is counted down."""
 
