@@ -83,6 +83,8 @@ class Windows:
             from_above = None
             for layer in reversed(self.layers):
                 from_above = layer.compare_backward(step, from_above)
+        for layer in self.layers:
+            layer.forget()  # now, for a convolution over a whole window needs memory of its own
         for below, layer in zip([None, *self.layers], self.layers, strict=False):
             layer.set_gradients(below)
         return losses, [layer.after() for layer in self.layers]
@@ -213,6 +215,11 @@ class Layer:
         options = [2, 2], [2, 2], [0, 0], [1, 1], False
         pool_backward(d_target, self.unpooled, *options, self.chosen[step], grad_input=d_taken)
         return self.take.backward(d_taken)
+
+    def forget(self) -> None:
+        """What is not needed once all steps have been gone back through."""
+        for steps in (self.kept, self.targets, self.chosen, self.unclipped):
+            steps.clear()
 
     def set_gradients(self, below: Layer | None) -> None:
         """Those of its weights. Where it is `chained`, P before the window is made once more: see `PredNet`."""
