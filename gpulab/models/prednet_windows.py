@@ -1,10 +1,14 @@
 """Backpropagation through time in the published PredNet, written out: losses and gradients without autograd.
 
 What `PredNet.training_loss` and `backward()` compute, up to rounding, in fewer operations. What the gates read lies in
-one buffer, so nothing is concatenated, and a weight's gradient is one convolution over the whole window.
+one buffer, so nothing is concatenated, and a weight's gradient is one convolution over the whole window. On a GPU, the
+cell is one kernel, and predictions are computed beside what does not wait for them.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +17,9 @@ from torch import Tensor, nn
 
 from gpulab.models.base import is_plain
 from gpulab.models.prednet import ConvLSTM, LayerState, PredNet, State
+from gpulab.models.prednet_kernels import Cell, Convolution, FusedCell, by_gate, uses_tf32, zeros
 
 relu_backward = torch.ops.aten.threshold_backward
-tanh_backward, sigmoid_backward = torch.ops.aten.tanh_backward.grad_input, torch.ops.aten.sigmoid_backward.grad_input
 pool_backward = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
 
 
@@ -62,6 +66,8 @@ class Windows:
             above = None
             for layer in reversed(self.layers):
                 above = layer.represent(step, above)
+        for layer in self.layers:
+            layer.join()
         predictions = torch.stack(self.layers[0].predictions[1:])
         missed = predictions - frames[1:]
         losses = missed.square().flatten(1).mean(1)
@@ -69,14 +75,16 @@ class Windows:
             torch.sub(predictions, frames[-1], out=missed)
         self.layers[0].d_predictions[1:] = missed.mul_(2 / frames[0].numel())
         for step in reversed(range(self.steps)):
-            d_errors: list[Tensor] = []
+            for layer in self.layers:
+                layer.predict_backward(step)
             d_above = None
             for layer in self.layers:
-                of_layer, d_above = layer.represent_backward(step, d_above)
-                d_errors.append(of_layer)
+                d_above = layer.represent_backward(step, d_above)
             from_above = None
-            for layer, of_layer in zip(reversed(self.layers), reversed(d_errors), strict=True):
-                from_above = layer.compare_backward(step, of_layer if from_above is None else from_above.add_(of_layer))
+            for layer in reversed(self.layers):
+                from_above = layer.compare_backward(step, from_above)
+        for layer in self.layers:
+            layer.forget()  # now, for a convolution over a whole window needs memory of its own
         for below, layer in zip([None, *self.layers], self.layers, strict=False):
             layer.set_gradients(below)
         return losses, [layer.after() for layer in self.layers]
@@ -91,12 +99,16 @@ class Layer:
     def __init__(self, net: PredNet, number: int, steps: int, like: Tensor) -> None:
         self.lstm, self.steps, self.channels = net.lstm[number], steps, net.channels[number]
         self.chained = net.truncation == "loss" and number > 0
-        self.gate, self.predict = Convolution(self.lstm.gates), Convolution(net.conv_p[number])
-        self.take = Convolution(net.conv_a[number - 1]) if number else None  # the errors of the layer below
+        by_pixel = uses_tf32(like)
+        self.gate, self.predict = Convolution(self.lstm.gates, by_pixel), Convolution(net.conv_p[number], by_pixel)
+        # Takes the errors of the layer below.
+        self.take = Convolution(net.conv_a[number - 1], by_pixel) if number else None
+        self.side = torch.cuda.Stream(like.device) if like.is_cuda else None
 
         def buffer(count: int, channels: int, scale: int = 1) -> Tensor:
             height, width = net.layer_size(number)
-            return like.new_zeros(count, like.shape[1], channels, scale * height, scale * width)
+            shape = like.shape[1], channels, scale * height, scale * width
+            return zeros(like, (count, *shape), by_pixel)
 
         self.inputs = buffer(steps + 1, sum(self.lstm.groups))
         self.errors, self.above, self.hidden = self.inputs.split(self.lstm.groups, 2)
@@ -105,6 +117,25 @@ class Layer:
         self.unpooled = buffer(1, self.channels, 2)[0] if number else None  # for its shape
         self.d_taken = buffer(steps, self.channels, 2) if number else None
         self.peepholes = buffer(1, 4 * self.channels)[0, :1].unflatten(1, (4, -1))
+        self.cell = FusedCell(self.peepholes, by_pixel) if like.is_cuda else Cell(self.peepholes)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """On a GPU, what is done here may be done beside what comes next, until `join`.
+
+        What it reads has to stay until then: the memory of what is let go of may be used again at once.
+        """
+        if self.side is None:
+            yield
+        else:
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
+                yield
+
+    def join(self) -> None:
+        """Wait for what was done aside."""
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
 
     def begin(self, r: Tensor, c: Tensor, p: Tensor) -> None:
         """The weights are new, and so is the state."""
@@ -114,12 +145,13 @@ class Layer:
         self.peepholes[0, 3] = self.lstm.peep_o[0]
         self.hidden[0], self.cells[0] = r, c
         self.predictions, self.unclipped = [p], [p]
-        self.gates: list[Tensor] = []
-        self.tanh_cells: list[Tensor] = []
+        self.kept: list[tuple[Tensor, ...]] = []
         self.targets: list[Tensor] = []
         self.chosen: list[Tensor] = []
         self.d_predictions.zero_()
         self.d_cell, self.d_hidden = torch.zeros_like(c), torch.zeros_like(r)
+        with self.aside():
+            pass  # a graph that is captured has to know of the stream before it is waited for
 
     def after(self) -> LayerState:
         """The state after the window."""
@@ -133,6 +165,7 @@ class Layer:
             target = pooled.relu_()
             self.targets.append(target)
             self.chosen.append(chosen)
+        self.join()
         surprise, errors = target - self.predictions[step], self.errors[step]
         torch.clamp(surprise, min=0, out=errors[:, : self.channels])
         torch.clamp(surprise.neg_(), min=0, out=errors[:, self.channels :])
@@ -143,50 +176,36 @@ class Layer:
         if above is not None:
             blocks = self.above[step].unflatten(2, (-1, 2)).unflatten(4, (-1, 2))
             blocks.copy_(above[:, :, :, None, :, None])
-        gates, before = self.gate.forward(self.inputs[step]), self.cells[step]
-        by_gate(gates).addcmul_(self.peepholes, before[:, None])
-        i, f, g, o = gates.chunk(4, 1)
-        gates[:, : 2 * self.channels].sigmoid_()
-        g.tanh_()
-        o.sigmoid_()
-        tanh = torch.mul(i, g, out=self.cells[step + 1]).addcmul_(f, before).tanh()
-        r = torch.mul(o, tanh, out=self.hidden[step + 1])
-        prediction = self.predict.forward(r).relu_()
-        self.gates.append(gates)
-        self.tanh_cells.append(tanh)
-        self.unclipped.append(prediction)
-        self.predictions.append(prediction if self.take else prediction.clamp(max=1.0))
+        gates, r = self.gate.forward(self.inputs[step]), self.hidden[step + 1]
+        self.kept.append(self.cell.forward(gates, self.cells[step], self.cells[step + 1], r))
+        with self.aside():
+            prediction = self.predict.forward(r).relu_()
+            self.unclipped.append(prediction)
+            self.predictions.append(prediction if self.take else prediction.clamp(max=1.0))
         return r
 
-    def represent_backward(self, step: int, d_above: Tensor | None) -> tuple[Tensor, Tensor]:
-        """From the gradient of the prediction, and of R through the layer below: of the errors, and of R above."""
-        d_prediction, unclipped = self.d_predictions[step + 1], self.unclipped[step + 1]
-        relu_backward.grad_input(d_prediction, unclipped, 0, grad_input=d_prediction)
-        if not self.take:
-            d_prediction.mul_(unclipped <= 1.0)
-        d_r = self.predict.backward(d_prediction).add_(self.d_hidden)
-        if d_above is not None:
-            d_r.add_(d_above)
-        gates, tanh, d_gates = self.gates[step], self.tanh_cells[step], self.d_gates[step]
-        i, f, g, o = gates.chunk(4, 1)
-        d_i, d_f, d_g, d_o = d_gates.chunk(4, 1)
-        torch.mul(d_r, tanh, out=d_o)
-        d_cell = d_r.mul_(o)
-        tanh_backward(d_cell, tanh, grad_input=d_cell)
-        d_cell.add_(self.d_cell)
-        torch.mul(d_cell, g, out=d_i)
-        torch.mul(d_cell, self.cells[step], out=d_f)
-        torch.mul(d_cell, i, out=d_g)
-        i_and_f = slice(2 * self.channels)
-        sigmoid_backward(d_gates[:, i_and_f], gates[:, i_and_f], grad_input=d_gates[:, i_and_f])
-        tanh_backward(d_g, g, grad_input=d_g)
-        sigmoid_backward(d_o, o, grad_input=d_o)
-        self.d_cell = d_cell.mul_(f).add_((by_gate(d_gates) * self.peepholes).sum(1))
-        d_errors, d_above, self.d_hidden = self.gate.backward(d_gates).split(self.lstm.groups, 1)
-        return d_errors, F.avg_pool2d(d_above, 2, divisor_override=1) if d_above.shape[1] else d_above
+    def predict_backward(self, step: int) -> None:
+        """From the gradient of the prediction: of R."""
+        with self.aside():
+            d_prediction, unclipped = self.d_predictions[step + 1], self.unclipped[step + 1]
+            relu_backward.grad_input(d_prediction, unclipped, 0, grad_input=d_prediction)
+            if not self.take:
+                d_prediction.mul_(unclipped <= 1.0)
+            self.d_r = self.predict.backward(d_prediction).add_(self.d_hidden)
 
-    def compare_backward(self, step: int, d_errors: Tensor) -> Tensor | None:
+    def represent_backward(self, step: int, d_above: Tensor | None) -> Tensor:
+        """From the gradient of R, also through the layer below: of the errors, and of R above."""
+        self.join()
+        d_r = self.d_r if d_above is None else self.d_r.add_(d_above)
+        d_gates, before = self.d_gates[step], self.cells[step]
+        d_cell = self.cell.backward(d_r, self.d_cell, before, self.kept[step], d_gates)
+        self.d_cell = d_cell.add_((by_gate(d_gates) * self.peepholes).sum(1))
+        self.d_errors, d_above, self.d_hidden = self.gate.backward(d_gates).split(self.lstm.groups, 1)
+        return F.avg_pool2d(d_above, 2, divisor_override=1) if d_above.shape[1] else d_above
+
+    def compare_backward(self, step: int, from_above: Tensor | None) -> Tensor | None:
         """From the gradient of the error units: of the prediction before, and of the error units below."""
+        d_errors = self.d_errors if from_above is None else from_above.add_(self.d_errors)
         positive, negative = relu_backward(d_errors, self.errors[step], 0).chunk(2, 1)
         d_target = positive - negative
         self.d_predictions[step] -= d_target
@@ -196,6 +215,11 @@ class Layer:
         options = [2, 2], [2, 2], [0, 0], [1, 1], False
         pool_backward(d_target, self.unpooled, *options, self.chosen[step], grad_input=d_taken)
         return self.take.backward(d_taken)
+
+    def forget(self) -> None:
+        """What is not needed once all steps have been gone back through."""
+        for steps in (self.kept, self.targets, self.chosen, self.unclipped):
+            steps.clear()
 
     def set_gradients(self, below: Layer | None) -> None:
         """Those of its weights. Where it is `chained`, P before the window is made once more: see `PredNet`."""
@@ -210,46 +234,3 @@ class Layer:
         cells = self.cells[: self.steps].flatten(0, 1)
         peepholes = (by_gate(self.d_gates.flatten(0, 1)) * cells[:, None]).sum(0, keepdim=True)
         self.lstm.peep_i.grad, self.lstm.peep_f.grad, self.lstm.peep_o.grad = (peepholes[:, n] for n in (0, 1, 3))
-
-
-class Convolution:
-    """One of the network's convolutions: forward, back to its input, and back to its weights for a whole window."""
-
-    def __init__(self, conv: nn.Conv2d) -> None:
-        self.conv, self.padding = conv, [conv.kernel_size[0] // 2] * 2
-        self.turned = torch.empty_like(self._turned(), memory_format=torch.contiguous_format)
-        # Small inputs, one at a time, torch leaves to a kernel that gains nothing from a second thread.
-        on_cpu = conv.weight.device.type == "cpu" and conv.weight.dtype == torch.float32
-        self.threaded = on_cpu and torch.get_num_threads() > 1 and torch.backends.mkldnn.is_available()
-
-    def _turned(self) -> Tensor:
-        return self.conv.weight.detach().flip(2, 3).transpose(0, 1)
-
-    def begin(self) -> None:
-        """The weights are new."""
-        self.turned.copy_(self._turned())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """What it makes of (b, c, h, w)."""
-        return self._convolve(x, self.conv.weight, self.conv.bias)
-
-    def backward(self, gradient: Tensor) -> Tensor:
-        """The gradient of its input."""
-        return self._convolve(gradient, self.turned, None)
-
-    def set_gradients(self, inputs: Tensor, gradients: Tensor) -> None:
-        """Those of weights and bias, from all steps."""
-        arguments = gradients.flatten(0, 1), inputs.flatten(0, 1), self.conv.weight, [self.conv.out_channels]
-        options = [1, 1], self.padding, [1, 1], False, [0, 0], 1, [False, True, True]
-        _, self.conv.weight.grad, bias = torch.ops.aten.convolution_backward(*arguments, *options)
-        self.conv.bias.grad = bias  # type: ignore[union-attr]
-
-    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.threaded:
-            return torch.mkldnn_convolution(x, weight, bias, self.padding, [1, 1], [1, 1], 1)
-        return F.conv2d(x, weight, bias, padding=self.padding)
-
-
-def by_gate(gates: Float[Tensor, "b 4c h w"]) -> Float[Tensor, "b 4 c h w"]:
-    """The four gates apart."""
-    return gates.unflatten(1, (4, -1))

@@ -35,6 +35,7 @@ class Captured:
         with torch.no_grad():
             for tensor, value in kept:
                 tensor.copy_(value)
+        del kept, tensor, value  # memory that capturing needs
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.losses, self.after = updates(self.frames, self.before)
