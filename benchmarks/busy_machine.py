@@ -18,6 +18,7 @@ from pathlib import Path
 
 import joblib
 import pandas as pd
+from entrants import markdown
 
 from gpulab.passports import passport
 
@@ -97,13 +98,6 @@ def table(measured: pd.DataFrame) -> pd.DataFrame:
         {name: [f"{a:.0f} ({b / a:.2f})" for a, b in zip(found[name], fair[name], strict=True)] for name in found},
         index=found.index,
     )
-
-
-def markdown(frame: pd.DataFrame) -> str:
-    """A table of Markdown."""
-    header = [*frame.index.names, *frame.columns]
-    rows = [header, ["---"] * len(header), *([*key, *row] for key, row in zip(frame.index, frame.values, strict=True))]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
@@ -63,3 +64,10 @@ def peak(setting: Setting) -> float:
         wait()
         times.append(time.perf_counter() - started)
     return 2 * edge**3 / statistics.median(times[2:])
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """A table of Markdown."""
+    header = [*frame.index.names, *frame.columns]
+    rows = [header, ["---"] * len(header), *([*key, *row] for key, row in zip(frame.index, frame.values, strict=True))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

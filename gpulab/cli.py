@@ -41,7 +41,7 @@ app = typer.Typer(
 STEP_HELP = "module:name or file.py:name of a gpulab.Step or a function of one step"
 SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 MARGIN_HELP = "largest difference of no importance, such as 0.25sd or 0.001; for yes and no a share, such as 0.1"
-STORE_HELP = "folder in which runs are kept, or a file of packed runs  [default: $GPULAB_STORE or ./runs]"
+STORE_HELP = "folder in which runs are kept, s3://…, or a file of packed runs  [default: $GPULAB_STORE or ./runs]"
 
 SettingText = Annotated[str, typer.Option(help=SETTING_HELP)]
 Training = Annotated[str, typer.Argument(help="file.py:name, a training of your own; autoencoder, prednet, whitener")]
@@ -149,6 +149,8 @@ def train(
         checkpoint_seconds=checkpoint_seconds,
         guard=guard,
     )
+    if not run.path:  # of several processes the first keeps the run, and tells of it
+        return
     _say(run)
     _say(f"kept in {run.path}")
     if picture:
@@ -161,6 +163,7 @@ def train(
 @app.command()
 @_run_options
 def experiment(
+    ctx: typer.Context,
     model: Training,
     options: dict[str, Any],
     setting: Annotated[list[str], typer.Option(help=SETTING_HELP + "; give it several times")],
@@ -172,21 +175,57 @@ def experiment(
     workers: Annotated[int, typer.Option(min=1, help="runs at the same time (seconds then say nothing)")] = 1,
     metric: Annotated[str | None, typer.Option(help="of the verdict  [default: final_loss, or the first]")] = None,
     store: Store = None,
+    engine: Annotated[str, typer.Option(help="local, ray (a cluster), or slurm, which prints a job array")] = "local",
+    address: Annotated[str | None, typer.Option(help="of the Ray cluster  [default: $RAY_ADDRESS or a local]")] = None,
+    cpus: Annotated[float | None, typer.Option(help="of each run on a cluster  [default: its threads, or 1]")] = None,
+    gpus: Annotated[float | None, typer.Option(help="of each run on a cluster, such as 0.25  [default: 1]")] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="of the job array")] = 16,
+    share: Annotated[str | None, typer.Option(help="K/N does every N-th run from the K-th on, for one task")] = None,
 ) -> None:
-    """Train seeds × settings in worker processes. What is done already is skipped."""
+    """Train seeds × settings in worker processes, here or on a cluster. What is done already is skipped."""
     from gpulab.stats.verdicts import verdict
     from gpulab.training import store as stores
     from gpulab.training.experiment import Experiment
 
     numbers = whole_numbers(seeds, name="--seeds") if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
-    frame = Experiment(model, setting, chosen, profile, store, reruns, workers, options).run()
+    exp = Experiment(model, setting, chosen, profile, store, reruns, workers, options)
+    if engine == "slurm":
+        from gpulab.training.cluster import slurm_script
+
+        command = _again(ctx, {"engine", "address", "cpus", "gpus", "tasks", "share", "store"})
+        place = exp.folder if exp.remote else exp.folder.absolute()
+        _say(slurm_script([*command, "--store", str(place)], tasks, [*exp.settings], cpus, gpus))
+        return
+    k, n = whole_numbers(share, "/", 2, "--share") if share else (0, 1)
+    frame = exp.run(engine=engine, address=address, cpus=cpus, gpus=gpus, share=(k, n))
     _show(frame)
+    if share:
+        _say(f"share {share} is done; without --share the same command compares all runs")
+        return
     metrics = [*dict.fromkeys(name for run in frame.itertuples() for name in stores.metrics_of(run))]
     usual = "final_loss" if "final_loss" in metrics or not metrics else metrics[0]
     if metric and metrics and metric not in metrics:
         raise UsageError(f"--metric {metric!r}: the runs have {', '.join(metrics)}")
     _say(verdict(frame, metric or usual))
+
+
+def _again(ctx: typer.Context, without: set[str]) -> list[str]:
+    """The command line as it was given, without some of its options."""
+    words = ["gpulab", str(ctx.info_name)]
+    for parameter in ctx.command.params:
+        name, value = str(parameter.name), ctx.params[str(parameter.name)]
+        source = ctx.get_parameter_source(name)
+        if name in without or source is None or source.name != "COMMANDLINE":
+            continue
+        if parameter.param_type_name == "argument":
+            words.append(str(value))
+        elif isinstance(value, bool):
+            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+        else:
+            for each in value if isinstance(value, list | tuple) else [value]:
+                words += [parameter.opts[0], str(each)]
+    return words
 
 
 @app.command(help=f"Train the authors' own network in Chainer, by their own loop: seeds × loaders.\n\n{HOW}")
@@ -328,15 +367,20 @@ def verdict(
 def runs(
     store: StoreArgument = None,
     recorded: Annotated[bool, typer.Option("--recorded", help="the runs shipped with gpulab")] = False,
+    where: Annotated[list[str], typer.Option(help="only these: column=value; several times")] = [],  # noqa: B006
     csv: Annotated[bool, typer.Option("--csv", help="print all columns as CSV")] = False,
 ) -> None:
     """List the runs in a store."""
+    from gpulab.stats.pairs import find_column
     from gpulab.training import store as stores
+    from gpulab.training.remote import url_of
 
     folder = store or stores.default_store()
-    if not recorded and not folder.exists():
+    if not recorded and not url_of(folder) and not folder.exists():
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
     frame = stores.recorded_runs() if recorded else stores.runs(folder)
+    for name, text in _pairs(where, "--where", "column=value"):
+        frame = frame[frame[find_column(frame.columns, name)].astype(str) == text]
     if csv:
         _say_csv(frame)
     elif frame.empty:

@@ -119,13 +119,17 @@ class Images(Data):
         """`length` images each; every pass over the images has an order of its own."""
         import torch
 
-        @functools.lru_cache(maxsize=2 + length // len(self))
         def order(number: int) -> npt.NDArray[np.integer]:
             return torch.randperm(len(self), generator=torch.Generator().manual_seed(seed * 1_000_003 + number)).numpy()
 
-        for begin in itertools.count(start * length, length):
-            places = (divmod(place, len(self)) for place in range(begin, begin + length))
-            yield Window(self.train[[order(number)[place] for number, place in places]], restart=True)
+        number, place = divmod(start * length, len(self))
+        coming = order(number)[place:]
+        while True:
+            while len(coming) < length:
+                number += 1
+                coming = np.concatenate([coming, order(number)])
+            yield Window(self.train[coming[:length]], restart=True)
+            coming = coming[length:]
 
     def heldout(self, length: int) -> Iterator[Window]:
         """The held-out images in their stored order."""
@@ -368,7 +372,8 @@ def load(
     if kind in ("video", "frames"):
         return (Video if kind == "video" else Folder)(Path(where), size, frames, grey)
     speed, frames = float(speed), frames or 1000  # 2 and 2.0 are one speed, and give one record
-    scene = Walk(seed, size, speed) if kind == "walk" else MovingDigits(_digits()[:, 0], seed, size, speed)
+    height, width = size
+    scene = Walk(seed, (height, width), speed) if kind == "walk" else MovingDigits(_digits()[:, 0], seed, size, speed)
     return Rendered(kind, scene, frames, max(20, frames // HELD_OUT))
 
 

@@ -7,7 +7,10 @@ since every C library has its own. Random numbers are PCG64's raw output, which 
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,6 +65,7 @@ TEXTURE = 64  # texels along an edge
 HOUSES = 8  # wall textures
 
 
+@dataclass(frozen=True)
 class Walk:
     """A first-person walk through a textured town, with turns, head-bob and passers-by, in frames of `size`.
 
@@ -73,11 +77,9 @@ class Walk:
         (3, 48, 64)
     """
 
-    def __init__(self, seed: int, size: tuple[int, int], speed: float = 1.0) -> None:
-        self.seed, self.size, self.speed = seed, size, speed
-        self.path = _Path(seed)
-        self.atlas = _atlas(seed)
-        self.palette = 40 + random_bytes(seed, 5, count=3 * 64).reshape(64, 3) // 2
+    seed: int
+    size: tuple[int, int]
+    speed: float = 1.0
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Frames]:
         """Frames `start` to `stop` (without it: endlessly), one by one."""
@@ -86,8 +88,25 @@ class Walk:
         while stop is None or start < stop:
             # Chunks begin at multiples of their length: a frame has the same bytes wherever the stream began.
             end = (start // chunk + 1) * chunk
-            yield from self.render(np.arange(start, end if stop is None else min(end, stop)))
+            with RENDERING:
+                frames = _rendered(self, start, end if stop is None else min(end, stop))
+            yield from frames
             start = end
+
+    @functools.cached_property
+    def path(self) -> _Path:
+        """The way that is walked."""
+        return _Path(self.seed)
+
+    @functools.cached_property
+    def atlas(self) -> npt.NDArray[np.uint16]:
+        """All textures."""
+        return _atlas(self.seed)
+
+    @functools.cached_property
+    def palette(self) -> npt.NDArray[np.integer]:
+        """The colours of clothes."""
+        return 40 + random_bytes(self.seed, 5, count=3 * 64).reshape(64, 3) // 2
 
     def render(self, frames: npt.NDArray[np.integer]) -> Frames:
         """The frames of these numbers, (len(frames), 3, height, width)."""
@@ -172,6 +191,16 @@ class Walk:
                 skin = np.uint8((214, 170, 140)[channel])
                 paint = np.where(up > 0.42, skin, np.where(up > 0.26, coat, trousers))
                 np.copyto(image[:, channel], paint[:, :, None], where=mask)
+
+
+RENDERING = threading.Lock()  # of several who want the same frames the first renders them
+
+
+@functools.lru_cache(maxsize=16)  # some 5 MB
+def _rendered(walk: Walk, start: int, stop: int) -> Frames:
+    frames = walk.render(np.arange(start, stop))
+    frames.flags.writeable = False
+    return frames
 
 
 AHEAD = np.array([(1, 0), (0, 1), (-1, 0), (0, -1)])  # (x, y) for each heading in quarter turns

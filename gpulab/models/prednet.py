@@ -54,6 +54,8 @@ class PredNet(Trainable):
             what the loss depends on (Chainer's `loss.unchain_backward()`). The last P of the layers above the lowest
             are not of that, so the next window's gradient reaches the convolutions that made them. `state`: from
             all of it, which is the only way of `lotter`. None: as the variant is published.
+        batch_size: How many films an update sees: a training window is cut into so many, each of which begins anew.
+            With 1, as published, the state goes from window to window.
 
     Raises:
         UsageError: For a size that does not halve once per layer, naming the nearest that do, and other nonsense.
@@ -79,8 +81,12 @@ class PredNet(Trainable):
         layer_weights: Sequence[float] | None = None,
         kernel_size: int = 3,
         truncation: str | None = None,
+        batch_size: int = 1,
     ) -> None:
         super().__init__()
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise UsageError(f"batch_size={batch_size!r}: expected a whole number from 1")
+        self.batch_size = batch_size
         if variant not in TRUNCATIONS:
             raise UsageError(f"variant={variant!r}: expected 'published' or 'lotter'")
         self.truncation = TRUNCATIONS[variant][0] if truncation is None else truncation
@@ -169,9 +175,20 @@ class PredNet(Trainable):
             following.insert(0, LayerState(r, c, p.clamp(max=1.0) if layer == 0 else p))
         return following
 
-    def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Float[Tensor, "t 1 c h w"]]:
-        """One update per window, a batch of one."""
-        yield window[:, None]
+    @property
+    def begins_anew(self) -> bool:
+        """Whether no state goes from window to window."""
+        return self.batch_size > 1 and self.training
+
+    def batches(self, window: Float[Tensor, "t c h w"]) -> Iterator[Float[Tensor, "t b c h w"]]:
+        """One update per window; in evaluation a batch of one."""
+        if not self.begins_anew:
+            yield window[:, None]
+            return
+        if (length := len(window) // self.batch_size) < 2:
+            raise UsageError(f"batch_size={self.batch_size}: of a window of {len(window)} frames too few for each film")
+        films = window[-length * self.batch_size :].unflatten(0, (self.batch_size, length))
+        yield films.transpose(0, 1).contiguous()
 
     def training_loss(
         self, batch: Float[Tensor, "t b c h w"] | Feed, state: State | None
@@ -181,6 +198,8 @@ class PredNet(Trainable):
         The loss of `published` is the sum over the window of the mean squared errors, that of `lotter` the weighted
         mean of the error units, averaged over the window.
         """
+        if self.begins_anew:
+            state = None
         if self.variant != "published":
             return self._error_unit_loss(iter(batch), state)
         if state is not None and self.truncation == "loss":
@@ -189,7 +208,7 @@ class PredNet(Trainable):
             return self._published_loop(batch, state)
         predictions, after = self(batch[:-1], state)
         errors = (predictions - batch[1:]).square().flatten(1).mean(1)
-        return errors.sum(), errors.detach(), detached(after)
+        return errors.sum(), errors.detach(), self._next(after)
 
     def _chained(self, state: State) -> State:
         """The same numbers, each P but the lowest depending once more on the convolution that made it, not on R."""
@@ -211,7 +230,7 @@ class PredNet(Trainable):
         errors = torch.stack(losses)
         return errors.sum(), errors.detach(), None if state is None else detached(state)
 
-    def _error_unit_loss(self, frames: Iterator[Tensor], state: State | None) -> tuple[Tensor, Tensor, State]:
+    def _error_unit_loss(self, frames: Iterator[Tensor], state: State | None) -> tuple[Tensor, Tensor, State | None]:
         first = next(frames)
         state = self.initial_state(first) if state is None else [LayerState(*layer) for layer in state]
         errors, losses, squared = self.bottom_up(first, state), [], []
@@ -220,7 +239,10 @@ class PredNet(Trainable):
             errors = self.bottom_up(target, state)
             losses.append(torch.stack([w * e.mean() for w, e in zip(self.layer_weights, errors, strict=True)]).sum())
             squared.append((state[0].p.detach() - target).square().mean())
-        return torch.stack(losses).mean(), torch.stack(squared), detached(state)
+        return torch.stack(losses).mean(), torch.stack(squared), self._next(state)
+
+    def _next(self, state: State) -> State | None:
+        return None if self.begins_anew else detached(state)
 
     def layer_size(self, layer: int) -> tuple[int, int]:
         """Height and width of a layer's maps, from the bottom up."""

@@ -54,8 +54,11 @@ class Windows:
         return not replaced and not shared and model.conv_p[0].weight.device.type in ("cpu", "cuda")
 
     @torch.no_grad()
-    def __call__(self, frames: Float[Tensor, "t b c h w"], state: State | None) -> tuple[Float[Tensor, " t-1"], State]:
+    def __call__(
+        self, frames: Float[Tensor, "t b c h w"], state: State | None
+    ) -> tuple[Float[Tensor, " t-1"], State | None]:
         """The mean squared error of each prediction, and the state after the last."""
+        state = None if self.net.begins_anew else state
         before = self.net.initial_state(frames[0]) if state is None else state
         for layer, (r, c, p) in zip(self.layers, before, strict=True):
             layer.begin(r, c, p)
@@ -87,7 +90,7 @@ class Windows:
             layer.forget()  # now, for a convolution over a whole window needs memory of its own
         for below, layer in zip([None, *self.layers], self.layers, strict=False):
             layer.set_gradients(below)
-        return losses, [layer.after() for layer in self.layers]
+        return losses, None if self.net.begins_anew else [layer.after() for layer in self.layers]
 
 
 class Layer:

@@ -130,8 +130,7 @@ class GradientAccumulation:
     def _check(self, batch: Any, count: int) -> None:
         """Raise `UsageError`, with a name, for what does not give the same gradient in parts."""
         name = type(self.model).__name__
-        if isinstance(self.model, Trainable) and self.model.sequential:
-            raise UsageError(f"{name} carries a state from frame to frame: a window of frames cannot be split")
+        self._check_state()
         for path, module in self.model.named_modules():
             where = f"{type(module).__name__} ({path or name})"
             batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -150,6 +149,11 @@ class GradientAccumulation:
         else:
             warnings.warn(f"two examples do not fit: nobody has tried whether {name} can be split", stacklevel=3)
         self._splits = True
+
+    def _check_state(self) -> None:
+        if isinstance(self.model, Trainable) and self.model.sequential:
+            name = type(self.model).__name__
+            raise UsageError(f"{name} carries a state from frame to frame: a window of frames cannot be split")
 
     def _try(self, batch: Any, count: int, examples: int) -> None:
         some = _rows(batch, torch.linspace(0, count - 1, examples).long())

@@ -37,8 +37,11 @@ class Captured:
                 tensor.copy_(value)
         del kept, tensor, value  # memory that capturing needs
         self.graph = torch.cuda.CUDAGraph()
+        # cuBLAS has a workspace a stream: another graph of that stream, replayed beside this one, would use it, too.
+        torch._C._cuda_clearCublasWorkspaces()
         with torch.cuda.graph(self.graph):
             self.losses, self.after = updates(self.frames, self.before)
+        torch._C._cuda_clearCublasWorkspaces()
 
     def __call__(self, frames: Tensor, state: Any) -> tuple[Tensor, Any]:
         """The losses and the state after a window, valid until the next call."""

@@ -2,37 +2,56 @@
 
 from __future__ import annotations
 
-import base64
-import collections
-import contextlib
 import functools
-import json
 import os
-import pickle
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import Setting
 from gpulab.training import folders
 from gpulab.training import store as stores
-from gpulab.training.functions import TrainingFunction, is_function, optional
+from gpulab.training.claims import Claims, InFolder
+from gpulab.training.folders import Identity
+from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.protocol import Specification, protocol
+from gpulab.training.remote import InBucket, remote
+from gpulab.training.workers import INSIDE, Workers
 
 if TYPE_CHECKING:
     import pandas as pd
 
-# With -P nothing that lies in the current folder is imported, such as a queue.py.
-WORKER = [sys.executable, "-P", "-m", "gpulab.training.worker"]
-INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
-DEAF = 10.0  # seconds after which a worker that was asked to end is killed
+    from gpulab.passports import Passport
+
+WAIT = 1.0  # seconds between looks at what others are doing
+
+
+class Engine(Protocol):
+    """What trains: `count` jobs at the same time, each on one of the machines whose passports are given."""
+
+    count: int
+
+    def passports(self, setting: str) -> list[Passport]:
+        """The machines on which a run under a setting may be done."""
+
+    def room(self, job: dict[str, Any]) -> AbstractContextManager[Any]:
+        """In which there is room for a job."""
+
+    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
+        """Do a job and return the run's id; `tell` hears (frames done, loss)."""
+
+    def stop(self) -> None:
+        """Save what is being done, and do no more."""
+
+    def close(self) -> None:
+        """Wait until all has ended."""
 
 
 @dataclass
@@ -45,10 +64,11 @@ class Experiment:
         settings: The settings to compare.
         seeds: How many, or the seeds themselves; without it the profile says, or 10.
         profile: `smoke`, `quick` or `paper`, for gpulab's own networks.
-        store: The folder in which runs are kept.
+        store: The folder in which runs are kept, or `s3://bucket/prefix`.
         reruns: How often each seed and setting is run.
-        workers: How many runs go on at the same time: more than one is for a GPU that a single small network
-            cannot fill, and makes `seconds` say nothing.
+        workers: How many processes train at the same time, which makes `seconds` say nothing. With one, as many
+            as 16 of gpulab's own networks share a CUDA GPU in it (see `gpulab.training.replicas`), each with the
+            result that it has alone; their records say `shared`.
         options: Those of the function; or those of `gpulab.train` that JSON can carry, such as `frames` or `data`.
         variants: Each adds options of its own: all of them are trained under every setting.
 
@@ -85,7 +105,9 @@ class Experiment:
         seeds = usual if self.seeds is None else self.seeds
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
         self.variants = list(self.variants)
-        self.folder = Path(stores.default_store() if self.store is None else self.store)
+        place = stores.default_store() if self.store is None else self.store
+        self.remote = remote(place)
+        self.folder: Any = self.remote.url if self.remote else Path(place)
         if not (self.settings and self.seeds and self.variants) or self.reruns < 1 or self.workers < 1:
             raise UsageError("an experiment needs settings, seeds, variants, reruns and workers, at least one of each")
 
@@ -106,29 +128,71 @@ class Experiment:
         own = {"net": self.training, "setting": setting, "seed": seed, "rerun": rerun}
         return own | {"model_options": self.training.checked(options)}
 
-    def run(self, progress: bool = True) -> pd.DataFrame:
+    def run(
+        self,
+        progress: bool = True,
+        engine: str = "local",
+        address: str | None = None,
+        cpus: float | None = None,
+        gpus: float | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> pd.DataFrame:
         """Do what is not done yet and return this experiment's runs, as `gpulab.runs` does.
 
         An interrupted experiment goes on where it was. Runs that fail do not stop the others; they
-        are named in a `GpulabError` at the end.
+        are named in a `GpulabError` at the end. What another process does at the same time, on this machine or
+        another that has the store, is waited for and not done twice.
+
+        Args:
+            progress: Whether to show a bar.
+            engine: `local`, worker processes on this machine; or `ray`, on a cluster: see `gpulab.training.cluster`.
+            address: Of the Ray cluster, such as `auto` or `127.0.0.1:6379`; without it, `$RAY_ADDRESS`, or a cluster
+                of this machine alone, which ends with the experiment.
+            cpus: CPUs that the cluster keeps for each run: by default the setting's threads, or 1.
+            gpus: GPUs that it keeps for each, 1 or a fraction: by default 1, for settings of a GPU.
+            share: (k, n) does every n-th run from the k-th on, and leaves the others to others.
+
+        Raises:
+            UsageError: For what makes no sense, and runs that ask for more than a node of the cluster has.
+            GpulabError: Where runs failed.
         """
-        from tqdm.auto import tqdm
-
-        from gpulab.training.plan import planned
-
         if INSIDE in os.environ:
             raise UsageError(
                 "an experiment began while a worker imported its file: put it under __name__ == '__main__'"
             )
-        jobs = self.jobs()
-        frames = self.length
-        found = [folders.find(self.folder, planned(**job)) for job in jobs]
-        is_done = [folder is not None for folder in found]
-        finished = [folder.name for folder in found if folder is not None]
-        if not all(is_done):
+        if not 0 <= share[0] < share[1]:
+            raise UsageError(f"share {share!r}: expected (k, n) with k from 0 to n - 1")
+        if engine == "local" and (address, cpus, gpus) != (None, None, None):
+            raise UsageError("address, cpus and gpus are for engine='ray'")
+        jobs = self.jobs()[share[0] :: share[1]]
+        if engine == "local":
+            with Workers(self.workers, jobs) as workers:
+                finished = self._train(jobs, workers, progress)
+        elif engine == "ray":
+            if shared := {job.get("devices") for job in jobs} - {None, 1}:
+                raise UsageError(f"devices={shared.pop()!r} with engine='ray': there a run has one device; use 'local'")
+            from gpulab.training.cluster import RayCluster
+
+            with RayCluster(address, cpus, gpus, self.workers) as cluster:
+                finished = self._train(jobs, cluster, progress)
+        else:
+            raise UsageError(f"engine {engine!r}: expected local or ray")
+        frame = stores.runs(self.folder)
+        return frame[frame.id.isin(finished)].reset_index(drop=True)
+
+    def _train(self, jobs: list[dict[str, Any]], workers: Engine, progress: bool) -> list[str]:
+        """The ids of these runs, those of which an engine has done that were missing."""
+        from tqdm.auto import tqdm
+
+        from gpulab.training.plan import ANYWHERE, planned_on
+
+        frames, machines = self.length, {setting: workers.passports(setting) for setting in self.settings}
+        names = [planned_on([ANYWHERE, *machines[job["setting"]]], **job) for job in jobs]
+        found = [self._done(each) for each in names]
+        if not all(found) and isinstance(self.folder, Path):
             files.check_writable(self.folder / "run")
         failures: dict[str, list[str]] = {}  # which runs, by why
-        frames_done, lock = [frames if done else 0 for done in is_done], threading.Lock()
+        frames_done, lock = [frames if done else 0 for done in found], threading.Lock()
         total = {"total": len(jobs) * frames, "initial": sum(frames_done), "unit": self.unit}
         bar = tqdm(**total, leave=False, disable=not progress, miniters=0)  # a step of unknown length counts nothing
 
@@ -142,169 +206,47 @@ class Experiment:
                 bar.update(done - frames_done[number])
                 frames_done[number] = done
 
-        def work(number: int) -> None:
-            job = jobs[number]
-            try:
-                finished.append(workers.train(job, functools.partial(tell, number)))
-            except GpulabError as error:
-                failures.setdefault(str(error), []).append(f"{job['setting']} seed {job['seed']}")
+        def work(number: int) -> bool:
+            """Whether a run is settled: done, or failed; not while another does it."""
+            job, (anywhere, *here) = jobs[number], names[number]
+            with workers.room(job):
+                if not claims.take(anywhere.id):
+                    return False
+                try:
+                    # Another may have done it since.
+                    found[number] = (not anywhere.unknown and self._done([anywhere, *here])) or workers.train(
+                        job, functools.partial(tell, number)
+                    )
+                except GpulabError as error:
+                    failures.setdefault(str(error), []).append(f"{job['setting']} seed {job['seed']}")
+                finally:
+                    claims.release(anywhere.id)
             tell(number, frames)
+            return True
 
-        with bar, ThreadPoolExecutor(self.workers) as pool, Workers(self.workers) as workers:
-            trainings = [pool.submit(work, number) for number, done in enumerate(is_done) if not done]
+        missing = [number for number, done in enumerate(found) if not done]
+        place = InBucket(self.remote) if self.remote else InFolder(self.folder)
+        with bar, Claims(place) as claims, ThreadPoolExecutor(workers.count) as pool:
             try:
-                for training in trainings:
-                    training.result()
+                while missing:
+                    settled = [*pool.map(work, missing)]
+                    missing = [number for number, is_settled in zip(missing, settled, strict=True) if not is_settled]
+                    time.sleep(WAIT if missing else 0)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 workers.stop()
+                workers.close()  # one that does not hear is killed, which ends the wait of the pool
                 raise
         if failures:
             raise GpulabError(
                 f"{sum(map(len, failures.values()))} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
                 f"run again to try those: " + "; ".join(f"{', '.join(of)}: {why}" for why, of in failures.items())
             )
-        frame = stores.runs(self.folder)
-        return frame[frame.id.isin(finished)].reset_index(drop=True)
+        return [done for done in found if done]
 
-
-class _Worker:
-    """A process that trains under one setting, job after job."""
-
-    def __init__(self, setting: str, beside: int) -> None:
-        self.setting, self.stopped = setting, False
-        environment = {**os.environ, **Setting.parse(setting).environment(), INSIDE: "1"}
-        if beside > 1 and not setting.startswith("cpu"):
-            environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
-        pipe = subprocess.PIPE
-        try:
-            self.process = subprocess.Popen(
-                WORKER, env=environment, text=True, encoding="utf-8", stdin=pipe, stdout=pipe, stderr=pipe
-            )
-        except OSError as error:
-            raise GpulabError(f"its worker process could not be started: {error}") from None
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        self.jobs, self.answers = self.process.stdin, self.process.stdout
-        # Standard error is read all the time, so that the process never waits for a reader; its end is kept.
-        self.last_words: collections.deque[str] = collections.deque(maxlen=3)
-        self.listener = threading.Thread(target=self._listen, args=(self.process.stderr,), daemon=True)
-        self.listener.start()
-
-    def _listen(self, errors: IO[str]) -> None:
-        with errors:
-            self.last_words.extend(map(str.strip, errors))
-
-    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
-        """Have a job done; returns the run's id, or without a store its metrics. `tell` hears (frames done, loss)."""
-        with contextlib.suppress(OSError):  # if it has died, the end of its answers says so
-            self.jobs.write(_as_text(job) + "\n")
-            self.jobs.flush()
-        for line in self.answers:
-            message = json.loads(line)
-            if "error" in message:
-                raise GpulabError(message["error"])
-            if "done" not in message:
-                return message["id"] if "id" in message else message["metrics"]
-            tell(message["done"], message["loss"])
-        status = self.process.wait()
-        self.listener.join(timeout=5)  # what it said last may still be on its way
-        words = " ".join(self.last_words) or "it said nothing (killed, or out of memory?)"
-        raise GpulabError(f"its worker process ended with status {status}: {words}")
-
-    def close(self) -> None:
-        """No more jobs: wait until it ends; one that was asked to and does not hear is killed."""
-        with contextlib.suppress(OSError):
-            self.jobs.close()
-        try:
-            self.process.wait(DEAF if self.stopped else None)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.answers.close()
-
-    def stop(self) -> None:
-        """Ask it to save a checkpoint and end."""
-        self.stopped = True
-        self.process.terminate()
-
-
-class Workers:
-    """One worker a thread, replaced when the setting changes or it has died."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.stopped = count, False
-        self.mine = threading.local()
-        self.all: set[_Worker] = set()
-
-    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
-        """Have a job done by this thread's worker."""
-        if self.stopped:
-            raise GpulabError("interrupted")
-        worker: _Worker | None = getattr(self.mine, "worker", None)
-        if worker is None or worker.setting != job["setting"] or worker.process.poll() is not None:
-            if worker is not None:
-                worker.close()
-                self.all.discard(worker)
-            worker = self.mine.worker = _Worker(job["setting"], self.count)
-            self.all.add(worker)
-        return worker.train(job, tell)
-
-    def stop(self) -> None:
-        """Ask every worker to save a checkpoint and end, and start no other."""
-        self.stopped = True
-        for worker in [*self.all]:
-            worker.stop()
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for worker in [*self.all]:
-            worker.close()
-
-
-def _as_text(job: dict[str, Any]) -> str:
-    """A job on one line: JSON, and a function as bytes inside it."""
-    training = job["net"]
-    if isinstance(training, str):
-        return json.dumps(job)
-    try:
-        pickled = (pickle if training.named else optional("cloudpickle")).dumps(job)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise GpulabError(f"{training.name} cannot be sent to a worker process: {error}") from None
-    return json.dumps({"pickled": base64.b64encode(pickled).decode(), "path": sys.path})
-
-
-def worker_loop(lines: Iterator[str]) -> None:
-    """What a worker process does: read a job a line, train, and answer with a line of JSON each.
-
-    A job holds the arguments of `gpulab.train`, pickled where a function is among them; that comes from the process
-    that started this one.
-    """
-    # Whatever a library prints, from Python or from C, must not come between the answers.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    process = os.getpid()
-
-    def answer(**message: Any) -> None:
-        if os.getpid() != process:  # a function forked, and this is the child that came back
-            os._exit(1)
-        print(json.dumps(message), file=answers, flush=True)
-
-    from gpulab.training.run import train  # with all that it imports, before the user's folders are looked in
-
-    for line in lines:
-        job = json.loads(line)
-        try:
-            if "pickled" in job:
-                sys.path[:] = job["path"]  # as where the function was defined
-                job = pickle.loads(base64.b64decode(job["pickled"]))
-            run = train(**job, progress=lambda done, loss: answer(done=done, loss=loss))
-            result = {"id": run.record["id"]} if "store" in job else {"metrics": run.metrics}
-        except GpulabError as error:
-            result = {"error": str(error)}
-        except Exception as error:  # arguments that make no sense to a model or to Python
-            result = {"error": f"{type(error).__name__}: {error}"}
-        answer(**result)
+    def _done(self, names: list[Identity]) -> str | None:
+        """The id of a run in the store, which has a name for no machine and one for each that might have done it."""
+        if self.remote:
+            return next(filter(None, map(self.remote.has, names[1:])), None)
+        folder = next(filter(None, (folders.find(self.folder, name) for name in names[1:])), None)
+        return folder.name if folder else None

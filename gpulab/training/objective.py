@@ -15,9 +15,11 @@ from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting
 from gpulab.training import folders
 from gpulab.training import store as stores
-from gpulab.training.experiment import Experiment, Workers
+from gpulab.training.experiment import Experiment
 from gpulab.training.functions import TrainingFunction
 from gpulab.training.protocol import FACTORS, Specification
+from gpulab.training.remote import folder_of
+from gpulab.training.workers import Workers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -119,7 +121,7 @@ class Records(Objective):
             if FACTORS[name].of != "model" and len(values := runs[name].drop_duplicates()) > 1:
                 raise UsageError(f"target mixes runs with {name} {', '.join(map(str, values))}; choose those of one")
         self.metric = metric
-        self.folder = Path(stores.default_store() if store is None else store)
+        self.folder = folder_of(stores.default_store() if store is None else store)
         self.specification = Specification.from_record(record)
         options = self.specification.options
         parameters = inspect.signature(MODELS[record["experiment"]]).parameters

@@ -22,7 +22,7 @@ from gpulab.training.protocol import FACTORS, Protocol, factors_of_run, protocol
 
 # What of gpulab's code a network is, beside what all share.
 MODEL_FILES = {
-    "prednet": ["models/prednet.py", "models/prednet_windows.py"],
+    "prednet": ["models/prednet.py", "models/prednet_windows.py", "models/prednet_kernels.py"],
     "autoencoder": ["models/autoencoders.py"],
     "whitener": ["models/autoencoders.py"],
 }
@@ -97,6 +97,7 @@ def plan_run(
     rerun: int = 0,
     frames: int | None = None,
     learning_rate: float | None = None,
+    window: int | None = None,
     data_options: dict[str, Any] | None = None,
     model_options: dict[str, Any] | None = None,
     **factors: Any,
@@ -106,8 +107,11 @@ def plan_run(
     name = net if isinstance(net, str) else type(net).__name__.lower()
     usual = protocol(name if isinstance(net, str) or name in MODELS else "prednet", profile)
     frames = usual.frames if frames is None else frames
-    if not isinstance(frames, int) or frames < usual.window:
-        raise UsageError(f"frames={frames!r}: expected a whole number; a window alone has {usual.window}")
+    window = usual.window if window is None else window
+    if not isinstance(window, int) or window < 2:
+        raise UsageError(f"window={window!r}: expected a whole number from 2")
+    if not isinstance(frames, int) or frames < window:
+        raise UsageError(f"frames={frames!r}: expected a whole number; a window alone has {window}")
     rate = usual.learning_rate if learning_rate is None else learning_rate
     if not 0 <= rate < math.inf:
         raise UsageError(f"learning_rate={rate!r}: expected a number, 0 or above")
@@ -123,7 +127,7 @@ def plan_run(
         profile=profile,
         rerun=rerun,
         frames=frames,
-        window=usual.window,
+        window=window,
         learning_rate=rate,
         model_options=described,
         factors=chosen,
@@ -193,13 +197,22 @@ def _data(data: Data | str | None, model: Trainable, usual: Protocol, frames: in
     return data
 
 
+# A machine of no kind: a run has one name on it, whichever machine does it.
+ANYWHERE = Passport(cpu={"model": ""}, gpus=[], software={"torch": "", "gpulab": ""})
+
+
 def planned(net: str | TrainingFunction, **arguments: Any) -> folders.Identity:
     """What `train` would call a run with these arguments on this machine."""
+    return planned_on([passport()], net, **arguments)[0]
+
+
+def planned_on(machines: list[Passport], net: str | TrainingFunction, **arguments: Any) -> list[folders.Identity]:
+    """The same on each of several machines, given by their passports."""
     if isinstance(net, TrainingFunction):
         setting, seed, rerun, options = (arguments[name] for name in ("setting", "seed", "rerun", "model_options"))
-        return net.identity(passport(), Setting.parse(setting), seed, rerun, options)
+        return [net.identity(here, Setting.parse(setting), seed, rerun, options) for here in machines]
     own = {name for name in inspect.signature(plan_run).parameters if name != "factors"}
     own |= {name for name, option in FACTORS.items() if option.of == "run"}
     with torch.random.fork_rng(devices=[]):
         plan = plan_run(net, **{name: value for name, value in arguments.items() if name in own})
-    return plan.identity(passport())
+    return [plan.identity(here) for here in machines]

@@ -150,6 +150,7 @@ DATA_NAMES = "digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:
 OPTIONS: dict[str, Option] = {
     "data": Option(DATA_NAMES, default="the profile's"),
     "frames": Option("how many to train on", kind=int, default="the profile's"),
+    "window": Option("frames, or images, between two looks at the loss", kind=int, default="the profile's"),
     "size": Option(
         "height×width of the frames, such as 48x64",
         of="data and model",
@@ -190,6 +191,7 @@ OPTIONS: dict[str, Option] = {
         factor=True,
         choices=("cpu", "device"),
     ),
+    "devices": Option("how many devices share each batch, a process each", int, default="1", usual=1, factor=True),
     "covariance": Option("how the whitener computes it", of="model", factor=True, flag=False),
     "truncation": Option(
         "what PredNet's backpropagation through time is cut off from: loss or state",
@@ -277,6 +279,8 @@ class Specification:
         data = {name: done["data_options"][name] for name in DATA_OPTIONS if name in done["data_options"]}
         data |= {"seed": done["data_options"]["scene_seed"]} if "scene_seed" in done["data_options"] else {}
         options = {name: done[name] for name in ("data", "frames", "learning_rate")}
+        if done["window"] != protocol(record["experiment"], record["profile"]).window:
+            options["window"] = done["window"]
         for name, option in FACTORS.items():
             if name in record and option.of != "model":
                 (data if option.of == "data" else options)[name] = record[name]

@@ -34,6 +34,7 @@ from gpulab.training import store as stores
 from gpulab.training.functions import optional
 from gpulab.training.objective import Records, Trainings, UserFunction, check_numbers, check_runs_here
 from gpulab.training.proposals import propose
+from gpulab.training.remote import folder_of
 from gpulab.training.search import Point, SearchProblem, checked_space, checked_target, key
 from gpulab.training.trial_log import LedgerError, Trial, TrialLog
 
@@ -189,7 +190,7 @@ def reproduce(
     dimensions = checked_space(search, objective, parsed)
     problem = SearchProblem(runs, metric, margin, alpha, parsed, dimensions, objective, prune)
     check_runs_here(parsed)
-    folder = Path(stores.default_store() if store is None else store)
+    folder = folder_of(stores.default_store() if store is None else store)
     file = folder / f"reproduce-{problem.digest[:10]}.jsonl" if study is None else Path(study)
     if (points := problem.points()) is None:
         optional("optuna")  # before anything trains

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.settings import Setting
-from gpulab.training import folders
+from gpulab.training import folders, parallel
 from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.plan import Plan, plan_run
 from gpulab.training.protocol import Specification
-from gpulab.training.step import Trainer
+from gpulab.training.remote import Remote, remote
 
 CHECKPOINT_SECONDS = 10.0
 
@@ -122,6 +123,7 @@ def train(
     *,
     frames: int | None = None,
     learning_rate: float | None = None,
+    window: int | None = None,
     data_options: dict[str, Any] | None = None,
     model_options: dict[str, Any] | None = None,
     rerun: int = 0,
@@ -163,10 +165,11 @@ def train(
         profile: How long and on what: `smoke`, `quick` or `paper`.
         frames: How many frames or images to train on.
         learning_rate: Adam's.
+        window: How many frames or images there are between two looks at the loss: of PredNet those of an update.
         data_options: Options of `gpulab.load`.
         model_options: Options of the model named, or of a training of your own, which takes them as keywords, too.
         rerun: Numbers repetitions of the same run.
-        store: A folder in which runs are kept.
+        store: A folder in which runs are kept, or `s3://bucket/prefix`, which keeps no weights.
         resume: Whether to go on from a checkpoint, and to take a run that is there.
         checkpoint_seconds: Time between checkpoints.
         keep_weights: Whether the store keeps the trained weights.
@@ -180,7 +183,9 @@ def train(
             changes the last bit of the initial weight of that number; `fast=False` has every gradient computed by
             autograd, which PredNet otherwise does in fewer operations, equal up to rounding, unless a guard, a trace
             or an emulation has to see each of them; `draws` says whose generator draws the
-            initial weights, the `cpu`'s or the `device`'s own, which gives other numbers from the same seed.
+            initial weights, the `cpu`'s or the `device`'s own, which gives other numbers from the same seed; `devices`,
+            how many share each batch, a process each (see `gpulab.training.parallel`): under `cpu` or `cuda` on this
+            machine, or those that torchrun has started, and the result is that of one up to rounding.
 
     Raises:
         UsageError: For what makes no sense, before anything is trained.
@@ -191,52 +196,155 @@ def train(
         >>> run.status, len(run.history)
         ('finished', 20)
     """
-    chosen = {"frames": frames, "learning_rate": learning_rate, **factors}
-    folder = None if store is None else Path(store)
+    chosen = {"frames": frames, "learning_rate": learning_rate, "window": window, **factors}
+    there = remote(store)
+    folder = there.work if there else None if store is None else Path(store)
     if isinstance(net, TrainingFunction) or is_function(net):
         if watch or data_options:
             raise UsageError("watch and data_options go with gpulab's own networks")
         options = {name: value for name, value in {"data": data, **chosen}.items() if value is not None}
         training = net if isinstance(net, TrainingFunction) else TrainingFunction(net)
         options = training.checked(options | (model_options or {}))
-        return _call(training, Setting.parse(setting), seed, rerun, options, folder, resume, guard, progress, command)
+        return _call(
+            training, Setting.parse(setting), seed, rerun, options, folder, there, resume, guard, progress, command
+        )
     chosen |= {"data_options": data_options, "model_options": model_options}
-    own: Any = net
+    chosen["devices"] = devices = parallel.count(factors.get("devices"))
+    plan, usual = planned(net, data, setting, seed, profile, rerun, **chosen)
+    command = usual if command is None else command
+    if devices > 1 and not parallel.started_here():
+        if watch:
+            raise UsageError("watch looks at a model in this process: have torchrun start the processes")
+        job: dict[str, Any] = {"net": net, "data": data, "setting": str(plan.setting), "seed": seed, "profile": profile}
+        job |= {"rerun": rerun, "resume": resume, "checkpoint_seconds": checkpoint_seconds, "guard": guard, **chosen}
+        return _launched(plan, job | {"command": command}, folder, there, keep_weights, progress)
+    keep = Keeping(folder, there, resume, checkpoint_seconds, keep_weights)
+    with under(plan.setting, plan.model.threads), parallel.join(plan.setting, devices) as group:
+        return _last(in_turns(plan, command, keep, group, guard, watch, progress))
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where a run of gpulab's own networks is kept, and how; as `train` says."""
+
+    store: Path | None
+    there: Remote | None = None
+    resume: bool = True
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    weights: bool = True
+    shared: bool = False  # whether others train on the device at the same time, so that `seconds` says nothing
+
+
+def planned(
+    net: Any, data: Data | str | None, setting: Setting | str, seed: int, profile: str, rerun: int, **chosen: Any
+) -> tuple[Plan, str | None]:
+    """The plan of a training, and the command line that makes it, where there is one."""
     with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
-        plan = plan_run(own, data, setting=setting, seed=seed, profile=profile, rerun=rerun, **chosen)
-    if command is None and isinstance(net, str) and (data is None or isinstance(data, str)):
-        given = {name: value for name, value in {"data": data, **chosen}.items() if value is not None}
-        command = Specification(net, str(plan.setting), seed, profile, rerun, given).command()
-    with plan.setting.apply():
-        if plan.setting.threads is None and plan.model.threads:
-            torch.set_num_threads(min(plan.model.threads, torch.get_num_threads()))  # `apply` puts it back
-        plan.begin()
-        identity = plan.identity(passport())
-        record = folders.begun(identity, passport(), command)
-        if folder is not None and resume and not guard and (done := folders.find(folder, identity, keep_weights)):
-            return _stored(done, plan)
-        file = None if folder is None or identity.unknown else folders.checkpoint_file(folder, identity.id)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            trainer = Trainer(plan)
-            if file is not None and resume and file.exists():
-                spare = replace(plan, model=copy.deepcopy(plan.model))
-                if folders.resume(file, trainer.restore):
-                    record["resumed_at"] = trainer.windows_done
-                else:  # which may have left it half restored
-                    plan = spare
-                    trainer = Trainer(plan)
-            with guards.guard() if guard else contextlib.nullcontext():
-                trainer.run(file, checkpoint_seconds, progress, watch)
-            record |= trainer.outcome()
-        plan.data.check_unchanged()
+        plan = plan_run(net, data, setting=setting, seed=seed, profile=profile, rerun=rerun, **chosen)
+    if not isinstance(net, str) or not (data is None or isinstance(data, str)):
+        return plan, None
+    given = {name: value for name, value in {"data": data, **chosen}.items() if value is not None}
+    return plan, Specification(net, str(plan.setting), seed, profile, rerun, given).command()
+
+
+@contextlib.contextmanager
+def under(setting: Setting, threads: int | None) -> Iterator[None]:
+    """What trainings of gpulab's own networks need in force; `threads` is how many such a network can use."""
+    with setting.apply(), torch.random.fork_rng(devices=[]):
+        if setting.threads is None and threads:
+            torch.set_num_threads(min(threads, torch.get_num_threads()))
+        yield
+
+
+def in_turns(
+    plan: Plan,
+    command: str | None,
+    keep: Keeping,
+    group: parallel.Group,
+    guard: bool = False,
+    watch: Callable[[Trainable, int], None] | None = None,
+    progress: bool | Callable[[int, float], None] = False,
+) -> Generator[None, None, Run]:
+    """Carry out a plan, `under` what it needs, in turns with others: see `Trainer.turns`. Returns the run."""
+    plan.begin()
+    identity = plan.identity(passport())
+    group.agree({**identity.record, "id": None}, "another training to do")
+    record = folders.begun(identity, passport(), command)
+    known = keep.store if keep.resume and not guard else None
+    if done := group.ask(lambda: _found(known, keep.there, identity, keep.weights)):
+        kept, rows, weights, place = done
+        return _stored(plan, kept, rows, weights, place if group.rank == 0 else None)
+    folder = keep.store if group.rank == 0 else None  # of several processes the first keeps the run
+    file = None if folder is None or identity.unknown else folders.checkpoint_file(folder, identity.id)
+    torch.manual_seed(plan.seed)
+    trainer = parallel.trainer(plan, group)
+    if file is not None and keep.resume and file.exists():
+        spare = replace(plan, model=copy.deepcopy(plan.model))
+        if folders.resume(file, trainer.restore):
+            record["resumed_at"] = trainer.windows_done
+        else:  # which may have left it half restored
+            plan = spare
+            trainer = parallel.trainer(plan, group)
+    if isinstance(trainer, parallel.DataParallel):
+        trainer.share()
+    with guards.guard() if guard else contextlib.nullcontext():
+        yield from trainer.turns(file, keep.checkpoint_seconds, progress if group.rank == 0 else False, watch)
+    record |= trainer.outcome() | ({"shared": True} if keep.shared else {})
+    plan.data.check_unchanged()
     history = _history(trainer.history)
     plan.model.fresh = False
     run = Run(plan.model.cpu(), plan.data, history, record)
     if folder is not None:
-        run.path = folders.write_run(folder, record, history, plan.model.state_dict() if keep_weights else None)
+        run.path = folders.write_run(folder, record, history, plan.model.state_dict() if keep.weights else None)
         if file is not None:
             file.unlink(missing_ok=True)
+        if keep.there:
+            keep.there.push(run.path)
+    return run
+
+
+def _last(turns: Generator[None, None, Run]) -> Run:
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            return end.value
+
+
+def _launched(
+    plan: Plan,
+    job: dict[str, Any],
+    store: Path | None,
+    there: Remote | None,
+    keep_weights: bool,
+    progress: bool | Callable[[int, float], None],
+) -> Run:
+    """The run that several processes on this machine make, and put into a store."""
+    parallel.check_devices(plan.setting, plan.factors["devices"])
+    plan.begin()
+    parallel.check_divides(plan)
+    known = store if job["resume"] and not job["guard"] else None
+    if done := _found(known, there, plan.identity(passport()), keep_weights):
+        return _stored(plan, *done)
+    with contextlib.ExitStack() as stack:
+        folder = store or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        total = plan.frames // plan.window * plan.window
+        bar = stack.enter_context(tqdm(total=total, unit="frame", leave=False, disable=progress is not True))
+
+        def tell(done: int, loss: float) -> None:
+            bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            bar.update(done - bar.n)
+            if callable(progress):
+                progress(done, loss)
+
+        # The trained weights come back through the store.
+        name = parallel.launch({**job, "store": there.url if there else str(folder)}, plan.factors["devices"], tell)[0]
+        run = _stored(plan, *_read(folder / name))
+        run.model.fresh = False
+        if not keep_weights:
+            (folder / name / folders.WEIGHTS).unlink(missing_ok=True)
+        if store is None:
+            run.path = None
     return run
 
 
@@ -251,6 +359,7 @@ def _call(
     rerun: int,
     options: dict[str, Any],
     store: Path | None,
+    there: Remote | None,
     resume: bool,
     guard: bool,
     progress: bool | Callable[[int, float], None],
@@ -259,9 +368,9 @@ def _call(
     """One run of a function of the user's."""
     here, files = passport(), None
     identity = training.identity(here, setting, seed, rerun, options)
-    if store is not None and resume and not guard and (done := folders.find(store, identity)):
-        record, history = folders.read_run(done)
-        return Run(None, None, history, record, done)
+    if done := _found(store if resume and not guard else None, there, identity):
+        record, history, _, place = done
+        return Run(None, None, history, record, place)
     if store is not None and "folder" in training.takes and not identity.unknown:
         files = folders.files_folder(store, identity.id, resume)
     with contextlib.ExitStack() as stack:
@@ -285,12 +394,37 @@ def _call(
     run = Run(None, None, _history(rows), record)
     if store is not None:
         run.path = folders.write_run(store, record, run.history, own_files=files)
+        if there:
+            there.push(run.path)
     return run
 
 
-def _stored(folder: Path, plan: Plan) -> Run:
+Kept = tuple[dict[str, Any], pd.DataFrame, dict[str, Tensor] | None, Path]  # record, history, weights, folder
+
+
+def _found(
+    store: Path | None, there: Remote | None, identity: folders.Identity, with_weights: bool | None = None
+) -> Kept | None:
+    """A run that was done before, which is uploaded where that was cut off."""
+    if store is None:
+        return None
+    if there:
+        there.fetch(identity)
+    folder = folders.find(store, identity, with_weights)
+    if there and folder:
+        there.push(folder)
+    return None if folder is None else _read(folder)
+
+
+def _read(folder: Path) -> Kept:
+    weights = folders.read_weights(folder) if (folder / folders.WEIGHTS).is_file() else None
+    return *folders.read_run(folder), weights, folder
+
+
+def _stored(
+    plan: Plan, record: dict[str, Any], history: pd.DataFrame, weights: dict[str, Tensor] | None, folder: Path | None
+) -> Run:
     """A run that was done before; without kept weights its model is untrained."""
-    record, history = folders.read_run(folder)
-    if (folder / folders.WEIGHTS).is_file():
-        plan.model.to(dtype=plan.setting.dtype).load_state_dict(folders.read_weights(folder))
+    if weights is not None:
+        plan.model.to(dtype=plan.setting.dtype).load_state_dict(weights)
     return Run(plan.model, plan.data, history, record, folder)

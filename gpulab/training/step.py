@@ -69,6 +69,20 @@ class Trainer:
 
         A checkpoint goes into `file` each so many seconds (`every`), and when an interruption comes between windows.
         """
+        for _ in self.turns(file, every, progress, watch):
+            pass
+
+    def turns(
+        self,
+        file: Path | None,
+        every: float,
+        progress: bool | Callable[[int, float], None],
+        watch: Callable[[Trainable, int], None] | None = None,
+    ) -> Iterator[None]:
+        """The same, in turns with others: each ends when a window has been given to the device, which may take a while.
+
+        An interruption that is thrown in comes after that window.
+        """
         self.model.train()
         if watch:
             watch(self.model, self.step)
@@ -81,10 +95,19 @@ class Trainer:
         with tqdm(**frames, leave=False, disable=progress is not True) as bar:
             try:
                 while self.windows_done < self.count and self.diverged_at is None:
-                    loss = self._train_window(next(windows))
+                    interruption = None
+                    torch.set_rng_state(self.random)  # others may have drawn since
+                    losses = self._launch(next(windows))
+                    self.random = torch.get_rng_state()
+                    try:
+                        yield
+                    except KeyboardInterrupt as thrown:
+                        interruption = thrown
+                    loss = self._look(losses)
                     self.seconds = time.perf_counter() - started
                     self.history.append((self.windows_done, self.step, loss, self.seconds))
-                    self.random = torch.get_rng_state()
+                    if interruption:
+                        raise interruption
                     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
                     bar.update(self.window)
                     if callable(progress):
@@ -98,6 +121,7 @@ class Trainer:
                 if file is not None and self._at_a_window():
                     folders.write_checkpoint(file, *self.checkpoint())
                 raise
+        torch.set_rng_state(self.random)
 
     def _at_a_window(self) -> bool:
         """Whether nothing has changed since the last window ended, so that one can go on from there."""
@@ -105,8 +129,8 @@ class Trainer:
         done = not self.updating and bool(self.history) and self.step == self.history[-1][1]
         return done and not changing and self.diverged_at is None
 
-    def _train_window(self, window: Window) -> float:
-        """One window: an update for each of its batches. Returns the loss per frame."""
+    def _launch(self, window: Window) -> Tensor:
+        """One window: an update for each of its batches. Returns their losses, which a device may still compute."""
         state, fast = None if window.restart else self.state, self.fast and not _watched()
         fast = fast and (self.loader.name == "window" or Windows.follows(self.model))
         self.updating = True
@@ -116,7 +140,10 @@ class Trainer:
             losses, self.state = self._updates(self.model.batches(self.loader.window(window.frames)), state, fast)
         else:
             losses, self.state = self._updates(self.loader.batches(self.model, window.frames), state, fast)
-        # One look at the device per window: asking after every update would wait for it each time.
+        return losses
+
+    def _look(self, losses: Tensor) -> float:
+        """The loss per frame; one look at the device per window, since every look waits for it."""
         values = losses.tolist()
         self.updating, self.step = False, self.step + len(values)
         for place, value in enumerate(values):
@@ -217,7 +244,6 @@ class Trainer:
                 tensor.copy_(tensors[f"adam.{name}.{index}"])
         self.state = _unpacked(notes["state"], tensors, self.setting.device)
         self.random = tensors["random"]
-        torch.set_rng_state(self.random)
         rows = tensors["history"].tolist()
         self.history = [(int(window), int(step), loss, seconds) for window, step, loss, seconds in rows]
         self.step, self.seconds = notes["step"], self.history[-1][3]

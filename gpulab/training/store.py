@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpulab import records
 from gpulab.errors import DataError
-from gpulab.training import folders
+from gpulab.training import folders, index
 from gpulab.training.protocol import FACTORS, factors_of_record
+from gpulab.training.remote import remote
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,23 +36,26 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     Columns: `experiment`, `profile`, `setting`, `device`, `seed`, `rerun`, `loader` (how frames reached the
     device), `decoder` (of JPEG frames), `flip` (the initial weight whose last bit was changed), `fast` (whether
     gradients may be computed in fewer operations), `draws` (whose generator drew the initial weights), `covariance`
-    (how the whitener computes it), `truncation` (what PredNet's backpropagation is cut off from), `status`,
-    `final_loss`, `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the SHA-256 of the trained weights, so
-    that equal bits can be seen), `gradients` (by autograd or written out; None where nobody noted it),
-    `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`, `frame_size` (height×width), `scene_seed` and
-    `speed` (what a rendered scene was drawn from, and how fast it moves), `frames`, `protocol` (a digest of model,
-    data, length and learning rate: runs with equal ones can be compared), `recorded`, `id` and `path`. A damaged
-    run is reported as a warning and skipped. Runs of a function have, after these, `options` (all of them, as JSON)
-    and a column for each option and each metric.
+    (how the whitener computes it), `truncation` (what PredNet's backpropagation is cut off from), `devices` (how
+    many shared it), `status`, `final_loss`, `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the SHA-256
+    of the trained weights, so that equal bits can be seen), `gradients` (by autograd or written out; None where
+    nobody noted it), `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`, `frame_size`
+    (height×width), `scene_seed` and `speed` (what a rendered scene was drawn from, and how fast it moves),
+    `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones can be compared),
+    `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped. Runs of a function have, after
+    these, `options` (all of them, as JSON) and a column for each option and each metric.
 
     Args:
-        store: A folder, or a file of packed runs; by default `$GPULAB_STORE`, or the folder `runs`.
+        store: A folder, a file of packed runs, or `s3://bucket/prefix`, from which what is new is downloaded into the
+            user's cache; by default `$GPULAB_STORE`, or the folder `runs`.
 
     Examples:
         >>> runs("a-folder-that-is-not-there").empty
         True
     """
-    return _frame(default_store() if store is None else Path(store), recorded=False)
+    store = default_store() if store is None else store
+    there = remote(store)
+    return _frame(there.pull() if there else Path(store), recorded=False)
 
 
 def recorded_runs() -> pd.DataFrame:
@@ -146,10 +150,14 @@ OPEN = {"data", "speed", "frames", *FACTORS} - {"flip"}
 
 def _frame(store: Path, recorded: bool) -> pd.DataFrame:
     import pandas as pd
+    from tqdm.auto import tqdm
 
+    stamps = {entry: index.stamp(entry) for entry in entries(store)}
+    known = index.read(store, COLUMNS, stamps)
+    unread = stamps if known is None else stamps.keys() - known["path"].unique()
     rows: list[dict[str, Any]] = []
     damaged: list[str] = []
-    for entry in entries(store):
+    for entry in tqdm(sorted(unread), unit="run", leave=False, delay=2):
         try:
             rows += _rows(entry, recorded)
         except DataError as error:
@@ -159,10 +167,20 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
         said = "; ".join(damaged[:MOST_NAMED]) + ("; …" if len(damaged) > MOST_NAMED else "")
         warnings.warn(f"{len(damaged)} damaged run(s) skipped (gpulab check mends a store): {said}", stacklevel=3)
     numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second", "speed", "flip"), float)
-    more = dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)
-    frame = pd.DataFrame(rows, columns=[*COLUMNS, *more]).astype(numbers)  # JSON's null becomes NaN
+    if rows or known is None:
+        more = dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)
+        frame = pd.DataFrame(rows, columns=[*COLUMNS, *more]).astype(numbers)  # JSON's null becomes NaN
+        frame = frame if known is None else index.joined(known, frame).astype(numbers)
+        # Runs that have the same of the others are in the order of their paths.
+        order = ["experiment", "profile", "setting", "seed", "path"]
+        frame = frame.sort_values(order, ignore_index=True, kind="stable")
+        if len(rows) >= index.FEWEST:
+            index.write(store, COLUMNS, stamps, frame)
+    else:
+        frame = known.astype(numbers).reset_index(drop=True)
+    frame["recorded"] = recorded
     frame.attrs["damaged"] = len(damaged)
-    return frame.sort_values(["experiment", "profile", "setting", "seed"], ignore_index=True)
+    return frame
 
 
 def entries(store: Path) -> list[str]:

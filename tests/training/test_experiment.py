@@ -12,8 +12,7 @@ import torch
 
 import gpulab as gl
 from gpulab.settings import cpu_flags
-from gpulab.training import experiment as experiments
-from gpulab.training import folders
+from gpulab.training import folders, workers
 from gpulab.training.plan import planned
 
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
@@ -61,7 +60,7 @@ def test_the_threads_of_workers_do_not_leak_into_this_process(done):
 
 def test_what_is_done_is_skipped_without_a_worker(done, monkeypatch):
     store, frame, _, _ = done
-    monkeypatch.setattr(experiments, "WORKER", BROKEN)
+    monkeypatch.setattr(workers, "WORKER", BROKEN)
     again = experiment(store, SETTINGS).run(progress=False)
     assert again.equals(frame)
     part = experiment(store, SETTINGS[1:], seeds=[1]).run(progress=False)
@@ -70,7 +69,7 @@ def test_what_is_done_is_skipped_without_a_worker(done, monkeypatch):
 
 def test_a_worker_that_dies_is_reported_with_setting_seed_and_its_last_words(done, monkeypatch, tmp_path):
     store = done[0]
-    monkeypatch.setattr(experiments, "WORKER", BROKEN)
+    monkeypatch.setattr(workers, "WORKER", BROKEN)
     with pytest.raises(gl.GpulabError) as error:
         experiment(store, SETTINGS[:1], seeds=[0, 1, 2, 3, 4, 5]).run(progress=False)
     message = str(error.value)
@@ -87,19 +86,19 @@ def test_a_worker_that_dies_is_reported_with_setting_seed_and_its_last_words(don
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
 def test_a_worker_that_is_killed_is_reported(monkeypatch, tmp_path):
     killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    monkeypatch.setattr(experiments, "WORKER", killed)
+    monkeypatch.setattr(workers, "WORKER", killed)
     with pytest.raises(gl.GpulabError, match=r"seed 0: its worker process ended with status -9: it said nothing"):
         experiment(tmp_path, seeds=1).run(progress=False)
 
 
 def test_a_worker_that_cannot_be_started_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(experiments, "WORKER", [str(tmp_path / "no-python")])
+    monkeypatch.setattr(workers, "WORKER", [str(tmp_path / "no-python")])
     with pytest.raises(gl.GpulabError, match="cpu:threads=1 seed 0"):
         experiment(tmp_path / "store", seeds=1).run(progress=False)
 
 
 def test_a_store_that_cannot_be_written_is_told_once_before_any_worker_starts(monkeypatch, tmp_path):
-    monkeypatch.setattr(experiments, "WORKER", BROKEN)
+    monkeypatch.setattr(workers, "WORKER", BROKEN)
     (tmp_path / "a-file").write_text("")
     with pytest.raises(gl.GpulabError, match="cannot be written: a part of its path is a file"):
         experiment(tmp_path / "a-file").run(progress=False)
@@ -107,17 +106,17 @@ def test_a_store_that_cannot_be_written_is_told_once_before_any_worker_starts(mo
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this operating system does not list descriptors")
 def test_a_worker_that_is_replaced_leaves_nothing(monkeypatch):
-    monkeypatch.setattr(experiments, "WORKER", [sys.executable, "-S", "-c", "import sys; sys.exit('boom')"])
+    monkeypatch.setattr(workers, "WORKER", [sys.executable, "-S", "-c", "import sys; sys.exit('boom')"])
 
     def counts():
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    with experiments.Workers(1) as workers:
+    with workers.Workers(1) as pool:
         before = counts()
         for _ in range(10):
             with pytest.raises(gl.GpulabError, match="boom"):
-                workers.train({"net": "autoencoder", "setting": "cpu"}, lambda *_: None)
-        assert len(workers.all) == 1
+                pool.train({"net": "autoencoder", "setting": "cpu"}, lambda *_: None)
+        assert len(pool.all) == 1
     assert counts() == before
 
 
@@ -233,7 +232,7 @@ def test_each_variant_is_trained_under_every_setting(tmp_path):
     ],
 )
 def test_an_experiment_that_makes_no_sense_is_refused_before_any_worker_starts(wrong, named, tmp_path, monkeypatch):
-    monkeypatch.setattr(experiments, "WORKER", BROKEN)
+    monkeypatch.setattr(workers, "WORKER", BROKEN)
     wanted = {"model": "prednet", "settings": ["cpu"], "seeds": 1, "profile": "smoke", "store": tmp_path}
     with pytest.raises(gl.UsageError, match=named):
         gl.Experiment(**{**wanted, **wrong}).run(progress=False)

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.training import experiment as experiments
-from gpulab.training import folders
+from gpulab.training import folders, workers
 from gpulab.training import store as stores
 from gpulab.training.functions import TrainingFunction
 
@@ -140,7 +139,7 @@ def test_a_usual_training_becomes_runs_that_a_verdict_compares(write, monkeypatc
     assert record["passport"]["software"] == gl.passport()["software"]
     assert record["arithmetic"]["threads"] == 1
     assert record["command"] == f"gpulab train usual.py:train --setting {ONE} --seed 1"
-    monkeypatch.setattr(experiments, "WORKER", [sys.executable, "-c", "import sys; sys.exit('boom')"])
+    monkeypatch.setattr(workers, "WORKER", [sys.executable, "-c", "import sys; sys.exit('boom')"])
     assert experiment.run(progress=False).equals(frame), "what is done is skipped without a worker"
     assert gl.Experiment("usual.py:train", [ONE], [1], store="runs").run(progress=False).id.tolist() == [frame.id[1]]
     run = once("usual.py:train", seed=1)
@@ -317,7 +316,7 @@ def test_a_function_may_print_read_and_fork(write):
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_any_worker_starts(train, words, write, monkeypatch):
-    monkeypatch.setattr(experiments, "WORKER", ["no-python"])
+    monkeypatch.setattr(workers, "WORKER", ["no-python"])
     write(usual=USUAL, parts=PARTS, broken="\nx = undefined\n", tidy="import sys\n\nsys.exit(2)\n", syntax="def (:")
     with pytest.raises(gl.UsageError, match=words):
         gl.Experiment(train, [ONE], 2, store="runs").run(progress=False)
@@ -426,9 +425,9 @@ FOREVER = """
 GO = """
 import sys
 import gpulab as gl
-from gpulab.training import experiment
+from gpulab.training import workers
 
-experiment.DEAF = 0.5
+workers.DEAF = 0.5
 gl.Experiment("forever.py:train", ["cpu:threads=1"], 2, store="runs").run(progress=False)
 """
 

@@ -466,4 +466,4 @@ def test_nothing_is_ever_unpickled_from_a_file():
         for hit in re.findall(pattern, file.read_text())
     ]
     # What a process sends its own worker, through the pipe between them.
-    assert found == [("experiment.py", 'pickle.loads(base64.b64decode(job["pickled"]))')]
+    assert found == [("worker.py", 'pickle.loads(base64.b64decode(job["pickled"]))')]

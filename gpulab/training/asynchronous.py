@@ -1,0 +1,239 @@
+"""Stochastic gradient descent by several processes on the same weights, without a lock: Hogwild.
+
+Every worker reads the weights, computes the gradient of a batch of its own and subtracts it, and none waits: what it
+read may be old when it writes, and of two that write a weight at the same moment one is lost. `delay` bounds how far a
+worker may be ahead of the slowest; `synchronous` adds the gradients up, as data-parallel training does.
+
+The weights lie in a file that all workers map into their memory, each beside a count of its updates: pairs, read and
+written by the same instruction, so that a count is lost where an update is.
+
+Sources: Recht, Ré, Wright, Niu 2011, *Hogwild: a lock-free approach to parallelizing stochastic gradient descent*
+(arXiv 1106.5730); with a bounded delay Ho et al. 2013, *More effective distributed ML via a stale synchronous parallel
+parameter server*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpulab.data.datasets import load
+from gpulab.diagnostics.guards import guard as guarded
+from gpulab.errors import UsageError
+from gpulab.models.autoencoders import Autoencoder
+from gpulab.settings import Setting
+from gpulab.training import parallel
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MODES = ("lock-free", "bounded", "synchronous")
+COLUMNS = ("update", "seconds", "loss", "staleness", "overwritten")
+SIZE = (28, 28)
+PARTS = ("training/parallel.py", "models/autoencoders.py", "data")  # of gpulab, on which `work` depends
+
+
+@dataclass
+class Descent:
+    """What the workers did together.
+
+    Attributes:
+        history: A row for each update, in the order of time: `worker`, `update` (of that worker), `seconds` since the
+            start, `loss` (of its batch, at the weights that it read), `staleness` (updates that others made between
+            its reading and its writing), `overwritten` (1 where the guard found that memory had changed before
+            backward used it; NaN without a guard).
+        summary: `mode`, `seed`, `workers`, `delay`, `updates`, `heldout_loss`, `seconds`, `updates_per_second`,
+            `staleness` (the mean), `weights` (how many there are), `lost` (updates of a single weight that another
+            worker's overwrote), `lost_share`, `overwritten_steps` (a share).
+    """
+
+    history: pd.DataFrame
+    summary: dict[str, Any]
+
+
+def descend(
+    mode: str = "lock-free",
+    seed: int = 0,
+    workers: int = 2,
+    updates: int = 400,
+    delay: int | None = None,
+    batch_size: int = 20,
+    learning_rate: float = 1.0,
+    hidden: tuple[int, ...] = (64, 16),
+    data: str = "digits",
+    guard: bool = False,
+) -> Descent:
+    """Train an autoencoder by gradient descent in several processes on one CPU.
+
+    All modes compute as many gradients, of the same batches, and subtract each with the same rate.
+
+    Args:
+        mode: `lock-free`; `bounded`, in which no worker is more than `delay` updates ahead of another; or
+            `synchronous`, in which all compute at the same weights, which then change by the sum.
+        seed: Draws the weights and the order of images.
+        workers: Processes, of one thread each.
+        updates: Of all workers together.
+        delay: For `bounded`, from 0; in `lock-free` there is none.
+        batch_size: Images for each gradient.
+        learning_rate: Of plain gradient descent.
+        hidden: The widths of the autoencoder's layers up to the code.
+        data: Images, as `gpulab.load` names them.
+        guard: Whether each step is under `gpulab.guard`, which tells of weights that changed before backward.
+
+    Raises:
+        UsageError: For what makes no sense, before a process starts.
+    """
+    import pandas as pd
+
+    if mode not in MODES:
+        raise UsageError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
+    if (mode == "bounded") != (type(delay) is int and delay >= 0):
+        raise UsageError(f"delay={delay!r} with mode {mode!r}: bounded takes a whole number from 0, the others none")
+    for name, value in {"workers": workers, "updates": updates, "batch_size": batch_size}.items():
+        if type(value) is not int or value < 1:
+            raise UsageError(f"{name}={value!r}: expected a whole number from 1")
+    if updates % workers:
+        raise UsageError(f"updates={updates}: expected a multiple of {workers} workers")
+    model = Autoencoder(hidden, SIZE)
+    model.draw_weights(torch.Generator().manual_seed(seed))
+    images = load(data, size=SIZE)
+    if images.sequential:
+        raise UsageError(f"data {data!r} is a sequence of frames; an autoencoder learns from images")
+    task = {"mode": mode, "updates": updates, "delay": delay, "batch_size": batch_size, "guard": guard}
+    task |= {"learning_rate": learning_rate, "hidden": list(hidden), "data": data}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        shared = Memory(Path(folder), model, workers, create=True)
+        job = {"net": "gpulab.training.asynchronous:work", "setting": "cpu:threads=1", "seed": seed}
+        answers = parallel.launch(job | {"model_options": {"memory": folder, "task": json.dumps(task)}}, workers)
+        logs = [np.load(Path(folder, f"{rank}.npy"), allow_pickle=False) for rank in range(workers)]
+        frames = [pd.DataFrame(log, columns=COLUMNS).assign(worker=rank) for rank, log in enumerate(logs)]
+        history = pd.concat(frames).astype({"update": int, "staleness": int})
+        history = history.sort_values("seconds", ignore_index=True)
+        made = len(history)
+        lost = made * len(shared.pairs) - int(shared.pairs[:, 1].double().sum())
+        with torch.no_grad():
+            for parameter, trained in zip(model.parameters(), shared.views(model), strict=True):
+                parameter.copy_(trained)
+            model.eval()
+            heldout = [model.training_loss(_scaled(w.frames), None)[0].item() for w in images.heldout(len(images))]
+        del shared  # the mapping of a file that is about to go
+    seconds = max(answer["wall"] for answer in answers)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    summary = {
+        "mode": mode,
+        "seed": seed,
+        "workers": workers,
+        "delay": delay,
+        "updates": made,
+        "heldout_loss": math.fsum(heldout) / len(heldout),
+        "seconds": seconds,
+        "updates_per_second": made / seconds,
+        "staleness": float(history.staleness.mean()),
+        "weights": weights,
+        "lost": lost,
+        "lost_share": lost / (made * weights),
+        "overwritten_steps": float(history.overwritten.mean()),
+    }
+    return Descent(history, summary)
+
+
+class Memory:
+    """Weights (n, 2), each beside the count of its updates, and clocks (workers,), mapped by all processes."""
+
+    def __init__(self, folder: Path, model: torch.nn.Module, workers: int, create: bool = False) -> None:
+        count = sum(parameter.numel() for parameter in model.parameters())
+        files = {"pairs": (2 * count, torch.float32), "clocks": (workers, torch.int64)}
+        for name, (size, dtype) in files.items():
+            setattr(self, name, torch.from_file(str(folder / name), shared=True, size=size, dtype=dtype))
+        self.pairs: Tensor = self.pairs.view(count, 2)
+        self.clocks: Tensor
+        if create:
+            with torch.no_grad():
+                flat = torch.nn.utils.parameters_to_vector(model.parameters())
+                self.pairs.copy_(torch.stack([flat, torch.zeros_like(flat)], 1))
+                self.clocks.fill_(-1)  # until a worker is there
+
+    def views(self, model: torch.nn.Module) -> Iterator[Tensor]:
+        """The weights, in the shapes of the model's parameters."""
+        place = 0
+        for parameter in model.parameters():
+            yield self.pairs[place : place + parameter.numel(), 0].view(parameter.shape)
+            place += parameter.numel()
+
+    def add(self, change: Tensor) -> None:
+        """Change every weight, (n,), and count it: one pass over memory, without a lock."""
+        self.pairs.add_(torch.stack([change, torch.ones_like(change)], 1))
+
+
+def work(seed: int, setting: Setting, memory: str = "", task: str = "{}") -> dict[str, float]:
+    """What one worker does: its share of the updates. `launch` calls it."""
+    what, rank, workers = json.loads(task), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model = Autoencoder(what["hidden"], SIZE)
+    shared = Memory(Path(memory), model, workers)
+    synchronous, rate = what["mode"] == "synchronous", what["learning_rate"]
+    for parameter, view in zip(model.parameters(), shared.views(model), strict=True):
+        parameter.data = view.clone() if synchronous else view
+    windows = load(what["data"], size=SIZE).windows(what["batch_size"], seed)
+    frames = itertools.islice(windows, rank, what["updates"], workers)
+    batches = [_scaled(window.frames) for window in frames]
+    log = []
+    with parallel.join(setting, workers if synchronous else 1):
+        shared.clocks[rank] = 0
+        while int(shared.clocks.min()) < 0:
+            time.sleep(0)
+        begin = time.perf_counter()
+        for update, batch in enumerate(batches):
+            while what["mode"] == "bounded" and update - int(shared.clocks.min()) > what["delay"]:
+                time.sleep(0)
+            read = int(shared.clocks.sum())
+            loss, overwritten = _backward(model, batch, what["guard"])
+            gradients: Any = [parameter.grad for parameter in model.parameters()]
+            change = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(-rate)
+            stale = 0 if synchronous else int(shared.clocks.sum()) - read
+            if not synchronous:
+                shared.add(change)
+            else:
+                if workers > 1:
+                    dist.all_reduce(change)
+                flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+                torch.nn.utils.vector_to_parameters(flat + change, model.parameters())
+            shared.clocks[rank] = update + 1
+            log.append((update, time.perf_counter() - begin, loss, stale, overwritten))
+        seconds = time.perf_counter() - begin
+    if synchronous and rank == 0:  # the same in all of them
+        shared.pairs[:, 0] = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        shared.pairs[:, 1] = what["updates"]
+    np.save(Path(memory, f"{rank}.npy"), np.array(log, dtype=float))
+    return {"wall": seconds}
+
+
+def _backward(model: Autoencoder, batch: Tensor, is_guarded: bool) -> tuple[float, float]:
+    """Put the gradient in place; returns the loss, and whether the guard found overwritten memory."""
+    model.zero_grad()
+    with contextlib.ExitStack() as stack:
+        report = None
+        if is_guarded:
+            stack.enter_context(warnings.catch_warnings(action="ignore"))
+            report = stack.enter_context(guarded(on="warn"))
+        loss, _, _ = model.training_loss(batch, None)
+        loss.backward()
+    return loss.item(), math.nan if report is None else float(bool(report.findings))
+
+
+def _scaled(frames: Any) -> Tensor:
+    return torch.from_numpy(frames).float().div(255)

@@ -1,0 +1,147 @@
+"""One network cut over several devices: each holds a part of the layers, and what passes between them is copied.
+
+The plainest way that is right: every layer lies on a device, and its inputs are brought there before it computes;
+autograd copies the gradients back. One device computes at a time, so it is for networks that do not fit on one, not
+for speed (a pipeline keeps all busy: Huang et al. 2019, *GPipe*, arXiv 1811.06965).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gpulab.errors import UsageError
+from gpulab.models.autoencoders import Autoencoder
+from gpulab.models.base import Trainable
+from gpulab.models.prednet import LayerState, PredNet, State
+from gpulab.training.plan import Plan
+from gpulab.training.step import Adam, Trainer
+
+
+def split(model: Trainable, devices: Sequence[str]) -> Trainable:
+    """Cut an autoencoder or a PredNet over devices, in place: as many layers in a row on each.
+
+    Args:
+        model: An `Autoencoder`, cut between linear layers; or a `PredNet`, cut between its layers, of which the upper
+            are the heavier in weights and the lower in what is kept for the backward pass.
+        devices: One or more, such as `["cuda:0", "cuda:1"]`; `["cpu", "cpu"]` tries it where there is no GPU. The
+            input goes to the first.
+
+    Returns:
+        The model. Each of its modules says in `part` on which of the devices, by number, it computes.
+
+    Raises:
+        UsageError: For another model, and for more devices than layers.
+
+    Examples:
+        >>> import torch
+        >>> net, images = Autoencoder((16,)), torch.rand(2, 1, 28, 28)
+        >>> before = net(images)
+        >>> bool((split(net, ["cpu", "cpu"])(images) == before).all()), [layer.part for layer in net.layers]
+        (True, [0, 0, 1, 1])
+    """
+    groups = _groups(model)
+    if not 0 < len(devices) <= len(groups):
+        name = type(model).__name__
+        raise UsageError(f"{name} of {len(groups)} layers over {len(devices)} devices: expected 1 to {len(groups)}")
+    for number, group in enumerate(groups):
+        part = number * len(devices) // len(groups)
+        for module in group:
+            module.to(devices[part])
+            for each in module.modules():
+                each.part = part  # type: ignore[assignment]
+            module.register_forward_pre_hook(_Bring(devices[part]), with_kwargs=True)
+    first, last = devices[0], devices[-1]
+    if isinstance(model, Autoencoder):
+        model.register_forward_hook(lambda *call: call[-1].to(first))
+    elif isinstance(model, PredNet) and first != last:
+        if model.variant == "lotter":
+            raise UsageError("PredNet's variant 'lotter' cannot be split over different devices; 'published' can")
+        usual = model.initial_state
+        where = [devices[number * len(devices) // len(groups)] for number in range(len(groups))]
+
+        def initial_state(frame: Tensor) -> State:
+            return [LayerState(*(t.to(to) for t in layer)) for layer, to in zip(usual(frame), where, strict=True)]
+
+        model.initial_state = initial_state  # type: ignore[method-assign]
+    return model
+
+
+def _groups(model: Trainable) -> list[list[nn.Module]]:
+    """The modules of each layer, which stay together."""
+    if isinstance(model, Autoencoder):
+        layers = list(model.layers)
+        return [layers[place : place + 2] for place in range(0, len(layers), 2)]
+    if isinstance(model, PredNet):
+        takes = [[], *([conv] for conv in model.conv_a)]
+        return [[*take, p, cell] for take, p, cell in zip(takes, model.conv_p, model.lstm, strict=True)]
+    raise UsageError(f"{type(model).__name__}: an Autoencoder or a PredNet can be split")
+
+
+class _Bring:
+    """A hook that brings a module's inputs to its device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
+        return tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+
+
+class SplitTrainer(Trainer):
+    """The loop over windows for a network that is cut over devices."""
+
+    def __init__(self, plan: Plan, devices: Sequence[str]) -> None:
+        super().__init__(plan)
+        self.model = split(self.model, devices)
+        self.optimizer = Adam([p for p in self.model.parameters() if p.requires_grad], plan.learning_rate)
+
+
+def memory_per_part(model: Trainable, batch: Tensor, devices: int) -> list[dict[str, int]]:
+    """Bytes that a training step keeps on each of the devices that a model is split over.
+
+    Args:
+        model: One that was `split`.
+        batch: As `training_loss` takes it.
+        devices: How many it was split over.
+
+    Returns:
+        For each device `weights`, `optimizer` (the gradient and Adam's two moments) and `activations`: what autograd
+        saves for the backward pass, each piece of memory once, weights apart. What an operation between modules saves
+        counts for the module called last.
+    """
+    parts: list[dict[str, int]] = [{"weights": 0, "optimizer": 0, "activations": 0} for _ in range(devices)]
+    own: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            here: Any = parts[getattr(module, "part", 0)]
+            size = parameter.numel() * parameter.element_size()
+            here["weights"] += size
+            here["optimizer"] += 3 * size
+            own.add(parameter.untyped_storage().data_ptr())
+    current, seen, kept = [0], set(own), []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        current[0] = getattr(module, "part", current[0])
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            kept.append(tensor)  # so that its memory is not given to another
+            parts[current[0]]["activations"] += storage.nbytes()
+        return tensor
+
+    handles = [module.register_forward_pre_hook(enter) for module in model.modules()]
+    try:
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss, _, _ = model.training_loss(batch, None)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert all(isinstance(leaf, Tensor) for leaf in tree_leaves(loss))
+    return parts

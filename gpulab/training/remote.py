@@ -1,0 +1,179 @@
+"""Stores in object storage, `s3://bucket/prefix`: each run is one object, which is there whole or not at all.
+
+An object is a file of packed runs with one run in it, written by one request that makes it and never replaces it. What
+is being trained, with its checkpoints, lies on the machine's own disk until then, in the user's cache, and is uploaded
+when the upload before was cut off. Trained weights stay there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from gpulab import files, records
+from gpulab.errors import GpulabError, UsageError
+from gpulab.training import folders
+from gpulab.training.claims import FOLDER, holder_is_gone, holder_of
+
+URL = re.compile(r"(s3|gs|az):[/\\]+(.+)")  # a path has lost one of its slashes
+AT_ONCE = 16  # downloads
+
+
+def url_of(store: str | Path | None) -> str | None:
+    """The address that a text or a path stands for; None for a folder."""
+    found = URL.fullmatch(str(store))
+    return f"{found[1]}://{found[2]}".replace("\\", "/").rstrip("/") if found else None
+
+
+def remote(store: str | Path | None) -> Remote | None:
+    """The store in object storage that a text or a path stands for; None for a folder."""
+    url = url_of(store)
+    return Remote(url) if url else None
+
+
+def folder_of(store: str | Path) -> Path:
+    """A store that has to be a folder. Raises `UsageError` for one in object storage."""
+    if url := url_of(store):
+        raise UsageError(f"{url}: train, experiment, runs and pack alone can use a store in object storage")
+    return Path(store)
+
+
+class Remote:
+    """A store in object storage.
+
+    Credentials and region are those of the environment, as for the vendor's own tools: `AWS_ACCESS_KEY_ID`,
+    `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL`.
+
+    Attributes:
+        url: Such as `s3://bucket/prefix`.
+        work: A store on this machine's disk, in which runs are trained.
+        objects: A store on this machine's disk with what was downloaded.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import obstore
+        except ImportError:
+            raise GpulabError(
+                f"{url}: a store there needs obstore, which is not installed: pip install 'gpulab[s3]'"
+            ) from None
+        import pooch
+
+        endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+        self.url, self.api = url, obstore
+        with self.reaching():
+            options: Any = {"allow_http": endpoint.startswith("http:")}
+            self.store = obstore.store.from_url(url, client_options=options)
+        root = Path(pooch.os_cache("gpulab")) / "remote" / hashlib.sha256(url.encode()).hexdigest()[:20]
+        self.work, self.objects = root / "work", root / "objects"
+
+    @contextlib.contextmanager
+    def reaching(self) -> Iterator[None]:
+        """What the server refuses inside is a `GpulabError` that names the store."""
+        try:
+            yield
+        except (self.api.exceptions.BaseError, PermissionError) as error:
+            raise GpulabError(f"{self.url}: cannot be reached: {str(error).splitlines()[0]}") from None
+
+    def has(self, identity: folders.Identity) -> str | None:
+        """The id under which the store holds a run."""
+        for name in filter(None, (identity.id, identity.former)):
+            with self.reaching(), contextlib.suppress(FileNotFoundError):
+                self.api.head(self.store, f"{name}.parquet")
+                return name
+        return None
+
+    def pull(self) -> Path:
+        """Download what is new, forget what is gone, and return the folder with all of it."""
+        from tqdm.auto import tqdm
+
+        with self.reaching():
+            listed = [each for batch in self.api.list(self.store) for each in batch]
+        there = {each["path"]: each for each in listed if re.fullmatch(r"[^./][^/]*\.parquet", each["path"])}
+        self.objects.mkdir(parents=True, exist_ok=True)
+        here = {entry.name: entry.stat() for entry in os.scandir(self.objects)}
+        for name in here.keys() - there.keys():
+            (self.objects / name).unlink(missing_ok=True)
+
+        def download(name: str) -> None:
+            with self.reaching(), contextlib.suppress(FileNotFoundError):  # removed a moment ago
+                files.write(self.objects / name, self.api.get(self.store, name).bytes().to_bytes())
+                os.utime(self.objects / name, (when(name), when(name)))
+
+        def when(name: str) -> float:
+            return there[name]["last_modified"].timestamp()
+
+        known = [name for name in there.keys() & here.keys() if here[name].st_size == there[name]["size"]]
+        missing = sorted(there.keys() - {name for name in known if int(here[name].st_mtime) == int(when(name))})
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(tqdm(pool.map(download, missing), total=len(missing), unit="run", leave=False, delay=2))
+        return self.objects
+
+    def fetch(self, identity: folders.Identity) -> None:
+        """Put a run that the store holds into `work`, unless it is there."""
+        if any((self.work / name).exists() for name in (identity.id, identity.former or identity.id)):
+            return
+        if not (name := self.has(identity)):
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / f"{name}.parquet"
+            with self.reaching():
+                file.write_bytes(self.api.get(self.store, file.name).bytes().to_bytes())
+            (record,) = records.packed_runs(file)
+            folders.write_run(self.work, record, records.packed_histories(file)[record["id"]].to_pandas())
+
+    def push(self, folder: Path) -> None:
+        """Upload a run of `work`; one that is there stays as it is."""
+        record = folders.read_record(folder)
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / f"{record['id']}.parquet"
+            records.pack_runs(file, [(record, folders.read_history(folder, record))])
+            with self.reaching(), contextlib.suppress(self.api.exceptions.AlreadyExistsError):
+                self.api.put(self.store, file.name, file.read_bytes(), mode="create", use_multipart=False)
+
+
+class InBucket:
+    """Claims as objects; see `gpulab.training.claims.Place`."""
+
+    def __init__(self, remote: Remote) -> None:
+        self.remote, self.api, self.store = remote, remote.api, remote.store
+
+    def found(self, name: str) -> dict[int, object]:
+        """As `Place` says."""
+        with self.remote.reaching():
+            # A listing takes whole folders as its prefix.
+            listed = [each for batch in self.api.list(self.store, f"{FOLDER}/{name}") for each in batch]
+        return {int(each["path"].rpartition("/")[2]): (each["e_tag"], each["last_modified"]) for each in listed}
+
+    def make(self, name: str, number: int) -> bool:
+        """As `Place` says."""
+        with self.remote.reaching(), contextlib.suppress(self.api.exceptions.AlreadyExistsError):
+            self.api.put(self.store, f"{FOLDER}/{name}/{number}", holder_of(), mode="create")
+            return True
+        return False
+
+    def touch(self, name: str, number: int) -> None:
+        """As `Place` says."""
+        with self.remote.reaching():
+            self.api.put(
+                self.store, f"{FOLDER}/{name}/{number}", holder_of() + b" " + uuid.uuid4().bytes.hex().encode()
+            )
+
+    def remove(self, name: str, number: int) -> None:
+        """As `Place` says."""
+        with self.remote.reaching(), contextlib.suppress(FileNotFoundError):
+            self.api.delete(self.store, f"{FOLDER}/{name}/{number}")
+
+    def is_dead(self, name: str, number: int) -> bool:
+        """As `Place` says."""
+        with self.remote.reaching(), contextlib.suppress(FileNotFoundError):
+            return holder_is_gone(self.api.get(self.store, f"{FOLDER}/{name}/{number}").bytes().to_bytes())
+        return False

@@ -1,0 +1,155 @@
+"""Many small networks on one GPU at once: each trains on a stream of its own, and they take turns window by window.
+
+One network with a batch of one leaves most of a GPU idle, for its kernels wait for each other; those of another need
+not wait for them. Each has the kernels, and so the result, that it would have alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from gpulab.errors import GpulabError
+from gpulab.models import MODELS
+from gpulab.settings import Setting
+from gpulab.training import parallel, run
+from gpulab.training.remote import remote
+from gpulab.training.workers import TOGETHER
+
+TELL = 0.2  # seconds between what a training says of its progress
+
+Job = dict[str, Any]
+
+
+class Answer(Protocol):
+    """Who hears of a job, by its number: `done` and `loss` now and then, and last its `id` or an `error`."""
+
+    def __call__(self, number: int, **message: Any) -> None:
+        """Say it."""
+
+
+class Coming:
+    """Numbered jobs, a line of JSON each, as they come; `line["number"]` is the number, the rest the job."""
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        self.lines = lines
+        self.queue: queue.SimpleQueue[tuple[int, Job] | None] | None = None  # filled by a thread, once there is one
+
+    def __iter__(self) -> Iterator[tuple[int, Job]]:
+        while (item := self._read() if self.queue is None else self.queue.get()) is not None:
+            yield item
+
+    def now(self) -> tuple[int, Job] | None:
+        """The next, if it has come already."""
+        if self.queue is None:
+            self.queue = queue.SimpleQueue()
+            threading.Thread(target=self._listen, args=(self.queue,), daemon=True).start()
+        with contextlib.suppress(queue.Empty):
+            if (item := self.queue.get_nowait()) is not None:
+                return item
+            self.queue.put(None)  # the end, for who asks next
+        return None
+
+    def _listen(self, into: queue.SimpleQueue[tuple[int, Job] | None]) -> None:
+        while (item := self._read()) is not None:
+            into.put(item)
+        into.put(None)
+
+    def _read(self) -> tuple[int, Job] | None:
+        if (line := next(self.lines, None)) is None:
+            return None
+        job = json.loads(line)
+        return job.pop("number"), job
+
+
+def result(done: run.Run, job: Job) -> dict[str, Any]:
+    """What is answered to a job that was done."""
+    return {"id": done.record["id"]} if "store" in job else {"metrics": done.metrics}
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """What is answered to one that failed; what is no error of gpulab's is of arguments that make no sense."""
+    return {"error": str(error) if isinstance(error, GpulabError) else f"{type(error).__name__}: {error}"}
+
+
+@dataclass
+class Training:
+    """One that takes turns; what it computes goes to its `stream`, where the device has any."""
+
+    job: Job
+    turns: Generator[None, None, run.Run]
+    stream: torch.cuda.Stream | None
+
+    def turn(self) -> None:
+        """Give one window to the device, after a look at the last."""
+        with torch.cuda.stream(self.stream):  # of None it is none
+            next(self.turns)
+
+    def interrupt(self) -> None:
+        """End it after the window that the device has; it saves a checkpoint."""
+        with torch.cuda.stream(self.stream), contextlib.suppress(KeyboardInterrupt, StopIteration):
+            self.turns.throw(KeyboardInterrupt)
+
+
+def train_together(number: int, job: Job, coming: Coming, answer: Answer, most: int = TOGETHER) -> None:
+    """Do a job, and with it those that come meanwhile, all under its setting, until none is going on.
+
+    One that does not fit into the device's memory beside others waits until one of them has ended.
+    """
+    waiting, going = collections.deque([(number, job)]), dict[int, Training]()
+    model: Any = MODELS[job["net"]]
+    setting = Setting.parse(job["setting"])
+    streams = [torch.cuda.Stream(setting.device) if setting.kind == "cuda" else None for _ in range(most)]
+    with run.under(setting, model.threads):
+        try:
+            while waiting or going:
+                while len(going) < most and (item := waiting.popleft() if waiting else coming.now()):
+                    going[item[0]] = Training(item[1], _turns(*item, answer), streams.pop())
+                for number, training in [*going.items()]:
+                    try:
+                        training.turn()
+                        continue
+                    except StopIteration as end:
+                        answer(number, **result(end.value, training.job))
+                    except torch.OutOfMemoryError as error:
+                        most = max(1, len(going) - 1)
+                        if len(going) > 1:
+                            waiting.append((number, training.job))
+                        else:
+                            answer(number, **failure(error))
+                    except Exception as error:
+                        answer(number, **failure(error))
+                    streams.append(going.pop(number).stream)
+        except KeyboardInterrupt:
+            for training in going.values():
+                training.interrupt()
+            raise
+
+
+def _turns(number: int, job: Job, answer: Answer) -> Generator[None, None, run.Run]:
+    """A training in turns."""
+    told = time.monotonic()
+
+    def tell(done: int, loss: float) -> None:
+        nonlocal told
+        if time.monotonic() - told > TELL:
+            told = time.monotonic()
+            answer(number, done=done, loss=loss)
+
+    usual: Job = {"data": None, "seed": 0, "profile": "quick", "rerun": 0}
+    given = {name: value for name, value in job.items() if name not in ("store", "keep_weights", "command")}
+    plan, command = run.planned(**{**usual, **given})
+    there = remote(job.get("store"))
+    folder = there.work if there else Path(job["store"]) if job.get("store") else None
+    keep = run.Keeping(folder, there, weights=job.get("keep_weights", True), shared=True)
+    return (yield from run.in_turns(plan, job.get("command") or command, keep, parallel.Group(), progress=tell))

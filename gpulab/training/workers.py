@@ -1,0 +1,209 @@
+"""Worker processes: each trains under one setting, job after job; `worker` is what runs in one."""
+
+from __future__ import annotations
+
+import base64
+import collections
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import IO, Any
+
+from gpulab.errors import GpulabError
+from gpulab.passports import Passport, passport
+from gpulab.settings import Setting
+from gpulab.training.functions import is_function, optional
+
+# With -P nothing that lies in the current folder is imported, such as a queue.py.
+WORKER = [sys.executable, "-P", "-m", "gpulab.training.worker"]
+INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
+TORCHRUN, RENDEZVOUS = "TORCHELASTIC_RUN_ID", "GPULAB_RENDEZVOUS"  # there where processes share a training
+TOGETHER = 16  # trainings that share a GPU, at most; with more an H200 does hardly more (benchmarks/replicas.md)
+ALONE = ("guard", "watch", "resume", "checkpoint_seconds")  # arguments of `gpulab.train` that go with none of this
+DEAF = 10.0  # seconds after which a worker that was asked to end is killed
+
+
+class Worker:
+    """A process that trains under one setting, job after job; `more` is added to its environment."""
+
+    def __init__(self, setting: str, beside: int, more: Mapping[str, str] | None = None) -> None:
+        self.setting, self.stopped, self.ended = setting, False, False
+        mine = {name: value for name, value in os.environ.items() if name not in (TORCHRUN, RENDEZVOUS)}
+        environment = {**mine, **Setting.parse(setting).environment(), INSIDE: "1", **(more or {})}
+        if beside > 1 and not setting.startswith("cpu"):
+            environment["OMP_NUM_THREADS"] = "1"  # the work is the GPU's; the cores are shared
+        pipe = subprocess.PIPE
+        try:
+            self.process = subprocess.Popen(
+                WORKER, env=environment, text=True, encoding="utf-8", stdin=pipe, stdout=pipe, stderr=pipe
+            )
+        except OSError as error:
+            raise GpulabError(f"its worker process could not be started: {error}") from None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self.jobs, self.answers = self.process.stdin, self.process.stdout
+        self.lock, self.numbers = threading.Lock(), itertools.count()
+        self.asked: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}  # what is answered to each job
+        # Both are read all the time, so that the process never waits for a reader; the end of its errors is kept.
+        self.last_words: collections.deque[str] = collections.deque(maxlen=3)
+        self.listener = threading.Thread(target=self._listen, args=(self.process.stderr,), daemon=True)
+        self.listener.start()
+        threading.Thread(target=self._hear, daemon=True).start()
+
+    def _listen(self, errors: IO[str]) -> None:
+        with errors:
+            self.last_words.extend(map(str.strip, errors))
+
+    def _hear(self) -> None:
+        with self.answers:
+            for line in self.answers:
+                message = json.loads(line)
+                self.asked[message.pop("number")].put(message)
+        with self.lock:
+            self.ended = True
+            for waiting in self.asked.values():
+                waiting.put(None)
+
+    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
+        """Have a job done, and return what `outcome` does."""
+        return outcome(self.answers_to(as_text(job)), tell)
+
+    def answers_to(self, text: str) -> Iterator[dict[str, Any]]:
+        """Have a job done, given as text; yields its progress, and last its end, as `outcome` reads them."""
+        with self.lock:
+            number, answers = next(self.numbers), queue.SimpleQueue[dict[str, Any] | None]()
+            self.asked[number] = answers
+            if self.ended:
+                answers.put(None)
+            with contextlib.suppress(OSError, ValueError):  # if it has died, the end of its answers says so
+                self.jobs.write(f'{{"number": {number}, {text[1:]}\n')
+                self.jobs.flush()
+        while (message := answers.get()) is not None:
+            yield message
+            if "done" not in message:
+                del self.asked[number]
+                return
+        status = self.process.wait()
+        self.listener.join(timeout=5)  # what it said last may still be on its way
+        words = " ".join(self.last_words) or "it said nothing (killed, or out of memory?)"
+        raise GpulabError(f"its worker process ended with status {status}: {words}")
+
+    def close(self) -> None:
+        """No more jobs: wait until it ends; one that was asked to and does not hear is killed."""
+        with contextlib.suppress(OSError):
+            self.jobs.close()
+        try:
+            self.process.wait(DEAF if self.stopped else None)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def stop(self) -> None:
+        """Ask it to save a checkpoint and end."""
+        self.stopped = True
+        self.process.terminate()
+
+
+def outcome(messages: Iterable[dict[str, Any]], tell: Callable[[int, float], None]) -> Any:
+    """How a job ended: the run's id, or without a store its metrics. `tell` hears (frames done, loss) until then."""
+    for message in messages:
+        if "error" in message:
+            raise GpulabError(message["error"])
+        if "done" not in message:
+            return message["id"] if "id" in message else message["metrics"]
+        tell(message["done"], message["loss"])
+    raise GpulabError("its worker process said nothing of its end")
+
+
+class Workers:
+    """One worker a thread, replaced when the setting changes or it has died; and one for those that share a GPU.
+
+    `count` of them train at the same time. With one, trainings that may share a GPU do so.
+    """
+
+    def __init__(self, count: int, jobs: Iterable[dict[str, Any]] = ()) -> None:
+        self.sharing = count == 1 and any(map(may_share, jobs))
+        self.count, self.beside, self.stopped = TOGETHER if self.sharing else count, count, False
+        self.turn, self.lock = threading.Semaphore(count), threading.Lock()
+        self.mine = threading.local()
+        self.all: set[Worker] = set()
+        self.shared: dict[str, Worker] = {}  # by setting
+
+    def room(self, job: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+        """In which there is room for a job."""
+        return contextlib.nullcontext() if self.sharing and may_share(job) else self.turn
+
+    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
+        """Have a job done by this thread's worker, or by that which all threads share."""
+        if self.sharing and may_share(job):
+            with self.lock:
+                worker = self.shared[job["setting"]] = self._worker(job["setting"], self.shared.get(job["setting"]))
+        else:
+            worker = self.mine.worker = self._worker(job["setting"], getattr(self.mine, "worker", None))
+        return worker.train(job, tell)
+
+    def _worker(self, setting: str, last: Worker | None) -> Worker:
+        """The last one, if it can go on."""
+        if self.stopped:
+            raise GpulabError("interrupted")
+        if last is not None and last.setting == setting and last.process.poll() is None:
+            return last
+        if last is not None:
+            last.close()
+            self.all.discard(last)
+        worker = Worker(setting, self.beside)
+        self.all.add(worker)
+        return worker
+
+    def passports(self, setting: str) -> list[Passport]:  # noqa: ARG002
+        """Those of the machines on which a run may be done: this one."""
+        return [passport()]
+
+    def stop(self) -> None:
+        """Ask every worker to save a checkpoint and end, and start no other."""
+        self.stopped = True
+        for worker in [*self.all]:
+            worker.stop()
+
+    def close(self) -> None:
+        """Wait until every worker has ended."""
+        for worker in [*self.all]:
+            worker.close()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def may_share(job: dict[str, Any]) -> bool:
+    """Whether a training, given by the arguments of `gpulab.train`, may share a GPU with others: `replicas`."""
+    own = isinstance(job.get("net"), str) and not is_function(job["net"])  # a pickled one is of the user's
+    if not own or job.get("devices") not in (None, 1) or any(name in job for name in ALONE):
+        return False
+    return Setting.parse(job["setting"]).kind == "cuda"
+
+
+def as_text(job: dict[str, Any]) -> str:
+    """A job on one line: JSON, and what it cannot carry, such as a function, as bytes inside it."""
+    try:
+        return json.dumps(job)
+    except TypeError:
+        pass
+    net = job["net"]
+    by_name = getattr(net, "named", type(net).__module__ != "__main__")  # what is typed in goes by value
+    try:
+        pickled = (pickle if by_name else optional("cloudpickle")).dumps(job)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        name = getattr(net, "name", type(net).__name__)
+        raise GpulabError(f"{name} cannot be sent to a worker process: {error}") from None
+    return json.dumps({"pickled": base64.b64encode(pickled).decode(), "path": sys.path})

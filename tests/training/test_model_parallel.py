@@ -1,0 +1,85 @@
+"""A network cut over two devices computes what it computes on one."""
+
+import copy
+
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.models import Autoencoder, PredNet
+from gpulab.training.model_parallel import SplitTrainer, memory_per_part, split
+from gpulab.training.plan import plan_run
+from gpulab.training.step import Trainer
+
+CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has not two CUDA GPUs")
+PLACES = [("cpu", "cpu"), pytest.param(("cuda:0", "cuda:1"), marks=CARDS)]
+NETS = {
+    "autoencoder": {"net": "autoencoder", "model_options": {"hidden": [16, 8]}},
+    "prednet": {
+        "net": "prednet",
+        "model_options": {"channels": [3, 4, 6], "size": (8, 12)},
+        "data_options": {"size": (8, 12)},
+    },
+}
+
+
+@pytest.mark.parametrize("devices", PLACES)
+@pytest.mark.parametrize("name", NETS)
+def test_a_split_network_has_the_same_losses(name, devices):
+    def trained(make):
+        plan = plan_run(**NETS[name], profile="smoke", frames=100, fast=False, setting="cpu:precision=float64")
+        plan.begin()
+        trainer = make(plan)
+        trainer.run(None, 60, False)
+        return [loss for _, _, loss, _ in trainer.history], trainer.heldout_loss()
+
+    whole, held = trained(Trainer)
+    parts, parts_held = trained(lambda plan: SplitTrainer(plan, devices))
+    assert parts == pytest.approx(whole, abs=1e-10)
+    assert parts_held == pytest.approx(held, abs=1e-10)
+
+
+@CARDS
+def test_each_card_holds_its_part():
+    net = split(Autoencoder((512, 64)), ["cuda:0", "cuda:1"])
+    assert {str(p.device) for p in net.parameters()} == {"cuda:0", "cuda:1"}
+
+
+def test_what_a_layer_reads_is_brought_to_its_device():
+    """The device `meta` has shapes and no numbers: whatever is not brought there is an error."""
+    net = split(PredNet((3, 4), (8, 12)), ["meta", "meta"])
+    losses = net.training_loss(torch.rand(3, 1, 3, 8, 12, device="meta"), None)[0]
+    assert losses.device.type == "meta"
+    for model, inputs in ((Autoencoder((16, 8)), (2, 1, 28, 28)), (PredNet((3, 4, 6), (8, 12)), (3, 1, 3, 8, 12))):
+        halves = split(model, ["cpu", "meta"])
+        places = [parameter.device.type for parameter in halves.parameters()]
+        assert {"cpu", "meta"} == set(places)
+        if isinstance(model, Autoencoder):
+            with pytest.raises(NotImplementedError, match="meta"):  # the way back, of what has no numbers
+                halves(torch.rand(inputs))
+        else:
+            state = halves.initial_state(torch.rand(inputs[1:]))
+            assert [layer.r.device.type for layer in state] == ["cpu", "cpu", "meta"]
+
+
+def test_memory_per_part():
+    net = Autoencoder((16, 8))
+    batch = torch.rand(5, 1, 28, 28)
+    (whole,) = memory_per_part(split(copy.deepcopy(net), ["cpu"]), batch, 1)
+    parts = memory_per_part(split(net, ["cpu", "cpu"]), batch, 2)
+    count = sum(p.numel() for p in net.parameters())
+    assert whole["weights"] == 4 * count
+    assert [part["weights"] for part in parts] == [4 * (785 * 16 + 17 * 8), 4 * (9 * 16 + 17 * 784)]
+    assert sum(part["activations"] for part in parts) == whole["activations"]
+    assert all(part["activations"] > 0 and part["optimizer"] == 3 * part["weights"] for part in parts)
+
+
+@pytest.mark.parametrize(("net", "count"), [(Autoencoder((8,)), 3), (PredNet((3, 4), (8, 12)), 3), (Autoencoder(), 0)])
+def test_more_devices_than_layers_are_refused(net, count):
+    with pytest.raises(gl.UsageError, match="layers over"):
+        split(net, ["cpu"] * count)
+
+
+def test_another_network_is_refused():
+    with pytest.raises(gl.UsageError, match="Whitener: an Autoencoder or a PredNet"):
+        split(gl.models.Whitener(), ["cpu", "cpu"])

@@ -1,0 +1,181 @@
+"""Trainings that take turns: each has the result that it has alone, whatever happens to the others."""
+
+import itertools
+import json
+import threading
+
+import pytest
+import torch
+
+import gpulab as gl
+from gpulab.data.scenes import Walk
+from gpulab.training import replicas, run
+from gpulab.training.workers import Workers, may_share
+
+SMOKE = {"profile": "smoke", "keep_weights": True}
+
+
+def together(jobs, most=16, answers=None):
+    """What is answered to jobs that come at once, by number."""
+    answers = {} if answers is None else answers
+
+    def answer(number, **message):
+        answers.setdefault(number, []).append(message)
+
+    lines = [json.dumps({"number": number, **job}) for number, job in enumerate(jobs)]
+    coming = replicas.Coming(iter(lines))
+    for number, job in coming:
+        replicas.train_together(number, job, coming, answer, most)
+    return answers
+
+
+def jobs(tmp_path, net, seeds, setting="cpu", **more):
+    return [
+        {"net": net, "setting": setting, "seed": s, "store": str(tmp_path / "shared"), **SMOKE, **more} for s in seeds
+    ]
+
+
+def results(store):
+    return gl.runs(store).set_index("seed")[["weights", "final_loss", "heldout_loss"]].sort_index()
+
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda:tf32=off", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+
+
+@pytest.mark.parametrize("setting", DEVICES)
+@pytest.mark.parametrize("net", ["autoencoder", "whitener", "prednet"])
+def test_each_has_the_bits_that_it_has_alone(tmp_path, net, setting):
+    here = f"{setting}:deterministic=on" if setting == "cpu" else f"{setting},deterministic=on"
+    answers = together(jobs(tmp_path, net, range(5), here), most=3)
+    assert [answer[-1].keys() for answer in answers.values()] == [{"id"}] * 5
+    for seed in range(5):
+        gl.train(net, seed=seed, setting=here, profile="smoke", store=tmp_path / "alone", progress=False)
+    assert results(tmp_path / "shared").equals(results(tmp_path / "alone"))
+
+
+def test_they_say_that_they_shared_and_those_alone_do_not(tmp_path):
+    together(jobs(tmp_path, "autoencoder", [0, 1]))
+    gl.train("autoencoder", seed=2, profile="smoke", store=tmp_path / "shared", progress=False)
+    records = [json.loads(file.read_text()) for file in (tmp_path / "shared").glob("*/run.json")]
+    assert {record["seed"]: record.get("shared", False) for record in records} == {0: True, 1: True, 2: False}
+
+
+def test_random_numbers_of_one_are_not_those_of_another(tmp_path, monkeypatch):
+    """A network that draws while it trains, beside another: as alone."""
+
+    class Noisy(gl.models.Autoencoder):
+        def training_loss(self, batch, state):
+            return super().training_loss(batch + 0.1 * torch.rand_like(batch), state)
+
+    monkeypatch.setitem(replicas.MODELS, "autoencoder", Noisy)
+    together(jobs(tmp_path, "autoencoder", range(3)))
+    for seed in range(3):
+        gl.train("autoencoder", seed=seed, profile="smoke", store=tmp_path / "alone", progress=False)
+    assert results(tmp_path / "shared").equals(results(tmp_path / "alone"))
+    assert results(tmp_path / "alone").weights.nunique() == 3
+
+
+def test_one_that_fails_does_not_stop_the_others(tmp_path):
+    bad = {
+        "net": "autoencoder",
+        "setting": "cpu",
+        "seed": 9,
+        "data": "walk",
+        **SMOKE,
+        "store": str(tmp_path / "shared"),
+    }
+    worse = bad | {"data": None, "model_options": {"width": 3}}
+    answers = together([*jobs(tmp_path, "autoencoder", [0]), bad, worse, *jobs(tmp_path, "autoencoder", [1])])
+    assert "sequence of frames" in answers[1][-1]["error"]
+    assert "width" in answers[2][-1]["error"]
+    assert [*results(tmp_path / "shared").index] == [0, 1]
+
+
+def test_one_that_does_not_fit_waits_until_another_has_ended(tmp_path, monkeypatch):
+    """Stands in for a GPU's memory: at most two of the trainings' windows are under way."""
+    usual, going = run.in_turns, set()
+
+    def in_turns(plan, *args, **kwargs):
+        me = object()
+        if len(going) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        going.add(me)
+        try:
+            return (yield from usual(plan, *args, **kwargs))
+        finally:
+            going.discard(me)
+
+    monkeypatch.setattr(run, "in_turns", in_turns)
+    answers = together(jobs(tmp_path, "autoencoder", range(5)))
+    assert all(answer[-1].keys() == {"id"} for answer in answers.values())
+    assert len(results(tmp_path / "shared")) == 5
+
+
+def test_a_job_that_never_fits_says_so(tmp_path, monkeypatch):
+    def in_turns(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+    monkeypatch.setattr(run, "in_turns", in_turns)
+    answers = together(jobs(tmp_path, "autoencoder", range(3)))
+    assert {"out of memory" in answer[-1]["error"] for answer in answers.values()} == {True}
+
+
+def test_an_interruption_saves_a_checkpoint_of_each_and_nothing_is_lost(tmp_path, monkeypatch):
+    usual, turns = replicas.Training.turn, itertools.count()
+
+    def turn(self):
+        if next(turns) == 20:
+            raise KeyboardInterrupt
+        usual(self)
+
+    monkeypatch.setattr(replicas.Training, "turn", turn)
+    with pytest.raises(KeyboardInterrupt):
+        together(jobs(tmp_path, "autoencoder", range(3)))
+    monkeypatch.undo()
+    together(jobs(tmp_path, "autoencoder", range(3)))
+    records = [json.loads(file.read_text()) for file in (tmp_path / "shared").glob("*/run.json")]
+    assert min(record["resumed_at"] for record in records) >= 5
+    for seed in range(3):
+        gl.train("autoencoder", seed=seed, profile="smoke", store=tmp_path / "alone", progress=False)
+    assert results(tmp_path / "shared").equals(results(tmp_path / "alone"))
+
+
+def test_jobs_that_come_later_join_in():
+    """And the thread that waits for more begins only when several are done together."""
+    before = threading.active_count()
+    coming = replicas.Coming(iter('{"number": %d, "seed": %d}' % (n, n) for n in range(3)))
+    assert next(iter(coming)) == (0, {"seed": 0})
+    assert threading.active_count() == before
+    assert [*coming] == [(1, {"seed": 1}), (2, {"seed": 2})]
+    coming = replicas.Coming(iter(['{"number": 7}']))
+    while (item := coming.now()) is None:
+        pass
+    assert item == (7, {})
+    assert coming.now() is None
+    assert [*coming] == []
+
+
+def test_what_shares_a_gpu():
+    job = {"net": "prednet", "setting": "cuda:tf32=off", "seed": 0}
+    assert may_share(job)
+    assert not may_share(job | {"setting": "cpu"})
+    assert not may_share(job | {"net": "mine.py:train"})
+    assert not may_share(job | {"devices": 2})
+    assert not may_share(job | {"guard": True})
+    assert not may_share({"pickled": "", "path": []})
+    assert Workers(1, [job]).count == 16
+    assert Workers(2, [job]).count == 2
+    assert Workers(1, [job | {"setting": "cpu"}]).count == 1
+
+
+def test_frames_that_several_want_are_rendered_once(monkeypatch):
+    rendered, usual = [], Walk.render
+    monkeypatch.setattr(Walk, "render", lambda self, frames: rendered.append(frames) or usual(self, frames))
+    streams = [Walk(12, (24, 32)).stream(0, 500) for _ in range(4)]
+    for frames in zip(*streams, strict=True):
+        assert all((frame == frames[0]).all() for frame in frames)
+    assert sum(map(len, rendered)) == 500
