@@ -1,4 +1,4 @@
-"""Networks that share one GPU: in sum, frames per second of 1, 2, 4, … of them in one process, against one after another.
+"""Networks that share one GPU: frames per second in sum, of 1, 2, 4, … of them in one process.
 
 python benchmarks/replicas.py cuda:tf32=off cuda:tf32=on --write benchmarks/replicas.md
 

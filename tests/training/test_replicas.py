@@ -147,7 +147,7 @@ def test_an_interruption_saves_a_checkpoint_of_each_and_nothing_is_lost(tmp_path
 def test_jobs_that_come_later_join_in():
     """And the thread that waits for more begins only when several are done together."""
     before = threading.active_count()
-    coming = replicas.Coming(iter('{"number": %d, "seed": %d}' % (n, n) for n in range(3)))
+    coming = replicas.Coming(iter(f'{{"number": {n}, "seed": {n}}}' for n in range(3)))
     assert next(iter(coming)) == (0, {"seed": 0})
     assert threading.active_count() == before
     assert [*coming] == [(1, {"seed": 1}), (2, {"seed": 2})]
