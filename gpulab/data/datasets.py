@@ -62,6 +62,7 @@ class Data(ABC):
     size: tuple[int, int]
     sequential: bool
     decoder: str | None = None  # of JPEG frames: part of how they arrive, not of what is learned
+    threads: int = 0  # that may make frames ahead, for a device that would wait for them
     stamps: Stamps = {}  # of the files that are read later, as they were when the data were loaded
 
     @property
@@ -213,7 +214,7 @@ class Rendered(Sequence):
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, without it endlessly."""
-        return self.scene.stream(start, stop)
+        return self.scene.stream(start, stop, self.threads)
 
     def options(self) -> dict[str, Any]:
         """The size, the numbers of frames, the scene's seed and its speed."""

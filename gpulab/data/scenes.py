@@ -7,9 +7,12 @@ since every C library has its own. Random numbers are PCG64's raw output, which 
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,16 +84,26 @@ class Walk:
     size: tuple[int, int]
     speed: float = 1.0
 
-    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Frames]:
-        """Frames `start` to `stop` (without it: endlessly), one by one."""
+    def stream(self, start: int = 0, stop: int | None = None, threads: int = 0) -> Iterator[Frames]:
+        """Frames `start` to `stop` (without it: endlessly), one by one; rendered ahead, where there are `threads`."""
+        chunks = self._chunks(start, stop)
+        if not threads:
+            for begin, end in chunks:
+                yield from CHUNKS.get(self, begin, end, None).result()
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            coming = collections.deque(CHUNKS.get(self, *each, pool) for each in itertools.islice(chunks, 2 * threads))
+            while coming:
+                yield from coming.popleft().result()
+                coming.extend(CHUNKS.get(self, *each, pool) for each in itertools.islice(chunks, 1))
+
+    def _chunks(self, start: int, stop: int | None) -> Iterator[tuple[int, int]]:
+        """Where chunks begin: at multiples of their length, so that a frame has the same bytes in any stream."""
         height, width = self.size
-        chunk = max(1, CHUNK_PIXELS // (height * width))
+        length = max(1, CHUNK_PIXELS // (height * width))
         while stop is None or start < stop:
-            # Chunks begin at multiples of their length: a frame has the same bytes wherever the stream began.
-            end = (start // chunk + 1) * chunk
-            with RENDERING:
-                frames = _rendered(self, start, end if stop is None else min(end, stop))
-            yield from frames
+            end = (start // length + 1) * length
+            yield start, end if stop is None else min(end, stop)
             start = end
 
     @functools.cached_property
@@ -193,16 +206,45 @@ class Walk:
                 np.copyto(image[:, channel], paint[:, :, None], where=mask)
 
 
-RENDERING = threading.Lock()  # of several who want the same frames the first renders them
+class _Chunks:
+    """The last chunks that were rendered: of several who want the same frames, the first has them rendered."""
+
+    MOST = 32  # some 10 MB
+
+    def __init__(self) -> None:
+        self.lock, self.known = threading.Lock(), dict[tuple[Walk, int, int], Future[Frames]]()
+
+    def get(self, walk: Walk, start: int, stop: int, pool: ThreadPoolExecutor | None) -> Future[Frames]:
+        """Frames that are being rendered, by a thread of the pool; without one they are there."""
+        key, mine = (walk, start, stop), False
+        with self.lock:
+            if (chunk := self.known.pop(key, None)) is None:
+                chunk, mine = Future(), True
+            self.known[key] = chunk  # the one wanted last is the last
+            for oldest in [*self.known][: -self.MOST]:
+                del self.known[oldest]
+        if mine and pool:
+            pool.submit(self._render, chunk, *key)
+        elif mine:
+            self._render(chunk, *key)
+        return chunk
+
+    def _render(self, chunk: Future[Frames], walk: Walk, start: int, stop: int) -> None:
+        try:
+            frames = walk.render(np.arange(start, stop))
+            frames.flags.writeable = False
+            chunk.set_result(frames)
+        except BaseException as error:
+            with self.lock:
+                self.known.pop((walk, start, stop), None)
+            chunk.set_exception(error)
+            raise
 
 
-@functools.lru_cache(maxsize=16)  # some 5 MB
-def _rendered(walk: Walk, start: int, stop: int) -> Frames:
-    frames = walk.render(np.arange(start, stop))
-    frames.flags.writeable = False
-    return frames
+CHUNKS = _Chunks()
 
 
+EXTENDING = threading.Lock()
 AHEAD = np.array([(1, 0), (0, 1), (-1, 0), (0, -1)])  # (x, y) for each heading in quarter turns
 
 
@@ -218,8 +260,9 @@ class _Path:
     def at(self, distance: Floats) -> tuple[Floats, Floats, Floats]:
         """Position and heading (radians) at each distance, an array of any one shape (n,)."""
         distance = np.maximum(distance, 0.0)
-        while self.starts[-1] <= distance.max(initial=0.0):
-            self._extend()
+        with EXTENDING:
+            while self.starts[-1] <= distance.max(initial=0.0):
+                self._extend()
         piece = np.searchsorted(np.array(self.starts), distance, side="right") - 1
         along = distance - np.array(self.starts)[piece]
         places = np.array(self.places, dtype=np.float64)[piece]
@@ -331,7 +374,7 @@ class MovingDigits:
     def __init__(self, digits: Frames, seed: int, size: tuple[int, int], speed: float = 1.0) -> None:
         self.digits, self.seed, self.size, self.speed = digits, seed, size, speed
 
-    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Frames]:
+    def stream(self, start: int = 0, stop: int | None = None, threads: int = 0) -> Iterator[Frames]:  # noqa: ARG002
         """Frames `start` to `stop` (without it: endlessly), one by one."""
         while stop is None or start < stop:
             yield self.frame(start)

@@ -143,7 +143,7 @@ def by_gate(gates: Float[Tensor, "b 4c h w"]) -> Float[Tensor, "b 4 c h w"]:
 def uses_tf32(like: Tensor) -> bool:
     """Whether convolutions of such a tensor on a GPU are allowed to be TF32, which is faster pixel by pixel."""
     backend: Any = torch.backends.cudnn
-    return like.is_cuda and like.dtype == torch.float32 and backend.conv.fp32_precision != "ieee"
+    return like.is_cuda and like.dtype == torch.float32 and backend.conv.fp32_precision == "tf32"
 
 
 def zeros(like: Tensor, shape: tuple[int, int, int, int, int], by_pixel: bool) -> Float[Tensor, "t b c h w"]:

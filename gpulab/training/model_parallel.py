@@ -97,7 +97,7 @@ class SplitTrainer(Trainer):
 
     def __init__(self, plan: Plan, devices: Sequence[str]) -> None:
         super().__init__(plan)
-        self.model = split(self.model, devices)
+        self.model, self.loader.device = split(self.model, devices), devices[0]
         self.optimizer = Adam([p for p in self.model.parameters() if p.requires_grad], plan.learning_rate)
 
 

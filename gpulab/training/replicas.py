@@ -27,6 +27,7 @@ from gpulab.training.remote import remote
 from gpulab.training.workers import TOGETHER
 
 TELL = 0.2  # seconds between what a training says of its progress
+CHECKPOINT = 120.0  # seconds between checkpoints of each, for which all others wait; an interruption saves anyway
 
 Job = dict[str, Any]
 
@@ -151,5 +152,5 @@ def _turns(number: int, job: Job, answer: Answer) -> Generator[None, None, run.R
     plan, command = run.planned(**{**usual, **given})
     there = remote(job.get("store"))
     folder = there.work if there else Path(job["store"]) if job.get("store") else None
-    keep = run.Keeping(folder, there, weights=job.get("keep_weights", True), shared=True)
+    keep = run.Keeping(folder, there, True, CHECKPOINT, job.get("keep_weights", True), shared=True)
     return (yield from run.in_turns(plan, job.get("command") or command, keep, parallel.Group(), progress=tell))

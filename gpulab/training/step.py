@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,8 @@ class Trainer:
         self.model.train()
         if watch:
             watch(self.model, self.step)
+        if self.setting.kind != "cpu":
+            self.data.threads = min(4, os.cpu_count() or 1)
         windows = self.data.windows(self.window, self.seed, self.windows_done)
         if self.setting.kind != "cpu":
             windows = ahead(windows)

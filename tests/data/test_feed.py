@@ -93,6 +93,19 @@ def test_all_bytes_are_scaled_to_the_float32_nearest_to_k_by_255():
         assert (tensor.numpy().ravel() == expected).all(), name
 
 
+@pytest.mark.parametrize("setting", ["cuda", "cuda:precision=float64", "cpu"])
+def test_a_gpu_gets_the_same_numbers_from_bytes(setting):
+    """What a GPU looks up there, is looked up here where there is none."""
+    setting = Setting.parse(setting)
+    here = setting if torch.cuda.is_available() else Setting.parse(str(setting).replace("cuda", "cpu"))
+    looked_up, divided = Loader("window", here), Loader("window", Setting.parse("cpu"))
+    looked_up.scaled = divided.window(np.arange(256, dtype=np.uint8)).to(here.device, here.dtype)
+    frames = np.random.default_rng(0).integers(0, 256, (5, 3, 4, 4), dtype=np.uint8)
+    assert (looked_up.window(frames).cpu() == divided.window(frames).to(here.dtype)).all()
+    if here.kind == "cuda":
+        assert (Loader("window", here).scaled == looked_up.scaled).all()
+
+
 def test_frames_that_cannot_be_written_to_are_taken_without_a_warning(recwarn):
     frames = np.frombuffer(bytes(range(12)), np.uint8).reshape(3, 1, 2, 2)  # as MNIST is read from its file
     torch.set_warn_always(True)  # torch warns once in a process

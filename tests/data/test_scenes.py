@@ -123,8 +123,8 @@ def test_a_longer_stream_takes_no_more_memory(scene):
             tracemalloc.stop()
 
     peak(150)  # what is made once, is made now
-    # Of a walk the last 16 chunks are kept, 2,080 of these frames; a frame alone has 2,304 bytes.
-    assert peak(3500) < peak(2500) + 10_000
+    # Of a walk the last 32 chunks are kept, 4,160 of these frames; a frame alone has 2,304 bytes.
+    assert peak(5500) < peak(4500) + 10_000
 
 
 def test_digits_stay_inside_and_appear_whole():
@@ -174,3 +174,26 @@ def test_the_walker_turns_both_ways_and_goes_straight():
     path = _Path(0)
     path.at(np.array([1_000.0]))
     assert {turn for turn in path.turns if turn is not None} == {-1, 0, 1}
+
+
+def test_threads_render_the_same_frames():
+    plain = frames(Walk(21, (48, 64)), 0, 400)
+    for streams in (1, 3):
+        drawn = [Walk(21, (48, 64)).stream(0, 400, threads=3) for _ in range(streams)]
+        for number, same in enumerate(zip(*drawn, strict=True)):
+            assert all((frame == plain[number]).all() for frame in same)
+
+
+def test_a_rendering_that_fails_says_so_and_is_tried_again(monkeypatch):
+    usual, failed = Walk.render, []
+
+    def render(self, numbers):
+        if not failed:
+            failed.append(numbers)
+            raise MemoryError("no room")
+        return usual(self, numbers)
+
+    monkeypatch.setattr(Walk, "render", render)
+    with pytest.raises(MemoryError, match="no room"):
+        next(Walk(22, (48, 64)).stream(0, 50, threads=2))
+    assert (next(Walk(22, (48, 64)).stream(0, 50)) == frames(Walk(22, (48, 64)), 0, 1)[0]).all()

@@ -1,12 +1,17 @@
 """The gradient that is written out against autograd's."""
 
+import contextlib
+import types
+
 import numpy as np
 import pytest
 import torch
 
 import gpulab as gl
+from gpulab import settings
 from gpulab.data.feed import Loader
 from gpulab.models import PredNet
+from gpulab.models.prednet_kernels import uses_tf32
 from gpulab.models.prednet_windows import Windows
 from gpulab.settings import Setting
 from gpulab.training.plan import plan_run
@@ -93,6 +98,16 @@ def test_memory_that_all_frames_share_spoils_the_gradient_as_autograds():
 def test_on_a_gpu_too(dtype):
     with gl.setting("cuda:tf32=off"):
         check(unlike_fresh(dtype, "cuda"), torch.rand(19, 1, 3, 16, 24, dtype=dtype, device="cuda"))
+
+
+def test_pixel_by_pixel_only_where_tf32_is_allowed():
+    on_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    for precision, allowed in (("off", False), ("on", True)):
+        with contextlib.ExitStack() as stack:
+            settings._tf32(Setting(tf32=precision == "on"), stack)
+            assert uses_tf32(on_gpu) is allowed
+            assert not uses_tf32(torch.zeros(1)), "a CPU has no TF32"
+            assert not uses_tf32(types.SimpleNamespace(is_cuda=True, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("kernel_size", [1, 5])
