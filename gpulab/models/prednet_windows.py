@@ -31,6 +31,7 @@ class Windows:
         frames: Of the shape, on the device and of the type of those to come.
         shared: As if all frames of a window lay in one memory (see `gpulab.data.feed`): gradients, and they alone, are
             of an error to the last frame.
+        streams: Whether kernels of this network run beside each other on a GPU: not where other networks keep it busy.
 
     Examples:
         >>> from gpulab.models import PredNet
@@ -40,9 +41,11 @@ class Windows:
         (torch.Size([4]), torch.Size([3, 3, 3, 3]))
     """
 
-    def __init__(self, net: PredNet, frames: Float[Tensor, "t b c h w"], shared: bool = False) -> None:
+    def __init__(
+        self, net: PredNet, frames: Float[Tensor, "t b c h w"], shared: bool = False, streams: bool = True
+    ) -> None:
         self.net, self.steps, self.shared = net, len(frames) - 1, shared
-        self.layers = [Layer(net, number, self.steps, frames) for number in range(len(net.channels))]
+        self.layers = [Layer(net, number, self.steps, frames, streams) for number in range(len(net.channels))]
 
     @staticmethod
     def follows(model: nn.Module) -> bool:
@@ -99,14 +102,14 @@ class Layer:
     What a step takes from the one before has one place more, the first, for what came before the window.
     """
 
-    def __init__(self, net: PredNet, number: int, steps: int, like: Tensor) -> None:
+    def __init__(self, net: PredNet, number: int, steps: int, like: Tensor, streams: bool) -> None:
         self.lstm, self.steps, self.channels = net.lstm[number], steps, net.channels[number]
         self.chained = net.truncation == "loss" and number > 0
         by_pixel = uses_tf32(like)
         self.gate, self.predict = Convolution(self.lstm.gates, by_pixel), Convolution(net.conv_p[number], by_pixel)
         # Takes the errors of the layer below.
         self.take = Convolution(net.conv_a[number - 1], by_pixel) if number else None
-        self.side = torch.cuda.Stream(like.device) if like.is_cuda else None
+        self.side = torch.cuda.Stream(like.device) if like.is_cuda and streams else None
 
         def buffer(count: int, channels: int, scale: int = 1) -> Tensor:
             height, width = net.layer_size(number)

@@ -87,6 +87,8 @@ def launch(job: dict[str, Any], devices: int, tell: Callable[[int, float], None]
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             workers.append(Worker(job["setting"], 1, {**shared, **own}))
             stack.callback(workers[-1].close)
+        for worker in workers:  # NCCL ends in all processes at once: each hears of it before any is waited for
+            stack.callback(worker.end)
         answers = [pool.submit(w.train, job, tell if rank == 0 else _nobody) for rank, w in enumerate(workers)]
         try:
             wait(answers, return_when="FIRST_EXCEPTION")

@@ -285,6 +285,7 @@ def in_turns(
         else:  # which may have left it half restored
             plan = spare
             trainer = parallel.trainer(plan, group)
+    trainer.crowded = keep.shared
     if isinstance(trainer, parallel.DataParallel):
         trainer.share()
     with guards.guard() if guard else contextlib.nullcontext():

@@ -44,6 +44,7 @@ class Trainer:
         self.written_out: tuple[torch.Size, Windows] | None = None  # for batches of the last shape
         self.captured: tuple[torch.Size, Captured] | None = None  # for windows of the last shape
         self.ways: set[str] = set()  # in which gradients were computed
+        self.crowded = False  # whether other trainings share the device
         self.model = plan.model.to(self.setting.device, self.setting.dtype)
         self.optimizer = Adam([p for p in self.model.parameters() if p.requires_grad], plan.learning_rate)
         self.state: Any = None
@@ -183,7 +184,7 @@ class Trainer:
         if fast and isinstance(batch, Tensor) and Windows.follows(model):
             self.ways.add("written out")
             if self.written_out is None or self.written_out[0] != batch.shape:
-                self.written_out = batch.shape, Windows(model, batch, self.loader.name == "imitated")
+                self.written_out = batch.shape, Windows(model, batch, self.loader.name == "imitated", not self.crowded)
             return self.written_out[1](batch, state)
         self.ways.add("autograd")
         self.optimizer.zero_grad()

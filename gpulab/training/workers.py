@@ -96,10 +96,14 @@ class Worker:
         words = " ".join(self.last_words) or "it said nothing (killed, or out of memory?)"
         raise GpulabError(f"its worker process ended with status {status}: {words}")
 
-    def close(self) -> None:
-        """No more jobs: wait until it ends; one that was asked to and does not hear is killed."""
+    def end(self) -> None:
+        """No more jobs."""
         with contextlib.suppress(OSError):
             self.jobs.close()
+
+    def close(self) -> None:
+        """No more jobs: wait until it ends; one that was asked to and does not hear is killed."""
+        self.end()
         try:
             self.process.wait(DEAF if self.stopped else None)
         except subprocess.TimeoutExpired:
