@@ -112,9 +112,10 @@ class Walk:
         return _Path(self.seed)
 
     @functools.cached_property
-    def atlas(self) -> npt.NDArray[np.uint16]:
-        """All textures."""
-        return _atlas(self.seed)
+    def atlas(self) -> npt.NDArray[np.uint32]:
+        """All textures, a pixel's three bytes in one number."""
+        red, green, blue = _atlas(self.seed).astype(np.uint32).T
+        return red | green << np.uint32(8) | blue << np.uint32(16)
 
     @functools.cached_property
     def palette(self) -> npt.NDArray[np.integer]:
@@ -157,15 +158,18 @@ class Walk:
         cloud_x = _texel((heading[:, None] + column).astype(f32) * f32(0.7))[:, None, :]
         cloud_y = np.clip((row * f32(-40.0)).astype(np.int32), 0, TEXTURE - 1)
         sky_index = (1 + HOUSES) * TEXTURE**2 + cloud_y * TEXTURE + cloud_x
-        colour = self.atlas[np.where(ground, ground_index, np.where(sky, sky_index, wall_index))]
+        colour = self.atlas.take(np.where(ground, ground_index, np.where(sky, sky_index, wall_index)))
 
         # Distance fades into haze; the two sides of a house are lit differently.
         far = np.where(ground, reach, depth32)
         clear = 256 - np.minimum((far * f32(7.5)).astype(np.int32), 150)
         clear = np.where(~ground & (side[:, None, :] == 1), clear * 3 // 4, clear)
-        clear = np.where(sky, 256, clear).astype(np.uint16)[..., None]
-        lit = (colour * clear + (256 - clear) * np.uint16(120)) >> np.uint16(8)
-        image = np.ascontiguousarray(lit.astype(np.uint8).transpose(0, 3, 1, 2))
+        clear = np.where(sky, 256, clear).astype(np.uint16)
+        haze = (256 - clear) * np.uint16(120)
+        image = np.empty((len(frames), 3, height, width), np.uint8)
+        for channel in range(3):
+            shade = (colour >> np.uint32(8 * channel)).astype(np.uint8).astype(np.uint16)
+            image[:, channel] = (shade * clear + haze) >> np.uint16(8)
         self._passers_by(image, distance, (x, y, facing_x, facing_y), (row[:, :, 0], column, depth))
         return image
 
@@ -197,13 +201,18 @@ class Walk:
             half = np.where((up < 0) | (z < 0.25)[:, None], 0.0, half)
             off = np.abs(column - (sideways[frame, which] / safe)[:, None]) * safe[:, None]
             off = np.where(depth < safe[:, None], 9.0, off)  # a house stands before them
-            mask = off.astype(np.float32)[:, None, :] < half.astype(np.float32)[:, :, None]
+            seen_rows, seen_columns = np.flatnonzero(half.any(0)), np.flatnonzero((off < half.max()).any(0))
+            if not (len(seen_rows) and len(seen_columns)):
+                continue
+            rows = slice(seen_rows[0], seen_rows[-1] + 1)
+            columns = slice(seen_columns[0], seen_columns[-1] + 1)
+            mask = off.astype(np.float32)[:, None, columns] < half.astype(np.float32)[:, rows, None]
             for channel in range(3):
                 coat = self.palette[who % 64, channel][:, None]
                 trousers = self.palette[(who * 7 + 3) % 64, channel][:, None] // 2
                 skin = np.uint8((214, 170, 140)[channel])
                 paint = np.where(up > 0.42, skin, np.where(up > 0.26, coat, trousers))
-                np.copyto(image[:, channel], paint[:, :, None], where=mask)
+                np.copyto(image[:, channel, rows, columns], paint[:, rows, None], where=mask)
 
 
 class _Chunks:
