@@ -70,4 +70,4 @@ def markdown(frame: pd.DataFrame) -> str:
     """A table of Markdown."""
     header = [*frame.index.names, *frame.columns]
     rows = [header, ["---"] * len(header), *([*key, *row] for key, row in zip(frame.index, frame.values, strict=True))]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
