@@ -172,7 +172,12 @@ def experiment(
     ] = None,
     profile: Profile = "quick",
     reruns: Annotated[int, typer.Option(min=1, help="how often each seed and setting is run")] = 1,
-    workers: Annotated[int, typer.Option(min=1, help="runs at the same time (seconds then say nothing)")] = 1,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1, help="processes that train at the same time; with 1, up to 16 small networks share a CUDA GPU in one"
+        ),
+    ] = 1,
     metric: Annotated[str | None, typer.Option(help="of the verdict  [default: final_loss, or the first]")] = None,
     store: Store = None,
     engine: Annotated[str, typer.Option(help="local, ray (a cluster), or slurm, which prints a job array")] = "local",

@@ -108,10 +108,10 @@ class Run:
         if self.model is None:
             numbers = [f"{name} {value:.5g}" for name, value in self.metrics.items()]
             return f"{where}: {', '.join(numbers)}, {summary['seconds']:.1f} s"
-        return (
-            f"{where}: final loss {self.final_loss:.5f}, held out {self.heldout_loss:.5f}, "
-            f"{summary['seconds']:.1f} s ({summary['frames_per_second']:.0f} frames/s)"
-        )
+        speed = summary["frames_per_second"]
+        how = "sharing its GPU" if speed is None else f"{speed:.0f} frames/s"
+        losses = f"final loss {self.final_loss:.5f}, held out {self.heldout_loss:.5f}"
+        return f"{where}: {losses}, {summary['seconds']:.1f} s ({how})"
 
 
 def train(
@@ -232,7 +232,7 @@ class Keeping:
     resume: bool = True
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     weights: bool = True
-    shared: bool = False  # whether others train on the device at the same time, so that `seconds` says nothing
+    shared: bool = False  # whether others train on the device at the same time, so that its speed says nothing
 
 
 def planned(
@@ -290,7 +290,9 @@ def in_turns(
         trainer.share()
     with guards.guard() if guard else contextlib.nullcontext():
         yield from trainer.turns(file, keep.checkpoint_seconds, progress if group.rank == 0 else False, watch)
-    record |= trainer.outcome() | ({"shared": True} if keep.shared else {})
+    record |= trainer.outcome()
+    if keep.shared:
+        record |= {"shared": True, "summary": record["summary"] | {"frames_per_second": None}}
     plan.data.check_unchanged()
     history = _history(trainer.history)
     plan.model.fresh = False

@@ -33,14 +33,14 @@ def default_store() -> Path:
 def runs(store: str | Path | None = None) -> pd.DataFrame:
     """All runs in a store as one data frame, one row a run.
 
-    Columns: `experiment`, `profile`, `setting`, `device`, `seed`, `rerun`, `loader` (how frames reached the
-    device), `decoder` (of JPEG frames), `flip` (the initial weight whose last bit was changed), `fast` (whether
-    gradients may be computed in fewer operations), `draws` (whose generator drew the initial weights), `covariance`
-    (how the whitener computes it), `truncation` (what PredNet's backpropagation is cut off from), `devices` (how
-    many shared it), `status`, `final_loss`, `heldout_loss`, `seconds`, `frames_per_second`, `weights` (the SHA-256
-    of the trained weights, so that equal bits can be seen), `gradients` (by autograd or written out; None where
-    nobody noted it), `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`, `frame_size`
-    (height×width), `scene_seed` and `speed` (what a rendered scene was drawn from, and how fast it moves),
+    Columns: `experiment`, `profile`, `setting`, `device`, `seed`, `rerun`, `loader` (how frames reached the device),
+    `decoder` (of JPEG frames), `flip` (the initial weight whose last bit was changed), `fast` (whether gradients may be
+    computed in fewer operations), `draws` (whose generator drew the initial weights), `covariance` (how the whitener
+    computes it), `truncation` (what PredNet's backpropagation is cut off from), `devices` (how many shared it),
+    `status`, `final_loss`, `heldout_loss`, `seconds`, `frames_per_second` (missing where other trainings shared the
+    GPU), `weights` (the SHA-256 of the trained weights, so that equal bits can be seen), `gradients` (by autograd or
+    written out; None where nobody noted it), `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`,
+    `frame_size` (height×width), `scene_seed` and `speed` (what a rendered scene was drawn from, and how fast it moves),
     `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones can be compared),
     `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped. Runs of a function have, after
     these, `options` (all of them, as JSON) and a column for each option and each metric.

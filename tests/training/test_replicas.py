@@ -179,3 +179,10 @@ def test_frames_that_several_want_are_rendered_once(monkeypatch):
     for frames in zip(*streams, strict=True):
         assert all((frame == frames[0]).all() for frame in frames)
     assert sum(map(len, rendered)) == 500
+
+
+def test_a_run_that_shared_its_gpu_has_no_speed(tmp_path):
+    together(jobs(tmp_path, "autoencoder", [0]))
+    assert gl.runs(tmp_path / "shared").frames_per_second.isna().all()
+    again = gl.train("autoencoder", profile="smoke", store=tmp_path / "shared", progress=False)
+    assert "sharing its GPU" in repr(again)
