@@ -10,8 +10,6 @@ tutorials take it, makes each update wait for the device.
 """
 
 import itertools
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,13 +19,10 @@ import typer
 from torch import nn
 
 import gpulab as gl
-from gpulab import records
-from gpulab.passports import passport
 from gpulab.settings import Setting
 from gpulab.training.plan import plan_run
 from gpulab.training.step import Trainer
 
-RECORDS = Path(__file__).parent.parent / "data" / "speed"
 IMAGES = 20  # in a window
 
 
@@ -101,15 +96,7 @@ def main(
                 "usual loop, a look at every loss": lambda setting=setting: usual(setting, True),
             }
             rows += entrants.race(made, IMAGES, setting, rounds, text)[0]
-    if rows:
-        command, here = shlex.join(["python", "benchmarks/autoencoder.py", *sys.argv[1:]]), passport()
-        machine = records.machine(here, setting.kind)
-        document = {"passport": here, "command": command, "machine": machine, "rows": rows}
-        print(table([document]).partition("| machine")[2])
-        if record:
-            records.write_json(record, document)
-    if write:
-        write.write_text(table([records.read_json(f) for f in sorted(RECORDS.glob("autoencoder-*.json"))]), "utf-8")
+    entrants.keep("autoencoder", table, {"rows": rows}, setting if rows else None, record, write)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,23 @@
 """Training steps beside each other in one process: `race` is what the benchmarks of training have in common."""
 
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from gpulab import records
+from gpulab.passports import passport
 from gpulab.settings import Setting
 
 Step = Callable[[], Any]
+RECORDS = Path(__file__).parent.parent / "data" / "speed"
 WARM_UP, STEPS = 3, 3  # steps, in each round
 
 
@@ -71,3 +77,24 @@ def markdown(frame: pd.DataFrame) -> str:
     header = [*frame.index.names, *frame.columns]
     rows = [header, ["---"] * len(header), *([*key, *row] for key, row in zip(frame.index, frame.values, strict=True))]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+
+
+def keep(
+    program: str,
+    table: Callable[[list[dict[str, Any]]], str],
+    document: dict[str, Any],
+    setting: Setting | None,
+    record: Path | None,
+    write: Path | None,
+) -> None:
+    """Print what was measured under a setting, record it, and write the table of all that is recorded."""
+    if setting:
+        here = passport()
+        command = shlex.join(["python", f"benchmarks/{program}.py", *sys.argv[1:]])
+        document |= {"passport": here, "command": command, "machine": records.machine(here, setting.kind)}
+        print(table([document]).partition("| machine")[2])
+        if record:
+            records.write_json(record, document)
+    if write:
+        found = [records.read_json(file) for file in sorted(RECORDS.glob(f"{program}-*.json"))]
+        write.write_text(table(found), encoding="utf-8")

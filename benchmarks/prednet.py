@@ -12,7 +12,6 @@ folder, and left out where none is given.
 """
 
 import importlib
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,14 +22,11 @@ import typer
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
-from gpulab import records
-from gpulab.passports import passport
 from gpulab.settings import Setting
 from gpulab.training.capture import Captured
 from gpulab.training.plan import plan_run
 from gpulab.training.step import Trainer
 
-RECORDS = Path(__file__).parent.parent / "data" / "speed"
 SIZES = {  # batch, frames, height, width, channels
     "quick": (1, 20, 48, 64, (3, 16, 32)),
     "paper": (1, 20, 120, 160, (3, 48, 96, 192)),
@@ -166,15 +162,7 @@ def main(
             peaks[text] = entrants.peak(setting)
             for one in size or ["quick"]:
                 rows += measure(one, setting, leido, authors, rounds)
-    if rows:
-        command, here = shlex.join(["python", "benchmarks/prednet.py", *sys.argv[1:]]), passport()
-        machine = records.machine(here, setting.kind)
-        document = {"passport": here, "command": command, "machine": machine, "peak": peaks, "rows": rows}
-        print(table([document]).partition("| machine")[2])
-        if record:
-            records.write_json(record, document)
-    if write:
-        write.write_text(table([records.read_json(file) for file in sorted(RECORDS.glob("prednet-*.json"))]), "utf-8")
+    entrants.keep("prednet", table, {"peak": peaks, "rows": rows}, setting if rows else None, record, write)
 
 
 if __name__ == "__main__":
