@@ -1,5 +1,6 @@
 """Trainings that take turns: each has the result that it has alone, whatever happens to the others."""
 
+import concurrent.futures
 import itertools
 import json
 import threading
@@ -9,7 +10,8 @@ import torch
 
 import gpulab as gl
 from gpulab.data.scenes import Walk
-from gpulab.training import replicas, run
+from gpulab.errors import GpulabError
+from gpulab.training import replicas, run, workers
 from gpulab.training.workers import Workers, may_share
 
 SMOKE = {"profile": "smoke", "keep_weights": True}
@@ -186,3 +188,21 @@ def test_a_run_that_shared_its_gpu_has_no_speed(tmp_path):
     assert gl.runs(tmp_path / "shared").frames_per_second.isna().all()
     again = gl.train("autoencoder", profile="smoke", store=tmp_path / "shared", progress=False)
     assert "sharing its GPU" in repr(again)
+
+
+def test_one_process_answers_several_who_ask_at_once(tmp_path):
+    worker = workers.Worker("cpu:threads=1", 1)
+    heard = {seed: [] for seed in range(4)}
+
+    def ask(seed):
+        job = jobs(tmp_path, "autoencoder", [seed], "cpu:threads=1", data="nonsense" if seed == 2 else None)[0]
+        return worker.train(job, lambda done, _: heard[seed].append(done))
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(ask, seed) for seed in heard]
+    worker.close()
+    assert "nonsense" in str(answers.pop(2).exception())
+    assert {answer.result() for answer in answers} == {*gl.runs(tmp_path / "shared").id}
+    assert [bool(done) for done in heard.values()] == [True, True, False, True]
+    with pytest.raises(GpulabError, match="ended with status"):
+        ask(7)

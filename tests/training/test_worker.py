@@ -16,10 +16,11 @@ def test_a_worker_answers_each_job_with_lines_of_json_and_survives_bad_ones(tmp_
         {**JOB, "colour": "red"},
         {**JOB, "store": str(tmp_path), "seed": 2},
     ]
-    lines = "".join(json.dumps(job) + "\n" for job in jobs)
+    lines = "".join(json.dumps({"number": 10 * place, **job}) + "\n" for place, job in enumerate(jobs))
     command = [sys.executable, "-P", "-m", "gpulab.training.worker"]
     done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120, env=os.environ)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer.pop("number") for answer in answers] == [0, 0, 0, 10, 20, 30, 40, 40, 40]
     frame = gl.runs(tmp_path)
     kinds = ["+".join(answer) for answer in answers]
     assert kinds == ["done+loss", "done+loss", "id", "error", "error", "error", "done+loss", "done+loss", "id"]
