@@ -107,34 +107,46 @@ def train_together(number: int, job: Job, coming: Coming, answer: Answer, most: 
 
     One that does not fit into the device's memory beside others waits until one of them has ended.
     """
-    waiting, going = collections.deque([(number, job)]), dict[int, Training]()
     model: Any = MODELS[job["net"]]
-    setting = Setting.parse(job["setting"])
-    streams = [torch.cuda.Stream(setting.device) if setting.kind == "cuda" else None for _ in range(most)]
-    with run.under(setting, model.threads):
+    with contextlib.ExitStack() as stack:
         try:
-            while waiting or going:
-                while len(going) < most and (item := waiting.popleft() if waiting else coming.now()):
-                    going[item[0]] = Training(item[1], _turns(*item, answer), streams.pop())
-                for number, training in [*going.items()]:
-                    try:
-                        training.turn()
-                        continue
-                    except StopIteration as end:
-                        answer(number, **result(end.value, training.job))
-                    except torch.OutOfMemoryError as error:
-                        most = max(1, len(going) - 1)
-                        if len(going) > 1:
-                            waiting.append((number, training.job))
-                        else:
-                            answer(number, **failure(error))
-                    except Exception as error:
+            setting = Setting.parse(job["setting"])
+            stack.enter_context(run.under(setting, model.threads))
+            streams = [torch.cuda.Stream(setting.device) if setting.kind == "cuda" else None for _ in range(most)]
+        except GpulabError as error:
+            answer(number, **failure(error))
+            return
+        _take_turns([(number, job)], streams, coming, answer)
+
+
+def _take_turns(
+    jobs: list[tuple[int, Job]], streams: list[torch.cuda.Stream | None], coming: Coming, answer: Answer
+) -> None:
+    """Do jobs and those that come, as many at once as there are streams."""
+    most, waiting, going = len(streams), collections.deque(jobs), dict[int, Training]()
+    try:
+        while waiting or going:
+            while len(going) < most and (item := waiting.popleft() if waiting else coming.now()):
+                going[item[0]] = Training(item[1], _turns(*item, answer), streams.pop())
+            for number, training in [*going.items()]:
+                try:
+                    training.turn()
+                    continue
+                except StopIteration as end:
+                    answer(number, **result(end.value, training.job))
+                except torch.OutOfMemoryError as error:
+                    most = max(1, len(going) - 1)
+                    if len(going) > 1:
+                        waiting.append((number, training.job))
+                    else:
                         answer(number, **failure(error))
-                    streams.append(going.pop(number).stream)
-        except KeyboardInterrupt:
-            for training in going.values():
-                training.interrupt()
-            raise
+                except Exception as error:
+                    answer(number, **failure(error))
+                streams.append(going.pop(number).stream)
+    except KeyboardInterrupt:
+        for training in going.values():
+            training.interrupt()
+        raise
 
 
 def _turns(number: int, job: Job, answer: Answer) -> Generator[None, None, run.Run]:

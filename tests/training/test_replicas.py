@@ -206,3 +206,10 @@ def test_one_process_answers_several_who_ask_at_once(tmp_path):
     assert [bool(done) for done in heard.values()] == [True, True, False, True]
     with pytest.raises(GpulabError, match="ended with status"):
         ask(7)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here a GPU is found")
+def test_jobs_for_a_gpu_that_is_not_there_say_so(tmp_path):
+    answers = together(jobs(tmp_path, "autoencoder", range(3), "cuda:tf32=off"))
+    assert all("cuda" in answer[-1]["error"] for answer in answers.values())
+    assert len(answers) == 3
