@@ -64,12 +64,15 @@ class Worker:
 
     def _hear(self) -> None:
         with self.answers:
-            for line in self.answers:
-                message = json.loads(line)
-                self.asked[message.pop("number")].put(message)
+            try:
+                for line in self.answers:
+                    message = json.loads(line)
+                    self.asked[message.pop("number")].put(message)
+            except (ValueError, KeyError):  # who says this is no worker of ours
+                self.process.kill()
         with self.lock:
             self.ended = True
-            for waiting in self.asked.values():
+            for waiting in [*self.asked.values()]:
                 waiting.put(None)
 
     def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:

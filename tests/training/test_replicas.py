@@ -3,6 +3,7 @@
 import concurrent.futures
 import itertools
 import json
+import sys
 import threading
 
 import pytest
@@ -213,3 +214,11 @@ def test_jobs_for_a_gpu_that_is_not_there_say_so(tmp_path):
     answers = together(jobs(tmp_path, "autoencoder", range(3), "cuda:tf32=off"))
     assert all("cuda" in answer[-1]["error"] for answer in answers.values())
     assert len(answers) == 3
+
+
+def test_a_process_that_talks_nonsense_is_ended(tmp_path, monkeypatch):
+    talk = "import time; print('hello', flush=True); time.sleep(600)"
+    monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", talk])
+    worker = workers.Worker("cpu", 1)
+    with pytest.raises(GpulabError, match="ended with status -9"):
+        worker.train(jobs(tmp_path, "autoencoder", [0])[0], lambda *_: None)
