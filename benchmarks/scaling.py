@@ -19,11 +19,12 @@ import prednet
 import replicas
 import torch
 import typer
+from matplotlib.ticker import NullLocator
 
 import gpulab as gl
 from gpulab import records
 from gpulab.passports import passport
-from gpulab.plots.style import canvas, colour, finished, key, points
+from gpulab.plots.style import canvas, colour, finished, key, log_scale, points
 from gpulab.report import Picture
 
 Shape = tuple[int, int, int, int, tuple[int, ...]]
@@ -80,19 +81,22 @@ def picture(record: dict[str, Any]) -> Picture:
     rows = pd.DataFrame(record["rows"])
     kinds = [*dict.fromkeys(rows.what)]
     has_memory = bool(rows.memory.notna().any())
-    figure, axes = canvas(len(kinds), height=4.2 if has_memory else 2.6, share_rows=True, rows=1 + has_memory)
+    figure, axes = canvas(len(kinds), height=4.2 if has_memory else 2.6, rows=1 + has_memory)
     tint = colour(rows.setting[0])
     for place, axis in enumerate(axes):
+        if place % len(kinds):
+            axis.sharey(axes[place - 1])
         kind, column = kinds[place % len(kinds)], "memory" if place >= len(kinds) else "per_second"
         for entrant, some in rows[rows.what == kind].groupby("entrant", sort=False):
             plain, y = entrant != "gpulab", some[column] / (2**30 if column == "memory" else 1)
             axis.plot(some.value, y, color=tint, lw=1.2, ls=":" if plain else "-")
             points(axis, some.value, y, tint, hollow=plain, s=20)
-        axis.set(xscale="log", yscale="log")
+        axis.set(xscale="log")
+        whole = rows[column].dropna() / (2**30 if column == "memory" else 1)
+        log_scale(axis.yaxis, whole.min(), whole.max())
         axis.set_xticks(sorted(set(rows[rows.what == kind].value)), minor=False)
         axis.xaxis.set_major_formatter("{x:,g}")
-        axis.yaxis.set_major_formatter("{x:,g}")
-        axis.minorticks_off()
+        axis.xaxis.set_minor_locator(NullLocator())
         axis.tick_params(labelsize=7)
         if place >= len(axes) - len(kinds):
             axis.set_xlabel(AXES[kind], fontsize=8)
