@@ -17,8 +17,8 @@ HOMES = {
     "saddle_points": "saddle_finding",
     "scale_out": "descent_curves descent_runs descent_verdict large_batches parts_table same_end scaling_table "
     "what_the_guard_says",
-    "speed": "backends claims_table cost_table crossover ladder precision_verdict recorded_speed scaling shares "
-    "small_work speed_finding speed_table",
+    "speed": "backends claims_table cost_table crossover kernels ladder precision_verdict recorded_speed scaling "
+    "shares small_work speed_finding speed_table",
     "widgets": "bit_explorer slice_explorer",
     "workloads": "ceilings measure_speed workload",
 }

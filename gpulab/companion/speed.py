@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.colors import to_rgb
 
 from gpulab import records
 from gpulab.errors import UsageError
-from gpulab.plots.style import FAINT, INK, canvas, colour, finished, log_scale, points
+from gpulab.plots.style import FAINT, INK, canvas, colour, finished, level_colours, log_scale, points
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, verdict
 
@@ -306,26 +307,47 @@ def shares(frame: pd.DataFrame) -> Picture:
         frame: The part `step` of `measure_speed` and `recorded_speed`.
     """
     table = _phases(frame)
-    total, left = table.sum(axis=1), np.zeros(len(table))
-    figure, (axes,) = canvas(1, height=1.1 + 0.3 * len(table))
-    names = [f"{what}, {label}" for what, label in table.index]
-    for phase, tint in PHASES.items():
-        share = table[phase] / total
-        axes.barh(names, share, left=left, color=tint, height=0.7, label=phase)
+    back = table.backward / table.sum(axis=1)
+    headline = f"Backpropagation takes {back.min():.0%} to {back.max():.0%} of a step"
+    alt = f"Shares of forward pass, backpropagation and update. {headline}."
+    return _stacked(table.set_axis([", ".join(pair) for pair in table.index]), PHASES, headline, alt)
+
+
+def kernels() -> Picture:
+    """What kinds of work an update of PredNet spends its time on, on the machines where that was recorded.
+
+    The fast path of `gpulab.train`; how far it is from a machine's peak stands in `benchmarks/prednet.md`.
+    """
+    found = [record for record in records.read_documents("speed") if record.get("kind") == "kernels"]
+    rows = pd.DataFrame([{"machine": record["machine"], **row} for record in found for row in record["rows"]])
+    rows = rows.assign(name=rows[["machine", "setting", "size"]].agg(", ".join, axis=1))
+    table = rows.pivot_table("ms", "name", "what", sort=False).fillna(0)
+    table = table[table.sum().sort_values(ascending=False).index]
+    share = table["convolutions"] / table.sum(axis=1)
+    headline = f"Convolutions, weight gradients apart, take {share.min():.0%} to {share.max():.0%} of an update"
+    tints = dict(zip(table, level_colours("what", [*table]).values(), strict=True))
+    return _stacked(table / 1e3, tints, headline, f"Shares of an update of PredNet by kind of work. {headline}.")
+
+
+def _stacked(seconds: pd.DataFrame, tints: Mapping[str, str], headline: str, alt: str) -> Picture:
+    """A bar a row, of the shares of its columns, with the whole beside it."""
+    total, left = seconds.sum(axis=1), np.zeros(len(seconds))
+    figure, (axes,) = canvas(1, height=1.1 + 0.3 * len(seconds))
+    for part, tint in tints.items():
+        share = seconds[part] / total
+        axes.barh([*seconds.index], share, left=left, color=tint, height=0.7, label=part)
         for place, (start, width) in enumerate(zip(left, share, strict=True)):
             if width > 0.06:
-                axes.text(start + width / 2, place, f"{width:.0%}", ha="center", va="center", fontsize=8)
+                ink = "white" if sum(to_rgb(tint)) < 1.5 else "black"
+                axes.text(start + width / 2, place, f"{width:.0%}", color=ink, ha="center", va="center", fontsize=8)
         left += share.to_numpy()
-    for place, seconds in enumerate(total):
-        axes.annotate(f"{1e3 * seconds:.3g} ms", (1.01, place), va="center", fontsize=8, annotation_clip=False)
+    for place, whole in enumerate(total):
+        axes.annotate(f"{1e3 * whole:.3g} ms", (1.01, place), va="center", fontsize=8, annotation_clip=False)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
     axes.set(xlim=(0, 1), xlabel="share of a training step (right: the whole step)")
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    back = table.backward / total
-    headline = f"Backpropagation takes {back.min():.0%} to {back.max():.0%} of a step"
-    keys = axes.get_legend_handles_labels()[0]
-    return finished(figure, headline, f"Shares of forward pass, backpropagation and update. {headline}.", keys, 3)
+    return finished(figure, headline, alt, axes.get_legend_handles_labels()[0], 3)
 
 
 def small_work(frame: pd.DataFrame) -> Picture:

@@ -243,6 +243,17 @@ def test_the_finding_names_what_was_recorded_and_what_was_claimed(measured):
     assert "Recorded on a GPU, quick: text classification is faster on a GPU: 5×, claimed: 198.2 s" in both
 
 
+def test_what_an_update_spends_its_time_on(monkeypatch):
+    rows = [
+        {"setting": "cuda", "size": "paper", "what": w, "ms": ms} for w, ms in (("convolutions", 3.0), ("copies", 1.0))
+    ]
+    document = {"kind": "kernels", "machine": "a GPU", "rows": rows}
+    monkeypatch.setattr(records, "read_documents", lambda _: [document, {"kind": "another", "rows": []}])
+    picture = gl.companion.kernels()
+    assert "75% to 75%" in picture.alt
+    assert {text.get_text() for text in picture.figure.axes[0].texts} == {"75%", "25%", "4 ms"}
+
+
 def test_every_figure_says_what_it_shows(measured):
     widths = {"16": 1.0, "64": 2.0, "256": 4.0}
     small = pd.concat([rows("small", widths, **HERE), rows("small", dict.fromkeys(widths, 2.0), **GPU)])
