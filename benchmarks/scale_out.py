@@ -1,42 +1,35 @@
 """One training on several devices: whether it ends as on one, and how an update scales, strong and weak.
 
-    python benchmarks/scale_out.py cpu:threads=1 --devices 1,2 --size small
+    python benchmarks/scale_out.py cpu:threads=1 --devices 1,2 --size small --record data/scale_out/my-cpu.json
     python benchmarks/scale_out.py cuda:tf32=off --devices 1,2,4 --size paper --write benchmarks/scale_out_cuda.md
 
 The sizes are PredNet's: small (24×32), quick (48×64) and paper (120×160, four layers).
 """
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 import gpulab as gl
 from gpulab.companion import scale_out
+from gpulab.records import write_json
 from gpulab.training.protocol import whole_numbers
-
-SIZES = {
-    "small": ([3, 8, 16], (24, 32)),
-    "quick": ([3, 16, 32], (48, 64)),
-    "paper": ([3, 48, 96, 192], (120, 160)),
-}
-
-
-def options(size: str) -> dict:
-    channels, frame = SIZES[size]
-    return {"model_options": {"channels": channels, "size": frame}, "data_options": {"size": frame}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("setting")
     parser.add_argument("--devices", default="1,2")
-    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--size", choices=scale_out.SIZES, default="small")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--frames", type=int, default=10)
     parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", type=Path, help="a file of Markdown")
+    parser.add_argument("--record", type=Path, help="JSON file, such as data/scale_out/my-cpu.json")
     given = parser.parse_args()
     counts = whole_numbers(given.devices, name="--devices")
     here = gl.passport()
@@ -53,16 +46,24 @@ def main() -> None:
     kind = given.setting.partition(":")[0] if "cuda" in given.setting else given.setting
     films = {"net": "prednet", "model_options": {"channels": [3, 8, 16], "size": (24, 32), "batch_size": 6}}
     films |= {"data_options": {"size": (24, 32)}, "window": 60, "frames": 600}
-    add("Several devices against one: largest differences, autoencoder", scale_out.same_end(several, kind))
-    add("The same, PredNet with batches of 6 films", scale_out.same_end(several, kind, **films))
-    what = options(given.size) | {"batch_size": given.batch_size, "frames": given.frames, "updates": given.updates}
-    for weak in (False, True):
-        title = f"{'Weak' if weak else 'Strong'} scaling, PredNet {given.size}, seconds an update"
-        add(title, scale_out.scaling_table(counts, given.setting, weak=weak, **what))
+    ends = [scale_out.same_end(several, kind), scale_out.same_end(several, kind, **films)]
+    add("Several devices against one: largest differences, batches of 7 images and of 6 films", pd.concat(ends))
+    what = {"batch_size": given.batch_size, "frames": given.frames, "updates": given.updates}
+    scaling = scale_out.scaling_table(counts, given.setting, [given.size], **what)
+    shown = scaling.drop(columns=["size", "setting", "machine", "recorded"])
+    add(f"Strong and weak scaling, PredNet {given.size}, seconds an update", shown)
+    parts = pd.DataFrame()
     if given.setting.startswith("cuda") and torch.cuda.device_count() > 1:
-        add("In two parts, MiB", scale_out.parts_table(("cuda:0", "cuda:1")))
+        parts = scale_out.parts_table(("cuda:0", "cuda:1"))
+        add("In two parts, MiB", parts)
     if given.write:
         given.write.write_text("\n".join(["# Many devices", "", *lines, ""]), encoding="utf-8")
+    if given.record:
+        document = {"kind": scale_out.KIND, "passport": dict(here), "machine": scaling.machine[0]}
+        document["command"] = shlex.join(["python", *sys.argv])
+        for name, table in {"scaling": scaling, "ends": pd.concat(ends), "parts": parts}.items():
+            document[name] = table.drop(columns=["machine", "recorded"], errors="ignore").to_dict("records")
+        write_json(given.record, document)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from gpulab._lazy import attach
 
 HOMES = {
     "anomaly": "anomaly_finding anomaly_table anomaly_verdicts first_window shared_memory",
+    "atlas_costs": "atlas_limits atlas_plan atlas_rates rates_table startup",
     "dose": "dose_finding dose_response dose_runs dose_table rank_correlation recorded_dose",
     "factorial": "published_figure published_page published_runs published_table published_verdict round_trips",
     "floating_point": "FactorTable factor_table recorded_measurements",
@@ -15,8 +16,9 @@ HOMES = {
     "spectrum",
     "published_windows": "published_network published_windows recorded_windows",
     "saddle_points": "saddle_finding",
-    "scale_out": "descent_curves descent_runs descent_verdict large_batches parts_table same_end scaling_table "
-    "what_the_guard_says",
+    "scale_out": "batch_gains descent_curves descent_runs descent_verdict device_counts large_batches parts_table "
+    "recorded_scale_out same_end scaling_table what_the_guard_says",
+    "scale_out_figures": "batch_law descent_losses scale_finding scaling_lines update_shares",
     "speed": "backends claims_table cost_table crossover kernels ladder precision_verdict recorded_speed scaling "
     "shares small_work speed_finding speed_table",
     "widgets": "bit_explorer slice_explorer",

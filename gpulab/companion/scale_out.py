@@ -14,10 +14,12 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from gpulab import records
 from gpulab.data.datasets import load
 from gpulab.diagnostics.guards import guard
-from gpulab.errors import OverwrittenError
+from gpulab.errors import OverwrittenError, UsageError
 from gpulab.models import Autoencoder
+from gpulab.passports import passport
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.training import parallel
@@ -30,7 +32,23 @@ from gpulab.training.step import Adam, Trainer
 
 PARTS = ("training/parallel.py", "training/step.py", "training/plan.py", "models", "data")  # on which `times` depends
 WARM_UP = 2  # windows
-SMALL = {"model_options": {"channels": [3, 8, 16], "size": [24, 32]}, "data_options": {"size": [24, 32]}}
+KIND = "scale_out"  # of a document in data/scale_out
+SIZES = {  # of PredNet: the channels of its layers, and of its frames height and width
+    "small": ([3, 8, 16], [24, 32]),
+    "quick": ([3, 16, 32], [48, 64]),
+    "paper": ([3, 48, 96, 192], [120, 160]),
+}
+TIMES = ("seconds", "compute", "wait", "communicate")  # of an update
+COLUMNS = {  # of what is recorded
+    "scaling": [
+        *("scaling", "size", "devices", "batch", *TIMES),
+        *("frames_per_second", "speedup", "ideal", "efficiency", "setting"),
+    ],
+    "ends": ["network", "setting", "precision", "devices", "weights", "final_loss", "heldout_loss"],
+    "parts": ["network", "part", "device", "whole", "parts", "weights", "optimizer", "activations"],
+}
+WORDS = ("scaling", "size", "setting", "network", "precision", "device", "machine")  # the columns that are no numbers
+COUNTS = ("devices", "batch", "part")
 WAYS: dict[str, dict[str, Any]] = {
     "synchronous": {"mode": "synchronous"},
     "lock-free": {"mode": "lock-free"},
@@ -41,12 +59,28 @@ WAYS: dict[str, dict[str, Any]] = {
 # --- data-parallel ---------------------------------------------------------------------------------------
 
 
+def device_counts(device: str = "auto") -> dict[str, list[int]]:
+    """The settings of this machine under which devices can be compared, and how many: CPU processes, and GPUs.
+
+    Args:
+        device: `cpu` and `cuda` ask for that alone, which is a CPU where there are not two GPUs.
+
+    Examples:
+        >>> device_counts("cpu")
+        {'cpu:threads=1': [1, 2]}
+    """
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    found = {"cuda:tf32=off": [count for count in (1, 2, 4, 8) if count <= gpus]} if gpus > 1 else {}
+    return found if found and device == "cuda" else {"cpu:threads=1": [1, 2], **found}
+
+
 def same_end(devices: Iterable[int] = (2,), setting: str = "cpu", **options: Any) -> pd.DataFrame:
     """How far training on several devices ends from one, in float32 and float64.
 
-    A row for each precision and number of devices: `precision`, `devices`, `weights` (the largest difference of a
-    weight), `final_loss` and `heldout_loss` (the differences). `options` are those of `gpulab.train`; by default a
-    small autoencoder with batches of 7 images, which do not divide.
+    A row for each precision and number of devices: `network`, `setting`, `precision`, `devices`, `weights` (the largest
+    difference of a weight), `final_loss` and `heldout_loss` (the differences), `machine`, and `recorded`, which is
+    False. `options` are those of `gpulab.train`; by default a small autoencoder with batches of 7 images, which do not
+    divide.
     """
     usual = {"net": "autoencoder", "model_options": {"hidden": [16], "batch_size": 7}, "frames": 200}
     rows = []
@@ -57,55 +91,80 @@ def same_end(devices: Iterable[int] = (2,), setting: str = "cpu", **options: Any
         for count in devices:
             run = train(**given, devices=count)
             pairs = zip(run.model.state_dict().values(), alone.model.state_dict().values(), strict=True)
-            row = {"precision": precision, "devices": count}
+            row = {"network": given["net"], "setting": setting, "precision": precision, "devices": count}
             row["weights"] = max((one - other).abs().max().item() for one, other in pairs)
             row |= {name: abs(getattr(run, name) - getattr(alone, name)) for name in ("final_loss", "heldout_loss")}
             rows.append(row)
-    return pd.DataFrame(rows)
+    return _here(pd.DataFrame(rows), setting)
 
 
 def scaling_table(
     devices: Iterable[int] = (1, 2),
     setting: str = "cpu:threads=1",
+    sizes: Sequence[str] = ("small",),
     batch_size: int = 8,
     frames: int = 5,
-    weak: bool = False,
     updates: int = 10,
     progress: bool = True,
-    **options: Any,
 ) -> pd.DataFrame:
     """How long an update of PredNet takes on one device and on several, and where the time goes.
 
     Args:
-        devices: Numbers of devices to compare.
+        devices: Numbers of devices to compare, each with the first.
         setting: `cpu` or `cuda`, with its options.
-        batch_size: Films in a batch: of all devices (strong scaling), or of each of them (`weak`).
+        sizes: Of PredNet: `small`, `quick` and `paper`.
+        batch_size: Films in a batch: of all devices (strong scaling), and of each of them (weak).
         frames: Of a film.
-        weak: Whether the batch grows with the devices.
         updates: That are timed, twice: once as they are, once with a barrier before the devices communicate.
         progress: Whether to show a bar.
-        **options: Of PredNet (`model_options`) and its data (`data_options`).
 
     Returns:
-        A row for each number of devices: `devices`, `batch`, `seconds` an update, of which the mean device spends
-        `compute`, `wait` (for the slowest) and `communicate`; `frames_per_second`; `speedup` of that over the first
-        row, `ideal`, and `efficiency`, their quotient.
+        A row for each kind of `scaling`, size and number of devices: `devices`, `batch`, `seconds` an update;
+        the mean device's seconds with the barrier, of which it spends `wait` (for the slowest), `communicate` and
+        `compute` (all else); `frames_per_second`; `speedup` of that over the first number of devices, `ideal`, and
+        `efficiency`, their quotient; `size`, `setting`, `machine`, and `recorded`, which is False.
+
+    Raises:
+        UsageError: For an unknown size.
     """
-    rows = []
-    for count in tqdm(list(devices), leave=False, disable=not progress):
-        batch = batch_size * (count if weak else 1)
-        what: dict[str, Any] = {**SMALL, **options}
-        what["model_options"] = what["model_options"] | {"batch_size": batch}
-        what |= {"net": "prednet", "profile": "smoke", "window": batch * frames}
-        what["frames"] = 2 * what["window"]
-        job = {"net": "gpulab.companion.scale_out:times", "setting": setting, "seed": 0}
-        answers = parallel.launch(job | {"model_options": {"task": json.dumps(what), "updates": updates}}, count)
-        mean = {name: sum(answer[name] for answer in answers) / count for name in answers[0] if name != "final_loss"}
-        rows.append({"devices": count, "batch": batch, **mean, "frames_per_second": batch * frames / mean["update"]})
-    table = pd.DataFrame(rows).rename(columns={"update": "seconds"})
-    speedup = table.frames_per_second / table.frames_per_second[0]
-    ideal = table.devices / table.devices[0]
-    return table.assign(speedup=speedup, ideal=ideal, efficiency=speedup / ideal)
+    if unknown := set(sizes) - SIZES.keys():
+        raise UsageError(f"sizes {', '.join(sorted(unknown))}: expected some of {', '.join(SIZES)}")
+    rows, counts = [], list(devices)
+    with tqdm(total=len(counts) * len(sizes), leave=False, disable=not progress) as bar:
+        for count in counts:
+            with parallel.Processes(setting, count) as processes:
+                for size in sizes:
+                    batches = {"strong": batch_size, "weak": batch_size * count}
+                    found = {
+                        batch: _mean_times(processes, setting, size, batch, frames, updates)
+                        for batch in sorted({*batches.values()})
+                    }
+                    rows += [
+                        {"scaling": scaling, "size": size, "devices": count, "batch": batch, **found[batch]}
+                        for scaling, batch in batches.items()
+                    ]
+                    bar.update()
+    table = pd.DataFrame(rows).sort_values(["scaling", "size", "devices"], kind="stable", ignore_index=True)
+    table["frames_per_second"] = table.batch * frames / table.seconds
+    alone = table.groupby(["scaling", "size"])[["frames_per_second", "devices"]].transform("first")
+    table["speedup"] = table.frames_per_second / alone.frames_per_second
+    table["ideal"] = table.devices / alone.devices
+    table["efficiency"] = table.speedup / table.ideal
+    return _here(table.assign(setting=setting), setting)
+
+
+def _mean_times(
+    processes: parallel.Processes, setting: str, size: str, batch: int, frames: int, updates: int
+) -> dict[str, float]:
+    """What `times` finds, the mean of the devices."""
+    channels, frame = SIZES[size]
+    what: dict[str, Any] = {"net": "prednet", "profile": "smoke", "window": batch * frames}
+    what["model_options"] = {"channels": channels, "size": frame, "batch_size": batch}
+    what |= {"data_options": {"size": frame}, "frames": 2 * batch * frames}
+    job = {"net": "gpulab.companion.scale_out:times", "setting": setting, "seed": 0}
+    answers = processes.do(job | {"model_options": {"task": json.dumps(what), "updates": updates}})
+    mean = {name: sum(answer[name] for answer in answers) / len(answers) for name in answers[0]}
+    return {name: mean["update" if name == "seconds" else name] for name in TIMES}
 
 
 def times(seed: int, setting: Setting, task: str = "{}", updates: int = 10) -> dict[str, float]:
@@ -130,8 +189,36 @@ def times(seed: int, setting: Setting, task: str = "{}", updates: int = 10) -> d
         if not isinstance(trainer, parallel.DataParallel):
             return {"update": seconds, "compute": seconds, "wait": 0.0, "communicate": 0.0}
         trainer.timed, trainer.times = True, dict.fromkeys(trainer.times, 0.0)
-        timed()
-        return {"update": seconds, **{name: total / updates for name, total in trainer.times.items()}}
+        whole = timed()
+        wait, communicate = (trainer.times[name] / updates for name in ("wait", "communicate"))
+        compute = whole - wait - communicate  # the optimizer's step, too
+        return {"update": seconds, "compute": compute, "wait": wait, "communicate": communicate}
+
+
+def recorded_scale_out(part: str = "scaling") -> pd.DataFrame:
+    """What `benchmarks/scale_out.py` recorded on other machines; `recorded` is True, and empty where there is none.
+
+    Args:
+        part: `scaling`, as of `scaling_table`; `ends`, as of `same_end`; or `parts`, as of `parts_table`.
+
+    Examples:
+        >>> bool(recorded_scale_out().recorded.all())
+        True
+    """
+    if part not in COLUMNS:
+        raise UsageError(f"part {part!r}: expected one of {', '.join(COLUMNS)}")
+    found = [document for document in records.read_documents("scale_out") if document.get("kind") == KIND]
+    rows = [row | {"machine": document["machine"]} for document in found for row in document[part]]
+    frame = pd.DataFrame(rows, columns=[*COLUMNS[part], "machine"])
+    kinds: dict[str, type] = dict.fromkeys(frame.columns, float)
+    kinds |= dict.fromkeys(frame.columns.intersection(COUNTS), int)
+    kinds |= dict.fromkeys(frame.columns.intersection(WORDS), str)
+    return frame.astype(kinds).assign(recorded=pd.Series(True, frame.index, dtype=bool))
+
+
+def _here(frame: pd.DataFrame, setting: str) -> pd.DataFrame:
+    """With this machine's name, and that it was not recorded."""
+    return frame.assign(machine=records.machine(passport(), Setting.parse(setting).kind), recorded=False)
 
 
 # --- lock-free -------------------------------------------------------------------------------------------
@@ -147,10 +234,11 @@ def descent_runs(
     """
     summaries, histories = [], []
     jobs = [(seed, name) for seed in seeds for name in ways]  # the ways take turns
-    for seed, name in tqdm(jobs, leave=False, disable=not progress):
-        descent = descend(seed=seed, **{**ways[name], **options})
-        summaries.append({"way": name, **descent.summary})
-        histories.append(descent.history.assign(way=name, seed=seed))
+    with parallel.Processes("cpu:threads=1", options.setdefault("workers", 2)) as processes:
+        for seed, name in tqdm(jobs, leave=False, disable=not progress):
+            descent = descend(seed=seed, processes=processes, **{**ways[name], **options})
+            summaries.append({"way": name, **descent.summary})
+            histories.append(descent.history.assign(way=name, seed=seed))
     return pd.DataFrame(summaries), pd.concat(histories, ignore_index=True)
 
 
@@ -198,7 +286,7 @@ def parts_table(devices: Sequence[str] = ("cpu", "cpu"), frames: int = 40) -> pd
     """An autoencoder and a PredNet on one device and cut over several: the same losses, less memory on each.
 
     A row for each network and part: `network`, `part`, `device`, `whole` and `parts` (the mean loss of training on one
-    device and in parts), and MiB of `weights`, `optimizer` and `activations` in a step.
+    device and in parts), MiB of `weights`, `optimizer` and `activations` in a step, `machine`, `recorded` (False).
     """
     rows = []
     for name in ("autoencoder", "prednet"):
@@ -218,7 +306,7 @@ def parts_table(devices: Sequence[str] = ("cpu", "cpu"), frames: int = 40) -> pd
         for number, (device, part) in enumerate(zip(devices, kept, strict=True)):
             mib = {kind: size / 2**20 for kind, size in part.items()}
             rows.append({"network": name, "part": number, "device": device, "whole": whole, "parts": apart, **mib})
-    return pd.DataFrame(rows)
+    return _here(pd.DataFrame(rows), devices[0])
 
 
 # --- large batches ---------------------------------------------------------------------------------------
@@ -237,8 +325,9 @@ def large_batches(
     Returns:
         Of each seed and batch size the best learning rate's row of `gpulab.training.steps_to_target`, with `law`: the
         steps by S_min (1 + B / batch), fitted to those that reached the target. And of each seed `least_steps` (S_min)
-        and `critical_batch` (B) of that law, beside `noise_begin` and `noise_target`: the simple noise scale of the
-        fresh network, and of the one that reached the target with the largest batch.
+        and `critical_batch` (B) of that law, and `law_off`, by what share it misses a measured number at most; beside
+        them `noise_begin` and `noise_target`: the simple noise scale of the fresh network, and of the one that reached
+        the target with the largest batch.
     """
     data, tables, found = load("digits", size=(28, 28)), [], []
     for seed in seeds:
@@ -250,6 +339,7 @@ def large_batches(
         least, critical = fit_law(reached.batch_size.tolist(), reached.steps.tolist())
         examples = torch.from_numpy(next(data.windows(1024, seed + 1)).frames).float() / 255
         row: dict[str, Any] = {"seed": seed, "least_steps": least, "critical_batch": critical}
+        row["law_off"] = (least * (1 + critical / reached.batch_size) / reached.steps - 1).abs().max()
         row["noise_begin"] = noise_scale(model, examples, 16).scale
         last = reached.iloc[-1]
         optimizer = Adam([*model.parameters()], last.learning_rate)
@@ -261,3 +351,21 @@ def large_batches(
         tables.append(best.assign(seed=seed, law=least * (1 + critical / best.batch_size)).drop(columns="best"))
         found.append(row)
     return pd.concat(tables, ignore_index=True), pd.DataFrame(found)
+
+
+def batch_gains(
+    critical_batch: float, batch_size: int = 8, devices: Iterable[int] = (1, 2, 4, 8, 16, 64)
+) -> pd.DataFrame:
+    """What devices with a batch each can bring at best, if nothing is waited for and communication is free.
+
+    A row for each number of devices: `batch`, `steps` (over those of one device, by S_min (1 + B / batch)), `speedup`
+    and `price`, how many times one device's time is paid for.
+
+    Examples:
+        >>> batch_gains(8.0, 8, (1, 2)).speedup.round(2).tolist()
+        [1.0, 1.33]
+    """
+    table = pd.DataFrame({"devices": list(devices)})
+    table["batch"] = batch_size * table.devices
+    table["steps"] = (1 + critical_batch / table.batch) / (1 + critical_batch / batch_size)
+    return table.assign(speedup=1 / table.steps, price=table.devices * table.steps)

@@ -21,6 +21,7 @@ NAMES = {
     "reproduce": "reproduction",
     "runs": "store",
     "seed_runs": "objective",
+    "slurm_script": "cluster",
     "split": "model_parallel",
     "steps_to_target": "batches",
     "train": "run",

@@ -77,6 +77,7 @@ def descend(
     hidden: tuple[int, ...] = (64, 16),
     data: str = "digits",
     guard: bool = False,
+    processes: parallel.Processes | None = None,
 ) -> Descent:
     """Train an autoencoder by gradient descent in several processes on one CPU.
 
@@ -94,6 +95,7 @@ def descend(
         hidden: The widths of the autoencoder's layers up to the code.
         data: Images, as `gpulab.load` names them.
         guard: Whether each step is under `gpulab.guard`, which tells of weights that changed before backward.
+        processes: As many as there are workers, under `cpu:threads=1`, to do it; by default they are started for it.
 
     Raises:
         UsageError: For what makes no sense, before a process starts.
@@ -107,6 +109,8 @@ def descend(
     for name, value in {"workers": workers, "updates": updates, "batch_size": batch_size}.items():
         if type(value) is not int or value < 1:
             raise UsageError(f"{name}={value!r}: expected a whole number from 1")
+    if processes is not None and processes.devices != workers:
+        raise UsageError(f"workers={workers} with {processes.devices} processes: expected as many")
     if updates % workers:
         raise UsageError(f"updates={updates}: expected a multiple of {workers} workers")
     model = Autoencoder(hidden, SIZE)
@@ -118,8 +122,9 @@ def descend(
     task |= {"learning_rate": learning_rate, "hidden": list(hidden), "data": data}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         shared = Memory(Path(folder), model, workers, create=True)
-        job = {"net": "gpulab.training.asynchronous:work", "setting": "cpu:threads=1", "seed": seed}
-        answers = parallel.launch(job | {"model_options": {"memory": folder, "task": json.dumps(task)}}, workers)
+        job: dict[str, Any] = {"net": "gpulab.training.asynchronous:work", "setting": "cpu:threads=1", "seed": seed}
+        job["model_options"] = {"memory": folder, "task": json.dumps(task)}
+        answers = parallel.launch(job, workers) if processes is None else processes.do(job)
         logs = [np.load(Path(folder, f"{rank}.npy"), allow_pickle=False) for rank in range(workers)]
         frames = [pd.DataFrame(log, columns=COLUMNS).assign(worker=rank) for rank, log in enumerate(logs)]
         history = pd.concat(frames).astype({"update": int, "staleness": int})

@@ -215,7 +215,9 @@ def _train_here(setting: str, text: str) -> Iterator[str]:
 # --- without a daemon --------------------------------------------------------------------------------------
 
 
-def slurm_script(command: list[str], tasks: int, settings: list[str], cpus: float | None, gpus: float | None) -> str:
+def slurm_script(
+    command: list[str], tasks: int, settings: list[str], cpus: float | None = None, gpus: float | None = None
+) -> str:
     """A job array for Slurm's `sbatch`: each task does its share of an experiment, in a store that all tasks see.
 
     Args:
@@ -226,7 +228,7 @@ def slurm_script(command: list[str], tasks: int, settings: list[str], cpus: floa
         gpus: GPUs of each task.
 
     Examples:
-        >>> print(slurm_script(["gpulab", "experiment", "prednet"], 4, ["cpu:threads=2"], None, None))
+        >>> print(slurm_script(["gpulab", "experiment", "prednet"], 4, ["cpu:threads=2"]))
         #!/bin/bash
         #SBATCH --job-name=gpulab
         #SBATCH --array=0-3

@@ -69,40 +69,62 @@ def started_here() -> bool:
 def launch(job: dict[str, Any], devices: int, tell: Callable[[int, float], None] = lambda *_: None) -> list[Any]:
     """Have the same job, arguments of `gpulab.train`, done by so many processes here, and return their answers.
 
-    They meet through a file and talk over the loopback interface: nothing listens on a network. When one fails, the
-    others are ended. `tell` hears the first.
+    `tell` hears the first.
     """
-    setting = Setting.parse(job["setting"])
-    check_devices(setting, devices)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, contextlib.ExitStack() as stack:
-        shared = {"WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices), **NCCL}
-        shared[RENDEZVOUS] = Path(folder, "meeting").as_uri()
-        if name := LOOPBACK.get(sys.platform):
-            shared |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-        if setting.threads is None:
-            shared["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // devices))
-        workers = []
-        pool = stack.enter_context(ThreadPoolExecutor(devices))
-        for rank in range(devices):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            workers.append(Worker(job["setting"], 1, {**shared, **own}))
-            stack.callback(workers[-1].close)
-        for worker in workers:  # NCCL ends in all processes at once: each hears of it before any is waited for
-            stack.callback(worker.end)
-        answers = [pool.submit(w.train, job, tell if rank == 0 else _nobody) for rank, w in enumerate(workers)]
+    with Processes(job["setting"], devices) as processes:
+        return processes.do(job, tell)
+
+
+class Processes:
+    """So many processes here, which do the same jobs together, one after another.
+
+    They meet through a file and talk over the loopback interface: nothing listens on a network. When one fails, the
+    others are ended.
+    """
+
+    def __init__(self, setting: str, devices: int) -> None:
+        check_devices(Setting.parse(setting), devices)
+        self.devices, self.workers = devices, list[Worker]()
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            shared = {"WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices), **NCCL}
+            shared[RENDEZVOUS] = Path(folder, "meeting").as_uri()
+            if name := LOOPBACK.get(sys.platform):
+                shared |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+            if Setting.parse(setting).threads is None:
+                shared["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // devices))
+            self.pool = stack.enter_context(ThreadPoolExecutor(devices))
+            for rank in range(devices):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                self.workers.append(Worker(setting, 1, {**shared, **own}))
+                stack.callback(self.workers[-1].close)
+            for worker in self.workers:  # NCCL ends in all processes at once: each hears of it before any is waited for
+                stack.callback(worker.end)
+            self.stack = stack.pop_all()
+
+    def do(self, job: dict[str, Any], tell: Callable[[int, float], None] = lambda *_: None) -> list[Any]:
+        """Have a job done by all, under their setting, and return their answers; `tell` hears the first."""
+        workers = list(enumerate(self.workers))
+        answers = [self.pool.submit(w.train, job, tell if rank == 0 else _nobody) for rank, w in workers]
         try:
             wait(answers, return_when="FIRST_EXCEPTION")
             if any(answer.done() and answer.exception() for answer in answers):
                 wait(answers, LAST_WORDS)
-                for worker in workers:
+                for worker in self.workers:
                     worker.process.kill()  # those that are left wait for one that will not come
-                errors = [f"process {n} of {devices}: {e}" for n, a in enumerate(answers) if (e := a.exception())]
+                errors = [f"process {n} of {self.devices}: {e}" for n, a in enumerate(answers) if (e := a.exception())]
                 raise GpulabError("; ".join(errors))
         except KeyboardInterrupt:
-            for worker in workers:
+            for worker in self.workers:
                 worker.stop()
             raise
         return [answer.result() for answer in answers]
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stack.close()
 
 
 def _nobody(done: int, loss: float) -> None:

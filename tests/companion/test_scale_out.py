@@ -1,10 +1,19 @@
 """What notebook 08 shows, each small."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pandas as pd
 import pytest
 
-from gpulab.companion import scale_out
+from gpulab import records
+from gpulab.companion import atlas_costs, scale_out, scale_out_figures
 from gpulab.companion.scale_out import WAYS
+from gpulab.errors import UsageError
+from gpulab.report import Picture
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_two_devices_end_as_one():
@@ -15,10 +24,25 @@ def test_two_devices_end_as_one():
     assert distance.float64 < 1e-10
 
 
-@pytest.mark.parametrize("weak", [False, True])
-def test_scaling_says_where_the_time_goes(weak):
-    table = scale_out.scaling_table((1, 2), batch_size=4, frames=3, weak=weak, updates=3, progress=False)
-    assert table.batch.tolist() == ([4, 8] if weak else [4, 4])
+@pytest.fixture(scope="module")
+def scaling():
+    return scale_out.scaling_table((1, 2), batch_size=4, frames=3, updates=3, progress=False)
+
+
+@pytest.fixture(scope="module")
+def descents():
+    return scale_out.descent_runs(range(2), updates=40, hidden=(8,), progress=False)
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return scale_out.large_batches(0.045, (4, 16, 64), (1e-3, 2e-3), most=600, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["strong", "weak"])
+def test_scaling_says_where_the_time_goes(scaling, kind):
+    table = scaling[scaling.scaling == kind].reset_index(drop=True)
+    assert table.batch.tolist() == ([4, 8] if kind == "weak" else [4, 4])
     assert table.ideal.tolist() == [1, 2]
     assert (table[["seconds", "compute"]] > 0).all(axis=None)
     assert (table.wait[0], table.communicate[0]) == (0, 0)
@@ -27,8 +51,26 @@ def test_scaling_says_where_the_time_goes(weak):
     assert table.efficiency[1] == pytest.approx(table.frames_per_second[1] / table.frames_per_second[0] / 2)
 
 
-def test_descent_is_judged_over_seeds():
-    summaries, histories = scale_out.descent_runs(range(2), updates=40, hidden=(8,), progress=False)
+def test_a_size_that_there_is_not_is_named():
+    with pytest.raises(UsageError, match="sizes huge: expected some of small, quick, paper"):
+        scale_out.scaling_table(sizes=["small", "huge"])
+
+
+def test_two_gpus_or_more_are_compared_beside_the_cpu(monkeypatch):
+    cpu = {"cpu:threads=1": [1, 2]}
+    for gpus, device, expected in (
+        (0, "auto", cpu),
+        (1, "cuda", cpu),
+        (4, "auto", cpu | {"cuda:tf32=off": [1, 2, 4]}),
+        (2, "cuda", {"cuda:tf32=off": [1, 2]}),
+        (8, "cpu", cpu),
+    ):
+        monkeypatch.setattr(scale_out.torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert scale_out.device_counts(device) == expected
+
+
+def test_descent_is_judged_over_seeds(descents):
+    summaries, histories = descents
     assert summaries.way.tolist() == [*WAYS] * 2
     assert len(histories) == 40 * 6
     said = scale_out.descent_verdict(summaries)
@@ -52,9 +94,126 @@ def test_parts_have_the_same_losses_and_less_memory_each():
     assert (table[["weights", "optimizer", "activations"]] > 0).all(axis=None)
 
 
-def test_larger_batches_gain_ever_less():
-    table, found = scale_out.large_batches(0.045, (4, 16, 64), (1e-3, 2e-3), most=600, progress=False)
+def test_larger_batches_gain_ever_less(batches):
+    table, found = batches
     assert table.steps.is_monotonic_decreasing
     assert (table.steps * table.batch_size).is_monotonic_increasing
     assert isinstance(found, pd.DataFrame)
     assert (found[["least_steps", "critical_batch", "noise_begin", "noise_target"]] > 0).all(axis=None)
+    off = (table.law / table.steps - 1).abs().max()
+    assert found.law_off[0] == pytest.approx(off)
+
+
+def test_devices_gain_up_to_the_law_and_pay_for_the_rest():
+    table = scale_out.batch_gains(24.0, 8, (1, 3, 1000))
+    assert table.speedup.tolist() == pytest.approx([1, 2, 4], rel=0.01)
+    assert (table.price * table.speedup).tolist() == pytest.approx(table.devices.tolist())
+
+
+def gpu(scaling):
+    """The same table as if it were recorded on GPUs, twice as fast on two."""
+    exact = {"speedup": scaling.ideal, "efficiency": 1.0, "wait": 1.0, "communicate": 1.0, "compute": 2.0}
+    return scaling.assign(**exact, setting="cuda:tf32=off", machine="a GPU", recorded=True, size="paper")
+
+
+def test_every_figure_says_what_it_shows(scaling, descents, batches):
+    both = pd.concat([scaling, gpu(scaling)])
+    figures = {
+        "2 devices do ": scale_out_figures.scaling_lines(both),
+        "Devices compute 50%": scale_out_figures.update_shares(gpu(scaling)),
+        "As many updates: ": scale_out_figures.descent_losses(descents[1]),
+        f"A batch of {batches[1].critical_batch[0]:.0f} takes": scale_out_figures.batch_law(*batches),
+    }
+    for words, figure in figures.items():
+        assert isinstance(figure, Picture)
+        assert words in figure.alt
+        assert len(figure.png()) < 300_000
+    assert "2.00 times what one does" in scale_out_figures.scaling_lines(gpu(scaling)).alt
+
+
+def test_the_finding_has_its_numbers_from_the_tables(scaling, descents, batches):
+    row = {"devices": 2, "final_loss": 0.0, "heldout_loss": 0.0}
+    ends = pd.DataFrame(
+        [{"precision": "float32", "weights": 2e-7, **row}, {"precision": "float64", "weights": 3e-16, **row}]
+    )
+    here = scale_out_figures.scale_finding(ends, scaling, descents[0], batches[1])
+    strong = scaling.query("scaling == 'strong' and devices == 2").iloc[0]
+    assert "no weight is off by more than 2.0e-07 in float32 and 3.0e-16 in float64" in here
+    assert f"Here, 2 devices train a small PredNet on {strong.speedup:.2f} times the frames a second" in here
+    assert "Recorded" not in here
+    lost = descents[0].groupby("way").lost_share.mean()
+    assert f"{lost['lock-free']:.1%} are overwritten" in here
+    both = scale_out_figures.scale_finding(ends, pd.concat([scaling, gpu(scaling)]), descents[0], batches[1])
+    assert both.startswith(here)
+    assert "Recorded on a GPU, cuda:tf32=off: 2 devices train a paper PredNet on 2.00 times" in both
+    assert "25% is waiting and 25% communication" in both
+
+
+def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
+    file = tmp_path / "scale_out" / "here.json"
+    script = [sys.executable, str(ROOT / "benchmarks" / "scale_out.py"), "cpu:threads=1", "--devices", "1,2"]
+    small = ["--batch-size", "4", "--frames", "3", "--updates", "2"]
+    done = subprocess.run([*script, *small, "--record", str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "scale_out" / "other.json").write_bytes(records.as_json({"kind": "something else"}))
+    monkeypatch.setattr(records, "DATA", tmp_path)
+    found = scale_out.recorded_scale_out()
+    assert found.recorded.all()
+    assert found[["scaling", "devices", "batch"]].values.tolist() == [
+        ["strong", 1, 4],
+        ["strong", 2, 4],
+        ["weak", 1, 4],
+        ["weak", 2, 8],
+    ]
+    ends = scale_out.recorded_scale_out("ends")
+    assert ends.network.tolist() == ["autoencoder"] * 2 + ["prednet"] * 2
+    assert (ends.weights < 1e-5).all()
+    assert scale_out.recorded_scale_out("parts").empty
+    with pytest.raises(UsageError, match="expected one of scaling, ends, parts"):
+        scale_out.recorded_scale_out("halves")
+    document = records.read_json(file)
+    assert document["command"].endswith(f"--record {file}")
+    assert document["passport"]["cpu"]["model"] == found.machine[0]
+
+
+def test_nothing_recorded_is_an_empty_table_of_the_same_kinds(tmp_path, monkeypatch, scaling):
+    monkeypatch.setattr(records, "DATA", tmp_path)
+    nothing = scale_out.recorded_scale_out()
+    assert nothing.empty
+    together = pd.concat([scaling, nothing], ignore_index=True)
+    assert together.dtypes.astype(str).to_dict() == scaling.dtypes.astype(str).to_dict()
+
+
+def rate(seconds, at_a_time):
+    return atlas_costs.Rate({"one": [seconds] * 2, "two": [2 * seconds] * 2}, at_a_time, seconds, "a GPU")
+
+
+def test_the_plan_adds_up():
+    rates = {"prednet": rate(1800.0, 1.0)}
+    plan = atlas_costs.atlas_plan(2.0, settings=3, seeds=2, gpus=(1, 4, 100), rates=rates).set_index("gpus")
+    assert plan.hours_low[1] == pytest.approx((2 * 0.5 + 2 * 1.0) + 2 * 0.5)
+    assert plan.hours_high[1] == pytest.approx((2 * 0.5 + 2 * 1.0) + 2 * 1.0)
+    assert plan.money_high[1] == pytest.approx(2 * plan.hours_high[1])
+    assert plan.idle[1] == pytest.approx(0)
+    assert plan.hours_high[100] == pytest.approx(1.0)
+    assert plan.idle[100] == pytest.approx(1 - 5 / 100)
+    two = atlas_costs.atlas_plan(2.0, settings=3, seeds=2, gpus=(1,), rates={"prednet": rate(1800.0, 2.5)})
+    assert two.hours_high[0] == pytest.approx(5 / 2)
+    with pytest.raises(UsageError, match="price=0"):
+        atlas_costs.atlas_plan(0, rates=rates)
+
+
+def test_the_plan_says_where_it_ends():
+    limits = atlas_costs.atlas_limits(2.5, 3, 4, {"prednet": rate(60.0, 2.0)})
+    assert "2 of 3 settings were measured (one, two)" in limits[0]
+    assert "differ 2.00-fold" in limits[0]
+    assert any("needs 2.5 s to start" in limit for limit in limits)
+    assert any("More GPUs than 6 (prednet) save nothing" in limit for limit in limits)
+
+
+def test_the_rates_are_those_of_the_recorded_runs():
+    rates = atlas_costs.atlas_rates()
+    table = atlas_costs.rates_table(rates).set_index("experiment")
+    assert (table["of a GPU"] <= table["seconds of a run"]).all()
+    assert (table["at a time"] >= 1).all()
+    assert (table.least <= table["seconds of a run"]).all()
