@@ -12,6 +12,7 @@ from gpulab.training import cluster as clusters
 from gpulab.training import folders
 
 pytest.importorskip("ray")
+PATIENCE = 600  # seconds; a busy machine takes its time to start Ray
 SMALL = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
 DRIVER = """
 import json, sys
@@ -38,7 +39,7 @@ def drive(*arguments):
 
 
 def ends_well(process):
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     return json.loads(out.splitlines()[-1])  # Ray says before it that a node died
 
@@ -95,7 +96,7 @@ def test_a_node_that_dies_loses_no_finished_run_and_its_others_are_run_again(nod
     """Last, for the cluster has one node less."""
     store, options = tmp_path / "runs", {**SMALL, "frames": 4000, "checkpoint_seconds": 0}
     driver = drive("prednet", str(store), 5, "ray", nodes.address, options)
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
 
     def wait(what):
         while not what():
@@ -181,7 +182,7 @@ def test_a_job_array_does_each_run_once_and_then_the_experiment_is_done(tmp_path
     (tmp_path / "job.sh").write_text(printed.stdout)
     environments = [{**os.environ, "SLURM_ARRAY_TASK_ID": number} for number in "011"]
     tasks = [subprocess.Popen(["bash", "job.sh"], env=each, stdout=subprocess.PIPE) for each in environments]
-    assert [task.wait(timeout=120) for task in tasks] == [0, 0, 0]
+    assert [task.wait(timeout=PATIENCE) for task in tasks] == [0, 0, 0]
     assert sorted((tmp_path / "log").read_text().split()) == list("01234")
     assert sorted(gl.runs("runs").seed) == [0, 1, 2, 3, 4]
     for task in tasks:
