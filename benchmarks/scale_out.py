@@ -43,10 +43,9 @@ def main() -> None:
         print("\n".join(lines[-5:]), flush=True)
 
     several = [count for count in counts if count > 1]
-    kind = given.setting.partition(":")[0] if "cuda" in given.setting else given.setting
     films = {"net": "prednet", "model_options": {"channels": [3, 8, 16], "size": (24, 32), "batch_size": 6}}
     films |= {"data_options": {"size": (24, 32)}, "window": 60, "frames": 600}
-    ends = [scale_out.same_end(several, kind), scale_out.same_end(several, kind, **films)]
+    ends = [scale_out.same_end(several, given.setting), scale_out.same_end(several, given.setting, **films)]
     add("Several devices against one: largest differences, batches of 7 images and of 6 films", pd.concat(ends))
     what = {"batch_size": given.batch_size, "frames": given.frames, "updates": given.updates}
     scaling = scale_out.scaling_table(counts, given.setting, [given.size], **what)
