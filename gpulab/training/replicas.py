@@ -98,7 +98,7 @@ class Training:
 
     def interrupt(self) -> None:
         """End it after the window that the device has; it saves a checkpoint."""
-        with torch.cuda.stream(self.stream), contextlib.suppress(KeyboardInterrupt, StopIteration):
+        with torch.cuda.stream(self.stream), contextlib.suppress(KeyboardInterrupt, StopIteration, GpulabError):
             self.turns.throw(KeyboardInterrupt)
 
 
