@@ -25,7 +25,7 @@ from gpulab.training.functions import is_function, optional
 WORKER = [sys.executable, "-P", "-m", "gpulab.training.worker"]
 INSIDE = "GPULAB_WORKER"  # in the environment of workers, which must not start others
 TORCHRUN, RENDEZVOUS = "TORCHELASTIC_RUN_ID", "GPULAB_RENDEZVOUS"  # there where processes share a training
-TOGETHER = 16  # trainings that share a GPU, at most; with more an H200 does hardly more (benchmarks/replicas.md)
+TOGETHER = 16  # trainings that share a GPU, at most: the most that were measured (benchmarks/replicas.md)
 ALONE = ("guard", "watch", "resume", "checkpoint_seconds")  # arguments of `gpulab.train` that go with none of this
 DEAF = 10.0  # seconds after which a worker that was asked to end is killed
 
