@@ -44,7 +44,8 @@ def variants(shape: Shape) -> list[tuple[str, float, Shape]]:
     batch, count, height, width, channels = shape
     found: list[tuple[str, float, Shape]] = []
     for factor in FACTORS:
-        edges = int(height * factor), int(width * factor)
+        halved = 2 ** (len(channels) - 1)  # each layer but the last halves a frame
+        edges = int(height * factor) // halved * halved, int(width * factor) // halved * halved
         found.append(("frame size", edges[0] * edges[1], (batch, count, *edges, channels)))
     for factor in FACTORS:
         wider = (channels[0], *(int(c * factor) for c in channels[1:]))
