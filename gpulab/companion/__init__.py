@@ -11,7 +11,7 @@ HOMES = {
     "floating_point_figures": "decoded factor_effects",
     "frameworks": "library_runs library_speeds library_verdicts one_step",
     "learning": "blurred_losses false_alarms learning_finding learning_table missing_colour_losses motion_finding "
-    "recorded_films repeat_losses title_runs",
+    "recorded_films repeat_losses title_runs longer_runs",
     "old_gpu": "cards_finding cards_table covariance_spectrum divergence prices recorded_cards_audit recorded_prices "
     "spectrum",
     "published_windows": "published_network published_windows recorded_windows",

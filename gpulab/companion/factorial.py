@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from gpulab import records
 from gpulab.companion.dose import dose_finding
-from gpulab.companion.learning import blurred_losses
+from gpulab.companion.learning import ALL, BEAT, blurred_losses
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, canvas, finished, key, origin_keys, points
 from gpulab.report import Picture, Report
 from gpulab.stats.tests import holm
@@ -273,6 +273,7 @@ def published_page(
     trips: pd.DataFrame,
     dose: pd.DataFrame | None = None,
     windows: pd.DataFrame | None = None,
+    longer: pd.DataFrame | None = None,
 ) -> Page:
     """What was claimed, what was wrong, how one knows and what remains unknown, on one page.
 
@@ -282,6 +283,7 @@ def published_page(
         trips: From `round_trips`.
         dose: From `recorded_dose`.
         windows: From `recorded_windows`: gradients of the published code on both devices.
+        longer: From `learning_table`, of `longer_runs`: shared memory against a frame's own.
     """
     parts = [
         ("Claimed", CLAIM),
@@ -302,6 +304,8 @@ def published_page(
         parts.append(("Another step that only a GPU takes, the round trip to the CPU after each update", text))
     if dose is not None:
         parts.append(("Dose and response, in our own port", dose_finding(dose)))
+    if longer is not None:
+        parts.append(("Ten times as long, in our own port", _longer(longer)))
     return Page([*parts, ("Not known", UNKNOWN)])
 
 
@@ -319,6 +323,15 @@ def _in_chainer(row: Any) -> str:
     )
     off = f"differs by {row.gradient_difference:.1g}" if row.gradient_difference else "has the same bits"
     return " against ".join(names).replace("cuda", "GPU").replace("cpu", "CPU") + f" {off}"
+
+
+def _longer(table: pd.DataFrame) -> str:
+    share, loss = (next(table[table.metric == metric].itertuples()) for metric in (BEAT, ALL))
+    return (
+        f"50,000 frames, {share.seeds} seeds: a frame's own memory, {share.beat_reference} of {share.seeds} beat "
+        f"repeating the last frame; shared, {share.beat - share.beat_reference} ({share.decision}). The loss with shared "
+        f"memory is {1 + loss.relative:.2f} times as high ({loss.decision}), higher for {loss.worse} of {loss.seeds} seeds."
+    )
 
 
 def _of_family(table: pd.DataFrame) -> Iterator[tuple[str, list[list[Any]]]]:

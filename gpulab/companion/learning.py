@@ -238,6 +238,19 @@ def title_runs() -> pd.DataFrame:
     return frame.assign(setting=frame.setting + frame["rerun"].map({0: "", 1: " again"}), rerun=0)
 
 
+def longer_runs() -> pd.DataFrame:
+    """Recorded PredNets of the published size, trained on ten times the published number of frames.
+
+    With a frame's own memory and with shared memory (the loaders `window` and `imitated`), with and without TF32; these
+    runs are in none of the other frames.
+
+    Examples:
+        >>> longer_runs().frames.unique().tolist()
+        [50000]
+    """
+    return runs(records.recorded_folder("longer")).assign(recorded=True)
+
+
 def _of_film(frame: pd.DataFrame, loss: functools._lru_cache_wrapper[float]) -> pd.Series:
     columns = [frame[name] for name in ("data", "frames", "frame_size", "scene_seed", "speed")]
     values = [loss(*row) if row[0] in RENDERED else math.nan for row in zip(*columns, strict=True)]

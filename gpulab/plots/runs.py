@@ -23,7 +23,6 @@ from gpulab.plots.style import (
     metric_label,
     origin_keys,
     points,
-    setting_keys,
     setting_order,
 )
 from gpulab.report import Picture
@@ -111,19 +110,24 @@ def differences(verdict: Verdict) -> Picture:
     return finished(figure, headline, alt, origin_keys(verdict.runs), columns=1)
 
 
-def curves(histories: pd.DataFrame, baseline: float | None = None, baseline_label: str = "") -> Picture:
+def curves(
+    histories: pd.DataFrame, baseline: float | None = None, baseline_label: str = "", factor: str = "setting"
+) -> Picture:
     """The loss of every run while it learns, a thin line each; reruns are left out.
 
     Args:
         histories: From `gpulab.training.history`, of one experiment.
         baseline: A loss to draw as a reference line.
         baseline_label: What it is.
+        factor: What colours stand for: `setting` or `loader`.
     """
     histories = histories[histories.rerun == 0]
     figure, (axes,) = canvas(1, height=3.6)
+    levels = setting_order(histories) if factor == "setting" else list(histories[factor].unique())
+    colours = level_colours(factor, levels)
     for _, run in histories.groupby("id"):
         smooth = run.loss.rolling(max(1, len(run) // 60), min_periods=1).mean()
-        axes.plot(run.frames_seen, smooth, color=colour(run.setting.iloc[0]), lw=0.9, alpha=0.7)
+        axes.plot(run.frames_seen, smooth, color=colours[run[factor].iloc[0]], lw=0.9, alpha=0.7)
     if baseline is not None:
         axes.axhline(baseline, color=INK, lw=1, ls=":")
         axes.annotate(baseline_label, (0.01, baseline), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
@@ -131,10 +135,10 @@ def curves(histories: pd.DataFrame, baseline: float | None = None, baseline_labe
     seen = "frames seen" if histories.experiment.iloc[0] == "prednet" else "images seen"
     axes.set(xlabel=seen, ylabel=metric_label("loss"))
     ends = histories.groupby("id").loss.last()
-    counts = f"{histories.setting.nunique()} settings × {histories.seed.nunique()} seeds"
+    counts = f"{len(levels)} {factor}s × {histories.seed.nunique()} seeds"
     headline = f"{counts}: the runs end {ends.max() / ends.min():.1f}-fold apart"
-    alt = f"Loss against frames seen, one line for each of {len(ends)} runs, coloured by setting."
-    return finished(figure, headline, alt, setting_keys(histories, ls="-"), columns=4)
+    alt = f"Loss against frames seen, one line for each of {len(ends)} runs, coloured by {factor}."
+    return finished(figure, headline, alt, [key(level, color=tint) for level, tint in colours.items()], columns=4)
 
 
 def growth(frame: pd.DataFrame) -> Picture:

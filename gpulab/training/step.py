@@ -88,11 +88,7 @@ class Trainer:
         self.model.train()
         if watch:
             watch(self.model, self.step)
-        if self.setting.kind != "cpu":
-            self.data.threads = min(4, os.cpu_count() or 1)
-        windows = self.data.windows(self.window, self.seed, self.windows_done)
-        if self.setting.kind != "cpu":
-            windows = ahead(windows)
+        windows = self._ahead(self.data.windows(self.window, self.seed, self.windows_done))
         started = time.perf_counter() - self.seconds
         saved = time.monotonic()
         frames = {"total": self.count * self.window, "initial": self.windows_done * self.window, "unit": "frame"}
@@ -197,12 +193,20 @@ class Trainer:
         """The mean squared error per held-out frame."""
         self.model.eval()
         state, errors = None, []
-        for window in self.data.heldout(self.window):
+        for window in self._ahead(self.data.heldout(self.window)):
             state = None if window.restart else state
             for batch in self.model.batches(self.loader.window(window.frames)):
                 _, per_frame, state = self.model.training_loss(batch, state)
-                errors += per_frame.tolist()
-        return math.fsum(errors) / len(errors)
+                errors.append(per_frame)
+        found = torch.cat(errors).tolist()  # one look at the device, since every look waits for it
+        return math.fsum(found) / len(found)
+
+    def _ahead(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """The windows; where a device computes, the next is made meanwhile, by several threads."""
+        if self.setting.kind == "cpu":
+            return windows
+        self.data.threads = min(4, os.cpu_count() or 1)
+        return ahead(windows)
 
     def outcome(self) -> dict[str, Any]:
         """Status and summary for the record."""

@@ -97,7 +97,7 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
     lengths = [rows.num_rows for _, _, rows in found]
     per_window = np.repeat([record["configuration"].get("window", 1) for _, record, _ in found], lengths)
     runs_ = pd.DataFrame([row for row, _, _ in found])[
-        ["id", "experiment", "profile", "setting", "seed", "rerun", "recorded", "machine"]
+        ["id", "experiment", "profile", "setting", "loader", "seed", "rerun", "recorded", "machine"]
     ]
     repeated = runs_.loc[np.repeat(runs_.index, lengths)].reset_index(drop=True)
     whole = pd.DataFrame({**columns, "frames_seen": (columns["window"] + 1) * per_window})

@@ -129,3 +129,28 @@ def test_rounding_denormal_numbers_to_zero_changes_nothing_at_the_quick_size():
     ).table.itertuples()
     assert row.setting == "cpu:threads=1,denormals=off"
     assert row.same_bits == row.seeds == 16
+
+
+def test_the_long_runs_differ_in_one_thing_at_a_time_and_one_family_of_eight_changes_no_decision():
+    longer = gl.companion.longer_runs()
+    assert set(longer.frames) == {50_000}
+    for name in ("experiment", "profile", "data", "speed", "frame_size", "torch", "machine", "status"):
+        assert longer[name].nunique() == 1, name
+    cells = longer.groupby(["setting", "loader"]).seed.nunique()
+    assert cells.to_dict() == {
+        ("cuda:tf32=off", "imitated"): 16,
+        ("cuda:tf32=off", "window"): 16,
+        ("cuda:tf32=on", "window"): 8,
+    }
+    memory = learning.learning_table(longer[longer.setting == "cuda:tf32=off"], "loader", "window")
+    tf32 = learning.learning_table(longer[longer.loader == "window"], "setting", "cuda:tf32=off")
+    together = learning.holm(pd.concat([memory.p, tf32.p], ignore_index=True))
+    assert ((together < 0.05) == (pd.concat([memory.decision, tf32.decision]) == "different").to_numpy()).all()
+    assert together[together < 0.05].max() < 0.0003
+
+
+def test_cpu_runs_for_the_title_question_are_of_one_kind_of_machine():
+    published = gl.companion.title_runs().query("experiment == 'prednet' and profile == 'paper' and device == 'cpu'")
+    assert sorted(published.seed) == list(range(18))
+    for name in ("cpu", "torch", "protocol", "setting", "gradients"):
+        assert published[name].nunique() == 1, name
