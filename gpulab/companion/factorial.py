@@ -329,8 +329,9 @@ def _longer(table: pd.DataFrame) -> str:
     share, loss = (next(table[table.metric == metric].itertuples()) for metric in (BEAT, ALL))
     return (
         f"50,000 frames, {share.seeds} seeds: a frame's own memory, {share.beat_reference} of {share.seeds} beat "
-        f"repeating the last frame; shared, {share.beat - share.beat_reference} ({share.decision}). The loss with shared "
-        f"memory is {1 + loss.relative:.2f} times as high ({loss.decision}), higher for {loss.worse} of {loss.seeds} seeds."
+        f"repeating the last frame; shared, {share.beat - share.beat_reference} ({share.decision}). The loss with "
+        f"shared memory is {1 + loss.relative:.2f} times as high ({loss.decision}), higher for {loss.worse} of "
+        f"{loss.seeds} seeds."
     )
 
 
