@@ -9,7 +9,16 @@ import pytest
 pytest_plugins = ["pytester"]
 
 os.environ.setdefault("GPULAB_PROFILE", "smoke")  # the kernels of the notebooks inherit it and train small
-os.environ.setdefault("GOMP_SPINCOUNT", "0")  # threads that wait by spinning starve the other test processes
+# Threads that wait by spinning starve the other test processes. No setdefault: pytest has imported gpulab for its
+# plugin, and gpulab has set its own value.
+os.environ["GOMP_SPINCOUNT"] = "0"
+
+LONGEST = ("test_cluster.py", "test_planted_faults.py", "test_cli.py", "test_parallel.py", "test_frameworks.py")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that none is left to one process alone at the end; `make test` keeps this order."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture(scope="session")
