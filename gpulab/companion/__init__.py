@@ -7,6 +7,7 @@ HOMES = {
     "atlas_costs": "atlas_limits atlas_plan atlas_rates rates_table startup",
     "dose": "dose_finding dose_response dose_runs dose_table rank_correlation recorded_dose",
     "factorial": "published_figure published_page published_runs published_table published_verdict round_trips",
+    "findings": "finding",
     "floating_point": "FactorTable factor_table recorded_measurements",
     "floating_point_figures": "decoded factor_effects",
     "frameworks": "library_runs library_speeds library_verdicts one_step",

@@ -1,0 +1,160 @@
+"""Findings: a sentence each that a person would say, with the statistics folded away below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from markupsafe import Markup
+
+from gpulab.companion.learning import ALL, BEAT, FAMILY, learning_finding
+from gpulab.report import Report, paragraphs
+from gpulab.stats.verdicts import DECISIONS, Verdict
+
+SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest size", "motion": "profile motion"}
+SAME = "the same bits"
+WORDS = {
+    SAME: "the same bits in every {block}",
+    "equivalent": "no difference that matters, with {seeds} {block}s",
+    "different but negligible": "different, by too little to matter",
+    "inconclusive": "{seeds} {block}s do not settle it{needed}",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Finding(Report):
+    """What was found, by heading: a sentence each. `print` says them; a notebook has the statistics behind a fold."""
+
+    parts: Mapping[str, Verdict | pd.DataFrame | str]
+
+    def sentences(self) -> dict[str, list[str]]:
+        """The sentences below each heading."""
+        return {heading: in_words(part) for heading, part in self.parts.items()}
+
+    def __str__(self) -> str:
+        said = (f"{heading}:{_below(sentences)}" for heading, sentences in self.sentences().items())
+        return "\n".join(said)
+
+    def html(self) -> str:
+        """The sentences, and the statistics in an element that unfolds."""
+        said = Markup()
+        for heading, sentences in self.sentences().items():
+            said += Markup("<p><b>{}.</b> {}</p>").format(heading, Markup("<br>").join(sentences))
+        numbers = [line for heading, part in self.parts.items() for line in _statistics(heading, part)]
+        fold = Markup("<details><summary>The statistics</summary>{}</details>")
+        return said + fold.format(paragraphs(numbers)) if numbers else said
+
+
+def finding(parts: Mapping[str, Verdict | pd.DataFrame | str]) -> Finding:
+    """A sentence for each of several results, under a heading of its own.
+
+    Args:
+        parts: By heading: a verdict, a table of `learning_table`, or a sentence that is said as it is.
+
+    Examples:
+        >>> table = {"setting": ["cpu"] * 6 + ["cuda"] * 6, "seed": [*range(6)] * 2}
+        >>> losses = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
+        >>> import gpulab as gl
+        >>> print(finding({"A card": gl.verdict(pd.DataFrame({**table, "final_loss": losses}))}))
+        A card: cuda against cpu: 80% higher, in 6 of 6 seeds.
+    """
+    return Finding(parts)
+
+
+def in_words(part: Verdict | pd.DataFrame | str) -> list[str]:
+    """A result in a sentence, or in one for each family of a table."""
+    if isinstance(part, Verdict):
+        return [_verdict(part)]
+    return [part] if isinstance(part, str) else [_family(*each) for each in part.groupby([*FAMILY], sort=False)]
+
+
+def _below(sentences: list[str]) -> str:
+    return f" {sentences[0]}" if len(sentences) == 1 else "".join(f"\n  {sentence}" for sentence in sentences)
+
+
+def _statistics(heading: str, part: Verdict | pd.DataFrame | str) -> list[str]:
+    if isinstance(part, str):
+        return []
+    text = str(part) if isinstance(part, Verdict) else learning_finding(part)
+    return [f"{heading}:", *text.splitlines()]
+
+
+def _verdict(judged: Verdict) -> str:
+    if not len(judged.table):
+        return f"only {judged.reference} was run, so there is nothing to compare."
+    table = judged.table.assign(said=[_decision(row) for row in judged.table.itertuples()])
+    usual = judged.runs[judged.runs[judged.factor] == judged.reference][judged.metric].mean()
+    parts = []
+    for said in sorted(set(table.said), key=[SAME, *reversed(DECISIONS)].index):
+        rows = table[table.said == said]
+        if said == "different":
+            parts += [
+                f"{row[judged.factor]}{_against(judged)}: {_moved(row, usual, judged)}" for _, row in rows.iterrows()
+            ]
+            continue
+        most = rows.seeds_needed.max()
+        needed = f"; about {most:.0f} would" if most == most else ""
+        words = WORDS[said].format(block=judged.block, seeds=_span(rows.seeds), needed=needed)
+        parts.append(f"{_listed(rows[judged.factor])}{_against(judged)}: {words}")
+    return "; ".join(parts) + "."
+
+
+def _against(judged: Verdict) -> str:
+    return f" against {judged.reference}"
+
+
+def _decision(row: Any) -> str:
+    return SAME if row.same_bits == row.seeds > 0 else row.decision
+
+
+def _moved(row: pd.Series, usual: float, judged: Verdict) -> str:
+    """How far a level that is different lies from the reference."""
+    if row.diverged != row.reference_diverged:
+        return f"{row.diverged} of its runs diverged, and {row.reference_diverged} of the others"
+    size = f"{abs(row.difference / usual):.0%}" if usual > 0 else f"{abs(row.difference):.2g}"
+    moved = judged.pairs[judged.pairs[judged.factor] == row[judged.factor]].difference
+    way, seeds = ("higher", (moved > 0).sum()) if row.difference > 0 else ("lower", (moved < 0).sum())
+    return f"{size} {way}, in {seeds} of {row.seeds} {judged.block}s"
+
+
+def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
+    """A network under one setting or loader, against its reference, at every speed."""
+    experiment, size, setting, loader = key
+    losses, shares = rows[rows.metric == ALL], rows[rows.metric == BEAT]
+    parts = []
+    for decision in sorted(set(losses.decision), key=[*reversed(DECISIONS)].index):
+        some = losses[losses.decision == decision]
+        same = (some.same_bits == some.seeds).all()
+        words = WORDS[SAME if same else decision] if decision != "different" else _relative(some)
+        where = (
+            ""
+            if some.speed.isna().all() or len(losses) == 1
+            else f" at speed {_listed(map('{:g}'.format, some.speed))}"
+        )
+        parts.append(words.format(block="seed", seeds=_span(some.seeds), needed="") + where)
+    if (different := shares[shares.decision == "different"]).size:
+        own = different.beat - different.beat_reference
+        counts = [f"{mine} instead of {theirs}" for mine, theirs in zip(own, different.beat_reference, strict=True)]
+        parts.append(f"{_listed(counts)} of {_span(different.seeds)} seeds beat repeating the last frame")
+    elif len(shares) and not shares.beat.any():
+        parts.append("neither network has learned motion")
+    name = {"prednet": "PredNet"}.get(experiment, experiment)
+    return f"{name}, {SIZES.get(size, size)}, {setting}, frames {loader}: {'; '.join(parts)}."
+
+
+def _relative(rows: pd.DataFrame) -> str:
+    sizes = _listed(f"{abs(part):.0%}" for part in rows.relative)
+    way = "higher" if (rows.relative > 0).all() else "lower" if (rows.relative < 0).all() else "apart"
+    return f"the loss is {sizes} {way}"
+
+
+def _span(numbers: pd.Series) -> str:
+    least, most = int(numbers.min()), int(numbers.max())
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def _listed(words: Iterable[Any]) -> str:
+    *most, last = map(str, words)
+    return f"{', '.join(most)} and {last}" if most else last
