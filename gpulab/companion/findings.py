@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import pandas as pd
 from markupsafe import Markup
@@ -13,6 +13,7 @@ from gpulab.companion.learning import ALL, BEAT, FAMILY, learning_finding
 from gpulab.report import Report, paragraphs
 from gpulab.stats.verdicts import DECISIONS, Verdict
 
+Part: TypeAlias = "Verdict | pd.DataFrame | str"
 SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest size", "motion": "profile motion"}
 SAME = "the same bits"
 WORDS = {
@@ -27,31 +28,31 @@ WORDS = {
 class Finding(Report):
     """What was found, by heading: a sentence each. `print` says them; a notebook has the statistics behind a fold."""
 
-    parts: Mapping[str, Verdict | pd.DataFrame | str]
+    parts: Sequence[tuple[str, Part]]
 
-    def sentences(self) -> dict[str, list[str]]:
-        """The sentences below each heading."""
-        return {heading: in_words(part) for heading, part in self.parts.items()}
+    def sentences(self) -> list[tuple[str, list[str]]]:
+        """Each heading, and the sentences below it."""
+        return [(heading, in_words(part)) for heading, part in self.parts]
 
     def __str__(self) -> str:
-        said = (f"{heading}:{_below(sentences)}" for heading, sentences in self.sentences().items())
+        said = (f"{heading}:{_below(sentences)}" for heading, sentences in self.sentences())
         return "\n".join(said)
 
     def html(self) -> str:
         """The sentences, and the statistics in an element that unfolds."""
         said = Markup()
-        for heading, sentences in self.sentences().items():
+        for heading, sentences in self.sentences():
             said += Markup("<p><b>{}.</b> {}</p>").format(heading, Markup("<br>").join(sentences))
-        numbers = [line for heading, part in self.parts.items() for line in _statistics(heading, part)]
+        numbers = [line for heading, part in self.parts for line in _statistics(heading, part)]
         fold = Markup("<details><summary>The statistics</summary>{}</details>")
         return said + fold.format(paragraphs(numbers)) if numbers else said
 
 
-def finding(parts: Mapping[str, Verdict | pd.DataFrame | str]) -> Finding:
+def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]]) -> Finding:
     """A sentence for each of several results, under a heading of its own.
 
     Args:
-        parts: By heading: a verdict, a table of `learning_table`, or a sentence that is said as it is.
+        parts: By heading, or in pairs with one: a verdict, a table of `learning_table`, or a sentence, said as it is.
 
     Examples:
         >>> table = {"setting": ["cpu"] * 6 + ["cuda"] * 6, "seed": [*range(6)] * 2}
@@ -60,10 +61,10 @@ def finding(parts: Mapping[str, Verdict | pd.DataFrame | str]) -> Finding:
         >>> print(finding({"A card": gl.verdict(pd.DataFrame({**table, "final_loss": losses}))}))
         A card: cuda against cpu: 80% higher, in 6 of 6 seeds.
     """
-    return Finding(parts)
+    return Finding([*(parts.items() if isinstance(parts, Mapping) else parts)])
 
 
-def in_words(part: Verdict | pd.DataFrame | str) -> list[str]:
+def in_words(part: Part) -> list[str]:
     """A result in a sentence, or in one for each family of a table."""
     if isinstance(part, Verdict):
         return [_verdict(part)]
@@ -74,7 +75,7 @@ def _below(sentences: list[str]) -> str:
     return f" {sentences[0]}" if len(sentences) == 1 else "".join(f"\n  {sentence}" for sentence in sentences)
 
 
-def _statistics(heading: str, part: Verdict | pd.DataFrame | str) -> list[str]:
+def _statistics(heading: str, part: Part) -> list[str]:
     if isinstance(part, str):
         return []
     text = str(part) if isinstance(part, Verdict) else learning_finding(part)

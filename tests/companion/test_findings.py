@@ -64,7 +64,8 @@ def test_the_statistics_are_behind_a_fold_and_text_is_escaped():
 def test_a_table_says_a_sentence_for_each_family():
     longer = gl.companion.longer_runs().query("setting == 'cuda:tf32=off'")
     table = gl.companion.learning_table(longer, factor="loader", reference="window")
-    (sentence,) = gl.companion.finding({"Memory": table}).sentences()["Memory"]
+    ((heading, (sentence,)),) = gl.companion.finding([("Memory", table)]).sentences()
+    assert heading == "Memory"
     (loss,) = table[table.metric == "final loss of all seeds"].relative
     assert f"the loss is {loss:.0%} higher" in sentence
     assert "0 instead of 16 of 16 seeds beat repeating the last frame" in sentence
