@@ -1,5 +1,8 @@
 """Findings, a sentence each."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -69,3 +72,10 @@ def test_a_table_says_a_sentence_for_each_family():
     (loss,) = table[table.metric == "final loss of all seeds"].relative
     assert f"the loss is {loss:.0%} higher" in sentence
     assert "0 instead of 16 of 16 seeds beat repeating the last frame" in sentence
+
+
+def test_the_page_on_reading_a_verdict_shows_what_its_example_prints(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "verdict.md").read_text(encoding="utf-8")
+    example, printed = re.search(r"```python\n(.+?)```\n```\n(.+?)```", page, re.S).groups()
+    exec(compile(example, "docs/verdict.md", "exec"), {})
+    assert capsys.readouterr().out.strip() == printed.strip()
