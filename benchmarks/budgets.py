@@ -1,4 +1,4 @@
-"""Measure what the companion costs here, and put the table between the marks in the README.
+"""Measure what the companion costs here, and put the table between the marks in docs/costs.md.
 
 python benchmarks/budgets.py --profile smoke --profile quick --device cpu
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from gpulab.passports import passport
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "costs.md"
 MARKS = re.compile(r"(?<=<!-- budgets -->\n).*?(?=<!-- /budgets -->)", re.DOTALL)
 GPULAB = [sys.executable, "-m", "gpulab.cli"]
 STARTS = 7
@@ -89,18 +89,20 @@ def table(profiles, device, only):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Measure what the companion costs here; fill in the README's table.")
+    parser = argparse.ArgumentParser(
+        description="Measure what the companion costs here; fill in the table of docs/costs.md."
+    )
     parser.add_argument("--profile", action="append", choices=("smoke", "quick", "paper"), help="may be given again")
     parser.add_argument("--device", default="cpu", help="auto, cpu, cuda, mps or xpu")
-    parser.add_argument("--only", help="notebooks whose names begin so; the README is left alone")
+    parser.add_argument("--only", help="notebooks whose names begin so; the page is left alone")
     wanted = parser.parse_args()
-    readme = README.read_text(encoding="utf-8")
-    if not MARKS.search(readme):
-        parser.error(f"{README.name} has no marks <!-- budgets --> and <!-- /budgets -->")
+    page = PAGE.read_text(encoding="utf-8")
+    if not MARKS.search(page):
+        parser.error(f"{PAGE} has no marks <!-- budgets --> and <!-- /budgets -->")
     measured = table(wanted.profile or ["smoke", "quick"], wanted.device, wanted.only)
     print(measured, end="")
     if not wanted.only:
-        README.write_text(MARKS.sub(lambda _: measured, readme), encoding="utf-8")
+        PAGE.write_text(MARKS.sub(lambda _: measured, page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from gpulab import files, signals
+from gpulab import __version__, files, signals
 from gpulab.companion.stock_chainer import HOW
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.settings import Setting
@@ -38,10 +38,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        _say(f"gpulab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version and exit")
+    ] = False,
+) -> None:
+    """What comes before any command."""
+
+
 STEP_HELP = "module:name or file.py:name of a gpulab.Step or a function of one step"
 SETTING_HELP = "such as cpu, cpu:threads=1, cuda:tf32=off,cudnn=off"
 MARGIN_HELP = "largest difference of no importance, such as 0.25sd or 0.001; for yes and no a share, such as 0.1"
-STORE_HELP = "folder in which runs are kept, s3://…, or a file of packed runs  [default: $GPULAB_STORE or ./runs]"
+PICTURE_HELP = "draw every run and difference into this PNG file"
+STORE_HELP = "folder in which runs are kept, s3://…, or a file of packed runs"
+USUAL_STORE = "$GPULAB_STORE or ./runs"
 
 SettingText = Annotated[str, typer.Option(help=SETTING_HELP)]
 Training = Annotated[str, typer.Argument(help="file.py:name, a training of your own; autoencoder, prednet, whitener")]
@@ -51,8 +69,16 @@ Profile = Annotated[
         help="smoke (seconds), quick (a laptop) or paper (as published), for prednet also motion; not of a function"
     ),
 ]
-Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=False)]
-StoreArgument = Annotated[Path | None, typer.Argument(help=STORE_HELP, show_default=False)]
+Store = Annotated[Path | None, typer.Option(help=STORE_HELP, show_default=USUAL_STORE)]
+StoreArgument = Annotated[Path | None, typer.Argument(help=STORE_HELP, show_default=USUAL_STORE)]
+StoreOption = Annotated[Path | None, typer.Option("--store", help="the same, as an option", show_default=False)]
+Fresh = Annotated[bool, typer.Option("--fresh", help="ignore a checkpoint or an earlier run")]
+CheckpointSeconds = Annotated[
+    float | None, typer.Option(min=0, help="time between checkpoints, of gpulab's own networks", show_default="10")
+]
+Guard = Annotated[
+    bool, typer.Option("--guard", help="end with an error if something is overwritten before backward uses it")
+]
 
 
 MOST_DRAWN = 500  # rows with lines around them, which take time; more are aligned only
@@ -122,12 +148,10 @@ def train(
     profile: Profile = "quick",
     rerun: Annotated[int, typer.Option(min=0, help="numbers repetitions of the same run")] = 0,
     store: Store = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="ignore a checkpoint or an earlier run")] = False,
-    checkpoint_seconds: Annotated[float, typer.Option(min=0, help="time between checkpoints")] = 10.0,
+    fresh: Fresh = False,
+    checkpoint_seconds: CheckpointSeconds = None,
     picture: Annotated[Path | None, typer.Option(help="write what the trained network makes to this PNG file")] = None,
-    guard: Annotated[
-        bool, typer.Option("--guard", help="end with an error if something is overwritten before backward uses it")
-    ] = False,
+    guard: Guard = False,
 ) -> None:
     """Train once, from one seed under one setting. A network of gpulab's that is interrupted resumes when run again."""
     _check_outputs(picture)
@@ -142,13 +166,8 @@ def train(
         arguments["model_options"] = options
     else:
         arguments = Specification(model, setting, seed, profile, rerun, options).arguments()
-    run = train_one(
-        **arguments,
-        store=store or stores.default_store(),
-        resume=not fresh,
-        checkpoint_seconds=checkpoint_seconds,
-        guard=guard,
-    )
+    how = _how(fresh, checkpoint_seconds, guard)
+    run = train_one(**arguments, store=store or stores.default_store(), **how)
     if not run.path:  # of several processes the first keeps the run, and tells of it
         return
     _say(run)
@@ -160,6 +179,12 @@ def train(
         _say(f"picture in {picture}")
 
 
+def _how(fresh: bool, checkpoint_seconds: float | None, guard: bool) -> dict[str, Any]:
+    """How a run is done, in arguments of `gpulab.train`: those that were asked for."""
+    asked = {"resume": False if fresh else None, "checkpoint_seconds": checkpoint_seconds, "guard": guard or None}
+    return {name: value for name, value in asked.items() if value is not None}
+
+
 @app.command()
 @_run_options
 def experiment(
@@ -168,7 +193,7 @@ def experiment(
     options: dict[str, Any],
     setting: Annotated[list[str], typer.Option(help=SETTING_HELP + "; give it several times")],
     seeds: Annotated[
-        str | None, typer.Option(help="how many (10), or which (0,1,7)  [default: the profile's, or 10]")
+        str | None, typer.Option(help="how many (10), or which (0,1,7)", show_default="the profile's, or 10")
     ] = None,
     profile: Profile = "quick",
     reruns: Annotated[int, typer.Option(min=1, help="how often each seed and setting is run")] = 1,
@@ -178,27 +203,37 @@ def experiment(
             min=1, help="processes that train at the same time; with 1, up to 16 small networks share a CUDA GPU in one"
         ),
     ] = 1,
-    metric: Annotated[str | None, typer.Option(help="of the verdict  [default: final_loss, or the first]")] = None,
+    metric: Annotated[str | None, typer.Option(help="of the verdict", show_default="final_loss, or the first")] = None,
     store: Store = None,
+    fresh: Fresh = False,
+    checkpoint_seconds: CheckpointSeconds = None,
+    picture: Annotated[Path | None, typer.Option(help=PICTURE_HELP)] = None,
+    guard: Guard = False,
     engine: Annotated[str, typer.Option(help="local, ray (a cluster), or slurm, which prints a job array")] = "local",
-    address: Annotated[str | None, typer.Option(help="of the Ray cluster  [default: $RAY_ADDRESS or a local]")] = None,
-    cpus: Annotated[float | None, typer.Option(help="of each run on a cluster  [default: its threads, or 1]")] = None,
-    gpus: Annotated[float | None, typer.Option(help="of each run on a cluster, such as 0.25  [default: 1]")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="of the Ray cluster", show_default="$RAY_ADDRESS or a local")
+    ] = None,
+    cpus: Annotated[
+        float | None, typer.Option(help="of each run on a cluster", show_default="its threads, or 1")
+    ] = None,
+    gpus: Annotated[float | None, typer.Option(help="of each run on a cluster, such as 0.25", show_default="1")] = None,
     tasks: Annotated[int, typer.Option(min=1, help="of the job array")] = 16,
     share: Annotated[str | None, typer.Option(help="K/N does every N-th run from the K-th on, for one task")] = None,
 ) -> None:
     """Train seeds × settings in worker processes, here or on a cluster. What is done already is skipped."""
-    from gpulab.stats.verdicts import verdict
+    _check_outputs(picture)
+    from gpulab.stats.verdicts import verdict as compare
     from gpulab.training import store as stores
     from gpulab.training.experiment import Experiment
 
     numbers = whole_numbers(seeds, name="--seeds") if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
-    exp = Experiment(model, setting, chosen, profile, store, reruns, workers, options)
+    anew, how = {"fresh": fresh, "guard": guard}, _how(fresh, checkpoint_seconds, guard)
+    exp = Experiment(model, setting, chosen, profile, store, reruns, workers, options, how=how)
     if engine == "slurm":
         from gpulab.training.cluster import slurm_script
 
-        command = _again(ctx, {"engine", "address", "cpus", "gpus", "tasks", "share", "store"})
+        command = _again(ctx, {"engine", "address", "cpus", "gpus", "tasks", "share", "store", "picture"})
         place = exp.folder if exp.remote else exp.folder.absolute()
         _say(slurm_script([*command, "--store", str(place)], tasks, [*exp.settings], cpus, gpus))
         return
@@ -206,13 +241,16 @@ def experiment(
     frame = exp.run(engine=engine, address=address, cpus=cpus, gpus=gpus, share=(k, n))
     _show(frame)
     if share:
-        _say(f"share {share} is done; without --share the same command compares all runs")
+        without = " and ".join(["--share", *(f"--{name}" for name, asked in anew.items() if asked)])
+        _say(f"share {share} is done; without {without} the same command compares all runs")
         return
     metrics = [*dict.fromkeys(name for run in frame.itertuples() for name in stores.metrics_of(run))]
     usual = "final_loss" if "final_loss" in metrics or not metrics else metrics[0]
     if metric and metrics and metric not in metrics:
         raise UsageError(f"--metric {metric!r}: the runs have {', '.join(metrics)}")
-    _say(verdict(frame, metric or usual))
+    answer = compare(frame, metric or usual)
+    _say(answer)
+    _draw(answer, picture)
 
 
 def _again(ctx: typer.Context, without: set[str]) -> list[str]:
@@ -341,11 +379,11 @@ def verdict(
     metric: Annotated[str, typer.Option(help="the column that is compared: numbers, or true and false")] = "final_loss",
     factor: Annotated[str, typer.Option(help="the column whose levels are compared")] = "setting",
     block: Annotated[str, typer.Option(help="the column of what they are compared on")] = "seed",
-    reference: Annotated[str | None, typer.Option(help="a level  [default: cpu, or else the first]")] = None,
-    margin: Annotated[str | None, typer.Option(help=f"{MARGIN_HELP}  [default: 0.25sd, or 0.1]")] = None,
+    reference: Annotated[str | None, typer.Option(help="a level", show_default="cpu, or else the first")] = None,
+    margin: Annotated[str | None, typer.Option(help=MARGIN_HELP, show_default="0.25sd, or 0.1")] = None,
     alpha: Annotated[float, typer.Option(help="the level of significance")] = 0.05,
     where: Annotated[list[str], typer.Option(help="take only these rows: column=value; several times")] = [],  # noqa: B006
-    picture: Annotated[Path | None, typer.Option(help="draw every run and difference into this PNG file")] = None,
+    picture: Annotated[Path | None, typer.Option(help=PICTURE_HELP)] = None,
 ) -> None:
     """Say whether the levels of a factor differ, from a table of runs made anywhere: a row per run.
 
@@ -363,14 +401,13 @@ def verdict(
     size = margin if margin is None or margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
     answer = compare(frame, metric, factor, block, size, alpha, reference)
     _say(answer)
-    if picture:
-        answer.plot().save(picture)
-        _say(f"picture in {picture}")
+    _draw(answer, picture)
 
 
 @app.command()
 def runs(
     store: StoreArgument = None,
+    kept_in: StoreOption = None,
     recorded: Annotated[bool, typer.Option("--recorded", help="the runs shipped with gpulab")] = False,
     where: Annotated[list[str], typer.Option(help="only these: column=value; several times")] = [],  # noqa: B006
     csv: Annotated[bool, typer.Option("--csv", help="print all columns as CSV")] = False,
@@ -380,7 +417,7 @@ def runs(
     from gpulab.training import store as stores
     from gpulab.training.remote import url_of
 
-    folder = store or stores.default_store()
+    folder = _either(store, kept_in) or stores.default_store()
     if not recorded and not url_of(folder) and not folder.exists():
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
     frame = stores.recorded_runs() if recorded else stores.runs(folder)
@@ -397,6 +434,7 @@ def runs(
 @app.command()
 def check(
     store: StoreArgument = None,
+    kept_in: StoreOption = None,
     look: Annotated[bool, typer.Option("--look", help="look only, and mend nothing")] = False,
 ) -> None:
     """Read and verify everything in a store, and mend it. Exit status 1 where something was damaged.
@@ -406,7 +444,7 @@ def check(
     """
     from gpulab.training import checks
 
-    found = checks.check(store, mend=not look)
+    found = checks.check(_either(store, kept_in), mend=not look)
     for row in found.itertuples():
         _say(f"{row.path}: {row.problem}: {row.remedy}")
     freed = found.megabytes[found.remedy == checks.REMOVED].sum()
@@ -433,7 +471,7 @@ def pack(
 def record(
     step: Annotated[str, typer.Argument(help=STEP_HELP)],
     setting: SettingText = "cpu",
-    output: Annotated[Path | None, typer.Option(help="trace file  [default: NAME-SETTING.trace]")] = None,
+    output: Annotated[Path | None, typer.Option(help="trace file", show_default="NAME-SETTING.trace")] = None,
 ) -> None:
     """Record what every operation of a training step computes, to be compared with another machine's."""
     Setting.parse(setting).prepare()
@@ -484,7 +522,9 @@ def companion(
     only: Annotated[str | None, typer.Option(help="notebooks whose names begin so, such as 04 or 03,04")] = None,
     output: Annotated[Path, typer.Option(help="folder for the executed notebooks and the report")] = Path("build"),
     notebooks: Annotated[Path, typer.Option(help="folder of the notebooks")] = Path("notebooks"),
-    store: Annotated[Path | None, typer.Option(help="folder in which runs are kept  [default: OUTPUT/runs]")] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="folder in which runs are kept", show_default="OUTPUT/runs")
+    ] = None,
     in_place: Annotated[
         bool, typer.Option("--in-place", help="execute the notebooks themselves, to commit them")
     ] = False,
@@ -548,6 +588,12 @@ def _say(text: object, to: Any = None) -> None:
         print(files.printable(str(text)), file=to)
 
 
+def _draw(result: Any, file: Path | None) -> None:
+    if file:
+        result.plot().save(file)
+        _say(f"picture in {file}")
+
+
 def _say_csv(frame: Any) -> None:
     _say(frame.to_csv(index=False, lineterminator="\n").removesuffix("\n"))
 
@@ -559,6 +605,13 @@ def _check_outputs(*names: Path | None) -> None:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # without a home its cache goes elsewhere, and that is well
     for file in filter(None, names):
         files.check_writable(file)
+
+
+def _either(argument: Path | None, option: Path | None) -> Path | None:
+    """A store that is named in one of two ways."""
+    if argument and option:
+        raise UsageError(f"{argument} and --store {option}: expected one store")
+    return argument or option
 
 
 def _pairs(options: list[str], flag: str, expected: str) -> Iterator[tuple[str, str]]:

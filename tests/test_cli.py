@@ -95,6 +95,31 @@ def test_help_lists_every_command(cli):
         assert command in cli(command, "--help").stdout
 
 
+def test_help_says_what_holds_where_nothing_is_said(session):
+    experiment, runs = session(["experiment", "--help"], ["runs", "--help"])
+    assert "[default: ($GPULAB_STORE or ./runs)]" in runs
+    assert "[default: (final_loss, or the first)]" in experiment
+
+
+def test_the_version_is_printed(cli):
+    assert cli("--version").stdout == f"gpulab {gl.__version__}\n"
+
+
+def test_an_experiment_takes_the_options_of_one_training():
+    from typer.main import get_command
+
+    from gpulab.cli import app
+
+    one, many = (
+        {option: parameter.help for parameter in get_command(app).commands[name].params for option in parameter.opts}
+        for name in ("train", "experiment")
+    )
+    asked_otherwise = {"--seed", "--rerun"}  # --seeds, --reruns
+    assert one.keys() - many.keys() == asked_otherwise
+    of_several = {"--setting", "--picture"}
+    assert [name for name in one.keys() - asked_otherwise - of_several if one[name] != many[name]] == []
+
+
 def test_devices_shows_the_passport_and_the_settings_that_run_here(session):
     document, text = session(["devices", "--json"], ["devices"])
     assert json.loads(document) == gl.passport()
@@ -104,9 +129,15 @@ def test_devices_shows_the_passport_and_the_settings_that_run_here(session):
 
 def test_a_run_is_trained_kept_listed_and_not_trained_again(session, tmp_path):
     train = [*SMOKE, "--seed", "3", "--setting", "cpu:threads=1"]
-    first, again, other, listed, table = session(
-        train, train, [*train, "--fresh", "--store", "other"], ["runs"], ["runs", "runs", "--csv"]
+    first, again, other, listed, named, table = session(
+        train,
+        train,
+        [*train, "--fresh", "--store", "other"],
+        ["runs"],
+        ["runs", "--store", "runs"],
+        ["runs", "runs", "--csv"],
     )
+    assert named == listed
     assert re.search(r"autoencoder under cpu:threads=1, seed 3: final loss 0\.\d+", first)
     assert again == first, "down to the seconds: it is the run that was there"
     (run,) = gl.runs(tmp_path / "runs").itertuples()
@@ -202,6 +233,23 @@ def test_an_experiment_is_run_and_compared(cli, tmp_path):
     assert str(gl.verdict(frame)) in text
     command = folders.read_record(Path(frame.path[3]))["command"]
     assert command == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 1 --frames 40"
+
+
+def test_an_experiment_is_done_again_and_drawn(session, tmp_path):
+    (tmp_path / "own.py").write_text("def train(seed):\n    print(seed, file=open('calls', 'a'))\n    return 1.0\n")
+    arguments = ["experiment", "own.py:train", "--seeds", "2", "--setting", "cpu:threads=1"]
+    calls = []
+    for more in ([], [], ["--fresh"], ["--guard"], ["--picture", "runs.png"]):
+        session([*arguments, *more])
+        calls.append(len((tmp_path / "calls").read_text().splitlines()))
+    assert calls == [2, 2, 4, 6, 6]
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_guard_ends_an_experiment_that_overwrites(cli):
+    arguments = ["experiment", "prednet", "--profile", "smoke", "--frames", 40, "--seeds", "1", "--setting", "cpu"]
+    done = cli(*arguments, "--loader", "reused", "--guard", status=1)
+    assert "overwritten since it was saved" in done.stderr
 
 
 def test_the_smallest_change_is_searched_and_drawn(session, tmp_path):
@@ -492,6 +540,7 @@ USAGE = {
     "a search of a range in words": [*SEARCH, "learning_rate=low..high"],
     "a search with a margin in words": [*SEARCH, "learning_rate=0.1", "--margin", "small"],
     "a search with no trials": [*SEARCH, "learning_rate=0.1", "--trials", "0"],
+    "two stores": ["runs", "one", "--store", "another"],
     "an experiment with no reruns": ["experiment", "prednet", "--setting", "cpu", "--reruns", "0"],
 }
 FAILURES = {

@@ -1,4 +1,4 @@
-"""The set-up around gpulab agrees with pyproject.toml, the one list of dependencies, and with the README."""
+"""The set-up around gpulab agrees with pyproject.toml, the one list of dependencies, and so do the README and docs/."""
 
 import ast
 import importlib.metadata
@@ -24,6 +24,9 @@ UNLOCKED = {"keras", "trees"}  # TensorFlow and XGBoost would double what is ins
 LOCKED = PROJECT["optional-dependencies"].keys() - UNLOCKED
 EXTRAS = [Requirement(text) for name in LOCKED for text in PROJECT["optional-dependencies"][name]]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = {file.name: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = {"README.md": README, **DOCS}
+ALL_PAGES = "\n".join(PAGES.values())
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 PINS = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in CONSTRAINTS)}
 UNPINNED = {"gpulab", "pip", "setuptools", "wheel"}  # the project, and what installs it
@@ -46,6 +49,14 @@ NEEDED_UNSEEN = {
     "jupyterlab": "make lab",
     "scikit-learn": "its digits are read from the file that it ships",
 }
+
+
+def script(name):
+    """A script of docs/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def imported(source, filename):
@@ -82,8 +93,8 @@ def test_gpulab_imports_only_what_it_depends_on():
     assert third_party("gpulab").keys() - names(RUNTIME) - extras - loader == set()
 
 
-@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
-def test_tests_and_benchmarks_import_only_what_pyproject_lists(folder):
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "docs"])
+def test_tests_benchmarks_and_docs_import_only_what_pyproject_lists(folder):
     assert third_party(folder).keys() - names(RUNTIME) - names(EXTRAS) == set()
 
 
@@ -182,39 +193,95 @@ def test_ci_runs_make_test_and_nothing_else():
     assert [line for line in lines if line and not line.startswith("#")][1:] == ['cd "$(dirname "$0")/.."', "make test"]
 
 
-def test_readme_names_the_commands():
+def test_readme_and_its_pages_name_the_commands():
+    for command in ("make run", "make test", "make lab"):
+        assert command in README, command
     for command in (
-        "make run",
-        "make test",
-        "make lab",
         "py -m venv .venv",
         r'.venv\Scripts\python -m pip install -c constraints.txt -e ".[dev]"',
         r".venv\Scripts\gpulab companion --profile quick",
         r".venv\Scripts\python -m pytest",
         r".venv\Scripts\jupyter lab notebooks",
     ):
-        assert command in README, command
+        assert command in DOCS["install.md"], command
 
 
-def test_readme_names_only_commands_that_exist():
+def test_pages_name_only_commands_that_exist():
     from typer.main import get_command
 
     from gpulab.cli import app
 
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-    assert set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.M)) <= targets
+    assert set(re.findall(r"(?:^|`)make ([a-z]+)", ALL_PAGES, re.M)) <= targets
     commands = get_command(app).commands
-    used = re.findall(r"(?:^\$ |`|\\)gpulab ([a-z]+)([^`\n]*)", README, re.M)
+    used = re.findall(r"(?:^\$ |(?<!^\| )`|\\)gpulab ([a-z]+)([^`\n]*)", ALL_PAGES, re.M)
     assert {name for name, _ in used} == commands.keys()
     for name, arguments in used:
         options = {option for parameter in commands[name].params for option in parameter.opts}
         assert set(re.findall(r"(?<!\S)--[a-z-]+", arguments)) <= options, f"gpulab {name}{arguments}"
 
 
-@pytest.mark.parametrize("example", re.findall(r"```python\n(.+?)```", README, re.S))
-def test_readme_examples_run(example, tmp_path, python, monkeypatch):
+def test_the_tables_of_commands_are_those_of_the_commands():
+    commands = script("commands")
+    assert commands.MARKS.findall(DOCS["command_line.md"]) == [commands.tables()], "write anew: python docs/commands.py"
+
+
+EXAMPLES = [
+    pytest.param(code, id=f"{name}-{number}")
+    for name, text in PAGES.items()
+    for number, code in enumerate(re.findall(r"```python\n(.+?)```", text, re.S))
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_run(example, tmp_path, python, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert python(example).stdout
+
+
+def anchors(page):
+    """What a link into a page may name: its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("folder", [".", "docs", "data", "benchmarks"])
+def test_every_link_of_a_page_leads_somewhere(folder):
+    pages = sorted((ROOT / folder).glob("*.md"))
+    assert pages
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = link.partition("#")
+            if not re.match(r"https?:|mailto:", link):
+                there = page.parent / path if path else page
+                assert there.exists(), f"{page.name}: {link}"
+                assert not anchor or anchor in anchors(there), f"{page.name}: {link}"
+
+
+def test_readme_leads_to_every_page():
+    assert {f"docs/{name}" for name in DOCS} <= set(re.findall(r"\]\(([^)#]+)", README))
+
+
+def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):
+    answer = script("answer")
+    drawn = answer.picture()
+    assert re.findall(r"!\[(.+)\]\((docs/answer.svg)\)", README) == [(drawn.alt, "docs/answer.svg")]
+    answer.write(drawn, tmp_path / "answer.svg")
+    kept, anew = answer.FILE.read_text(encoding="utf-8"), (tmp_path / "answer.svg").read_text(encoding="utf-8")
+    assert len(kept) <= 150_000
+    assert f"<dc:title>{drawn.alt}</dc:title>" in kept
+    point = r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #ffffff'
+    places = [[float(number) for place in re.findall(point, text) for number in place] for text in (kept, anew)]
+    assert len(places[0]) == 2 * len(answer.pairs())
+    assert places[0] == pytest.approx(places[1], abs=1), "draw it anew: python docs/answer.py"
+
+
+def test_readme_says_how_long_the_notebooks_take():
+    for profile in ("quick", "smoke"):
+        (minutes, seconds) = re.findall(
+            rf"^\| `gpulab companion`, {profile}: .+?\| (\d+) min (\d+) s", DOCS["costs.md"], re.M
+        )[0]
+        assert f"about {round(int(minutes) + int(seconds) / 60)}" in README
 
 
 def test_readme_lists_the_notebooks_that_there_are():
@@ -225,10 +292,10 @@ def test_readme_lists_the_notebooks_that_there_are():
     assert listed == there
 
 
-def test_readme_lists_the_options_of_a_setting():
+def test_every_option_of_a_setting_is_listed():
     from gpulab.settings import OPTIONS
 
-    table = dict(re.findall(r"^\| `(\w+)=[^|]*\| ([a-z, ]+) \|", README, re.M))
+    table = dict(re.findall(r"^\| `(\w+)=[^|]*\| ([a-z, ]+) \|", DOCS["settings.md"], re.M))
     assert {name: tuple(devices.split(", ")) for name, devices in table.items()} == {
         name: option.devices for name, option in OPTIONS.items()
     }
@@ -249,7 +316,7 @@ def test_citation_has_the_version():
 
 
 def test_budgets_find_their_marks():
-    assert len(re.findall(r"^<!-- budgets -->\n.+?^<!-- /budgets -->$", README, re.M | re.S)) == 1
+    assert len(re.findall(r"^<!-- budgets -->\n.+?^<!-- /budgets -->$", DOCS["costs.md"], re.M | re.S)) == 1
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.name)

@@ -71,6 +71,8 @@ class Experiment:
             result that it has alone; their records say `shared`.
         options: Those of the function; or those of `gpulab.train` that JSON can carry, such as `frames` or `data`.
         variants: Each adds options of its own: all of them are trained under every setting.
+        how: Arguments `resume`, `checkpoint_seconds` and `guard` of `gpulab.train`. With a guard, or without resuming,
+            runs that are there are done again.
 
     Raises:
         UsageError: For what makes no sense, before any worker starts.
@@ -92,6 +94,7 @@ class Experiment:
     workers: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     variants: Iterable[dict[str, Any]] = ({},)
+    how: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.training, usual, frames = None, 10, 1
@@ -113,7 +116,7 @@ class Experiment:
 
     def jobs(self) -> list[dict[str, Any]]:
         """The arguments of each training, ordered by setting."""
-        where = {"keep_weights": False, "store": str(self.folder)}
+        where = {"keep_weights": False, "store": str(self.folder), **self.how}
         return [
             self._arguments(setting, seed, rerun, {**self.options, **variant}) | where
             for setting in self.settings
@@ -246,6 +249,8 @@ class Experiment:
 
     def _done(self, names: list[Identity]) -> str | None:
         """The id of a run in the store, which has a name for no machine and one for each that might have done it."""
+        if self.how.get("guard") or not self.how.get("resume", True):
+            return None
         if self.remote:
             return next(filter(None, map(self.remote.has, names[1:])), None)
         folder = next(filter(None, (folders.find(self.folder, name) for name in names[1:])), None)
