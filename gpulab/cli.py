@@ -500,13 +500,14 @@ def audit(
     for text in setting or ():
         Setting.parse(text).prepare()
     from gpulab.diagnostics import audits, steps
+    from gpulab.records import shipped
 
     if (b is None) == (len(setting or ()) != 2):
         raise UsageError("expected two traces, or a step with --setting twice")
     if b is None:
         report = audits.audit(steps.find_step(a), *(setting or ()), confirm=confirm)
     else:
-        report = audits.audit(a, Path(b), confirm=confirm)
+        report = audits.audit(shipped(a), shipped(b), confirm=confirm)
     _say(report)
     if html:
         report.save(html)

@@ -32,6 +32,14 @@ class UsageError(GpulabError, ValueError):
     """The request itself was malformed: an unknown option, a size that does not divide."""
 
 
+def check_name(name: object) -> None:
+    """Raise `UsageError` for the name of a file that is not UTF-8: a record could not give it back."""
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{name}: this name is not UTF-8, and cannot be written down: rename it") from None
+
+
 class DataError(GpulabError):
     """An input file or folder is missing, damaged or of the wrong kind; the message names it, in one line."""
 

@@ -108,15 +108,15 @@ def write(file: str | Path, content: bytes | bytearray) -> None:
 
 
 def check_writable(file: str | Path) -> None:
-    """Raise now what writing a file later would raise for its name or its folder; nothing is made."""
+    """Raise now what writing a file later would raise for its name or its folder, by a try; nothing is left."""
     file = Path(file).absolute()
     with writing(file):
         with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISDIR(os.stat(file).st_mode):
-                raise IsADirectoryError(errno.EISDIR, "")
-        folder = next(folder for folder in file.parents if folder.exists())
-        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            raise OSError(errno.EACCES if folder.is_dir() else errno.ENOTDIR, "")
+            if not stat.S_ISREG(mode := os.stat(file).st_mode):
+                raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else 0, "there is a pipe or a device of this name")
+        scratch = next(folder for folder in file.parents if folder.exists()) / scratch_name()
+        scratch.touch()  # permissions alone do not tell: root has them all, and /proc takes no files
+        scratch.unlink()
 
 
 def sync(path: Path) -> None:

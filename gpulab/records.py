@@ -37,6 +37,13 @@ def recorded_folder(name: str) -> Path:
     return DATA / name
 
 
+def shipped(file: str | Path) -> Path:
+    """A file; or where there is no checkout, the copy inside the installed package of one that our examples name."""
+    folder, *rest = Path(file).parts or (".",)
+    copy = PACKAGE.joinpath("recorded", *rest)
+    return copy if folder in ("benchmarks", "data") and copy.is_file() and not Path(file).exists() else Path(file)
+
+
 def machine(passport: Mapping[str, Any], kind: str = "") -> str:
     """What did the work: the GPUs of a machine where it has any, each kind once, or what `kind` of device says."""
     if kind == "cpu" or not (kind or passport["gpus"]):
@@ -188,9 +195,11 @@ def pack_runs(file: Path, runs: Iterable[tuple[Mapping[str, Any], pyarrow.Table]
 
 
 def packed_runs(file: Path) -> list[dict[str, Any]]:
-    """The records of the runs in a file that `pack_runs` wrote."""
+    """The records of the runs in a file that `pack_runs` wrote; none where it is another recording of gpulab's."""
     try:
         table, shared = read_rows(file, [*PLAIN, *SUMMARY, *SHARED, "more"])
+        if "id" in shared:
+            return []
         found = [
             {name: row[name] for name in PLAIN}
             | {name: shared[name][row[name]] for name in SHARED}

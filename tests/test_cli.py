@@ -726,11 +726,35 @@ def test_what_could_not_be_written_is_said_before_the_work(python, tmp_path):
         f"gpulab: {long}: the name is too long": ["runs", long],
         "01_one.ipynb: not a notebook": ["companion", "--notebooks", "notebooks"],
     }
+    if sys.platform == "linux":  # where no permission says so
+        os.mkfifo(tmp_path / "a-pipe")
+        commands["/proc/a.png: cannot be written"] = [*SMOKE, "--picture", "/proc/a.png"]
+        commands["a-pipe: cannot be written: there is a pipe or a device"] = [*SMOKE, "--picture", "a-pipe"]
     done = python(ONE_BY_ONE, tmp_path, ARGUMENTS=json.dumps(list(commands.values()))).stdout
     for words, (status, _, errors) in zip(commands, map(json.loads, done.splitlines()), strict=True):
         assert (status, len(errors.splitlines())) == (1, 1)
         assert words in errors
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a-file", "notebooks"]
+    assert {file.name for file in tmp_path.iterdir()} - {"a-pipe"} == {"a-file", "notebooks"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names themselves")
+def test_a_name_that_is_not_utf8_is_refused_before_it_is_written_into_a_store(python, tmp_path):
+    for name in ("own.py", "own\udcff.py", "table\udcff.csv"):
+        (tmp_path / name).write_text("def train(seed, data=''):\n    return float(seed)\n")
+    experiment = ["experiment", "own.py:train", "--setting", "cpu", "--seeds", "2"]
+    commands = [
+        ["train", "own\udcff.py:train"],
+        ["train", "own.py:train", "--option", "data=table\udcff.csv"],
+        [*SMOKE, "--data", "frames:own\udcff.py"],
+        [*experiment, "--store", "runs\udcff"],
+        ["runs", "runs\udcff"],
+        ["reproduce", "own\udcff.py:train", "--target", "cpu", "--setting", "cpu:threads=1", "--search", "data=a,b"],
+    ]
+    done = python(ONE_BY_ONE, tmp_path, ARGUMENTS=json.dumps(commands)).stdout
+    for status, _, errors in map(json.loads, done.splitlines()):
+        assert status == 2
+        assert re.fullmatch(r"gpulab: \S*\\udcff\S*: this name is not UTF-8, .*\n", errors)
+    assert not list(tmp_path.glob("runs*"))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")

@@ -3,6 +3,8 @@
 import dataclasses
 import html.parser
 import os
+import re
+import shutil
 
 import pandas as pd
 import pytest
@@ -11,11 +13,14 @@ import torch
 
 import gpulab as gl
 from gpulab import files, report
-from gpulab.companion.run import Result, write_report
+from gpulab.companion.run import HERE, RECORDED, UNSAID, Finding, Result, write_report
 from gpulab.diagnostics.steps import Step
 from gpulab.schemas import Overwritten
 
 HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
+
+
+PAGES = ["audit.html", "verdict.html", "components.html", "report/index.html"]
 
 
 class Page(html.parser.HTMLParser):
@@ -70,14 +75,15 @@ def pages(tmp_path_factory):
     gl.verdict(pd.DataFrame(rows), **columns).save(folder / "verdict.html", HOSTILE)
     gl.stats.variance_components(pd.DataFrame(rows), **columns).save(folder / "components.html", HOSTILE)
     figure = {"png": 'AAAA"><script>', "alt": HOSTILE}
-    result = Result(
-        HOSTILE, HOSTILE, 1.0, 1, HOSTILE, folder / f"{HOSTILE.replace('/', '')}.ipynb", [HOSTILE], [figure]
-    )
+    figure["section"] = HOSTILE
+    findings = [Finding(origin, HOSTILE, [HOSTILE]) for origin in (HERE, RECORDED, UNSAID)]
+    notebook = folder / f"{HOSTILE.replace('/', '')}.ipynb"
+    result = Result(HOSTILE, HOSTILE, 1.0, 1, HOSTILE, notebook, findings, [figure], [HOSTILE])
     write_report([result], folder, HOSTILE)
     return folder
 
 
-@pytest.mark.parametrize("name", ["audit.html", "verdict.html", "components.html", "report/index.html"])
+@pytest.mark.parametrize("name", PAGES)
 def test_no_page_runs_what_a_stranger_wrote(pages, name):
     text = (pages / name).read_text(encoding="utf-8")
     assert_harmless(text, styles=1)
@@ -90,21 +96,42 @@ def test_pieces_of_html_stay_escaped_when_they_are_added():
     assert Page(piece).text.count(HOSTILE) == 4
 
 
-def test_in_a_browser_nothing_runs(pages):
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, where it and Playwright are there."""
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
         try:
-            browser = driver.chromium.launch()
+            yield driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         except playwright.Error as error:
             pytest.skip(str(error).splitlines()[0])
-        page = browser.new_page()
-        met = []
-        page.on("dialog", lambda dialog: (met.append(dialog.message), dialog.dismiss()))
-        page.goto((pages / "audit.html").as_uri())
-        assert page.locator("script").count() == 0
-        assert HOSTILE in page.content().replace("&lt;", "<").replace("&gt;", ">")
-        assert met == []
-        browser.close()
+
+
+def test_in_a_browser_nothing_runs(pages, browser):
+    page = browser.new_page()
+    met = []
+    page.on("dialog", lambda dialog: (met.append(dialog.message), dialog.dismiss()))
+    page.goto((pages / "audit.html").as_uri())
+    assert page.locator("script").count() == 0
+    assert HOSTILE in page.content().replace("&lt;", "<").replace("&gt;", ">")
+    assert met == []
+
+
+@pytest.mark.parametrize("width", [390, 800, 1400])
+@pytest.mark.parametrize("name", PAGES)
+def test_nothing_is_wider_than_the_window(pages, browser, name, width):
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    page.goto((pages / name).as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_dark_screen_has_a_dark_page_and_paper_a_white_one(pages, browser):
+    page = browser.new_page(color_scheme="dark")
+    page.goto((pages / "report/index.html").as_uri())
+    colour = "getComputedStyle(document.body).backgroundColor"
+    assert max(map(int, re.findall(r"\d+", page.evaluate(colour)))) < 64
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate(colour) == "rgb(255, 255, 255)"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")

@@ -188,6 +188,17 @@ def test_scripts_can_be_executed(file):
     assert subprocess.run(["bash", "-n", ROOT / file], timeout=20).returncode == 0
 
 
+def test_binder_overrides_what_jupyterlab_can_be_told():
+    overrides = json.loads((ROOT / "binder" / "overrides.json").read_text(encoding="utf-8"))
+    for plugin, settings in overrides.items():
+        package, _, name = plugin.partition(":")
+        schema = Path(sys.prefix) / "share" / "jupyter" / "lab" / "schemas" / package / f"{name}.json"
+        known = json.loads(schema.read_text(encoding="utf-8"))["properties"]
+        assert {setting: type(value) for setting, value in settings.items()} == {
+            setting: {"boolean": bool}[known[setting]["type"]] for setting in settings
+        }
+
+
 def test_ci_runs_make_test_and_nothing_else():
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line and not line.startswith("#")][1:] == ['cd "$(dirname "$0")/.."', "make test"]
@@ -304,9 +315,31 @@ def test_every_option_of_a_setting_is_listed():
 def test_recorded_data_goes_into_the_wheel():
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     for source in included:
-        assert any((ROOT / source).iterdir()), f"{source} is empty, so git has no such folder and the build fails"
+        there = ROOT / source
+        assert there.is_file() or any(there.iterdir()), f"{source} is empty: git has no such folder, the build fails"
     recorded = "dose factors films gpu_products longer precision published rooflines runs saddles scale_out speed title"
-    assert included == {f"data/{name}": f"gpulab/recorded/{name}" for name in recorded.split()}
+    files = "benchmarks/networks.py", "data/audits/resnet18-cuda-tf32-off.trace"
+    assert included == {source: f"gpulab/recorded/{source.partition('/')[2]}" for source in files} | {
+        f"data/{name}": f"gpulab/recorded/{name}" for name in recorded.split()
+    }
+
+
+def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypatch, tmp_path):
+    from gpulab import records
+
+    included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    commands = "".join(re.findall(r"^\$ (.+\n)", "".join(page.read_text(encoding="utf-8") for page in pages), re.M))
+    read = set(re.findall(r"\b(?:data|benchmarks)/[\w./-]+", commands))
+    assert read
+    monkeypatch.setattr(records, "PACKAGE", tmp_path / "gpulab")
+    monkeypatch.chdir(tmp_path)
+    for file in read:
+        assert str(records.shipped(file)) == file
+        copy = tmp_path / included[file]
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.touch()
+        assert records.shipped(file) == copy
 
 
 def test_citation_has_the_version():

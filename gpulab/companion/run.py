@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,31 @@ from gpulab.training.protocol import PROFILES
 KERNEL = "python3"
 QUIET = ["--log-level=ERROR"]  # a kernel warns of its own local connection each time it starts
 CELL_SECONDS = 4 * 3600  # a cell that takes longer hangs
+HERE, RECORDED, UNSAID = "here", "recorded", "unsaid"  # where the numbers of a finding were made
+PICTURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="data:image/png;base64,(?P<png>[^"]*)"')  # as `Picture.html` says
+SUMMARY = {  # of a report: what is said of each
+    HERE: ("Found here", "On this machine, when this report was made."),
+    RECORDED: ("Recorded elsewhere", "On other machines, by runs that come with gpulab."),
+    UNSAID: ("And besides", "These sentences do not say where their numbers were made; the notebooks do."),
+}
+FOLD = re.compile(r"<details>.*?</summary>(.*?)</details>", re.S)  # as `companion.finding` has its statistics
+
+
+@dataclass
+class Finding:
+    """What a notebook found: sentences, where their numbers were made, and the statistics behind them."""
+
+    origin: str
+    said: str
+    statistics: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Result:
-    """What came of one notebook: its first heading, findings as text, figures as base64 PNG with alternative text."""
+    """What came of one notebook: its first heading, its findings, and what Python warned of.
+
+    Figures are base64 PNG (`png`) with alternative text (`alt`) and the heading above them (`section`).
+    """
 
     name: str
     title: str
@@ -34,8 +55,13 @@ class Result:
     peak_memory_bytes: int
     error: str | None
     notebook: Path
-    findings: list[str]
+    findings: list[Finding]
     figures: list[dict[str, str]]
+    warnings: list[str] = field(default_factory=list)
+
+    def said(self, origin: str) -> list[str]:
+        """The sentences whose numbers were made there."""
+        return [finding.said for finding in self.findings if finding.origin == origin]
 
 
 def find_notebooks(folder: Path, only: str | None) -> list[Path]:
@@ -167,21 +193,69 @@ def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Resu
         except (GpulabError, ValueError) as failure:  # such as a notebook that says no language
             error = str(failure)
     seconds = time.perf_counter() - started
+    result = Result(source.stem, source.stem, seconds, peak[0], error, target, [], [])
+    collect(executed, result)
     _write(executed, target)
-    headings = (re.match(r"# (.+)", cell.source) for cell in executed.cells if cell.cell_type == "markdown")
-    findings, figures = [], []
-    for cell in executed.cells:
+    return result
+
+
+def collect(notebook: Any, result: Result) -> None:
+    """Put into a result what an executed notebook says of itself, before it is tidied."""
+    section = introduction = ""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            if title := re.match(r"# (.+)", cell.source):
+                result.title = title[1]
+            *_, section = section, *re.findall(r"^##+ (.+)", cell.source, re.M)
+            introduction = cell.source
+            continue
         outputs = cell.get("outputs", [])
-        printed = "".join(output.text for output in outputs if output.get("name") == "stdout").strip()
-        if "finding" in cell.metadata.get("tags", []) and printed:
-            findings.append(printed)
-        for output in outputs:
-            data = output.get("data", {})
-            if "image/png" in data:
-                alt = output.metadata.get("image/png", {}).get("alt") or data.get("text/plain", "")
-                figures.append({"png": data["image/png"].replace("\n", ""), "alt": alt})
-    title = next((heading[1] for heading in headings if heading), source.stem)
-    return Result(source.stem, title, seconds, peak[0], error, target, findings, figures)
+        result.figures += [{**figure, "section": section} for figure in filter(None, map(_figure, outputs))]
+        said = "".join(output.text for output in outputs if output.get("name") == "stderr")
+        result.warnings += [w for w in re.findall(r"\b\w*Warning: .+", said) if w not in result.warnings]
+        tags = cell.metadata.get("tags", [])
+        if "finding" in tags:
+            tagged = next((origin for origin in (RECORDED, HERE) if origin in tags), None)
+            result.findings += _findings(outputs, introduction, tagged)
+
+
+def _figure(output: Any) -> dict[str, str] | None:
+    data = output.get("data", {})
+    if picture := PICTURE.match(data.get("text/html", "")):
+        return {"png": picture["png"], "alt": html.unescape(picture["alt"])}
+    if "image/png" in data:
+        alt = output.metadata.get("image/png", {}).get("alt") or data.get("text/plain", "")
+        return {"png": data["image/png"].replace("\n", ""), "alt": alt}
+    return None
+
+
+def _findings(outputs: list[Any], introduction: str, tagged: str | None) -> Iterator[Finding]:
+    """What a cell found, in paragraphs: a line, and those below it that are indented.
+
+    Where its numbers were made is said by a tag of the cell (`here` or `recorded`); or by the paragraph, by one
+    before it, or by the text above the cell.
+    """
+    origin = tagged or _origin(introduction) or UNSAID
+    for output in outputs:
+        data = output.get("data", {})
+        text = output.get("text", "") if output.get("name") == "stdout" else data.get("text/plain", "")
+        if _figure(output) or not text.strip():
+            continue
+        for paragraph in re.split(r"\n\n+|(?<=[.:;])\n(?=\S)", text.strip()):
+            origin = tagged or _origin(paragraph) or origin
+            yield (found := Finding(origin, re.sub(r"\n(?=\S)", " ", paragraph)))
+        for fold in FOLD.findall(data.get("text/html", "")):  # below the last
+            lines = re.sub(r"<[^>]*>", "", fold.replace("</p>", "\n")).splitlines()
+            found.statistics = [html.unescape(line) for line in lines if line]
+
+
+def _origin(text: str) -> str | None:
+    """Where a text says that its numbers were made; None where it says nothing, or both."""
+    recorded = re.search(r"\b[Rr]ecorded\b", text)
+    here = re.search(r"[Mm]ade here|\bHere\b|, here\b|\b[Oo]n this (CPU|machine)\b", text)
+    if recorded and here:
+        return None
+    return RECORDED if recorded else HERE if here else None
 
 
 def tidy(notebook: Any) -> None:
@@ -201,7 +275,7 @@ def tidy(notebook: Any) -> None:
 
 
 def write_report(results: list[Result], output: Path, profile: str) -> Path:
-    """One self-contained page: what failed, the findings, the figures, the passport."""
+    """One page that needs no other file: what was found here and elsewhere, what failed, the figures, the passport."""
     from gpulab.passports import passport
     from gpulab.report import render
 
@@ -209,17 +283,17 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
     page = render(
         "companion.html",
         results=results,
+        summary=SUMMARY,
         failed=[result for result in results if result.error],
         profile=profile,
         passport=passport(),
         seconds=sum(result.seconds for result in results),
         peak=max(result.peak_memory_bytes for result in results),
         when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        back=os.path.relpath(output / "notebooks", folder),
     )
     report = folder / "index.html"
     files.write(report, page.encode())
-    rows = [vars(result) | {"notebook": result.notebook.name} for result in results]
+    rows = [asdict(result) | {"notebook": result.notebook.name} for result in results]
     rows = [{name: value for name, value in row.items() if name != "figures"} for row in rows]
     files.write(folder / "results.json", (json.dumps(rows, indent=1) + "\n").encode())
     return report.resolve()

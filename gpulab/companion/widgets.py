@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import struct
 from typing import Any
@@ -13,10 +14,11 @@ from gpulab.errors import UsageError
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.numerics.sums import format_bits
 from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN, bits, landscape_slice
-from gpulab.report import Picture
+from gpulab.report import DPI, Picture
 from gpulab.saddles.landscapes import Landscape
 
-COLOURS = (SIGN, *[EXPONENT] * 8, *[FRACTION] * 23)  # as in the picture
+PARTS = {"sign": (SIGN, 1), "exponent": (EXPONENT, 8), "fraction": (FRACTION, 23)}  # of float32, as in the picture
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class Explorer(ipywidgets.VBox):
@@ -47,7 +49,7 @@ class BitExplorer(Explorer):
 
     Examples:
         >>> explorer = BitExplorer(1.0)
-        >>> explorer.bits[-1].value = True  # a click on the last bit
+        >>> explorer.bits[-1].click()
         >>> explorer.number.value
         1.0000001192092896
     """
@@ -60,18 +62,23 @@ class BitExplorer(Explorer):
         self.format = ipywidgets.Dropdown(options=list(FORMATS), value=name, description="format")
         self.rounding = ipywidgets.Dropdown(options=list(MODES), value=MODES[0], description="rounding")
         layout = ipywidgets.Layout(width="20px", height="26px", margin="1px", padding="0px")
-        self.bits = [ipywidgets.ToggleButton(layout=layout) for _ in COLOURS]
+        wrapped = ipywidgets.Layout(flex_flow="row wrap", margin="0 6px 0 0")
+        self.bits, self.meanings, groups = [], [], []
+        for name, (colour, count) in PARTS.items():
+            style = {"font_weight": "bold", "text_color": colour, "button_color": "white"}
+            bits = [ipywidgets.Button(description="0", tooltip=name, layout=layout, style=style) for _ in range(count)]
+            self.bits += bits
+            self.meanings.append(ipywidgets.HTML())
+            groups.append(ipywidgets.VBox([self.meanings[-1], ipywidgets.HBox(bits, layout=wrapped)]))
         self.answer = ipywidgets.HTML()
         self.busy = False  # a change is being shown, and is not another one
-        groups = [self.bits[:1], self.bits[1:9], self.bits[9:]]
-        apart = ipywidgets.Layout(margin="0 6px 0 0")
-        row = ipywidgets.HBox([ipywidgets.HBox(group, layout=apart) for group in groups])
-        super().__init__([ipywidgets.HBox([self.number, self.format, self.rounding]), row, self.answer])
+        rows = [ipywidgets.HBox(row, layout=wrapped) for row in ([self.number, self.format, self.rounding], groups)]
+        super().__init__([*rows, self.answer])
         self.number.observe(self._typed, "value")
         self.format.observe(self._show, "value")
         self.rounding.observe(self._show, "value")
         for bit in self.bits:
-            bit.observe(self._clicked, "value")
+            bit.on_click(self._clicked)
         self._typed()
 
     def picture(self) -> Picture:
@@ -80,40 +87,53 @@ class BitExplorer(Explorer):
 
     def _typed(self, _: Any = None) -> None:
         """A number was typed: show its bits."""
-        if self.busy:
-            return
-        self.busy = True
-        self.x = torch.tensor(self.number.value, dtype=torch.float32).item()
-        for bit, digit in zip(self.bits, "".join(format_bits(self.x)), strict=True):
-            bit.value = digit == "1"
-        self.busy = False
-        self._show()
+        if not self.busy:
+            self.x = torch.tensor(self.number.value, dtype=torch.float32).item()
+            self._show()
 
-    def _clicked(self, _: Any) -> None:
-        """A bit was clicked: show the number that these bits are."""
-        if self.busy:
-            return
-        self.busy = True
-        pattern = int("".join("1" if bit.value else "0" for bit in self.bits), 2)
+    def _clicked(self, clicked: ipywidgets.Button) -> None:
+        """A bit was clicked: show the number that the bits are now."""
+        clicked.description = "10"[int(clicked.description)]
+        pattern = int("".join(bit.description for bit in self.bits), 2)
         (self.x,) = struct.unpack("f", struct.pack("I", pattern))
         if math.isfinite(self.x):  # infinity and NaN are no numbers that a page could be sent
-            self.number.value = self.x
-        self.busy = False
+            self.busy, self.number.value, self.busy = True, self.x, False
         self._show()
 
     def _show(self, _: Any = None) -> None:
-        for bit, colour in zip(self.bits, COLOURS, strict=True):
-            bit.description = "1" if bit.value else "0"
-            bit.style.button_color = colour if bit.value else "white"
-            bit.style.text_color = "white" if bit.value else colour
+        pattern = format_bits(self.x)
+        for bit, digit in zip(self.bits, "".join(pattern), strict=True):
+            bit.description = digit
+            bit.style.button_color, bit.style.text_color = _colours(bit.tooltip, digit)
+        for meaning, name, digits, words in zip(self.meanings, PARTS, pattern, _in_words(*pattern), strict=True):
+            meaning.value = f'<span style="{_style(name)}" title="{digits}">{name}</span> {words}'
         name, mode = self.format.value, self.rounding.value
         rounded = round_to(torch.tensor([self.x]), name, mode).item()
         apart = abs(rounded - self.x)
         off = f", off by {apart:.2g}" if math.isfinite(apart) else ""
-        self.answer.value = (
-            f"float32: {self.x:.12g}<br>{name}, {mode}: <b>{rounded:.12g}</b>{off}"
-            f"<br><code>{' '.join(format_bits(self.x, name, mode))}</code>"
-        )
+        parts = zip(PARTS, format_bits(self.x, name, mode), strict=True)
+        shown = " ".join(f'<code style="{_style(part)}">{digits}</code>' for part, digits in parts)
+        self.answer.value = f"float32: {self.x:.12g}<br>{name}, {mode}: <b>{rounded:.12g}</b>{off}<br>{shown}"
+
+
+def _colours(part: str, digit: str) -> tuple[str, str]:
+    """The colour of a bit, and of the digit on it."""
+    tint, _ = PARTS[part]
+    return (tint, "white") if digit == "1" else ("white", tint)
+
+
+def _style(part: str) -> str:
+    background, colour = _colours(part, "1")
+    return f"background: {background}; color: {colour}; padding: 0 4px; border-radius: 3px"
+
+
+def _in_words(sign: str, exponent: str, fraction: str) -> tuple[str, str, str]:
+    """What the bits of a float32 mean: `−`, `× 2⁻⁴` and `1.6`."""
+    power, rest = int(exponent, 2), int(fraction, 2) / 2**23
+    if power == 255:
+        return "+−"[int(sign)], "not finite", "NaN" if rest else "infinity"
+    first = int(power > 0)  # what is below the least power has no leading one
+    return "+−"[int(sign)], f"× 2{str(max(power, 1) - 127).translate(RAISED)}", f"{first + rest:.9g}"
 
 
 class SliceExplorer(Explorer):
@@ -137,7 +157,7 @@ class SliceExplorer(Explorer):
         self.landscape = landscape
         self.angle = ipywidgets.FloatSlider(0, min=0, max=90, step=1, description="angle (°)", continuous_update=False)
         self.reach = ipywidgets.FloatLogSlider(1, min=-2, max=1, description="reach", continuous_update=False)
-        self.image = ipywidgets.Image(format="png")
+        self.image = ipywidgets.Image(format="png", layout={"max_width": "100%", "align_self": "flex-start"})
         super().__init__([ipywidgets.HBox([self.angle, self.reach]), self.image])
         for slider in (self.angle, self.reach):
             slider.observe(self._show, "value")
@@ -149,7 +169,10 @@ class SliceExplorer(Explorer):
         return landscape_slice(self.landscape, line, self.angle.value)
 
     def _show(self, _: Any = None) -> None:
-        self.image.value = self.picture().png()
+        drawn = io.BytesIO()  # in all its colours: to find 256 would take as long as to draw
+        self.picture().figure.savefig(drawn, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
+        self.image.value = drawn.getvalue()
+        self.image.width = int.from_bytes(self.image.value[16:20], "big") * 100 // DPI  # a PNG begins with its size
 
 
 bit_explorer, slice_explorer = BitExplorer, SliceExplorer

@@ -26,7 +26,7 @@ from gpulab.data.content import Stamps, check_unchanged, digest, stamp
 from gpulab.data.films import decoded, reason, survey
 from gpulab.data.jpeg import check_jpeg, decode_jpeg, encode_jpeg
 from gpulab.data.scenes import MovingDigits, Walk
-from gpulab.errors import DataError, UsageError
+from gpulab.errors import DataError, UsageError, check_name
 from gpulab.files import read, writing
 
 if TYPE_CHECKING:
@@ -225,6 +225,8 @@ class Video(Sequence):
     """A video file that PyAV can decode, centre-cropped to the shape of `size` and scaled to it; see `films`."""
 
     def __init__(self, file: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
+        if file.is_dir():
+            raise DataError(f"{file}: a folder, not a video; frames:{file} takes the images in it")
         self.file, self.grey, name = file, grey, f"video:{file}"
         self.stamps, found = {file: stamp(file)}, survey(file, grey)
         super().__init__(name, 1 if grey else 3, size, *_split(name, found.shown, frames))
@@ -351,6 +353,7 @@ def load(
         >>> load("walk", frames=100, size=(24, 32))
         walk: 100 frames of 3×24×32 to train on, 20 held out
     """
+    check_name(name)
     kind, _, where = name.partition(":")
     if kind == "jpeg" and where.partition(":")[0] not in ("", "jpeg"):
         inner = load(where, frames, size, seed, speed, grey)

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from gpulab.errors import UsageError, in_one_line
+from gpulab.records import shipped
 from gpulab.settings import Setting
 
 
@@ -270,7 +271,7 @@ def find_function(name: str, what: str) -> Callable[..., Any]:
         raise UsageError(f"{what} {name!r}: expected module:name or file.py:name, such as my_training:{what}")
     try:
         if where.endswith(".py"):
-            module = _module_of(Path(where).resolve())
+            module = _module_of(shipped(where).resolve())
         else:
             _look_in(os.getcwd())
             module = importlib.import_module(where)

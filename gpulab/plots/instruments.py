@@ -41,7 +41,7 @@ from gpulab.saddles.spectrum import ZERO
 from gpulab.stats.verdicts import check_one_protocol
 
 SHOWN_FORMATS = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-SIGN, EXPONENT, FRACTION = "#D55E00", "#009E73", "#0072B2"
+SIGN, EXPONENT, FRACTION = "#B84D00", "#007A59", "#0072B2"  # dark enough for white letters
 DOWN, UP = ON_GPU, ON_CPU  # directions of negative and of positive curvature
 KERNEL = 0.05  # width of a node in a ridgeline, in decades
 ROOM = 0.75  # how far apart ridgelines stand, in heights of the tallest

@@ -26,7 +26,7 @@ def predictions(run: Run, moments: int = 5, skip: int = 10) -> Picture:
     before, after, guess = coming[moment - 1], coming[moment], predicted[moment]
     rows = {"frame t": before, "frame t + 1": after, "predicted": guess, "difference": (guess - after).abs()}
     error, still = (((frames - after) ** 2).mean() for frames in (guess, before))
-    headline = f"Mean squared error of these predictions {error:.4f}; of repeating frame t {still:.4f}"
+    headline = f"Mean squared error of these predictions {error:.3g}; of repeating frame t {still:.3g}"
     return _in_rows(rows, [f"t = {t}" for t in moment], headline)
 
 
@@ -35,7 +35,7 @@ def reconstructions(run: Run, count: int = 8) -> Picture:
     images, output = (tensor[:count] for tensor in run.predict())
     rows = {"image": images, "reconstructed": output, "difference": (output - images).abs()}
     error = ((output - images) ** 2).mean()
-    return _in_rows(rows, [], f"Mean squared error of these {len(images)} images: {error:.4f}")
+    return _in_rows(rows, [], f"Mean squared error of these {len(images)} images: {error:.3g}")
 
 
 def sample(run: Run) -> Picture:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
-from tqdm.auto import tqdm
 
 from gpulab.errors import UsageError
+from gpulab.progress import Progress
 from gpulab.saddles.eigen import KrylovSpace
 from gpulab.saddles.hessians import Batch, Hessian, Loss, hessian
 from gpulab.saddles.operators import check_count
@@ -174,7 +174,7 @@ def find_critical_point(
     parameters = [parameter for parameter in place.parameters() if parameter.requires_grad]
     damping, norm, stuck = 1e-2, 0.0, False  # the norm of H: the largest |λ| met so far
     rows: list[dict[str, float]] = []
-    with tqdm(total=max_steps, unit="step", leave=False, disable=not progress) as bar:
+    with Progress(total=max_steps, unit="step", leave=False, disable=not progress) as bar:
         while True:
             with _holding(place, source) as holder:
                 H = hessian(holder, loss, batch)

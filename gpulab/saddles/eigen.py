@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from gpulab.errors import UsageError
+from gpulab.progress import Progress
 from gpulab.saddles.operators import Operator, check_count, check_products, check_square, check_symmetric
 from gpulab.settings import float32_products
 
@@ -92,7 +92,7 @@ def lanczos(
         raise UsageError(f"tolerance={tolerance!r}: expected a number between 0 and 1")
     width = min(n, block or max(2, k))
     room = min(n, max(2 * k + 4 * width, 40))
-    with tqdm(total=max_products, unit="product", leave=False, delay=2, disable=not progress) as bar:
+    with Progress(total=max_products, unit="product", leave=False, delay=2, disable=not progress) as bar:
         space = KrylovSpace(H, width, room, seed, bar)
         while True:
             space.grow()
@@ -133,7 +133,7 @@ class KrylovSpace:
     """
 
     @float32_products()
-    def __init__(self, H: Operator, start: int | Tensor, room: int, seed: int = 0, bar: tqdm | None = None) -> None:
+    def __init__(self, H: Operator, start: int | Tensor, room: int, seed: int = 0, bar: Progress | None = None) -> None:
         """Begin with the rows of `start` (k, n), or with so many random ones; there is `room` for all the vectors."""
         self.H, self.n, self.bar = H, H.shape[0], bar
         self.generator = torch.Generator().manual_seed(seed)

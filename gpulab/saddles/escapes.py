@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 
 from gpulab.errors import DataError, UsageError
 from gpulab.passports import passport
+from gpulab.progress import Progress
 from gpulab.records import machine, read_tables, recorded_folder
 from gpulab.report import Report
 from gpulab.saddles.critical import CriticalPoint
@@ -406,7 +407,7 @@ class _Descent:
         self._place(begin.to(self.where))
         rows: list[list[float]] = []
         moved: list[float] = []
-        with tqdm(total=steps, unit="step", leave=False, disable=not progress) as bar:
+        with Progress(total=steps, unit="step", leave=False, disable=not progress) as bar:
             for batch in self._batches():
                 loss, gradients = self._gradient(batch)
                 displacement = self._flat(self.weights) - self.saddle

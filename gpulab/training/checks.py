@@ -88,7 +88,7 @@ def _of_entry(path: Path) -> Iterator[Trouble]:
         if (weights := path / folders.WEIGHTS).is_file():
             parts.append((weights, lambda: folders.read_weights(path)))
     else:
-        parts = [(path, lambda: (records.packed_runs(path), records.packed_histories(path)))]
+        parts = [(path, lambda: records.packed_runs(path) and records.packed_histories(path))]
     for part, read in parts:
         try:
             read()

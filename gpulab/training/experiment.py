@@ -203,7 +203,7 @@ class Experiment:
             with lock:
                 if loss is not None:
                     bar.set_description(f"{jobs[number]['setting']} seed {jobs[number]['seed']}", refresh=False)
-                    bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+                    bar.set_postfix(loss=f"{loss:.3g}", refresh=False)
                     done = 0 if self.training else done  # nobody knows how long it is
                 done = min(done, frames)
                 bar.update(done - frames_done[number])

@@ -24,7 +24,7 @@ import numpy as np
 from gpulab.data.content import digest as content_of
 from gpulab.data.content import stamp
 from gpulab.diagnostics.steps import find_function
-from gpulab.errors import GpulabError, UsageError, in_one_line
+from gpulab.errors import GpulabError, UsageError, check_name, in_one_line
 from gpulab.passports import Passport
 from gpulab.settings import Setting
 from gpulab.training import folders
@@ -68,6 +68,7 @@ class TrainingFunction:
         self.where = str(self.file or (code.co_filename if code else ""))
         name = getattr(function, "__qualname__", "train")
         self.name = f"{self.file.name}:{name}" if self.file else name
+        check_name(self.text or self.name)
         parameters = _parameters(train, self.name)
         self.takes = [name for name in GIVEN if name in parameters]
         self.options = {name: p.default for name, p in parameters.items() if name not in GIVEN}
@@ -83,7 +84,8 @@ class TrainingFunction:
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options; `UsageError` for one that the function has not."""
-        for name in options:
+        for name, value in options.items():
+            check_name(value)
             if name not in self.options:
                 raise UsageError(f"{self.name} has no option {name!r}; it has {', '.join(self.options) or 'none'}")
         return dict(options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,6 +195,9 @@ def _data(data: Data | str | None, model: Trainable, usual: Protocol, frames: in
     wanted = (channels[0], *getattr(model, "size", data.size))
     if (data.channels, *data.size) != wanted:
         raise UsageError(f"{data.name} has frames of shape {(data.channels, *data.size)}; the model takes {wanted}")
+    if data.sequential and len(data) < frames:
+        there = f"{data.name}: {len(data)} frames to train on, fewer than the {frames} of this training"
+        warnings.warn(f"{there}: they are passed over again", stacklevel=4)
     return data
 
 

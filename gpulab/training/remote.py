@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpulab import files, records
-from gpulab.errors import GpulabError, UsageError
+from gpulab.errors import GpulabError, UsageError, check_name
 from gpulab.training import folders
 from gpulab.training.claims import FOLDER, holder_is_gone, holder_of
 
@@ -29,6 +29,7 @@ AT_ONCE = 16  # downloads
 
 def url_of(store: str | Path | None) -> str | None:
     """The address that a text or a path stands for; None for a folder."""
+    check_name(store)
     found = URL.fullmatch(str(store))
     return f"{found[1]}://{found[2]}".replace("\\", "/").rstrip("/") if found else None
 

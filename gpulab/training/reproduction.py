@@ -181,7 +181,7 @@ def reproduce(
         >>> found.best, found.confirmed
         ({'precision': 'float32'}, True)
     """
-    from tqdm.auto import tqdm
+    from gpulab.progress import Progress
 
     check_numbers(trials=trials, workers=workers)
     parsed = Setting.parse(setting)
@@ -194,7 +194,7 @@ def reproduce(
     file = folder / f"reproduce-{problem.digest[:10]}.jsonl" if study is None else Path(study)
     if (points := problem.points()) is None:
         optional("optuna")  # before anything trains
-    bar = tqdm(total=trials * len(problem.seeds), unit="run", disable=not progress, leave=False)
+    bar = Progress(total=trials * len(problem.seeds), unit="run", disable=not progress, leave=False)
     with bar, TrialLog(file, problem) as log, Trainings(objective.loss, workers) as trainings:
         return _Search(problem, points, log, trainings, bar).run(trials)
 

@@ -27,6 +27,7 @@ from gpulab.diagnostics import guards
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
+from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.training import folders, parallel
 from gpulab.training.functions import TrainingFunction, is_function
@@ -332,10 +333,10 @@ def _launched(
     with contextlib.ExitStack() as stack:
         folder = store or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         total = plan.frames // plan.window * plan.window
-        bar = stack.enter_context(tqdm(total=total, unit="frame", leave=False, disable=progress is not True))
+        bar = stack.enter_context(Progress(total=total, unit="frame", leave=False, disable=progress is not True))
 
         def tell(done: int, loss: float) -> None:
-            bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            bar.set_postfix(loss=f"{loss:.3g}", refresh=False)
             bar.update(done - bar.n)
             if callable(progress):
                 progress(done, loss)
@@ -383,7 +384,7 @@ def _call(
         bar = stack.enter_context(tqdm(unit="step", leave=False, disable=progress is not True))
 
         def tell(done: int, loss: float) -> None:
-            bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            bar.set_postfix(loss=f"{loss:.3g}", refresh=False)
             bar.update()
             if callable(progress):
                 progress(done, loss)

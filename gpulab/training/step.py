@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
-from tqdm.auto import tqdm
 
 from gpulab.data.datasets import Window
 from gpulab.data.feed import Feed, Loader
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable, is_plain
 from gpulab.models.prednet_windows import Windows
+from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.training import folders
 from gpulab.training.capture import Captured
@@ -92,7 +92,7 @@ class Trainer:
         started = time.perf_counter() - self.seconds
         saved = time.monotonic()
         frames = {"total": self.count * self.window, "initial": self.windows_done * self.window, "unit": "frame"}
-        with tqdm(**frames, leave=False, disable=progress is not True) as bar:
+        with Progress(**frames, leave=False, disable=progress is not True) as bar:
             try:
                 while self.windows_done < self.count and self.diverged_at is None:
                     interruption = None
@@ -108,7 +108,7 @@ class Trainer:
                     self.history.append((self.windows_done, self.step, loss, self.seconds))
                     if interruption:
                         raise interruption
-                    bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+                    bar.set_postfix(loss=f"{loss:.3g}", refresh=False)
                     bar.update(self.window)
                     if callable(progress):
                         progress(self.windows_done * self.window, loss)

@@ -1,15 +1,30 @@
 import json
+import re
+from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 import gpulab as gl
-from gpulab.companion.run import execute, execute_in_place, find_notebooks, tidy, write_report
+from gpulab.companion.run import (
+    HERE,
+    RECORDED,
+    UNSAID,
+    Result,
+    collect,
+    execute,
+    execute_in_place,
+    find_notebooks,
+    tidy,
+    write_report,
+)
+from gpulab.companion.run import _run as run_cells
 
 PARAMETERS = 'profile = "quick"  # a size\nstore = "runs"'
 FINDING = (
-    "import os, sys\nprint(profile, os.environ['GPULAB_PROFILE'], store != 'runs')\nprint('a bar', file=sys.stderr)"
+    "import os, sys, warnings\nprint(profile, os.environ['GPULAB_PROFILE'], store != 'runs')\n"
+    "print('a bar', file=sys.stderr)\nfor _ in range(2): warnings.warn('<careful>')"
 )
 
 
@@ -33,15 +48,75 @@ def notebooks(tmp_path):
 def test_notebooks_are_executed_and_bound_into_a_report(notebooks, tmp_path):
     (result,) = execute(notebooks, tmp_path / "build", "smoke", "cpu", only="01")
     assert (result.title, result.error) == ("What is it?", "cell 4: ValueError: no such thing")
-    assert result.findings == ["smoke smoke True"]
+    assert [finding.said for finding in result.findings] == ["smoke smoke True"]
     assert result.peak_memory_bytes > 1e6
     executed = nbformat.read(result.notebook, as_version=4)
     assert not any("papermill" in part.metadata for part in (executed, *executed.cells))
     assert [output.name for cell in executed.cells[:-1] for output in cell.get("outputs", [])] == ["stdout"]
     page = write_report([result], tmp_path / "build", "smoke")
     assert "smoke smoke True" in page.read_text()
+    assert page.read_text().count("UserWarning: &lt;careful&gt;") == 1
     (row,) = json.loads((page.parent / "results.json").read_text())
     assert (row["name"], row["notebook"]) == ("01_one", "01_one.ipynb")
+
+
+FOUND = "Alone: nothing.\nPaper: three things:\n  one, two\n  three.\n\nHere, two settings: 1 < 2.\nBut not twice."
+FOLDED = "<p>Alone</p><details><summary>The statistics</summary><p>p = 1</p><p>1 &lt; 2</p></details>"
+
+
+@pytest.mark.parametrize(
+    ("introduction", "tags", "here", "recorded", "unsaid"),
+    [
+        ("## What was found", [], 2, 0, 2),
+        ("In the recorded runs:", [], 2, 2, 0),
+        ("What was recorded, and what was made here.", [], 2, 0, 2),
+        ("", ["recorded"], 0, 4, 0),
+        ("In the recorded runs:", ["here"], 4, 0, 0),
+    ],
+)
+def test_what_was_found_here_is_kept_apart(introduction, tags, here, recorded, unsaid):
+    shown = new_output("execute_result", {"text/plain": FOUND, "text/html": FOLDED})
+    cells = [
+        new_markdown_cell("# Why?\n\nThat is why.\n\n## A part"),
+        new_code_cell("1 + 1", outputs=[new_output("stream", name="stdout", text="2, recorded")]),
+        new_markdown_cell(introduction),
+        new_code_cell("found", metadata={"tags": ["finding", *tags]}, outputs=[shown]),
+    ]
+    result = Result("01", "", 0.0, 0, None, Path("01.ipynb"), [], [])
+    collect(new_notebook(cells=cells), result)
+    assert result.title == "Why?"
+    assert [len(result.said(origin)) for origin in (HERE, RECORDED, UNSAID)] == [here, recorded, unsaid]
+    assert "Paper: three things:\n  one, two\n  three." in [finding.said for finding in result.findings]
+    assert [finding.statistics for finding in result.findings] == [[], [], [], ["p = 1", "1 < 2"]]
+
+
+def test_the_report_needs_no_other_file_and_has_a_caption_for_each_figure(tmp_path):
+    pictures = [
+        {"image/png": "AAAA", "text/plain": "A hill."},
+        {"text/html": '<img alt="1 &lt; 2" src="data:image/png;base64,BB">'},
+    ]
+    outputs = [new_output("display_data", picture) for picture in pictures]
+    cells = [new_markdown_cell("# Why?\n## A part"), new_code_cell("gl.plot()", outputs=outputs)]
+    result = Result("01", "", 0.0, 0, None, tmp_path / "01.ipynb", [], [])
+    collect(new_notebook(cells=cells), result)
+    assert [(figure["png"], figure["alt"]) for figure in result.figures] == [("AAAA", "A hill."), ("BB", "1 < 2")]
+    text = write_report([result], tmp_path, "smoke").read_text()
+    assert text.count("<figcaption><b>A part.</b> ") == 2
+    targets = re.findall(r'(?:href|src)="([^"]*)"', text)
+    ids = {f"#{name}" for name in re.findall(r' id="([^"]*)"', text)}
+    assert {target for target in targets if not target.startswith("data:")} <= ids
+
+
+@pytest.mark.parametrize(("rate", "status"), [(1e-3, "finished"), (1e30, "diverged")])
+def test_the_bar_of_a_training_that_is_done_is_no_failure(tmp_path, rate, status):
+    code = f"import gpulab as gl\ngl.train('autoencoder', profile='smoke', learning_rate={rate}).status"
+    notebook = new_notebook(cells=[new_code_cell(code)])
+    run_cells(notebook, tmp_path)
+    assert notebook.cells[0].outputs[-1].data["text/plain"] == repr(status)
+    bars = [part.state for part in dict(notebook.metadata.widgets).popitem()[1].state.values()]
+    styles = [bar["bar_style"] for bar in bars if "bar_style" in bar]
+    assert styles
+    assert "danger" not in styles
 
 
 def test_a_kernel_that_dies_is_reported_with_its_last_words(notebooks, tmp_path):

@@ -1,13 +1,20 @@
+import io
 import math
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
+from PIL import Image
+from torch.nn.functional import mse_loss
 
 import gpulab as gl
+from gpulab import report
+from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN
 
 
 def pattern(explorer):
-    return "".join("1" if bit.value else "0" for bit in explorer.bits)
+    return "".join(bit.description for bit in explorer.bits)
 
 
 @pytest.mark.parametrize("x", [1.0, -0.1, 0.0, 1e-45, 3e38, math.pi])
@@ -23,20 +30,21 @@ def test_a_typed_number_is_shown_with_its_bits(x):
 def test_a_clicked_bit_changes_the_number_and_nothing_else(place):
     explorer = gl.bit_explorer(0.75)
     before = pattern(explorer)
-    explorer.bits[place].value = not explorer.bits[place].value
+    explorer.bits[place].click()
     after = pattern(explorer)
     assert [n for n in range(32) if before[n] != after[n]] == [place]
     stored = torch.tensor([explorer.x], dtype=torch.float32).view(torch.int32)
     assert f"{int(stored) & 0xFFFFFFFF:032b}" == after
     assert explorer.number.value == explorer.x
-    explorer.bits[place].value = before[place] == "1"
+    explorer.bits[place].click()
     assert explorer.number.value == 0.75
 
 
 def test_what_is_no_number_is_not_sent_to_the_page():
     explorer = gl.bit_explorer(1.5)
     for bit in explorer.bits[1:9]:
-        bit.value = True  # exponent all ones, fraction not zero
+        if bit.description == "0":
+            bit.click()  # exponent all ones, fraction not zero
     assert math.isnan(explorer.x)
     assert math.isfinite(explorer.number.value)
     assert "nan" in explorer.answer.value
@@ -49,6 +57,37 @@ def test_the_answer_is_the_rounded_number(name):
     assert f"<b>{rounded:.12g}</b>" in explorer.answer.value
     explorer.rounding.value = "truncate"
     assert f"<b>{gl.round_to(torch.tensor([1 / 3]), name, 'truncate').item():.12g}</b>" in explorer.answer.value
+
+
+def luminance(colour):
+    """The relative luminance of a CSS colour, as the Web Content Accessibility Guidelines 2 define it."""
+    parts = np.array(to_rgb(colour))
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return linear @ [0.2126, 0.7152, 0.0722]
+
+
+def test_every_bit_has_its_colour_and_can_be_read():
+    explorer = gl.bit_explorer(-math.pi)
+    colours = [bit.style.get_state()["button_color"] for bit in explorer.bits]  # which is what the page is sent
+    ones = [colour for colour, bit in zip(colours, explorer.bits, strict=True) if bit.description == "1"]
+    assert set(ones) == {SIGN, EXPONENT, FRACTION}
+    for bit in explorer.bits:
+        light, dark = sorted(map(luminance, (bit.style.button_color, bit.style.text_color)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+@pytest.mark.parametrize("x", [1.0, -0.1, 0.0, 1e-45, -3e38])
+def test_the_meaning_of_the_bits_multiplies_to_the_number(x):
+    sign, power, fraction = (meaning.value.partition("</span> ")[2] for meaning in gl.bit_explorer(x).meanings)
+    exponent = float(power.removeprefix("× 2").translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")))
+    assert float(torch.tensor({"+": 1, "−": -1}[sign] * float(fraction) * 2**exponent)) == pytest.approx(x, rel=1e-7)
+
+
+def test_the_slice_is_shown_at_its_own_size():
+    explorer = gl.slice_explorer(gl.landscape(torch.nn.Linear(2, 1), mse_loss, (torch.eye(2), torch.ones(2, 1))))
+    pixels = Image.open(io.BytesIO(explorer.image.value)).width
+    assert int(explorer.image.width) == pixels * 100 // report.DPI
+    assert explorer.image.layout.align_self == "flex-start"  # a column would stretch it
 
 
 def test_without_a_kernel_there_is_the_still_picture():

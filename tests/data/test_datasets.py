@@ -599,6 +599,13 @@ def test_a_folder_that_is_missing_or_empty_is_named(tmp_path):
         assert str(folder) in str(error.value)
 
 
+def test_a_video_that_is_a_folder_and_a_name_that_cannot_be_written_down_are_refused(files):
+    with pytest.raises(gl.DataError, match=f"images: a folder, not a video; frames:{files.images} takes the images"):
+        gl.load(f"video:{files.images}")
+    with pytest.raises(gl.UsageError, match=r"films\\udcff: this name is not UTF-8"):
+        gl.load("frames:films\udcff")
+
+
 def test_images_of_two_sizes_are_refused(tmp_path):
     write_images(tmp_path, noise(6, 24, 32, 3))
     Image.fromarray(noise(20, 32, 3)).save(tmp_path / "004.png")

@@ -1,6 +1,7 @@
 """What figures say and show, drawn from tables made by hand."""
 
 import io
+import re
 
 import numpy as np
 import pandas as pd
@@ -117,6 +118,10 @@ def test_predictions_and_reconstructions_are_shown_beside_what_they_should_be():
         picture = gl.plots.sample(run)
         assert len(picture.figure.axes) == rows * (5 if net == "prednet" else 8)
         assert "Mean squared error of these" in title(picture)
+    for tensor in run.model.state_dict().values():
+        tensor.mul_(1e-5)
+    run.data.held[:] = 128  # of which half is what a network without weights makes
+    assert not re.search(r" 0\.0*$", title(gl.plots.sample(run)))
 
 
 def test_a_name_with_dollars_is_no_mathematics(runs):

@@ -1,4 +1,5 @@
 import shutil
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -10,6 +11,7 @@ from gpulab import records as recordings
 from gpulab.saddles import curvature as trajectories
 from gpulab.saddles.curvature import read_curvature, row_spectra
 from gpulab.saddles.spectrum import ZERO
+from gpulab.training.checks import check
 
 SMALL = {"profile": "smoke", "frames": 40, "snapshots": 2, "steps": 8, "probes": 2, "evaluated": 20, "progress": False}
 SETTINGS = ["cpu:threads=1", "cpu:precision=float64", "cpu:emulate=bfloat16"]
@@ -23,6 +25,14 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def frame(folder):
     return gl.curvature_along("autoencoder", setting=SETTINGS, seeds=2, store=folder, command="a command", **SMALL)
+
+
+def test_what_was_looked_at_is_no_damaged_run_in_a_store(tmp_path):
+    gl.curvature_along("autoencoder", setting="cpu:threads=1", seeds=1, store=tmp_path, **SMALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gl.runs(tmp_path).empty
+    assert check(tmp_path, progress=False).empty
 
 
 def test_a_row_for_every_setting_seed_and_snapshot(frame):

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -637,3 +638,13 @@ def test_a_network_that_gains_nothing_from_threads_takes_one_unless_told(setting
     before = torch.get_num_threads()
     run = gl.train("autoencoder", setting=setting, profile="smoke", frames=20, progress=False)
     assert (run.record["arithmetic"]["threads"], torch.get_num_threads()) == (threads, before)
+
+
+@pytest.mark.parametrize(("there", "said"), [(40, True), (200, False)])
+def test_a_sequence_shorter_than_the_training_is_said_to_be(there, said):
+    data = gl.load("walk", frames=there, size=(8, 12))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        trained("prednet", data=data, data_options=None)
+    words = ["walk: 40 frames to train on, fewer than the 200 of this training: they are passed over again"]
+    assert [str(warning.message) for warning in heard] == words * said
