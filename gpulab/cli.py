@@ -233,9 +233,14 @@ def experiment(
     if engine == "slurm":
         from gpulab.training.cluster import slurm_script
 
+        if share or address:
+            raise UsageError("--share and --address go with other engines: each task of the array has its own share")
+        jobs = exp.jobs()
         command = _again(ctx, {"engine", "address", "cpus", "gpus", "tasks", "share", "store", "picture"})
         place = exp.folder if exp.remote else exp.folder.absolute()
-        _say(slurm_script([*command, "--store", str(place)], tasks, [*exp.settings], cpus, gpus))
+        devices = max(job.get("devices") or 1 for job in jobs)
+        script = [*command, "--store", str(place)]
+        _say(slurm_script(script, min(tasks, len(jobs)), [*exp.settings], cpus, gpus, devices, workers))
         return
     k, n = whole_numbers(share, "/", 2, "--share") if share else (0, 1)
     frame = exp.run(engine=engine, address=address, cpus=cpus, gpus=gpus, share=(k, n))

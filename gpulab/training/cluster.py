@@ -216,7 +216,13 @@ def _train_here(setting: str, text: str) -> Iterator[str]:
 
 
 def slurm_script(
-    command: list[str], tasks: int, settings: list[str], cpus: float | None = None, gpus: float | None = None
+    command: list[str],
+    tasks: int,
+    settings: list[str],
+    cpus: float | None = None,
+    gpus: float | None = None,
+    devices: int = 1,
+    workers: int = 1,
 ) -> str:
     """A job array for Slurm's `sbatch`: each task does its share of an experiment, in a store that all tasks see.
 
@@ -224,8 +230,13 @@ def slurm_script(
         command: The command line of the experiment, without a share.
         tasks: How many tasks the array has.
         settings: Of the experiment: where one is of a GPU, every task asks for a GPU.
-        cpus: CPUs of each task; by default as many as the settings have threads.
-        gpus: GPUs of each task.
+        cpus: CPUs of each task; by default as many as the settings have threads, for each worker and device.
+        gpus: GPUs of each task; by default as many as a run has devices.
+        devices: That share a run.
+        workers: Runs at a time, which share the GPUs.
+
+    Raises:
+        UsageError: For a part of a GPU, or a GPU where no setting is of one.
 
     Examples:
         >>> print(slurm_script(["gpulab", "experiment", "prednet"], 4, ["cpu:threads=2"]))
@@ -240,9 +251,11 @@ def slurm_script(
     on_gpu = any(setting.kind != "cpu" for setting in parsed)
     if gpus is not None and (gpus != int(gpus) or gpus < 1):
         raise UsageError(f"gpus={gpus!r}: Slurm gives whole GPUs; several runs share one with --workers")
-    cores = math.ceil(cpus or max(setting.threads or 1 for setting in parsed))
+    if gpus is not None and not on_gpu:
+        raise UsageError(f"gpus={gpus!r}: no setting of {', '.join(settings)} is of a GPU")
+    cores = math.ceil(cpus or max(setting.threads or 1 for setting in parsed) * devices * workers)
     lines = ["#!/bin/bash", "#SBATCH --job-name=gpulab", f"#SBATCH --array=0-{tasks - 1}"]
     lines += [f"#SBATCH --cpus-per-task={cores}"]
-    lines += [f"#SBATCH --gpus-per-task={int(gpus or 1)}"] if on_gpu else []
+    lines += [f"#SBATCH --gpus-per-task={int(gpus or devices)}"] if on_gpu else []
     lines += ["#SBATCH --requeue", f'srun {shlex.join(command)} --share "$SLURM_ARRAY_TASK_ID/{tasks}"']
     return "\n".join(lines)

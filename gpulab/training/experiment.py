@@ -166,7 +166,7 @@ class Experiment:
         if not 0 <= share[0] < share[1]:
             raise UsageError(f"share {share!r}: expected (k, n) with k from 0 to n - 1")
         if engine == "local" and (address, cpus, gpus) != (None, None, None):
-            raise UsageError("address, cpus and gpus are for engine='ray'")
+            raise UsageError("address, cpus and gpus are for engine='ray' (--engine slurm takes the last two)")
         jobs = self.jobs()[share[0] :: share[1]]
         if engine == "local":
             with Workers(self.workers, jobs) as workers:
@@ -179,7 +179,7 @@ class Experiment:
             with RayCluster(address, cpus, gpus, self.workers) as cluster:
                 finished = self._train(jobs, cluster, progress)
         else:
-            raise UsageError(f"engine {engine!r}: expected local or ray")
+            raise UsageError(f"engine {engine!r}: expected local or ray (or --engine slurm, on the command line)")
         frame = stores.runs(self.folder)
         return frame[frame.id.isin(finished)].reset_index(drop=True)
 

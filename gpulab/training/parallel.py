@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -137,7 +138,9 @@ def check_devices(setting: Setting, devices: int) -> None:
         raise UsageError(f"devices={devices} under {setting}: several devices share a training on cpu and cuda")
     if setting.kind == "cuda" and setting.device != "cuda":
         raise UsageError(f"devices={devices} under {setting}: say cuda, without a number; each process takes its own")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+    here, cores = int(os.environ.get("LOCAL_WORLD_SIZE", devices)), os.cpu_count() or 1
+    if setting.kind == "cpu" and here > cores:
+        warnings.warn(f"devices={devices}: this machine has {cores} cores, which so many processes share", stacklevel=3)
     if setting.kind == "cuda" and here > torch.cuda.device_count():
         raise UsageError(f"devices={devices}: this machine has {torch.cuda.device_count()} CUDA GPU(s)")
 
@@ -377,7 +380,7 @@ def predict(model: torch.nn.Module, inputs: Tensor, devices: Iterable[str]) -> T
         The outputs in the inputs' order, on the inputs' device.
 
     Raises:
-        UsageError: Without a device.
+        UsageError: Without a device, or for a text instead of a list of them.
 
     Examples:
         >>> model, inputs = torch.nn.Linear(3, 2), torch.rand(5, 3)
@@ -385,9 +388,9 @@ def predict(model: torch.nn.Module, inputs: Tensor, devices: Iterable[str]) -> T
         True
     """
     places = list(devices)
-    if not places:
-        raise UsageError("devices=[]: expected one or more, such as ['cuda:0', 'cuda:1']")
-    parts = [part for part in inputs.tensor_split(len(places)) if len(part)]
+    if not places or isinstance(devices, str):
+        raise UsageError(f"devices={devices!r}: expected a list of one or more, such as ['cuda:0', 'cuda:1']")
+    parts = [part for part in inputs.tensor_split(len(places)) if len(part)] or [inputs]
     copies = [copy.deepcopy(model).eval().to(place) for place, _ in zip(places, parts, strict=False)]
     waiting = [part.to(place, non_blocking=True) for place, part in zip(places, parts, strict=False)]
 

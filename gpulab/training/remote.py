@@ -31,6 +31,8 @@ def url_of(store: str | Path | None) -> str | None:
     """The address that a text or a path stands for; None for a folder."""
     check_name(store)
     found = URL.fullmatch(str(store))
+    if not found and re.match("(s3|gs|az):", str(store)):
+        raise UsageError(f"store {str(store)!r}: expected a bucket, and maybe a prefix: s3://bucket/prefix")
     return f"{found[1]}://{found[2]}".replace("\\", "/").rstrip("/") if found else None
 
 

@@ -194,3 +194,21 @@ def test_a_job_array_asks_for_whole_gpus():
         clusters.slurm_script(["gpulab"], 2, ["cuda"], None, 0.5)
     assert "--gpus-per-task=1" in clusters.slurm_script(["gpulab"], 2, ["cpu", "cuda"], None, None)
     assert "--gpus" not in clusters.slurm_script(["gpulab"], 2, ["cpu"], None, None)
+    with pytest.raises(gl.UsageError, match=r"no setting of cpu is of a GPU"):
+        clusters.slurm_script(["gpulab"], 2, ["cpu"], None, 1)
+
+
+def test_a_job_array_asks_for_what_all_devices_and_workers_of_a_task_need():
+    script = clusters.slurm_script(["gpulab"], 2, ["cuda"], devices=4)
+    assert "--gpus-per-task=4\n" in script
+    assert "--cpus-per-task=4\n" in script
+    assert "--cpus-per-task=6\n" in clusters.slurm_script(["gpulab"], 2, ["cpu:threads=2"], workers=3)
+
+
+def test_a_job_array_has_no_more_tasks_than_runs_and_no_share_of_its_own():
+    asked = ["gpulab", "experiment", "autoencoder", "--profile", "smoke", "--setting", "cpu", "--engine", "slurm"]
+    printed = subprocess.run([*asked, "--seeds", "3", "--tasks", "100"], capture_output=True, text=True, check=True)
+    assert "--array=0-2\n" in printed.stdout
+    refused = subprocess.run([*asked, "--seeds", "3", "--share", "0/2"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "--share" in refused.stderr

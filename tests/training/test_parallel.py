@@ -323,3 +323,16 @@ def test_inference_on_two_devices_is_that_on_one(rows):
     assert net.training
     with pytest.raises(gl.UsageError, match="expected one or more"):
         parallel.predict(net, images, [])
+
+
+def test_predictions_of_nothing_are_nothing_and_a_text_is_no_list_of_devices():
+    model = torch.nn.Linear(3, 2)
+    assert parallel.predict(model, torch.empty(0, 3), ["cpu", "cpu"]).shape == (0, 2)
+    with pytest.raises(gl.UsageError, match=r"'cpu'.*list"):
+        parallel.predict(model, torch.rand(4, 3), "cpu")
+
+
+def test_more_processes_than_cores_are_told(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.warns(UserWarning, match="devices=3: this machine has 2 cores"):
+        parallel.check_devices(gl.Setting.parse("cpu"), 3)

@@ -206,3 +206,9 @@ def test_what_cannot_use_a_bucket_refuses_it_by_name():
 def test_a_path_that_has_lost_a_slash_is_still_an_address():
     assert remote(Path("s3://bucket/a/b")).url == "s3://bucket/a/b"
     assert remote(Path("a/b")) is None
+
+
+@pytest.mark.parametrize("store", ["s3://", "s3:", "gs:/"])
+def test_an_address_without_a_bucket_is_no_folder(store):
+    with pytest.raises(gl.UsageError, match="expected a bucket"):
+        remote(store)
