@@ -23,7 +23,7 @@ from gpulab.errors import GpulabError, UsageError, check_name
 from gpulab.training import folders
 from gpulab.training.claims import FOLDER, holder_is_gone, holder_of
 
-URL = re.compile(r"(s3|gs|az):[/\\]+(.+)")  # a path has lost one of its slashes
+URL = re.compile(r"(s3|gs|az):[/\\]+([^/\\].*)")  # a path has lost one of its slashes
 AT_ONCE = 16  # downloads
 
 
