@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
+import textwrap
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 
 from gpulab.companion.floating_point import RECORDED, FactorTable
 from gpulab.data.jpeg import available_decoders, decode_jpeg, encode_jpeg
@@ -61,47 +63,46 @@ def decoded(
 
 @draw.register
 def factor_effects(report: FactorTable) -> Picture:
-    """Each factor changed alone: what it does to one step, and to each seed's final loss.
+    """Each factor changed alone, a row each: what it does to one step, and to each seed's final loss.
 
-    Left, how far the gradient of the first step moves; a tick marks what rounding alone does to it. Right,
-    how far the final loss of each seed moves, in standard deviations between seeds. What keeps its bits stands at
-    the left edge.
+    In a row stand the places where it was measured. Left, how far the gradient of the first step moves; a tick marks
+    what rounding alone does to it. Right, how far the final loss of each seed moves, in standard deviations between
+    seeds. What keeps its bits stands at the left edge.
 
     Args:
         report: From `gpulab.factor_table`.
     """
     table = report.table.reset_index(drop=True)
-    figure, (left, right) = canvas(2, height=1.7 + 0.31 * len(table), share_rows=True)
-    names = []
-    for place, row in enumerate(table.to_dict("records")):
-        names.append(f"{row['factor']}\n{_changed(row)}")
-        tint = _tint(row["base"])
-        look: Look = {"marker": "^" if row["emulated"] else "o", "hollow": row["source"] == RECORDED}
-        if pd.notna(row["step_moved"]):
-            left.scatter(row["base_error"], place, marker="|", s=60, color=FAINT, zorder=2)
-            points(left, max(row["step_moved"], SAME_STEP), place, tint, s=26, **look)
-        right.annotate(f" {row['decision']}", (1.0, place), fontsize=7, **BESIDE)
-        verdict = report.verdicts.get((row["source"], row["base"]))
-        if verdict is not None and row["seeds"]:
-            moved = verdict.pairs[verdict.pairs.change == row["change"]].difference.dropna().abs().to_numpy(float)
-            heights = place + np.linspace(-0.22, 0.22, len(moved)) if len(moved) > 1 else [place]
-            in_sd = np.maximum(moved / (verdict.between_seeds or np.nan), SAME_LOSS)
-            points(right, in_sd, heights, tint, s=14, linewidths=0.9, **look)
-    above: Look = {"va": "center", "fontsize": 7, "annotation_clip": False}
+    factors = list(table.factor.unique())
+    figure, (left, right) = canvas(2, height=1.9 + 0.55 * len(factors), share_rows=True)
+    for place, factor in enumerate(factors):
+        rows = table[table.factor == factor].to_dict("records")
+        for row, aside in zip(
+            rows, (np.arange(len(rows)) - (len(rows) - 1) / 2) * min(0.28, 0.8 / len(rows)), strict=True
+        ):
+            _draw_factor(left, right, report, row, place + aside)
+        if place % 2:
+            for axes in (left, right):
+                axes.axhspan(place - 0.5, place + 0.5, color=FAINT, alpha=0.12, lw=0, zorder=0)
+    above: Look = {"va": "center", "fontsize": 8, "annotation_clip": False}
     for axes, edge in ((left, SAME_STEP), (right, SAME_LOSS)):
         decades(axes.xaxis, 7)
         axes.xaxis.set_major_formatter(functools.partial(_power, edge=edge))
-        axes.annotate("same bits", (edge, -0.75), ha="left", **above)
+        axes.annotate("same bits", (edge, -0.7), ha="left", **above)
         axes.tick_params(axis="x", labelsize=8)
     left.set_xlim(1e-11, 30)
     left.set_xlabel("change of one step's gradient (relative)", fontsize=8)
-    left.set_yticks(range(len(table)), names, fontsize=6.5)
-    left.set_ylim(len(table) - 0.4, -0.6)
+    changed = [", ".join(dict.fromkeys(map(_changed, table[table.factor == f].to_dict("records")))) for f in factors]
+    left.set_yticks(
+        range(len(factors)), [f"{f}\n{textwrap.fill(c, 24)}" for f, c in zip(factors, changed, strict=True)]
+    )
+    left.tick_params(axis="y", labelsize=8)
+    left.set_ylim(len(factors) - 0.4, -0.55)
     right.set_xlim(SAME_LOSS / 3, 100)
     right.axvline(0.25, color=FAINT, lw=0.9, ls=":")
     right.axvline(1, color=INK, lw=0.9, ls="--")
-    right.annotate("margin ", (0.25, -0.75), ha="right", **above)
-    right.annotate(" sd between seeds", (1, -0.75), ha="left", **above)
+    right.annotate("margin ", (0.25, -0.7), ha="right", **above)
+    right.annotate(" sd between seeds", (1, -0.7), ha="left", **above)
     right.set_xlabel("change of a seed's final loss (sd)", fontsize=8)
     right.tick_params(axis="y", left=False)
 
@@ -119,6 +120,21 @@ def factor_effects(report: FactorTable) -> Picture:
     headline = f"Each factor alone, effect on the final loss: {decided}"
     alt = f"For each of {table.factor.nunique()} factors, how far one step and the final losses move. {headline}."
     return finished(figure, headline, alt, keys, size=7.5)
+
+
+def _draw_factor(left: Axes, right: Axes, report: FactorTable, row: dict[str, Any], height: float) -> None:
+    """One place where a factor was changed."""
+    tint = _tint(row["base"])
+    look: Look = {"marker": "^" if row["emulated"] else "o", "hollow": row["source"] == RECORDED}
+    if pd.notna(row["step_moved"]):
+        left.scatter(row["base_error"], height, marker="|", s=50, color=FAINT, zorder=2)
+        points(left, max(row["step_moved"], SAME_STEP), height, tint, s=26, **look)
+    right.annotate(f" {row['decision']}", (1.0, height), fontsize=7, color=tint, **BESIDE)
+    verdict = report.verdicts.get((row["source"], row["base"]))
+    if verdict is not None and row["seeds"]:
+        moved = verdict.pairs[verdict.pairs.change == row["change"]].difference.dropna().abs().to_numpy(float)
+        in_sd = np.maximum(moved / (verdict.between_seeds or np.nan), SAME_LOSS)
+        points(right, in_sd, np.full(len(moved), height), tint, s=14, linewidths=0.9, **look)
 
 
 def _power(value: float, _: Any, edge: float) -> str:

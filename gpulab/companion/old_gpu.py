@@ -176,9 +176,9 @@ def _cures(recorded: pd.DataFrame) -> list[str]:
 
 
 def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
-    """Every run's loss while it learns, the old card's left and the new one's right; a cross where it became NaN.
+    """Every run's loss while it learns, the old card's left and the new one's right; above, a tick where it became NaN.
 
-    Emulated runs are dashed, recorded ones thin, their crosses hollow.
+    Emulated runs are dashed, recorded ones thin. Ticks of a setting stand in a row.
 
     Args:
         old, new: Runs, from `gpulab.runs`, in the arithmetic of the one card and of the other.
@@ -188,8 +188,9 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
     for axes, frame, name in zip(panels, (old, new), ("old card", "new card"), strict=True):
         lost = frame[frame.status == "diverged"]
         counts.append(f"{len(lost)} of {len(frame)}")
-        for setting, runs in frame.groupby("setting", sort=False):
-            _draw_runs(axes, str(setting), runs, lost[lost.setting == setting])
+        for row, (setting, runs) in enumerate(frame.groupby("setting", sort=False)):
+            _draw_runs(axes, str(setting), runs)
+            _draw_rug(axes, lost[lost.setting == setting].diverged_at, 0.92 - 0.1 * row, colour(str(setting)))
         axes.set_title(f"{name}: {counts[-1]} runs became NaN", fontsize=9)
         axes.set(xscale="log", xlabel="updates")
         axes.xaxis.set_major_formatter("{x:g}")
@@ -200,27 +201,32 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
     for axes in panels:
         axes.set_xlim(0.8, last)
     if (new.status == "diverged").any():
-        crosses = "a cross: a run that\nbecame NaN at this\nupdate (hollow:\nrecorded)"
-        panels[1].annotate(crosses, (0.99, 0.75), xycoords="axes fraction", ha="right", va="center", fontsize=7)
-    panels[0].set_ylabel(metric_label("loss").replace("frame", "image"), fontsize=9)
+        ticks = "a tick: at this update\na run became NaN\n(or so many)"
+        panels[1].annotate(ticks, (0.99, 0.68), xycoords="axes fraction", ha="right", va="center", fontsize=7)
+    panels[0].set_ylabel(metric_label("loss", new.experiment), fontsize=9)
     alt = (
         f"Loss against updates, a line for each run. Of the old card's runs {counts[0]} became NaN, of the new "
-        f"card's {counts[1]}, each marked by a cross at the update where it did."
+        f"card's {counts[1]}, each marked by a tick at the update where it did."
     )
     return finished(figure, "One network, one seed after another, on two cards' arithmetic", alt)
 
 
-def _draw_runs(axes: Axes, setting: str, runs: pd.DataFrame, lost: pd.DataFrame) -> None:
+def _draw_runs(axes: Axes, setting: str, runs: pd.DataFrame) -> None:
     recorded, emulated = bool(runs.recorded.iloc[0]), Setting.parse(setting).emulated
     line: Look = {"color": colour(setting), "lw": 0.6 if recorded else 1.0, "ls": dashes(setting), "alpha": 0.7}
     for _, run in history(runs).groupby("id"):
         finite = run[np.isfinite(run.loss)]
         axes.plot(finite.step, finite.loss, **line)
-    heights = np.linspace(0.84, 0.98, max(2, len(lost)))[: len(lost)]  # many become NaN at the same update
-    cross: Look = {"marker": "X", "s": 26, "linewidths": 0.8, "transform": axes.get_xaxis_transform(), "zorder": 4}
-    points(axes, lost.diverged_at.astype(float), heights, colour(setting), recorded, **cross)
     where = f"recorded on {runs.machine.iloc[0]}" if recorded else "emulated here" if emulated else "here"
     axes.plot([], [], label=f"{setting}, {where}", **line)
+
+
+def _draw_rug(axes: Axes, updates: pd.Series, height: float, tint: str) -> None:
+    """A tick at each of these updates, and above it how often, if more than once."""
+    at: Look = {"xycoords": axes.get_xaxis_transform(), "ha": "center", "fontsize": 7}
+    axes.vlines(updates.astype(float), height - 0.04, height, color=tint, lw=1.2, transform=axes.get_xaxis_transform())
+    for update, count in updates.astype(float).value_counts().items():
+        axes.annotate(f"{count}" if count > 1 else "", (update, height + 0.01), **at)
 
 
 def spectrum(frame: pd.DataFrame) -> Picture:

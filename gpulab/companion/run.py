@@ -270,7 +270,7 @@ def tidy(notebook: Any) -> None:
         for output in outputs:
             data = output.get("data", {})
             widget = data.pop("application/vnd.jupyter.widget-view+json", None)
-            if output.get("name") != "stderr" and (widget is None or "image/png" in data):  # its still picture
+            if output.get("name") != "stderr" and (widget is None or "text/html" in data):  # its still picture
                 cell.outputs.append(output)
 
 

@@ -14,7 +14,7 @@ from gpulab.errors import UsageError
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.numerics.sums import format_bits
 from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN, bits, landscape_slice
-from gpulab.report import DPI, Picture
+from gpulab.report import PAGE_DPI, Picture
 from gpulab.saddles.landscapes import Landscape
 
 PARTS = {"sign": (SIGN, 1), "exponent": (EXPONENT, 8), "fraction": (FRACTION, 23)}  # of float32, as in the picture
@@ -170,9 +170,11 @@ class SliceExplorer(Explorer):
 
     def _show(self, _: Any = None) -> None:
         drawn = io.BytesIO()  # in all its colours: to find 256 would take as long as to draw
-        self.picture().figure.savefig(drawn, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
+        self.picture().figure.savefig(drawn, format="png", dpi=PAGE_DPI, bbox_inches="tight", facecolor="white")
         self.image.value = drawn.getvalue()
-        self.image.width = int.from_bytes(self.image.value[16:20], "big") * 100 // DPI  # a PNG begins with its size
+        self.image.width = (
+            int.from_bytes(self.image.value[16:20], "big") * 100 // PAGE_DPI
+        )  # a PNG begins with its size
 
 
 bit_explorer, slice_explorer = BitExplorer, SliceExplorer

@@ -11,9 +11,10 @@ from gpulab.diagnostics.ledgers import KINDS
 from gpulab.diagnostics.memory import MemoryWatch
 from gpulab.diagnostics.placements import Placement
 from gpulab.diagnostics.rooflines import UNDER_THE_ROOF
-from gpulab.plots.style import FAINT, INK, ON_GPU, Look, canvas, colour, finished, points
+from gpulab.plots.style import FAINT, INK, ON_GPU, Look, canvas, colour, finished, point_key, points
 from gpulab.report import Picture, draw
 
+ROOFED = {"matrix": ("o", "matrix products"), "network": ("D", "layers of networks"), "memory": ("s", "memory alone")}
 TINTS = dict(zip(KINDS, ("#0072B2", "#D55E00", "#009E73", "#E69F00", FAINT), strict=True))
 
 
@@ -35,23 +36,26 @@ def roofline(frame: pd.DataFrame) -> Picture:
         bandwidth, peak = device[device.kind == "memory"].gigabytes_per_second.max(), device.gflops.max()
         label = f"{setting}, {machine} (recorded)" if machine else f"{setting} (this machine)"
         axes.plot(intensities, np.minimum(bandwidth * intensities, peak), color=colour(setting), lw=1.5, label=label)
-        for kind, marker in (("matrix", "o"), ("network", "D"), ("memory", "s")):
+        for kind, (marker, _) in ROOFED.items():
             some = device[(device.kind == kind) & (device.flop > 0)]
             shape: Look = {"marker": marker, "s": 28, "linewidths": None}
             points(axes, some.intensity, some.gflops, colour(setting), bool(machine), **shape)
         layers = device[device.kind == "network"]
         networks.append(layers.assign(reached=layers.gflops / np.minimum(bandwidth * layers.intensity, peak)))
     layers = pd.concat(networks)
-    below: Look = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": "right", "fontsize": 7}
-    for row in layers.drop_duplicates("operation").itertuples():
+    below: Look = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": "right", "fontsize": 8}
+    named = layers.drop_duplicates("operation").sort_values("intensity")
+    for place, row in enumerate(named.itertuples()):
         axes.axvline(row.intensity, color=FAINT, lw=0.6, ls=":", zorder=0)
-        axes.annotate(row.operation, (row.intensity, 0.01), rotation=90, color=INK, **below)
+        axes.annotate(f"{row.operation} ", (row.intensity, 0.02 + 0.06 * place), color=INK, **below)
     axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (flop per byte moved)", ylabel="rate (Gflop/s)")
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.legend(fontsize=8, frameon=False, loc="upper left")
     least = layers.sort_values("reached").iloc[0]
     alt = "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic."
-    return finished(figure, f"The least used: {least.operation} reaches {least.reached:.1%} of its ceiling", alt)
+    keys = [point_key(name, marker=marker, ms=5) for marker, name in ROOFED.values()]
+    title = f"The least used: {least.operation} reaches {least.reached:.1%} of its ceiling"
+    return finished(figure, title, alt, keys, columns=3)
 
 
 @draw.register

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from gpulab.plots.style import (
+    BESIDE,
     FAINT,
     INK,
     Look,
@@ -23,13 +25,14 @@ from gpulab.plots.style import (
     metric_label,
     origin_keys,
     points,
-    power_of_ten,
 )
 from gpulab.report import Picture, draw
 from gpulab.stats.verdicts import Verdict
 from gpulab.training.reproduction import WITHIN, Reproduction
 
 GREEN, RED = "#117733", "#CC3311"  # of no setting: colours here say how a change was judged
+ROWS = 24  # of a search, more than which nobody reads
+FAR = 12  # margins
 LOOKS: dict[str, tuple[str, str, float]] = {  # of a trial: colour, marker, size
     "confirmed on fresh seeds": (GREEN, "*", 190),
     "equivalent, not confirmed": (GREEN, "o", 42),
@@ -67,6 +70,7 @@ def estimation(verdict: Verdict) -> Picture:
     figure, (left, right) = canvas(2, height=1.9 + 0.4 * len(levels), share_rows=True)
 
     runs = verdict.runs.assign(recorded=is_recorded(verdict.runs))
+    experiments = runs.get("experiment", ())
     runs["height"] = runs[factor].map(rows) + runs[block].map(aside)
     diverged = runs.status == "diverged"
     metric = runs[verdict.metric]
@@ -87,7 +91,7 @@ def estimation(verdict: Verdict) -> Picture:
         left.scatter(np.full(len(some), 0.97), some.height, color=tints[level], **edge)
     if diverged.any():
         left.margins(x=0.12)  # room for the crosses
-    left.set_xlabel(metric_label(verdict.metric), fontsize=8)
+    left.set_xlabel(metric_label(verdict.metric, experiments), fontsize=8)
     left.set_yticks(range(len(levels)), [_broken(str(level)) for level in levels], fontsize=8)
     left.set_ylim(len(levels) - 0.5, -0.5)
 
@@ -105,9 +109,16 @@ def estimation(verdict: Verdict) -> Picture:
         points(right, some.difference / unit, heights, tints[level], hollow[level], **dots)
         right.plot([row["low"] / unit, row["high"] / unit], [place + 0.33] * 2, color=INK, lw=1.8, zorder=4)
         right.plot([row["difference"] / unit], [place + 0.33], marker="D", ms=4, color=INK, zorder=5)
-    _difference_scale(right, np.abs(pairs.difference.to_numpy(float)) / unit, margin / unit)
-    unit_name = f"sd between {block}s" if verdict.between_seeds > 0 else metric_label(verdict.metric)
-    right.set_xlabel(f"difference from {verdict.reference} ({unit_name})", fontsize=8)
+        largest = f"largest {row['largest_difference'] / unit:.2g}" if row["largest_difference"] else "exactly the same"
+        said = f" {row['decision']}\n {largest}"
+        right.annotate(said, (1.0, place), fontsize=7, **BESIDE)
+    right.margins(x=0.08)
+    if margin == margin:  # a margin is the message: it is seen whole, and what lies around it
+        reach = max(*np.abs(right.get_xlim()), 1.6 * margin / unit)
+        right.set_xlim(-reach, reach)
+    right.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
+    unit_name = f"sd between {block}s" if verdict.between_seeds > 0 else metric_label(verdict.metric, experiments)
+    right.set_xlabel(f"difference ({unit_name})", fontsize=8)
     right.tick_params(axis="y", left=False)
     right.spines["left"].set_visible(False)
     for axes in (left, right):
@@ -125,25 +136,6 @@ def estimation(verdict: Verdict) -> Picture:
     differences = f"the differences from {verdict.reference} with intervals and the margin"
     alt = f"{verdict.metric} of each {block} under {names}, and {differences}. {headline}."
     return finished(figure, headline, alt, keys)
-
-
-def _difference_scale(axes: Axes, sizes: np.ndarray, margin: float) -> None:
-    """Linear; where the typical difference is under a hundredth of the widest thing shown, symlog."""
-    widest = np.nanmax([*sizes, margin, 0.0])
-    moved = sizes[sizes > 0]
-    if not widest > 0:
-        return
-    axes.set_xlim(-1.15 * widest, 1.15 * widest)
-    if not len(moved) or np.median(moved) > 0.01 * widest:
-        axes.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
-        return
-    first, last = (int(np.floor(np.log10(size))) for size in (np.quantile(moved, 0.25), widest))
-    axes.set_xscale("symlog", linthresh=10.0**first, linscale=0.5 + 0.3 * (last - first))
-    axes.set_xlim(-2 * widest, 2 * widest)
-    powers = np.unique([last, first])
-    labels = [power_of_ten(power) for power in powers]
-    axes.set_xticks([*-(10.0**powers), 0, *10.0**powers], [*(f"−{label}" for label in labels), "0", *labels])
-    axes.minorticks_off()
 
 
 def _broken(label: str, width: int = 18) -> str:
@@ -165,10 +157,11 @@ def _decided(verdict: Verdict) -> str:
 
 @draw.register
 def changes(reproduction: Reproduction) -> Picture:
-    """Each change that a search tried, by its distance from the original, and the difference that it left.
+    """Each change that a search tried, a row each, and the difference that it left.
 
-    Differences are from the target and in margins, with their intervals. Trials without any, because the runs
-    diverged or failed, stand at the top.
+    The least change stands at the top. Differences are from the target and in margins, with their intervals; trials
+    without any, because the runs diverged or failed, stand at the right edge. Of a long search, the changes that came
+    closest and those without a difference that are least.
 
     Args:
         reproduction: From `gpulab.reproduce`.
@@ -178,36 +171,29 @@ def changes(reproduction: Reproduction) -> Picture:
     looks = looks.mask(table.state == "pruned", "pruned").mask(table.confirmed.astype(bool), "confirmed on fresh seeds")
     looks = looks.mask(table.diverged.astype(bool), "diverged").mask(table.state == "failed", "failed")
     table = table.assign(look=looks)
-    widest = max(1.0, table.distance.max())
-    alike = table.groupby(table.distance.round(2))  # changes of one distance stand beside each other
-    middle = (alike.look.transform("size") - 1) / 2
-    table["place"] = table.distance + 0.02 * widest * (alike.cumcount() - middle)
     measures = ["difference", "low", "high"]
     table[measures] = table[measures].astype(float) / reproduction.margin
-    lost = table.difference.isna() | table.look.isin(["diverged", "failed"])
+    table["lost"] = table.difference.isna() | table.look.isin(["diverged", "failed"])
+    first = table.index.isin([reproduction.chosen]) | (table.distance == 0)
+    ranks = table.assign(first=~first, off=table.difference.abs()).sort_values(["first", "lost", "off", "distance"])
+    shown = table.loc[ranks.index[:ROWS]].sort_values("distance", kind="stable")
+    rows = dict(zip(shown.index, range(len(shown)), strict=True))
 
-    figure, (axes,) = canvas(1, height=3.9)
-    axes.axhspan(-1, 1, color=FAINT, alpha=0.18, lw=0, zorder=0)
-    axes.axhline(0, color=INK, lw=0.8, zorder=1)
-    for look, some in table.groupby("look"):
+    figure, (axes,) = canvas(1, height=1.6 + 0.26 * len(shown))
+    axes.axvspan(-1, 1, color=FAINT, alpha=0.18, lw=0, zorder=0)
+    axes.axvline(0, color=INK, lw=0.8, zorder=1)
+    for look, some in shown.groupby("look"):
         tint, marker, size = LOOKS[str(look)]
         dots: Look = {"c": tint, "marker": marker, "s": size, "zorder": 3}
-        drawn, top = some[~lost[some.index]], some[lost[some.index]]
-        axes.plot([drawn.place] * 2, [drawn.low, drawn.high], color=tint, lw=1.2, zorder=2)
-        axes.scatter(drawn.place, drawn.difference, **dots)
-        axes.scatter(top.place, np.full(len(top), 0.97), transform=axes.get_xaxis_transform(), **dots)
-    for row in table[(table.distance == 0) | (table.index == reproduction.chosen)].itertuples():
-        left, top = row.distance > table.distance.max() / 2, lost[row.Index]
-        at: Look = {"xy": (row.place, row.difference), "xytext": (-8 if left else 8, -12 if top else 9)}
-        if top:
-            at |= {"xy": (row.place, 0.97), "xycoords": axes.get_xaxis_transform()}
-        at |= {"textcoords": "offset points", "ha": "right" if left else "left", "va": "center"}
-        axes.annotate(row.changes if row.distance else "nothing changed", fontsize=8, zorder=5, **at)
-    _margin_scale(axes, table.loc[~lost, measures].to_numpy())
-    axes.set_xticks(MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(0, widest))
-    axes.set_xlim(-0.12 * widest, 1.15 * widest)
-    axes.set_xlabel("distance of the change from the original (0: nothing changed)", fontsize=9)
-    axes.set_ylabel("difference from the target, in margins", fontsize=9)
+        drawn, edge = some[~some.lost], some[some.lost]
+        axes.plot([drawn.low, drawn.high], [drawn.index.map(rows)] * 2, color=tint, lw=1.2, zorder=2)
+        axes.scatter(drawn.difference, drawn.index.map(rows), **dots)
+        axes.scatter(np.full(len(edge), 0.98), edge.index.map(rows), transform=axes.get_yaxis_transform(), **dots)
+    _margin_scale(axes, shown.loc[~shown.lost, measures].to_numpy())
+    names = shown.changes.where(shown.distance > 0, "nothing changed")
+    axes.set_yticks(range(len(shown)), [textwrap.fill(name, 44) for name in names], fontsize=7)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_xlabel("difference from the target, in margins (rows: the least change first)", fontsize=9)
 
     if reproduction.best is None:
         headline = "No change gives the old losses again"
@@ -217,26 +203,26 @@ def changes(reproduction: Reproduction) -> Picture:
         headline = f"{words}: the old losses again{doubt}"
     headline += f" ({len(table)} tried)"
     alt = (
-        f"Distance of {len(table)} changes from the original against the difference in {reproduction.metric} from "
-        f"{reproduction.target} that each left under {reproduction.setting}, with the margin as a band. {headline}."
+        f"The difference in {reproduction.metric} from {reproduction.target} that each of {len(shown)} changes left "
+        f"under {reproduction.setting}, the least change first, with the margin as a band. {headline}."
     )
     keys = [
         key(f"{look} ({count})", ls="", color=tint, marker=marker, ms=size**0.5 * 0.9)
         for look, (tint, marker, size) in LOOKS.items()
-        if (count := int((table.look == look).sum()))
+        if (count := int((shown.look == look).sum()))
     ]
     return finished(figure, headline, alt, [*keys, margin_key(reproduction.margin)], columns=4)
 
 
 def _margin_scale(axes: Axes, ends: np.ndarray) -> None:
-    """Linear where nothing is further than four margins, else linear inside one margin and logarithmic beyond."""
+    """Linear where nothing is further than `FAR` margins, else linear inside one margin and logarithmic beyond."""
     widest = max(1.0, np.nanmax(np.abs(ends), initial=0.0))
-    if widest > 4:
-        axes.set_yscale("symlog", linthresh=1.0, linscale=0.8)
-        axes.set_ylim(-3 * widest, 3 * widest)
+    if widest > FAR:
+        axes.set_xscale("symlog", linthresh=1.0, linscale=0.8)
+        axes.set_xlim(-3 * widest, 3 * widest)
         powers = [10.0**n for n in range(int(np.ceil(np.log10(3 * widest))))][-3:]
-        axes.set_yticks([*(-power for power in reversed(powers)), 0, *powers])
+        axes.set_xticks([*(-power for power in reversed(powers)), 0, *powers])
     else:
-        axes.set_ylim(-1.3 * widest, 1.4 * widest)
-    axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_xlim(-1.3 * widest, 1.3 * widest)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()

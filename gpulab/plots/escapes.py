@@ -12,6 +12,8 @@ from gpulab.plots.style import (
     BESIDE,
     FAINT,
     INK,
+    ON_CPU,
+    ON_GPU,
     Look,
     canvas,
     colour,
@@ -20,10 +22,12 @@ from gpulab.plots.style import (
     finished,
     is_recorded,
     key,
+    number_format,
     origin_keys,
     point_key,
     points,
     setting_keys,
+    shape,
 )
 from gpulab.report import Picture, draw
 from gpulab.saddles.escapes import EscapeTable
@@ -64,30 +68,37 @@ def escape_law(table: pd.DataFrame) -> Picture:
     line = np.geomspace(low, 1, 50)
     figure, (axes,) = canvas(1, height=4.2)
     axes.plot(line, np.log(1 / line), color=INK, lw=1, zorder=1)
+    axes.annotate("theory: ln(r/δ)  ", (low**0.7, np.log(low**-0.7)), ha="right", va="top", fontsize=8)
+    tints = table.setting.map(lambda setting: ON_CPU if setting.startswith("cpu") else ON_GPU)
     for row in shown[shown.left].itertuples():
         marker = "s" if row.batch_size else "^" if row.emulated else "o"
         size = (16 if row.perturbation else 46) + 40 * row.recorded  # a ring around what was made here
-        look: Look = {"color": "none" if row.recorded else colour(row.setting), "edgecolors": colour(row.setting)}
-        axes.scatter(row.x, row.time, marker=marker, s=size, linewidths=1.1, zorder=3, **look)
+        look: Look = {"color": "none" if row.recorded else tints[row.Index], "linewidths": 1.1}
+        points(axes, row.x, row.time, tints[row.Index], marker=marker, s=size, **look)
     for row in shown[~shown.left].itertuples():
         size = 5 if row.perturbation else 8
-        axes.plot(row.x, row.time, marker="x", ms=size, mew=size / 4.5, color=colour(row.setting), zorder=4)
+        axes.plot(row.x, row.time, marker="x", ms=size, mew=size / 4.5, color=tints[row.Index], zorder=4)
     decades(axes.xaxis)
     axes.set(xlim=(low, high), ylim=(-1, np.log(1 / low) * 1.05))
     axes.set(xlabel="displacement at the start, relative to the radius (δ/r)")
     axes.set(ylabel="steps until it left × ln(1 + ηλ)")
+    alone = shown[(shown.perturbation == 0) & (shown.batch_size == 0) & np.isfinite(shown.time)]
+    for name, some in alone.groupby(alone.setting.map(number_format)):  # which arithmetic rounded it off the saddle
+        above = (some.x.median(), some.time.quantile(0.9))
+        axes.annotate(name, above, xytext=(6, 10), textcoords="offset points", fontsize=8, zorder=5)
     pushed = ~table.emulated.astype(bool) & (table.batch_size == 0) & (table.perturbation > 0)
     machines = ", ".join(sorted(set(table.machine[table.recorded.astype(bool)])))
     cross = key("never left, at its expected time", ls="", marker="x", ms=7, mew=1.6, color=INK)
     marks = (
+        ((tints == ON_CPU).any(), key("on a CPU", ls="", marker="o", ms=6, color=ON_CPU)),
+        ((tints == ON_GPU).any(), key("on a GPU", ls="", marker="o", ms=6, color=ON_GPU)),
         (pushed.any(), point_key("pushed off (small)", ms=4)),
         (table.emulated.any(), point_key("emulated", marker="^", ms=5.5)),
         ((table.batch_size > 0).any(), point_key("minibatches", marker="s", ms=5.5)),
-        (table.recorded.any(), point_key(f"recorded on {machines}", hollow=True, ms=5.5)),
         (not table.left.all(), cross),
+        (table.recorded.any(), point_key(f"recorded on {machines}", hollow=True, ms=5.5)),
     )
-    keys = [*setting_keys(table, ls="", marker="o", ms=6), key("theory: ln(r/δ)", color=INK, lw=1)]
-    keys += [mark for drawn, mark in marks if drawn]
+    keys = [mark for drawn, mark in marks if drawn]
     timed = table[table.left & (table.expected > 1)]
     ratio = (timed.steps / timed.expected).median()
     words = [f"{len(timed)} escapes took {ratio:.2f} times what theory expects (median)"] if len(timed) else []
@@ -138,7 +149,7 @@ def escape_paths(paths: pd.DataFrame, radius: float | None = None) -> Picture:
         axes.set_ylabel("displacement along the ways down", fontsize=9)
     left = sum(last > (radius or 10 * max(first, FLOOR)) for first, last in ends)
     headline = f"{left} of {len(ends)} trainings leave the saddle"
-    look = {"ls": "-"} if batches.all() else {}
+    look: Look = {"ls": "-"} if batches.all() else {}
     keys = setting_keys(paths, **look)
     for mark in keys:
         if mark.get_linestyle() == "--":
@@ -182,8 +193,8 @@ def escape_phases(table: pd.DataFrame) -> Picture:
             axes.plot(middle.index, middle, color=tint, lw=0.9, ls=dashes(setting), zorder=2)
             out = part[part.left]
             for hollow in (True, False):  # a ring around what was made here
-                group = out[is_recorded(out) == hollow]
-                points(axes, group.learning_rate, group.step_ratio, tint, hollow=hollow, s=46 if hollow else 14)
+                group, size = out[is_recorded(out) == hollow], 46 if hollow else 14
+                points(axes, group.learning_rate, group.step_ratio, tint, hollow, marker=shape(setting), s=size)
             stay = part[~part.left]
             axes.scatter(stay.learning_rate, stay.step_ratio, marker="x", s=38, linewidths=1.6, color=tint, zorder=4)
         decades(axes.yaxis, 6)
@@ -199,7 +210,7 @@ def escape_phases(table: pd.DataFrame) -> Picture:
     panels[0].text(0.98, 1 / 1.3, "rounded away", transform=panels[0].get_yaxis_transform(), **BELOW)
     right = int((shown.left == (shown.step_ratio > 1)).sum())
     headline = f"{right} of {len(shown)} trainings follow the criterion: steps above the line leave, those below stay"
-    keys = [*setting_keys(shown, marker="o", ms=5), *origin_keys(shown, ms=5.5)]
+    keys = [*setting_keys(shown, shapes=True, ms=5), *origin_keys(shown, ms=5.5)]
     if not shown.left.all():
         keys.append(key("never left", ls="", marker="x", ms=6, mew=1.6, color=INK))
     alt = f"Steps relative to half a last place against the learning rate, for {', '.join(optimizers)}. {headline}."

@@ -29,10 +29,12 @@ from gpulab.plots.style import (
     grid,
     key,
     log_scale,
+    metric_label,
     origin_keys,
     points,
     setting_keys,
     setting_order,
+    shape,
 )
 from gpulab.report import Picture, draw
 from gpulab.saddles.curvature import row_spectra
@@ -63,7 +65,7 @@ def bits(x: float, formats: Sequence[str] | None = None) -> Picture:
 
     Examples:
         >>> bits(0.1, ["float32", "bfloat16"]).alt
-        'Bits of 0.1: sign, exponent and fraction in float32, bfloat16.'
+        'Bits of 0.1: sign, exponent and fraction in float32, bfloat16. 0.1 in float32, and rounded to shorter formats.'
     """
     names = SHOWN_FORMATS if formats is None else tuple(formats)
     if unknown := [name for name in names if name not in FORMATS]:
@@ -161,7 +163,7 @@ def audit(report: Audit) -> Picture:
 def index_against_loss(frame: pd.DataFrame) -> Picture:
     """The share of directions that lead down against the loss, at each snapshot of each training.
 
-    Thin lines join the snapshots of a seed; its beginning is a cross. Vertical lines are standard errors.
+    Small points are seeds. Lines join the medians over them; their beginning is a cross.
 
     Args:
         frame: From `gpulab.curvature_along` or `gpulab.recorded_curvature`, one network or two.
@@ -173,32 +175,35 @@ def index_against_loss(frame: pd.DataFrame) -> Picture:
     networks, correlations = list(measured.experiment.unique())[:2], []
     figure, panels = canvas(len(networks), height=3.7)
     for axes, network in zip(panels, networks, strict=True):
-        some = measured[measured.experiment == network].sort_values("step")
+        some = measured[measured.experiment == network]
         floor = 0.5 * some.index_fraction[some.index_fraction > 0].min()  # where those without a way down stand
-        for (setting, _, recorded), run in some.groupby(["setting", "seed", "recorded"]):
-            tint, height = colour(setting), run.index_fraction.clip(lower=floor)
-            low = (run.index_fraction - run.index_error).clip(lower=floor)
-            axes.plot(run.loss, height, color=tint, ls=dashes(setting), lw=0.6, alpha=0.6, zorder=1)
-            axes.vlines(run.loss, low, height + run.index_error, color=tint, lw=0.8, alpha=0.6, zorder=1)
-            points(axes, run.loss, height, tint, recorded, alpha=0.9)
-            axes.scatter(run.loss.iloc[:1], height.iloc[:1], marker="x", s=22, color=INK, lw=0.8, zorder=4)
+        shown = some.assign(height=some.index_fraction.clip(lower=floor))
+        for (setting, recorded), runs in shown.groupby(["setting", "recorded"]):
+            look: Look = {"hollow": recorded, "marker": shape(setting)}
+            points(axes, runs.loss, runs.height, colour(setting), s=7, alpha=0.45, **(look | {"linewidths": 0.7}))
+            middle = runs.groupby("step")[["loss", "height"]].median()
+            axes.plot(middle.loss, middle.height, color=colour(setting), ls=dashes(setting), lw=1.3, zorder=4)
+            points(axes, middle.loss, middle.height, colour(setting), s=34, zorder=5, **look)
+            axes.scatter(middle.loss.iloc[0], middle.height.iloc[0], marker="x", s=30, color=INK, lw=1, zorder=6)
         log_scale(axes.xaxis, some.loss.min(), some.loss.max())
         decades(axes.yaxis, 6)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-        axes.set_xlabel(f"{network}: loss (mean squared error)", fontsize=9)
+        axes.set_xlabel(f"{network}: {metric_label('loss', [network])}", fontsize=8)
         correlation = some.loss.corr(some.index_fraction, method="spearman")
         correlations.append(f"{network}: rank correlation {correlation:+.2f}")
     panels[0].set_ylabel("directions that lead down (share of all)", fontsize=9)
     words = "; ".join(correlations)
     alt = f"The share of negative curvature directions against the loss along trainings. {words}."
-    keys = [*setting_keys(measured), *origin_keys(measured), key("before training", ls="", marker="x", color=INK)]
-    return finished(figure, f"Index against loss. {words}", alt, keys)
+    keys = [*setting_keys(measured, shapes=True), *origin_keys(measured)]
+    keys.append(key("before training (of the medians)", ls="", marker="x", color=INK))
+    return finished(figure, f"Index against loss. {words}", alt, keys, columns=3)
 
 
 def curvature_over_time(frame: pd.DataFrame) -> Picture:
     """The steepest ways up and down along trainings: the largest and the most negative eigenvalue.
 
-    A line per seed and setting; a cross where it diverged.
+    At each snapshot the settings stand beside each other: the median over the seeds, their range as a bar, and a small
+    point a seed; a cross where one diverged.
 
     Args:
         frame: From `gpulab.curvature_along` or `gpulab.recorded_curvature`, of one network.
@@ -208,19 +213,27 @@ def curvature_over_time(frame: pd.DataFrame) -> Picture:
     """
     measured = _measured(frame)
     check_one_protocol(measured)
-    measured = measured.assign(updates=measured.step + 1).sort_values("updates")
-    figure, panels = canvas(2, height=3.5)
-    sides = ((measured.largest, "largest eigenvalue"), (-measured.smallest, "most negative eigenvalue (−λ)"))
-    for axes, (values, label) in zip(panels, sides, strict=True):
-        positive = values.where(values > 0)
-        for (setting, _, recorded), run in measured.groupby(["setting", "seed", "recorded"]):
-            shown, tint = positive[run.index], colour(setting)
-            axes.plot(run.updates, shown, color=tint, ls=dashes(setting), lw=0.8, alpha=0.8, zorder=2)
-            points(axes, run.updates, shown, tint, recorded, alpha=0.9)
-            if (run.status == "diverged").any():
-                axes.scatter(run.updates.iloc[-1], shown.iloc[-1], marker="X", s=60, color=INK, zorder=4)
-        log_scale(axes.xaxis, measured.updates.min(), measured.updates.max())
-        log_scale(axes.yaxis, positive.min(), positive.max())
+    groups = list(measured.assign(updates=measured.step + 1).groupby(["setting", "recorded"]))
+    snapshots = np.log((measured.step + 1).unique())
+    gap = np.diff(np.sort(snapshots)).min(initial=np.inf)
+    room = 0.6 * gap / len(groups) if np.isfinite(gap) else 0.0  # for one of them, on the logarithmic axis
+    figure, panels = canvas(2, height=3.7)
+    sides = (("largest", 1, "largest eigenvalue"), ("smallest", -1, "most negative eigenvalue (−λ)"))
+    for axes, (column, sign, label) in zip(panels, sides, strict=True):
+        values = sign * measured[column]
+        for number, ((setting, recorded), runs) in enumerate(groups):
+            tint, look = colour(setting), {"hollow": recorded, "marker": shape(setting)}
+            runs = runs.assign(value=values.where(values > 0), at=0.0)
+            runs["at"] = runs.updates * np.exp(room * (number - (len(groups) - 1) / 2))
+            seeds = runs.groupby("at").value.agg(["min", "median", "max"])
+            axes.plot(seeds.index, seeds["median"], color=tint, ls=dashes(setting), lw=1, zorder=3)
+            axes.vlines(seeds.index, seeds["min"], seeds["max"], color=tint, lw=0.9, zorder=2)
+            points(axes, runs["at"], runs.value, tint, s=5, alpha=0.6, zorder=3, **(look | {"linewidths": 0.6}))
+            points(axes, seeds.index, seeds["median"], tint, s=30, zorder=4, **look)
+            lost = runs[runs.status == "diverged"].sort_values("updates").drop_duplicates("seed", keep="last")
+            axes.scatter(lost["at"], lost.value, marker="X", s=60, color=INK, zorder=5)
+        log_scale(axes.xaxis, 1, measured.step.max() + 1)
+        log_scale(axes.yaxis, values[values > 0].min(), values[values > 0].max())
         axes.set_xlabel("updates + 1", fontsize=9)
         axes.set_ylabel(label, fontsize=8.5)
     first, last = measured[measured.step == measured.step.min()], measured[measured.final]
@@ -229,11 +242,12 @@ def curvature_over_time(frame: pd.DataFrame) -> Picture:
         f"{measured.experiment.iloc[0]}: the steepest way down, relative to the steepest way up, "
         f"ends at {ratio:.2g} times where it began"
     )
-    keys = [*setting_keys(measured), *origin_keys(measured)]
+    keys = [*setting_keys(measured, shapes=True), *origin_keys(measured)]
+    keys.append(key("median and range of the seeds", color=INK, lw=0.9))
     if (measured.status == "diverged").any():
         keys.append(key("diverged", ls="", marker="X", color=INK))
     alt = f"Largest and most negative eigenvalue of the Hessian over updates. {headline}."
-    return finished(figure, headline, alt, keys)
+    return finished(figure, headline, alt, keys, columns=3)
 
 
 def spectra(frame: pd.DataFrame) -> Picture:

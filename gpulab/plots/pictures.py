@@ -57,7 +57,8 @@ def _in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str
     for (name, pictures), line in zip(rows.items(), places, strict=True):
         line[0].text(-0.06, 0.5, name, transform=line[0].transAxes, ha="right", va="center", fontsize=8)
         for axes, picture in zip(line, pictures, strict=False):
-            axes.imshow(picture.movedim(0, -1).clamp(0, 1).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
+            pixels = picture.movedim(0, -1).clamp(0, 1).squeeze(-1).numpy()
+            axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")  # as they are, and a small file
     for axes, title in zip(places[0], titles, strict=False):
         axes.set_title(title, fontsize=8)
     names = ", ".join(name.strip() or "frames" for name in rows)

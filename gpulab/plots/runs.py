@@ -6,6 +6,8 @@ import re
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.ticker import MaxNLocator
 
 from gpulab.plots.style import (
     BESIDE,
@@ -15,11 +17,13 @@ from gpulab.plots.style import (
     canvas,
     colour,
     decades,
+    end_labels,
     finished,
     is_recorded,
     key,
     level_colours,
     loss_scale,
+    margin_key,
     metric_label,
     origin_keys,
     points,
@@ -28,7 +32,6 @@ from gpulab.plots.style import (
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, check_one_protocol
 
-NO_DIFFERENCE = 1e-12  # where a difference of exactly nothing is drawn on a logarithmic axis, if nothing else is
 CHANGE_COLOURS = ("#0072B2", "#E69F00", "#222222", "#CC79A7", "#009E73")
 
 
@@ -58,7 +61,7 @@ def losses(frame: pd.DataFrame, metric: str = "final_loss", title: str | None = 
             axes.annotate(f"{diverged} diverged", top, xycoords=("data", "axes fraction"), ha="center", va="top")
     loss_scale(axes)
     axes.set_xticks(range(len(order)), [re.sub("[:=,]", "\n", setting) for setting in order], fontsize=8)
-    axes.set(xlim=(-0.6, len(order) - 0.4), ylabel=metric_label(metric))
+    axes.set(xlim=(-0.6, len(order) - 0.4), ylabel=metric_label(metric, frame.experiment))
     by_setting = frame.groupby("setting")[metric]
     headline = f"From seed to seed the loss varies up to {(by_setting.max() / by_setting.min()).max():.1f}-fold"
     wide = frame.pivot_table(index="seed", columns="setting", values=metric)
@@ -70,9 +73,9 @@ def losses(frame: pd.DataFrame, metric: str = "final_loss", title: str | None = 
 
 
 def differences(verdict: Verdict) -> Picture:
-    """How far each level of a verdict, such as each setting, moves each seed's loss, and how far seeds are apart.
+    """How far each level of a verdict, such as each setting, moves each seed's loss, beside how far seeds are apart.
 
-    The axis is logarithmic; a difference of exactly nothing is drawn at the left edge.
+    On one linear scale, with the margin as a band. The largest change stands beside its row.
 
     Args:
         verdict: From `gpulab.verdict`.
@@ -82,38 +85,41 @@ def differences(verdict: Verdict) -> Picture:
     pairs = pd.concat([verdict.pairs, again], ignore_index=True)
     levels = [*verdict.table[factor], *again[factor].unique()]
     tints = level_colours(factor, [reference, *verdict.table[factor]])
-    sizes = pairs.difference.abs()
-    smallest = sizes[sizes > 0].min()
-    edge = smallest / 10 if smallest == smallest else NO_DIFFERENCE
     hollow = bool(is_recorded(verdict.runs).all())
-    figure, (axes,) = canvas(1, height=1.3 + 0.42 * (len(levels) + 1))
+    figure, (axes,) = canvas(1, height=1.5 + 0.4 * (len(levels) + 1))
+    axes.axvline(0, color=INK, lw=0.8, zorder=1)
     for place, level in enumerate(levels):
-        shown = sizes[pairs[factor] == level].astype(float)
-        tint = tints.get(level, tints[reference])
-        points(axes, shown.where(shown > 0, edge), np.full(len(shown), place), tint, hollow, alpha=0.9)
-    base = verdict.runs[verdict.runs[factor] == reference][metric].to_numpy()
-    between = np.abs(base[:, None] - base)[np.triu_indices(len(base), 1)]
-    axes.scatter(between, np.full(len(between), len(levels)), color=INK, s=14, alpha=0.5, marker="|", zorder=3)
-    axes.axvline(verdict.between_seeds, color=INK, lw=1, ls="--", zorder=1)
-    above: Look = {"va": "center", "fontsize": 8, "annotation_clip": False}
-    axes.annotate("standard deviation\nbetween seeds ", (verdict.between_seeds, -0.55), ha="right", **above)
-    if (sizes == 0).any():
-        axes.axvline(edge, color=FAINT, lw=0.8)
-        axes.annotate(" exactly the same", (edge, -0.55), color=INK, **above)
-    axes.set_yticks(range(len(levels) + 1), [*levels, "one seed against another"])
-    axes.set(xscale="log", ylim=(len(levels) + 0.6, -0.9))
-    axes.set(xlabel=f"change of {metric.replace('_', ' ')} against {reference}, same seed (mean squared error)")
+        shown = pairs.difference[pairs[factor] == level].dropna().astype(float)
+        heights = place + (np.linspace(-0.15, 0.15, len(shown)) if len(shown) > 1 else np.zeros(len(shown)))
+        points(axes, shown, heights, tints.get(level, tints[reference]), hollow, s=18, alpha=0.9)
+        largest = shown.abs().max()
+        said = f"largest {largest:.2g}" if largest > 0 else "exactly the same" if largest == 0 else "no pair"
+        axes.annotate(f" {said}", (1, place), fontsize=8, **BESIDE)
+    base = verdict.runs[verdict.runs[factor] == reference][metric].to_numpy(float)
+    between = (base[:, None] - base)[~np.eye(len(base), dtype=bool)]
+    axes.scatter(between, np.full(len(between), len(levels)), color=INK, s=40, alpha=0.5, marker="|", zorder=3)
+    axes.annotate(f" standard deviation {verdict.between_seeds:.2g}", (1, len(levels)), fontsize=8, **BESIDE)
+    margin = verdict.table.margin.max()
+    keys: list[Artist] = [*origin_keys(verdict.runs)]
+    if margin > 0:
+        axes.axvspan(-margin, margin, color=FAINT, alpha=0.3, lw=0, zorder=0)
+        keys.append(margin_key(margin))
+    axes.xaxis.set_major_locator(MaxNLocator(6, symmetric=True))
+    axes.set_yticks(range(len(levels) + 1), [*levels, "one seed against another"], fontsize=8)
+    axes.set(ylim=(len(levels) + 0.6, -0.6))
+    unit = metric_label(metric, verdict.runs.get("experiment", ()))
+    axes.set_xlabel(f"change of the same seed against {reference}: {unit}", fontsize=8)
     headline = f"The largest change of setting is {verdict.ratio:.2g} of the spread between seeds"
     if np.isnan(verdict.ratio):
         headline = "One seed has no spread to compare with"
-    alt = f"Change of {metric} against {reference} for {', '.join(levels)}, and between seeds, on a logarithmic axis."
-    return finished(figure, headline, alt, origin_keys(verdict.runs), columns=1)
+    alt = f"Change of {metric} against {reference} for {', '.join(levels)}, and between seeds. {headline}."
+    return finished(figure, headline, alt, keys)
 
 
 def curves(
     histories: pd.DataFrame, baseline: float | None = None, baseline_label: str = "", factor: str = "setting"
 ) -> Picture:
-    """The loss of every run while it learns, a thin line each; reruns are left out.
+    """The loss of every run while it learns, a thin line each, and the median over seeds; reruns are left out.
 
     Args:
         histories: From `gpulab.training.history`, of one experiment.
@@ -127,18 +133,25 @@ def curves(
     colours = level_colours(factor, levels)
     for _, run in histories.groupby("id"):
         smooth = run.loss.rolling(max(1, len(run) // 60), min_periods=1).mean()
-        axes.plot(run.frames_seen, smooth, color=colours[run[factor].iloc[0]], lw=0.9, alpha=0.7)
+        axes.plot(run.frames_seen, smooth, color=colours[run[factor].iloc[0]], lw=0.6, alpha=0.5)
+    ends: list[tuple[str, float, Look]] = []
+    for level, runs in histories.groupby(factor):
+        middle = runs.groupby("frames_seen").loss.median()
+        middle = middle.rolling(max(1, len(middle) // 60), min_periods=1).mean()
+        axes.plot(middle.index, middle, color=colours[level], lw=2)
+        ends.append((str(level), middle.iloc[-1], {"color": colours[level], "lw": 2}))
     if baseline is not None:
         axes.axhline(baseline, color=INK, lw=1, ls=":")
-        axes.annotate(baseline_label, (0.01, baseline), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+        ends.append((baseline_label, baseline, {"color": INK, "lw": 1, "ls": ":"}))
     loss_scale(axes)
+    end_labels(axes, ends)
     seen = "frames seen" if histories.experiment.iloc[0] == "prednet" else "images seen"
-    axes.set(xlabel=seen, ylabel=metric_label("loss"))
-    ends = histories.groupby("id").loss.last()
-    counts = f"{len(levels)} {factor}s × {histories.seed.nunique()} seeds"
-    headline = f"{counts}: the runs end {ends.max() / ends.min():.1f}-fold apart"
-    alt = f"Loss against frames seen, one line for each of {len(ends)} runs, coloured by {factor}."
-    return finished(figure, headline, alt, [key(level, color=tint) for level, tint in colours.items()], columns=4)
+    axes.set(xlabel=seen, ylabel=metric_label("loss", histories.experiment))
+    last = histories.groupby("id").loss.last()
+    counts = f"{len(levels)} {factor}{'s' if len(levels) > 1 else ''} × {histories.seed.nunique()} seeds"
+    headline = f"{counts}: the runs end {last.max() / last.min():.1f}-fold apart"
+    alt = f"Loss against frames seen, one line for each of {len(last)} runs, coloured by {factor}. {headline}."
+    return finished(figure, headline, alt)
 
 
 def growth(frame: pd.DataFrame) -> Picture:

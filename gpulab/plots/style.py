@@ -44,16 +44,14 @@ COLOURS = {
     "cuda:precision=float64": "#AA4499",
     "cuda:precision=bfloat16": "#DDCC77",
 }
+# Settings whose colours look alike, to some eyes, differ in shape; triangles that point up or left are emulated.
+SHAPES = dict(zip(COLOURS, "osPhvD^<soDph^v", strict=True))
 OTHER_CPU, OTHER_GPU = ("#44AA99", "#117733", "#88CCEE"), ("#AA4499", "#DDCC77", "#CC6677")
 INK, FAINT = "#222222", "#999999"
 ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatever the setting
 Look = dict[str, Any]  # how matplotlib is to draw a thing
 BESIDE: Look = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}  # right of the axes
-METRIC_LABELS = {
-    "final_loss": "final loss (mean squared error per frame)",
-    "heldout_loss": "held-out loss (mean squared error per frame)",
-    "loss": "loss (mean squared error per frame)",
-}
+LOSSES = {"final_loss": "final loss", "heldout_loss": "held-out loss", "loss": "loss"}  # which have a unit
 
 
 def save(picture: Picture, file: str | Path) -> None:
@@ -83,12 +81,12 @@ def grid(rows: int, columns: int, height: float) -> tuple[Figure, np.ndarray]:
 def finished(
     figure: Figure, title: str, alt: str, keys: Iterable[Artist] = (), columns: int = 2, size: float = 8
 ) -> Picture:
-    """The figure with its title above, its keys below in so many columns, and its text alternative."""
+    """The figure with its title above, its keys below in so many columns, and its text alternative, title included."""
     figure.suptitle(title, fontsize=10)
     if keys := list(keys):
         figure.legend(handles=keys, fontsize=size, frameon=False, loc="outside lower center", ncols=columns)
     _show_as_written(figure)
-    return Picture(figure, alt)
+    return Picture(figure, alt if title in alt else f"{alt} {title}.")
 
 
 def _show_as_written(figure: Figure) -> None:
@@ -110,6 +108,11 @@ def colour(setting: str) -> str:
     return COLOURS.get(setting, others[zlib.crc32(setting.encode()) % len(others)])
 
 
+def shape(setting: str) -> str:
+    """The marker that a setting has where colour alone does not tell."""
+    return SHAPES.get(setting, "osDhp"[zlib.crc32(setting.encode()) % 5])
+
+
 def level_colours(factor: str, levels: Sequence[Any]) -> dict[Any, str]:
     """A colour for each level of a factor: a setting's own, or one after the other."""
     if factor == "setting":
@@ -128,6 +131,12 @@ def setting_order(frame: pd.DataFrame) -> list[str]:
 def dashes(setting: str) -> str:
     """The line of a setting: dashed where it is emulated."""
     return "--" if Setting.parse(setting).emulated else "-"
+
+
+def number_format(setting: str) -> str:
+    """The numbers that a setting computes in, or emulates."""
+    parts = Setting.parse(setting)
+    return parts.precision or parts.emulate or ("tf32" if parts.tf32 else "float32")
 
 
 def is_recorded(frame: pd.DataFrame) -> pd.Series:
@@ -157,9 +166,12 @@ def margin_key(margin: float) -> Patch:
     return Patch(color=FAINT, alpha=0.3, lw=0, label=f"margin, ±{margin:.2g}")
 
 
-def setting_keys(frame: pd.DataFrame, **look: Any) -> list[Line2D]:
-    """Which colour is which setting."""
-    return [key(s, **{"color": colour(s), "ls": dashes(s), **look}) for s in setting_order(frame)]
+def setting_keys(frame: pd.DataFrame, shapes: bool = False, **look: Any) -> list[Line2D]:
+    """Which colour, and with `shapes` which marker, is which setting."""
+    return [
+        key(s, **{"color": colour(s), "ls": dashes(s), "marker": shape(s) if shapes else None, **look})
+        for s in setting_order(frame)
+    ]
 
 
 def origin_keys(
@@ -175,9 +187,24 @@ def origin_keys(
 # --- axes ------------------------------------------------------------------------------------------------
 
 
-def metric_label(metric: str) -> str:
-    """A metric's name for an axis, with its unit."""
-    return METRIC_LABELS.get(metric, metric)
+def metric_label(metric: str, experiments: Iterable[str] = ()) -> str:
+    """A metric's name for an axis, with its unit: PredNet's loss is that of a frame, any other that of an image."""
+    units = {"frame" if name == "prednet" else "image" for name in experiments}
+    per = f" per {units.pop()}" if len(units) == 1 else ""
+    return f"{LOSSES[metric]} (mean squared error{per})" if metric in LOSSES else metric
+
+
+def end_labels(axes: Axes, labels: Sequence[tuple[str, float, Look]], gap: float = 0.07) -> None:
+    """Name lines right of the axes, at the height where each ends: (name, its last value, its look), kept apart."""
+    (low, high), scale = axes.get_ylim(), axes.yaxis.get_transform().transform
+    bottom, top = scale(np.array([low, high]))
+    ends = [((scale(np.array([value]))[0] - bottom) / (top - bottom), name, look) for name, value, look in labels]
+    above = -np.inf
+    for height, name, look in sorted(ends, key=lambda end: end[:2]):
+        above = max(height, above + gap)
+        at: Look = {"transform": axes.transAxes, "clip_on": False}
+        axes.plot([1.01, 1.04], [above, above], **at, **look)
+        axes.text(1.05, above, name, va="center", fontsize=8, **at)
 
 
 def loss_scale(axes: Axes) -> None:

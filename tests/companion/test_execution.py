@@ -35,6 +35,7 @@ def notebooks(tmp_path):
         new_markdown_cell("# What is it?"),
         new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}),
         new_code_cell(FINDING, metadata={"tags": ["finding"]}),
+        new_code_cell("import gpulab as gl; gl.plots.bits(1.0)"),
         new_code_cell("raise ValueError('no such thing')"),
     ]
     folder = tmp_path / "notebooks"
@@ -47,15 +48,21 @@ def notebooks(tmp_path):
 
 def test_notebooks_are_executed_and_bound_into_a_report(notebooks, tmp_path):
     (result,) = execute(notebooks, tmp_path / "build", "smoke", "cpu", only="01")
-    assert (result.title, result.error) == ("What is it?", "cell 4: ValueError: no such thing")
+    assert (result.title, result.error) == ("What is it?", "cell 5: ValueError: no such thing")
     assert [finding.said for finding in result.findings] == ["smoke smoke True"]
     assert result.peak_memory_bytes > 1e6
     executed = nbformat.read(result.notebook, as_version=4)
     assert not any("papermill" in part.metadata for part in (executed, *executed.cells))
-    assert [output.name for cell in executed.cells[:-1] for output in cell.get("outputs", [])] == ["stdout"]
+    assert [output.get("name") for cell in executed.cells[:-1] for output in cell.get("outputs", [])] == [
+        "stdout",
+        None,
+    ]
+    (figure,) = result.figures
+    assert figure["alt"].startswith("Bits of 1:")
     page = write_report([result], tmp_path / "build", "smoke")
     assert "smoke smoke True" in page.read_text()
     assert page.read_text().count("UserWarning: &lt;careful&gt;") == 1
+    assert f'<img alt="{figure["alt"]}" src="data:image/png;base64,{figure["png"]}"' in page.read_text()
     (row,) = json.loads((page.parent / "results.json").read_text())
     assert (row["name"], row["notebook"]) == ("01_one", "01_one.ipynb")
 
@@ -136,10 +143,10 @@ def test_a_notebook_is_executed_where_it_lies(notebooks):
 
 def test_an_executed_notebook_keeps_pictures_of_widgets_and_leaves_bars_out():
     view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
-    outputs = [new_output("display_data", {**view, **more}) for more in ({}, {"image/png": "AAAA"})]
+    outputs = [new_output("display_data", {**view, **more}) for more in ({}, {"text/html": "<img>"})]
     notebook = new_notebook(cells=[new_code_cell("gl.bit_explorer()", outputs=outputs)])
     tidy(notebook)
-    assert [output.data for output in notebook.cells[0].outputs] == [{"image/png": "AAAA"}]
+    assert [output.data for output in notebook.cells[0].outputs] == [{"text/html": "<img>"}]
 
 
 def test_what_cannot_be_executed_is_named(notebooks, tmp_path):

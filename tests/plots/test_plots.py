@@ -2,17 +2,26 @@
 
 import io
 import re
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from PIL import Image
 
 import gpulab as gl
 from gpulab.plots import style
 
+# Machado, Oliveira, Fernandes 2009, "A physiologically-based model for simulation of color vision deficiency":
+# how linear RGB looks to eyes without the one or the other kind of cone.
+EYES = {
+    "usual": np.eye(3),
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+}
 SETTINGS = ("cpu", "cuda:tf32=on", "cpu:threads=1,emulate=tf32")
 
 
@@ -58,10 +67,19 @@ def test_differences_are_those_of_the_verdict(runs):
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == [*SETTINGS[1:], "cpu again", "one seed against another"]
     assert title(picture) == f"The largest change of setting is {verdict.ratio:.2g} of the spread between seeds"
-    same, moved = (axes.collections[place].get_offsets()[:, 0] for place in (0, 1))
-    assert len(set(same)) == 1
-    assert same[0] < moved.min(), "what is exactly the same stands at the left edge"
+    same, moved, _, between = (points.get_offsets()[:, 0] for points in axes.collections)
+    assert set(same) == {0.0}
     assert np.allclose(np.sort(moved), 0.001 * np.arange(1, 9))
+    assert axes.get_xscale() == "linear"
+    assert between.max() == pytest.approx(0.7) == -between.min()
+    said = [text.get_text().strip() for text in axes.texts]
+    assert said == [
+        "exactly the same",
+        "largest 0.008",
+        "exactly the same",
+        f"standard deviation {runs.final_loss[:8].std():.2g}",
+    ]
+    assert "mean squared error per frame" in axes.get_xlabel()
     one = runs[runs.seed == 0].assign(loader=runs.setting)
     assert (
         title(gl.plots.differences(gl.verdict(one, factor="loader", reference="cpu")))
@@ -76,8 +94,10 @@ def test_curves_leave_reruns_out():
     more = [history.assign(id="b", seed=1, loss=history.loss / 2), history.assign(id="c", rerun=1)]
     picture = gl.plots.curves(pd.concat([history, *more]), baseline=0.3, baseline_label="repeating")
     (axes,) = picture.figure.axes
-    assert [list(line.get_xdata()) for line in axes.lines[:2]] == [[20, 40, 60]] * 2
-    assert title(picture) == "1 settings × 2 seeds: the runs end 2.0-fold apart"
+    assert [list(line.get_xdata()) for line in axes.lines[:3]] == [[20, 40, 60]] * 3
+    assert list(axes.lines[2].get_ydata()) == pytest.approx([0.3, 0.15, 0.075]), "the median of both"
+    assert [text.get_text() for text in axes.texts] == ["cpu", "repeating"]
+    assert title(picture) == "1 setting × 2 seeds: the runs end 2.0-fold apart"
     assert axes.get_xlabel() == "frames seen"
 
 
@@ -153,6 +173,55 @@ def test_a_setting_has_one_colour_and_dashes_where_it_is_emulated(runs):
     assert len(levels) == 30
 
 
+def lab(colours, eyes):
+    """CIE L*a*b* of colours as such eyes see them: a distance of 2 can just be told."""
+    rgb = np.array([to_rgb(colour) for colour in colours])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(linear @ np.transpose(EYES[eyes]), 0, 1)
+    xyz = seen @ np.transpose([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    x, y, z = np.cbrt(np.maximum(xyz / [0.9505, 1, 1.089], 1e-9)).T
+    return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], axis=1)
+
+
+@pytest.mark.parametrize("eyes", EYES)
+def test_settings_can_be_told_apart_by_all_eyes(eyes):
+    """By colour or, with as many as there are, by shape; lines have no shape, and those on white are seen."""
+    names = list(style.COLOURS)
+    places = lab(style.COLOURS.values(), eyes)
+    apart = np.linalg.norm(places[:, None] - places, axis=-1)
+    alike = [(a, b) for i, a in enumerate(names) for j, b in enumerate(names[:i]) if apart[i, j] < 20]
+    assert [pair for pair in alike if len(set(map(style.shape, pair))) == 1] == []
+    first = [names.index(name) for name in ("cpu", "cpu:threads=1", "cuda:tf32=off", "cuda:tf32=on")]
+    assert apart[np.ix_(first, first)][np.triu_indices(4, 1)].min() > 15, "these stand in most figures"
+    assert np.linalg.norm(places - lab(["white"], eyes), axis=1).min() > 30
+
+
+def test_alike_colours_would_be_found():
+    assert np.linalg.norm(np.diff(lab(["red", "lime"], "usual"), axis=0)) == pytest.approx(170.6, abs=0.5)
+    assert np.linalg.norm(np.diff(lab(["#AA6E00", "#7C8500"], "deutan"), axis=0)) < 15
+    assert lab(["white"], "usual")[0] == pytest.approx([100, 0, 0], abs=0.1)
+
+
+def test_a_loss_is_that_of_a_frame_or_of_an_image():
+    assert style.metric_label("loss", ["prednet"] * 2) == "loss (mean squared error per frame)"
+    assert style.metric_label("final_loss", ["autoencoder", "whitener"]) == "final loss (mean squared error per image)"
+    assert (
+        style.metric_label("loss", ["prednet", "autoencoder"])
+        == style.metric_label("loss")
+        == "loss (mean squared error)"
+    )
+    assert style.metric_label("accuracy", ["prednet"]) == "accuracy"
+
+
+def test_names_at_the_ends_of_lines_are_kept_apart():
+    _, (axes,) = style.canvas(1, height=3)
+    axes.plot([0, 1], [1, 10])
+    axes.set(yscale="log", ylim=(1, 100))
+    style.end_labels(axes, [("high", 10.0, {}), ("low", 1.0, {}), ("beside", 1.01, {})])
+    heights = {text.get_text(): text.get_position()[1] for text in axes.texts}
+    assert heights == pytest.approx({"low": 0.0, "beside": 0.07, "high": 0.5})
+
+
 @pytest.mark.parametrize(("low", "high", "scale"), [(0.0, 9.0, "linear"), (1.0, 3.0, "linear"), (1.0, 9.0, "log")])
 def test_an_axis_is_logarithmic_where_ratios_matter(low, high, scale):
     _, (axes,) = style.canvas(1, height=2)
@@ -167,9 +236,15 @@ def test_a_picture_is_a_small_png_with_words(tmp_path):
     picture = gl.plots.bits(0.1, ["float32"])
     gl.plots.save(picture, tmp_path / "new" / "bits.png")
     assert Image.open(tmp_path / "new" / "bits.png").mode == "P"
-    assert Image.open(io.BytesIO(picture.png())).width > 600
-    bundle, about = picture._repr_mimebundle_()
-    assert about["image/png"]["alt"] == bundle["text/plain"] == picture.alt
+    wide = Image.open(io.BytesIO(picture.png())).width
+    assert wide > 1200
+    bundle, _ = picture._repr_mimebundle_()
+    image = ElementTree.fromstring(re.sub(">$", "/>", bundle["text/html"]))
+    assert image.attrib["alt"] == bundle["text/plain"] == picture.alt
+    assert image.attrib["src"].startswith("data:image/png;base64,")
+    assert int(image.attrib["width"]) == wide // 2, "drawn twice as fine as it is shown"
+    assert "background: white" in image.attrib["style"], "ink stays readable on a dark page"
+    assert set(bundle) == {"text/html", "text/plain"}, "JupyterLab would show an image/png without alternative text"
 
 
 def test_runs_put_below_each_other_may_bear_the_same_row_numbers(runs):

@@ -429,11 +429,16 @@ def test_recorded_runs_can_be_compared():
 
 
 def test_the_figure_shows_every_seed_and_every_difference():
-    picture = gl.verdict(levels(cpu=BASE, cuda=[*shifted(TINY)[:9], math.nan])).plot()
+    verdict = gl.verdict(levels(cpu=BASE, cuda=[*shifted(TINY)[:9], math.nan]))
+    picture = verdict.plot()
     left, right = picture.figure.axes
     marks = [sum(len(drawn.get_offsets()) for drawn in axes.collections) for axes in (left, right)]
     assert marks == [20, 9], "the diverged run is drawn, too"
     assert picture.figure._suptitle.get_text() == "cuda against cpu: inconclusive"
     assert "cuda against cpu" in picture.alt
-    assert right.get_xscale() == "symlog", "differences of a millionth are to be seen beside the margin"
+    assert right.get_xscale() == "linear"
+    low, high = right.get_xlim()
+    assert high == -low >= 1.5 * verdict.table.margin[0] / verdict.between_seeds, "the margin does not fill the panel"
+    largest = verdict.pairs.difference.abs().max() / verdict.between_seeds
+    assert [text.get_text() for text in right.texts] == [f" inconclusive\n largest {largest:.2g}"]
     assert picture.figure.get_size_inches()[0] == 7.2

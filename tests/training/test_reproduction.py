@@ -635,6 +635,11 @@ def test_it_prints_and_draws_itself(by_flag):
     (axes,) = picture.figure.axes
     drawn = [tuple(at) for points in axes.collections for at in points.get_offsets()]
     assert len(drawn) == len(by_flag.table)
-    heights = sorted(height for _, height in drawn)
-    assert heights == pytest.approx(sorted(by_flag.table.difference / by_flag.margin))
+    places = sorted(place for place, _ in drawn)
+    assert places == pytest.approx(sorted(by_flag.table.difference / by_flag.margin))
+    assert sorted(row for _, row in drawn) == list(range(len(by_flag.table))), "a row a change"
+    names = [label.get_text().replace("\n", " ") for label in axes.get_yticklabels()]
+    assert set(names) == {*by_flag.table.changes[by_flag.table.distance > 0], "nothing changed"}
+    distances = by_flag.table.set_index("changes").distance
+    assert distances[names[1:]].is_monotonic_increasing
     assert len(picture.png()) < 150_000
