@@ -172,9 +172,7 @@ class SliceExplorer(Explorer):
         drawn = io.BytesIO()  # in all its colours: to find 256 would take as long as to draw
         self.picture().figure.savefig(drawn, format="png", dpi=PAGE_DPI, bbox_inches="tight", facecolor="white")
         self.image.value = drawn.getvalue()
-        self.image.width = (
-            int.from_bytes(self.image.value[16:20], "big") * 100 // PAGE_DPI
-        )  # a PNG begins with its size
+        self.image.width = int.from_bytes(self.image.value[16:20], "big")  # a PNG begins with its size
 
 
 bit_explorer, slice_explorer = BitExplorer, SliceExplorer

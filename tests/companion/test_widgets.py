@@ -9,7 +9,6 @@ from PIL import Image
 from torch.nn.functional import mse_loss
 
 import gpulab as gl
-from gpulab import report
 from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN
 
 
@@ -86,7 +85,7 @@ def test_the_meaning_of_the_bits_multiplies_to_the_number(x):
 def test_the_slice_is_shown_at_its_own_size():
     explorer = gl.slice_explorer(gl.landscape(torch.nn.Linear(2, 1), mse_loss, (torch.eye(2), torch.ones(2, 1))))
     pixels = Image.open(io.BytesIO(explorer.image.value)).width
-    assert int(explorer.image.width) == pixels * 100 // report.DPI
+    assert int(explorer.image.width) == pixels
     assert explorer.image.layout.align_self == "flex-start"  # a column would stretch it
 
 
