@@ -45,6 +45,7 @@ from gpulab.stats.verdicts import check_one_protocol
 SHOWN_FORMATS = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 SIGN, EXPONENT, FRACTION = "#B84D00", "#007A59", "#0072B2"  # dark enough for white letters
 DOWN, UP = ON_GPU, ON_CPU  # directions of negative and of positive curvature
+NEAR: Look = {"textcoords": "offset points", "va": "center", "fontsize": 8, "zorder": 7}
 KERNEL = 0.05  # width of a node in a ridgeline, in decades
 ROOM = 0.75  # how far apart ridgelines stand, in heights of the tallest
 FLOOR = 1e-17  # displacements that a logarithmic axis can do without
@@ -178,13 +179,16 @@ def index_against_loss(frame: pd.DataFrame) -> Picture:
         some = measured[measured.experiment == network]
         floor = 0.5 * some.index_fraction[some.index_fraction > 0].min()  # where those without a way down stand
         shown = some.assign(height=some.index_fraction.clip(lower=floor))
-        for (setting, recorded), runs in shown.groupby(["setting", "recorded"]):
+        for (setting, recorded, _), runs in shown.groupby(["setting", "recorded", "profile"]):
             look: Look = {"hollow": recorded, "marker": shape(setting)}
             points(axes, runs.loss, runs.height, colour(setting), s=7, alpha=0.45, **(look | {"linewidths": 0.7}))
             middle = runs.groupby("step")[["loss", "height"]].median()
             axes.plot(middle.loss, middle.height, color=colour(setting), ls=dashes(setting), lw=1.3, zorder=4)
             points(axes, middle.loss, middle.height, colour(setting), s=34, zorder=5, **look)
             axes.scatter(middle.loss.iloc[0], middle.height.iloc[0], marker="x", s=30, color=INK, lw=1, zorder=6)
+        for profile, runs in shown.groupby("profile") if shown.profile.nunique() > 1 else ():
+            last = runs[runs.final]
+            axes.annotate(profile, (last.loss.median(), last.height.median()), ha="right", xytext=(-7, 0), **NEAR)
         log_scale(axes.xaxis, some.loss.min(), some.loss.max())
         decades(axes.yaxis, 6)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
@@ -227,11 +231,11 @@ def curvature_over_time(frame: pd.DataFrame) -> Picture:
             runs["at"] = runs.updates * np.exp(room * (number - (len(groups) - 1) / 2))
             seeds = runs.groupby("at").value.agg(["min", "median", "max"])
             axes.plot(seeds.index, seeds["median"], color=tint, ls=dashes(setting), lw=1, zorder=3)
-            axes.vlines(seeds.index, seeds["min"], seeds["max"], color=tint, lw=0.9, zorder=2)
+            axes.plot([seeds.index] * 2, [seeds["min"], seeds["max"]], color=tint, lw=0.9, zorder=2)
             points(axes, runs["at"], runs.value, tint, s=5, alpha=0.6, zorder=3, **(look | {"linewidths": 0.6}))
             points(axes, seeds.index, seeds["median"], tint, s=30, zorder=4, **look)
             lost = runs[runs.status == "diverged"].sort_values("updates").drop_duplicates("seed", keep="last")
-            axes.scatter(lost["at"], lost.value, marker="X", s=60, color=INK, zorder=5)
+            axes.plot(lost["at"], lost.value, ls="", marker="X", ms=8, color=INK, zorder=5)
         log_scale(axes.xaxis, 1, measured.step.max() + 1)
         log_scale(axes.yaxis, values[values > 0].min(), values[values > 0].max())
         axes.set_xlabel("updates + 1", fontsize=9)

@@ -198,6 +198,17 @@ def test_recorded_points_are_hollow(frame):
         assert (faces == {"#ffffff"}) == recorded
 
 
+def test_curvature_is_drawn_as_medians_ranges_and_seeds(frame):
+    one = frame[frame.setting == frame.setting.iloc[0]]
+    left, _ = gl.plots.curvature_over_time(one).figure.axes
+    medians, *ranges = left.lines[:3]
+    steps = one.groupby("step").largest
+    assert list(medians.get_ydata()) == pytest.approx(list(steps.median()))
+    drawn = [tuple(line.get_ydata()) for line in ranges]
+    assert drawn == list(zip(steps.min(), steps.max(), strict=True))
+    assert sum(len(dots.get_offsets()) for dots in left.collections) == len(one) + len(steps)
+
+
 def test_spectra_have_a_ridge_for_every_snapshot(frame):
     picture = gl.plots.spectra(frame)
     (axes,) = picture.figure.axes
