@@ -63,21 +63,21 @@ def escape_law(table: pd.DataFrame) -> Picture:
     shown = table.assign(
         x=(table.start / table.radius).clip(lower=FLOOR),
         time=table.steps.where(table.left, table.expected) * table.expected_rate,
+        tint=table.setting.map(lambda setting: ON_CPU if setting.startswith("cpu") else ON_GPU),
     )
     low, high = min(1e-8, shown.x.min() / 5), 3.0
     line = np.geomspace(low, 1, 50)
     figure, (axes,) = canvas(1, height=4.2)
     axes.plot(line, np.log(1 / line), color=INK, lw=1, zorder=1)
     axes.annotate("theory: ln(r/δ)  ", (low**0.7, np.log(low**-0.7)), ha="right", va="top", fontsize=8)
-    tints = table.setting.map(lambda setting: ON_CPU if setting.startswith("cpu") else ON_GPU)
     for row in shown[shown.left].itertuples():
         marker = "s" if row.batch_size else "^" if row.emulated else "o"
         size = (16 if row.perturbation else 46) + 40 * row.recorded  # a ring around what was made here
-        look: Look = {"color": "none" if row.recorded else tints[row.Index], "linewidths": 1.1}
-        points(axes, row.x, row.time, tints[row.Index], marker=marker, s=size, **look)
+        look: Look = {"color": "none" if row.recorded else row.tint, "linewidths": 1.1}
+        points(axes, row.x, row.time, row.tint, marker=marker, s=size, **look)
     for row in shown[~shown.left].itertuples():
         size = 5 if row.perturbation else 8
-        axes.plot(row.x, row.time, marker="x", ms=size, mew=size / 4.5, color=tints[row.Index], zorder=4)
+        axes.plot(row.x, row.time, marker="x", ms=size, mew=size / 4.5, color=row.tint, zorder=4)
     decades(axes.xaxis)
     axes.set(xlim=(low, high), ylim=(-1, np.log(1 / low) * 1.05))
     axes.set(xlabel="displacement at the start, relative to the radius (δ/r)")
@@ -90,8 +90,8 @@ def escape_law(table: pd.DataFrame) -> Picture:
     machines = ", ".join(sorted(set(table.machine[table.recorded.astype(bool)])))
     cross = key("never left, at its expected time", ls="", marker="x", ms=7, mew=1.6, color=INK)
     marks = (
-        ((tints == ON_CPU).any(), key("on a CPU", ls="", marker="o", ms=6, color=ON_CPU)),
-        ((tints == ON_GPU).any(), key("on a GPU", ls="", marker="o", ms=6, color=ON_GPU)),
+        ((shown.tint == ON_CPU).any(), key("on a CPU", ls="", marker="o", ms=6, color=ON_CPU)),
+        ((shown.tint == ON_GPU).any(), key("on a GPU", ls="", marker="o", ms=6, color=ON_GPU)),
         (pushed.any(), point_key("pushed off (small)", ms=4)),
         (table.emulated.any(), point_key("emulated", marker="^", ms=5.5)),
         ((table.batch_size > 0).any(), point_key("minibatches", marker="s", ms=5.5)),
