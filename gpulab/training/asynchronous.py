@@ -128,7 +128,8 @@ def descend(
         logs = [np.load(Path(folder, f"{rank}.npy"), allow_pickle=False) for rank in range(workers)]
         frames = [pd.DataFrame(log, columns=COLUMNS).assign(worker=rank) for rank, log in enumerate(logs)]
         history = pd.concat(frames).astype({"update": int, "staleness": int})
-        history = history.sort_values("seconds", ignore_index=True)
+        begin = min(answer["begin"] for answer in answers)  # one clock for all processes of a machine
+        history = history.sort_values("seconds", ignore_index=True).assign(seconds=lambda row: row.seconds - begin)
         made = len(history)
         lost = made * len(shared.pairs) - int(shared.pairs[:, 1].double().sum())
         with torch.no_grad():
@@ -137,7 +138,7 @@ def descend(
             model.eval()
             heldout = [model.training_loss(_scaled(w.frames), None)[0].item() for w in images.heldout(len(images))]
         del shared  # the mapping of a file that is about to go
-    seconds = max(answer["wall"] for answer in answers)
+    seconds = max(answer["end"] for answer in answers) - begin
     weights = sum(parameter.numel() for parameter in model.parameters())
     summary = {
         "mode": mode,
@@ -217,14 +218,14 @@ def work(seed: int, setting: Setting, memory: str = "", task: str = "{}") -> dic
                     dist.all_reduce(change)
                 flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
                 torch.nn.utils.vector_to_parameters(flat + change, model.parameters())
+            log.append((update, time.perf_counter(), loss, stale, overwritten))  # before another may go on for it
             shared.clocks[rank] = update + 1
-            log.append((update, time.perf_counter() - begin, loss, stale, overwritten))
-        seconds = time.perf_counter() - begin
+        end = time.perf_counter()
     if synchronous and rank == 0:  # the same in all of them
         shared.pairs[:, 0] = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         shared.pairs[:, 1] = what["updates"]
     np.save(Path(memory, f"{rank}.npy"), np.array(log, dtype=float))
-    return {"wall": seconds}
+    return {"begin": begin, "end": end}
 
 
 def _backward(model: Autoencoder, batch: Tensor, is_guarded: bool) -> tuple[float, float]:

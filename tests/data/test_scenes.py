@@ -188,7 +188,7 @@ def test_a_rendering_that_fails_says_so_and_is_tried_again(monkeypatch):
     usual, failed = Walk.render, []
 
     def render(self, numbers):
-        if not failed:
+        if not failed and 0 in numbers:
             failed.append(numbers)
             raise MemoryError("no room")
         return usual(self, numbers)

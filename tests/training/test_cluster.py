@@ -206,7 +206,8 @@ def test_a_job_array_asks_for_what_all_devices_and_workers_of_a_task_need():
 
 
 def test_a_job_array_has_no_more_tasks_than_runs_and_no_share_of_its_own():
-    asked = ["gpulab", "experiment", "autoencoder", "--profile", "smoke", "--setting", "cpu", "--engine", "slurm"]
+    asked = [sys.executable, "-m", "gpulab", "experiment", "autoencoder", "--profile", "smoke"]
+    asked += ["--setting", "cpu", "--engine", "slurm"]
     printed = subprocess.run([*asked, "--seeds", "3", "--tasks", "100"], capture_output=True, text=True, check=True)
     assert "--array=0-2\n" in printed.stdout
     refused = subprocess.run([*asked, "--seeds", "3", "--share", "0/2"], capture_output=True, text=True)

@@ -321,7 +321,7 @@ def test_inference_on_two_devices_is_that_on_one(rows):
     images = torch.rand(rows, 1, 28, 28, dtype=torch.float64)
     assert (parallel.predict(net, images, ["cpu", "cpu"]) - net(images)).abs().max() < 1e-14
     assert net.training
-    with pytest.raises(gl.UsageError, match="expected one or more"):
+    with pytest.raises(gl.UsageError, match=r"devices=\[\]: expected a list"):
         parallel.predict(net, images, [])
 
 
