@@ -13,7 +13,7 @@ from gpulab.companion.learning import ALL, BEAT, FAMILY, learning_finding
 from gpulab.report import Report, paragraphs
 from gpulab.stats.verdicts import DECISIONS, Verdict
 
-Part: TypeAlias = "Verdict | pd.DataFrame | str"
+Part: TypeAlias = "Verdict | pd.DataFrame | str | list[str]"
 SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest size", "motion": "profile motion"}
 SAME = "the same bits"
 WORDS = {
@@ -29,6 +29,7 @@ class Finding(Report):
     """What was found, by heading: a sentence each. `print` says them; a notebook has the statistics behind a fold."""
 
     parts: Sequence[tuple[str, Part]]
+    numbers: Sequence[str] = ()  # lines of statistics, beside those of verdicts and tables
 
     def sentences(self) -> list[tuple[str, list[str]]]:
         """Each heading, and the sentences below it."""
@@ -43,16 +44,21 @@ class Finding(Report):
         said = Markup()
         for heading, sentences in self.sentences():
             said += Markup("<p><b>{}.</b> {}</p>").format(heading, Markup("<br>").join(sentences))
-        numbers = [line for heading, part in self.parts for line in _statistics(heading, part)]
+        numbers = self.statistics()
         fold = Markup("<details><summary>The statistics</summary>{}</details>")
         return said + fold.format(paragraphs(numbers)) if numbers else said
+
+    def statistics(self) -> list[str]:
+        """What stands behind the fold, line by line."""
+        return [*(line for heading, part in self.parts for line in _statistics(heading, part)), *self.numbers]
 
 
 def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]]) -> Finding:
     """A sentence for each of several results, under a heading of its own.
 
     Args:
-        parts: By heading, or in pairs with one: a verdict, a table of `learning_table`, or a sentence, said as it is.
+        parts: By heading, or in pairs with one: a verdict, a table of `learning_table`, or a sentence or several, said
+            as they are.
 
     Examples:
         >>> table = {"setting": ["cpu"] * 6 + ["cuda"] * 6, "seed": [*range(6)] * 2}
@@ -68,7 +74,9 @@ def in_words(part: Part) -> list[str]:
     """A result in a sentence, or in one for each family of a table."""
     if isinstance(part, Verdict):
         return [_verdict(part)]
-    return [part] if isinstance(part, str) else [_family(*each) for each in part.groupby([*FAMILY], sort=False)]
+    if isinstance(part, pd.DataFrame):
+        return [_family(*each) for each in part.groupby([*FAMILY], sort=False)]
+    return [part] if isinstance(part, str) else part
 
 
 def _below(sentences: list[str]) -> str:
@@ -76,7 +84,7 @@ def _below(sentences: list[str]) -> str:
 
 
 def _statistics(heading: str, part: Part) -> list[str]:
-    if isinstance(part, str):
+    if isinstance(part, str | list):
         return []
     text = str(part) if isinstance(part, Verdict) else learning_finding(part)
     return [f"{heading}:", *text.splitlines()]
@@ -97,8 +105,8 @@ def _verdict(judged: Verdict) -> str:
             continue
         most = rows.seeds_needed.max()
         needed = f"; about {most:.0f} would" if most == most else ""
-        words = WORDS[said].format(block=judged.block, seeds=_span(rows.seeds), needed=needed)
-        parts.append(f"{_listed(rows[judged.factor])}{_against(judged)}: {words}")
+        words = WORDS[said].format(block=judged.block, seeds=span(rows.seeds), needed=needed)
+        parts.append(f"{listed(rows[judged.factor])}{_against(judged)}: {words}")
     return "; ".join(parts) + "."
 
 
@@ -130,15 +138,13 @@ def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
         same = (some.same_bits == some.seeds).all()
         words = WORDS[SAME if same else decision] if decision != "different" else _relative(some)
         where = (
-            ""
-            if some.speed.isna().all() or len(losses) == 1
-            else f" at speed {_listed(map('{:g}'.format, some.speed))}"
+            "" if some.speed.isna().all() or len(losses) == 1 else f" at speed {listed(map('{:g}'.format, some.speed))}"
         )
-        parts.append(words.format(block="seed", seeds=_span(some.seeds), needed="") + where)
+        parts.append(words.format(block="seed", seeds=span(some.seeds), needed="") + where)
     if (different := shares[shares.decision == "different"]).size:
         own = different.beat - different.beat_reference
         counts = [f"{mine} instead of {theirs}" for mine, theirs in zip(own, different.beat_reference, strict=True)]
-        parts.append(f"{_listed(counts)} of {_span(different.seeds)} seeds beat repeating the last frame")
+        parts.append(f"{listed(counts)} of {span(different.seeds)} seeds beat repeating the last frame")
     elif len(shares) and not shares.beat.any():
         parts.append("neither network has learned motion")
     name = {"prednet": "PredNet"}.get(experiment, experiment)
@@ -146,16 +152,18 @@ def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
 
 
 def _relative(rows: pd.DataFrame) -> str:
-    sizes = _listed(f"{abs(part):.0%}" for part in rows.relative)
+    sizes = listed(f"{abs(part):.0%}" for part in rows.relative)
     way = "higher" if (rows.relative > 0).all() else "lower" if (rows.relative < 0).all() else "apart"
     return f"the loss is {sizes} {way}"
 
 
-def _span(numbers: pd.Series) -> str:
+def span(numbers: pd.Series) -> str:
+    """Whole numbers as one, or from the least to the largest."""
     least, most = int(numbers.min()), int(numbers.max())
     return f"{least}" if least == most else f"{least} to {most}"
 
 
-def _listed(words: Iterable[Any]) -> str:
+def listed(words: Iterable[Any]) -> str:
+    """Words as in a sentence: a, b and c."""
     *most, last = map(str, words)
     return f"{', '.join(most)} and {last}" if most else last

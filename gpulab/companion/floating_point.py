@@ -24,6 +24,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from gpulab import records
+from gpulab.companion.findings import SAME, SIZES, WORDS, Finding, Part, listed, span
 from gpulab.data.datasets import load
 from gpulab.data.jpeg import available_decoders, compare_decoders
 from gpulab.diagnostics.operations import byte_round_trip, fused_share, repeatability
@@ -227,12 +228,13 @@ class FactorTable(Report):
 
     plots = "gpulab.companion.floating_point_figures"
 
-    def finding(self, source: str | None = None) -> str:
-        """What the verdicts allow one to say, in sentences; of one source if it is named."""
-        return "\n".join(_sentences(self.table if source is None else self.table[self.table.source == source]))
+    def finding(self, *sources: str) -> Finding:
+        """What the verdicts allow one to say, in sentences; of some sources if they are named."""
+        table = self.table[self.table.source.isin(sources)] if sources else self.table
+        return Finding(_said(table), [*_statistics(table)])
 
     def __str__(self) -> str:
-        return self.finding()
+        return str(self.finding())
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         shown = _shown(self.table)
@@ -404,26 +406,45 @@ def _recorded_rows(record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[t
     return _with_verdicts(record["steps"], _verdicts(runs[same], chosen), RECORDED, profile, there)
 
 
-def _sentences(table: pd.DataFrame) -> Iterator[str]:
-    """A paragraph for each machine: which factors came to which decision, and how far they moved a seed."""
-    measured = table[table.source != NOT_RECORDED]
-    for (source, machine, profile), rows in measured.groupby(["source", "machine", "profile"], sort=False):
-        seeds = ", ".join(map(str, sorted(set(rows.seeds))))
-        yield f"{source} on {machine}, {profile} size, {seeds} seeds; in standard deviations between seeds:"
-        same = rows[(rows.seeds > 0) & (rows.same_bits == rows.seeds)]
-        if len(same):
-            yield f"  the same bits on every seed: {'; '.join(same.factor)}."
-        others = rows.drop(same.index)
-        for decision in (*DECISIONS[::-1], NOT_RECORDED):
-            words = []
-            for row in others[others.decision == decision].itertuples():
-                size = f" {row.effect:+.1g}" if row.seeds else ""
-                interval = f" [{row.low:.1g}, {row.high:.1g}]" if row.low == row.low else ""  # few seeds have none
-                words.append(f"{row.factor}{' (emulated)' if row.emulated else ''}{size}{interval}")
-            if words:
-                yield f"  {decision}: {'; '.join(words)}."
+def _said(table: pd.DataFrame) -> list[tuple[str, Part]]:
+    """A sentence for each machine: which factors came to which decision."""
+    parts: list[tuple[str, Part]] = []
+    for (source, machine, profile), rows in _by_machine(table):
+        decisions = rows.decision.where(~_same_bits(rows), SAME)
+        said = []
+        for decision in (SAME, *DECISIONS[::-1], NOT_RECORDED):
+            some = rows[decisions == decision]
+            if len(some):
+                words = WORDS.get(decision, decision).format(block="seed", seeds=span(rows.seeds), needed="")
+                said.append(f"{listed(_names(some))}: {words}")
+        parts.append((f"{source.capitalize()} on {machine}, {SIZES[profile]}", f"{'; '.join(said)}."))
     if missing := sorted(set(table.factor[table.source == NOT_RECORDED])):
-        yield f"Not recorded: {', '.join(missing)}."
+        parts.append(("Not recorded", f"{listed(missing)}."))
+    return parts
+
+
+def _statistics(table: pd.DataFrame) -> Iterator[str]:
+    """How far each factor moved a seed, a line for each machine."""
+    for (source, machine, _), rows in _by_machine(table):
+        trained = rows[(rows.seeds > 0) & ~_same_bits(rows)]
+        words = []
+        for name, row in zip(_names(trained), trained.itertuples(), strict=True):
+            interval = f" [{row.low:.1g}, {row.high:.1g}]" if row.low == row.low else ""  # few seeds have none
+            words.append(f"{name} {row.effect:+.1g}{interval}")
+        where = f"{source.capitalize()} on {machine}, {span(rows.seeds)} seeds"
+        yield f"{where}, in standard deviations between seeds: {'; '.join(words)}."
+
+
+def _by_machine(table: pd.DataFrame) -> Any:
+    return table[table.source != NOT_RECORDED].groupby(["source", "machine", "profile"], sort=False)
+
+
+def _same_bits(rows: pd.DataFrame) -> pd.Series:
+    return (rows.seeds > 0) & (rows.same_bits == rows.seeds)
+
+
+def _names(rows: pd.DataFrame) -> list[str]:
+    return [f"{row.factor}{' (emulated)' if row.emulated else ''}" for row in rows.itertuples()]
 
 
 def _shown(table: pd.DataFrame) -> pd.DataFrame:

@@ -14,6 +14,7 @@ import torch
 from matplotlib.axes import Axes
 
 from gpulab import records
+from gpulab.companion.findings import Finding, Part, listed
 from gpulab.diagnostics.audits import Audit, audit
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covariance
 from gpulab.plots.style import (
@@ -116,40 +117,50 @@ def cards_table(frame: pd.DataFrame) -> pd.DataFrame:
     return lost.groupby(by, sort=False, as_index=False).agg(seeds=("seed", "nunique"), **measures)
 
 
-def cards_finding(runs: pd.DataFrame, report: Audit, reproduction: Reproduction) -> str:
-    """What runs of the whitener, an audit, a search and the recorded prices allow one to say, in sentences.
+def cards_finding(
+    runs: pd.DataFrame, report: Audit, reproduction: Reproduction, conversions: pd.DataFrame | None = None
+) -> Finding:
+    """What runs of the whitener, an audit, a search, recorded prices and ways to read a byte allow one to say.
 
     Args:
         runs: Those made here and the recorded ones. The verdicts are those on the recorded runs.
         report: The audit of a first step.
         reproduction: What the search for the old losses found.
+        conversions: What `gpulab.recorded_measurements("conversions")` has, with those made here.
     """
-    lines = []
+    became = []
     for row in cards_table(runs[runs.covariance == "one-pass"]).itertuples():
         place = f"{row.setting}, {f'recorded on {row.machine}' if row.recorded else 'here'}"
-        lines.append(f"One-pass covariance under {place}: {row.diverged} of {row.seeds} seeds became NaN.")
+        became.append(f"{row.diverged} of {row.seeds} seeds under {place}.")
     first = report.findings[0]
-    lines.append(f"The audit blames {first.operation} ({first.phase}), {first.kind}, at {first.line}.")
-    lines += _cures(runs[runs.recorded])
+    blamed = f"The audit blames {first.operation} ({first.phase}), {first.kind}, at {first.line}."
+    cures, numbers = _cures(runs[runs.recorded])
+    parts: list[tuple[str, Part]] = [("One-pass covariance became NaN", became), ("The operation", blamed), *cures]
     for machine, rows in recorded_prices().groupby("machine"):
         ms = rows.set_index(["setting", "covariance"]).ms
-        lines.append(
-            f"A step of a large one on {machine}: {ms['cuda:tf32=off', 'one-pass']:.1f} ms in float32; in TF32 "
+        text = (
+            f"A step of a large one takes {ms['cuda:tf32=off', 'one-pass']:.1f} ms in float32; in TF32 "
             f"{ms['cuda:tf32=on', 'centred']:.1f} ms centred, and {ms['cuda:tf32=on', 'float32']:.1f} ms with the one "
             "product kept in float32."
         )
+        parts.append((f"The price, on {machine}", text))
     changed = reproduction.table[reproduction.table.distance > 0]
     original = {name: str(value) for name, value in reproduction.original.items() if name in ARITHMETIC}
     arithmetic = (changed[[*original]].map(str) != pd.Series(original)).any(axis=1)
-    lines += [
-        f"Of {len(tried)} {what} {_outcomes(tried)} (margin {reproduction.margin_asked})."
-        for what, tried in (
-            ("retunings of the training", changed[~arithmetic]),
-            ("changes of the arithmetic", changed[arithmetic]),
-        )
-        if len(tried)
-    ]
-    return "\n".join(lines)
+    kinds = {"retunings of the training": changed[~arithmetic], "changes of the arithmetic": changed[arithmetic]}
+    found = [f"Of {len(tried)} {what} {_outcomes(tried)}." for what, tried in kinds.items() if len(tried)]
+    parts.append((f"The old losses, within {reproduction.margin_asked}", found))
+    return Finding([*parts, *([] if conversions is None else _bytes(conversions))], numbers)
+
+
+def _bytes(conversions: pd.DataFrame) -> list[tuple[str, Part]]:
+    """Which ways of reading a byte give it back, and on which machine `x / 255` is a division."""
+    whole = (conversions.returned == 256).mean()
+    said = [f"All 256 return as they were in {whole:.0%} of the ways, formats and devices tried."]
+    elsewhere = conversions[(conversions.machine != "here") & (conversions.way == "x / 255")]
+    for row in elsewhere[elsewhere.format == "float32"].itertuples():
+        said.append(f"x / 255 on {row.machine}: {row.as_division} of 256 have the bits of a division on this CPU.")
+    return [("Bytes of an image", said)]
 
 
 def _outcomes(tried: pd.DataFrame) -> str:
@@ -160,19 +171,19 @@ def _outcomes(tried: pd.DataFrame) -> str:
     return ", ".join(f"{some.sum()} {words}" for words, some in counts.items())
 
 
-def _cures(recorded: pd.DataFrame) -> list[str]:
-    """The verdict on each cure in TF32 against one pass in float32, within each of `MARGINS`."""
+def _cures(recorded: pd.DataFrame) -> tuple[list[tuple[str, Part]], list[str]]:
+    """The verdict on each cure in TF32 against one pass in float32, within each of `MARGINS`; and its numbers."""
     named = recorded.assign(way=recorded.covariance + " under " + recorded.setting)
     reference = "one-pass under cuda:tf32=off"
     cured = named[(named.way == reference) | ((named.setting == "cuda:tf32=on") & (named.covariance != "one-pass"))]
     if reference not in set(cured.way):
-        return []
+        return [], []
     verdicts = [verdict(cured, factor="way", margin=margin, reference=reference) for margin in MARGINS]
-    lines = []
+    said = []
     for row in verdicts[0].table.itertuples():
-        within = ", ".join(f"within {judged.margin} {judged.decisions[row.way]}" for judged in verdicts)
-        lines.append(f"{row.way} against {reference}: {row.seeds} seeds, {row.diverged} became NaN; {within}.")
-    return lines
+        within = listed(f"{judged.decisions[row.way]} within {judged.margin}" for judged in verdicts)
+        said.append(f"{row.way}: {row.diverged} of {row.seeds} seeds became NaN; {within}.")
+    return [(f"The cures, against {reference}", said)], [line for each in verdicts for line in str(each).splitlines()]
 
 
 def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:

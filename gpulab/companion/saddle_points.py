@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pandas as pd
 
+from gpulab.companion.findings import SIZES, Finding, Part, in_words, listed
 from gpulab.errors import UsageError
 from gpulab.stats.verdicts import verdict
 
 COMPARED = {"index_fraction": "share of ways down", "smallest": "steepest way down"}
 
 
-def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame | None = None) -> str:
-    """Sentences about escapes and curvature, or one of them.
+def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame | None = None) -> Finding:
+    """What is known about escapes and curvature, or one of them.
 
     Args:
         escapes: The `table` of `gpulab.escape_table`.
@@ -25,41 +26,47 @@ def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame 
         >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
         >>> saddle = gpulab.linear_autoencoder_saddle(data, [1])
         >>> escapes = gpulab.escape_table(saddle, ["cpu:precision=float64"], perturbations=[1e-3], progress=False)
-        >>> saddle_finding(escapes.table).splitlines()[-1][:50]
+        >>> saddle_finding(escapes.table).statistics()[-1][:50]
         'Pushed off the saddle (made here): 1 of 1 left, af'
     """
     if escapes is None and curvature is None:
         raise UsageError("saddle_finding: expected escapes, curvature, or both")
-    lines = [] if escapes is None else _escapes(escapes)
-    return "\n".join(lines + ([] if curvature is None else _curvature(curvature)))
+    none = Finding([])
+    leaving = none if escapes is None else _escapes(escapes)
+    ways_down = none if curvature is None else _curvature(curvature)
+    return Finding([*leaving.parts, *ways_down.parts], [*leaving.numbers, *ways_down.numbers])
 
 
-def _escapes(table: pd.DataFrame) -> list[str]:
+def _escapes(table: pd.DataFrame) -> Finding:
     whole, master = table.batch_size == 0, table.master_weights.astype(bool)
     alone = table[whole & (table.perturbation == 0) & ~master]
-    lines = [*_deciding(alone), *_criterion(alone)]
+    parts, lines = [*_deciding(alone), *_criterion(alone)], []
     for (recorded, optimizer), rows in alone.groupby(["recorded", "optimizer"], sort=False):
         stayed = [f"{setting} at {_rates(part)}" for setting, part in rows[~rows.left].groupby("setting", sort=False)]
         text = f"{optimizer} ({_where(recorded)}{_timed(rows)}): {rows.left.sum()} of {len(rows)} left{_late(rows)}"
         lines.append(f"{text}; stayed under {', '.join(stayed)}." if stayed else f"{text}.")
     stayed = alone[~alone.left].groupby(["recorded", "setting", "optimizer", "learning_rate"]).size().index
-    for key, rows in table[master & whole].groupby(["recorded", "setting", "optimizer", "learning_rate"]):
-        if key in stayed:
-            where, expected = f"{_where(key[0])}{_timed(rows)}", rows.expected.median()
-            so = " What is rounded away is the update." if rows.left.all() else ""
-            lines.append(
-                f"With the gradients of {key[1]}, but weights in float64, {key[2]} leaves where it stayed ({where}; "
-                f"theory {expected:,.0f}): {rows.left.sum()} of {len(rows)}.{so}"
-            )
+    freed = [each for each in table[master & whole].groupby([*stayed.names]) if each[0] in stayed]
+    if freed:
+        left = pd.concat([rows.left for _, rows in freed])
+        so = ": what is rounded away is the update" if left.all() else ""
+        text = f"With the same gradients, but weights in float64, {left.sum()} of {len(left)} leave after all{so}."
+        parts.append(("Why they stay", text))
+    for (recorded, setting, optimizer, _), rows in freed:
+        where = f"{_where(recorded)}{_timed(rows)}; theory {rows.expected.median():,.0f}"
+        who = f"With the gradients of {setting}, but weights in float64, {optimizer} leaves where it stayed"
+        lines.append(f"{who} ({where}): {rows.left.sum()} of {len(rows)}.")
     for recorded, rows in table[whole & (table.perturbation > 0)].groupby("recorded"):
         lines.append(f"Pushed off the saddle ({_where(recorded)}): {rows.left.sum()} of {len(rows)} left{_late(rows)}.")
     for (_, optimizer, rate), rows in table[~whole].groupby(["recorded", "optimizer", "learning_rate"], sort=False):
         lines += _minibatches(rows, alone[(alone.optimizer == optimizer) & (alone.learning_rate == rate)])
-        lines += _same_batches(rows)
-    return lines
+        compared, answer = _same_batches(rows)
+        lines += compared
+        parts += answer
+    return Finding(parts, lines)
 
 
-def _deciding(alone: pd.DataFrame) -> list[str]:
+def _deciding(alone: pd.DataFrame) -> list[tuple[str, Part]]:
     """Under which optimisers the arithmetic decides whether a network leaves; of what was made here, if anything."""
     shown = alone[~alone.recorded.astype(bool)] if not alone.recorded.all() else alone
     free, held = [], []
@@ -68,14 +75,15 @@ def _deciding(alone: pd.DataFrame) -> list[str]:
         stayed = [f"{s} ({n} of {of} left)" for s, n, of in counts.itertuples() if n < of]
         name = f"{optimizer} at {rate:.3g}"
         if stayed:
-            held.append(f"{name} stays under {', '.join(stayed)}")
+            held.append(f"{name} stays under {listed(stayed)}.")
         else:
-            free.append(f"{name} leaves in every arithmetic, after {_steps(rows)} steps")
-    both = "It is the optimiser that decides what an arithmetic does at a saddle: " if free and held else ""
-    return [f"{both}{'; '.join(free + held)}."] if free or held else []
+            free.append(name)
+    said = ["It is the optimiser that decides what an arithmetic does at a saddle."] if free and held else []
+    said += [f"{listed(free)} {'leaves' if len(free) == 1 else 'leave'} in every arithmetic."] if free else []
+    return [("What leaves a saddle", said + held)] if free or held else []
 
 
-def _criterion(alone: pd.DataFrame) -> list[str]:
+def _criterion(alone: pd.DataFrame) -> list[tuple[str, Part]]:
     known = alone[alone.step_ratio.notna()]
     if known.empty:
         return []
@@ -83,10 +91,11 @@ def _criterion(alone: pd.DataFrame) -> list[str]:
     left = [f"{known.left[side].sum()} of {side.sum()}" for side in (above, ~above)]
     wrong = known.step_ratio[known.left != above]
     near = f" The exceptions are within a factor of {wrong.map(lambda r: max(r, 1 / r)).max():.1f} of it."
-    return [
+    text = (
         f"Where the optimiser's step is above half a last place of the weights, {left[0]} left; where it is below, "
         f"{left[1]}.{near if len(wrong) else ''}"
-    ]
+    )
+    return [("When", text)]
 
 
 def _minibatches(rows: pd.DataFrame, alone: pd.DataFrame) -> list[str]:
@@ -118,41 +127,46 @@ def _timed(rows: pd.DataFrame) -> str:
     return f", after {_steps(rows)} steps" if rows.left.any() else ""
 
 
-def _same_batches(table: pd.DataFrame) -> list[str]:
-    """What the same minibatches do in different arithmetic: the article's explanation, put to the test."""
+def _same_batches(table: pd.DataFrame) -> tuple[list[str], list[tuple[str, Part]]]:
+    """What the same minibatches do in different arithmetic, in numbers and in words: the article's explanation."""
     stuck = [setting for setting, rows in table.groupby("setting", sort=False) if not rows.left.any()]
     steps = table.pivot_table(index=["batch_size", "seed"], columns="setting", values="steps").dropna()
     if steps.shape[1] < 2 or len(steps) < 2:
-        return []
+        return [], []
     arithmetic = float((steps.max(axis=1) / steps.min(axis=1) - 1).median())
     seeds = float((steps.max() / steps.min() - 1).median())
     who = f"{table.optimizer.iloc[0]} at {_rates(table)}"
-    lines = [
+    compared = (
         f"With the same minibatches, the escape by {who} takes {arithmetic:.1%} longer in the slowest arithmetic "
         f"that leaves than in the fastest (median of {len(steps)} seeds); from seed to seed up to {seeds:.0%} longer."
-    ]
+    )
     if stuck:
-        return [*lines, f"So the batches lead away, but not under {', '.join(stuck)}."]
-    batches = "So with minibatches it is the batches that lead away, and the arithmetic hardly matters."
-    both = "So even with minibatches the arithmetic matters here as much as the seed."
-    return [*lines, batches if arithmetic < seeds / 2 else both]
+        answer = f"The batches lead away, but not under {listed(stuck)}."
+    elif arithmetic < seeds / 2:
+        answer = "It is the batches that lead away, and the arithmetic hardly matters."
+    else:
+        answer = "Even with minibatches the arithmetic matters here as much as the seed."
+    return [compared], [(f"With minibatches, {who}", answer)]
 
 
-def _curvature(frame: pd.DataFrame) -> list[str]:
-    lines = []
+def _curvature(frame: pd.DataFrame) -> Finding:
+    correlations, numbers = [], []
     for (network, size, recorded), rows in frame.groupby(["experiment", "profile", "recorded"], sort=False):
-        where = f"{network}, {size} size ({_where(recorded)})"
         measured = rows.dropna(subset=["loss", "index_fraction"])
         r = measured.loss.corr(measured.index_fraction, method="spearman", min_periods=3)
-        lines.append(f"{where}: rank correlation of loss and share of ways down {r:+.2f}, {len(measured)} snapshots.")
-    for (network, size), rows in frame.groupby(["experiment", "profile"], sort=False):
-        ended = rows[rows.final].drop_duplicates(["setting", "seed"])
-        for metric, name in COMPARED.items() if ended.setting.nunique() > 1 else ():
-            judged = verdict(ended, metric=metric)
-            decisions = "; ".join(f"{setting} {decision}" for setting, decision in judged.decisions.items())
-            where = f"{network}, {size} size, at the end of training"
-            lines.append(f"{where}, {name}, against {judged.reference}: {decisions}.")
-    return lines
+        where = f"{network}, {SIZES[size]} ({_where(recorded)})"
+        correlations.append(f"{where}: rank correlation {r:+.2f}, {len(measured)} snapshots.")
+    parts: list[tuple[str, Part]] = [("Loss and share of ways down", correlations)]
+    for metric, name in COMPARED.items():
+        said = []
+        for (network, size), rows in frame.groupby(["experiment", "profile"], sort=False):
+            ended = rows[rows.final].drop_duplicates(["setting", "seed"])
+            if ended.setting.nunique() > 1:
+                judged = verdict(ended, metric=metric)
+                said += [f"{network}, {SIZES[size]}: {sentence}" for sentence in in_words(judged)]
+                numbers += [f"{network}, {SIZES[size]}, {name}:", *str(judged).splitlines()]
+        parts += [(f"{name.capitalize()}, at the end of training", said)] if said else []
+    return Finding(parts, numbers)
 
 
 def _where(recorded: bool) -> str:

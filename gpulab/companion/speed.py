@@ -13,6 +13,7 @@ import pandas as pd
 from matplotlib.colors import to_rgb
 
 from gpulab import records
+from gpulab.companion.findings import SIZES, Finding, Part, listed
 from gpulab.errors import UsageError
 from gpulab.plots.style import FAINT, INK, canvas, colour, finished, level_colours, log_scale, points
 from gpulab.report import Picture
@@ -211,8 +212,8 @@ def _on_both(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.groupby(["width", "gpu"]).value.first().unstack().reindex(columns=[False, True]).dropna()
 
 
-def speed_finding(frame: pd.DataFrame) -> str:
-    """What was measured here, then what was recorded, in sentences.
+def speed_finding(frame: pd.DataFrame) -> Finding:
+    """What was measured here, then what was recorded.
 
     Args:
         frame: Everything from `measure_speed` and `recorded_speed`.
@@ -220,24 +221,31 @@ def speed_finding(frame: pd.DataFrame) -> str:
     here, recorded = frame[~frame.recorded], frame[frame.recorded]
     mine = here[~on_gpu(here)] if not on_gpu(here).all() else here
     shares = _phases(mine)
-    back = ", ".join(f"{share:.0%} ({row[0]})" for row, share in (shares.backward / shares.sum(axis=1)).items())
+    back = [f"{share:.0%} ({row[0]})" for row, share in (shares.backward / shares.sum(axis=1)).items()]
     text = mine[mine.part == "text"].groupby(["way", "unit"]).value.median()
-    lines = [
-        f"On this {'GPU' if on_gpu(mine).all() else 'CPU'} backpropagation takes {back} of a step.",
+    parts: list[tuple[str, Part]] = [
+        (f"On this {'GPU' if on_gpu(mine).all() else 'CPU'}", f"Backpropagation takes {listed(back)} of a step.")
+    ]
+    numbers = [
         f"A text classifier trains in {text['float32', 's']:.3g} s here; right on {text['float32', 'accuracy']:.0%} "
         f"of unseen texts, and {text['most frequent class', 'accuracy']:.0%} are of the most frequent class.",
     ]
     for machine, rows in recorded[on_gpu(recorded)].groupby("machine"):
         seconds = _on_both(pd.concat([mine, rows]))
         less = int((seconds[False] < seconds[True]).sum())
-        lines.append(
-            f"An update of three layers takes less time here than on {machine} at {less} of {len(seconds)} widths."
-        )
+        small = f"An update of three layers takes less time here than there at {less} of {len(seconds)} widths."
+        parts.append((f"Small networks, against {machine}", small))
         both = pd.concat([recorded[~on_gpu(recorded)], rows])
-        for size, claims in ((size, claims_table(both, size)) for size in ("quick", "paper")):
-            for row in claims[claims.times.notna()].itertuples():
-                lines.append(f"Recorded on {machine}, {size}: {row.claim}: {row.times:.3g}×, claimed: {row.claimed}.")
-    return "\n".join(lines)
+        claims = pd.concat([claims_table(both, size).assign(size=SIZES[size]) for size in ("quick", "paper")])
+        said = []
+        for (claim, claimed), measured in claims.dropna(subset="times").groupby(["claim", "claimed"], sort=False):
+            answers = [
+                f"{'yes' if t > 1 else 'no'}, {t:.3g}× ({size})"
+                for t, size in zip(measured.times, measured["size"], strict=True)
+            ]
+            said.append(f"{claim[0].upper()}{claim[1:]}: {'; '.join(answers)}. Claimed: {claimed}.")
+        parts += [(f"What was claimed, recorded on {machine}", said)] if said else []
+    return Finding(parts, numbers)
 
 
 def on_gpu(frame: pd.DataFrame) -> pd.Series:

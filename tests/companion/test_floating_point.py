@@ -79,10 +79,11 @@ def test_what_nobody_measured_says_so(monkeypatch, tmp_path):
 
 
 def test_it_is_said_in_words_and_drawn(report):
-    text = report.finding("made here")
-    assert "the same bits on every seed: " in text
-    assert "TF32 (emulated)" in text
-    assert "smoke size, 2 seeds" in text
+    finding = report.finding("made here")
+    assert ": the same bits in every seed" in str(finding)
+    assert "TF32 (emulated)" in str(finding)
+    assert "smallest size" in finding.parts[0][0]
+    assert "2 seeds, in standard deviations between seeds: " in finding.statistics()[0]
     assert len(report.plot().png()) < 150_000
     shown, _ = report._repr_mimebundle_()
     assert "made here, emulated" in shown["text/plain"]

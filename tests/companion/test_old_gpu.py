@@ -84,14 +84,27 @@ def test_the_finding_says_what_the_numbers_say(here, recorded, store):
     old = here[here.setting == CPU]
     search = {"learning_rate": [2e-3], "tf32": ["off"]}
     found = gl.reproduce(old, search, TF32, margin="1sd", store=store, progress=False)
-    text = gl.cards_finding(pd.concat([here, recorded]), gl.recorded_cards_audit(), found)
-    assert f"under {CPU}, here: 0 of 6 seeds became NaN" in text
-    assert f"under {TF32}, here: 6 of 6 seeds became NaN" in text
-    assert "recorded on NVIDIA H200: 37 of 40 seeds became NaN" in text
+    finding = gl.cards_finding(pd.concat([here, recorded]), gl.recorded_cards_audit(), found)
+    text = str(finding)
+    assert f"0 of 6 seeds under {CPU}, here." in text
+    assert f"6 of 6 seeds under {TF32}, here." in text
+    assert "37 of 40 seeds under cuda:tf32=on, recorded on NVIDIA H200." in text
     assert "The audit blames mm (forward), reduced precision" in text
-    assert "centred under cuda:tf32=on against one-pass under cuda:tf32=off: 40 seeds, 0 became NaN" in text
-    assert "Of 1 retunings of the training 0 gave the old losses back, 0 did not, 1 left it open (margin 1sd)." in text
-    assert "Of 1 changes of the arithmetic 1 gave the old losses back, 0 did not, 0 left it open (margin 1sd)." in text
+    assert (
+        "The cures, against one-pass under cuda:tf32=off:\n  centred under cuda:tf32=on: 0 of 40 seeds became NaN"
+        in text
+    )
+    assert "The old losses, within 1sd:\n" in text
+    assert "Of 1 retunings of the training 0 gave the old losses back, 0 did not, 1 left it open." in text
+    assert "Of 1 changes of the arithmetic 1 gave the old losses back, 0 did not, 0 left it open." in text
+    assert any(line.startswith("centred under cuda:tf32=on against") for line in finding.statistics())
+
+
+def test_bytes_are_said_beside_it():
+    ((heading, said),) = old_gpu._bytes(gl.recorded_measurements("conversions"))
+    assert heading == "Bytes of an image"
+    assert said[0] == "All 256 return as they were in 100% of the ways, formats and devices tried."
+    assert any("of 256 have the bits of a division on this CPU" in sentence for sentence in said)
 
 
 def test_a_change_that_settles_nothing_is_not_counted_as_a_failure():

@@ -234,13 +234,14 @@ def test_backends_are_told_apart_by_the_passport():
 
 def test_the_finding_names_what_was_recorded_and_what_was_claimed(measured):
     here = pd.concat(measured.values())
-    alone = gl.companion.speed_finding(here)
-    assert alone.count("\n") == 1
-    assert gl.companion.speed_finding(here.assign(setting="mps")).startswith("On this GPU backpropagation takes")
+    ((place, _),) = alone = gl.companion.speed_finding(here).sentences()
+    assert place == "On this CPU"
+    assert gl.companion.speed_finding(here.assign(setting="mps")).parts[0][0] == "On this GPU"
     recorded = rows("text", {"float32": 100.0}, **{**HERE, "recorded": True})
     both = gl.companion.speed_finding(pd.concat([here, recorded, rows("text", {"float32": 20.0}, **GPU)]))
-    assert both.startswith(alone)
-    assert "Recorded on a GPU, quick: text classification is faster on a GPU: 5×, claimed: 198.2 s" in both
+    assert both.sentences()[:1] == alone
+    (claim,) = dict(both.sentences())["What was claimed, recorded on a GPU"]
+    assert claim.startswith("Text classification is faster on a GPU: yes, 5× (quick size). Claimed: 198.2 s")
 
 
 def test_what_an_update_spends_its_time_on(monkeypatch):
