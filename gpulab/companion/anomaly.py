@@ -8,6 +8,7 @@ the window's last frame.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pandas as pd
 from matplotlib.ticker import NullFormatter
@@ -86,15 +87,18 @@ def _check_loaders(frame: pd.DataFrame) -> None:
         raise UsageError(f"loaders {sorted(loaders)}: expected {PLAIN!r} and one of {', '.join(SHARING)}")
 
 
+def window_finding(row: Any) -> str:
+    """A row of `first_window` in a sentence."""
+    off = f"is off by {row.gradient_difference:.1%}" if row.gradient_difference else "agrees to the last bit"
+    return (
+        f"{row.network}, {row.setting}: {row.same_losses} of {row.losses} forward losses of the window have the same "
+        f"bits, the gradient {off} (rounding: {100 * row.rounding:.0e} %)."
+    )
+
+
 def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
     """What `first_window` and `anomaly_table` allow one to say, and what they do not, in sentences."""
-    lines = []
-    for row in window.itertuples():
-        off = f"is off by {row.gradient_difference:.1e}" if row.gradient_difference else "agrees to the last bit"
-        lines.append(
-            f"{row.network} under {row.setting}, one window, reused against copied: {row.same_losses} of {row.losses} "
-            f"forward losses have the same bits; the gradient {off} (rounding: {row.rounding:.0e})."
-        )
+    lines = [window_finding(row) for row in window.itertuples()]
     keys = ["experiment", "profile", "setting", "loader"]
     for (experiment, size, setting, loader), rows in table.groupby(keys, sort=False):
         where = f"{experiment}, {size} size, {setting}, {loader} against {PLAIN}"

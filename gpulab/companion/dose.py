@@ -15,6 +15,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from numpy.typing import ArrayLike
 
 from gpulab.companion.anomaly import SPEED_COLOURS
+from gpulab.companion.findings import SIZES, Finding
 from gpulab.errors import UsageError
 from gpulab.plots.style import INK, canvas, finished, is_recorded, key, origin_keys, points
 from gpulab.records import recorded_folder
@@ -94,26 +95,29 @@ def rank_correlation(x: ArrayLike, y: ArrayLike, confidence: float = 0.95) -> tu
     return rho, math.tanh(z - reach), math.tanh(z + reach)
 
 
-def dose_finding(frame: pd.DataFrame) -> str:
+def dose_finding(frame: pd.DataFrame) -> Finding:
     """Whether the bias predicts the loss, in a sentence for each size and setting.
 
     Args:
         frame: From `recorded_dose` or `dose_runs`.
     """
-    lines = []
+    said, numbers = [], []
     for (size, setting, machine), runs in frame.groupby(KIND, sort=False):
         cells = dose_table(runs)
         rho, low, high = rank_correlation(cells.bias, cells.ratio)
         alone = [rank_correlation(one.bias, one.ratio)[0] for _, one in runs.groupby("seed")]
         trend = "the loss is higher" if low > 0 else "the loss is lower" if high < 0 else "no trend is shown either way"
-        lines.append(
-            f"{size} size, {setting} ({machine}), {cells.seeds.max()} seeds in {len(cells)} cells: sharing changes "
-            f"the loss by {cells.ratio.min() - 1:+.1%} to {cells.ratio.max() - 1:+.1%}, where the gradient is off by "
-            f"{cells.bias.min():.0%} to {cells.bias.max():.0%}. The rank correlation of the cells is {rho:+.2f} "
-            f"(95 % interval {low:+.2f} to {high:+.2f}), in single seeds {min(alone):+.2f} to {max(alone):+.2f}: where "
-            f"the gradient is further off, {trend}."
+        said.append(
+            f"{SIZES[size]}, {setting} ({machine}): with shared memory the loss is higher in "
+            f"{(cells.ratio > 1).sum()} of {len(cells)} cells; where the gradient is further off, {trend}."
         )
-    return "\n".join(lines)
+        numbers.append(
+            f"{SIZES[size]}, {setting} ({machine}), {cells.seeds.max()} seeds in {len(cells)} cells: the loss is "
+            f"{cells.ratio.min():.2f} to {cells.ratio.max():.2f} times as high, where the gradient is off by "
+            f"{cells.bias.min():.0%} to {cells.bias.max():.0%}. The rank correlation of the cells is {rho:+.2f} "
+            f"(95 % interval {low:+.2f} to {high:+.2f}), in single seeds {min(alone):+.2f} to {max(alone):+.2f}."
+        )
+    return Finding([("Dose and response, in our own port", said)], numbers)
 
 
 def dose_response(frame: pd.DataFrame) -> Picture:

@@ -5,21 +5,21 @@ What is compared, on which seeds and films, and by which tests, was laid down in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
 from matplotlib.ticker import LogLocator, NullLocator
 
 from gpulab import records
+from gpulab.companion.anomaly import window_finding
 from gpulab.companion.dose import dose_finding
+from gpulab.companion.findings import Finding, Part, listed
 from gpulab.companion.learning import ALL, BEAT, blurred_losses
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, canvas, finished, key, origin_keys, points
-from gpulab.report import Picture, Report
+from gpulab.report import Picture
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, decide, p_text, verdict
 from gpulab.training import store
@@ -45,11 +45,22 @@ LINE = (
     "frame. An autoencoder takes its gradient before the buffer is filled again, and the port to PyTorch loads whole "
     "clips: neither is touched. (A window is 20 frames in a row, after which the weights are updated once.)"
 )
+MEASURE = (
+    "By the loss, which is the mean squared error of predicted frames; and by whether it is below that of repeating "
+    "the last frame, the laziest prediction."
+)
 UNKNOWN = (
     "Whether this line was the only cause. Their code and their library were run here as published; their film (from "
     "body-worn cameras) and their machines cannot be had, and cuDNN, which they used, was off, since today's CuPy "
     "has none that Chainer could use."
 )
+
+
+HEADINGS = {
+    "one line, on a GPU": "In what the published network learns: on a GPU, with the memory changed and nothing else",
+    "one line, on a CPU": "The same on a CPU",
+    "four cells": "Is it the device? Both devices with both kinds of memory, at half the size",
+}
 
 
 class Comparison(NamedTuple):
@@ -253,20 +264,6 @@ def published_figure(frame: pd.DataFrame) -> Picture:
     return finished(figure, title, alt, keys, columns=3)
 
 
-@dataclass(frozen=True)
-class Page(Report):
-    """A page of paragraphs, each a heading and what is said under it."""
-
-    parts: Sequence[tuple[str, str]]
-
-    def __str__(self) -> str:
-        return "\n".join(f"{heading}. {text}" for heading, text in self.parts)
-
-    def html(self) -> str:
-        """The paragraphs as HTML."""
-        return Markup().join(Markup("<p><b>{}.</b> {}</p>").format(*part) for part in self.parts)
-
-
 def published_page(
     window: pd.DataFrame,
     table: pd.DataFrame,
@@ -274,7 +271,7 @@ def published_page(
     dose: pd.DataFrame | None = None,
     windows: pd.DataFrame | None = None,
     longer: pd.DataFrame | None = None,
-) -> Page:
+) -> Finding:
     """What was claimed, what was wrong, how one knows and what remains unknown, on one page.
 
     Args:
@@ -285,36 +282,42 @@ def published_page(
         windows: From `recorded_windows`: gradients of the published code on both devices.
         longer: From `learning_table`, of `longer_runs`: shared memory against a frame's own.
     """
-    parts = [
-        ("Claimed", CLAIM),
-        ("What was wrong", LINE),
-        (
-            "In the gradient, in our port to PyTorch, which keeps the buffer",
-            " ".join(_gradient(row) for row in window.itertuples()),
-        ),
-    ]
+    parts: list[tuple[str, Part]] = [("Claimed", CLAIM), ("What was wrong", LINE), ("How it is measured", MEASURE)]
+    numbers = [window_finding(row) for row in window.itertuples()]
     if windows is not None:
-        first = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")].itertuples()
-        parts.append(("In the gradient, in the published code, first window", "; ".join(map(_in_chainer, first)) + "."))
-    parts += [(heading, " ".join(map(_compared, some))) for heading, some in _of_family(table)]
-    if len(trips):
-        same, windows = trips.same_bits.sum(), trips.windows.sum()
-        bits = "the same bits" if same == windows else f"the same bits in {same:,} of {windows:,} only"
-        text = f"With and without it the losses of {windows:,} windows have {bits} ({trips.seeds.sum()} pairs of runs)."
-        parts.append(("Another step that only a GPU takes, the round trip to the CPU after each update", text))
-    if dose is not None:
-        parts.append(("Dose and response, in our own port", dose_finding(dose)))
+        first = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")]
+        parts.append(("In the first gradient", _gradients(first)))
+        numbers += [f"First window of the published code: {'; '.join(map(_in_chainer, first.itertuples()))}."]
+    for family, rows in table.groupby("family", sort=False):
+        pairs = rows.groupby(["condition", "reference"], sort=False)
+        parts.append((HEADINGS[family], [_over_films(pair) for _, pair in pairs]))
+        films = rows.groupby(["condition", "reference", "film"], sort=False)
+        numbers += [f"{family}: {_compared([*pair.itertuples()])}" for _, pair in films]
     if longer is not None:
-        parts.append(("Ten times as long, in our own port", _longer(longer)))
-    return Page([*parts, ("Not known", UNKNOWN)])
+        parts.append(("Does it heal with time? Our own port, ten times as long", _longer(longer)))
+    if dose is not None:
+        found = dose_finding(dose)
+        parts += found.parts
+        numbers += found.numbers
+    if len(trips):
+        same, counted = trips.same_bits.sum(), trips.windows.sum()
+        bits = "the same bits" if same == counted else f"the same bits in {same:,} of {counted:,} only"
+        text = f"With and without it the losses of {counted:,} windows have {bits} ({trips.seeds.sum()} pairs of runs)."
+        parts.append(("Another step that only a GPU takes, the round trip to the CPU after each update", text))
+    return Finding([*parts, ("Not known", UNKNOWN)], numbers)
 
 
-def _gradient(row: Any) -> str:
-    off = f"is off by {row.gradient_difference:.1%}" if row.gradient_difference else "agrees to the last bit"
-    return (
-        f"{row.network}, {row.setting}: {row.same_losses} of {row.losses} forward losses of the first window have the "
-        f"same bits, the gradient {off} (rounding: {row.rounding:.0e})."
-    )
+def _gradients(first: pd.DataFrame) -> list[str]:
+    """How far gradients are apart whose frames have memory of their own, or share it, or one does and the other not."""
+    sharing = [cells.isin(["cpu reused", "cuda shared"]) for cells in (first.of, first.against)]
+    unlike = sharing[0] != sharing[1]
+    apart, alike = first.gradient_difference[unlike], first.gradient_difference[~unlike]
+    same, losses = first.same_losses[unlike].sum(), first.losses[unlike].sum()
+    return [
+        f"Taken with shared memory, the published code's is off by {apart.max():.1%}, on a CPU and on a GPU.",
+        f"The losses do not tell: {same} of {losses} have the same bits.",
+        f"Where frames are handed over alike, a CPU's and a GPU's are at most {alike.max():.4%} apart.",
+    ]
 
 
 def _in_chainer(row: Any) -> str:
@@ -325,21 +328,25 @@ def _in_chainer(row: Any) -> str:
     return " against ".join(names).replace("cuda", "GPU").replace("cpu", "CPU") + f" {off}"
 
 
-def _longer(table: pd.DataFrame) -> str:
-    share, loss = (next(table[table.metric == metric].itertuples()) for metric in (BEAT, ALL))
+def _over_films(rows: pd.DataFrame) -> str:
+    """One comparison, of all its films together."""
+    loss, share = (rows[rows.endpoint == endpoint] for endpoint in (LOSS, BEATS))
+    seeds, ratios = loss.seeds.sum(), sorted({f"{loss.ratio.min():.2f}", f"{loss.ratio.max():.2f}"}, key=float)
+    films = f" on {len(loss)} films" if len(loss) > 1 else ""
     return (
-        f"50,000 frames, {share.seeds} seeds: a frame's own memory, {share.beat_reference} of {share.seeds} beat "
-        f"repeating the last frame; shared, {share.beat - share.beat_reference} ({share.decision}). The loss with "
-        f"shared memory is {1 + loss.relative:.2f} times as high ({loss.decision}), higher for {loss.worse} of "
-        f"{loss.seeds} seeds."
+        f"{loss.condition.iloc[0]}, against {loss.reference.iloc[0]}: the loss is {' to '.join(ratios)} times as high, "
+        f"higher for {loss.worse.sum()} of {seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))}); "
+        f"{share.beat.sum()} instead of {share.beat_reference.sum()} of {seeds} beat repeating the last frame."
     )
 
 
-def _of_family(table: pd.DataFrame) -> Iterator[tuple[str, list[list[Any]]]]:
-    """The rows of each family, those of one comparison and film together."""
-    for family, rows in table.groupby("family", sort=False):
-        pairs = rows.groupby(["condition", "reference", "film"], sort=False)
-        yield f"In the losses, in the published code, {family}", [list(pair.itertuples()) for _, pair in pairs]
+def _longer(table: pd.DataFrame) -> str:
+    share, loss = (next(table[table.metric == metric].itertuples()) for metric in (BEAT, ALL))
+    return (
+        f"After 50,000 frames the loss with shared memory is {1 + loss.relative:.2f} times as high, higher for "
+        f"{loss.worse} of {loss.seeds} seeds ({loss.decision}); {share.beat - share.beat_reference} instead of "
+        f"{share.beat_reference} of {share.seeds} beat repeating the last frame."
+    )
 
 
 def _compared(rows: list[Any]) -> str:

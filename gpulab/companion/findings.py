@@ -65,7 +65,7 @@ def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]]) -> Finding:
         >>> losses = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
         >>> import gpulab as gl
         >>> print(finding({"A card": gl.verdict(pd.DataFrame({**table, "final_loss": losses}))}))
-        A card: cuda against cpu: 80% higher, in 6 of 6 seeds.
+        A card: cuda against cpu: 1.8 times as high, higher in 6 of 6 seeds.
     """
     return Finding([*(parts.items() if isinstance(parts, Mapping) else parts)])
 
@@ -106,6 +106,8 @@ def _verdict(judged: Verdict) -> str:
         most = rows.seeds_needed.max()
         needed = f"; about {most:.0f} would" if most == most else ""
         words = WORDS[said].format(block=judged.block, seeds=span(rows.seeds), needed=needed)
+        if said == "inconclusive" and len(rows) == 1:
+            words = f"{_higher(rows.iloc[0], judged)}, but {words}"
         parts.append(f"{listed(rows[judged.factor])}{_against(judged)}: {words}")
     return "; ".join(parts) + "."
 
@@ -122,10 +124,13 @@ def _moved(row: pd.Series, usual: float, judged: Verdict) -> str:
     """How far a level that is different lies from the reference."""
     if row.diverged != row.reference_diverged:
         return f"{row.diverged} of its runs diverged, and {row.reference_diverged} of the others"
-    size = f"{abs(row.difference / usual):.0%}" if usual > 0 else f"{abs(row.difference):.2g}"
+    size = f"{1 + row.difference / usual:.3g} times as high" if usual > 0 else f"{row.difference:+.2g}"
+    return f"{size}, {_higher(row, judged)}"
+
+
+def _higher(row: pd.Series, judged: Verdict) -> str:
     moved = judged.pairs[judged.pairs[judged.factor] == row[judged.factor]].difference
-    way, seeds = ("higher", (moved > 0).sum()) if row.difference > 0 else ("lower", (moved < 0).sum())
-    return f"{size} {way}, in {seeds} of {row.seeds} {judged.block}s"
+    return f"higher in {(moved > 0).sum()} of {row.seeds} {judged.block}s"
 
 
 def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
@@ -152,9 +157,7 @@ def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
 
 
 def _relative(rows: pd.DataFrame) -> str:
-    sizes = listed(f"{abs(part):.0%}" for part in rows.relative)
-    way = "higher" if (rows.relative > 0).all() else "lower" if (rows.relative < 0).all() else "apart"
-    return f"the loss is {sizes} {way}"
+    return f"the loss is {listed(f'{1 + part:.3g}' for part in rows.relative)} times as high"
 
 
 def span(numbers: pd.Series) -> str:

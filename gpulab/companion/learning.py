@@ -119,23 +119,22 @@ def _levels(judged: Verdict) -> list[dict[str, Any]]:
 
 
 def decisions(rows: pd.DataFrame) -> str:
-    """The decisions on one metric at each speed, in one sentence: `different at speed 1 and 2 (+80% and +51%, …)`."""
+    """The decisions on a metric at each speed, in a sentence: `different at speed 1 and 2 (1.8 and 1.5 times, …)`."""
     parts = []
     for decision, some in rows.groupby("decision", sort=False):
-        size = some.difference if set(some.metric) & {BEAT, STUCK} else some.relative
+        of_share = bool(set(some.metric) & {BEAT, STUCK})
+        sizes = _listed(
+            (100 * some.difference).map("{:+.0f}".format) if of_share else (1 + some.relative).map("{:.3g}".format)
+        )
         speeds = "" if some.speed.isna().all() else f" at speed {_listed(some.speed.map('{:g}'.format))}"
         if some.seeds.nunique() == 1:
             higher = f"{_listed(some.worse.astype(str))} of {some.seeds.iloc[0]}"
         else:
             higher = _listed(f"{row.worse} of {row.seeds}" for row in some.itertuples())
-        parts.append(f"{decision}{speeds} ({_listed(size.map(_share))}, higher in {higher} seeds)")
+        parts.append(f"{decision}{speeds} ({sizes} {'points' if of_share else 'times'}, higher in {higher} seeds)")
     if len(rows) and not rows.beat.any() and BEAT in set(rows.metric):
         parts.append("neither network has learned motion here")
     return "; ".join(parts)
-
-
-def _share(part: float) -> str:
-    return "0%" if part == 0 else f"{part:+.0%}" if abs(part) >= 0.005 else "less than ±0.5%"
 
 
 def _listed(words: Iterable[str]) -> str:

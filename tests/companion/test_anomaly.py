@@ -120,13 +120,13 @@ def test_the_table_has_every_decision_with_and_without_correction_and_against_th
 def test_the_finding_follows_from_the_tables(window, control):
     table = gl.anomaly_table(pd.concat([runs("copied", COPIED), runs("reused", WORSE)]))
     text = gl.anomaly_finding(window, table)
-    assert "19 of 19 forward losses have the same bits; the gradient is off" in text
-    said = "final loss of the seeds that learned: inconclusive at speed 1 (+100%, higher in 7 of 7 seeds)"
+    assert "19 of 19 forward losses of the window have the same bits, the gradient is off" in text
+    said = "final loss of the seeds that learned: inconclusive at speed 1 (2 times, higher in 7 of 7 seeds)"
     assert said in text, "four tests, each p times four"
     assert "neither network has learned motion here" not in text
     dull = gl.anomaly_table(pd.concat([runs("copied", [1.0] * 7 + [1.1]), runs("reused", [2.0] * 7 + [2.1])]))
     text = gl.anomaly_finding(window, dull)
-    assert "(0%, higher in 0 of 8 seeds); neither network has learned motion here." in text
+    assert "(+0 points, higher in 0 of 8 seeds); neither network has learned motion here." in text
     assert "computes a wrong gradient" in text
     same = pd.concat([runs("copied", COPIED, weights="w"), runs("reused", COPIED, weights="w")])
     text = gl.anomaly_finding(control, gl.anomaly_table(same))

@@ -89,9 +89,9 @@ def test_the_ratio_of_a_cell_is_the_geometric_mean_of_its_seeds():
     ],
 )
 def test_the_finding_follows_from_the_cells(ratios, said):
-    text = dose_finding(dose_runs(runs(ratios)))
-    assert said in text
-    assert "3 seeds in 12 cells" in text
+    finding = dose_finding(dose_runs(runs(ratios)))
+    assert said in str(finding)
+    assert "3 seeds in 12 cells" in finding.statistics()[0]
 
 
 def test_a_seed_that_did_not_finish_everywhere_is_left_out_by_name():

@@ -82,8 +82,9 @@ def test_the_correction_is_over_the_films_of_an_endpoint():
         assert some.p_holm[smallest] == pytest.approx(min(1, 3 * some.p[smallest]))
     assert set(table.film) == {"walk", "a", "b"}
     assert table[table.film != "walk"].beat_blurred.isna().all()
-    page = str(gl.companion.published_page(pd.DataFrame(), table, pd.DataFrame()))
-    assert page.count("a blurred copy") == 1
+    page = gl.companion.published_page(pd.DataFrame(), table, pd.DataFrame())
+    assert "".join(page.statistics()).count("a blurred copy") == 1
+    assert "seeds on 3 films" in str(page)
 
 
 def test_half_size_is_judged_apart():
@@ -105,9 +106,12 @@ def test_the_figure_and_the_page_show_what_is_there(recorded):
     window = gl.first_window(["cpu"], profile="smoke")
     page = gl.companion.published_page(window, table, trips)
     said = str(page)
+    statistics = "\n".join(page.statistics())
     row = table[table.endpoint == factorial.LOSS].iloc[0]
-    assert f"{row.ratio:.2f} times as high (median), higher for {row.worse} of {row.seeds} seeds" in said
+    assert f"{row.ratio:.2f} times as high (median), higher for {row.worse} of {row.seeds} seeds" in statistics
     for row in table[table.decision == "equivalent"].itertuples():
-        assert f"({row.decision}, p = {p_text(row.p_equivalent)})" in said
+        assert f"({row.decision}, p = {p_text(row.p_equivalent)})" in statistics
+    first = table[(table.family == "one line, on a GPU") & (table.endpoint == factorial.LOSS)]
+    assert f"higher for {first.worse.sum()} of {first.seeds.sum()} seeds" in said
     assert "<b>Claimed.</b>" in page.html()
     assert ("round trip" in said) == bool(len(trips))

@@ -27,9 +27,9 @@ def judged(shift, seeds=12, spread=1.0, weights=None, **options):
     [
         (0.0, 1e-9, "equivalent", "no difference that matters, with 12 seeds"),
         (1e-3, 1e-9, "different but negligible", "different, by too little to matter"),
-        (5.0, 1e-9, "different", "48% higher, in 12 of 12 seeds"),
-        (-5.0, 1e-9, "different", "48% lower, in 12 of 12 seeds"),
-        (0.0, 1.0, "inconclusive", "12 seeds do not settle it"),
+        (5.0, 1e-9, "different", "1.48 times as high, higher in 12 of 12 seeds"),
+        (-5.0, 1e-9, "different", "0.522 times as high, higher in 0 of 12 seeds"),
+        (0.0, 1.0, "inconclusive", "higher in 7 of 12 seeds, but 12 seeds do not settle it"),
     ],
 )
 def test_every_decision_has_its_words(shift, spread, decision, said):
@@ -70,7 +70,7 @@ def test_a_table_says_a_sentence_for_each_family():
     ((heading, (sentence,)),) = gl.companion.finding([("Memory", table)]).sentences()
     assert heading == "Memory"
     (loss,) = table[table.metric == "final loss of all seeds"].relative
-    assert f"the loss is {loss:.0%} higher" in sentence
+    assert f"the loss is {1 + loss:.3g} times as high" in sentence
     assert "0 instead of 16 of 16 seeds beat repeating the last frame" in sentence
 
 
