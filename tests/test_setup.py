@@ -6,11 +6,14 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
 
+import nbformat
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -285,6 +288,34 @@ def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):
     places = [[float(number) for place in re.findall(point, text) for number in place] for text in (kept, anew)]
     assert len(places[0]) == 2 * len(answer.pairs())
     assert places[0] == pytest.approx(places[1], abs=1), "draw it anew: python docs/answer.py"
+
+
+def test_an_address_leads_the_buttons_there_and_installs_on_colab_only(tmp_path, monkeypatch):
+    address = script("address")
+    for name in ("README.md", "CITATION.cff", "notebooks/01_devices.ipynb"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    before = len(json.loads((tmp_path / "notebooks" / "01_devices.ipynb").read_text(encoding="utf-8"))["cells"])
+    for owner in ("some", "other"):
+        address.settle(f"https://github.com/{owner}/thing.git", tmp_path)
+    readme = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "(https://mybinder.org/v2/gh/other/thing/HEAD?urlpath=lab/tree/notebooks/00_start_here.ipynb)" in readme
+    assert "(https://colab.research.google.com/github/other/thing/blob/HEAD/notebooks/00_start_here.ipynb)" in readme
+    assert "Both ask for" not in readme
+    assert (tmp_path / "CITATION.cff").read_text(encoding="utf-8").count("github.com/other/thing") == 1
+    notebook = nbformat.read(tmp_path / "notebooks" / "01_devices.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    assert len(notebook.cells) == before + 1
+    transformer = pytest.importorskip("IPython.core.inputtransformer2")  # which ipykernel brings
+    code, ran = transformer.TransformerManager().transform_cell(notebook.cells[1].source), []
+    shell = types.SimpleNamespace(run_line_magic=lambda *words: ran.append(words))
+    exec(code, {"get_ipython": lambda: shell})
+    assert ran == []
+    monkeypatch.setitem(sys.modules, "google.colab", types.ModuleType("colab"))
+    exec(code, {"get_ipython": lambda: shell})
+    assert ran == [("pip", 'install -q "gpulab @ git+https://github.com/other/thing"')]
+    with pytest.raises(SystemExit, match="expected an address"):
+        address.settle("example.org/thing", tmp_path)
 
 
 def test_readme_says_how_long_the_notebooks_take():

@@ -1,0 +1,62 @@
+"""Where the repository is public: `python docs/address.py github.com/OWNER/NAME` leads the buttons there.
+
+The README's buttons then open this repository in Binder and Colab, and CITATION.cff names it. Each notebook has a cell
+below its title that does nothing but on Colab: there it installs gpulab, with the torch that is there if that will do.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FIRST = "00_start_here.ipynb"
+CELL = """# On Colab only: install gpulab, with the torch that is there if it is new enough.
+import sys
+
+if "google.colab" in sys.modules:
+    %pip install -q "gpulab @ git+https://{address}" """.rstrip()
+
+
+def settle(address, root=ROOT):
+    """Write the address wherever it belongs; again, or another one, does no harm."""
+    found = re.fullmatch(r"(?:https://)?github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?", address)
+    if not found:
+        raise SystemExit(f"{address!r}: expected an address such as github.com/OWNER/NAME")
+    name = found[1]
+    _change(root / "README.md", r"https://mybinder\.org[^)]*", _binder(name))
+    _change(root / "README.md", r"https://colab\.research\.google\.com[^)]*", _colab(name))
+    _change(
+        root / "README.md", r"Both ask for .*?\. (?:Or clone it, and in its folder:)", "Or clone it, and in its folder:"
+    )
+    _change(
+        root / "CITATION.cff",
+        r"(?m)(^repository-code: .*\n)?^license:",
+        f'repository-code: "https://github.com/{name}"\nlicense:',
+    )
+    for file in sorted((root / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+        _add_cell(file, CELL.format(address=f"github.com/{name}"))
+
+
+def _binder(name):
+    return f"https://mybinder.org/v2/gh/{name}/HEAD?urlpath=lab/tree/notebooks/{FIRST}"
+
+
+def _colab(name):
+    return f"https://colab.research.google.com/github/{name}/blob/HEAD/notebooks/{FIRST}"
+
+
+def _change(file, pattern, text):
+    file.write_text(re.sub(pattern, lambda _: text, file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def _add_cell(file, source):
+    notebook = json.loads(file.read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if "colab" not in cell["metadata"].get("tags", [])]
+    cell = {"cell_type": "code", "id": "colab", "metadata": {"tags": ["colab"]}, "execution_count": None, "outputs": []}
+    notebook["cells"] = [*cells[:1], {**cell, "source": source.splitlines(keepends=True)}, *cells[1:]]
+    file.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    settle(*sys.argv[1:2] or [""])
