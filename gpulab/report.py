@@ -10,6 +10,7 @@ import base64
 import functools
 import importlib
 import io
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +50,7 @@ class Picture:
 
     def html(self) -> str:
         """The figure as an element that needs no other file."""
-        drawn = self.png()
-        width = int.from_bytes(drawn[16:20], "big") * PAGE_DPI // DPI  # a PNG begins with its size
-        image = Markup('<img alt="{}" src="data:image/png;base64,{}" width="{}" style="{}">')
-        return image.format(self.alt, base64.b64encode(drawn).decode(), width, STYLE)
+        return image(self.png(), self.alt, DPI)
 
     def save(self, file: str | Path) -> None:
         """Write the figure to a PNG file, whole or not at all; its folder is made if need be."""
@@ -61,6 +59,13 @@ class Picture:
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """HTML, since JupyterLab shows an `image/png` with no alternative text."""
         return {"text/html": self.html(), "text/plain": self.alt}, {}
+
+
+def image(png: bytes, alt: str, dpi: int) -> Markup:
+    """An element that shows a PNG, and needs no other file."""
+    width = int.from_bytes(png[16:20], "big") * PAGE_DPI // dpi  # a PNG begins with its size
+    element = Markup('<img alt="{}" src="data:image/png;base64,{}" width="{}" style="{}">')
+    return element.format(alt, base64.b64encode(png).decode(), width, STYLE)
 
 
 @functools.singledispatch
@@ -110,8 +115,13 @@ def paragraphs(lines: Iterable[str]) -> Markup:
 
 
 def table(frame: pd.DataFrame, **options: Any) -> Markup:
-    """A data frame as HTML, its numbers in three digits and its texts in full; `options` are `to_html`'s."""
+    """A data frame as HTML that wraps where its words and settings may; `options` are `to_html`'s.
+
+    Numbers have three digits, texts stand there in full.
+    """
     import pandas as pd
 
+    frame = frame.rename(columns=lambda name: str(name).replace("_", " "))
+    options = {"index": False, "float_format": "{:.3g}".format} | options
     with pd.option_context("display.max_colwidth", None):
-        return Markup(frame.to_html(index=False, float_format="{:.3g}".format, **options, escape=True))
+        return Markup(re.sub(r",(?=\S)", ",<wbr>", frame.to_html(**options, escape=True)))

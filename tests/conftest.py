@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,14 @@ os.environ.setdefault("GPULAB_PROFILE", "smoke")  # the kernels of the notebooks
 # plugin, and gpulab has set its own value.
 os.environ["GOMP_SPINCOUNT"] = "0"
 
-LONGEST = ("test_cluster.py", "test_planted_faults.py", "test_cli.py", "test_parallel.py", "test_frameworks.py")
+LONGEST = (
+    "test_browser.py",
+    "test_cluster.py",
+    "test_planted_faults.py",
+    "test_cli.py",
+    "test_parallel.py",
+    "test_frameworks.py",
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -48,3 +56,14 @@ def python():
         return done
 
     return run
+
+
+@pytest.fixture(scope="module")  # not longer: while Playwright runs, nothing else can run an event loop
+def browser():
+    """Chromium, where it and Playwright are there."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no chromium is installed: what a browser shows is not tested")
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

@@ -4,8 +4,9 @@ import dataclasses
 import html.parser
 import os
 import re
-import shutil
+from pathlib import Path
 
+import nbformat
 import pandas as pd
 import pytest
 import safetensors.torch
@@ -13,10 +14,11 @@ import torch
 
 import gpulab as gl
 from gpulab import files, report
-from gpulab.companion.run import HERE, RECORDED, UNSAID, Finding, Result, write_report
+from gpulab.companion.run import HERE, RECORDED, UNSAID, Finding, Result, collect, write_report
 from gpulab.diagnostics.steps import Step
 from gpulab.schemas import Overwritten
 
+ROOT = Path(__file__).parent.parent
 HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
 
 
@@ -96,17 +98,6 @@ def test_pieces_of_html_stay_escaped_when_they_are_added():
     assert Page(piece).text.count(HOSTILE) == 4
 
 
-@pytest.fixture(scope="module")
-def browser():
-    """Chromium, where it and Playwright are there."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        try:
-            yield driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(str(error).splitlines()[0])
-
-
 def test_in_a_browser_nothing_runs(pages, browser):
     page = browser.new_page()
     met = []
@@ -132,6 +123,46 @@ def test_a_dark_screen_has_a_dark_page_and_paper_a_white_one(pages, browser):
     assert max(map(int, re.findall(r"\d+", page.evaluate(colour)))) < 64
     page.emulate_media(media="print", color_scheme="dark")
     assert page.evaluate(colour) == "rgb(255, 255, 255)"
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory):
+    """The report of the notebooks as they are committed."""
+    results = []
+    for file in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+        results.append(Result(file.stem, file.stem, 60.0, 2**30, None, file, [], []))
+        collect(nbformat.read(file, as_version=4), results[-1])
+    return write_report(results, tmp_path_factory.mktemp("committed"), "quick")
+
+
+CONTRASTS = """() => {  // of each text with what is behind it, as WCAG counts
+    const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+    const linear = (c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+    const light = (colour) => {
+        const [red, green, blue] = numbers(colour).map(c => linear(c / 255));
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05;
+    };
+    const behind = (node) => {
+        const colour = getComputedStyle(node).backgroundColor;
+        return numbers(colour)[3] === 0 ? behind(node.parentElement) : colour;
+    };
+    return [...document.querySelectorAll("body, body *:not(img)")].filter(node => node.innerText).map(node => {
+        const [one, other] = [getComputedStyle(node).color, behind(node)].map(light);
+        return [Math.max(one, other) / Math.min(one, other), node.outerHTML.slice(0, 99)];
+    });
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 800, 1366])
+def test_the_report_fits_every_screen_and_can_be_read_on_it(committed, browser, width, scheme):
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page.goto(committed.as_uri())
+    page.screenshot(path=ROOT / "build" / "screenshots" / f"report-{width}-{scheme}.png", full_page=True)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("img:not([alt]), img[alt='']").count() == 0
+    assert page.locator("img").count() > 20
+    assert [(ratio, node) for ratio, node in page.evaluate(CONTRASTS) if ratio < 4.5] == []
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")

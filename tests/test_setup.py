@@ -202,9 +202,12 @@ def test_binder_overrides_what_jupyterlab_can_be_told():
         }
 
 
-def test_ci_runs_make_test_and_nothing_else():
+def test_ci_runs_make_test_with_a_browser_and_nothing_else():
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if line and not line.startswith("#")][1:] == ['cd "$(dirname "$0")/.."', "make test"]
+    here, browser, test = [line for line in lines if line and not line.startswith("#")][1:]
+    assert (here, test) == ('cd "$(dirname "$0")/.."', "make test")
+    assert browser.startswith("command -v chromium || ")
+    assert browser.endswith(" || true")
 
 
 def test_readme_and_its_pages_name_the_commands():

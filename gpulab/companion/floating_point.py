@@ -33,6 +33,7 @@ from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.sums import bit_of, first_bit
 from gpulab.passports import passport
 from gpulab.report import Report
+from gpulab.report import table as html_table
 from gpulab.settings import Setting, cpu_flags
 from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
 from gpulab.training import store as stores
@@ -238,7 +239,7 @@ class FactorTable(Report):
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         shown = _shown(self.table)
-        return {"text/plain": shown.to_string(index=False), "text/html": shown.to_html(index=False)}, {}
+        return {"text/plain": shown.to_string(index=False), "text/html": html_table(shown)}, {}
 
 
 def factor_table(

@@ -14,7 +14,7 @@ from gpulab.errors import UsageError
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.numerics.sums import format_bits
 from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN, bits, landscape_slice
-from gpulab.report import PAGE_DPI, Picture
+from gpulab.report import PAGE_DPI, Picture, image
 from gpulab.saddles.landscapes import Landscape
 
 PARTS = {"sign": (SIGN, 1), "exponent": (EXPONENT, 8), "fraction": (FRACTION, 23)}  # of float32, as in the picture
@@ -157,7 +157,7 @@ class SliceExplorer(Explorer):
         self.landscape = landscape
         self.angle = ipywidgets.FloatSlider(0, min=0, max=90, step=1, description="angle (°)", continuous_update=False)
         self.reach = ipywidgets.FloatLogSlider(1, min=-2, max=1, description="reach", continuous_update=False)
-        self.image = ipywidgets.Image(format="png", layout={"max_width": "100%", "align_self": "flex-start"})
+        self.image = ipywidgets.HTML()
         super().__init__([ipywidgets.HBox([self.angle, self.reach]), self.image])
         for slider in (self.angle, self.reach):
             slider.observe(self._show, "value")
@@ -169,10 +169,10 @@ class SliceExplorer(Explorer):
         return landscape_slice(self.landscape, line, self.angle.value)
 
     def _show(self, _: Any = None) -> None:
-        drawn = io.BytesIO()  # in all its colours: to find 256 would take as long as to draw
-        self.picture().figure.savefig(drawn, format="png", dpi=PAGE_DPI, bbox_inches="tight", facecolor="white")
-        self.image.value = drawn.getvalue()
-        self.image.width = int.from_bytes(self.image.value[16:20], "big")  # a PNG begins with its size
+        picture, drawn = self.picture(), io.BytesIO()
+        # In all its colours: to find 256 would take as long as to draw.
+        picture.figure.savefig(drawn, format="png", dpi=PAGE_DPI, bbox_inches="tight", facecolor="white")
+        self.image.value = image(drawn.getvalue(), picture.alt, PAGE_DPI)
 
 
 bit_explorer, slice_explorer = BitExplorer, SliceExplorer

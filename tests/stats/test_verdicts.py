@@ -247,7 +247,7 @@ def test_the_words_follow_from_the_numbers_and_a_notebook_is_shown_them_with_tab
     assert "Diverged runs: 0." in text
     bundle, _ = verdict._repr_mimebundle_()
     assert bundle["text/plain"] == text
-    for piece in ("equivalent within", "<table", "p_different_holm", "data:image/png;base64,", "alt="):
+    for piece in ("equivalent within", "<table", "p different holm", "data:image/png;base64,", "alt="):
         assert piece in bundle["text/html"]
 
 

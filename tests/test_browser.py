@@ -1,0 +1,181 @@
+"""Every notebook in JupyterLab, in a browser: it runs, fits and says what its pictures show, and its widgets answer.
+
+What was seen is kept in build/screenshots/. Without Playwright or Chromium all of this is skipped.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+LAPTOP = {"width": 1366, "height": 768}
+SETTINGS = {  # JupyterLab's own, but that every cell is drawn and no window asks for anything
+    "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none", "scrollPastEnd": False},
+    "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
+}
+IDLE = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status == 'idle'"
+CONTROLS = ".jupyter-widgets :is([role=slider], select, input, button)"
+RUN = "() => void jupyterapp.commands.execute('notebook:run-all-cells').finally(() => window.ran = true)"
+FAULTS = """() => {
+    const panel = jupyterapp.shell.currentWidget, faults = [];
+    const all = (selector) => panel.node.querySelectorAll(selector);
+    const text = (node) => (node.alt || node.innerText || node.outerHTML).slice(0, 90);
+    const tell = (fault, node) => faults.push(`${fault}: ${text(node)}`);
+    for (const cell of panel.content.model.toJSON().cells.filter(cell => cell.cell_type == "code")) {
+        if (!cell.execution_count) faults.push(`not run: ${cell.source}`);
+        for (const output of cell.outputs) {
+            if (output.output_type == "error") faults.push(`error: ${output.ename}: ${output.evalue}`);
+            if (output.name == "stderr") faults.push(`warning: ${output.text}`);
+        }
+    }
+    for (const image of all("img")) {
+        if (["", "Image"].includes(image.alt.trim())) tell("no alt", image);  // "Image" is JupyterLab's own
+        if (!image.naturalWidth) tell("no picture", image);
+    }
+    for (const output of all(".jp-OutputArea-output, .jp-OutputArea-output *, .jp-MarkdownOutput"))
+        if (output.scrollWidth > output.clientWidth + 1 && getComputedStyle(output).overflowX == "auto")
+            tell(`${output.scrollWidth} pixels in ${output.clientWidth}`, output);
+    for (const bar of all(".progress-bar:not(.progress-bar-success)")) tell("unfinished bar", bar);
+    return faults;
+}"""
+LOOK = """control => Promise.all(
+    [...control.closest(".jp-OutputArea-output").querySelectorAll("img, .widget-html")].map(
+        async part => part.localName == "img" ? (await fetch(part.src)).text() : part.innerText))"""
+
+
+@pytest.fixture(scope="module")
+def lab(browser, tmp_path_factory):  # noqa: ARG001 - without a browser there is nothing to serve
+    """The address of a JupyterLab with a copy of the notebooks, and their folder."""
+    home = tmp_path_factory.mktemp("lab")
+    shutil.copytree(ROOT / "notebooks", home / "notebooks", ignore=shutil.ignore_patterns("runs", ".*"))
+    (home / "config" / "labconfig").mkdir(parents=True)
+    (home / "config" / "labconfig" / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
+    folders = {f"JUPYTER_{name.upper()}_DIR": str(home / name) for name in ("config", "data", "runtime")}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}/{{}}?token=ours&reset"
+    options = {"ip": "127.0.0.1", "port": port, "ServerApp.port_retries": 0, "IdentityProvider.token": "ours"}
+    options |= {"ServerApp.root_dir": home / "notebooks", "LabApp.expose_app_in_browser": True}
+    options |= {"LabApp.open_browser": False, "ServerApp.allow_root": True}
+    command = [sys.executable, "-m", "jupyterlab", *(f"--{name}={value}" for name, value in options.items())]
+    with (home / "log").open("w") as log:
+        server = subprocess.Popen(command, env=os.environ | folders, stdout=log, stderr=log)
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(address.format("api"), timeout=10).close()
+                break
+            except urllib.error.URLError:
+                assert server.poll() is None, (home / "log").read_text()
+                time.sleep(0.1)
+        yield address, home / "notebooks"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+@pytest.fixture
+def opened(lab, browser):
+    """Open a notebook and run it: the page, and what the browser complained of."""
+    page = browser.new_page(viewport=LAPTOP)
+    page.set_default_timeout(60_000)
+    complaints = []
+    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+
+    def run(name, seconds=500):
+        page.goto(lab[0].format(f"lab/tree/{name}"))
+        page.wait_for_function(IDLE)
+        page.evaluate("jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
+        page.evaluate(RUN)
+        page.wait_for_function(f"window.ran && {IDLE}", timeout=seconds * 1000)
+        return page, complaints
+
+    yield run
+    page.evaluate("jupyterapp.serviceManager.sessions.shutdownAll()")
+    page.close()
+
+
+def move(control):
+    """What a reader does with it."""
+    if control.get_attribute("role") == "slider":
+        control.press("ArrowRight")
+    elif control.evaluate("control => control.localName == 'select'"):
+        control.select_option(index=control.evaluate("control => (control.selectedIndex + 1) % control.length"))
+    elif control.evaluate("control => control.localName == 'input'"):
+        control.fill("0.7")
+        control.press("Enter")
+    else:
+        control.click()
+
+
+def unmoved(page, seconds=5):
+    """The controls after whose movement the widget shows what it showed before."""
+    found = []
+    for control in page.locator(CONTROLS).all():
+        before, until = control.evaluate(LOOK), time.monotonic() + seconds
+        move(control)
+        while control.evaluate(LOOK) == before:
+            if time.monotonic() > until:
+                found.append(control.evaluate("control => control.outerHTML"))
+                break
+            time.sleep(0.02)
+    return found
+
+
+def photograph(page, file):
+    """The whole notebook in one picture."""
+    height = page.evaluate("jupyterapp.shell.currentWidget.node.querySelector('.jp-WindowedPanel-outer').scrollHeight")
+    page.set_viewport_size(LAPTOP | {"height": min(height + 150, 16_000)})  # Chromium draws no more
+    page.evaluate("jupyterapp.shell.currentWidget.node.querySelector('.jp-WindowedPanel-outer').scrollTo(0, 0)")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=file)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
+def test_notebook_in_a_browser(notebook, opened):
+    page, complaints = opened(notebook.name)
+    try:
+        assert page.evaluate(FAULTS) == []
+        assert bool(page.locator(CONTROLS).count()) == ("_explorer(" in notebook.read_text(encoding="utf-8"))
+        assert unmoved(page) == []
+        assert complaints == []
+    finally:
+        photograph(page, ROOT / "build" / "screenshots" / f"{notebook.stem}.png")
+
+
+PIXEL = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
+BROKEN = [
+    "import warnings, ipywidgets; from IPython.display import HTML, Javascript; warnings.warn('careful')",
+    f"HTML('<img src=\"{PIXEL}\"><img alt=lost src=nowhere.png>')",
+    "HTML('<p style=\"width: 3000px\">wide</p>')",
+    "ipywidgets.FloatProgress(0.5)",
+    "ipywidgets.VBox([ipywidgets.IntSlider(), ipywidgets.Dropdown(options='ab'), ipywidgets.HTML('still')])",
+    "Javascript('console.error(\"said aloud\")')",
+    "1 / 0",
+    "never = 1",
+]
+
+
+def test_what_is_wrong_with_a_notebook_is_seen(lab, opened):
+    cells = [nbformat.v4.new_code_cell(source) for source in BROKEN]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), lab[1] / "broken.ipynb")
+    page, complaints = opened("broken.ipynb", seconds=60)
+    said = "\n".join(page.evaluate(FAULTS))
+    for fault in ("careful", "no alt: Image", "no picture: lost", ": wide", "unfinished bar", "division", "run: never"):
+        assert fault in said, said
+    assert len(unmoved(page, seconds=1)) == 2
+    assert any("said aloud" in complaint for complaint in complaints)
