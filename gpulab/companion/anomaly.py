@@ -13,7 +13,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.ticker import NullFormatter
 
-from gpulab.companion.learning import ALL, METRICS, decisions, learning_table, learning_verdicts
+from gpulab.companion.findings import Finding, Part
+from gpulab.companion.learning import learning_table, learning_verdicts
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.plots.style import INK, Look, canvas, finished, origin_keys, points
@@ -96,21 +97,14 @@ def window_finding(row: Any) -> str:
     )
 
 
-def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> str:
-    """What `first_window` and `anomaly_table` allow one to say, and what they do not, in sentences."""
-    lines = [window_finding(row) for row in window.itertuples()]
-    keys = ["experiment", "profile", "setting", "loader"]
-    for (experiment, size, setting, loader), rows in table.groupby(keys, sort=False):
-        where = f"{experiment}, {size} size, {setting}, {loader} against {PLAIN}"
-        whole = rows[rows.metric == ALL]
-        if (whole.same_bits == whole.seeds).all():
-            lines.append(f"{where}: the same bits in {whole.same_bits.sum()} of {whole.seeds.sum()} pairs of runs.")
-            continue
-        asked = [(metric, rows[rows.metric == metric]) for metric in METRICS]
-        lines += [f"{where}, {metric}: {decisions(some)}." for metric, some in asked if len(some)]
+def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> Finding:
+    """What `first_window` and `anomaly_table` allow one to say, and what they do not."""
+    parts: list[tuple[str, Part]] = [("The first window", [window_finding(row) for row in window.itertuples()])]
+    parts.append(("What is learned, with shared memory against copied frames", table))
     if (window.gradient_difference > FAR * window.rounding).any():
-        lines.append("So where wrapping shares memory, the published loop computes a wrong gradient and never says so.")
-    return "\n".join(lines)
+        said = "Where wrapping shares memory, the published loop computes a wrong gradient and never says so."
+        parts.append(("So", said))
+    return Finding(parts)
 
 
 def shared_memory(frame: pd.DataFrame) -> Picture:

@@ -118,20 +118,18 @@ def test_the_table_has_every_decision_with_and_without_correction_and_against_th
 
 
 def test_the_finding_follows_from_the_tables(window, control):
-    table = gl.anomaly_table(pd.concat([runs("copied", COPIED), runs("reused", WORSE)]))
-    text = gl.anomaly_finding(window, table)
-    assert "19 of 19 forward losses of the window have the same bits, the gradient is off" in text
+    finding = gl.anomaly_finding(window, gl.anomaly_table(pd.concat([runs("copied", COPIED), runs("reused", WORSE)])))
+    assert "19 of 19 forward losses of the window have the same bits, the gradient is off" in str(finding)
     said = "final loss of the seeds that learned: inconclusive at speed 1 (2 times, higher in 7 of 7 seeds)"
-    assert said in text, "four tests, each p times four"
-    assert "neither network has learned motion here" not in text
+    assert any(said in line for line in finding.statistics()), "four tests, each p times four"
+    assert "neither network has learned motion" not in str(finding)
+    assert "computes a wrong gradient" in str(finding)
     dull = gl.anomaly_table(pd.concat([runs("copied", [1.0] * 7 + [1.1]), runs("reused", [2.0] * 7 + [2.1])]))
-    text = gl.anomaly_finding(window, dull)
-    assert "(+0 points, higher in 0 of 8 seeds); neither network has learned motion here." in text
-    assert "computes a wrong gradient" in text
+    assert "neither network has learned motion." in str(gl.anomaly_finding(window, dull))
     same = pd.concat([runs("copied", COPIED, weights="w"), runs("reused", COPIED, weights="w")])
-    text = gl.anomaly_finding(control, gl.anomaly_table(same))
+    text = str(gl.anomaly_finding(control, gl.anomaly_table(same)))
     assert "agrees to the last bit" in text
-    assert "the same bits in 8 of 8 pairs" in text
+    assert "frames reused: the same bits in every seed" in text
     assert "wrong gradient" not in text
 
 

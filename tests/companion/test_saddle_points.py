@@ -104,7 +104,7 @@ def test_curvature_has_its_correlation_and_verdicts():
     assert shares[0] == "Share of ways down, at the end of training"
     assert shares[1] == ["autoencoder, quick size: cuda against cpu: no difference that matters, with 8 seeds."]
     _, moved, _ = gl.saddle_finding(curvature=curvature(shift=0.01)).sentences()
-    assert "higher, in 8 of 8 seeds" in moved[1][0]
+    assert "higher in 8 of 8 seeds" in moved[1][0]
 
 
 def test_one_setting_is_not_compared_and_nothing_is_refused():
