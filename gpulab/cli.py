@@ -397,12 +397,10 @@ def verdict(
     was killed or still runs has no known result: it is left out, which is said.
     """
     _check_outputs(picture)
-    from gpulab.stats.pairs import find_column
     from gpulab.stats.verdicts import verdict as compare
 
     frame = _read_runs(file, metric)
-    for name, text in _pairs(where, "--where", "column=value"):
-        frame = frame[frame[find_column(frame.columns, name)].astype(str) == text]
+    frame = _rows_where(frame, where)
     size = margin if margin is None or margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
     answer = compare(frame, metric, factor, block, size, alpha, reference)
     _say(answer)
@@ -418,7 +416,6 @@ def runs(
     csv: Annotated[bool, typer.Option("--csv", help="print all columns as CSV")] = False,
 ) -> None:
     """List the runs in a store."""
-    from gpulab.stats.pairs import find_column
     from gpulab.training import store as stores
     from gpulab.training.remote import url_of
 
@@ -426,8 +423,7 @@ def runs(
     if not recorded and not url_of(folder) and not folder.exists():
         raise GpulabError(f"{folder}: no such folder; `gpulab train` and `gpulab experiment` make one")
     frame = stores.recorded_runs() if recorded else stores.runs(folder)
-    for name, text in _pairs(where, "--where", "column=value"):
-        frame = frame[frame[find_column(frame.columns, name)].astype(str) == text]
+    frame = _rows_where(frame, where)
     if csv:
         _say_csv(frame)
     elif frame.empty:
@@ -470,6 +466,49 @@ def pack(
 
     _check_outputs(file)
     _say(f"{stores.pack(store, file)} runs packed into {file}, {file.stat().st_size / 1e6:.2g} MB")
+
+
+@app.command()
+def contribute(
+    output: Annotated[Path, typer.Option(help="the file to write, such as my-runs.json.gz", show_default=False)],
+    store: StoreArgument = None,
+    kept_in: StoreOption = None,
+    where: Annotated[list[str], typer.Option(help="only these: column=value; several times")] = [],  # noqa: B006
+    yes: Annotated[bool, typer.Option("--yes", help="show, and write without asking")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a file that is there")] = False,
+) -> None:
+    """Pack runs into a file for others' atlases, with nothing private in it: shown before it is written."""
+    from gpulab.training import store as stores
+    from gpulab.training.contributions import contribution
+
+    _check_outputs(output)
+    chosen = contribution(_rows_where(stores.runs(_either(store, kept_in)), where))
+    _say(chosen)
+    if yes and (found := chosen.private()):
+        raise UsageError(f"{', '.join(found)} occurs in it: look, and say so without --yes")
+    if chosen.runs and not yes:
+        typer.confirm(f"Write this to {output}?", abort=True)
+    digest = chosen.save(output, overwrite)
+    _say(f"{len(chosen.runs)} runs in {output}, {output.stat().st_size / 1e6:.2g} MB, SHA-256 {digest}")
+
+
+@app.command()
+def merge(
+    file: Annotated[Path, typer.Argument(help="what `gpulab contribute` wrote", show_default=False)],
+    store: Annotated[
+        Path | None, typer.Option(help="the folder to add to", show_default="$GPULAB_ATLAS, data/atlas or ./atlas")
+    ] = None,
+) -> None:
+    """Check a contribution and add its runs to an atlas, all or none. Exit status 2 where it is refused."""
+    from gpulab.errors import DataError
+    from gpulab.training.contributions import atlas_folder
+    from gpulab.training.contributions import merge as add
+
+    folder = store or atlas_folder()
+    try:
+        _say(f"{add(file, folder)} runs added to {folder}")
+    except DataError as error:
+        raise UsageError(f"refused: {error}") from None
 
 
 @app.command()
@@ -629,6 +668,15 @@ def _pairs(options: list[str], flag: str, expected: str) -> Iterator[tuple[str, 
             raise UsageError(f"{flag} {option!r}: expected {expected}, each name once")
         seen.add(name)
         yield name, text
+
+
+def _rows_where(frame: Any, where: list[str]) -> Any:
+    """The rows of runs that `--where` asks for."""
+    from gpulab.stats.pairs import find_column
+
+    for name, text in _pairs(where, "--where", "column=value"):
+        frame = frame[frame[find_column(frame.columns, name)].astype(str) == text]
+    return frame
 
 
 def _space(options: list[str]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from gpulab._lazy import attach
 
 HOMES = {
     "anomaly": "anomaly_finding anomaly_table anomaly_verdicts first_window shared_memory",
+    "atlases": "atlas atlas_table atlas_verdict",
+    "atlas_figures": "atlas_figure",
     "atlas_costs": "atlas_limits atlas_plan atlas_rates rates_table startup",
     "dose": "dose_finding dose_response dose_runs dose_table rank_correlation recorded_dose",
     "factorial": "published_figure published_page published_runs published_table published_verdict round_trips",

@@ -90,7 +90,7 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
     import numpy as np
     import pandas as pd
 
-    found = list(_with_histories(frame))
+    found = list(with_histories(frame))
     if not found:
         return pd.DataFrame()
     columns = {name: np.concatenate([rows[name].to_numpy() for _, _, rows in found]) for name in records.HISTORY}
@@ -104,7 +104,7 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([whole, repeated], axis=1)
 
 
-def _with_histories(frame: pd.DataFrame) -> Iterator[tuple[Any, dict[str, Any], Any]]:
+def with_histories(frame: pd.DataFrame) -> Iterator[tuple[Any, dict[str, Any], Any]]:
     """Each row of `runs`, the run's record, and its history as a table of pyarrow."""
     packed: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {}
     for row in frame.itertuples():
@@ -133,7 +133,7 @@ def pack(store: str | Path, file: str | Path) -> int:
     frame = runs(store)
     if frame.empty:
         raise DataError(f"{store}: no runs to pack")
-    return records.pack_runs(Path(file), ((record, rows) for _, record, rows in _with_histories(frame)))
+    return records.pack_runs(Path(file), ((record, rows) for _, record, rows in with_histories(frame)))
 
 
 MOST_NAMED = 10  # of damaged runs, in one warning

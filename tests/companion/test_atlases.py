@@ -1,0 +1,171 @@
+import math
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import gpulab as gl
+from gpulab.errors import UsageError
+from gpulab.stats.meta import meta_analysis
+from gpulab.training.contributions import contribution, merge
+
+OFF, ON, CUDNN = "cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off"
+
+
+@pytest.fixture(scope="module")
+def row():
+    runs = gl.recorded_runs()
+    return runs[(runs.setting == OFF) & (runs.experiment == "prednet") & (runs.rerun == 0)].iloc[0].to_dict()
+
+
+def machine(row, gpu, effects, setting=ON, **more):
+    """Runs on a machine where the setting changes the logarithm of the loss by these effects, a seed each."""
+    runs = []
+    for seed, effect in enumerate(effects):
+        loss = 0.01 * (1 + seed)
+        runs.append(row | {"seed": seed, "setting": OFF, "final_loss": loss, "gpu": gpu, "weights": "a"} | more)
+        runs.append(
+            runs[-1] | {"setting": setting, "final_loss": loss * math.exp(effect), "weights": "b" if effect else "a"}
+        )
+    return pd.DataFrame(runs)
+
+
+def spread(mean, sd, seeds):
+    values = np.random.default_rng(seeds).standard_normal(seeds)
+    return mean + sd * (values - values.mean()) / values.std(ddof=1)
+
+
+def test_a_machine_has_its_effect_and_interval(row):
+    table = gl.companion.atlas_table(machine(row, "NVIDIA A100", spread(0.02, 0.01, 9)))
+    assert len(table) == 1
+    (found,) = table.itertuples()
+    assert (found.setting, found.reference, found.seeds, found.pooled) == (ON, OFF, 9, True)
+    assert (found.effect, found.error) == pytest.approx((0.02, 0.01 / 3))
+    assert (found.low, found.high) == pytest.approx((0.02 - 2.306004 * 0.01 / 3, 0.02 + 2.306004 * 0.01 / 3), rel=1e-6)
+    assert found.machine == "Intel Xeon + NVIDIA A100, torch 2.11.0"
+
+
+def test_machines_are_pooled_by_their_errors_and_not_by_a_vote(row):
+    # Three small machines say plus, one with many exact seeds says zero: a vote would be three to one.
+    plus = [machine(row, f"NVIDIA {n}", spread(0.03, 0.09, 6)) for n in "ABC"]
+    exact = machine(row, "NVIDIA D", spread(0.0, 0.002, 40))
+    runs = pd.concat([*plus, exact], ignore_index=True)
+    verdict = gl.companion.atlas_verdict(runs)
+    (found,) = verdict.pooled.itertuples()
+    table = gl.companion.atlas_table(runs)
+    known = meta_analysis(table.effect, table.error)
+    assert (found.effect, found.low, found.high, found.tau) == (known.effect, known.low, known.high, known.tau)
+    assert found.studies == 4
+    assert abs(found.effect) < 0.001
+    assert "over 4 machines no change of the final loss is shown" in str(verdict)
+
+
+def test_machines_that_disagree_widen_the_interval_and_are_told(row):
+    ways = [(-0.05, "A"), (0.05, "B"), (0.02, "C"), (-0.03, "D")]
+    runs = pd.concat([machine(row, name, spread(mean, 0.01, 12)) for mean, name in ways], ignore_index=True)
+    verdict = gl.companion.atlas_verdict(runs)
+    (found,) = verdict.pooled.itertuples()
+    assert found.i2 > 0.9
+    assert 0.03 < found.tau < 0.07
+    assert found.p_heterogeneous < 1e-6
+    assert found.high - found.low > 0.1  # each machine's own is 0.013
+    assert re.search(r"tau = 4\.\d % \[.+\], I² = 100%", str(verdict))
+    assert "another machine is expected in [" in str(verdict)
+
+
+def test_a_change_on_all_machines_is_said(row):
+    runs = pd.concat([machine(row, name, spread(0.1, 0.01, 8)) for name in "ABC"], ignore_index=True)
+    verdict = gl.companion.atlas_verdict(runs)
+    assert "over 3 machines changes the final loss, +11 % [" in str(verdict)
+    assert "1 pooled, 1 shown to change the loss" in verdict.plot().alt
+
+
+def test_with_one_machine_there_is_nothing_to_pool(row):
+    verdict = gl.companion.atlas_verdict(machine(row, "NVIDIA A100", spread(0.02, 0.01, 9)))
+    assert verdict.pooled.empty
+    assert "one machine, Intel Xeon + NVIDIA A100, torch 2.11.0, so there is nothing to pool" in str(verdict)
+    assert "nothing to pool" in verdict.plot().alt
+
+
+def test_without_pairs_there_is_nothing_to_compare(row):
+    for frame in (pd.DataFrame([row]), pd.DataFrame([row])[:0]):
+        verdict = gl.companion.atlas_verdict(frame)
+        assert "nothing to compare" in str(verdict)
+        assert "nothing to compare" in verdict.html()
+        with pytest.raises(UsageError, match="nothing to draw"):
+            verdict.plot()
+
+
+def test_same_bits_and_few_seeds_are_shown_and_not_pooled(row):
+    runs = [machine(row, name, spread(0.02, 0.01, 8)) for name in "AB"]
+    runs += [machine(row, "SAME", [0.0] * 8), machine(row, "FEW", spread(0.5, 0.01, 4))]
+    verdict = gl.companion.atlas_verdict(pd.concat(runs, ignore_index=True))
+    assert verdict.pooled.studies.tolist() == [2]
+    assert verdict.pooled.effect[0] == pytest.approx(0.02)
+    text = str(verdict)
+    assert "Not one bit changed on Intel Xeon + SAME" in text
+    assert "Fewer than 5 seeds, not pooled: Intel Xeon + FEW, torch 2.11.0 (4)" in text
+
+
+def test_diverged_runs_are_counted(row):
+    runs = machine(row, "NVIDIA A100", spread(0.02, 0.01, 9))
+    runs.loc[runs.index[1], ["status", "final_loss"]] = "diverged", math.nan
+    verdict = gl.companion.atlas_verdict(runs)
+    assert verdict.machines.diverged.tolist() == [1]
+    assert verdict.machines.seeds.tolist() == [8]
+    assert f"Diverged, and in no effect: 0 under {OFF}, 1 under {ON}" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    "more", [{"protocol": "other"}, {"loader": "reused"}, {"gpu": "B"}, {"torch": "2.9.0"}, {"rerun": 1}]
+)
+def test_only_runs_that_differ_in_nothing_else_are_paired(row, more):
+    runs = machine(row, "A", spread(0.02, 0.01, 9))
+    other = runs.setting == ON
+    for name, value in more.items():
+        runs.loc[other, name] = value
+    assert gl.companion.atlas_table(runs).empty
+
+
+def test_a_reference_may_be_of_another_device(row):
+    runs = machine(row, "A", spread(0.02, 0.01, 9))
+    runs.loc[runs.setting == OFF, ["setting", "device"]] = "cpu", "cpu"
+    assert gl.companion.atlas_table(runs).empty  # of a kind of device each by itself
+    table = gl.companion.atlas_table(runs, reference="cpu")
+    assert table.effect.tolist() == pytest.approx([0.02])
+
+
+def test_several_settings_are_corrected_for_their_number(row):
+    effects = {ON: 0.004, CUDNN: 0.0}
+    runs = [
+        machine(row, name, spread(mean, 0.01, 12), setting) for setting, mean in effects.items() for name in "ABCDE"
+    ]
+    runs = pd.concat(runs, ignore_index=True).drop_duplicates(["gpu", "setting", "seed"])
+    pooled = gl.companion.atlas_verdict(runs).pooled.set_index("setting")
+    assert pooled.p_holm[ON] == pytest.approx(2 * pooled.p[ON])
+
+
+def test_the_figure_has_a_row_for_each_machine_and_a_diamond(row):
+    runs = pd.concat([machine(row, name, spread(0.02, 0.01, 8)) for name in ("A", "B", "C")], ignore_index=True)
+    picture = gl.companion.atlas_verdict(runs).plot()
+    (axes,) = picture.figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == [*(f"Intel Xeon + {name}, torch 2.11.0" for name in "ABC"), "3 machines"]
+    (diamond,) = axes.patches
+    assert diamond.get_xy()[1][0] == pytest.approx(100 * math.expm1(0.02))
+    assert len(picture.png()) < 300_000
+
+
+def test_what_was_merged_is_in_the_atlas(monkeypatch, tmp_path):
+    monkeypatch.setenv("GPULAB_ATLAS", str(tmp_path / "atlas"))
+    shipped = gl.companion.atlas()
+    assert set(shipped.id) == set(gl.recorded_runs().id)
+    assert gl.companion.atlas(shipped=False).empty
+    gl.train("autoencoder", profile="smoke", store=tmp_path / "store", progress=False)
+    contribution(gl.runs(tmp_path / "store")).save(tmp_path / "mine.json.gz")
+    merge(tmp_path / "mine.json.gz", tmp_path / "atlas")
+    both = gl.companion.atlas()
+    assert len(both) == len(shipped) + 1
+    assert both.recorded.all()
+    assert len(gl.companion.atlas_table(both)) == len(gl.companion.atlas_table(shipped)) > 10
