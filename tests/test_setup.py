@@ -29,7 +29,8 @@ EXTRAS = [Requirement(text) for name in LOCKED for text in PROJECT["optional-dep
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = {file.name: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("*.md"))}
 PAGES = {"README.md": README, **DOCS}
-ALL_PAGES = "\n".join(PAGES.values())
+SEMINAR = [file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "seminar").glob("*.md"))]
+ALL_PAGES = "\n".join([*PAGES.values(), *SEMINAR])
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 PINS = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in CONSTRAINTS)}
 UNPINNED = {"gpulab", "pip", "setuptools", "wheel"}  # the project, and what installs it
@@ -257,12 +258,16 @@ def test_examples_run(example, tmp_path, python, monkeypatch):
 
 
 def anchors(page):
-    """What a link into a page may name: its headings, as GitHub writes them."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    """What a link into a page may name: its headings, as GitHub writes them, or Jupyter those of a notebook."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        return {heading.replace(" ", "-") for cell in cells for heading in re.findall(r"^#+ (.+)$", cell, re.M)}
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("folder", [".", "docs", "data", "benchmarks"])
+@pytest.mark.parametrize("folder", [".", "docs", "docs/seminar", "data", "benchmarks"])
 def test_every_link_of_a_page_leads_somewhere(folder):
     pages = sorted((ROOT / folder).glob("*.md"))
     assert pages
