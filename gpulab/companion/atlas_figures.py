@@ -68,7 +68,7 @@ def atlas_figure(verdict: AtlasVerdict) -> Picture:
     axes.set_xlabel("change of the final loss against the reference, same seeds", fontsize=8)
     count = verdict.machines.machine.nunique()
     shown = int((verdict.pooled.p_holm <= verdict.alpha).sum())
-    headline = f"{len(groups)} comparisons on {count} machines: "
+    headline = f"{len(groups)} comparisons on {count} machine{'s' * (count > 1)}: "
     headline += (
         f"{len(pooled)} pooled, {shown or 'none'} shown to change the loss"
         if pooled
