@@ -37,29 +37,29 @@ COLUMNS += " p_equivalent uncorrected beat beat_reference beat_blurred machine m
 CLAIM = (
     "Pietrowski et al. (2021, arXiv 2109.01451): PredNet reaches a lower loss on a GPU than on a CPU in the same "
     "number of steps, an autoencoder does not. Retracted in version 4: the difference came with the library, Chainer, "
-    "and a port to PyTorch does not show it; probably a bug, which is not named."
+    "and the authors' port to PyTorch does not show it. They suspect a bug and do not say which."
 )
 LINE = (
-    "The published loop fills one NumPy buffer with every frame and wraps it with xp.asarray. On a GPU that copies. On "
-    "a CPU it does not, so all steps of a window share one memory, and the gradient is taken against the window's last "
-    "frame. An autoencoder takes its gradient before the buffer is filled again, and the port to PyTorch loads whole "
-    "clips: neither is touched. (A window is 20 frames in a row, after which the weights are updated once.)"
+    "The published loop puts each new frame into the same NumPy array, over the last one, and hands it on with "
+    "xp.asarray, which copies it on a GPU and does not on a CPU. The network is trained on windows of 20 frames, with "
+    "one update after each. The loss of a frame is computed while that frame is still there, and is right. The "
+    "gradient is computed after the twentieth, when every step finds the twentieth frame in memory, and is wrong. An "
+    "autoencoder takes its gradient after each image, and the authors' port loads whole clips: neither is touched. The "
+    "cure is to copy each frame."
 )
 MEASURE = (
     "By the loss, which is the mean squared error of predicted frames; and by whether it is below that of repeating "
-    "the last frame, the laziest prediction."
+    "the last frame, the laziest prediction. Seeds, films and tests were laid down before the runs."
 )
 UNKNOWN = (
-    "Whether this line was the only cause. Their code and their library were run here as published; their film (from "
-    "body-worn cameras) and their machines cannot be had, and cuDNN, which they used, was off, since today's CuPy "
-    "has none that Chainer could use."
+    "Whether this line made the published difference, or all of it: it is enough to make one. Their code and their "
+    "library were run here as published. Their film, from body-worn cameras, and their machines cannot be had. Their "
+    "GPUs used cuDNN, which today's CuPy does not have for Chainer; whether that matters is not known."
 )
-
-
 HEADINGS = {
-    "one line, on a GPU": "In what the published network learns: on a GPU, with the memory changed and nothing else",
+    "one line, on a GPU": "In the losses: the published code on a GPU, one line changed, so that frames share memory",
     "one line, on a CPU": "The same on a CPU",
-    "four cells": "Is it the device? Both devices with both kinds of memory, at half the size",
+    "four cells": "Is it the device? The same code with device and memory crossed, at half the size",
 }
 
 
@@ -271,6 +271,7 @@ def published_page(
     dose: pd.DataFrame | None = None,
     windows: pd.DataFrame | None = None,
     longer: pd.DataFrame | None = None,
+    port: pd.DataFrame | None = None,
 ) -> Finding:
     """What was claimed, what was wrong, how one knows and what remains unknown, on one page.
 
@@ -281,9 +282,11 @@ def published_page(
         dose: From `recorded_dose`.
         windows: From `recorded_windows`: gradients of the published code on both devices.
         longer: From `learning_table`, of `longer_runs`: shared memory against a frame's own.
+        port: From `anomaly_table`: our own port, shared memory against copied frames.
     """
-    parts: list[tuple[str, Part]] = [("Claimed", CLAIM), ("What was wrong", LINE), ("How it is measured", MEASURE)]
-    numbers = [window_finding(row) for row in window.itertuples()]
+    parts: list[tuple[str, Part]] = [("Claimed", CLAIM), ("What was wrong", LINE), ("In short", _short(table))]
+    parts.append(("How it is measured", MEASURE))
+    numbers = [f"First window of our own port, here: {window_finding(row)}" for row in window.itertuples()]
     if windows is not None:
         first = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")]
         parts.append(("In the first gradient", _gradients(first)))
@@ -293,8 +296,10 @@ def published_page(
         parts.append((HEADINGS[family], [_over_films(pair) for _, pair in pairs]))
         films = rows.groupby(["condition", "reference", "film"], sort=False)
         numbers += [f"{family}: {_compared([*pair.itertuples()])}" for _, pair in films]
+    if port is not None:
+        parts.append(("Our own port to PyTorch, which keeps the one array", port))
     if longer is not None:
-        parts.append(("Does it heal with time? Our own port, ten times as long", _longer(longer)))
+        parts.append(("Does longer training close the gap? Our own port, ten times as long", _longer(longer)))
     if dose is not None:
         found = dose_finding(dose)
         parts += found.parts
@@ -303,7 +308,9 @@ def published_page(
         same, counted = trips.same_bits.sum(), trips.windows.sum()
         bits = "the same bits" if same == counted else f"the same bits in {same:,} of {counted:,} only"
         text = f"With and without it the losses of {counted:,} windows have {bits} ({trips.seeds.sum()} pairs of runs)."
-        parts.append(("Another step that only a GPU takes, the round trip to the CPU after each update", text))
+        parts.append(
+            ("Is it another step? On a GPU the loop takes the network to the CPU and back at each update", text)
+        )
     return Finding([*parts, ("Not known", UNKNOWN)], numbers)
 
 
@@ -314,10 +321,28 @@ def _gradients(first: pd.DataFrame) -> list[str]:
     apart, alike = first.gradient_difference[unlike], first.gradient_difference[~unlike]
     same, losses = first.same_losses[unlike].sum(), first.losses[unlike].sum()
     return [
-        f"Taken with shared memory, the published code's is off by {apart.max():.1%}, on a CPU and on a GPU.",
-        f"The losses do not tell: {same} of {losses} have the same bits.",
-        f"Where frames are handed over alike, a CPU's and a GPU's are at most {alike.max():.4%} apart.",
+        f"Where frames are handed over alike, a CPU and a GPU agree to {alike.max():.4%}. With shared "
+        f"memory and without they differ by {apart.max():.1%}, on a CPU and on a GPU.",
+        f"The losses of that window do not tell: {same} of {losses} have the same bits.",
     ]
+
+
+def _short(table: pd.DataFrame) -> str:
+    """In how many pairs of runs the memory decides, and in how many the device."""
+    losses = table[table.endpoint == LOSS]
+    alike = [_device(a) != _device(b) for a, b in zip(losses.condition, losses.reference, strict=True)]
+    memory, devices = (losses[[is_alike == wanted for is_alike in alike]] for wanted in (False, True))
+    said = f"Where only the memory differs, sharing it ends with the higher loss in {_pairs(memory)} pairs of runs"
+    return f"{said}; where only the device differs, the CPU does in {_pairs(devices)}." if len(devices) else f"{said}."
+
+
+def _device(condition: str) -> str:
+    """The device of a condition."""
+    return condition.partition(",")[0]
+
+
+def _pairs(rows: pd.DataFrame) -> str:
+    return f"{rows.worse.sum()} of {rows.seeds.sum()}"
 
 
 def _in_chainer(row: Any) -> str:
@@ -333,10 +358,14 @@ def _over_films(rows: pd.DataFrame) -> str:
     loss, share = (rows[rows.endpoint == endpoint] for endpoint in (LOSS, BEATS))
     seeds, ratios = loss.seeds.sum(), sorted({f"{loss.ratio.min():.2f}", f"{loss.ratio.max():.2f}"}, key=float)
     films = f" on {len(loss)} films" if len(loss) > 1 else ""
+    known = share[share.beat_blurred.notna() & (share.beat_reference > 0)]
+    blurred = f" {known.beat_blurred.sum():.0f} of {known.beat_reference.sum()} beat a blurred copy of it, too." * bool(
+        len(known)
+    )
     return (
         f"{loss.condition.iloc[0]}, against {loss.reference.iloc[0]}: the loss is {' to '.join(ratios)} times as high, "
         f"higher for {loss.worse.sum()} of {seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))}); "
-        f"{share.beat.sum()} instead of {share.beat_reference.sum()} of {seeds} beat repeating the last frame."
+        f"{share.beat.sum()} instead of {share.beat_reference.sum()} of {seeds} beat repeating the last frame.{blurred}"
     )
 
 

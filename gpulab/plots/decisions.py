@@ -129,7 +129,9 @@ def estimation(verdict: Verdict) -> Picture:
     if diverged.any():
         keys.append(key("diverged", ls="", marker="x", color=INK, ms=5))
     confidence = table.confidence.iloc[0] if len(table) else 1 - verdict.alpha
-    keys.append(key(f"mean, {100 * confidence:.3g}% interval", color=INK, marker="D", ms=4, lw=1.8))
+    some_intervals = bool(table.low.notna().any())  # few seeds have none
+    mean = f"mean, {100 * confidence:.3g}% interval" if some_intervals else "mean; so few seeds have no interval"
+    keys.append(key(mean, color=INK, marker="D", ms=4, lw=1.8 if some_intervals else 0))
     if margin == margin:
         keys.append(margin_key(margin))
     headline, names = _decided(verdict), ", ".join(map(str, levels))

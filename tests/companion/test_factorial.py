@@ -114,4 +114,4 @@ def test_the_figure_and_the_page_show_what_is_there(recorded):
     first = table[(table.family == "one line, on a GPU") & (table.endpoint == factorial.LOSS)]
     assert f"higher for {first.worse.sum()} of {first.seeds.sum()} seeds" in said
     assert "<b>Claimed.</b>" in page.html()
-    assert ("round trip" in said) == bool(len(trips))
+    assert ("to the CPU and back at each update" in said) == bool(len(trips))
