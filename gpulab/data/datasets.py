@@ -135,7 +135,7 @@ class Images(Data):
     def heldout(self, length: int) -> Iterator[Window]:
         """The held-out images in their stored order."""
         for start in range(0, len(self.held), length):
-            yield Window(self.held[start : start + length], restart=True)
+            yield Window(self.held[start : start + length].copy(), restart=True)
 
     def options(self) -> dict[str, Any]:
         """The size and the numbers of images."""
@@ -397,7 +397,9 @@ def _digits() -> Bytes:
     package = Path(importlib.util.find_spec("sklearn").origin).parent  # type: ignore[union-attr,arg-type]
     table = np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     small = map(Image.fromarray, np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8))
-    return np.stack([np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small])[:, None]
+    digits = np.stack([np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small])[:, None]
+    digits.flags.writeable = False  # every training of this process reads them
+    return digits
 
 
 def _mnist(where: str) -> Images:

@@ -140,7 +140,7 @@ def test_predictions_and_reconstructions_are_shown_beside_what_they_should_be():
         assert "Mean squared error of these" in title(picture)
     for tensor in run.model.state_dict().values():
         tensor.mul_(1e-5)
-    run.data.held[:] = 128  # of which half is what a network without weights makes
+    run.data.held = np.full_like(run.data.held, 128)  # of which half is what a network without weights makes
     assert not re.search(r" 0\.0*$", title(gl.plots.sample(run)))
 
 
