@@ -135,7 +135,7 @@ class Images(Data):
     def heldout(self, length: int) -> Iterator[Window]:
         """The held-out images in their stored order."""
         for start in range(0, len(self.held), length):
-            yield Window(self.held[start : start + length].copy(), restart=True)
+            yield Window(self.held[start : start + length], restart=True)
 
     def options(self) -> dict[str, Any]:
         """The size and the numbers of images."""
@@ -370,7 +370,7 @@ def load(
     if not 0 < speed < float("inf"):
         raise UsageError(f"data {name!r}: speed={speed!r} must be a number above 0")
     if kind == "digits":
-        return Images("digits", _digits()[:1500], _digits()[1500:])
+        return Images("digits", *map(np.copy, np.split(_digits(), [1500])))  # for each caller its own
     if kind == "mnist":
         return _mnist(where)
     if kind in ("video", "frames"):
@@ -397,9 +397,7 @@ def _digits() -> Bytes:
     package = Path(importlib.util.find_spec("sklearn").origin).parent  # type: ignore[union-attr,arg-type]
     table = np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     small = map(Image.fromarray, np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8))
-    digits = np.stack([np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small])[:, None]
-    digits.flags.writeable = False  # every training of this process reads them
-    return digits
+    return np.stack([np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small])[:, None]
 
 
 def _mnist(where: str) -> Images:

@@ -259,8 +259,9 @@ def test_digits_are_the_real_ones_enlarged_each_in_one_part_only():
 
     data = gl.load("digits")
     assert (data.train.shape, data.held.shape) == ((1500, 1, 28, 28), (297, 1, 28, 28))
-    with pytest.raises(ValueError, match="read-only"):  # every other training of this process reads them
-        data.held[:] = 0
+    spoiled = gl.load("digits")
+    spoiled.held[:] = 0
+    assert gl.load("digits").held.any(), "what one caller writes no other reads"
     assert data.train.min() == 0
     assert data.train.max() > 240
     every, small = np.concatenate([data.train, data.held])[:, 0], load_digits().images
