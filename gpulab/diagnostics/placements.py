@@ -167,11 +167,11 @@ def place(
 
 def _checked(frame: pd.DataFrame) -> Setting:
     """The one setting of a roofline that was measured here."""
-    settings, here = list(frame.setting.unique()), machine(passport())
-    elsewhere = sorted(set(frame.get("machine", ())) - {here})
+    settings = list(frame.setting.unique())
     if len(settings) != 1:
         raise UsageError(f"ceilings of {', '.join(settings) or 'nothing'}: expected those of one setting")
-    if elsewhere:
+    here = machine(passport(), settings[0].partition(":")[0])
+    if elsewhere := sorted(set(frame.get("machine", ())) - {here}):
         raise UsageError(f"ceilings of {elsewhere[0]}: the step runs on {here}; measure gpulab.roofline here")
     if not (frame.operation == "launch").any():
         raise UsageError("ceilings without the row 'launch', as older recordings are: measure gpulab.roofline anew")

@@ -119,7 +119,12 @@ def recorded_rooflines() -> pd.DataFrame:
     import pandas as pd
 
     records = read_documents("rooflines")
-    frames = [pd.DataFrame(record["rows"]).assign(machine=machine(record["passport"])) for record in records]
+    frames = [
+        pd.DataFrame(
+            {**row, "machine": machine(record["passport"], row["setting"].partition(":")[0])} for row in record["rows"]
+        )
+        for record in records
+    ]
     return pd.concat([pd.DataFrame(), *frames], ignore_index=True)
 
 

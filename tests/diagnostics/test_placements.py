@@ -4,7 +4,7 @@ import torch
 import torchvision
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import gpulab as gl
 from gpulab.diagnostics import place, placements
@@ -114,7 +114,11 @@ def test_flop_are_those_of_torchs_counter(name):
         step()
     found = place(step, ceilings(), repeats=2)
     assert sum(found.flop.values()) == reference.get_total_flops()
-    assert found.unknown == ()
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    lacking = {
+        name for name in (attention, f"{attention}_backward") if getattr(torch.ops.aten, name) not in flop_registry
+    }
+    assert set(found.unknown) <= lacking, "torch 2.11 has no formula for them"
     assert found.operations > 20
 
 

@@ -16,7 +16,7 @@ def small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speed, "COPY_BYTES", {"cpu": 2**20})
         patch.setattr(speed, "LARGEST_MATRIX", {"cpu": 64})
-        yield gl.roofline("cpu:threads=1", repeats=2, progress=False)
+        return gl.roofline("cpu:threads=1", repeats=2, progress=False)
 
 
 def test_a_roofline_has_a_row_an_operation_with_the_columns_documented(small):

@@ -90,6 +90,7 @@ def test_the_slice_is_drawn_and_explored(around):
     picture = plots.landscape_slice(around, around.slice(0))
     assert "lower" in picture.alt
     assert len(picture.png()) < 150_000
+    pytest.importorskip("ipywidgets")
     explorer = gl.slice_explorer(around)
     still = explorer.image.value
     explorer.angle.value = 90
