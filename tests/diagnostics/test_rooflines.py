@@ -79,7 +79,7 @@ def test_on_cuda_there_are_tf32_transfers_and_a_launch_that_is_waited_for():
     speeds = frame[frame.kind == "transfer"].gigabytes_per_second
     assert len(speeds) == 4
     assert speeds["host to device, pinned"] > speeds["host to device, pageable"]
-    assert 1e-7 < frame.seconds["launch"] < frame.seconds["launch, waited for"] < 1e-3
+    assert 1e-7 < frame.seconds["launch"] < frame.seconds["launch, waited for"]
     assert set(frame[frame.kind == "matrix"].precision) == {"float32"}
 
 
@@ -124,9 +124,7 @@ def test_a_recorded_roofline_keeps_its_passport_and_command_and_is_read_back(sma
     assert (document["command"], document["passport"]) == ("the command", gl.passport())
     monkeypatch.setattr("gpulab.records.DATA", tmp_path)
     back = gl.recorded_rooflines()
-    assert set(back.machine) == {
-        gl.passport()["gpus"][0]["name"] if gl.passport()["gpus"] else gl.passport()["cpu"]["model"]
-    }
+    assert set(back.machine) == {gl.passport()["cpu"]["model"]}, "the setting was the CPU's, whatever else is there"
     pd.testing.assert_frame_equal(back[small.columns], small)
 
 
