@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 import gpulab.stats.tests as inference
+from gpulab.records import recorded_folder
 from gpulab.report import Report
 from gpulab.report import table as html_table
 from gpulab.stats.meta import MetaAnalysis, meta_analysis
@@ -38,7 +39,8 @@ def atlas(folder: str | Path | None = None, shipped: bool = True) -> pd.DataFram
         shipped: Whether the shipped ones are among them.
     """
     added = runs(folder or atlas_folder()).assign(recorded=True)
-    frames = [frame for frame in (recorded_runs() if shipped else added[:0], added) if len(frame)]
+    with_gpulab = [recorded_runs(), runs(recorded_folder("atlas")).assign(recorded=True)] if shipped else []
+    frames = [frame for frame in (*with_gpulab, added) if len(frame)]
     return pd.concat(frames, ignore_index=True).drop_duplicates("id") if frames else added
 
 
