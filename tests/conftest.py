@@ -3,9 +3,11 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from nbval.plugin import IPyNbCell
 
 pytest_plugins = ["pytester"]
 
@@ -24,9 +26,20 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items):
-    """The longest files first, so that none is left to one process alone at the end; `make test` keeps this order."""
+def pytest_collection_modifyitems(config, items):
+    """What `make test` runs, in which order and where.
+
+    The longest files come first, so that none is left to one process alone at the end. A file is for one process, but
+    the notebooks in a browser are for two. Where a browser runs the notebooks, nbval need not do it again.
+    """
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    in_browser = [item for item in items if item.path.name == "test_browser.py"]
+    for item in items:
+        half = f"{in_browser.index(item) % 2}" if item in in_browser else ""
+        item.add_marker(pytest.mark.xdist_group(f"{item.path}{half}"))
+    if in_browser and shutil.which("chromium") and find_spec("playwright"):
+        config.hook.pytest_deselected(items=[item for item in items if isinstance(item, IPyNbCell)])
+        items[:] = [item for item in items if not isinstance(item, IPyNbCell)]
 
 
 @pytest.fixture(scope="session")

@@ -332,7 +332,7 @@ def _short(table: pd.DataFrame) -> str:
     losses = table[table.endpoint == LOSS]
     alike = [_device(a) != _device(b) for a, b in zip(losses.condition, losses.reference, strict=True)]
     memory, devices = (losses[[is_alike == wanted for is_alike in alike]] for wanted in (False, True))
-    said = f"Where only the memory differs, sharing it ends with the higher loss in {_pairs(memory)} pairs laid down beforehand"
+    said = f"Where only the memory differs, {_pairs(memory)} pairs laid down beforehand end worse with it shared"
     return f"{said}; where only the device differs, the CPU does in {_pairs(devices)}." if len(devices) else f"{said}."
 
 
