@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 RECORD, HISTORY, WEIGHTS = "run.json", "history.parquet", "weights.safetensors"
 WORK, DAMAGED = ".unfinished", ".damaged"  # folders in a store: checkpoints and half-written runs; what was set aside
+PREPARED = "GPULAB_PREPARED"  # in the environment: a store to take finished runs from, such as a lecturer's
 CHECKPOINT_FORMAT = 2  # 1 had no seal
 RUN_NAME = re.compile(r"-seed-?\d+-[0-9a-f]{10}$")  # how the names of runs end
 LARGEST_RECORD = 1 << 24  # bytes
@@ -129,7 +130,8 @@ def find(store: Path, identity: Identity, with_weights: bool | None = None) -> P
 
     With None nobody is going to read these, and they are not verified.
 
-    A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known.
+    A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known. One that
+    the store lacks is copied from the store that `$GPULAB_PREPARED` names, which is only read.
     """
     if identity.unknown:
         what = ", ".join(identity.unknown)
@@ -138,7 +140,7 @@ def find(store: Path, identity: Identity, with_weights: bool | None = None) -> P
         )
     for name in filter(None, (identity.id, identity.former)):
         folder = store / name
-        if not os.path.lexists(folder):
+        if not os.path.lexists(folder) and not _copied(name, store, with_weights):
             continue
         try:
             read_run(folder)
@@ -151,6 +153,21 @@ def find(store: Path, identity: Identity, with_weights: bool | None = None) -> P
             if place := set_aside(store, folder):
                 warnings.warn(f"{error}; the run is trained again (set aside in {place})", stacklevel=3)
     return None
+
+
+def _copied(name: str, store: Path, with_weights: bool | None) -> bool:
+    """Whether a prepared run was there to be copied."""
+    prepared = Path(os.environ.get(PREPARED) or store) / name
+    if not prepared.is_dir() or (with_weights and not (prepared / WEIGHTS).is_file()):
+        return False
+    with _scratch(store) as scratch:
+        for file in filter(Path.is_file, prepared.rglob("*")):
+            place = scratch / file.relative_to(prepared)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, place)
+        with contextlib.suppress(OSError):  # another process was first
+            scratch.rename(store / name)
+    return True
 
 
 def is_run(path: str | Path) -> bool:

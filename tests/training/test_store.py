@@ -224,6 +224,34 @@ def test_the_default_store_is_told_by_the_environment(record, tmp_path, monkeypa
     assert gl.runs().seed.tolist() == [2]
 
 
+def test_prepared_runs_are_copied_and_not_trained_again(tmp_path, monkeypatch):
+    shelf, mine = tmp_path / "shelf", tmp_path / "mine"
+    (prepared,) = gl.Experiment("autoencoder", ["cpu:threads=1"], 1, "smoke", shelf).run(progress=False).path
+    for path in Path(prepared).iterdir():
+        path.chmod(0o444)
+    Path(prepared).chmod(0o555)
+    monkeypatch.setenv("GPULAB_PREPARED", str(shelf))
+    two = gl.Experiment("autoencoder", ["cpu:threads=1"], 2, "smoke", mine).run(progress=False)
+    copied, trained = ((Path(path) / folders.RECORD).read_bytes() for path in two.path)
+    assert (Path(prepared) / folders.RECORD).read_bytes() == copied != trained
+    assert len(gl.runs(shelf)) == 1, "what was missing is in the store of who asked"
+    assert not any((mine / folders.WORK).iterdir())
+    shutil.rmtree(mine)
+
+
+def test_a_damaged_prepared_run_is_trained_again_and_left_as_it_was(tmp_path, monkeypatch):
+    shelf, mine = tmp_path / "shelf", tmp_path / "mine"
+    gl.train("autoencoder", profile="smoke", store=shelf, progress=False)
+    (run,) = gl.runs(shelf).path
+    (Path(run) / folders.HISTORY).write_bytes(b"PAR1")
+    before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
+    monkeypatch.setenv("GPULAB_PREPARED", str(shelf))
+    with pytest.warns(UserWarning, match="trained again"):
+        gl.train("autoencoder", profile="smoke", store=mine, progress=False)
+    assert gl.runs(mine).status.tolist() == ["finished"]
+    assert {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()} == before
+
+
 def test_histories_are_put_below_each_other_with_the_columns_of_their_runs(record, tmp_path):
     for seed in (1, 2):
         write(tmp_path, numbered(record, seed))
