@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check attack lab clean
+.PHONY: help run test check attack lab site clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,11 @@ attack: $(INSTALLED) ## damaged files, kills and full disks, the long form (half
 
 lab: $(INSTALLED) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
+
+site: $(INSTALLED) ## build notebooks, pages and reference as a site in build/site, which opens from disk
+	rm -rf build/site build/sphinx && mkdir -p build/sphinx/source
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/sphinx/doctrees build/sphinx/source build/site
+	@echo "Open build/site/index.html"
 
 clean: ## remove .venv, build/ with the runs in it, and caches; runs/ stays
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache

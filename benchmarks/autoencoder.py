@@ -66,7 +66,13 @@ def usual(setting: Setting, look: bool) -> entrants.Step:
 
 def table(found: list[dict[str, Any]]) -> str:
     """Markdown."""
-    lines = [__doc__.strip(), "", "| machine | setting | | updates/s (quartiles) | × the usual loop | memory |"]
+    lines = [
+        "# Training the autoencoder",
+        "",
+        __doc__.strip(),
+        "",
+        "| machine | setting | | updates/s (quartiles) | × the usual loop | memory |",
+    ]
     lines.append("|---|---|---|---|---|---|")
     for record in found:
         for row in record["rows"]:

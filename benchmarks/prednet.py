@@ -125,6 +125,8 @@ def measure(size: str, setting: Setting, leido: Path | None, port: Path | None, 
 def table(records: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
+        "# Training PredNet",
+        "",
         __doc__.strip(),
         "",
         "| machine | setting | size | | frames/s (quartiles) | × leido | of the peak | memory |",

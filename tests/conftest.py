@@ -23,6 +23,7 @@ LONGEST = (
     "test_cli.py",
     "test_parallel.py",
     "test_frameworks.py",
+    "test_site.py",
 )
 
 
