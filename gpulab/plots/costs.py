@@ -54,7 +54,7 @@ def roofline(frame: pd.DataFrame) -> Picture:
     least = layers.sort_values("reached").iloc[0]
     alt = "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic."
     keys = [point_key(name, marker=marker, ms=5) for marker, name in ROOFED.values()]
-    title = f"The least used: {least.operation} reaches {least.reached:.1%} of its ceiling"
+    title = f"The least used operation: {least.operation} reaches {least.reached:.1%} of its ceiling"
     return finished(figure, title, alt, keys, columns=3)
 
 

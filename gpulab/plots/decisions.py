@@ -51,7 +51,7 @@ def estimation(verdict: Verdict) -> Picture:
     Left, the metric of each seed under each level, the same seed joined by a thin line; diverged runs
     are crosses at the right edge. Right, the differences from the reference in standard deviations
     between seeds (in the metric's units where there is no such spread), their mean with its
-    interval, and the margin as a band.
+    interval, as a thicker line the one that equivalence is decided by, and the margin as a band.
 
     Args:
         verdict: From `gpulab.verdict`.
@@ -107,8 +107,12 @@ def estimation(verdict: Verdict) -> Picture:
         some, place = pairs[pairs[factor] == level], rows[level]
         heights = place - 0.08 + 0.8 * some[block].map(aside)
         points(right, some.difference / unit, heights, tints[level], hollow[level], **dots)
-        right.plot([row["low"] / unit, row["high"] / unit], [place + 0.33] * 2, color=INK, lw=1.8, zorder=4)
-        right.plot([row["difference"] / unit], [place + 0.33], marker="D", ms=4, color=INK, zorder=5)
+        for ends, width in ((("low", "high"), 1.0), (("equivalent_low", "equivalent_high"), 3.2)):
+            at = [row[end] / unit for end in ends]
+            right.plot(at, [place + 0.33] * 2, color=INK, lw=width, zorder=4, solid_capstyle="butt")
+        right.plot(
+            [row["difference"] / unit], [place + 0.33], marker="D", ms=4, color=INK, mec="white", mew=0.5, zorder=5
+        )
         largest = f"largest {row['largest_difference'] / unit:.2g}" if row["largest_difference"] else "exactly the same"
         said = f" {row['decision']}\n {largest}"
         right.annotate(said, (1.0, place), fontsize=7, **BESIDE)
@@ -131,7 +135,10 @@ def estimation(verdict: Verdict) -> Picture:
     confidence = table.confidence.iloc[0] if len(table) else 1 - verdict.alpha
     some_intervals = bool(table.low.notna().any())  # few seeds have none
     mean = f"mean, {100 * confidence:.3g}% interval" if some_intervals else "mean; so few seeds have no interval"
-    keys.append(key(mean, color=INK, marker="D", ms=4, lw=1.8 if some_intervals else 0))
+    keys.append(key(mean, color=INK, marker="D", ms=4, lw=1.0 if some_intervals else 0))
+    if table.equivalent_low.notna().any():
+        inside = f"{100 * table.equivalent_confidence.iloc[0]:.3g}% interval: for equivalent, within the margin"
+        keys.append(key(inside, color=INK, lw=3.2))
     if margin == margin:
         keys.append(margin_key(margin))
     headline, names = _decided(verdict), ", ".join(map(str, levels))

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 DECISIONS = ("different", "different but negligible", "inconclusive", "equivalent")
+SURE = 10  # seeds, from which on the number that would settle it is more than a guess
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,7 +346,8 @@ def _sentence(verdict: Verdict, row: Any) -> str:
         if row.one_diverged and row.diverged_apart_at_most > DIVERGED_APART:
             text += f"; on up to {row.diverged_apart_at_most:.0%} of {block}s one of the two could diverge alone"
         if math.isfinite(row.seeds_needed):
-            text += f"; about {row.seeds_needed:.0f} {block}s would settle it (power 0.8, if others are like these)"
+            about = "about" if n >= SURE else "very roughly"
+            text += f"; {about} {row.seeds_needed:.0f} {block}s would settle it (power 0.8, if others are like these)"
         else:
             text += f"; no number of {block}s up to {MOST_SEEDS:,} would settle it"
     if diverged:

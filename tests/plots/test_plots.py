@@ -108,7 +108,9 @@ def test_the_roofline_names_the_least_used_layer():
         picture = gl.plots.roofline(table)
         named = table.assign(setting=table.get("machine", pd.Series("", table.index)).fillna("") + table.setting)
         least = gl.bounds(named).sort_values("reached").iloc[0]
-        assert title(picture) == f"The least used: {least.operation} reaches {least.reached:.1%} of its ceiling"
+        assert (
+            title(picture) == f"The least used operation: {least.operation} reaches {least.reached:.1%} of its ceiling"
+        )
 
 
 @pytest.mark.parametrize("x", [0.1, -3.0, 3e38, 1e-45])

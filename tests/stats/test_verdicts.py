@@ -255,7 +255,9 @@ def test_the_seeds_that_would_settle_it_are_said():
     verdict = gl.verdict(levels(cpu=BASE, cuda=shifted(WIDE)))
     needed = row(verdict)["seeds_needed"]
     assert needed > 10
-    assert f"about {needed:.0f} seeds would settle it" in str(verdict)
+    assert f"; about {needed:.0f} seeds would settle it" in str(verdict)
+    five = gl.verdict(levels(cpu=BASE[:5], cuda=shifted(WIDE)[:5]))
+    assert "; very roughly " in str(five)
 
 
 # --- reruns and diverged runs ------------------------------------------------------------------------
