@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from gpulab import records
-from gpulab.companion.published_windows import Cell, published_windows
+from gpulab.companion.first_windows import Cell, published_windows
 from gpulab.passports import passport
 
 COPIED, REUSED, SHARED = (Cell("cpu", loader) for loader in ("copied", "reused", "shared"))

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from gpulab.training.store import recorded_runs as recorded_runs
     from gpulab.training.store import runs as runs
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 NAMES = {
     "DataError": "errors",
@@ -132,7 +132,7 @@ ALIASES = {
     "linear_autoencoder_saddle": "saddles.theory",
     "most_negative": "saddles.spectrum",
     "product_errors": "numerics.sums",
-    "published_network": "companion.published_windows",
+    "published_network": "companion.first_windows",
     "recorded_cards_audit": "companion.old_gpu",
     "recorded_curvature": "saddles.curvature",
     "recorded_escapes": "saddles.escapes",

@@ -9,8 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import types
+import venv
 from pathlib import Path
 
 import nbformat
@@ -363,6 +365,52 @@ def test_recorded_data_goes_into_the_wheel():
     assert included == {source: f"gpulab/recorded/{source.partition('/')[2]}" for source in files} | {
         f"data/{name}": f"gpulab/recorded/{name}" for name in recorded.split()
     }
+
+
+OUTSIDE = """
+import gpulab as gl
+from pathlib import Path
+assert Path(gl.__file__).is_relative_to({environment!r}), gl.__file__
+runs = gl.train("autoencoder", profile="smoke", progress=False)
+print(gl.__version__, len(gl.recorded_runs()), len(gl.companion.atlas()), len(gl.companion.published_runs()))
+print(gl.verdict(gl.companion.longer_runs().query("loader == 'window'"), reference="cuda:tf32=off").decisions)
+"""
+
+
+def test_a_wheel_works_where_there_is_no_clone(tmp_path):
+    """Built as a release would be, and put into an environment of its own, which borrows what gpulab depends on."""
+    import gpulab as gl
+
+    source = tmp_path / "source"
+    ours = "gpulab", "benchmarks", "data", "pyproject.toml", "README.md", "LICENSE"
+    for name in ours:
+        copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+        (source / name).parent.mkdir(exist_ok=True)
+        copied(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run(build, check=True)
+    (wheel,) = tmp_path.glob(f"gpulab-{gl.__version__}-*.whl")
+    assert wheel.stat().st_size < 10_000_000
+    environment = tmp_path / "environment"
+    venv.create(environment)
+    library = Path(sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)}))
+    subprocess.run([*pip, "install", "--no-deps", "--no-compile", "--target", str(library), str(wheel)], check=True)
+    (library / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
+    (tmp_path / "elsewhere").mkdir()
+
+    def said(*command):
+        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            [python, *command], cwd=tmp_path / "elsewhere", env=clean, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert said("-m", "gpulab", "--version") == f"gpulab {gl.__version__}\n"
+    numbers = f"{gl.__version__} {len(gl.recorded_runs())} {len(gl.companion.atlas())}"
+    assert said("-c", OUTSIDE.format(environment=str(environment))).startswith(numbers)
 
 
 def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ HOMES = {
     "recorded_films repeat_losses title_runs longer_runs",
     "old_gpu": "cards_finding cards_table covariance_spectrum divergence prices recorded_cards_audit recorded_prices "
     "spectrum",
-    "published_windows": "published_network published_windows recorded_windows",
+    "first_windows": "published_network published_windows recorded_windows",
     "saddle_points": "saddle_finding",
     "scale_out": "batch_gains descent_curves descent_runs descent_verdict device_counts large_batches parts_table "
     "recorded_scale_out same_end scaling_table what_the_guard_says",

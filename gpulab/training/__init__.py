@@ -16,7 +16,6 @@ NAMES = {
     "noise_scale": "batches",
     "predict": "parallel",
     "profile": "protocol",
-    "protocol": "protocol",
     "recorded_runs": "store",
     "reproduce": "reproduction",
     "runs": "store",

@@ -10,7 +10,7 @@ import pytest
 
 import gpulab as gl
 from gpulab.companion import published, stock_chainer
-from gpulab.companion.published_windows import Cell, published_windows
+from gpulab.companion.first_windows import Cell, published_windows
 from gpulab.data.datasets import load
 from gpulab.settings import Setting
 from gpulab.training.store import record_of
