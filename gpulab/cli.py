@@ -591,6 +591,25 @@ def companion(
         raise typer.Exit(1)
 
 
+@app.command()
+def explore(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free")] = 8866,
+    host: Annotated[str, typer.Option(help="the address to listen on; others can reach 0.0.0.0")] = "127.0.0.1",
+    token: Annotated[str | None, typer.Option(help="what lets in", show_default="a new one each time")] = None,
+    pages: Annotated[
+        int | None, typer.Option(min=1, help="open at the same time", show_default="what the free memory holds")
+    ] = None,
+    no_open: Annotated[bool, typer.Option("--no-open", help="leave the browser alone")] = False,
+) -> None:
+    """Serve pages without code, to be explored in a browser: bits, a saddle, trainings, verdicts, audits."""
+    try:
+        from gpulab.companion import explore as exploring
+    except ModuleNotFoundError as error:
+        needed = str(error.name).partition(".")[0]
+        raise GpulabError(f"gpulab explore needs {needed}: pip install 'gpulab[explore]'") from None
+    exploring.serve(host, port, token, pages, not no_open, lambda address: _say(f"{address}\nCtrl-C ends it."))
+
+
 def main() -> None:
     """Run the command line; an error of gpulab's own is one line, and the exit status says which."""
     for name in ("stdout", "stderr"):

@@ -29,6 +29,7 @@ HERE = xxhash.xxh32_hexdigest(platform.node().encode())
 SEAL, DIGITS = b"sealed by xxh3 ", 32
 UNSEALED = SEAL.decode() + DIGITS * "0"
 MOST = 1 << 32  # bytes that are read of a file, unless it is known to be smaller
+MOST_UPLOADED = 1 << 23  # bytes of a file that comes through a browser; the largest recorded trace has a tenth
 DEEPEST = 100  # JSON within JSON
 WHY = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again",

@@ -18,6 +18,7 @@ os.environ["GOMP_SPINCOUNT"] = "0"
 
 LONGEST = (
     "test_browser.py",
+    "test_explore.py",
     "test_cluster.py",
     "test_planted_faults.py",
     "test_cli.py",

@@ -9,6 +9,7 @@ from typing import Any
 
 import ipywidgets
 import torch
+from markupsafe import Markup
 
 from gpulab.errors import UsageError
 from gpulab.numerics.formats import FORMATS, MODES, round_to
@@ -19,6 +20,14 @@ from gpulab.saddles.landscapes import Landscape
 
 PARTS = {"sign": (SIGN, 1), "exponent": (EXPONENT, 8), "fraction": (FRACTION, 23)}  # of float32, as in the picture
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def shown(picture: Picture, box: str | None = "tight") -> Markup:
+    """A picture, quickly, as an element of a page; without a `box` it has the size of its figure, whatever is on it."""
+    drawn = io.BytesIO()
+    # In all its colours: to find 256 would take as long as to draw.
+    picture.figure.savefig(drawn, format="png", dpi=PAGE_DPI, bbox_inches=box, facecolor="white")
+    return image(drawn.getvalue(), picture.alt, PAGE_DPI)
 
 
 class Explorer(ipywidgets.VBox):
@@ -169,10 +178,7 @@ class SliceExplorer(Explorer):
         return landscape_slice(self.landscape, line, self.angle.value)
 
     def _show(self, _: Any = None) -> None:
-        picture, drawn = self.picture(), io.BytesIO()
-        # In all its colours: to find 256 would take as long as to draw.
-        picture.figure.savefig(drawn, format="png", dpi=PAGE_DPI, bbox_inches="tight", facecolor="white")
-        self.image.value = image(drawn.getvalue(), picture.alt, PAGE_DPI)
+        self.image.value = shown(self.picture())
 
 
 bit_explorer, slice_explorer = BitExplorer, SliceExplorer

@@ -102,12 +102,17 @@ def write(
     files.write(file, files.seal(whole.getvalue()))
 
 
-def read(file: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, np.ndarray]]:
-    """What `write` was given. Raises `DataError`, naming the file, for one that is missing, damaged or foreign."""
+def read(
+    file: str | Path, content: bytes | None = None, most: int | None = None
+) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, np.ndarray]]:
+    """What `write` was given. Raises `DataError`, naming the file, for one that is missing, damaged or foreign.
+
+    With its `content`, the file is a name and not opened. At `most` so many numbers may be in a column.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    content = files.read(file)
+    content = files.read(file) if content is None else content
     if not content.startswith(b"PAR1"):
         raise DataError(f"{file}: not a trace; {NO_TRACE} (those of before format 3: record the step again)")
     try:
@@ -123,7 +128,7 @@ def read(file: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[s
             schemas.check(schemas.Trace, notes, file)
             if not opened.schema_arrow.equals(_schema()):
                 raise ValueError("other columns than a trace has")
-            check_size(file, opened.metadata, LARGEST)
+            check_size(file, opened.metadata, most or LARGEST)
             table = opened.read()
         arrays = table["sketches"].combine_chunks().flatten()
         starts = np.cumsum(arrays.value_lengths().to_numpy())[:-1]

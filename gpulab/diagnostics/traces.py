@@ -76,13 +76,18 @@ class Trace:
         return Path(file)
 
     @classmethod
-    def load(cls, file: str | Path) -> Trace:
+    def load(cls, file: str | Path, content: bytes | None = None, most: int | None = None) -> Trace:
         """Read a trace, those of gpulab 0.1.0 too.
+
+        Args:
+            file: What to read; or what errors call it, where there is a content.
+            content: Of a file that is not on this disk, such as one that was uploaded.
+            most: Numbers that a column of it may have, where that is less than of any trace.
 
         Raises:
             DataError: naming the file, for one that is missing, cut short, damaged or foreign.
         """
-        notes, rows, sketches = trace_files.read(file)
+        notes, rows, sketches = trace_files.read(file, content, most)
         parts: dict[bool, list[Operation]] = {False: [], True: []}
         for row in rows:
             parts[row.pop("reference")].append(Operation(**row))

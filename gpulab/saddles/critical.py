@@ -76,7 +76,7 @@ class CriticalPoint:
 
     def hessian(self) -> Hessian:
         """The Hessian there."""
-        with _holding(self.model, self.source) as model:
+        with torch.enable_grad(), _holding(self.model, self.source) as model:
             return hessian(model, self.loss_function, self.batch)
 
     @functools.cached_property

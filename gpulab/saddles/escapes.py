@@ -218,6 +218,53 @@ def escape(
     return Escape(*options, saddle.curvature, history, int(beyond.iloc[0]) if len(beyond) else None, *measured)
 
 
+def trajectory(
+    saddle: Saddle,
+    setting: str | Setting = "cpu",
+    *,
+    optimizer: str | Factory = "sgd",
+    learning_rate: float = 0.1,
+    steps: int = 300,
+    perturbation: float = 0.0,
+) -> pd.DataFrame:
+    """The way that an optimiser goes from a saddle, in the plane of the least and the greatest curvature.
+
+    Args:
+        saddle, setting, optimizer, learning_rate, perturbation: As for `gpulab.saddles.escape`.
+        steps: How many to make; fewer, where the weights leave the finite numbers.
+
+    Returns:
+        A row per step: the distances from the saddle `along` the direction of the least curvature and `across`, along
+        that of the greatest, both signed, and the `loss`.
+
+    Examples:
+        >>> import gpulab
+        >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
+        >>> saddle = gpulab.linear_autoencoder_saddle(data, [1])
+        >>> path = trajectory(saddle, "cpu:precision=float64", perturbation=0.01)
+        >>> bool(path.loss.iloc[-1] < path.loss.iloc[0])
+        True
+    """
+    import pandas as pd
+
+    check_count("steps", steps)
+    parsed = Setting.parse(setting)
+    _check(saddle.model, saddle, None)
+    rows = []
+    with parsed.apply():
+        descent = _Descent(saddle, parsed, optimizer, learning_rate, None, 0, False)
+        plane = torch.stack([saddle.direction, saddle.steepest]).to(descent.where)
+        descent._place(descent.saddle + perturbation * plane[0])
+        for batch in itertools.islice(descent._batches(), steps + 1):
+            loss, gradients = descent._gradient(batch)
+            rows.append([*(plane @ (descent._flat(descent.weights) - descent.saddle)).tolist(), float(loss)])
+            if not all(map(math.isfinite, rows[-1])):
+                rows.pop()
+                break
+            descent._update(gradients)
+    return pd.DataFrame(rows, columns=["along", "across", "loss"])
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class EscapeTable(Report):
     """Escapes from one saddle, or from its mixtures, under several settings.

@@ -1,0 +1,425 @@
+"""The widgets of `gpulab explore` that answer by computing: two trainings, a ball on a saddle, seeds, an audit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import ipywidgets
+import numpy as np
+import psutil
+import torch
+from markupsafe import Markup
+from torch import Tensor, nn
+
+from gpulab import plots
+from gpulab.companion.widgets import Explorer, shown
+from gpulab.diagnostics.audits import audit
+from gpulab.diagnostics.findings import check_same_step
+from gpulab.diagnostics.traces import Trace
+from gpulab.errors import DataError, GpulabError, in_one_line, printable
+from gpulab.files import MOST_UPLOADED
+from gpulab.records import recorded_folder
+from gpulab.report import Picture, paragraphs
+from gpulab.saddles.critical import CriticalPoint, find_critical_point
+from gpulab.saddles.escapes import trajectory
+from gpulab.saddles.landscapes import surface
+from gpulab.saddles.optimizers import OPTIMIZERS
+from gpulab.settings import available_settings
+from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.training import parallel
+from gpulab.training.run import Keeping, Run, in_turns, planned, under
+from gpulab.training.store import recorded_runs
+
+MOST_NUMBERS = 1 << 21  # in a column of one, ten times as many as the largest network that was recorded
+MORE_MEMORY = 2 << 30  # bytes that reading and comparing may take
+DRAW_SECONDS = 0.3  # between two pictures of what goes on
+FRAMES = {"autoencoder": 1000, "prednet": 400}  # of a training, which takes some seconds
+OTHERS = "cpu:precision=bfloat16", "cpu:emulate=tf32", "cpu:emulate=bfloat16"  # beside those that a machine has itself
+FORMATS = {"float64": "cpu:precision=float64", "float32": "cpu", "bfloat16": "cpu:precision=bfloat16"}
+PUSHES = [("none", 0.0), ("1e-6", 1e-6), ("0.001", 1e-3), ("0.1", 0.1)]
+STEPS = 200
+ROLLED = 5  # steps at a time
+FILL_SECONDS = 0.2  # in which the verdicts of fewer seeds are made, once a move is answered
+GPU = "cuda:tf32=off,deterministic=on"
+# Recorded runs with two levels of one factor: what they share, the factor, and its levels, the reference first.
+COMPARISONS: dict[str, tuple[dict[str, Any], str, tuple[str, str]]] = {
+    "autoencoder: CPU and GPU": (
+        {"experiment": "autoencoder", "profile": "quick", "loader": "copied"},
+        "setting",
+        ("cpu:threads=1", GPU),
+    ),
+    "PredNet: CPU and GPU": (
+        {"experiment": "prednet", "profile": "quick", "loader": "copied", "speed": 4.0},
+        "setting",
+        ("cpu:threads=1", GPU),
+    ),
+    "PredNet: own and shared memory": (
+        {"experiment": "prednet", "profile": "paper", "setting": GPU, "speed": 1.0},
+        "loader",
+        ("copied", "imitated"),
+    ),
+}
+
+
+def _row(*widgets: ipywidgets.Widget) -> ipywidgets.HBox:
+    return ipywidgets.HBox(widgets, layout=ipywidgets.Layout(flex_flow="row wrap"))
+
+
+def _player(slider: ipywidgets.IntSlider, step: int = 1, interval: int = 250) -> ipywidgets.Play:
+    """What moves a slider by itself."""
+    play = ipywidgets.Play(min=slider.min, max=slider.max, step=step, interval=interval, show_repeat=False)
+    ipywidgets.jslink((play, "value"), (slider, "value"))
+    ipywidgets.jslink((slider, "max"), (play, "max"))
+    return play
+
+
+class Working:
+    """One piece of work at a time, in a thread; the next one ends the last."""
+
+    thread: threading.Thread | None = None
+    stopping = threading.Event()
+
+    def start(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do a piece of work, which is called with an event that says when to stop, and with the arguments."""
+        self.stop()
+        before, self.stopping = self.thread, threading.Event()
+
+        def run(stopping: threading.Event) -> None:
+            if before:
+                before.join()
+            work(stopping, *arguments)
+
+        self.thread = threading.Thread(target=run, args=[self.stopping], daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Tell the work to end."""
+        self.stopping.set()
+
+
+class TrainingExplorer(Working, Explorer):
+    """Two settings under which the same network is trained from the same weights; losses are drawn as they come.
+
+    Examples:
+        >>> explorer = TrainingExplorer()
+        >>> explorer.settings[1].value
+        'cpu:emulate=tf32'
+    """
+
+    def __init__(self) -> None:
+        names = [name for name in available_settings() if "isa=" not in name]  # that one is chosen before torch loads
+        names += [name for name in OTHERS if name not in names]
+        self.net = ipywidgets.Dropdown(options=[*FRAMES], description="network")
+        self.settings = [
+            ipywidgets.Dropdown(options=names, value=value, description=description)
+            for description, value in (("setting", names[0]), ("and", "cpu:emulate=tf32"))
+        ]
+        self.seed = ipywidgets.IntSlider(0, min=0, max=9, description="seed")
+        self.train = ipywidgets.Button(description="Train", button_style="primary", icon="play")
+        self.halt = ipywidgets.Button(description="Stop", icon="stop")
+        self.said, self.image = ipywidgets.HTML(), ipywidgets.HTML()
+        chosen = _row(self.net, *self.settings, self.seed)
+        super().__init__([chosen, _row(self.train, self.halt), self.said, self.image])
+        self.train.on_click(lambda _: self._begin())
+        self.halt.on_click(self._end)
+        for control in (self.net, *self.settings, self.seed):
+            control.observe(self._anew, "value")
+        self._anew()
+
+    def picture(self) -> Picture:
+        """The losses so far."""
+        return plots.side_by_side([chosen.value for chosen in self.settings], self.losses, FRAMES[self.net.value])
+
+    def _anew(self, _: Any = None) -> None:
+        self.stop()
+        self.losses: tuple[list[tuple[int, float]], ...] = ([], [])
+        self.said.value = f"Press Train to begin from seed {self.seed.value}."
+        self.image.value = shown(self.picture(), box=None)
+
+    def _begin(self) -> None:
+        self._anew()
+        self.said.value = "Training …"
+        self.start(self._train, self.net.value, [chosen.value for chosen in self.settings], self.seed.value)
+
+    def _end(self, _: Any = None) -> None:
+        self.stop()
+        self.said.value = "Stopped."
+
+    def _train(self, stopping: threading.Event, net: str, settings: Sequence[str], seed: int) -> None:
+        losses, drawn, runs = self.losses, time.monotonic(), []
+        try:
+            for run in trained_together(net, settings, seed, losses):
+                runs += [run] if run else []
+                if stopping.is_set():
+                    return
+                if time.monotonic() - drawn > DRAW_SECONDS:
+                    self.image.value, drawn = shown(self.picture(), box=None), time.monotonic()
+        except GpulabError as error:
+            self.said.value = Markup.escape(error)
+            return
+        bits = {run.record["summary"]["weights"] for run in runs}
+        ends = "have the same bits" if len(bits) == 1 else "differ"
+        if not stopping.is_set():
+            self.image.value, self.said.value = shown(self.picture(), box=None), f"Done. The trained weights {ends}."
+
+
+def trained_together(
+    net: str, settings: Sequence[str], seed: int, losses: Sequence[list[tuple[int, float]]]
+) -> Iterator[Run | None]:
+    """Train a network of the smoke profile under several settings in turns, a window at a time.
+
+    Yields None after a window, and each run when it is done; to `losses` are added the frames seen and the loss.
+    """
+    going = []
+    for setting, rows in zip(settings, losses, strict=True):
+        plan, _ = planned(net, None, setting, seed, "smoke", 0, frames=FRAMES[net])
+        tell = functools.partial(lambda rows, seen, loss: rows.append((seen, loss)), rows)
+        going.append((plan, in_turns(plan, None, Keeping(None), parallel.Group(), progress=tell)))
+    while going:
+        for plan, turns in [*going]:
+            run = None
+            with under(plan.setting, plan.model.threads):  # its flags are in force for its own turns only
+                try:
+                    next(turns)
+                except StopIteration as end:
+                    run = end.value
+                    going.remove((plan, turns))
+            yield run
+
+
+class _TwoWeights(nn.Module):
+    """One unit whose two weights lead in and out: a principal component, whose whole loss can be drawn."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight)[:, None] * self.weight
+
+
+def small_saddle(angle: float = 0.7) -> CriticalPoint:
+    """A saddle of a network of two weights: it holds the smaller of two principal components, of second moments 4, 1.
+
+    Args:
+        angle: Of the larger one, in radians; with others the weights round otherwise.
+
+    Examples:
+        >>> small_saddle().eigenvalues.round(decimals=9)
+        tensor([-3.,  4.], dtype=torch.float64)
+    """
+    cosine, sine = math.cos(angle), math.sin(angle)
+    large, small = torch.tensor([[cosine, sine], [-sine, cosine]], dtype=torch.float64)
+    data = math.sqrt(2) * torch.stack([2 * large, small])
+    return find_critical_point(_TwoWeights(small), nn.functional.mse_loss, (data, data), progress=False)
+
+
+class SaddleExplorer(Explorer):
+    """A ball that an optimiser rolls down from a saddle, in an arithmetic, on a surface that can be turned.
+
+    Examples:
+        >>> explorer = SaddleExplorer()
+        >>> explorer.optimizer.value = "sgd"
+        >>> explorer.step.value = 200
+        >>> "after 200 steps the ball is" in explorer.image.value
+        True
+    """
+
+    def __init__(self) -> None:
+        self.saddle = small_saddle()
+        self.surface = surface(self.saddle, extent=1.4, places=20)
+        self.optimizer = ipywidgets.Dropdown(options=[*OPTIMIZERS], value="adam", description="optimiser")
+        self.format = ipywidgets.Dropdown(options=[*FORMATS], value="float32", description="arithmetic")
+        self.rate = ipywidgets.Dropdown(options=[0.01, 0.03, 0.1], value=0.01, description="rate")
+        self.push = ipywidgets.Dropdown(
+            options=[("none", 0.0), ("1e-6", 1e-6), ("0.001", 1e-3), ("0.1", 0.1)], description="push"
+        )
+        self.step = ipywidgets.IntSlider(0, min=0, max=STEPS, description="step")
+        self.turn = ipywidgets.IntSlider(-60, min=-180, max=180, step=5, description="turn (°)")
+        self.tilt = ipywidgets.IntSlider(35, min=0, max=90, step=5, description="tilt (°)")
+        self.image = ipywidgets.HTML()
+        chosen = _row(self.optimizer, self.format, self.rate, self.push)
+        super().__init__([chosen, _row(_player(self.step, ROLLED), self.step), _row(self.turn, self.tilt), self.image])
+        for control in (self.optimizer, self.format, self.rate, self.push):
+            control.observe(self._roll, "value")
+        for slider in (self.step, self.turn, self.tilt):
+            slider.observe(self._show, "value")
+        self._roll()
+
+    def picture(self) -> Picture:
+        """The ball where the sliders say."""
+        how = f"{self.optimizer.value}, {self.format.value}, rate {self.rate.value}, push {self.push.label}"
+        return plots.saddle_path(self.surface, self.path, self.step.value, self.turn.value, self.tilt.value, how)
+
+    def _roll(self, _: Any = None) -> None:
+        how = {"optimizer": self.optimizer.value, "learning_rate": self.rate.value, "perturbation": self.push.value}
+        self.path = trajectory(self.saddle, FORMATS[self.format.value], steps=STEPS, **how)
+        self._show()
+
+    def _show(self, _: Any = None) -> None:
+        self.image.value = shown(self.picture(), box=None)
+
+
+class SeedsExplorer(Explorer):
+    """Recorded runs that come in one seed at a time, and the verdict on those that are in.
+
+    Examples:
+        >>> explorer = SeedsExplorer()
+        >>> explorer.seeds.value = 10
+        >>> explorer.verdicts[10].decision
+        'different but negligible'
+    """
+
+    def __init__(self) -> None:
+        self.runs = recorded_runs()
+        self.which = ipywidgets.Dropdown(
+            options=[*COMPARISONS], description="compare", layout=ipywidgets.Layout(width="26rem")
+        )
+        self.order = ipywidgets.IntSlider(0, min=0, max=20, description="order")
+        self.seeds = ipywidgets.IntSlider(2, min=2, max=2, description="seeds")
+        self.image, self.said = ipywidgets.HTML(), ipywidgets.HTML()
+        chosen = _row(self.which, self.order)
+        super().__init__([chosen, _row(_player(self.seeds, interval=500), self.seeds), self.image, self.said])
+        self.which.observe(self._anew, "value")
+        self.order.observe(self._anew, "value")
+        self.seeds.observe(self._show, "value")
+        self._anew()
+
+    def picture(self) -> Picture:
+        """The verdicts so far."""
+        return plots.seed_by_seed({n: some for n, some in self.verdicts.items() if n <= self.seeds.value})
+
+    def _anew(self, _: Any = None) -> None:
+        """The runs of a comparison in an order: 0 is as they were recorded, others are shuffled."""
+        same, self.factor, levels = COMPARISONS[self.which.value]
+        chosen = (self.runs[[*same]] == same).all(axis=1) & self.runs[self.factor].isin(levels)
+        self.chosen, self.reference = self.runs[chosen & (self.runs.rerun == 0)], levels[0]
+        seeds = np.sort(self.chosen.seed.unique())
+        self.in_order = np.random.default_rng(self.order.value).permutation(seeds) if self.order.value else seeds
+        self.verdicts: dict[int, Verdict] = {}
+        self.seeds.max = len(seeds)
+        if self.seeds.value > 2:
+            self.seeds.value = 2  # which shows it
+        else:
+            self._show()
+
+    def _verdict(self, count: int) -> Verdict:
+        some = self.chosen[self.chosen.seed.isin(self.in_order[:count])]
+        return verdict(some, factor=self.factor, reference=self.reference)
+
+    def _show(self, _: Any = None) -> None:
+        count = self.seeds.value
+        self._ask([count])
+        first, _, more = str(self.verdicts[count]).partition(". ")
+        self.said.value = Markup("<p>{}.</p><details><summary>more</summary>{}</details>").format(
+            first, paragraphs(more.splitlines())
+        )
+        self._ask(range(count - 1, 1, -1), FILL_SECONDS)  # those of fewer seeds, too, as far as there is time
+
+    def _ask(self, counts: Iterable[int], seconds: float = math.inf) -> None:
+        """Make the verdicts that there are not yet, and draw them."""
+        until, new = time.monotonic() + seconds, [count for count in counts if count not in self.verdicts]
+        for count in new:
+            if time.monotonic() < until:
+                self.verdicts[count] = self._verdict(count)
+        if new or seconds == math.inf:
+            self.image.value = shown(self.picture(), box=None)
+
+
+class AuditExplorer(Working, ipywidgets.VBox):
+    """An uploaded trace, compared with the recorded one of the same step; or two, with one another.
+
+    Examples:
+        >>> "not a trace" in AuditExplorer().compare([("mine.trace", b"anything")])
+        True
+    """
+
+    def __init__(self) -> None:
+        self.upload = ipywidgets.FileUpload(
+            multiple=True,
+            description="Upload a trace, or two",
+            layout=ipywidgets.Layout(width="auto", align_self="flex-start"),
+        )
+        self.said = ipywidgets.HTML(f"Each may have {MOST_UPLOADED:,} bytes.")
+        super().__init__([self.upload, self.said])
+        self.add_class("gpulab-upload")  # where the page says that a file is too large to be sent
+        self.upload.observe(self._came, "value")
+
+    def _came(self, change: dict[str, Any]) -> None:
+        if not change["new"]:
+            return
+        files = [(_called(file["name"]), bytes(file["content"])) for file in change["new"]]
+        self.upload.value = ()  # so that the same file can come again
+        names = " and ".join(name for name, _ in files)
+        self.said.value = Markup("<p>Reading {} …</p>").format(names)
+        self.start(self._audit, files)
+
+    def _audit(self, stopping: threading.Event, files: Sequence[tuple[str, bytes]]) -> None:
+        answer = self.compare(files)
+        if not stopping.is_set():
+            self.said.value = answer
+
+    def compare(self, files: Sequence[tuple[str, bytes]]) -> Markup:
+        """The audit of (name, content) of one trace or two as HTML, or a sentence that says why there is none."""
+        try:
+            if len(files) > 2:
+                raise DataError(f"{len(files)} files: expected one trace, or two")
+            for name, content in files:
+                if len(content) > MOST_UPLOADED:
+                    raise DataError(f"{name}: it has {len(content):,} bytes, and may have {MOST_UPLOADED:,}")
+            with at_most(MORE_MEMORY):
+                traces = [Trace.load(name, content, MOST_NUMBERS) for name, content in files]
+                a, b = traces if len(traces) == 2 else (traces[0], recorded_twin(traces[0]))
+                for trace, (name, _) in zip((a, b), (*files, ("recorded", b"")), strict=False):
+                    trace.label = f"{trace.title} ({name})"
+                return Markup(audit(a, b, progress=False).html())
+        except GpulabError as error:
+            return Markup("<p>{}</p>").format(error)
+        except MemoryError:
+            return Markup("<p>This would take more than {:,} bytes of memory.</p>").format(MORE_MEMORY)
+        except Exception as error:  # of what a stranger wrote: a page says so, and goes on
+            return Markup("<p>This cannot be compared: {}</p>").format(in_one_line(error))
+
+
+def recorded_twin(trace: Trace) -> Trace:
+    """The recorded trace of the same step as this one. Raises `DataError` where there is none."""
+    for file in sorted(recorded_folder("audits").glob("*.trace")):
+        recorded = Trace.load(file)
+        with contextlib.suppress(DataError):
+            check_same_step(trace, recorded)
+            return recorded
+    raise DataError(f"{trace}: no recorded trace is of this step; upload two of the same step, to be compared")
+
+
+def _called(name: str, longest: int = 40) -> str:
+    """What an uploaded file is called: never a path, and short."""
+    name = printable(name)
+    return name if len(name) <= longest else f"{name[: longest - 1]}…"
+
+
+@contextlib.contextmanager
+def at_most(more: int) -> Iterator[None]:
+    """Inside, this process may take so many more bytes of memory, where the system can say so."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    taken = psutil.Process().memory_info().vms
+    soft = min(limit for limit in (taken + more, *before) if limit != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+audit_explorer, saddle_explorer = AuditExplorer, SaddleExplorer
+seeds_explorer, training_explorer = SeedsExplorer, TrainingExplorer
