@@ -25,7 +25,7 @@ PARTS = {
     "Use and teach": "docs/*\ndocs/*/index",
     "Reference": "reference/*\ngenindex",
     "Measured": "data/index\nbenchmarks/index",
-    "Project": "*",
+    "Project": "*\ndocs/paper/*",
 }
 
 project = html_title = "gpulab"

@@ -300,6 +300,15 @@ def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):
     assert places[0] == pytest.approx(places[1], abs=1), "draw it anew: python docs/answer.py"
 
 
+def test_the_papers_numbers_are_those_of_the_recorded_runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    paper = script("paper")
+    assert paper.PAPER.read_text(encoding="utf-8") == paper.paper(), "write it anew: python docs/paper.py"
+    cited = set(re.findall(r"@(\w+)", paper.paper()))
+    assert cited == set(re.findall(r"^@article\{(\w+),", paper.PAPER.with_name("paper.bib").read_text(), re.M))
+    assert 700 < len(paper.paper().split()) < 2000, "two to four pages"
+
+
 def test_an_address_leads_the_buttons_there_and_installs_on_colab_only(tmp_path, monkeypatch):
     address = script("address")
     for name in ("README.md", "CITATION.cff", "notebooks/01_devices.ipynb"):
