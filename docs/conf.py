@@ -95,7 +95,7 @@ def gallery(source):
     )
     folder.mkdir(exist_ok=True)
     names = (f"{number}.png" for number in itertools.count())
-    for file in sorted((source / "notebooks").rglob("*.ipynb")):
+    for file in sorted((source / "notebooks").glob("*.ipynb")):
         notebook, there = nbformat.read(file, 4), f"../{file.relative_to(source).as_posix()}"
         section = notebook.cells[0].source.splitlines()[0].removeprefix("# ")
         page += f"\n## {section}\n\n```{{container}} gallery\n"

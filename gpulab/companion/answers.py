@@ -1,0 +1,134 @@
+"""Reading a student's answer: what it must be, and what is said where it is something else. Nothing in it is run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from gpulab.errors import printable
+from gpulab.stats.verdicts import Verdict
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+CHECKS: dict[str, tuple[str, Callable[[Any], str]]] = {}  # of each exercise: what an answer is, and its check
+
+
+class WrongAnswerError(Exception):
+    """What is wrong with an answer, and where to look."""
+
+
+def exercise(name: str, form: str) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:
+    """Register the check of an exercise, whose answer is of this form: it returns what is said of a right answer."""
+
+    def register(checked: Callable[[Any], str]) -> Callable[[Any], str]:
+        CHECKS[name] = form, checked
+        return checked
+
+    return register
+
+
+def need(condition: Any, otherwise: str) -> None:
+    """Raise `WrongAnswerError` with what is said otherwise."""
+    if not condition:
+        raise WrongAnswerError(otherwise)
+
+
+def shown(value: Any) -> str:
+    """A value in a few characters, whatever it is; a text is quoted."""
+    if type(value) in (int, float) and abs(value) < 1e15:
+        return f"{value:.6g}"
+    return printable(repr(value[:40])) if isinstance(value, str) else f"this {type(value).__name__}"
+
+
+def number(value: Any) -> float:
+    """The number that an answer is, be it of Python, NumPy, pandas or torch."""
+    need(not isinstance(value, str), f"{shown(value)} is a text: leave the quotation marks and the unit away")
+    if hasattr(value, "detach"):
+        value = value.detach()
+    if hasattr(value, "numel") or hasattr(value, "size"):
+        count = value.numel() if hasattr(value, "numel") else value.size
+        need(count == 1, f"this {type(value).__name__} holds {count} numbers, and one is asked for")
+        value = value.item()
+    need(not isinstance(value, bool), f"{value} is yes or no, and a number is asked for")
+    need(isinstance(value, (int, float)), f"{shown(value)} is no number")
+    need(abs(value) < 1e300, "this is NaN or infinite: look for a division by zero, or an empty table")
+    return float(value)
+
+
+def near(value: Any, right: float, mistakes: Mapping[Any, str], rel: float = 0.01) -> float:
+    """The number, if it is the right one. `mistakes` are what one gets by a wrong way, and which one that is."""
+    found = number(value)
+    if math.isclose(found, right, rel_tol=rel):
+        return found
+    usual = {
+        -right: "the sign is the other one",
+        1000 * right: "a thousand times too large: look at the units",
+        right / 1000: "a thousand times too small: look at the units",
+        100 * right: "a hundred times too large: a share and per cent are two things",
+        right / 100: "a hundred times too small: a share and per cent are two things",
+        1 / right: "the inverse: what is divided by what?",
+    }
+    for wrong, why in [*mistakes.items(), *usual.items()]:
+        need(not math.isclose(found, wrong, rel_tol=rel), f"{found:.4g}: {why}")
+    raise WrongAnswerError(f"{found:.4g} is too {'large' if found > right else 'small'}")
+
+
+def pair(value: Any) -> tuple[Any, Any]:
+    """Two things in brackets."""
+    need(isinstance(value, (tuple, list)), f"{shown(value)} is not two things in brackets")
+    need(len(value) == 2, f"two things are asked for, and there are {len(value)}")
+    return value[0], value[1]
+
+
+def fields(value: Any, *names: Any) -> Mapping[Any, Any]:
+    """A dict, or a row of a table, that has these names."""
+    need(isinstance(value, Mapping) or hasattr(value, "to_frame"), f"{shown(value)} is no dict")
+    missing = [str(name) for name in names if name not in value]
+    need(not missing, f"it lacks {', '.join(missing)}")
+    return value
+
+
+def table(value: Any, *columns: str) -> pd.DataFrame:
+    """A data frame that has these columns."""
+    import pandas as pd
+
+    need(isinstance(value, pd.DataFrame), f"{shown(value)} is no table")
+    missing = [name for name in columns if name not in value]
+    need(not missing, f"the table has no column {', '.join(missing)}: give it whole, as gpulab returned it")
+    need(len(value), "the table is empty")
+    return value
+
+
+def choice(value: Any, *names: str) -> str:
+    """One of these words."""
+    need(isinstance(value, str) and value in names, f"{shown(value)} is not one of {', '.join(names)}")
+    return str(value)
+
+
+def judged(value: Any, factor: str, seeds: int = 6, metric: str = "final_loss") -> Verdict:
+    """A verdict on that factor and metric, from so many seeds at least."""
+    need(isinstance(value, Verdict), f"{shown(value)} is no verdict: gl.verdict(…) makes one of runs")
+    need(value.factor == factor, f"this verdict compares {value.factor!r}, and the question is about {factor!r}")
+    need(value.metric == metric, f"this verdict is on {value.metric!r}, and the question is about {metric!r}")
+    need(len(value.table), f"only {value.reference} is there: nothing is compared with it")
+    fewest = int(value.table.seeds.min())
+    need(fewest >= seeds, f"{fewest} seeds: fewer than {seeds} cannot answer this, whatever they say")
+    return value
+
+
+def recorded(experiment: str, profile: str, **columns: Any) -> pd.DataFrame:
+    """Recorded runs that have these values in their columns."""
+    from gpulab.training.store import recorded_runs
+
+    frame = recorded_runs()
+    for name, value in {"experiment": experiment, "profile": profile, **columns}.items():
+        frame = frame[frame[name] == value]
+    return frame
+
+
+def decisions(verdict: Verdict) -> str:
+    """What a verdict decided of each level, in words."""
+    return ", ".join(f"{level} is {decision}" for level, decision in verdict.decisions.items())

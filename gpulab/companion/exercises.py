@@ -1,0 +1,63 @@
+"""The exercises of the notebooks: what a student's answer is checked against, and what is said of a wrong one.
+
+Each check computes the right answer, from recorded data or by doing the thing, or reads it in what was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gpulab.companion import exercises_00_05, exercises_06_10  # noqa: F401 (they register their checks)
+from gpulab.companion.answers import CHECKS, WrongAnswerError, need, shown
+from gpulab.errors import UsageError, printable
+from gpulab.report import Report
+
+LEVELS = {"1": "easy", "2": "experiment", "3": "open"}
+
+
+@dataclass(frozen=True, repr=False)
+class Checked(Report):
+    """What `check` says of an answer: `passed`, and in a sentence why (not)."""
+
+    exercise: str
+    passed: bool
+    said: str
+
+    def __str__(self) -> str:
+        kind = "Open" if LEVELS[self.exercise[-1]] == "open" else "Right"
+        return f"{self.exercise}. {kind if self.passed else 'Not yet'}: {self.said}"
+
+    __repr__ = __str__
+
+
+def check(exercise: str, answer: Any) -> Checked:
+    """Whether an answer to an exercise of a notebook is right; if it is not, what is wrong with it.
+
+    Args:
+        exercise: Its name, such as "05-2": of notebook 05 the second.
+        answer: What the exercise asks for. It is looked at, and nothing in it is run.
+
+    Returns:
+        `passed`, and what is `said`. Of an open exercise only the form can pass, and then `Open` is said and not
+        `Right`.
+
+    Raises:
+        UsageError: For an exercise that there is not.
+
+    Examples:
+        >>> check("05-1", (210, 210)).passed
+        False
+    """
+    if not isinstance(exercise, str) or exercise not in CHECKS:
+        raise UsageError(f"exercise {shown(exercise)}: expected one of {', '.join(sorted(CHECKS))}")
+    form, checked = CHECKS[exercise]
+    try:
+        need(answer is not None, "this is None. A cell whose last line prints or assigns gives nothing back")
+        return Checked(exercise, True, printable(checked(answer)))
+    except WrongAnswerError as wrong:
+        said = str(wrong)
+    except Exception as error:  # whatever an answer does when it is looked at
+        said = f"{shown(answer)} cannot be read ({type(error).__name__})"
+    said += " " if said.endswith("?") else ". "
+    return Checked(exercise, False, printable(f"{said}The answer is {form}."))

@@ -1,0 +1,314 @@
+"""The checks of the exercises of notebooks 06 to 10; see `exercises`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gpulab.companion.answers import (
+    WrongAnswerError,
+    choice,
+    exercise,
+    fields,
+    near,
+    need,
+    number,
+    pair,
+    recorded,
+    shown,
+    table,
+)
+from gpulab.errors import UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# --- 06: does rounding noise help a network to leave a saddle? -------------------------------------------
+
+
+def _escapes(value: Any, optimizer: str) -> pd.DataFrame:
+    columns = ("setting", "optimizer", "perturbation", "learning_rate", "master_weights", "left", "moved", "step_ratio")
+    frame = table(getattr(value, "table", value), *columns)
+    need(optimizer in set(frame.optimizer), f"no row is of {optimizer}")
+    return frame[frame.optimizer == optimizer]
+
+
+@exercise("06-1", "(table, who): of gl.escape_table, and who left: 'float32', 'float64', 'both' or 'neither'")
+def _pushed(answer: Any) -> str:
+    frame, who = pair(answer)
+    frame = _escapes(frame, "sgd")
+    need(set(frame.perturbation) == {1e-9}, "perturbations=[1e-9] is asked for: another push is another question")
+    exact = frame.setting.str.contains("precision=float64")
+    usual = ~frame.setting.str.contains("precision|emulate")
+    need(exact.any() and usual.any(), "the table lacks float32 or float64: take two settings of one kind of CPU")
+    left = {"float64": bool(frame[exact].left.all()), "float32": bool(frame[usual].left.all())}
+    right = "both" if all(left.values()) else next((name for name in left if left[name]), "neither")
+    moved = frame[usual].moved.mean()
+    choice(who, "float32", "float64", "both", "neither")
+    need(who == right, f"in this table {right} left. The first step moved {moved:.0%} of the weights in float32")
+    return f"{right} left; the first step moved {moved:.0%} of the weights in float32, for the rest is rounded away."
+
+
+@exercise(
+    "06-2", "one table of escapes by Adam, weights in bfloat16, with and without master weights, at several rates"
+)
+def _held_adam(answer: Any) -> str:
+    frame = _escapes(answer, "adam")
+    frame = frame[frame.setting.str.contains("precision=bfloat16")]
+    need(len(frame), "no row has weights in bfloat16: the setting is cpu:precision=bfloat16")
+    need(frame.master_weights.nunique() == 2, "both are needed, master_weights=True and without: pd.concat the tables")
+    plain = frame[~frame.master_weights].groupby("learning_rate").left.all()
+    need(plain.any(), "without master weights nobody left: try larger rates too")
+    need(not plain.all(), "without master weights all left: try smaller rates too")
+    leaves, held = plain[plain].index.min(), plain[~plain].index.max()
+    need(leaves <= 10.001 * held, f"between {held:g} and {leaves:g} lies more than a factor of ten: try rates between")
+    master = frame[frame.master_weights].groupby("learning_rate").left.all()
+    need(held in master.index, f"with master weights {held:g} was not tried, which held the others")
+    said = "leaves" if master[held] else "does not leave either"
+    return f"in bfloat16 Adam is held at {held:g} and leaves at {leaves:g}; with master weights it {said} at {held:g}."
+
+
+@exercise("06-3", "a table of escapes by sgd in float32, from a saddle with small weights")
+def _small_weights(answer: Any) -> str:
+    frame = _escapes(answer, "sgd")
+    frame = frame[~frame.setting.str.contains("precision|emulate") & ~frame.master_weights]
+    need(len(frame), "no row is in float32 alone: neither another precision, nor emulated, nor master weights")
+    need((frame.step_ratio > 1).any(), f"step_ratio is {frame.step_ratio.max():.2g}: steps are still rounded away")
+    frame = frame[frame.step_ratio > 1]
+    need(frame.left.any(), "steps are long enough, and nobody left: push it, by perturbations=[…], or wait longer")
+    off = float((frame.steps / frame.expected).median())
+    need(0.5 < off < 2, f"it left after {off:.2g} times the steps that the law expects")
+    return (
+        f"float32 leaves after {off:.2f} times the steps that the law expects. Would a trained network pass there? "
+        "Compare its weights with those of your saddle."
+    )
+
+
+# --- 07: how much faster is a GPU? -----------------------------------------------------------------------
+
+
+@exercise("07-1", "a price of an hour, in the currency in which an hour of the CPU costs 0.10")
+def _break_even(answer: Any) -> str:
+    from gpulab.companion.speed import cost_table, on_gpu, recorded_speed
+
+    frame = cost_table(recorded_speed(), {"cpu": 0.1, "gpu": 3.0})
+    frame = frame[frame["size"] == "quick"]
+    gpu, cpus = frame[on_gpu(frame)].iloc[0], frame[~on_gpu(frame)]
+    right = 0.1 * gpu.breaks_even
+    mistakes = {
+        gpu.breaks_even: "how many times as dear an hour may be: multiply it by the price of an hour of the CPU",
+        0.1 / gpu.breaks_even: "the wrong way round: the faster device may cost more",
+        0.1 * cpus.seconds.max() / gpu.seconds: "against the slower of the two CPU settings",
+        3.0 * gpu.breaks_even: "multiplied by the price of the GPU: breaks_even counts prices of the CPU",
+    }
+    near(answer, right, mistakes)
+    return f"{right:.3g} an hour; `breaks_even` told {gpu.breaks_even:.3g} whatever the prices are."
+
+
+@exercise("07-2", "{'usual': …, 'words': …, 'width': …}, three placements of gl.diagnostics.place")
+def _placed(answer: Any) -> str:
+    from gpulab.diagnostics.placements import Placement
+
+    names = ("usual", "words", "width")
+    for name in names:
+        need(isinstance(fields(answer, *names)[name], Placement), f"{name} is {shown(answer[name])}, no placement")
+        need(not answer[name].unknown, f"{name}: torch counts no FLOP of {', '.join(answer[name].unknown)}")
+    flop = {name: sum(answer[name].flop.values()) for name in names}
+    words, width = flop["words"] / flop["usual"], flop["width"] / flop["usual"]
+    need(1.8 < words < 2.8, f"'words' does {words:.2g} times the operations: twice the words do about twice as many")
+    need(width > 2.8, f"'width' does {width:.2g} times the operations: twice the width does nearly four times as many")
+    need(len({answer[name].setting for name in names}) == 1, "the three are of several settings")
+    said = ", ".join(f"{name} {answer[name].intensity:.3g}" for name in names)
+    return f"flop per byte: {said}. A product's operations grow faster with its width than what it moves."
+
+
+@exercise("07-3", "(slow, fast), two rows of recorded_speed or measure_speed, in seconds")
+def _any_number(answer: Any) -> str:
+    names = ("what", "way", "size", "value", "unit", "setting", "machine")
+    slow, fast = (fields(row, *names) for row in pair(answer))
+    need(slow["unit"] == fast["unit"] == "s", f"{slow['unit']} and {fast['unit']}: two times in seconds are compared")
+    need(slow["what"] == fast["what"], f"{slow['what']} against {fast['what']}: one network, on two machines")
+    need(slow["size"] == fast["size"], f"sizes {slow['size']} and {fast['size']}: that is not the same work")
+    places = [(row["machine"], row["setting"]) for row in (slow, fast)]
+    need(places[0] != places[1], f"both are of {' '.join(places[0])}: two devices are compared")
+    ratio = number(slow["value"]) / number(fast["value"])
+    need(abs(ratio * 13.76 - 1) > 0.02, "the inverse: the slow one comes first")
+    need(abs(ratio / 13.76 - 1) < 0.02, f"{ratio:.4g} times, which is more than 2 % from 13.76")
+    ways = "" if slow["way"] == fast["way"] else " (of two ways)"
+    return f"{ratio:.4g} times, by {slow['what']}, {slow['way']}{ways}. Among enough pairs there is one for any number."
+
+
+# --- 08: when do many devices train faster than one? -----------------------------------------------------
+
+
+@exercise("08-1", "a number of devices")
+def _twice_the_price(answer: Any) -> str:
+    from gpulab.companion.scale_out import batch_gains
+
+    gains = batch_gains(64.0, 8, range(1, 200)).set_index("devices")
+    right = int(gains.index[gains.price > 2 + 1e-9].min())
+    mistakes = {
+        right - 1: "there the price is 2, and more than that is asked for",
+        16: "dear enough, but not the fewest: try the numbers between 8 and 16",
+        8: f"there a batch is the critical one, and the price {gains.price[8]:.2f}",
+        int(gains.index[gains.speedup > 2].min()): "there the speedup passes 2, and not the price",
+    }
+    near(answer, right, mistakes, rel=1e-6)
+    return f"{right} devices are {gains.speedup[right]:.2f} times as fast for {gains.price[right]:.2f} times the price."
+
+
+@exercise("08-2", "(small, large), two tables of summaries of descent_runs, of two sizes of `hidden`")
+def _lost_updates(answer: Any) -> str:
+    small, large = (table(part, "way", "seed", "weights", "lost_share", "lost") for part in pair(answer))
+    shares = []
+    for frame in (small, large):
+        free = frame[frame.way == "lock-free"]
+        need(len(free), "a table has no rows of lock-free descent")
+        need(free.seed.nunique() >= 6, f"{free.seed.nunique()} seeds: take six at least")
+        shares.append(float(free.lost_share.mean()))
+    need(small.weights.max() != large.weights.max(), "both networks have as many weights: pass hidden=(…)")
+    need(small.weights.max() < large.weights.max(), "the smaller network comes first")
+    return f"lost of all updates: {shares[0]:.2g} in the small network, {shares[1]:.2g} in the large one."
+
+
+@exercise("08-3", "[(critical batch, devices), …], a phase each, two at least, of equally many updates at least")
+def _schedule(answer: Any) -> str:
+    need(isinstance(answer, (list, tuple)), f"{shown(answer)} is no list of phases")
+    need(2 <= len(answer) <= 1000, f"{len(answer)} phases: two are the fewest, a thousand the most")
+    phases = [tuple(number(part) for part in pair(phase)) for phase in answer]
+    batches, devices = zip(*phases, strict=True)
+    need(min(batches) > 0 and min(devices) >= 1, "a phase has no batch above 0 and no device")
+    need(all(count.is_integer() for count in devices), "a number of devices is whole")
+    need(batches[0] < batches[-1], "the critical batch does not grow, and the question is what to do when it does")
+    need(len(set(devices)) > 1, "the number of devices stays: that is the training to compare with")
+
+    def time(counts: tuple[float, ...]) -> float:  # S = S_min (1 + B_crit / B), B is 8 a device
+        return sum(1 + batch / (8 * count) for batch, count in zip(batches, counts, strict=True))
+
+    mean = sum(devices) / len(devices)  # costs as much: a phase's price is proportional to its devices + B_crit / 8
+    gain = time((mean,) * len(devices)) / time(devices)
+    need(gain > 1, f"for the same price {mean:.3g} devices all the time are {1 / gain:.2f} times as fast")
+    return (
+        f"by the law it is {gain:.2f} times as fast as {mean:.3g} devices all the time, for the same price. Whether it "
+        "ends where the usual training does only a verdict says, and no run was looked at here."
+    )
+
+
+# --- 09: why does a network become NaN on the new card? --------------------------------------------------
+
+
+@exercise("09-1", "a number of updates")
+def _updates_to_nan(answer: Any) -> str:
+    runs = recorded("whitener", "quick", covariance="one-pass", setting="cuda:tf32=on")
+    lost = runs[runs.status == "diverged"]
+    mistakes = {
+        float(lost.diverged_at.mean()): "the mean, which a few late ones draw up: take the median",
+        len(lost): "how many became NaN, and after how many updates is asked for",
+        len(runs) - len(lost): "how many survived, and how long the others lasted is asked for",
+        float(lost.diverged_at.max()): "the last one to fail, and not the median",
+    }
+    near(answer, float(lost.diverged_at.median()), mistakes, rel=1e-6)
+    middle, last = lost.diverged_at.median(), lost.diverged_at.max()
+    return f"half of {len(lost)} are NaN after {middle:g} updates, the last after {last:g}."
+
+
+@exercise("09-2", "a table of runs, one-pass and centred, under two arithmetics, on six seeds at least")
+def _centred(answer: Any) -> str:
+    runs = table(answer, "setting", "covariance", "status", "seed")
+    runs = runs[runs.setting.str.contains("emulate=|tf32=on")]
+    need(len(runs), "no run has fewer bits: take cpu:tf32=on,emulate=ampere and cpu:emulate=bfloat16")
+    need(runs.setting.nunique() >= 2, "one arithmetic: take cpu:emulate=bfloat16 too, or order=tensor-core")
+    need("centred" in set(runs.covariance), "no run is centred: model_options={'covariance': 'centred'}")
+    need("one-pass" in set(runs.covariance), "a control is missing: without runs in one pass nothing was at risk")
+    seeds = runs.groupby(["setting", "covariance"]).seed.nunique()
+    need(seeds.min() >= 6, f"{seeds.min()} seeds in one of the cells: take six at least")
+    lost = (runs.status == "diverged").groupby(runs.covariance).sum()
+    need(lost["one-pass"], "no run in one pass became NaN: train longer, for the control must fail")
+    return f"NaN: {lost['one-pass']} runs in one pass, {lost['centred']} centred. The rest is the proof."
+
+
+@exercise("09-3", "the covariance (24, 24) of the exercise's codes, from sums alone, under gl.emulate('tf32')")
+def _shifted(answer: Any) -> str:
+    import torch
+
+    codes = torch.randn(50, 24, generator=torch.Generator().manual_seed(0)) * 0.003 + 0.5
+    exact = torch.cov(codes.double().T, correction=0)
+    need(isinstance(answer, torch.Tensor), f"{shown(answer)} is no tensor")
+    need(answer.shape == exact.shape, f"its shape is {tuple(answer.shape)}")
+    found = answer.detach().cpu().double()
+    need(found.isfinite().all(), "it is not finite")
+    off = float((found - exact).norm() / exact.norm())
+    need(
+        abs(float((found * 49 / 50 - exact).norm() / exact.norm())) > 1e-3,
+        "divided by 49: here it is by 50, as in the notebook",
+    )
+    need(off < 100, f"off by {off:.1g} times its size: the product of the means is still in it")
+    need(off < 0.5, f"off by {off:.2g} times its size: that is one pass. Subtract a number near the mean beforehand")
+    need(
+        off < 0.005, f"off by {off:.1%}: what you subtracted is not quite the mean. Take the product of the means away"
+    )
+    need(off > 1e-5, f"off by {off:.0e}: no product was in TF32. Compute it under gl.emulate('tf32')")
+    return (
+        f"off by {off:.1e} only. From a matrix nobody can see that it came of sums alone: whether the product is "
+        "innocent an audit of the step must say."
+    )
+
+
+# --- 10: what does everything recorded so far prove? -----------------------------------------------------
+
+
+@exercise("10-1", "a probability, between 0 and 1")
+def _luck(answer: Any) -> str:
+    right = 1 - 0.95**20
+    mistakes = {
+        0.95**20: "the probability that none of them does",
+        1.0: "twenty times 5 %: a bound, which adds up what happens together",
+        0.05: "that of one comparison",
+        0.05**20: "that all of them do",
+    }
+    near(answer, right, mistakes)
+    return f"{right:.0%}: of twenty settings that do nothing, one is more likely than not to be called different."
+
+
+@exercise("10-2", "a table of runs of yours: the autoencoder, quick, under cpu:threads=1, three seeds at least")
+def _yours(answer: Any) -> str:
+    runs = table(answer, "experiment", "profile", "setting", "seed", "protocol", "final_loss", "weights", "recorded")
+    need(not runs.recorded.any(), "some of these runs are the recorded ones: give those that you made")
+    theirs = recorded("autoencoder", "quick", loader="window", setting="cpu:threads=1")
+    sizes = ", ".join(sorted(set(runs["profile"].astype(str))))
+    need(set(runs.protocol) & set(theirs.protocol), f"no run has the recorded protocol (profile {sizes}): take quick")
+    both = runs.merge(theirs, on=["protocol", "setting", "seed"])
+    need(len(both), "no run is under cpu:threads=1, from a seed that was recorded")
+    need(both.seed.nunique() >= 3, f"{both.seed.nunique()} seeds: take three at least")
+    spread, far = theirs.final_loss.std(), (both.final_loss_x - both.final_loss_y).abs().max()
+    same = int((both.weights_x == both.weights_y).sum())
+    return (
+        f"{same} of {len(both)} have the same bits; the losses are at most {far / spread:.1e} sd between seeds apart."
+    )
+
+
+@exercise("10-3", "{'metric': …, 'factor': …, 'reference': …, 'margin': …, 'seeds': …}, laid down before any run")
+def _registration(answer: Any) -> str:
+    from gpulab.settings import Setting
+    from gpulab.stats.power import parse_margin, seeds_needed
+
+    plan = fields(answer, "metric", "factor", "reference", "margin", "seeds")
+    runs = recorded("prednet", "paper", loader="window")
+    for name in ("metric", "factor"):
+        need(isinstance(plan[name], str) and plan[name] in runs, f"{name} {shown(plan[name])}: no column of gl.runs")
+    need(
+        plan["metric"].endswith("loss"), f"metric {plan['metric']!r}: what is learned is a loss, not a time or an order"
+    )
+    if plan["factor"] == "setting":
+        try:
+            Setting.parse(plan["reference"])
+        except (UsageError, TypeError, AttributeError):
+            raise WrongAnswerError(f"reference {shown(plan['reference'])} is no setting, such as 'cpu'") from None
+    try:
+        parse_margin(plan["margin"])
+    except UsageError:
+        raise WrongAnswerError(f"margin {shown(plan['margin'])}: a number above 0, or such as '0.25sd'") from None
+    seeds = number(plan["seeds"])
+    need(seeds >= 6, f"{seeds:g} seeds cannot show a difference, however large: six are the fewest")
+    needed = seeds_needed(runs, margin=plan["margin"], power=0.8, reference="cuda:tf32=off").seeds.min()
+    need(seeds >= needed, f"{seeds:g} seeds: as far as recorded runs tell, this margin takes {needed:g} at least")
+    return f"{seeds:g} seeds can settle this margin where settings scatter least. Whether it convinces is yours to say."
