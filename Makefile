@@ -12,10 +12,10 @@ INSTALLED := $(VENV)/.installed
 UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check attack lab site clean
+.PHONY: help run test check attack lab site slides clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "Settings: PROFILE=$(PROFILE) (smoke, quick, paper)  DEVICE=$(DEVICE) (auto, cpu, cuda, mps, xpu)"
 	@echo "          ONLY=$(ONLY) (such as 04 or 03,04)  PYTHON=$(PYTHON) (3.11, 3.12 or 3.13)"
@@ -41,6 +41,9 @@ site: $(INSTALLED) ## build notebooks, pages and reference as a site in build/si
 	rm -rf build/site build/sphinx && mkdir -p build/sphinx/source
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/sphinx/doctrees build/sphinx/source build/site
 	@echo "Open build/site/index.html"
+
+slides: $(INSTALLED) ## turn the notebooks into slides in build/slides, a file a notebook, which open from disk
+	$(BIN)/python docs/slides.py build/slides
 
 clean: ## remove .venv, build/ with the runs in it, and caches; runs/ stays
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache

@@ -25,6 +25,7 @@ LONGEST = (
     "test_parallel.py",
     "test_frameworks.py",
     "test_site.py",
+    "test_slides.py",
 )
 
 
