@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ class Passport(dict[str, Any]):
     def rows(self) -> list[tuple[str, str]]:
         """The passport as (what, value) pairs, for a table."""
         cpu, software = self["cpu"], self["software"]
+        names = {name.replace("avx512_", "avx512") for name in cpu["vector_extensions"]}  # some are there under both
+        families = Counter(re.sub(r"(avx512|amx).*", r"\1", name) for name in sorted(names))
+        extensions = [f"{name} ({n} kinds)" if n > 1 else name for name, n in families.items()]
         rows = [
             ("CPU", cpu["model"]),
             ("cores", f"{cpu['physical_cores']} physical, {cpu['logical_cores']} logical"),
-            ("vector extensions", ", ".join(cpu["vector_extensions"]) or "none reported"),
+            ("vector extensions", ", ".join(extensions) or "none reported"),
             ("memory", f"{self['memory_bytes'] / 2**30:.1f} GiB"),
         ]
         for index, gpu in enumerate(self["gpus"]):

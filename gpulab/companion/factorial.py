@@ -256,12 +256,10 @@ def published_figure(frame: pd.DataFrame) -> Picture:
     axes.set_ylabel("final loss / loss of repeating the last frame")
     main = [row for row in _rows(frame) if row["family"] == REGISTERED[0].family and row["endpoint"] == LOSS]
     worse, seeds = (sum(row[name] for row in main) for name in ("worse", "seeds"))
-    title = (
-        f"With one line different, the published network ends worse in {worse} of {seeds} pairs of runs" if main else ""
-    )
+    title = f"With one line different, the published network ends worse in {worse} of {seeds} pairs at 160×120"
     keys = [key("repeating the last frame", color=INK, ls="--", lw=0.8), *origin_keys(shown)]
     alt = "Final loss of each seed over the loss of repeating the last frame, by film and condition, seeds joined."
-    return finished(figure, title, alt, keys, columns=3)
+    return finished(figure, title * bool(main), alt, keys, columns=3)
 
 
 def published_page(
