@@ -26,7 +26,8 @@ def numbers():
     both = pd.concat([title, gl.companion.atlas()]).query("experiment == 'prednet' and profile == 'paper'")
     both = both[(both.gradients == "written out") & (both.truncation == "loss") & (both.loader == "window")]
     devices = both[both.id.isin(title.id) & both.setting.isin(["cuda:tf32=off", "cpu:threads=3,denormals=off"])]
-    (device,) = gl.verdict(devices, reference="cuda:tf32=off").table.itertuples()
+    table = gl.companion.learning_table(devices, factor="setting", reference="cuda:tf32=off").set_index("metric")
+    device, learned = table.loc["final loss of all seeds"], table.loc["final loss of the seeds that learned"]
     on_cards = both[both.setting == "cuda:tf32=off"]
     (card,) = gl.verdict(on_cards, factor="gpu", reference="NVIDIA H200").table.itertuples()
     kept = gl.companion.atlas(), gl.companion.published_runs(), title, gl.companion.longer_runs()
@@ -40,6 +41,9 @@ def numbers():
         "devices": device.decision,
         "difference": abs(device.difference),
         "margin": device.margin,
+        "learned_devices": learned.decision,
+        "learned_margin": learned.margin,
+        "learn": table.loc["share of seeds that did not learn"].decision,
         "card_seeds": card.seeds,
         "cards": card.decision,
         "smoke": minutes("smoke"),

@@ -71,6 +71,7 @@ def guard(on: str = "raise") -> Guard:
 
     What never passes torch's hooks for saved tensors is not seen:
 
+    - what was overwritten before the forward pass read it, as in a list of frames that share one buffer;
     - what a `torch.autograd.Function` keeps as an attribute (`ctx.x = x`; say `ctx.save_for_backward(x)`), or one
       written in C++ as a member of its own;
     - what a hook of a tensor or module, or any other closure, keeps for backward;

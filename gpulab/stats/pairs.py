@@ -111,6 +111,8 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
     finished = frame[metric][frame["status"] == "finished"]
     if len(numberless := finished[~np.isfinite(finished)]):
         which = f"{len(numberless)} finished run(s) have no finite {metric}: index {numberless.index[:3].tolist()}"
+        if len(numberless) == len(finished):
+            raise UsageError(f"{which}, nor has any other; if yours is called otherwise, say metric='its name'")
         raise UsageError(f"{which}; mark them as diverged or leave their seeds out")
     largest = finished.abs().max()
     if largest > HUGE or 0 < largest < TINY:

@@ -355,6 +355,8 @@ def _sentence(verdict: Verdict, row: Any) -> str:
     if row.decision in ("equivalent", "inconclusive") and within:  # some may jump, and none that was seen
         text += f". {row.moved:.0f} of {_count(n, block)} moved by more than the margin"
         text += f"; up to {row.moved_at_most:.0%} of {block}s could (95 % limit)"
+    if not row.largest_difference and not yes_or_no:
+        text += f". Not one {block} differs by a digit: make sure that the {verdict.factor} reached what was trained"
     return f"{text}.{left_out}"
 
 

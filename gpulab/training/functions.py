@@ -15,6 +15,7 @@ import random
 import shlex
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ class TrainingFunction:
             tell(len(history), loss)
 
         with _seeded(setting, seed), contextlib.ExitStack() as stack:
-            given = {"seed": seed, "setting": setting}
+            given, before = {"seed": seed, "setting": setting}, _allocated(setting)
             if "folder" in self.takes:
                 given["folder"] = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             try:
@@ -155,6 +156,11 @@ class TrainingFunction:
                 raise
             except (Exception, SystemExit) as error:
                 raise GpulabError(in_one_line(error, self.where)) from error
+        if before is not None and _allocated(setting) == before:
+            warnings.warn(
+                f"{self.name} left {setting.device} alone: a setting moves nothing, tensor.to(setting.device) does",
+                stacklevel=2,
+            )
         if not history:
             hear(math.nan if metrics is None else float(next(iter(metrics.values()))))
         if metrics is None or not all(map(math.isfinite, metrics.values())):
@@ -206,6 +212,15 @@ def _seeded(setting: Setting, seed: int) -> Iterator[None]:
         finally:
             np.random.set_state(numpys)
             random.setstate(pythons)
+
+
+def _allocated(setting: Setting) -> int | None:
+    """How often torch took memory of a GPU of CUDA, ever; None for another device."""
+    import torch
+
+    if setting.kind != "cuda":
+        return None
+    return torch.cuda.memory_stats(setting.device).get("allocation.all.allocated", 0)
 
 
 # --- what a training gives ---------------------------------------------------------------------------------

@@ -417,6 +417,18 @@ def test_a_finished_run_without_a_number_is_not_passed_over(value):
         gl.verdict(runs)
 
 
+def test_a_metric_that_no_run_has_is_asked_for_by_its_name():
+    with pytest.raises(gl.UsageError, match=r"nor has any other; if yours is called otherwise, say metric='its name'"):
+        gl.verdict(levels(cpu=BASE, cuda=BASE).assign(final_loss=math.nan, loss=1.0))
+
+
+def test_losses_without_any_difference_are_no_quiet_equivalence():
+    doubt = "Not one seed differs by a digit: make sure that the setting reached what was trained"
+    assert doubt in str(gl.verdict(levels(cpu=BASE, cuda=BASE)))
+    assert doubt not in str(gl.verdict(levels(cpu=BASE, cuda=[*BASE[:-1], BASE[-1] + 1e-9])))
+    assert doubt not in str(gl.verdict(levels(cpu=BASE, cuda=BASE).assign(weights="the same")))
+
+
 # --- the figure --------------------------------------------------------------------------------------
 
 

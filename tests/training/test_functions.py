@@ -511,3 +511,13 @@ def test_a_search_begins_from_the_options_that_the_target_had(tmp_path):
     found = gl.reproduce(old, {"shift": [-1.0], "width": [2]}, ONE, train, store=tmp_path, **QUIET)
     assert found.original == {"shift": 0.0, "width": 3}
     assert found.best == {"shift": -1.0}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_training_that_leaves_the_gpu_alone_is_told(moved, recwarn):
+    def train(seed, setting):
+        return torch.nn.Linear(4, 1).to(setting.device if moved else "cpu").weight.sum().item()
+
+    gl.seed_runs(train, "cuda", seeds=1)
+    assert any("left cuda alone" in str(one.message) for one in recwarn) != moved
