@@ -74,13 +74,17 @@ def main(
     notebook: str,
     students: Annotated[str, typer.Option(help="how many, such as 1,10,30")] = "1,10,30",
     profile: str = "smoke",
+    threads: Annotated[int, typer.Option(help="that a kernel may use; 0: as many as there are cores")] = 1,
     prepared: Annotated[Path | None, typer.Option(help="a store of finished runs, which is only read")] = None,
 ) -> None:
     os.environ["GPULAB_PROFILE"] = profile
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     if prepared:
         os.environ["GPULAB_PREPARED"] = str(prepared.resolve())
     (file,) = NOTEBOOKS.glob(f"{notebook}_*.ipynb")
-    print(f"{file.stem}, {profile}, {'prepared runs' if prepared else 'nothing prepared'}: {gl.passport().summary()}")
+    ways = [profile, f"{threads or os.cpu_count()} threads each", "prepared runs" if prepared else "nothing prepared"]
+    print(f"\n{file.stem}, {', '.join(ways)}: {gl.passport().summary()}, {os.cpu_count()} cores\n")
     print("| students | first done | half | all | memory | of one |\n|---|---|---|---|---|---|")
     for count in map(int, students.split(",")):
         seconds, peak = asyncio.run(lesson(file, count))
