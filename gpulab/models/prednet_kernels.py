@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +12,27 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 tanh_backward, sigmoid_backward = torch.ops.aten.tanh_backward.grad_input, torch.ops.aten.sigmoid_backward.grad_input
+PEEPING = 0, 1, 3  # of the four gates
 LARGE = 300_000  # weights; of smaller ones in PredNet's published and quick sizes cuDNN is faster on an H200
+
+
+Groups = Sequence[tuple[int, int]]  # of channels side by side: how many there are, and for how many there is room
+
+
+def roomy(count: int, by_pixel: bool) -> tuple[int, int]:
+    """A group of so many channels; pixel by pixel with room for a multiple of four."""
+    return count, -(-count // 4) * 4 if by_pixel else count
+
+
+def places(groups: Groups) -> Tensor:
+    """Where the channels of groups lie.
+
+    Examples:
+        >>> places([(3, 4), (2, 4)])
+        tensor([0, 1, 2, 4, 5])
+    """
+    begins = itertools.accumulate((room for _, room in groups), initial=0)
+    return torch.cat([torch.arange(begin, begin + count) for begin, (count, _) in zip(begins, groups, strict=False)])
 
 
 class Cell:
@@ -31,10 +53,11 @@ class Cell:
         return gates, tanh
 
     def backward(
-        self, d_r: Tensor, d_cell: Tensor, before: Tensor, kept: tuple[Tensor, ...], d_gates: Tensor
-    ) -> Tensor:
-        """Write `d_gates`; the gradient of the cell before, but for its peepholes. Overwrites `d_r`."""
+        self, d_r: Tensor, d_cell: Tensor, before: Tensor, kept: tuple[Tensor, ...], room: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of the gates, in `room` where there is any, and of the cell before. Overwrites `d_r`."""
         gates, tanh = kept
+        d_gates = torch.empty_like(gates) if room is None else room
         i, f, g, o = gates.chunk(4, 1)
         d_i, d_f, d_g, d_o = d_gates.chunk(4, 1)
         torch.mul(d_r, tanh, out=d_o)
@@ -48,19 +71,22 @@ class Cell:
         sigmoid_backward(d_gates[:, i_and_f], gates[:, i_and_f], grad_input=d_gates[:, i_and_f])
         tanh_backward(d_g, g, grad_input=d_g)
         sigmoid_backward(d_o, o, grad_input=d_o)
-        return of_cell.mul_(f)
+        return d_gates, of_cell.mul_(f).add_((by_gate(d_gates) * self.peepholes).sum(1))
 
 
 class FusedCell(Cell):
-    """The same by torch's kernels for `nn.LSTMCell`, to which a frame or a pixel is one vector."""
+    """The same by torch's kernels for `nn.LSTMCell`, to which a frame or a pixel is one vector.
 
-    def __init__(self, peepholes: Float[Tensor, "1 4 c h w"], by_pixel: bool) -> None:
+    The gates come to it before their bias, too.
+    """
+
+    def __init__(self, peepholes: Float[Tensor, "1 4 c h w"], bias: Float[Tensor, " 4c"], by_pixel: bool) -> None:
         super().__init__(peepholes)
-        self.by_pixel = by_pixel
+        self.bias, self.by_pixel = bias.view(1, 4, -1, 1, 1), by_pixel
 
     def forward(self, gates: Tensor, before: Tensor, after: Tensor, r: Tensor) -> tuple[Tensor, ...]:
         """Write the cell `after`, and R; what `backward` needs."""
-        peeping = (self.peepholes * before[:, None]).flatten(1, 2)
+        peeping = torch.addcmul(self.bias, self.peepholes, before[:, None]).flatten(1, 2)
         vectors = map(self._vectors, (gates, peeping, before))
         new_r, new_cell, activated = torch.ops.aten._thnn_fused_lstm_cell(*vectors, None, None)
         after.copy_(self._maps(new_cell, after))
@@ -68,62 +94,84 @@ class FusedCell(Cell):
         return activated, after
 
     def backward(
-        self, d_r: Tensor, d_cell: Tensor, before: Tensor, kept: tuple[Tensor, ...], d_gates: Tensor
-    ) -> Tensor:
-        """Write `d_gates`; the gradient of the cell before, but for its peepholes."""
+        self, d_r: Tensor, d_cell: Tensor, before: Tensor, kept: tuple[Tensor, ...], room: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of the gates and of the cell before."""
+        assert room is None, "torch's kernel makes its own"
         activated, after = kept
         vectors = map(self._vectors, (d_r, d_cell, before, after))
-        new_gates, d_before, _ = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(*vectors, activated, False)
-        d_gates.copy_(self._maps(new_gates, d_gates))
-        return self._maps(d_before, before)
+        new_gates, new_cell, _ = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(*vectors, activated, False)
+        d_gates, d_before = self._maps(new_gates, before), self._maps(new_cell, before)
+        for number in PEEPING:
+            d_before.addcmul_(d_gates.chunk(4, 1)[number], self.peepholes[:, number])
+        return d_gates, d_before
 
     def _vectors(self, maps: Tensor) -> Tensor:
         return maps.permute(0, 2, 3, 1).reshape(-1, maps.shape[1]) if self.by_pixel else maps.reshape(len(maps), -1)
 
     def _maps(self, vectors: Tensor, like: Tensor) -> Tensor:
         if not self.by_pixel:
-            return vectors.view(like.shape)
-        return vectors.view(len(like), *like.shape[2:], like.shape[1]).permute(0, 3, 1, 2)
+            return vectors.view(len(like), -1, *like.shape[2:])
+        return vectors.view(len(like), *like.shape[2:], -1).permute(0, 3, 1, 2)
 
 
 class Convolution:
-    """One of the network's convolutions: forward, back to its input, and back to its weights for a whole window."""
+    """One of the network's convolutions: forward, back to its input, and back to its weights.
 
-    def __init__(self, conv: nn.Conv2d, by_pixel: bool) -> None:
+    Args:
+        conv: Whose weights they are.
+        made: The groups of channels that it makes, as they lie in a buffer.
+        read: Those that it reads.
+        by_pixel: Whether the channels of a pixel lie side by side.
+    """
+
+    def __init__(self, conv: nn.Conv2d, made: Groups, read: Groups, by_pixel: bool) -> None:
         self.conv, self.padding = conv, [conv.kernel_size[0] // 2] * 2
+        device = conv.weight.device
+        self.made, self.read = places(made).to(device)[:, None], places(read).to(device)
+        shape = sum(room for _, room in made), sum(room for _, room in read), *conv.kernel_size
         layout = torch.channels_last if by_pixel else torch.contiguous_format
-        self.weight = conv.weight.detach().to(memory_format=layout, copy=by_pixel)
+        self.weight, self.spread = conv.weight.detach(), shape != conv.weight.shape
+        if by_pixel:
+            self.weight = conv.weight.new_zeros(shape).to(memory_format=layout)
+        self.bias = conv.weight.new_zeros(shape[0])
         self.turned = torch.empty_like(self._turned(), memory_format=layout)
         float32 = conv.weight.dtype == torch.float32
         # Small inputs, one at a time, torch leaves to a kernel that gains nothing from a second thread.
-        on_cpu = conv.weight.device.type == "cpu" and float32
+        on_cpu = device.type == "cpu" and float32
         self.threaded = on_cpu and torch.get_num_threads() > 1 and torch.backends.mkldnn.is_available()
         # Many channels of one small map cuDNN leaves to a part of the GPU; cuBLAS splits their sum.
         self.as_product = conv.weight.is_cuda and float32 and not by_pixel and conv.weight.numel() >= LARGE
 
     def _turned(self) -> Tensor:
-        return self.conv.weight.detach().flip(2, 3).transpose(0, 1)
+        return self.weight.flip(2, 3).transpose(0, 1)
 
     def begin(self) -> None:
-        """The weights are new."""
-        self.turned.copy_(self._turned())
-        if self.weight.data_ptr() != self.conv.weight.data_ptr():
+        """The weights are new, and have no gradients yet."""
+        if self.spread:
+            self.weight[self.made, self.read] = self.conv.weight
+        elif self.weight.data_ptr() != self.conv.weight.data_ptr():
             self.weight.copy_(self.conv.weight)
+        self.bias[self.made[:, 0]] = self.conv.bias  # type: ignore[assignment]
+        self.turned.copy_(self._turned())
+        self.conv.weight.grad = self.conv.bias.grad = None  # type: ignore[union-attr]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, biased: bool = True) -> Tensor:
         """What it makes of (b, c, h, w)."""
-        return self._convolve(x, self.weight, self.conv.bias)
+        return self._convolve(x, self.weight, self.bias if biased else None)
 
     def backward(self, gradient: Tensor) -> Tensor:
         """The gradient of its input."""
         return self._convolve(gradient, self.turned, None)
 
-    def set_gradients(self, inputs: Tensor, gradients: Tensor) -> None:
-        """Those of weights and bias, from all steps."""
-        arguments = gradients.flatten(0, 1), inputs.flatten(0, 1), self.weight, [self.conv.out_channels]
+    def add_gradients(self, inputs: Float[Tensor, "n c h w"], gradients: Float[Tensor, "n d h w"]) -> None:
+        """To those of weights and bias, what comes of these."""
+        arguments = gradients, inputs, self.weight, [len(self.bias)]
         options = [1, 1], self.padding, [1, 1], False, [0, 0], 1, [False, True, True]
         _, weight, bias = torch.ops.aten.convolution_backward(*arguments, *options)
-        self.conv.weight.grad, self.conv.bias.grad = weight.contiguous(), bias  # type: ignore[union-attr]
+        weight = weight[self.made, self.read] if self.spread else weight.contiguous()
+        add_gradient(self.conv.weight, weight)
+        add_gradient(self.conv.bias, bias[self.made[:, 0]])
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.threaded:
@@ -146,9 +194,15 @@ def uses_tf32(like: Tensor) -> bool:
     return like.is_cuda and like.dtype == torch.float32 and backend.conv.fp32_precision == "tf32"
 
 
-def zeros(like: Tensor, shape: tuple[int, int, int, int, int], by_pixel: bool) -> Float[Tensor, "t b c h w"]:
+def add_gradient(parameter: Tensor | None, gradient: Tensor) -> None:
+    """To what has been found of it; or what has been found."""
+    if parameter is not None:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def empty(like: Tensor, shape: tuple[int, int, int, int, int], by_pixel: bool) -> Float[Tensor, "t b c h w"]:
     """Maps in which the channels of a pixel lie side by side (`by_pixel`), or the pixels of a channel do."""
     if not by_pixel:
-        return like.new_zeros(shape)
+        return like.new_empty(shape)
     t, b, c, h, w = shape
-    return like.new_zeros(t, b, h, w, c).permute(0, 1, 4, 2, 3)
+    return like.new_empty(t, b, h, w, c).permute(0, 1, 4, 2, 3)

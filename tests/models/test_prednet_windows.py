@@ -10,7 +10,7 @@ import torch
 import gpulab as gl
 from gpulab import settings
 from gpulab.data.feed import Loader
-from gpulab.models import PredNet
+from gpulab.models import PredNet, prednet_windows
 from gpulab.models.prednet_kernels import uses_tf32
 from gpulab.models.prednet_windows import Windows
 from gpulab.settings import Setting
@@ -98,6 +98,34 @@ def test_memory_that_all_frames_share_spoils_the_gradient_as_autograds():
 def test_on_a_gpu_too(dtype):
     with gl.setting("cuda:tf32=off"):
         check(unlike_fresh(dtype, "cuda"), torch.rand(19, 1, 3, 16, 24, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("truncation", ["loss", "state"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_channels_side_by_side_with_room_for_more_of_them(monkeypatch, batch, truncation):
+    monkeypatch.setattr(prednet_windows, "uses_tf32", lambda like: like.is_floating_point())
+    net = unlike_fresh(truncation=truncation)  # of 3 channels, for which there is room for 4
+    check(net, torch.rand(19, batch, 3, 16, 24, dtype=torch.float64))
+    lowest = prednet_windows.Windows(net, torch.rand(7, batch, 3, 16, 24, dtype=torch.float64)).layers[0]
+    assert lowest.channels == 4
+    assert lowest.inputs.shape[2] % 16 == 0
+
+
+@needs_cuda
+@pytest.mark.parametrize("streams", [True, False])
+def test_in_tf32_as_near_to_float64_as_autograd(streams):
+    with gl.setting("cuda:tf32=on"):
+        net, film = unlike_fresh(torch.float32, "cuda"), torch.rand(13, 2, 3, 16, 24, device="cuda")
+        exact = unlike_fresh(torch.float64, "cuda")
+        exact.load_state_dict(net.state_dict())
+        found = []
+        for one, frames in ((exact, film.double()), (net, film)):
+            one.training_loss(frames, None)[0].backward()
+            found.append(torch.cat([p.grad.double().flatten() for p in one.parameters()]))
+        Windows(net, film, streams=streams)(film, None)
+        found.append(torch.cat([p.grad.double().flatten() for p in net.parameters()]))
+        of_autograd, written_out = ((one - found[0]).norm() / found[0].norm() for one in found[1:])
+        assert 1e-7 < written_out < 4 * of_autograd, f"{written_out:.1e} beside {of_autograd:.1e}"
 
 
 def test_pixel_by_pixel_only_where_tf32_is_allowed():
