@@ -52,7 +52,7 @@ def gpulabs(size: str, setting: Setting, fast: bool) -> entrants.Step:
         return step
     changed = [*trainer.model.parameters(), *(t for moments in trainer.optimizer.state.values() for t in moments)]
     captured = Captured(lambda f, s: trainer._updates([f], s, True), frames, state, changed)
-    return lambda: captured(frames, captured.after)
+    return lambda: (captured(frames, captured.after), trainer)  # whose buffers the graph reads and writes
 
 
 def leidos(folder: Path, size: str, setting: Setting) -> entrants.Step:

@@ -15,7 +15,8 @@ class Captured:
     """`updates(frames, state)`, captured for frames and a state of one shape: it does the same, to the same bits.
 
     Args:
-        updates: Trains on a window; returns the losses and the state after it. It may not wait for the device.
+        updates: Trains on a window; returns the losses and the state after it. It may not wait for the device. What
+            it reads and writes has to stay as long as this: a graph knows addresses, and holds on to nothing.
         frames: A window, on a CUDA device.
         state: The state before it: None, or tensors in lists and tuples.
         changed: Every tensor that `updates` changes: capturing calls it once to warm up, and puts these back.
