@@ -337,12 +337,20 @@ def kernels() -> Picture:
     table = rows.pivot_table("ms", "name", "what", sort=False).fillna(0)
     table = table[table.sum().sort_values(ascending=False).index]
     share = table["convolutions"] / table.sum(axis=1)
-    headline = f"Convolutions, weight gradients apart, take {share.min():.0%} to {share.max():.0%} of an update"
+    headline = f"Convolutions, weight gradients apart, are {share.min():.0%} to {share.max():.0%} of an update's work"
     tints = dict(zip(table, level_colours("what", [*table]).values(), strict=True))
-    return _stacked(table / 1e3, tints, headline, f"Shares of an update of PredNet by kind of work. {headline}.")
+    alt = f"Shares of an update of PredNet by kind of work. {headline}."
+    whole = "its kernels' time (right: the sum; on a GPU some run beside others)"
+    return _stacked(table / 1e3, tints, headline, alt, whole)
 
 
-def _stacked(seconds: pd.DataFrame, tints: Mapping[str, str], headline: str, alt: str) -> Picture:
+def _stacked(
+    seconds: pd.DataFrame,
+    tints: Mapping[str, str],
+    headline: str,
+    alt: str,
+    whole: str = "a training step (right: the whole step)",
+) -> Picture:
     """A bar a row, of the shares of its columns, with the whole beside it."""
     total, left = seconds.sum(axis=1), np.zeros(len(seconds))
     figure, (axes,) = canvas(1, height=1.1 + 0.3 * len(seconds))
@@ -354,11 +362,11 @@ def _stacked(seconds: pd.DataFrame, tints: Mapping[str, str], headline: str, alt
                 ink = "white" if sum(to_rgb(tint)) < 1.5 else "black"
                 axes.text(start + width / 2, place, f"{width:.0%}", color=ink, ha="center", va="center", fontsize=8)
         left += share.to_numpy()
-    for place, whole in enumerate(total):
-        axes.annotate(f"{1e3 * whole:.3g} ms", (1.01, place), va="center", fontsize=8, annotation_clip=False)
+    for place, sum_of_all in enumerate(total):
+        axes.annotate(f"{1e3 * sum_of_all:.3g} ms", (1.01, place), va="center", fontsize=8, annotation_clip=False)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
-    axes.set(xlim=(0, 1), xlabel="share of a training step (right: the whole step)")
+    axes.set(xlim=(0, 1), xlabel=f"share of {whole}")
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     return finished(figure, headline, alt, axes.get_legend_handles_labels()[0], 3)
 
