@@ -232,10 +232,13 @@ def experiment(
     exp = Experiment(model, setting, chosen, profile, store, reruns, workers, options, how=how)
     if engine == "slurm":
         from gpulab.training.cluster import slurm_script
+        from gpulab.training.plan import planned
 
         if share or address:
             raise UsageError("--share and --address go with other engines: each task of the array has its own share")
         jobs = exp.jobs()
+        for job in {job["setting"]: job for job in jobs}.values():
+            planned(**job)  # which refuses what makes no sense, here and not in every task
         command = _again(ctx, {"engine", "address", "cpus", "gpus", "tasks", "share", "store", "picture"})
         place = exp.folder if exp.remote else exp.folder.absolute()
         devices = max(job.get("devices") or 1 for job in jobs)
@@ -738,10 +741,13 @@ def _read_runs(file: Path, metric: str) -> Any:
 
 def _show(frame: Any) -> None:
     from gpulab.training import store as stores
+    from gpulab.training.protocol import FACTORS
 
     columns = ["experiment", "profile", "setting", "seed", "status", "final_loss", "heldout_loss", "seconds", "machine"]
+    columns[4:4] = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
     if functions := [name for name in frame.columns if name not in (*stores.COLUMNS, "options", "loss")]:
-        columns[6:7] = functions
+        place = columns.index("heldout_loss")
+        columns[place : place + 1] = functions
     _rows(f"{len(frame)} runs", frame, columns)
 
 

@@ -202,6 +202,14 @@ def test_a_fresh_run_ignores_a_checkpoint(session, tmp_path):
     session([*SMOKE, "--store", "resumed"], [*SMOKE, "--store", "fresh", "--fresh"])
     records = [folders.read_record(Path(gl.runs(tmp_path / folder).path[0])) for folder in ("resumed", "fresh")]
     assert [record.get("resumed_at") for record in records] == [1, None]
+    runs = [gl.train("autoencoder", profile="smoke", frames=40, store=tmp_path / f) for f in ("resumed", "fresh")]
+    assert ["resumed at frame 20" in repr(run) for run in runs] == [True, False]
+
+
+def test_a_list_of_runs_has_a_column_for_what_differs(session):
+    session([*SMOKE, "--store", "runs"], [*SMOKE, "--store", "runs", "--loader", "reused"])
+    listed = session(["runs", "runs"], ["runs", "runs", "--where", "loader=reused"])
+    assert ["loader" in text for text in listed] == [True, False]
 
 
 def test_a_real_video_is_trained_on(cli, shared, tmp_path):

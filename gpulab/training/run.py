@@ -112,7 +112,9 @@ class Run:
         speed = summary["frames_per_second"]
         how = "sharing its GPU" if speed is None else f"{speed:.0f} frames/s"
         losses = f"final loss {self.final_loss:.5f}, held out {self.heldout_loss:.5f}"
-        return f"{where}: {losses}, {summary['seconds']:.1f} s ({how})"
+        since = record.get("resumed_at")
+        resumed = f", resumed at frame {since * record['configuration']['window']}" if since else ""
+        return f"{where}: {losses}, {summary['seconds']:.1f} s ({how}){resumed}"
 
 
 def train(

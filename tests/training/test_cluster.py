@@ -210,6 +210,8 @@ def test_a_job_array_has_no_more_tasks_than_runs_and_no_share_of_its_own():
     asked += ["--setting", "cpu", "--engine", "slurm"]
     printed = subprocess.run([*asked, "--seeds", "3", "--tasks", "100"], capture_output=True, text=True, check=True)
     assert "--array=0-2\n" in printed.stdout
-    refused = subprocess.run([*asked, "--seeds", "3", "--share", "0/2"], capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "--share" in refused.stderr
+    for more, named in ((["--share", "0/2"], "--share"), (["--frames", "0"], "frames=0")):
+        refused = subprocess.run([*asked, "--seeds", "3", *more], capture_output=True, text=True)
+        assert refused.returncode == 2
+        assert named in refused.stderr
+        assert not refused.stdout
