@@ -29,6 +29,7 @@ LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which puts what is marked for one process together
 def pytest_collection_modifyitems(config, items):
     """What `make test` runs, in which order and where.
 
@@ -39,7 +40,7 @@ def pytest_collection_modifyitems(config, items):
     in_browser = [item for item in items if item.path.name == "test_browser.py"]
     for item in items:
         half = f"{in_browser.index(item) % 2}" if item in in_browser else ""
-        item.add_marker(pytest.mark.xdist_group(f"{item.path}{half}"))
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}{half}"))
     if in_browser and shutil.which("chromium") and find_spec("playwright"):
         config.hook.pytest_deselected(items=[item for item in items if isinstance(item, IPyNbCell)])
         items[:] = [item for item in items if not isinstance(item, IPyNbCell)]
