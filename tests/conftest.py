@@ -1,4 +1,5 @@
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from nbval.plugin import IPyNbCell
+from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["pytester"]
 
@@ -29,21 +31,30 @@ LONGEST = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist, which puts what is marked for one process together
 def pytest_collection_modifyitems(config, items):
-    """What `make test` runs, in which order and where.
+    """The longest files come first, so that none is left to one process alone at the end.
 
-    The longest files come first, so that none is left to one process alone at the end. A file is for one process, but
-    the notebooks in a browser are for two. Where a browser runs the notebooks, nbval need not do it again.
+    Where a browser runs the notebooks, nbval need not do it again.
     """
     items.sort(key=lambda item: item.path.name not in LONGEST)
-    in_browser = [item for item in items if item.path.name == "test_browser.py"]
-    for item in items:
-        half = f"{in_browser.index(item) % 2}" if item in in_browser else ""
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}{half}"))
+    in_browser = any(item.path.name == "test_browser.py" for item in items)
     if in_browser and shutil.which("chromium") and find_spec("playwright"):
         config.hook.pytest_deselected(items=[item for item in items if isinstance(item, IPyNbCell)])
         items[:] = [item for item in items if not isinstance(item, IPyNbCell)]
+
+
+class Scheduling(LoadScopeScheduling):
+    """A file is for one process, which makes its fixtures once; but the notebooks in a browser are for three."""
+
+    def _split_scope(self, nodeid):
+        file = nodeid.split("::")[0]
+        notebook = re.search(r"in_a_browser\[(\d+)", nodeid)
+        return f"{file} {int(notebook[1]) % 3}" if notebook else file
+
+
+@pytest.hookimpl(optionalhook=True)  # xdist may be switched off
+def pytest_xdist_make_scheduler(config, log):
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
