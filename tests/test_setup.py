@@ -46,7 +46,13 @@ CONDA_NAMES = {
 }
 
 # Modules whose distribution has another name.
-DISTRIBUTIONS = {"PIL": "pillow", "cpuinfo": "py-cpuinfo", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+DISTRIBUTIONS = {
+    "xdist": "pytest-xdist",
+    "PIL": "pillow",
+    "cpuinfo": "py-cpuinfo",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
 
 # What is needed though nothing in gpulab/ imports it.
 NEEDED_UNSEEN = {
