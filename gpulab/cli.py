@@ -79,6 +79,12 @@ CheckpointSeconds = Annotated[
 Guard = Annotated[
     bool, typer.Option("--guard", help="end with an error if something is overwritten before backward uses it")
 ]
+Registered = Annotated[
+    Path | None,
+    typer.Option(
+        help="a file that lays down question, endpoint, margin, seeds, stopping; its digest is kept with each run"
+    ),
+]
 
 
 MOST_DRAWN = 500  # rows with lines around them, which take time; more are aligned only
@@ -152,6 +158,7 @@ def train(
     checkpoint_seconds: CheckpointSeconds = None,
     picture: Annotated[Path | None, typer.Option(help="write what the trained network makes to this PNG file")] = None,
     guard: Guard = False,
+    registered: Registered = None,
 ) -> None:
     """Train once, from one seed under one setting. A network of gpulab's that is interrupted resumes when run again."""
     _check_outputs(picture)
@@ -166,7 +173,7 @@ def train(
         arguments["model_options"] = options
     else:
         arguments = Specification(model, setting, seed, profile, rerun, options).arguments()
-    how = _how(fresh, checkpoint_seconds, guard)
+    how = _how(fresh, checkpoint_seconds, guard, registered)
     run = train_one(**arguments, store=store or stores.default_store(), **how)
     if not run.path:  # of several processes the first keeps the run, and tells of it
         return
@@ -179,9 +186,10 @@ def train(
         _say(f"picture in {picture}")
 
 
-def _how(fresh: bool, checkpoint_seconds: float | None, guard: bool) -> dict[str, Any]:
+def _how(fresh: bool, checkpoint_seconds: float | None, guard: bool, registered: Path | None = None) -> dict[str, Any]:
     """How a run is done, in arguments of `gpulab.train`: those that were asked for."""
     asked = {"resume": False if fresh else None, "checkpoint_seconds": checkpoint_seconds, "guard": guard or None}
+    asked["registered"] = str(registered) if registered else None
     return {name: value for name, value in asked.items() if value is not None}
 
 
@@ -209,6 +217,7 @@ def experiment(
     checkpoint_seconds: CheckpointSeconds = None,
     picture: Annotated[Path | None, typer.Option(help=PICTURE_HELP)] = None,
     guard: Guard = False,
+    registered: Registered = None,
     engine: Annotated[str, typer.Option(help="local, ray (a cluster), or slurm, which prints a job array")] = "local",
     address: Annotated[
         str | None, typer.Option(help="of the Ray cluster", show_default="$RAY_ADDRESS or a local")
@@ -228,7 +237,7 @@ def experiment(
 
     numbers = whole_numbers(seeds, name="--seeds") if seeds else None
     chosen = numbers[0] if numbers and "," not in str(seeds) else numbers
-    anew, how = {"fresh": fresh, "guard": guard}, _how(fresh, checkpoint_seconds, guard)
+    anew, how = {"fresh": fresh, "guard": guard}, _how(fresh, checkpoint_seconds, guard, registered)
     exp = Experiment(model, setting, chosen, profile, store, reruns, workers, options, how=how)
     if engine == "slurm":
         from gpulab.training.cluster import slurm_script

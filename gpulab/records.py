@@ -6,15 +6,17 @@ such a table, with a row a run: what many runs share (passports, commands, confi
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpulab import files, schemas
-from gpulab.errors import DataError
+from gpulab.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,6 +32,8 @@ SHARED = ("passport", "arithmetic", "command", "configuration")  # of a run, kep
 PLAIN = ("id", "experiment", "profile", "setting", "seed", "rerun", "status", "diverged_at", "started")
 SUMMARY = ("final_loss", "heldout_loss", "seconds", "frames_per_second", "weights")
 HISTORY = ("window", "step", "loss", "seconds")
+
+LAID_DOWN = ("Question", "Endpoint", "Margin", "Seeds", "Stopping")  # the headings of a registration
 
 
 def recorded_folder(name: str) -> Path:
@@ -49,6 +53,30 @@ def machine(passport: Mapping[str, Any], kind: str = "") -> str:
     if kind == "cpu" or not (kind or passport["gpus"]):
         return passport["cpu"]["model"]
     return ", ".join(dict.fromkeys(gpu["name"] for gpu in passport["gpus"]))
+
+
+def registration(file: str | Path | None) -> dict[str, str]:
+    """What a run's record keeps of the registration that it is made under, if any: its file's name, and SHA-256.
+
+    A registration is a Markdown file, such as `data/registered/NAME.md`, with the headings of `LAID_DOWN`. It is
+    written before the first run; whoever changes it later changes its digest, which the runs still have.
+
+    Raises:
+        UsageError: For a file that is not there, or that lacks one of the headings.
+    """
+    if file is None:
+        return {}
+    try:
+        content = Path(file).read_bytes()
+        headings = re.findall(r"^## (.+?)\s*$", content.decode(), re.MULTILINE)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"registration {str(file)!r}: cannot be read: {error}") from None
+    missing = [heading for heading in LAID_DOWN if heading not in headings]
+    if missing:
+        raise UsageError(
+            f"registration {str(file)!r} has no heading '## {missing[0]}'; it needs {', '.join(LAID_DOWN)}"
+        )
+    return {"registered": f"{Path(file).stem} {hashlib.sha256(content).hexdigest()}"}
 
 
 # --- JSON ------------------------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ class Run(TypedDict):
     diverged_at: NotRequired[Whole | None]
     command: NotRequired[str | None]
     started: NotRequired[str | None]
+    registered: NotRequired[str]
     metrics: NotRequired[dict[str, Number | bool] | None]
     flip: NotRequired[Whole | None]
     loader: NotRequired[str | None]

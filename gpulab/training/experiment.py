@@ -71,8 +71,8 @@ class Experiment:
             result that it has alone; their records say `shared`.
         options: Those of the function; or those of `gpulab.train` that JSON can carry, such as `frames` or `data`.
         variants: Each adds options of its own: all of them are trained under every setting.
-        how: Arguments `resume`, `checkpoint_seconds` and `guard` of `gpulab.train`. With a guard, or without resuming,
-            runs that are there are done again.
+        how: Arguments `resume`, `checkpoint_seconds`, `guard` and `registered` of `gpulab.train`. With a guard, or
+            without resuming, runs that are there are done again.
 
     Raises:
         UsageError: For what makes no sense, before any worker starts.

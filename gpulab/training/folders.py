@@ -113,14 +113,14 @@ def digest(document: Any) -> str:
 # --- runs that are done ------------------------------------------------------------------------------------
 
 
-def begun(identity: Identity, here: Mapping[str, Any], command: str | None) -> dict[str, Any]:
-    """The record of a run that begins now; `here` is the passport."""
+def begun(identity: Identity, here: Mapping[str, Any], **notes: str | None) -> dict[str, Any]:
+    """The record of a run that begins now; `here` is the passport, `notes` are no part of what identifies it."""
     return {
         "format": records.FORMAT,
         **identity.record,
         "arithmetic": arithmetic(),
         "passport": dict(here),
-        "command": command,
+        **notes,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gpulab import records
 from gpulab.errors import GpulabError
 from gpulab.models import MODELS
 from gpulab.settings import Setting
@@ -160,9 +161,12 @@ def _turns(number: int, job: Job, answer: Answer) -> Generator[None, None, run.R
             answer(number, done=done, loss=loss)
 
     usual: Job = {"data": None, "seed": 0, "profile": "quick", "rerun": 0}
-    given = {name: value for name, value in job.items() if name not in ("store", "keep_weights", "command")}
+    given = {
+        name: value for name, value in job.items() if name not in ("store", "keep_weights", "command", "registered")
+    }
     plan, command = run.planned(**{**usual, **given})
     there = remote(job.get("store"))
     folder = there.work if there else Path(job["store"]) if job.get("store") else None
     keep = run.Keeping(folder, there, True, CHECKPOINT, job.get("keep_weights", True), shared=True)
-    return (yield from run.in_turns(plan, job.get("command") or command, keep, parallel.Group(), progress=tell))
+    notes = {"command": job.get("command") or command, **records.registration(job.get("registered"))}
+    return (yield from run.in_turns(plan, notes, keep, parallel.Group(), progress=tell))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from gpulab import records
 from gpulab.data.datasets import Data
 from gpulab.diagnostics import guards
 from gpulab.errors import UsageError
@@ -138,6 +139,7 @@ def train(
     watch: Callable[[Trainable, int], None] | None = None,
     progress: bool | Callable[[int, float], None] = True,
     command: str | None = None,
+    registered: str | Path | None = None,
     **factors: Any,
 ) -> Run:
     """Train a copy of a network by the published protocol, and return the run.
@@ -182,6 +184,8 @@ def train(
         watch: Called with the model and the number of updates, before the first and after each window.
         progress: True for a bar; or called with (frames done, loss).
         command: Noted in the record; by default the command line that makes this run, where there is one.
+        registered: A file in which question, endpoint, margin, seeds and stopping were laid down; its name and digest
+            are noted in the record (see `gpulab.records.registration`).
         **factors: What a device may do otherwise: `loader`, how frames reach it (see `gpulab.data.feed`); `flip`
             changes the last bit of the initial weight of that number; `fast=False` has every gradient computed by
             autograd, which PredNet otherwise does in fewer operations, equal up to rounding, unless a guard, a trace
@@ -199,6 +203,7 @@ def train(
         >>> run.status, len(run.history)
         ('finished', 20)
     """
+    notes = records.registration(registered)
     chosen = {"frames": frames, "learning_rate": learning_rate, "window": window, **factors}
     there = remote(store)
     folder = there.work if there else None if store is None else Path(store)
@@ -209,7 +214,18 @@ def train(
         training = net if isinstance(net, TrainingFunction) else TrainingFunction(net)
         options = training.checked(options | (model_options or {}))
         return _call(
-            training, Setting.parse(setting), seed, rerun, options, folder, there, resume, guard, progress, command
+            training,
+            Setting.parse(setting),
+            seed,
+            rerun,
+            options,
+            folder,
+            there,
+            resume,
+            guard,
+            progress,
+            command,
+            notes,
         )
     chosen |= {"data_options": data_options, "model_options": model_options}
     chosen["devices"] = devices = parallel.count(factors.get("devices"))
@@ -220,10 +236,12 @@ def train(
             raise UsageError("watch looks at a model in this process: have torchrun start the processes")
         job: dict[str, Any] = {"net": net, "data": data, "setting": str(plan.setting), "seed": seed, "profile": profile}
         job |= {"rerun": rerun, "resume": resume, "checkpoint_seconds": checkpoint_seconds, "guard": guard, **chosen}
-        return _launched(plan, job | {"command": command}, folder, there, keep_weights, progress)
+        return _launched(
+            plan, job | {"command": command, "registered": registered}, folder, there, keep_weights, progress
+        )
     keep = Keeping(folder, there, resume, checkpoint_seconds, keep_weights)
     with under(plan.setting, plan.model.threads), parallel.join(plan.setting, devices) as group:
-        return _last(in_turns(plan, command, keep, group, guard, watch, progress))
+        return _last(in_turns(plan, {"command": command, **notes}, keep, group, guard, watch, progress))
 
 
 @dataclass(frozen=True)
@@ -261,18 +279,28 @@ def under(setting: Setting, threads: int | None) -> Iterator[None]:
 
 def in_turns(
     plan: Plan,
-    command: str | None,
+    notes: dict[str, str | None],
     keep: Keeping,
     group: parallel.Group,
     guard: bool = False,
     watch: Callable[[Trainable, int], None] | None = None,
     progress: bool | Callable[[int, float], None] = False,
 ) -> Generator[None, None, Run]:
-    """Carry out a plan, `under` what it needs, in turns with others: see `Trainer.turns`. Returns the run."""
+    """Carry out a plan, `under` what it needs, in turns with others: see `Trainer.turns`.
+
+    Args:
+        plan, keep: What to train, and where it is kept.
+        notes: Texts that the record keeps beside what identifies the run, such as its `command`.
+        group: The processes that share the training.
+        guard, watch, progress: As of `train`.
+
+    Returns:
+        The run.
+    """
     plan.begin()
     identity = plan.identity(passport())
     group.agree({**identity.record, "id": None}, "another training to do")
-    record = folders.begun(identity, passport(), command)
+    record = folders.begun(identity, passport(), **notes)
     known = keep.store if keep.resume and not guard else None
     if done := group.ask(lambda: _found(known, keep.there, identity, keep.weights)):
         kept, rows, weights, place = done
@@ -370,6 +398,7 @@ def _call(
     guard: bool,
     progress: bool | Callable[[int, float], None],
     command: str | None,
+    notes: dict[str, str],
 ) -> Run:
     """One run of a function of the user's."""
     here, files = passport(), None
@@ -381,7 +410,8 @@ def _call(
         files = folders.files_folder(store, identity.id, resume)
     with contextlib.ExitStack() as stack:
         stack.enter_context(setting.apply())
-        record = folders.begun(identity, here, command or training.command(setting, seed, rerun, options))
+        command = command or training.command(setting, seed, rerun, options)
+        record = folders.begun(identity, here, command=command, **notes)
         stack.enter_context(guards.guard() if guard else contextlib.nullcontext())
         bar = stack.enter_context(tqdm(unit="step", leave=False, disable=progress is not True))
 

@@ -39,7 +39,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     computes it), `truncation` (what PredNet's backpropagation is cut off from), `devices` (how many shared it),
     `status`, `final_loss`, `heldout_loss`, `seconds`, `frames_per_second` (missing where other trainings shared the
     GPU), `weights` (the SHA-256 of the trained weights, so that equal bits can be seen), `gradients` (by autograd or
-    written out; None where nobody noted it), `diverged_at`, `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`,
+    written out; None where nobody noted it), `diverged_at`, `registered` (name and SHA-256 of the registration that the
+    run was made under), `machine`, `cpu`, `gpu`, `torch`, `gpulab`, `data`,
     `frame_size` (height×width), `scene_seed` and `speed` (what a rendered scene was drawn from, and how fast it moves),
     `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones can be compared),
     `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped. Runs of a function have, after
@@ -141,6 +142,7 @@ COLUMNS = [
     *("experiment", "profile", "setting", "device", "seed", "rerun"),
     *FACTORS,
     *("status", "final_loss", "heldout_loss", "seconds", "frames_per_second", "weights", "gradients", "diverged_at"),
+    "registered",
     *("machine", "cpu", "gpu", "torch", "gpulab", "data", "frame_size", "scene_seed", "speed", "frames"),
     *("protocol", "recorded", "id", "path"),
 ]
@@ -210,6 +212,7 @@ def _row(record: dict[str, Any], path: str, recorded: bool) -> dict[str, Any]:
         "rerun": record.get("rerun", 0),
         "gradients": record.get("gradients"),
         "diverged_at": record.get("diverged_at"),
+        "registered": record.get("registered"),
         "machine": records.machine(passport, device),
         "cpu": passport["cpu"]["model"],
         "gpu": ", ".join(gpu["name"] for gpu in passport["gpus"]) or None,
