@@ -34,7 +34,7 @@ LEARNED = "final loss of the seeds that learned"
 METRICS = (BEAT, ALL, STUCK, LEARNED)
 FAMILY = ("experiment", "profile", "setting", "loader")
 COLUMNS = "speed metric seeds decision difference low high relative margin p p_holm uncorrected registered"
-COLUMNS += " registered_margin same_bits worse beat beat_reference"
+COLUMNS += " relative_margin registered_margin same_bits worse beat beat_reference"
 
 
 def learning_verdicts(
@@ -78,7 +78,7 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str, alpha: floa
 
     Returns:
         A row each: `metric`, `seeds`, `decision` after the correction, `difference` (level minus reference) with its
-        interval `low`, `high`, `relative` (to the reference's mean), `margin`, `p`, `p_holm`; `uncorrected`, the
+        interval `low`, `high`, `relative` (to the reference's mean), `margin`, `relative_margin`, `p`, `p_holm`; `uncorrected`, the
         decision without the correction; `registered`, that against the margin as it was registered, a quarter of the
         sample's standard deviation itself (`registered_margin`); `worse` (seeds whose metric is higher), `same_bits`
         (seeds whose trained weights are identical), `beat` and `beat_reference` (runs that beat repeating the last
@@ -115,6 +115,7 @@ def _levels(judged: Verdict) -> list[dict[str, Any]]:
     table["worse"] = of_level.map(pairs.difference.agg(lambda differences: int((differences > 0).sum())))
     usual = of_level.map(pairs.reference.mean())
     table["relative"] = (table.difference / usual.where(usual != 0)).fillna(0.0)
+    table["relative_margin"] = table.margin / usual
     return table.to_dict("records")
 
 
@@ -227,13 +228,15 @@ def title_runs() -> pd.DataFrame:
     """Recorded runs at the published size on a CPU and on the GPU beside it, for the title question.
 
     What was run again has a setting of its own, such as `cuda:tf32=off again`, so that it can be compared with the
-    first time. `gradients` is None for those that autograd computed. `gpulab.recorded_runs` does not have these runs.
+    first time. `gradients` is None for those that autograd computed. PredNet's seeds from 27 on were run on a CPU under
+    the registration that `registered` names. `gpulab.recorded_runs` does not have these runs.
 
     Examples:
         >>> sorted(title_runs().experiment.unique())
         ['autoencoder', 'prednet']
     """
-    frame = runs(records.recorded_folder("title")).assign(recorded=True)
+    later = runs(records.recorded_folder("registered") / "stuck-seeds-on-a-cpu.parquet").query("device == 'cpu'")
+    frame = pd.concat([runs(records.recorded_folder("title")), later], ignore_index=True).assign(recorded=True)
     return frame.assign(setting=frame.setting + frame["rerun"].map({0: "", 1: " again"}), rerun=0)
 
 
