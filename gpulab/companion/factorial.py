@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from gpulab import records
 from gpulab.companion.anomaly import window_finding
 from gpulab.companion.dose import dose_finding
-from gpulab.companion.findings import Finding, Part, listed
+from gpulab.companion.findings import SIZES, Finding, Part, listed
 from gpulab.companion.learning import ALL, BEAT, blurred_losses
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, canvas, finished, key, origin_keys, points
 from gpulab.report import Picture
@@ -49,7 +49,8 @@ LINE = (
 )
 MEASURE = (
     "By the loss, which is the mean squared error of predicted frames; and by whether it is below that of repeating "
-    "the last frame, the laziest prediction. Seeds, films and tests were laid down before the runs."
+    "the last frame, the laziest prediction. Seeds, films and tests were laid down before the runs; the data "
+    "card says when."
 )
 UNKNOWN = (
     "Whether this line made the published difference, or all of it: it is enough to make one. Their code and their "
@@ -282,7 +283,11 @@ def published_page(
         longer: From `learning_table`, of `longer_runs`: shared memory against a frame's own.
         port: From `anomaly_table`: our own port, shared memory against copied frames.
     """
-    parts: list[tuple[str, Part]] = [("Claimed", CLAIM), ("What was wrong", LINE), ("In short", _short(table))]
+    parts: list[tuple[str, Part]] = [
+        ("Claimed", CLAIM),
+        ("What was wrong", LINE),
+        ("In short", _short(table, longer, port)),
+    ]
     parts.append(("How it is measured", MEASURE))
     numbers = [f"First window of our own port, here: {window_finding(row)}" for row in window.itertuples()]
     if windows is not None:
@@ -325,13 +330,28 @@ def _gradients(first: pd.DataFrame) -> list[str]:
     ]
 
 
-def _short(table: pd.DataFrame) -> str:
-    """In how many pairs of runs the memory decides, and in how many the device."""
+def _short(table: pd.DataFrame, longer: pd.DataFrame | None, port: pd.DataFrame | None) -> list[str]:
+    """In how many of all registered pairs of runs the memory decides, and in how many the device."""
     losses = table[table.endpoint == LOSS]
     alike = [_device(a) != _device(b) for a, b in zip(losses.condition, losses.reference, strict=True)]
     memory, devices = (losses[[is_alike == wanted for is_alike in alike]] for wanted in (False, True))
-    said = f"Where only the memory differs, {_pairs(memory)} pairs laid down beforehand end worse with it shared"
-    return f"{said}; where only the device differs, the CPU does in {_pairs(devices)}." if len(devices) else f"{said}."
+    pairs = [f"{_pairs(memory)} of the authors' code"]
+    if longer is not None:
+        pairs.append(f"{_pairs(longer[longer.metric == ALL])} of our port after 50,000 frames")
+    if port is not None:  # where all bits are the same, the device copied: the memory does not differ
+        asked = port[(port.experiment == "prednet") & (port.metric == ALL) & (port.same_bits < port.seeds)]
+        for profile, rows in asked.groupby("profile", sort=False):
+            counts = ", ".join(f"{decision} at {n}" for decision, n in rows.decision.value_counts(sort=False).items())
+            pairs.append(f"{_pairs(rows)} of our port at the {SIZES[profile]} (of {len(rows)} speeds {counts})")
+    worse = f"these end worse with it shared: {listed(pairs)}."
+    said = [f"Of the pairs laid down beforehand in which only the memory differs, {worse}"]
+    if len(devices):
+        said.append(f"Where only the device differs, the CPU does in {_pairs(devices)}.")
+    if not (losses["size"].eq(FULL) & losses.condition.str.startswith("CPU")).any():
+        said.append(
+            "At the published size the authors' code was trained on a GPU alone, which imitates a CPU's sharing."
+        )
+    return said
 
 
 def _device(condition: str) -> str:
@@ -357,9 +377,8 @@ def _over_films(rows: pd.DataFrame) -> str:
     seeds, ratios = loss.seeds.sum(), sorted({f"{loss.ratio.min():.2f}", f"{loss.ratio.max():.2f}"}, key=float)
     films = f" on {len(loss)} films" if len(loss) > 1 else ""
     known = share[share.beat_blurred.notna() & (share.beat_reference > 0)]
-    blurred = f" {known.beat_blurred.sum():.0f} of {known.beat_reference.sum()} beat a blurred copy of it, too." * bool(
-        len(known)
-    )
+    by_film = ", ".join(f"{row.beat_blurred:.0f} of {row.beat_reference} ({row.film})" for row in known.itertuples())
+    blurred = f" Of those that do, {by_film} beat a blurred copy of it, too." * bool(len(known))
     return (
         f"{loss.condition.iloc[0]}, against {loss.reference.iloc[0]}: the loss is {' to '.join(ratios)} times as high, "
         f"higher for {loss.worse.sum()} of {seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))}); "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 
 from gpulab.companion.findings import SIZES, Finding, Part, in_words, listed
 from gpulab.errors import UsageError
-from gpulab.stats.verdicts import verdict
+from gpulab.stats.verdicts import p_text, verdict
 
+SHUFFLES = 9999
+FEWEST = 5  # seeds: four have 24 orders, too few to show a correlation at 5 %
 COMPARED = {"index_fraction": "share of ways down", "smallest": "steepest way down"}
 
 
@@ -40,7 +43,7 @@ def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame 
 def _escapes(table: pd.DataFrame) -> Finding:
     whole, master = table.batch_size == 0, table.master_weights.astype(bool)
     alone = table[whole & (table.perturbation == 0) & ~master]
-    parts, lines = [*_deciding(alone), *_criterion(alone)], []
+    parts, lines = [*_deciding(alone), *_criterion(alone), *_law(table[whole & (table.perturbation == 0)])], []
     for (recorded, optimizer), rows in alone.groupby(["recorded", "optimizer"], sort=False):
         stayed = [f"{setting} at {_rates(part)}" for setting, part in rows[~rows.left].groupby("setting", sort=False)]
         text = f"{optimizer} ({_where(recorded)}{_timed(rows)}): {rows.left.sum()} of {len(rows)} left{_late(rows)}"
@@ -98,6 +101,21 @@ def _criterion(alone: pd.DataFrame) -> list[tuple[str, Part]]:
     return [("When", text)]
 
 
+def _law(table: pd.DataFrame) -> list[tuple[str, Part]]:
+    """How many times as many steps as its law expects an optimiser took that divides a gradient by its size."""
+    adaptive = table[table.left & table.optimizer.isin(["adam", "rmsprop"]) & (table.expected > 1)]
+    said = []
+    for optimizer, rows in adaptive.assign(times=adaptive.steps / adaptive.expected).groupby("optimizer"):
+        low, middle, high = rows.times.quantile([0.25, 0.5, 0.75])
+        rates = [f"{some.median():.1f} at {rate:g}" for rate, some in rows.groupby("learning_rate").times]
+        by_rate = f"; by learning rate {listed(rates)}" if len(rates) > 1 else ""
+        said.append(
+            f"{optimizer} took {middle:.1f} times the steps that are expected, about r/(η‖v‖₁) (median of {len(rows)} "
+            f"escapes; quartiles {low:.1f} to {high:.1f}{by_rate})."
+        )
+    return [("How rough the law of an adaptive optimiser is", said)] if said else []
+
+
 def _minibatches(rows: pd.DataFrame, alone: pd.DataFrame) -> list[str]:
     """Minibatches under one optimiser, beside all data at once under the same and in the same arithmetic."""
     lines = []
@@ -152,10 +170,10 @@ def _same_batches(table: pd.DataFrame) -> tuple[list[str], list[tuple[str, Part]
 def _curvature(frame: pd.DataFrame) -> Finding:
     correlations, numbers = [], []
     for (network, size, recorded), rows in frame.groupby(["experiment", "profile", "recorded"], sort=False):
-        measured = rows.dropna(subset=["loss", "index_fraction"])
-        r = measured.loss.corr(measured.index_fraction, method="spearman", min_periods=3)
         where = f"{network}, {SIZES[size]} ({_where(recorded)})"
-        correlations.append(f"{where}: rank correlation {r:+.2f}, {len(measured)} snapshots.")
+        sentence, by_step = _correlation(rows.dropna(subset=["loss", "index_fraction"]))
+        correlations.append(f"{where}: {sentence}")
+        numbers.append(f"{where}, rank correlation of all trainings {by_step}.")
     parts: list[tuple[str, Part]] = [("Loss and share of ways down", correlations)]
     for metric, name in COMPARED.items():
         said = []
@@ -167,6 +185,41 @@ def _curvature(frame: pd.DataFrame) -> Finding:
                 numbers += [f"{network}, {SIZES[size]}, {name}:", *str(judged).splitlines()]
         parts += [(f"{name.capitalize()}, at the end of training", said)] if said else []
     return Finding(parts, numbers)
+
+
+def _correlation(rows: pd.DataFrame) -> tuple[str, str]:
+    """The rank correlation of loss and share, over all snapshots and at a fixed step; and step by step.
+
+    Both fall in a training, so that snapshots of many steps correlate whatever the share has to do with the loss.
+    """
+    every = rows.loss.corr(rows.index_fraction, method="spearman", min_periods=3)
+    trainings = rows.groupby(["setting", "seed"]).ngroups
+    said = f"rank correlation {every:+.2f} over {len(rows)} snapshots of {trainings} trainings."
+    of_step = {step: some.loss.rank().corr(some.index_fraction.rank()) for step, some in rows.groupby("step")}
+    by_step = ", ".join(f"{r:+.2f} at step {step}" for step, r in of_step.items())
+    seeds, r, p = _at_a_step(rows)
+    if seeds < FEWEST:
+        return f"{said} At a fixed step {seeds} seeds say nothing: it may be training time alone.", by_step
+    found = "shown, so it is not training time alone" if p <= 0.05 else "not shown, so training time may be all of it"
+    return f"{said} At a fixed step, over {seeds} seeds, {r:+.2f} on average (p = {p_text(p)}): {found}.", by_step
+
+
+def _at_a_step(rows: pd.DataFrame) -> tuple[int, float, float]:
+    """How many seeds, their rank correlation at a step (the mean over steps), and its p by exchanging seeds.
+
+    What settings made of one seed is averaged: they are no replications.
+    """
+    table = rows.pivot_table(index="step", columns="seed", values=["loss", "index_fraction"]).dropna(axis=1)
+    scores = []
+    for name in ("loss", "index_fraction"):
+        ranks = table[name].rank(axis=1)
+        centred = ranks.sub(ranks.mean(axis=1), axis=0)
+        scores.append(centred.div(np.sqrt((centred**2).sum(axis=1)), axis=0).fillna(0.0).to_numpy())
+    products = scores[0].T @ scores[1] / len(table)
+    places = np.arange(len(products))
+    shuffled = np.random.default_rng(0).permuted(np.tile(places, (SHUFFLES, 1)), axis=1)
+    r, by_luck = products.trace(), products[shuffled, places].sum(axis=1)
+    return len(products), r, (1 + (abs(by_luck) >= abs(r) - 1e-12).sum()) / (1 + SHUFFLES)
 
 
 def _where(recorded: bool) -> str:

@@ -197,10 +197,10 @@ def index_against_loss(frame: pd.DataFrame) -> Picture:
         correlations.append(f"{network}: rank correlation {correlation:+.2f}")
     panels[0].set_ylabel("directions that lead down (share of all)", fontsize=9)
     words = "; ".join(correlations)
-    alt = f"The share of negative curvature directions against the loss along trainings. {words}."
+    alt = f"The share of negative curvature directions against the loss, all steps of trainings together. {words}."
     keys = [*setting_keys(measured, shapes=True), *origin_keys(measured)]
     keys.append(key("before training (of the medians)", ls="", marker="x", color=INK))
-    return finished(figure, f"Index against loss. {words}", alt, keys, columns=3)
+    return finished(figure, f"Index against loss, all steps together. {words}", alt, keys, columns=3)
 
 
 def curvature_over_time(frame: pd.DataFrame) -> Picture:

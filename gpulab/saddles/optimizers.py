@@ -8,7 +8,8 @@ x₊ = x + μ (x − x₋) + ηλ x (Polyak's heavy ball), so that x grows by th
 Adam and RMSprop divide a weight's gradient g by the size of its past ones, plus ε. Where |g| is far below ε that is
 momentum, or gradient descent, with the rate η/ε; above it, a weight moves by about η whatever the gradient is, and a
 network along the unit vector v by η‖v‖₁. That is rough: steps are longer while gradients grow, and with a large η the
-gradients of the other directions, which it shakes, come first.
+gradients of the other directions, which it shakes, come first. In the median the recorded escapes of Adam took 0.9
+times the expected steps at η = 1e-5, and 14 times at 1e-2.
 
 A step is rounded away where it is below half of what separates a weight from the next number of its format.
 """

@@ -6,6 +6,7 @@ import pytest
 
 import gpulab as gl
 from gpulab.companion import factorial
+from gpulab.companion.learning import ALL, BEAT
 from gpulab.stats.verdicts import p_text
 
 REUSED, SHARED = "GPU, as published", "GPU, memory shared"
@@ -97,6 +98,30 @@ def test_half_size_is_judged_apart():
     assert of_loss["CPU, frames copied", REUSED] == "equivalent"
     assert of_loss["CPU, as published", SHARED] == "equivalent"
     assert of_loss["CPU, as published", "CPU, frames copied"] == "different"
+
+
+def test_in_short_has_every_registered_pair_and_those_that_go_the_other_way(recorded):
+    table = gl.companion.published_table(recorded)
+    rows = [("paper", 30, 0, "inconclusive"), ("paper", 32, 0, "different"), ("quick", 28, 0, "equivalent")]
+    port = pd.DataFrame(rows, columns=["profile", "worse", "same_bits", "decision"])
+    copies = port.assign(worse=0, same_bits=32)  # a GPU copies whatever the loader: there the memory does not differ
+    port = pd.concat([port, copies]).assign(experiment="prednet", metric=ALL, seeds=32)
+    longer = pd.DataFrame({"metric": [BEAT, ALL], "worse": [0, 15], "seeds": 16, "decision": "different"})
+    longer = longer.assign(relative=1.0, beat=0, beat_reference=16)
+    said = str(gl.companion.published_page(pd.DataFrame(), table, pd.DataFrame(), longer=longer))
+    first, devices, size, *_ = factorial._short(table, longer, port)
+    one_line = table[(table.endpoint == factorial.LOSS) & (table.family != "four cells")]
+    cpu = table[(table.endpoint == factorial.LOSS) & (table.reference == "CPU, frames copied")]
+    counts = [pd.concat([one_line, cpu])[name].sum() for name in ("worse", "seeds")]
+    assert f"{counts[0]} of {counts[1]} of the authors' code, 15 of 16 of our port after 50,000 frames, " in first
+    assert "62 of 64 of our port at the published size (of 2 speeds inconclusive at 1, different at 1)" in first
+    assert "28 of 32 of our port at the quick size (of 1 speeds equivalent at 1)." in first
+    assert devices.startswith("Where only the device differs")
+    assert "on a GPU alone" in size
+    full_on_cpu = table.assign(condition=table.condition.where(table["size"] != factorial.FULL, "CPU, as published"))
+    assert "on a GPU alone" not in "".join(factorial._short(full_on_cpu, None, None))
+    walk = table[(table.film == "walk") & (table["size"] == factorial.FULL)].iloc[0]
+    assert f"Of those that do, {walk.beat_blurred:.0f} of {walk.beat_reference} (walk), " in said
 
 
 def test_the_figure_and_the_page_show_what_is_there(recorded):

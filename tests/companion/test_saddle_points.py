@@ -1,6 +1,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import spearmanr
 
 import gpulab as gl
 
@@ -23,7 +24,11 @@ def escapes():
 def curvature(shift=0.0):
     rows = [
         {"experiment": "autoencoder", "profile": "quick", "setting": setting, "seed": seed, "recorded": True}
-        | {"loss": 1.0 / (step + 1), "index_fraction": 0.1 / (step + 1) + seed * 1e-4 + shift * (setting == "cuda")}
+        | {
+            "step": step,
+            "loss": 1.0 / (step + 1),
+            "index_fraction": 0.1 / (step + 1) + seed * 1e-4 + shift * (setting == "cuda"),
+        }
         | {"smallest": -1.0 - seed, "final": step == 2, "status": "finished", "frames": 10}
         for setting in ("cpu", "cuda")
         for seed in range(8)
@@ -105,6 +110,38 @@ def test_curvature_has_its_correlation_and_verdicts():
     assert shares[1] == ["autoencoder, quick size: cuda against cpu: no difference that matters, with 8 seeds."]
     _, moved, _ = gl.saddle_finding(curvature=curvature(shift=0.01)).sentences()
     assert "higher in 8 of 8 seeds" in moved[1][0]
+
+
+def test_training_time_is_told_from_what_holds_at_a_step():
+    def said(frame):
+        finding = gl.saddle_finding(curvature=frame)
+        return finding.sentences()[0][1][0]
+
+    time_alone = curvature()  # at a step all losses are the same
+    assert said(time_alone).endswith(
+        "At a fixed step, over 8 seeds, +0.00 on average (p = 1): not shown, so training time may be all of it."
+    )
+    at_a_step = time_alone.assign(loss=time_alone.loss + 1e-3 * time_alone.seed)
+    assert "over 8 seeds, +1.00 on average (p = " in said(at_a_step)
+    assert said(at_a_step).endswith("shown, so it is not training time alone.")
+    assert "At a fixed step 4 seeds say nothing" in said(at_a_step.query("seed < 4"))
+
+
+def test_recorded_correlations_of_a_step_are_those_of_scipy():
+    frame = gl.recorded_curvature()
+    steps = frame[(frame.experiment == "autoencoder")].groupby("step")
+    by_hand = [f"{spearmanr(some.loss, some.index_fraction).statistic:+.2f} at step {step}" for step, some in steps]
+    text = "\n".join(gl.saddle_finding(curvature=frame).statistics())
+    assert f"rank correlation of all trainings {', '.join(by_hand)}." in text
+
+
+def test_how_rough_the_law_is_comes_from_the_escapes(escapes):
+    left = [{"left": True, "learning_rate": rate, "steps": times * 80.0} for rate, times in ((1e-5, 1), (1e-2, 15))]
+    adam = pd.concat([by("adam", escapes, **columns) for columns in left])
+    text = str(gl.saddle_finding(pd.concat([escapes, adam])))
+    assert "adam took 8.0 times the steps that are expected" in text
+    assert "(median of 8 escapes; quartiles 1.0 to 15.0; by learning rate 1.0 at 1e-05 and 15.0 at 0.01)" in text
+    assert "times the steps that are expected" not in str(gl.saddle_finding(escapes)), "gradient descent has a law"
 
 
 def test_one_setting_is_not_compared_and_nothing_is_refused():
