@@ -343,8 +343,9 @@ def _short(table: pd.DataFrame, longer: pd.DataFrame | None, port: pd.DataFrame 
         for profile, rows in asked.groupby("profile", sort=False):
             counts = ", ".join(f"{decision} at {n}" for decision, n in rows.decision.value_counts(sort=False).items())
             pairs.append(f"{_pairs(rows)} of our port at the {SIZES[profile]} (of {len(rows)} speeds {counts})")
-    worse = f"these end worse with it shared: {listed(pairs)}."
-    said = [f"Of the pairs laid down beforehand in which only the memory differs, {worse}"]
+    said = [
+        f"Of the pairs laid down beforehand in which only the memory differs, sharing it ends worse in {listed(pairs)}."
+    ]
     if len(devices):
         said.append(f"Where only the device differs, the CPU does in {_pairs(devices)}.")
     if not (losses["size"].eq(FULL) & losses.condition.str.startswith("CPU")).any():

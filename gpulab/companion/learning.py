@@ -78,11 +78,11 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str, alpha: floa
 
     Returns:
         A row each: `metric`, `seeds`, `decision` after the correction, `difference` (level minus reference) with its
-        interval `low`, `high`, `relative` (to the reference's mean), `margin`, `relative_margin`, `p`, `p_holm`; `uncorrected`, the
-        decision without the correction; `registered`, that against the margin as it was registered, a quarter of the
-        sample's standard deviation itself (`registered_margin`); `worse` (seeds whose metric is higher), `same_bits`
-        (seeds whose trained weights are identical), `beat` and `beat_reference` (runs that beat repeating the last
-        frame: all, and the reference's).
+        interval `low`, `high`; `margin`; both over the reference's mean (`relative`, `relative_margin`); `p`, `p_holm`;
+        `uncorrected`, the decision without the correction; `registered`, that against the margin as it was registered,
+        a quarter of the sample's standard deviation itself (`registered_margin`); `worse` (seeds whose metric is
+        higher), `same_bits` (seeds whose trained weights are identical), `beat` and `beat_reference` (runs that beat
+        repeating the last frame: all, and the reference's).
     """
     rows, fixed = [], [name for name in FAMILY if name != factor]
     groups = list(frame.groupby([*fixed, "data", "speed"], dropna=False))
