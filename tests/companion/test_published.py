@@ -3,10 +3,15 @@
 import importlib.util
 import itertools
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
+from PIL import Image
+from safetensors.numpy import load_file
 
 import gpulab as gl
 from gpulab.companion import published, stock_chainer
@@ -27,8 +32,8 @@ def net():
     return folder
 
 
-def run(net, folder, seed=3, **options):
-    return published.published(seed, Setting.parse("cpu"), Path(folder), net=net, **{**SMALL, **options})
+def run(net, folder, seed=3, setting="cpu", **options):
+    return published.published(seed, Setting.parse(setting), Path(folder), net=net, **{**SMALL, **options})
 
 
 def test_without_the_network_it_says_where_it_is(monkeypatch):
@@ -110,6 +115,54 @@ def test_gradients_are_those_that_chainer_gave_on_its_own_python(net, shared):
             assert np.linalg.norm(wrong - right) <= 1e-4 * np.linalg.norm(right), name
 
 
+def authors_training(net, folder, frames, interpreter):
+    """Four updates by the authors' `main.py`, unchanged, in two passes over the frames: its losses, its weights."""
+    for number, frame in enumerate(frames):
+        Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))).save(folder / f"{number}.png")
+    (folder / "list.txt").write_text("".join(f"{number}.png\n" for number in range(len(frames))))
+    script, path = str(Path(net) / "main.py"), [str(net)]
+    code = f"import runpy, numpy; numpy.random.seed(3); runpy.run_path({script!r}, run_name='__main__')"
+    if interpreter == sys.executable:
+        code, path = f"from gpulab.companion import stock_chainer as s; s.chainer(); {code}", path + sys.path
+    update = len(frames) - 1 + 38  # predictions before the last of the fourth window: it counts them from 0
+    options = f"-i list.txt -s 32,24 -c 3,8,16 --save {update} --period {update + 1}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [interpreter, "-c", code, *options.split()], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split(", ")[1]) for line in (folder / "log.txt").read_text().splitlines()]
+    return losses, np.load(folder / "models" / f"{update}.model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "interpreter", [sys.executable, os.environ.get("GPULAB_CHAINER_PYTHON")], ids=["this", "other"]
+)
+def test_the_authors_own_script_gives_the_same_bits(net, interpreter, tmp_path, monkeypatch):
+    """In this Python, and in another with the authors' versions and without gpulab, which the variable names."""
+    if not interpreter:
+        pytest.skip("GPULAB_CHAINER_PYTHON names no other Python with Chainer")
+    clip = tmp_path / "clip.mkv"
+    with av.open(str(clip), "w") as container:
+        stream = container.add_stream("ffv1", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 32, 24, "bgr0"
+        for frame in load("walk", 47, (24, 32), speed=2.0).stream(0, 47):
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame.transpose(1, 2, 0)), format="rgb24")
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    frames = list(load(f"video:{clip}", None, (24, 32)).stream(0, 47))
+    losses, weights = authors_training(net, tmp_path, frames, interpreter)
+
+    monkeypatch.setattr(published, "CHECKPOINT_SECONDS", -1.0)
+    rows = itertools.islice(run(net, tmp_path, setting="cpu:threads=1", data=str(clip), frames=100), 4)
+    assert [row["last_frame"] for row in rows] == losses
+    checkpoint = load_file(tmp_path / "checkpoint.safetensors")
+    assert len(weights) > 20
+    for name in weights:
+        assert np.array_equal(checkpoint[f"model/{name}"], weights[name]), name
+
+
 def test_an_interrupted_run_goes_on_bit_for_bit(net, tmp_path, monkeypatch):
     whole = list(run(net, tmp_path / "whole"))
     monkeypatch.setattr(published, "CHECKPOINT_SECONDS", -1.0)
@@ -134,7 +187,7 @@ def test_its_runs_are_kept_like_all_others(net, tmp_path):
     assert frame.beats_repeating.dtype == bool
     assert (frame.repeat_loss > 0).all()
     record = record_of(next(frame.itertuples()))
-    assert record["passport"]["software"]["chainer"] == "7.8.1"
+    assert record["passport"]["software"]["chainer"] == stock_chainer.chainer().__version__
     assert "gpulab train gpulab.companion.published:published" in record["command"]
 
 
