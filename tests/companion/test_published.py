@@ -115,11 +115,26 @@ def test_gradients_are_those_that_chainer_gave_on_its_own_python(net, shared):
             assert np.linalg.norm(wrong - right) <= 1e-4 * np.linalg.norm(right), name
 
 
-def authors_training(net, folder, frames, interpreter):
-    """Four updates by the authors' `main.py`, unchanged, in two passes over the frames: its losses, its weights."""
+@pytest.fixture
+def clip(tmp_path):
+    """A film of 47 frames: two windows of 20, and 7 that fill none."""
+    file = tmp_path / "clip.mkv"
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("ffv1", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 32, 24, "bgr0"
+        for frame in load("walk", 47, (24, 32), speed=2.0).stream(0, 47):
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame.transpose(1, 2, 0)), format="rgb24")
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    return file
+
+
+def authors_updates(net, clip, interpreter):
+    """The losses and weights of four updates, in two passes over the film, by the authors' `main.py` itself."""
+    frames = list(load(f"video:{clip}", None, (24, 32)).stream(0, 47))
     for number, frame in enumerate(frames):
-        Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))).save(folder / f"{number}.png")
-    (folder / "list.txt").write_text("".join(f"{number}.png\n" for number in range(len(frames))))
+        Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))).save(clip.with_name(f"{number}.png"))
+    clip.with_name("list.txt").write_text("".join(f"{number}.png\n" for number in range(len(frames))))
     script, path = str(Path(net) / "main.py"), [str(net)]
     code = f"import runpy, numpy; numpy.random.seed(3); runpy.run_path({script!r}, run_name='__main__')"
     if interpreter == sys.executable:
@@ -128,39 +143,48 @@ def authors_training(net, folder, frames, interpreter):
     options = f"-i list.txt -s 32,24 -c 3,8,16 --save {update} --period {update + 1}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [interpreter, "-c", code, *options.split()], cwd=folder, env=environment, capture_output=True, text=True
+        [interpreter, "-c", code, *options.split()], cwd=clip.parent, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(line.split(", ")[1]) for line in (folder / "log.txt").read_text().splitlines()]
-    return losses, np.load(folder / "models" / f"{update}.model")
+    losses = [float(line.split(", ")[1]) for line in clip.with_name("log.txt").read_text().splitlines()]
+    return losses, dict(np.load(clip.with_name("models") / f"{update}.model"))
+
+
+def our_updates(net, clip, loader, monkeypatch):
+    """The same by `published`, whose last checkpoint has the weights."""
+    monkeypatch.setattr(published, "CHECKPOINT_SECONDS", -1.0)
+    folder = clip.with_name(loader)
+    folder.mkdir()
+    rows = run(net, folder, setting="cpu:threads=1", loader=loader, data=str(clip), frames=100)
+    losses = [row["last_frame"] for row in itertools.islice(rows, 4)]
+    state = load_file(folder / "checkpoint.safetensors")
+    return losses, {name.removeprefix("model/"): array for name, array in state.items() if name.startswith("model/")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "interpreter", [sys.executable, os.environ.get("GPULAB_CHAINER_PYTHON")], ids=["this", "other"]
-)
-def test_the_authors_own_script_gives_the_same_bits(net, interpreter, tmp_path, monkeypatch):
-    """In this Python, and in another with the authors' versions and without gpulab, which the variable names."""
-    if not interpreter:
-        pytest.skip("GPULAB_CHAINER_PYTHON names no other Python with Chainer")
-    clip = tmp_path / "clip.mkv"
-    with av.open(str(clip), "w") as container:
-        stream = container.add_stream("ffv1", rate=25)
-        stream.width, stream.height, stream.pix_fmt = 32, 24, "bgr0"
-        for frame in load("walk", 47, (24, 32), speed=2.0).stream(0, 47):
-            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame.transpose(1, 2, 0)), format="rgb24")
-            container.mux(stream.encode(picture))
-        container.mux(stream.encode())
-    frames = list(load(f"video:{clip}", None, (24, 32)).stream(0, 47))
-    losses, weights = authors_training(net, tmp_path, frames, interpreter)
+@pytest.mark.parametrize("variable", ["", "GPULAB_CHAINER_PYTHON"])
+def test_the_authors_own_script_gives_the_same_bits(net, clip, variable, monkeypatch):
+    """In this Python; and in one without gpulab, with the authors' versions, whose place a variable has."""
+    if variable and variable not in os.environ:
+        pytest.skip(f"{variable} names no other Python with Chainer 7.8")
+    losses, weights = authors_updates(net, clip, os.environ[variable] if variable else sys.executable)
+    our_losses, our_weights = our_updates(net, clip, "reused", monkeypatch)
+    assert our_losses == losses
+    assert our_weights.keys() == weights.keys()
+    assert all(np.array_equal(our_weights[name], weights[name]) for name in weights)
 
-    monkeypatch.setattr(published, "CHECKPOINT_SECONDS", -1.0)
-    rows = itertools.islice(run(net, tmp_path, setting="cpu:threads=1", data=str(clip), frames=100), 4)
-    assert [row["last_frame"] for row in rows] == losses
-    checkpoint = load_file(tmp_path / "checkpoint.safetensors")
-    assert len(weights) > 20
-    for name in weights:
-        assert np.array_equal(checkpoint[f"model/{name}"], weights[name]), name
+
+@pytest.mark.slow
+def test_before_chainer_3_the_reused_buffer_changed_nothing(net, clip, monkeypatch):
+    """Its mean squared error kept the difference of its inputs; since 3.0 it keeps the inputs, and subtracts later."""
+    if "GPULAB_CHAINER_2_PYTHON" not in os.environ:
+        pytest.skip("GPULAB_CHAINER_2_PYTHON names no Python with Chainer 1 or 2")
+    _, weights = authors_updates(net, clip, os.environ["GPULAB_CHAINER_2_PYTHON"])
+    distance = {}
+    for loader in ("copied", "reused"):
+        _, ours = our_updates(net, clip, loader, monkeypatch)
+        distance[loader] = max(np.abs(ours[name] - weights[name]).max() for name in weights)
+    assert distance["copied"] < 1e-4 * distance["reused"]
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(net, tmp_path, monkeypatch):
