@@ -44,8 +44,9 @@ LINE = (
     "xp.asarray, which copies it on a GPU and does not on a CPU. The network is trained on windows of 20 frames, with "
     "one update after each. The loss of a frame is computed while that frame is still there, and is right. The "
     "gradient is computed after the twentieth, when every step finds the twentieth frame in memory, and is wrong. An "
-    "autoencoder takes its gradient after each image, and the authors' port loads whole clips: neither is touched. The "
-    "cure is to copy each frame."
+    "autoencoder takes its gradient after each image, and the authors' port loads whole clips: neither is touched. Nor "
+    "are Chainer 1 and 2, whose squared error kept the difference of prediction and frame for the gradient; since 3.0 "
+    "it keeps the two arrays. The cure is to copy each frame."
 )
 MEASURE = (
     "By the loss, which is the mean squared error of predicted frames; and by whether it is below that of repeating "
@@ -53,9 +54,11 @@ MEASURE = (
     "card says when."
 )
 UNKNOWN = (
-    "Whether this line made the published difference, or all of it: it is enough to make one. Their code and their "
-    "library were run here as published. Their film, from body-worn cameras, and their machines cannot be had. Their "
-    "GPUs used cuDNN, which today's CuPy does not have for Chainer; whether that matters is not known."
+    "Whether this line made the published difference, or all of it: it is enough to make one. Their code was run as "
+    "published, in Chainer 7.8.1. They name 7.8.0, which differs from it in what it knows of CuPy alone and gives the "
+    "same bits on a CPU. Which release made the paper's numbers is not said. Their film, from body-worn cameras, and "
+    "their machines were not at hand. Their GPUs used cuDNN, which today's CuPy does not have for Chainer; whether "
+    "that matters is not known."
 )
 HEADINGS = {
     "one line, on a GPU": "In the losses: the published code on a GPU, one line changed, so that frames share memory",

@@ -13,7 +13,7 @@ import pandas as pd
 
 from gpulab import records
 from gpulab.companion.published import Arrays, Published, windows
-from gpulab.companion.stock_chainer import AUTHORS, VERSION
+from gpulab.companion.stock_chainer import AUTHORS, chainer
 from gpulab.data.datasets import Sequence as Frames
 from gpulab.data.datasets import load
 from gpulab.errors import GpulabError, UsageError
@@ -102,9 +102,9 @@ def published_network(net: str | Path | None = None, profile: str = "smoke") -> 
     except GpulabError as missing:
         return f"Skipped: {missing}."
     return (
-        f"The published network (Chainer {VERSION}), first window, reused against copied: {row.same_losses} of "
-        f"{row.losses} forward losses have the same bits; the gradient is off by {row.gradient_difference:.1e} (cosine "
-        f"{row.cosine:.5f})."
+        f"The published network (Chainer {chainer().__version__}), first window, reused against copied: "
+        f"{row.same_losses} of {row.losses} forward losses have the same bits; the gradient is off by "
+        f"{row.gradient_difference:.1e} (cosine {row.cosine:.5f})."
     )
 
 

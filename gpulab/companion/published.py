@@ -3,7 +3,9 @@
 The operations and their order are those of the authors' `main.py` (github.com/eijwat/prednet_in_chainer_py3): one
 NumPy buffer for the frame that is seen and one for the frame to come, wrapped by `xp.asarray`; the losses of a window
 summed; `zerograds`, `backward`, `unchain_backward`, Adam; and, on a GPU, the network taken `to_cpu()` and back
-`to_gpu()` after each update.
+`to_gpu()` after each update. On a CPU the weights have the same bits as those of `main.py` itself (a test says so),
+though three things differ: `main.py` draws its weights without a seed, writes a window's last frame into the first
+buffer after the update and not before, and computes predictions for frames that fill no window.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chainer 7.8.1 as its authors published it, on a Python, NumPy and CuPy that came after it.
+"""Chainer 7.8 as its authors published it, on a Python, NumPy and CuPy that came after it.
 
 What it asks for and no longer finds is stood in for before it is imported; nothing of Chainer is changed.
 """
@@ -17,7 +17,8 @@ from typing import Any
 
 from gpulab.errors import GpulabError, UsageError
 
-VERSION = "7.8.1"
+VERSION = "7.8.1"  # of all recorded runs
+VERSIONS = ("7.8.0", VERSION)  # the authors' own differs in nothing but which releases of CuPy it knows
 AUTHORS = "github.com/eijwat/prednet_in_chainer_py3"
 INSTALL = (
     "pip install 'setuptools<70' wheel six filelock typing_extensions && "
@@ -25,7 +26,7 @@ INSTALL = (
 )
 CLONE = f"git clone https://{AUTHORS}"
 ON_A_GPU = "pip install cupy-cuda13x"  # or 12x, by the version of CUDA
-HOW = f"""It needs Chainer {VERSION} from the package index, unchanged, and the authors' net.py:
+HOW = f"""It needs Chainer {VERSION} (or 7.8.0) from the package index, unchanged, and the authors' net.py:
 
     {INSTALL}
 
@@ -49,8 +50,8 @@ def chainer() -> Any:
         return sys.modules["chainer"]
     if importlib.util.find_spec("chainer") is None:
         raise GpulabError(f"the published network needs Chainer {VERSION}, which is not installed: {INSTALL}")
-    if (found := importlib.metadata.version("chainer")) != VERSION:
-        raise GpulabError(f"the published network needs Chainer {VERSION}, not {found}: {INSTALL}")
+    if (installed := importlib.metadata.version("chainer")) not in VERSIONS:
+        raise GpulabError(f"the published network needs Chainer {' or '.join(VERSIONS)}, not {installed}: {INSTALL}")
     os.environ.update(SWITCHES)
     os.environ.pop("CUPY_ENABLE_UMP", None)  # host arrays are copied to the GPU, never mapped
     # It warns about versions of other packages, by pkg_resources and numpy.distutils, which are gone.

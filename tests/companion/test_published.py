@@ -3,10 +3,15 @@
 import importlib.util
 import itertools
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
+from PIL import Image
+from safetensors.numpy import load_file
 
 import gpulab as gl
 from gpulab.companion import published, stock_chainer
@@ -27,8 +32,8 @@ def net():
     return folder
 
 
-def run(net, folder, seed=3, **options):
-    return published.published(seed, Setting.parse("cpu"), Path(folder), net=net, **{**SMALL, **options})
+def run(net, folder, seed=3, setting="cpu", **options):
+    return published.published(seed, Setting.parse(setting), Path(folder), net=net, **{**SMALL, **options})
 
 
 def test_without_the_network_it_says_where_it_is(monkeypatch):
@@ -110,6 +115,78 @@ def test_gradients_are_those_that_chainer_gave_on_its_own_python(net, shared):
             assert np.linalg.norm(wrong - right) <= 1e-4 * np.linalg.norm(right), name
 
 
+@pytest.fixture
+def clip(tmp_path):
+    """A film of 47 frames: two windows of 20, and 7 that fill none."""
+    file = tmp_path / "clip.mkv"
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("ffv1", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 32, 24, "bgr0"
+        for frame in load("walk", 47, (24, 32), speed=2.0).stream(0, 47):
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame.transpose(1, 2, 0)), format="rgb24")
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    return file
+
+
+def authors_updates(net, clip, interpreter):
+    """The losses and weights of four updates, in two passes over the film, by the authors' `main.py` itself."""
+    frames = list(load(f"video:{clip}", None, (24, 32)).stream(0, 47))
+    for number, frame in enumerate(frames):
+        Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))).save(clip.with_name(f"{number}.png"))
+    clip.with_name("list.txt").write_text("".join(f"{number}.png\n" for number in range(len(frames))))
+    script, path = str(Path(net) / "main.py"), [str(net)]
+    code = f"import runpy, numpy; numpy.random.seed(3); runpy.run_path({script!r}, run_name='__main__')"
+    if interpreter == sys.executable:
+        code, path = f"from gpulab.companion import stock_chainer as s; s.chainer(); {code}", path + sys.path
+    update = len(frames) - 1 + 38  # predictions before the last of the fourth window: it counts them from 0
+    options = f"-i list.txt -s 32,24 -c 3,8,16 --save {update} --period {update + 1}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [interpreter, "-c", code, *options.split()], cwd=clip.parent, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split(", ")[1]) for line in clip.with_name("log.txt").read_text().splitlines()]
+    return losses, dict(np.load(clip.with_name("models") / f"{update}.model"))
+
+
+def our_updates(net, clip, loader, monkeypatch):
+    """The same by `published`, whose last checkpoint has the weights."""
+    monkeypatch.setattr(published, "CHECKPOINT_SECONDS", -1.0)
+    folder = clip.with_name(loader)
+    folder.mkdir()
+    rows = run(net, folder, setting="cpu:threads=1", loader=loader, data=str(clip), frames=100)
+    losses = [row["last_frame"] for row in itertools.islice(rows, 4)]
+    state = load_file(folder / "checkpoint.safetensors")
+    return losses, {name.removeprefix("model/"): array for name, array in state.items() if name.startswith("model/")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", ["", "GPULAB_CHAINER_PYTHON"])
+def test_the_authors_own_script_gives_the_same_bits(net, clip, variable, monkeypatch):
+    """In this Python; and in one without gpulab, with the authors' versions, whose place a variable has."""
+    if variable and variable not in os.environ:
+        pytest.skip(f"{variable} names no other Python with Chainer 7.8")
+    losses, weights = authors_updates(net, clip, os.environ[variable] if variable else sys.executable)
+    our_losses, our_weights = our_updates(net, clip, "reused", monkeypatch)
+    assert our_losses == losses
+    assert our_weights.keys() == weights.keys()
+    assert all(np.array_equal(our_weights[name], weights[name]) for name in weights)
+
+
+@pytest.mark.slow
+def test_before_chainer_3_the_reused_buffer_changed_nothing(net, clip, monkeypatch):
+    """Its mean squared error kept the difference of its inputs; since 3.0 it keeps the inputs, and subtracts later."""
+    if "GPULAB_CHAINER_2_PYTHON" not in os.environ:
+        pytest.skip("GPULAB_CHAINER_2_PYTHON names no Python with Chainer 1 or 2")
+    _, weights = authors_updates(net, clip, os.environ["GPULAB_CHAINER_2_PYTHON"])
+    distance = {}
+    for loader in ("copied", "reused"):
+        _, ours = our_updates(net, clip, loader, monkeypatch)
+        distance[loader] = max(np.abs(ours[name] - weights[name]).max() for name in weights)
+    assert distance["copied"] < 1e-4 * distance["reused"]
+
+
 def test_an_interrupted_run_goes_on_bit_for_bit(net, tmp_path, monkeypatch):
     whole = list(run(net, tmp_path / "whole"))
     monkeypatch.setattr(published, "CHECKPOINT_SECONDS", -1.0)
@@ -134,7 +211,7 @@ def test_its_runs_are_kept_like_all_others(net, tmp_path):
     assert frame.beats_repeating.dtype == bool
     assert (frame.repeat_loss > 0).all()
     record = record_of(next(frame.itertuples()))
-    assert record["passport"]["software"]["chainer"] == "7.8.1"
+    assert record["passport"]["software"]["chainer"] == stock_chainer.chainer().__version__
     assert "gpulab train gpulab.companion.published:published" in record["command"]
 
 
