@@ -288,6 +288,39 @@ def test_recorded_runs_are_listed_as_csv_and_a_reader_may_leave_early(cli, tmp_p
     assert leaving.communicate()[1] == b""
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to be heard")
+@pytest.mark.parametrize(("seeds", "status"), [("3", 0), ("1000", 143)], ids=["to its end", "until it is stopped"])
+def test_an_experiment_whose_bar_nobody_reads_goes_on(tmp_path, seeds, status):
+    size = ["--profile", "smoke", "--size", "8x12", "--channels", "3,4", "--frames", "400", "--workers", "2"]
+    command = [*COMMAND, "experiment", "prednet", "--setting", "cpu:threads=1", "--seeds", seeds, *size]
+    with open(tmp_path / "said", "w") as said:
+        experiment = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=subprocess.PIPE)
+    try:
+        assert experiment.stderr.read(1), "the bar is drawn"
+        experiment.stderr.close()
+        deadline = time.monotonic() + 300
+        while status and not list(tmp_path.glob("runs/prednet-*")):
+            assert experiment.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if status:
+            experiment.terminate()
+        assert experiment.wait(timeout=300) == status
+    finally:
+        experiment.kill()
+    if not status:
+        assert len(gl.runs(tmp_path / "runs")) == 3
+        assert "3 runs" in (tmp_path / "said").read_text()
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["runs", "no-such-folder"], 1), (["train", "nonsense"], 2)])
+def test_an_error_that_nobody_reads_keeps_its_exit_status(arguments, status):
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert subprocess.run([*COMMAND, *arguments], stderr=writing).returncode == status
+    os.close(writing)
+
+
 @pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
 def test_an_instruction_set_can_be_chosen(cli, tmp_path):
     cli(*SMOKE, "--setting", "cpu:isa=avx2")
