@@ -1,5 +1,6 @@
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -173,6 +174,20 @@ def test_a_table_from_elsewhere_gets_its_verdict_and_picture(session, cli, tmp_p
     assert "device 'cpu' seed 0 was run more than once" in cli("verdict", *options, status=2).stderr
     assert cli("verdict", "no.csv", status=1).stderr == "gpulab: no.csv: no such file\n"
     assert "no column 'lost'; there are metrics.loss" in cli("verdict", "runs.csv", "--metric", "lost", status=2).stderr
+
+
+def test_a_table_whose_columns_are_called_otherwise_is_told_which_there_are_and_how_to_name_them(python, tmp_path):
+    rows = [f"{device},{number},0.{number}{device}" for number in range(6) for device in (1, 2)]
+    (tmp_path / "runs.csv").write_text("\n".join(["device,run,loss", *rows]))
+    options = [("--metric", "loss"), ("--factor", "device"), ("--block", "run")]
+    commands = [["verdict", "runs.csv", *itertools.chain(*options[:some])] for some in range(4)]
+    *refused, told = map(json.loads, python(ONE_BY_ONE, tmp_path, ARGUMENTS=json.dumps(commands)).stdout.splitlines())
+    advice = "each row is a run: name its columns by metric=, factor= and block= (--metric, --factor and --block)"
+    assert refused == [
+        [2, "", f"gpulab: no column '{missing}'; there are device, run, loss; {advice}\n"]
+        for missing in ("final_loss", "setting", "seed")
+    ]
+    assert "2 against 1, 6 runs" in told[1]
 
 
 def test_a_store_and_packed_runs_get_their_verdict(session):

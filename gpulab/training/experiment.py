@@ -104,7 +104,8 @@ class Experiment:
         else:
             self.training = TrainingFunction(self.model)
         self.length, self.unit = frames, "run" if self.training else "frame"
-        self.settings = [str(Setting.parse(text)) for text in self.settings]
+        settings = [self.settings] if isinstance(self.settings, str | Setting) else self.settings
+        self.settings = [str(Setting.parse(text)) for text in settings]
         seeds = usual if self.seeds is None else self.seeds
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
         self.variants = list(self.variants)
