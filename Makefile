@@ -35,7 +35,7 @@ attack: $(INSTALLED) ## damaged files, kills and full disks, the long form (half
 	$(BIN)/python benchmarks/attack.py all
 
 lab: $(INSTALLED) ## open the notebooks in JupyterLab
-	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 site: $(INSTALLED) ## build notebooks, pages and reference as a site in build/site, which opens from disk
 	rm -rf build/site build/sphinx && mkdir -p build/sphinx/source

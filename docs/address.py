@@ -1,6 +1,6 @@
-"""Where the repository is public: `python docs/address.py github.com/OWNER/NAME` leads the buttons there.
+"""Where the repository is public: `python docs/address.py github.com/OWNER/NAME` puts buttons into the README.
 
-The README's buttons then open this repository in Binder and Colab, and CITATION.cff names it. Each notebook has a cell
+They open this repository in Binder and Colab, and CITATION.cff names it. Each notebook has a cell
 below its title that does nothing but on Colab: there it installs gpulab, with the torch that is there if that will do.
 """
 
@@ -24,11 +24,7 @@ def settle(address, root=ROOT):
     if not found:
         raise SystemExit(f"{address!r}: expected an address such as github.com/OWNER/NAME")
     name = found[1]
-    _change(root / "README.md", r"https://mybinder\.org[^)]*", _binder(name))
-    _change(root / "README.md", r"https://colab\.research\.google\.com[^)]*", _colab(name))
-    _change(
-        root / "README.md", r"Both ask for .*?\. (?:Or clone it, and in its folder:)", "Or clone it, and in its folder:"
-    )
+    _change(root / "README.md", r"(?<=\n## Try it\n)(\[!\[Open in Binder.*\n\n)?", f"{_buttons(name)}\n\n")
     _change(
         root / "CITATION.cff",
         r"(?m)(^repository-code: .*\n)?^license:",
@@ -38,12 +34,10 @@ def settle(address, root=ROOT):
         _add_cell(file, CELL.format(address=f"github.com/{name}"))
 
 
-def _binder(name):
-    return f"https://mybinder.org/v2/gh/{name}/HEAD?urlpath=lab/tree/notebooks/{FIRST}"
-
-
-def _colab(name):
-    return f"https://colab.research.google.com/github/{name}/blob/HEAD/notebooks/{FIRST}"
+def _buttons(name):
+    binder = f"https://mybinder.org/v2/gh/{name}/HEAD?urlpath=lab/tree/notebooks/{FIRST}"
+    colab = f"https://colab.research.google.com/github/{name}/blob/HEAD/notebooks/{FIRST}"
+    return f"[![Open in Binder](docs/binder.svg)]({binder}) [![Open in Colab](docs/colab.svg)]({colab})"
 
 
 def _change(file, pattern, text):

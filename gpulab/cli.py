@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import typer
 import typer.core
@@ -634,8 +634,9 @@ def main() -> None:
         try:
             app()
         finally:
-            with _output():
-                sys.stdout.flush()
+            for stream in (sys.stderr, sys.stdout):
+                with _output(stream):
+                    stream.flush()
     except GpulabError as error:
         _say(f"gpulab: {error}", sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
@@ -648,19 +649,20 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _output() -> Iterator[None]:
+def _output(stream: IO[str]) -> Iterator[None]:
     """A disk that is full, or a reader who has left, is met once: not again when Python ends."""
     try:
         with files.writing("standard output"):
             yield
     except (GpulabError, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
+        files.write_nowhere(stream)
+        if stream is not sys.stderr:  # an error that nobody reads keeps its exit status
+            raise
 
 
 def _say(text: object, to: Any = None) -> None:
     """Print a text, whatever is in it: it may come from a file of a stranger's."""
-    with _output():
+    with _output(to or sys.stdout):
         print(files.printable(str(text)), file=to)
 
 
@@ -786,7 +788,7 @@ def _drawn(title: str, columns: list[str], cells: list[list[str]]) -> None:
     for row in cells:
         table.add_row(*map(Text, row))  # as `Text` a cell is shown as it is: `[/red]` is no markup
     # Piped into a file there is no terminal whose width to keep to.
-    with _output():
+    with _output(sys.stdout):
         Console(width=None if Console().is_terminal else 200).print(table)
 
 

@@ -17,7 +17,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
@@ -58,6 +58,11 @@ def writing(what: str | Path) -> Iterator[None]:
     except OSError as error:
         why = WHY.get(error.errno or 0, error.strerror or str(error))
         raise GpulabError(f"{what}: cannot be written: {why}") from None
+
+
+def write_nowhere(stream: IO[str]) -> None:
+    """From here on drop what is written to standard output or error: its reader has left, or its disk is full."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextlib.contextmanager

@@ -281,9 +281,15 @@ class Setting:
     order: str | None = _option(DEVICES, _arithmetic)  # put in force by `emulate`
     float32: str | None = _option(DEVICES, _lines, _float32_lines)  # lines whose products keep it, backward too
 
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"cpu|mps|xpu|cuda(:\d+)?", str(self.device)):
+            raise UsageError(f"device {self.device!r}: Setting.parse({str(self.device)!r}) reads a text with options")
+
     @classmethod
-    def parse(cls, text: str | Setting) -> Setting:
+    def parse(cls, text: str | Setting | AbstractContextManager[Setting]) -> Setting:
         """Read `device[:index][:option=value,…]`; a malformed text raises `UsageError`."""
+        if isinstance(text, _UnenteredSetting):
+            return text.parsed
         if isinstance(text, Setting):
             return text
         try:
@@ -404,6 +410,26 @@ class Setting:
 OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Setting)[1:]}
 
 
+class _UnenteredSetting(ExitStack):
+    """A setting that `with` puts in force. What asks for its device before that would train as if there were none."""
+
+    def __init__(self, parsed: Setting) -> None:
+        super().__init__()
+        self.parsed = parsed
+
+    def __enter__(self) -> Setting:  # type: ignore[override]
+        return self.enter_context(self.parsed.apply())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Setting, name):
+            raise AttributeError(name)
+        text = str(self.parsed)
+        raise UsageError(
+            f"gpulab.setting({text!r}) has no {name} before it is in force: "
+            f"with gpulab.setting({text!r}) as setting: train(0, setting)"
+        )
+
+
 def setting(text: str | Setting) -> AbstractContextManager[Setting]:
     """A context manager: compute under a setting, and restore every global flag on the way out.
 
@@ -425,7 +451,7 @@ def setting(text: str | Setting) -> AbstractContextManager[Setting]:
         >>> torch.zeros(1).dtype
         torch.float32
     """
-    return Setting.parse(text).apply()
+    return _UnenteredSetting(Setting.parse(text))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ Little is imported here: what a signal interrupts while this is loaded is Python
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -42,7 +43,8 @@ class Raising:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         leave_quietly()
         if kind and heard:
-            print(self.words, file=sys.stderr)
+            with contextlib.suppress(OSError):  # nobody reads it
+                print(self.words, file=sys.stderr)
             sys.exit(128 + heard[-1])
 
     def _interrupt(self, number: int, frame: Any) -> None:

@@ -1,5 +1,6 @@
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -175,6 +176,20 @@ def test_a_table_from_elsewhere_gets_its_verdict_and_picture(session, cli, tmp_p
     assert "no column 'lost'; there are metrics.loss" in cli("verdict", "runs.csv", "--metric", "lost", status=2).stderr
 
 
+def test_a_table_whose_columns_are_called_otherwise_is_told_which_there_are_and_how_to_name_them(python, tmp_path):
+    rows = [f"{device},{number},0.{number}{device}" for number in range(6) for device in (1, 2)]
+    (tmp_path / "runs.csv").write_text("\n".join(["device,run,loss", *rows]))
+    options = [("--metric", "loss"), ("--factor", "device"), ("--block", "run")]
+    commands = [["verdict", "runs.csv", *itertools.chain(*options[:some])] for some in range(4)]
+    *refused, told = map(json.loads, python(ONE_BY_ONE, tmp_path, ARGUMENTS=json.dumps(commands)).stdout.splitlines())
+    advice = "each row is a run: name its columns by metric=, factor= and block= (--metric, --factor and --block)"
+    assert refused == [
+        [2, "", f"gpulab: no column '{missing}'; there are device, run, loss; {advice}\n"]
+        for missing in ("final_loss", "setting", "seed")
+    ]
+    assert "2 against 1, 6 runs" in told[1]
+
+
 def test_a_store_and_packed_runs_get_their_verdict(session):
     trained = [
         [*SMOKE, "--seed", str(seed), "--setting", setting] for seed in (0, 1) for setting in ("cpu", "cpu:threads=1")
@@ -286,6 +301,39 @@ def test_recorded_runs_are_listed_as_csv_and_a_reader_may_leave_early(cli, tmp_p
     )
     leaving.stdout.close()
     assert leaving.communicate()[1] == b""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to be heard")
+@pytest.mark.parametrize(("seeds", "status"), [("3", 0), ("1000", 143)], ids=["to its end", "until it is stopped"])
+def test_an_experiment_whose_bar_nobody_reads_goes_on(tmp_path, seeds, status):
+    size = ["--profile", "smoke", "--size", "8x12", "--channels", "3,4", "--frames", "400", "--workers", "2"]
+    command = [*COMMAND, "experiment", "prednet", "--setting", "cpu:threads=1", "--seeds", seeds, *size]
+    with open(tmp_path / "said", "w") as said:
+        experiment = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=subprocess.PIPE)
+    try:
+        assert experiment.stderr.read(1), "the bar is drawn"
+        experiment.stderr.close()
+        deadline = time.monotonic() + 300
+        while status and not list(tmp_path.glob("runs/prednet-*")):
+            assert experiment.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if status:
+            experiment.terminate()
+        assert experiment.wait(timeout=300) == status
+    finally:
+        experiment.kill()
+    if not status:
+        assert len(gl.runs(tmp_path / "runs")) == 3
+        assert "3 runs" in (tmp_path / "said").read_text()
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["runs", "no-such-folder"], 1), (["train", "nonsense"], 2)])
+def test_an_error_that_nobody_reads_keeps_its_exit_status(arguments, status):
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert subprocess.run([*COMMAND, *arguments], stderr=writing).returncode == status
+    os.close(writing)
 
 
 @pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")

@@ -64,7 +64,7 @@ def server(tmp_path_factory):
     server.end()
 
 
-@pytest.mark.parametrize("path", ["", "bits", "audit", "notebooks/06_saddle_points"])
+@pytest.mark.parametrize("path", ["", "bits", "audit", "notebooks/06_saddle_points.ipynb"])
 @pytest.mark.parametrize("token", [None, "wrong", "%00"])
 def test_without_the_token_nobody_is_let_in(server, path, token):
     status, text = server.get(path, token)
@@ -75,6 +75,7 @@ def test_without_the_token_nobody_is_let_in(server, path, token):
 
 ELSEWHERE = (
     *("login", "api/kernels", "api/contents/bits.ipynb", "audit.ipynb", "notebooks/../pyproject.toml"),
+    *("pyproject.toml", "docs/../data/README.md", "notebooks/own.ipynb", "docs/%2e%2e/README.md", "tests/conftest.py"),
     *("voila/tree", "voila/files/bits.ipynb", "voila/render/bits.ipynb", "voila/static/../../../../etc/passwd"),
 )
 
@@ -90,8 +91,21 @@ def test_the_start_lists_the_pages_and_notebooks_can_be_read(server):
     status, text = server.get("", server.token)
     assert status == 200
     assert re.findall(r'<a href="/(\w+)">', text) == [*PAGES]
-    assert "saddle" in server.get("notebooks/06_saddle_points", server.token)[1]
-    assert server.get("notebooks/99_none", server.token)[0] == 404
+    assert "saddle" in server.get("notebooks/06_saddle_points.ipynb", server.token)[1]
+    assert server.get("notebooks/99_none.ipynb", server.token)[0] == 404
+
+
+def test_what_the_notebooks_link_to_can_be_read(server):
+    text = server.get("notebooks/00_start_here.ipynb", server.token)[1]
+    links = set(re.findall(r'href="((?!https?:)[^"#]+)', text)) | {
+        "../data/README.md",
+        "../gpulab/training/parallel.py",
+    }
+    assert {"../docs/glossary.md", "10_verdict.ipynb", "solutions/00_solutions.ipynb"} <= links
+    for link in links:
+        path = os.path.normpath(f"notebooks/{link}")
+        assert server.get(path, server.token)[0] == 200, path
+    assert "<td>Hessian</td>" in server.get("docs/glossary.md", server.token)[1]
 
 
 def test_where_all_places_are_taken_a_sentence_says_so(server):

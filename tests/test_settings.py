@@ -247,6 +247,24 @@ def test_a_workspace_that_the_user_had_configured_is_restored(monkeypatch):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
+def test_a_setting_that_is_not_in_force_names_the_cure():
+    def train(seed, setting):
+        return torch.full((), float(seed), device=setting.device, dtype=setting.dtype).item()
+
+    for name in ("cpu", "cpu:precision=float64"):
+        unentered = gl.setting(name)
+        cure = re.escape(f"with gpulab.setting({name!r}) as setting: train(0, setting)")
+        with pytest.raises(gl.UsageError, match=f"has no device before it is in force: {cure}"):
+            train(0, unentered)
+        assert not hasattr(unentered, "__dataclass_fields__")
+        with unentered as setting:
+            assert train(3, setting) == 3.0
+        assert gl.seed_runs(train, gl.setting(name), seeds=1, progress=False).setting.tolist() == [name]
+    assert gl.Experiment(train, "cpu", 1).settings == ["cpu"]
+    with pytest.raises(gl.UsageError, match=re.escape("Setting.parse('cpu:threads=1')")):
+        gl.Setting("cpu:threads=1")
+
+
 def test_nested_settings_are_undone_one_by_one():
     before = flags()
     with gl.setting("cpu:threads=1,precision=float64"):

@@ -5,13 +5,17 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import posixpath
 import re
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
 import tomllib
 import types
+import urllib.request
 import venv
 from pathlib import Path
 
@@ -227,7 +231,7 @@ def test_readme_and_its_pages_name_the_commands():
         r'.venv\Scripts\python -m pip install -c constraints.txt -e ".[dev]"',
         r".venv\Scripts\gpulab companion --profile quick",
         r".venv\Scripts\python -m pytest",
-        r".venv\Scripts\jupyter lab notebooks",
+        r".venv\Scripts\jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb",
     ):
         assert command in DOCS["install.md"], command
 
@@ -288,6 +292,42 @@ def test_every_link_of_a_page_leads_somewhere(folder):
                 assert not anchor or anchor in anchors(there), f"{page.name}: {link}"
 
 
+def linked_by_notebooks():
+    """The files that notebooks name, as seen from their folder."""
+    cells = [cell for file in sorted(ROOT.glob("notebooks/*.ipynb")) for cell in nbformat.read(file, 4).cells]
+    links = {link for cell in cells for link in re.findall(r"\]\(([^)\s#]+)", cell.source)}
+    return sorted(link for link in links if not re.match(r"https?:", link))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_lab_serves_what_the_notebooks_link_to(tmp_path):
+    command = shlex.split(subprocess.check_output(["make", "-n", "lab"], cwd=ROOT, text=True).splitlines()[-1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        options = ["--no-browser", "--allow-root", f"--port={free.getsockname()[1]}", "--IdentityProvider.token=ours"]
+    own = {f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "jupyterlab", *command[2:], *options],
+        cwd=ROOT,
+        env=os.environ | own,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        told = next(
+            filter(None, (re.search(r"(http://\S+?)/lab(?:/tree)?(\S*)\?token", line) for line in server.stderr))
+        )
+        folder = posixpath.dirname(told[2].lstrip("/"))  # of the notebooks, as the server has it
+        links = linked_by_notebooks()
+        assert "../docs/glossary.md" in links
+        for link in links:
+            path = posixpath.normpath(posixpath.join(folder, link))
+            urllib.request.urlopen(f"{told[1]}/api/contents/{path}?content=0&token=ours", timeout=60).close()
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
+
+
 def test_readme_leads_to_every_page():
     assert {f"docs/{name}" for name in DOCS} <= set(re.findall(r"\]\(([^)#]+)", README))
 
@@ -319,6 +359,7 @@ def test_the_papers_numbers_are_those_of_the_recorded_runs(monkeypatch):
 
 def test_an_address_leads_the_buttons_there_and_installs_on_colab_only(tmp_path, monkeypatch):
     address = script("address")
+    assert not re.search(r"mybinder\.org/?\)|colab\.research\.google\.com/?\)", README), "no button without an address"
     for name in ("README.md", "CITATION.cff", "notebooks/01_devices.ipynb"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -328,7 +369,7 @@ def test_an_address_leads_the_buttons_there_and_installs_on_colab_only(tmp_path,
     readme = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "(https://mybinder.org/v2/gh/other/thing/HEAD?urlpath=lab/tree/notebooks/00_start_here.ipynb)" in readme
     assert "(https://colab.research.google.com/github/other/thing/blob/HEAD/notebooks/00_start_here.ipynb)" in readme
-    assert "Both ask for" not in readme
+    assert readme.count("mybinder.org") == readme.count("colab.research.google.com") == 1
     assert (tmp_path / "CITATION.cff").read_text(encoding="utf-8").count("github.com/other/thing") == 1
     notebook = nbformat.read(tmp_path / "notebooks" / "01_devices.ipynb", as_version=4)
     nbformat.validate(notebook)

@@ -1,7 +1,8 @@
 """`gpulab explore`: pages without code, each a widget of gpulab's own in a kernel of its own, served by Voilà.
 
 Whoever has the token can open a page and move what is on it, and nothing else: a browser may send no code, the server
-hands out no file of the machine's but the notebooks, and what the kernels hold is bounded, in number and in time.
+hands out no file of the machine's but the notebooks and the pages and code that they link to, and what the kernels hold
+is bounded, in number and in time.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ PAGE_BYTES = 600 << 20  # of memory that a page may need; what it took while it 
 IDLE_SECONDS = 600  # without a move, after which a page is put to sleep
 TEMPLATES = Path(__file__).parents[1] / "templates"
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+READABLE = (  # in a clone; its pages link to others, and show pictures
+    r"/(notebooks/(?:solutions/)?\d\d_\w+\.ipynb|(?:docs|data|benchmarks|gpulab)/[\w/]+\.(?:md|py|svg)|[A-Z]+\.md)"
+)
+AS_IT_IS = {".py": "text/plain; charset=utf-8", ".svg": "image/svg+xml"}
 NEEDED = (  # of what Voilà serves: its scripts, and the way to a page's own kernel
     *(KernelHandler, VoilaKernelWebsocketHandler, VoilaShutdownKernelHandler),
     *(MultiStaticFileHandler, FileFindHandler, ThemesHandler),
@@ -217,16 +222,23 @@ class _Page(_Closed, TornadoVoilaHandler):
         await super().get(f"{path}.ipynb")
 
 
-class _Notebook(_Closed):
+class _File(_Closed):
     @authenticated
     def get(self, name: str) -> None:
-        """A notebook as it was committed, to be read: nothing of it is executed."""
+        """A notebook as it was committed, or what one links to, to be read: nothing of it is executed."""
         from nbconvert import HTMLExporter
 
-        file = NOTEBOOKS / f"{name}.ipynb"
+        file = NOTEBOOKS.parent / name
         if not file.is_file():
-            raise HTTPError(404, "There is no such notebook")
-        self.finish(HTMLExporter().from_filename(str(file))[0])
+            raise HTTPError(404, "There is no such file")
+        if file.suffix in AS_IT_IS:
+            self.set_header("Content-Type", AS_IT_IS[file.suffix])
+            self.finish(file.read_bytes())
+            return
+        text = file.read_text(encoding="utf-8")
+        page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
+        notebook = nbformat.reads(text, 4) if file.suffix == ".ipynb" else page
+        self.finish(HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": file.stem}})[0])
 
 
 class Explore(Voila):
@@ -246,7 +258,7 @@ class Explore(Voila):
         about = {"template_paths": self.template_paths, "config": self.config}
         about |= {"voila_configuration": self.voila_configuration}
         kept = [one for one in super().init_handlers() if one[1] in NEEDED]
-        return [("/", _Start), (f"/({'|'.join(PAGES)})", _Page, about), (r"/notebooks/(\d\d_\w+)", _Notebook), *kept]
+        return [("/", _Start), (f"/({'|'.join(PAGES)})", _Page, about), (READABLE, _File), *kept]
 
     def listen(self) -> None:
         """Listen on one port, and no other where that is taken, until a signal comes."""

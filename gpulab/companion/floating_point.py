@@ -21,7 +21,6 @@ import pandas as pd
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from gpulab import records
 from gpulab.companion.findings import SAME, SIZES, WORDS, Finding, Part, listed, span
@@ -32,6 +31,7 @@ from gpulab.diagnostics.processes import measure
 from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.sums import bit_of, first_bit
 from gpulab.passports import passport
+from gpulab.progress import Progress
 from gpulab.report import Report
 from gpulab.report import table as html_table
 from gpulab.settings import Setting, cpu_flags
@@ -145,7 +145,7 @@ def _step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> 
             return load_file(file)
 
     rows = []
-    for factor in tqdm(chosen, unit="factor", leave=False, disable=not progress):
+    for factor in Progress(chosen, unit="factor", leave=False, disable=not progress):
         words = level(factor.change)
         levels = factor.base | {"setting": "cpu:precision=float64"}, factor.base, factor.change
         try:
@@ -181,7 +181,7 @@ def _train(
         if exp.workers > 1 or Setting.parse(side["setting"]).isa:
             names += exp.run(progress).id.tolist()
         else:
-            bar = tqdm(exp.jobs(), desc=level(side), unit="run", leave=False, disable=not progress)
+            bar = Progress(exp.jobs(), desc=level(side), unit="run", leave=False, disable=not progress)
             names += [train(**job, progress=False).record["id"] for job in bar]
     runs = stores.runs(exp.folder)
     return runs[runs.id.isin(names)]

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from tqdm.auto import tqdm
 
 from gpulab import records
 from gpulab.data.datasets import Sequence, load
+from gpulab.progress import Progress
 from gpulab.stats.power import parse_margin
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, decide, verdict
@@ -86,7 +86,7 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str, alpha: floa
     """
     rows, fixed = [], [name for name in FAMILY if name != factor]
     groups = list(frame.groupby([*fixed, "data", "speed"], dropna=False))
-    for key, some in tqdm(groups, unit="verdict", leave=False):
+    for key, some in Progress(groups, unit="verdict", leave=False):
         common = dict(zip([*fixed, "data", "speed"], key, strict=True))
         repeat, plateau = repeat_losses(some).iloc[0], missing_colour_losses(some).iloc[0]
         better = some.final_loss < repeat

@@ -8,6 +8,7 @@ import html
 import json
 import os
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -88,7 +89,7 @@ def execute(
 
     The executed copies go to `output`/notebooks, the runs they make to `store` (`output`/runs).
     """
-    import tqdm
+    from gpulab.progress import Progress
 
     if profile not in PROFILES:
         raise UsageError(f"profile {profile!r}: expected one of {', '.join(PROFILES)}")
@@ -102,11 +103,11 @@ def execute(
     parameters = {"profile": profile, "device": device, "store": str((store or output / "runs").resolve())}
     results = []
     form = "{l_bar}{bar}| {n_fmt}/{total_fmt} {elapsed} {postfix}"
-    for file in (bar := tqdm.tqdm(sources, unit="notebook", bar_format=form)):
+    for file in (bar := Progress(sources, unit="notebook", bar_format=form)):
         bar.set_postfix_str(name := files.printable(file.stem))
         results.append(result := _execute_one(file, output / "notebooks" / file.name, parameters))
         state, memory = "FAILED" if result.error else "ok", f"{result.peak_memory_bytes / 2**20:.0f} MiB"
-        bar.write(f"{name}: {state}, {result.seconds:.0f} s, peak memory {memory}")
+        bar.write(f"{name}: {state}, {result.seconds:.0f} s, peak memory {memory}", file=sys.stderr)
     return results
 
 

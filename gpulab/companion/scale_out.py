@@ -12,7 +12,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from tqdm.auto import tqdm
 
 from gpulab import records
 from gpulab.data.datasets import load
@@ -20,6 +19,7 @@ from gpulab.diagnostics.guards import guard
 from gpulab.errors import OverwrittenError, UsageError
 from gpulab.models import Autoencoder
 from gpulab.passports import passport
+from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.training import parallel
@@ -130,7 +130,7 @@ def scaling_table(
     if unknown := set(sizes) - SIZES.keys():
         raise UsageError(f"sizes {', '.join(sorted(unknown))}: expected some of {', '.join(SIZES)}")
     rows, counts = [], list(devices)
-    with tqdm(total=len(counts) * len(sizes), leave=False, disable=not progress) as bar:
+    with Progress(total=len(counts) * len(sizes), leave=False, disable=not progress) as bar:
         for count in counts:
             with parallel.Processes(setting, count) as processes:
                 for size in sizes:
@@ -235,7 +235,7 @@ def descent_runs(
     summaries, histories = [], []
     jobs = [(seed, name) for seed in seeds for name in ways]  # the ways take turns
     with parallel.Processes("cpu:threads=1", options.setdefault("workers", 2)) as processes:
-        for seed, name in tqdm(jobs, leave=False, disable=not progress):
+        for seed, name in Progress(jobs, leave=False, disable=not progress):
             descent = descend(seed=seed, processes=processes, **{**ways[name], **options})
             summaries.append({"way": name, **descent.summary})
             histories.append(descent.history.assign(way=name, seed=seed))

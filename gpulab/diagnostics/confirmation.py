@@ -52,7 +52,7 @@ def confirm(step: Callable[..., Any], comparison: Comparison, progress: bool = T
     An operation that is wrong by itself is computed in float64; one that is right by itself, and other than under
     the first setting, is given the results that the first setting had in its place.
     """
-    from tqdm.auto import tqdm
+    from gpulab.progress import Progress
 
     a, b = comparison.a, comparison.b
     groups: dict[str, list[Finding]] = {}
@@ -64,7 +64,7 @@ def confirm(step: Callable[..., Any], comparison: Comparison, progress: bool = T
         lines.append((f"all {len(lines)} lines", [finding for _, group in lines for finding in group]))
     before = _differences(a, b)
     found = []
-    for line, group in tqdm(lines, unit="line", leave=False, disable=not progress):
+    for line, group in Progress(lines, unit="line", leave=False, disable=not progress):
         exact, instead = _exact(comparison, group), _instead(comparison, group)
         after = _differences(_again(step, a, exact[0], {}), _again(step, b, exact[1], _values(step, a, instead)))
         count = len(exact[0] | exact[1]) + len(instead)

@@ -172,13 +172,14 @@ def real(case: Case) -> Tensor:
 def record_products(folder: Path, command: str) -> None:
     """Compute every case on this machine's NVIDIA GPU; keep samples of the results, kernels' names, the passport."""
     from safetensors.torch import save_file
-    from tqdm.auto import tqdm
+
+    from gpulab.progress import Progress
 
     if not torch.cuda.is_available():
         raise GpulabError("products are recorded on an NVIDIA GPU, and torch finds none here")
     samples, kernels = {}, {}
     aside = re.compile("elementwise|Memcpy|Memset|reduce|convertTensor|ToNhwc|ToNchw|init_device")  # no products
-    for case in tqdm(cases(), unit="product"):
+    for case in Progress(cases(), unit="product"):
         real(case)  # warms up
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             samples[str(case)] = case.sample(real(case)).cpu().contiguous()
@@ -248,7 +249,8 @@ def compare_products(
         The method of Fasi, Higham, Mikaitis, Pranesh 2021 (PeerJ Computer Science 7:e330).
     """
     import pandas as pd
-    from tqdm.auto import tqdm
+
+    from gpulab.progress import Progress
 
     found: dict[str, Any] = {}
     if samples is None:
@@ -257,7 +259,7 @@ def compare_products(
     chosen = [c for c in cases() if str(c) in samples and c.inputs in inputs and c.operation in operations]
     rows: list[dict[str, Any]] = []
     kernels: dict[Case, Arithmetic] = {}  # the library's choice depends on the shape, not on the numbers
-    for case in tqdm(chosen, unit="product", disable=not progress, leave=False):
+    for case in Progress(chosen, unit="product", disable=not progress, leave=False):
         family = replace(case, inputs=INPUTS[0])
         if family not in kernels and (fit := found.get(str(family))):
             fit = fit | {"result": case.result, "roundings": tuple(fit["roundings"])}
@@ -270,11 +272,11 @@ def compare_products(
 
 def find_kernels(folder: Path) -> None:
     """Search for the arithmetic of every recorded kernel, minutes long, and keep it in `found.json` beside them."""
-    from tqdm.auto import tqdm
+    from gpulab.progress import Progress
 
     samples, _ = recorded_products()
     names, found = ("format", "roundings", "order", "slices", "tile"), {}
-    for case in tqdm([case for case in cases() if case.inputs == INPUTS[0]], unit="kernel"):
+    for case in Progress([case for case in cases() if case.inputs == INPUTS[0]], unit="kernel"):
         how = _closest(case, samples[str(case)].double(), exact=True)
         found[str(case)] = {name: getattr(how, name) for name in names}
     files.write(folder / "found.json", (json.dumps(found, indent=1) + "\n").encode())

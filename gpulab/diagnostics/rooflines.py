@@ -55,13 +55,14 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = 
         Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
     """
     import pandas as pd
-    from tqdm.auto import tqdm
+
+    from gpulab.progress import Progress
 
     if repeats < 2:
         raise UsageError(f"repeats={repeats}: a median with its spread needs at least 2")
     parsed = Setting.parse(setting)
     rows: list[tuple[str, str, float, float, float, float, str]] = []
-    with parsed.apply(), tqdm(unit="operation", leave=False, disable=not progress) as bar:
+    with parsed.apply(), Progress(unit="operation", leave=False, disable=not progress) as bar:
 
         def measure(operations: Iterable[Operation], precision: str) -> None:
             for operation, kind, flop, moved, work in operations:

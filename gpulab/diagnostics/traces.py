@@ -147,7 +147,7 @@ def record(
         >>> record(lambda setting: torch.ones(3, dtype=setting.dtype).exp(), "cpu:threads=1", progress=False)
         trace of 2 operations under cpu:threads=1
     """
-    from tqdm.auto import tqdm
+    from gpulab.progress import Progress
 
     parsed = Setting.parse(setting)
     if not callable(step):
@@ -155,7 +155,7 @@ def record(
     parsed.check()
     exact_setting = Setting.parse(f"{on}:precision=float64")
     sketches = dict(reference.sketches) if reference else {}
-    with tqdm(unit="operation", leave=False, disable=not progress) as bar:
+    with Progress(unit="operation", leave=False, disable=not progress) as bar:
         first = perform(step, parsed, sketches, bar.update, results_only=True)
         trace = perform(step, parsed, sketches, bar.update, measured=True)
         bar.total = len(trace.operations) * (1 if reference else 2 + DRAWS)

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from gpulab.data.feed import Loader
 from gpulab.errors import DataError, UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
+from gpulab.progress import Progress
 from gpulab.records import machine, read_table, read_tables, recorded_folder, write_table
 from gpulab.saddles.hessians import hessian
 from gpulab.saddles.operators import check_count
@@ -103,7 +103,7 @@ def curvature_along(
     for name, value in options.items():
         check_count(name, value)
     parts = []
-    with tqdm(total=len(settings) * len(numbers) * (1 + snapshots), leave=False, disable=not progress) as bar:
+    with Progress(total=len(settings) * len(numbers) * (1 + snapshots), leave=False, disable=not progress) as bar:
         for text, seed in itertools.product(settings, numbers):
             bar.set_description(f"{text} seed {seed}", refresh=False)
             with torch.random.fork_rng(devices=[]):
@@ -142,7 +142,7 @@ def row_spectra(frame: pd.DataFrame) -> Iterator[tuple[Any, SpectralDensity]]:
 
 
 def _along_training(
-    plan: Plan, options: dict[str, Any], folder: Path | None, command: str | None, bar: tqdm
+    plan: Plan, options: dict[str, Any], folder: Path | None, command: str | None, bar: Progress
 ) -> pd.DataFrame:
     """The rows of one training: those that are kept, or new ones."""
     here = passport()

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from gpulab.errors import DataError, UsageError
 from gpulab.passports import passport
@@ -358,7 +357,7 @@ def escape_table(
         raise UsageError("settings, optimizers, perturbations, batch_sizes and seeds: each needs one or more")
     same: dict[str, Any] = {"steps": steps, "radius": radius, "master_weights": master_weights, "progress": False}
     rows, paths = [], []
-    with tqdm(combinations, unit="escape", leave=False, disable=not progress) as bar:
+    with Progress(combinations, unit="escape", leave=False, disable=not progress) as bar:
         for seed, setting, (optimizer, rate), perturbation, batch_size in bar:
             bar.set_postfix_str(str(setting))
             place = saddle.mixed(seed) if isinstance(saddle, LinearAutoencoderSaddle) else saddle

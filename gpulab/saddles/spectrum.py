@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from gpulab.errors import DataError, UsageError
+from gpulab.progress import Progress
 from gpulab.saddles.eigen import lanczos
 from gpulab.saddles.operators import Operator, check_count, check_square, check_symmetric, dense, random_signs
 from gpulab.settings import float32_products
@@ -134,7 +134,7 @@ def spectral_density(
     beta = torch.zeros(probes, dtype=kind, device=H.device)
     alphas, betas = [], []
     # Nothing here waits for the device: what is computed on it is read when all is done.
-    for step in tqdm(range(steps), unit="step", leave=False, delay=2, disable=not progress):
+    for step in Progress(range(steps), unit="step", leave=False, delay=2, disable=not progress):
         product = H @ vector
         if step == 0 and probes > 1:
             check_symmetric(H, vector, product)

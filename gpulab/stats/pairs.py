@@ -44,10 +44,14 @@ def _without(options: Any, names: Collection[str]) -> str:
         return str(options)
 
 
-def find_column(names: Iterable[Any], wanted: Any) -> Any:
+# What to do where a table's columns are called otherwise.
+NAME_THEM = "each row is a run: name its columns by metric=, factor= and block= (--metric, --factor and --block)"
+
+
+def find_column(names: Iterable[Any], wanted: Any, advice: str = "") -> Any:
     """The name that is `wanted`, or else the one that ends in it after a dot or slash, such as `metrics.loss`.
 
-    `UsageError` lists what several there are, or what there is, the closest first.
+    `UsageError` lists what several there are, or what there is, the closest first, and gives the advice.
     """
     if wanted in (names := list(names)):
         return wanted
@@ -61,7 +65,7 @@ def find_column(names: Iterable[Any], wanted: Any) -> Any:
     close = difflib.get_close_matches(str(wanted), [*there, *last.values()])
     there.sort(key=lambda name: min((close.index(part) for part in (name, last[name]) if part in close), default=9))
     shown = ", ".join(there[:40]) + (f" and {more} more" if (more := len(there) - 40) > 0 else "")
-    raise UsageError(f"no column {wanted!r}; there are {shown or 'none'}")
+    raise UsageError(f"no column {wanted!r}; there are {shown or 'none'}" + (advice and f"; {advice}"))
 
 
 def run_states(frame: pd.DataFrame) -> pd.Series | None:
@@ -79,14 +83,17 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
     from pandas.api.types import is_bool_dtype, is_complex_dtype, is_numeric_dtype
 
     if not isinstance(frame, pd.DataFrame):
-        raise UsageError(f"expected a pandas data frame, a row per run; got a {type(frame).__name__}")
+        raise UsageError(
+            f"expected a pandas data frame, a row per run; got a {type(frame).__name__}: pandas.concat makes one of "
+            "several, gpulab.stats.tables.read_table reads a file"
+        )
     wanted = [metric, factor, block]
     in_index = [name for name in frame.index.names if name in wanted and name not in frame]
     frame = frame.reset_index(in_index) if in_index else frame.copy()
     frame.index = frame.index.set_names([None] * frame.index.nlevels)
     if twice := sorted(set(map(str, frame.columns[frame.columns.duplicated()]))):
         raise UsageError(f"more than one column is called {', '.join(twice)}; rename or drop one")
-    found = [find_column(frame.columns, name) for name in wanted]
+    found = [find_column(frame.columns, name, NAME_THEM) for name in wanted]
     for name, column in zip(wanted, found, strict=True):
         if not isinstance(name, str):
             raise UsageError(f"column {name!r} is not named by text; rename it")

@@ -11,7 +11,7 @@ import numpy as np
 
 from gpulab import files
 from gpulab.errors import DataError
-from gpulab.stats.pairs import find_column, run_states
+from gpulab.stats.pairs import NAME_THEM, find_column, run_states
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,7 +54,7 @@ def read_table(file: str | Path, metric: str) -> pd.DataFrame:
         raise DataError(f"{file}: cannot be read as a table: {' '.join(str(error).split())}") from None
     if frame.empty:
         raise DataError(f"{file}: no runs in it; expected a header and a row per run")
-    cells = frame[metric := find_column(frame.columns, metric)].dropna().infer_objects()
+    cells = frame[metric := find_column(frame.columns, metric, NAME_THEM)].dropna().infer_objects()
     if not is_bool_dtype(cells):
         text = cells.astype(str).str.strip()
         numbers = pd.to_numeric(text.str.replace(",", ".") if comma else text, errors="coerce")

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from gpulab.data.datasets import Data
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
+from gpulab.progress import Progress
 from gpulab.training.step import Adam
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def steps_to_target(
         raise UsageError(f"{data.name} is a sequence of frames: its examples are not independent")
     heldout = torch.cat([_scaled(window.frames) for window in data.heldout(1000)])
     rows = []
-    for size, rate in tqdm([*itertools.product(batch_sizes, learning_rates)], leave=False, disable=not progress):
+    for size, rate in Progress([*itertools.product(batch_sizes, learning_rates)], leave=False, disable=not progress):
         steps = _steps(copy.deepcopy(model), data, heldout, target, size, rate, seed, most)
         rows.append({"batch_size": size, "learning_rate": rate, "steps": steps, "examples": steps * size})
     table = pd.DataFrame(rows)

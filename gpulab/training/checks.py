@@ -56,14 +56,15 @@ def check(store: str | Path | None = None, mend: bool = True, progress: bool = T
         True
     """
     import pandas as pd
-    from tqdm.auto import tqdm
+
+    from gpulab.progress import Progress
 
     folder = folder_of(default_store() if store is None else store)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
     found, whole = [], 0
     paths = entries(folder)
-    for path in tqdm(paths, unit="run", leave=False, disable=not progress):
+    for path in Progress(paths, unit="run", leave=False, disable=not progress):
         troubles = list(_of_entry(Path(path)))
         whole += not troubles
         found += troubles

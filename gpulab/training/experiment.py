@@ -104,7 +104,8 @@ class Experiment:
         else:
             self.training = TrainingFunction(self.model)
         self.length, self.unit = frames, "run" if self.training else "frame"
-        self.settings = [str(Setting.parse(text)) for text in self.settings]
+        settings = [self.settings] if isinstance(self.settings, str | Setting) else self.settings
+        self.settings = [str(Setting.parse(text)) for text in settings]
         seeds = usual if self.seeds is None else self.seeds
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
         self.variants = list(self.variants)
@@ -185,8 +186,7 @@ class Experiment:
 
     def _train(self, jobs: list[dict[str, Any]], workers: Engine, progress: bool) -> list[str]:
         """The ids of these runs, those of which an engine has done that were missing."""
-        from tqdm.auto import tqdm
-
+        from gpulab.progress import Progress
         from gpulab.training.plan import ANYWHERE, planned_on
 
         frames, machines = self.length, {setting: workers.passports(setting) for setting in self.settings}
@@ -197,7 +197,7 @@ class Experiment:
         failures: dict[str, list[str]] = {}  # which runs, by why
         frames_done, lock = [frames if done else 0 for done in found], threading.Lock()
         total = {"total": len(jobs) * frames, "initial": sum(frames_done), "unit": self.unit}
-        bar = tqdm(**total, leave=False, disable=not progress, miniters=0)  # a step of unknown length counts nothing
+        bar = Progress(**total, leave=False, disable=not progress, miniters=0)  # steps of unknown length count nothing
 
         def tell(number: int, done: int, loss: float | None = None) -> None:
             with lock:

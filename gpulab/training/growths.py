@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.numerics.formats import ulp_distance
+from gpulab.progress import Progress
 from gpulab.training.plan import plan_run
 from gpulab.training.protocol import protocol
 from gpulab.training.run import train
@@ -68,7 +68,7 @@ def growth(
     moments = set((np.geomspace(1, windows + 1, SHOWN).astype(int) - 1).tolist())
     shared = {"profile": profile, "frames": frames, "setting": SETTING, "progress": False}
     bases, rows = [], []
-    with tqdm(total=seeds * (1 + len(changes)), unit="training", leave=False, disable=not progress) as bar:
+    with Progress(total=seeds * (1 + len(changes)), unit="training", leave=False, disable=not progress) as bar:
         for seed in range(seeds):
             bases.append(_snapshots(net, moments, {**shared, "seed": seed}))
             bar.update()

@@ -64,7 +64,8 @@ def seed_runs(
         ['diverged', 'finished', 'finished']
     """
     import pandas as pd
-    from tqdm.auto import tqdm
+
+    from gpulab.progress import Progress
 
     check_numbers(workers=workers)
     parsed = Setting.parse(setting)
@@ -78,7 +79,7 @@ def seed_runs(
     function.training.checked(changes)
     with Trainings(function.metrics, workers) as trainings:
         runs = trainings.results(str(parsed), seeds, changes)
-        metrics = dict(tqdm(runs, total=len(seeds), unit="run", disable=not progress))
+        metrics = dict(Progress(runs, total=len(seeds), unit="run", disable=not progress))
     frame = pd.DataFrame({"setting": str(parsed), "seed": seeds})
     frame["status"] = ["finished" if metrics[seed] else "diverged" for seed in seeds]
     names = dict.fromkeys(["final_loss", *(name for each in metrics.values() for name in each)])

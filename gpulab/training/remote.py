@@ -96,7 +96,7 @@ class Remote:
 
     def pull(self) -> Path:
         """Download what is new, forget what is gone, and return the folder with all of it."""
-        from tqdm.auto import tqdm
+        from gpulab.progress import Progress
 
         with self.reaching():
             listed = [each for batch in self.api.list(self.store) for each in batch]
@@ -117,7 +117,7 @@ class Remote:
         known = [name for name in there.keys() & here.keys() if here[name].st_size == there[name]["size"]]
         missing = sorted(there.keys() - {name for name in known if int(here[name].st_mtime) == int(when(name))})
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(tqdm(pool.map(download, missing), total=len(missing), unit="run", leave=False, delay=2))
+            list(Progress(pool.map(download, missing), total=len(missing), unit="run", leave=False, delay=2))
         return self.objects
 
     def fetch(self, identity: folders.Identity) -> None:

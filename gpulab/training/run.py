@@ -20,7 +20,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from gpulab import records
 from gpulab.data.datasets import Data
@@ -413,7 +412,7 @@ def _call(
         command = command or training.command(setting, seed, rerun, options)
         record = folders.begun(identity, here, command=command, **notes)
         stack.enter_context(guards.guard() if guard else contextlib.nullcontext())
-        bar = stack.enter_context(tqdm(unit="step", leave=False, disable=progress is not True))
+        bar = stack.enter_context(Progress(unit="step", leave=False, disable=progress is not True))
 
         def tell(done: int, loss: float) -> None:
             bar.set_postfix(loss=f"{loss:.3g}", refresh=False)

@@ -152,14 +152,15 @@ OPEN = {"data", "speed", "frames", *FACTORS} - {"flip"}
 
 def _frame(store: Path, recorded: bool) -> pd.DataFrame:
     import pandas as pd
-    from tqdm.auto import tqdm
+
+    from gpulab.progress import Progress
 
     stamps = {entry: index.stamp(entry) for entry in entries(store)}
     known = index.read(store, COLUMNS, stamps)
     unread = stamps if known is None else stamps.keys() - known["path"].unique()
     rows: list[dict[str, Any]] = []
     damaged: list[str] = []
-    for entry in tqdm(sorted(unread), unit="run", leave=False, delay=2):
+    for entry in Progress(sorted(unread), unit="run", leave=False, delay=2):
         try:
             rows += _rows(entry, recorded)
         except DataError as error:
