@@ -48,18 +48,25 @@ def pairs():
     )
 
 
+def counted(runs):
+    """How many pairs end higher with shared memory, of how many, and of what, by name."""
+    losses = paired(runs)
+    worse, code = losses[SHARED] > losses[OWN], losses.index.get_level_values("code")
+    long = losses.index.get_level_values("row").str.contains("50,000")
+    of = {
+        "authors": ("of the authors' code", code == "authors"),
+        "long": ("of our port after 50,000 frames", long),
+        "short": ("of our port after 5,000 frames", (code == "paper") & ~long),
+        "small": ("of our port at a small size", code == "quick"),
+    }
+    return {name: (worse[which].sum(), which.sum(), words) for name, (words, which) in of.items()}
+
+
 def sentence(runs):
     """What the figure shows, from the runs: its text alternative."""
     losses = paired(runs)
-    worse, beat = losses[SHARED] > losses[OWN], (losses < 1).sum()
-    code, long = losses.index.get_level_values("code"), losses.index.get_level_values("row").str.contains("50,000")
-    counted = {
-        "of the authors' code": code == "authors",
-        "of our port after 50,000 frames": long,
-        "of our port after 5,000 frames": (code == "paper") & ~long,
-        "of our port at a small size": code == "quick",
-    }
-    higher = [f"in {worse[which].sum()} of {which.sum()} pairs {of}" for of, which in counted.items()]
+    higher = [f"in {worse} of {count} pairs {words}" for worse, count, words in counted(runs).values()]
+    beat = (losses < 1).sum()
     return (
         f"Every seed twice. Where all frames of a window share one memory, the loss ends higher {listed(higher)}. "
         f"Repeating the last frame is beaten by {beat[OWN]} of {len(losses)} runs with a memory for each frame, by "
