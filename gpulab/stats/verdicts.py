@@ -58,7 +58,7 @@ class Verdict(Report):
     - `equivalent_low`, `equivalent_high`: the interval of the test of equivalence, at `equivalent_confidence` (1 − 2
       alpha, and as above). It lies within the margin exactly where `p_equivalent_holm` <= alpha.
     - `p_different`, `p_equivalent`; `margin` in the metric's units, NaN where seeds do not differ under the
-      reference, and `margin_relative` to the reference's mean; `same_bits` (pairs of identical weights).
+      reference, and `margin_relative` to the pairs' mean under it; `same_bits` (pairs of identical weights).
     - `smallest_shown`: the difference that so many pairs show with a power of 0.8 at alpha, corrected as the interval.
     - `jumped` (seeds that moved three times as far as any other, and by half a standard deviation between seeds: see
       `stats.tests.jumped`), `jump` and `rest` (the mean difference of these and of the others), `p_rest` (that the
