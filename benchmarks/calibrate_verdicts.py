@@ -565,4 +565,7 @@ setting and differ in the seed only: every alarm is false.
 
 
 if __name__ == "__main__":
-    print(about_mixed_means()) if sys.argv[1:] == [MIXED] else main()
+    if sys.argv[1:] == [MIXED]:
+        print(about_mixed_means())
+    else:
+        main()
