@@ -100,7 +100,7 @@ def _effects(frame: pd.DataFrame, wanted: str | None, alpha: float) -> Iterator[
         first = some.iloc[0]
         for setting, both in pairs.groupby("setting"):
             differences = both.difference.dropna().to_numpy(float)
-            low, high = inference.t_interval(differences, alpha)
+            low, high = inference.skewed_t_interval(differences, alpha, corrected=False)
             error = inference.sample_sd(differences) / math.sqrt(max(1, len(differences)))
             yield {
                 **{name: first[name] for name in ("experiment", "profile", "protocol", "variant", "machine")},

@@ -17,6 +17,7 @@ from gpulab.stats.tests import kurtosis, sample_sd, sd_limit_ratio, skewed_t
 
 if TYPE_CHECKING:
     import pandas as pd
+    from numpy.typing import ArrayLike
 
 USUAL_MARGIN, USUAL_SHARE = "0.25sd", 0.1  # of numbers, and of yes and no
 DIVERGED_APART = 0.1  # levels that may diverge on more of the seeds differently are not called equivalent
@@ -114,10 +115,40 @@ def seeds_needed(
     margins = _margins(usual_margin(margin, metric, yes_or_no=False), between_seeds, tails)
     rows = [{**level, "margin": margin, "power": value} for level, value in itertools.product(levels, powers)]
     for row in rows:
-        row["to_detect"] = _seeds_to_detect(row["sd"], margins, alpha, row["power"])
+        enough = smallest_shown(SEEDS, row["sd"], alpha, row["power"]) < margins
+        row["to_detect"] = math.nan if math.isnan(row["sd"]) else _fewest(enough)
         row["to_exclude"] = _seeds_to_exclude(row["sd"], margins, alpha, row["power"])
         row["seeds"] = max(row["to_detect"], row["to_exclude"])
     return pd.DataFrame(rows)
+
+
+def fewest_pairs(alpha: float) -> int:
+    """So many differences of one sign are the fewest that show anything at `alpha`: the sign flips' p is 2^(1 − n)."""
+    return math.ceil(1 - math.log2(alpha))
+
+
+def smallest_shown(n: ArrayLike, sd: ArrayLike, alpha: float, power: float = POWER, yes_or_no: bool = False) -> Any:
+    """The smallest difference that n pairs show with a power, at `alpha`; infinite where they can show none.
+
+    By the t test, for normal differences of the standard deviation `sd`; of yes and no, which have none, the share that
+    must switch, all the same way.
+
+    Examples:
+        >>> [round(float(smallest_shown(n, 1.0, 0.05)), 2) for n in (5, 6, 27)]
+        [inf, 1.79, 0.57]
+    """
+    from scipy.special import nctdtrinc, ndtri
+    from scipy.stats import beta, t
+
+    n, sd, fewest = np.asarray(n, float), np.asarray(sd, float), fewest_pairs(alpha)
+    if yes_or_no:
+        shown = beta.ppf(power, fewest, n - fewest + 1)
+    else:
+        used = np.maximum(n - FOR_SKEWNESS, 2)
+        shown = nctdtrinc(used - 1, 1 - power, t.isf(alpha / 2, used - 1)) / np.sqrt(used)
+        # The fewest must all move the same way.
+        shown = sd * np.where(n == fewest, np.maximum(shown, ndtri(power ** (1 / fewest))), shown)
+    return np.where(n >= fewest, shown, math.inf)
 
 
 def seeds_to_settle(
@@ -218,31 +249,15 @@ def _margins(margin: str | float, between_seeds: float | None, kurtosis: float) 
     return number * between_seeds * sd_limit_ratio(SEEDS, kurtosis)
 
 
-def _seeds_to_detect(sd: float, margins: np.ndarray, alpha: float, power: float) -> float:
-    from scipy.special import ndtr
-    from scipy.stats import nct, t
-
-    possible = alpha >= 2.0 ** (1 - SEEDS)
-    if not sd > 0:
-        return math.nan if math.isnan(sd) else _fewest(possible & (margins > 0))
-    reached = nct.sf(t.isf(alpha / 2, SEEDS - 1), SEEDS - 1, _noncentrality(margins, sd))
-    # With the fewest seeds the sign-flip test asks that every one moves the same way.
-    reached = np.where(alpha < 2.0 ** (2 - SEEDS), np.minimum(reached, ndtr(margins / sd) ** SEEDS), reached)
-    return _fewest(possible & (reached >= power), FOR_SKEWNESS)
-
-
 def _seeds_to_exclude(sd: float, margins: np.ndarray, alpha: float, power: float) -> float:
     from scipy.stats import nct, t
 
     if not sd > 0:
         return math.nan if math.isnan(sd) else _fewest(margins > 0)
-    reached = 2 * nct.sf(t.isf(alpha, SEEDS - 1), SEEDS - 1, _noncentrality(margins, sd)) - 1
-    return _fewest(reached >= power, FOR_SKEWNESS)
+    noncentrality = np.minimum(margins / sd * np.sqrt(SEEDS), 30)  # beyond, the power is 1 and the series slow
+    reached = 2 * nct.sf(t.isf(alpha, SEEDS - 1), SEEDS - 1, noncentrality) - 1
+    return _fewest(reached >= power) + FOR_SKEWNESS
 
 
-def _noncentrality(margins: np.ndarray, sd: float) -> np.ndarray:
-    return np.minimum(margins / sd * np.sqrt(SEEDS), 30)  # beyond, the power is 1 and the series slow
-
-
-def _fewest(enough: np.ndarray, more: int = 0) -> float:
-    return float(SEEDS[enough.argmax()] + more) if enough.any() else math.inf
+def _fewest(enough: np.ndarray) -> float:
+    return float(SEEDS[enough.argmax()]) if enough.any() else math.inf

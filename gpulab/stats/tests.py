@@ -15,6 +15,7 @@ EXACT = 16  # up to so many differences other than zero, all 2^n signs are tried
 FLIPS = 9999  # beyond, so many are drawn
 MOST_FLIPPED = 10_000  # differences beyond are so many that Student's t, which is the limit, is as good
 SD_CONFIDENCE = 0.975  # at 0.95 a rare second hump misleads
+APART = 3  # by how many times a jump is larger than the largest other difference; at 2 there are false alarms
 
 
 def mean_p(differences: ArrayLike) -> float:
@@ -59,6 +60,23 @@ def mean_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[float, f
     return min(low, corrected[0]) if skewness < 0 else low, max(high, corrected[1]) if skewness > 0 else high
 
 
+def jumped(differences: ArrayLike, least: float = 0.0) -> np.ndarray:
+    """Which differences, shape (n,), are jumps: at least `least`, and three times as large as any that is none.
+
+    Fewer than half can be. Signs play no part, so that where nothing differs those of the others are still a coin's.
+
+    Examples:
+        >>> jumped([0.01, 0.02, -0.5, 0.01, 0.03, 0.4]).tolist()
+        [False, False, True, False, False, True]
+        >>> bool(jumped([0.01, 0.02, -0.05, 0.01, 0.03, 0.04]).any())
+        False
+    """
+    sizes = np.abs(np.asarray(differences, float))
+    below, above = np.sort(sizes)[:-1], np.sort(sizes)[1:]
+    apart = (above > APART * below) & (above >= least) & (np.arange(len(above)) >= len(sizes) // 2)
+    return sizes >= above[apart].min(initial=np.inf)
+
+
 def moments(values: np.ndarray) -> tuple[float, float, int]:
     """Mean over standard deviation, skewness and number of a sample, shape (n,), that has a spread."""
     sd, n = sample_sd(values), len(values)
@@ -86,11 +104,11 @@ def _lean(sign: Any, skewness: Any, n: Any) -> Any:
     return np.maximum(-np.sign(sign) * skewness, 0) / np.sqrt(n)
 
 
-def skewed_t_interval(differences: ArrayLike, alpha: float) -> tuple[float, float]:
+def skewed_t_interval(differences: ArrayLike, alpha: float, corrected: bool = True) -> tuple[float, float]:
     """The interval of the mean of differences, shape (n,), at 1 − alpha: every shift that `skewed_t` allows.
 
-    It holds Student's, and reaches further on the side of the sample's tail. At 1 − 2 alpha it lies within a margin
-    exactly where `equivalence_p` is at most alpha.
+    It holds Student's, which is the one not `corrected`, and reaches further on the side of the sample's tail. At
+    1 − 2 alpha it lies within a margin exactly where `equivalence_p` is at most alpha.
 
     Examples:
         >>> low, high = skewed_t_interval([-0.1, 0.0, 0.1, 0.05, -0.05], alpha=2 * 0.0024)
@@ -100,10 +118,11 @@ def skewed_t_interval(differences: ArrayLike, alpha: float) -> tuple[float, floa
     from scipy.stats import t
 
     values = np.sort(np.asarray(differences, float))
-    if not sample_sd(values) > 0:
-        return t_interval(values, alpha)
-    _, skewness, n = moments(values)
-    z, error = float(t.isf(alpha / 2, n - 1)), sample_sd(values) / math.sqrt(n)
+    if (n := len(values)) < 2:
+        return math.nan, math.nan
+    sd = sample_sd(values)
+    skewness = moments(values)[1] if corrected and sd > 0 else 0.0
+    z, error = float(t.isf(alpha / 2, n - 1)), sd / math.sqrt(n)
     below, above = (error * (z + _lean(sign, skewness, n) * (2 * z**2 + 1) / 6) for sign in (1, -1))
     return float(values.mean() - below), float(values.mean() + above)
 
@@ -216,7 +235,7 @@ def sign_flip_interval(differences: ArrayLike, alpha: float = 0.05) -> tuple[flo
     if n < 2:
         return math.nan, math.nan
     if n > MOST_FLIPPED:
-        means, (low, high) = values, t_interval(values, alpha)
+        means, (low, high) = values, skewed_t_interval(values, alpha, corrected=False)
     else:
         means, rank = np.sort(_subset_means(values)), int(alpha * (2.0 ** (n - 1) if n <= EXACT else 1 + FLIPS))
         # A subset of none (NaN) is the sample itself, unflipped, which counts; it is not among those that are drawn.
@@ -238,24 +257,6 @@ def _subset_means(values: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore"):  # of no values
             means += [sums / sizes, (values.sum() - sums) / (len(values) - sizes)]
     return np.concatenate(means)
-
-
-def t_interval(differences: ArrayLike, alpha: float) -> tuple[float, float]:
-    """Student's interval of the mean of differences, shape (n,), at 1 − alpha; at 1 − 2 alpha `equivalence_p`'s.
-
-    Examples:
-        >>> low, high = t_interval([-0.1, 0.0, 0.1, 0.05, -0.05], alpha=2 * 0.0024)
-        >>> round(low, 2), round(high, 2)
-        (-0.2, 0.2)
-    """
-    from scipy.stats import t
-
-    values = np.sort(np.asarray(differences, float))
-    n = len(values)
-    if n < 2:
-        return math.nan, math.nan
-    room = float(t.isf(alpha / 2, n - 1)) * sample_sd(values) / math.sqrt(n)
-    return float(values.mean()) - room, float(values.mean()) + room
 
 
 def sd_lower_limit(values: ArrayLike) -> float:

@@ -14,8 +14,8 @@ have, by the mean of the paired differences:
 - Several levels: Holm's correction (1979), of the differences and of the equivalences, each for itself.
 
 No test of a mean holds its level whatever the distribution (Bahadur and Savage 1956): jumps so rare that no seed shows
-one can undo what all seeds say. `benchmarks/verdict_calibration.md` has the measured error rates, and where they are
-missed.
+one can undo what all seeds say. Jumps that some seeds do show, against all others, are said with the decision.
+`benchmarks/verdict_calibration.md` has the measured error rates, and where they are missed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import gpulab.stats.power as planning
 import gpulab.stats.tests as inference
 from gpulab.errors import UsageError
 from gpulab.report import Report
 from gpulab.report import table as html_table
 from gpulab.stats.pairs import check_one_protocol as check_one_protocol
 from gpulab.stats.pairs import finished, is_yes_or_no, pair
-from gpulab.stats.power import DIVERGED_APART, MOST_SEEDS, check_alpha, parse_margin, seeds_to_settle, usual_margin
 
 if TYPE_CHECKING:
     import pandas as pd
 
 DECISIONS = ("different", "different but negligible", "inconclusive", "equivalent")
 SURE = 10  # seeds, from which on the number that would settle it is more than a guess
+JUMP = 0.5  # a seed that jumps moves by so many standard deviations between seeds at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,11 @@ class Verdict(Report):
     - `equivalent_low`, `equivalent_high`: the interval of the test of equivalence, at `equivalent_confidence` (1 − 2
       alpha, and as above). It lies within the margin exactly where `p_equivalent_holm` <= alpha.
     - `p_different`, `p_equivalent`; `margin` in the metric's units, NaN where seeds do not differ under the
-      reference; `same_bits` (pairs of identical weights).
+      reference, and `margin_relative` to the pairs' mean under it; `same_bits` (pairs of identical weights).
+    - `smallest_shown`: the difference that so many pairs show with a power of 0.8 at alpha, corrected as the interval.
+    - `jumped` (seeds that moved three times as far as any other, and by half a standard deviation between seeds: see
+      `stats.tests.jumped`), `jump` and `rest` (the mean difference of these and of the others), `p_rest` (that the
+      others' is zero; only where the two have different signs).
     - `moved` (seeds moved by more than the margin), `moved_at_most` (the share that could be, a one-sided 95 % limit
       by Clopper and Pearson).
     - `diverged`, `reference_diverged`, `one_diverged` (of the shared seeds), `diverged_apart_at_most` (the same limit
@@ -76,7 +81,6 @@ class Verdict(Report):
     runs: pd.DataFrame  # the rows of the frame that were compared
     unfinished: pd.DataFrame  # those left out because they neither finished nor diverged
     between_seeds: float  # the standard deviation over seeds under the reference
-    between_seeds_at_least: float  # its lower 97.5 % limit
     damaged: int = 0  # runs that could not be read where the frame comes from
 
     @property
@@ -105,6 +109,8 @@ class Verdict(Report):
             lines = [f"Only {self.reference} was run: there is nothing to compare it with."]
         if self.damaged:
             lines.insert(0, f"{_count(self.damaged, 'damaged run')} cannot be read, and may be missing from this.")
+        if self.table.seeds.gt(1).any():
+            lines.append(_design(self))
         between = f"between {self.block}s under {self.reference} is"
         if math.isnan(self.between_seeds):
             lines.append(f"The spread {between} unknown: fewer than two finished.")
@@ -187,22 +193,23 @@ def verdict(
     """
     import pandas as pd
 
-    check_alpha(alpha)
+    planning.check_alpha(alpha)
     if margin is not None:
-        parse_margin(margin)
+        planning.parse_margin(margin)
     reference, runs, pairs, reruns, unfinished = pair(frame, metric, factor, block, reference)
     yes_or_no = is_yes_or_no(runs, metric)
-    margin = usual_margin(margin, metric, yes_or_no)
-    number, in_sd = parse_margin(margin)
+    margin = planning.usual_margin(margin, metric, yes_or_no)
+    number, in_sd = planning.parse_margin(margin)
     losses = finished(runs, metric, factor, reference)
-    sd, sd_limit = inference.sample_sd(losses), inference.sd_lower_limit(losses)
-    size = number * (sd_limit or math.nan) if in_sd else number
-    if factor in (columns := _tests(pairs[:0], size, yes_or_no)):
+    sd = inference.sample_sd(losses)
+    size = number * (inference.sd_lower_limit(losses) or math.nan) if in_sd else number
+    if factor in (columns := _tests(pairs[:0], size, sd, yes_or_no)):
         raise UsageError(f"factor {factor!r} is also a column of the verdict's own table; rename it")
     levels = list(dict.fromkeys(level for level in runs[factor] if level != reference))
     of_level = {level: pairs[pairs[factor] == level] for level in levels}
     table = pd.DataFrame(
-        [{factor: level, **_tests(of_level[level], size, yes_or_no)} for level in levels], columns=[factor, *columns]
+        [{factor: level, **_tests(of_level[level], size, sd, yes_or_no)} for level in levels],
+        columns=[factor, *columns],
     )
     count = runs[factor].value_counts()
     table["left_out"] = [int(count[level] + count[reference] - 2 * len(of_level[level])) for level in levels]
@@ -219,18 +226,21 @@ def verdict(
     for level, row in zip(levels, table.index, strict=True):
         ends = _intervals(of_level[level], apart, alike, yes_or_no)
         table.loc[row, ["low", "high", "equivalent_low", "equivalent_high"]] = ends
+    table["smallest_shown"] = planning.smallest_shown(table.seeds, table.sd_of_differences, apart, yes_or_no=yes_or_no)
     table["decision"] = [decide(row, alpha) for row in table.itertuples()]
     table["seeds_needed"] = [
-        seeds_to_settle(some, losses, margin, alpha / len(levels), yes_or_no) if what == "inconclusive" else math.nan
+        planning.seeds_to_settle(some, losses, margin, alpha / len(levels), yes_or_no)
+        if what == "inconclusive"
+        else math.nan
         for some, what in zip(of_level.values(), table.decision, strict=True)
     ]
     return Verdict(
-        *(metric, factor, block, reference, margin, alpha, table, pairs, reruns, runs, unfinished, sd, sd_limit),
+        *(metric, factor, block, reference, margin, alpha, table, pairs, reruns, runs, unfinished, sd),
         damaged=frame.attrs.get("damaged", 0),
     )
 
 
-def _tests(pairs: pd.DataFrame, margin: float, yes_or_no: bool) -> dict[str, Any]:
+def _tests(pairs: pd.DataFrame, margin: float, between_seeds: float, yes_or_no: bool) -> dict[str, Any]:
     """What one level's pairs say, before any correction for the other levels."""
     differences = pairs.difference.dropna().to_numpy(float)
     n = len(differences)
@@ -240,6 +250,9 @@ def _tests(pairs: pd.DataFrame, margin: float, yes_or_no: bool) -> dict[str, Any
     one_diverged = pairs.reference_diverged != pairs.other_diverged
     apart = int(one_diverged.sum())
     tested = n > 1 and not (pairs.same_bits.all() and not differences.any())
+    usual = pairs.reference[pairs.difference.notna()].mean()
+    jumped = inference.jumped(differences, math.inf if yes_or_no else JUMP * between_seeds)
+    jump, rest = (differences[some].mean() if jumped.any() else math.nan for some in (jumped, ~jumped))
     return {
         "decision": "",
         "seeds": n,
@@ -251,8 +264,14 @@ def _tests(pairs: pd.DataFrame, margin: float, yes_or_no: bool) -> dict[str, Any
         "p_equivalent_holm": math.nan,
         **dict.fromkeys(("equivalent_low", "equivalent_high", "equivalent_confidence"), math.nan),
         "margin": margin,
+        "margin_relative": margin / abs(usual) if usual and not yes_or_no else math.nan,
+        "smallest_shown": math.nan,
         "sd_of_differences": inference.sample_sd(differences),
         "largest_difference": float(np.abs(differences).max()) if n else math.nan,
+        "jumped": int(jumped.sum()),
+        "jump": jump,
+        "rest": rest,
+        "p_rest": inference.mean_p(differences[~jumped]) if jump * rest < 0 else math.nan,
         "same_bits": int(pairs.same_bits.sum()),
         "moved": moved,
         "moved_at_most": inference.clopper_pearson_upper(moved, n),
@@ -289,7 +308,7 @@ def decide(row: Any, alpha: float) -> str:
         return "equivalent"
     if row.p_diverged_holm <= alpha:
         return "different"
-    may_diverge_apart = row.one_diverged > 0 and row.diverged_apart_at_most > DIVERGED_APART
+    may_diverge_apart = row.one_diverged > 0 and row.diverged_apart_at_most > planning.DIVERGED_APART
     equivalent = row.p_equivalent_holm <= alpha and not may_diverge_apart
     if row.p_different_holm <= alpha:
         return "different but negligible" if equivalent else "different"
@@ -317,18 +336,18 @@ def _sentence(verdict: Verdict, row: Any) -> str:
     if is_identical(row):
         return f"{text}; the same kernels, the same bits in every weight, so there is nothing to test.{left_out}"
     within = f" within ±{row.margin:.2g}" if row.margin > 0 else ""
-    share, in_sd = parse_margin(verdict.margin)
     yes_or_no = is_yes_or_no(verdict.runs, verdict.metric)
-    if yes_or_no:
-        within += f" (a share of the {block}s)"
-    elif in_sd and within:
-        within += f" ({share:g} sd between {block}s, at that sd's lower 97.5 % limit)"
     if row.decision in ("equivalent", "different but negligible"):
         text += within
     elif row.decision == "different" and row.p_different_holm > alpha:
         text += " in how often they diverge"
     text += f"; difference {row.difference:.2g}{_interval(row.low, row.high, row.confidence, 0.95)}"
     text += f", {_p(row.p_different, row.p_different_holm, alpha)}"
+    if row.p_rest <= alpha:
+        text += (
+            f"; {row.jumped} of {n} {block}s jumped (mean {row.jump:+.2g}), the other {n - row.jumped} moved the other "
+        )
+        text += f"way (mean {row.rest:+.2g}, {_p(row.p_rest, row.p_rest, alpha)}): the difference mixes the two"
     if row.decision != "different" and within:
         ends = _interval(row.equivalent_low, row.equivalent_high, row.equivalent_confidence, math.nan, row.margin)
         text += f"; equivalence{ends}, {_p(row.p_equivalent, row.p_equivalent_holm, alpha)}"
@@ -339,17 +358,16 @@ def _sentence(verdict: Verdict, row: Any) -> str:
         text += f"{unseen:.0%} of all {block}s (as many could have gone unseen, 95 % limit)"
     if row.decision == "inconclusive":
         text += f". Neither a difference nor equivalence{within} is shown"
-        fewest = math.ceil(1 - math.log2(1 - row.confidence))
-        if n < fewest:
+        if n < (fewest := planning.fewest_pairs(1 - row.confidence)):
             corrected = "" if math.isclose(row.confidence, 1 - alpha) else " with so many tests"
             text += f"; {n} {block}s cannot show a difference at alpha {alpha:g}{corrected}, {fewest} can"
-        if row.one_diverged and row.diverged_apart_at_most > DIVERGED_APART:
+        if row.one_diverged and row.diverged_apart_at_most > planning.DIVERGED_APART:
             text += f"; on up to {row.diverged_apart_at_most:.0%} of {block}s one of the two could diverge alone"
         if math.isfinite(row.seeds_needed):
             about = "about" if n >= SURE else "very roughly"
             text += f"; {about} {row.seeds_needed:.0f} {block}s would settle it (power 0.8, if others are like these)"
         else:
-            text += f"; no number of {block}s up to {MOST_SEEDS:,} would settle it"
+            text += f"; no number of {block}s up to {planning.MOST_SEEDS:,} would settle it"
     if diverged:
         text += f". D{diverged}"
     if row.decision in ("equivalent", "inconclusive") and within:  # some may jump, and none that was seen
@@ -358,6 +376,32 @@ def _sentence(verdict: Verdict, row: Any) -> str:
     if not row.largest_difference and not yes_or_no:
         text += f". Not one {block} differs by a digit: make sure that the {verdict.factor} reached what was trained"
     return f"{text}.{left_out}"
+
+
+def _design(verdict: Verdict) -> str:
+    """What the comparison could show: its pairs, the smallest difference, and the margin."""
+    table, block = verdict.table[verdict.table.seeds > 1], verdict.block
+    text = f"Design: {_span(table.seeds, '.0f')} pairs of distinct {block}s"
+    if "seed" in (runs := verdict.runs) and block != "seed":
+        text += f", made from {_count(runs.seed[runs[block].isin(verdict.pairs[block])].nunique(), 'distinct seed')}"
+    if len(shown := table.smallest_shown[np.isfinite(table.smallest_shown) & (table.smallest_shown > 0)]):
+        text += f"; a difference of {_span(shown, '.2g')} would have been shown with {100 * planning.POWER:.0f} % power"
+        text += f" at alpha {1 - table.confidence.iloc[0]:.2g}"
+    if (margin := table.margin.iloc[0]) > 0:
+        share, in_sd = planning.parse_margin(verdict.margin)
+        text += f"; the margin is {margin:.2g}"
+        if is_yes_or_no(runs, verdict.metric):
+            text += f", a share of the {block}s"
+        if in_sd:
+            text += f" ({share:g} sd between {block}s, at that sd's lower 97.5 % limit)"
+        if table.margin_relative.notna().all():
+            share_of_mean = _span(100 * table.margin_relative, ".2g")
+            text += f", {share_of_mean} % of the mean {verdict.metric} under {verdict.reference}"
+    return f"{text}."
+
+
+def _span(values: pd.Series, digits: str) -> str:
+    return " to ".join(dict.fromkeys(f"{value:{digits}}" for value in (values.min(), values.max())))
 
 
 def _count(n: int, block: str) -> str:

@@ -7,6 +7,7 @@ from statsmodels.stats.power import TTestPower
 
 import gpulab as gl
 from gpulab.stats import tests as inference
+from gpulab.stats.power import smallest_shown
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
@@ -28,6 +29,25 @@ def test_the_seeds_needed_are_those_of_the_t_test_and_one():
     assert n == math.ceil(TTestPower().solve_power(0.5, power=0.9, alpha=0.05)) + 1
 
 
+@pytest.mark.parametrize("n", [6, 7, 12, 27])
+@pytest.mark.parametrize("alpha", [0.05, 0.05 / 2])
+def test_the_smallest_difference_that_is_shown_is_shown_four_times_in_five(n, alpha):
+    generator = np.random.default_rng(19)
+    smallest = float(smallest_shown(n, 2.0, alpha))
+    if n == 6 and alpha < 0.05:
+        assert smallest == math.inf, "two of 64 flips are more than alpha"
+        return
+    rate = np.mean([inference.mean_p(smallest + 2 * generator.standard_normal(n)) <= alpha for _ in range(1000)])
+    assert 0.76 < rate < 0.86
+    assert gl.seeds_needed(sd=2.0, margin=1.0001 * smallest, alpha=alpha, power=0.8).to_detect[0] == n
+
+
+def test_the_smallest_share_that_is_shown_is_shown_four_times_in_five():
+    share = float(smallest_shown(27, math.nan, 0.05, yes_or_no=True))
+    switched = np.random.default_rng(20).random((1000, 27)) < share
+    assert 0.76 < np.mean([inference.sign_flip_p(some) <= 0.05 for some in switched]) < 0.84
+
+
 def test_the_seeds_needed_from_a_frame():
     base = np.array([0.31, 0.12, 0.22, 0.54, 0.43, 0.65, 0.17, 0.28, 0.39, 0.58])
     tiny = 1e-6 * np.array([1, -2, 3, -1, 2, -3, 1.5, 0, -0.5, 1])
@@ -40,7 +60,7 @@ def test_the_seeds_needed_from_a_frame():
     needed = gl.seeds_needed(runs)
     assert needed.setting.tolist() == ["a", "a", "b", "b"]
     assert needed.power.tolist() == [0.8, 0.9, 0.8, 0.9]
-    assert needed.to_detect.tolist()[:2] == [7, 7], "fewer than six cannot show anything, and one for skewness"
+    assert needed.to_detect.tolist()[:2] == [6, 6], "fewer than six cannot show anything"
     assert needed.seeds[2] < needed.seeds[3]
     assert gl.seeds_needed(runs, margin="0.5sd").seeds[2] < needed.seeds[2]
     assert gl.seeds_needed(runs[runs.setting == "cpu"]).empty

@@ -137,10 +137,14 @@ def test_the_mean_of_skewed_differences_is_rarely_called_other_than_zero(name):
     assert np.mean([inference.equivalence_p(some, 0.5) <= 0.05 for some in at_the_margin]) < 0.065
 
 
+def students_interval(values, alpha):
+    return tuple(stats.ttest_1samp(values, 0).confidence_interval(1 - alpha))
+
+
 def test_without_skewness_the_corrected_t_is_students():
     values = np.array([1.0, 2.0, 4.0, 6.0, 7.0])
     assert inference.skewed_t(*inference.moments(values)) == pytest.approx(stats.ttest_1samp(values, 0).statistic)
-    assert inference.skewed_t_interval(values, 0.1) == pytest.approx(inference.t_interval(values, 0.1))
+    assert inference.skewed_t_interval(values, 0.1) == pytest.approx(students_interval(values, 0.1))
 
 
 def test_the_corrected_interval_holds_the_shifts_that_its_t_allows():
@@ -148,13 +152,34 @@ def test_the_corrected_interval_holds_the_shifts_that_its_t_allows():
     _, skewness, n = inference.moments(values)
     assert skewness == pytest.approx(stats.skew(values))
     limit = stats.t.isf(0.025, n - 1)
-    ends, students = inference.skewed_t_interval(values, 0.05), inference.t_interval(values, 0.05)
+    ends, students = inference.skewed_t_interval(values, 0.05), students_interval(values, 0.05)
     for end, sign in zip(ends, (1, -1), strict=True):
         assert inference.skewed_t(*inference.moments(values - end)) == pytest.approx(sign * limit)
     assert ends[0] == pytest.approx(students[0])
     assert ends[1] > students[1], "further on the side of the tail"
     mirrored = inference.skewed_t_interval(-values, 0.05)
     assert mirrored == pytest.approx((-ends[1], -ends[0]))
+
+
+@pytest.mark.parametrize(
+    ("differences", "which"),
+    [
+        ([0.01, -0.02, 0.03, 0.01, -1.0], [4]),
+        ([0.01, -0.02, 0.03, 0.01, -1.0, 2.0], [4, 5]),
+        ([0.01, -0.02, 0.03, 1.0, -1.0, 1.0], []),
+        ([0.1, 0.2, 0.3, 0.4, -1.0], []),
+        ([0.0, 0.0, 0.0, 1e-9], [3]),
+        ([1.0, 1.0, 1.0, 1.0], []),
+        ([0.0, 0.0, 0.0], []),
+        ([5.0], []),
+        ([], []),
+    ],
+    ids=["one", "two, either way", "half of all", "within three times", "zeros", "alike", "none", "a single", "empty"],
+)
+def test_jumps_are_few_and_far_from_the_others(differences, which):
+    assert np.flatnonzero(inference.jumped(differences)).tolist() == which
+    assert not inference.jumped(differences, least=6.0).any()
+    assert (inference.jumped(-np.array(differences)) == inference.jumped(differences)).all(), "signs play no part"
 
 
 def test_an_outlier_does_not_hide_what_all_seeds_say():

@@ -7,6 +7,7 @@ from scipy import stats
 
 import gpulab as gl
 from gpulab.stats import tests as inference
+from gpulab.stats.power import smallest_shown
 
 
 def frame(*rows, **columns):
@@ -130,7 +131,6 @@ def test_a_margin_in_sd_is_taken_at_the_limit_of_the_sd():
     verdict = gl.verdict(levels(cpu=BASE, cuda=shifted(TINY)), margin=" .5 sd")
     assert row(verdict)["margin"] == pytest.approx(0.5 * inference.sd_lower_limit(BASE))
     assert verdict.between_seeds == pytest.approx(np.std(BASE, ddof=1))
-    assert verdict.between_seeds_at_least == inference.sd_lower_limit(BASE)
 
 
 def test_five_seeds_cannot_show_a_difference_and_six_can():
@@ -203,7 +203,10 @@ def test_a_margin_of_yes_and_no_is_a_share_of_the_seeds():
     runs = levels(cpu=[0.0, 1.0] * 15, cuda=[0.0, 1.0] * 15)
     usual = gl.verdict(runs)
     assert (usual.margin, usual.decision) == (0.1, "equivalent")
-    assert "equivalent within ±0.1 (a share of the seeds)" in str(usual)
+    assert "equivalent within ±0.1; " in str(usual)
+    shown = stats.beta.ppf(0.8, 6, 25)
+    assert f"a difference of {shown:.2g} would have been shown with 80 % power at alpha 0.05" in str(usual)
+    assert "; the margin is 0.1, a share of the seeds." in str(usual)
     for margin in ("0.25sd", 1.5):
         with pytest.raises(gl.UsageError, match=f"margin '?{margin}'?: 'final_loss' holds only yes and no"):
             gl.verdict(runs, margin=margin)
@@ -240,7 +243,7 @@ def test_numbers_in_single_precision_are_compared_in_double():
 def test_the_words_follow_from_the_numbers_and_a_notebook_is_shown_them_with_table_and_figure():
     verdict = gl.verdict(levels(cpu=BASE, cuda=shifted(TINY)))
     text, numbers = str(verdict), row(verdict)
-    assert f"equivalent within ±{numbers['margin']:.2g} (0.25 sd between seeds" in text
+    assert f"equivalent within ±{numbers['margin']:.2g}; " in text
     assert f"difference {numbers['difference']:.2g} [{numbers['low']:.2g}, {numbers['high']:.2g}]" in text
     assert f"p = {numbers['p_different']:.2g}" in text
     assert "0 of 10 seeds moved by more than the margin; up to 26% of seeds could" in text
@@ -249,6 +252,61 @@ def test_the_words_follow_from_the_numbers_and_a_notebook_is_shown_them_with_tab
     assert bundle["text/plain"] == text
     for piece in ("equivalent within", "<table", "p different holm", "data:image/png;base64,", "alt="):
         assert piece in bundle["text/html"]
+
+
+def test_the_design_is_said_in_one_line():
+    verdict = gl.verdict(levels(cpu=BASE, a=shifted(WIDE), b=shifted(WIDE)[:9], c=BASE[:1]))
+    (line,) = [line for line in str(verdict).splitlines() if "80 % power" in line]
+    a, b, c = (row(verdict, level) for level in "abc")
+    relative = sorted({f"{100 * some['margin_relative']:.2g}" for some in (a, b)})
+    assert a["margin_relative"] == pytest.approx(a["margin"] / np.mean(BASE))
+    assert b["margin_relative"] == pytest.approx(a["margin"] / np.mean(BASE[:9]))
+    assert a["smallest_shown"] == pytest.approx(smallest_shown(10, np.std(WIDE, ddof=1), 0.05 / 2))
+    assert c["smallest_shown"] == math.inf
+    assert line == (
+        f"Design: 9 to 10 pairs of distinct seeds; a difference of {a['smallest_shown']:.2g} to "
+        f"{b['smallest_shown']:.2g} would have been shown with 80 % power at alpha 0.025; the margin is "
+        f"{a['margin']:.2g} (0.25 sd between seeds, at that sd's lower 97.5 % limit), {' to '.join(relative)} % of "
+        "the mean final_loss under cpu."
+    )
+
+
+def test_pairs_that_are_no_seeds_are_not_taken_for_seeds():
+    runs = levels(cpu=BASE, cuda=shifted(TINY)).assign(scene=lambda runs: runs.seed)
+    text = str(gl.verdict(runs.assign(seed=runs.scene % 2), block="scene"))
+    assert "Design: 10 pairs of distinct scenes, made from 2 distinct seeds; a difference" in text
+    assert "Design: 10 pairs of distinct scenes; a" in str(gl.verdict(runs.drop(columns="seed"), block="scene"))
+
+
+def test_jumps_against_all_others_are_said_in_the_first_sentence():
+    noise = np.random.default_rng(21).normal(0.004, 0.001, 27)
+    plateau = np.where(np.arange(27) < 6, 0.14, 0.04) + np.linspace(0, 0.015, 27)
+    freed = plateau + noise - np.where(np.isin(np.arange(27), (2, 5)), 0.1 + noise, 0)
+    verdict = gl.verdict(levels(cpu=plateau, cuda=freed))
+    numbers, first = row(verdict), str(verdict).partition(". ")[0]
+    assert (numbers["jumped"], numbers["jump"]) == (2, pytest.approx(-0.1))
+    assert numbers["rest"] == pytest.approx(np.delete(noise, (2, 5)).mean())
+    assert numbers["p_rest"] == inference.mean_p(np.delete(freed - plateau, (2, 5)))
+    assert "; 2 of 27 seeds jumped (mean -0.1), the other 25 moved the other way (mean +0.0" in first
+    assert "the difference mixes the two" in first
+    # with the others, among them, too few or too little of a jump
+    worse = plateau + noise + np.where(np.isin(np.arange(27), (2, 5)), 0.1, 0)
+    among = plateau + noise - np.where(np.isin(np.arange(27), (2, 5)), 0.01, 0)
+    for other in (worse, among, plateau + noise, plateau):
+        verdict = gl.verdict(levels(cpu=plateau, cuda=other))
+        assert math.isnan(row(verdict)["p_rest"])
+        assert "mixes" not in str(verdict)
+    assert row(gl.verdict(levels(cpu=plateau, cuda=worse)))["jumped"] == 2
+
+
+def test_recorded_runs_of_which_one_was_freed_and_all_others_became_worse_are_told_so():
+    runs = gl.recorded_runs().query("experiment == 'prednet' and profile == 'quick' and speed == 4")
+    verdict = gl.verdict(runs[runs.setting == "cpu:threads=1"], factor="loader", reference="copied")
+    assert verdict.decision == "equivalent"
+    differences = verdict.pairs.difference.sort_values().to_numpy()
+    assert differences[0] < 4 * differences[1] < 0
+    assert (differences[3:] > 0).all()
+    assert "1 of 32 seeds jumped" in str(verdict)
 
 
 def test_the_seeds_that_would_settle_it_are_said():
