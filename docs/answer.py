@@ -101,8 +101,8 @@ def devices():
     return (
         f"With a memory for each frame, the mean loss of our port is *{learned.decision}* on a CPU and a GPU over "
         f"the {learned.seeds} seeds that learn: it differs by {abs(learned.relative):.1%}, and the margin is "
-        f"{learned.relative_margin:.1%}. Over all {every.seeds} seeds it is *{every.decision}*, too, but the "
-        f"{every.seeds - learned.seeds} that learn on neither widen the margin to {every.relative_margin:.0%}, which "
+        f"{learned.margin_relative:.1%}. Over all {every.seeds} seeds it is *{every.decision}*, too, but the "
+        f"{every.seeds - learned.seeds} that learn on neither widen the margin to {every.margin_relative:.0%}, which "
         f"says little. Whether the device decides how many seeds learn is *{stuck.decision}*: "
         f"{abs(stuck.difference) * stuck.seeds:.0f} of {stuck.seeds} changed sides."
     ).replace("%", " %")

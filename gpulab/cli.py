@@ -188,8 +188,8 @@ def train(
 
 def _how(fresh: bool, checkpoint_seconds: float | None, guard: bool, registered: Path | None = None) -> dict[str, Any]:
     """How a run is done, in arguments of `gpulab.train`: those that were asked for."""
-    asked = {"resume": False if fresh else None, "checkpoint_seconds": checkpoint_seconds, "guard": guard or None}
-    asked["registered"] = str(registered) if registered else None
+    asked: dict[str, Any] = {"resume": False if fresh else None, "checkpoint_seconds": checkpoint_seconds}
+    asked |= {"guard": guard or None, "registered": str(registered) if registered else None}
     return {name: value for name, value in asked.items() if value is not None}
 
 

@@ -180,7 +180,7 @@ def trained_together(
     for setting, rows in zip(settings, losses, strict=True):
         plan, _ = planned(net, None, setting, seed, "smoke", 0, frames=FRAMES[net])
         tell = functools.partial(lambda rows, seen, loss: rows.append((seen, loss)), rows)
-        going.append((plan, in_turns(plan, None, Keeping(None), parallel.Group(), progress=tell)))
+        going.append((plan, in_turns(plan, {}, Keeping(None), parallel.Group(), progress=tell)))
     while going:
         for plan, turns in [*going]:
             run = None

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 from markupsafe import Markup
 
-from gpulab.companion.learning import ALL, BEAT, FAMILY, learning_finding
+from gpulab.companion.learning import ALL, BEAT, FAMILY, LEARNED, learning_finding
 from gpulab.report import Report, paragraphs
 from gpulab.stats.verdicts import DECISIONS, Verdict
 
@@ -18,8 +18,8 @@ SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest si
 SAME = "the same bits"
 WORDS = {
     SAME: "the same bits in every {block}",
-    "equivalent": "no difference that matters, with {seeds} {block}s",
-    "different but negligible": "different, by too little to matter",
+    "equivalent": "no difference that matters{within}, with {seeds} {block}s",
+    "different but negligible": "different, by too little to matter{within}",
     "inconclusive": "{seeds} {block}s do not settle it{needed}",
 }
 
@@ -105,7 +105,8 @@ def _verdict(judged: Verdict) -> str:
             continue
         most = rows.seeds_needed.max()
         needed = f"; about {most:.0f} would" if most == most else ""
-        words = WORDS[said].format(block=judged.block, seeds=span(rows.seeds), needed=needed)
+        within = _within(rows.margin_relative)
+        words = WORDS[said].format(block=judged.block, seeds=span(rows.seeds), needed=needed, within=within)
         if said == "inconclusive" and len(rows) == 1:
             words = f"{_higher(rows.iloc[0], judged)}, but {words}"
         parts.append(f"{listed(rows[judged.factor])}{_against(judged)}: {words}")
@@ -136,16 +137,17 @@ def _higher(row: pd.Series, judged: Verdict) -> str:
 def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
     """A network under one setting or loader, against its reference, at every speed."""
     experiment, size, setting, loader = key
-    losses, shares = rows[rows.metric == ALL], rows[rows.metric == BEAT]
-    parts = []
-    for decision in sorted(set(losses.decision), key=[*reversed(DECISIONS)].index):
-        some = losses[losses.decision == decision]
-        same = (some.same_bits == some.seeds).all()
-        words = WORDS[SAME if same else decision] if decision != "different" else _relative(some)
-        where = (
-            "" if some.speed.isna().all() or len(losses) == 1 else f" at speed {listed(map('{:g}'.format, some.speed))}"
-        )
-        parts.append(words.format(block="seed", seeds=span(some.seeds), needed="") + where)
+    losses, learned, shares = (rows[rows.metric == metric] for metric in (ALL, LEARNED, BEAT))
+    parts = _losses(losses)
+    narrower = len(learned) and learned.margin.sum() < losses.margin.sum()
+    if (
+        narrower
+        and set(losses.decision) <= {"equivalent", "different but negligible"}
+        and (losses.same_bits < losses.seeds).any()
+    ):
+        # Seeds that do not learn widen the margin of all, so what holds within the narrow one is said first.
+        wide = f"over all {span(losses.seeds)} no difference of more than {_per_cent(losses.margin_relative)}"
+        parts = [f"of the seeds that learned, {'; '.join(_losses(learned))}", wide]
     if (different := shares[shares.decision == "different"]).size:
         own = different.beat - different.beat_reference
         counts = [f"{mine} instead of {theirs}" for mine, theirs in zip(own, different.beat_reference, strict=True)]
@@ -154,6 +156,30 @@ def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
         parts.append("neither network has learned motion")
     name = {"prednet": "PredNet"}.get(experiment, experiment)
     return f"{name}, {SIZES.get(size, size)}, {setting}, frames {loader}: {'; '.join(parts)}."
+
+
+def _losses(rows: pd.DataFrame) -> list[str]:
+    """What is said of one loss at every speed."""
+    parts = []
+    for decision in sorted(set(rows.decision), key=[*reversed(DECISIONS)].index):
+        some = rows[rows.decision == decision]
+        same = (some.same_bits == some.seeds).all()
+        words = WORDS[SAME if same else decision] if decision != "different" else _relative(some)
+        where = (
+            "" if some.speed.isna().all() or len(rows) == 1 else f" at speed {listed(map('{:g}'.format, some.speed))}"
+        )
+        within = _within(some.margin_relative)
+        parts.append(words.format(block="seed", seeds=span(some.seeds), needed="", within=within) + where)
+    return parts
+
+
+def _within(margins: pd.Series) -> str:
+    """How wide the margin is, in per cent of the mean; nothing of yes and no."""
+    return f" (less than {_per_cent(margins)})" if margins.notna().all() else ""
+
+
+def _per_cent(parts: pd.Series) -> str:
+    return f"{100 * parts.max():.2g} % of the mean"
 
 
 def _relative(rows: pd.DataFrame) -> str:

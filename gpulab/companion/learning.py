@@ -34,7 +34,7 @@ LEARNED = "final loss of the seeds that learned"
 METRICS = (BEAT, ALL, STUCK, LEARNED)
 FAMILY = ("experiment", "profile", "setting", "loader")
 COLUMNS = "speed metric seeds decision difference low high relative margin p p_holm uncorrected registered"
-COLUMNS += " relative_margin registered_margin same_bits worse beat beat_reference"
+COLUMNS += " margin_relative registered_margin same_bits worse beat beat_reference"
 
 
 def learning_verdicts(
@@ -78,7 +78,7 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str, alpha: floa
 
     Returns:
         A row each: `metric`, `seeds`, `decision` after the correction, `difference` (level minus reference) with its
-        interval `low`, `high`; `margin`; both over the reference's mean (`relative`, `relative_margin`); `p`, `p_holm`;
+        interval `low`, `high`; `margin`; both over the reference's mean (`relative`, `margin_relative`); `p`, `p_holm`;
         `uncorrected`, the decision without the correction; `registered`, that against the margin as it was registered,
         a quarter of the sample's standard deviation itself (`registered_margin`); `worse` (seeds whose metric is
         higher), `same_bits` (seeds whose trained weights are identical), `beat` and `beat_reference` (runs that beat
@@ -115,7 +115,6 @@ def _levels(judged: Verdict) -> list[dict[str, Any]]:
     table["worse"] = of_level.map(pairs.difference.agg(lambda differences: int((differences > 0).sum())))
     usual = of_level.map(pairs.reference.mean())
     table["relative"] = (table.difference / usual.where(usual != 0)).fillna(0.0)
-    table["relative_margin"] = table.margin / usual
     return table.to_dict("records")
 
 

@@ -70,7 +70,10 @@ def recorded_claims():
         "experiment == 'prednet' and profile == 'paper' and gradients == 'written out'"
     )
     table = companion.learning_table(title, factor="setting", reference="cuda:tf32=off")
-    yield title, said(table[table.setting.str.startswith("cpu")], [BEAT, *registered])
+    yield title[title.registered.isna()], said(table[table.setting.str.startswith("cpu")], [BEAT, *registered])
+    stuck = title[title.final_loss >= companion.missing_colour_losses(title)]
+    on_cpu = stuck[stuck.device == "cpu"]
+    yield on_cpu, f"{len(on_cpu)} of {stuck[stuck.device == 'cuda'].seed.nunique()} stay stuck"
     cards = companion.atlas().query("experiment == 'prednet' and profile == 'paper' and truncation == 'loss'")
     cards = pd.concat([title, cards]).query("setting == 'cuda:tf32=off'")
     both = cards[cards.seed.isin(cards[cards.gpu.str.contains("H100")].seed)]
