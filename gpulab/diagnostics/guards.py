@@ -60,7 +60,29 @@ CAUSES = {  # what happened, and what to do
     ),
 }
 
-_reading = threading.local()  # `.inside` while the guard itself reads what a node has saved
+
+def _drain() -> None:
+    """Drop what a failed `backward` has left in this thread's ready queue: the next `backward` in the thread does.
+
+    What stays there keeps its memory. What is there when the thread or Python ends is destroyed by torch without
+    Python, and with it the hooks of the guard: the process may die of it (docs/upstream_autograd_exit.md).
+    """
+    with contextlib.suppress(RuntimeError):  # inside a transform of torch.func, where there is nothing to drop
+        torch.ones((), device="cpu", requires_grad=True).backward()
+
+
+class _Thread(threading.local):
+    """What each thread has of its own, made when it first enters a guard or uses what one saved."""
+
+    inside = False  # while the guard itself reads what a node has saved
+
+    def __init__(self) -> None:
+        self.ident = threading.get_ident()
+        self.life: set[None] = set()  # ends with the thread, before torch destroys the thread's queue
+        weakref.finalize(self.life, _drain)  # or where Python ends, which is what happens in the main thread
+
+
+_thread = _Thread()
 
 
 def guard(on: str = "raise") -> Guard:
@@ -198,13 +220,15 @@ class Guard:
             raise _forbidden(error) from error
         if not self._threads:
             self._holders.clear()
-        self._last_thread = threading.get_ident()
+        self._last_thread = _thread.ident
         self._threads.append(self._last_thread)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._threads.remove(threading.get_ident())
+        self._threads.remove(_thread.ident)
+        if error is not None or self._findings:
+            _drain()
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             raise _forbidden(error) from error
         if not self._threads:
@@ -219,7 +243,7 @@ class Guard:
         return saved
 
     def _unpack(self, saved: _Saved) -> Tensor:
-        if not getattr(_reading, "inside", False):
+        if not _thread.inside:
             self._check(saved, _current_node(sys._getframe().f_back))
         return saved.tensor
 
@@ -348,7 +372,7 @@ def _current_node(caller: types.FrameType | None) -> Any:
 
 def _same_memory(node: Any, tensor: Tensor, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """The attributes of a node, among some, that are tensors which begin where this one does."""
-    _reading.inside = True
+    _thread.inside = True
     try:
         for name in names:
             with contextlib.suppress(RuntimeError):
@@ -356,7 +380,7 @@ def _same_memory(node: Any, tensor: Tensor, names: Iterable[str]) -> Iterator[tu
                 if isinstance(value, Tensor) and value.data_ptr() == tensor.data_ptr() != 0:
                     yield name, value
     finally:
-        _reading.inside = False
+        _thread.inside = False
 
 
 def _operand(node: Any, tensor: Tensor) -> str | None:

@@ -563,8 +563,9 @@ def test_memory_is_freed(ending):
     def step():
         net, x = Weight(1000), torch.zeros(1000)
         with gl.guard():
+            loss = net(x).sum()  # waits in autograd's queue when the error comes
             y = net(x).exp()
-            loss = y.sum()
+            loss = loss + y.sum()
             if ending == "error":
                 y.data.add_(1)
             if ending != "dropped":
@@ -582,6 +583,23 @@ def test_memory_is_freed(ending):
         assert y() is None
     finally:
         gc.enable()
+    assert not saved()
+
+
+def test_a_thread_leaves_nothing_in_its_queue():
+    """Else torch frees it beside a main thread that may be ending Python, one hook after the other."""
+
+    def work():
+        with gl.guard():
+            loss = sum(net(x).sum() for _ in range(400))
+        x.data.add_(1)
+        with pytest.raises(gl.OverwrittenError):
+            loss.backward()
+
+    net, x = Weight(3), torch.ones(3)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
     assert not saved()
 
 
@@ -803,25 +821,114 @@ def test_the_pytest_fixture(pytester):
         import numpy as np, torch
 
         def step(spoil):
-            buffer, w = np.ones(3, np.float32), torch.ones(3, requires_grad=True)
-            loss = (torch.from_numpy(buffer) * w).sum()
-            buffer += spoil
+            buffer, w, loss = np.ones(3, np.float32), torch.ones(3, requires_grad=True), 0
+            for batch in range(4):
+                loss = loss + (torch.from_numpy(buffer) * w).sum()
+                buffer += spoil
             loss.backward()
 
         def test_good(gpulab_guard):
             step(0)
             assert gpulab_guard.checked
 
-        def test_bad(gpulab_guard):
+        def test_without():
             step(1)
 
-        def test_without():
+        def test_bad(gpulab_guard):
             step(1)
         """
     )
-    result = pytester.runpytest("-p", "gpulab.pytest_plugin", "-p", "no:nbval")
+    result = pytester.runpytest_subprocess("-p", "gpulab.pytest_plugin", "-p", "no:nbval")
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(["*OverwrittenError*mul*", "*FAILED*test_bad*"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_the_command_ends_with_an_error_of_its_own(python, tmp_path):
+    command = ["train", "prednet", "--profile", "smoke", "--loader", "reused", "--guard", "--store", tmp_path]
+    done = python("import sys; from gpulab.__main__ import main; sys.exit(main())", *command, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "overwritten since it was saved" in done.stderr
+
+
+def test_processes_live_to_their_end(python):
+    """What a failed backward leaves in autograd's queue is not destroyed after Python has ended.
+
+    Each way is a process of its own: any later backward would hide what one before it has left.
+    """
+    done = python(
+        """
+        import os, sys
+        import numpy as np, torch
+        import gpulab as gl
+        from gpulab.diagnostics import fingerprints, guards
+        from torch.utils.checkpoint import checkpoint
+
+        def fail(*_):
+            raise ValueError
+
+        def loss(spoil=1, hook=None, call=lambda f, *args: f(*args)):
+            buffer, w, total = np.ones(3, np.float32), torch.ones(3, requires_grad=True), 0
+            for _ in range(4):
+                y = call(torch.mul, w, torch.from_numpy(buffer))
+                total = total + y.sum()
+                buffer += spoil
+            if hook:
+                y.register_hook(hook)
+            return total
+
+        def caught(total, error=gl.OverwrittenError):
+            try:
+                total.backward()
+            except error:
+                return
+            sys.exit("no error")
+
+        def leaves_the_block():
+            with gl.guard():
+                loss().backward()
+
+        def again_and_again():
+            with gl.guard():
+                for _ in range(3):
+                    caught(loss())
+
+        def after_the_block(**options):
+            with gl.guard():
+                total = loss(**options)
+            caught(total)
+
+        def hook_of_the_user():
+            with gl.guard():
+                total = loss(spoil=0, hook=fail)
+            caught(total, ValueError)
+
+        def nested():
+            with gl.guard(), gl.guard(on="warn"), gl.guard():
+                caught(loss())
+
+        def checkpointed():
+            after_the_block(call=lambda *args: checkpoint(*args, use_reentrant=False))
+
+        def one_thread_of_autograd():
+            with torch.autograd.set_multithreading_enabled(False), torch.autograd.detect_anomaly():
+                after_the_block()
+
+        def accelerator():
+            guards.fingerprint = fingerprints._digest
+            after_the_block()
+
+        ways = [again_and_again, after_the_block, hook_of_the_user, nested, checkpointed, one_thread_of_autograd]
+        for way in [leaves_the_block, *ways, accelerator]:
+            child = os.fork()
+            if child == 0:
+                sys.exit(way())
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            as_it_should = status == (1 if way is leaves_the_block else 0)
+            print("as it should" if as_it_should else "WRONG", way.__name__, status, flush=True)
+        """
+    )
+    assert done.stdout.count("as it should") == 8, done.stdout
 
 
 def test_the_plugin_imports_nothing_heavy(python):
