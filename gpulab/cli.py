@@ -640,8 +640,6 @@ def main() -> None:
     except GpulabError as error:
         _say(f"gpulab: {error}", sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
-    except BrokenPipeError:  # `gpulab runs | head`
-        pass
     except OSError as error:
         why = files.WHY.get(error.errno or 0, error.strerror)
         _say(f"gpulab: {error.filename}: {why}" if error.filename else f"gpulab: {in_one_line(error)}", sys.stderr)
@@ -650,13 +648,15 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _output(stream: IO[str]) -> Iterator[None]:
-    """A disk that is full, or a reader who has left, is met once: not again when Python ends."""
+    """A disk that is full is met once: not again when Python ends. A command that nobody reads goes on to its end."""
     try:
         with files.writing("standard output"):
             yield
-    except (GpulabError, BrokenPipeError):
+    except BrokenPipeError:  # `gpulab runs | head`
         files.write_nowhere(stream)
-        if stream is not sys.stderr:  # an error that nobody reads keeps its exit status
+    except GpulabError:
+        files.write_nowhere(stream)
+        if stream is not sys.stderr:  # else the exit status would be that of what was to be said
             raise
 
 
@@ -788,7 +788,7 @@ def _drawn(title: str, columns: list[str], cells: list[list[str]]) -> None:
     for row in cells:
         table.add_row(*map(Text, row))  # as `Text` a cell is shown as it is: `[/red]` is no markup
     # Piped into a file there is no terminal whose width to keep to.
-    with _output(sys.stdout):
+    with _output(sys.stdout), contextlib.suppress(SystemExit):  # with which rich ends where nobody reads
         Console(width=None if Console().is_terminal else 200).print(table)
 
 
