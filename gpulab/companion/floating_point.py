@@ -416,7 +416,8 @@ def _said(table: pd.DataFrame) -> list[tuple[str, Part]]:
         for decision in (SAME, *DECISIONS[::-1], NOT_RECORDED):
             some = rows[decisions == decision]
             if len(some):
-                words = WORDS.get(decision, decision).format(block="seed", seeds=span(rows.seeds), needed="")
+                words = WORDS.get(decision, decision)
+                words = words.format(block="seed", seeds=span(rows.seeds), needed="", within="")
                 said.append(f"{listed(_names(some))}: {words}")
         parts.append((f"{source.capitalize()} on {machine}, {SIZES[profile]}", f"{'; '.join(said)}."))
     if missing := sorted(set(table.factor[table.source == NOT_RECORDED])):
