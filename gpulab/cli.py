@@ -288,7 +288,9 @@ def _again(ctx: typer.Context, without: set[str]) -> list[str]:
     return words
 
 
-@app.command(help=f"Train the authors' own network in Chainer, by their own loop: seeds × loaders.\n\n{HOW}")
+@app.command(
+    help=f"Train the authors' own network in Chainer, by a loop with their operations: seeds × loaders.\n\n{HOW}"
+)
 def published(
     net: Annotated[Path, typer.Argument(help="the authors' net.py, or its folder PredNet", show_default=False)],
     setting: Annotated[str, typer.Option(help="cpu, cpu:threads=N or cuda:tf32=off,cudnn=off")] = "cpu",

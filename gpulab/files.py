@@ -62,7 +62,9 @@ def writing(what: str | Path) -> Iterator[None]:
 
 def write_nowhere(stream: IO[str]) -> None:
     """From here on drop what is written to standard output or error: its reader has left, or its disk is full."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    # In a notebook a stream has no descriptor, and none of these troubles either.
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 @contextlib.contextmanager

@@ -46,9 +46,9 @@ IDLE_SECONDS = 600  # without a move, after which a page is put to sleep
 TEMPLATES = Path(__file__).parents[1] / "templates"
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 READABLE = (  # in a clone; its pages link to others, and show pictures
-    r"/(notebooks/(?:solutions/)?\d\d_\w+\.ipynb|(?:docs|data|benchmarks|gpulab)/[\w/]+\.(?:md|py|svg)|[A-Z]+\.md)"
+    r"/(notebooks/(?:solutions/)?\d\d_\w+\.ipynb|(?:docs|data|benchmarks|gpulab)/[\w/-]+\.(?:md|py|svg|png)|[A-Z]+\.md)"
 )
-AS_IT_IS = {".py": "text/plain; charset=utf-8", ".svg": "image/svg+xml"}
+AS_IT_IS = {".py": "text/plain; charset=utf-8", ".svg": "image/svg+xml", ".png": "image/png"}
 NEEDED = (  # of what Voilà serves: its scripts, and the way to a page's own kernel
     *(KernelHandler, VoilaKernelWebsocketHandler, VoilaShutdownKernelHandler),
     *(MultiStaticFileHandler, FileFindHandler, ThemesHandler),

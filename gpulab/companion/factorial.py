@@ -54,9 +54,10 @@ MEASURE = (
     "card says when."
 )
 UNKNOWN = (
-    "Whether this line made the published difference, or all of it: it is enough to make one. Their code was run as "
-    "published, in Chainer 7.8.1. They name 7.8.0, which differs from it in what it knows of CuPy alone and gives the "
-    "same bits on a CPU. Which release made the paper's numbers is not said. Their film, from body-worn cameras, and "
+    "Whether this line made the published difference, or all of it: it is enough to make one. Their network was "
+    "run unchanged, in Chainer 7.8.1, by a loop with the operations of theirs. They name 7.8.0, which differs in what "
+    "it knows of CuPy alone; in it their own script gives, on a CPU and with one NumPy, the same bits in its first "
+    "updates. Which release made the paper's numbers is not said. Their film, from body-worn cameras, and "
     "their machines were not at hand. Their GPUs used cuDNN, which today's CuPy does not have for Chainer; whether "
     "that matters is not known."
 )
@@ -334,7 +335,7 @@ def _gradients(first: pd.DataFrame) -> list[str]:
 
 
 def _short(table: pd.DataFrame, longer: pd.DataFrame | None, port: pd.DataFrame | None) -> list[str]:
-    """In how many of all registered pairs of runs the memory decides, and in how many the device."""
+    """Sentences: in how many of all registered pairs of runs the memory decides, and in how many the device."""
     losses = table[table.endpoint == LOSS]
     alike = [_device(a) != _device(b) for a, b in zip(losses.condition, losses.reference, strict=True)]
     memory, devices = (losses[[is_alike == wanted for is_alike in alike]] for wanted in (False, True))

@@ -27,7 +27,7 @@ from gpulab.training.store import runs
 
 RENDERED = ("walk", "moving-digits")
 # What runs are judged by. All but the first, which needs no threshold of ours, were laid down in data/README.md before
-# the runs on the anomaly were made.
+# the runs on the anomaly were made; for a CPU against a GPU they were not.
 BEAT = "share of seeds that beat repeating the last frame"
 ALL, STUCK = "final loss of all seeds", "share of seeds that did not learn"
 LEARNED = "final loss of the seeds that learned"
@@ -224,7 +224,7 @@ def recorded_films() -> pd.DataFrame:
 
 
 def title_runs() -> pd.DataFrame:
-    """Recorded runs at the published size on a CPU and on the GPU beside it, for the title question.
+    """Recorded runs at the published size on CPUs of one kind and on a GPU, for the title question.
 
     What was run again has a setting of its own, such as `cuda:tf32=off again`, so that it can be compared with the
     first time. `gradients` is None for those that autograd computed. PredNet's seeds from 27 on were run on a CPU under

@@ -228,7 +228,7 @@ def published(
     loader: str = "reused",
     round_trip: bool = True,
 ) -> Generator[dict[str, float], None, dict[str, bool]]:
-    """Train the authors' network by their own loop, as `gpulab.train` and `gpulab experiment` call it.
+    """Train the authors' network by a loop with their operations, as `gpulab.train` and `gpulab experiment` call it.
 
     Args:
         seed: Of the weights.

@@ -18,7 +18,7 @@ from typing import Any
 from gpulab.errors import GpulabError, UsageError
 
 VERSION = "7.8.1"  # of all recorded runs
-VERSIONS = ("7.8.0", VERSION)  # the authors' own differs in nothing but which releases of CuPy it knows
+VERSIONS = ("7.8.0", VERSION)  # 7.8.0, which the authors name, differs in what it knows of CuPy alone
 AUTHORS = "github.com/eijwat/prednet_in_chainer_py3"
 INSTALL = (
     "pip install 'setuptools<70' wheel six filelock typing_extensions && "

@@ -184,7 +184,8 @@ def train(
         progress: True for a bar; or called with (frames done, loss).
         command: Noted in the record; by default the command line that makes this run, where there is one.
         registered: A file in which question, endpoint, margin, seeds and stopping were laid down; its name and digest
-            are noted in the record (see `gpulab.records.registration`).
+            are noted in the record of a run that is made now (see `gpulab.records.registration`). One that the store
+            has already stays as it is.
         **factors: What a device may do otherwise: `loader`, how frames reach it (see `gpulab.data.feed`); `flip`
             changes the last bit of the initial weight of that number; `fast=False` has every gradient computed by
             autograd, which PredNet otherwise does in fewer operations, equal up to rounding, unless a guard, a trace
@@ -202,7 +203,7 @@ def train(
         >>> run.status, len(run.history)
         ('finished', 20)
     """
-    notes = records.registration(registered)
+    notes = {"command": command, **records.registration(registered)}
     chosen = {"frames": frames, "learning_rate": learning_rate, "window": window, **factors}
     there = remote(store)
     folder = there.work if there else None if store is None else Path(store)
@@ -223,24 +224,23 @@ def train(
             resume,
             guard,
             progress,
-            command,
             notes,
         )
     chosen |= {"data_options": data_options, "model_options": model_options}
     chosen["devices"] = devices = parallel.count(factors.get("devices"))
     plan, usual = planned(net, data, setting, seed, profile, rerun, **chosen)
-    command = usual if command is None else command
+    notes["command"] = usual if command is None else command
     if devices > 1 and not parallel.started_here():
         if watch:
             raise UsageError("watch looks at a model in this process: have torchrun start the processes")
         job: dict[str, Any] = {"net": net, "data": data, "setting": str(plan.setting), "seed": seed, "profile": profile}
         job |= {"rerun": rerun, "resume": resume, "checkpoint_seconds": checkpoint_seconds, "guard": guard, **chosen}
         return _launched(
-            plan, job | {"command": command, "registered": registered}, folder, there, keep_weights, progress
+            plan, job | {"command": notes["command"], "registered": registered}, folder, there, keep_weights, progress
         )
     keep = Keeping(folder, there, resume, checkpoint_seconds, keep_weights)
     with under(plan.setting, plan.model.threads), parallel.join(plan.setting, devices) as group:
-        return _last(in_turns(plan, {"command": command, **notes}, keep, group, guard, watch, progress))
+        return _last(in_turns(plan, notes, keep, group, guard, watch, progress))
 
 
 @dataclass(frozen=True)
@@ -396,8 +396,7 @@ def _call(
     resume: bool,
     guard: bool,
     progress: bool | Callable[[int, float], None],
-    command: str | None,
-    notes: dict[str, str],
+    notes: dict[str, str | None],
 ) -> Run:
     """One run of a function of the user's."""
     here, files = passport(), None
@@ -409,8 +408,8 @@ def _call(
         files = folders.files_folder(store, identity.id, resume)
     with contextlib.ExitStack() as stack:
         stack.enter_context(setting.apply())
-        command = command or training.command(setting, seed, rerun, options)
-        record = folders.begun(identity, here, command=command, **notes)
+        notes["command"] = notes["command"] or training.command(setting, seed, rerun, options)
+        record = folders.begun(identity, here, **notes)
         stack.enter_context(guards.guard() if guard else contextlib.nullcontext())
         bar = stack.enter_context(Progress(unit="step", leave=False, disable=progress is not True))
 
