@@ -24,7 +24,7 @@ PARTS = {
     "Notebooks": "gallery/index\nnotebooks/**",
     "Use and teach": "docs/*\ndocs/*/index",
     "Reference": "reference/*\ngenindex",
-    "Measured": "data/index\nbenchmarks/index",
+    "Measured": "data/index\ndata/registered/*\nbenchmarks/index",
     "Project": "*\ndocs/paper/*",
 }
 
