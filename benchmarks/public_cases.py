@@ -652,7 +652,7 @@ def document(table: pd.DataFrame) -> str:
         "",
         f"Of {len(done)} audits {int(done.right.sum())} begin with the line expected; "
         f"{(missed.said == 'mismatch').sum()} say *mismatch* where something else is right. {len(table) - len(done)} "
-        "cases were not run: they need a GPU, or a CPU. What is expected was committed before the first run. "
+        "cases have no settings that this machine can run. What is expected was committed before the first run. "
         f"Made by `{shlex.join(['python', *sys.argv])}` on {date.today()}: {Passport(gl.passport()).summary()}.",
         "",
         "| expected | run | right |",
