@@ -908,3 +908,24 @@ def test_a_seed_that_a_kernel_keeps_for_its_backward_pass_is_no_data(seeded_kern
         return output.sum() + seeded_kernel.attend_backward(output, philox_seed=seed).sum()
 
     assert faults(audited(step)) == []
+
+
+# --- rounded factors: errors that go one way --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arithmetic", ["tf32", "bfloat16"])
+@pytest.mark.parametrize("normalisation", [nn.BatchNorm2d, lambda channels: nn.GroupNorm(4, channels)])
+def test_what_a_mean_makes_of_rounded_factors_is_explained_by_them(normalisation, arithmetic):
+    torch.manual_seed(0)
+    parts = [nn.Conv2d(1, 16, 3, padding=1), normalisation(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 10)]
+    step = gl.Step(nn.Sequential(*parts), (drawn(64, 1, 8, 8).abs(), labels(64)), F.cross_entropy)
+    assert {finding.kind for finding in faults(audited(step, B, f"{B},emulate={arithmetic}"))} == {"reduced precision"}
+
+
+def test_a_number_that_a_format_lacks_is_reduced_precision_and_nothing_else():
+    report = audited(lambda: (torch.full((32, 64), 1024.5) @ torch.eye(64)).sum(), B, f"{B},emulate=tf32")
+    assert [(finding.kind, finding.operation) for finding in faults(report)] == [("reduced precision", "mm")]
+
+
+def labels(count):
+    return torch.arange(count) % 10
