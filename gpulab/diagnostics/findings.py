@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gpulab.diagnostics.reference import NOT_UNIQUE
 from gpulab.diagnostics.sketches import distance
 from gpulab.diagnostics.trace_files import TENSOR
 from gpulab.diagnostics.traces import ROUNDOFF, TWINS, Trace, aligned
@@ -25,6 +26,7 @@ KINDS = (
     "cause not found",
     "nondeterminism",
     "different random numbers",
+    "another valid answer",
     "reduced precision",
     "rounding",
 )
@@ -75,6 +77,10 @@ ADVICE = {
     ),
     "different random numbers": (
         "draw on the CPU with a seeded torch.Generator and move the result; generators of CPUs and GPUs differ"
+    ),
+    "another valid answer": (
+        "if the loss depends on signs, or on the basis of equal values, compute it from what does not, such as the "
+        "product of a vector with itself; else nothing"
     ),
     "rounding": "nothing",
     "cause not found": (
@@ -349,7 +355,7 @@ class Comparison:
         """Whether it is known why results part: a decision that rounding tips, or what came before and is known."""
         known = [self._known(x, y, a) for x, y in zip(a.inputs, b.inputs, strict=False)]
         parted = [why for why in known if why is not None]
-        return all(parted) if parted else a.name in DECIDES
+        return all(parted) if parted else a.name in DECIDES | NOT_UNIQUE
 
     def _known(self, x: str, y: str, user: Operation) -> bool | None:
         """Whether it is known why two values part; None for values that do not."""
@@ -437,6 +443,10 @@ class Comparison:
         """For kernels that agree with their twins in float64, and not with each other: they are two functions."""
         for place, gap in enumerate(self._gaps(a.outputs, b.outputs)[: 1 if a.name != b.name else None]):
             tolerance = self._tolerance(a, b, place)
+            if gap > CARRIED * tolerance and a.name in NOT_UNIQUE:
+                detail = f"each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer"
+                yield self._finding("another valid answer", b, detail)
+                return
             if gap > CARRIED * tolerance:
                 detail = (
                     f"of the same inputs it makes what is {gap:.1e} (relative) from its result under {self.a.title}; "

@@ -31,8 +31,8 @@ ATTENTION: dict[str, tuple[int, ...]] = {
     for kernel in ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
 }
 FACTORS: dict[str, tuple[int, ...]] = PRODUCTS | ATTENTION
-# Eigenvectors are right with either sign: two right answers may be far apart.
-AMBIGUOUS = {"_linalg_eigh", "_linalg_svd", "linalg_eig"}
+# Eigenvectors are right with either sign, and those of equal values in any basis: right is what the definition says.
+NOT_UNIQUE = {"_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_qr"}
 # Many products one after the other, whose rounding no perturbation of the inputs shows.
 RECURRENT = {
     f"{kernel}{way}" for kernel in ("_cudnn_rnn", "mkldnn_rnn_layer", "miopen_rnn") for way in ("", "_backward")
@@ -78,8 +78,10 @@ def forward_error(
         out: what it returned; or wrote, where it returns nothing.
     """
     unknown = ForwardError()
-    if name in AMBIGUOUS | RECURRENT:
+    if name in RECURRENT:
         return unknown
+    if name in NOT_UNIQUE:
+        return unknown if _gave_up(operation, out) else _against_its_definition(name, args, kwargs, out)
     if name == "convolution_backward":  # oneDNN computes gradients that nobody asked for, and returns them
         out = [gradient for gradient, needed in zip(out, args[10], strict=True) if needed]
     results = _floating(out)
@@ -153,6 +155,39 @@ def forward_error(
         before = next(filter(None, map(rounded_format, factors)), None)
     size = _norm(exact[worst]) or 1.0
     return ForwardError(error / size, bound / size, by_kernel or before, by_kernel is None and before is not None)
+
+
+def _against_its_definition(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Sequence[Tensor]
+) -> ForwardError:
+    """The error of a factorisation: how far its product is from the matrix, and its bases from orthogonal ones.
+
+    Of an n × n matrix roundings lead to about n units in the last place of its size (Higham 2002, Accuracy and
+    Stability of Numerical Algorithms, ch. 19): these algorithms are backward stable.
+    """
+    matrix, *parts = (in_float64(part) for part in (args[0], *out))
+    if matrix.is_complex() or not all(part.numel() and bool(part.isfinite().all()) for part in (matrix, *parts)):
+        return ForwardError()
+    bases = parts[:1]
+    if name == "linalg_qr":
+        product = parts[0] @ parts[1]
+    elif name == "_linalg_svd":
+        rank = parts[1].shape[-1]
+        product = parts[0][..., :rank] * parts[1].unsqueeze(-2) @ parts[2][..., :rank, :]
+        bases = [parts[0], parts[2].mT]
+    else:
+        values, vectors = (part.to(torch.complex128) if part.is_complex() else part for part in parts)
+        if name == "_linalg_eigh":  # which reads one triangle
+            upper = "U" in (*args[1:2], kwargs.get("UPLO"))
+            matrix = matrix.triu() + matrix.triu(1).mT if upper else matrix.tril() + matrix.tril(-1).mT
+        matrix, product = matrix.to(vectors.dtype) @ vectors, vectors * values.unsqueeze(-2)
+        bases = [vectors] if name == "_linalg_eigh" else []
+    errors = [_norm((matrix - product).abs()) / (_norm(matrix.abs()) or 1.0)]
+    for basis in bases:
+        unity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+        errors.append(_norm(basis.mT @ basis - unity) / math.sqrt(basis[..., 0, :].numel()))
+    unit = torch.finfo(args[0].dtype).eps / 2
+    return ForwardError(max(errors), SAFETY * max(args[0].shape[-2:]) * unit)
 
 
 def _ratio(error: float, bound: float) -> float:

@@ -21,10 +21,11 @@ import torch
 from gpulab.diagnostics import sketches as sk
 from gpulab.diagnostics import trace_files
 from gpulab.diagnostics.guards import guard
-from gpulab.diagnostics.reference import ATTENTION, FACTORS, SAFETY
+from gpulab.diagnostics.reference import ATTENTION, FACTORS, SAFETY, outcome
 from gpulab.diagnostics.steps import ready
 from gpulab.diagnostics.watching import RESULT, Call, Operation, Watcher
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
+from gpulab.numerics.emulation import rounded_factor
 from gpulab.passports import passport
 from gpulab.settings import Setting, arithmetic
 
@@ -123,7 +124,8 @@ def record(
     The step is done five times from the same random numbers (torch's, NumPy's and Python's are seeded): twice under
     the setting, to see whether it repeats itself, once in float64, and twice in float64 with every operation's
     result moved at random by what rounding may do to it under the setting, to see how far that leads (Monte Carlo
-    arithmetic).
+    arithmetic). A product whose factors were rounded to a short format is given factors so rounded, because errors that
+    go one way everywhere add up where random ones cancel, as in a mean.
 
     Args:
         step: a `Step`, or a function that does one training step, backward pass included. It is called
@@ -163,12 +165,13 @@ def record(
         if not results or [op.outputs for op in results] != [op.outputs for op in first.operations]:
             first = perform(step, parsed, sketches, bar.update)  # every operation, to see which does not repeat itself
         exact = reference.reference if reference else perform(step, exact_setting, sketches, bar.update).operations
-        amounts = _roundings(trace, exact)
+        amounts, formats = _roundings(trace, exact), _formats(trace, exact)
         trace.reference = exact
-        if reference is None or not _alike(amounts, _roundings(reference, exact)):
+        known = reference is not None and _formats(reference, exact) == formats
+        if reference is None or not (known and _alike(amounts, _roundings(reference, exact))):
             bar.total = bar.n + DRAWS * len(exact)
             shaken = [
-                perform(step, exact_setting, sketches, bar.update, change=_shaken(amounts, draw)).operations
+                perform(step, exact_setting, sketches, bar.update, change=_shaken(amounts, formats, draw)).operations
                 for draw in range(DRAWS)
             ]
             carried = _carried(exact, shaken, sketches)
@@ -278,6 +281,13 @@ def _roundings(trace: Trace, exact: list[Operation]) -> list[float]:
     return amounts
 
 
+def _formats(trace: Trace, exact: list[Operation]) -> dict[int, str]:
+    """The formats that kernels of the trace rounded the factors of products to, by the place of the twin in float64."""
+    places = {id(twin): place for place, twin in enumerate(exact)}
+    pairs = [(op, twin) for op, twin in aligned(trace.operations, exact) if op and twin and twin.name in FACTORS]
+    return {places[id(twin)]: op.format for op, twin in pairs if op.format and not op.rounded_before}
+
+
 def _apart(x: np.ndarray, y: np.ndarray) -> float:
     """The norm of a difference, without what is not a finite number in either."""
     if x.shape != y.shape:
@@ -286,10 +296,15 @@ def _apart(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.linalg.norm(x[finite] - y[finite]))
 
 
-def _shaken(amounts: list[float], draw: int) -> Callable[[Call], None]:
-    """What moves an operation's results at random by these amounts: each number by its size, a sum by that of all."""
+def _shaken(amounts: list[float], formats: dict[int, str], draw: int) -> Callable[[Call], None]:
+    """What moves an operation's results at random by these amounts: each number by its size, a sum by that of all.
+
+    Before, what is a product of rounded factors is computed from such.
+    """
 
     def shake(call: Call) -> None:
+        if call.place in formats:
+            _round_factors(call, formats[call.place])
         amount = amounts[call.place] if call.place < len(amounts) else 0.0
         if not amount or call.operation.is_view or torch.Tag.nondeterministic_seeded in call.operation.tags:
             return
@@ -302,6 +317,19 @@ def _shaken(amounts: list[float], draw: int) -> Callable[[Call], None]:
                 t.data.mul_(1 + amount * moves)
 
     return shake
+
+
+def _round_factors(call: Call, format_: str) -> None:
+    """Give a product in float64 the results that it has of factors rounded to a format."""
+    placed, named = call.arguments
+    factors = [
+        rounded_factor(value.float(), format_).double() if place in FACTORS[call.name] else value
+        for place, value in enumerate(placed)
+    ]
+    results = sk.tensors(outcome(call.operation, factors, call.operation(*factors, **named)))
+    for t, rounded in zip(call.results, results, strict=False):
+        if sk.rounds(t):
+            t.data.copy_(rounded)
 
 
 def _alike(amounts: list[float], others: list[float]) -> bool:

@@ -25,6 +25,9 @@ OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so
 # What computes nothing: changes of shape, and memory that has not been written yet.
 SILENT = {"detach", "alias", "set", "lift_fresh"}
 EMPTY = ("empty", "new_empty")
+# What kernels return beside their results, by the names of torch's schemas: no data, but notes for the backward pass,
+# which nobody has set where nothing is dropped, or memory that nobody has written.
+NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
 RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
 
 
@@ -148,11 +151,12 @@ class Watcher(TorchDispatchMode):
         arguments, defaults = trace_files.by_name(operation._schema, args, kwargs)
         random = _is_random(operation, arguments | defaults)
         blind = changes and (random or name in OVERWRITES)
-        inputs = [] if self.change else self._values(self._written((args, kwargs), before, blind))
+        noted = [_without_notes(operation._schema.arguments, *given) for given in ((args, kwargs), before)]
+        inputs = [] if self.change else self._values(self._written(*noted, blind))
         self._find_leaves(args[1:] if blind else args)
         out = self._run(operation, args, kwargs)
         made = outcome(operation, args, out)
-        results = _kept(made)
+        results = _results(operation, made)
         if not results:
             return out
         rounded = [t for t in results if sk.rounds(t)]
@@ -179,7 +183,7 @@ class Watcher(TorchDispatchMode):
             error = forward_error(operation, name, before[0], before[1], made)
             op.error, op.bound, op.format, op.rounded_before = astuple(error)
             again_args, again_kwargs = sk.mapped(_copy, before) if changes else before
-            again = _kept(outcome(operation, again_args, operation(*again_args, **again_kwargs)))
+            again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
             op.steady = len(again) == len(results) and all(map(_same_bits, again, results))
         self.operations.append(op)
         self.tell()
@@ -310,6 +314,21 @@ def _kept(values: Any) -> list[Tensor]:
     """The tensors among nested values; bytes that a kernel keeps beside numbers are its own affair."""
     found = sk.tensors(values)
     return [t for t in found if t.dtype != torch.uint8] if any(map(sk.rounds, found)) else found
+
+
+def _results(operation: Any, made: Any) -> list[Tensor]:
+    """What an operation made of tensors, without its notes."""
+    if isinstance(made, tuple) and len(made) == len(operation._schema.returns):
+        made, _ = _without_notes(operation._schema.returns, made, {})
+    return _kept(made)
+
+
+def _without_notes(
+    names: Sequence[Any], values: Sequence[Any], named: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Values of a schema's arguments or returns, and those given by name, with None for what is a kernel's note."""
+    placed = [None if entry.name in NOTES else value for entry, value in zip(names, values, strict=False)]
+    return placed, {name: None if name in NOTES else value for name, value in named.items()}
 
 
 def _as_type(old: torch.dtype, new: torch.dtype) -> Callable[[Any], Any]:

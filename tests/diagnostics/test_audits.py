@@ -830,3 +830,102 @@ def test_where_a_nan_was_put_in_nobody_is_blamed():
     step = gl.Step(torch.nn.Linear(4, 2), torch.full((3, 4), torch.nan))
     report = gl.audit(step, "cpu", "cpu:threads=1", progress=False)
     assert "makes NaN" not in str(report)
+
+
+# --- another valid answer, and what is no data ------------------------------------------------------------------
+
+
+def other_signs(operation, *args, **kwargs):
+    """Eigenvectors, singular vectors or a basis with the signs of another library."""
+    made = list(operation(*args, **kwargs))
+    signs = torch.where(torch.arange(made[0].shape[-1]) % 2 == 0, -1.0, 1.0)
+    if len(made) == 3:  # an SVD
+        return made[0] * signs, made[1], made[2] * signs[: made[2].shape[-2], None]
+    if operation._schema.name == "aten::_linalg_eigh":
+        return made[0], made[1] * signs
+    return made[0] * signs, made[1] * signs[:, None]
+
+
+def bent(operation, *args, **kwargs):
+    """Vectors that are not those of the matrix."""
+    first, *others = operation(*args, **kwargs)
+    return (first, *(other + 0.01 for other in others)) if len(others) == 1 else (first + 0.01, *others)
+
+
+FACTORISED = {
+    "_linalg_eigh": lambda x: torch.linalg.eigh(x.mT @ x)[1],
+    "_linalg_svd": lambda x: torch.linalg.svd(x)[0],
+    "linalg_qr": lambda x: torch.linalg.qr(x)[0],
+}
+
+
+@pytest.mark.parametrize("kernel", FACTORISED)
+def test_other_signs_of_a_factorisation_are_another_valid_answer_also_where_the_loss_depends_on_them(kernel):
+    def step():
+        vectors = FACTORISED[kernel](drawn(7, 5))
+        return (vectors * drawn(*vectors.shape, seed=1)).sum()
+
+    with FaultyKernels(**{kernel: other_signs}):
+        report = audited(step)
+    assert [(finding.kind, finding.operation) for finding in faults(report)] == [("another valid answer", kernel)]
+    assert not report.faulty
+    assert "signs" in str(report)
+
+
+@pytest.mark.parametrize("kernel", FACTORISED)
+def test_vectors_that_are_not_those_of_the_matrix_are_a_mismatch(kernel):
+    with FaultyKernels(**{kernel: bent}):
+        report = audited(lambda: FACTORISED[kernel](drawn(7, 5)).square().mean())
+    assert [(finding.kind, finding.operation) for finding in faults(report)] == [("mismatch", kernel)]
+
+
+def test_a_right_factorisation_is_rounding():
+    def step():
+        x = drawn(3, 6, 6)
+        losses = [function(x).square().sum() for function in FACTORISED.values()]
+        values = torch.linalg.eigh(x, UPLO="U")[0], torch.linalg.eig(x)[0].abs(), torch.linalg.svdvals(x)
+        return sum(losses) + sum(value.sum() for value in values)
+
+    assert faults(audited(step)) == []
+
+
+@pytest.fixture
+def seeded_kernel():
+    """An operation of one's own that hands its backward pass a seed, as fused attention does."""
+    seeds = itertools.count()
+    library = torch.library.Library("gpulab_test", "FRAGMENT")
+    library.define("attend(Tensor x) -> (Tensor output, Tensor philox_seed)")
+    library.define("attend_backward(Tensor gradient, Tensor philox_seed) -> Tensor")
+    library.impl("attend", lambda x: (2 * x, torch.tensor(next(seeds))), "CPU")
+    library.impl("attend_backward", lambda gradient, philox_seed: 2 * gradient, "CPU")  # noqa: ARG005
+    yield torch.ops.gpulab_test
+    library._destroy()
+
+
+def test_a_seed_that_a_kernel_keeps_for_its_backward_pass_is_no_data(seeded_kernel):
+    def step():
+        output, seed = seeded_kernel.attend(drawn(4, 3))
+        return output.sum() + seeded_kernel.attend_backward(output, philox_seed=seed).sum()
+
+    assert faults(audited(step)) == []
+
+
+# --- rounded factors: errors that go one way --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arithmetic", ["tf32", "bfloat16"])
+@pytest.mark.parametrize("normalisation", [nn.BatchNorm2d, lambda channels: nn.GroupNorm(4, channels)])
+def test_what_a_mean_makes_of_rounded_factors_is_explained_by_them(normalisation, arithmetic):
+    torch.manual_seed(0)
+    parts = [nn.Conv2d(1, 16, 3, padding=1), normalisation(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 10)]
+    step = gl.Step(nn.Sequential(*parts), (drawn(64, 1, 8, 8).abs(), labels(64)), F.cross_entropy)
+    assert {finding.kind for finding in faults(audited(step, B, f"{B},emulate={arithmetic}"))} == {"reduced precision"}
+
+
+def test_a_number_that_a_format_lacks_is_reduced_precision_and_nothing_else():
+    report = audited(lambda: (torch.full((32, 64), 1024.5) @ torch.eye(64)).sum(), B, f"{B},emulate=tf32")
+    assert [(finding.kind, finding.operation) for finding in faults(report)] == [("reduced precision", "mm")]
+
+
+def labels(count):
+    return torch.arange(count) % 10
