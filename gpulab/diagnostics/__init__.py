@@ -2,7 +2,6 @@
 
 from gpulab.diagnostics.audits import Audit, audit
 from gpulab.diagnostics.guards import Guard, Overwritten, guard
-from gpulab.diagnostics.ledgers import Leak
 from gpulab.diagnostics.memory import MemoryWatch, memory_watch
 from gpulab.diagnostics.operations import byte_round_trip, fused_operations, repeatability
 from gpulab.diagnostics.placements import Placement, place
@@ -14,7 +13,6 @@ from gpulab.diagnostics.traces import Trace, record
 __all__ = [
     "Audit",
     "Guard",
-    "Leak",
     "MemoryWatch",
     "Overwritten",
     "Placement",
