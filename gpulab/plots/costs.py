@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from gpulab.diagnostics.placements import Placement
-from gpulab.diagnostics.rooflines import UNDER_THE_ROOF
+from gpulab.device.placements import Placement
+from gpulab.device.rooflines import UNDER_THE_ROOF
 from gpulab.plots.style import FAINT, INK, ON_GPU, Look, canvas, colour, finished, point_key, points
 from gpulab.report import Picture, draw
 
@@ -59,7 +59,7 @@ def placement(found: Placement) -> Picture:
     """A step under the roof of its device, and beside it what its bytes, FLOP and launches take at their ceilings.
 
     Args:
-        found: From `gpulab.diagnostics.place`.
+        found: From `gpulab.device.place`.
     """
     figure, (left, right) = canvas(2, height=3.4)
     _roof(left, found)

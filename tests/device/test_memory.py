@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import gpulab as gl
-from gpulab.diagnostics import memory_watch
-from gpulab.diagnostics.memory import BEFORE, NO_TENSOR, grows
+from gpulab.device import memory_watch
+from gpulab.device.memory import BEFORE, NO_TENSOR, grows
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 

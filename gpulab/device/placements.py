@@ -12,9 +12,9 @@ import torch
 from rich.filesize import decimal
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpulab.device.rooflines import roofline, timed
 from gpulab.diagnostics import sketches as sk
 from gpulab.diagnostics.reference import outcome
-from gpulab.diagnostics.rooflines import roofline, timed
 from gpulab.diagnostics.steps import PreparedStep, ready
 from gpulab.diagnostics.watching import EMPTY, OVERWRITES
 from gpulab.errors import UsageError
