@@ -186,6 +186,7 @@ class _Follower(TorchDispatchMode):
             self.count += 1
             self.live[key] = _Piece(0, line if self.step else BEFORE, self.step, self.count)
         piece = self.live[key]
+        piece.line = piece.line or line  # autograd saves an input before the operation runs
         if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf and not tensor._is_view()):
             piece.kind = KINDS[0]
         self.total += size - piece.size
@@ -220,7 +221,7 @@ class _Follower(TorchDispatchMode):
     def _made_before(self, step: int) -> Counter[str]:
         sizes = Counter[str]()
         for piece in list(self.live.values()):
-            if 0 < piece.step < step:
+            if piece.step < step:
                 sizes[piece.line] += piece.size
         return sizes
 
