@@ -211,7 +211,7 @@ class _Follower(TorchDispatchMode):
 
     def at_peak(self) -> list[_Piece]:
         """The pieces that were there when most was."""
-        return [piece for piece in self.live.values() if piece.number <= self.count_at_peak] + self.gone
+        return [piece for piece in [*self.live.values(), *self.gone] if piece.number <= self.count_at_peak]
 
     def end_step(self) -> None:
         """Note what is older than this step, and begin the next."""
