@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from gpulab.diagnostics.rooflines import roofline, write_roofline
+from gpulab.device.rooflines import roofline, write_roofline
 
 if __name__ == "__main__":
     *settings, file = sys.argv[1:]

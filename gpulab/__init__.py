@@ -20,6 +20,7 @@ TYPE_CHECKING = False  # as typing's, which takes a while to load: the command l
 if TYPE_CHECKING:
     from gpulab import companion as companion
     from gpulab import data as data
+    from gpulab import device as device
     from gpulab import diagnostics as diagnostics
     from gpulab import models as models
     from gpulab import numerics as numerics
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
     from gpulab import stats as stats
     from gpulab import training as training
     from gpulab.data.datasets import load as load
+    from gpulab.device.rooflines import roofline as roofline
     from gpulab.diagnostics.audits import audit as audit
     from gpulab.diagnostics.guards import guard as guard
-    from gpulab.diagnostics.rooflines import roofline as roofline
     from gpulab.diagnostics.steps import Step as Step
     from gpulab.diagnostics.traces import record as record
     from gpulab.errors import DataError as DataError
@@ -75,14 +76,14 @@ NAMES = {
     "record": "diagnostics.traces",
     "recorded_runs": "training.store",
     "reproduce": "training.reproduction",
-    "roofline": "diagnostics.rooflines",
+    "roofline": "device.rooflines",
     "runs": "training.store",
     "seed_runs": "training.objective",
     "setting": "settings",
     "train": "training.run",
     "verdict": "stats.verdicts",
 }
-PACKAGES = ("companion", "data", "diagnostics", "models", "numerics", "plots", "saddles", "stats", "training")
+PACKAGES = ("companion", "data", "device", "diagnostics", "models", "numerics", "plots", "saddles", "stats", "training")
 
 # Names that stood here in 0.1.0 and have moved into the packages.
 ALIASES = {
@@ -104,12 +105,12 @@ ALIASES = {
     "anomaly_verdicts": "companion.anomaly",
     "available_decoders": "data.jpeg",
     "bit_explorer": "companion.widgets",
-    "bounds": "diagnostics.rooflines",
+    "bounds": "device.rooflines",
     "cards_finding": "companion.old_gpu",
     "cards_table": "companion.old_gpu",
     "compare_decoders": "data.jpeg",
     "compare_products": "diagnostics.products",
-    "conversion_check": "diagnostics.operations:byte_round_trip",
+    "conversion_check": "device.operations:byte_round_trip",
     "covariance_spectrum": "companion.old_gpu",
     "critical_losses": "saddles.theory",
     "curvature_along": "saddles.curvature",
@@ -124,7 +125,7 @@ ALIASES = {
     "flip_bit": "models.base",
     "fma": "numerics.sums",
     "format_bits": "numerics.sums",
-    "fused_operations": "diagnostics.operations",
+    "fused_operations": "device.operations",
     "growth": "training.growths",
     "index": "saddles.spectrum",
     "lanczos": "saddles.eigen",
@@ -138,8 +139,8 @@ ALIASES = {
     "recorded_escapes": "saddles.escapes",
     "recorded_measurements": "companion.floating_point",
     "recorded_prices": "companion.old_gpu",
-    "recorded_rooflines": "diagnostics.rooflines",
-    "repeatability": "diagnostics.operations",
+    "recorded_rooflines": "device.rooflines",
+    "repeatability": "device.operations",
     "round_to": "numerics.formats",
     "saddle_finding": "companion.saddle_points",
     "seeds_needed": "stats.power",

@@ -12,7 +12,7 @@ FLOORS = [
     ["report", "passports"],
     ["numerics", "stats", "records"],
     ["settings"],
-    ["models", "data", "diagnostics"],
+    ["models", "data", "device", "diagnostics"],
     ["saddles", "training"],
     ["plots"],
     ["companion"],

@@ -92,7 +92,7 @@ def _intensity(answer: Any) -> str:
 
 @exercise("01-2", "(table, 'memory') or (table, 'arithmetic'): both rooflines in one table, and what falls more")
 def _ceilings(answer: Any) -> str:
-    from gpulab.diagnostics.rooflines import UNDER_THE_ROOF
+    from gpulab.device.rooflines import UNDER_THE_ROOF
 
     frame, said = pair(answer)
     frame = table(frame, "setting", "kind", "gflops", "gigabytes_per_second")
@@ -112,7 +112,7 @@ def _ceilings(answer: Any) -> str:
 
 @exercise("01-3", "{'cpu': {'gflops': …, 'watts': …}, 'cuda': {'gflops': …, 'watts': …}}, of the autoencoder's layer")
 def _per_joule(answer: Any) -> str:
-    from gpulab.diagnostics.rooflines import recorded_rooflines
+    from gpulab.device.rooflines import recorded_rooflines
 
     work = {}
     for device, row in fields(answer, "cpu", "cuda").items():

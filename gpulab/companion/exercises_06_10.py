@@ -104,9 +104,9 @@ def _break_even(answer: Any) -> str:
     return f"{right:.3g} an hour; `breaks_even` told {gpu.breaks_even:.3g} whatever the prices are."
 
 
-@exercise("07-2", "{'usual': …, 'words': …, 'width': …}, three placements of gl.diagnostics.place")
+@exercise("07-2", "{'usual': …, 'words': …, 'width': …}, three placements of gl.device.place")
 def _placed(answer: Any) -> str:
-    from gpulab.diagnostics.placements import Placement
+    from gpulab.device.placements import Placement
 
     names = ("usual", "words", "width")
     for name in names:

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from gpulab.companion.frameworks import LIBRARIES, TORCH, library_speeds
 from gpulab.companion.texts import VOCABULARY, TextNet, split
-from gpulab.diagnostics.memory import memory_watch
-from gpulab.diagnostics.placements import place
-from gpulab.diagnostics.rooflines import roofline, timed
+from gpulab.device.memory import memory_watch
+from gpulab.device.placements import place
+from gpulab.device.rooflines import roofline, timed
 from gpulab.diagnostics.steps import Step
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.passports import passport

@@ -4,7 +4,7 @@
 say.
 """
 
-from gpulab.plots.costs import memory, placement, roofline
+from gpulab.plots.costs import placement, roofline
 from gpulab.plots.decisions import changes, estimation, seed_by_seed
 from gpulab.plots.escapes import escape_law, escape_paths, escape_phases, saddle_path
 from gpulab.plots.instruments import (
@@ -40,7 +40,6 @@ __all__ = [
     "index_against_loss",
     "landscape_slice",
     "losses",
-    "memory",
     "placement",
     "predictions",
     "reconstructions",

@@ -1,21 +1,17 @@
-"""What a step costs: where it stands under the roofline of its device, and the memory that it holds."""
+"""The roofline of a device, and where a training step stands under it."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
-from gpulab.diagnostics.ledgers import KINDS
-from gpulab.diagnostics.memory import MemoryWatch
-from gpulab.diagnostics.placements import Placement
-from gpulab.diagnostics.rooflines import UNDER_THE_ROOF
+from gpulab.device.placements import Placement
+from gpulab.device.rooflines import UNDER_THE_ROOF
 from gpulab.plots.style import FAINT, INK, ON_GPU, Look, canvas, colour, finished, point_key, points
 from gpulab.report import Picture, draw
 
 ROOFED = {"matrix": ("o", "matrix products"), "network": ("D", "layers of networks"), "memory": ("s", "memory alone")}
-TINTS = dict(zip(KINDS, ("#0072B2", "#D55E00", "#009E73", "#E69F00", FAINT), strict=True))
 
 
 def roofline(frame: pd.DataFrame) -> Picture:
@@ -63,7 +59,7 @@ def placement(found: Placement) -> Picture:
     """A step under the roof of its device, and beside it what its bytes, FLOP and launches take at their ceilings.
 
     Args:
-        found: From `gpulab.diagnostics.place`.
+        found: From `gpulab.device.place`.
     """
     figure, (left, right) = canvas(2, height=3.4)
     _roof(left, found)
@@ -98,32 +94,3 @@ def _roof(axes: Axes, found: Placement) -> None:
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel("flop per byte moved (star: the step)", fontsize=9)
     axes.set_ylabel("rate (Gflop/s)", fontsize=9)
-
-
-@draw.register
-def memory(found: MemoryWatch) -> Picture:
-    """What held the memory at its peak, by kind and by line, and what is held after each step.
-
-    Args:
-        found: From `gpulab.diagnostics.memory_watch`.
-    """
-    figure, (left, right) = canvas(2, height=3.6)
-    held = found.peak.groupby("kind").bytes.sum().reindex(KINDS).dropna() / 1e6
-    start = 0.0
-    for kind, size in held.items():
-        left.bar("peak", size, bottom=start, color=TINTS[str(kind)], width=0.5, label=f"{kind}, {size:.3g} MB")
-        start += size
-    left.set_xlim(-1, 1)
-    left.set_ylabel("MB")
-    steps = found.steps
-    right.fill_between(steps.step, steps.bytes / 1e6, color=FAINT, alpha=0.4, step="mid", label="all")
-    right.plot(steps.step, steps.bytes / 1e6, color=INK, lw=1.2, marker="o", ms=3)
-    for leak in found.leaks:
-        right.plot(leak.steps, np.array(leak.held) / 1e6, color=ON_GPU, lw=1.4, label=f"stays: {leak.line}")
-    right.set_ylim(0)
-    right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.set(xlabel="step", ylabel="MB held after it")
-    headline = found.headline
-    alt = f"Memory at its peak by kind, and after each step. {headline}."
-    keys = [*left.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0][1:]]
-    return finished(figure, headline, alt, keys, size=7.5)

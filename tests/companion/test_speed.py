@@ -262,7 +262,7 @@ def test_every_figure_says_what_it_shows(measured):
         gl.companion.shares(measured["step"]),
         gl.companion.ladder(measured["text"]),
         gl.companion.small_work(small),
-        gl.companion.scaling(gl.diagnostics.recorded_rooflines()),
+        gl.companion.scaling(gl.device.recorded_rooflines()),
     ]
     assert all(isinstance(figure, Picture) for figure in figures)
     assert "up to a width of about 64" in figures[2].alt

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpulab.diagnostics.processes import measure
+from gpulab.device.processes import measure
 from gpulab.numerics.sums import fma
 from gpulab.settings import Setting, cpu_flags
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.diagnostics import rooflines as speed
+from gpulab.device import rooflines as speed
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
@@ -64,7 +64,7 @@ def test_a_launch_takes_less_than_anything_that_computes(small):
 def test_other_precisions_transfers_and_launches_are_no_ceilings_of_a_setting(small):
     more = small.assign(gflops=small.gflops.where(small.kind != "precision", 1e9))
     more.loc[more.kind == "launch", "gigabytes_per_second"] = 1e9
-    pd.testing.assert_frame_equal(gl.diagnostics.bounds(more), gl.diagnostics.bounds(small))
+    pd.testing.assert_frame_equal(gl.device.bounds(more), gl.device.bounds(small))
     assert gl.plots.roofline(more).figure.get_suptitle() == gl.plots.roofline(small).figure.get_suptitle()
 
 

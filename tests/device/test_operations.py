@@ -3,8 +3,8 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.diagnostics import operations
-from gpulab.diagnostics.operations import FORMATS, byte_round_trip, fused_share
+from gpulab.device import operations
+from gpulab.device.operations import FORMATS, byte_round_trip, fused_share
 
 
 def test_what_an_operation_fuses_is_measured():

@@ -4,7 +4,7 @@ import os
 import pytest
 
 import gpulab as gl
-from gpulab.diagnostics.processes import measure
+from gpulab.device.processes import measure
 from gpulab.settings import Setting
 
 LIGHT = """

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import gpulab as gl
-from gpulab.diagnostics import place, placements
+from gpulab.device import place, placements
 
 EDGE = 64
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.filesize import decimal
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpulab.device.rooflines import roofline, timed
 from gpulab.diagnostics import sketches as sk
-from gpulab.diagnostics.ledgers import in_words
 from gpulab.diagnostics.reference import outcome
-from gpulab.diagnostics.rooflines import roofline, timed
 from gpulab.diagnostics.steps import PreparedStep, ready
 from gpulab.diagnostics.watching import EMPTY, OVERWRITES
 from gpulab.errors import UsageError
@@ -94,7 +94,7 @@ class Placement(Report):
         floors = ", ".join(f"its {name} {1e3 * seconds:.3g} ms" for name, seconds in self.at_least.items())
         lines = [
             f"The step takes {1e3 * self.seconds:.3g} ms (spread {self.spread:.0%}) under {self.setting}: "
-            f"{self.operations} operations, {in_words(self.moved)} moved, Gflop: {kinds or 'none'}.",
+            f"{self.operations} operations, {decimal(self.moved)} moved, Gflop: {kinds or 'none'}.",
             f"At the ceilings measured, each alone: {floors}. It is bound by {self.bound}.",
             f"{self.intensity:.3g} flop per byte, {self.gflops:.3g} Gflop/s, {self.reached:.0%} of the roof; launches "
             f"take {self.launch_share:.0%} of the time or more.",

@@ -1,0 +1,277 @@
+"""What holds memory along training steps: its peak, the lines that made what was there, and what stays."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from rich.filesize import decimal
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gpulab.diagnostics.sketches import leaves
+from gpulab.errors import UsageError
+from gpulab.numerics.lines import Callers
+from gpulab.report import Report
+from gpulab.settings import Setting
+
+KINDS = ("parameters", "gradients", "optimizer state", "saved for backward", "other")  # a surer one wins over the next
+BEFORE = "there before"  # the line of what is older than the watch
+NO_TENSOR = "no tensor seen: what kernels take, and the like"
+RISES = 3  # steps after which more is held than after the one before, to call it a leak
+SHOWN = 6  # lines of the report
+
+
+@contextlib.contextmanager
+def memory_watch(device: Setting | str = "cpu") -> Iterator[MemoryWatch]:
+    """See what holds memory on a device while the block runs: the peak, its lines, and leaks. Print it afterwards.
+
+    Call `step()` at the end of each training step, or give it to `gpulab.train` as `watch=lambda *_: watch.step()`.
+    Every tensor that torch's operations make or meet is followed until its memory is freed, and so are all that there
+    are at the beginning. Operations become slower: watch a few dozen steps. On CUDA the peak is that of torch's
+    allocator, whose count is begun anew. Inside `gpulab.guard`, `save_on_cpu` or checkpointing, which keep what
+    backward needs in their own way, that counts as other.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:1`; options of a setting do not matter.
+
+    Raises:
+        UsageError: for a device without such an instrument.
+        GpulabError: for one that this machine lacks.
+
+    Examples:
+        >>> kept, model = [], torch.nn.Linear(100, 100)
+        >>> with memory_watch() as watch:
+        ...     for _ in range(6):
+        ...         kept.append(model(torch.ones(5, 100)))
+        ...         watch.step()
+        >>> print(watch.leaks.iloc[0] >= 5 * 100 * 4)
+        True
+    """
+    setting = Setting.parse(device)
+    if setting.kind not in ("cpu", "cuda"):
+        raise UsageError(f"device {setting.device!r}: memory is watched on cpu and cuda")
+    setting.check()
+    follower = _Follower(torch.empty(0, device=setting.device).device)  # of several GPUs with its number
+    watch = MemoryWatch(follower)
+    try:
+        with (
+            register_optimizer_step_post_hook(follower.optimizer_stepped),
+            saved_tensors_hooks(follower.pack, _unpack),
+            follower,
+        ):
+            yield watch
+    finally:
+        watch.conclude()
+
+
+class MemoryWatch(Report):
+    """What held memory; see `memory_watch`.
+
+    Attributes:
+        peak_bytes: the most that was held at a time, and in which step (`peak_step`).
+        peak: a row for each `kind` and `line` with the `bytes` held at the peak, the largest first. The kinds are
+            parameters, gradients, optimizer state, what was saved for backward, and other; the lines are those that
+            made it, of a backward pass those that it differentiates.
+        leaks: of which lines ever more stays, with the bytes more a step, the worst first: a Series.
+    """
+
+    def __init__(self, follower: _Follower) -> None:
+        self._follower = follower
+        if follower.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(follower.device)
+
+    def step(self) -> None:
+        """Mark the end of a training step."""
+        self._follower.end_step()
+
+    def conclude(self) -> None:
+        """What `memory_watch` does at the end of its block."""
+        follower = self._follower
+        follower.meet_what_there_is()
+        self.peak_bytes, self.peak_step = follower.peak, follower.peak_step
+        rows = [(piece.kind, piece.line, piece.size) for piece in follower.at_peak()]
+        if follower.device.type == "cuda":
+            allocated = torch.cuda.memory_stats(follower.device)["requested_bytes.all.peak"]
+            self.peak_bytes = max(follower.peak, allocated)
+            rows.append(("other", NO_TENSOR, self.peak_bytes - follower.peak))
+        sums = pd.DataFrame(rows, columns=["kind", "line", "bytes"]).groupby(["kind", "line"], as_index=False).sum()
+        self.peak = sums.sort_values("bytes", ascending=False, ignore_index=True)
+        self.leaks = pd.Series(follower.leaks(), dtype=float).sort_values(ascending=False)
+
+    def __str__(self) -> str:
+        kinds = self.peak.groupby("kind").bytes.sum().reindex(KINDS).dropna()
+        shares = ", ".join(f"{kind} {size / max(1, self.peak_bytes):.0%}" for kind, size in kinds.items())
+        before = decimal(self.peak.bytes[self.peak.line == BEFORE].sum())
+        peak = f"Peak {decimal(self.peak_bytes)} on {self._follower.device} in step {self.peak_step}"
+        lines = [f"{peak}, {before} of it there before: {shares}."]
+        rows = self.peak.head(SHOWN).itertuples()
+        lines += [f"  {decimal(row.bytes)}, {row.kind}: {row.line or 'no line known'}" for row in rows]
+        for line, rate in self.leaks.head(SHOWN).items():
+            lines.append(f"A leak, {decimal(round(rate))} more a step: {line or 'no line known'}")
+        steps = len(self._follower.old)
+        if len(self.leaks):
+            lines.append("A loss or an output that is kept keeps its graph: keep loss.item() or x.detach().")
+        elif steps > RISES:
+            lines.append(f"No leak in {steps} steps.")
+        else:
+            lines.append(f"{steps} steps are too few to see a leak.")
+        return "\n".join([*lines, "Not seen: NumPy's memory, other libraries', and on a CPU what kernels take."])
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A piece of memory: its bytes, what made it, in which step and as which of all, and what it is for."""
+
+    size: int
+    line: str
+    step: int  # 0: before the watch
+    number: int
+    kind: str = KINDS[-1]
+
+
+class _Follower(TorchDispatchMode):
+    """Follows the memory of every tensor that an operation meets or makes, until it is freed."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.callers = device, Callers()
+        self.live: dict[int, _Piece] = {}  # by the storage
+        self.references: dict[int, weakref.ref[Any]] = {}
+        self.gone: list[_Piece] = []  # since the peak
+        self.step = self.total = self.peak = self.count = self.count_at_peak = 0
+        self.meet_what_there_is()
+        self.step = self.peak_step = 1
+        self.old: list[Counter[str]] = []  # after each step, by line, the bytes that were made before it
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and see what is new."""
+        kwargs = kwargs or {}
+        _, _, line = self.callers.of_this()
+        for tensor in leaves((args, kwargs)):  # what from_numpy or a loader's worker made is met here first
+            self.meet(tensor, line)
+        out = operation(*args, **kwargs)
+        for tensor in leaves(out):
+            self.meet(tensor, line)
+        if [argument.name for argument in operation._schema.arguments[:2]] == ["self", "grads"]:  # a fused optimizer's
+            self.label("gradients", args[1])
+            self.label("optimizer state", leaves(args[2:]))
+        return out
+
+    def meet(self, tensor: Tensor, line: str = "") -> _Piece | None:
+        """The piece of memory of a tensor, known or new; None for one that has none here."""
+        try:
+            storage = tensor.untyped_storage() if tensor.device == self.device else None
+        except (RuntimeError, NotImplementedError, ValueError):  # sparse, nested, not initialized, in a transform
+            storage = None
+        if storage is None:
+            return None
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.live:
+            self.references[key] = weakref.ref(storage, functools.partial(self._freed, key))
+            self.count += 1
+            self.live[key] = _Piece(0, line if self.step else BEFORE, self.step, self.count)
+        piece = self.live[key]
+        piece.line = piece.line or line  # autograd saves an input before the operation runs
+        if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf and not tensor._is_view()):
+            piece.kind = KINDS[0]
+        self.total += size - piece.size
+        piece.size = size
+        if self.total > self.peak:
+            self.peak, self.peak_step, self.count_at_peak = self.total, self.step, self.count
+            self.gone.clear()
+        return piece
+
+    def _freed(self, key: int, _: Any) -> None:
+        del self.references[key]
+        piece = self.live.pop(key)
+        self.total -= piece.size
+        if piece.number <= self.count_at_peak:
+            self.gone.append(piece)
+
+    def meet_what_there_is(self) -> None:
+        """All tensors of this process, and which of them are gradients."""
+        for thing in gc.get_objects():
+            if issubclass(type(thing), Tensor) and self.meet(thing) and thing.is_leaf:
+                self.label("gradients", [thing.grad])
+
+    def at_peak(self) -> list[_Piece]:
+        """The pieces that were there when most was."""
+        return [piece for piece in [*self.live.values(), *self.gone] if piece.number <= self.count_at_peak]
+
+    def end_step(self) -> None:
+        """Note what is older than this step, and begin the next."""
+        self.old.append(self._made_before(self.step))
+        self.step += 1
+
+    def _made_before(self, step: int) -> Counter[str]:
+        sizes = Counter[str]()
+        for piece in list(self.live.values()):
+            if piece.step < step:
+                sizes[piece.line] += piece.size
+        return sizes
+
+    def leaks(self) -> dict[str, float]:
+        """By line, the bytes more a step where ever more stays; what reference cycles hold is collected first."""
+        gc.collect()
+        remaining = self._made_before(self.step - 1)
+        histories = {line: [old[line] for old in self.old] for line in remaining}
+        return {
+            line: (held[-1] - held[0]) / (len(held) - 1)
+            for line, held in histories.items()
+            if grows(held) and remaining[line] > held[-1] / 2
+        }
+
+    def label(self, kind: str, tensors: Iterable[Any]) -> None:
+        """Note what those tensors are for that there are, unless something surer is known."""
+        for tensor in tensors:
+            piece = self.meet(tensor) if isinstance(tensor, Tensor) else None
+            if piece is not None:
+                piece.kind = min(piece.kind, kind, key=KINDS.index)
+
+    def optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
+        """Called after each step of an optimizer of torch's."""
+        self.label("gradients", (p.grad for group in optimizer.param_groups for p in group["params"]))
+        self.label("optimizer state", tree_leaves(dict(optimizer.state)))
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """What autograd keeps in place of a tensor: the tensor, detached, which keeps no graph alive."""
+        self.label("saved for backward", [tensor])
+        return tensor.detach(), tensor._version
+
+
+# torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
+_Follower.__torch_dispatch__ = getattr(  # type: ignore[method-assign]
+    _Follower.__torch_dispatch__, "__wrapped__", _Follower.__torch_dispatch__
+)
+
+
+def _unpack(saved: tuple[Tensor, int]) -> Tensor:
+    """The tensor that was saved. While hooks are in force torch leaves it to them to see that it is the same."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(f"a tensor {tuple(tensor.shape)} for backward has been modified by an inplace operation")
+    return tensor
+
+
+def grows(held: Sequence[int]) -> bool:
+    """Whether bytes never shrank, and grew after three steps at least and in the second half of them.
+
+    What is made once, such as Adam's moments, does not grow, and a cache that is full does so no more.
+    """
+    rises = np.diff(held)
+    return bool((rises >= 0).all() and (rises > 0).sum() >= RISES and (rises[-(len(held) // 2) :] > 0).any())
