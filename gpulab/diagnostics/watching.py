@@ -151,8 +151,8 @@ class Watcher(TorchDispatchMode):
         arguments, defaults = trace_files.by_name(operation._schema, args, kwargs)
         random = _is_random(operation, arguments | defaults)
         blind = changes and (random or name in OVERWRITES)
-        noted = [_without_notes(operation._schema.arguments, *given) for given in ((args, kwargs), before)]
-        inputs = [] if self.change else self._values(self._written(*noted, blind))
+        now, then = (_without_notes(operation._schema.arguments, *given) for given in ((args, kwargs), before))
+        inputs = [] if self.change else self._values(self._written(now, then, blind))
         self._find_leaves(args[1:] if blind else args)
         out = self._run(operation, args, kwargs)
         made = outcome(operation, args, out)
