@@ -416,9 +416,8 @@ def test_recorded_data_goes_into_the_wheel():
     for source in included:
         there = ROOT / source
         assert there.is_file() or any(there.iterdir()), f"{source} is empty: git has no such folder, the build fails"
-    recorded = (
-        "atlas dose factors films gpu_products longer precision published rooflines runs saddles scale_out speed title"
-    )
+    recorded = "atlas dose factors films gpu_products longer precision published registered rooflines runs saddles"
+    recorded += " scale_out speed title"
     files = "benchmarks/networks.py", "data/audits/resnet18-cuda-tf32-off.trace"
     assert included == {source: f"gpulab/recorded/{source.partition('/')[2]}" for source in files} | {
         f"data/{name}": f"gpulab/recorded/{name}" for name in recorded.split()

@@ -25,8 +25,8 @@ def judged(shift, seeds=12, spread=1.0, weights=None, **options):
 @pytest.mark.parametrize(
     ("shift", "spread", "decision", "said"),
     [
-        (0.0, 1e-9, "equivalent", "no difference that matters, with 12 seeds"),
-        (1e-3, 1e-9, "different but negligible", "different, by too little to matter"),
+        (0.0, 1e-9, "equivalent", "no difference that matters (less than 0.45 % of the mean), with 12 seeds"),
+        (1e-3, 1e-9, "different but negligible", "different, by too little to matter (less than 0.45 % of the mean)"),
         (5.0, 1e-9, "different", "1.48 times as high, higher in 12 of 12 seeds"),
         (-5.0, 1e-9, "different", "0.522 times as high, higher in 0 of 12 seeds"),
         (0.0, 1.0, "inconclusive", "higher in 7 of 12 seeds, but 12 seeds do not settle it"),

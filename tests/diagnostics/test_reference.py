@@ -282,7 +282,7 @@ def test_nothing_is_said_of_what_has_no_twin():
         (aten.add.Tensor, "add", (whole, whole)),
         (aten.exp.default, "exp", (torch.empty(0),)),
         (aten.gt.Scalar, "gt", (normal(4), 0)),
-        (aten._linalg_eigh.default, "_linalg_eigh", (torch.eye(3),)),
+        (aten._linalg_eigh.default, "_linalg_eigh", (torch.eye(3, dtype=torch.complex64),)),
     ]:
         seen = forward_error(operation, name, args, {}, operation(*args))
         assert (seen.error, seen.bound, seen.format) == (None, None, None)
