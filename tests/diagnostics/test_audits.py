@@ -872,6 +872,16 @@ def test_other_signs_of_a_factorisation_are_another_valid_answer_also_where_the_
     assert "signs" in str(report)
 
 
+def test_the_basis_of_equal_values_is_free():
+    def step(setting):
+        x = torch.arange(1.0, 7.0, dtype=setting.dtype)[:, None]
+        reflection = torch.eye(6, dtype=setting.dtype) - 2 * x @ x.T / x.square().sum()
+        return torch.linalg.svd(3 * reflection).U
+
+    report = gl.audit(step, B, f"{B},precision=float64", progress=False)
+    assert [finding.kind for finding in faults(report)] == ["another valid answer"]
+
+
 @pytest.mark.parametrize("kernel", FACTORISED)
 def test_vectors_that_are_not_those_of_the_matrix_are_a_mismatch(kernel):
     with FaultyKernels(**{kernel: bent}):
