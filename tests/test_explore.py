@@ -108,6 +108,19 @@ def test_what_the_notebooks_link_to_can_be_read(server):
     assert "<td>Hessian</td>" in server.get("docs/glossary.md", server.token)[1]
 
 
+def test_no_link_of_a_notebook_leads_to_what_is_not_handed_out():
+    from gpulab.companion import explore
+
+    for notebook in sorted(explore.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")):
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", text):
+            file = (notebook.parent / link).resolve()
+            path = file.relative_to(explore.NOTEBOOKS.parent.resolve()).as_posix()
+            assert file.is_file(), f"{notebook.name}: {link}"
+            assert re.fullmatch(explore.READABLE, f"/{path}"), f"{notebook.name}: {link}"
+
+
 def test_where_all_places_are_taken_a_sentence_says_so(server):
     status, text = server.get("bits", server.token)
     assert (status, "bit_explorer" in text) == (200, False), "no source is shown"

@@ -340,7 +340,7 @@ def test_readme_shows_the_figure_that_the_recorded_runs_give(tmp_path):
         assert sentences in README
     answer.write(drawn, tmp_path / "answer.svg")
     kept, anew = answer.FILE.read_text(encoding="utf-8"), (tmp_path / "answer.svg").read_text(encoding="utf-8")
-    assert len(kept) <= 300_000
+    assert len(kept) <= 200_000
     assert f"<dc:title>{drawn.alt}</dc:title>" in kept
     point = r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #ffffff'
     places = [[float(number) for place in re.findall(point, text) for number in place] for text in (kept, anew)]
