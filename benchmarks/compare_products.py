@@ -1,26 +1,339 @@
-"""Emulated products beside an NVIDIA GPU's: record the GPU's, compare, write the table.
+"""Products of a real GPU beside the emulated ones: how much of what the chip does does the emulation explain?
+
+A case is one matrix product or convolution on inputs that any machine can make again from their seed. What a GPU
+computed is kept in `data/gpu_products`, so that every machine can compare.
 
 python benchmarks/compare_products.py --record data/gpu_products    # on a machine with an NVIDIA GPU
-python benchmarks/compare_products.py --write benchmarks/products.md    # anywhere, against what is recorded
+python benchmarks/compare_products.py --find    # anywhere, for minutes: the arithmetic that fits what is recorded
+python benchmarks/compare_products.py --write    # anywhere: compare with what is recorded, write the tables
+
+`--write` writes `benchmarks/products.md`, and what notebook 02 shows into `data/gpu_products/comparison.json`.
+
+References:
+    The method of Fasi, Higham, Mikaitis, Pranesh 2021 (PeerJ Computer Science 7:e330).
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 import shlex
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import pandas as pd
+import torch
 import typer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.grad import conv2d_input, conv2d_weight
 
-from gpulab.diagnostics.products import (
-    compare_products,
-    find_kernels,
-    record_products,
-    recorded_products,
-    summarize_products,
+from gpulab import files
+from gpulab.errors import GpulabError
+from gpulab.numerics.emulation import CHIPS, PRECISIONS, Arithmetic, emulate
+from gpulab.numerics.formats import FORMATS, MODES, round_to
+from gpulab.passports import passport
+from gpulab.progress import Progress
+from gpulab.records import read_json, recorded_folder, write_json
+from gpulab.settings import setting
+
+FOLDER, TABLE = recorded_folder("gpu_products"), Path(__file__).with_name("products.md")
+SAMPLE = 1024  # elements of each result that are compared
+MOST_SLICES = 64  # so many sums are tried
+# (rows, summed, columns) of a matrix product; (images, channels, height, width) and (channels, size, stride) of a
+# convolution: two of PredNet's, one of its published size, and three of a residual network's.
+MATRICES = ((64, 64, 64), (48, 112, 80), (128, 1024, 64), (32, 8192, 32))
+CONVOLUTIONS = (
+    ((1, 16, 48, 64), (32, 3, 1)),
+    ((1, 96, 60, 80), (192, 3, 1)),
+    ((4, 64, 28, 28), (64, 3, 1)),
+    ((2, 512, 7, 7), (512, 3, 1)),
+    ((16, 64, 28, 28), (128, 3, 2)),
+    ((2, 64, 20, 24), (48, 1, 1)),
 )
+INPUTS = ("normal", "positive", "badly scaled", "already rounded")
+MATRIX, FORWARD = "matrix product", "convolution"
+TO_INPUT, TO_WEIGHT = "gradient of the input", "gradient of the weight"
+OPERATIONS = (MATRIX, FORWARD, TO_INPUT, TO_WEIGHT)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product: of what, asked for in which format, on which inputs."""
+
+    operation: str
+    shape: int
+    inputs: str
+    format: str
+    result: str = "float32"
+    channels_last: bool = False
+
+    def __str__(self) -> str:
+        layout = ", channels last" if self.channels_last else ""
+        return f"{self.operation} {self.shape}, {self.inputs}, {self.format} to {self.result}{layout}"
+
+    @property
+    def size(self) -> str:
+        """The shape in words."""
+        if self.operation == MATRIX:
+            return "×".join(map(str, MATRICES[self.shape]))
+        x, (channels, size, stride) = CONVOLUTIONS[self.shape]
+        return f"{'×'.join(map(str, x))} to {channels}, {size}×{size}" + (f", stride {stride}" if stride > 1 else "")
+
+    @cached_property
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """The two float32 factors: matrices; input and weight; gradient and weight; gradient and input."""
+        generator = np.random.default_rng([INPUTS.index(self.inputs), self.shape, OPERATIONS.index(self.operation)])
+        if self.operation == MATRIX:
+            rows, inner, columns = MATRICES[self.shape]
+            return self._draw(generator, (rows, inner)), self._draw(generator, (inner, columns))
+        x, (channels, size, stride) = CONVOLUTIONS[self.shape]
+        weight, out = (channels, x[1], size, size), (x[0], channels, *((n - 1) // stride + 1 for n in x[2:]))
+        first, second = {FORWARD: (x, weight), TO_INPUT: (out, weight), TO_WEIGHT: (out, x)}[self.operation]
+        return self._draw(generator, first), self._draw(generator, second)
+
+    def _draw(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
+        if self.inputs == "positive":
+            return torch.from_numpy(generator.random(shape, dtype=np.float32))
+        x = generator.standard_normal(shape, dtype=np.float32)
+        if self.inputs == "badly scaled":
+            x = np.ldexp(x, generator.integers(-10, 11, shape)).astype(np.float32)
+        return round_to(torch.from_numpy(x), self.format if self.inputs == "already rounded" else "float32")
+
+    def compute(self, first: Tensor, second: Tensor) -> Tensor:
+        """The product in the factors' own type, on the device where they are."""
+        if self.operation == MATRIX:
+            return first @ second
+        x, (_, size, stride) = CONVOLUTIONS[self.shape]
+        options: Any = {"stride": stride, "padding": size // 2}
+        if self.operation == FORWARD:
+            return F.conv2d(first, second, **options)
+        if self.operation == TO_INPUT:
+            return conv2d_input((len(first), second.shape[1], *x[2:]), second, first, **options)
+        return conv2d_weight(second, (first.shape[1], x[1], size, size), first, **options)
+
+    def crop(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """So much of the factors as the elements of a sample are made of."""
+        parts = {
+            FORWARD: (first[:1], second[:8]),
+            TO_INPUT: (first[:1], second[:, :8]),
+            TO_WEIGHT: (first[:, :8], second),
+        }
+        return parts.get(self.operation, (first, second))
+
+    def sample(self, product: Tensor) -> Tensor:
+        """Up to `SAMPLE` elements of a product, of the whole one or of its cropped factors'."""
+        if self.operation != MATRIX:
+            product = product[:8] if self.operation == TO_WEIGHT else product[:1, :8]
+        flat = product.reshape(-1)
+        return flat[torch.linspace(0, flat.numel() - 1, min(SAMPLE, flat.numel())).long().to(flat.device)]
+
+    def exact(self) -> Tensor:
+        """The sample in float64."""
+        return self.sample(self.compute(*(x.double() for x in self.crop(*self.operands))))
+
+    def emulated(self, how: Arithmetic) -> Tensor:
+        """The sample as an arithmetic has it, as float64."""
+        with emulate(how):
+            return self.sample(self.compute(*self.crop(*self.operands))).double()
+
+
+def cases() -> list[Case]:
+    """Every case that is recorded."""
+    formats = [("float32", "float32"), ("tf32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+    formats += [("float16", "float16"), ("float16", "float32"), ("float8_e4m3fn", "float32")]
+    layouts = (("tf32", "float32", False), ("tf32", "float32", True), ("bfloat16", "bfloat16", True))
+    matrices = itertools.product(formats, range(len(MATRICES)), INPUTS)
+    convolutions = itertools.product(layouts, OPERATIONS[1:], range(len(CONVOLUTIONS)), INPUTS[:3])
+    return [
+        Case(MATRIX, shape, inputs, *types)
+        for types, shape, inputs in matrices
+        if types[0] != "float32" or inputs != "already rounded"
+    ] + [Case(operation, shape, inputs, *layout) for layout, operation, shape, inputs in convolutions]
+
+
+# --- a real GPU ------------------------------------------------------------------------------------------
+
+
+def on_this_gpu(case: Case) -> Tensor:
+    """What this machine's NVIDIA GPU computes, float32 numbers."""
+    first, second = (x.cuda() for x in case.operands)
+    if case.channels_last:
+        first, second = (x.to(memory_format=torch.channels_last) for x in (first, second))
+    if case.format.startswith("float8"):  # as libraries call it, with power-of-two scales and the tensor core's sums
+        target = FORMATS[case.format]
+        scales = [torch.exp2(torch.log2(target.largest / x.abs().amax()).floor()) for x in (first, second)]
+        first, second = ((x * scale).to(target.dtype) for x, scale in zip((first, second), scales, strict=True))
+        second = second.t().contiguous().t()  # it takes a second factor that lies column by column
+        options: Any = {"out_dtype": torch.float32, "use_fast_accum": True}
+        return torch._scaled_mm(first, second, scale_a=1 / scales[0], scale_b=1 / scales[1], **options)
+    if case.format in ("bfloat16", "float16"):
+        first, second = (x.to(FORMATS[case.format].dtype) for x in (first, second))
+        if case.result == "float32":
+            return torch.mm(first, second, out_dtype=torch.float32)
+    with setting(f"cuda:tf32={'on' if case.format == 'tf32' else 'off'}"):
+        return case.compute(first, second).float()
+
+
+def record_products(folder: Path, command: str) -> None:
+    """Compute every case on this machine's NVIDIA GPU; keep samples of the results, kernels' names, the passport."""
+    if not torch.cuda.is_available():
+        raise GpulabError("products are recorded on an NVIDIA GPU, and torch finds none here")
+    samples, kernels = {}, {}
+    no_products = re.compile("elementwise|Memcpy|Memset|reduce|convertTensor|ToNhwc|ToNchw|init_device")
+    for case in Progress(cases(), unit="product"):
+        on_this_gpu(case)  # warms up
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            samples[str(case)] = case.sample(on_this_gpu(case)).cpu().contiguous()
+        events = [event for event in profile.events() if event.device_time and not no_products.search(event.name)]
+        kernels[str(case)] = max(events, key=lambda event: event.device_time).name[:160] if events else ""
+    with files.replacing(folder / "products.safetensors") as scratch:
+        save_file(samples, scratch)
+    write_json(folder / "products.json", {"passport": passport(), "command": command, "kernels": kernels})
+
+
+def recorded_samples() -> dict[Case, Tensor]:
+    """What the GPU computed: a sample of every case, as float64."""
+    samples = load_file(FOLDER / "products.safetensors")
+    return {case: samples[str(case)].double() for case in cases()}
+
+
+# --- the comparison --------------------------------------------------------------------------------------
+
+
+def closest_arithmetic(case: Case, result: Tensor) -> Arithmetic:
+    """The rounding, then the tile and the number of slices, with which the emulation comes closest to a result."""
+    candidates = [replace(PRECISIONS[case.format], result=case.result)]
+    if case.format == "tf32":
+        tf32 = replace(PRECISIONS["tf32"], tile=CHIPS["hopper"].tile)
+        candidates = [replace(tf32, roundings=(mode,) * 3) for mode in MODES] + [PRECISIONS["float32"]]
+    best = min(candidates, key=lambda how: finite_norm(case.emulated(how) - result))
+    if best.format == "float32":
+        return best
+    tiles = [32, None] if case.operation in (FORWARD, TO_INPUT) else [None]
+    slices = range(1, 1 + (MOST_SLICES if case.operation == MATRIX else 1))
+    most = -1.0
+    for tile, n in itertools.product(tiles, slices):
+        how = replace(best, order="tensor-core", tile=tile, slices=n)
+        equal = share_equal(case.emulated(how), result)
+        if equal > most:
+            best, most = how, equal
+        if equal == 1:
+            break
+    return best
+
+
+def find_kernels() -> None:
+    """Search for the arithmetic of every recorded kernel, minutes long, and keep it in `found.json`.
+
+    A library chooses its kernel by the shape, not by the numbers: normal ones are searched with, and stand for all.
+    """
+    kept, found = ("format", "roundings", "order", "slices", "tile"), {}
+    for case, result in Progress(recorded_samples().items(), unit="kernel"):
+        if case.inputs == INPUTS[0]:
+            how = closest_arithmetic(case, result)
+            found[str(case)] = {name: getattr(how, name) for name in kept}
+    files.write(FOLDER / "found.json", (json.dumps(found, indent=1) + "\n").encode())
+
+
+def found_arithmetic() -> dict[Case, Arithmetic]:
+    """The arithmetic of every case, as `find_kernels` has found it."""
+    found = json.loads((FOLDER / "found.json").read_text(encoding="utf-8"))
+    arithmetic = {}
+    for case in cases():
+        fit = found[str(replace(case, inputs=INPUTS[0]))]
+        fit |= {"result": case.result, "roundings": tuple(fit["roundings"])}
+        arithmetic[case] = replace(PRECISIONS[fit["format"]], **fit)
+    return arithmetic
+
+
+def compare_products(results: Mapping[Case, Tensor], arithmetic: Mapping[Case, Arithmetic]) -> pd.DataFrame:
+    """Compare a GPU's products with the emulated ones.
+
+    Args:
+        results: Of the cases to compare, a sample each, as float64.
+        arithmetic: Of these cases.
+
+    Returns:
+        A row a case. `used` is the format that the kernel multiplied in: `float32` where the library left TF32 unused.
+        `error` is the GPU's relative distance from the exact result; `explained` the share of its squared deviation
+        that the emulation makes as well, and `equal` the share of elements that are the same bits, both with sums as
+        this machine makes them; `explained_exact` and `equal_exact` are the same in the tensor core's order.
+    """
+    return pd.DataFrame(compared(case, result, arithmetic[case]) for case, result in Progress(results.items()))
+
+
+def compared(case: Case, result: Tensor, how: Arithmetic) -> dict[str, Any]:
+    """A row of `compare_products`."""
+    truth = case.exact()
+    emulated = case.emulated(replace(how, order=None, slices=1))
+    row: dict[str, Any] = {
+        "operation": case.operation,
+        "size": case.size,
+        "layout": "channels last" if case.channels_last else "",
+        "inputs": case.inputs,
+        "asked": case.format,
+        "result": case.result,
+        "used": how.format,
+        "rounding": "" if how.format == "float32" else how.roundings[0],
+        "error": finite_norm(result - truth) / finite_norm(truth),
+        "explained": explained(result, emulated, truth),
+        "equal": share_equal(emulated, result),
+    }
+    if how.order is not None:
+        emulated = case.emulated(how)
+        row |= {"tile": how.tile, "slices": how.slices}
+        row |= {"explained_exact": explained(result, emulated, truth), "equal_exact": share_equal(emulated, result)}
+    return row
+
+
+def explained(result: Tensor, emulated: Tensor, exact: Tensor) -> float:
+    """The share of a result's squared deviation from the exact one that the emulation makes as well."""
+    deviation = finite_norm(result - exact)
+    return 1 - (finite_norm(result - emulated) / deviation) ** 2 if deviation else float("nan")
+
+
+def share_equal(emulated: Tensor, result: Tensor) -> float:
+    """The share of elements that are the same; a NaN is the same as a NaN."""
+    return float(((emulated == result) | (emulated.isnan() & result.isnan())).double().mean())
+
+
+def finite_norm(x: Tensor) -> float:
+    """The norm of what is finite: 16 bits overflow, in both alike or it shows in `equal`."""
+    return float(x[x.isfinite()].norm())
+
+
+def summarize(frame: pd.DataFrame) -> pd.DataFrame:
+    """What `compare_products` found, a row for each operation, format asked for and format used.
+
+    `bit for bit` counts the cases in which every element is the same.
+    """
+    # Factors that are short already leave no deviation but that of the sums: a question of its own.
+    inputs = frame.inputs.where(frame.inputs == "already rounded", "to be rounded")
+    groups = frame.assign(inputs=inputs, same_bits=frame.equal_exact == 1).groupby(
+        ["operation", "asked", "result", "used", "rounding", "inputs"], sort=False
+    )
+    columns = {
+        "cases": ("error", "size"),
+        "median error": ("error", "median"),
+        "least explained": ("explained", "min"),
+        "median explained": ("explained", "median"),
+        "median equal": ("equal", "median"),
+        "least explained, tensor core's sums": ("explained_exact", "min"),
+        "median equal, tensor core's sums": ("equal_exact", "median"),
+        "bit for bit, tensor core's sums": ("same_bits", "sum"),
+    }
+    return groups.agg(**columns).astype(float).reset_index()
+
+
+# --- the tables ------------------------------------------------------------------------------------------
 
 READING = """
 `explained` is the share of the GPU's squared deviation from the exact result that the emulation makes as well, with
@@ -35,36 +348,35 @@ convolutions over few places, a product of 8192 terms returned in bfloat16.
 
 def main(
     record: Annotated[Path | None, typer.Option(help="record this machine's GPU into this folder")] = None,
-    find: Annotated[
-        Path | None, typer.Option(help="search for the recorded kernels' arithmetic, into this folder")
-    ] = None,
-    write: Annotated[Path | None, typer.Option(help="write the table to this file")] = None,
-    exact: Annotated[bool, typer.Option(help="also sum in the tensor core's order")] = True,
+    find: Annotated[bool, typer.Option("--find", help="search for the recorded kernels' arithmetic")] = False,
+    write: Annotated[bool, typer.Option("--write", help="write the tables")] = False,
 ) -> None:
     """Record, or compare what is recorded."""
+    command = shlex.join(["python", *sys.argv])
     if record is not None:
-        record_products(record, shlex.join(["python", *sys.argv]))
+        record_products(record, command)
         return
-    if find is not None:
-        find_kernels(find)
+    if find:
+        find_kernels()
         return
-    _, notes = recorded_products()
-    frame = compare_products(exact=exact)
+    frame = compare_products(recorded_samples(), found_arithmetic())
+    notes = read_json(FOLDER / "products.json")
     gpu = notes["passport"]["gpus"][0]["name"]
-    tables = {"In short": summarize_products(frame)}
-    if exact:
-        tables["Not bit for bit"] = frame[(frame.used != "float32") & (frame.equal_exact < 1)]
     text = f"# Emulated products beside those of an {gpu}\n\n"
-    text += f"Recorded by `{notes['command']}`, compared by `python benchmarks/compare_products.py`.\n"
-    text += READING
-    for title, table in tables.items():
-        text += f"\n## {title}\n{_markdown(table)}\n"
+    text += f"Recorded by `{notes['command']}`, compared by `python benchmarks/compare_products.py --write`.\n"
+    text += f"{READING}\n## In short\n{markdown(summarize(frame))}\n"
+    text += f"\n## Not bit for bit\n{markdown(frame[(frame.used != 'float32') & (frame.equal_exact < 1)])}\n"
     print(text)
-    if write is not None:
-        write.write_text(text, encoding="utf-8")
+    if write:
+        TABLE.write_text(text, encoding="utf-8")
+        table = json.loads(summarize(frame[frame.inputs == INPUTS[0]]).to_json(orient="records"))
+        document = {"gpu": gpu, "inputs": INPUTS[0], "passport": passport(), "command": command, "table": table}
+        write_json(FOLDER / "comparison.json", document)
 
 
-def _markdown(frame: pd.DataFrame) -> str:
+def markdown(frame: pd.DataFrame) -> str:
+    """A table in Markdown."""
+
     def shown(value: object) -> str:
         return f"{value:.6g}" if isinstance(value, float) else str(value)
 

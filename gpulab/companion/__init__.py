@@ -12,7 +12,7 @@ HOMES = {
     "explorers": "audit_explorer saddle_explorer seeds_explorer training_explorer",
     "factorial": "published_figure published_page published_runs published_table published_verdict round_trips",
     "findings": "finding",
-    "floating_point": "FactorTable factor_table recorded_measurements",
+    "floating_point": "FactorTable factor_table recorded_measurements recorded_products",
     "floating_point_figures": "decoded factor_effects",
     "frameworks": "library_runs library_speeds library_verdicts one_step",
     "learning": "blurred_losses false_alarms learning_finding learning_table missing_colour_losses motion_finding "

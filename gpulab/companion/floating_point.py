@@ -394,6 +394,21 @@ def recorded_measurements(name: str) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["machine", "torch"])
 
 
+def recorded_products() -> pd.DataFrame:
+    """How much of an NVIDIA H200's products the emulation of them explains, as `benchmarks/compare_products.py` found.
+
+    Returns:
+        For normal numbers, a row for each operation, format asked for and format used: see `benchmarks/products.md`.
+
+    Examples:
+        >>> table = recorded_products()
+        >>> bool((table["least explained"][table.used == "tf32"] > 0.99).all())
+        True
+    """
+    comparison = records.read_json(records.recorded_folder("gpu_products") / "comparison.json")
+    return pd.DataFrame(comparison["table"]).drop(columns="inputs")
+
+
 def _recorded_rows(record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[tuple[str, str], Verdict]]:
     """A recording's steps, with the verdicts on the recorded runs of the same machine."""
     net, profile, there = record["network"], record["profile"], record["passport"]

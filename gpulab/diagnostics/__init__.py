@@ -2,7 +2,6 @@
 
 from gpulab.diagnostics.audits import Audit, audit
 from gpulab.diagnostics.guards import Guard, Overwritten, guard
-from gpulab.diagnostics.products import compare_products, summarize_products
 from gpulab.diagnostics.steps import Step
 from gpulab.diagnostics.traces import Trace, record
 
@@ -13,8 +12,6 @@ __all__ = [
     "Step",
     "Trace",
     "audit",
-    "compare_products",
     "guard",
     "record",
-    "summarize_products",
 ]
