@@ -8,6 +8,7 @@ HOMES = {
     "atlas_figures": "atlas_figure",
     "atlas_costs": "atlas_limits atlas_plan atlas_rates rates_table startup",
     "dose": "dose_finding dose_response dose_runs dose_table rank_correlation recorded_dose",
+    "draws": "runs_drawn_by shared_draws",
     "exercises": "check",
     "explorers": "audit_explorer saddle_explorer seeds_explorer training_explorer",
     "factorial": "published_figure published_page published_runs published_table published_verdict round_trips",
