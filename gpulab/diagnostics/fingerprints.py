@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
 
 import torch
 import xxhash
@@ -24,7 +23,7 @@ CHUNK = 1 << 24  # words that are multiplied at a time: what bounds the memory f
 def fingerprint(tensor: Tensor) -> int | Tensor | None:
     """A number that stands for the content of a tensor, bit by bit and place by place.
 
-    On a CPU it is the CRC-32 of the tensor's memory. On another device it is the sum of the 32-bit words, each times
+    On a CPU it is the XXH3 hash of the tensor's memory. On another device it is the sum of the 32-bit words, each times
     a random 64-bit number of its place, modulo 2^64. Two contents share a fingerprint by accident with a probability
     of about 2^-32. Dense memory is read where it lies; a view with gaps is copied.
 
@@ -43,17 +42,17 @@ def fingerprint(tensor: Tensor) -> int | Tensor | None:
     References:
         Carter, Wegman 1979, *Universal classes of hash functions*.
     """
-    found = parts(tensor.detach())
-    if not found:
+    ordinary = parts(tensor.detach())
+    if not ordinary:
         return None
-    if any(part.device.type != "cpu" for part in found):
-        digests = [_digest(part) for part in found]
+    if any(part.device.type != "cpu" for part in ordinary):
+        digests = [_digest(part) for part in ordinary]
         return digests[0] if len(digests) == 1 else _digest(torch.stack(digests))
-    checksum = 0
-    for part in found:
+    hashed = xxhash.xxh3_64()
+    for part in ordinary:
         flat = _flat(part)
-        checksum = zlib.crc32(memory(flat), checksum) if len(flat) else checksum
-    return checksum
+        hashed.update(memory(flat))
+    return hashed.intdigest()
 
 
 def parts(tensor: Tensor) -> list[Tensor]:

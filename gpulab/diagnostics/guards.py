@@ -249,7 +249,7 @@ class Guard:
 
     def _check(self, saved: _Saved, node: Any) -> None:
         if saved.tensor._version != saved.version:
-            self._report(*saved.finding(node, _operand(node, saved.tensor), "inplace"))
+            self._report(*saved.finding(node, "inplace"))
             return
         now = saved.current()
         digest = None if saved.digest is None else fingerprint(now)
@@ -262,7 +262,8 @@ class Guard:
         cause = "data" if now is saved.tensor else "replaced"
         task = torch._C._current_graph_task_id()
         if isinstance(differs, Tensor) and task >= 0:  # on an accelerator: looked at once, when `backward` ends
-            report = functools.partial(self._report, *saved.finding(node, None, cause))  # which keeps no content alive
+            finding, span = saved.finding(node, cause, name_operand=False)
+            report = functools.partial(self._report, finding, span)  # which keeps no content alive
             with self._lock:
                 pending = self._pending.setdefault(task, [])
                 pending.append((differs, report))
@@ -270,7 +271,7 @@ class Guard:
             if first:
                 torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._settle, task))
         elif differs:
-            self._report(*saved.finding(node, _operand(node, saved.tensor), cause))
+            self._report(*saved.finding(node, cause))
 
     def _settle(self, task: int) -> None:
         with self._lock:
@@ -335,7 +336,7 @@ class _Saved:
             return self.tensor
         return original.detach()
 
-    def finding(self, node: Any, operand: str | None, cause: str) -> tuple[Overwritten, _Span]:
+    def finding(self, node: Any, cause: str, name_operand: bool = True) -> tuple[Overwritten, _Span]:
         """What is known without asking who shares the memory, and where that lies; the content is not kept alive."""
         tensor = self.tensor
         if cause == "data" and self.plain:
@@ -346,7 +347,8 @@ class _Saved:
             explanation += f" (version {self.version} when saved, {tensor._version} now)"
         backward = torch._C._current_graph_task_id() >= 0
         operation = node.name() if node is not None else "recomputation" if backward else "no operation"
-        names = operation, _function(operation), operand
+        operands = _saved_names(node, tensor) if name_operand else []
+        names = operation, _function(operation), next(iter(operands), None)
         described = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device)
         finding = Overwritten(*names, *described, self.line, cause, explanation, remedy)
         return finding, _span(tensor) if self.plain else (0, 0)
@@ -370,23 +372,20 @@ def _current_node(caller: types.FrameType | None) -> Any:
     return None if recomputing and not isinstance(node, torch.autograd.function.BackwardCFunction) else node
 
 
-def _same_memory(node: Any, tensor: Tensor, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """The attributes of a node, among some, that are tensors which begin where this one does."""
+def _saved_names(node: Any, tensor: Tensor) -> list[str]:
+    """Under which names a node has saved this tensor: what has its shape, and begins where it does in memory."""
+    names = []
     _thread.inside = True
     try:
-        for name in names:
+        for attribute in dir(node):
             with contextlib.suppress(RuntimeError):
-                value = getattr(node, name, None)
-                if isinstance(value, Tensor) and value.data_ptr() == tensor.data_ptr() != 0:
-                    yield name, value
+                value = getattr(node, attribute) if attribute.startswith("_saved_") else None
+                same_shape = isinstance(value, Tensor) and value.shape == tensor.shape
+                if same_shape and value.data_ptr() == tensor.data_ptr() != 0:
+                    names.append(attribute.removeprefix("_saved_"))
     finally:
         _thread.inside = False
-
-
-def _operand(node: Any, tensor: Tensor) -> str | None:
-    names = [name for name in dir(node) if name.startswith("_saved_")]
-    same = (name for name, value in _same_memory(node, tensor, names) if value.shape == tensor.shape)
-    return next(same, "").removeprefix("_saved_") or None
+    return names
 
 
 def _is_scratch(node: Any, tensor: Tensor) -> bool:
@@ -395,8 +394,8 @@ def _is_scratch(node: Any, tensor: Tensor) -> bool:
     Batch normalisation moves its running mean and variance, which its backward pass never uses; a randomised leaky
     ReLU keeps the tensor that it is about to fill with its noise.
     """
-    names = ("_saved_running_mean", "_saved_running_var", "_saved_noise")
-    return getattr(node, "_saved_training", False) and any(_same_memory(node, tensor, names))
+    own = {"running_mean", "running_var", "noise"}
+    return getattr(node, "_saved_training", False) and not own.isdisjoint(_saved_names(node, tensor))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -437,11 +436,9 @@ def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
 
 
 def _line(frame: types.FrameType | None) -> Line:
-    return (
-        Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        if frame
-        else Line("<unknown>", 0, "<unknown>")
-    )
+    if frame is None:
+        return Line("<unknown>", 0, "<unknown>")
+    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 class _Holder(NamedTuple):
@@ -456,16 +453,19 @@ def _holder(span: _Span, device: str, thread: int) -> _Holder | None:
     """The user's nearest NumPy array that shares this memory; without one, the nearest tensor."""
     nearest_tensor = None
     for frame, name, value in _variables(thread) if span[1] else ():
-        if isinstance(value, np.ndarray) and device == "cpu":
-            place = np.lib.array_utils.byte_bounds(value)
-            if _overlap(place, span):
-                words = f"the NumPy array `{name}` ({value.dtype}, shape {value.shape}) in {_line(frame)}"
-                return _Holder(name, words, place)
-        elif isinstance(value, Tensor) and nearest_tensor is None and _is_plain(value) and str(value.device) == device:
-            place = _span(value)
-            if _overlap(place, span):
-                words = f"the tensor `{name}` (shape {tuple(value.shape)}) in {_line(frame)}"
-                nearest_tensor = _Holder("", words, place)
+        array = name if isinstance(value, np.ndarray) and device == "cpu" else ""
+        if array:
+            held, kind = np.lib.array_utils.byte_bounds(value), "NumPy array"
+        elif isinstance(value, Tensor) and _is_plain(value) and str(value.device) == device:
+            held, kind = _span(value), "tensor"
+        else:
+            continue
+        if _overlap(held, span):
+            words = f"the {kind} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in {_line(frame)}"
+            holder = _Holder(array, words, held)
+            if array:
+                return holder
+            nearest_tensor = nearest_tensor or holder
     return nearest_tensor
 
 
