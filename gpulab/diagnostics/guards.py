@@ -21,7 +21,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -380,8 +380,9 @@ def _saved_names(node: Any, tensor: Tensor) -> list[str]:
         for attribute in dir(node):
             with contextlib.suppress(RuntimeError):
                 value = getattr(node, attribute) if attribute.startswith("_saved_") else None
-                same_shape = isinstance(value, Tensor) and value.shape == tensor.shape
-                if same_shape and value.data_ptr() == tensor.data_ptr() != 0:
+                if not isinstance(value, Tensor) or value.shape != tensor.shape:
+                    continue
+                if value.data_ptr() == tensor.data_ptr() != 0:
                     names.append(attribute.removeprefix("_saved_"))
     finally:
         _thread.inside = False

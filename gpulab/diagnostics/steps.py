@@ -8,7 +8,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import itertools
 import os
 import sys
 import types
@@ -86,7 +85,9 @@ class PreparedStep:
 
     def __init__(self, step: Step, setting: Setting) -> None:
         self.loss, self.parameters = step.loss, dict[str, nn.Parameter]()
-        lazy = any(map(is_lazy, _tensors(step.model)))  # becomes another class when it is first used
+        lazy = any(map(is_lazy, step.model.parameters())) or any(
+            map(is_lazy, step.model.buffers())
+        )  # becomes another class when it is first used
         self.model = copy.deepcopy(step.model) if lazy else step.model
 
         def converted(tensor: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ class _State:
         self.modules = [(vars(module), dict(vars(module))) for module in model.modules()]
         held = (value for _, attributes in self.modules for value in attributes.values())
         self.containers = [(value, copy.copy(value)) for value in held if type(value) in (dict, OrderedDict, list, set)]
-        tensors = (tensor for tensor in _tensors(model) if not is_lazy(tensor))
+        tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor))
         self.tensors = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors]
 
     def restore(self) -> None:
@@ -157,44 +158,43 @@ class _State:
             tensor.grad = gradient
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    return itertools.chain(model.parameters(), model.buffers())
-
-
 def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Tensor:
     """What a step differentiates."""
-    if loss is not None:
-        if isinstance(batch, Mapping):
-            inputs, targets = batch, batch
-        elif isinstance(batch, list | tuple) and len(batch) == 2:
-            inputs, targets = batch
-        else:
-            kind = (
-                f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
-            )
-            raise UsageError(f"batch is a {kind}; with a loss it is (inputs, targets), or a mapping")
-        output = _output(model, inputs, targets is batch)
-        try:
-            return loss(output, targets)
-        except (TypeError, AttributeError) as error:
-            if isinstance(output, Tensor):
-                raise
-            raise UsageError(
-                f"loss cannot take what {type(model).__name__} gives, {_described(output)} ({error}); give "
-                "loss=lambda output, targets: …, which chooses from it"
-            ) from error
-    if hasattr(model, "training_step"):
-        numbers = {"batch_idx": 0} if "batch_idx" in inspect.signature(model.training_step).parameters else {}
-        output, name = model.training_step(batch, **numbers), "training_step"
+    if loss is None:
+        return _own_loss(model, batch)
+    if isinstance(batch, Mapping):
+        inputs, targets = batch, batch
+    elif isinstance(batch, list | tuple) and len(batch) == 2:
+        inputs, targets = batch
     else:
-        output, name = _output(model, batch, False), "output"
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    found = output if found is None else found
-    if isinstance(found, list | tuple) and found and isinstance(found[0], Tensor) and found[0].ndim == 0:
-        found = found[0]
-    if isinstance(found, Tensor) and (found.ndim == 0 or name == "training_step"):
-        return found
-    if found is not output or name == "training_step":
+        raise UsageError(f"batch is {_described(batch)}; with a loss it is (inputs, targets), or a mapping")
+    output = _output(model, inputs, some=targets is batch)
+    try:
+        return loss(output, targets)
+    except (TypeError, AttributeError) as error:
+        if isinstance(output, Tensor):
+            raise
+        raise UsageError(
+            f"loss cannot take what {type(model).__name__} gives, {_described(output)} ({error}); give "
+            "loss=lambda output, targets: …, which chooses from it"
+        ) from error
+
+
+def _own_loss(model: Any, batch: Any) -> Tensor:
+    """What a model calls its loss, as `Step` says; where it names none, the mean square of what it gives."""
+    name = "training_step" if hasattr(model, "training_step") else "output"
+    if name == "output":
+        output = _output(model, batch)
+    else:
+        numbers = {"batch_idx": 0} if "batch_idx" in inspect.signature(model.training_step).parameters else {}
+        output = model.training_step(batch, **numbers)
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = output if named is None else named
+    if isinstance(loss, list | tuple) and loss and isinstance(loss[0], Tensor) and loss[0].ndim == 0:
+        loss = loss[0]
+    if isinstance(loss, Tensor) and (loss.ndim == 0 or name == "training_step"):
+        return loss
+    if named is not None or name == "training_step":
         raise UsageError(f"the {name} of {type(model).__name__} gives no loss, but {_described(output)}; give loss=")
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if not tensors or (isinstance(output, Mapping) and all(tensor.ndim == 0 for tensor in tensors)):
@@ -202,7 +202,7 @@ def loss_of(model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -
     return tensors[0].square().mean()
 
 
-def _output(model: nn.Module, inputs: Any, some: bool) -> Any:
+def _output(model: nn.Module, inputs: Any, some: bool = False) -> Any:
     """What a model makes of its inputs; with `some`, of those that it takes."""
     if isinstance(inputs, list | tuple) and len(inputs) == 2:
         try:
@@ -225,9 +225,13 @@ def _output(model: nn.Module, inputs: Any, some: bool) -> Any:
     return model(**known)
 
 
-def _described(output: Any) -> str:
-    names = list(output) if isinstance(output, Mapping) else [*getattr(output, "__dict__", ())]
-    return f"a {type(output).__name__}{f' with {names}' if names else ''}"
+def _described(value: Any) -> str:
+    """What somebody gave, for an error: its class, with the names of what is in it, or how many there are."""
+    kind = f"a {type(value).__name__}"
+    if isinstance(value, list | tuple):
+        return f"{kind} of {len(value)}"
+    names = list(value) if isinstance(value, Mapping) else [*getattr(value, "__dict__", ())]
+    return f"{kind} with {names}" if names else kind
 
 
 @contextlib.contextmanager

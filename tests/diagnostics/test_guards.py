@@ -39,6 +39,17 @@ def clean(step):
     return report
 
 
+def spoiled(forward, spoil):
+    """What the guard collects in a step that overwrites something between its forward and its backward pass."""
+
+    def step():
+        loss = forward().sum()
+        spoil()
+        loss.backward()
+
+    return findings(step)
+
+
 class Weight(nn.Module):
     """One weight; mul keeps its input."""
 
@@ -120,37 +131,19 @@ def test_the_backward_pass_goes_on_under_warn():
 
 @DEVICES
 def test_a_write_through_data(device):
-    net = Weight(3).to(device)
-    x = torch.ones(3, device=device)
-
-    def step():
-        loss = net(x).sum()
-        x.data.mul_(2)
-        loss.backward()
-
-    (finding,) = findings(step)
+    net, x = Weight(3).to(device), torch.ones(3, device=device)
+    (finding,) = spoiled(lambda: net(x), lambda: x.data.mul_(2))
     assert finding.cause == "data"
     assert finding.device.startswith(device)
     assert "`x`" in finding.explanation
-    x.fill_(1)
-    with pytest.raises(gl.OverwrittenError, match=r"\.data"), gl.guard():
-        step()
+    assert "through .data" in finding.explanation
 
 
-@pytest.mark.parametrize("flipped", [False, True])
-def test_a_write_through_the_numpy_view_of_a_tensor(flipped):
+@pytest.mark.parametrize("change", [lambda view: view[:, :, ::-1].copy(), lambda view: view + 7])
+def test_a_write_through_the_numpy_view_of_a_tensor(change):
     net, x = Weight(1, 4, 6), torch.rand(1, 4, 6)
     view = x.numpy()
-
-    def step():
-        loss = net(x).sum()
-        if flipped:
-            view[:] = view[:, :, ::-1].copy()
-        else:
-            view[0, 0, 0] = 7
-        loss.backward()
-
-    (finding,) = findings(step)
+    (finding,) = spoiled(lambda: net(x), lambda: np.copyto(view, change(view)))
     assert finding.cause == "numpy"
     assert "`view`" in finding.explanation
 
@@ -158,87 +151,71 @@ def test_a_write_through_the_numpy_view_of_a_tensor(flipped):
 def test_data_that_is_assigned():
     """Without the guard autograd sees the new values of a leaf, and with it the old ones: so it must say so."""
     net, x = Weight(3), torch.ones(3, requires_grad=True)
-
-    def step(other):
-        loss = net(x).sum()
-        net.w.data = other
-        loss.backward()
-
-    (finding,) = findings(lambda: step(torch.full((3,), 9.0)))
+    (finding,) = spoiled(lambda: net(x), lambda: setattr(net.w, "data", torch.full((3,), 9.0)))
     assert (finding.cause, finding.operand) == ("replaced", "other")
-    clean(lambda: step(net.w.data.clone()))
+    assert not spoiled(lambda: net(x), lambda: setattr(net.w, "data", net.w.data.clone()))
 
 
-@DEVICES
-def test_a_loader_that_fills_one_tensor(device):
-    net = Weight(3).to(device)
-
-    def loader():
-        batch = torch.zeros(3, device=device)
-        for value in range(3):
-            batch.data.fill_(value)
-            yield batch
-
-    (finding,) = findings(lambda: sum(net(batch).sum() for batch in loader()).backward())
-    assert finding.cause == "data"
-    assert finding.count == 2
+def tensor_loader(device="cpu"):
+    batch = torch.zeros(3, device=device)
+    for value in range(3):
+        batch.data.fill_(value)
+        yield batch
 
 
-def test_a_loader_whose_numpy_buffer_has_no_name_here():
-    net = Weight(3)
-
-    def loader():
-        hidden = np.zeros(3, np.float32)
-        for value in range(3):
-            hidden[:] = value
-            yield torch.from_numpy(hidden)
-
-    def step():
-        loss = 0
-        for batch in loader():
-            loss = loss + net(batch).sum()
-        loss.backward()
-
-    (finding,) = findings(step)
-    assert "NumPy array `hidden`" in finding.explanation
-    assert "loader" in finding.explanation
+def numpy_loader():
+    hidden = np.zeros(3, np.float32)
+    for value in range(3):
+        hidden[:] = value
+        yield torch.from_numpy(hidden)
 
 
-def test_the_buffer_of_a_reader_object():
-    class Reader:
-        def __init__(self):
-            self.buffer = np.zeros(3, np.float32)
+class Reader:
+    """An iterator whose buffer is an attribute."""
 
-        def read(self, value):
-            self.buffer[:] = value
-            return torch.from_numpy(self.buffer)
+    def __init__(self):
+        self.buffer, self.value = np.zeros(3, np.float32), 0
 
-    net, reader = Weight(3), Reader()
+    def __iter__(self):
+        return self
 
-    (finding,) = findings(lambda: (net(reader.read(1)).sum() + net(reader.read(2)).sum()).backward())
-    assert "`reader.buffer`" in finding.explanation
+    def __next__(self):
+        self.value += 1
+        if self.value > 3:
+            raise StopIteration
+        self.buffer[:] = self.value
+        return torch.from_numpy(self.buffer)
 
 
-def test_a_data_loader_with_a_recycled_shared_buffer():
-    shared = torch.zeros(2, 3).share_memory_()
+def data_loader():
+    shared = torch.zeros(3).share_memory_()
+    rows = torch.utils.data.DataLoader(torch.rand(3, 3), batch_size=None)
+    return torch.utils.data.DataLoader(list(rows), batch_size=1, collate_fn=lambda batch: shared.data.copy_(batch[0]))
 
-    def collate(rows):
-        shared.data.copy_(torch.stack(rows))
-        return shared
 
-    loader = torch.utils.data.DataLoader(torch.rand(6, 3), batch_size=2, collate_fn=collate)
-    net = Weight(3)
+@pytest.mark.parametrize(
+    ("loader", "cause", "words"),
+    [
+        (tensor_loader, "data", "fills one buffer again and again"),
+        pytest.param(lambda: tensor_loader("cuda"), "data", "fills one buffer", marks=needs_cuda),
+        (numpy_loader, "numpy", "the NumPy array `hidden` (float32, shape (3,)) in numpy_loader"),
+        (Reader, "numpy", "`reader.buffer`"),
+        (data_loader, "shared", "shared memory"),
+    ],
+)
+def test_a_loader_that_fills_one_buffer_again_and_again(loader, cause, words):
+    reader = loader()  # not the generator's array, which has no name here
 
     def step():
-        loss = 0
-        for batch in loader:
-            loss = loss + net(batch).sum()
-        loss.backward()
+        losses = []
+        for batch in reader:
+            losses.append(Weight(3).to(batch.device)(batch).sum())
+        sum(losses).backward()
 
     (finding,) = findings(step)
-    assert finding.cause == "shared"
-    assert "shared memory" in finding.explanation
-    assert "clone" in finding.remedy
+    assert (finding.cause, finding.count) == (cause, 2)
+    assert words in finding.explanation
+    assert "copy" in finding.remedy
 
 
 def test_what_torch_itself_would_refuse():
@@ -255,26 +232,21 @@ def test_what_torch_itself_would_refuse():
     with pytest.raises(gl.OverwrittenError, match="in-place operation"), gl.guard():
         step()
 
-    def through_output():
+    with warnings.catch_warnings(action="ignore"), gl.guard(on="warn") as report:
         y = net(x).exp()
         y.zero_()
         y.sum().backward()
-
-    (finding,) = findings(through_output)
+    (finding,) = report.findings
     assert (finding.cause, finding.function, finding.operand) == ("inplace", "exp", "result")
 
 
-def test_backward_after_the_block():
+@pytest.mark.parametrize("on", ["raise", "warn"])
+def test_backward_after_the_block(on):
     net, buffer = Weight(3), np.ones(3, np.float32)
-    with gl.guard():
+    with gl.guard(on=on) as report:
         loss = net(torch.from_numpy(buffer)).sum()
     buffer[:] = 2
-    with pytest.raises(gl.OverwrittenError):
-        loss.backward()
-    with gl.guard(on="warn") as report:
-        loss = net(torch.from_numpy(buffer)).sum()
-    buffer[:] = 3
-    with pytest.warns(gl.OverwrittenWarning):
+    with pytest.raises(gl.OverwrittenError) if on == "raise" else pytest.warns(gl.OverwrittenWarning):
         loss.backward()
     assert len(report) == 1
 
@@ -303,12 +275,7 @@ def test_custom_functions():
     x = torch.ones(3, requires_grad=True)
     clean(lambda: Square.apply(x).sum().backward())
 
-    def step():
-        loss = Square.apply(x).sum()
-        x.data.fill_(3)
-        loss.backward()
-
-    (finding,) = findings(step)
+    (finding,) = spoiled(lambda: Square.apply(x), lambda: x.data.fill_(3))
     assert (finding.operation, finding.function) == ("SquareBackward", "Square")
 
 
@@ -512,13 +479,8 @@ def test_layers_are_left_alone(layer):
 
 def test_running_statistics_that_backward_does_use():
     norm, x = nn.BatchNorm1d(3).eval(), torch.rand(4, 3, requires_grad=True)
-
-    def step():
-        loss = norm(x).square().sum()
-        norm.running_mean.data.add_(1)
-        loss.backward()
-
-    assert "running_mean" in [finding.operand for finding in findings(step)]
+    found = spoiled(lambda: norm(x).square(), lambda: norm.running_mean.data.add_(1))
+    assert "running_mean" in [finding.operand for finding in found]
 
 
 def test_embeddings_tied_weights_and_autocast():
@@ -611,26 +573,13 @@ def in_words(tensor):
     return int(fingerprints._digest(tensor))
 
 
+DTYPES = ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"]
+DTYPES += ["int64", "int32", "int16", "uint8", "bool"]
 BOTH_WAYS = pytest.mark.parametrize("take", [fingerprint, in_words])
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        "float32",
-        "float64",
-        "float16",
-        "bfloat16",
-        "complex64",
-        "complex128",
-        "int64",
-        "int32",
-        "int16",
-        "uint8",
-        "bool",
-    ],
-)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_element_place_and_bit_counts(take, dtype):
     dtype = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(1)
