@@ -14,13 +14,13 @@ import pandas as pd
 from matplotlib.ticker import NullFormatter
 
 from gpulab.companion.findings import Finding, Part
+from gpulab.companion.first_windows import FirstWindow
 from gpulab.companion.learning import learning_table, learning_verdicts
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.plots.style import INK, Look, canvas, finished, origin_keys, points
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict
-from gpulab.training.step import FirstWindow
 
 FAR = 1000  # roundings: a gradient so far off is wrong
 PLAIN = "copied"

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from gpulab import records
 from gpulab.companion.findings import SAME, SIZES, WORDS, Finding, Part, listed, span
+from gpulab.companion.first_windows import FirstWindow
+from gpulab.companion.growths import flipped
 from gpulab.data.datasets import load
 from gpulab.data.jpeg import available_decoders, compare_decoders
 from gpulab.device.operations import byte_round_trip, fused_share, repeatability
@@ -38,10 +40,8 @@ from gpulab.settings import Setting, cpu_flags
 from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
 from gpulab.training import store as stores
 from gpulab.training.experiment import Experiment
-from gpulab.training.growths import flipped
 from gpulab.training.protocol import FACTORS, protocol
 from gpulab.training.run import train
-from gpulab.training.step import FirstWindow
 
 MEASURED = ("conversions", "repeatability", "fused", "decoders")
 STEP_SEEDS = 3  # one step is cheap, but one seed proves nothing

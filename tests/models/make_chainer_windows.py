@@ -2,9 +2,9 @@
 
     python tests/models/make_chainer_windows.py prednet_in_chainer_py3/PredNet tests/models/chainer_windows.npz
 
-`gpulab published --help` says how to install Chainer and where the authors' `net.py` is from. The archive holds frames
-as bytes (T, C, H, W); the losses of each window; the weights before the first window and the gradient of each, all
-arrays one after the other in the order of their names; and how it was made.
+`python benchmarks/published.py --help` says how to install Chainer and where the authors' `net.py` is from. The
+archive holds frames as bytes (T, C, H, W); the losses of each window; the weights before the first window and the
+gradient of each, all arrays one after the other in the order of their names; and how it was made.
 """
 
 import argparse
@@ -12,10 +12,13 @@ import json
 import platform
 import shlex
 import sys
+from pathlib import Path
 
 import numpy as np
 
-from gpulab.companion.published import Published
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from published import Published
 
 
 def scene(count, height, width):

@@ -1,7 +1,7 @@
 import pytest
 
 import gpulab as gl
-from gpulab.training.growths import FLIPPED, OTHER_SEED, flipped
+from gpulab.companion.growths import FLIPPED, OTHER_SEED, flipped
 
 SMALL = {"profile": "smoke", "frames": 40, "progress": False}
 
