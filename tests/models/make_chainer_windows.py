@@ -12,13 +12,10 @@ import json
 import platform
 import shlex
 import sys
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from published import Published
+from gpulab.companion.benchmarks import benchmark
 
 
 def scene(count, height, width):
@@ -42,7 +39,7 @@ def main():
     parser.add_argument("--window", type=int, default=6, help="frames (their --bprop)")
     parser.add_argument("--windows", type=int, default=3)
     asked = parser.parse_args()
-    authors = Published(asked.net, size=asked.size, channels=asked.channels, loader="copied")
+    authors = benchmark("published").Published(asked.net, size=asked.size, channels=asked.channels, loader="copied")
     weights = {name: parameter.data for name, parameter in sorted(authors.model.namedparams())}
     frames = scene(asked.windows * asked.window, *asked.size)
     seen = frames.astype(np.float32) / np.float32(255)
