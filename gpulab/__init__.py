@@ -102,7 +102,6 @@ ALIASES = {
     "Whitener": "models.autoencoders",
     "anomaly_finding": "companion.anomaly",
     "anomaly_table": "companion.anomaly",
-    "anomaly_verdicts": "companion.anomaly",
     "available_decoders": "data.jpeg",
     "bit_explorer": "companion.widgets",
     "bounds": "device.rooflines",

@@ -18,7 +18,7 @@ from gpulab.plots.instruments import (
     sums,
 )
 from gpulab.plots.pictures import frames, predictions, reconstructions, sample
-from gpulab.plots.runs import curves, differences, growth, losses, side_by_side
+from gpulab.plots.runs import curves, differences, losses, side_by_side
 from gpulab.plots.style import colour, save
 from gpulab.report import Picture
 
@@ -36,7 +36,6 @@ __all__ = [
     "escape_phases",
     "estimation",
     "frames",
-    "growth",
     "index_against_loss",
     "landscape_slice",
     "losses",
