@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -26,7 +25,6 @@ from gpulab.plots.style import (
     metric_label,
     origin_keys,
     points,
-    power_of_ten,
     setting_order,
 )
 from gpulab.report import Picture
@@ -150,40 +148,3 @@ def curves(
     headline = f"{counts}: the runs end {last.max() / last.min():.1f}-fold apart"
     alt = f"Loss against frames seen, one line for each of {len(last)} runs, coloured by {factor}. {headline}."
     return finished(figure, headline, alt)
-
-
-def side_by_side(settings: Sequence[str], losses: Sequence[Sequence[tuple[int, float]]], total: int) -> Picture:
-    """Two trainings that go on at the same time: their losses so far, and how far these are apart.
-
-    Args:
-        settings: The two.
-        losses: Of each, pairs of frames seen and loss, as they came.
-        total: How many frames there will be.
-    """
-    figure, (left, right) = canvas(2, height=3.4)
-    tints = colour(settings[0]), colour(settings[1])
-    looks: tuple[Look, Look] = {"lw": 3.5}, {"lw": 1.5, "ls": (0, (4, 3))}
-    for tint, look, setting, rows in zip(tints, looks, settings, losses, strict=True):
-        left.plot(*np.reshape(rows, (-1, 2)).T, color=tint, label=setting, **look)
-    both = [(seen, abs(a - b)) for (seen, a), (_, b) in zip(*losses, strict=False)]
-    seen, apart = np.reshape(both, (-1, 2)).T
-    right.plot(seen, np.where(apart > 0, apart, np.nan), color=INK, lw=1.3, marker=".", ms=4)
-    right.set(yscale="log", ylim=(1e-10, 1))
-    right.set_yticks([10.0**n for n in range(-10, 1, 2)], map(power_of_ten, range(-10, 1, 2)))
-    right.minorticks_off()
-    if len(apart):
-        loss_scale(left)
-    else:
-        left.set_yticks([])
-    for axes in (left, right):
-        axes.set(xlim=(0, total))
-        axes.set_xlabel("frames or images seen", fontsize=9)
-        axes.tick_params(labelsize=8)
-    left.set_ylabel("loss (mean squared error)", fontsize=9)
-    right.set_ylabel("difference of the losses", fontsize=9)
-    headline = "Nothing is trained yet"
-    if len(apart):
-        latest = f"{apart[-1]:.1e}" if apart[-1] else "nothing"
-        headline = f"After {seen[-1]:,.0f} of {total:,} the losses are {latest} apart"
-    alt = f"The losses of two trainings, under {settings[0]} and {settings[1]}, and their difference. {headline}."
-    return finished(figure, headline, alt, left.get_legend_handles_labels()[0])
