@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from published import windows
 
 from gpulab import passport, records
 from gpulab.companion.learning import blurred_loss
-from gpulab.companion.published import windows
 from gpulab.data.datasets import Sequence, load
 
 

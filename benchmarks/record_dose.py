@@ -11,13 +11,14 @@ made again, so it can be stopped and called again.
 import argparse
 import itertools
 import math
+import os
 import time
 from pathlib import Path
 
 import gpulab as gl
-from gpulab.companion.dose_training import FUNCTION
 from gpulab.training.store import pack
 
+TRAINING = f"{os.path.relpath(Path(__file__).with_name('dose_training.py'))}:bias_and_loss"
 CELLS = [{"window": window, "speed": speed} for window, speed in itertools.product((2, 5, 10, 20), (1.0, 2.0, 4.0))]
 
 
@@ -38,7 +39,7 @@ def main() -> None:
         if began + longest > until:
             break
         gl.Experiment(
-            FUNCTION, [asked.setting], [seed], store=asked.store, workers=asked.workers, options=options, variants=CELLS
+            TRAINING, [asked.setting], [seed], store=asked.store, workers=asked.workers, options=options, variants=CELLS
         ).run()
         pack(asked.store, asked.output)
         longest = max(longest, time.monotonic() - began)

@@ -3,11 +3,76 @@
 python benchmarks/record_factors.py cuda --workers 8 --output data/factors/nvidia-h200.json
 """
 
+from __future__ import annotations
+
 import argparse
+import json
 import shlex
 import sys
+import time
+from pathlib import Path
 
-from gpulab.companion.floating_point import record_factors
+from gpulab import records
+from gpulab.companion.floating_point import factors, step_rows, trained_levels
+from gpulab.data.datasets import load
+from gpulab.data.jpeg import compare_decoders
+from gpulab.device.operations import byte_round_trip, fused_share, repeatability
+from gpulab.errors import UsageError
+from gpulab.passports import passport
+from gpulab.training.protocol import protocol
+
+
+def record_factors(
+    file: str | Path,
+    store: str | Path,
+    net: str = "prednet",
+    profile: str = "quick",
+    seeds: int = 10,
+    frames: int | None = None,
+    workers: int = 1,
+    kind: str = "cpu",
+    command: str | None = None,
+    progress: bool = True,
+) -> None:
+    """Measure on this machine what `gpulab.companion.factor_table` shows of it elsewhere.
+
+    Args:
+        file: JSON, for all but the runs.
+        store: Where the runs go.
+        net, profile, seeds, frames, progress: As for `factor_table`.
+        workers: How many runs go on at the same time.
+        kind: The device that the factors are changed on, `cpu` or `cuda`.
+        command: What is kept as the way to make the file again.
+
+    Raises:
+        UsageError: Where there is no such device.
+    """
+    here = [factor for factor in factors(net, profile) if factor.kind == kind and factor.runs_here()]
+    if not here:
+        raise UsageError(f"kind {kind!r}: expected cpu, or cuda on a machine with such a GPU")
+    base = here[0].base["setting"]
+    settings = (base, "cuda:tf32=off,deterministic=off") if kind == "cuda" else (base, "cpu")
+    tables = {
+        "conversions": byte_round_trip(kind),
+        "repeatability": repeatability(settings),
+        "decoders": compare_decoders(next(load("walk", frames=20, size=(48, 64)).windows(20)).frames),
+    }
+    record = {
+        "network": net,
+        "profile": profile,
+        "frames": protocol(net, profile).frames if frames is None else frames,
+        "kind": kind,
+        "passport": dict(passport()),
+        "command": command,
+        "recorded": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "steps": step_rows(here, net, profile, progress),
+        "fused": fused_share(base, 100_000),
+        **{name: json.loads(table.to_json(orient="records")) for name, table in tables.items()},
+    }
+    records.write_json(Path(file), record)
+    options = {} if frames is None else {"frames": frames}  # last: an interruption leaves what is quickly done
+    trained_levels(here, net, profile, seeds, {"store": store, "workers": workers, "options": options}, progress)
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -16,7 +16,6 @@ import typer
 import typer.core
 
 from gpulab import __version__, files, signals
-from gpulab.companion.stock_chainer import HOW
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.settings import Setting
 from gpulab.training.protocol import OPTIONS, Specification, whole_numbers
@@ -286,53 +285,6 @@ def _again(ctx: typer.Context, without: set[str]) -> list[str]:
             for each in value if isinstance(value, list | tuple) else [value]:
                 words += [parameter.opts[0], str(each)]
     return words
-
-
-@app.command(
-    help=f"Train the authors' own network in Chainer, by a loop with their operations: seeds × loaders.\n\n{HOW}"
-)
-def published(
-    net: Annotated[Path, typer.Argument(help="the authors' net.py, or its folder PredNet", show_default=False)],
-    setting: Annotated[str, typer.Option(help="cpu, cpu:threads=N or cuda:tf32=off,cudnn=off")] = "cpu",
-    seeds: Annotated[str, typer.Option(help="how many (10), or which (0,1,7)")] = "1",
-    loader: Annotated[
-        list[str],
-        typer.Option(help="reused (as published), copied, or shared (on a GPU, as on a CPU); several times"),
-    ] = ["reused"],  # noqa: B006
-    round_trip: Annotated[
-        bool, typer.Option(help="on a GPU: to the CPU and back after each update, as published")
-    ] = True,
-    data: Annotated[str, typer.Option(help="walk, or a video file")] = "walk",
-    speed: Annotated[float, typer.Option(help="of the walk")] = 1.0,
-    every: Annotated[int, typer.Option(min=1, help="take one frame of the film in so many")] = 1,
-    frames: Annotated[int, typer.Option(min=20, help="to train on")] = 5000,
-    window: Annotated[int, typer.Option(min=2, help="frames in one, for one update")] = 20,
-    size: Annotated[str, typer.Option(help="width x height of a frame in pixels")] = "160x120",
-    channels: Annotated[str, typer.Option(help="of each layer")] = "3,48,96,192",
-    workers: Annotated[int, typer.Option(min=1, help="runs at the same time")] = 1,
-    store: Store = None,
-) -> None:
-    """Seeds × loaders of the published network, in worker processes; what is done already is skipped."""
-    from gpulab.companion import stock_chainer
-    from gpulab.companion.published import FUNCTION
-    from gpulab.stats.verdicts import verdict as compare
-    from gpulab.training.experiment import Experiment
-
-    stock_chainer.chainer()
-    file = net / "net.py" if net.is_dir() else net
-    stock_chainer.network(file)
-    numbers = whole_numbers(seeds, name="--seeds")
-    options = {"net": str(file), "data": data, "speed": speed, "every": every, "frames": frames, "window": window}
-    options |= {"size": size, "channels": channels, "round_trip": round_trip}
-    variants = [{"loader": name} for name in loader]
-    chosen = numbers if "," in seeds else numbers[0]
-    frame = Experiment(
-        FUNCTION, [setting], chosen, store=store, workers=workers, options=options, variants=variants
-    ).run()
-    columns = ["setting", "seed", "loader", "status", "final_loss", "repeat_loss", "beats_repeating", "seconds"]
-    _rows(f"{len(frame)} runs", frame, columns)
-    if frame.loader.nunique() > 1:
-        _say(compare(frame, factor="loader", reference=loader[0]))
 
 
 @app.command()

@@ -18,7 +18,7 @@ from typing import Any
 from gpulab import __version__
 
 PASSPORT_FORMAT = 1
-LIBRARIES = ("jax", "jaxlib", "keras", "tensorflow", "tensorflow-cpu")  # that train as well: `companion/frameworks.py`
+LIBRARIES = ("jax", "jaxlib", "keras", "tensorflow", "tensorflow-cpu")  # that train as well: `benchmarks/frameworks.py`
 OTHERS = ("chainer", "cupy", "numpy", *LIBRARIES)  # the first three run the published network
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")  # its package is named after the version of CUDA
 VECTOR_EXTENSIONS = re.compile(r"(sse4_[12]|avx.*|fma|f16c|amx.*|neon|asimd|sve2?|bf16|vsx)")

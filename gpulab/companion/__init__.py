@@ -3,7 +3,7 @@
 from gpulab._lazy import attach
 
 HOMES = {
-    "anomaly": "anomaly_finding anomaly_table anomaly_verdicts first_window shared_memory",
+    "anomaly": "anomaly_finding anomaly_table first_window shared_memory",
     "atlases": "atlas atlas_table atlas_verdict",
     "atlas_figures": "atlas_figure",
     "atlas_costs": "atlas_limits atlas_plan atlas_rates rates_table startup",
@@ -15,12 +15,12 @@ HOMES = {
     "findings": "finding",
     "floating_point": "FactorTable factor_table recorded_measurements recorded_products",
     "floating_point_figures": "decoded factor_effects",
-    "frameworks": "library_runs library_speeds library_verdicts one_step",
+    "growths": "growth growth_figure",
     "learning": "blurred_losses false_alarms learning_finding learning_table missing_colour_losses motion_finding "
     "recorded_films repeat_losses title_runs longer_runs",
     "old_gpu": "cards_finding cards_table covariance_spectrum divergence prices recorded_cards_audit recorded_prices "
     "spectrum",
-    "first_windows": "published_network published_windows recorded_windows",
+    "first_windows": "FirstWindow published_network recorded_windows",
     "saddle_points": "saddle_finding",
     "scale_out": "batch_gains descent_curves descent_runs descent_verdict device_counts large_batches parts_table "
     "recorded_scale_out same_end scaling_table what_the_guard_says",

@@ -7,20 +7,18 @@ the window's last frame.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pandas as pd
 from matplotlib.ticker import NullFormatter
 
 from gpulab.companion.findings import Finding, Part
-from gpulab.companion.learning import learning_table, learning_verdicts
+from gpulab.companion.first_windows import FirstWindow
+from gpulab.companion.learning import learning_table
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.plots.style import INK, Look, canvas, finished, origin_keys, points
 from gpulab.report import Picture
-from gpulab.stats.verdicts import Verdict
-from gpulab.training.step import FirstWindow
 
 FAR = 1000  # roundings: a gradient so far off is wrong
 PLAIN = "copied"
@@ -59,24 +57,12 @@ def first_window(
     return pd.DataFrame(rows)
 
 
-def anomaly_verdicts(
-    frame: pd.DataFrame, plateau: float, repeat: float = math.nan, margin: str | float | None = None
-) -> dict[str, Verdict]:
-    """The verdicts on shared against copied memory: `learning_verdicts` of one size, speed and device.
-
-    Args:
-        frame: Runs with the loader `copied` and one of `reused` and `imitated`.
-        plateau, repeat, margin: As of `learning_verdicts`.
+def anomaly_table(frame: pd.DataFrame, alpha: float = 0.05) -> pd.DataFrame:
+    """`learning_table` of shared against copied memory, for every experiment, size and setting.
 
     Raises:
-        UsageError: For other loaders.
+        UsageError: For other loaders than `copied` and one of `reused` and `imitated`.
     """
-    _check_loaders(frame)
-    return learning_verdicts(frame, "loader", PLAIN, plateau, repeat, margin)
-
-
-def anomaly_table(frame: pd.DataFrame, alpha: float = 0.05) -> pd.DataFrame:
-    """`learning_table` of shared against copied memory, for every experiment, size and setting."""
     for _, runs in frame.groupby(["experiment", "profile", "setting"]):
         _check_loaders(runs)
     return learning_table(frame, "loader", PLAIN, alpha)

@@ -17,7 +17,7 @@ import torch
 from markupsafe import Markup
 from torch import Tensor, nn
 
-from gpulab import plots
+from gpulab.companion.explorer_figures import saddle_path, seed_by_seed, side_by_side
 from gpulab.companion.widgets import Explorer, shown
 from gpulab.diagnostics.audits import audit
 from gpulab.diagnostics.findings import check_same_step
@@ -134,7 +134,7 @@ class TrainingExplorer(Working, Explorer):
 
     def picture(self) -> Picture:
         """The losses so far."""
-        return plots.side_by_side([chosen.value for chosen in self.settings], self.losses, FRAMES[self.net.value])
+        return side_by_side([chosen.value for chosen in self.settings], self.losses, FRAMES[self.net.value])
 
     def _anew(self, _: Any = None) -> None:
         self.stop()
@@ -255,7 +255,7 @@ class SaddleExplorer(Explorer):
     def picture(self) -> Picture:
         """The ball where the sliders say."""
         how = f"{self.optimizer.value}, {self.format.value}, rate {self.rate.value}, push {self.push.label}"
-        return plots.saddle_path(self.surface, self.path, self.step.value, self.turn.value, self.tilt.value, how)
+        return saddle_path(self.surface, self.path, self.step.value, self.turn.value, self.tilt.value, how)
 
     def _roll(self, _: Any = None) -> None:
         how = {"optimizer": self.optimizer.value, "learning_rate": self.rate.value, "perturbation": self.push.value}
@@ -293,7 +293,7 @@ class SeedsExplorer(Explorer):
 
     def picture(self) -> Picture:
         """The verdicts so far."""
-        return plots.seed_by_seed({n: some for n, some in self.verdicts.items() if n <= self.seeds.value})
+        return seed_by_seed({n: some for n, some in self.verdicts.items() if n <= self.seeds.value})
 
     def _anew(self, _: Any = None) -> None:
         """The runs of a comparison in an order: 0 is as they were recorded, others are shuffled."""

@@ -97,7 +97,7 @@ def published_runs() -> pd.DataFrame:
 
 
 def described(frame: pd.DataFrame) -> pd.DataFrame:
-    """Runs of `gpulab published`, with the columns that `published_runs` has."""
+    """Runs of `benchmarks/published.py`, with the columns that `published_runs` has."""
     device = frame.device.map({"cpu": "CPU", "cuda": "GPU"})
     tripped = (frame.device == "cuda") & ~frame.round_trip.astype(bool)
     condition = device + ", " + frame.loader.map(HANDED) + tripped.map({True: ", no round trip", False: ""})

@@ -1,89 +1,111 @@
-"""The first windows of the published network, in Chainer: losses and gradients of one cell held against another's."""
+"""The first window of a training: its losses and its gradient, in gpulab's own networks and in the published one."""
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections.abc import Sequence
+import copy
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
 
 from gpulab import records
-from gpulab.companion.published import Arrays, Published, windows
-from gpulab.companion.stock_chainer import AUTHORS, chainer
-from gpulab.data.datasets import Sequence as Frames
-from gpulab.data.datasets import load
-from gpulab.errors import GpulabError, UsageError
-from gpulab.training.protocol import protocol
-
-FOLDER = "GPULAB_CHAINER_PREDNET"  # the environment variable that names the authors' folder
+from gpulab.companion.benchmarks import benchmark
+from gpulab.data.feed import Loader
+from gpulab.errors import GpulabError
+from gpulab.models.base import Trainable
+from gpulab.settings import Setting
+from gpulab.training.plan import plan_run
 
 
-class Cell(NamedTuple):
-    """A device and a way of handing over frames.
+class FirstWindow:
+    """A step on the first window of a training, its frames handed over by a `loader`: see `gpulab.data.feed`.
 
-    Attributes:
-        kind: `cpu` or `cuda`.
-        loader: As of `gpulab.companion.published.Published`.
-        round_trip: Likewise.
+    For `gpulab.audit` and `gpulab.record` it is a step like any other. `gradient(setting)` returns what
+    the step computes. `net` is a name, whose weights are drawn from `seed`, or a trained network.
+    `frames` cuts the window short. Nothing is updated. `options` are those of `gpulab.train` that change
+    what the step begins with: `data`, `data_options`, `flip`, `draws`, and the `setting` whose device draws.
+
+    >>> step = FirstWindow("autoencoder", "reused", profile="smoke")
+    >>> step.gradient("cpu").losses.shape
+    torch.Size([20])
     """
 
-    kind: str
-    loader: str
-    round_trip: bool = True
+    def __init__(
+        self,
+        net: str | Trainable = "prednet",
+        loader: str = "window",
+        seed: int = 0,
+        profile: str = "quick",
+        frames: int | None = None,
+        **options: Any,
+    ) -> None:
+        with torch.random.fork_rng(devices=[]):
+            self.plan = plan_run(net, seed=seed, profile=profile, loader=loader, **options)
+        self.plan.begin()
+        self.frames = next(self.plan.data.windows(self.plan.window, seed)).frames[:frames]
+        self.loader = loader
 
-    def __str__(self) -> str:
-        return f"{self.kind} {self.loader}" + ("" if self.round_trip else ", no round trip")
+    def prepared(self, setting: Setting) -> Callable[[], Computed]:
+        """The step with its model in place; call it once."""
+        model = copy.deepcopy(self.plan.model).to(setting.device, setting.dtype)
+        loader = Loader(self.loader, setting)
+
+        def once() -> Computed:
+            losses = []
+            for batch in loader.batches(model, self.frames):
+                objective, per_frame, _ = model.training_loss(batch, None)  # type: ignore[arg-type]
+                objective.backward()
+                losses.append(per_frame)
+            gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            return Computed(torch.cat(losses), gradient)
+
+        return once
+
+    def __call__(self, setting: Setting) -> Computed:
+        """Do the step."""
+        return self.prepared(setting)()
+
+    def gradient(self, setting: Setting | str = "cpu") -> Computed:
+        """The losses and the gradient under a setting, on the CPU in float64."""
+        parsed = Setting.parse(setting)
+        with parsed.apply():
+            computed = self(parsed)
+        gradient = {name: g.detach().to("cpu").double() for name, g in computed.gradient.items()}
+        return Computed(computed.losses.to("cpu").double(), gradient)
 
 
-USUAL = ((Cell("cpu", "copied"), Cell("cpu", "reused")),)
+@dataclass(frozen=True)
+class Computed:
+    """`losses`, one a frame (t,), and the `gradient` of each parameter by name."""
+
+    losses: Tensor
+    gradient: dict[str, Tensor]
+
+    def against(self, other: Computed) -> dict[str, Any]:
+        """How this differs from another: the losses' bits, the gradient's relative distance and cosine."""
+        mine, theirs = (_flat({name: of[name] for name in other.gradient}) for of in (self.gradient, other.gradient))
+        return {
+            "same_losses": int((self.losses == other.losses).sum()),
+            "losses": len(self.losses),
+            "gradient_difference": float((mine - theirs).norm() / theirs.norm()),
+            "cosine": float(mine @ theirs / (mine.norm() * theirs.norm())),
+        }
 
 
-def published_windows(
-    net: str | Path | None = None,
-    pairs: Sequence[tuple[Cell, Cell]] = USUAL,
-    count: int = 1,
-    seed: int = 0,
-    profile: str = "smoke",
-    speed: float = 1.0,
-) -> pd.DataFrame:
-    """The first windows of the authors' own network in Chainer, each cell trained by itself, cell against cell.
+def _flat(gradient: dict[str, Tensor]) -> Tensor:
+    return torch.cat([g.reshape(-1) for g in gradient.values()])
 
-    Args:
-        net: The authors' `net.py` or its folder, else `$GPULAB_CHAINER_PREDNET`.
-        pairs: What to compare: the second of each with the first.
-        count: Of windows; the weights of the second and later ones have come apart already.
-        seed: Of the weights.
-        profile: How large.
-        speed: Of the walk.
 
-    Returns:
-        A row for each pair and window: `same_losses` counts the forward losses with the same bits, of `losses`;
-        `loss_difference` is the largest relative one; `gradient_difference` the relative distance of the whole
-        gradient, `cosine` its direction, and `worst_array` the relative distance of the worst single array.
-
-    Raises:
-        GpulabError: Without Chainer, or CuPy where a GPU is asked for; the message says how to install it.
-    """
-    net = net or os.environ.get(FOLDER)
-    if not net:
-        raise UsageError(f"the authors' net.py: give its folder, or set ${FOLDER} to PredNet in a clone of {AUTHORS}")
-    usual = protocol("prednet", profile)
-    frames = load("walk", usual.frames, usual.size, speed=speed)
-    assert isinstance(frames, Frames)
-    found = {cell: _run(net, cell, frames, count, seed, usual.model["channels"]) for cell in {*itertools.chain(*pairs)}}
-    rows = []
-    for pair in pairs:
-        for number, (before, after) in enumerate(zip(*(found[cell] for cell in pair), strict=True)):
-            rows.append({"of": str(pair[1]), "against": str(pair[0]), "window": number, **_compared(before, after)})
-    return pd.DataFrame(rows)
+# --- the published network -------------------------------------------------------------------------------
 
 
 def recorded_windows() -> pd.DataFrame:
-    """What `benchmarks/record_published.py` recorded: as `published_windows`, with the `machine`."""
+    """What `benchmarks/record_published.py` recorded: as its `published_windows`, with the `machine`."""
     documents = records.read_documents("published")
     frames = [
         pd.DataFrame(d["windows"]).assign(machine=records.machine(d["passport"])) for d in documents if "windows" in d
@@ -95,50 +117,15 @@ def published_network(net: str | Path | None = None, profile: str = "smoke") -> 
     """The first window of the authors' own network on a CPU, buffer reused against copied, in a sentence.
 
     Where something is missing, the sentence says that it was skipped, and how to get it. For the arguments see
-    `published_windows`.
+    `published_windows` in `benchmarks/record_published.py`.
     """
     try:
-        (row,) = published_windows(net, profile=profile).itertuples()
+        (row,) = benchmark("record_published").published_windows(net, profile=profile).itertuples()
     except GpulabError as missing:
         return f"Skipped: {missing}."
+    version = importlib.metadata.version("chainer")
     return (
-        f"The published network (Chainer {chainer().__version__}), first window, reused against copied: "
+        f"The published network (Chainer {version}), first window, reused against copied: "
         f"{row.same_losses} of {row.losses} forward losses have the same bits; the gradient is off by "
         f"{row.gradient_difference:.1e} (cosine {row.cosine:.5f})."
     )
-
-
-def _run(
-    net: str | Path, cell: Cell, frames: Frames, count: int, seed: int, channels: Sequence[int]
-) -> list[tuple[list[float], Arrays]]:
-    """The losses and the gradients of each window."""
-    callers = np.random.get_state()
-    trained = Published(net, cell.kind, seed, frames.size, tuple(channels), cell.loader, cell.round_trip)
-    np.random.set_state(callers)
-    found = []
-    for window, restart in itertools.islice(windows(frames), count):
-        if restart:
-            trained.restart(window[0])
-        gradients: Arrays = {}
-        losses = trained.window(window[1:] if restart else window, lambda: gradients.update(trained.gradients()))  # noqa: B023
-        found.append((losses, gradients))
-    return found
-
-
-def _compared(before: tuple[list[float], Arrays], after: tuple[list[float], Arrays]) -> dict[str, float]:
-    losses, others = np.array(before[0]), np.array(after[0])
-    right, wrong = (
-        [array.ravel().astype(np.float64) for _, array in sorted(gradients.items())]
-        for gradients in (before[1], after[1])
-    )
-    of_each = [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in zip(right, wrong, strict=True) if a.any()]
-    whole, other = np.concatenate(right), np.concatenate(wrong)
-    lengths = np.linalg.norm(whole), np.linalg.norm(other)
-    return {
-        "same_losses": int((losses == others).sum()),
-        "losses": len(losses),
-        "loss_difference": float(np.abs(others / losses - 1).max()),
-        "gradient_difference": float(np.linalg.norm(other - whole) / lengths[0]),
-        "cosine": float(whole @ other / lengths[0] / lengths[1]),
-        "worst_array": float(max(of_each)),
-    }

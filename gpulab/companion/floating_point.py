@@ -10,7 +10,6 @@ import functools
 import json
 import math
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,9 +23,9 @@ from torch import Tensor
 
 from gpulab import records
 from gpulab.companion.findings import SAME, SIZES, WORDS, Finding, Part, listed, span
-from gpulab.data.datasets import load
-from gpulab.data.jpeg import available_decoders, compare_decoders
-from gpulab.device.operations import byte_round_trip, fused_share, repeatability
+from gpulab.companion.first_windows import FirstWindow
+from gpulab.companion.growths import flipped
+from gpulab.data.jpeg import available_decoders
 from gpulab.device.processes import measure
 from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.sums import bit_of, first_bit
@@ -38,10 +37,8 @@ from gpulab.settings import Setting, cpu_flags
 from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
 from gpulab.training import store as stores
 from gpulab.training.experiment import Experiment
-from gpulab.training.growths import flipped
-from gpulab.training.protocol import FACTORS, protocol
+from gpulab.training.protocol import FACTORS
 from gpulab.training.run import train
-from gpulab.training.step import FirstWindow
 
 MEASURED = ("conversions", "repeatability", "fused", "decoders")
 STEP_SEEDS = 3  # one step is cheap, but one seed proves nothing
@@ -132,7 +129,7 @@ def first_step(setting: str, net: str, profile: str, seeds: int, file: str, opti
     save_file({"losses": torch.stack(losses), "gradient": torch.stack(gradients)}, file)
 
 
-def _step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> list[dict[str, Any]]:
+def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> list[dict[str, Any]]:
     """One step of each factor, on the seed that it moves most: see `FactorTable`."""
 
     @functools.cache
@@ -169,7 +166,7 @@ def _step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> 
     return rows
 
 
-def _train(
+def trained_levels(
     chosen: list[Factor], net: str, profile: str, seeds: int, options: dict[str, Any], progress: bool
 ) -> pd.DataFrame:
     """The runs of all levels, in this process where settings and workers allow it: every flag is restored after one."""
@@ -272,9 +269,9 @@ def factor_table(
     """
     every = factors(net, profile)
     here = [factor for factor in every if factor.runs_here()]
-    steps = _step_rows(here, net, profile, progress)
+    steps = step_rows(here, net, profile, progress)
     options = {"store": store, "options": {} if frames is None else {"frames": frames}}
-    runs = _train(here, net, profile, seeds, options, progress)
+    runs = trained_levels(here, net, profile, seeds, options, progress)
     rows, verdicts = _with_verdicts(steps, _verdicts(runs, here), MADE_HERE, profile, passport())
     if recorded:
         for record in recorded_factors():
@@ -313,60 +310,8 @@ def _with_verdicts(
     return rows, {(source, base): judged for base, judged in verdicts.items()}
 
 
-def record_factors(
-    file: str | Path,
-    store: str | Path,
-    net: str = "prednet",
-    profile: str = "quick",
-    seeds: int = 10,
-    frames: int | None = None,
-    workers: int = 1,
-    kind: str = "cpu",
-    command: str | None = None,
-    progress: bool = True,
-) -> None:
-    """Measure on this machine what `factor_table` shows of it elsewhere.
-
-    Args:
-        file: JSON, for all but the runs.
-        store: Where the runs go.
-        net, profile, seeds, frames, progress: As for `factor_table`.
-        workers: How many runs go on at the same time.
-        kind: The device that the factors are changed on, `cpu` or `cuda`.
-        command: What is kept as the way to make the file again.
-
-    Raises:
-        UsageError: Where there is no such device.
-    """
-    here = [factor for factor in factors(net, profile) if factor.kind == kind and factor.runs_here()]
-    if not here:
-        raise UsageError(f"kind {kind!r}: expected cpu, or cuda on a machine with such a GPU")
-    base = here[0].base["setting"]
-    settings = (base, "cuda:tf32=off,deterministic=off") if kind == "cuda" else (base, "cpu")
-    tables = {
-        "conversions": byte_round_trip(kind),
-        "repeatability": repeatability(settings),
-        "decoders": compare_decoders(next(load("walk", frames=20, size=(48, 64)).windows(20)).frames),
-    }
-    record = {
-        "network": net,
-        "profile": profile,
-        "frames": protocol(net, profile).frames if frames is None else frames,
-        "kind": kind,
-        "passport": dict(passport()),
-        "command": command,
-        "recorded": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "steps": _step_rows(here, net, profile, progress),
-        "fused": fused_share(base, 100_000),
-        **{name: json.loads(table.to_json(orient="records")) for name, table in tables.items()},
-    }
-    records.write_json(Path(file), record)
-    options = {} if frames is None else {"frames": frames}  # last: an interruption leaves what is quickly done
-    _train(here, net, profile, seeds, {"store": store, "workers": workers, "options": options}, progress)
-
-
 def recorded_factors() -> list[dict[str, Any]]:
-    """What other machines measured of factors, as `record_factors` wrote it; a damaged file is a `DataError`."""
+    """What `benchmarks/record_factors.py` wrote on other machines; a damaged file is a `DataError`."""
     return records.read_documents("factors")
 
 

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 
 from gpulab import records
 from gpulab.companion.findings import Finding, Part, listed
+from gpulab.companion.first_windows import FirstWindow
 from gpulab.diagnostics.audits import Audit, audit
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covariance
 from gpulab.plots.style import (
@@ -33,7 +34,6 @@ from gpulab.report import Picture
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
 from gpulab.training.reproduction import Reproduction
-from gpulab.training.step import FirstWindow
 from gpulab.training.store import history
 
 MARGINS = ("0.25sd", "0.5sd")

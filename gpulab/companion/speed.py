@@ -323,7 +323,9 @@ def shares(frame: pd.DataFrame) -> Picture:
     back = table.backward / table.sum(axis=1)
     headline = f"Backpropagation takes {back.min():.0%} to {back.max():.0%} of a step"
     alt = f"Shares of forward pass, backpropagation and update. {headline}."
-    return _stacked(table.set_axis([", ".join(pair) for pair in table.index]), PHASES, headline, alt)
+    table = table.set_axis([", ".join(pair) for pair in table.index])
+    label = "share of a training step (right: the whole step)"
+    return stacked_shares(table, table.sum(axis=1), PHASES, label, headline, alt)
 
 
 def kernels() -> Picture:
@@ -340,33 +342,27 @@ def kernels() -> Picture:
     headline = f"Convolutions, weight gradients apart, are {share.min():.0%} to {share.max():.0%} of an update's work"
     tints = dict(zip(table, level_colours("what", [*table]).values(), strict=True))
     alt = f"Shares of an update of PredNet by kind of work. {headline}."
-    whole = "its kernels' time (right: the sum; on a GPU some run beside others)"
-    return _stacked(table / 1e3, tints, headline, alt, whole)
+    label = "share of its kernels' time (right: the sum; on a GPU some run beside others)"
+    return stacked_shares(table / 1e3, table.sum(axis=1) / 1e3, tints, label, headline, alt)
 
 
-def _stacked(
-    seconds: pd.DataFrame,
-    tints: Mapping[str, str],
-    headline: str,
-    alt: str,
-    whole: str = "a training step (right: the whole step)",
+def stacked_shares(
+    parts: pd.DataFrame, whole: pd.Series, tints: Mapping[str, str], label: str, headline: str, alt: str
 ) -> Picture:
-    """A bar a row, of the shares of its columns, with the whole beside it."""
-    total, left = seconds.sum(axis=1), np.zeros(len(seconds))
-    figure, (axes,) = canvas(1, height=1.1 + 0.3 * len(seconds))
-    for part, tint in tints.items():
-        share = seconds[part] / total
-        axes.barh([*seconds.index], share, left=left, color=tint, height=0.7, label=part)
-        for place, (start, width) in enumerate(zip(left, share, strict=True)):
-            if width > 0.06:
-                ink = "white" if sum(to_rgb(tint)) < 1.5 else "black"
-                axes.text(start + width / 2, place, f"{width:.0%}", color=ink, ha="center", va="center", fontsize=8)
-        left += share.to_numpy()
-    for place, sum_of_all in enumerate(total):
-        axes.annotate(f"{1e3 * sum_of_all:.3g} ms", (1.01, place), va="center", fontsize=8, annotation_clip=False)
+    """A bar for each row of seconds, divided by the shares of its columns, and beside it the whole in milliseconds."""
+    figure, (axes,) = canvas(1, height=1.1 + 0.3 * len(parts))
+    shares = parts[[*tints]].div(parts.sum(axis=1), axis=0)
+    shares.plot.barh(stacked=True, color=tints, width=0.7, ax=axes, legend=False)
+    bars: Any
+    for bars, tint in zip(axes.containers, tints.values(), strict=True):
+        words = [f"{bar.get_width():.0%}" if bar.get_width() > 0.06 else "" for bar in bars]
+        ink = "white" if sum(to_rgb(tint)) < 1.5 else "black"
+        axes.bar_label(bars, words, label_type="center", color=ink, fontsize=8)
+    for row, seconds in enumerate(whole):
+        axes.annotate(f"{1e3 * seconds:.3g} ms", (1.01, row), va="center", fontsize=8, annotation_clip=False)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
-    axes.set(xlim=(0, 1), xlabel=f"share of {whole}")
+    axes.set(xlim=(0, 1), xlabel=label, ylabel="")
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     return finished(figure, headline, alt, axes.get_legend_handles_labels()[0], 3)
 

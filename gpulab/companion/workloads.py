@@ -1,27 +1,25 @@
-"""The work that notebook 07 measures on any device: a short function a section, with a setting and a size."""
+"""The work that notebook 07 measures on any device: a short function a section, with a setting and a size.
+
+Three sections lie in `benchmarks/`, for they need other libraries, or a training of their own.
+"""
 
 from __future__ import annotations
 
 import copy
-import ctypes
 import functools
-import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpulab.companion.frameworks import LIBRARIES, TORCH, library_speeds
-from gpulab.companion.texts import VOCABULARY, TextNet, split
+from gpulab.companion.benchmarks import benchmark
 from gpulab.device.memory import memory_watch
 from gpulab.device.placements import place
 from gpulab.device.rooflines import roofline, timed
@@ -36,13 +34,9 @@ from gpulab.training.protocol import PROFILES
 NETWORKS = ("resnet18", "LSTM", "Transformer")
 IMAGES = {"smoke": (2, 32), "quick": (8, 64), "paper": (32, 224)}  # how many, and their edge
 TEXTS = {"smoke": (4, 16, 32), "quick": (16, 64, 128), "paper": (32, 128, 512)}  # how many, words, width
-TRAINING = {"smoke": (1, 16, 32), "quick": (2, 32, 64), "paper": (8, 64, 128)}  # epochs, words, width
-SEEDS = 6
+VOCABULARY = 4096  # words are numbered by a hash
 WIDTHS = {"smoke": (16, 64, 256), "quick": (16, 64, 256, 1024), "paper": (16, 64, 256, 1024, 4096)}
-TABLE_ROWS = {"smoke": 2_000, "quick": 50_000, "paper": 1_000_000}
 REPEATS = {"smoke": 2, "quick": 3, "paper": 5}
-BATCH = 32  # of trainings on texts
-SLOW = 4.0  # a format whose products take this much longer than float32's is not trained in
 
 
 class Row(NamedTuple):
@@ -55,6 +49,35 @@ class Row(NamedTuple):
     spread: float | None = None  # the interquartile range over the median
     seed: int | None = None
     note: str = ""
+
+
+class TextNet(nn.Module):
+    """Scores of texts for each class: words are embedded, read by an LSTM or a Transformer encoder, and averaged.
+
+    Examples:
+        >>> TextNet("LSTM", classes=3, width=8)(torch.tensor([[5, 7, 0]])).shape
+        torch.Size([1, 3])
+    """
+
+    def __init__(self, kind: str, classes: int, width: int, layers: int = 2) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, width, padding_idx=0)
+        if kind == "LSTM":
+            self.reader: nn.Module = nn.LSTM(width, width, layers, batch_first=True)
+        else:
+            layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+            self.reader = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.scores = nn.Linear(width, classes)
+
+    def forward(self, words: Int[Tensor, "b t"]) -> Float[Tensor, "b c"]:
+        """Scores; 0 is no word."""
+        there = words > 0
+        if isinstance(self.reader, nn.LSTM):
+            read = self.reader(self.words(words))[0]
+        else:
+            read = self.reader(self.words(words), src_key_padding_mask=~there)
+        counted = there.unsqueeze(-1)
+        return self.scores((read * counted).sum(1) / counted.sum(1))
 
 
 def workload(name: str, size: str = "quick") -> Step:
@@ -95,124 +118,12 @@ def step(setting: Setting, size: str) -> Iterator[Row]:
         times: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
         for _ in range(2 + REPEATS[size]):
             optimizer.zero_grad()
-            forward, loss = _clocked(setting, functools.partial(_loss, model, inputs, targets))
+            forward, loss = clocked(setting, functools.partial(_loss, model, inputs, targets))
             times["forward"].append(forward)
-            times["backward"].append(_clocked(setting, loss.backward)[0])
-            times["update"].append(_clocked(setting, optimizer.step)[0])
+            times["backward"].append(clocked(setting, loss.backward)[0])
+            times["update"].append(clocked(setting, optimizer.step)[0])
         for way, seconds in times.items():
-            yield Row(name, way, *_summary(seconds[2:]))
-
-
-def text(setting: Setting, size: str, corpus: str = "docstrings") -> Iterator[Row]:
-    """A Transformer trained to name the package of a docstring, in each precision, from the same seeds.
-
-    Of each training the seconds, the joules where the device counts them, the mean loss of the last epoch, and the
-    accuracy on texts held out.
-    """
-    texts = split(corpus, TRAINING[size][1], every=2 if size == "smoke" else 1)
-    yield Row(corpus, "most frequent class", float((texts[3] == texts[1].mode().values).float().mean()), "accuracy")
-    against = precisions(setting)
-    for seed, (precision, why_not) in itertools.product(range(SEEDS), against.items()):
-        if not why_not:
-            for value, unit in _trained(setting, size, texts, precision, seed):
-                yield Row(corpus, precision, value, unit, seed=seed)
-    yield from (Row(corpus, precision, note=why_not) for precision, why_not in against.items() if why_not)
-    for precision in ("float32", "bfloat16"):
-        way = f"{precision}, compiled"
-        if size != "paper":
-            yield Row(corpus, way, note="compiling takes longer than so short a training: at the paper size only")
-            continue
-        try:
-            for value, unit in _trained(setting, size, texts, precision, 0, compiled=True):
-                yield Row(corpus, way, value, unit, seed=0)
-        except Exception as error:  # whatever the lack of a compiler raises
-            yield Row(corpus, way, note=f"cannot be compiled here: {in_one_line(error)[:120]}")
-
-
-def precisions(setting: Setting) -> dict[str, str]:
-    """The precisions that one may train in, each with what speaks against it on this device, or nothing.
-
-    Examples:
-        >>> precisions(Setting.parse("cpu"))["float32"]
-        ''
-    """
-    ampere = setting.kind == "cuda" and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)
-    found = {"float32": "", "tf32": "" if ampere else "not on this device: NVIDIA's GPUs have TF32, from Ampere on"}
-    seconds = {}
-    for name in ("float32", "bfloat16", "float16"):
-        factor = torch.randn(256, 256).to(setting.device, getattr(torch, name))
-        seconds[name] = timed(setting, functools.partial(torch.mm, factor, factor), 2)[0]
-        slower = seconds[name] / seconds["float32"]
-        found[name] = f"products take {slower:.0f} times as long as in float32 here" if slower > SLOW else ""
-    return found
-
-
-def _trained(
-    setting: Setting, size: str, texts: tuple[Tensor, ...], precision: str, seed: int, compiled: bool = False
-) -> Iterator[tuple[float, str]]:
-    """Numbers with their units, of one training."""
-    words, labels, held_words, held_labels = (part.to(setting.device) for part in texts)
-    torch.manual_seed(seed)
-    model = TextNet("Transformer", int(labels.max()) + 1, TRAINING[size][2]).to(setting.device)
-    read, optimizer = torch.compile(model) if compiled else model, torch.optim.Adam(model.parameters(), 2e-3)
-    order, half = torch.Generator().manual_seed(seed), precision.endswith("float16")
-    dtype = getattr(torch, precision) if half else torch.bfloat16
-    cast = functools.partial(torch.autocast, setting.kind, dtype, enabled=half)
-    scaler = torch.amp.GradScaler(setting.kind, enabled=precision == "float16")  # small gradients would become zero
-
-    def update(rows: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        with cast():
-            loss = F.cross_entropy(read(words[rows]), labels[rows])
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    def train() -> list[Tensor]:
-        losses: list[Tensor] = []
-        for _ in range(TRAINING[size][0]):
-            batches = torch.randperm(len(words), generator=order).to(setting.device).split(BATCH)
-            losses = [update(rows) for rows in batches if len(rows) == BATCH]
-        return losses
-
-    with (replace(setting, tf32=precision == "tf32") if setting.kind == "cuda" else setting).apply():
-        first = torch.linspace(0, len(words) - 1, BATCH, device=setting.device).long()
-        yield _clocked(setting, lambda: update(first))[0], "s until the first update"
-        before = joules(setting)
-        seconds, losses = _clocked(setting, train)
-        after = joules(setting)
-        yield seconds, "s"
-        if before is not None and after is not None:
-            yield after - before, "J"
-        yield float(torch.stack(losses).float().mean()), "loss"
-        with torch.no_grad(), cast():
-            found = torch.cat([model(part).argmax(1) for part in held_words.split(256)])
-        yield float((found == held_labels).float().mean()), "accuracy"
-
-
-def trees(setting: Setting, size: str) -> Iterator[Row]:
-    """Fifty gradient-boosted trees (XGBoost) on a table of random numbers, from the table in the host's memory."""
-    try:
-        import xgboost
-    except ImportError:
-        yield Row("XGBoost", note="XGBoost is not installed: pip install 'gpulab[trees]'")
-        return
-    draw = np.random.default_rng(0)
-    table = draw.standard_normal((TABLE_ROWS[size], 50), np.float32)
-    target = np.sin(3 * table[:, 0]) * table[:, 1] + table[:, 2] ** 2
-    options = {"device": setting.device, "nthread": torch.get_num_threads(), "max_depth": 6}
-
-    def train() -> None:
-        xgboost.train(options, xgboost.DMatrix(table, target, nthread=options["nthread"]), 50)
-
-    if setting.kind == "cuda" and not xgboost.build_info()["USE_CUDA"]:
-        yield Row("XGBoost", note="this XGBoost was built without CUDA: pip install xgboost, not xgboost-cpu")
-    elif setting.kind not in ("cpu", "cuda"):
-        yield Row("XGBoost", note=f"XGBoost computes on cpu and cuda, not on {setting.kind}")
-    else:
-        times = [_clocked(setting, train)[0] for _ in range(1 + REPEATS[size])]
-        yield Row("XGBoost", "fifty trees", *_summary(times[1:]))
+            yield Row(name, way, *summary(seconds[2:]))
 
 
 def inference(setting: Setting, size: str) -> Iterator[Row]:
@@ -233,9 +144,9 @@ def inference(setting: Setting, size: str) -> Iterator[Row]:
         alone = functools.partial(torch.set_num_threads, 1 if cores else threads)  # of those that compute for a thread
         with ThreadPoolExecutor(count, initializer=alone) as pool:
             work_all = functools.partial(_all_of, pool, serve, models, images)
-            seconds = [_clocked(setting, work_all)[0] for _ in range(1 + REPEATS[size])]
+            seconds = [clocked(setting, work_all)[0] for _ in range(1 + REPEATS[size])]
         torch.set_num_threads(threads)
-        middle, _, spread = _summary(seconds[1:])
+        middle, _, spread = summary(seconds[1:])
         way = f"{count} {'core' if cores else 'device'}{'s' * (count > 1)}"
         yield Row("resnet18", way, count * calls * len(images[0]) / middle, "images/s", spread)
 
@@ -333,17 +244,6 @@ def memory(setting: Setting, size: str) -> Iterator[Row]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def libraries(setting: Setting, size: str) -> Iterator[Row]:
-    """Images a second of the autoencoder's training, one image a batch, in PyTorch, JAX and Keras."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU's memory
-    for library in (TORCH, *LIBRARIES) if size != "paper" else ():  # one image is one image
-        try:
-            table = library_speeds("autoencoder", str(setting), size, [library], REPEATS[size], windows=6)
-            yield Row("autoencoder", library, float(table.frames_per_second.median()), "images/s")
-        except GpulabError as error:
-            yield Row("autoencoder", library, note=str(error))
-
-
 @functools.cache
 def ceilings(setting: str) -> pd.DataFrame:
     """The roofline of a setting, `gpulab.roofline`'s, measured once a process.
@@ -367,8 +267,11 @@ def roof(setting: Setting, size: str) -> Iterator[Row]:
             yield Row(name, found.bound, value, unit)
 
 
-SECTIONS = (step, roof, small, transfer, memory, inference, libraries, trees, text)
-PARTS: dict[str, Callable[[Setting, str], Iterator[Row]]] = {part.__name__: part for part in SECTIONS}
+SECTIONS: dict[str, Callable[[Setting, str], Iterator[Row]]] = {
+    section.__name__: section for section in (step, roof, small, transfer, memory, inference)
+}
+IN_BENCHMARKS = {"libraries": "frameworks", "trees": "boosted_trees", "text": "text_classifier"}  # and their scripts
+PARTS = (*SECTIONS, *IN_BENCHMARKS)
 
 
 def measure_speed(part: str, settings: Iterable[Setting | str] = ("cpu",), size: str = "quick") -> pd.DataFrame:
@@ -385,14 +288,15 @@ def measure_speed(part: str, settings: Iterable[Setting | str] = ("cpu",), size:
 
     Raises:
         UsageError: For an unknown part or size.
-        GpulabError: For a setting that cannot run here.
+        GpulabError: For a setting that cannot run here, and where a section's script is not there.
     """
     if part not in PARTS or size not in PROFILES:
         raise UsageError(f"{part!r}, {size!r}: expected one of {', '.join(PARTS)}, and of {', '.join(PROFILES)}")
+    section = SECTIONS[part] if part in SECTIONS else getattr(benchmark(IN_BENCHMARKS[part]), part)
     here, frames = passport(), []
     for setting in map(Setting.parse, settings):
         with setting.apply(), torch.random.fork_rng(devices=[]):
-            frame = pd.DataFrame(PARTS[part](setting, size), columns=Row._fields)
+            frame = pd.DataFrame(section(setting, size), columns=Row._fields)
         frames.append(frame.assign(size=size, setting=str(setting), machine=machine(here, setting.kind)))
     rows = pd.concat(frames, ignore_index=True)
     rows.insert(0, "part", part)
@@ -402,26 +306,6 @@ def measure_speed(part: str, settings: Iterable[Setting | str] = ("cpu",), size:
 def device_count(setting: Setting) -> int:
     """How many devices of the setting's kind there are."""
     return 1 if setting.kind in ("cpu", "mps") else getattr(torch, setting.kind).device_count()
-
-
-def joules(setting: Setting) -> float | None:
-    """The energy that a GPU has used since its driver was loaded, by NVML's counter; None where nobody counts.
-
-    Examples:
-        >>> joules(Setting.parse("cpu")) is None
-        True
-    """
-    if setting.kind != "cuda" or torch.version.hip:
-        return None
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    handle, used = ctypes.c_void_p(), ctypes.c_ulonglong()
-    uuid = f"GPU-{torch.cuda.get_device_properties(setting.device).uuid}".encode()
-    failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
-    failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(used))
-    return None if failed else used.value / 1000
 
 
 def _repeated(setting: Setting, size: str, work: Callable[[], Any]) -> tuple[float, str, float]:
@@ -439,7 +323,7 @@ def _all_of(pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Iter
         pass
 
 
-def _clocked(setting: Setting, work: Callable[[], Any]) -> tuple[float, Any]:
+def clocked(setting: Setting, work: Callable[[], Any]) -> tuple[float, Any]:
     """How long it takes until the device is done, and what it gives."""
     wait = getattr(torch, setting.kind).synchronize
     wait()
@@ -449,7 +333,7 @@ def _clocked(setting: Setting, work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - started, found
 
 
-def _summary(times: list[float]) -> tuple[float, str, float]:
+def summary(times: list[float]) -> tuple[float, str, float]:
     """Median, unit and spread."""
     first, middle, third = statistics.quantiles(times, n=4)
     return middle, "s", (third - first) / middle

@@ -304,5 +304,9 @@ def _module_of(file: Path) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     code = compile(file.read_bytes(), file, "exec")
     sys.modules[name] = module  # dataclasses and the processes of a DataLoader look for it there
-    exec(code, module.__dict__)
+    try:
+        exec(code, module.__dict__)
+    except BaseException:
+        del sys.modules[name]  # half a module would be taken for the whole by the next import
+        raise
     return module

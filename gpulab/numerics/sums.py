@@ -1,6 +1,6 @@
 """Why two correct devices disagree: sums in another order, products rounded once or twice, races.
 
-Every number here is computed where it is asked for. What a GPU gave is recorded with `gpulab.record_factors`.
+Every number here is computed where it is asked for. What a GPU gave is recorded by `benchmarks/record_factors.py`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ say.
 """
 
 from gpulab.plots.costs import placement, roofline
-from gpulab.plots.decisions import changes, estimation, seed_by_seed
-from gpulab.plots.escapes import escape_law, escape_paths, escape_phases, saddle_path
+from gpulab.plots.decisions import changes, estimation
+from gpulab.plots.escapes import escape_law, escape_paths, escape_phases
 from gpulab.plots.instruments import (
     audit,
     bits,
@@ -18,7 +18,7 @@ from gpulab.plots.instruments import (
     sums,
 )
 from gpulab.plots.pictures import frames, predictions, reconstructions, sample
-from gpulab.plots.runs import curves, differences, growth, losses, side_by_side
+from gpulab.plots.runs import curves, differences, losses
 from gpulab.plots.style import colour, save
 from gpulab.report import Picture
 
@@ -36,7 +36,6 @@ __all__ = [
     "escape_phases",
     "estimation",
     "frames",
-    "growth",
     "index_against_loss",
     "landscape_slice",
     "losses",
@@ -44,12 +43,9 @@ __all__ = [
     "predictions",
     "reconstructions",
     "roofline",
-    "saddle_path",
     "saddle_surface",
     "sample",
     "save",
-    "seed_by_seed",
-    "side_by_side",
     "spectra",
     "sums",
 ]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
@@ -29,11 +27,10 @@ from gpulab.plots.style import (
     points,
 )
 from gpulab.report import Picture, draw
-from gpulab.stats.verdicts import DECISIONS, Verdict
+from gpulab.stats.verdicts import Verdict
 from gpulab.training.reproduction import WITHIN, Reproduction
 
 GREEN, RED = "#117733", "#CC3311"  # of no setting: colours here say how a change was judged
-DECIDED = dict(zip(DECISIONS, (RED, "#CC7711", FAINT, GREEN), strict=True))
 ROWS = 24  # of a search, more than which nobody reads
 FAR = 12  # margins
 LOOKS: dict[str, tuple[str, str, float]] = {  # of a trial: colour, marker, size
@@ -144,37 +141,10 @@ def estimation(verdict: Verdict) -> Picture:
         keys.append(key(inside, color=INK, lw=3.2))
     if margin == margin:
         keys.append(margin_key(margin))
-    headline, names = _decided(verdict), ", ".join(map(str, levels))
+    headline, names = decided(verdict), ", ".join(map(str, levels))
     differences = f"the differences from {verdict.reference} with intervals and the margin"
     alt = f"{verdict.metric} of each {block} under {names}, and {differences}. {headline}."
     return finished(figure, headline, alt, keys)
-
-
-def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
-    """The difference and its interval as seeds come in, in the colour of what was decided; the margin as a band.
-
-    Args:
-        verdicts: Of one level against a reference, by how many seeds were in.
-    """
-    counts = sorted(verdicts)
-    rows = pd.concat([verdicts[count].table for count in counts]).assign(count=counts)
-    figure, (axes,) = canvas(1, height=3.6)
-    axes.fill_between(counts, -rows.margin, rows.margin, color=FAINT, alpha=0.18, lw=0, step="mid", zorder=0)
-    axes.axhline(0, color=INK, lw=0.8, zorder=1)
-    for decision, some in rows.groupby("decision"):
-        axes.vlines(some["count"], some.low, some.high, color=DECIDED[decision], lw=2.2, zorder=2)
-        axes.plot(some["count"], some.difference, ls="", marker="o", ms=5, color=DECIDED[decision], zorder=3)
-    reach = 1.2 * np.nanmax(rows[["low", "high", "difference"]].abs())  # of the margin what there is room for
-    axes.set(xlim=(0.5, max(counts[-1], 10) + 0.5), ylim=(-reach, reach) if reach > 0 else None)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    latest = verdicts[counts[-1]]
-    metric = metric_label(latest.metric, latest.runs.get("experiment", ())).replace(" (", "\n(")
-    axes.set_xlabel(f"{latest.block}s that are in")
-    axes.set_ylabel(f"difference in {metric}", fontsize=8)
-    headline = f"After {len(latest.pairs)} {latest.block}s: {_decided(latest)}"
-    alt = f"The mean difference and its interval against the number of {latest.block}s. {headline}."
-    keys = [key(each, color=DECIDED[each], marker="o", lw=2.2) for each in DECIDED if each in set(rows.decision)]
-    return finished(figure, headline, alt, [*keys, margin_key(float(rows.margin.iloc[-1]))], columns=3)
 
 
 def _broken(label: str, width: int = 18) -> str:
@@ -182,7 +152,7 @@ def _broken(label: str, width: int = 18) -> str:
     return label if len(label) <= width else re.sub(r"^([^:]*:|.{1,18}[,\s])", r"\1\n", label, count=1)
 
 
-def _decided(verdict: Verdict) -> str:
+def decided(verdict: Verdict) -> str:
     """The title: how many levels came to which decision."""
     decisions = verdict.decisions
     if not decisions:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from gpulab.errors import UsageError
 from gpulab.plots.style import (
@@ -33,7 +31,6 @@ from gpulab.plots.style import (
 )
 from gpulab.report import Picture, draw
 from gpulab.saddles.escapes import EscapeTable
-from gpulab.saddles.landscapes import Surface
 
 FLOOR = 1e-17  # displacements that a logarithmic axis can do without
 BELOW: Look = {"ha": "right", "va": "top", "fontsize": 7.5}
@@ -218,40 +215,3 @@ def escape_phases(table: pd.DataFrame) -> Picture:
         keys.append(key("never left", ls="", marker="x", ms=6, mew=1.6, color=INK))
     alt = f"Steps relative to half a last place against the learning rate, for {', '.join(optimizers)}. {headline}."
     return finished(figure, headline, alt, keys, size=7.5)
-
-
-def saddle_path(
-    surface: Surface, path: pd.DataFrame, step: int, turn: float = -60.0, tilt: float = 35.0, how: str = ""
-) -> Picture:
-    """The way of a ball from a saddle, up to a step, on the loss around it, from any side.
-
-    Args:
-        surface: From `gpulab.saddles.surface`.
-        path: From `gpulab.saddles.trajectory`, of the same saddle.
-        step: Where the ball is.
-        turn: Degrees around the vertical.
-        tilt: Degrees above the horizontal.
-        how: Which way it is, for the title.
-    """
-    gone = path[: step + 1]
-    ball, top = gone.iloc[-1], 1.8 * surface.loss
-    low = surface.losses[:, len(surface.along) // 2] <= 1.3 * surface.loss  # what rises further would hide the rest
-    figure = Figure(figsize=(7.2, 4.8))
-    axes: Any = figure.add_axes((0.02, 0.02, 0.94, 0.9), projection="3d", computed_zorder=False)
-    height = np.minimum(surface.losses[low], top)
-    x, y = np.meshgrid(surface.along, surface.across[low])
-    axes.plot_surface(x, y, height, cmap="cividis", rcount=40, ccount=40, lw=0, alpha=0.9, zorder=1)
-    axes.plot(gone.along, gone.across, gone.loss, color="white", lw=3, zorder=2)
-    axes.plot(gone.along, gone.across, gone.loss, color=ON_GPU, lw=1.6, zorder=3)
-    axes.plot([0], [0], [surface.loss], marker="+", ms=9, color=INK, zorder=4)
-    axes.plot([ball.along], [ball.across], [ball.loss], marker="o", ms=10, color=ON_GPU, markeredgecolor=INK, zorder=5)
-    axes.view_init(elev=tilt, azim=turn)
-    axes.set_box_aspect((2.2, 1.4, 1.0), zoom=0.95)
-    axes.set(zlim=(0, top), xlim=surface.along[[0, -1]], ylim=(y.min(), y.max()))
-    axes.set_xlabel("along the least curvature", fontsize=8)
-    axes.set_ylabel("along the greatest", fontsize=8)
-    axes.set_zlabel("loss", fontsize=8)
-    axes.tick_params(labelsize=7)
-    away = f"{math.hypot(ball.along, ball.across):.2g} from the saddle, at a loss of {ball.loss:.2g}"
-    headline = f"{how}{': ' * bool(how)}after {len(gone) - 1} steps the ball is {away}"
-    return finished(figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -17,24 +16,19 @@ from gpulab.plots.style import (
     Look,
     canvas,
     colour,
-    decades,
     end_labels,
     finished,
     is_recorded,
-    key,
     level_colours,
     loss_scale,
     margin_key,
     metric_label,
     origin_keys,
     points,
-    power_of_ten,
     setting_order,
 )
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, check_one_protocol
-
-CHANGE_COLOURS = ("#0072B2", "#E69F00", "#222222", "#CC79A7", "#009E73")
 
 
 def losses(frame: pd.DataFrame, metric: str = "final_loss", title: str | None = None) -> Picture:
@@ -154,72 +148,3 @@ def curves(
     headline = f"{counts}: the runs end {last.max() / last.min():.1f}-fold apart"
     alt = f"Loss against frames seen, one line for each of {len(last)} runs, coloured by {factor}. {headline}."
     return finished(figure, headline, alt)
-
-
-def growth(frame: pd.DataFrame) -> Picture:
-    """The distance between two trainings as they go on, a line for each seed.
-
-    Args:
-        frame: From `gpulab.growth`, one network or two below each other.
-    """
-    networks = list(frame.network.unique())[:2]
-    tints = dict(zip(frame.change.unique(), CHANGE_COLOURS, strict=False))
-    figure, panels = canvas(len(networks), height=3.6, share_rows=True)
-    for axes, network in zip(panels, networks, strict=True):
-        for (change, _), line in frame[frame.network == network].groupby(["change", "seed"], sort=False):
-            shown = line[line.distance > 0]
-            axes.plot(shown.step, shown.distance, color=tints[change], lw=1.1, alpha=0.85)
-        axes.axhline(2.0**-24, color=FAINT, lw=0.8, ls=":")
-        decades(axes.yaxis, 8)
-        axes.set_title(network, fontsize=9)
-        axes.set_xlabel("updates of the weights")
-    panels[0].set_ylabel("distance of the weights, relative")
-    panels[-1].annotate(" one\n rounding", (1, 2.0**-24), fontsize=7, **BESIDE)
-    first = frame.change.iloc[0]
-    grown = []
-    for network, some in frame[frame.change == first].sort_values("step").groupby("network", sort=False):
-        ends = some.groupby("seed").distance.agg(["first", "last"])
-        times = (ends["last"] / ends["first"]).median()
-        grown.append(f"{network} {times:,.0f}-fold" if times >= 2 else f"{network} not")
-    keys = [key(change, color=tint) for change, tint in tints.items()]
-    keys[0].set_label(f"{first} (a line for each of {frame.seed.nunique()} seeds)")
-    alt = f"Relative distance of the weights of two trainings against updates, for {', '.join(tints)}."
-    headline = f"{first[0].upper()}{first[1:]}: the difference grew in {', in '.join(grown)}"
-    return finished(figure, headline, alt, keys, columns=3)
-
-
-def side_by_side(settings: Sequence[str], losses: Sequence[Sequence[tuple[int, float]]], total: int) -> Picture:
-    """Two trainings that go on at the same time: their losses so far, and how far these are apart.
-
-    Args:
-        settings: The two.
-        losses: Of each, pairs of frames seen and loss, as they came.
-        total: How many frames there will be.
-    """
-    figure, (left, right) = canvas(2, height=3.4)
-    tints = colour(settings[0]), colour(settings[1])
-    looks: tuple[Look, Look] = {"lw": 3.5}, {"lw": 1.5, "ls": (0, (4, 3))}
-    for tint, look, setting, rows in zip(tints, looks, settings, losses, strict=True):
-        left.plot(*np.reshape(rows, (-1, 2)).T, color=tint, label=setting, **look)
-    both = [(seen, abs(a - b)) for (seen, a), (_, b) in zip(*losses, strict=False)]
-    seen, apart = np.reshape(both, (-1, 2)).T
-    right.plot(seen, np.where(apart > 0, apart, np.nan), color=INK, lw=1.3, marker=".", ms=4)
-    right.set(yscale="log", ylim=(1e-10, 1))
-    right.set_yticks([10.0**n for n in range(-10, 1, 2)], map(power_of_ten, range(-10, 1, 2)))
-    right.minorticks_off()
-    if len(apart):
-        loss_scale(left)
-    else:
-        left.set_yticks([])
-    for axes in (left, right):
-        axes.set(xlim=(0, total))
-        axes.set_xlabel("frames or images seen", fontsize=9)
-        axes.tick_params(labelsize=8)
-    left.set_ylabel("loss (mean squared error)", fontsize=9)
-    right.set_ylabel("difference of the losses", fontsize=9)
-    headline = "Nothing is trained yet"
-    if len(apart):
-        latest = f"{apart[-1]:.1e}" if apart[-1] else "nothing"
-        headline = f"After {seen[-1]:,.0f} of {total:,} the losses are {latest} apart"
-    alt = f"The losses of two trainings, under {settings[0]} and {settings[1]}, and their difference. {headline}."
-    return finished(figure, headline, alt, left.get_legend_handles_labels()[0])

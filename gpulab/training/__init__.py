@@ -4,13 +4,11 @@ from gpulab._lazy import attach
 
 NAMES = {
     "Experiment": "experiment",
-    "FirstWindow": "step",
     "GradientAccumulation": "accumulation",
     "Reproduction": "reproduction",
     "Run": "run",
     "descend": "asynchronous",
     "fit_law": "batches",
-    "growth": "growths",
     "history": "store",
     "memory_per_part": "model_parallel",
     "noise_scale": "batches",

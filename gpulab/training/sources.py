@@ -26,12 +26,15 @@ PACKAGE = Path(__file__).parents[1]
 def digest(function: Any, file: Path | None, bound: list[Any]) -> str:
     """A digest of the text of a function's file or cells, and of the values that `innermost` found.
 
-    One of gpulab's own says in `PARTS` on which other files it depends.
+    One of gpulab's own says in `PARTS` on which other files it depends. Any other may name files and packages of
+    gpulab in `GPULAB_PARTS`: when one of them changes, its runs are others.
     """
     if file and file.is_relative_to(PACKAGE):
         text: Any = of_gpulab(file.relative_to(PACKAGE).as_posix(), *function.__globals__["PARTS"])
     else:
         text = _files_text(file) if file else sorted(_typed(function, {}).items())
+        parts = getattr(function, "__globals__", {}).get("GPULAB_PARTS")
+        text = [text, of_gpulab(*parts)] if parts else text
     return hashlib.sha256(json.dumps([text, *map(_known, bound)]).encode()).hexdigest()
 
 

@@ -1,15 +1,13 @@
-"""The loop over windows: loss, backward pass and update; and the first step alone, as an audit takes it."""
+"""The loop over windows: loss, backward pass and update."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,9 @@ from gpulab.models import MODELS
 from gpulab.models.base import Trainable, is_plain
 from gpulab.models.prednet_windows import Windows
 from gpulab.progress import Progress
-from gpulab.settings import Setting
 from gpulab.training import folders
 from gpulab.training.capture import Captured
-from gpulab.training.plan import Plan, plan_run
+from gpulab.training.plan import Plan
 
 LAST_FIFTH = 5
 
@@ -331,85 +328,3 @@ class Adam:
         gradients: Any = [parameter.grad for parameter in weights]
         options: Any = {**self.CONSTANTS, "lr": self.learning_rate, "fused": True}
         adam(weights, gradients, averages, squares, [], steps, **options)
-
-
-# --- one step --------------------------------------------------------------------------------------------
-
-
-class FirstWindow:
-    """A step on the first window of a training, its frames handed over by a `loader`: see `gpulab.data.feed`.
-
-    For `gpulab.audit` and `gpulab.record` it is a step like any other. `gradient(setting)` returns what
-    the step computes. `net` is a name, whose weights are drawn from `seed`, or a trained network.
-    `frames` cuts the window short. Nothing is updated. `options` are those of `gpulab.train` that change
-    what the step begins with: `data`, `data_options`, `flip`, `draws`, and the `setting` whose device draws.
-
-    >>> step = FirstWindow("autoencoder", "reused", profile="smoke")
-    >>> step.gradient("cpu").losses.shape
-    torch.Size([20])
-    """
-
-    def __init__(
-        self,
-        net: str | Trainable = "prednet",
-        loader: str = "window",
-        seed: int = 0,
-        profile: str = "quick",
-        frames: int | None = None,
-        **options: Any,
-    ) -> None:
-        with torch.random.fork_rng(devices=[]):
-            self.plan = plan_run(net, seed=seed, profile=profile, loader=loader, **options)
-        self.plan.begin()
-        self.frames = next(self.plan.data.windows(self.plan.window, seed)).frames[:frames]
-        self.loader = loader
-
-    def prepared(self, setting: Setting) -> Callable[[], Computed]:
-        """The step with its model in place; call it once."""
-        model = copy.deepcopy(self.plan.model).to(setting.device, setting.dtype)
-        loader = Loader(self.loader, setting)
-
-        def once() -> Computed:
-            losses = []
-            for batch in loader.batches(model, self.frames):
-                objective, per_frame, _ = model.training_loss(batch, None)  # type: ignore[arg-type]
-                objective.backward()
-                losses.append(per_frame)
-            gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            return Computed(torch.cat(losses), gradient)
-
-        return once
-
-    def __call__(self, setting: Setting) -> Computed:
-        """Do the step."""
-        return self.prepared(setting)()
-
-    def gradient(self, setting: Setting | str = "cpu") -> Computed:
-        """The losses and the gradient under a setting, on the CPU in float64."""
-        parsed = Setting.parse(setting)
-        with parsed.apply():
-            computed = self(parsed)
-        gradient = {name: g.detach().to("cpu").double() for name, g in computed.gradient.items()}
-        return Computed(computed.losses.to("cpu").double(), gradient)
-
-
-@dataclass(frozen=True)
-class Computed:
-    """`losses`, one a frame (t,), and the `gradient` of each parameter by name."""
-
-    losses: Tensor
-    gradient: dict[str, Tensor]
-
-    def against(self, other: Computed) -> dict[str, Any]:
-        """How this differs from another: the losses' bits, the gradient's relative distance and cosine."""
-        mine, theirs = (_flat({name: of[name] for name in other.gradient}) for of in (self.gradient, other.gradient))
-        return {
-            "same_losses": int((self.losses == other.losses).sum()),
-            "losses": len(self.losses),
-            "gradient_difference": float((mine - theirs).norm() / theirs.norm()),
-            "cosine": float(mine @ theirs / (mine.norm() * theirs.norm())),
-        }
-
-
-def _flat(gradient: dict[str, Tensor]) -> Tensor:
-    return torch.cat([g.reshape(-1) for g in gradient.values()])

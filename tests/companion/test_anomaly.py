@@ -74,7 +74,7 @@ WORSE = [2 * loss for loss in COPIED[:-1]] + [0.15]
 
 def test_four_questions_are_asked():
     both = pd.concat([runs("copied", COPIED), runs("reused", WORSE)])
-    verdicts = gl.anomaly_verdicts(both, plateau=0.05, repeat=0.0125)
+    verdicts = learning.learning_verdicts(both, "loader", "copied", plateau=0.05, repeat=0.0125)
     assert list(verdicts) == list(learning.METRICS)
     assert verdicts[learning.BEAT].table.difference[0] == pytest.approx(-5 / 8), "no seed beats it with shared memory"
     assert verdicts[learning.STUCK].table.difference[0] == 0
@@ -90,7 +90,7 @@ def test_four_questions_are_asked():
 def test_a_seed_that_learned_one_way_only_or_diverged_did_not_learn(loader, losses):
     other = runs(loader, losses)
     other["status"] = other.final_loss.isna().map({True: "diverged", False: "finished"})
-    verdicts = gl.anomaly_verdicts(pd.concat([runs("copied", COPIED), other]), plateau=0.05)
+    verdicts = learning.learning_verdicts(pd.concat([runs("copied", COPIED), other]), "loader", "copied", plateau=0.05)
     assert verdicts[learning.STUCK].table.difference[0] == pytest.approx(1 / 8)
     assert verdicts[learning.LEARNED].table.seeds[0] == 6
 
@@ -99,7 +99,7 @@ def test_a_seed_that_learned_one_way_only_or_diverged_did_not_learn(loader, loss
 def test_other_loaders_are_refused_by_name(loaders):
     frame = pd.concat([runs(loader, COPIED) for loader in loaders])
     with pytest.raises(gl.UsageError, match=loaders[-1]):
-        gl.anomaly_verdicts(frame, plateau=0.05)
+        gl.anomaly_table(frame)
 
 
 def test_the_table_has_every_decision_with_and_without_correction_and_against_the_registered_margin():
@@ -172,7 +172,9 @@ def test_what_backpropagation_is_cut_off_from_changes_no_verdict():
         }
         assert decisions == {"equivalent"}
     buffer = {
-        truncation: [verdict.decision for verdict in gl.anomaly_verdicts(runs, plateau).values()]
+        truncation: [
+            verdict.decision for verdict in learning.learning_verdicts(runs, "loader", "copied", plateau).values()
+        ]
         for truncation, runs in recorded.groupby("truncation")
     }
     assert buffer["loss"] == buffer["state"]

@@ -9,9 +9,10 @@ import pytest
 
 import gpulab as gl
 from gpulab.companion import dose_finding, dose_response, dose_runs, dose_table, rank_correlation, recorded_dose
-from gpulab.companion.dose_training import FUNCTION, bias_and_loss
+from gpulab.companion.benchmarks import FOLDERS, benchmark
 
 CPU = "cpu:threads=1"
+TRAINING = f"{FOLDERS[0]}/dose_training.py:bias_and_loss"
 
 
 ORDER = np.arange(12)
@@ -32,7 +33,7 @@ def runs(ratios):
 
 
 def test_a_cell_is_trained_as_gpulab_trains_and_its_bias_is_that_of_the_first_window():
-    found = gl.train(FUNCTION, setting=CPU, seed=3, model_options={"size": "smoke"}, progress=False).metrics
+    found = gl.train(TRAINING, setting=CPU, seed=3, model_options={"size": "smoke"}, progress=False).metrics
     for loader, name in (("copied", "copied"), ("reused", "shared")):
         run = gl.train("prednet", setting=CPU, seed=3, profile="smoke", loader=loader, progress=False)
         assert run.record["summary"]["final_loss"] == found[name]
@@ -43,7 +44,7 @@ def test_a_cell_is_trained_as_gpulab_trains_and_its_bias_is_that_of_the_first_wi
 
 def test_a_window_of_two_frames_has_one_frame_to_come_and_nothing_to_overwrite_at_first():
     with gl.setting(CPU):
-        found = bias_and_loss(0, gl.Setting.parse(CPU), window=2, size="smoke")
+        found = benchmark("dose_training").bias_and_loss(0, gl.Setting.parse(CPU), window=2, size="smoke")
     assert found["bias_first"] == 0
     assert found["bias"] > 0, "later windows begin with the last frame of the one before"
     assert found["shared"] != found["copied"]

@@ -5,9 +5,11 @@ import pytest
 
 import gpulab as gl
 from gpulab.companion import floating_point as module
-from gpulab.companion.floating_point import MEASURED, Factor, factors, level, record_factors, recorded_factors
+from gpulab.companion.benchmarks import benchmark
+from gpulab.companion.floating_point import MEASURED, Factor, factors, level, recorded_factors
 from gpulab.training import store as stores
 
+record_factors = benchmark("record_factors").record_factors
 SMALL = {"profile": "smoke", "frames": 20, "progress": False}
 
 

@@ -2,7 +2,6 @@
 
 import doctest
 import functools
-import importlib
 import itertools
 import sys
 
@@ -12,31 +11,36 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.companion import library_runs, library_speeds, library_verdicts, one_step
-from gpulab.companion.frameworks import LIBRARIES
-from gpulab.companion.same_start import batches, begun, weights_of
+from gpulab.companion.benchmarks import FOLDERS, benchmark
 
 SIZE = {"size": "smoke"}
+SCRIPTS = FOLDERS[0]
+frameworks, same_start = benchmark("frameworks"), benchmark("same_start")
 NETWORKS = ("autoencoder", "prednet")
 
 
-@pytest.fixture(params=LIBRARIES)
+@pytest.fixture(params=frameworks.LIBRARIES)
 def library(request):
     """The module of a library that is installed here."""
     pytest.importorskip({"keras": "tensorflow"}.get(request.param, request.param))
-    return importlib.import_module(f"gpulab.companion.in_{request.param}")
+    return benchmark(f"in_{request.param}")
 
 
 def name_of(library):
     return library.__name__.rpartition("_")[2]
 
 
+def training(library, net):
+    """As `gpulab.train` and `gpulab.Experiment` know it."""
+    return f"{library.__file__}:{net}"
+
+
 @pytest.mark.parametrize("net", NETWORKS)
 def test_a_step_is_torchs_to_rounding(library, net):
-    (row,) = one_step(net, libraries=[name_of(library)], **SIZE).itertuples()
+    (row,) = frameworks.one_step(net, libraries=[name_of(library)], **SIZE).itertuples()
     assert row.loss_difference < 1e-6
     assert 0 < row.gradient_difference < 3e-6
-    (row,) = one_step(net, "cpu:precision=float64", libraries=[name_of(library)], **SIZE).itertuples()
+    (row,) = frameworks.one_step(net, "cpu:precision=float64", libraries=[name_of(library)], **SIZE).itertuples()
     assert row.loss_difference < 1e-14
     assert row.gradient_difference < 1e-14
 
@@ -46,7 +50,7 @@ def test_a_training_follows_torchs(library, net, seed):
     """In float64, where what is left of a difference is the protocol's, and what Keras keeps in float32 of Adam."""
     setting = "cpu:precision=float64"
     usual = gl.train(net, setting=setting, seed=seed, profile="smoke", progress=False)
-    other = gl.train(f"{library.__name__}:{net}", setting=setting, seed=seed, model_options=SIZE, progress=False)
+    other = gl.train(training(library, net), setting=setting, seed=seed, model_options=SIZE, progress=False)
     near = {"jax": 1e-12, "keras": 2e-5}[name_of(library)]
     assert other.history.loss.to_numpy() == pytest.approx(usual.history.loss.to_numpy(), rel=near)
     assert other.final_loss == pytest.approx(usual.final_loss, rel=near)
@@ -55,9 +59,9 @@ def test_a_training_follows_torchs(library, net, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("truncation", ["loss", "state"])
 def test_the_second_window_is_cut_off_from_the_first_where_torchs_is(library, truncation):
-    plan = begun("prednet", 0, gl.Setting.parse("cpu:precision=float64"), "smoke", truncation=truncation)
+    plan = same_start.begun("prednet", 0, gl.Setting.parse("cpu:precision=float64"), "smoke", truncation=truncation)
     plan.model.double()
-    (first, _), (second, _) = itertools.islice(batches(plan), 2)
+    (first, _), (second, _) = itertools.islice(same_start.batches(plan), 2)
     _, _, state = plan.model.training_loss(torch.from_numpy(first[0]), None)
     plan.model.training_loss(torch.from_numpy(second[0]), state)[0].backward()
     with library.on(plan.setting):
@@ -67,7 +71,7 @@ def test_the_second_window_is_cut_off_from_the_first_where_torchs_is(library, tr
 
 
 def second_in_jax(library, plan, first, second):
-    weights = weights_of(plan)
+    weights = same_start.weights_of(plan)
     gradients = library.jax.jit(
         library.jax.grad(functools.partial(library.prednet_loss, plan.model.truncation), has_aux=True)
     )
@@ -100,7 +104,7 @@ SECOND = {"jax": second_in_jax, "keras": second_in_keras}
 )
 def test_a_setting_of_torchs_alone_is_refused_by_name(setting, option):
     with pytest.raises(gl.UsageError, match=f"{option} is torch's alone"):
-        begun("prednet", 0, gl.Setting.parse(setting), "smoke")
+        same_start.begun("prednet", 0, gl.Setting.parse(setting), "smoke")
 
 
 def test_threads_are_as_many_as_asked_or_refused(library, python):
@@ -110,7 +114,7 @@ def test_threads_are_as_many_as_asked_or_refused(library, python):
 
     def train(setting, size):
         options = {{"size": size}}
-        gl.train("{library.__name__}:autoencoder", setting=setting, model_options=options, progress=False)
+        gl.train("{training(library, "autoencoder")}", setting=setting, model_options=options, progress=False)
 
     print(working_threads(lambda: train("cpu:threads=1", "quick"), share=0.5))
     try:
@@ -133,12 +137,12 @@ def test_a_gpu_that_is_not_there_is_an_error(library):
 @pytest.mark.parametrize(("name", "module"), [("jax", "jax"), ("keras", "tensorflow")])
 def test_a_library_that_is_not_installed_is_one_sentence(name, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, f"gpulab.companion.in_{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"in_{name}", raising=False)
     sentence = rf'is not installed: pip install "gpulab\[{name}\]"'
     with pytest.raises(gl.GpulabError, match=sentence):
-        one_step("autoencoder", libraries=[name], **SIZE)
+        frameworks.one_step("autoencoder", libraries=[name], **SIZE)
     with pytest.raises(gl.GpulabError, match=sentence):
-        gl.train(f"gpulab.companion.in_{name}:prednet", model_options=SIZE, progress=False)
+        gl.train(f"{SCRIPTS}/in_{name}.py:prednet", model_options=SIZE, progress=False)
 
 
 def test_the_examples_of_a_library_run(library):
@@ -153,8 +157,8 @@ def test_the_examples_of_a_library_run(library):
 def test_trainings_in_two_libraries_give_a_verdict(library, tmp_path):
     common = {"settings": ["cpu"], "seeds": 2, "store": tmp_path}
     gl.Experiment("autoencoder", profile="smoke", **common).run(progress=False)
-    gl.Experiment(f"{library.__name__}:autoencoder", options=SIZE, **common).run(progress=False)
-    verdicts = library_verdicts(gl.runs(tmp_path))
+    gl.Experiment(training(library, "autoencoder"), options=SIZE, **common).run(progress=False)
+    verdicts = frameworks.library_verdicts(gl.runs(tmp_path))
     assert [*verdicts] == [("autoencoder", "smoke", "cpu")]
     (row,) = verdicts["autoencoder", "smoke", "cpu"].table.itertuples()
     assert (row.library, row.seeds) == (name_of(library), 2)
@@ -173,8 +177,8 @@ def in_jax(**columns):
 
 def test_a_library_that_ends_higher_is_different():
     frame = pd.concat([runs(), in_jax(final_loss=np.arange(6.0) + 1)], ignore_index=True)
-    assert set(library_runs(frame).library) == {"torch", "jax"}
-    (found,) = library_verdicts(frame).values()
+    assert set(frameworks.library_runs(frame).library) == {"torch", "jax"}
+    (found,) = frameworks.library_verdicts(frame).values()
     assert found.decisions == {"jax": "different"}
 
 
@@ -188,14 +192,14 @@ def test_a_library_that_ends_higher_is_different():
 )
 def test_runs_that_cannot_be_compared_are_refused(frame, said):
     with pytest.raises(gl.UsageError, match=said):
-        library_verdicts(frame)
+        frameworks.library_verdicts(frame)
 
 
 def test_speeds_are_of_trainings_in_turn(library):
-    table = library_speeds("autoencoder", "cpu", "smoke", ["torch", name_of(library)], rounds=2, windows=4)
+    table = frameworks.library_speeds("autoencoder", "cpu", "smoke", ["torch", name_of(library)], rounds=2, windows=4)
     assert table.library.tolist() == ["torch", name_of(library)] * 2
     assert (table.frames_per_second > 0).all()
     with pytest.raises(gl.UsageError, match="windows=2"):
-        library_speeds(windows=2)
+        frameworks.library_speeds(windows=2)
     with pytest.raises(gl.UsageError, match="library 'mxnet': expected one of jax, keras"):
-        library_speeds(libraries=["mxnet"])
+        frameworks.library_speeds(libraries=["mxnet"])

@@ -14,12 +14,13 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 import gpulab as gl
-from gpulab.companion import published, stock_chainer
-from gpulab.companion.first_windows import Cell, published_windows
+from gpulab.companion.benchmarks import FOLDERS, benchmark
 from gpulab.data.datasets import load
 from gpulab.settings import Setting
 from gpulab.training.store import record_of
 
+published, record_published, stock_chainer = map(benchmark, ("published", "record_published", "stock_chainer"))
+SCRIPTS = FOLDERS[0]
 SMALL = {"frames": 160, "size": "32x24", "channels": "3,8,16", "speed": 2.0}
 
 
@@ -86,9 +87,9 @@ def test_windows_are_those_of_the_published_loop():
 
 
 def test_one_reused_buffer_changes_the_gradient_and_not_the_first_losses(net):
-    cells = [Cell("cpu", loader) for loader in published.LOADERS]
+    cells = [record_published.Cell("cpu", loader) for loader in published.LOADERS]
     np.random.seed(1)
-    rows = published_windows(net, [(cells[1], cells[0]), (cells[0], cells[2])], count=2)
+    rows = record_published.published_windows(net, [(cells[1], cells[0]), (cells[0], cells[2])], count=2)
     assert np.random.random() == np.random.RandomState(1).random_sample(), "the caller's random numbers go on"
     first, second, *same = rows.to_dict("records")
     assert (first["same_losses"], second["same_losses"]) == (19, 0)
@@ -138,7 +139,7 @@ def authors_updates(net, clip, interpreter):
     script, path = str(Path(net) / "main.py"), [str(net)]
     code = f"import runpy, numpy; numpy.random.seed(3); runpy.run_path({script!r}, run_name='__main__')"
     if interpreter == sys.executable:
-        code, path = f"from gpulab.companion import stock_chainer as s; s.chainer(); {code}", path + sys.path
+        code, path = f"import stock_chainer as s; s.chainer(); {code}", [*path, str(SCRIPTS), *sys.path]
     update = len(frames) - 1 + 38  # predictions before the last of the fourth window: it counts them from 0
     options = f"-i list.txt -s 32,24 -c 3,8,16 --save {update} --period {update + 1}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
@@ -203,7 +204,7 @@ def test_its_runs_are_kept_like_all_others(net, tmp_path):
     options = {**SMALL, "net": str(Path(net) / "net.py"), "frames": 60}
     variants = [{"loader": "reused"}, {"loader": "copied"}]
     frame = gl.Experiment(
-        published.FUNCTION, ["cpu"], 2, store=tmp_path, options=options, variants=variants, workers=2
+        f"{SCRIPTS}/published.py:published", ["cpu"], 2, store=tmp_path, options=options, variants=variants, workers=2
     ).run(progress=False)
     assert len(frame) == 4
     assert set(frame.loader) == {"reused", "copied"}
@@ -212,15 +213,17 @@ def test_its_runs_are_kept_like_all_others(net, tmp_path):
     assert (frame.repeat_loss > 0).all()
     record = record_of(next(frame.itertuples()))
     assert record["passport"]["software"]["chainer"] == stock_chainer.chainer().__version__
-    assert "gpulab train gpulab.companion.published:published" in record["command"]
+    assert "published.py:published" in record["command"]
 
 
-def test_the_command_says_how_to_install_it_and_what_is_missing(tmp_path, python):
-    said = python("import sys; sys.argv = ['gpulab', 'published', '--help']; import gpulab.__main__ as m; m.main()")
-    assert "chainer==7.8.1" in said.stdout
-    assert "github.com/eijwat/prednet_in_chainer_py3" in " ".join(said.stdout.split())
-    run = "import sys; sys.argv = ['gpulab', 'published', sys.argv[1]]; import gpulab.__main__ as m; m.main()"
-    failed = python(run, tmp_path, check=False)
+def test_the_script_says_how_to_install_it_and_what_is_missing(tmp_path):
+    def script(argument):
+        return subprocess.run([sys.executable, SCRIPTS / "published.py", argument], capture_output=True, text=True)
+
+    said = script("--help").stdout
+    assert "chainer==7.8.1" in said
+    assert "github.com/eijwat/prednet_in_chainer_py3" in " ".join(said.split())
+    failed = script(tmp_path)
     assert failed.returncode != 0
     assert "Traceback" not in failed.stderr
     assert "chainer==7.8.1" in failed.stderr or "net.py: no such file" in failed.stderr

@@ -11,10 +11,12 @@ import torch
 
 import gpulab as gl
 from gpulab import records
-from gpulab.companion import speed, texts, workloads
+from gpulab.companion import speed, workloads
+from gpulab.companion.benchmarks import benchmark
 from gpulab.errors import GpulabError, UsageError
 from gpulab.report import Picture
 
+boosted_trees, texts = benchmark("boosted_trees"), benchmark("text_classifier")
 CPU = "cpu:threads=1"
 SETTINGS = [CPU, *(each for each in gl.available_settings() if each in ("cuda:tf32=off", "mps", "xpu"))]
 ROOT = Path(__file__).parents[2]
@@ -94,7 +96,7 @@ def test_the_classifier_learns_and_a_seed_repeats_itself():
     setting, some = gl.Setting.parse(CPU), texts.split("docstrings", 16)
 
     def training(seed, precision="float32"):
-        return {unit: value for value, unit in workloads._trained(setting, "smoke", some, precision, seed)}
+        return {unit: value for value, unit in texts.trained(setting, "smoke", some, precision, seed)}
 
     with setting.apply():
         once, again, other, rounded = training(0), training(0), training(1), training(0, "bfloat16")
@@ -116,7 +118,7 @@ def test_texts_held_out_are_not_trained_on():
 
 @pytest.mark.parametrize("kind", ["LSTM", "Transformer"])
 def test_places_without_a_word_do_not_count(kind):
-    net = texts.TextNet(kind, classes=3, width=8).eval()
+    net = workloads.TextNet(kind, classes=3, width=8).eval()
     short, long = torch.tensor([[5, 7, 9]]), torch.tensor([[5, 7, 9, 0, 0]])
     torch.testing.assert_close(net(short), net(long))
     assert not torch.allclose(net(short), net(torch.tensor([[5, 7, 8]])))
@@ -131,7 +133,7 @@ def test_words_are_numbered_alike_whatever_their_case_and_an_empty_text_is_one_w
 
 def test_without_xgboost_a_row_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "xgboost", None)
-    (row,) = workloads.trees(gl.Setting.parse(CPU), "smoke")
+    (row,) = boosted_trees.trees(gl.Setting.parse(CPU), "smoke")
     assert row.value is None
     assert "gpulab[trees]" in row.note
 
@@ -154,8 +156,8 @@ def test_newsgroups_without_a_network_are_refused_in_a_sentence(monkeypatch):
 
 def test_a_format_that_the_device_is_slow_in_is_named(monkeypatch):
     seconds = iter([1.0, 1.5, 50.0])
-    monkeypatch.setattr(workloads, "timed", lambda *_: (next(seconds), 0.0))
-    found = workloads.precisions(gl.Setting.parse(CPU))
+    monkeypatch.setattr(texts, "timed", lambda *_: (next(seconds), 0.0))
+    found = texts.precisions(gl.Setting.parse(CPU))
     assert found["bfloat16"] == ""
     assert "50 times" in found["float16"]
     assert "Ampere" in found["tf32"]
@@ -218,7 +220,7 @@ def test_the_cost_is_time_by_price_and_breaks_even_at_the_speedup():
 def test_the_verdict_on_precisions_is_over_seeds(measured):
     found = gl.companion.precision_verdict(measured["text"])
     assert found.reference == "float32"
-    assert (found.table.seeds == workloads.SEEDS).all()
+    assert (found.table.seeds == texts.SEEDS).all()
 
 
 def test_backends_are_told_apart_by_the_passport():

@@ -2,9 +2,9 @@
 
     python tests/models/make_chainer_windows.py prednet_in_chainer_py3/PredNet tests/models/chainer_windows.npz
 
-`gpulab published --help` says how to install Chainer and where the authors' `net.py` is from. The archive holds frames
-as bytes (T, C, H, W); the losses of each window; the weights before the first window and the gradient of each, all
-arrays one after the other in the order of their names; and how it was made.
+`python benchmarks/published.py --help` says how to install Chainer and where the authors' `net.py` is from. The
+archive holds frames as bytes (T, C, H, W); the losses of each window; the weights before the first window and the
+gradient of each, all arrays one after the other in the order of their names; and how it was made.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 
 import numpy as np
 
-from gpulab.companion.published import Published
+from gpulab.companion.benchmarks import benchmark
 
 
 def scene(count, height, width):
@@ -39,7 +39,7 @@ def main():
     parser.add_argument("--window", type=int, default=6, help="frames (their --bprop)")
     parser.add_argument("--windows", type=int, default=3)
     asked = parser.parse_args()
-    authors = Published(asked.net, size=asked.size, channels=asked.channels, loader="copied")
+    authors = benchmark("published").Published(asked.net, size=asked.size, channels=asked.channels, loader="copied")
     weights = {name: parameter.data for name, parameter in sorted(authors.model.namedparams())}
     frames = scene(asked.windows * asked.window, *asked.size)
     seen = frames.astype(np.float32) / np.float32(255)

@@ -320,6 +320,7 @@ def test_what_cannot_be_trained_is_refused_before_any_worker_starts(train, words
     write(usual=USUAL, parts=PARTS, broken="\nx = undefined\n", tidy="import sys\n\nsys.exit(2)\n", syntax="def (:")
     with pytest.raises(gl.UsageError, match=words):
         gl.Experiment(train, [ONE], 2, store="runs").run(progress=False)
+    assert not {"broken", "syntax", "tidy"} & set(sys.modules), "half a module is no module"
 
 
 @pytest.mark.parametrize("given", [{"colour": 1}, {"data_options": {"a": 1}}, {"watch": print}, {"flip": 0}])

@@ -1,6 +1,9 @@
 import functools
 
+import pytest
+
 import gpulab as gl
+from gpulab.training import sources
 from gpulab.training.functions import TrainingFunction
 
 PACKAGE = {
@@ -22,6 +25,15 @@ def test_what_lies_beside_and_is_imported_belongs_to_it(tmp_path, monkeypatch):
             (tmp_path / "mine" / f"{name}.py").write_text(text + ("y = 0\n" if name == changed else ""))
         sources[changed] = TrainingFunction("mine.train:train").source
     assert {name for name, source in sources.items() if source == sources[""]} == {"", "unused"}
+
+
+@pytest.mark.parametrize(("parts", "another"), [("", False), ('GPULAB_PARTS = ("data",)', True)])
+def test_a_file_may_name_what_of_gpulab_it_depends_on(parts, another, tmp_path, monkeypatch):
+    file = tmp_path / "mine.py"
+    file.write_text(f"{parts}\ndef train(seed):\n    return float(seed)\n")
+    before = TrainingFunction(f"{file}:train").source
+    monkeypatch.setattr(sources, "of_gpulab", lambda *names: f"another text of {names}")
+    assert (TrainingFunction(f"{file}:train").source != before) == another
 
 
 CELLS = r"""

@@ -17,7 +17,9 @@ from torch import Tensor
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.numerics.formats import ulp_distance
+from gpulab.plots.style import BESIDE, FAINT, canvas, decades, finished, key
 from gpulab.progress import Progress
+from gpulab.report import Picture
 from gpulab.training.plan import plan_run
 from gpulab.training.protocol import protocol
 from gpulab.training.run import train
@@ -30,6 +32,7 @@ SETTING = "cpu:threads=1"
 # Where a bit is flipped. Many of an autoencoder's first weights see black pixels only.
 FLIPPED = {"prednet": "conv_a.0.weight", "autoencoder": "layers.2.weight"}
 OTHER_SEED = "another seed"
+CHANGE_COLOURS = ("#0072B2", "#E69F00", "#222222", "#CC79A7", "#009E73")
 
 
 def growth(
@@ -79,6 +82,38 @@ def growth(
     for seed in range(seeds - 1):
         rows += _rows(net, OTHER_SEED, seed, bases[seed], bases[seed + 1])
     return pd.DataFrame(rows)
+
+
+def growth_figure(frame: pd.DataFrame) -> Picture:
+    """The distance between two trainings as they go on, a line for each seed.
+
+    Args:
+        frame: From `growth`, one network or two below each other.
+    """
+    networks = list(frame.network.unique())[:2]
+    tints = dict(zip(frame.change.unique(), CHANGE_COLOURS, strict=False))
+    figure, panels = canvas(len(networks), height=3.6, share_rows=True)
+    for axes, network in zip(panels, networks, strict=True):
+        for (change, _), line in frame[frame.network == network].groupby(["change", "seed"], sort=False):
+            shown = line[line.distance > 0]
+            axes.plot(shown.step, shown.distance, color=tints[change], lw=1.1, alpha=0.85)
+        axes.axhline(2.0**-24, color=FAINT, lw=0.8, ls=":")
+        decades(axes.yaxis, 8)
+        axes.set_title(network, fontsize=9)
+        axes.set_xlabel("updates of the weights")
+    panels[0].set_ylabel("distance of the weights, relative")
+    panels[-1].annotate(" one\n rounding", (1, 2.0**-24), fontsize=7, **BESIDE)
+    first = frame.change.iloc[0]
+    grown = []
+    for network, some in frame[frame.change == first].sort_values("step").groupby("network", sort=False):
+        ends = some.groupby("seed").distance.agg(["first", "last"])
+        times = (ends["last"] / ends["first"]).median()
+        grown.append(f"{network} {times:,.0f}-fold" if times >= 2 else f"{network} not")
+    keys = [key(change, color=tint) for change, tint in tints.items()]
+    keys[0].set_label(f"{first} (a line for each of {frame.seed.nunique()} seeds)")
+    alt = f"Relative distance of the weights of two trainings against updates, for {', '.join(tints)}."
+    headline = f"{first[0].upper()}{first[1:]}: the difference grew in {', in '.join(grown)}"
+    return finished(figure, headline, alt, keys, columns=3)
 
 
 def flipped(net: str, profile: str) -> int:

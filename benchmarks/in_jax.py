@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import same_start
+from same_start import batches, begun, computed, weights_of
 
-from gpulab.companion import same_start
-from gpulab.companion.same_start import batches, begun, computed, weights_of
+from gpulab.companion.first_windows import Computed
 from gpulab.errors import GpulabError
 from gpulab.settings import Setting
 from gpulab.training.plan import Plan
-from gpulab.training.step import Computed
 
 try:
     import jax
@@ -26,7 +26,7 @@ try:
 except ImportError:
     raise same_start.MissingLibraryError("JAX", "jax") from None
 
-PARTS = same_start.PARTS
+GPULAB_PARTS = same_start.GPULAB_PARTS
 NPROC = os.environ.get("NPROC")  # how many threads JAX has on a CPU where it is set
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 Weights = dict[str, Array]
@@ -201,7 +201,7 @@ def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = 
 
     Examples:
         >>> from gpulab import train
-        >>> run = train("gpulab.companion.in_jax:prednet", model_options={"size": "smoke"}, progress=False)
+        >>> run = train("benchmarks/in_jax.py:prednet", model_options={"size": "smoke"}, progress=False)
         >>> run.status, len(run.history)
         ('finished', 10)
 
@@ -218,7 +218,7 @@ def autoencoder(seed: int, setting: Setting, size: str = "quick") -> Iterator[di
 
     Examples:
         >>> from gpulab import train
-        >>> run = train("gpulab.companion.in_jax:autoencoder", model_options={"size": "smoke"}, progress=False)
+        >>> run = train("benchmarks/in_jax.py:autoencoder", model_options={"size": "smoke"}, progress=False)
         >>> run.status, len(run.history)
         ('finished', 20)
     """

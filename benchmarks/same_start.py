@@ -11,15 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpulab.companion.first_windows import Computed
 from gpulab.data.feed import Loader
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting
 from gpulab.training.plan import Plan, plan_run
-from gpulab.training.step import Computed
 
-# What of gpulab a training in another library depends on, beside its own file.
-PARTS = (
-    "companion/same_start.py",
+# What of gpulab a training in another library depends on.
+GPULAB_PARTS = (
     "settings.py",
     "data",
     "models/base.py",
@@ -78,7 +77,7 @@ def weights_of(plan: Plan) -> dict[str, npt.NDArray[Any]]:
 
 
 def computed(plan: Plan, losses: Any, gradient: dict[str, Any]) -> Computed:
-    """Arrays of any library, the gradient's by their names in torch, as `gpulab.training.step.Computed` in float64."""
+    """Arrays of any library, the gradient's by their names in torch, as `Computed` in float64."""
 
     def tensor(array: Any) -> torch.Tensor:
         return torch.from_numpy(np.array(array, np.float64))

@@ -1,7 +1,7 @@
 import pytest
 
 import gpulab as gl
-from gpulab.training.growths import FLIPPED, OTHER_SEED, flipped
+from gpulab.companion.growths import FLIPPED, OTHER_SEED, flipped
 
 SMALL = {"profile": "smoke", "frames": 40, "progress": False}
 
@@ -39,6 +39,6 @@ def test_growth_needs_a_seed():
 
 
 def test_its_figure_is_drawn():
-    picture = gl.plots.growth(gl.growth("autoencoder", seeds=2, **SMALL))
+    picture = gl.companion.growth_figure(gl.growth("autoencoder", seeds=2, **SMALL))
     assert len(picture.png()) < 150_000
     assert "one bit of one weight" in picture.alt

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import same_start
+from same_start import batches, begun, computed, weights_of
 
-from gpulab.companion import same_start
-from gpulab.companion.same_start import batches, begun, computed, weights_of
+from gpulab.companion.first_windows import Computed
 from gpulab.errors import GpulabError
 from gpulab.settings import Setting
 from gpulab.training.plan import Plan
-from gpulab.training.step import Computed
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # of what it says when it loads, only what went wrong
@@ -28,7 +28,7 @@ except ImportError:
 if keras.backend.backend() != "tensorflow":
     raise GpulabError(f"Keras computes with {keras.backend.backend()}; start Python with KERAS_BACKEND=tensorflow")
 
-PARTS = same_start.PARTS
+GPULAB_PARTS = same_start.GPULAB_PARTS
 TO_KERAS = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}  # axes of torch's weights, by how many they have
 State = list[tuple[Any, Any, Any]]  # of each layer R, c and P, as in `gpulab.models.prednet`
 
@@ -215,52 +215,27 @@ def _switch(precision: str, tf32: bool) -> None:
 
 
 def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = "loss") -> Iterator[dict[str, float]]:
-    """Train the published PredNet as `gpulab.train("prednet")` does: the same weights, frames and protocol.
-
-    Args:
-        seed: Of the weights.
-        setting: `cpu` or `cuda`, with `threads`, `tf32` and `precision` (float32 or float64).
-        size: A profile.
-        truncation: As in `gpulab.models.prednet.PredNet`.
-
-    Yields:
-        The mean `loss` of each window's frames.
-
-    Raises:
-        UsageError: For a setting of torch's alone, and for an unknown size.
+    """Train the published PredNet: arguments, what it yields and what it refuses are those of `in_jax.prednet`.
 
     Examples:
         >>> from gpulab import train
-        >>> run = train("gpulab.companion.in_keras:prednet", model_options={"size": "smoke"}, progress=False)
+        >>> run = train("benchmarks/in_keras.py:prednet", model_options={"size": "smoke"}, progress=False)
         >>> run.status, len(run.history)
         ('finished', 10)
 
     References:
-        Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks*
-        (arXiv 2109.01451); Abadi et al. 2016, *TensorFlow: a system for large-scale machine learning* (OSDI).
+        Abadi et al. 2016, *TensorFlow: a system for large-scale machine learning* (OSDI).
     """
     return train(begun("prednet", seed, setting, size, truncation=truncation))
 
 
 def autoencoder(seed: int, setting: Setting, size: str = "quick") -> Iterator[dict[str, float]]:
-    """Train the autoencoder as `gpulab.train("autoencoder")` does; all else as `prednet`.
-
-    Examples:
-        >>> from gpulab import train
-        >>> run = train("gpulab.companion.in_keras:autoencoder", model_options={"size": "smoke"}, progress=False)
-        >>> run.status, len(run.history)
-        ('finished', 20)
-    """
+    """Train the autoencoder; all else as `prednet`."""
     return train(begun("autoencoder", seed, setting, size))
 
 
 def first_window(net: str, setting: Setting | str = "cpu", seed: int = 0, size: str = "quick") -> Computed:
-    """The losses and the gradient of the first window before any update, as `FirstWindow.gradient`.
-
-    Examples:
-        >>> first_window("autoencoder", size="smoke").losses.shape
-        torch.Size([20])
-    """
+    """The losses and the gradient of the first window before any update, as `in_jax.first_window`."""
     plan = begun(net, seed, Setting.parse(setting), size)
     with on(plan.setting):
         model, (window, _) = begin(plan), next(batches(plan))

@@ -1,5 +1,9 @@
 """The published experiment with its own code: the authors' network, unchanged, in stock Chainer, on a CPU or a GPU.
 
+    python benchmarks/published.py prednet_in_chainer_py3/PredNet --seeds 8 --loader reused copied --workers 2
+
+trains seeds × loaders in worker processes; what is done already is skipped. `--help` says what it needs.
+
 The operations and their order are those of the authors' `main.py` (github.com/eijwat/prednet_in_chainer_py3): one
 NumPy buffer for the frame that is seen and one for the frame to come, wrapped by `xp.asarray`; the losses of a window
 summed; `zerograds`, `backward`, `unchain_backward`, Adam; and, on a GPU, the network taken `to_cpu()` and back
@@ -10,7 +14,9 @@ buffer after the update and not before, and computes predictions for frames that
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -18,17 +24,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import stock_chainer
 
-from gpulab.companion import stock_chainer
 from gpulab.data.datasets import Rendered, Sequence, load
-from gpulab.errors import UsageError
+from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import Setting
+from gpulab.stats.verdicts import verdict
 from gpulab.training import folders
+from gpulab.training.experiment import Experiment
 from gpulab.training.protocol import whole_numbers
 
-# What of gpulab a run depends on, beside this file.
-PARTS = ("companion/stock_chainer.py", "data/scenes.py", "data/films.py")
-FUNCTION = "gpulab.companion.published:published"
+GPULAB_PARTS = ("data/scenes.py", "data/films.py")  # what of gpulab a run depends on
 LOADERS = ("reused", "copied", "shared")
 SETTINGS = "cpu, cpu:threads=N and cuda:tf32=off,cudnn=off"
 CHECKPOINT_SECONDS = 60.0
@@ -302,3 +308,47 @@ def _threads(count: int | None) -> Any:
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     return threadpool_limits(count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=stock_chainer.HOW, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("net", type=Path, help="the authors' net.py, or its folder PredNet")
+    parser.add_argument("--setting", default="cpu", help=SETTINGS)
+    parser.add_argument("--seeds", default="1", help="how many (10), or which (0,1,7)")
+    parser.add_argument("--loader", nargs="+", default=["reused"], help="reused (as published), copied, or shared")
+    parser.add_argument("--no-round-trip", action="store_true", help="on a GPU: not to the CPU and back")
+    parser.add_argument("--data", default="walk", help="walk, or a video file")
+    parser.add_argument("--speed", type=float, default=1.0, help="of the walk")
+    parser.add_argument("--every", type=int, default=1, help="take one frame of the film in so many")
+    parser.add_argument("--frames", type=int, default=5000, help="to train on")
+    parser.add_argument("--window", type=int, default=20, help="frames in one, for one update")
+    parser.add_argument("--size", default="160x120", help="width x height of a frame in pixels")
+    parser.add_argument("--channels", default="3,48,96,192", help="of each layer")
+    parser.add_argument("--workers", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--store", default=None, help="folder of the runs")
+    asked = parser.parse_args()
+    names = ("data", "speed", "every", "frames", "window", "size", "channels")
+    options = {name: getattr(asked, name) for name in names}
+    options["round_trip"] = not asked.no_round_trip
+    variants = [{"loader": loader} for loader in asked.loader]
+    try:
+        stock_chainer.chainer()
+        options["net"] = str(asked.net / "net.py" if asked.net.is_dir() else asked.net)
+        stock_chainer.network(options["net"])
+        numbers = whole_numbers(asked.seeds, name="--seeds")
+        seeds = numbers if "," in asked.seeds else numbers[0]
+        training = f"{os.path.relpath(__file__)}:published"
+        more = {"store": asked.store, "workers": asked.workers, "options": options, "variants": variants}
+        frame = Experiment(training, [asked.setting], seeds, **more).run()
+    except GpulabError as error:
+        raise SystemExit(f"error: {error}") from None
+    columns = ["setting", "seed", "loader", "status", "final_loss", "repeat_loss", "beats_repeating", "seconds"]
+    print(frame[columns].to_string(index=False))
+    if frame.loader.nunique() > 1:
+        print(verdict(frame, factor="loader", reference=asked.loader[0]))
+
+
+if __name__ == "__main__":
+    main()

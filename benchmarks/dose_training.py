@@ -16,9 +16,15 @@ from gpulab.settings import Setting
 from gpulab.training.plan import plan_run
 from gpulab.training.step import Trainer
 
-# What of gpulab a run depends on, beside this file.
-PARTS = ("settings.py", "data", "models/base.py", "models/prednet.py", "training/step.py", "training/protocol.py")
-FUNCTION = "gpulab.companion.dose_training:bias_and_loss"
+# What of gpulab a run depends on.
+GPULAB_PARTS = (
+    "settings.py",
+    "data",
+    "models/base.py",
+    "models/prednet.py",
+    "training/step.py",
+    "training/protocol.py",
+)
 EVERY = 10  # windows along a training, the bias is looked at
 
 
