@@ -9,7 +9,8 @@ import torch
 import gpulab as gl
 from gpulab.diagnostics import products
 from gpulab.diagnostics.products import FORWARD, INPUTS, MATRIX, TO_INPUT, TO_WEIGHT, Case, cases, compare_products
-from gpulab.numerics.emulation import CHIPS, PRECISIONS, arithmetic_of, emulate
+from gpulab.numerics.arithmetic import CHIPS, PRECISIONS, arithmetic_of
+from gpulab.numerics.emulation import emulate
 
 SAMPLES, NOTES = products.recorded_products()
 
