@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import brentq
+from scipy.stats import chi2, t
 
 from gpulab.errors import UsageError
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,6 @@ def meta_analysis(effects: ArrayLike, errors: ArrayLike, alpha: float = 0.05) ->
         >>> round(apart.effect, 3), round(apart.tau, 3), round(apart.i2, 2)
         (1.0, 0.995, 0.99)
     """
-    from scipy.stats import chi2, t
-
     y, errors = np.asarray(effects, float), np.asarray(errors, float)
     k = len(y)
     if (
@@ -111,8 +108,6 @@ def _q(tau2: float, y: np.ndarray, v: np.ndarray) -> float:
 
 def _tau2(y: np.ndarray, v: np.ndarray, at: float) -> float:
     """The tau² at which Q is `at`; 0 where it is less already."""
-    from scipy.optimize import brentq
-
     if _q(0.0, y, v) <= at:
         return 0.0
     most = float(np.ptp(y) ** 2 * len(y) / at)  # there Q is below

@@ -7,15 +7,13 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from pandas.api.types import is_bool_dtype, is_complex_dtype, is_numeric_dtype
 
 from gpulab.errors import UsageError
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 OWN = ("status", "rerun", "weights", "reference", "other", "difference")  # columns with a meaning of their own
 STATES = {"finished", "crashed", "failed", "killed", "running", "preempted", "preempting", "pending"}
@@ -79,9 +77,6 @@ def run_states(frame: pd.DataFrame) -> pd.Series | None:
 
 def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
     """A copy with the metric in float64, and `status`, `rerun` and `weights`; `UsageError` for nonsense."""
-    import pandas as pd
-    from pandas.api.types import is_bool_dtype, is_complex_dtype, is_numeric_dtype
-
     if not isinstance(frame, pd.DataFrame):
         raise UsageError(
             f"expected a pandas data frame, a row per run; got a {type(frame).__name__}: pandas.concat makes one of "
@@ -129,8 +124,6 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
 
 def _levels(column: pd.Series) -> pd.Series:
     """A factor or block; `UsageError` for cells that are empty, or cannot be told apart or sorted."""
-    import pandas as pd
-
     if column.isna().any():
         raise UsageError(f"column {column.name!r} is empty in {column.isna().sum()} rows; fill or drop them")
     if isinstance(column.dtype, pd.api.extensions.ExtensionDtype):  # categories, Arrow's, those with NA
