@@ -28,7 +28,9 @@ def check_one_protocol(frame: pd.DataFrame, besides: Collection[str] = ()) -> No
         frame = frame.assign(options=[_without(text, besides) for text in frame.options])
     protocols = frame[columns].drop_duplicates()
     if columns and len(protocols) > 1:
-        shown = f"{protocols[:3].to_dict('records')}{f' and {more} more' if (more := len(protocols) - 3) > 0 else ''}"
+        shown = str(protocols[:3].to_dict("records")) + (
+            f" and {len(protocols) - 3} more" if len(protocols) > 3 else ""
+        )
         advice = "compare runs of one protocol at a time, or drop columns that do not tell protocols apart"
         raise UsageError(f"the frame mixes {shown}; {advice}")
 
@@ -51,18 +53,19 @@ def find_column(names: Iterable[Any], wanted: Any, advice: str = "") -> Any:
 
     `UsageError` lists what several there are, or what there is, the closest first, and gives the advice.
     """
-    if wanted in (names := list(names)):
+    by_text = {str(name): name for name in names}
+    if wanted in by_text.values():
         return wanted
-    there = [str(name) for name in names]
-    ends = [name for name in there if re.search(rf"[./]{re.escape(str(wanted))}$", name)]
-    if len(ends) == 1:
-        return names[there.index(ends[0])]
-    if ends:
-        raise UsageError(f"column {wanted!r} could be any of {', '.join(ends)}; give the whole name")
-    last = {name: re.split("[./]", name)[-1] for name in there}
-    close = difflib.get_close_matches(str(wanted), [*there, *last.values()])
-    there.sort(key=lambda name: min((close.index(part) for part in (name, last[name]) if part in close), default=9))
-    shown = ", ".join(there[:40]) + (f" and {more} more" if (more := len(there) - 40) > 0 else "")
+    ending = [text for text in by_text if re.search(rf"[./]{re.escape(str(wanted))}$", text)]
+    if len(ending) == 1:
+        return by_text[ending[0]]
+    if ending:
+        raise UsageError(f"column {wanted!r} could be any of {', '.join(ending)}; give the whole name")
+    last_words = {text: re.split("[./]", text)[-1] for text in by_text}
+    close = difflib.get_close_matches(str(wanted), [*by_text, *last_words.values()])
+    ranks = {match: rank for rank, match in enumerate(close)}
+    listed = sorted(by_text, key=lambda text: min(ranks.get(text, 9), ranks.get(last_words[text], 9)))
+    shown = ", ".join(listed[:40]) + (f" and {len(listed) - 40} more" if len(listed) > 40 else "")
     raise UsageError(f"no column {wanted!r}; there are {shown or 'none'}" + (advice and f"; {advice}"))
 
 

@@ -169,9 +169,9 @@ def seeds_to_settle(
     lost = np.tile(pairs.other_diverged.to_numpy(int) - pairs.reference_diverged.to_numpy(int), 2)
     each = alpha / (2 if lost.any() else 1)  # Holm's correction for the second test
 
-    def settled(place: int) -> float:
-        """The share that is settled at `SEEDS[place]` seeds."""
-        generator, seeds = np.random.default_rng(place), SEEDS[place]
+    def settled(index: int) -> float:
+        """The share that is settled at `SEEDS[index]` seeds."""
+        generator, seeds = np.random.default_rng(index), SEEDS[index]
         counts = np.hstack([np.ones_like(shares, int), generator.multinomial(seeds - n, shares)])
         done = counts @ finished
         worse, better = counts @ (lost > 0), counts @ (lost < 0)
@@ -179,12 +179,12 @@ def seeds_to_settle(
         may_diverge_apart = (apart > 0) & ~(beta.ppf(0.95, apart + 1, seeds - apart) <= DIVERGED_APART)
         different = (apart > 0) & (2 * binom.cdf(np.minimum(worse, better), apart, 0.5) <= each)
         different |= _different_p(counts, differences, done, generator, yes_or_no) <= each
-        p = _equivalent_p(counts, differences, done, margins[place] / scale, yes_or_no)
+        p = _equivalent_p(counts, differences, done, margins[index] / scale, yes_or_no)
         return float((different | ((p <= alpha) & ~may_diverge_apart)).mean())
 
-    more = int(np.searchsorted(SEEDS, n, side="right"))
-    place = bisect.bisect_left(range(len(SEEDS)), POWER, lo=more, key=settled)
-    return float(SEEDS[place]) if place < len(SEEDS) else math.inf
+    first_above_n = int(np.searchsorted(SEEDS, n, side="right"))
+    index = bisect.bisect_left(range(len(SEEDS)), POWER, lo=first_above_n, key=settled)
+    return float(SEEDS[index]) if index < len(SEEDS) else math.inf
 
 
 def _different_p(

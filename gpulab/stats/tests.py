@@ -156,14 +156,10 @@ def sign_flips(n: int) -> Iterator[np.ndarray]:
         yield np.arange(2 ** (n - 1))[:, None] >> np.arange(n) & 1
         return
     generator = np.random.default_rng(0)
-    for flips in parts(FLIPS, n):
+    at_once = max(1, 250_000 // n)  # 2 MB of float64, which stay in a processor's cache
+    for start in range(0, FLIPS, at_once):
+        flips = min(at_once, FLIPS - start)
         yield np.unpackbits(generator.integers(0, 256, (flips, -(-n // 8)), np.uint8), axis=1)[:, :n]
-
-
-def parts(rows: int, columns: int) -> list[int]:
-    """Rows in parts of about 2 MB of float64, which stay in a processor's cache."""
-    part = max(1, 250_000 // columns)
-    return [min(part, rows - start) for start in range(0, rows, part)]
 
 
 def sign_test_p(positive: int, n: int) -> float:

@@ -310,6 +310,15 @@ def test_a_split_sum_is_the_sum_of_its_parts_in_turn(slices):
     assert torch.equal(made, total)
 
 
+@pytest.mark.parametrize("order", [*ORDERS, "tensor-core+split-3"])
+@pytest.mark.parametrize("shape", [(0, 3, 2), (4, 0, 2), (4, 3, 0)], ids=str)
+def test_matrices_without_numbers_have_sums_of_zero_in_every_order(order, shape):
+    rows, terms, columns = shape
+    with emulate("tf32", order=order):
+        made = torch.zeros(rows, terms) @ torch.zeros(terms, columns)
+    assert torch.equal(made, torch.zeros(rows, columns))
+
+
 GEOMETRIES = itertools.product((1, 2), (1, 2, 3), (0, 1, 2), (1, 2), (1, 2), (False, True))
 
 
