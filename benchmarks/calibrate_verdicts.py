@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import gpulab as gl
 from gpulab.stats import tests as inference
-from gpulab.stats.verdicts import JUMP
+from gpulab.stats.decisions import JUMP
 from gpulab.training import store
 
 HERE = Path(__file__).parent

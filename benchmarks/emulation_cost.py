@@ -20,7 +20,7 @@ import torch
 import typer
 
 import gpulab as gl
-from gpulab.numerics.emulation import CHIPS
+from gpulab.numerics.arithmetic import CHIPS
 
 ARITHMETICS = {
     "tf32": {"name": "tf32"},

@@ -148,7 +148,7 @@ ALIASES = {
     "summation": "numerics.sums",
     "trace": "saddles.spectrum",
     "ulp_distance": "numerics.formats",
-    "variance_components": "stats.components",
+    "variance_components": "stats.variance",
     "working_threads": "settings",
 }
 

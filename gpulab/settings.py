@@ -180,7 +180,7 @@ def _emulation(setting: Setting, stack: ExitStack) -> None:
 
 def _float32_lines(setting: Setting, stack: ExitStack) -> None:
     if setting.float32:
-        from gpulab.numerics.lines import Float32Lines
+        from gpulab.numerics.call_sites import Float32Lines
 
         stack.enter_context(Float32Lines(setting.float32.split("+"), float32_products))
 
@@ -382,7 +382,7 @@ class Setting:
         if missing:
             raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {missing}")
         if self.emulated:
-            from gpulab.numerics.emulation import arithmetic_of
+            from gpulab.numerics.arithmetic import arithmetic_of
 
             arithmetic_of(self.emulate or "float32", self.order)
         variables = _isa_variables(self) if self.isa else {}

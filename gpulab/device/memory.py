@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpulab.diagnostics.sketches import leaves
 from gpulab.errors import UsageError
-from gpulab.numerics.lines import Callers
+from gpulab.numerics.call_sites import Callers
 from gpulab.report import Report
 from gpulab.settings import Setting
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gpulab.diagnostics.sketches import WITH_FLOAT64, factors, leaves, mapped, where_float64_is
-from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, rounded_factor
+from gpulab.numerics.arithmetic import rounded_factor
+from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS
 from gpulab.numerics.formats import round_to, rounded_format
 
 SAFETY = 4.0  # Higham and Mary's lambda: beyond it, rounding errors that behave as random are all but impossible

@@ -25,7 +25,7 @@ from gpulab.diagnostics.reference import ATTENTION, FACTORS, SAFETY, outcome
 from gpulab.diagnostics.steps import ready
 from gpulab.diagnostics.watching import RESULT, Call, Operation, Watcher
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
-from gpulab.numerics.emulation import rounded_factor
+from gpulab.numerics.arithmetic import rounded_factor
 from gpulab.passports import passport
 from gpulab.settings import Setting, arithmetic
 

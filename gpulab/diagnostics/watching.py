@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from gpulab.diagnostics import sketches as sk
 from gpulab.diagnostics import trace_files
 from gpulab.diagnostics.reference import forward_error, outcome, writes
-from gpulab.numerics.lines import Callers
+from gpulab.numerics.call_sites import Callers
 
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
 # What computes nothing: changes of shape, and memory that has not been written yet.

@@ -13,42 +13,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import brentq
+from scipy.stats import chi2, t
 
 from gpulab.errors import UsageError
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True)
 class MetaAnalysis:
-    """What studies say together.
+    """What studies say together; effects, intervals and tau are in the studies' unit, intervals at 1 − alpha."""
 
-    Attributes:
-        studies: How many.
-        effect, low, high: The mean over studies and its interval at 1 − alpha.
-        p: Two-sided, that this mean is zero.
-        tau, tau_low, tau_high: The standard deviation between the studies' own effects, and its interval.
-        i2: I², the share of the variation seen that is not the studies' errors; from 0 to 1.
-        q, p_heterogeneous: Cochran's Q, and its p if the studies had one effect.
-        predicted_low, predicted_high: The interval of the effect that another study would have; NaN below three. With
-            few it holds less often than it says: nine times in ten with six (Partlett, Riley 2017).
-    """
-
-    studies: int
-    effect: float
-    low: float
+    studies: int  # how many
+    effect: float  # the mean over studies
+    low: float  # the mean's interval
     high: float
-    p: float
-    tau: float
-    tau_low: float
+    p: float  # two-sided, that the mean is zero
+    tau: float  # the standard deviation between the studies' own effects
+    tau_low: float  # tau's interval
     tau_high: float
-    i2: float
-    q: float
-    p_heterogeneous: float
+    i2: float  # I², the share of the variation seen that is not the studies' errors, from 0 to 1
+    q: float  # Cochran's Q
+    p_heterogeneous: float  # of Q, if the studies had one effect
+    # The interval of the effect that another study would have; NaN below three. With few studies it holds less often
+    # than it says: nine times in ten with six (Partlett, Riley 2017).
     predicted_low: float
     predicted_high: float
 
@@ -67,25 +57,21 @@ def meta_analysis(effects: ArrayLike, errors: ArrayLike, alpha: float = 0.05) ->
         >>> round(apart.effect, 3), round(apart.tau, 3), round(apart.i2, 2)
         (1.0, 0.995, 0.99)
     """
-    from scipy.stats import chi2, t
-
-    y, errors = np.asarray(effects, float), np.asarray(errors, float)
-    k = len(y)
-    if (
-        k < 2
-        or y.shape != errors.shape
-        or not (np.isfinite(y).all() and np.isfinite(errors).all() and errors.min() > 0)
-    ):
-        raise UsageError(
-            f"effects {y.tolist()}, errors {errors.tolist()}: expected two or more, each with an error > 0"
-        )
-    v = errors**2
-    tau2, low2, high2 = (_tau2(y, v, at) for at in (k - 1, *chi2.isf((alpha / 2, 1 - alpha / 2), k - 1)))
-    weights = 1 / (v + tau2)
+    effects, errors = np.asarray(effects, float), np.asarray(errors, float)
+    k = len(effects)
+    finite = bool(np.isfinite(effects).all() and np.isfinite(errors).all())
+    if k < 2 or effects.shape != errors.shape or not finite or errors.min() <= 0:
+        given = f"effects {effects.tolist()}, errors {errors.tolist()}"
+        raise UsageError(f"{given}: expected two or more, each with an error > 0")
+    variances = errors**2
+    quantiles = chi2.isf((alpha / 2, 1 - alpha / 2), k - 1)
+    tau2, tau2_low, tau2_high = (_tau2(effects, variances, q) for q in (k - 1, *quantiles))
+    weights = 1 / (variances + tau2)
+    effect, error = float(weights @ effects / weights.sum()), float(weights.sum() ** -0.5)
     # With tau by Paule and Mandel the factor of Hartung and Knapp is 1, or below where tau is 0, and then taken as 1.
-    effect, error, q = float(weights @ y / weights.sum()), float(weights.sum() ** -0.5), _q(0.0, y, v)
     reach = float(t.isf(alpha / 2, k - 1)) * error
-    ahead = float(t.isf(alpha / 2, k - 2)) * math.hypot(error, math.sqrt(tau2)) if k > 2 else math.nan
+    predicted_reach = float(t.isf(alpha / 2, k - 2)) * math.hypot(error, math.sqrt(tau2)) if k > 2 else math.nan
+    q = _q(0.0, effects, variances)
     return MetaAnalysis(
         studies=k,
         effect=effect,
@@ -93,27 +79,29 @@ def meta_analysis(effects: ArrayLike, errors: ArrayLike, alpha: float = 0.05) ->
         high=effect + reach,
         p=float(2 * t.sf(abs(effect) / error, k - 1)),
         tau=math.sqrt(tau2),
-        tau_low=math.sqrt(low2),
-        tau_high=math.sqrt(high2),
+        tau_low=math.sqrt(tau2_low),
+        tau_high=math.sqrt(tau2_high),
         i2=max(0.0, 1 - (k - 1) / q) if q else 0.0,
         q=q,
         p_heterogeneous=float(chi2.sf(q, k - 1)),
-        predicted_low=effect - ahead,
-        predicted_high=effect + ahead,
+        predicted_low=effect - predicted_reach,
+        predicted_high=effect + predicted_reach,
     )
 
 
-def _q(tau2: float, y: np.ndarray, v: np.ndarray) -> float:
+def _q(tau2: float, effects: np.ndarray, variances: np.ndarray) -> float:
     """The weighted squares about the weighted mean, which fall as tau² rises."""
-    weights = 1 / (v + tau2)
-    return float(weights @ (y - weights @ y / weights.sum()) ** 2)
+    weights = 1 / (variances + tau2)
+    return float(weights @ (effects - weights @ effects / weights.sum()) ** 2)
 
 
-def _tau2(y: np.ndarray, v: np.ndarray, at: float) -> float:
-    """The tau² at which Q is `at`; 0 where it is less already."""
-    from scipy.optimize import brentq
+def _tau2(effects: np.ndarray, variances: np.ndarray, q: float) -> float:
+    """The tau² at which Cochran's Q has a value; 0 where it is less already.
 
-    if _q(0.0, y, v) <= at:
+    The estimate is where Q is k − 1, an end of the interval where it is a quantile. statsmodels' `combine_effects` has
+    no interval; below a tolerance of 1e-5 it says tau is 0 where its last step goes too far by a rounding error.
+    """
+    if _q(0.0, effects, variances) <= q:
         return 0.0
-    most = float(np.ptp(y) ** 2 * len(y) / at)  # there Q is below
-    return float(brentq(lambda tau2: _q(tau2, y, v) - at, 0.0, most, xtol=1e-12 * most))
+    beyond = float(np.ptp(effects) ** 2 * len(effects) / q)  # there Q is below
+    return float(brentq(lambda tau2: _q(tau2, effects, variances) - q, 0.0, beyond, xtol=1e-12 * beyond))

@@ -7,15 +7,13 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from pandas.api.types import is_bool_dtype, is_complex_dtype, is_numeric_dtype
 
 from gpulab.errors import UsageError
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 OWN = ("status", "rerun", "weights", "reference", "other", "difference")  # columns with a meaning of their own
 STATES = {"finished", "crashed", "failed", "killed", "running", "preempted", "preempting", "pending"}
@@ -30,7 +28,8 @@ def check_one_protocol(frame: pd.DataFrame, besides: Collection[str] = ()) -> No
         frame = frame.assign(options=[_without(text, besides) for text in frame.options])
     protocols = frame[columns].drop_duplicates()
     if columns and len(protocols) > 1:
-        shown = f"{protocols[:3].to_dict('records')}{f' and {more} more' if (more := len(protocols) - 3) > 0 else ''}"
+        shown = str(protocols[:3].to_dict("records"))
+        shown += f" and {len(protocols) - 3} more" if len(protocols) > 3 else ""
         advice = "compare runs of one protocol at a time, or drop columns that do not tell protocols apart"
         raise UsageError(f"the frame mixes {shown}; {advice}")
 
@@ -53,18 +52,19 @@ def find_column(names: Iterable[Any], wanted: Any, advice: str = "") -> Any:
 
     `UsageError` lists what several there are, or what there is, the closest first, and gives the advice.
     """
-    if wanted in (names := list(names)):
+    by_text = {str(name): name for name in names}
+    if wanted in by_text.values():
         return wanted
-    there = [str(name) for name in names]
-    ends = [name for name in there if re.search(rf"[./]{re.escape(str(wanted))}$", name)]
-    if len(ends) == 1:
-        return names[there.index(ends[0])]
-    if ends:
-        raise UsageError(f"column {wanted!r} could be any of {', '.join(ends)}; give the whole name")
-    last = {name: re.split("[./]", name)[-1] for name in there}
-    close = difflib.get_close_matches(str(wanted), [*there, *last.values()])
-    there.sort(key=lambda name: min((close.index(part) for part in (name, last[name]) if part in close), default=9))
-    shown = ", ".join(there[:40]) + (f" and {more} more" if (more := len(there) - 40) > 0 else "")
+    ending = [text for text in by_text if re.search(rf"[./]{re.escape(str(wanted))}$", text)]
+    if len(ending) == 1:
+        return by_text[ending[0]]
+    if ending:
+        raise UsageError(f"column {wanted!r} could be any of {', '.join(ending)}; give the whole name")
+    last_words = {text: re.split("[./]", text)[-1] for text in by_text}
+    close = difflib.get_close_matches(str(wanted), [*by_text, *last_words.values()])
+    ranks = {match: rank for rank, match in enumerate(close)}
+    listed = sorted(by_text, key=lambda text: min(ranks.get(text, 9), ranks.get(last_words[text], 9)))
+    shown = ", ".join(listed[:40]) + (f" and {len(listed) - 40} more" if len(listed) > 40 else "")
     raise UsageError(f"no column {wanted!r}; there are {shown or 'none'}" + (advice and f"; {advice}"))
 
 
@@ -79,43 +79,49 @@ def run_states(frame: pd.DataFrame) -> pd.Series | None:
 
 def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
     """A copy with the metric in float64, and `status`, `rerun` and `weights`; `UsageError` for nonsense."""
-    import pandas as pd
-    from pandas.api.types import is_bool_dtype, is_complex_dtype, is_numeric_dtype
-
     if not isinstance(frame, pd.DataFrame):
         raise UsageError(
             f"expected a pandas data frame, a row per run; got a {type(frame).__name__}: pandas.concat makes one of "
             "several, gpulab.stats.tables.read_table reads a file"
         )
+    frame = _name_columns(frame, metric, factor, block)
+    frame = frame.assign(**{name: _levels(frame[name]) for name in (factor, block)})
+    values = frame[metric].dropna().infer_objects()
+    if is_complex_dtype(values) or not (is_numeric_dtype(values) or is_bool_dtype(values)):
+        raise UsageError(f"metric {metric!r} is of type {frame[metric].dtype}; expected numbers or booleans")
+    check_one_protocol(frame, besides=(metric, factor, block))
+    frame[metric] = frame[metric].astype("Float64").to_numpy(float, na_value=math.nan)
+    by_metric = pd.Series(np.where(np.isfinite(frame[metric]), "finished", "diverged"), frame.index)
+    states = run_states(frame)
+    frame["status"] = by_metric if states is None else states.fillna(by_metric)
+    frame["rerun"] = pd.to_numeric(frame["rerun"], errors="coerce") if "rerun" in frame else 0
+    if len(unknown := frame[frame["rerun"].isna()]):
+        raise UsageError(f"column 'rerun' has no number in {len(unknown)} rows: index {unknown.index[:3].tolist()}")
+    _check_numbers(frame[metric][frame["status"] == "finished"], metric)
+    return frame if "weights" in frame else frame.assign(weights=None)
+
+
+def _name_columns(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
+    """A copy whose columns, index levels among them, are called as asked for; each must be one, and ours to use."""
     wanted = [metric, factor, block]
     in_index = [name for name in frame.index.names if name in wanted and name not in frame]
     frame = frame.reset_index(in_index) if in_index else frame.copy()
     frame.index = frame.index.set_names([None] * frame.index.nlevels)
     if twice := sorted(set(map(str, frame.columns[frame.columns.duplicated()]))):
         raise UsageError(f"more than one column is called {', '.join(twice)}; rename or drop one")
-    found = [find_column(frame.columns, name, NAME_THEM) for name in wanted]
-    for name, column in zip(wanted, found, strict=True):
+    columns = [find_column(frame.columns, name, NAME_THEM) for name in wanted]
+    for name, column in zip(wanted, columns, strict=True):
         if not isinstance(name, str):
             raise UsageError(f"column {name!r} is not named by text; rename it")
-        if found.count(column) > 1:
+        if columns.count(column) > 1:
             raise UsageError(f"column {column!r} stands for two of metric, factor and block; choose another")
         if name in OWN and not (name == metric and name in OWN[3:]):
             raise UsageError(f"column {name!r} has a meaning of its own; choose another, or rename it")
-    frame = frame.rename(columns=dict(zip(found, wanted, strict=True)))
-    frame = frame.assign(**{name: _levels(frame[name]) for name in (factor, block)})
-    values = frame[metric].dropna().infer_objects()
-    if is_complex_dtype(values) or not (is_numeric_dtype(values) or is_bool_dtype(values)):
-        raise UsageError(f"metric {metric!r} is of type {frame[metric].dtype}; expected numbers or booleans")
-    check_one_protocol(frame, besides=wanted)
-    frame[metric] = frame[metric].astype("Float64").to_numpy(float, na_value=math.nan)
-    finite = np.isfinite(frame[metric])
-    usual = pd.Series(np.where(finite, "finished", "diverged"), frame.index)
-    frame["status"] = usual if (states := run_states(frame)) is None else states.fillna(usual)
-    frame["rerun"] = pd.to_numeric(frame["rerun"], errors="coerce") if "rerun" in frame else 0
-    if len(unknown := frame[frame["rerun"].isna()]):
-        raise UsageError(f"column 'rerun' has no number in {len(unknown)} rows: index {unknown.index[:3].tolist()}")
-    frame = frame if "weights" in frame else frame.assign(weights=None)
-    finished = frame[metric][frame["status"] == "finished"]
+    return frame.rename(columns=dict(zip(columns, wanted, strict=True)))
+
+
+def _check_numbers(finished: pd.Series, metric: str) -> None:
+    """Raise `UsageError` where a run that finished has no number, or one that is too large or small to compute with."""
     if len(numberless := finished[~np.isfinite(finished)]):
         which = f"{len(numberless)} finished run(s) have no finite {metric}: index {numberless.index[:3].tolist()}"
         if len(numberless) == len(finished):
@@ -124,13 +130,10 @@ def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.
     largest = finished.abs().max()
     if largest > HUGE or 0 < largest < TINY:
         raise UsageError(f"metric {metric!r} reaches {largest:.0e}, whose powers float64 cannot hold; rescale it")
-    return frame
 
 
 def _levels(column: pd.Series) -> pd.Series:
     """A factor or block; `UsageError` for cells that are empty, or cannot be told apart or sorted."""
-    import pandas as pd
-
     if column.isna().any():
         raise UsageError(f"column {column.name!r} is empty in {column.isna().sum()} rows; fill or drop them")
     if isinstance(column.dtype, pd.api.extensions.ExtensionDtype):  # categories, Arrow's, those with NA
@@ -150,7 +153,7 @@ def _levels(column: pd.Series) -> pd.Series:
 def pair(
     frame: pd.DataFrame, metric: str, factor: str, block: str, reference: Any
 ) -> tuple[Any, pd.DataFrame, pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """The reference, the first runs, their pairs with those of the reference, its with its reruns; what has no end."""
+    """The reference; the first runs; their pairs with its runs; its reruns' pairs with its runs; unfinished runs."""
     frame = check_runs(frame, metric, factor, block)
     ended = frame["status"].isin(("finished", "diverged"))
     frame, unfinished = frame[ended], frame[~ended]
@@ -161,35 +164,45 @@ def pair(
             advice = f", on {', '.join(machines)}; compare one machine's runs at a time"
         which = f"{factor} {repeated[factor].iloc[0]!r} {block} {repeated[block].iloc[0]}"
         raise UsageError(f"{which} was run more than once{advice}")
-    if not (levels := list(dict.fromkeys(runs[factor]))):
+    levels = list(dict.fromkeys(runs[factor]))
+    if not levels:
         ends = ", ".join(sorted(set(unfinished["status"])))
         unended = f"; none of {len(unfinished)} is finished or diverged, but {ends}" if len(unfinished) else ""
         raise UsageError(f"no runs to compare{f' with {reference!r}' if reference is not None else ''}{unended}")
-    if reference is None:
-        reference = "cpu" if "cpu" in levels else levels[0]
-    elif reference not in levels:  # on the command line, a number is text
-        texts = [str(level) for level in levels]
-        if str(reference) not in texts:
-            raise UsageError(f"no runs under {reference!r}; there are {sorted(texts)}")
-        reference = levels[texts.index(str(reference))]
-    columns = [block, metric, "status", "weights"]
-    base = runs.loc[runs[factor] == reference, columns]
-
-    def beside_base(others: pd.DataFrame) -> pd.DataFrame:
-        both = others[[factor, *columns]].merge(base, on=block, suffixes=("", "_base"))
-        diverged, base_diverged = both.status == "diverged", both.status_base == "diverged"
-        pairs = both[[factor, block]].assign(
-            reference=both[f"{metric}_base"],
-            other=both[metric],
-            difference=(both[metric] - both[f"{metric}_base"]).where(~diverged & ~base_diverged),
-            reference_diverged=base_diverged,
-            other_diverged=diverged,
-            same_bits=(both.weights == both.weights_base) & both.weights.notna(),
-        )
-        return pairs.sort_values(block, kind="stable", ignore_index=True)
-
+    reference = _reference_level(levels, reference)
+    of_reference = runs[runs[factor] == reference]
+    others = runs[runs[factor] != reference]
     reruns = frame[(frame["rerun"] > 0) & (frame[factor] == reference)]
-    return reference, runs, beside_base(runs[runs[factor] != reference]), beside_base(reruns), unfinished
+    columns = metric, factor, block
+    return reference, runs, _beside(others, of_reference, *columns), _beside(reruns, of_reference, *columns), unfinished
+
+
+def _reference_level(levels: list[Any], reference: Any) -> Any:
+    """The level that is meant by a reference: on the command line, a number is text."""
+    if reference is None:
+        return "cpu" if "cpu" in levels else levels[0]
+    if reference in levels:
+        return reference
+    texts = [str(level) for level in levels]
+    if str(reference) not in texts:
+        raise UsageError(f"no runs under {reference!r}; there are {sorted(texts)}")
+    return levels[texts.index(str(reference))]
+
+
+def _beside(runs: pd.DataFrame, of_reference: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
+    """A row for each run that the reference has a run beside, from the same seed, with the difference of the two."""
+    columns = [block, metric, "status", "weights"]
+    both = runs[[factor, *columns]].merge(of_reference[columns], on=block, suffixes=("", "_base"))
+    diverged, base_diverged = both.status == "diverged", both.status_base == "diverged"
+    pairs = both[[factor, block]].assign(
+        reference=both[f"{metric}_base"],
+        other=both[metric],
+        difference=(both[metric] - both[f"{metric}_base"]).where(~diverged & ~base_diverged),
+        reference_diverged=base_diverged,
+        other_diverged=diverged,
+        same_bits=(both.weights == both.weights_base) & both.weights.notna(),
+    )
+    return pairs.sort_values(block, kind="stable", ignore_index=True)
 
 
 def finished(runs: pd.DataFrame, metric: str, factor: str, level: Any) -> np.ndarray:

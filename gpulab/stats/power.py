@@ -7,17 +7,17 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+from scipy.special import nctdtrinc, ndtri
+from scipy.stats import beta, binom, nct, norm, t
 
 from gpulab.errors import UsageError
 from gpulab.stats.pairs import finished, is_yes_or_no, pair
 from gpulab.stats.tests import kurtosis, sample_sd, sd_limit_ratio, skewed_t
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from numpy.typing import ArrayLike
 
 USUAL_MARGIN, USUAL_SHARE = "0.25sd", 0.1  # of numbers, and of yes and no
 DIVERGED_APART = 0.1  # levels that may diverge on more of the seeds differently are not called equivalent
@@ -91,8 +91,6 @@ def seeds_needed(
         >>> seeds_needed(sd=1.0, margin=1.0, power=0.8)[["to_detect", "to_exclude"]].iloc[0].tolist()
         [11.0, 12.0]
     """
-    import pandas as pd
-
     check_alpha(alpha)
     powers = [float(value) for value in np.atleast_1d(power)]
     if not all(alpha < value < 1 for value in powers):
@@ -137,9 +135,6 @@ def smallest_shown(n: ArrayLike, sd: ArrayLike, alpha: float, power: float = POW
         >>> [round(float(smallest_shown(n, 1.0, 0.05)), 2) for n in (5, 6, 27)]
         [inf, 1.79, 0.57]
     """
-    from scipy.special import nctdtrinc, ndtri
-    from scipy.stats import beta, t
-
     n, sd, fewest = np.asarray(n, float), np.asarray(sd, float), fewest_pairs(alpha)
     if yes_or_no:
         shown = beta.ppf(power, fewest, n - fewest + 1)
@@ -160,8 +155,6 @@ def seeds_to_settle(
     bootstrap of the pairs (Rubin 1981), so that an effect seen on few is not taken for the true one. `losses` is the
     metric under the reference, shape (seeds,).
     """
-    from scipy.stats import beta, binom
-
     n, seen = len(pairs), pairs.difference.to_numpy(float)
     if np.count_nonzero(~np.isnan(seen)) < 2:
         return math.nan
@@ -176,9 +169,9 @@ def seeds_to_settle(
     lost = np.tile(pairs.other_diverged.to_numpy(int) - pairs.reference_diverged.to_numpy(int), 2)
     each = alpha / (2 if lost.any() else 1)  # Holm's correction for the second test
 
-    def settled(place: int) -> float:
-        """The share that is settled at `SEEDS[place]` seeds."""
-        generator, seeds = np.random.default_rng(place), SEEDS[place]
+    def settled(index: int) -> float:
+        """The share that is settled at `SEEDS[index]` seeds."""
+        generator, seeds = np.random.default_rng(index), SEEDS[index]
         counts = np.hstack([np.ones_like(shares, int), generator.multinomial(seeds - n, shares)])
         done = counts @ finished
         worse, better = counts @ (lost > 0), counts @ (lost < 0)
@@ -186,20 +179,18 @@ def seeds_to_settle(
         may_diverge_apart = (apart > 0) & ~(beta.ppf(0.95, apart + 1, seeds - apart) <= DIVERGED_APART)
         different = (apart > 0) & (2 * binom.cdf(np.minimum(worse, better), apart, 0.5) <= each)
         different |= _different_p(counts, differences, done, generator, yes_or_no) <= each
-        p = _equivalent_p(counts, differences, done, margins[place] / scale, yes_or_no)
+        p = _equivalent_p(counts, differences, done, margins[index] / scale, yes_or_no)
         return float((different | ((p <= alpha) & ~may_diverge_apart)).mean())
 
-    more = int(np.searchsorted(SEEDS, n, side="right"))
-    place = bisect.bisect_left(range(len(SEEDS)), POWER, lo=more, key=settled)
-    return float(SEEDS[place]) if place < len(SEEDS) else math.inf
+    first_above_n = int(np.searchsorted(SEEDS, n, side="right"))
+    index = bisect.bisect_left(range(len(SEEDS)), POWER, lo=first_above_n, key=settled)
+    return float(SEEDS[index]) if index < len(SEEDS) else math.inf
 
 
 def _different_p(
     counts: np.ndarray, differences: np.ndarray, n: np.ndarray, generator: np.random.Generator, exact: bool
 ) -> np.ndarray:
     """`mean_p`, roughly, of samples that hold each difference as often as a row of `counts` says; `n` are known."""
-    from scipy.stats import norm, t
-
     seeds, total = counts[0].sum(), np.abs(counts @ differences)
     if seeds <= FLIPPED:
         samples = np.repeat(np.tile(differences.astype(np.float32), len(counts)), counts.ravel()).reshape(-1, seeds)
@@ -218,8 +209,6 @@ def _different_p(
 
 def _equivalent_p(counts: np.ndarray, differences: np.ndarray, n: np.ndarray, margin: float, exact: bool) -> np.ndarray:
     """`equivalence_p` of such samples; where `exact`, `discordance_p`."""
-    from scipy.stats import binom, t
-
     moved = counts @ (differences != 0)
     if exact:
         return binom.cdf(moved, n, min(margin, 1.0))
@@ -250,8 +239,6 @@ def _margins(margin: str | float, between_seeds: float | None, kurtosis: float) 
 
 
 def _seeds_to_exclude(sd: float, margins: np.ndarray, alpha: float, power: float) -> float:
-    from scipy.stats import nct, t
-
     if not sd > 0:
         return math.nan if math.isnan(sd) else _fewest(margins > 0)
     noncentrality = np.minimum(margins / sd * np.sqrt(SEEDS), 30)  # beyond, the power is 1 and the series slow

@@ -5,16 +5,15 @@ from __future__ import annotations
 import csv
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
+import pyarrow
+from pandas.api.types import is_bool_dtype
 
 from gpulab import files
 from gpulab.errors import DataError
 from gpulab.stats.pairs import NAME_THEM, find_column, run_states
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def read_table(file: str | Path, metric: str) -> pd.DataFrame:
@@ -40,10 +39,6 @@ def read_table(file: str | Path, metric: str) -> pd.DataFrame:
         >>> read_table(file, "loss").values.tolist()
         [['cpu', 0, 0.5], ['cuda', 0, nan]]
     """
-    import pandas as pd
-    import pyarrow
-    from pandas.api.types import is_bool_dtype
-
     file = Path(file)
     try:
         content = files.read(file)
@@ -70,8 +65,6 @@ def read_table(file: str | Path, metric: str) -> pd.DataFrame:
 
 def _read_text(content: bytes) -> tuple[pd.DataFrame, bool]:
     """The table, and whether its decimals may have a comma."""
-    import pandas as pd
-
     with io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="") as stream:
         lines = stream.readline()
         separator = max(",;\t", key=lambda mark: len(next(csv.reader([lines], delimiter=mark), [])))

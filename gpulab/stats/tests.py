@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike
+from scipy import stats
+from scipy.stats import beta, binomtest, t
 
 EXACT = 16  # up to so many differences other than zero, all 2^n signs are tried
 FLIPS = 9999  # beyond, so many are drawn
@@ -33,8 +33,6 @@ def mean_p(differences: ArrayLike) -> float:
         >>> round(mean_p(values), 3), round(sign_flip_p(values), 3)
         (0.104, 0.027)
     """
-    from scipy.stats import t
-
     flipped, values = sign_flip_p(differences), np.sort(np.asarray(differences, float))
     if not sample_sd(values) > 0:
         return flipped
@@ -94,10 +92,10 @@ def skewed_t(mean: Any, skewness: Any, n: Any) -> Any:
         >>> [round(float(skewed_t(2.0, skewness, 16)), 2) for skewness in (1.0, 0.0, -1.0)]
         [8.0, 8.0, 5.47]
     """
-    t = np.sqrt(n) * mean
+    student = np.sqrt(n) * mean
     a = _lean(mean, skewness, n) / 3
-    room = np.maximum(np.abs(t) - a / 2, 0)
-    return np.sign(t) * 2 * room / (1 + np.sqrt(1 + 4 * a * room))
+    room = np.maximum(np.abs(student) - a / 2, 0)
+    return np.sign(student) * 2 * room / (1 + np.sqrt(1 + 4 * a * room))
 
 
 def _lean(sign: Any, skewness: Any, n: Any) -> Any:
@@ -115,8 +113,6 @@ def skewed_t_interval(differences: ArrayLike, alpha: float, corrected: bool = Tr
         >>> round(low, 2), round(high, 2)
         (-0.2, 0.2)
     """
-    from scipy.stats import t
-
     values = np.sort(np.asarray(differences, float))
     if (n := len(values)) < 2:
         return math.nan, math.nan
@@ -140,8 +136,6 @@ def sign_flip_p(differences: ArrayLike) -> float:
         >>> sign_flip_p([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # 2 of 64
         0.03125
     """
-    from scipy.stats import t
-
     values = np.sort(np.asarray(differences, float))
     values = values[values != 0]
     n = len(values)
@@ -162,20 +156,14 @@ def sign_flips(n: int) -> Iterator[np.ndarray]:
         yield np.arange(2 ** (n - 1))[:, None] >> np.arange(n) & 1
         return
     generator = np.random.default_rng(0)
-    for flips in parts(FLIPS, n):
+    at_once = max(1, 250_000 // n)  # 2 MB of float64, which stay in a processor's cache
+    for start in range(0, FLIPS, at_once):
+        flips = min(at_once, FLIPS - start)
         yield np.unpackbits(generator.integers(0, 256, (flips, -(-n // 8)), np.uint8), axis=1)[:, :n]
-
-
-def parts(rows: int, columns: int) -> list[int]:
-    """Rows in parts of about 2 MB of float64, which stay in a processor's cache."""
-    part = max(1, 250_000 // columns)
-    return [min(part, rows - start) for start in range(0, rows, part)]
 
 
 def sign_test_p(positive: int, n: int) -> float:
     """Two-sided p of the sign test, McNemar's: `positive` of n differences other than zero are above it."""
-    from scipy.stats import binomtest
-
     return float(binomtest(positive, n).pvalue) if n else 1.0
 
 
@@ -188,8 +176,6 @@ def equivalence_p(differences: ArrayLike, margin: float) -> float:
         >>> round(equivalence_p([-0.1, 0.0, 0.1, 0.05, -0.05], margin=0.2), 4)
         0.0024
     """
-    from scipy.stats import t
-
     values = np.sort(np.asarray(differences, float))
     n = len(values)
     if not values.any():
@@ -212,8 +198,6 @@ def discordance_p(differences: ArrayLike, margin: float) -> float:
         >>> round(discordance_p([0.0] * 29, margin=0.1), 3)
         0.047
     """
-    from scipy.stats import binomtest
-
     discordant, n = np.count_nonzero(differences), np.size(differences)
     if not n or math.isnan(margin):
         return math.nan
@@ -277,16 +261,12 @@ def sd_lower_limit(values: ArrayLike) -> float:
 
 def sd_limit_ratio(n: ArrayLike, kurtosis: ArrayLike) -> Any:
     """`sd_lower_limit` from n values, as a multiple of the sample's standard deviation."""
-    from scipy.stats import t
-
     freedom = np.asarray(n) - 1
     return np.exp(-t.ppf(SD_CONFIDENCE, freedom) * np.sqrt((np.asarray(kurtosis) - 1) / freedom) / 2)
 
 
 def kurtosis(values: np.ndarray) -> float:
     """The kurtosis of a sample, shape (n,), and 3, a normal sample's, where it is smaller."""
-    from scipy import stats
-
     return max(3.0, 3 + float(stats.kurtosis(values, bias=False))) if len(values) > 3 and np.ptp(values) else 3.0
 
 
@@ -304,8 +284,6 @@ def clopper_pearson_upper(count: float, n: int, alpha: float = 0.05) -> float:
         >>> round(clopper_pearson_upper(0, 10), 3)  # 1 − 0.05 ** (1 / 10)
         0.259
     """
-    from scipy.stats import beta
-
     # scipy's binomtest(count, n).proportion_ci searches for the same number, in ten times the time.
     return float(beta.ppf(1 - alpha, count + 1, n - count)) if count < n else 1.0
 

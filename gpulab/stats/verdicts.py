@@ -22,24 +22,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 import gpulab.stats.power as planning
 import gpulab.stats.tests as inference
 from gpulab.errors import UsageError
 from gpulab.report import Report
 from gpulab.report import table as html_table
+from gpulab.stats.decisions import COLUMNS, correct, intervals, is_identical, level_numbers, may_diverge_apart
+from gpulab.stats.decisions import DECISIONS as DECISIONS
+from gpulab.stats.decisions import decide as decide
 from gpulab.stats.pairs import check_one_protocol as check_one_protocol
 from gpulab.stats.pairs import finished, is_yes_or_no, pair
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-DECISIONS = ("different", "different but negligible", "inconclusive", "equivalent")
 SURE = 10  # seeds, from which on the number that would settle it is more than a guess
-JUMP = 0.5  # a seed that jumps moves by so many standard deviations between seeds at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,39 +103,7 @@ class Verdict(Report):
         return self.largest / self.between_seeds if self.between_seeds else math.nan
 
     def __str__(self) -> str:
-        lines = [_sentence(self, row) for row in self.table.itertuples(index=False)]
-        if not lines:
-            lines = [f"Only {self.reference} was run: there is nothing to compare it with."]
-        if self.damaged:
-            lines.insert(0, f"{_count(self.damaged, 'damaged run')} cannot be read, and may be missing from this.")
-        if self.table.seeds.gt(1).any():
-            lines.append(_design(self))
-        between = f"between {self.block}s under {self.reference} is"
-        if math.isnan(self.between_seeds):
-            lines.append(f"The spread {between} unknown: fewer than two finished.")
-        else:
-            change = ""
-            if len(self.table) and not math.isnan(self.ratio):
-                change = f"; the largest change that another {self.factor} made to a {self.block} is {self.largest:.2e}"
-                change += f", {self.ratio:.2g} of it"
-            lines.append(f"The standard deviation {between} {self.between_seeds:.2e}{change}.")
-        if len(self.table) and math.isnan(self.table.margin.iloc[0]):
-            why = f"the margin {self.margin!r} needs a spread between {self.block}s under {self.reference}"
-            lines.append(f"Equivalence was not asked: {why}; give one in the metric's units, such as margin=0.01.")
-        if len(self.reruns):
-            change = f"changed a {self.block} by up to {self.reruns.difference.abs().max():.2e}"
-            same = self.reruns.groupby(self.block).same_bits.all()
-            both = f"{same.sum()} of {_count(len(same), self.block)} gave the same bits twice"
-            lines.append(f"{self.reference} run again {change}; {both}.")
-        diverged = self.runs[self.runs.status == "diverged"].groupby(self.factor).size()
-        where = ", ".join(f"{level} {count}" for level, count in diverged.items())
-        lines.append(f"Diverged runs: {diverged.sum()}{f' ({where})' if where else ''}.")
-        if len(self.unfinished):
-            ends = self.unfinished.groupby([self.factor, "status"]).size()
-            where = ", ".join(f"{level} {count} {status}" for (level, status), count in ends.items())
-            why = f"if it was the {self.factor} that stopped them, what is left flatters it"
-            lines.append(f"Left out, because they did not finish: {ends.sum()} ({where}); {why}.")
-        return "\n".join(lines)
+        return _in_words(self)
 
     def html(self) -> str:
         """Sentences, table and figure."""
@@ -191,191 +158,175 @@ def verdict(
         >>> verdict(pd.concat([cpu, cuda])).decision
         'different'
     """
-    import pandas as pd
-
     planning.check_alpha(alpha)
     if margin is not None:
         planning.parse_margin(margin)
+    if factor in COLUMNS:
+        raise UsageError(f"factor {factor!r} is also a column of the verdict's own table; rename it")
     reference, runs, pairs, reruns, unfinished = pair(frame, metric, factor, block, reference)
     yes_or_no = is_yes_or_no(runs, metric)
     margin = planning.usual_margin(margin, metric, yes_or_no)
     number, in_sd = planning.parse_margin(margin)
-    losses = finished(runs, metric, factor, reference)
-    sd = inference.sample_sd(losses)
-    size = number * (inference.sd_lower_limit(losses) or math.nan) if in_sd else number
-    if factor in (columns := _tests(pairs[:0], size, sd, yes_or_no)):
-        raise UsageError(f"factor {factor!r} is also a column of the verdict's own table; rename it")
+    reference_losses = finished(runs, metric, factor, reference)
+    between_seeds = inference.sample_sd(reference_losses)
+    size = number * (inference.sd_lower_limit(reference_losses) or math.nan) if in_sd else number
     levels = list(dict.fromkeys(level for level in runs[factor] if level != reference))
-    of_level = {level: pairs[pairs[factor] == level] for level in levels}
+    pairs_of = {level: pairs[pairs[factor] == level] for level in levels}
     table = pd.DataFrame(
-        [{factor: level, **_tests(of_level[level], size, sd, yes_or_no)} for level in levels],
-        columns=[factor, *columns],
+        [{factor: level, **level_numbers(pairs_of[level], size, between_seeds, yes_or_no)} for level in levels],
+        columns=[factor, *COLUMNS],
     )
     count = runs[factor].value_counts()
-    table["left_out"] = [int(count[level] + count[reference] - 2 * len(of_level[level])) for level in levels]
-    # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a false alarm,
-    # and the others need no correction for it (Tarone 1990).
-    testable = 2.0 ** (1 - table.one_diverged.to_numpy(float)) <= alpha
-    corrected = inference.holm([*table.p_different, *np.where(testable, table.p_diverged, math.nan)])
-    table["p_different_holm"] = corrected[: len(table)]
-    table["p_diverged_holm"] = np.where(testable, corrected[len(table) :], table.p_diverged)
-    table["p_equivalent_holm"] = inference.holm(list(table.p_equivalent))
-    # Holm has stopped at this level: it rejects what is below, and nothing above.
-    apart, alike = (alpha / max(1, np.sum(p > alpha)) for p in (corrected, table.p_equivalent_holm))
-    table["confidence"], table["equivalent_confidence"] = 1 - apart, 1 - 2 * alike
-    for level, row in zip(levels, table.index, strict=True):
-        ends = _intervals(of_level[level], apart, alike, yes_or_no)
+    table["left_out"] = [int(count[level] + count[reference] - 2 * len(pairs_of[level])) for level in levels]
+    different_alpha, equivalent_alpha = correct(table, alpha)
+    for row, level in enumerate(levels):
+        ends = intervals(pairs_of[level], different_alpha, equivalent_alpha, yes_or_no)
         table.loc[row, ["low", "high", "equivalent_low", "equivalent_high"]] = ends
-    table["smallest_shown"] = planning.smallest_shown(table.seeds, table.sd_of_differences, apart, yes_or_no=yes_or_no)
+    table["smallest_shown"] = planning.smallest_shown(
+        table.seeds, table.sd_of_differences, different_alpha, yes_or_no=yes_or_no
+    )
     table["decision"] = [decide(row, alpha) for row in table.itertuples()]
-    table["seeds_needed"] = [
-        planning.seeds_to_settle(some, losses, margin, alpha / len(levels), yes_or_no)
-        if what == "inconclusive"
-        else math.nan
-        for some, what in zip(of_level.values(), table.decision, strict=True)
-    ]
+    for row in table.index[table.decision == "inconclusive"]:
+        level_pairs = pairs_of[levels[row]]
+        table.loc[row, "seeds_needed"] = planning.seeds_to_settle(
+            level_pairs, reference_losses, margin, alpha / len(levels), yes_or_no
+        )
     return Verdict(
-        *(metric, factor, block, reference, margin, alpha, table, pairs, reruns, runs, unfinished, sd),
+        *(metric, factor, block, reference, margin, alpha, table, pairs, reruns, runs, unfinished, between_seeds),
         damaged=frame.attrs.get("damaged", 0),
     )
-
-
-def _tests(pairs: pd.DataFrame, margin: float, between_seeds: float, yes_or_no: bool) -> dict[str, Any]:
-    """What one level's pairs say, before any correction for the other levels."""
-    differences = pairs.difference.dropna().to_numpy(float)
-    n = len(differences)
-    different = inference.sign_flip_p if yes_or_no else inference.mean_p
-    equivalent = inference.discordance_p if yes_or_no else inference.equivalence_p
-    moved = int((np.abs(differences) > margin).sum()) if margin > 0 else math.nan
-    one_diverged = pairs.reference_diverged != pairs.other_diverged
-    apart = int(one_diverged.sum())
-    tested = n > 1 and not (pairs.same_bits.all() and not differences.any())
-    usual = pairs.reference[pairs.difference.notna()].mean()
-    jumped = inference.jumped(differences, math.inf if yes_or_no else JUMP * between_seeds)
-    jump, rest = (differences[some].mean() if jumped.any() else math.nan for some in (jumped, ~jumped))
-    return {
-        "decision": "",
-        "seeds": n,
-        "difference": float(np.sort(differences).mean()) if n else math.nan,
-        **dict.fromkeys(("low", "high", "confidence"), math.nan),
-        "p_different": different(differences) if tested else math.nan,
-        "p_different_holm": math.nan,
-        "p_equivalent": equivalent(differences, margin) if tested else math.nan,
-        "p_equivalent_holm": math.nan,
-        **dict.fromkeys(("equivalent_low", "equivalent_high", "equivalent_confidence"), math.nan),
-        "margin": margin,
-        "margin_relative": margin / abs(usual) if usual and not yes_or_no else math.nan,
-        "smallest_shown": math.nan,
-        "sd_of_differences": inference.sample_sd(differences),
-        "largest_difference": float(np.abs(differences).max()) if n else math.nan,
-        "jumped": int(jumped.sum()),
-        "jump": jump,
-        "rest": rest,
-        "p_rest": inference.mean_p(differences[~jumped]) if jump * rest < 0 else math.nan,
-        "same_bits": int(pairs.same_bits.sum()),
-        "moved": moved,
-        "moved_at_most": inference.clopper_pearson_upper(moved, n),
-        "diverged": int(pairs.other_diverged.sum()),
-        "reference_diverged": int(pairs.reference_diverged.sum()),
-        "one_diverged": apart,
-        "diverged_apart_at_most": inference.clopper_pearson_upper(apart, len(pairs)),
-        "p_diverged": inference.sign_test_p(int((one_diverged & pairs.other_diverged).sum()), apart),
-        "p_diverged_holm": math.nan,
-        "left_out": 0,
-        "seeds_needed": math.nan,
-    }
-
-
-def _intervals(pairs: pd.DataFrame, alpha: float, equivalent_alpha: float, yes_or_no: bool) -> list[float]:
-    """The intervals of the tests of difference and of equivalence, four ends."""
-    differences = pairs.difference.dropna().to_numpy(float)
-    if not yes_or_no or len(differences) < 2:
-        equivalent = inference.skewed_t_interval(differences, 2 * equivalent_alpha)
-        return [*inference.mean_interval(differences, alpha), *equivalent]
-    # the share of discordant pairs bounds the difference of the rates
-    limit = inference.clopper_pearson_upper(int(np.count_nonzero(differences)), len(differences), equivalent_alpha)
-    return [*inference.sign_flip_interval(differences, alpha), -limit, limit]
-
-
-def is_identical(row: Any) -> bool:
-    """Whether a level, a row of a verdict's table, left the same weights to the last bit from every seed."""
-    return row.seeds > 1 and row.one_diverged == 0 and math.isnan(row.p_different) and row.same_bits >= row.seeds
-
-
-def decide(row: Any, alpha: float) -> str:
-    """The decision on a level, a row of a verdict's table, from its corrected p values."""
-    if is_identical(row):
-        return "equivalent"
-    if row.p_diverged_holm <= alpha:
-        return "different"
-    may_diverge_apart = row.one_diverged > 0 and row.diverged_apart_at_most > planning.DIVERGED_APART
-    equivalent = row.p_equivalent_holm <= alpha and not may_diverge_apart
-    if row.p_different_holm <= alpha:
-        return "different but negligible" if equivalent else "different"
-    return "equivalent" if equivalent else "inconclusive"
 
 
 # --- words -------------------------------------------------------------------------------------------
 
 
+def _in_words(verdict: Verdict) -> str:
+    """A verdict in sentences: a line for each level, then what holds for all of them."""
+    lines = [_sentence(verdict, row) for row in verdict.table.itertuples(index=False)]
+    if not lines:
+        lines = [f"Only {verdict.reference} was run: there is nothing to compare it with."]
+    if verdict.damaged:
+        lines.insert(0, f"{_count(verdict.damaged, 'damaged run')} cannot be read, and may be missing from this.")
+    if verdict.table.seeds.gt(1).any():
+        lines.append(_design(verdict))
+    lines.append(_spread(verdict))
+    if len(verdict.table) and math.isnan(verdict.table.margin.iloc[0]):
+        why = f"the margin {verdict.margin!r} needs a spread between {verdict.block}s under {verdict.reference}"
+        lines.append(f"Equivalence was not asked: {why}; give one in the metric's units, such as margin=0.01.")
+    if len(verdict.reruns):
+        change = f"changed a {verdict.block} by up to {verdict.reruns.difference.abs().max():.2e}"
+        same = verdict.reruns.groupby(verdict.block).same_bits.all()
+        both = f"{same.sum()} of {_count(len(same), verdict.block)} gave the same bits twice"
+        lines.append(f"{verdict.reference} run again {change}; {both}.")
+    diverged = verdict.runs[verdict.runs.status == "diverged"].groupby(verdict.factor).size()
+    where = ", ".join(f"{level} {count}" for level, count in diverged.items())
+    lines.append(f"Diverged runs: {diverged.sum()}{f' ({where})' if where else ''}.")
+    if len(verdict.unfinished):
+        ends = verdict.unfinished.groupby([verdict.factor, "status"]).size()
+        where = ", ".join(f"{level} {count} {status}" for (level, status), count in ends.items())
+        why = f"if it was the {verdict.factor} that stopped them, what is left flatters it"
+        lines.append(f"Left out, because they did not finish: {ends.sum()} ({where}); {why}.")
+    return "\n".join(lines)
+
+
+def _spread(verdict: Verdict) -> str:
+    """How far seeds differ under the reference, and how large the largest change is beside that."""
+    between = f"between {verdict.block}s under {verdict.reference} is"
+    if math.isnan(verdict.between_seeds):
+        return f"The spread {between} unknown: fewer than two finished."
+    text = f"The standard deviation {between} {verdict.between_seeds:.2e}"
+    if len(verdict.table) and not math.isnan(verdict.ratio):
+        text += f"; the largest change that another {verdict.factor} made to a {verdict.block} is {verdict.largest:.2e}"
+        text += f", {verdict.ratio:.2g} of it"
+    return f"{text}."
+
+
 def _sentence(verdict: Verdict, row: Any) -> str:
     """One level's decision, and what follows from its numbers; `row` is the level's of the table."""
-    reference, block, n, alpha = verdict.reference, verdict.block, row.seeds, verdict.alpha
+    block, n, alpha = verdict.block, row.seeds, verdict.alpha
     together = f"{n} of {_count(n + row.left_out, block)}" if row.left_out else _count(n, block)
-    text = f"{row[0]} against {reference}, {together}: {row.decision}"
+    decided = f"{row[0]} against {verdict.reference}, {together}: {row.decision}"
     left_out = f" Left out: {_count(row.left_out, block)} that only one of the two has." if row.left_out else ""
     diverged = ""
     if row.diverged or row.reference_diverged:
-        diverged = f"iverged: {row.diverged}, under {reference} {row.reference_diverged}"
+        diverged = f"iverged: {row.diverged}, under {verdict.reference} {row.reference_diverged}"
         diverged += f" ({_p(row.p_diverged, row.p_diverged_holm, alpha)})"
     if n < 2:
         why = f"one {block} is no evidence" if n else f"they have no {block} in common"
         if diverged:
             why = f"too few {block}s finished under both; d{diverged}"
-        return f"{text}; {why}.{left_out}"
+        return f"{decided}; {why}.{left_out}"
     if is_identical(row):
-        return f"{text}; the same kernels, the same bits in every weight, so there is nothing to test.{left_out}"
-    within = f" within ±{row.margin:.2g}" if row.margin > 0 else ""
-    yes_or_no = is_yes_or_no(verdict.runs, verdict.metric)
+        return f"{decided}; the same kernels, the same bits in every weight, so there is nothing to test.{left_out}"
     if row.decision in ("equivalent", "different but negligible"):
-        text += within
+        decided += _within(row)
     elif row.decision == "different" and row.p_different_holm > alpha:
-        text += " in how often they diverge"
-    text += f"; difference {row.difference:.2g}{_interval(row.low, row.high, row.confidence, 0.95)}"
-    text += f", {_p(row.p_different, row.p_different_holm, alpha)}"
-    if row.p_rest <= alpha:
-        text += (
-            f"; {row.jumped} of {n} {block}s jumped (mean {row.jump:+.2g}), the other {n - row.jumped} moved the other "
-        )
-        text += f"way (mean {row.rest:+.2g}, {_p(row.p_rest, row.p_rest, alpha)}): the difference mixes the two"
-    if row.decision != "different" and within:
-        ends = _interval(row.equivalent_low, row.equivalent_high, row.equivalent_confidence, math.nan, row.margin)
-        text += f"; equivalence{ends}, {_p(row.p_equivalent, row.p_equivalent_holm, alpha)}"
+        decided += " in how often they diverge"
+    sentences = [f"{decided}; {_difference(row, alpha)}{_jumps(row, block, alpha)}{_equivalence(row, alpha)}"]
+    yes_or_no = is_yes_or_no(verdict.runs, verdict.metric)
     if row.decision == "different" and row.p_different_holm <= alpha and not yes_or_no:
-        unseen = inference.clopper_pearson_upper(0, n)
-        undoing = -row.difference * (1 - unseen) / unseen
-        text += f". Only jumps that none of these {block}s made could undo this mean: of {undoing:.2g} on average, in "
-        text += f"{unseen:.0%} of all {block}s (as many could have gone unseen, 95 % limit)"
+        sentences.append(_undoing_jumps(row, block))
     if row.decision == "inconclusive":
-        text += f". Neither a difference nor equivalence{within} is shown"
-        if n < (fewest := planning.fewest_pairs(1 - row.confidence)):
-            corrected = "" if math.isclose(row.confidence, 1 - alpha) else " with so many tests"
-            text += f"; {n} {block}s cannot show a difference at alpha {alpha:g}{corrected}, {fewest} can"
-        if row.one_diverged and row.diverged_apart_at_most > planning.DIVERGED_APART:
-            text += f"; on up to {row.diverged_apart_at_most:.0%} of {block}s one of the two could diverge alone"
-        if math.isfinite(row.seeds_needed):
-            about = "about" if n >= SURE else "very roughly"
-            text += f"; {about} {row.seeds_needed:.0f} {block}s would settle it (power 0.8, if others are like these)"
-        else:
-            text += f"; no number of {block}s up to {planning.MOST_SEEDS:,} would settle it"
+        sentences.append(_unsettled(row, block, alpha))
     if diverged:
-        text += f". D{diverged}"
-    if row.decision in ("equivalent", "inconclusive") and within:  # some may jump, and none that was seen
-        text += f". {row.moved:.0f} of {_count(n, block)} moved by more than the margin"
-        text += f"; up to {row.moved_at_most:.0%} of {block}s could (95 % limit)"
+        sentences.append(f"D{diverged}")
+    if row.decision in ("equivalent", "inconclusive") and row.margin > 0:  # some may jump, and none that was seen
+        moved = f"{row.moved:.0f} of {_count(n, block)} moved by more than the margin"
+        sentences.append(f"{moved}; up to {row.moved_at_most:.0%} of {block}s could (95 % limit)")
     if not row.largest_difference and not yes_or_no:
-        text += f". Not one {block} differs by a digit: make sure that the {verdict.factor} reached what was trained"
-    return f"{text}.{left_out}"
+        doubt = f"make sure that the {verdict.factor} reached what was trained"
+        sentences.append(f"Not one {block} differs by a digit: {doubt}")
+    return f"{'. '.join(sentences)}.{left_out}"
+
+
+def _within(row: Any) -> str:
+    return f" within ±{row.margin:.2g}" if row.margin > 0 else ""
+
+
+def _difference(row: Any, alpha: float) -> str:
+    interval = _interval(row.low, row.high, row.confidence, 0.95)
+    return f"difference {row.difference:.2g}{interval}, {_p(row.p_different, row.p_different_holm, alpha)}"
+
+
+def _jumps(row: Any, block: str, alpha: float) -> str:
+    """That some seeds jumped and the others moved the other way, where they did."""
+    if not row.p_rest <= alpha:
+        return ""
+    others = f"the other {row.seeds - row.jumped} moved the other way (mean {row.rest:+.2g}, "
+    others += f"{_p(row.p_rest, row.p_rest, alpha)}): the difference mixes the two"
+    return f"; {row.jumped} of {row.seeds} {block}s jumped (mean {row.jump:+.2g}), {others}"
+
+
+def _equivalence(row: Any, alpha: float) -> str:
+    if row.decision == "different" or not row.margin > 0:
+        return ""
+    ends = _interval(row.equivalent_low, row.equivalent_high, row.equivalent_confidence, math.nan, row.margin)
+    return f"; equivalence{ends}, {_p(row.p_equivalent, row.p_equivalent_holm, alpha)}"
+
+
+def _undoing_jumps(row: Any, block: str) -> str:
+    """How large jumps that no seed happened to make would have to be to undo the mean."""
+    unseen = inference.clopper_pearson_upper(0, row.seeds)
+    size = -row.difference * (1 - unseen) / unseen
+    return (
+        f"Only jumps that none of these {block}s made could undo this mean: of {size:.2g} on average, in "
+        f"{unseen:.0%} of all {block}s (as many could have gone unseen, 95 % limit)"
+    )
+
+
+def _unsettled(row: Any, block: str, alpha: float) -> str:
+    """Why nothing is shown, and how many seeds would settle it."""
+    text, n = f"Neither a difference nor equivalence{_within(row)} is shown", row.seeds
+    fewest = planning.fewest_pairs(1 - row.confidence)
+    if n < fewest:
+        corrected = "" if math.isclose(row.confidence, 1 - alpha) else " with so many tests"
+        text += f"; {n} {block}s cannot show a difference at alpha {alpha:g}{corrected}, {fewest} can"
+    if may_diverge_apart(row):
+        text += f"; on up to {row.diverged_apart_at_most:.0%} of {block}s one of the two could diverge alone"
+    if not math.isfinite(row.seeds_needed):
+        return f"{text}; no number of {block}s up to {planning.MOST_SEEDS:,} would settle it"
+    about = "about" if n >= SURE else "very roughly"
+    return f"{text}; {about} {row.seeds_needed:.0f} {block}s would settle it (power 0.8, if others are like these)"
 
 
 def _design(verdict: Verdict) -> str:

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
-from gpulab.numerics.emulation import CHIPS, emulate
+from gpulab.numerics.arithmetic import CHIPS
+from gpulab.numerics.emulation import emulate
 from gpulab.settings import TF32_CARDS
 
 

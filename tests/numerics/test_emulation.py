@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
-from gpulab.numerics.emulation import CHIPS, KNOWN, ORDERS, PRECISIONS, arithmetic_of, emulate, summed
+from gpulab.numerics.arithmetic import CHIPS, KNOWN, ORDERS, PRECISIONS, arithmetic_of
+from gpulab.numerics.emulation import emulate
 from gpulab.numerics.formats import FORMATS, round_to
 from gpulab.settings import TF32_CARDS
 
@@ -273,9 +274,9 @@ def test_orders_are_those_of_exact_arithmetic(count, spread):
     for seed in range(5):
         a, b = vectors(count, spread, seed)
         assert (
-            sequential(a.tolist(), b.tolist()) == summed(a[None], b[:, None], arithmetic_of(order="sequential")).item()
+            sequential(a.tolist(), b.tolist()) == arithmetic_of(order="sequential").summed(a[None], b[:, None]).item()
         )
-        assert pairwise(a.tolist(), b.tolist()) == summed(a[None], b[:, None], arithmetic_of(order="pairwise")).item()
+        assert pairwise(a.tolist(), b.tolist()) == arithmetic_of(order="pairwise").summed(a[None], b[:, None]).item()
 
 
 @pytest.mark.parametrize("spread", [0, 6, 25, 70])
@@ -286,7 +287,7 @@ def test_a_tensor_core_is_its_definition_in_exact_fractions(name, count, spread)
     for seed in range(5):
         a, b = (round_to(x, how.format) for x in vectors(count, min(spread, 12 if "16" in name else 70), seed))
         a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
-        assert tensor_core(a.tolist(), b.tolist(), how) == summed(a[None], b[:, None], how).item()
+        assert tensor_core(a.tolist(), b.tolist(), how) == how.summed(a[None], b[:, None]).item()
 
 
 def test_a_tensor_core_passes_on_what_is_not_finite():
@@ -307,6 +308,15 @@ def test_a_split_sum_is_the_sum_of_its_parts_in_turn(slices):
     for start in range(0, 40, each):
         total = total + a[:, start : start + each] @ b[start : start + each]
     assert torch.equal(made, total)
+
+
+@pytest.mark.parametrize("order", [*ORDERS, "tensor-core+split-3"])
+@pytest.mark.parametrize("shape", [(0, 3, 2), (4, 0, 2), (4, 3, 0)], ids=str)
+def test_matrices_without_numbers_have_sums_of_zero_in_every_order(order, shape):
+    rows, terms, columns = shape
+    with emulate("tf32", order=order):
+        made = torch.zeros(rows, terms) @ torch.zeros(terms, columns)
+    assert torch.equal(made, torch.zeros(rows, columns))
 
 
 GEOMETRIES = itertools.product((1, 2), (1, 2, 3), (0, 1, 2), (1, 2), (1, 2), (False, True))
@@ -354,7 +364,7 @@ def test_sixteen_bit_numbers_take_the_tensor_cores_of_old_cards_too(dtype):
         result = a @ b
         assert torch.equal(A @ B, PLAIN), "float32 numbers do not"
     assert result.dtype == dtype
-    assert torch.equal(result, summed(a.float(), b.float(), how).to(dtype))
+    assert torch.equal(result, how.summed(a.float(), b.float()).to(dtype))
 
 
 # --- nesting -----------------------------------------------------------------------------------------------

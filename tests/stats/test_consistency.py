@@ -162,7 +162,7 @@ def test_a_reference_without_spread_has_no_margin_in_sd():
     assert verdict.plot().png()
 
 
-@pytest.mark.parametrize("name", ["experiment", "frames", "protocol"])
+@pytest.mark.parametrize("name", ["experiment", "profile", "frames", "protocol"])
 def test_a_column_that_tells_protocols_apart_elsewhere_may_be_compared(name):
     frame = runs(pair_of())
     expected = gl.verdict(frame).table

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
 from gpulab.errors import UsageError
 from gpulab.report import Report, paragraphs
 from gpulab.report import table as html_table
 from gpulab.stats.pairs import check_runs
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +66,6 @@ def variance_components(
     References:
         Searle, Casella and McCulloch 1992, Variance Components, ch. 4.
     """
-    import pandas as pd
-
     runs = check_runs(frame, metric, factor, block)
     runs = runs[runs.status == "finished"]
     cells = runs.groupby([factor, block], observed=True)[metric].agg(["mean", "var", "size"])

@@ -17,14 +17,22 @@ def products(setting):
         second = y @ y
         (first.sum() + second.sum()).backward()
     line = products.__code__.co_firstlineno
-    return (first.detach(), x.grad, second.detach(), y.grad), (f"test_lines.py:{line + 5}", f"test_lines.py:{line + 6}")
+    return (first.detach(), x.grad, second.detach(), y.grad), (
+        f"test_call_sites.py:{line + 5}",
+        f"test_call_sites.py:{line + 6}",
+    )
 
 
 def test_a_line_keeps_float32_forward_and_backward_and_the_other_does_not():
     plain, (one, other) = products("cpu")
     rounded, _ = products(TF32)
     assert not any(torch.equal(x, y) for x, y in zip(plain, rounded, strict=True))
-    for lines, kept in ((one, {0, 1}), (other, {2, 3}), (f"{other}+{one}", {0, 1, 2, 3}), ("test_lines.py:1", set())):
+    for lines, kept in (
+        (one, {0, 1}),
+        (other, {2, 3}),
+        (f"{other}+{one}", {0, 1, 2, 3}),
+        ("test_call_sites.py:1", set()),
+    ):
         made, _ = products(f"{TF32},float32={lines}")
         expected = [(plain if place in kept else rounded)[place] for place in range(4)]
         assert all(map(torch.equal, made, expected)), lines

@@ -1,0 +1,200 @@
+"""What a chip makes of a product of matrices: the format that it rounds the factors to, and how it adds up.
+
+Sources: Fasi, Higham, Mikaitis, Pranesh 2021, *Numerical behavior of NVIDIA tensor cores* (PeerJ Computer
+Science 7:e330); Xie, Wang, Yang, Yang 2025, *MMA-Sim* (arXiv 2511.10909); Khattak, Mikaitis 2025, *Accurate
+models of NVIDIA tensor cores* (arXiv 2512.07004); NVIDIA, *A100 Tensor Core GPU Architecture* (TF32).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpulab.errors import UsageError
+from gpulab.numerics.formats import FORMATS, MODES, power_of_two, round_to
+
+ORDERS = ("sequential", "pairwise", "tensor-core")
+MATRIX, CONVOLUTION, WEIGHT = range(3)  # kinds of product, as `Arithmetic.roundings` counts them
+CHUNK = 1 << 18  # products that are looked at together: a tensor of 2 MiB, which caches hold
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a chip multiplies and sums matrices of float32 numbers."""
+
+    name: str
+    format: str = "float32"  # that factors are rounded to
+    # How: of matrix products; of convolutions and the gradient of their input; of that of their weight.
+    roundings: tuple[str, str, str] = ("nearest", "nearest", "nearest")
+    result: str = "float32"  # the format that the sum, which is float32's, is rounded to
+    order: str | None = None  # of the sum; None for this machine's
+    slices: int = 1  # into so many sums it is split, which are added in turn
+    block: int = 8  # products that a tensor core adds to the sum at once
+    half_block: int = 16  # the same where the factors are 16-bit numbers themselves; 0 where it takes none
+    fraction: int = 25  # each product is cut so many bits below the leading bit of the block's largest
+    kept: int = 24  # significant bits that the new sum is cut to
+    step: int = 8  # a slice is a multiple of so many products
+    tile: int | None = None  # channels run through at every place of a kernel, before the next ones; None for all
+
+    def __str__(self) -> str:
+        words = [self.order] if self.order else []
+        words += [f"split-{self.slices}"] if self.slices > 1 else []
+        return f"{self.name}, summed {'+'.join(words)}" if words else self.name
+
+    def product(self, a: Tensor, b: Tensor, kind: int = MATRIX) -> Tensor:
+        """The product of matrices (…, M, K) and (…, K, N), before it is rounded to the result's format."""
+        if a.dtype in (torch.float16, torch.bfloat16):  # as they are: only the sum is a tensor core's own
+            return replace(self, block=self.half_block, kept=24, step=64).summed(a.float(), b.float())
+        return self.summed(self.rounded(a, kind), self.rounded(b, kind))
+
+    def rounded(self, x: Tensor, kind: int = MATRIX) -> Tensor:
+        """A factor in the format; 8-bit formats with a scale, a power of two, that makes use of their range."""
+        if self.format == "float32":
+            return x
+        if not self.format.startswith("float8"):
+            return round_to(x, self.format, self.roundings[kind])
+        largest = x.abs().amax() if x.numel() else x.new_tensor(1.0)
+        exponent = torch.log2(FORMATS[self.format].largest / largest).floor()
+        scale = torch.where(exponent.isfinite(), torch.exp2(exponent.clamp(-100, 100)), 1.0)
+        return round_to(x * scale, self.format, self.roundings[kind]) / scale
+
+    def finished(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A product of factors of a dtype as a kernel returns it: in the result's format, contiguous."""
+        x = round_to(x, self.result) if dtype == torch.float32 and self.result != "float32" else x
+        return x.to(dtype).contiguous()
+
+    def adds_up_here(self, dtype: torch.dtype) -> bool:
+        """Whether `summed` makes the sum of products of a dtype, and not this machine's library."""
+        if self.order == "tensor-core" and dtype == torch.float32 and self.format == "float32":
+            return False  # float32 numbers do not pass the tensor cores of old cards
+        return self.order is not None or self.slices > 1
+
+    def summed(self, a: Tensor, b: Tensor) -> Tensor:
+        """The product of float32 matrices (…, M, K) and (…, K, N), added up in the order."""
+        terms = a.shape[-1]
+        slice_size = max(1, -(-terms // self.slices))
+        if self.order == "tensor-core":
+            slice_size = -(-slice_size // self.step) * self.step
+        tensor_core: Any = functools.partial(_tensor_core, arithmetic=self)
+        add_up = {None: torch.matmul, "sequential": _sequential, "pairwise": _pairwise, "tensor-core": tensor_core}
+        starts = range(0, max(1, terms), slice_size)
+        slices = ((a[..., k : k + slice_size], b[..., k : k + slice_size, :]) for k in starts)
+        return functools.reduce(torch.add, (add_up[self.order](*factors) for factors in slices))
+
+
+# Asked for 16 bits, as autocast asks, a GPU returns 16 bits. Of 8-bit products its tensor cores keep 14 bits.
+PRECISIONS = {name: Arithmetic(name, name) for name in FORMATS}
+PRECISIONS |= {n: Arithmetic(n, n, result=n, block=16, step=64) for n in ("bfloat16", "float16")}
+PRECISIONS |= {n: Arithmetic(n, n, block=32, fraction=13, kept=14, step=128) for n in ("float8_e4m3fn", "float8_e5m2")}
+# Generations of cards. Only from Ampere on do tensor cores take float32 numbers, as TF32. Blocks and bits are
+# those of Fasi et al. 2021 and Xie et al. 2025. Roundings and tiles are what cuBLAS's and cuDNN's kernels for
+# each generation were found to do on an H200, which runs both; for hopper, blocks and bits as well (data/gpu_products).
+CHIPS = {
+    "pascal": Arithmetic("pascal", half_block=0),
+    "turing": Arithmetic("turing", half_block=8, fraction=24),
+    "ampere": Arithmetic("ampere", "tf32", ("nearest", "away", "away"), block=4, half_block=8, fraction=24),
+    "hopper": Arithmetic("hopper", "tf32", ("nearest", "nearest", "truncate"), tile=32),
+}
+KNOWN = PRECISIONS | CHIPS
+
+
+def arithmetic_of(name: str = "float32", order: str | None = None, rounding: str | None = None) -> Arithmetic:
+    """Look an arithmetic up by the name of a format or a chip, with another order of summation or rounding."""
+    if name not in KNOWN:
+        formats, chips = ", ".join(PRECISIONS), ", ".join(CHIPS)
+        raise UsageError(f"arithmetic {name!r}: there are the formats {formats} and the chips {chips}")
+    if rounding is not None and rounding not in MODES:
+        raise UsageError(f"rounding {rounding!r}: expected {', '.join(MODES)}")
+    words = re.fullmatch(rf"({'|'.join(ORDERS)})?(?:(?:^|\+)split-([1-9]\d{{0,3}}))?", order or "")
+    if words is None or order == "":
+        raise UsageError(
+            f"order {order!r}: expected {', '.join(ORDERS)} or split-N (N sums, added in turn; N from 1 to 9999), "
+            f"or both, such as {ORDERS[-1]}+split-4"
+        )
+    within_slice, slices = words.groups()
+    arithmetic = KNOWN[name]
+    has_tensor_cores = not arithmetic.format.startswith("float32") or name == "turing"  # turing's take 16 bits
+    if within_slice == "tensor-core" and not has_tensor_cores:
+        raise UsageError(f"order {order!r}: there are no tensor cores for {name}; tf32, ampere or hopper have them")
+    roundings = arithmetic.roundings if rounding is None else (rounding,) * 3
+    return replace(arithmetic, order=within_slice, slices=int(slices or 1), roundings=roundings)
+
+
+def rounded_factor(x: Tensor, name: str, rounding: str | None = None) -> Tensor:
+    """A factor of a matrix product as an arithmetic has it: in its format, scaled first where that has 8 bits."""
+    return arithmetic_of(name, rounding=rounding).rounded(x)
+
+
+# --- orders of summation ---------------------------------------------------------------------------------
+
+
+def _sequential(a: Tensor, b: Tensor) -> Tensor:
+    """One product after the other, each fused with its addition, as a thread of a GPU's plain cores does.
+
+    In float64 the product is exact, so that the sum is rounded to float32 all but once.
+    """
+    a, b = a.double(), b.double()
+    total = a.new_zeros(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    for k in range(a.shape[-1]):
+        total = torch.addcmul(total, a[..., :, k : k + 1], b[..., k : k + 1, :]).float().double()
+    return total.float()
+
+
+def _pairwise(a: Tensor, b: Tensor) -> Tensor:
+    """Neighbours are added, then neighbouring sums, and so on; a sum waits for one of as many products."""
+    waiting: list[tuple[int, Tensor]] = []
+    for k in range(a.shape[-1]):
+        size, total = 1, a[..., :, k : k + 1] * b[..., k : k + 1, :]
+        while waiting and waiting[-1][0] == size:
+            total = waiting.pop()[1] + total
+            size *= 2
+        waiting.append((size, total))
+    sums = [total for _, total in reversed(waiting)]
+    return functools.reduce(lambda total, longer: longer + total, sums) if sums else torch.matmul(a, b)
+
+
+def _tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """A block of products and the sum so far at once: aligned to the largest, cut, added, cut to float32."""
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    left = a.expand(*batch, *a.shape[-2:]).reshape(math.prod(batch), *a.shape[-2:])
+    right = b.expand(*batch, *b.shape[-2:]).reshape(math.prod(batch), *b.shape[-2:])
+    rows = max(1, CHUNK // max(1, arithmetic.block * b.shape[-1]))
+    sums = [
+        torch.cat([_added_in_blocks(some_rows, y, arithmetic) for some_rows in x.split(rows)])
+        for x, y in zip(left, right, strict=True)
+    ]
+    shape = (*batch, a.shape[-2], b.shape[-1])
+    return torch.stack(sums).reshape(shape) if sums else a.new_zeros(shape)
+
+
+def _added_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """The product of matrices (M, K) and (K, N), as a tensor core adds it up block by block."""
+    total = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.float64)
+    exponents_a, exponents_b = _exponents(a), _exponents(b)
+    for start in range(0, a.shape[1], arithmetic.block):
+        span = slice(start, start + arithmetic.block)
+        products = a[:, span, None].double() * b[None, span].double()  # exact
+        largest = (exponents_a[:, span, None] + exponents_b[None, span]).amax(1)
+        largest = torch.maximum(largest, _exponents(total.float()))
+        last_place = power_of_two(largest - arithmetic.fraction)
+        aligned = torch.trunc(products / last_place[:, None]).sum(1) + torch.trunc(total / last_place)
+        all_finite = products.isfinite().all(1) & total.isfinite()
+        total = _cut(aligned * last_place, arithmetic.kept).where(all_finite, products.sum(1) + total)
+    return total.float()
+
+
+def _exponents(x: Tensor) -> Tensor:
+    """The exponent of each float32 number; that of the smallest normal one for zeros and subnormal numbers."""
+    return (x.view(torch.int32) >> 23).bitwise_and_(0xFF).clamp_min_(1).sub_(127)
+
+
+def _cut(x: Tensor, bits: int) -> Tensor:
+    """Float64 numbers without what lies below so many significant bits, in float32's range."""
+    step = power_of_two(torch.frexp(x).exponent.clamp_min(-125) - bits)
+    return (torch.trunc(x / step) * step).float().double()

@@ -1,0 +1,110 @@
+"""What each level's pairs say in numbers, which is a row of a verdict's table, and the decision that follows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+import gpulab.stats.power as planning
+import gpulab.stats.tests as inference
+
+DECISIONS = ("different", "different but negligible", "inconclusive", "equivalent")
+COLUMNS = (  # of a verdict's table, after the factor's; `Verdict` says what they are
+    *("decision", "seeds", "difference", "low", "high", "confidence"),
+    *("p_different", "p_different_holm", "p_equivalent", "p_equivalent_holm"),
+    *("equivalent_low", "equivalent_high", "equivalent_confidence", "margin", "margin_relative", "smallest_shown"),
+    *("sd_of_differences", "largest_difference", "jumped", "jump", "rest", "p_rest", "same_bits"),
+    *("moved", "moved_at_most", "diverged", "reference_diverged", "one_diverged", "diverged_apart_at_most"),
+    *("p_diverged", "p_diverged_holm", "left_out", "seeds_needed"),
+)
+JUMP = 0.5  # a seed that jumps moves by so many standard deviations between seeds at least
+
+
+def level_numbers(pairs: pd.DataFrame, margin: float, between_seeds: float, yes_or_no: bool) -> dict[str, Any]:
+    """What one level's pairs say before any correction for the other levels, by names of `COLUMNS`."""
+    differences = pairs.difference.dropna().to_numpy(float)
+    n = len(differences)
+    tested = n > 1 and not (pairs.same_bits.all() and not differences.any())
+    different = inference.sign_flip_p if yes_or_no else inference.mean_p
+    equivalent = inference.discordance_p if yes_or_no else inference.equivalence_p
+    reference_mean = pairs.reference[pairs.difference.notna()].mean()
+    moved = int((np.abs(differences) > margin).sum()) if margin > 0 else math.nan
+    jumped = inference.jumped(differences, math.inf if yes_or_no else JUMP * between_seeds)
+    jump, rest = (differences[which].mean() if jumped.any() else math.nan for which in (jumped, ~jumped))
+    one_diverged = pairs.reference_diverged != pairs.other_diverged
+    apart = int(one_diverged.sum())
+    return {
+        "seeds": n,
+        "difference": float(np.sort(differences).mean()) if n else math.nan,
+        "p_different": different(differences) if tested else math.nan,
+        "p_equivalent": equivalent(differences, margin) if tested else math.nan,
+        "margin": margin,
+        "margin_relative": margin / abs(reference_mean) if reference_mean and not yes_or_no else math.nan,
+        "sd_of_differences": inference.sample_sd(differences),
+        "largest_difference": float(np.abs(differences).max()) if n else math.nan,
+        "jumped": int(jumped.sum()),
+        "jump": jump,
+        "rest": rest,
+        "p_rest": inference.mean_p(differences[~jumped]) if jump * rest < 0 else math.nan,
+        "same_bits": int(pairs.same_bits.sum()),
+        "moved": moved,
+        "moved_at_most": inference.clopper_pearson_upper(moved, n),
+        "diverged": int(pairs.other_diverged.sum()),
+        "reference_diverged": int(pairs.reference_diverged.sum()),
+        "one_diverged": apart,
+        "diverged_apart_at_most": inference.clopper_pearson_upper(apart, len(pairs)),
+        "p_diverged": inference.sign_test_p(int((one_diverged & pairs.other_diverged).sum()), apart),
+    }
+
+
+def correct(table: pd.DataFrame, alpha: float) -> tuple[float, float]:
+    """Write the corrected p values and the levels of the intervals; return alpha for each family of intervals."""
+    # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a false alarm,
+    # and the others need no correction for it (Tarone 1990).
+    testable = 2.0 ** (1 - table.one_diverged.to_numpy(float)) <= alpha
+    corrected = inference.holm([*table.p_different, *np.where(testable, table.p_diverged, math.nan)])
+    table["p_different_holm"] = corrected[: len(table)]
+    table["p_diverged_holm"] = np.where(testable, corrected[len(table) :], table.p_diverged)
+    table["p_equivalent_holm"] = inference.holm(list(table.p_equivalent))
+    # Holm has stopped at this level: it rejects what is below, and nothing above.
+    different_alpha, equivalent_alpha = (
+        alpha / max(1, np.sum(p > alpha)) for p in (corrected, table.p_equivalent_holm)
+    )
+    table["confidence"], table["equivalent_confidence"] = 1 - different_alpha, 1 - 2 * equivalent_alpha
+    return different_alpha, equivalent_alpha
+
+
+def intervals(pairs: pd.DataFrame, alpha: float, equivalent_alpha: float, yes_or_no: bool) -> list[float]:
+    """The intervals of the tests of difference and of equivalence, four ends."""
+    differences = pairs.difference.dropna().to_numpy(float)
+    if not yes_or_no or len(differences) < 2:
+        equivalent = inference.skewed_t_interval(differences, 2 * equivalent_alpha)
+        return [*inference.mean_interval(differences, alpha), *equivalent]
+    # the share of discordant pairs bounds the difference of the rates
+    limit = inference.clopper_pearson_upper(int(np.count_nonzero(differences)), len(differences), equivalent_alpha)
+    return [*inference.sign_flip_interval(differences, alpha), -limit, limit]
+
+
+def is_identical(row: Any) -> bool:
+    """Whether a level, a row of a verdict's table, left the same weights to the last bit from every seed."""
+    return row.seeds > 1 and row.one_diverged == 0 and math.isnan(row.p_different) and row.same_bits >= row.seeds
+
+
+def decide(row: Any, alpha: float) -> str:
+    """The decision on a level, a row of a verdict's table, from its corrected p values."""
+    if is_identical(row):
+        return "equivalent"
+    if row.p_diverged_holm <= alpha:
+        return "different"
+    equivalent = row.p_equivalent_holm <= alpha and not may_diverge_apart(row)
+    if row.p_different_holm <= alpha:
+        return "different but negligible" if equivalent else "different"
+    return "equivalent" if equivalent else "inconclusive"
+
+
+def may_diverge_apart(row: Any) -> bool:
+    """Whether more seeds than may be passed over could diverge under one of the two alone."""
+    return row.one_diverged > 0 and row.diverged_apart_at_most > planning.DIVERGED_APART
