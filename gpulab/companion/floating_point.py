@@ -26,8 +26,7 @@ from gpulab import records
 from gpulab.companion.findings import SAME, SIZES, WORDS, Finding, Part, listed, span
 from gpulab.data.datasets import load
 from gpulab.data.jpeg import available_decoders, compare_decoders
-from gpulab.device.operations import byte_round_trip, fused_share, repeatability
-from gpulab.device.processes import measure
+from gpulab.device.operations import byte_round_trip, fused_share, measure, repeatability
 from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.sums import bit_of, first_bit
 from gpulab.passports import passport
