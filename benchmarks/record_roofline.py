@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from gpulab.device.rooflines import roofline, write_roofline
+from gpulab.device.rooflines import roofline
+from gpulab.passports import passport
+from gpulab.records import write_json
 
 if __name__ == "__main__":
     *settings, file = sys.argv[1:]
     frame = pd.concat([roofline(setting) for setting in settings], ignore_index=True)
     print(frame[["setting", "operation", "intensity", "gflops", "gigabytes_per_second", "spread"]].to_string())
-    write_roofline(frame, Path(file), "python benchmarks/record_roofline.py " + " ".join(sys.argv[1:]))
+    command = "python benchmarks/record_roofline.py " + " ".join(sys.argv[1:])
+    write_json(Path(file), {"passport": passport(), "command": command, "rows": frame.to_dict("records")})

@@ -108,6 +108,14 @@ def test_what_the_notebooks_link_to_can_be_read(server):
     assert "<td>Hessian</td>" in server.get("docs/glossary.md", server.token)[1]
 
 
+def test_a_folder_that_is_linked_to_lists_its_notebooks(server):
+    assert "../../notebooks/solutions" in server.get("docs/seminar/README.md", server.token)[1]
+    text = server.get("notebooks/solutions", server.token)[1]
+    links = re.findall(r'href="/(notebooks/solutions/[^"]+)"', text)
+    assert len(links) == len([*(ROOT / "notebooks" / "solutions").glob("*.ipynb")]) > 5
+    assert server.get(links[0], server.token)[0] == 200
+
+
 def test_no_link_of_a_notebook_leads_to_what_is_not_handed_out():
     from gpulab.companion import explore
 

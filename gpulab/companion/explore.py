@@ -46,7 +46,8 @@ IDLE_SECONDS = 600  # without a move, after which a page is put to sleep
 TEMPLATES = Path(__file__).parents[1] / "templates"
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 READABLE = (  # in a clone; its pages link to others, and show pictures
-    r"/(notebooks/(?:solutions/)?\d\d_\w+\.ipynb|(?:docs|data|benchmarks|gpulab)/[\w/-]+\.(?:md|py|svg|png)|[A-Z]+\.md)"
+    r"/(notebooks/(?:solutions/)?\d\d_\w+\.ipynb|notebooks/solutions|[A-Z]+\.md|"
+    r"(?:docs|data|benchmarks|gpulab)/[\w/-]+\.(?:md|py|svg|png))"
 )
 AS_IT_IS = {".py": "text/plain; charset=utf-8", ".svg": "image/svg+xml", ".png": "image/png"}
 NEEDED = (  # of what Voilà serves: its scripts, and the way to a page's own kernel
@@ -225,17 +226,20 @@ class _Page(_Closed, TornadoVoilaHandler):
 class _File(_Closed):
     @authenticated
     def get(self, name: str) -> None:
-        """A notebook as it was committed, or what one links to, to be read: nothing of it is executed."""
+        """A notebook as it was committed, a list of them, or what one links to: to be read, not executed."""
         from nbconvert import HTMLExporter
 
         file = NOTEBOOKS.parent / name
-        if not file.is_file():
+        if not file.exists():
             raise HTTPError(404, "There is no such file")
         if file.suffix in AS_IT_IS:
             self.set_header("Content-Type", AS_IT_IS[file.suffix])
             self.finish(file.read_bytes())
             return
-        text = file.read_text(encoding="utf-8")
+        if file.is_dir():
+            text = "\n".join(f"- [{inside.stem}](/{name}/{inside.name})" for inside in sorted(file.glob("*.ipynb")))
+        else:
+            text = file.read_text(encoding="utf-8")
         page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
         notebook = nbformat.reads(text, 4) if file.suffix == ".ipynb" else page
         self.finish(HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": file.stem}})[0])

@@ -237,9 +237,7 @@ class SaddleExplorer(Explorer):
         self.optimizer = ipywidgets.Dropdown(options=[*OPTIMIZERS], value="adam", description="optimiser")
         self.format = ipywidgets.Dropdown(options=[*FORMATS], value="float32", description="arithmetic")
         self.rate = ipywidgets.Dropdown(options=[0.01, 0.03, 0.1], value=0.01, description="rate")
-        self.push = ipywidgets.Dropdown(
-            options=[("none", 0.0), ("1e-6", 1e-6), ("0.001", 1e-3), ("0.1", 0.1)], description="push"
-        )
+        self.push = ipywidgets.Dropdown(options=PUSHES, description="push")
         self.step = ipywidgets.IntSlider(0, min=0, max=STEPS, description="step")
         self.turn = ipywidgets.IntSlider(-60, min=-180, max=180, step=5, description="turn (°)")
         self.tilt = ipywidgets.IntSlider(35, min=0, max=90, step=5, description="tilt (°)")

@@ -26,7 +26,7 @@ from gpulab.companion.findings import SAME, SIZES, WORDS, Finding, Part, listed,
 from gpulab.companion.first_windows import FirstWindow
 from gpulab.companion.growths import flipped
 from gpulab.data.jpeg import available_decoders
-from gpulab.device.processes import measure
+from gpulab.device.operations import measure
 from gpulab.errors import GpulabError, UsageError
 from gpulab.numerics.sums import bit_of, first_bit
 from gpulab.passports import passport

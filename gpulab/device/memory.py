@@ -7,11 +7,10 @@ import functools
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from rich.filesize import decimal
@@ -21,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gpulab.diagnostics.guards import drain, drain_at_the_end
 from gpulab.diagnostics.sketches import leaves
 from gpulab.errors import UsageError
 from gpulab.numerics.call_sites import Callers
@@ -66,14 +66,14 @@ def memory_watch(device: Setting | str = "cpu") -> Iterator[MemoryWatch]:
     setting.check()
     follower = _Follower(torch.empty(0, device=setting.device).device)  # of several GPUs with its number
     watch = MemoryWatch(follower)
+    if setting.kind == "cuda":
+        torch.cuda.reset_peak_memory_stats(follower.device)
+    watch, saved_tensors = MemoryWatch(follower), saved_tensors_hooks(follower.pack, _unpack)
     try:
-        with (
-            register_optimizer_step_post_hook(follower.optimizer_stepped),
-            saved_tensors_hooks(follower.pack, _unpack),
-            follower,
-        ):
+        with register_optimizer_step_post_hook(follower.optimizer_stepped), saved_tensors, follower:
             yield watch
     finally:
+        drain()
         watch.conclude()
 
 
@@ -90,17 +90,17 @@ class MemoryWatch(Report):
 
     def __init__(self, follower: _Follower) -> None:
         self._follower = follower
-        if follower.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(follower.device)
+        self._held: list[Counter[str]] = []  # after each step, by line, the bytes that were made before it
 
     def step(self) -> None:
         """Mark the end of a training step."""
-        self._follower.end_step()
+        self._held.append(self._follower.made_before(self._follower.step))
+        self._follower.step += 1
 
     def conclude(self) -> None:
         """What `memory_watch` does at the end of its block."""
         follower = self._follower
-        follower.meet_what_there_is()
+        follower.meet_all()
         self.peak_bytes, self.peak_step = follower.peak, follower.peak_step
         rows = [(piece.kind, piece.line, piece.size) for piece in follower.at_peak()]
         if follower.device.type == "cuda":
@@ -109,7 +109,8 @@ class MemoryWatch(Report):
             rows.append(("other", NO_TENSOR, self.peak_bytes - follower.peak))
         sums = pd.DataFrame(rows, columns=["kind", "line", "bytes"]).groupby(["kind", "line"], as_index=False).sum()
         self.peak = sums.sort_values("bytes", ascending=False, ignore_index=True)
-        self.leaks = pd.Series(follower.leaks(), dtype=float).sort_values(ascending=False)
+        gc.collect()  # what reference cycles hold is no leak
+        self.leaks = leaks(self._held, follower.made_before(follower.step - 1))
 
     def __str__(self) -> str:
         kinds = self.peak.groupby("kind").bytes.sum().reindex(KINDS).dropna()
@@ -121,7 +122,7 @@ class MemoryWatch(Report):
         lines += [f"  {decimal(row.bytes)}, {row.kind}: {row.line or 'no line known'}" for row in rows]
         for line, rate in self.leaks.head(SHOWN).items():
             lines.append(f"A leak, {decimal(round(rate))} more a step: {line or 'no line known'}")
-        steps = len(self._follower.old)
+        steps = len(self._held)
         if len(self.leaks):
             lines.append("A loss or an output that is kept keeps its graph: keep loss.item() or x.detach().")
         elif steps > RISES:
@@ -131,14 +132,34 @@ class MemoryWatch(Report):
         return "\n".join([*lines, "Not seen: NumPy's memory, other libraries', and on a CPU what kernels take."])
 
 
+def leaks(held: Sequence[Mapping[str, int]], remaining: Mapping[str, int]) -> pd.Series:
+    """The lines of which ever more stays, with the bytes more a step, the worst first.
+
+    Their bytes never shrank, and grew after three steps at least and in the second half of them: what is made once,
+    such as Adam's moments, does not grow, and a cache that is full does so no more.
+
+    Args:
+        held: after each step, by line, the bytes that are older than the step.
+        remaining: those that are left of them in the end.
+    """
+    if len(held) <= RISES:
+        return pd.Series(dtype=float)
+    by_step = pd.DataFrame(held).fillna(0)
+    rises, last = by_step.diff().iloc[1:], by_step.iloc[-1]
+    grows = (rises >= 0).all() & ((rises > 0).sum() >= RISES) & (rises.tail(len(held) // 2) > 0).any()
+    stays = pd.Series(remaining, dtype=float).reindex(last.index, fill_value=0) > last / 2
+    return rises.mean()[grows & stays].sort_values(ascending=False)
+
+
 @dataclass(eq=False)
 class _Piece:
-    """A piece of memory: its bytes, what made it, in which step and as which of all, and what it is for."""
+    """A piece of memory: what made it, in which step and as which of all, its bytes, and what it is for."""
 
-    size: int
     line: str
     step: int  # 0: before the watch
     number: int
+    freed: weakref.ref[Any]  # calls back when the memory is
+    size: int = 0
     kind: str = KINDS[-1]
 
 
@@ -149,12 +170,10 @@ class _Follower(TorchDispatchMode):
         super().__init__()
         self.device, self.callers = device, Callers()
         self.live: dict[int, _Piece] = {}  # by the storage
-        self.references: dict[int, weakref.ref[Any]] = {}
-        self.gone: list[_Piece] = []  # since the peak
+        self.freed_since_peak: list[_Piece] = []
         self.step = self.total = self.peak = self.count = self.count_at_peak = 0
-        self.meet_what_there_is()
+        self.meet_all()
         self.step = self.peak_step = 1
-        self.old: list[Counter[str]] = []  # after each step, by line, the bytes that were made before it
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -182,9 +201,9 @@ class _Follower(TorchDispatchMode):
             return None
         key, size = storage._cdata, storage.nbytes()
         if key not in self.live:
-            self.references[key] = weakref.ref(storage, functools.partial(self._freed, key))
             self.count += 1
-            self.live[key] = _Piece(0, line if self.step else BEFORE, self.step, self.count)
+            freed = weakref.ref(storage, functools.partial(self._freed, key))
+            self.live[key] = _Piece(line if self.step else BEFORE, self.step, self.count, freed)
         piece = self.live[key]
         piece.line = piece.line or line  # autograd saves an input before the operation runs
         if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf and not tensor._is_view()):
@@ -193,48 +212,33 @@ class _Follower(TorchDispatchMode):
         piece.size = size
         if self.total > self.peak:
             self.peak, self.peak_step, self.count_at_peak = self.total, self.step, self.count
-            self.gone.clear()
+            self.freed_since_peak.clear()
         return piece
 
     def _freed(self, key: int, _: Any) -> None:
-        del self.references[key]
         piece = self.live.pop(key)
         self.total -= piece.size
         if piece.number <= self.count_at_peak:
-            self.gone.append(piece)
+            self.freed_since_peak.append(piece)
 
-    def meet_what_there_is(self) -> None:
-        """All tensors of this process, and which of them are gradients."""
+    def meet_all(self) -> None:
+        """Meet all tensors of this process, and see which of them are gradients."""
         for thing in gc.get_objects():
             if issubclass(type(thing), Tensor) and self.meet(thing) and thing.is_leaf:
                 self.label("gradients", [thing.grad])
 
     def at_peak(self) -> list[_Piece]:
         """The pieces that were there when most was."""
-        return [piece for piece in [*self.live.values(), *self.gone] if piece.number <= self.count_at_peak]
+        known = [*self.live.values(), *self.freed_since_peak]
+        return [piece for piece in known if piece.number <= self.count_at_peak]
 
-    def end_step(self) -> None:
-        """Note what is older than this step, and begin the next."""
-        self.old.append(self._made_before(self.step))
-        self.step += 1
-
-    def _made_before(self, step: int) -> Counter[str]:
+    def made_before(self, step: int) -> Counter[str]:
+        """The bytes that are older than a step, by the line that made them."""
         sizes = Counter[str]()
         for piece in list(self.live.values()):
             if piece.step < step:
                 sizes[piece.line] += piece.size
         return sizes
-
-    def leaks(self) -> dict[str, float]:
-        """By line, the bytes more a step where ever more stays; what reference cycles hold is collected first."""
-        gc.collect()
-        remaining = self._made_before(self.step - 1)
-        histories = {line: [old[line] for old in self.old] for line in remaining}
-        return {
-            line: (held[-1] - held[0]) / (len(held) - 1)
-            for line, held in histories.items()
-            if grows(held) and remaining[line] > held[-1] / 2
-        }
 
     def label(self, kind: str, tensors: Iterable[Any]) -> None:
         """Note what those tensors are for that there are, unless something surer is known."""
@@ -250,28 +254,19 @@ class _Follower(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         """What autograd keeps in place of a tensor: the tensor, detached, which keeps no graph alive."""
+        drain_at_the_end()
         self.label("saved for backward", [tensor])
         return tensor.detach(), tensor._version
 
 
 # torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
-_Follower.__torch_dispatch__ = getattr(  # type: ignore[method-assign]
-    _Follower.__torch_dispatch__, "__wrapped__", _Follower.__torch_dispatch__
-)
+_Follower.__torch_dispatch__ = getattr(_Follower.__torch_dispatch__, "__wrapped__", _Follower.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 def _unpack(saved: tuple[Tensor, int]) -> Tensor:
     """The tensor that was saved. While hooks are in force torch leaves it to them to see that it is the same."""
+    drain_at_the_end()  # backward may be called in another thread
     tensor, version = saved
     if tensor._version != version:
         raise RuntimeError(f"a tensor {tuple(tensor.shape)} for backward has been modified by an inplace operation")
     return tensor
-
-
-def grows(held: Sequence[int]) -> bool:
-    """Whether bytes never shrank, and grew after three steps at least and in the second half of them.
-
-    What is made once, such as Adam's moments, does not grow, and a cache that is full does so no more.
-    """
-    rises = np.diff(held)
-    return bool((rises >= 0).all() and (rises > 0).sum() >= RISES and (rises[-(len(held) // 2) :] > 0).any())

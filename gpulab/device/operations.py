@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpulab.device.processes import measure
+from gpulab.errors import GpulabError
 from gpulab.numerics.sums import fma
 from gpulab.settings import Setting, cpu_flags
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 FORMATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def measure(function: Callable[..., Any], setting: str, **arguments: Any) -> Any:
+    """Call a module's function with a setting; in a fresh process where only that can have the setting.
+
+    Raises:
+        GpulabError: where that process dies. What the function raises is raised here, too.
+    """
+    from joblib.externals.loky import ProcessPoolExecutor
+
+    if Setting.parse(setting).isa is None:
+        return function(setting, **arguments)
+    try:
+        with ProcessPoolExecutor(1, env=Setting.parse(setting).environment()) as process:
+            return process.submit(function, setting, **arguments).result()
+    except BrokenProcessPool as error:
+        raise GpulabError(f"setting {setting!r}: its process ended: {error}") from error
 
 
 def fused_operations(settings: Sequence[str] | None = None, count: int = 100_000) -> pd.DataFrame:
@@ -36,8 +52,6 @@ def fused_operations(settings: Sequence[str] | None = None, count: int = 100_000
         >>> fused_operations(("cpu",), count=1000).setting.unique().tolist()
         ['cpu']
     """
-    import pandas as pd
-
     if settings is None:
         settings = ("cpu", "cpu:isa=sse4") if "fma" in cpu_flags() else ("cpu",)
     return pd.DataFrame([row for setting in settings for row in measure(fused_share, setting, count=count)])
@@ -83,8 +97,6 @@ def repeatability(settings: Sequence[str] = ("cpu",), times: int = 20) -> pd.Dat
         >>> repeatability(("cpu:threads=1",), times=3).results.tolist()
         [1, 1, 1, 1]
     """
-    import pandas as pd
-
     rows = [row for setting in settings for row in _repeated(setting, times)]
     return pd.DataFrame(rows).astype({"results": "Int64"})
 
@@ -99,13 +111,15 @@ def _repeated(setting: str, times: int) -> list[dict[str, Any]]:
     with Setting.parse(setting).apply() as here:
         x, where, frames, kernel = (tensor.to(here.device) for tensor in (values, places, images, weight))
         kernel.requires_grad_()
+
+        def gradient() -> Tensor:
+            return torch.autograd.grad(F.conv2d(frames, kernel).square().sum(), kernel)[0]
+
         operations = {
             "sum": lambda: x.sum(),
             "index_add": lambda: x.new_zeros(100).index_add_(0, where, x),
             "scatter_add": lambda: x.new_zeros(100).scatter_add_(0, where, x),
-            "gradient of a convolution": lambda: torch.autograd.grad(F.conv2d(frames, kernel).square().sum(), kernel)[
-                0
-            ],
+            "gradient of a convolution": gradient,
         }
         for name, operation in operations.items():
             row = {"setting": setting, "operation": name, "results": None, "spread": math.nan}
@@ -133,19 +147,16 @@ def byte_round_trip(device: str = "cpu") -> pd.DataFrame:
         >>> table.loc[("x / 255", "float32"), ["returned", "cut"]].tolist()
         [256, 256]
     """
-    import pandas as pd
-
     pixels = torch.arange(256, dtype=torch.uint8)
     rows = []
     with Setting.parse(device).apply() as here:
         for dtype in FORMATS:
-            division = pixels.to(dtype) / 255
             for way, numbers in _to_numbers(pixels, here.device, dtype).items():
                 back = numbers * 255
                 returned = int((back.round().to(torch.uint8).cpu() == pixels).sum())
                 cut = int((back.to(torch.uint8).cpu() == pixels).sum())
-                name = str(dtype).removeprefix("torch.")
-                rows.append((way, name, returned, cut, int((numbers.cpu() == division).sum())))
+                as_division = int((numbers.cpu() == pixels.to(dtype) / 255).sum())
+                rows.append((way, str(dtype).removeprefix("torch."), returned, cut, as_division))
     frame = pd.DataFrame(rows, columns=["way", "format", "returned", "cut", "as_division"])
     return frame.assign(device=here.device)
 
@@ -157,11 +168,11 @@ def _to_numbers(pixels: Tensor, device: str, dtype: torch.dtype) -> dict[str, Te
     from torchvision.transforms.functional import to_tensor
     from torchvision.transforms.v2 import ToDtype
 
-    there = pixels.to(device)
-    image = tv_tensors.Image(there.view(1, 1, -1))
+    on_device = pixels.to(device)
+    image = tv_tensors.Image(on_device.view(1, 1, -1))
     return {
-        "x / 255": there.to(dtype) / 255,
-        "x * (1 / 255)": there.to(dtype) * (1 / 255),
+        "x / 255": on_device.to(dtype) / 255,
+        "x * (1 / 255)": on_device.to(dtype) * (1 / 255),
         "x / 255 in float32, then rounded": (pixels.float() / 255).to(device, dtype),  # as a loader does, on the CPU
         "torchvision to_tensor": to_tensor(Image.fromarray(pixels[None].numpy())).flatten().to(device, dtype),
         "torchvision ToDtype(scale=True)": ToDtype(dtype, scale=True)(image).flatten().as_subclass(Tensor),

@@ -6,8 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from rich.filesize import decimal
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,9 +23,6 @@ from gpulab.passports import passport
 from gpulab.records import machine
 from gpulab.report import Report
 from gpulab.settings import Setting, arithmetic
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MULTIPLIES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # what should have a formula
 
@@ -192,7 +190,7 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        from torch.utils.flop_counter import flop_registry
+        from torch.utils.flop_counter import flop_registry  # imports Triton: 70 MB
 
         self.formulas, self.flags = flop_registry, arithmetic()
         self.operations = self.moved = 0

@@ -61,7 +61,7 @@ CAUSES = {  # what happened, and what to do
 }
 
 
-def _drain() -> None:
+def drain() -> None:
     """Drop what a failed `backward` has left in this thread's ready queue: the next `backward` in the thread does.
 
     What stays there keeps its memory. What is there when the thread or Python ends is destroyed by torch without
@@ -79,10 +79,15 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.ident = threading.get_ident()
         self.life: set[None] = set()  # ends with the thread, before torch destroys the thread's queue
-        weakref.finalize(self.life, _drain)  # or where Python ends, which is what happens in the main thread
+        weakref.finalize(self.life, drain)  # or where Python ends, which is what happens in the main thread
 
 
 _thread = _Thread()
+
+
+def drain_at_the_end() -> None:
+    """Have this thread's ready queue drained when the thread ends: for whoever has autograd save through hooks."""
+    _thread.life  # noqa: B018 - which is made now, if there was none
 
 
 def guard(on: str = "raise") -> Guard:
@@ -228,7 +233,7 @@ class Guard:
         torch._C._autograd._pop_saved_tensors_default_hooks()
         self._threads.remove(_thread.ident)
         if error is not None or self._findings:
-            _drain()
+            drain()
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             raise _forbidden(error) from error
         if not self._threads:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import gpulab as gl
 from gpulab.device import memory_watch
-from gpulab.device.memory import BEFORE, NO_TENSOR, grows
+from gpulab.device.memory import BEFORE, NO_TENSOR, leaks
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
@@ -276,7 +276,27 @@ def test_a_device_that_cannot_be_watched_is_refused():
     ],
 )
 def test_what_grows_and_never_shrinks_is_a_leak(held, is_leak):
-    assert grows(held) is is_leak
+    found = leaks([{"a line": size} for size in held], {"a line": held[-1]})
+    assert found.to_dict() == ({"a line": (held[-1] - held[0]) / (len(held) - 1)} if is_leak else {})
+
+
+def test_what_is_gone_in_the_end_is_no_leak():
+    held = [{"kept": step, "gone": step} for step in range(6)]
+    assert leaks(held, {"kept": 5, "gone": 2}).to_dict() == {"kept": 1.0}
+
+
+def test_what_a_failed_backward_leaves_is_gone_after_the_block():
+    """Else torch may end Python with it: docs/upstream_autograd_exit.md."""
+    weight = torch.ones(3, requires_grad=True)
+    with memory_watch():
+        parts = [weight.exp() for _ in range(40)]
+        loss = sum(part.sum() for part in parts)
+        parts[20].add_(1)
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            loss.backward()
+    saved = weakref.ref(parts[0].untyped_storage())
+    del parts, loss
+    assert saved() is None
 
 
 @needs_cuda

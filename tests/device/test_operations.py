@@ -1,10 +1,14 @@
+import importlib
+import os
+
 import numpy as np
 import pytest
 import torch
 
 import gpulab as gl
 from gpulab.device import operations
-from gpulab.device.operations import FORMATS, byte_round_trip, fused_share
+from gpulab.device.operations import FORMATS, byte_round_trip, fused_share, measure
+from gpulab.settings import Setting
 
 
 def test_what_an_operation_fuses_is_measured():
@@ -69,3 +73,45 @@ def test_a_device_that_is_not_here_is_told():
     if not torch.cuda.is_available():
         with pytest.raises(gl.GpulabError, match="cannot run here"):
             byte_round_trip("cuda")
+
+
+# --- in a process of its own -------------------------------------------------------------------------------
+
+LIGHT = """
+import os
+
+def variables(setting, names):
+    if "abort" in names:
+        os.abort()
+    print("what a function prints is not its answer")
+    return {name: os.environ.get(name) for name in names}
+"""
+NEEDY = "cpu:isa=avx2"
+
+
+@pytest.fixture
+def variables(tmp_path, monkeypatch):
+    """A function of a module that is quickly imported, here and in another process."""
+    (tmp_path / "light.py").write_text(LIGHT, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    return importlib.import_module("light").variables
+
+
+def test_a_setting_that_needs_a_process_gets_one_with_its_variables(variables):
+    environment = Setting.parse(NEEDY).environment()
+    assert measure(variables, NEEDY, names=[*environment, "nothing"]) == {**environment, "nothing": None}
+    assert "ATEN_CPU_CAPABILITY" not in os.environ
+
+
+def test_others_are_measured_here(variables):
+    assert measure(variables, "cpu", names=["ATEN_CPU_CAPABILITY"]) == {"ATEN_CPU_CAPABILITY": None}
+    assert measure(lambda setting: setting, "cpu:threads=1") == "cpu:threads=1"
+
+
+def test_what_goes_wrong_in_the_process_is_told(variables):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        measure(variables, NEEDY, nonsense=1)
+    with pytest.raises(gl.GpulabError, match=r"(?s)'cpu:isa=avx2': its process ended: .*SIGABRT"):
+        measure(variables, NEEDY, names=["abort"])

@@ -1,11 +1,10 @@
-import json
-
 import pandas as pd
 import pytest
 import torch
 
 import gpulab as gl
 from gpulab.device import rooflines as speed
+from gpulab.records import write_json
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
@@ -57,11 +56,10 @@ def test_products_are_measured_in_every_precision(small):
 
 def test_a_launch_takes_less_than_anything_that_computes(small):
     (launch,) = small[small.kind == "launch"].itertuples()
-    assert launch.operation == "launch", "on a CPU there is nothing to wait for"
     assert 1e-7 < launch.seconds < small[small.operation == "PredNet (quick), gates"].seconds.iloc[0]
 
 
-def test_other_precisions_transfers_and_launches_are_no_ceilings_of_a_setting(small):
+def test_other_precisions_and_launches_are_no_ceilings_of_a_setting(small):
     more = small.assign(gflops=small.gflops.where(small.kind != "precision", 1e9))
     more.loc[more.kind == "launch", "gigabytes_per_second"] = 1e9
     pd.testing.assert_frame_equal(gl.device.bounds(more), gl.device.bounds(small))
@@ -69,17 +67,13 @@ def test_other_precisions_transfers_and_launches_are_no_ceilings_of_a_setting(sm
 
 
 @needs_cuda
-def test_on_cuda_there_are_tf32_transfers_and_a_launch_that_is_waited_for():
+def test_on_cuda_there_is_tf32():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speed, "LARGEST_MATRIX", {"cuda": 4096})
         frame = gl.roofline("cuda:tf32=off", repeats=3, progress=False).set_index("operation")
     rates = frame[frame.kind == "precision"].set_index("precision").gflops
     assert set(rates.index) == {"float32", "tf32", "bfloat16", "float16", "float64"}
     assert rates.tf32 > 1.5 * rates.float32 or torch.cuda.get_device_capability() < (8, 0)
-    speeds = frame[frame.kind == "transfer"].gigabytes_per_second
-    assert len(speeds) == 4
-    assert speeds["host to device, pinned"] > speeds["host to device, pageable"]
-    assert 1e-7 < frame.seconds["launch"] < frame.seconds["launch, waited for"]
     assert set(frame[frame.kind == "matrix"].precision) == {"float32"}
 
 
@@ -116,12 +110,10 @@ def test_a_layer_left_of_the_ridge_is_bound_by_memory_and_right_of_it_by_arithme
     ]
 
 
-def test_a_recorded_roofline_keeps_its_passport_and_command_and_is_read_back(small, tmp_path, monkeypatch):
-    (tmp_path / "rooflines").mkdir()
+def test_a_recorded_roofline_is_read_back_with_its_machine(small, tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
-    speed.write_roofline(small, tmp_path / "rooflines" / "here.json", "the command")
-    document = json.loads((tmp_path / "rooflines" / "here.json").read_text())
-    assert (document["command"], document["passport"]) == ("the command", gl.passport())
+    record = {"passport": gl.passport(), "command": "the command", "rows": small.to_dict("records")}
+    write_json(tmp_path / "rooflines" / "here.json", record)
     monkeypatch.setattr("gpulab.records.DATA", tmp_path)
     back = gl.recorded_rooflines()
     assert set(back.machine) == {gl.passport()["cpu"]["model"]}, "the setting was the CPU's, whatever else is there"
