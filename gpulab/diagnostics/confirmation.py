@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from gpulab.diagnostics.findings import Comparison, Finding
-from gpulab.diagnostics.reference import in_float64, outcome
+from gpulab.diagnostics.float64_check import in_float64, outcome
 from gpulab.diagnostics.sketches import mapped, rounds, tensors
 from gpulab.diagnostics.traces import Trace, perform
 from gpulab.diagnostics.watching import RESULT, Call

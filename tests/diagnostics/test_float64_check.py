@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import gpulab as gl
-from gpulab.diagnostics.reference import SAFETY, ForwardError, forward_error
+from gpulab.diagnostics.float64_check import SAFETY, ForwardError, forward_error
 from gpulab.numerics.formats import round_to
 
 aten = torch.ops.aten
@@ -151,7 +151,8 @@ RIGHT = {
     "bilinear, large": lambda x: F.interpolate(x.repeat(12, 20)[None, None], size=(499, 223), mode="bilinear"),
     "bicubic": lambda x: F.interpolate(x[None, None], size=(31, 17), mode="bicubic"),
     "nearest": lambda x: F.interpolate(x[None, None], scale_factor=1.7),
-    "embedding": lambda x: F.embedding(torch.arange(300) % 7, x),
+    "embedding": lambda x: F.embedding(torch.arange(300) % 24, x),
+    "embedding of few words": lambda x: F.embedding(torch.arange(300) % 7, x),
     "index_add": lambda x: torch.zeros(3, 12).index_add(0, torch.arange(len(x)) % 3, x),
     "scatter_add": lambda x: torch.zeros(3, 12).scatter_add(0, torch.arange(len(x))[:, None].expand(-1, 12) % 3, x),
     "index_put": lambda x: torch.zeros(3, 12).index_put((torch.arange(len(x)) % 3,), x, accumulate=True),
@@ -212,7 +213,8 @@ CAUGHT = {
     "max pooling": (1e-05, "max_pool2d_with_indices max_pool2d_with_indices_backward"),
     "nearest": (1e-05, "upsample_nearest2d upsample_nearest2d_backward"),
     "bilinear": (0.001, "upsample_bilinear2d upsample_bilinear2d_backward"),
-    "embedding": (1e-05, "embedding embedding_dense_backward"),
+    "embedding": (1e-05, "embedding"),
+    "embedding of few words": (0.0001, "embedding_dense_backward"),
     "index_add": (0.0001, "index_add"),
     "cumsum": (0.0001, "cumsum"),
     "LSTM cell": (0.001, "addmm"),
@@ -263,8 +265,6 @@ def test_numbers_out_of_range_are_explained_by_the_range():
         assert ratio(forward_error(aten.mul.Tensor, "mul", (x, x), {}, x * x)) <= 1
     small = torch.linspace(-104, -80, 50)
     assert ratio(forward_error(aten.exp.default, "exp", (small,), {}, small.exp())) <= 1
-    flushed = torch.where(small.exp() < torch.finfo(torch.float32).tiny, 0.0, small.exp())
-    assert ratio(forward_error(aten.exp.default, "exp", (small,), {}, flushed)) <= 1, "as some units do"
     wrong = torch.full((50,), 1e38)
     assert ratio(forward_error(aten.mul.Tensor, "mul", (wrong / 1e38 * 1e20, wrong), {}, wrong)) > 1
 
