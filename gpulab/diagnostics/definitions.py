@@ -8,12 +8,15 @@ cannot follow.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gpulab.diagnostics.twins import distance, named_arguments, norm
 
 Answer = tuple[float | None, float | None]
 UNKNOWN: Answer = None, None
@@ -34,32 +37,6 @@ def against_definition(
     """
     results = list(out) if isinstance(out, list | tuple) else [out]
     return DEFINITIONS[name](operation, name, named_arguments(operation, args, kwargs), results)
-
-
-def named_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names of its schema, defaults included; none for what has no schema."""
-    schema = getattr(operation, "_schema", None)
-    if schema is None:
-        return dict(kwargs)
-    defaults = {argument.name: argument.default_value for argument in schema.arguments}
-    placed = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
-    return defaults | placed | kwargs
-
-
-def norm(tensor: Tensor) -> float:
-    """The Euclidean norm of all numbers, computed in float64."""
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(tensor, dtype=wide))
-
-
-def distance(result: Tensor, exact: Tensor) -> float:
-    """The norm of the difference; where both are infinite with one sign, or both NaN, nothing."""
-    gap = exact - result
-    apart = norm(gap)
-    if not math.isnan(apart):
-        return apart
-    same = (result == exact) | (result.isnan() & exact.isnan())
-    return norm(torch.where(same, 0.0, gap))
 
 
 def _relative(result: Tensor, exact: Tensor) -> float:
@@ -132,25 +109,28 @@ def _distinct(operation: Any, name: str, given: dict[str, Any], results: list[Te
 
 def _written(operation: Any, name: str, given: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
     """Every place holds one of the numbers that were written to it, or what it held where none was."""
-    before, dim, index, (after,) = given["self"], given.get("dim"), given.get("index"), results
     if given.get("reduce") is not None or given.get("accumulate") or "value" in given:
         return None  # sums, and one number for all places
+    before, (after,) = given["self"], results
+    aten: Any = torch.ops.aten
     nothing = torch.zeros_like(after)
+    where: tuple[Any, ...]
     if name == "scatter":
-        read, source = after.gather(dim, index), given["src"][tuple(map(slice, index.shape))]
-        twin, times = before.scatter(dim, index, source), lambda hits: nothing.scatter_add(dim, index, hits)
+        where = given["dim"], given["index"]
+        read, source = after.gather(*where), given["src"][tuple(map(slice, where[1].shape))]
+        write, add = aten.scatter, aten.scatter_add
     elif name == "index_copy":
-        read, source = after.index_select(dim, index), given["source"]
-        twin, times = before.index_copy(dim, index, source), lambda hits: nothing.index_add(dim, index, hits)
+        where = given["dim"], given["index"]
+        read, source = after.index_select(*where), given["source"]
+        write, add = aten.index_copy, aten.index_add
     else:
-        indices = given["indices"]
-        read = torch.ops.aten.index(after, indices)
+        where = (given["indices"],)
+        read = aten.index(after, *where)
         source = given["values"].expand_as(read)
-        twin = torch.ops.aten.index_put(before, indices, source)
-        times = lambda hits: torch.ops.aten.index_put(nothing, indices, hits, accumulate=True)  # noqa: E731
+        write, add = aten.index_put, functools.partial(aten.index_put, accumulate=True)
     hits = (read == source) | (read.isnan() & source.isnan())
-    is_written, holds_one = (times(t.to(after.dtype)) != 0 for t in (torch.ones_like(hits), hits))
-    exact = torch.where(is_written & holds_one, after, torch.where(is_written, twin, before))
+    is_written, holds_one = (add(nothing, *where, t.to(after.dtype)) != 0 for t in (torch.ones_like(hits), hits))
+    exact = torch.where(is_written & holds_one, after, torch.where(is_written, write(before, *where, source), before))
     return _relative(after, exact), 1.0
 
 
@@ -178,7 +158,8 @@ def _factorisation(operation: Any, name: str, given: dict[str, Any], results: li
     Of an n × n matrix roundings lead to about n units in the last place of its size (Higham 2002, Accuracy and
     Stability of Numerical Algorithms, ch. 19): these algorithms are backward stable.
     """
-    matrix, *factors = (given.get("self", given.get("A")), *results)
+    matrix: Tensor = given["self" if "self" in given else "A"]
+    factors = results
     if matrix.is_complex() or not all(t.numel() and bool(t.isfinite().all()) for t in (matrix, *factors)):
         return UNKNOWN
     bases = factors[:1]

@@ -10,14 +10,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpulab.diagnostics.definitions import DEFINITIONS, against_definition, distance, named_arguments, norm
-from gpulab.diagnostics.sketches import WITH_FLOAT64, factors, leaves, mapped, rounds, where_float64_is
+from gpulab.diagnostics.definitions import DEFINITIONS, against_definition
+from gpulab.diagnostics.sketches import factors, leaves, mapped, rounds
+from gpulab.diagnostics.twins import Twin, distance, gave_up, in_float64, named_arguments, norm, rounded_results
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, rounded_factor
 from gpulab.numerics.formats import round_to, rounded_format
 
@@ -25,7 +25,6 @@ SAFETY = 4.0  # Higham and Mary's lambda: beyond it, rounding errors that behave
 EXPLAINED = 0.5  # the share of an error that a number format must account for to be named as its cause
 FEW, FEW_EXPLAINED = 32, 0.99  # of so few numbers' errors, one format in four explains half by chance
 FLUSHED = "float32_ftz"  # float32 whose subnormal numbers, those below 1.2e-38, are taken for zero
-SMALLEST = torch.tensor(1, dtype=torch.int32).view(torch.float32)
 
 # The operands that are multiplied with each other, by position. What else there is (a bias) is added.
 PRODUCTS: dict[str, tuple[int, ...]] = dict.fromkeys(MATRIX_PRODUCTS, (0, 1))
@@ -86,11 +85,11 @@ def forward_error(
         out: what it returned; or wrote, where it returns nothing.
     """
     unknown = ForwardError()
-    if name in RECURRENT or _gave_up(operation, out):
+    if name in RECURRENT or gave_up(operation, out):
         return unknown  # what a factorisation leaves when it fails is each library's own
     if name == "convolution_backward":  # oneDNN computes gradients that nobody asked for, and returns them
         out = [gradient for gradient, needed in zip(out, args[10], strict=True) if needed]
-    results = _rounded_results(out)
+    results = rounded_results(out)
     if name in ATTENTION:
         operation, results = _attention(operation), results[:1]
     if name == "_ctc_loss":  # whose second result is memory that is written in part only
@@ -132,9 +131,7 @@ def forward_error(
         reach * math.sqrt(e.numel()) * f.smallest_normal for reach, e, f in zip(reaches, exact, formats, strict=True)
     ]
     bounds = [bound + loss * f.eps for bound, loss, f in zip(bounds, lost, formats, strict=True)]
-    exact = [
-        _overflowing(e, f.max) if not size <= f.max else e for e, size, f in zip(exact, sizes, formats, strict=True)
-    ]
+    exact = [torch.where(e.abs() > f.max, e * math.inf, e) for e, f in zip(exact, formats, strict=True)]  # overflow
     errors = [(distance(r, e), bound) for r, e, bound in zip(results, exact, bounds, strict=True)]
     worst = max(range(len(errors)), key=lambda place: _ratio(*errors[place]))
     error, bound = errors[worst]
@@ -156,51 +153,6 @@ def forward_error(
         before = next(filter(None, map(rounded_format, factors)), None)
     size = norm(exact[worst]) or 1.0
     return ForwardError(error / size, bound / size, by_kernel or before, by_kernel is None and before is not None)
-
-
-class Twin:
-    """An operation and its arguments in float64, to be called on these as they are or changed.
-
-    It returns so many of the results as are compared.
-    """
-
-    def __init__(
-        self, operation: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], results: int
-    ) -> None:
-        self.operation, self.results = operation, results
-        self.args, self.kwargs = mapped(in_float64, (list(args), kwargs))
-        self.in_place = writes(operation)
-
-    @cached_property
-    def named(self) -> dict[str, Any]:
-        """All arguments by name."""
-        return named_arguments(self.operation, self.args, self.kwargs)
-
-    @property
-    def numbers(self) -> list[Tensor]:
-        """The tensors of numbers that rounding can touch."""
-        return [t for t in leaves((self.args, self.kwargs)) if rounds(t)]
-
-    def __call__(
-        self, change: Callable[[Tensor], Tensor] = lambda x: x, places: Sequence[int] | None = None
-    ) -> list[Tensor]:
-        """The results of arguments that are changed first, all or those at some places."""
-
-        def copied(value: Any) -> Any:  # what an operation in place overwrites is still needed
-            return value.clone() if self.in_place and isinstance(value, Tensor) else value
-
-        def changed(value: Any) -> Any:
-            value = copied(value)
-            return change(value) if isinstance(value, Tensor) and rounds(value) else value
-
-        placed = [
-            mapped(changed if places is None or place in places else copied, value)
-            for place, value in enumerate(self.args)
-        ]
-        out = self.operation(*placed, **mapped(copied if places is not None else changed, self.kwargs))
-        if _gave_up(self.operation, out):
-            raise RuntimeError("a factorisation failed")
-        return _rounded_results(outcome(self.operation, placed, out))[: self.results]
 
 
 def _ratio(error: float, bound: float) -> float:
@@ -290,9 +242,8 @@ def _moves(name: str, twin: Twin, exact: list[Tensor], unit: float) -> list[floa
     moved = [twin(change) for change in ([shrunk, shrunk, lowered] if sums else [shrunk, shrunk])]
     moves = [math.hypot(*(norm(m - e) for m in of_one)) for e, *of_one in zip(exact, *moved, strict=True)]
     sizes = list(map(norm, exact))
-    if (
-        name in ATTENTION
-    ):  # averages cancel, their roundings do not; a GPU's quick exponential is 2 ulp off (CUDA guide)
+    if name in ATTENTION:
+        # Averages cancel, their roundings do not; a GPU's quick exponential is 2 ulp off (CUDA guide).
         sizes = [4 * norm(t) for t in twin(torch.abs, (2,))]
     return [move + unit * size for move, size in zip(moves, sizes, strict=True)]
 
@@ -357,14 +308,13 @@ def _explaining_format(places: Sequence[int], twin: Twin, result: Tensor, error:
 
 def _attention(operation: Any) -> Callable[..., Tensor]:
     """Scaled dot-product attention as written down, for kernels that exist on one device or for float32 alone."""
-    names = [argument.name for argument in operation._schema.arguments]
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
-        named = dict(zip(names, args, strict=False)) | kwargs
-        mask, causal = named.get("attn_mask", named.get("attn_bias")), named.get("is_causal", False)
+        given = named_arguments(operation, args, kwargs)
+        mask, causal = given.get("attn_mask", given.get("attn_bias")), given.get("is_causal", False)
         query, key, value = args[:3]
         return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=named.get("scale")
+            query, key, value, attn_mask=mask, is_causal=causal, scale=given.get("scale")
         )
 
     return attend
@@ -379,49 +329,3 @@ def _lengthened(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def _distances(left: Tensor, right: Tensor) -> Tensor:
     return (left @ right.mT).clamp_min(0).sqrt()
-
-
-def writes(operation: Any) -> bool:
-    """Whether an operation writes to its arguments; a batch normalisation does, and its schema does not say so."""
-    schema = getattr(operation, "_schema", None)
-    return schema is not None and (schema.is_mutable or "batch_norm" in schema.name)
-
-
-def outcome(operation: Any, args: Sequence[Any], out: Any) -> Any:
-    """What an operation returned; what it wrote to, for one that returns nothing, as optimizers' do."""
-    if out is not None:
-        return out
-    named = zip(operation._schema.arguments, args, strict=False)
-    return [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
-
-
-def in_float64(value: Any) -> Any:
-    """A tensor of real or complex numbers in float64, any other as it is; both on a device that has float64."""
-    if isinstance(value, torch.device):
-        return value if value.type in WITH_FLOAT64 else torch.device("cpu")
-    if not isinstance(value, Tensor):
-        return value
-    value = where_float64_is(value.detach())
-    if value.is_complex():
-        return value.to(torch.complex128)
-    if value.dtype == torch.float32 and not SMALLEST.double():  # a cast takes subnormal numbers for zero then, too
-        bits = value.view(torch.int32)
-        sizes = (bits & 0x7FFFFF).double() * 2.0**-149
-        return torch.where(bits & 0x7F800000 == 0, torch.where(bits < 0, -sizes, sizes), value.double())
-    return value.double() if value.is_floating_point() else value
-
-
-def _rounded_results(out: Any) -> list[Tensor]:
-    return [where_float64_is(t.detach()) for t in leaves(out) if rounds(t) and t.numel()]
-
-
-def _gave_up(operation: Any, out: Any) -> bool:
-    """Whether a routine of linear algebra says that it failed: its result named `info` is not zero."""
-    schema = getattr(operation, "_schema", None)
-    names = [value.name for value in schema.returns] if schema is not None else []
-    return "info" in names and bool(out[names.index("info")].any())
-
-
-def _overflowing(exact: Tensor, largest: float) -> Tensor:
-    """Infinite where the format has no number as large."""
-    return torch.where(exact.abs() > largest, exact * math.inf, exact)

@@ -20,9 +20,10 @@ import torch
 
 from gpulab.diagnostics import sketches as sk
 from gpulab.diagnostics import trace_files
-from gpulab.diagnostics.float64_check import ATTENTION, FACTORS, FLUSHED, SAFETY, outcome
+from gpulab.diagnostics.float64_check import ATTENTION, FACTORS, FLUSHED, SAFETY
 from gpulab.diagnostics.guards import guard
 from gpulab.diagnostics.steps import ready
+from gpulab.diagnostics.twins import outcome
 from gpulab.diagnostics.watching import RESULT, Call, Operation, Watcher
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
 from gpulab.numerics.emulation import rounded_factor

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from gpulab.diagnostics import sketches as sk
 from gpulab.diagnostics import trace_files
-from gpulab.diagnostics.float64_check import NOT_UNIQUE, forward_error, outcome, writes
+from gpulab.diagnostics.float64_check import NOT_UNIQUE, forward_error
+from gpulab.diagnostics.twins import outcome, writes
 from gpulab.numerics.lines import Callers
 
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw

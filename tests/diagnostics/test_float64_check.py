@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map
 
 import gpulab as gl
 from gpulab.diagnostics.float64_check import SAFETY, ForwardError, forward_error
+from gpulab.diagnostics.twins import in_float64
 from gpulab.numerics.formats import round_to
 
 aten = torch.ops.aten
@@ -269,11 +270,66 @@ def test_numbers_out_of_range_are_explained_by_the_range():
     assert ratio(forward_error(aten.mul.Tensor, "mul", (wrong / 1e38 * 1e20, wrong), {}, wrong)) > 1
 
 
+def flushed(x):
+    return torch.where(x.abs() < torch.finfo(torch.float32).tiny, 0.0, x)
+
+
+def test_a_kernel_that_takes_subnormal_numbers_for_zero_is_named():
+    x, small = normal(64), normal(64) * 1e-39
+    a, b = 1e-20 * normal(8, 30), 1e-20 * normal(30, 8, seed=1)
+    powers = torch.linspace(-104, -80, 50)
+    for operation, args, made in [
+        (aten.mul.Tensor, (x * 1e-38, torch.tensor(0.01)), flushed(x * 1e-38 * 0.01)),
+        (aten.mul.Tensor, (small, torch.tensor(1e38)), torch.zeros(64)),
+        (aten.add.Tensor, (small, small), torch.zeros(64)),
+        (aten.mm.default, (a, b), torch.zeros(8, 8)),
+        (aten.exp.default, (powers,), flushed(powers.exp())),
+    ]:
+        name = operation._schema.name[6:]
+        seen = forward_error(operation, name, args, {}, made)
+        assert (seen.format, seen.rounded_before) == ("float32_ftz", False)
+        right = forward_error(operation, name, args, {}, operation(*args))
+        assert right.format is None
+        assert ratio(right) <= 1
+        wrong = forward_error(operation, name, args, {}, made + 1e-3 * operation(*args).abs().max().clamp(min=1e-34))
+        assert wrong.format is None
+        assert ratio(wrong) > 1
+
+
+def test_where_nothing_large_is_lost_flushing_is_rounding():
+    scores = 30 * normal(64) - 30
+    made = flushed(scores.softmax(0))
+    seen = forward_error(aten._softmax.default, "_softmax", (scores, 0, False), {}, made)
+    assert seen.format is None
+    assert ratio(seen) <= 1
+
+
+def test_the_same_is_seen_where_the_check_itself_runs_with_subnormal_numbers_off():
+    small, large = normal(64) * 1e-39, torch.tensor(1e38)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot take them for zero")
+    try:
+        seen = forward_error(aten.mul.Tensor, "mul", (small, large), {}, small * large)
+    finally:
+        torch.set_flush_denormal(False)
+    assert seen.format == "float32_ftz"
+    assert torch.equal(in_float64(small), small.double())
+
+
 def test_nan_and_infinity_that_were_put_in_are_no_errors():
     x = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
     for operation, name in ((aten.exp.default, "exp"), (aten.tanh.default, "tanh"), (aten.relu.default, "relu")):
         seen = forward_error(operation, name, (x,), {}, operation(x))
         assert seen.error is None or ratio(seen) <= 1
+
+
+def test_complex_numbers_are_compared_with_those_of_twice_the_precision():
+    x = torch.complex(normal(50), normal(50, seed=1))
+    for operation, made in ((aten.abs.default, x.abs()), (aten.exp.default, x.exp())):
+        name = operation._schema.name[6:]
+        seen = forward_error(operation, name, (x,), {}, made)
+        assert 0 < seen.error <= seen.bound
+        assert ratio(forward_error(operation, name, (x,), {}, 1.00001 * made)) > 1
 
 
 def test_nothing_is_said_of_what_has_no_twin():
@@ -336,6 +392,19 @@ def test_factors_that_were_rounded_before_are_told_apart_from_a_kernel_that_roun
     seen = forward_error(aten.mm.default, "mm", (a, b), {}, a @ b)
     assert (seen.format, seen.rounded_before) == ("bfloat16", True)
     assert ratio(seen) <= 1
+
+
+def test_distances_by_a_product_in_tf32_are_told_apart_from_a_wrong_kernel():
+    x, y = normal(64, 32), normal(40, 32, seed=1)
+    operation = aten._euclidean_dist.default
+    for other in (x, y):
+        with gl.emulate("tf32"):
+            made = operation(x, other)
+        assert forward_error(operation, "_euclidean_dist", (x, other), {}, made).format == "tf32"
+        assert forward_error(operation, "_euclidean_dist", (x, other), {}, operation(x, other)).format is None
+        wrong = forward_error(operation, "_euclidean_dist", (x, other), {}, operation(x, other) + 0.1)
+        assert wrong.format is None
+        assert ratio(wrong) > 1
 
 
 def test_a_right_product_of_few_numbers_is_not_taken_for_a_short_format():
