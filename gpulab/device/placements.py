@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpulab.device.rooflines import roofline, timed
 from gpulab.diagnostics import sketches as sk
-from gpulab.diagnostics.reference import outcome
 from gpulab.diagnostics.steps import PreparedStep, ready
+from gpulab.diagnostics.twins import outcome
 from gpulab.diagnostics.watching import EMPTY, OVERWRITES
 from gpulab.errors import UsageError
 from gpulab.passports import passport

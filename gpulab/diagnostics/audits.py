@@ -201,7 +201,7 @@ def audit(
     error with what rounding explains. The findings: `rounding`, all is well; `reduced precision`, a
     product was computed in TF32, bfloat16 or float16; `nondeterminism`, the step does not repeat itself;
     `different random numbers`, drawn on the device; `another valid answer`, of a factorisation
-    that has several, as to signs; `overwritten`, memory that the backward pass needed
+    that has several, as to signs, or of equal numbers; `overwritten`, memory that the backward pass needed
     had changed; `mismatch`, nothing known explains it, or the step calls an operation with other arguments:
     a bug; `cause not found`, the loss, a gradient or what was updated is further apart than roundings lead
     (by Monte Carlo arithmetic), and no operation says why.

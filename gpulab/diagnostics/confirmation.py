@@ -11,9 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from gpulab.diagnostics.findings import Comparison, Finding
-from gpulab.diagnostics.reference import in_float64, outcome
 from gpulab.diagnostics.sketches import mapped, rounds, tensors
 from gpulab.diagnostics.traces import Trace, perform
+from gpulab.diagnostics.twins import in_float64, outcome
 from gpulab.diagnostics.watching import RESULT, Call
 from gpulab.settings import Setting
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gpulab.diagnostics.reference import NOT_UNIQUE
+from gpulab.diagnostics.float64_check import FLUSHED, NOT_UNIQUE
 from gpulab.diagnostics.sketches import distance
 from gpulab.diagnostics.trace_files import TENSOR
 from gpulab.diagnostics.traces import ROUNDOFF, TWINS, Trace, aligned
@@ -79,8 +79,8 @@ ADVICE = {
         "draw on the CPU with a seeded torch.Generator and move the result; generators of CPUs and GPUs differ"
     ),
     "another valid answer": (
-        "if the loss depends on signs, or on the basis of equal values, compute it from what does not, such as the "
-        "product of a vector with itself; else nothing"
+        "if the loss depends on signs, on the basis of equal values, or on which of equal numbers comes first, compute "
+        "it from what does not, such as the product of a vector with itself; else nothing"
     ),
     "rounding": "nothing",
     "cause not found": (
@@ -189,7 +189,8 @@ class Comparison:
     def _all(self) -> Iterator[Finding]:
         yield from _united(*(list(_overwritten(trace)) for trace in (self.a, self.b)))
         for pair in self.pairs:
-            own = _united(*(list(self._by_itself(op)) if op else [] for op in (pair.a, pair.b)))
+            both_flush = bool(pair.a and pair.b and pair.a.format == pair.b.format == FLUSHED)
+            own = [] if both_flush else _united(*(list(self._by_itself(op)) if op else [] for op in (pair.a, pair.b)))
             yield from own
             self.found |= {id(op) for op in (pair.a, pair.b) if op and own}
             if pair.a and pair.b:
@@ -215,7 +216,9 @@ class Comparison:
             yield self._finding("nondeterminism", op, "gave other bits when the step was done again")
         if op.format or (op.dtype in SHORT and op.inputs and op.error is not None):
             detail = f"computed in {op.dtype}"
-            if op.format:
+            if op.format == FLUSHED:
+                detail = f"took numbers below 1.2e-38 for zero; error {op.error:.1e}"
+            elif op.format:
                 when = "were rounded to {} before" if op.rounded_before else "are rounded to {} by the kernel"
                 size = f"; error {op.error:.1e}" if op.error is not None and not op.rounded_before else ""
                 detail = f"its factors {when.format(op.format)}{size}"
@@ -228,7 +231,11 @@ class Comparison:
         trace = self.trace_of[id(op)]
         setting = Setting.parse(trace.setting)
         convolution = op.name.startswith("convolution")
-        if op.dtype in SHORT:
+        if op.format == FLUSHED:
+            advice = (
+                "denormals=on, or torch.set_flush_denormal(False), keeps them; or scale the numbers up before this line"
+            )
+        elif op.dtype in SHORT:
             advice = f"look for autocast, .to(torch.{op.dtype}) or precision={op.dtype} if float32 was meant"
         elif op.rounded_before:
             advice = f"look for what rounds to {op.format} before this line: an emulation, or a cast there and back"
@@ -242,6 +249,8 @@ class Comparison:
         else:
             part = "conv" if convolution else "matmul"
             advice = f'torch.backends.mkldnn.{part}.fp32_precision = "ieee" computes it in float32'
+        if op.name == "_euclidean_dist":
+            advice += '; compute_mode="donot_use_mm_for_euclid_dist" in torch.cdist needs no product, which cancels'
         return self._finding("reduced precision", op, detail, advice)
 
     def _other_draw(self, op: Operation) -> Finding:
@@ -436,6 +445,9 @@ class Comparison:
                 return
         if a.ratio is None or b.ratio is None:
             yield from self._unchecked(a, b, gaps)
+        elif a.name in NOT_UNIQUE & DECIDES:
+            if not any(gaps):  # else roundings before it may decide
+                yield from self._another_kernel(a, b)
         elif of_the_same and a.name not in DECIDES and not any(id(op) in self.parted for op in self._before(a, b)):
             yield from self._another_kernel(a, b)
 
@@ -443,7 +455,9 @@ class Comparison:
         """For kernels that agree with their twins in float64, and not with each other: they are two functions."""
         for place, gap in enumerate(self._gaps(a.outputs, b.outputs)[: 1 if a.name != b.name else None]):
             tolerance = self._tolerance(a, b, place)
-            if a.name in NOT_UNIQUE and gap > UNEXPLAINED:  # which roundings alone can lead to, too
+            if a.name in NOT_UNIQUE and gap > (
+                0.0 if a.name in DECIDES else UNEXPLAINED
+            ):  # as roundings may lead to, too
                 detail = f"each fits its definition, and they are {gap:.1e} (relative) apart: it has no single answer"
                 yield self._finding("another valid answer", b, detail)
                 return

@@ -20,9 +20,10 @@ import torch
 
 from gpulab.diagnostics import sketches as sk
 from gpulab.diagnostics import trace_files
+from gpulab.diagnostics.float64_check import ATTENTION, FACTORS, FLUSHED, SAFETY
 from gpulab.diagnostics.guards import guard
-from gpulab.diagnostics.reference import ATTENTION, FACTORS, SAFETY, outcome
 from gpulab.diagnostics.steps import ready
+from gpulab.diagnostics.twins import outcome
 from gpulab.diagnostics.watching import RESULT, Call, Operation, Watcher
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
 from gpulab.numerics.arithmetic import rounded_factor
@@ -261,7 +262,11 @@ def _compare_executions(first: Trace, trace: Trace) -> None:
 def _roundings(trace: Trace, exact: list[Operation]) -> list[float]:
     """How far rounding may have led each operation of the trace, by the place of its twin in float64."""
     setting = Setting.parse(trace.setting)
-    short = [SAFETY * op.error for op in trace.operations if op.format and op.error and not op.rounded_before]
+    short = [
+        SAFETY * op.error
+        for op in trace.operations
+        if op.format and op.error and not op.rounded_before and op.format != FLUSHED
+    ]
     if setting.kind == "cuda" and "tf32" in trace.arithmetic.values():
         short.append(IN_TF32)
     unknown = max([UNKNOWN, *short])

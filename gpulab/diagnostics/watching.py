@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from gpulab.diagnostics import sketches as sk
 from gpulab.diagnostics import trace_files
-from gpulab.diagnostics.reference import forward_error, outcome, writes
+from gpulab.diagnostics.float64_check import NOT_UNIQUE, forward_error
+from gpulab.diagnostics.twins import outcome, writes
 from gpulab.numerics.call_sites import Callers
 
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
@@ -179,7 +180,7 @@ class Watcher(TorchDispatchMode):
             # The sum is quicker, and NaN if any number is.
             nans=self.measured and any(bool(t.sum().isnan()) and bool(t.isnan().any()) for t in rounded),
         )
-        if self.measured and not random and not operation.is_view and rounded:
+        if self.measured and not random and not operation.is_view and (rounded or name in NOT_UNIQUE):
             error = forward_error(operation, name, before[0], before[1], made)
             op.error, op.bound, op.format, op.rounded_before = astuple(error)
             again_args, again_kwargs = sk.mapped(_copy, before) if changes else before

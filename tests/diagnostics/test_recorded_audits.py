@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 import gpulab as gl
-from gpulab.diagnostics.reference import PRODUCTS
+from gpulab.diagnostics.float64_check import PRODUCTS
 from gpulab.diagnostics.steps import find_step
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import gpulab as gl
-from gpulab.diagnostics.reference import SAFETY, ForwardError, forward_error
+from gpulab.diagnostics.float64_check import SAFETY, ForwardError, forward_error
+from gpulab.diagnostics.twins import in_float64
 from gpulab.numerics.formats import round_to
 
 aten = torch.ops.aten
@@ -151,7 +152,8 @@ RIGHT = {
     "bilinear, large": lambda x: F.interpolate(x.repeat(12, 20)[None, None], size=(499, 223), mode="bilinear"),
     "bicubic": lambda x: F.interpolate(x[None, None], size=(31, 17), mode="bicubic"),
     "nearest": lambda x: F.interpolate(x[None, None], scale_factor=1.7),
-    "embedding": lambda x: F.embedding(torch.arange(300) % 7, x),
+    "embedding": lambda x: F.embedding(torch.arange(300) % 24, x),
+    "embedding of few words": lambda x: F.embedding(torch.arange(300) % 7, x),
     "index_add": lambda x: torch.zeros(3, 12).index_add(0, torch.arange(len(x)) % 3, x),
     "scatter_add": lambda x: torch.zeros(3, 12).scatter_add(0, torch.arange(len(x))[:, None].expand(-1, 12) % 3, x),
     "index_put": lambda x: torch.zeros(3, 12).index_put((torch.arange(len(x)) % 3,), x, accumulate=True),
@@ -212,7 +214,8 @@ CAUGHT = {
     "max pooling": (1e-05, "max_pool2d_with_indices max_pool2d_with_indices_backward"),
     "nearest": (1e-05, "upsample_nearest2d upsample_nearest2d_backward"),
     "bilinear": (0.001, "upsample_bilinear2d upsample_bilinear2d_backward"),
-    "embedding": (1e-05, "embedding embedding_dense_backward"),
+    "embedding": (1e-05, "embedding"),
+    "embedding of few words": (0.0001, "embedding_dense_backward"),
     "index_add": (0.0001, "index_add"),
     "cumsum": (0.0001, "cumsum"),
     "LSTM cell": (0.001, "addmm"),
@@ -263,10 +266,54 @@ def test_numbers_out_of_range_are_explained_by_the_range():
         assert ratio(forward_error(aten.mul.Tensor, "mul", (x, x), {}, x * x)) <= 1
     small = torch.linspace(-104, -80, 50)
     assert ratio(forward_error(aten.exp.default, "exp", (small,), {}, small.exp())) <= 1
-    flushed = torch.where(small.exp() < torch.finfo(torch.float32).tiny, 0.0, small.exp())
-    assert ratio(forward_error(aten.exp.default, "exp", (small,), {}, flushed)) <= 1, "as some units do"
     wrong = torch.full((50,), 1e38)
     assert ratio(forward_error(aten.mul.Tensor, "mul", (wrong / 1e38 * 1e20, wrong), {}, wrong)) > 1
+
+
+def flushed(x):
+    return torch.where(x.abs() < torch.finfo(torch.float32).tiny, 0.0, x)
+
+
+def test_a_kernel_that_takes_subnormal_numbers_for_zero_is_named():
+    x, small = normal(64), normal(64) * 1e-39
+    a, b = 1e-20 * normal(8, 30), 1e-20 * normal(30, 8, seed=1)
+    powers = torch.linspace(-104, -80, 50)
+    for operation, args, made in [
+        (aten.mul.Tensor, (x * 1e-38, torch.tensor(0.01)), flushed(x * 1e-38 * 0.01)),
+        (aten.mul.Tensor, (small, torch.tensor(1e38)), torch.zeros(64)),
+        (aten.add.Tensor, (small, small), torch.zeros(64)),
+        (aten.mm.default, (a, b), torch.zeros(8, 8)),
+        (aten.exp.default, (powers,), flushed(powers.exp())),
+    ]:
+        name = operation._schema.name[6:]
+        seen = forward_error(operation, name, args, {}, made)
+        assert (seen.format, seen.rounded_before) == ("float32_ftz", False)
+        right = forward_error(operation, name, args, {}, operation(*args))
+        assert right.format is None
+        assert ratio(right) <= 1
+        wrong = forward_error(operation, name, args, {}, made + 1e-3 * operation(*args).abs().max().clamp(min=1e-33))
+        assert wrong.format is None
+        assert ratio(wrong) > 1
+
+
+def test_where_nothing_large_is_lost_flushing_is_rounding():
+    scores = 30 * normal(64) - 30
+    made = flushed(scores.softmax(0))
+    seen = forward_error(aten._softmax.default, "_softmax", (scores, 0, False), {}, made)
+    assert seen.format is None
+    assert ratio(seen) <= 1
+
+
+def test_the_same_is_seen_where_the_check_itself_runs_with_subnormal_numbers_off():
+    small, large = normal(64) * 1e-39, torch.tensor(1e38)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot take them for zero")
+    try:
+        seen = forward_error(aten.mul.Tensor, "mul", (small, large), {}, small * large)
+    finally:
+        torch.set_flush_denormal(False)
+    assert seen.format == "float32_ftz"
+    assert torch.equal(in_float64(small), small.double())
 
 
 def test_nan_and_infinity_that_were_put_in_are_no_errors():
@@ -274,6 +321,15 @@ def test_nan_and_infinity_that_were_put_in_are_no_errors():
     for operation, name in ((aten.exp.default, "exp"), (aten.tanh.default, "tanh"), (aten.relu.default, "relu")):
         seen = forward_error(operation, name, (x,), {}, operation(x))
         assert seen.error is None or ratio(seen) <= 1
+
+
+def test_complex_numbers_are_compared_with_those_of_twice_the_precision():
+    x = torch.complex(normal(50), normal(50, seed=1))
+    for operation, made in ((aten.abs.default, x.abs()), (aten.exp.default, x.exp())):
+        name = operation._schema.name[6:]
+        seen = forward_error(operation, name, (x,), {}, made)
+        assert 0 < seen.error <= seen.bound
+        assert ratio(forward_error(operation, name, (x,), {}, 1.00001 * made)) > 1
 
 
 def test_nothing_is_said_of_what_has_no_twin():
@@ -336,6 +392,19 @@ def test_factors_that_were_rounded_before_are_told_apart_from_a_kernel_that_roun
     seen = forward_error(aten.mm.default, "mm", (a, b), {}, a @ b)
     assert (seen.format, seen.rounded_before) == ("bfloat16", True)
     assert ratio(seen) <= 1
+
+
+def test_distances_by_a_product_in_tf32_are_told_apart_from_a_wrong_kernel():
+    x, y = normal(64, 32), normal(40, 32, seed=1)
+    operation = aten._euclidean_dist.default
+    for other in (x, y):
+        with gl.emulate("tf32"):
+            made = operation(x, other)
+        assert forward_error(operation, "_euclidean_dist", (x, other), {}, made).format == "tf32"
+        assert forward_error(operation, "_euclidean_dist", (x, other), {}, operation(x, other)).format is None
+        wrong = forward_error(operation, "_euclidean_dist", (x, other), {}, operation(x, other) + 0.1)
+        assert wrong.format is None
+        assert ratio(wrong) > 1
 
 
 def test_a_right_product_of_few_numbers_is_not_taken_for_a_short_format():

@@ -1,0 +1,195 @@
+"""Operations with several right answers: what an answer must fulfil, whichever of them a device gives.
+
+A twin in float64 may well give another one, so that an answer is held against its definition instead. Each check gets
+the call's arguments by name and its results, all in float64, and returns the answer's error, relative to its size, with
+the number of roundings that explain it. None stands for a call that has one answer alone; `UNKNOWN` for what a check
+cannot follow.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpulab.diagnostics.twins import distance, named_arguments, norm
+
+Answer = tuple[float | None, float | None]
+UNKNOWN: Answer = None, None
+NO_PLACE_TWICE = {"sort", "topk"}
+
+
+def against_definition(
+    operation: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+) -> Answer | None:
+    """The error of an operation's answer by its definition in `DEFINITIONS`, and the roundings that explain it.
+
+    Args:
+        operation: an overload of `torch.ops.aten`.
+        name: its bare name, one of `DEFINITIONS`.
+        args: positional arguments of the call, in float64.
+        kwargs: named arguments of the call, in float64.
+        out: what it returned, in float64.
+    """
+    results = list(out) if isinstance(out, list | tuple) else [out]
+    return DEFINITIONS[name](operation, name, named_arguments(operation, args, kwargs), results)
+
+
+def _relative(result: Tensor, exact: Tensor) -> float:
+    """The distance relative to the exact numbers that are finite; infinite for another number of them."""
+    if result.shape != exact.shape:
+        return math.inf
+    apart = distance(result.double(), exact.double())
+    size = norm(torch.where(exact.isfinite(), exact, 0.0))
+    return apart / (size or 1.0)
+
+
+# --- places of numbers, where several are equal ---------------------------------------------------------------
+
+
+def _selection(operation: Any, name: str, given: dict[str, Any], results: list[Tensor]) -> Answer | None:
+    """The numbers at the places named are those at the places that float64 names, and no place is named twice.
+
+    Of a `mode` the numbers themselves may be others, which occur as often.
+    """
+    x, dim = given["self"], given.get("dim")
+    *values, places = results
+    if places.is_floating_point() or given.get("indices") is not None:
+        return None  # the largest number of all, which has no place
+    twin = operation(**{key: value for key, value in given.items() if key not in ("values", "indices")})
+    exact_places = twin[-1] if isinstance(twin, tuple) else twin
+    if "pool" in name:
+        sides = 3 if "3d" in name else 2
+        x, places, exact_places = (t.flatten(-sides) for t in (x, places, exact_places))
+        values, dim = [t.flatten(-sides) for t in values], -1
+    elif dim is None:
+        x, dim = x.flatten(), 0
+        places, exact_places = places.flatten(), exact_places.flatten()
+    elif places.dim() < x.dim():
+        places, exact_places, *values = (t.unsqueeze(dim) for t in (places, exact_places, *values))
+    length = x.shape[dim] if x.dim() else 1
+    if places.shape != exact_places.shape or bool(((places < 0) | (places >= length)).any()):
+        return math.inf, 1.0
+    if name in NO_PLACE_TWICE and x.dim() and bool((places.sort(dim).values.diff(dim=dim) == 0).any()):
+        return math.inf, 1.0
+    if given.get("stable") and not torch.equal(places, exact_places):
+        return math.inf, 1.0
+    taken, exact = (x.gather(dim, where) if x.dim() else x for where in (places, exact_places))
+    error = max((_relative(value, taken) for value in values), default=0.0)
+    if name == "mode":
+        taken, exact = ((x == t).sum(dim) for t in (taken, exact))
+    elif name == "topk" and not given["sorted"]:
+        taken, exact = (t.sort(dim).values for t in (taken, exact))
+    return max(error, _relative(taken, exact)), 1.0
+
+
+def _distinct(operation: Any, name: str, given: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
+    """Each number once, in any order unless `sorted`, with the places and the counts that belong to it."""
+    values, inverse, counts = results
+    exact_values, _, exact_counts = operation(**given)
+    if values.shape != exact_values.shape:
+        return math.inf, 1.0
+    order, exact_order = values.argsort(), exact_values.argsort()
+    errors = [_relative(values[order], exact_values[exact_order])]
+    if given["sorted"]:
+        errors.append(_relative(values, exact_values))
+    if given["return_inverse"]:
+        errors.append(_relative(values[inverse], given["self"]))
+    if given["return_counts"]:
+        errors.append(_relative(counts[order], exact_counts[exact_order]))
+    return max(errors), 1.0
+
+
+# --- several numbers written to one place ---------------------------------------------------------------------
+
+
+def _written(operation: Any, name: str, given: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
+    """Every place holds one of the numbers that were written to it, or what it held where none was."""
+    if given.get("reduce") is not None or given.get("accumulate") or "value" in given:
+        return None  # sums, and one number for all places
+    before, (after,) = given["self"], results
+    aten: Any = torch.ops.aten
+    nothing = torch.zeros_like(after)
+    where: tuple[Any, ...]
+    if name == "scatter":
+        where = given["dim"], given["index"]
+        read, source = after.gather(*where), given["src"][tuple(map(slice, where[1].shape))]
+        write, add = aten.scatter, aten.scatter_add
+    elif name == "index_copy":
+        where = given["dim"], given["index"]
+        read, source = after.index_select(*where), given["source"]
+        write, add = aten.index_copy, aten.index_add
+    else:
+        where = (given["indices"],)
+        read = aten.index(after, *where)
+        source = given["values"].expand_as(read)
+        write, add = aten.index_put, functools.partial(aten.index_put, accumulate=True)
+    hits = (read == source) | (read.isnan() & source.isnan())
+    is_written, holds_one = (add(nothing, *where, t.to(after.dtype)) != 0 for t in (torch.ones_like(hits), hits))
+    exact = torch.where(is_written & holds_one, after, torch.where(is_written, write(before, *where, source), before))
+    return _relative(after, exact), 1.0
+
+
+# --- matrices --------------------------------------------------------------------------------------------------
+
+
+def _least_squares(operation: Any, name: str, given: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
+    """No other solution leaves a smaller residual, which is orthogonal to the columns: Aᵀ(B − A X) = 0.
+
+    Without full rank there are many. Solvers are backward stable (Higham 2002, Accuracy and Stability, ch. 20).
+    """
+    matrix, right, solution = given["self"], given["b"], results[0]
+    if matrix.is_complex() or not bool(solution.isfinite().all()):
+        return UNKNOWN
+    if right.dim() == matrix.dim() - 1:
+        right, solution = right.unsqueeze(-1), solution.unsqueeze(-1)
+    gradient = matrix.mT @ (right - matrix @ solution)
+    size = norm(matrix) * (norm(matrix) * norm(solution) + norm(right))
+    return norm(gradient) / (size or 1.0), float(max(matrix.shape[-2:]))
+
+
+def _factorisation(operation: Any, name: str, given: dict[str, Any], results: list[Tensor]) -> Answer | None:  # noqa: ARG001
+    """The factors' product is the matrix, and the bases are orthogonal, whatever their signs and order.
+
+    Of an n × n matrix roundings lead to about n units in the last place of its size (Higham 2002, Accuracy and
+    Stability of Numerical Algorithms, ch. 19): these algorithms are backward stable.
+    """
+    matrix: Tensor = given["self" if "self" in given else "A"]
+    factors = results
+    if matrix.is_complex() or not all(t.numel() and bool(t.isfinite().all()) for t in (matrix, *factors)):
+        return UNKNOWN
+    bases = factors[:1]
+    if name == "linalg_qr":
+        product = factors[0] @ factors[1]
+    elif name == "_linalg_svd":
+        rank = factors[1].shape[-1]
+        product = factors[0][..., :rank] * factors[1].unsqueeze(-2) @ factors[2][..., :rank, :]
+        bases = [factors[0], factors[2].mT]
+    else:
+        values, vectors = (t.to(torch.complex128) if t.is_complex() else t for t in factors)
+        if name == "_linalg_eigh":  # which reads one triangle
+            upper = given["UPLO"] == "U"
+            matrix = matrix.triu() + matrix.triu(1).mT if upper else matrix.tril() + matrix.tril(-1).mT
+        matrix, product = matrix.to(vectors.dtype) @ vectors, vectors * values.unsqueeze(-2)
+        bases = [vectors] if name == "_linalg_eigh" else []
+    errors = [norm(matrix - product) / (norm(matrix) or 1.0)]
+    for basis in bases:
+        unity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+        errors.append(norm(basis.mT @ basis - unity) / math.sqrt(basis[..., 0, :].numel()))
+    return max(errors), float(max(matrix.shape[-2:]))
+
+
+_SELECTIONS = """
+    adaptive_max_pool2d adaptive_max_pool3d argmax argmin cummax cummin kthvalue max max_pool2d_with_indices
+    max_pool3d_with_indices median min mode nanmedian sort topk
+"""
+DEFINITIONS: dict[str, Callable[[Any, str, dict[str, Any], list[Tensor]], Answer | None]] = (
+    dict.fromkeys(_SELECTIONS.split(), _selection)
+    | dict.fromkeys(("scatter", "index_copy", "index_put", "_index_put_impl"), _written)
+    | dict.fromkeys(("_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_qr"), _factorisation)
+    | {"_unique2": _distinct, "linalg_lstsq": _least_squares}
+)

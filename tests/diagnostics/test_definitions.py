@@ -1,0 +1,304 @@
+"""Any right answer of an operation that has several is right, and a wrong one is wrong."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gpulab as gl
+from gpulab.diagnostics.float64_check import ForwardError, forward_error
+
+aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+TIES = torch.tensor([[3.0, 2, 3, 2, 1, 1, 3, 3], [0, 5, 5, -1, 5, 2, 2, 2]])
+
+
+def is_right(operation, args, out, **kwargs):
+    name = operation._schema.name.partition("::")[2].rstrip("_")
+    seen = forward_error(operation, name, args, kwargs, out)
+    assert seen.error is not None
+    return seen.error <= seen.bound
+
+
+def places(*rows):
+    return torch.tensor(rows)
+
+
+# --- places of numbers ---------------------------------------------------------------------------------------------
+
+# The operation, its arguments after the tensor, the places of two right answers, and wrong ones.
+SELECTIONS = {
+    "topk": (
+        aten.topk.default,
+        (2, 1),
+        [places([0, 2], [1, 2]), places([7, 6], [4, 1])],
+        [places([0, 0], [1, 2]), places([0, 1], [1, 2]), places([0, 8], [1, 2])],
+    ),
+    "topk without order": (
+        aten.topk.default,
+        (3, 1, False, False),
+        [places([4, 5, 1], [3, 0, 5]), places([3, 5, 4], [7, 0, 3])],
+        [places([4, 5, 0], [3, 0, 5])],
+    ),
+    "max": (aten.max.dim, (1, False), [places(0, 1), places(7, 4)], [places(1, 1)]),
+    "min": (aten.min.dim, (1, True), [places([4], [3]), places([5], [3])], [places([4], [0])]),
+    "median": (aten.median.dim, (1,), [places(1, 5), places(3, 7)], [places(4, 5)]),
+    "nanmedian": (aten.nanmedian.dim, (1,), [places(1, 5), places(3, 6)], [places(1, 1)]),
+    "kthvalue": (aten.kthvalue.default, (2, 1), [places(4, 0), places(5, 0)], [places(4, 3)]),
+    # Of five and two, each there three times, torch's CPU gives the smaller one.
+    "mode": (aten.mode.default, (1,), [places(0, 1), places(6, 7), places(2, 4)], [places(1, 5), places(0, 3)]),
+    "sort": (
+        aten.sort.default,
+        (1,),
+        [
+            places([4, 5, 1, 3, 0, 2, 6, 7], [3, 0, 5, 6, 7, 1, 2, 4]),
+            places([5, 4, 3, 1, 7, 6, 2, 0], [3, 0, 7, 6, 5, 4, 2, 1]),
+        ],
+        [
+            places([4, 4, 1, 3, 0, 2, 6, 7], [3, 0, 5, 6, 7, 1, 2, 4]),
+            places([4, 1, 5, 3, 0, 2, 6, 7], [3, 0, 5, 6, 7, 1, 2, 4]),
+        ],
+    ),
+    "cummax": (
+        aten.cummax.default,
+        (1,),
+        [places([0, 0, 2, 2, 2, 2, 6, 7], [0, 1, 2, 2, 4, 4, 4, 4]), places([0] * 8, [0] + [1] * 7)],
+        [places([0, 1, 2, 2, 2, 2, 6, 7], [0] + [1] * 7)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_of_equal_numbers_any_may_be_named_and_no_other(name):
+    operation, more, right, wrong = SELECTIONS[name]
+
+    def answer(index):
+        taken = TIES.gather(1, (index if index.dim() == 2 else index[:, None]).clamp(max=7))
+        return taken.view(index.shape), index
+
+    for index in right:
+        assert is_right(operation, (TIES, *more), answer(index))
+    for index in wrong:
+        assert not is_right(operation, (TIES, *more), answer(index))
+    values, index = answer(right[0])
+    assert not is_right(operation, (TIES, *more), (values + 1e-3, index)), "a value that is none of them"
+
+
+def test_a_stable_sort_has_one_answer():
+    values, index = aten.sort.stable(TIES, stable=True, dim=1)
+    assert is_right(aten.sort.stable, (TIES,), (values, index), stable=True, dim=1)
+    other = index.clone()
+    other[0, :2] = index[0, [1, 0]]
+    assert not is_right(aten.sort.stable, (TIES,), (values, other), stable=True, dim=1)
+    assert is_right(aten.sort.stable, (TIES,), (values, other), stable=False, dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16], ids=str)
+def test_the_place_of_the_largest_number_of_all_or_along_a_dimension(dtype):
+    x = TIES.to(dtype)
+    for right in (9, 10, 12):
+        assert is_right(aten.argmax.default, (x,), torch.tensor(right))
+    assert not is_right(aten.argmax.default, (x,), torch.tensor(0))
+    assert is_right(aten.argmin.default, (x, 1), places(5, 3))
+    assert is_right(aten.argmin.default, (x, 1, True), places([5], [3]))
+    assert not is_right(aten.argmin.default, (x, 1), places(6, 3))
+    assert is_right(aten.argmax.default, (x[0, 0],), torch.tensor(0)), "a number alone"
+
+
+def test_what_has_no_places_is_compared_as_ever():
+    for operation in (aten.max.default, aten.median.default):
+        assert is_right(operation, (TIES,), operation(TIES))
+        assert not is_right(operation, (TIES,), operation(TIES) + 1e-3)
+
+
+def test_a_pool_may_pass_on_any_of_its_largest_numbers():
+    x = torch.tensor([[[[1.0, 5, 0, 2], [5, 3, 2, 1]]]])
+    args = (x, [2, 2], [2, 2])
+    for first, second in ((1, 3), (4, 6)):
+        assert is_right(
+            aten.max_pool2d_with_indices.default, args, (torch.tensor([[[[5.0, 2]]]]), places([[[first, second]]]))
+        )
+    assert not is_right(aten.max_pool2d_with_indices.default, args, (torch.tensor([[[[5.0, 2]]]]), places([[[1, 2]]])))
+    assert not is_right(aten.max_pool2d_with_indices.default, args, (torch.tensor([[[[5.0, 3]]]]), places([[[1, 5]]])))
+
+
+def test_distinct_numbers_may_come_in_any_order_with_what_belongs_to_them():
+    x = torch.tensor([2.0, 7, 2, 5])
+    values, inverse, counts = torch.tensor([7.0, 2, 5]), torch.tensor([1, 0, 1, 2]), torch.tensor([1, 2, 1])
+    free, sorted_ = (x, False, True, True), (x, True, True, True)
+    assert is_right(aten._unique2.default, free, (values, inverse, counts))
+    assert not is_right(aten._unique2.default, sorted_, (values, inverse, counts))
+    assert is_right(aten._unique2.default, sorted_, aten._unique2.default(*sorted_))
+    assert not is_right(aten._unique2.default, free, (values, inverse.flip(0), counts))
+    assert not is_right(aten._unique2.default, free, (values, inverse, counts.flip(0) + 1))
+    assert not is_right(aten._unique2.default, free, (values[:2], inverse.clamp(max=1), counts[:2]))
+
+
+# --- several numbers in one place --------------------------------------------------------------------------------
+
+
+def test_of_several_numbers_written_to_one_place_any_may_stay():
+    before, index, source = normal(6), torch.tensor([0, 1, 1, 1, 2]), normal(5, seed=1)
+    calls = [
+        (aten.scatter.src, (before, 0, index, source)),
+        (aten.index_copy.default, (before, 0, index, source)),
+        (aten.index_put.default, (before, [index], source)),
+    ]
+    for operation, args in calls:
+        for stays in (1, 2, 3):
+            made = before.clone()
+            made[:3] = source[[0, stays, 4]]
+            assert is_right(operation, args, made)
+        for place, number in ((1, source[1:4].mean()), (1, before[1]), (1, source[0]), (4, source[0])):
+            wrong = made.clone()
+            wrong[place] = number
+            assert not is_right(operation, args, wrong)
+    sums = aten.index_put.default(before, [index], source, True)
+    assert is_right(aten.index_put.default, (before, [index], source, True), sums)
+    assert not is_right(aten.index_put.default, (before, [index], source, True), made)
+
+
+def test_rows_and_masks_are_written_as_well():
+    before, rows, source = normal(4, 3), torch.tensor([2, 2]), normal(2, 3, seed=1)
+    for operation, args in (
+        (aten.index_put.default, (before, [rows], source)),
+        (aten.index_put.default, (before, [None, torch.tensor([0, 2])], normal(4, 2))),
+        (aten.index_put.default, (before, [before > 0], torch.tensor(9.0))),
+        (aten.scatter.src, (before, 1, torch.tensor([[0, 0], [2, 1]]), source)),
+        (aten.index_copy.default, (before, 0, rows, source)),
+    ):
+        made = operation(*args)
+        assert is_right(operation, args, made)
+        made[0, 0] += 0.5
+        assert not is_right(operation, args, made)
+
+
+# --- matrices ----------------------------------------------------------------------------------------------------
+
+
+def test_a_solution_of_least_squares_is_right_where_no_other_leaves_less():
+    flat = torch.arange(1.0, 10).view(3, 3)  # of rank two
+    tall, right = normal(9, 3), normal(9, 2, seed=1)
+    solve = aten.linalg_lstsq.default
+
+    def answer(solution):
+        return solution, torch.empty(0), torch.empty(0, dtype=torch.int64), torch.empty(0)
+
+    for rank in ("gelsy", "gelsd"):
+        solution = solve(flat, flat, driver=rank)[0]
+        assert is_right(solve, (flat, flat), answer(solution), driver=rank)
+        assert is_right(solve, (flat, flat), answer(solution + torch.tensor([[1.0], [-2], [1]])), driver=rank)
+        assert not is_right(solve, (flat, flat), answer(solution + torch.tensor([[1.0], [-2], [1.1]])), driver=rank)
+    solution = solve(tall, right)[0]
+    assert is_right(solve, (tall, right), answer(solution))
+    wrong = solution.clone()
+    wrong[1, 1] *= 1.001
+    assert not is_right(solve, (tall, right), answer(wrong))
+    lost = forward_error(solve, "linalg_lstsq", (tall, right), {}, answer(torch.full_like(solution, math.nan)))
+    assert lost == ForwardError(), "and of what is no number nothing is said"
+
+
+def test_bases_of_either_sign_are_right_and_those_of_another_matrix_are_not():
+    x = normal(5, 3)
+    q, r = aten.linalg_qr.default(x)
+    signs = torch.tensor([1.0, -1, -1])
+    assert is_right(aten.linalg_qr.default, (x,), (q * signs, r * signs[:, None]))
+    assert not is_right(aten.linalg_qr.default, (x,), (q * signs, r))
+    u, s, v = aten._linalg_svd.default(x)
+    assert is_right(aten._linalg_svd.default, (x,), (u * signs, s, v * signs[:, None]))
+    assert not is_right(aten._linalg_svd.default, (x,), (u, s * 1.001, v))
+    symmetric = x.T @ x
+    for side in ("L", "U"):
+        values, vectors = aten._linalg_eigh.default(symmetric, side)
+        assert is_right(aten._linalg_eigh.default, (symmetric, side), (values, vectors * signs))
+        assert not is_right(aten._linalg_eigh.default, (symmetric, side), (values.flip(0), vectors))
+
+
+# --- in an audit -------------------------------------------------------------------------------------------------
+
+
+class Device(TorchDispatchMode):
+    """Stands below the watcher and gives, with one thread, another answer of one operation on float32 numbers."""
+
+    def __init__(self, name, other):
+        super().__init__()
+        self.name, self.other = name, other
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        if operation._schema.name != f"aten::{self.name}" or torch.get_num_threads() != 1:
+            return out
+        if args[0].dtype != torch.float32:
+            return out
+        return self.other(operation, args, kwargs or {}, out)
+
+
+def from_the_end(operation, args, kwargs, out):
+    """Of equal numbers the last ones: the answer for the tensor turned around."""
+    turned = operation(args[0].flip(-1), *args[1:], **kwargs)
+    if isinstance(turned, torch.Tensor):
+        return args[0].shape[-1] - 1 - turned
+    return type(out)((turned[0], args[0].shape[-1] - 1 - turned[1]))
+
+
+def first_stays(operation, args, _kwargs, _out):
+    x, dim, index, source = args
+    return operation(x, dim, index.flip(0), source.flip(0))
+
+
+def another_solution(_operation, _args, _kwargs, out):
+    return type(out)((out[0] + torch.tensor([[1.0], [-2], [1]], dtype=out[0].dtype), *out[1:]))
+
+
+EQUALS = [3.0, 2, 3, 2, 1, 1, 3, 3]
+STEPS = {
+    "topk": (from_the_end, lambda x: x.topk(2).indices.double()),
+    "argmax": (from_the_end, lambda x: torch.arange(8.0)[x[None].argmax(-1)]),
+    "max": (from_the_end, lambda x: x.max(-1).indices.double()),
+    "sort": (from_the_end, lambda x: torch.arange(8.0)[x.argsort()]),
+    "median": (from_the_end, lambda x: x.median(-1).indices.double()),
+    "scatter": (first_stays, lambda x: x.scatter(0, torch.tensor([0, 1, 1, 1, 2]), x.new_tensor([1, 2, 3, 4, 5]))),
+    "linalg_lstsq": (
+        another_solution,
+        lambda x: torch.linalg.lstsq(x.new_tensor(range(1, 10)).view(3, 3), x[:3, None], driver="gelsy").solution,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_an_audit_names_another_valid_answer_and_nothing_else(name):
+    other, step = STEPS[name]
+    with Device(name, other):
+        report = gl.audit(
+            lambda setting: step(torch.tensor(EQUALS, dtype=setting.dtype)),
+            "cpu:threads=2",
+            "cpu:threads=1",
+            progress=False,
+        )
+    assert [(f.kind, f.operation) for f in report.findings][:-1] == [("another valid answer", name)], str(report)
+    assert not report.faulty
+
+
+@pytest.mark.parametrize("name", ["topk", "argmax", "sort", "scatter"])
+def test_an_audit_names_a_wrong_answer(name):
+    def wrong(_operation, args, _kwargs, out):
+        if isinstance(out, torch.Tensor):
+            return out.roll(1) if out.is_floating_point() else (out + 1) % args[0].shape[-1]
+        return type(out)((out[0], (out[1] + 1) % args[0].shape[-1]))
+
+    step = STEPS[name][1]
+    with Device(name, wrong):
+        report = gl.audit(
+            lambda setting: step(torch.tensor([*EQUALS[:-1], 4.0], dtype=setting.dtype)),
+            "cpu:threads=2",
+            "cpu:threads=1",
+            progress=False,
+        )
+    assert (report.findings[0].kind, report.findings[0].operation) == ("mismatch", name), str(report)
