@@ -361,9 +361,9 @@ def reproduce(
     goes on when it is run again.
     """
     _check_outputs(picture)
+    from gpulab.search.reproduction import reproduce as find
     from gpulab.training import store as stores
     from gpulab.training.functions import TrainingFunction
-    from gpulab.training.reproduction import reproduce as find
 
     space = _space(search)
     size = margin if margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
-SEARCH = [Requirement(text) for text in PROJECT["optional-dependencies"]["search"]]  # notebook 09 searches
+WORKERS = [Requirement(text) for text in PROJECT["optional-dependencies"]["workers"]]  # for functions of a notebook
 UNLOCKED = {"keras", "trees"}  # TensorFlow and XGBoost would double what is installed: nothing here needs them
 LOCKED = PROJECT["optional-dependencies"].keys() - UNLOCKED
 EXTRAS = [Requirement(text) for name in LOCKED for text in PROJECT["optional-dependencies"][name]]
@@ -190,7 +190,7 @@ def test_conda_environments_ask_for_what_pyproject_asks_for(file, torch):
     assert re.search(r"^channels:\n  - conda-forge\ndependencies:$", text, re.M)
     listed = re.findall(r"^  - (.+)$", text.partition("\ndependencies:\n")[2], re.M)
     mapped = CONDA_NAMES | {"torch": torch}
-    asked = RUNTIME + SEARCH
+    asked = RUNTIME + WORKERS
     wanted = [f"{mapped.get(requirement.name, requirement.name)}{requirement.specifier}" for requirement in asked]
     assert sorted(listed) == sorted([*wanted, "python=3.12", "pip"])
     assert "3.12" in Requirement(f"python{PROJECT['requires-python']}").specifier
@@ -301,7 +301,9 @@ def linked_by_notebooks():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_lab_serves_what_the_notebooks_link_to(tmp_path):
-    command = shlex.split(subprocess.check_output(["make", "--no-print-directory", "-n", "lab"], cwd=ROOT, text=True).splitlines()[-1])
+    command = shlex.split(
+        subprocess.check_output(["make", "--no-print-directory", "-n", "lab"], cwd=ROOT, text=True).splitlines()[-1]
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         options = ["--no-browser", "--allow-root", f"--port={free.getsockname()[1]}", "--IdentityProvider.token=ours"]

@@ -29,8 +29,8 @@ from gpulab.plots.style import (
     points,
 )
 from gpulab.report import Picture, draw
+from gpulab.search.reproduction import WITHIN, Reproduction
 from gpulab.stats.verdicts import DECISIONS, Verdict
-from gpulab.training.reproduction import WITHIN, Reproduction
 
 GREEN, RED = "#117733", "#CC3311"  # of no setting: colours here say how a change was judged
 DECIDED = dict(zip(DECISIONS, (RED, "#CC7711", FAINT, GREEN), strict=True))

@@ -7,7 +7,9 @@ smallest such change, a flag of the setting included, after which a verdict says
 - Distance: the sum over the parameters of |log2(new / old)| for learning rate, batch size and whatever is
   given as a range; of steps along the sorted list for other numbers; of 1 for anything else.
 - Search: nothing changed, then one parameter at a time, nearest first, then combinations: nearest first, or
-  where there are too many to list, as a sampler proposes. What is not nearer than the best so far is not trained.
+  where there are too many to list, as a Halton sequence spreads them. What is not nearer than the best so far is
+  not trained. So the next trial follows from the losses so far, and the store keeps these: a search that is called
+  again goes the same way, through runs that are there, to where it ended.
 - One of many changes may look equivalent by luck. So half of the seeds are kept out of the search: a change
   that is equivalent on the others is confirmed there, for the j-th time at the level alpha / 2^j, so that all
   confirmations together err with probability alpha at most. Holm's p over the whole search is reported beside it.
@@ -17,30 +19,35 @@ smallest such change, a flag of the setting included, after which a verdict says
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpulab.errors import GpulabError
+import numpy as np
+
+from gpulab.errors import GpulabError, UsageError
 from gpulab.report import Report
 from gpulab.report import table as html_table
+from gpulab.search.space import Point, Space
 from gpulab.settings import Setting
+from gpulab.stats.pairs import check_runs
 from gpulab.stats.power import DIVERGED_APART
 from gpulab.stats.tests import clopper_pearson_upper, holm
-from gpulab.stats.verdicts import Verdict, p_text
+from gpulab.stats.verdicts import Verdict, p_text, verdict
 from gpulab.training import store as stores
-from gpulab.training.functions import optional
-from gpulab.training.objective import Records, Trainings, UserFunction, check_numbers, check_runs_here
-from gpulab.training.proposals import propose
+from gpulab.training.functions import TrainingFunction
+from gpulab.training.protocol import FACTORS, Specification
 from gpulab.training.remote import folder_of
-from gpulab.training.search import Point, SearchProblem, checked_space, checked_target, key
-from gpulab.training.trial_log import LedgerError, Trial, TrialLog
+from gpulab.training.seeds import Trainings, check_numbers, check_runs_here
 
 if TYPE_CHECKING:
     import pandas as pd
 
+FEWEST = 3  # seeds of the search, and as many fresh ones
 FIRST_LOOK = 3  # seeds after which a trial may be pruned
 PRUNED_AT = 0.999  # confidence of the interval that must lie outside the margin before a trial is pruned
 WITHIN = ("equivalent", "different but negligible")  # both say that the difference is inside the margin
@@ -74,7 +81,6 @@ class Reproduction(Report):
         setting: The new setting; `best_setting` is the same with `best` applied.
         smaller_left: How many points of the space, nearer than the answer, were not tried: 0 is proof, within
             the space; None says that they cannot be counted.
-        study: The file with every loss.
     """
 
     table: pd.DataFrame
@@ -92,7 +98,6 @@ class Reproduction(Report):
     search_verdict: Verdict | None
     fresh_verdict: Verdict | None
     smaller_left: int | None
-    study: Path
 
     @property
     def finding(self) -> str:
@@ -121,14 +126,12 @@ def reproduce(
     workers: int = 1,
     prune: bool = True,
     store: str | Path | None = None,
-    study: str | Path | None = None,
     progress: bool = True,
 ) -> Reproduction:
     """Find the smallest change after which `setting` gives the losses of the runs in `target` again.
 
-    Every loss goes at once into the file `study`: a search that was killed goes on where it was when it is
-    called again, and one that is done is read. Failed trials are then tried once more, and a larger `trials`
-    goes further.
+    Every run is kept in `store`: a search that was killed goes on where it was when it is called again, and one
+    that is done trains nothing. Failed trainings are then tried once more, and a larger `trials` goes further.
 
     Args:
         target: The runs of the old setting, a row a seed, as from `gpulab.runs` or `seed_runs`: at least 6
@@ -149,9 +152,8 @@ def reproduce(
         workers: How many seeds train at the same time, each in a process of its own (above one, `train` travels
             there by cloudpickle). It changes nothing but the time, if the setting says how many threads compute.
         prune: Whether trials without hope end early.
-        store: The folder for runs and for the study.
-        study: The file of the search, by default one in `store` named after what is searched for; that includes
-            the text of `train`.
+        store: The folder in which runs are kept, those of `train` by its text and its options; by default
+            `$GPULAB_STORE`, or the folder `runs`.
         progress: Whether to show a bar.
 
     Returns:
@@ -159,9 +161,7 @@ def reproduce(
 
     Raises:
         UsageError: For what makes no sense.
-        DataError: For a damaged study or one of another search.
-        GpulabError: When the setting cannot run here, every trial failed, or the space cannot be listed (it has a
-            range, or over 20,000 points) and Optuna is not installed.
+        GpulabError: When the setting cannot run here, or every trial failed.
 
     Examples:
         >>> import tempfile, torch
@@ -185,151 +185,261 @@ def reproduce(
 
     check_numbers(trials=trials, workers=workers)
     parsed = Setting.parse(setting)
-    runs = checked_target(target, metric)
-    objective = Records(runs, metric, store) if train is None else UserFunction(train, metric, runs)
-    dimensions = checked_space(search, objective, parsed)
-    problem = SearchProblem(runs, metric, margin, alpha, parsed, dimensions, objective, prune)
+    wanted = Target(target, metric, margin, alpha)
+    training = Training.of_records(wanted.runs, metric) if train is None else Training.of_function(train, wanted.runs)
+    space = Space(search, training.originals, parsed)
     check_runs_here(parsed)
     folder = folder_of(stores.default_store() if store is None else store)
-    file = folder / f"reproduce-{problem.digest[:10]}.jsonl" if study is None else Path(study)
-    if (points := problem.points()) is None:
-        optional("optuna")  # before anything trains
-    bar = Progress(total=trials * len(problem.seeds), unit="run", disable=not progress, leave=False)
-    with bar, TrialLog(file, problem) as log, Trainings(objective.loss, workers) as trainings:
-        return _Search(problem, points, log, trainings, bar).run(trials)
+    bar = Progress(total=trials * len(wanted.seeds), unit="run", disable=not progress, leave=False)
+    with bar, Trainings(workers) as trainings:
+        done = _Search(wanted, space, training, folder, prune, trials, trainings, bar)
+        done.run()
+    return done.result()
+
+
+# --- what is compared, and what is trained ---------------------------------------------------------------
+
+
+class Target:
+    """The runs of the old setting: their losses, the seeds that search and the fresh ones, and the margin."""
+
+    def __init__(self, runs: Any, metric: str, margin: str | float, alpha: float) -> None:
+        self.runs = checked_target(runs, metric)
+        self.metric, self.margin_asked, self.alpha = metric, margin, alpha
+        self.setting = str(self.runs.setting.iloc[0])
+        self.losses = {int(seed): float(loss) for seed, loss in zip(self.runs.seed, self.runs[metric], strict=True)}
+        seeds, half = list(self.losses), len(self.losses) // 2
+        self.seeds, self.fresh = seeds[:-half], seeds[-half:]
+        # All of the target's seeds say how large the margin is: they were there before any search.
+        self.margin = float(self.verdict(dict.fromkeys(seeds, 0.0)).table.margin.iloc[0])
+        if not self.margin > 0:
+            raise UsageError(f"margin {margin!r}: the target's losses are all the same; give a number above 0")
+
+    def verdict(self, losses: Mapping[int, float], alpha: float | None = None) -> Verdict:
+        """These runs against losses of the new setting, paired on the seeds that both have."""
+        import pandas as pd
+
+        rows = [("target", *run) for run in self.losses.items()] + [("changed", *run) for run in losses.items()]
+        frame = pd.DataFrame(rows, columns=["runs", "seed", self.metric])
+        frame["status"] = np.where(np.isfinite(frame[self.metric]), "finished", "diverged")
+        return verdict(
+            frame, self.metric, "runs", margin=self.margin_asked, alpha=alpha or self.alpha, reference="target"
+        )
+
+
+def checked_target(target: Any, metric: str) -> pd.DataFrame:
+    """The first runs of one setting, one a seed, all finished; `UsageError` for anything else."""
+    import pandas as pd
+
+    if isinstance(target, pd.DataFrame) and "setting" not in target:
+        target = target.assign(setting="the target")
+    runs = check_runs(target, metric, "setting", "seed")
+    first = runs[runs["rerun"] == 0]
+    if len(settings := sorted(set(first.setting))) > 1:
+        raise UsageError(f"target has runs of {', '.join(settings)}; choose those of one setting")
+    if first.seed.duplicated().any():
+        raise UsageError(f"target has seed {first.seed[first.seed.duplicated()].iloc[0]} more than once")
+    if seeds := ", ".join(map(str, first.seed[~np.isfinite(first[metric])])):
+        raise UsageError(f"target: no finite {metric} for seed {seeds}; leave diverged runs out")
+    if len(first) < 2 * FEWEST:
+        raise UsageError(
+            f"target has {len(first)} seed(s); at least {2 * FEWEST} are needed, half to search and half to confirm"
+        )
+    return first.sort_values("seed", ignore_index=True)
+
+
+@dataclass
+class Training:
+    """What a search trains, again and again: arguments of `gpulab.train`, some of which can be changed.
+
+    Attributes:
+        arguments: All but setting and seed.
+        originals: What can be changed, with what it was: `learning_rate`, where it is among the arguments, and
+            options of the model or of the function.
+    """
+
+    arguments: dict[str, Any]
+    originals: dict[str, Any]
+
+    @classmethod
+    def of_records(cls, runs: pd.DataFrame, metric: str) -> Training:
+        """One of gpulab's own networks, as the records of runs say."""
+        from gpulab.models import MODELS
+
+        if "path" not in runs:
+            raise UsageError("target does not say how it was trained (no column 'path'); give train=")
+        record = stores.record_of(runs.iloc[0])
+        if record["experiment"] not in MODELS or metric not in record["summary"]:
+            raise UsageError(
+                f"target: {metric} of {record['experiment']!r} cannot be trained again from its record; give train="
+            )
+        for name in FACTORS.keys() & set(runs.columns):
+            if FACTORS[name].of != "model" and len(values := runs[name].drop_duplicates()) > 1:
+                raise UsageError(f"target mixes runs with {name} {', '.join(map(str, values))}; choose those of one")
+        arguments = replace(Specification.from_record(record), rerun=0).arguments() | {"keep_weights": False}
+        parameters = inspect.signature(MODELS[record["experiment"]]).parameters
+        model = {name: parameter.default for name, parameter in parameters.items()} | arguments["model_options"]
+        numbers_and_words = {name: value for name, value in model.items() if isinstance(value, str | int | float)}
+        return cls(arguments, {"learning_rate": arguments["learning_rate"]} | numbers_and_words)
+
+    @classmethod
+    def of_function(cls, train: Callable[..., Any] | str, runs: pd.DataFrame) -> Training:
+        """A function of the user's, with the options that it made the runs with where these are not its defaults."""
+        function = TrainingFunction(train)
+        options: dict[str, Any] = {}
+        if "options" in runs and runs.experiment.iloc[0] == function.name:
+            recorded, defaults = json.loads(runs.options.iloc[0]), function.plain_options({})
+            options = {n: value for n, value in recorded.items() if n in defaults and value != defaults[n]}
+        arguments = {"net": function, "rerun": 0, "model_options": options}
+        return cls(arguments, function.options | options)
+
+    def job(self, setting: str, seed: int, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `gpulab.train` for one seed, changed."""
+        changes = dict(changes)
+        job = self.arguments | {"setting": setting, "seed": seed}
+        if "learning_rate" in job:
+            job["learning_rate"] = changes.pop("learning_rate", job["learning_rate"])
+        return job | {"model_options": job["model_options"] | changes}
+
+
+# --- the search ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trial:
+    """One point of the space, and what training there gave."""
+
+    point: Point
+    distance: float
+    losses: dict[int, float] = field(default_factory=dict)  # by seed, NaN for a diverged run
+    state: str = "finished"  # or `pruned` or `failed`
+    note: str = ""  # why it was pruned or failed
+    search_verdict: Verdict | None = None  # on the seeds of the search that were trained
+    fresh_verdict: Verdict | None = None
+    fresh_alpha: float | None = None  # the level that the fresh seeds were held to
+    confirmed: bool = False
 
 
 @dataclass
 class _Search:
-    """Tries points of the space, until none that is nearer than the best is left or `trials` are done."""
+    """Tries points of the space, until none that is nearer than the best is left or `most` trials are done."""
 
-    problem: SearchProblem
-    points: list[Point] | None
-    log: TrialLog
+    target: Target
+    space: Space
+    training: Training
+    store: Path
+    prune: bool
+    most: int
     trainings: Trainings
     bar: Any
+    trials: list[Trial] = field(default_factory=list)
 
-    def run(self, trials: int) -> Reproduction:
-        problem, tried, per_trial = self.problem, self.log.tried, len(self.problem.seeds)
-        while len(tried) < trials:
-            self.bar.update(len(tried) * per_trial - self.bar.n)  # pruned trials trained less, confirmed ones more
-            best, limit = self.best()
-            self.bar.set_postfix(best="none yet" if best is None else f"{problem.words(best.point)} ({limit:.3g})")
-            if (trial := self._next()) is None:
-                break
+    def run(self) -> None:
+        """Do what `trials` then has."""
+        for point in self.space.candidates(self.limit):
+            if len(self.trials) == self.most:
+                return
+            per_trial = len(self.target.seeds)  # pruned trials trained less, confirmed ones more
+            self.bar.update(len(self.trials) * per_trial - self.bar.n)
+            self.bar.set_description(self.space.words(point))
+            trial = Trial(point, self.space.distance(point))
             try:
-                outcome = self._try(trial)
-            except LedgerError:
-                raise
+                self._try(trial)
             except Exception as error:  # whatever a function of the user's raises
-                note = str(error) if isinstance(error, GpulabError) else f"{type(error).__name__}: {error}"
-                outcome = {"state": "failed", "note": note}
-            self.log.end(trial, **outcome)
-        if all(trial.state == "failed" for trial in tried):
-            raise GpulabError(f"every trial failed ({len(tried)}); the first: {tried[0].note}")
-        return self._result()
+                trial.note = str(error) if isinstance(error, GpulabError) else f"{type(error).__name__}: {error}"
+                trial.state, trial.search_verdict = "failed", None
+            self.trials.append(trial)
+            best = "none yet" if math.isinf(self.limit()) else f"{self.limit():.3g} away"
+            self.bar.set_postfix(best=best)
+        if all(trial.state == "failed" for trial in self.trials):
+            raise GpulabError(f"every trial failed ({len(self.trials)}); the first: {self.trials[0].note}")
 
-    def best(self) -> tuple[Trial | None, float | None]:
-        """The nearest trial that was confirmed, and its distance, which a point of interest must stay under."""
-        confirmed = [trial for trial in self.log.tried if trial.confirmed]
-        best = min(confirmed, key=lambda trial: self.problem.distance(trial.point), default=None)
-        return best, None if best is None else self.problem.distance(best.point)
+    def limit(self) -> float:
+        """The distance of the nearest trial that was confirmed, which a point of interest must stay under."""
+        return min((trial.distance for trial in self.trials if trial.confirmed), default=math.inf)
 
-    def untried(self, points: Iterable[Point]) -> Iterator[Point]:
-        """Those of the points that are not tried yet and nearer than the best."""
-        tried, (_, limit) = {key(trial.point) for trial in self.log.tried}, self.best()
-        near = (point for point in points if limit is None or self.problem.distance(point) < limit)
-        return (point for point in near if key(point) not in tried)
-
-    def _next(self) -> Trial | None:
-        """A trial of what was left, nothing changed, one parameter changed, then the nearest or what is proposed."""
-        problem, log, (_, limit) = self.problem, self.log, self.best()
-        for point in self.untried([*log.left, problem.original(), *problem.alone(), *(self.points or ())]):
-            return log.begin(point)
-        if self.points is None and limit != 0:
-            for number, point in propose(problem, log.tried, limit, log.next_number):
-                if list(self.untried([point])):
-                    return log.begin(point, number, limit)
-        return None
-
-    def _try(self, trial: Trial) -> dict[str, Any]:
+    def _try(self, trial: Trial) -> None:
         """Train the seeds of a trial, with looks in between; where they are equivalent, the fresh ones too."""
-        problem, seeds, size = self.problem, self.problem.seeds, FIRST_LOOK
-        while problem.prune and size < len(seeds):
-            row = self._judge(trial, seeds[:size])
-            if note := prune_reason(row, len(seeds)):
-                return {"state": "pruned", "note": note, "violation": _violation(row, problem.alpha)}
-            size *= 2
-        row = self._judge(trial, seeds)
-        if row["decision"] not in WITHIN:
-            return {"state": "finished", "violation": _violation(row, problem.alpha)}
-        level = problem.alpha / 2 ** (1 + sum(other.fresh_alpha is not None for other in self.log.tried))
-        fresh = self._judge(trial, problem.fresh, level)
-        confirmed = fresh["decision"] in WITHIN
-        violation = 0.0 if confirmed else max(_violation(fresh, level), 0.01)
-        return {"state": "finished", "violation": violation, "fresh_alpha": level, "confirmed": confirmed}
+        seeds, looked_at = self.target.seeds, FIRST_LOOK
+        while self.prune and looked_at < len(seeds):
+            trial.search_verdict = self._judge(trial, seeds[:looked_at])
+            if note := prune_reason(_row(trial.search_verdict), len(seeds)):
+                trial.state, trial.note = "pruned", note
+                return
+            looked_at *= 2
+        trial.search_verdict = self._judge(trial, seeds)
+        if _row(trial.search_verdict)["decision"] in WITHIN:
+            earlier = sum(other.fresh_alpha is not None for other in self.trials)
+            level = self.target.alpha / 2 ** (1 + earlier)
+            trial.fresh_verdict = self._judge(trial, self.target.fresh, level)
+            trial.fresh_alpha = level
+            trial.confirmed = _row(trial.fresh_verdict)["decision"] in WITHIN
 
-    def _judge(self, trial: Trial, seeds: Sequence[int], alpha: float | None = None) -> dict[str, Any]:
-        """The verdict on these seeds. Those whose loss is not known are trained; each is written down at once."""
-        setting, changes = self.problem.arguments(trial.point)
-        self.bar.set_description(self.problem.words(trial.point))
+    def _judge(self, trial: Trial, seeds: Sequence[int], alpha: float | None = None) -> Verdict:
+        """The verdict on these seeds, those of which are trained that this trial has no loss of."""
+        setting, changes = self.space.arguments(trial.point)
         unknown = [seed for seed in seeds if seed not in trial.losses]
-        for seed, loss in self.trainings.results(setting, unknown, changes):
-            self.log.add_loss(trial, seed, loss)
+        jobs = [self.training.job(setting, seed, changes) | {"store": str(self.store)} for seed in unknown]
+        for seed, metrics in self.trainings.metrics(jobs):
+            if metrics and self.target.metric not in metrics:
+                raise GpulabError(f"there is no {self.target.metric!r}; the training gave {', '.join(metrics)}")
+            trial.losses[seed] = float(metrics.get(self.target.metric, math.nan))
             self.bar.update()
-        return _row(_verdict(self.problem, trial, seeds, alpha))
+        return self.target.verdict({seed: trial.losses[seed] for seed in seeds}, alpha)
 
-    def _result(self) -> Reproduction:
-        """The answer, computed anew from the losses that are written down."""
-        problem, tried = self.problem, self.log.tried
-        table = _table(problem, tried)
-        chosen, best, best_setting, search_verdict, fresh_verdict = None, None, None, None, None
+    def result(self) -> Reproduction:
+        """The answer of the trials."""
+        table, target = _table(self.space, self.trials), self.target
         confirmed = bool(table.confirmed.any())
         worked = table[table.confirmed if confirmed else (table.state == "finished") & table.decision.isin(WITHIN)]
+        answer: dict[str, Any] = dict.fromkeys(("chosen", "best", "best_setting", "search_verdict", "fresh_verdict"))
         if len(worked):
-            chosen = int(worked.distance.idxmin())
-            trial = tried[chosen]
-            best, (best_setting, _) = problem.changes(trial.point), problem.arguments(trial.point)
-            search_verdict = _verdict(problem, trial, problem.seeds)
-            if trial.fresh_alpha is not None:
-                fresh_verdict = _verdict(problem, trial, problem.fresh, trial.fresh_alpha)
-        countable = [] if self.best()[1] == 0 else self.points
+            answer["chosen"] = int(worked.distance.idxmin())
+            trial = self.trials[answer["chosen"]]
+            answer["best"] = self.space.changes(trial.point)
+            answer["best_setting"], _ = self.space.arguments(trial.point)
+            answer |= {"search_verdict": trial.search_verdict, "fresh_verdict": trial.fresh_verdict}
         return Reproduction(
             table=table,
-            target=problem.target,
-            setting=str(problem.setting),
-            metric=problem.metric,
-            margin=problem.margin,
-            margin_asked=problem.margin_asked,
-            alpha=problem.alpha,
-            original=problem.original(),
-            chosen=chosen,
-            best=best,
-            best_setting=best_setting,
+            target=target.setting,
+            setting=str(self.space.setting),
+            metric=target.metric,
+            margin=target.margin,
+            margin_asked=target.margin_asked,
+            alpha=target.alpha,
+            original=self.space.original(),
             confirmed=confirmed,
-            search_verdict=search_verdict,
-            fresh_verdict=fresh_verdict,
-            smaller_left=None if countable is None else len(list(self.untried(countable))),
-            study=self.log.file,
+            smaller_left=self._smaller_left(),
+            **answer,
         )
 
+    def _smaller_left(self) -> int | None:
+        """How many points nearer than the answer were not tried; None where they cannot be counted."""
+        limit, tried = self.limit(), [trial.point for trial in self.trials]
+        if limit == 0:
+            return 0
+        points = self.space.points()
+        if points is None:
+            return None
+        return sum(self.space.distance(point) < limit and point not in tried for point in points)
 
-def _table(problem: SearchProblem, tried: list[Trial]) -> pd.DataFrame:
+
+def _table(space: Space, trials: list[Trial]) -> pd.DataFrame:
     """A row a trial, as `Reproduction` says."""
     import pandas as pd
 
     rows = []
-    for number, trial in enumerate(tried):
-        row = {"trial": number, "changes": problem.words(trial.point), **trial.point}
-        row |= {"distance": problem.distance(trial.point), "state": trial.state}
+    for number, trial in enumerate(trials):
+        row = {"trial": number, "changes": space.words(trial.point), **trial.point}
+        row |= {"distance": trial.distance, "state": trial.state}
         row |= SEARCHED | {f"fresh_{name}": SEARCHED[name] for name in FRESH}
-        if trial.state != "failed":
-            cells = _row(_verdict(problem, trial, problem.seeds))
+        if trial.search_verdict:
+            cells = _row(trial.search_verdict)
             row |= {name: cells[name] for name in SEARCHED}
         if trial.state == "pruned":
             row["decision"] = ""
-        if trial.fresh_alpha is not None:
-            cells = _row(_verdict(problem, trial, problem.fresh, trial.fresh_alpha))
+        if trial.fresh_verdict:
+            cells = _row(trial.fresh_verdict)
             row |= {f"fresh_{name}": cells[name] for name in FRESH}
         rows.append(row | {"fresh_alpha": trial.fresh_alpha, "confirmed": trial.confirmed, "note": trial.note})
     table = pd.DataFrame(rows).astype({"fresh_alpha": float})
@@ -337,11 +447,6 @@ def _table(problem: SearchProblem, tried: list[Trial]) -> pd.DataFrame:
     whole = (table.state == "finished") & table.p_equivalent.notna()
     table["p_equivalent_holm"] = holm(list(table.p_equivalent.astype(float).where(whole, 1.0)))
     return table
-
-
-def _verdict(problem: SearchProblem, trial: Trial, seeds: Sequence[int], alpha: float | None = None) -> Verdict:
-    """The verdict on those of the seeds that were trained."""
-    return problem.verdict({seed: trial.losses[seed] for seed in seeds if seed in trial.losses}, alpha)
 
 
 def _row(verdict: Verdict) -> dict[str, Any]:
@@ -363,13 +468,6 @@ def prune_reason(row: Mapping[str, Any], seeds: int) -> str:
     if abs(row["difference"]) - reach <= row["margin"]:
         return ""
     return f"the difference, {row['difference']:.2g} ± {reach:.2g} after {row['seeds']} seeds, is outside the margin"
-
-
-def _violation(row: Mapping[str, Any], alpha: float) -> float:
-    """How far a trial, a row of a verdict, is from equivalent, for a sampler: 0 or less where the t tests pass."""
-    if row["seeds"] < 2 or row["one_diverged"]:
-        return 10.0 * (1 + row["one_diverged"] / max(1, row["seeds"] + row["one_diverged"]))
-    return min(10.0, (abs(row["difference"]) + _reach(row, alpha)) / row["margin"] - 1)
 
 
 def _reach(row: Mapping[str, Any], tail: float) -> float:
