@@ -20,8 +20,8 @@ HOMES = {
     "spectrum",
     "first_windows": "published_network published_windows recorded_windows",
     "saddle_points": "saddle_finding",
-    "scale_out": "atlas_plan batch_gains descent_curves descent_runs descent_verdict device_counts large_batches parts_table "
-    "recorded_scale_out same_end scaling_table what_the_guard_says",
+    "scale_out": "atlas_plan batch_gains descent_curves descent_runs descent_verdict device_counts large_batches "
+    "parts_table recorded_scale_out same_end scaling_table what_the_guard_says",
     "scale_out_figures": "batch_law descent_losses scale_finding scaling_lines update_shares",
     "speed": "backends claims_table cost_table crossover kernels ladder precision_verdict recorded_speed scaling "
     "shares small_work speed_finding speed_table",

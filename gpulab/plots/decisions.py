@@ -29,7 +29,8 @@ from gpulab.plots.style import (
     points,
 )
 from gpulab.report import Picture, draw
-from gpulab.search.reproduction import WITHIN, Reproduction
+from gpulab.search.reproduction import Reproduction
+from gpulab.search.trials import WITHIN
 from gpulab.stats.verdicts import DECISIONS, Verdict
 
 GREEN, RED = "#117733", "#CC3311"  # of no setting: colours here say how a change was judged

@@ -220,7 +220,7 @@ class SharedRuns:
             seeds.setdefault(", ".join([what, record["setting"], *factors]), []).append(record["seed"])
         fields = sorted({name for record, _ in self.runs for name, _ in _flat(record)})
         lines = [f"{len(self.runs)} runs with {len(passports)} passport(s):", *passports, "Runs:"]
-        lines += [f"  {what}: seeds {', '.join(map(str, sorted(some)))}" for what, some in sorted(seeds.items())]
+        lines += [f"  {what}: seeds {', '.join(map(str, sorted(numbers)))}" for what, numbers in sorted(seeds.items())]
         lines += [f"Of each run, beside its history: {', '.join(fields)}."]
         lines += [f"Left out: {count}: {why}." for why, count in self.left_out.items()]
         if names := self.private():
@@ -288,20 +288,20 @@ def merge(file: str | Path, folder: str | Path) -> int:
     file, content = Path(file), files.read(file, LARGEST)
     files.check_seal(file, content)
     _check_size(file, content)
-    found, histories = records.packed_runs(file), records.packed_histories(file)
-    if not found:
+    shared, histories = records.packed_runs(file), records.packed_histories(file)
+    if not shared:
         raise DataError(f"{file}: no runs are in it")
-    name, most = Counter(record["id"] for record in found).most_common(1)[0]
+    name, most = Counter(record["id"] for record in shared).most_common(1)[0]
     if most > 1:
         raise DataError(f"{file}: {name} is in it {most} times")
-    for record in found:
+    for record in shared:
         _check(file, record, histories[record["id"]])
     present = set(store.runs(folder).id)
-    if known := [record["id"] for record in found if record["id"] in present]:
-        raise DataError(f"{file}: {len(known)} of {len(found)} runs are in {folder} already, such as {known[0]}")
+    if known := [record["id"] for record in shared if record["id"] in present]:
+        raise DataError(f"{file}: {len(known)} of {len(shared)} runs are in {folder} already, such as {known[0]}")
     digest = hashlib.sha256(content).hexdigest()
     packed = []
-    for record in found:
+    for record in shared:
         more = {"command": Specification.from_record(record).command(), "contribution": digest}
         packed.append((record | more, histories[record["id"]]))
     return records.pack_runs(Path(folder) / f"contribution-{digest[:16]}.parquet", packed)

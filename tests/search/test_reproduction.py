@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.search import reproduction, space
-from gpulab.search.reproduction import WITHIN, Training
+from gpulab.search import space
 from gpulab.search.space import Space
+from gpulab.search.trials import WITHIN, Training, prune_reason
 from gpulab.training.plan import planned
 from gpulab.training.workers import Workers
 
@@ -295,7 +295,7 @@ def test_a_change_that_makes_no_difference_on_average_is_not_pruned_away():
     pruned = 0
     for shift in shifts:
         row = {"difference": shift.mean(), "sd_of_differences": shift.std(ddof=1), "margin": 0.16}
-        pruned += reproduction.prune_reason(row | {"seeds": 6, "one_diverged": 0}, 10) != ""
+        pruned += prune_reason(row | {"seeds": 6, "one_diverged": 0}, 10) != ""
     assert pruned <= 1
 
 
