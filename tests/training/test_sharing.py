@@ -363,14 +363,7 @@ def test_whatever_stands_anywhere_it_is_merged_or_refused_in_words(document, tmp
         folder = tmp_path / str(number)
         try:
             (tmp_path / "junk.parquet").write_bytes(packed(changed))
-        except (
-            TypeError,
-            AttributeError,
-            ValueError,
-            KeyError,
-            OverflowError,
-            pa.ArrowException,
-        ):  # no table can hold it
+        except Exception:  # no table can hold it
             continue
         try:
             merge(tmp_path / "junk.parquet", folder)
