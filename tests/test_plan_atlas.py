@@ -1,3 +1,4 @@
+import importlib
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from gpulab.companion.scale_out import atlas_plan
 from gpulab.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import plan_atlas
+plan_atlas = importlib.import_module("plan_atlas")
 
 
 def rate(seconds, at_a_time):
