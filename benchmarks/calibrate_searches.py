@@ -16,7 +16,7 @@ import typer
 from tqdm.auto import tqdm
 
 import gpulab as gl
-from gpulab.training.reproduction import WITHIN
+from gpulab.search.trials import WITHIN
 
 MARGIN = 0.25  # in standard deviations between seeds, which is 1
 

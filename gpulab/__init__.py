@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gpulab import numerics as numerics
     from gpulab import plots as plots
     from gpulab import saddles as saddles
+    from gpulab import search as search
     from gpulab import stats as stats
     from gpulab import training as training
     from gpulab.data.datasets import load as load
@@ -41,16 +42,16 @@ if TYPE_CHECKING:
     from gpulab.numerics.emulation import emulate as emulate
     from gpulab.passports import passport as passport
     from gpulab.saddles.hessians import hessian as hessian
+    from gpulab.search.reproduction import reproduce as reproduce
     from gpulab.settings import Setting as Setting
     from gpulab.settings import available_settings as available_settings
     from gpulab.settings import float32_products as float32_products
     from gpulab.settings import setting as setting
     from gpulab.stats.verdicts import verdict as verdict
     from gpulab.training.experiment import Experiment as Experiment
-    from gpulab.training.objective import seed_runs as seed_runs
     from gpulab.training.protocol import profile as profile
-    from gpulab.training.reproduction import reproduce as reproduce
     from gpulab.training.run import train as train
+    from gpulab.training.seeds import seed_runs as seed_runs
     from gpulab.training.store import recorded_runs as recorded_runs
     from gpulab.training.store import runs as runs
 
@@ -75,15 +76,27 @@ NAMES = {
     "profile": "training.protocol",
     "record": "diagnostics.traces",
     "recorded_runs": "training.store",
-    "reproduce": "training.reproduction",
+    "reproduce": "search.reproduction",
     "roofline": "device.rooflines",
     "runs": "training.store",
-    "seed_runs": "training.objective",
+    "seed_runs": "training.seeds",
     "setting": "settings",
     "train": "training.run",
     "verdict": "stats.verdicts",
 }
-PACKAGES = ("companion", "data", "device", "diagnostics", "models", "numerics", "plots", "saddles", "stats", "training")
+PACKAGES = (
+    "companion",
+    "data",
+    "device",
+    "diagnostics",
+    "models",
+    "numerics",
+    "plots",
+    "saddles",
+    "search",
+    "stats",
+    "training",
+)
 
 # Names that stood here in 0.1.0 and have moved into the packages.
 ALIASES = {
@@ -96,7 +109,7 @@ ALIASES = {
     "Overwritten": "diagnostics.guards",
     "OverwrittenWarning": "errors",
     "PredNet": "models.prednet",
-    "Reproduction": "training.reproduction",
+    "Reproduction": "search.reproduction",
     "SpectralDensity": "saddles.spectrum",
     "Trace": "diagnostics.traces",
     "Whitener": "models.autoencoders",

@@ -313,9 +313,9 @@ def reproduce(
     goes on when it is run again.
     """
     _check_outputs(picture)
+    from gpulab.search.reproduction import reproduce as find
     from gpulab.training import store as stores
     from gpulab.training.functions import TrainingFunction
-    from gpulab.training.reproduction import reproduce as find
 
     space = _space(search)
     size = margin if margin.strip().endswith("sd") else _numbers(margin, "--margin")[0]
@@ -426,53 +426,46 @@ def check(
 def pack(
     store: Annotated[Path, typer.Argument(help=STORE_HELP, show_default=False)],
     file: Annotated[Path, typer.Argument(help="the file to write, such as my-runs.parquet", show_default=False)],
+    where: Annotated[list[str], typer.Option(help="only these: column=value; several times")] = [],  # noqa: B006
+    share: Annotated[
+        bool, typer.Option("--share", help="for others' atlases: nothing private in it, and shown before it is written")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="share without asking")] = False,
 ) -> None:
-    """Pack all runs of a store, without weights, into one file for others: `gpulab runs FILE` reads it."""
+    """Pack runs of a store, without weights, into one file for others: `gpulab runs FILE` reads it."""
+    from gpulab.training import sharing
     from gpulab.training import store as stores
 
     _check_outputs(file)
-    _say(f"{stores.pack(store, file)} runs packed into {file}, {file.stat().st_size / 1e6:.2g} MB")
-
-
-@app.command()
-def contribute(
-    output: Annotated[Path, typer.Option(help="the file to write, such as my-runs.json.gz", show_default=False)],
-    store: StoreArgument = None,
-    kept_in: StoreOption = None,
-    where: Annotated[list[str], typer.Option(help="only these: column=value; several times")] = [],  # noqa: B006
-    yes: Annotated[bool, typer.Option("--yes", help="show, and write without asking")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a file that is there")] = False,
-) -> None:
-    """Pack runs into a file for others' atlases, with nothing private in it: shown before it is written."""
-    from gpulab.training import store as stores
-    from gpulab.training.contributions import contribution
-
-    _check_outputs(output)
-    chosen = contribution(_rows_where(stores.runs(_either(store, kept_in)), where))
-    _say(chosen)
-    if yes and (found := chosen.private()):
-        raise UsageError(f"{', '.join(found)} occurs in it: look, and say so without --yes")
-    if chosen.runs and not yes:
-        typer.confirm(f"Write this to {output}?", abort=True)
-    digest = chosen.save(output, overwrite)
-    _say(f"{len(chosen.runs)} runs in {output}, {output.stat().st_size / 1e6:.2g} MB, SHA-256 {digest}")
+    frame = _rows_where(stores.runs(store), where)
+    if frame.empty:
+        raise GpulabError(f"{store}: no runs to pack")
+    if share:
+        chosen = sharing.shared_runs(frame)
+        _say(chosen)
+        if yes and (names := chosen.private()):
+            raise UsageError(f"{', '.join(names)} occurs in it: look, and say so without --yes")
+        if chosen.runs and not yes:
+            typer.confirm(f"Write this to {file}?", abort=True)
+        _say(f"SHA-256 {chosen.save(file)}")
+    count = len(chosen.runs) if share else stores.pack(frame, file)
+    _say(f"{count} runs packed into {file}, {file.stat().st_size / 1e6:.2g} MB")
 
 
 @app.command()
 def merge(
-    file: Annotated[Path, typer.Argument(help="what `gpulab contribute` wrote", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="what `gpulab pack --share` wrote", show_default=False)],
     store: Annotated[
         Path | None, typer.Option(help="the folder to add to", show_default="$GPULAB_ATLAS, data/atlas or ./atlas")
     ] = None,
 ) -> None:
-    """Check a contribution and add its runs to an atlas, all or none. Exit status 2 where it is refused."""
+    """Check a file of shared runs and add them to an atlas, all or none. Exit status 2 where it is refused."""
     from gpulab.errors import DataError
-    from gpulab.training.contributions import atlas_folder
-    from gpulab.training.contributions import merge as add
+    from gpulab.training import sharing
 
-    folder = store or atlas_folder()
+    folder = store or sharing.atlas_folder()
     try:
-        _say(f"{add(file, folder)} runs added to {folder}")
+        _say(f"{sharing.merge(file, folder)} runs added to {folder}")
     except DataError as error:
         raise UsageError(f"refused: {error}") from None
 

@@ -195,10 +195,11 @@ def read_tables(folder: Path) -> Iterator[tuple[pd.DataFrame, dict[str, Any]]]:
 # --- packed runs -----------------------------------------------------------------------------------------
 
 
-def pack_runs(file: Path, runs: Iterable[tuple[Mapping[str, Any], pyarrow.Table]]) -> int:
+def pack_runs(file: Path, runs: Iterable[tuple[Mapping[str, Any], pyarrow.Table]], compressed: bool = True) -> int:
     """Write runs, each a record and a history, into one file, and return how many they are.
 
-    The seconds of a history are rounded to 1/1024: further digits say nothing, and are a fifth of a file.
+    The seconds of a history are rounded to 1/1024: further digits say nothing, and are a fifth of a file. What is
+    not `compressed` cannot become larger than it is, whoever wrote it.
     """
     import pyarrow
 
@@ -219,7 +220,7 @@ def pack_runs(file: Path, runs: Iterable[tuple[Mapping[str, Any], pyarrow.Table]
         file,
         pyarrow.Table.from_pylist(rows),
         {name: [json.loads(value) for value in values] for name, values in shared.items()},
-        compression_level=19,
+        **({"compression_level": 19} if compressed else {"compression": "none"}),
         use_dictionary=[*PLAIN, *SUMMARY, *SHARED, "more"],
         column_encoding={f"history_{name}.list.element": encoding for name, encoding in encodings.items()},
     )

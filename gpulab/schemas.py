@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, get_origin
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
-from typing_extensions import TypedDict, get_type_hints, is_typeddict
+from typing_extensions import TypedDict
 
 from gpulab.errors import DataError
 from gpulab.files import printable
@@ -136,203 +136,23 @@ class Checkpoint(TypedDict):
     ways: NotRequired[list[str]]
 
 
-# --- contributed runs: what may be in one, and nothing else -----------------------------------------------
-
-
-SHUT = ConfigDict(extra="forbid", strict=True)
-Count = Annotated[int, Field(ge=0, lt=2**53)]
-Positive = Annotated[float, Field(ge=0, lt=1e75, allow_inf_nan=False)]
-Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
-# Without slashes, tildes and the @ of an address: nothing that names a place or a person.
-Words = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9 .,:=+()_-]| @ | w/ ){0,119}$")]
-Version = Annotated[str, StringConstraints(pattern=r"^[0-9][0-9A-Za-z.+-]{0,39}$")]
-Extent = list[Annotated[int, Field(ge=1, le=1 << 16)]]
-
-
-class _SharedProcessor(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
-    model: Words
-    architecture: NotRequired[Words]
-    physical_cores: NotRequired[Annotated[int, Field(ge=1, le=4096)]]
-    logical_cores: NotRequired[Annotated[int, Field(ge=1, le=4096)]]
-    vector_extensions: NotRequired[list[Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,24}$")]]]
-
-
-class _SharedGpu(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
-    name: Words
-    kind: NotRequired[Literal["cuda", "mps", "xpu"]]
-    compute_capability: NotRequired[Version]
-    multiprocessors: NotRequired[Count]
-    memory_bytes: NotRequired[Count]
-    driver: NotRequired[Version | None]
-
-
-class _SharedSoftware(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
-    torch: Version
-    gpulab: Version
-    cuda: NotRequired[Version | None]
-    rocm: NotRequired[Version | None]
-    cudnn: NotRequired[Version | None]
-    blas: NotRequired[Words | None]
-    onednn: NotRequired[Version | None]
-    python: NotRequired[Version]
-    os: NotRequired[Literal["Linux", "Windows", "macOS"]]
-    commit: NotRequired[Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{7,40}(-dirty)?$")] | None]
-
-
-class _SharedPassport(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
-    format: NotRequired[Count]
-    cpu: _SharedProcessor
-    memory_bytes: NotRequired[Count]
-    gpus: Annotated[list[_SharedGpu], Field(max_length=64)]
-    software: _SharedSoftware
-
-
-class _SharedArithmetic(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
-    threads: NotRequired[Count]
-    cpu_capability: NotRequired[Words]
-    deterministic: NotRequired[bool]
-    cudnn: NotRequired[bool]
-    cudnn_benchmark: NotRequired[bool]
-    cudnn_deterministic: NotRequired[bool]
-    matmul_fp32: NotRequired[Words]
-    convolution_fp32: NotRequired[Words]
-
-
-class _SharedModel(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
-    size: NotRequired[Extent]
-    channels: NotRequired[Extent]
-    hidden: NotRequired[Extent | Count]
-    code: NotRequired[Count]
-    batch_size: NotRequired[Count]
-    kernel_size: NotRequired[Count]
-    variant: NotRequired[Literal["published", "lotter"]]
-    covariance: NotRequired[Words]
-    truncation: NotRequired[Literal["loss", "state"]]
-
-
-class _SharedData(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
-    size: NotRequired[Extent]
-    frames: NotRequired[Count]
-    images: NotRequired[Count]
-    heldout: NotRequired[Count]
-    scene_seed: NotRequired[Count]
-    speed: NotRequired[Positive]
-    quality: NotRequired[Count]
-    subsampling: NotRequired[Literal["4:4:4", "4:2:2", "4:2:0"]]
-
-
-class _SharedConfiguration(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
-    model: Literal["autoencoder", "prednet", "whitener"]
-    model_options: _SharedModel
-    data: Annotated[str, StringConstraints(pattern=r"^(jpeg:)?(digits|mnist|walk|moving-digits)$")]
-    data_options: _SharedData
-    frames: Annotated[int, Field(ge=1, le=10**9)]
-    window: Annotated[int, Field(ge=1, le=10**6)]
-    learning_rate: Positive
-
-
-class _SharedSummary(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
-    final_loss: Positive | None
-    heldout_loss: Positive | None
-    seconds: Positive
-    frames_per_second: NotRequired[Positive | None]
-    weights: NotRequired[Hex]
-
-
-class _SharedHistory(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
-    window: list[Count]
-    step: list[Count]
-    loss: list[Positive | None]
-    seconds: list[Positive]
-
-
-class SharedRun(TypedDict):
-    """A run in a contribution: these fields and no others."""
-
-    __pydantic_config__ = SHUT  # type: ignore[misc]
-    id: Name
-    experiment: Literal["autoencoder", "prednet", "whitener"]
-    profile: Literal["smoke", "quick", "motion", "paper"]
-    setting: Words
-    seed: Count
-    rerun: Count
-    status: Literal["finished", "diverged"]
-    diverged_at: NotRequired[Count | None]
-    started: Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
-    resumed_at: NotRequired[Count]
-    loader: NotRequired[Literal["copied", "reused", "imitated"]]
-    decoder: NotRequired[Literal["pillow", "torchvision", "av", "nvjpeg"]]
-    flip: NotRequired[Count]
-    fast: NotRequired[bool]
-    draws: NotRequired[Literal["device"]]
-    devices: NotRequired[Count]
-    gradients: NotRequired[Words]
-    captured: NotRequired[bool]
-    shared: NotRequired[bool]
-    code: NotRequired[Hex]
-    content: NotRequired[Hex]
-    summary: _SharedSummary
-    configuration: _SharedConfiguration
-    arithmetic: _SharedArithmetic
-    passport: _SharedPassport
-    history: _SharedHistory
-    checksum: Hex
-
-
-class Contribution(TypedDict):
-    """A file of contributed runs."""
-
-    __pydantic_config__ = SHUT  # type: ignore[misc]
-    kind: Literal["gpulab contribution"]
-    format: Count
-    seal: str
-    runs: Annotated[list[SharedRun], Field(min_length=1, max_length=5000)]
-
-
-def sift(kind: Any, document: Any) -> Any:
-    """Of a document what its schema names; of what need not be there, only what fits.
-
-    Examples:
-        >>> sift(_SharedProcessor, {"model": "AMD EPYC", "architecture": "~/me", "host": "anna-laptop"})
-        {'model': 'AMD EPYC'}
-    """
-    if not (is_typeddict(kind) and isinstance(document, dict)):
-        items = getattr(kind, "__args__", ()) if get_origin(kind) is list else ()
-        return [sift(items[0], each) for each in document] if items and isinstance(document, list) else document
-    kept = {}
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        if name not in document:
-            continue
-        optional = get_origin(hint) is NotRequired
-        inner = hint.__args__[0] if optional else hint
-        bare = inner.__origin__ if get_origin(inner) is Annotated else inner
-        value = sift(bare, document[name])
-        if not (optional and _misfits(inner, value)):
-            kept[name] = value
-    return kept
-
-
-def _misfits(kind: Any, value: Any) -> bool:
-    try:
-        TypeAdapter(kind).validate_python(value, strict=True)
-    except ValidationError:
-        return True
-    return False
-
-
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
+
+
+def fits(kind: Any, value: Any) -> bool:
+    """Whether a value is of a kind.
+
+    Examples:
+        >>> fits(Name, "a/b")
+        False
+    """
+    try:
+        _adapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def check(kind: Any, document: Any, file: str | Path) -> Any:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
-SEARCH = [Requirement(text) for text in PROJECT["optional-dependencies"]["search"]]  # notebook 09 searches
+WORKERS = [Requirement(text) for text in PROJECT["optional-dependencies"]["workers"]]  # for functions of a notebook
 UNLOCKED = {"keras", "trees"}  # TensorFlow and XGBoost would double what is installed: nothing here needs them
 LOCKED = PROJECT["optional-dependencies"].keys() - UNLOCKED
 EXTRAS = [Requirement(text) for name in LOCKED for text in PROJECT["optional-dependencies"][name]]
@@ -191,7 +191,7 @@ def test_conda_environments_ask_for_what_pyproject_asks_for(file, torch):
     assert re.search(r"^channels:\n  - conda-forge\ndependencies:$", text, re.M)
     listed = re.findall(r"^  - (.+)$", text.partition("\ndependencies:\n")[2], re.M)
     mapped = CONDA_NAMES | {"torch": torch}
-    asked = RUNTIME + SEARCH
+    asked = RUNTIME + WORKERS
     wanted = [f"{mapped.get(requirement.name, requirement.name)}{requirement.specifier}" for requirement in asked]
     assert sorted(listed) == sorted([*wanted, "python=3.12", "pip"])
     assert "3.12" in Requirement(f"python{PROJECT['requires-python']}").specifier

@@ -216,8 +216,6 @@ def left(command: Command, folder: Path) -> Facts:
                 for name in command.outputs:
                     if (folder / name).exists():
                         facts[name] = _read(folder / name)
-                for file in folder.glob("store/reproduce-*.jsonl"):
-                    facts |= {f"ledger {line}": True for line in file.read_text().splitlines()}
             except Exception as error:
                 facts["error"] = repr(error)
         if said:
@@ -269,7 +267,5 @@ def differences(reference: Facts, facts: Facts, before: Facts | None = None) -> 
             if before is None or name in before:
                 found.append(("lost", name))
         elif facts[name] != reference.get(name):
-            partial = name.startswith("ledger") and before is not None
-            if not partial:
-                found.append(("silent", f"{name}: {facts[name]!r:.300} and not {reference.get(name)!r:.300}"))
+            found.append(("silent", f"{name}: {facts[name]!r:.300} and not {reference.get(name)!r:.300}"))
     return found + [("stray", ", ".join(strays))] * bool(strays)

@@ -196,34 +196,6 @@ def read_trace(folder: Path, facts: Facts) -> None:
     str(gl.audit(folder / "a.trace", folder / "a.trace"))
 
 
-def make_ledger(folder: Path) -> None:
-    make_store(folder)
-    read_ledger(folder, {})
-
-
-def read_ledger(folder: Path, facts: Facts) -> None:
-    import pandas as pd
-
-    target = pd.DataFrame(
-        {
-            "seed": range(8),
-            "final_loss": [(1 + seed) * np.mean(0.8 ** np.arange(25, 31)) for seed in range(8)],
-            "status": "finished",
-        }
-    )
-    target = target.assign(setting="cpu", experiment="fn.py:train")
-    found = gl.reproduce(
-        target,
-        {"rate": [0.15, 0.2]},
-        SETTING,
-        "fn.py:train",
-        study=folder / "study.jsonl",
-        store=folder / "store",
-        progress=False,
-    )
-    facts["found"] = repr((found.best, found.confirmed, str(found.search_verdict))) + found.table.to_json()
-
-
 # --- foreign files ------------------------------------------------------------------------------------------------
 
 
@@ -367,7 +339,6 @@ FORMATS = [
     Format("packed runs", "packed.parquet", make_packed, read_packed, mutations.parquet),
     Format("table", "table.parquet", make_table, read_table, mutations.parquet),
     Format("trace", "a.trace", make_trace, read_trace, mutations.parquet),
-    Format("ledger", "study.jsonl", make_ledger, read_ledger, mutations.json_lines),
     Format("model", "net.model", make_model, read_model, mutations.npz, foreign=True),
     Format("mnist", "mnist/*.gz", make_mnist, read_mnist, mutations.idx, foreign=True),
     Format("csv", "runs.csv", make_csv, read_csv, mutations.csv, foreign=True),

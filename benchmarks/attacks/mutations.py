@@ -127,27 +127,6 @@ def json_file(draw: Any, content: bytes) -> tuple[str, bytes]:
     return json_text(draw, json.loads(content))
 
 
-def json_lines(draw: Any, content: bytes) -> tuple[str, bytes]:
-    """A line changed, left out, doubled, or two in another order."""
-    lines = content.splitlines(keepends=True)
-    number, kind = (
-        draw(st.integers(0, len(lines) - 1)),
-        draw(st.sampled_from(["json", "json", "delete", "double", "order"])),
-    )
-    if kind == "json":
-        what, text = json_text(draw, json.loads(lines[number]))
-        lines[number] = text.replace(b"\n", b" ") + b"\n"
-        return f"line {number + 1}: {what}", b"".join(lines)
-    other = draw(st.integers(0, len(lines) - 1))
-    if kind == "order":
-        lines[number], lines[other] = lines[other], lines[number]
-    elif kind == "double":
-        lines.insert(other, lines[number])
-    else:
-        del lines[number]
-    return f"line {number + 1}: {kind} ({other + 1})", b"".join(lines)
-
-
 def parquet(draw: Any, content: bytes) -> tuple[str, bytes]:
     """Other columns, rows or notes in a Parquet file that is whole."""
     import pyarrow as pa

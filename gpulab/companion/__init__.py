@@ -6,7 +6,6 @@ HOMES = {
     "anomaly": "anomaly_finding anomaly_table first_window shared_memory",
     "atlases": "atlas atlas_table atlas_verdict",
     "atlas_figures": "atlas_figure",
-    "atlas_costs": "atlas_limits atlas_plan atlas_rates rates_table startup",
     "dose": "dose_finding dose_response dose_runs dose_table rank_correlation recorded_dose",
     "draws": "runs_drawn_by shared_draws",
     "exercises": "check",
@@ -22,8 +21,8 @@ HOMES = {
     "spectrum",
     "first_windows": "FirstWindow published_network recorded_windows",
     "saddle_points": "saddle_finding",
-    "scale_out": "batch_gains descent_curves descent_runs descent_verdict device_counts large_batches parts_table "
-    "recorded_scale_out same_end scaling_table what_the_guard_says",
+    "scale_out": "atlas_plan batch_gains descent_curves descent_runs descent_verdict device_counts large_batches "
+    "parts_table recorded_scale_out same_end scaling_table what_the_guard_says",
     "scale_out_figures": "batch_law descent_losses scale_finding scaling_lines update_shares",
     "speed": "backends claims_table cost_table crossover kernels ladder precision_verdict recorded_speed scaling "
     "shares small_work speed_finding speed_table",

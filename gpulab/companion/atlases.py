@@ -22,8 +22,8 @@ from gpulab.report import table as html_table
 from gpulab.stats.meta import MetaAnalysis, meta_analysis
 from gpulab.stats.pairs import pair
 from gpulab.stats.verdicts import p_text
-from gpulab.training.contributions import atlas_folder
 from gpulab.training.protocol import FACTORS
+from gpulab.training.sharing import atlas_folder
 from gpulab.training.store import recorded_runs, runs
 
 PLAIN = ("cpu", "cpu:threads=1", "cuda:tf32=off", "cuda:tf32=off,deterministic=on", "cuda")  # references, in order

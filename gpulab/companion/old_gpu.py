@@ -31,9 +31,9 @@ from gpulab.plots.style import (
     points,
 )
 from gpulab.report import Picture
+from gpulab.search.reproduction import Reproduction
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
-from gpulab.training.reproduction import Reproduction
 from gpulab.training.store import history
 
 MARGINS = ("0.25sd", "0.5sd")

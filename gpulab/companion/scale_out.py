@@ -216,6 +216,31 @@ def recorded_scale_out(part: str = "scaling") -> pd.DataFrame:
     return frame.astype(kinds).assign(recorded=pd.Series(True, frame.index, dtype=bool))
 
 
+def atlas_plan(price: float) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
+    """What the whole atlas costs on 1, 8 and 64 GPUs, as `benchmarks/plan_atlas.py` worked it out and recorded it.
+
+    Args:
+        price: Of one GPU for one hour, in any currency.
+
+    Returns:
+        What the recorded runs took, a row an experiment; the plan, a row a number of `gpus`: `hours_low`,
+        `hours_high`, `money_low`, `money_high` and `idle`, the share of the paid time (of the high guess) in which
+        GPUs have nothing left to do; and in sentences, where its assumptions end.
+
+    Examples:
+        >>> rates, plan, limits = atlas_plan(3.0)
+        >>> plan.gpus.tolist()
+        [1, 8, 64]
+    """
+    if not price > 0:
+        raise UsageError(f"price={price}: expected more than 0")
+    document = records.read_json(records.recorded_folder("scale_out") / "atlas_plan.json")
+    plan = pd.DataFrame(document["plan"])
+    for guess in ("low", "high"):
+        plan[f"money_{guess}"] = plan[f"hours_{guess}"] * plan.gpus * price
+    return pd.DataFrame(document["rates"]), plan, document["limits"]
+
+
 def _here(frame: pd.DataFrame, setting: str) -> pd.DataFrame:
     """With this machine's name, and that it was not recorded."""
     return frame.assign(machine=records.machine(passport(), Setting.parse(setting).kind), recorded=False)

@@ -27,8 +27,9 @@ from gpulab.plots.style import (
     points,
 )
 from gpulab.report import Picture, draw
+from gpulab.search.reproduction import Reproduction
+from gpulab.search.trials import WITHIN
 from gpulab.stats.verdicts import Verdict
-from gpulab.training.reproduction import WITHIN, Reproduction
 
 GREEN, RED = "#117733", "#CC3311"  # of no setting: colours here say how a change was judged
 ROWS = 24  # of a search, more than which nobody reads

@@ -5,7 +5,6 @@ from gpulab._lazy import attach
 NAMES = {
     "Experiment": "experiment",
     "GradientAccumulation": "accumulation",
-    "Reproduction": "reproduction",
     "Run": "run",
     "descend": "asynchronous",
     "fit_law": "batches",
@@ -15,9 +14,8 @@ NAMES = {
     "predict": "parallel",
     "profile": "protocol",
     "recorded_runs": "store",
-    "reproduce": "reproduction",
     "runs": "store",
-    "seed_runs": "objective",
+    "seed_runs": "seeds",
     "slurm_script": "cluster",
     "split": "model_parallel",
     "steps_to_target": "batches",

@@ -190,11 +190,11 @@ def _unchanged(name: str, source: str, text: str) -> TrainingFunction:
 
 
 def optional(name: str) -> Any:
-    """A module of the extra `search`."""
+    """A module of the extra `workers`."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise GpulabError(f"this needs {name}, which is not installed: pip install 'gpulab[search]'") from None
+        raise GpulabError(f"this needs {name}, which is not installed: pip install 'gpulab[workers]'") from None
 
 
 @contextlib.contextmanager

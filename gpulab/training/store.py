@@ -120,20 +120,20 @@ def with_histories(frame: pd.DataFrame) -> Iterator[tuple[Any, dict[str, Any], A
         yield row, *packed[row.path][row.id]
 
 
-def pack(store: str | Path, file: str | Path) -> int:
-    """Pack all runs of a store, without weights, into one file that others can read; returns how many.
+def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
+    """Pack runs, without weights, into one file that others can read; returns how many.
 
     Args:
-        store: A folder, or another file of packed runs.
+        store: A folder, or another file of packed runs; or the rows of `gpulab.runs` that are to be packed.
         file: Where to write; `gpulab.runs(file)` and `gpulab.history` read it.
 
     Raises:
         DataError: Where there are no runs.
         GpulabError: Where the file cannot be written.
     """
-    frame = runs(store)
+    frame = runs(store) if isinstance(store, str | Path) else store
     if frame.empty:
-        raise DataError(f"{store}: no runs to pack")
+        raise DataError(f"{store if isinstance(store, str | Path) else file}: no runs to pack")
     return records.pack_runs(Path(file), ((record, rows) for _, record, rows in with_histories(frame)))
 
 

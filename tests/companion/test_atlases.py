@@ -9,7 +9,7 @@ import gpulab as gl
 from gpulab.errors import UsageError
 from gpulab.records import recorded_folder
 from gpulab.stats.meta import meta_analysis
-from gpulab.training.contributions import contribution, merge
+from gpulab.training.sharing import merge, shared_runs
 
 OFF, ON, CUDNN = "cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off"
 
@@ -164,8 +164,8 @@ def test_what_was_merged_is_in_the_atlas(monkeypatch, tmp_path):
     assert set(shipped.id) == {*gl.recorded_runs().id, *gl.runs(recorded_folder("atlas")).id}
     assert gl.companion.atlas(shipped=False).empty
     gl.train("autoencoder", profile="smoke", store=tmp_path / "store", progress=False)
-    contribution(gl.runs(tmp_path / "store")).save(tmp_path / "mine.json.gz")
-    merge(tmp_path / "mine.json.gz", tmp_path / "atlas")
+    shared_runs(gl.runs(tmp_path / "store")).save(tmp_path / "mine.parquet")
+    merge(tmp_path / "mine.parquet", tmp_path / "atlas")
     both = gl.companion.atlas()
     assert len(both) == len(shipped) + 1
     assert both.recorded.all()

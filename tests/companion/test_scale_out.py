@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from gpulab import records
-from gpulab.companion import atlas_costs, scale_out, scale_out_figures
+from gpulab.companion import scale_out, scale_out_figures
 from gpulab.companion.scale_out import WAYS
 from gpulab.errors import UsageError
 from gpulab.report import Picture
@@ -184,36 +184,12 @@ def test_nothing_recorded_is_an_empty_table_of_the_same_kinds(tmp_path, monkeypa
     assert together.dtypes.astype(str).to_dict() == scaling.dtypes.astype(str).to_dict()
 
 
-def rate(seconds, at_a_time):
-    return atlas_costs.Rate({"one": [seconds] * 2, "two": [2 * seconds] * 2}, at_a_time, seconds, "a GPU")
-
-
-def test_the_plan_adds_up():
-    rates = {"prednet": rate(1800.0, 1.0)}
-    plan = atlas_costs.atlas_plan(2.0, settings=3, seeds=2, gpus=(1, 4, 100), rates=rates).set_index("gpus")
-    assert plan.hours_low[1] == pytest.approx((2 * 0.5 + 2 * 1.0) + 2 * 0.5)
-    assert plan.hours_high[1] == pytest.approx((2 * 0.5 + 2 * 1.0) + 2 * 1.0)
-    assert plan.money_high[1] == pytest.approx(2 * plan.hours_high[1])
-    assert plan.idle[1] == pytest.approx(0)
-    assert plan.hours_high[100] == pytest.approx(1.0)
-    assert plan.idle[100] == pytest.approx(1 - 5 / 100)
-    two = atlas_costs.atlas_plan(2.0, settings=3, seeds=2, gpus=(1,), rates={"prednet": rate(1800.0, 2.5)})
-    assert two.hours_high[0] == pytest.approx(5 / 2)
+def test_the_plan_of_an_atlas_takes_its_price_from_whoever_asks():
+    rates, plan, limits = scale_out.atlas_plan(3.0)
+    assert rates.experiment.tolist() == ["autoencoder", "prednet"]
+    dearer = scale_out.atlas_plan(6.0)[1]
+    assert (dearer.money_high == 2 * plan.money_high).all()
+    assert (plan.money_low == 3.0 * plan.gpus * plan.hours_low).all()
+    assert any("save nothing" in limit for limit in limits)
     with pytest.raises(UsageError, match="price=0"):
-        atlas_costs.atlas_plan(0, rates=rates)
-
-
-def test_the_plan_says_where_it_ends():
-    limits = atlas_costs.atlas_limits(2.5, 3, 4, {"prednet": rate(60.0, 2.0)})
-    assert "2 of 3 settings were measured (one, two)" in limits[0]
-    assert "differ 2.00-fold" in limits[0]
-    assert any("needs 2.5 s to start" in limit for limit in limits)
-    assert any("More GPUs than 6 (prednet) save nothing" in limit for limit in limits)
-
-
-def test_the_rates_are_those_of_the_recorded_runs():
-    rates = atlas_costs.atlas_rates()
-    table = atlas_costs.rates_table(rates).set_index("experiment")
-    assert (table["of a GPU"] <= table["seconds of a run"]).all()
-    assert (table["at a time"] >= 1).all()
-    assert (table.least <= table["seconds of a run"]).all()
+        scale_out.atlas_plan(0)

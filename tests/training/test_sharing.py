@@ -1,7 +1,6 @@
 import copy
 import functools
 import getpass
-import gzip
 import json
 import os
 import platform
@@ -9,17 +8,20 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
-import zlib
 from pathlib import Path
 
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import gpulab as gl
 from gpulab import files, records
 from gpulab.errors import DataError, UsageError
-from gpulab.training import contributions, folders
-from gpulab.training.contributions import contribution, merge
+from gpulab.training import folders, sharing
+from gpulab.training.sharing import merge, shared_runs
 
 PRIVATE = ["anna-laptop", "anna", "/home/anna", "/srv/secret/film.mp4", "~/notes.txt"]
 
@@ -30,10 +32,31 @@ def frame():
     return runs[(runs.loader == "window") & runs.seed.isin([0, 1])]
 
 
+class Rows(dict):
+    """A history whose columns may hold anything."""
+
+    def to_pydict(self):
+        return {name: column.tolist() for name, column in self.items()}
+
+
 @pytest.fixture
-def document(frame, tmp_path):
-    contribution(frame[frame.seed == 0]).save(tmp_path / "fine.json.gz")
-    return json.loads(gzip.decompress((tmp_path / "fine.json.gz").read_bytes()))
+def document(frame):
+    """What a shared file holds, to be changed."""
+    runs = shared_runs(frame[frame.seed == 0]).runs
+    return {"runs": [{**record, "history": history.to_pydict()} for record, history in runs]}
+
+
+def packed(document, checksums=True):
+    """The content of the file; with `checksums`, those of the runs are made anew."""
+    runs = []
+    for run in copy.deepcopy(document["runs"]):
+        history = Rows({name: pd.Series(values) for name, values in run.pop("history").items()})
+        if checksums:
+            run["checksum"] = sharing._checksum(run, history)
+        runs.append((run, history))
+    with tempfile.TemporaryDirectory() as scratch:
+        records.pack_runs(Path(scratch) / "file", runs, compressed=False)
+        return (Path(scratch) / "file").read_bytes()
 
 
 def command(*words, **options):
@@ -42,11 +65,11 @@ def command(*words, **options):
 
 
 def test_every_shipped_run_of_our_networks_makes_the_round_trip_to_another_folder(frame, tmp_path):
-    shared = contribution(frame)
+    shared = shared_runs(frame)
     assert len(shared.runs) == len(frame) > 8
     assert not shared.left_out
-    digest = shared.save(tmp_path / "mine.json.gz")
-    assert merge(tmp_path / "mine.json.gz", tmp_path / "atlas") == len(frame)
+    digest = shared.save(tmp_path / "mine.parquet")
+    assert merge(tmp_path / "mine.parquet", tmp_path / "atlas") == len(frame)
     there = gl.runs(tmp_path / "atlas")
     columns = ["id", "setting", "seed", "status", "final_loss", "weights", "protocol", "machine", "torch", "frames"]
     before, after = (some.sort_values("id", ignore_index=True)[columns] for some in (frame, there))
@@ -63,7 +86,7 @@ def test_what_is_recorded_on_every_kind_of_machine_can_be_shared():
     for name in ("runs", "title", "longer"):
         some = gl.runs(records.recorded_folder(name))
         some = some.groupby(["experiment", "profile", "setting", "loader", "torch"]).head(1)
-        assert not contribution(some).left_out, name
+        assert not shared_runs(some).left_out, name
 
 
 def planted(store, record, history, change):
@@ -92,17 +115,18 @@ def one(frame):
 
 
 def test_nothing_private_is_in_the_bytes(one, tmp_path):
-    shared = contribution(planted(tmp_path / "store", *one, everywhere))
+    shared = shared_runs(planted(tmp_path / "store", *one, everywhere))
     assert len(shared.runs) == 1
-    shared.save(tmp_path / "mine.json.gz")
-    content = (tmp_path / "mine.json.gz").read_bytes()
-    text = gzip.decompress(content).decode()
+    shared.save(tmp_path / "mine.parquet")
+    content = (tmp_path / "mine.parquet").read_bytes()
+    assert set(pq.read_table(tmp_path / "mine.parquet").column_names) == sharing.COLUMNS
+    text = json.dumps([record for record, _ in shared.runs])
     kept = (tmp_path / "store" / one[0]["id"] / "run.json").read_text()
     for name in PRIVATE:
         assert name in kept
         assert name not in text
         assert name.encode() not in content
-    assert "/" not in json.dumps(json.loads(text)["runs"])
+    assert "/" not in text
     assert not any(name in str(shared) for name in PRIVATE)
 
 
@@ -111,44 +135,41 @@ def test_a_run_whose_name_hangs_on_something_private_is_left_out(one, tmp_path, 
     def change(record):
         record["configuration"][place[0]] = place[1]
 
-    shared = contribution(planted(tmp_path / "store", *one, change))
+    shared = shared_runs(planted(tmp_path / "store", *one, change))
     assert not shared.runs
     assert sum(shared.left_out.values()) == 1
-    with pytest.raises(UsageError, match="no runs to contribute"):
-        shared.save(tmp_path / "mine.json.gz")
+    with pytest.raises(UsageError, match="no runs to share"):
+        shared.save(tmp_path / "mine.parquet")
 
 
 def test_a_function_of_ones_own_is_left_out(tmp_path):
     gl.train(lambda seed, secret="/srv/secret/film.mp4": seed + len(secret), store=tmp_path)
-    shared = contribution(gl.runs(tmp_path))
+    shared = shared_runs(gl.runs(tmp_path))
     assert not shared.runs
     assert dict(shared.left_out) == {"of a model or a function of your own": 1}
 
 
 def test_a_run_made_here_names_neither_this_machine_nor_its_user(tmp_path):
     gl.train("autoencoder", profile="smoke", store=tmp_path / "store", progress=False)
-    shared = contribution(gl.runs(tmp_path / "store"))
-    shared.save(tmp_path / "mine.json.gz")
-    text = gzip.decompress((tmp_path / "mine.json.gz").read_bytes()).decode()
+    shared = shared_runs(gl.runs(tmp_path / "store"))
+    shared.save(tmp_path / "mine.parquet")
+    text = (tmp_path / "mine.parquet").read_bytes().decode("latin-1")
     for name in {platform.node(), getpass.getuser(), str(Path.home()), str(tmp_path)}:
         assert not re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", text) or len(name) < 3
-    assert merge(tmp_path / "mine.json.gz", tmp_path / "atlas") == 1
+    assert merge(tmp_path / "mine.parquet", tmp_path / "atlas") == 1
 
 
 # --- forged files -------------------------------------------------------------------------------------------
 
 
 def forged(change, checksums=True):
-    """A document that was changed, with its seal made anew, and with `checksums` those of its runs."""
+    """A document that was changed, and then sealed anew, with `checksums` those of its runs made anew."""
 
-    def write(document):
+    def content(document):
         change(document)
-        for run in document["runs"] if checksums else ():
-            run["checksum"] = contributions._checksum(run)
-        document["seal"] = files.UNSEALED
-        return gzip.compress(bytes(files.seal(json.dumps(document).encode())))
+        return packed(document, checksums)
 
-    return write
+    return content
 
 
 def of_run(**fields):
@@ -156,14 +177,49 @@ def of_run(**fields):
 
 
 def inside(name, checksums=True, **fields):
-    return forged(lambda document: document["runs"][0][name].update(fields), checksums)
+    return forged(lambda document: [run[name].update(fields) for run in document["runs"]], checksums)
 
 
-def whole(document):
-    return gzip.compress(json.dumps(document).encode())
+def opened(document):
+    """The table in the file, and its notes."""
+    table = pq.read_table(pa.BufferReader(packed(document)))
+    notes = pq.read_metadata(pa.BufferReader(packed(document))).metadata[b"gpulab"]
+    return table, {name: value for name, value in json.loads(notes).items() if name not in ("format", "seal")}
 
 
-def lengthened(document):
+def of_table(change, **options):
+    """The table changed, and sealed anew."""
+
+    def content(document):
+        table, notes = opened(document)
+        return bytes(records.as_table(change(table), notes, **{"compression": "none"} | options))
+
+    return content
+
+
+def with_text(text):
+    """The text in each row, which the file has once."""
+
+    def change(table):
+        column = pa.DictionaryArray.from_arrays(pa.array([0] * len(table), pa.int32()), [text])
+        return table.set_column(table.column_names.index("more"), "more", column)
+
+    return change
+
+
+def many_rows_with(text):
+    return lambda table: with_text(text)(pa.concat_tables([table] * 400))
+
+
+def of_version(document):
+    content = packed(document)
+    place = content.rfind(files.SEAL) + len(files.SEAL)
+    unsealed = content[:place] + b"0" * files.DIGITS + content[place + files.DIGITS :]
+    assert b'"format": 2' in unsealed
+    return bytes(files.seal(unsealed.replace(b'{"format": 2', b'{"format": 9')))
+
+
+def longer(document):
     document["runs"][0]["history"]["loss"].append(0.1)
 
 
@@ -171,13 +227,18 @@ def twice(document):
     document["runs"].append(copy.deepcopy(document["runs"][0]))
 
 
-def zip_bomb(_):
-    packer = zlib.compressobj(9, wbits=31)
-    return packer.compress(bytes(contributions.UNPACKED + 2)) + packer.flush()
+def nested(document):
+    document["runs"][0]["host"] = functools.reduce(lambda inner, _: [inner], range(200), 1)
 
 
-def lying_bomb(document):
-    return zip_bomb(document)[:-4] + (10).to_bytes(4, "little")  # says that it has ten bytes
+def with_bit_flipped(document):
+    content = bytearray(packed(document))
+    content[2000] ^= 1
+    return bytes(content)
+
+
+def edited(document):
+    return packed(document).replace(b"prednet", b"prednat")
 
 
 def other_chip(document):
@@ -202,19 +263,24 @@ FORGED = {
     "an id that is a path": (of_run(id="../../evil"), "id: String should match"),
     "a path in a passport": (
         forged(lambda document: document["runs"][0]["passport"]["cpu"].update(model="/home/anna")),
-        "model: String should match",
+        "passport.cpu.model: String should match",
     ),
     "a field of its own": (of_run(host="anna-laptop"), "host: Extra inputs"),
-    "a field of its own outside": (forged(lambda document: document.update(path="/etc")), "path: Extra inputs"),
+    "an empty field of its own": (of_run(host={}), "host: Extra inputs"),
+    "a column of its own": (
+        of_table(lambda table: table.append_column("host", pa.array(["anna-laptop"] * len(table)))),
+        "host: not a column of shared runs",
+    ),
     "a negative loss": (inside("summary", final_loss=-1.0), "final_loss: Input should be greater"),
     "an infinite loss": (inside("summary", final_loss=float("inf")), "final_loss"),
     "a loss that is missing": (inside("summary", final_loss=None), "a loss that is no number"),
     "a loss that is text": (inside("summary", final_loss="0.1"), "final_loss"),
-    "a history too long": (forged(lengthened), "rows missing"),
+    "a history too long": (forged(longer), "not a file of packed runs"),
     "a history cut": (
         forged(lambda d: [rows.pop() for rows in d["runs"][0]["history"].values()]),
         "windows, its 1000 frames 50",
     ),
+    "a window left out": (forged(lambda d: d["runs"][0]["history"]["window"].__setitem__(3, 4)), "rows missing"),
     "updates that were not": (
         forged(lambda d: d["runs"][0]["history"].update(step=[10**6 + n for n in range(50)])),
         "its frames do not make",
@@ -224,30 +290,33 @@ FORGED = {
     "the future": (of_run(started="2999-01-01T00:00:00Z"), "started 2999"),
     "a date that is none": (of_run(started="yesterday"), "started"),
     "a diverged run with a loss": (of_run(status="diverged", diverged_at=3), "it diverged, and has"),
-    "a version of the format": (forged(lambda document: document.update(format=99)), "format '99'"),
-    "no runs": (forged(lambda document: document.update(runs=[])), "runs: List should have"),
+    "a version of the format": (of_version, "format '9'"),
+    "no runs": (of_table(lambda table: table[:0]), "no runs are in it"),
     "a run twice": (forged(twice), "is in it 2 times"),
-    "no seal": (lambda d: whole({k: v for k, v in d.items() if k != "seal"}), "checksum is missing"),
-    "edited by hand": (lambda d: gzip.compress(json.dumps(d).replace('"seed": 0', '"seed": 1').encode()), "damaged"),
-    "another document": (lambda _: whole({"kind": "a diary"}), "not a contribution"),
-    "a list": (lambda _: whole([1, 2]), "not a contribution"),
-    "deep nesting": (lambda _: gzip.compress(b"[" * 10_000), "nested"),
-    "not JSON": (lambda _: gzip.compress(b"\x00\x01"), "not whole JSON"),
-    "not gzipped": (lambda document: json.dumps(document).encode(), "not a contribution"),
-    "empty": (lambda _: b"", "cut short"),
-    "truncated": (lambda document: whole(document)[:-100], "cut short"),
-    "something behind": (lambda document: whole(document) + b"more", "more behind its end"),
-    "a bit flipped": (lambda d: (c := whole(d))[:2000] + bytes([c[2000] ^ 1]) + c[2001:], "damaged|JSON|cut short"),
-    "a bomb": (zip_bomb, "too large: unpacks"),
-    "a bomb that says it is small": (lying_bomb, "too large: unpacks"),
-    "oversized": (lambda _: os.urandom(1) * (contributions.LARGEST + 1), "it has 16,777,217 bytes"),
+    "no seal": (lambda document: packed(document).replace(files.SEAL, b"vouched for ok "), "checksum is missing"),
+    "edited by hand": (edited, "damaged"),
+    "another recording": (
+        lambda _: bytes(records.as_table(pd.DataFrame({"seed": [1]}), {}, compression="none")),
+        "not a file of packed runs",
+    ),
+    "a table of others'": (lambda _: pd.DataFrame({"seed": [1]}).to_parquet(), "checksum is missing"),
+    "deep nesting": (forged(nested, checksums=False), "nested"),
+    "not JSON": (of_table(with_text("{")), "not whole JSON"),
+    "not Parquet": (lambda _: bytes(records.as_json({"runs": []})), "not a file of shared runs"),
+    "empty": (lambda _: b"", "checksum is missing"),
+    "truncated": (lambda document: packed(document)[:-100], "damaged"),
+    "something behind": (lambda document: packed(document) + b"more", "damaged"),
+    "a bit flipped": (with_bit_flipped, "damaged"),
+    "a bomb": (of_table(with_text("a" * (1 << 26)), compression="zstd"), "compressed"),
+    "a bomb that says it is small": (of_table(many_rows_with("a" * (1 << 20))), "too large"),
+    "oversized": (lambda _: os.urandom(1) * (sharing.LARGEST + 1), "it has 16,777,217 bytes"),
 }
 
 
 @pytest.mark.parametrize("kind", FORGED)
 def test_a_forged_file_is_refused_with_the_reason_and_nothing_is_added(kind, document, tmp_path):
     forge, reason = FORGED[kind]
-    file, folder = tmp_path / "forged.json.gz", tmp_path / "atlas"
+    file, folder = tmp_path / "forged.parquet", tmp_path / "atlas"
     file.write_bytes(forge(document))
     with pytest.raises(DataError, match=reason):
         merge(file, folder)
@@ -283,6 +352,7 @@ def places(document, path=()):
 
 
 def test_whatever_stands_anywhere_it_is_merged_or_refused_in_words(document, tmp_path):
+    del document["runs"][1:]  # a column holds values of one kind
     draw, everywhere = random.Random(0), list(places(document))
     refused = 0
     for number in range(400):
@@ -290,18 +360,18 @@ def test_whatever_stands_anywhere_it_is_merged_or_refused_in_words(document, tmp
         *path, last = draw.choice(everywhere)
         place = functools.reduce(lambda inside, name: inside[name], path, changed)
         place[last] = draw.choice(JUNK)
+        folder = tmp_path / str(number)
         try:
-            content = forged(lambda _: None)(changed)
-        except (TypeError, AttributeError, ValueError):  # so broken that it has no checksums
-            content = whole(changed)
-        (tmp_path / "junk.json.gz").write_bytes(content)
+            (tmp_path / "junk.parquet").write_bytes(packed(changed))
+        except Exception:  # no table can hold it
+            continue
         try:
-            merge(tmp_path / "junk.json.gz", folder := tmp_path / str(number))
+            merge(tmp_path / "junk.parquet", folder)
             assert len(gl.runs(folder)) == len(document["runs"])
         except DataError:
             refused += 1
             assert not folder.exists()
-    assert refused > 300
+    assert refused > 200
 
 
 def test_what_is_forged_with_a_loss_and_its_history_cannot_be_told(document, tmp_path):
@@ -312,66 +382,66 @@ def test_what_is_forged_with_a_loss_and_its_history_cannot_be_told(document, tmp
         run["history"]["loss"] = [loss / 2 for loss in run["history"]["loss"]]
         run["summary"]["final_loss"] /= 2
 
-    (tmp_path / "forged.json.gz").write_bytes(forged(change)(document))
-    assert merge(tmp_path / "forged.json.gz", tmp_path / "atlas") == len(document["runs"])
+    (tmp_path / "forged.parquet").write_bytes(forged(change)(document))
+    assert merge(tmp_path / "forged.parquet", tmp_path / "atlas") == len(document["runs"])
 
 
 def test_a_whole_number_is_a_loss_like_any_other(document, tmp_path):
-    (tmp_path / "whole.json.gz").write_bytes(inside("summary", heldout_loss=2**70)(document))
-    merge(tmp_path / "whole.json.gz", tmp_path / "atlas")
-    assert 2.0**70 in set(gl.runs(tmp_path / "atlas").heldout_loss)
+    (tmp_path / "whole.parquet").write_bytes(inside("summary", heldout_loss=2)(document))
+    merge(tmp_path / "whole.parquet", tmp_path / "atlas")
+    assert 2.0 in set(gl.runs(tmp_path / "atlas").heldout_loss)
 
 
 def test_a_file_is_merged_once_and_one_with_a_run_that_is_there_adds_none(frame, tmp_path):
-    contribution(frame[frame.seed == 0]).save(tmp_path / "some.json.gz")
-    contribution(frame).save(tmp_path / "all.json.gz")
-    count = merge(tmp_path / "some.json.gz", tmp_path / "atlas")
+    shared_runs(frame[frame.seed == 0]).save(tmp_path / "some.parquet")
+    shared_runs(frame).save(tmp_path / "all.parquet")
+    count = merge(tmp_path / "some.parquet", tmp_path / "atlas")
     for name in ("some", "all"):
         with pytest.raises(DataError, match=f"{count} of .* runs are in .* already"):
-            merge(tmp_path / f"{name}.json.gz", tmp_path / "atlas")
+            merge(tmp_path / f"{name}.parquet", tmp_path / "atlas")
     assert len(gl.runs(tmp_path / "atlas")) == count
     assert len(list((tmp_path / "atlas").iterdir())) == 1
 
 
 def test_a_run_that_is_in_the_store_as_a_folder_is_not_added_again(tmp_path):
     gl.train("autoencoder", profile="smoke", store=tmp_path / "store", progress=False)
-    contribution(gl.runs(tmp_path / "store")).save(tmp_path / "mine.json.gz")
+    shared_runs(gl.runs(tmp_path / "store")).save(tmp_path / "mine.parquet")
     with pytest.raises(DataError, match="already"):
-        merge(tmp_path / "mine.json.gz", tmp_path / "store")
+        merge(tmp_path / "mine.parquet", tmp_path / "store")
 
 
-def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path):
-    (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(bytes(1 << 28), 1))
+def test_a_bomb_is_refused_before_it_is_unpacked(document, tmp_path):
+    bomb = of_table(many_rows_with("a" * (1 << 23)))
+    (tmp_path / "bomb.parquet").write_bytes(bomb(document))  # a text of 8 MiB in each of thousands of rows, kept once
+    assert (tmp_path / "bomb.parquet").stat().st_size < sharing.LARGEST
     begin = time.process_time()
-    with pytest.raises(DataError, match="unpacks"):
-        merge(tmp_path / "bomb.json.gz", tmp_path / "atlas")
+    with pytest.raises(DataError, match="too large"):
+        merge(tmp_path / "bomb.parquet", tmp_path / "atlas")
     assert time.process_time() - begin < 2
 
 
 # --- the commands -------------------------------------------------------------------------------------------
 
 
-def test_contribute_shows_and_asks_and_merge_adds(tmp_path):
-    store = records.recorded_folder("runs") / "prednet-quick.parquet"
-    asked = ["contribute", store, "--where", "setting=cpu", "--where", "seed=0", "--output", tmp_path / "a.json.gz"]
+def test_pack_shares_what_it_shows_when_told_to_and_merge_adds(tmp_path):
+    store, file = records.recorded_folder("runs") / "prednet-quick.parquet", tmp_path / "a.parquet"
+    asked = ["pack", store, file, "--share", "--where", "setting=cpu", "--where", "seed=0"]
     no = command(*asked, input="n\n")
     assert no.returncode == 1
-    assert not (tmp_path / "a.json.gz").exists()
-    for said in ("cpu model: Intel(R) Xeon(R) Processor", "prednet quick, walk, cpu: seeds 0", "Of each run: id, "):
+    assert not file.exists()
+    for said in ('"model": "Intel(R) Xeon(R) Processor"', "prednet quick, walk, cpu: seeds 0", "Of each run, beside"):
         assert said in no.stdout
     assert command(*asked, input="y\n").returncode == 0
-    again = command(*asked, "--yes")
-    assert again.returncode == 2
-    assert "is there already" in again.stderr
-    assert command(*asked, "--yes", "--overwrite").returncode == 0
-    added = command("merge", tmp_path / "a.json.gz", "--store", tmp_path / "atlas")
+    assert "1 runs packed into" in command(*asked, "--yes").stdout
+    assert gl.runs(file).setting.tolist() == ["cpu"]
+    added = command("merge", file, "--store", tmp_path / "atlas")
     assert added.stdout == f"1 runs added to {tmp_path / 'atlas'}\n"
-    refused = command("merge", tmp_path / "a.json.gz", "--store", tmp_path / "atlas")
+    refused = command("merge", file, "--store", tmp_path / "atlas")
     assert refused.returncode == 2
     assert refused.stderr.startswith("gpulab: refused: ")
 
 
 def test_a_name_of_this_machine_is_not_written_unseen(frame, monkeypatch):
     monkeypatch.setattr(platform, "node", lambda: "Xeon.example.org")
-    assert contribution(frame[:1]).private() == ["Xeon"]
-    assert "LOOK: Xeon" in str(contribution(frame[:1]))
+    assert shared_runs(frame[:1]).private() == ["Xeon"]
+    assert "LOOK: Xeon" in str(shared_runs(frame[:1]))

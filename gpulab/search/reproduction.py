@@ -1,0 +1,320 @@
+"""The smallest change that makes a new setting give an old setting's losses again.
+
+A network trained well under one setting; under another its loss is different, or not a number. Sources
+advise to retune the learning rate, the batch size, kernels and strides. `reproduce` looks for the
+smallest such change, a flag of the setting included, after which a verdict says `equivalent`.
+
+- Distance: the sum over the parameters of |log2(new / old)| for learning rate, batch size and whatever is
+  given as a range; of steps along the sorted list for other numbers; of 1 for anything else.
+- Search: nothing changed, then one parameter at a time, nearest first, then combinations: nearest first, or
+  where there are too many to list, as a Halton sequence spreads them. What is not nearer than the best so far is
+  not trained. So the next trial follows from the losses so far, and the store keeps these: a search that is called
+  again goes the same way, through runs that are there, to where it ended.
+- One of many changes may look equivalent by luck. So half of the seeds are kept out of the search: a change
+  that is equivalent on the others is confirmed there, for the j-th time at the level alpha / 2^j, so that all
+  confirmations together err with probability alpha at most. Holm's p over the whole search is reported beside it.
+- Trials without hope are pruned, after 3, 6, 12, … seeds. That can only ever reject: a change is called
+  equivalent from all its seeds or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpulab.report import Report
+from gpulab.report import table as html_table
+from gpulab.search.space import Space
+from gpulab.search.trials import WITHIN, Search, Target, Training, Trial, row_of
+from gpulab.settings import Setting
+from gpulab.stats.tests import holm
+from gpulab.stats.verdicts import Verdict, p_text
+from gpulab.training import store as stores
+from gpulab.training.remote import folder_of
+from gpulab.training.seeds import Trainings, check_numbers, check_runs_here
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# The columns of the table from the verdict on the seeds of the search, with what they hold where there is none.
+SEARCHED = dict.fromkeys(
+    ["decision", "seeds", "diverged", "difference", "low", "high", "p_equivalent", "p_equivalent_holm", "seeds_needed"],
+    math.nan,
+) | {"decision": "", "seeds": 0, "diverged": 0}
+FRESH = ("decision", "seeds", "difference", "p_equivalent")  # the same from fresh seeds, as `fresh_decision` and so on
+
+
+@dataclass(frozen=True, eq=False)
+class Reproduction(Report):
+    """What a search for the smallest change found.
+
+    `print(result)` says it in sentences, `result.plot()` draws it, a notebook shows both.
+
+    Attributes:
+        table: A row a trial: `changes` in words; a column for each parameter with its value; `distance`;
+            `state` (`finished`, `pruned`, `failed`); `decision` of the verdict on the seeds of the search (none
+            for a pruned trial), with its `seeds`, `diverged`, `difference` (from the target, mean over seeds),
+            interval `low`, `high`, `p_equivalent`, corrected over all trials `p_equivalent_holm`, and where it is
+            inconclusive the `seeds_needed` to settle it, as many fresh ones not counted; from the fresh seeds
+            `fresh_decision`, `fresh_seeds`, `fresh_difference`, `fresh_p_equivalent` and the level `fresh_alpha`
+            that it was held to; `confirmed`; a `note` on why it was pruned or failed.
+        original: What each parameter was.
+        chosen: The row of the answer; None where nothing worked.
+        best: Its changes: of the smallest that was confirmed ({} where nothing need change); where none was, of
+            the smallest that was equivalent on the seeds of the search, and `confirmed` is false.
+        setting: The new setting; `best_setting` is the same with `best` applied.
+        smaller_left: How many points of the space, nearer than the answer, were not tried: 0 is proof, within
+            the space; None says that they cannot be counted.
+    """
+
+    table: pd.DataFrame
+    target: str
+    setting: str
+    metric: str
+    margin: float
+    margin_asked: str | float
+    alpha: float
+    original: dict[str, Any]
+    chosen: int | None
+    best: dict[str, Any] | None
+    best_setting: str | None
+    confirmed: bool
+    search_verdict: Verdict | None
+    fresh_verdict: Verdict | None
+    smaller_left: int | None
+
+    @property
+    def finding(self) -> str:
+        """The answer in sentences, from the numbers of this search."""
+        return "\n".join(_sentences(self))
+
+    def __str__(self) -> str:
+        return self.finding
+
+    def html(self) -> str:
+        """Sentences, table and figure."""
+        columns = ["changes", "distance", "state", "decision", "seeds", "diverged", "difference", "p_equivalent_holm"]
+        return super().html() + html_table(self.table[[*columns, "confirmed"]]) + self.plot().html()
+
+
+def reproduce(
+    target: pd.DataFrame,
+    search: Mapping[str, Sequence[Any]],
+    setting: Setting | str,
+    train: Callable[..., Any] | str | None = None,
+    *,
+    metric: str = "final_loss",
+    margin: str | float = "0.25sd",
+    alpha: float = 0.05,
+    trials: int = 30,
+    workers: int = 1,
+    prune: bool = True,
+    store: str | Path | None = None,
+    progress: bool = True,
+) -> Reproduction:
+    """Find the smallest change after which `setting` gives the losses of the runs in `target` again.
+
+    Every run is kept in `store`: a search that was killed goes on where it was when it is called again, and one
+    that is done trains nothing. Failed trainings are then tried once more, and a larger `trials` goes further.
+
+    Args:
+        target: The runs of the old setting, a row a seed, as from `gpulab.runs` or `seed_runs`: at least 6
+            seeds, better 20. The second half of them is kept for confirmation.
+        search: What may change: {name: [values]}, or {name: (low, high)} for a range of numbers. A name is an
+            option of a setting (`tf32`, `precision`, …; the value None leaves the option out), or something to
+            train with: a parameter of `train`, or without it `learning_rate` and the numbers and words among the
+            options of the model (`batch_size` of the autoencoder, `kernel_size` of PredNet).
+        setting: The new setting.
+        train: Trains a network of your own, as `gpulab.train` describes it: its options are what can be changed, and
+            their defaults, or what the runs of `target` had instead, are what was trained. A training that raises
+            makes the trial fail, and the search goes on. Without it the runs of `target` are trained again as their
+            records say.
+        metric: The column of `target` to compare by.
+        margin: The largest difference of no importance, as for `verdict`.
+        alpha: The probability with which a change may be confirmed wrongly.
+        trials: How many changes are tried at most.
+        workers: How many seeds train at the same time, each in a process of its own (above one, `train` travels
+            there by cloudpickle). It changes nothing but the time, if the setting says how many threads compute.
+        prune: Whether trials without hope end early.
+        store: The folder in which runs are kept, those of `train` by its text and its options; by default
+            `$GPULAB_STORE`, or the folder `runs`.
+        progress: Whether to show a bar.
+
+    Returns:
+        What was tried, and the answer.
+
+    Raises:
+        UsageError: For what makes no sense.
+        GpulabError: When the setting cannot run here, or every trial failed.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> def train(seed, setting, learning_rate=0.002):
+        ...     x = torch.linspace(-1, 1, 64, dtype=setting.dtype)[:, None]
+        ...     net = torch.nn.Linear(1, 1)
+        ...     optimizer = torch.optim.SGD(net.parameters(), learning_rate)
+        ...     for _ in range(100):
+        ...         loss = (net(x) - x).square().mean()
+        ...         optimizer.zero_grad(); loss.backward(); optimizer.step()
+        ...         yield loss.item()
+        >>> from gpulab import seed_runs
+        >>> old = seed_runs(train, "cpu", seeds=12, progress=False)
+        >>> space = {"learning_rate": [0.001, 0.004], "precision": ["float32"]}
+        >>> where = tempfile.mkdtemp()
+        >>> found = reproduce(old, space, "cpu:precision=bfloat16", train, store=where, progress=False)
+        >>> found.best, found.confirmed
+        ({'precision': 'float32'}, True)
+    """
+    from gpulab.progress import Progress
+
+    check_numbers(trials=trials, workers=workers)
+    parsed = Setting.parse(setting)
+    old = Target(target, metric, margin, alpha)
+    training = Training.of_records(old.runs, metric) if train is None else Training.of_function(train, old.runs)
+    space = Space(search, training.originals, parsed)
+    check_runs_here(parsed)
+    folder = folder_of(stores.default_store() if store is None else store)
+    bar = Progress(total=trials * len(old.seeds), unit="run", disable=not progress, leave=False)
+    with bar, Trainings(workers) as trainings:
+        searching = Search(old, space, training, folder, prune, trials, trainings, bar)
+        searching.run()
+    return _result(searching)
+
+
+def _result(search: Search) -> Reproduction:
+    """The answer of the trials."""
+    table, target, space = _table(search.space, search.trials), search.target, search.space
+    confirmed = bool(table.confirmed.any())
+    worked = table[table.confirmed if confirmed else (table.state == "finished") & table.decision.isin(WITHIN)]
+    answer: dict[str, Any] = dict.fromkeys(("chosen", "best", "best_setting", "search_verdict", "fresh_verdict"))
+    if len(worked):
+        answer["chosen"] = int(worked.distance.idxmin())
+        trial = search.trials[answer["chosen"]]
+        answer["best"] = space.changes(trial.point)
+        answer["best_setting"], _ = space.arguments(trial.point)
+        answer |= {"search_verdict": trial.search_verdict, "fresh_verdict": trial.fresh_verdict}
+    return Reproduction(
+        table=table,
+        target=target.setting,
+        setting=str(space.setting),
+        metric=target.metric,
+        margin=target.margin,
+        margin_asked=target.margin_asked,
+        alpha=target.alpha,
+        original=space.original(),
+        confirmed=confirmed,
+        smaller_left=search.smaller_left(),
+        **answer,
+    )
+
+
+def _table(space: Space, trials: list[Trial]) -> pd.DataFrame:
+    """A row a trial, as `Reproduction` says."""
+    import pandas as pd
+
+    rows = []
+    for number, trial in enumerate(trials):
+        row = {"trial": number, "changes": space.words(trial.point), **trial.point}
+        row |= {"distance": trial.distance, "state": trial.state}
+        row |= SEARCHED | {f"fresh_{name}": SEARCHED[name] for name in FRESH}
+        if trial.search_verdict:
+            cells = row_of(trial.search_verdict)
+            row |= {name: cells[name] for name in SEARCHED}
+        if trial.state == "pruned":
+            row["decision"] = ""
+        if trial.fresh_verdict:
+            cells = row_of(trial.fresh_verdict)
+            row |= {f"fresh_{name}": cells[name] for name in FRESH}
+        rows.append(row | {"fresh_alpha": trial.fresh_alpha, "confirmed": trial.confirmed, "note": trial.note})
+    table = pd.DataFrame(rows).astype({"fresh_alpha": float})
+    # A trial that was pruned or failed counts in Holm's correction with p = 1.
+    whole = (table.state == "finished") & table.p_equivalent.notna()
+    table["p_equivalent_holm"] = holm(list(table.p_equivalent.astype(float).where(whole, 1.0)))
+    return table
+
+
+# --- words -------------------------------------------------------------------------------------------
+
+
+def _sentences(result: Reproduction) -> Iterator[str]:
+    table, losses, under = result.table, f"the losses of {result.target}", f"under {result.setting}"
+    if result.chosen is None:
+        yield f"No change tried gives {losses} {under} again ({len(table)} tried)."
+    else:
+        row = table.loc[result.chosen]
+        change = f"{row.changes} (distance {row.distance:.3g}; {len(table)} tried)"
+        if not result.best:
+            doubt = "" if result.confirmed else " (not confirmed)"
+            yield f"Nothing need change: {under} {losses} come back as they are{doubt}."
+        elif result.confirmed:
+            yield f"The smallest change found that gives {losses} {under} again: {change}."
+        else:
+            yield f"Not confirmed: {change} gave {losses} {under} again on the seeds of the search only."
+        yield _evidence(result, row)
+    if result.best != {}:
+        for row in table[table.distance == 0].itertuples():
+            if row.state == "failed":
+                yield "With nothing changed, the training failed."
+            elif row.diverged:
+                yield f"With nothing changed, {row.diverged} of {row.diverged + row.seeds} seeds diverged."
+            else:
+                interval = "" if math.isnan(row.low) else f" [{row.low:.2g}, {row.high:.2g}]"
+                yield f"With nothing changed: {row.decision}, difference {row.difference:.2g}{interval}."
+    if parts := list(_confirmed_by_parameter(result)):
+        yield f"Confirmed, by what was changed: {'; '.join(parts)}."
+    if result.best != {}:
+        yield _smaller(result)
+    failed = table[table.state == "failed"]
+    if len(failed):
+        yield f"{len(failed)} trial(s) failed; the first, {failed.changes.iloc[0]}: {failed.note.iloc[0]}."
+
+
+def _evidence(result: Reproduction, row: Any) -> str:
+    searched = (
+        f"n the {row.seeds} of the search {row.decision}, equivalence p = {p_text(row.p_equivalent)}, "
+        f"{p_text(row.p_equivalent_holm)} after Holm over {len(result.table)} trials."
+    )
+    if not row.fresh_seeds:
+        return f"O{searched}"
+    margin = "as asked"
+    if isinstance(result.margin_asked, str):
+        asked = result.margin_asked.replace("sd", " sd")
+        margin = f"{asked} between the target's seeds, at that sd's lower 97.5 % limit"
+    return (
+        f"On {row.fresh_seeds} seeds that the search had not seen: {row.fresh_decision} within ±{result.margin:.2g} "
+        f"({margin}), difference {row.fresh_difference:.2g}, equivalence p = "
+        f"{p_text(row.fresh_p_equivalent)} (held to {row.fresh_alpha:.2g}); o{searched}"
+    )
+
+
+def _confirmed_by_parameter(result: Reproduction) -> Iterator[str]:
+    """How many changes of each parameter alone were confirmed, and of several together."""
+    table = result.table
+    changed = {
+        name: table[name].notna() if original is None else table[name].map(lambda value, was=original: value != was)
+        for name, original in result.original.items()
+    }
+    count = sum(flags.astype(int) for flags in changed.values())
+    groups = {name: flags & (count == 1) for name, flags in changed.items()} | {"several together": count > 1}
+    for name, flags in groups.items():
+        if flags.any():
+            unsettled = int((table.decision[flags] == "inconclusive").sum())
+            note = f" ({unsettled} inconclusive)" if unsettled else ""
+            yield f"{name} {int(table.confirmed[flags].sum())} of {int(flags.sum())}{note}"
+
+
+def _smaller(result: Reproduction) -> str:
+    """What is known of smaller changes, or where nothing worked, of any."""
+    table, kind = result.table[result.table.distance > 0], "change"
+    if result.confirmed:
+        table, kind = table[table.distance < result.table.distance[result.chosen]], "smaller change"
+    unsettled = int(((table.decision == "inconclusive") & (table.state == "finished")).sum())
+    words = f"No {kind} was tried in vain"
+    if len(table):
+        words = f"{len(table)} {kind}{'' if len(table) == 1 else 's'} tried in vain, {unsettled} of them inconclusive"
+    if result.smaller_left is None:
+        return f"{words}; the space holds more."
+    return f"{words}; {result.smaller_left or 'none'} in the space left untried."

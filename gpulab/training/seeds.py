@@ -1,0 +1,146 @@
+"""One training from several seeds, without an experiment around it: `seed_runs`, and what a search trains with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpulab.errors import UsageError
+from gpulab.settings import Setting
+from gpulab.training import folders
+from gpulab.training.experiment import Experiment
+from gpulab.training.functions import TrainingFunction
+from gpulab.training.plan import planned
+from gpulab.training.run import train as train_one
+from gpulab.training.workers import Workers
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def seed_runs(
+    train: Callable[..., Any] | str,
+    setting: Setting | str = "cpu",
+    seeds: int | Iterable[int] = 10,
+    *,
+    store: str | Path | None = None,
+    workers: int = 1,
+    progress: bool = True,
+    **changes: Any,
+) -> pd.DataFrame:
+    """Train a network of your own from several seeds, under one setting.
+
+    With a `store` it is an `Experiment`: what is there is not trained again. Without one nothing is kept, one worker
+    is this process, and the first seed that fails ends it.
+
+    Args:
+        train: A function `train(seed, setting)`, as `gpulab.train` describes it, or its `file.py:name`.
+        setting: What to train under.
+        seeds: How many, or the seeds themselves.
+        store: A folder in which runs are kept.
+        workers: How many seeds train at the same time.
+        progress: Whether to show a bar.
+        **changes: Options of `train`.
+
+    Returns:
+        A row a run, as `verdict` and `reproduce` take it: `setting`, `seed`, `status` (`finished` or
+        `diverged`), `final_loss` (NaN when diverged), and a column for each other metric. With a store, the columns
+        of `gpulab.runs`.
+
+    Raises:
+        UsageError: For what makes no sense.
+        GpulabError: When the setting cannot run here, or a training fails.
+
+    Examples:
+        >>> runs = seed_runs(lambda seed: 1.0 / seed, seeds=range(3), progress=False)
+        >>> runs.status.tolist()  # one over nothing
+        ['diverged', 'finished', 'finished']
+    """
+    import pandas as pd
+
+    from gpulab.progress import Progress
+
+    check_numbers(workers=workers)
+    parsed = Setting.parse(setting)
+    seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
+    if not seeds:
+        raise UsageError("seeds: at least one is needed")
+    if store is not None:
+        return Experiment(train, [str(parsed)], seeds, store=store, workers=workers, options=changes).run(progress)
+    check_runs_here(parsed)
+    function = TrainingFunction(train)
+    job = {"net": function, "setting": str(parsed), "model_options": function.checked(changes)}
+    with Trainings(workers) as trainings:
+        runs = trainings.metrics([{**job, "seed": seed} for seed in seeds])
+        metrics = dict(Progress(runs, total=len(seeds), unit="run", disable=not progress))
+    frame = pd.DataFrame({"setting": str(parsed), "seed": seeds})
+    frame["status"] = ["finished" if metrics[seed] else "diverged" for seed in seeds]
+    names = dict.fromkeys(["final_loss", *(name for each in metrics.values() for name in each)])
+    return frame.assign(**{name: [metrics[seed].get(name, math.nan) for seed in seeds] for name in names})
+
+
+class Trainings:
+    """Does jobs, which are arguments of `gpulab.train`: `count` at the same time, each in a worker process.
+
+    With a count of one, functions of the user's are called in this process. A context, which ends its workers.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.workers = Workers(count)
+        self.threads = ThreadPoolExecutor(count)
+
+    def metrics(self, jobs: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The seed of each job and the numbers that its training gave, none where it diverged, as they end.
+
+        The first that fails ends it, and its error is raised.
+        """
+        if self.workers.count == 1:
+            for job in jobs:
+                yield job["seed"], self._train(job)
+            return
+        futures = {self.threads.submit(self._train, job): job["seed"] for job in jobs}
+        try:
+            for done in as_completed(futures):
+                yield futures[done], done.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _train(self, job: dict[str, Any]) -> dict[str, Any]:
+        if self.workers.count == 1 and isinstance(job["net"], TrainingFunction):
+            return train_one(**job, progress=False).metrics
+        if "store" not in job:
+            return self.workers.train(job, lambda *_: None)
+        # A run that is there needs no worker, whose process takes seconds to start.
+        store = Path(job["store"])
+        run = folders.find(store, planned(**job)) or store / self.workers.train(job, lambda *_: None)
+        record = folders.read_record(run)
+        if record["status"] == "diverged":
+            return {}
+        return record["metrics"] if "metrics" in record else record["summary"]
+
+    def __enter__(self) -> Trainings:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.workers.stop()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.workers.close()
+        self.threads.shutdown()
+
+
+def check_runs_here(setting: Setting) -> None:
+    """Raise where the machine cannot run a setting; an instruction set is for a fresh process to check."""
+    if setting.isa is None:
+        setting.check()
+
+
+def check_numbers(**numbers: int) -> None:
+    """Raise `UsageError` for one that is not a whole number from 1."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name}={value!r}: expected a whole number from 1")

@@ -1,0 +1,393 @@
+"""Runs for others' atlases: what of a run may be shared, and what a file of shared runs is checked for.
+
+A shared file is a file of packed runs, not compressed, in which each run holds what `SHARED` lists and nothing else:
+nothing that names a place or a person. The file is sealed, and each run has a checksum. Both show damage, not honesty:
+whoever makes up a file makes up its checksums, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
+
+from pydantic import ConfigDict, Field, StringConstraints, conlist, with_config
+from typing_extensions import TypedDict
+
+from gpulab import files, records, schemas
+from gpulab.errors import DataError, UsageError
+from gpulab.settings import Setting
+from gpulab.training import folders, store
+from gpulab.training.protocol import FACTORS, Specification
+from gpulab.training.step import LAST_FIFTH
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow
+
+LARGEST, UNPACKED, MOST_RUNS = 1 << 24, 1 << 25, 5000  # bytes of a shared file, bytes of what is in it, its runs
+IDENTITY = ("experiment", "profile", "setting", "seed", "rerun", "configuration")
+OWN = [name for name, factor in FACTORS.items() if factor.of != "model"]  # factors that a run's record names
+EARLIEST = "2020-01-01T00:00:00Z"
+COLUMNS = {*records.PLAIN, *records.SUMMARY, *records.SHARED, "more", *(f"history_{name}" for name in records.HISTORY)}
+
+
+# --- what may be in a shared run, and nothing else ---------------------------------------------------------
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Positive = Annotated[float, Field(ge=0, lt=1e75, allow_inf_nan=False)]
+Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
+# Without slashes, tildes and the @ of an address: nothing that names a place or a person.
+Words = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9 .,:=+()_-]| @ | w/ ){0,119}$")]
+Version = Annotated[str, StringConstraints(pattern=r"^[0-9][0-9A-Za-z.+-]{0,39}$")]
+Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{7,40}(-dirty)?$")]
+Started = Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
+OwnData = Annotated[str, StringConstraints(pattern=r"^(jpeg:)?(digits|mnist|walk|moving-digits)$")]
+Extent = list[Annotated[int, Field(ge=1, le=1 << 16)]]
+Extensions = list[Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,24}$")]]
+Empty = Annotated[dict[str, Any], Field(max_length=0)]
+Model = Literal["autoencoder", "prednet", "whitener"]
+
+
+def _closed(name: str, kinds: Mapping[str, Any], required: set[str]) -> Any:
+    """A schema of these fields and no others."""
+    fields = {field: kind if field in required else NotRequired[kind] for field, kind in kinds.items()}
+    return with_config(ConfigDict(extra="forbid", strict=True))(TypedDict(name, fields))  # type: ignore[operator]
+
+
+def _fields(inside: str, *rows: tuple[Any, str]) -> dict[str, Any]:
+    """The kind of each field; `inside` is what leads to those that are nested."""
+    return {inside + name: kind for kind, names in rows for name in names.split()}
+
+
+GPU = _fields(
+    "",
+    (Words, "name"),
+    (Literal["cuda", "mps", "xpu"], "kind"),
+    (Version, "compute_capability driver"),
+    (Count, "multiprocessors memory_bytes"),
+)
+SHARED_GPU = _closed("SharedGpu", GPU, {"name"})
+SHARED = {
+    **_fields(
+        "",
+        (schemas.Name, "id"),
+        (Hex, "checksum code content"),
+        (Model, "experiment"),
+        (Literal["smoke", "quick", "motion", "paper"], "profile"),
+        (Words, "setting gradients"),
+        (Literal["finished", "diverged"], "status"),
+        (Started, "started"),
+        (Count, "seed rerun diverged_at resumed_at flip devices"),
+        (bool, "fast captured shared"),
+        (Literal["copied", "reused", "imitated"], "loader"),
+        (Literal["pillow", "torchvision", "av", "nvjpeg"], "decoder"),
+        (Literal["device"], "draws"),
+        (Empty, "arithmetic"),
+    ),
+    **_fields(
+        "summary.",
+        (Positive, "final_loss heldout_loss seconds frames_per_second"),
+        (Hex, "weights"),
+    ),
+    **_fields(
+        "configuration.",
+        (Model, "model"),
+        (OwnData, "data"),
+        (Annotated[int, Field(ge=1, le=10**9)], "frames window"),
+        (Positive, "learning_rate"),
+        (Empty, "model_options data_options"),
+    ),
+    **_fields(
+        "configuration.model_options.",
+        (Extent, "size channels"),
+        (Extent | Count, "hidden"),
+        (Count, "code batch_size kernel_size"),
+        (Words, "variant covariance"),
+        (Literal["loss", "state"], "truncation"),
+    ),
+    **_fields(
+        "configuration.data_options.",
+        (Extent, "size"),
+        (Count, "frames images heldout scene_seed quality"),
+        (Positive, "speed"),
+        (Literal["4:4:4", "4:2:2", "4:2:0"], "subsampling"),
+    ),
+    **_fields(
+        "arithmetic.",
+        (Count, "threads"),
+        (Words, "cpu_capability matmul_fp32 convolution_fp32"),
+        (bool, "deterministic cudnn cudnn_benchmark cudnn_deterministic"),
+    ),
+    **_fields(
+        "passport.",
+        (Count, "format memory_bytes"),
+        (Words, "cpu.model cpu.architecture software.blas"),
+        (Annotated[int, Field(ge=1, le=4096)], "cpu.physical_cores cpu.logical_cores"),
+        (Extensions, "cpu.vector_extensions"),
+        (conlist(SHARED_GPU, max_length=64), "gpus"),
+        (Version, "software.torch software.gpulab software.python software.cuda software.rocm software.cudnn"),
+        (Version, "software.onednn"),
+        (Literal["Linux", "Windows", "macOS"], "software.os"),
+        (Commit, "software.commit"),
+    ),
+}
+REQUIRED = {
+    *("id", "checksum", "experiment", "profile", "setting", "status", "started", "seed", "rerun", "summary.seconds"),
+    *(f"configuration.{name}" for name in ("model", "data", "frames", "window", "learning_rate")),
+    *("passport.cpu.model", "passport.gpus", "passport.software.torch", "passport.software.gpulab"),
+}
+SharedRun = _closed("SharedRun", SHARED, REQUIRED)
+
+
+def _flat(document: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a record, nested ones with dots in their names; without those that hold nothing."""
+    for name, value in document.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{before}{name}.")
+        elif value is not None:
+            yield f"{before}{name}", value
+
+
+def _allowed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a record what may be shared; of what need not be there, only what fits."""
+    nested: dict[str, Any] = {}
+    for name, value in _flat(record):
+        if name in SHARED and (name in REQUIRED or schemas.fits(SHARED[name], value)):
+            *path, last = name.split(".")
+            functools.reduce(lambda inside, step: inside.setdefault(step, {}), path, nested)[last] = value
+    return nested
+
+
+# --- sharing -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SharedRuns:
+    """Runs with nothing private in them: `print` says all that `save` writes but the losses.
+
+    Attributes:
+        runs: Each a record, which holds what `SHARED` lists, and a history.
+        left_out: How many other runs were chosen, by the reason why they are not in it.
+    """
+
+    runs: list[tuple[dict[str, Any], pyarrow.Table]]
+    left_out: Mapping[str, int]
+
+    def private(self) -> list[str]:
+        """Of this machine's name, the user's and the home folder, what stands in a run all the same."""
+        names = {platform.node(), platform.node().partition(".")[0], str(Path.home()), Path.home().name}
+        with suppress(OSError, KeyError):  # a user without a name
+            names.add(getpass.getuser())
+        text = json.dumps([record for record, _ in self.runs])
+        words = (name for name in names if len(name) > 2)
+        return sorted(name for name in words if re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", text))
+
+    def save(self, file: str | Path) -> str:
+        """Write the file whole or not at all, and return its SHA-256.
+
+        Raises:
+            UsageError: Where there are no runs, or too many.
+            GpulabError: Where it cannot be written.
+        """
+        if not self.runs:
+            why = "; ".join(f"{count} {reason}" for reason, count in self.left_out.items())
+            raise UsageError(f"{file}: no runs to share{why and ': ' + why}")
+        with files.replacing(file) as scratch:
+            records.pack_runs(scratch, self.runs, compressed=False)
+            if scratch.stat().st_size > LARGEST or len(self.runs) > MOST_RUNS:
+                raise UsageError(f"{file}: too large ({len(self.runs):,} runs); share fewer at a time")
+            return hashlib.sha256(scratch.read_bytes()).hexdigest()
+
+    def __str__(self) -> str:
+        passports = dict.fromkeys(json.dumps(record["passport"], indent=1) for record, _ in self.runs)
+        seeds: dict[str, list[int]] = {}
+        for record, _ in self.runs:
+            factors = [f"{name}={record[name]}" for name in OWN if name in record]
+            what = f"{record['experiment']} {record['profile']}, {record['configuration']['data']}"
+            seeds.setdefault(", ".join([what, record["setting"], *factors]), []).append(record["seed"])
+        fields = sorted({name for record, _ in self.runs for name, _ in _flat(record)})
+        lines = [f"{len(self.runs)} runs with {len(passports)} passport(s):", *passports, "Runs:"]
+        lines += [f"  {what}: seeds {', '.join(map(str, sorted(numbers)))}" for what, numbers in sorted(seeds.items())]
+        lines += [f"Of each run, beside its history: {', '.join(fields)}."]
+        lines += [f"Left out: {count}: {why}." for why, count in self.left_out.items()]
+        if names := self.private():
+            return "\n".join([*lines, f"LOOK: {', '.join(names)}: this machine's or your name occurs in it."])
+        return "\n".join([*lines, "Your name, this machine's, your home folder, paths and commands are not in it."])
+
+
+def shared_runs(frame: pd.DataFrame) -> SharedRuns:
+    """What of some runs can be shared.
+
+    Those of gpulab's own networks on its own data can: a training of your own, or a film, is told by names that only
+    you have.
+
+    Args:
+        frame: From `gpulab.runs`, or some rows of it.
+
+    Examples:
+        >>> from gpulab import recorded_runs
+        >>> print(len(shared_runs(recorded_runs()[:3]).runs))
+        3
+    """
+    runs, left_out = [], Counter[str]()
+    for row, full, history in store.with_histories(frame):
+        passport = full["passport"]
+        system = str(passport["software"].get("os", "")).partition("-")[0]  # a kernel's name may be anything
+        gpus = [{n: v for n, v in gpu.items() if n in GPU and schemas.fits(GPU[n], v)} for gpu in passport["gpus"]]
+        passport = {**passport, "gpus": gpus, "software": {**passport["software"], "os": system}}
+        record = _allowed({"rerun": 0, **full, "passport": passport})
+        record["checksum"] = _checksum(record, history)
+        try:
+            _check(row.id, record, history)
+            runs.append((record, history))
+        except DataError as error:
+            own = "source" in full["configuration"] or "digest" in full["configuration"].get("model_options", {})
+            left_out["of a model or a function of your own" if own else str(error).partition(": ")[2]] += 1
+    return SharedRuns(runs, left_out)
+
+
+def _checksum(record: Mapping[str, Any], history: pyarrow.Table) -> str:
+    """Of a run, whether it comes from a store or from a shared file, in which seconds have fewer digits."""
+    rows = history.to_pydict()
+    rows["seconds"] = [round(seconds * 1024) for seconds in rows["seconds"]]
+    return folders.digest([{name: value for name, value in _flat(record) if name != "checksum"}, rows])
+
+
+# --- merging -----------------------------------------------------------------------------------------------
+
+
+def atlas_folder() -> Path:
+    """Where others' runs are kept: `$GPULAB_ATLAS`, `data/atlas` of a checkout, or the folder `atlas` here."""
+    checkout = records.recorded_folder("atlas")
+    return Path(os.environ.get("GPULAB_ATLAS") or (checkout if records.DATA.name == "data" else "atlas"))
+
+
+def merge(file: str | Path, folder: str | Path) -> int:
+    """Add the runs of a shared file to a folder that `gpulab.runs` reads, all or none; returns how many.
+
+    The folder gets one file of packed runs that this gpulab writes; nothing that the shared file names is opened.
+
+    Raises:
+        DataError: For a file that is damaged, oversized, not of shared runs, says what cannot be, or has runs that the
+            folder has already; with the reason.
+        GpulabError: Where the folder cannot be written.
+    """
+    file, content = Path(file), files.read(file, LARGEST)
+    files.check_seal(file, content)
+    _check_size(file, content)
+    shared, histories = records.packed_runs(file), records.packed_histories(file)
+    if not shared:
+        raise DataError(f"{file}: no runs are in it")
+    name, most = Counter(record["id"] for record in shared).most_common(1)[0]
+    if most > 1:
+        raise DataError(f"{file}: {name} is in it {most} times")
+    for record in shared:
+        _check(file, record, histories[record["id"]])
+    present = set(store.runs(folder).id)
+    if known := [record["id"] for record in shared if record["id"] in present]:
+        raise DataError(f"{file}: {len(known)} of {len(shared)} runs are in {folder} already, such as {known[0]}")
+    digest = hashlib.sha256(content).hexdigest()
+    packed = []
+    for record in shared:
+        more = {"command": Specification.from_record(record).command(), "contribution": digest}
+        packed.append((record | more, histories[record["id"]]))
+    return records.pack_runs(Path(folder) / f"contribution-{digest[:16]}.parquet", packed)
+
+
+def _check_size(file: Path, content: bytes) -> None:
+    """Raise `DataError` for a file that unpacks to more than is allowed, whatever it says of its size.
+
+    Where nothing is compressed, a page of the file cannot become larger; what repeats is counted as it is unpacked.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    runs = unpacked = 0
+    try:
+        with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as opened:
+            groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]
+            columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+            if unknown := set(opened.schema_arrow.names) - COLUMNS:
+                raise DataError(f"{file}: {min(unknown)}: not a column of shared runs")
+            if any(column.compression != "UNCOMPRESSED" for column in columns):
+                raise DataError(f"{file}: compressed, which shared runs are not: `gpulab pack --share` writes them")
+            for batch in opened.iter_batches(batch_size=8):
+                runs, unpacked = runs + batch.num_rows, unpacked + batch.nbytes
+                if unpacked > UNPACKED or runs > MOST_RUNS:
+                    raise DataError(f"{file}: too large: more than {MOST_RUNS:,} runs or {UNPACKED:,} bytes unpacked")
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{file}: not a file of shared runs: {error}") from None
+
+
+def _check(file: str | Path, record: dict[str, Any], history: pyarrow.Table) -> None:
+    """Raise `DataError` for a run with anything that is not on the list, or that cannot have been."""
+    schemas.check(SharedRun, dict(_flat(record)), file)
+    if record["checksum"] != _checksum(record, history):
+        raise DataError(f"{file}: {record['id']}: its checksum is that of another run")
+    for wrong in _wrong(record, history.to_pydict()):
+        raise DataError(f"{file}: {record['id']}: {wrong}")
+
+
+def _wrong(record: dict[str, Any], history: Mapping[str, list[Any]]) -> Iterator[str]:
+    """What of a run does not fit the rest of it, or cannot have been."""
+    summary, done, finished = record["summary"], record["configuration"], record["status"] == "finished"
+    losses, steps, seconds = history["loss"], history["step"], history["seconds"]
+    count, started = done["frames"] // done["window"], record["started"]
+    final, heldout = summary.get("final_loss"), summary.get("heldout_loss")
+    tomorrow = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 86400))
+    try:
+        setting = Setting.parse(record["setting"])
+        Specification.from_record(record).command()
+    except (UsageError, KeyError, TypeError) as error:
+        yield f"not a run that gpulab makes: {error}"
+        return
+    if str(setting) != record["setting"] or done["model"] != record["experiment"]:
+        yield "its setting or its model is not written as gpulab does"
+    if record["id"] not in _names(record):
+        yield "its id is not that of what it says was run, on which chip, with which torch and gpulab"
+    if setting.kind != "cpu" and not record["passport"]["gpus"]:
+        yield f"ran under {setting}, on a machine without a GPU"
+    if not EARLIEST <= started <= tomorrow:
+        yield f"started {started}"
+    if history["window"] != [*range(len(losses))]:
+        yield "its history has rows missing"
+    elif len(losses) > count or (finished and (len(losses) != count or not losses)):
+        yield f"its history has {len(losses)} windows, its {done['frames']} frames {count}"
+    elif steps != sorted(set(steps)) or (steps and not 0 < steps[0] <= steps[-1] <= done["frames"]):
+        yield "its history counts updates that its frames do not make"
+    elif seconds != sorted(seconds) or (seconds and summary["seconds"] < 0.99 * seconds[-1]):
+        yield "its history takes longer than the run"
+    elif (speed := summary.get("frames_per_second")) and not math.isclose(
+        speed * summary["seconds"], len(losses) * done["window"], rel_tol=0.02
+    ):
+        yield "its speed is not that of its frames and seconds"
+    elif not finished:
+        if final is not None or heldout is not None or record.get("diverged_at") is None:
+            yield "it diverged, and has a final loss or no step at which it did"
+    elif final is None or heldout is None or not all(0 <= loss < 1e75 for loss in losses):
+        yield "it finished, and has a loss that is no number"
+    else:
+        last = losses[-max(1, count // LAST_FIFTH) :]
+        if not math.isclose(final, math.fsum(last) / len(last), rel_tol=1e-6, abs_tol=1e-12):
+            yield "its final loss is not the mean of the last fifth of its history"
+
+
+def _names(record: Mapping[str, Any]) -> set[str]:
+    """What gpulab may have called a run that is as it says: with what it knew of content, and before it did."""
+    identity = {name: record[name] for name in (*IDENTITY, *OWN) if record.get(name) is not None}
+    known = {name: record[name] for name in ("code", "content") if name in record}
+    named = folders.identified(identity, record["passport"], known)
+    return {name for name in (named.id, named.former) if name}
