@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gpulab.diagnostics.sketches import leaves
+from gpulab.diagnostics.count_sketch import leaves
 from gpulab.errors import UsageError
 from gpulab.numerics.lines import Callers
 from gpulab.report import Report

@@ -15,9 +15,9 @@ from gpulab import report
 from gpulab.diagnostics.confirmation import Confirmation, place_of
 from gpulab.diagnostics.confirmation import confirm as confirm_lines
 from gpulab.diagnostics.findings import KINDS, Comparison, Finding, _in, check_same_step
-from gpulab.diagnostics.sketches import WITH_FLOAT64, distance
+from gpulab.diagnostics.count_sketch import WITH_FLOAT64, distance
 from gpulab.diagnostics.traces import Trace, record
-from gpulab.diagnostics.watching import RESULT, Operation
+from gpulab.diagnostics.tracer import RESULT, Operation
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gpulab.diagnostics.findings import Comparison, Finding
 from gpulab.diagnostics.reference import in_float64, outcome
-from gpulab.diagnostics.sketches import mapped, rounds, tensors
+from gpulab.diagnostics.count_sketch import mapped, rounds, tensors
 from gpulab.diagnostics.traces import Trace, perform
-from gpulab.diagnostics.watching import RESULT, Call
+from gpulab.diagnostics.tracer import RESULT, Call
 from gpulab.settings import Setting
 
 MOST = 8  # lines that are put right, one at a time

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from gpulab.diagnostics.reference import NOT_UNIQUE
-from gpulab.diagnostics.sketches import distance
+from gpulab.diagnostics.count_sketch import distance
 from gpulab.diagnostics.trace_files import TENSOR
 from gpulab.diagnostics.traces import ROUNDOFF, TWINS, Trace, aligned
-from gpulab.diagnostics.watching import RESULT, Operation
+from gpulab.diagnostics.tracer import RESULT, Operation
 from gpulab.errors import DataError
 from gpulab.settings import Setting
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpulab.diagnostics.sketches import WITH_FLOAT64, factors, leaves, mapped, where_float64_is
+from gpulab.diagnostics.count_sketch import WITH_FLOAT64, factors, leaves, mapped, where_float64_is
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS, rounded_factor
 from gpulab.numerics.formats import round_to, rounded_format
 

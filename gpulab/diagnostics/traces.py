@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpulab.diagnostics import sketches as sk
+from gpulab.diagnostics import count_sketch as sk
 from gpulab.diagnostics import trace_files
 from gpulab.diagnostics.guards import guard
 from gpulab.diagnostics.reference import ATTENTION, FACTORS, SAFETY, outcome
 from gpulab.diagnostics.steps import ready
-from gpulab.diagnostics.watching import RESULT, Call, Operation, Watcher
+from gpulab.diagnostics.tracer import RESULT, Call, Operation, Tracer
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
 from gpulab.numerics.emulation import rounded_factor
 from gpulab.passports import passport
@@ -200,8 +200,8 @@ def perform(
     results_only: bool = False,
     change: Callable[[Call], None] | None = None,
 ) -> Trace:
-    """Do the step once under a setting, watched; the arguments are those of `Watcher`."""
-    watcher = Watcher(sketches, tell, measured, results_only, change)
+    """Do the step once under a setting, watched; the arguments are those of `Tracer`."""
+    watcher = Tracer(sketches, tell, measured, results_only, change)
     devices = [torch.device(setting.device)] if setting.kind == "cuda" else []
     with (
         torch.random.fork_rng(devices=devices),

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
-from gpulab.diagnostics.sketches import SKETCH, sketch
+from gpulab.diagnostics.count_sketch import SKETCH, sketch
 from gpulab.diagnostics.steps import find_step
 from gpulab.diagnostics.traces import aligned
-from gpulab.diagnostics.watching import RESULT, Operation, _is_random
+from gpulab.diagnostics.tracer import RESULT, Operation, _is_random
 
 
 def recorded(step, setting="cpu", **options):

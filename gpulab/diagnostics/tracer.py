@@ -16,7 +16,7 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path
 
-from gpulab.diagnostics import sketches as sk
+from gpulab.diagnostics import count_sketch as sk
 from gpulab.diagnostics import trace_files
 from gpulab.diagnostics.reference import forward_error, outcome, writes
 from gpulab.numerics.lines import Callers
@@ -96,7 +96,7 @@ class Call(NamedTuple):
     results: list[Tensor]
 
 
-class Watcher(TorchDispatchMode):
+class Tracer(TorchDispatchMode):
     """Notes every operation below autograd, forward and backward, and then the step's results.
 
     Args:
@@ -307,7 +307,7 @@ class Watcher(TorchDispatchMode):
 
 
 # torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
-Watcher.__torch_dispatch__ = getattr(Watcher.__torch_dispatch__, "__wrapped__", Watcher.__torch_dispatch__)  # type: ignore[method-assign]
+Tracer.__torch_dispatch__ = getattr(Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 def _kept(values: Any) -> list[Tensor]:
