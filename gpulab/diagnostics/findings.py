@@ -209,7 +209,7 @@ class Comparison:
     def _by_itself(self, op: Operation) -> Iterator[Finding]:
         """What an operation shows without the other setting."""
         if op.anew:
-            detail = "was given other values when the step was done again, which no operation of torch had made"
+            detail = "was given other values when the step was done again, which no operation of the step had made"
             yield self._finding("nondeterminism", op, detail, ANEW)
         elif op.repeats is False:
             yield self._finding("nondeterminism", op, "gave other bits when the step was done again")

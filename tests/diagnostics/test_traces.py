@@ -458,7 +458,7 @@ def test_an_unseeded_generator_is_told_from_a_device_that_does_not_repeat_itself
     assert first.anew
     found = gl.audit(step, "cpu", "cpu:threads=1", progress=False).findings[0]
     assert found.kind == "nondeterminism"
-    assert "no operation of torch had made" in found.detail
+    assert "no operation of the step had made" in found.detail
     assert "default_rng" in found.advice
 
 
