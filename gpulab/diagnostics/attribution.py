@@ -21,7 +21,7 @@ import numpy as np
 
 from gpulab.diagnostics.comparison import Comparison, or_infinite
 from gpulab.diagnostics.findings import KINDS, Finding, Judge
-from gpulab.diagnostics.tolerances import CAST_ALONE, EXPLAINED, INHERITED, INHERITED_BY_ONE, SHORT
+from gpulab.diagnostics.tolerances import CAST_ALONE, EXPLAINED, INHERITED, INHERITED_BY_ONE, OTHER_OUTPUT, SHORT
 from gpulab.diagnostics.tracer import RESULT, Operation
 
 Values = tuple[str, str]  # the names of a value under the first setting, and of what stands for it under the second
@@ -70,7 +70,10 @@ class Attribution:
             return self.kept_between[id(op)] / self.total
         if id(op) in self.comparison.partners:
             arrived = self.arrived[self.number[id(op)]]
-            kept = sum(amount * _square(finding.size, self._gap(*values)) for values, amount in arrived.items())
+            kept = 0.0
+            for values, amount in arrived.items():
+                apart = self._gap(*values)
+                kept += amount * _square(_of_this_output(finding.size, op, apart), apart)
         else:
             kept = self.kept_alone[id(op)] * _square(finding.size, math.sqrt(_own_square(op)))
         return kept / self.total
@@ -119,7 +122,7 @@ class Attribution:
         given = [both for both in given if both[0] != both[1]]
         gaps = [self._gap(*both) for both in given]
         apart = self._gap(*values)
-        own = 0.0 if a.phase == RESULT else _square(math.sqrt(_own_square(a) + _own_square(b)), apart)
+        own = 0.0 if a.phase == RESULT else _square(math.sqrt(_own_square(a, apart) + _own_square(b, apart)), apart)
         between = next((id(op) for op in (b, a) if id(op) in self.found_between), None)
         if between is not None:
             common = [gap for both, gap in zip(given, gaps, strict=True) if comparison.common(*both, a)]
@@ -164,9 +167,18 @@ class Attribution:
         return self.number[id(op)] < self.number[id(user)]
 
 
-def _own_square(op: Operation) -> float:
+def _own_square(op: Operation, apart: float = math.inf) -> float:
     """The square of what an operation's own error and what does not repeat of it make, relative to its result."""
-    return or_infinite(op.error or 0.0) ** 2 + or_infinite(op.spread or 0.0) ** 2
+    sizes = or_infinite(op.error or 0.0), or_infinite(op.spread or 0.0)
+    return sum(_of_this_output(size, op, apart) ** 2 for size in sizes)
+
+
+def _of_this_output(size: float, op: Operation, apart: float) -> float:
+    """An operation's error; nothing where it must be that of another output, as of a bias's gradient that vanishes.
+
+    Of several outputs that with the largest error, by its bound, gives the operation's.
+    """
+    return 0.0 if len(op.outputs) > 1 and size > OTHER_OUTPUT * apart else size
 
 
 def _square(size: float, apart: float) -> float:

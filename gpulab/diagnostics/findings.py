@@ -94,7 +94,7 @@ class Finding:
             return "\n      its effect has no bound: it could explain all of the difference in the results"
         if math.isnan(self.share) or self.kind == "rounding":
             return ""
-        share = f"{self.share:.0%}" if self.share >= 0.01 else f"{self.share:.0e} "
+        share = f"{self.share:.0%}" if self.share >= 0.01 else "less than 1%"
         return f"\n      {share} of the difference in the results goes back to it"
 
 

@@ -16,6 +16,7 @@ CARRIED = 4.0  # how many times the change that random roundings carried there t
 INHERITED, INHERITED_BY_ONE = 16.0, 4.0
 EXPLAINED = 0.5  # the share of a difference that must go back to other findings for it to be explained by them
 CAST_ALONE = 4.0  # a cast that is further off than so many times the operation it was made for explains more than it
+OTHER_OUTPUT = 4.0  # an error that is so many times as large as what an output is off is that of another output
 
 SHORT = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 # What decides: where two inputs lie next to an edge, two right results lie on either side of it. So does an optimizer
