@@ -48,6 +48,8 @@ class Attribution:
             if finding.side_by_side
             for op in comparison.partners.get(id(finding.op), (finding.op,))
         }
+        # Where results begin to part without a cause: there what the inputs make is not held against the operation.
+        self.begins = {id(finding.op) for finding in findings if finding.kind == "cause not found"}
         self.arrived: dict[int, Counter[Values]] = defaultdict(Counter)  # by the number of the pair
         self.kept_between: Counter[int] = Counter()  # what operations keep that were found side by side
         self.kept_alone: Counter[int] = Counter()  # what those of one setting alone keep for their own errors
@@ -125,8 +127,12 @@ class Attribution:
         own = 0.0 if a.phase == RESULT else _square(math.sqrt(_own_square(a, apart) + _own_square(b, apart)), apart)
         between = next((id(op) for op in (b, a) if id(op) in self.found_between), None)
         if between is not None:
-            common = [gap for both, gap in zip(given, gaps, strict=True) if comparison.common(*both, a)]
-            excess = max(0.0, 1 - own - _square(INHERITED * math.hypot(0.0, *common), apart))
+            inherited = [
+                gap
+                for both, gap in zip(given, gaps, strict=True)
+                if between in self.begins or comparison.common(*both, a)
+            ]
+            excess = max(0.0, 1 - own - _square(INHERITED * math.hypot(0.0, *inherited), apart))
             self.kept_between[id(a)] += amount * excess
             self.kept_between[id(b)] += amount * excess
             own += excess

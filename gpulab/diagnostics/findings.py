@@ -139,8 +139,8 @@ class Judge:
             if pair.a and pair.b:
                 other_arguments = self._other_arguments(pair.a, pair.b)
                 of_both = [other_arguments] if other_arguments else []
-                if not of_both and not of_one:
-                    of_both = list(self._side_by_side(pair.a, pair.b))
+                if not of_both and all(finding.kind == "reduced precision" for finding in of_one):
+                    of_both = list(self._side_by_side(pair.a, pair.b, rightly=not of_one))
                 yield from of_both
                 if self._part(pair.a, pair.b):
                     explained = bool(of_one or of_both) or self.comparison.values_may_differ
@@ -212,8 +212,8 @@ class Judge:
         words = {"arguments": here, "others": there, "line": line}
         return self._between("mismatch", b, gap, "other arguments", "other arguments", **words)
 
-    def _side_by_side(self, a: Operation, b: Operation) -> Iterator[Finding]:
-        """What shows only when the two are laid side by side."""
+    def _side_by_side(self, a: Operation, b: Operation, rightly: bool) -> Iterator[Finding]:
+        """What shows only when two are laid side by side; if both compute `rightly`, they should make the same."""
         comparison = self.comparison
         if a.random or b.random:
             if not comparison.same_bits(a, b):
@@ -251,6 +251,8 @@ class Judge:
                 return
         known_before = any(id(op) in self.parted for op in comparison.before(a, b))
         of_the_same = not comparison.in_doubt(b) and max(map(or_infinite, gaps), default=0.0) <= SAME_INPUTS
+        if not rightly:
+            return
         if a.ratio is None or b.ratio is None:
             yield from self._without_a_twin(a, b, gaps)
         elif of_the_same and a.name not in DECIDES and not known_before:
