@@ -2,8 +2,8 @@
 
 The difference in loss, gradients and what was updated is passed back along the values, as relevance is passed back in a
 network: of the difference that arrives at what an operation made, the operation keeps the share that its own error
-makes of it, and passes the rest on to what it was given, by how far that is apart. All in squares, as independent errors
-add up. Where the operations themselves were found to be others, they keep what their inputs cannot have made.
+makes of it, and passes the rest on to what it was given, by how far that is apart. All in squares, as independent
+errors add up. Where the operations themselves were found to be others, they keep what their inputs cannot have made.
 
 References:
     S. Bach et al. 2015, On pixel-wise explanations for non-linear classifier decisions by layer-wise relevance
@@ -13,7 +13,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -50,9 +50,13 @@ class Attribution:
         }
         # Where results begin to part without a cause: there what the inputs make is not held against the operation.
         self.begins = {id(finding.op) for finding in findings if finding.kind == "cause not found"}
-        self.arrived: dict[int, Counter[Values]] = defaultdict(Counter)  # by the number of the pair
-        self.kept_between: Counter[int] = Counter()  # what operations keep that were found side by side
-        self.kept_alone: Counter[int] = Counter()  # what those of one setting alone keep for their own errors
+        self.arrived: dict[int, dict[Values, float]] = defaultdict(
+            lambda: defaultdict(float)
+        )  # by the number of the pair
+        self.kept_between: dict[int, float] = defaultdict(float)  # what operations keep that were found side by side
+        self.kept_alone: dict[int, float] = defaultdict(
+            float
+        )  # what those of one setting alone keep for their own errors
         self.total = self._begin(results)
         self.lost = 0.0  # what goes back to nothing that is known
         for number in reversed(range(len(comparison.pairs))):
@@ -221,7 +225,7 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
     if not attribution.total:  # both results are alike: what makes them differ from those of float64
         weights = {id(finding): _share_of_error(comparison, findings, finding) for finding in findings}
     explainers = _explainers(judge, findings, weights)
-    of_line: Counter[tuple[str, str]] = Counter()
+    of_line: dict[tuple[str, str], float] = defaultdict(float)
     for finding in findings:
         first = _first_explainer(finding, explainers)
         of_line[first.kind, first.place] += 0.0 if math.isnan(weights[id(finding)]) else weights[id(finding)]
@@ -275,10 +279,7 @@ def _explainers(judge: Judge, findings: list[Finding], weights: Mapping[int, flo
     """For findings that are consequences or parts of others, by their id, these others."""
     explainers = {}
     short = {
-        id(op): finding
-        for finding in findings
-        if _is_short(finding)
-        for op in operations_of(finding, judge.comparison)
+        id(op): finding for finding in findings if _is_short(finding) for op in operations_of(finding, judge.comparison)
     }
     for finding in findings:
         other = None

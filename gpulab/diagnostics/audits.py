@@ -18,9 +18,9 @@ from gpulab.diagnostics.confirmation import Confirmation
 from gpulab.diagnostics.confirmation import confirm as confirm_lines
 from gpulab.diagnostics.count_sketch import WITH_FLOAT64, distance
 from gpulab.diagnostics.findings import KINDS, Finding, Judge
+from gpulab.diagnostics.tracer import RESULT, Operation
 from gpulab.diagnostics.traces import Trace, record
 from gpulab.diagnostics.wording import in_module
-from gpulab.diagnostics.tracer import RESULT, Operation
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 
@@ -163,6 +163,7 @@ class Audit(report.Report):
         of_group: dict[int, tuple[str, ...]] = {}
         consequences: dict[tuple[str, ...], list[Finding]] = {}
         for finding in self.findings:
+            key: tuple[str, ...]
             if finding.explained_by is None:
                 key = (finding.kind, finding.setting, finding.place, finding.advice)
                 groups.setdefault(key, []).append(finding)

@@ -94,7 +94,7 @@ class Comparison:
         self.makers = _makers(a), _makers(b)
         self.sources = _makers(a, passed_on=True), _makers(b, passed_on=True)
         self.calls = Counter(map(_call, a.operations)), Counter(map(_call, b.operations))
-        # Where the step is known to make other values each time, or to have computed with wrong memory, they may differ.
+        # Where the step makes other values each time, or computed with wrong memory, they may differ.
         unsteady = any(_makes_other_values(op) for trace in (a, b) for op in trace.operations)
         self.values_may_differ = bool(a.overwritten or b.overwritten or unsteady)
         births = [_first_nan(trace, makers) for trace, makers in zip((a, b), self.makers, strict=True)]
@@ -207,7 +207,8 @@ class Comparison:
                     of_this[id(op)] = op
                     front += op.inputs
             alone.append(list(of_this.values()))
-        return Stretch(*alone, before)
+        alone_a, alone_b = alone
+        return Stretch(alone_a, alone_b, before)
 
 
 def _makes_other_values(op: Operation) -> bool:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from gpulab.diagnostics.attribution import operations_of
 from gpulab.diagnostics.comparison import Comparison
+from gpulab.diagnostics.count_sketch import mapped, rounds, tensors
 from gpulab.diagnostics.findings import Finding, Judge
 from gpulab.diagnostics.reference import in_float64, outcome
-from gpulab.diagnostics.count_sketch import mapped, rounds, tensors
-from gpulab.diagnostics.traces import Trace, perform
 from gpulab.diagnostics.tracer import RESULT, Call
+from gpulab.diagnostics.traces import Trace, perform
 from gpulab.settings import Setting
 
 MOST = 8  # lines that are put right, one at a time
@@ -64,7 +64,7 @@ def confirm(
     """
     from gpulab.progress import Progress
 
-    comparison, a, b = judge.comparison, judge.a, judge.b
+    a, b = judge.a, judge.b
     groups: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.op is not None and finding.kind not in ("rounding", "overwritten"):

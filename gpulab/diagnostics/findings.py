@@ -325,7 +325,10 @@ class Judge:
         maker_a, maker_b = comparison.maker(0, x), comparison.maker(1, y)
         blamed, other = (maker_b, maker_a) if maker_b else (maker_a, maker_b)
         assert blamed is not None
-        words = {"other_maker": named(other) if other else "data or weights", "user": user.name + in_module(user.module)}
+        words = {
+            "other_maker": named(other) if other else "data or weights",
+            "user": user.name + in_module(user.module),
+        }
         finding = self._between("mismatch", blamed, gap, "other function", "other function", **words)
         return replace(finding, instead=(x, y))
 
@@ -379,7 +382,7 @@ class Judge:
             return
         self.unexplained = a, b = results[gaps.index(max(gaps))]
         begins = comparison.matched.index(unknown[0])
-        words = {
+        words: dict[str, Any] = {
             "result": described(b),
             "more": f" (and {len(gaps) - 1} more results)" if len(gaps) > 1 else "",
             "tolerance": comparison.tolerance(a, b, 0),

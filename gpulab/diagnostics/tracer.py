@@ -354,7 +354,9 @@ def _as_it_is(leaf: Tensor) -> tuple[int, torch.dtype, torch.device]:
 def _spread(again: list[Tensor], results: list[Tensor]) -> float:
     """How far the results of an operation that was called again are from the first ones, relative to these."""
     distances = [
-        sk.distance(sk.sketch(other), sk.sketch(one)) for other, one in zip(again, results, strict=False) if sk.rounds(one)
+        sk.distance(sk.sketch(other), sk.sketch(one))
+        for other, one in zip(again, results, strict=False)
+        if sk.rounds(one)
     ]
     return max(distances, default=math.inf)
 

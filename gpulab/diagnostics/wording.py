@@ -52,9 +52,7 @@ DETAILS = {
     "other draw": "drew other numbers than under {there}",
     "other arguments": "called with {arguments}; under {there} with {others}{line}",
     "other data": "was given other data or weights than under {there}: {gap:.1e} apart",
-    "other wiring": (
-        "is given what {maker} makes; under {there} what {other_maker} makes, {gap:.1e} (relative) apart"
-    ),
+    "other wiring": ("is given what {maker} makes; under {there} what {other_maker} makes, {gap:.1e} (relative) apart"),
     "other function": (
         "what it makes is {gap:.1e} (relative) from what {other_maker} makes in its place under {there}, though each "
         "computes rightly what it is asked to; first used by {user}"

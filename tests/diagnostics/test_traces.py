@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import gpulab as gl
 from gpulab.diagnostics.count_sketch import SKETCH, sketch
 from gpulab.diagnostics.steps import find_step
-from gpulab.diagnostics.traces import aligned
 from gpulab.diagnostics.tracer import RESULT, Operation, _is_random
+from gpulab.diagnostics.traces import aligned
 
 
 def recorded(step, setting="cpu", **options):
