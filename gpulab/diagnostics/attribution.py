@@ -235,8 +235,7 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
         share = (confirmed or {}).get(finding.place, share)
         own = weights[id(finding)]
         return (
-            finding.kind == "rounding",
-            finding.bounded,
+            _tier(finding),
             -share,
             0.0 if math.isnan(own) else -own,
             KINDS.index(finding.kind),
@@ -258,6 +257,15 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
         if id(finding) not in explainers:
             tell(finding, None)
     return told
+
+
+def _tier(finding: Finding) -> int:
+    """What may explain everything first; a result that is missing is as often a consequence of a mismatch."""
+    if finding.kind == "rounding":
+        return 3
+    if finding.kind == "overwritten":
+        return 0
+    return 1 if not finding.bounded or (finding.kind == "mismatch" and finding.share >= EXPLAINED) else 2
 
 
 def _share_of_error(comparison: Comparison, findings: list[Finding], finding: Finding) -> float:
