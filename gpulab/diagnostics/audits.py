@@ -230,6 +230,10 @@ def audit(
     a bug; `cause not found`, the loss, a gradient or what was updated is further apart than roundings lead
     (by Monte Carlo arithmetic), and no operation says why.
 
+    What explains most of the difference in loss, gradients and what was updated comes first: the difference is passed
+    back along the values, and each operation keeps the share that its own error makes (`Finding.share`); with
+    `confirm` it is measured. What is a part or a consequence of another finding is told under that.
+
     A fault that is the same under both settings and in float64 cannot be seen, nor what is computed outside of torch
     unless it changes values that torch meets.
 

@@ -1046,7 +1046,9 @@ def test_the_order_follows_what_was_measured():
 
 
 def test_weights_that_are_moved_inside_of_the_step_are_no_mismatch():
-    def step(setting, net=seeded(lambda: nn.Sequential(nn.Linear(50, 60), nn.ReLU(), nn.Linear(60, 3)))):
+    net = seeded(lambda: nn.Sequential(nn.Linear(50, 60), nn.ReLU(), nn.Linear(60, 3)))
+
+    def step(setting):
         model = copy.deepcopy(net) if setting.precision == "float64" else net
         model.to(setting.dtype)
         model.zero_grad()
