@@ -235,7 +235,7 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
         share = (confirmed or {}).get(finding.place, share)
         own = weights[id(finding)]
         return (
-            _tier(finding),
+            _tier(finding, causes_nan=None in comparison.first_nan and id(finding.op) in comparison.nan_causes),
             -share,
             0.0 if math.isnan(own) else -own,
             KINDS.index(finding.kind),
@@ -259,13 +259,16 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
     return told
 
 
-def _tier(finding: Finding) -> int:
-    """What may explain everything first; a result that is missing is as often a consequence of a mismatch."""
+def _tier(finding: Finding, causes_nan: bool) -> int:
+    """What may explain everything first, and what becomes NaN under one setting alone.
+
+    A result that is missing is as often a consequence of a mismatch.
+    """
     if finding.kind == "rounding":
         return 3
     if finding.kind == "overwritten":
         return 0
-    return 1 if not finding.bounded or (finding.kind == "mismatch" and finding.share >= EXPLAINED) else 2
+    return 1 if causes_nan or not finding.bounded or (finding.kind == "mismatch" and finding.share >= EXPLAINED) else 2
 
 
 def _share_of_error(comparison: Comparison, findings: list[Finding], finding: Finding) -> float:
