@@ -301,7 +301,9 @@ def linked_by_notebooks():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_lab_serves_what_the_notebooks_link_to(tmp_path):
-    command = shlex.split(subprocess.check_output(["make", "--no-print-directory", "-n", "lab"], cwd=ROOT, text=True).splitlines()[-1])
+    command = shlex.split(
+        subprocess.check_output(["make", "--no-print-directory", "-n", "lab"], cwd=ROOT, text=True).splitlines()[-1]
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         options = ["--no-browser", "--allow-root", f"--port={free.getsockname()[1]}", "--IdentityProvider.token=ours"]

@@ -279,7 +279,7 @@ def published_page(
     """What was claimed, what was wrong, how one knows and what remains unknown, on one page.
 
     Args:
-        window: From `gpulab.first_window`: the gradient in our own port.
+        window: From `gpulab.companion.first_window`: the gradient in our own port.
         table: From `published_table`.
         trips: From `round_trips`.
         dose: From `recorded_dose`.

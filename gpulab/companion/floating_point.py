@@ -217,9 +217,9 @@ class FactorTable(Report):
 
     `factor`, `change` (in words), `base`; `source` (`made here`, `recorded` or `not recorded`), `emulated`,
     `machine`, `profile`. One step, of a few seeds the one that moves most: `loss_bit` (the first bit in which the loss
-    of any frame differs on any of them, see `gpulab.first_bit`), `step_moved` (relative distance of the gradients),
-    `gradient_bit` (the bit that this reaches), `step_error` and `base_error` (relative distances to the base's
-    gradient in float64). The final loss: `seeds`, `effect` (mean difference) with its interval `low`, `high`, and
+    of any frame differs on any of them, see `gpulab.numerics.first_bit`), `step_moved` (relative distance of the
+    gradients), `gradient_bit` (the bit that this reaches), `step_error` and `base_error` (relative distances to the
+    base's gradient in float64). The final loss: `seeds`, `effect` (mean difference) with its interval `low`, `high`, and
     `largest` (of any seed), in standard deviations between seeds; `same_bits` (seeds whose trained weights are
     identical); `decision`.
     """

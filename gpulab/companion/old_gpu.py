@@ -126,7 +126,7 @@ def cards_finding(
         runs: Those made here and the recorded ones. The verdicts are those on the recorded runs.
         report: The audit of a first step.
         reproduction: What the search for the old losses found.
-        conversions: What `gpulab.recorded_measurements("conversions")` has, with those made here.
+        conversions: What `gpulab.companion.recorded_measurements("conversions")` has, with those made here.
     """
     became = []
     for row in cards_table(runs[runs.covariance == "one-pass"]).itertuples():
@@ -246,7 +246,7 @@ def spectrum(frame: pd.DataFrame) -> Picture:
     Below −ε, the dotted line, a covariance has no Cholesky factor.
 
     Args:
-        frame: From `gpulab.covariance_spectrum`.
+        frame: From `gpulab.companion.covariance_spectrum`.
     """
     figure, (left, right) = canvas(2, height=3.8, share_rows=True)
     smallest = frame.groupby(["setting", "covariance", "seed"]).eigenvalue.min()
@@ -279,7 +279,7 @@ def spectrum(frame: pd.DataFrame) -> Picture:
 
 
 def prices(frame: pd.DataFrame) -> Picture:
-    """The time of a step in float32, and in TF32 with either cure, from `gpulab.recorded_prices`."""
+    """The time of a step in float32, and in TF32 with either cure, from `gpulab.companion.recorded_prices`."""
     figure, (axes,) = canvas(1, height=1.2 + 0.45 * len(frame))
     slowest = frame.ms.max()
     beside: Look = {"xytext": (9, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}

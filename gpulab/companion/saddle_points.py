@@ -18,8 +18,8 @@ def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame 
     """What is known about escapes and curvature, or one of them.
 
     Args:
-        escapes: The `table` of `gpulab.escape_table`.
-        curvature: From `gpulab.curvature_along`.
+        escapes: The `table` of `gpulab.saddles.escape_table`.
+        curvature: From `gpulab.saddles.curvature_along`.
 
     Raises:
         UsageError: Where both are missing.
@@ -27,8 +27,9 @@ def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame 
     Examples:
         >>> import gpulab, torch
         >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-        >>> saddle = gpulab.linear_autoencoder_saddle(data, [1])
-        >>> escapes = gpulab.escape_table(saddle, ["cpu:precision=float64"], perturbations=[1e-3], progress=False)
+        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(data, [1])
+        >>> float64 = ["cpu:precision=float64"]
+        >>> escapes = gpulab.saddles.escape_table(saddle, float64, perturbations=[1e-3], progress=False)
         >>> saddle_finding(escapes.table).statistics()[-1][:50]
         'Pushed off the saddle (made here): 1 of 1 left, af'
     """

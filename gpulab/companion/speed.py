@@ -296,7 +296,7 @@ def scaling(frame: pd.DataFrame) -> Picture:
     """Rates of matrix products against their size, filled for this machine, hollow for recorded ones.
 
     Args:
-        frame: From `gpulab.roofline`, and from `gpulab.recorded_rooflines`.
+        frame: From `gpulab.roofline`, and from `gpulab.device.recorded_rooflines`.
     """
     figure, (axes,) = canvas(1, height=3.8)
     frame = frame[frame.kind == "matrix"]

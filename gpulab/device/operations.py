@@ -22,7 +22,7 @@ FORMATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fused_operations(settings: Sequence[str] | None = None, count: int = 100_000) -> pd.DataFrame:
-    """Which operations of this machine fuse: their share of the bits that `gpulab.fma` gives.
+    """Which operations of this machine fuse: their share of the bits that `gpulab.numerics.fma` gives.
 
     Args:
         settings: by default `cpu` and, where the CPU can more, `cpu:isa=sse4`, which has no fused instruction.

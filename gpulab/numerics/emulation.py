@@ -102,7 +102,7 @@ def emulate(
 
     Those of any PyTorch code, forward and backward, on any device, as long as the numbers are float32. An emulation
     inside another one replaces it. It cannot know which kernel a library will choose: an H200 that may use TF32
-    computes many small convolutions in float32 all the same (`gpulab.compare_products`).
+    computes many small convolutions in float32 all the same (`gpulab.diagnostics.compare_products`).
     A card with TF32, `ampere` or `hopper`, uses it where the program allows it: in matrix products by
     `torch.backends.cuda.matmul` or `torch.set_float32_matmul_precision`, off by torch's default (since 1.12); in
     convolutions by `torch.backends.cudnn`, on by default. The setting `cpu:tf32=on,emulate=ampere` allows both, and a

@@ -160,7 +160,7 @@ def growth(frame: pd.DataFrame) -> Picture:
     """The distance between two trainings as they go on, a line for each seed.
 
     Args:
-        frame: From `gpulab.growth`, one network or two below each other.
+        frame: From `gpulab.training.growth`, one network or two below each other.
     """
     networks = list(frame.network.unique())[:2]
     tints = dict(zip(frame.change.unique(), CHANGE_COLOURS, strict=False))

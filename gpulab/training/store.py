@@ -125,7 +125,7 @@ def pack(store: str | Path, file: str | Path) -> int:
 
     Args:
         store: A folder, or another file of packed runs.
-        file: Where to write; `gpulab.runs(file)` and `gpulab.history` read it.
+        file: Where to write; `gpulab.runs(file)` and `gpulab.training.history` read it.
 
     Raises:
         DataError: Where there are no runs.

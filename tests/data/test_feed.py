@@ -26,7 +26,7 @@ def frames(count=5, shape=(3, 12, 16), seed=0):
 
 
 def small_net(setting=CPU, **options):
-    net = gl.PredNet(channels=(3, 4, 8), size=(12, 16), **options)
+    net = gl.models.PredNet(channels=(3, 4, 8), size=(12, 16), **options)
     return net.to(setting.device, setting.dtype)
 
 
@@ -144,7 +144,7 @@ def test_which_loaders_train_to_the_same_bits(kind, precision, same):
     networks = {
         "prednet": small_net,
         "lotter": lambda: small_net(variant="lotter"),
-        "autoencoder": lambda: gl.Autoencoder(hidden=(8,)),
+        "autoencoder": lambda: gl.models.Autoencoder(hidden=(8,)),
     }
     net, loaders = networks[kind](), {}
     for loader in LOADERS:
@@ -181,7 +181,7 @@ def test_the_guard_sees_the_reused_buffer_and_nothing_in_the_copied(loader):
 def chainer(shared):
     with np.load(shared / "chainer" / "prednet_small_expected.npz") as archive:
         expected = {name: archive[name] for name in archive.files}
-    return gl.PredNet.from_chainer(shared / "chainer" / "prednet_small.model"), expected
+    return gl.models.PredNet.from_chainer(shared / "chainer" / "prednet_small.model"), expected
 
 
 @pytest.mark.parametrize("name", BUFFERED)
