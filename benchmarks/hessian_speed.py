@@ -18,7 +18,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import multiprocessing
 import shlex
 import statistics
@@ -39,6 +38,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import gpulab as gl
+from gpulab import records
 from gpulab.passports import passport
 from gpulab.training.protocol import PROFILES, protocol
 
@@ -586,11 +586,10 @@ def main(
         rows: list[dict[str, Any]] = []
         for one in sizes:
             rows += measure(one, frames, device, names, count=products, blocks=block or [10], steps=steps, rounds=turns)
-            content = {"format": 1, "command": command, "device": device, "passport": passport(), "rows": rows}
-            record.parent.mkdir(parents=True, exist_ok=True)
-            record.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            content = {"command": command, "device": device, "passport": dict(passport()), "rows": rows}
+            records.write_json(record, content)
     files = sorted({file.resolve() for file in [*RECORDS.glob("*.json"), *([record] if record else [])]})
-    text = table([json.loads(file.read_text(encoding="utf-8")) for file in files])
+    text = table([records.read_json(file) for file in files])
     print(text)
     if write is not None:
         write.write_text(text, encoding="utf-8")

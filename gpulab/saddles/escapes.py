@@ -381,9 +381,7 @@ def recorded_escapes() -> pd.DataFrame:
     """
     import pandas as pd
 
-    usual = {"optimizer": "sgd", "master_weights": False, "step_ratio": math.nan}  # the first ones do not say so
-    tables = read_tables(recorded_folder("saddles") / "escapes")
-    parts = [pd.DataFrame({**usual, **table, "recorded": True}) for table, _ in tables]
+    parts = [table.assign(recorded=True) for table, _ in read_tables(recorded_folder("saddles") / "escapes")]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["setting", "steps", "recorded"])
 
 

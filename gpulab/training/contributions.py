@@ -253,7 +253,7 @@ def _wrong(run: dict[str, Any]) -> Iterator[str]:
         return
     if str(setting) != run["setting"] or done["model"] != run["experiment"]:
         yield "its setting or its model is not written as gpulab does"
-    if run["id"] not in _names(run):
+    if run["id"] != _name(run):
         yield "its id is not that of what it says was run, on which chip, with which torch and gpulab"
     if setting.kind != "cpu" and not run["passport"]["gpus"]:
         yield f"ran under {setting}, on a machine without a GPU"
@@ -282,9 +282,8 @@ def _wrong(run: dict[str, Any]) -> Iterator[str]:
             yield "its final loss is not the mean of the last fifth of its history"
 
 
-def _names(run: Mapping[str, Any]) -> set[str]:
-    """What gpulab may have called a run that is as it says: with what it knew of content, and before it did."""
+def _name(run: Mapping[str, Any]) -> str:
+    """What gpulab calls a run that is as it says."""
     identity = {name: run[name] for name in (*IDENTITY, *OWN) if name in run}
     known = {name: run[name] for name in ("code", "content") if name in run}
-    named = folders.identified(identity, run["passport"], known)
-    return {name for name in (named.id, named.former) if name}
+    return folders.identified(identity, run["passport"], known).id

@@ -198,7 +198,7 @@ def _rows(entry: str, recorded: bool) -> list[dict[str, Any]]:
     if not os.path.isdir(entry):
         return [_row(record, entry, recorded) for record in records.packed_runs(Path(entry))]
     record = folders.read_record(entry)
-    folders.check_history(entry, record)
+    folders.check_history(entry)
     return [_row(record, entry, recorded)]
 
 
