@@ -15,43 +15,42 @@ from gpulab.files import printable
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,255}$")]  # of a folder
-OPEN = ConfigDict(extra="allow", strict=True)
 
 
-class _Processor(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class _Open(TypedDict):
+    """What may hold more than is named: the kinds below inherit it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+
+class _Processor(_Open):
     model: str
 
 
-class _Gpu(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class _Gpu(_Open):
     name: str
 
 
-class _Software(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class _Software(_Open):
     torch: str
     gpulab: str
 
 
-class Passport(TypedDict):
+class Passport(_Open):
     """Of a machine."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     cpu: _Processor
     gpus: list[_Gpu]
     software: _Software
 
 
-class _DataOptions(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class _DataOptions(_Open):
     speed: NotRequired[Number | None]
 
 
-class _OfNetwork(TypedDict):
+class _OfNetwork(_Open):
     """What one of gpulab's networks was trained on."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     data: str
     frames: Whole
     window: NotRequired[Whole]
@@ -59,16 +58,14 @@ class _OfNetwork(TypedDict):
     data_options: NotRequired[_DataOptions]
 
 
-class _OfFunction(TypedDict):
+class _OfFunction(_Open):
     """What a function of the user's was."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     source: str
     options: dict[str, Any]
 
 
-class _Summary(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class _Summary(_Open):
     final_loss: Number | None
     heldout_loss: Number | None
     seconds: Number
@@ -76,10 +73,9 @@ class _Summary(TypedDict):
     weights: NotRequired[str | None]
 
 
-class Run(TypedDict):
+class Run(_Open):
     """A run's `run.json`, or what a file of packed runs has of it."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     id: Name
     experiment: str
     profile: str
@@ -101,10 +97,9 @@ class Run(TypedDict):
     draws: NotRequired[str | None]
 
 
-class Recording(TypedDict):
+class Recording(_Open):
     """The notes of a recorded table."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     passport: Passport
 
 
@@ -127,10 +122,9 @@ class Trace(TypedDict):
     arithmetic: dict[str, Any]
 
 
-class Checkpoint(TypedDict):
+class Checkpoint(_Open):
     """The notes of a checkpoint."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     step: Whole
     state: dict[str, Any]
     ways: NotRequired[list[str]]
@@ -139,7 +133,12 @@ class Checkpoint(TypedDict):
 # --- contributed runs: what may be in one, and nothing else -----------------------------------------------
 
 
-SHUT = ConfigDict(extra="forbid", strict=True)
+class _Shut(TypedDict):
+    """What may hold nothing but what is named."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Positive = Annotated[float, Field(ge=0, lt=1e75, allow_inf_nan=False)]
 Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
@@ -149,8 +148,7 @@ Version = Annotated[str, StringConstraints(pattern=r"^[0-9][0-9A-Za-z.+-]{0,39}$
 Extent = list[Annotated[int, Field(ge=1, le=1 << 16)]]
 
 
-class _SharedProcessor(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
+class _SharedProcessor(_Shut):
     model: Words
     architecture: NotRequired[Words]
     physical_cores: NotRequired[Annotated[int, Field(ge=1, le=4096)]]
@@ -158,8 +156,7 @@ class _SharedProcessor(TypedDict):
     vector_extensions: NotRequired[list[Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,24}$")]]]
 
 
-class _SharedGpu(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
+class _SharedGpu(_Shut):
     name: Words
     kind: NotRequired[Literal["cuda", "mps", "xpu"]]
     compute_capability: NotRequired[Version]
@@ -168,8 +165,7 @@ class _SharedGpu(TypedDict):
     driver: NotRequired[Version | None]
 
 
-class _SharedSoftware(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
+class _SharedSoftware(_Shut):
     torch: Version
     gpulab: Version
     cuda: NotRequired[Version | None]
@@ -182,8 +178,7 @@ class _SharedSoftware(TypedDict):
     commit: NotRequired[Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{7,40}(-dirty)?$")] | None]
 
 
-class _SharedPassport(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
+class _SharedPassport(_Shut):
     format: NotRequired[Count]
     cpu: _SharedProcessor
     memory_bytes: NotRequired[Count]
@@ -191,8 +186,7 @@ class _SharedPassport(TypedDict):
     software: _SharedSoftware
 
 
-class _SharedArithmetic(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
+class _SharedArithmetic(_Shut):
     threads: NotRequired[Count]
     cpu_capability: NotRequired[Words]
     deterministic: NotRequired[bool]
@@ -203,8 +197,7 @@ class _SharedArithmetic(TypedDict):
     convolution_fp32: NotRequired[Words]
 
 
-class _SharedModel(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
+class _SharedModel(_Shut):
     size: NotRequired[Extent]
     channels: NotRequired[Extent]
     hidden: NotRequired[Extent | Count]
@@ -216,8 +209,7 @@ class _SharedModel(TypedDict):
     truncation: NotRequired[Literal["loss", "state"]]
 
 
-class _SharedData(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
+class _SharedData(_Shut):
     size: NotRequired[Extent]
     frames: NotRequired[Count]
     images: NotRequired[Count]
@@ -228,8 +220,7 @@ class _SharedData(TypedDict):
     subsampling: NotRequired[Literal["4:4:4", "4:2:2", "4:2:0"]]
 
 
-class _SharedConfiguration(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
+class _SharedConfiguration(_Shut):
     model: Literal["autoencoder", "prednet", "whitener"]
     model_options: _SharedModel
     data: Annotated[str, StringConstraints(pattern=r"^(jpeg:)?(digits|mnist|walk|moving-digits)$")]
@@ -239,8 +230,7 @@ class _SharedConfiguration(TypedDict):
     learning_rate: Positive
 
 
-class _SharedSummary(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
+class _SharedSummary(_Shut):
     final_loss: Positive | None
     heldout_loss: Positive | None
     seconds: Positive
@@ -248,18 +238,16 @@ class _SharedSummary(TypedDict):
     weights: NotRequired[Hex]
 
 
-class _SharedHistory(TypedDict):
-    __pydantic_config__ = SHUT  # type: ignore[misc]
+class _SharedHistory(_Shut):
     window: list[Count]
     step: list[Count]
     loss: list[Positive | None]
     seconds: list[Positive]
 
 
-class SharedRun(TypedDict):
+class SharedRun(_Shut):
     """A run in a contribution: these fields and no others."""
 
-    __pydantic_config__ = SHUT  # type: ignore[misc]
     id: Name
     experiment: Literal["autoencoder", "prednet", "whitener"]
     profile: Literal["smoke", "quick", "motion", "paper"]
@@ -289,10 +277,9 @@ class SharedRun(TypedDict):
     checksum: Hex
 
 
-class Contribution(TypedDict):
+class Contribution(_Shut):
     """A file of contributed runs."""
 
-    __pydantic_config__ = SHUT  # type: ignore[misc]
     kind: Literal["gpulab contribution"]
     format: Count
     seal: str

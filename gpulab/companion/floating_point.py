@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gpulab import records
-from gpulab.companion.findings import SAME, SIZES, WORDS, Finding, Part, listed, span
+from gpulab.companion.findings import SAME, SIZES, WORDS, CheckedSentences, Part, listed, span
 from gpulab.data.datasets import load
 from gpulab.data.jpeg import available_decoders, compare_decoders
 from gpulab.device.operations import byte_round_trip, fused_share, repeatability
@@ -219,8 +219,8 @@ class FactorTable(Report):
     `machine`, `profile`. One step, of a few seeds the one that moves most: `loss_bit` (the first bit in which the loss
     of any frame differs on any of them, see `gpulab.numerics.first_bit`), `step_moved` (relative distance of the
     gradients), `gradient_bit` (the bit that this reaches), `step_error` and `base_error` (relative distances to the
-    base's gradient in float64). The final loss: `seeds`, `effect` (mean difference) with its interval `low`, `high`, and
-    `largest` (of any seed), in standard deviations between seeds; `same_bits` (seeds whose trained weights are
+    base's gradient in float64). The final loss: `seeds`, `effect` (mean difference) with its interval `low`, `high`,
+    and `largest` (of any seed), in standard deviations between seeds; `same_bits` (seeds whose trained weights are
     identical); `decision`.
     """
 
@@ -229,10 +229,10 @@ class FactorTable(Report):
 
     plots = "gpulab.companion.floating_point_figures"
 
-    def finding(self, *sources: str) -> Finding:
+    def finding(self, *sources: str) -> CheckedSentences:
         """What the verdicts allow one to say, in sentences; of some sources if they are named."""
         table = self.table[self.table.source.isin(sources)] if sources else self.table
-        return Finding(_said(table), [*_statistics(table)])
+        return CheckedSentences(_said(table), [*_statistics(table)])
 
     def __str__(self) -> str:
         return str(self.finding())

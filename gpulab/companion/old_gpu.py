@@ -14,7 +14,7 @@ import torch
 from matplotlib.axes import Axes
 
 from gpulab import records
-from gpulab.companion.findings import Finding, Part, listed
+from gpulab.companion.findings import CheckedSentences, Part, listed
 from gpulab.diagnostics.audits import Audit, audit
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covariance
 from gpulab.plots.style import (
@@ -119,7 +119,7 @@ def cards_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 def cards_finding(
     runs: pd.DataFrame, report: Audit, reproduction: Reproduction, conversions: pd.DataFrame | None = None
-) -> Finding:
+) -> CheckedSentences:
     """What runs of the whitener, an audit, a search, recorded prices and ways to read a byte allow one to say.
 
     Args:
@@ -150,7 +150,7 @@ def cards_finding(
     kinds = {"retunings of the training": changed[~arithmetic], "changes of the arithmetic": changed[arithmetic]}
     found = [f"Of {len(tried)} {what} {_outcomes(tried)}." for what, tried in kinds.items() if len(tried)]
     parts.append((f"The old losses, within {reproduction.margin_asked}", found))
-    return Finding([*parts, *([] if conversions is None else _bytes(conversions))], numbers)
+    return CheckedSentences([*parts, *([] if conversions is None else _bytes(conversions))], numbers)
 
 
 def _bytes(conversions: pd.DataFrame) -> list[tuple[str, Part]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from gpulab.companion.findings import SIZES, Finding, Part, in_words, listed
+from gpulab.companion.findings import SIZES, CheckedSentences, Part, in_words, listed
 from gpulab.errors import UsageError
 from gpulab.stats.verdicts import p_text, verdict
 
@@ -14,7 +14,7 @@ FEWEST = 5  # seeds: four have 24 orders, too few to show a correlation at 5 %
 COMPARED = {"index_fraction": "share of ways down", "smallest": "steepest way down"}
 
 
-def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame | None = None) -> Finding:
+def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame | None = None) -> CheckedSentences:
     """What is known about escapes and curvature, or one of them.
 
     Args:
@@ -35,13 +35,13 @@ def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame 
     """
     if escapes is None and curvature is None:
         raise UsageError("saddle_finding: expected escapes, curvature, or both")
-    none = Finding([])
+    none = CheckedSentences([])
     leaving = none if escapes is None else _escapes(escapes)
     ways_down = none if curvature is None else _curvature(curvature)
-    return Finding([*leaving.parts, *ways_down.parts], [*leaving.numbers, *ways_down.numbers])
+    return CheckedSentences([*leaving.parts, *ways_down.parts], [*leaving.numbers, *ways_down.numbers])
 
 
-def _escapes(table: pd.DataFrame) -> Finding:
+def _escapes(table: pd.DataFrame) -> CheckedSentences:
     whole, master = table.batch_size == 0, table.master_weights.astype(bool)
     alone = table[whole & (table.perturbation == 0) & ~master]
     parts, lines = [*_deciding(alone), *_criterion(alone), *_law(table[whole & (table.perturbation == 0)])], []
@@ -67,7 +67,7 @@ def _escapes(table: pd.DataFrame) -> Finding:
         compared, answer = _same_batches(rows)
         lines += compared
         parts += answer
-    return Finding(parts, lines)
+    return CheckedSentences(parts, lines)
 
 
 def _deciding(alone: pd.DataFrame) -> list[tuple[str, Part]]:
@@ -168,7 +168,7 @@ def _same_batches(table: pd.DataFrame) -> tuple[list[str], list[tuple[str, Part]
     return [compared], [(f"With minibatches, {who}", answer)]
 
 
-def _curvature(frame: pd.DataFrame) -> Finding:
+def _curvature(frame: pd.DataFrame) -> CheckedSentences:
     correlations, numbers = [], []
     for (network, size, recorded), rows in frame.groupby(["experiment", "profile", "recorded"], sort=False):
         where = f"{network}, {SIZES[size]} ({_where(recorded)})"
@@ -185,7 +185,7 @@ def _curvature(frame: pd.DataFrame) -> Finding:
                 said += [f"{network}, {SIZES[size]}: {sentence}" for sentence in in_words(judged)]
                 numbers += [f"{network}, {SIZES[size]}, {name}:", *str(judged).splitlines()]
         parts += [(f"{name.capitalize()}, at the end of training", said)] if said else []
-    return Finding(parts, numbers)
+    return CheckedSentences(parts, numbers)
 
 
 def _correlation(rows: pd.DataFrame) -> tuple[str, str]:

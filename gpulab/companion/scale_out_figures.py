@@ -19,6 +19,7 @@ from gpulab.plots.style import (
     key,
     log_scale,
     points,
+    stacked_shares,
 )
 from gpulab.report import Picture
 
@@ -73,28 +74,16 @@ def update_shares(frame: pd.DataFrame) -> Picture:
         frame: From `gpulab.companion.scaling_table` and `recorded_scale_out`.
     """
     table = frame[frame.devices > 1].sort_values([*PLACE, "scaling", "devices"], kind="stable", ignore_index=True)
-    total, left = table[[*DOES]].sum(axis=1), np.zeros(len(table))
-    places = np.arange(len(table))
-    figure, (axes,) = canvas(1, height=1.2 + 0.27 * len(table))
-    for does, tint in DOES.items():
-        share = (table[does] / total).to_numpy()
-        axes.barh(places, share, left=left, color=tint, height=0.7, label=does)
-        for place, (start, width) in enumerate(zip(left, share, strict=True)):
-            if width > 0.06:
-                axes.text(start + width / 2, place, f"{width:.0%}", ha="center", va="center", fontsize=8)
-        left += share
     names = []
-    for place, row in enumerate(table.itertuples()):
+    for row in table.itertuples():
         where = f"{row.machine}, recorded" if row.recorded else "here"
         names.append(f"{row.size}, {row.scaling}, {row.devices} × {row.setting}, {where}")
-        milliseconds = f"{1e3 * row.seconds:.3g} ms"
-        axes.annotate(milliseconds, (1.01, place), va="center", fontsize=8, annotation_clip=False)
-    axes.set_yticks(places, names, fontsize=8)
-    axes.set(xlim=(0, 1), ylim=(len(table) - 0.5, -0.5), xlabel="share of an update (right: a whole one, unobserved)")
-    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    headline = f"Devices compute {_span(table.compute / total, '.0%')} of an update, and wait or communicate the rest"
-    keys = axes.get_legend_handles_labels()[0]
-    return finished(figure, headline, f"Shares of computing, waiting, communicating. {headline}.", keys, 3)
+    seconds = table[[*DOES]]
+    share = table.compute / seconds.sum(axis=1)
+    headline = f"Devices compute {_span(share, '.0%')} of an update, and wait or communicate the rest"
+    alt = f"Shares of computing, waiting, communicating. {headline}."
+    whole = "an update (right: a whole one, unobserved)"
+    return stacked_shares(seconds.set_axis(names), DOES, headline, alt, whole, table.seconds)
 
 
 def descent_losses(histories: pd.DataFrame) -> Picture:

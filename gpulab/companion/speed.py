@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from matplotlib.colors import to_rgb
 
 from gpulab import records
-from gpulab.companion.findings import SIZES, Finding, Part, listed
+from gpulab.companion.findings import SIZES, CheckedSentences, Part, listed
 from gpulab.errors import UsageError
-from gpulab.plots.style import FAINT, INK, canvas, colour, finished, level_colours, log_scale, points
+from gpulab.plots.style import FAINT, INK, canvas, colour, finished, level_colours, log_scale, points, stacked_shares
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, verdict
 
@@ -212,7 +211,7 @@ def _on_both(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.groupby(["width", "gpu"]).value.first().unstack().reindex(columns=[False, True]).dropna()
 
 
-def speed_finding(frame: pd.DataFrame) -> Finding:
+def speed_finding(frame: pd.DataFrame) -> CheckedSentences:
     """What was measured here, then what was recorded.
 
     Args:
@@ -245,7 +244,7 @@ def speed_finding(frame: pd.DataFrame) -> Finding:
             ]
             said.append(f"{claim[0].upper()}{claim[1:]}: {'; '.join(answers)}. Claimed: {claimed}.")
         parts += [(f"What was claimed, recorded on {machine}", said)] if said else []
-    return Finding(parts, numbers)
+    return CheckedSentences(parts, numbers)
 
 
 def on_gpu(frame: pd.DataFrame) -> pd.Series:
@@ -323,7 +322,7 @@ def shares(frame: pd.DataFrame) -> Picture:
     back = table.backward / table.sum(axis=1)
     headline = f"Backpropagation takes {back.min():.0%} to {back.max():.0%} of a step"
     alt = f"Shares of forward pass, backpropagation and update. {headline}."
-    return _stacked(table.set_axis([", ".join(pair) for pair in table.index]), PHASES, headline, alt)
+    return stacked_shares(table.set_axis([", ".join(pair) for pair in table.index]), PHASES, headline, alt)
 
 
 def kernels() -> Picture:
@@ -341,34 +340,7 @@ def kernels() -> Picture:
     tints = dict(zip(table, level_colours("what", [*table]).values(), strict=True))
     alt = f"Shares of an update of PredNet by kind of work. {headline}."
     whole = "its kernels' time (right: the sum; on a GPU some run beside others)"
-    return _stacked(table / 1e3, tints, headline, alt, whole)
-
-
-def _stacked(
-    seconds: pd.DataFrame,
-    tints: Mapping[str, str],
-    headline: str,
-    alt: str,
-    whole: str = "a training step (right: the whole step)",
-) -> Picture:
-    """A bar a row, of the shares of its columns, with the whole beside it."""
-    total, left = seconds.sum(axis=1), np.zeros(len(seconds))
-    figure, (axes,) = canvas(1, height=1.1 + 0.3 * len(seconds))
-    for part, tint in tints.items():
-        share = seconds[part] / total
-        axes.barh([*seconds.index], share, left=left, color=tint, height=0.7, label=part)
-        for place, (start, width) in enumerate(zip(left, share, strict=True)):
-            if width > 0.06:
-                ink = "white" if sum(to_rgb(tint)) < 1.5 else "black"
-                axes.text(start + width / 2, place, f"{width:.0%}", color=ink, ha="center", va="center", fontsize=8)
-        left += share.to_numpy()
-    for place, sum_of_all in enumerate(total):
-        axes.annotate(f"{1e3 * sum_of_all:.3g} ms", (1.01, place), va="center", fontsize=8, annotation_clip=False)
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set(xlim=(0, 1), xlabel=f"share of {whole}")
-    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    return finished(figure, headline, alt, axes.get_legend_handles_labels()[0], 3)
+    return stacked_shares(table / 1e3, tints, headline, alt, whole)
 
 
 def small_work(frame: pd.DataFrame) -> Picture:

@@ -7,7 +7,7 @@ Runs made here are filled, recorded ones hollow, emulated ones dashed. Every see
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import seaborn as sns
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis, YAxis
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -241,3 +242,38 @@ def decades(axis: XAxis | YAxis, ticks: int = 9) -> None:
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(LogLocator(10, numticks=ticks))
     axis.set_minor_formatter(NullFormatter())
+
+
+def stacked_shares(
+    seconds: pd.DataFrame,
+    tints: Mapping[str, str],
+    headline: str,
+    alt: str,
+    whole: str = "a training step (right: the whole step)",
+    totals: pd.Series | None = None,
+) -> Picture:
+    """A bar a row, of the shares of its columns, with the time of the whole beside it.
+
+    Args:
+        seconds: What each part took; the names of the rows are written beside the bars.
+        tints: The colour of each part, in the order in which the bars have them.
+        headline, alt: As for `finished`.
+        whole: What the shares are of.
+        totals: The seconds that are written beside the bars, a number a row; without them, the sum of the parts.
+    """
+    total, left, places = seconds.sum(axis=1), np.zeros(len(seconds)), np.arange(len(seconds))
+    figure, (axes,) = canvas(1, height=1.1 + 0.3 * len(seconds))
+    for part, tint in tints.items():
+        share = (seconds[part] / total).to_numpy()
+        axes.barh(places, share, left=left, color=tint, height=0.7, label=part)
+        for place, (start, width) in enumerate(zip(left, share, strict=True)):
+            if width > 0.06:
+                ink = "white" if sum(to_rgb(tint)) < 1.5 else "black"
+                axes.text(start + width / 2, place, f"{width:.0%}", color=ink, ha="center", va="center", fontsize=8)
+        left += share
+    for place, duration in enumerate(total if totals is None else totals):
+        axes.annotate(f"{1e3 * duration:.3g} ms", (1.01, place), va="center", fontsize=8, annotation_clip=False)
+    axes.set_yticks(places, [*seconds.index], fontsize=8)
+    axes.set(xlim=(0, 1), ylim=(len(seconds) - 0.5, -0.5), xlabel=f"share of {whole}")
+    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    return finished(figure, headline, alt, axes.get_legend_handles_labels()[0], 3)
