@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpulab import files, signals
-from gpulab.errors import DataError, GpulabError, UsageError, in_one_line
+from gpulab.errors import DataError, GpulabError, UsageError, extra, in_one_line
 from gpulab.training.protocol import PROFILES
 
 KERNEL = "python3"
@@ -82,6 +82,7 @@ def find_notebooks(folder: Path, only: str | None) -> list[Path]:
     return found
 
 
+@extra("notebooks")
 def execute(
     notebooks: Path, output: Path, profile: str, device: str, only: str | None = None, store: Path | None = None
 ) -> list[Result]:
@@ -111,6 +112,7 @@ def execute(
     return results
 
 
+@extra("notebooks")
 def execute_in_place(notebooks: Path, only: str | None = None) -> list[Path]:
     """Execute the notebooks where they are, with the parameters they have, ready to be committed."""
     sources = find_notebooks(notebooks, only)

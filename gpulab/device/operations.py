@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpulab.device.processes import measure
+from gpulab.errors import extra
 from gpulab.numerics.sums import fma
 from gpulab.settings import Setting, cpu_flags
 
@@ -117,6 +118,7 @@ def _repeated(setting: str, times: int) -> list[dict[str, Any]]:
     return rows
 
 
+@extra("notebooks")
 def byte_round_trip(device: str = "cpu") -> pd.DataFrame:
     """All 256 values of a byte, to numbers in [0, 1] and back, on a device, in every way that is in use.
 

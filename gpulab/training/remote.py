@@ -68,14 +68,13 @@ class Remote:
             raise GpulabError(
                 f"{url}: a store there needs obstore, which is not installed: pip install 'gpulab[s3]'"
             ) from None
-        import pooch
 
         endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
         self.url, self.api = url, obstore
         with self.reaching():
             options: Any = {"allow_http": endpoint.startswith("http:")}
             self.store = obstore.store.from_url(url, client_options=options)
-        root = Path(pooch.os_cache("gpulab")) / "remote" / hashlib.sha256(url.encode()).hexdigest()[:20]
+        root = files.cache_folder() / "remote" / hashlib.sha256(url.encode()).hexdigest()[:20]
         self.work, self.objects = root / "work", root / "objects"
 
     @contextlib.contextmanager
