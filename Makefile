@@ -62,7 +62,7 @@ $(INSTALLED) $(DEVELOPED): pyproject.toml constraints.txt
 	    echo "Name another one: make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; exit 1; }; \
 	  echo "Making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(UNFINISHED)
-	@echo "Installing into $(VENV): a few minutes, and up to 3 GB to download the first time"
+	@echo "Installing into $(VENV): a few minutes, and up to 3.3 GB to download the first time"
 	@set -o pipefail; $(BIN)/python -m pip install --no-compile -c constraints.txt -e ".[$(EXTRAS)]" | awk ' \
 	  /(Downloading|Using cached) .* MB\)/ { print; fflush() } \
 	  /^Installing collected packages/ { print "  Installing", NF - 3, "packages"; fflush() }'
