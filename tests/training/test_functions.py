@@ -499,7 +499,7 @@ def test_a_search_takes_a_named_function_and_a_metric(write):
     given = {"search": {"rate": [0.3], "precision": ["float64"]}, "setting": "cpu", "store": "runs", **QUIET}
     found = gl.reproduce(old, train=fit, metric="gap", margin=1e-12, **given)
     assert found.best == {"precision": "float64"}
-    with pytest.raises(gl.GpulabError, match="gave no 'other'; it gave loss, gap, final_loss"):
+    with pytest.raises(gl.GpulabError, match="there is no 'other'; the training gave loss, gap, final_loss"):
         gl.reproduce(old.assign(other=old.gap), train=fit, metric="other", **given)
 
 
