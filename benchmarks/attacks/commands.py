@@ -220,7 +220,8 @@ def left(command: Command, folder: Path) -> Facts:
                 facts["error"] = repr(error)
         if said:
             facts["warnings"] = [str(warning.message) for warning in said]
-        bystander = next(folder.glob("store/fn.py_train*seed99-*"))
+        of_setting = SETTING.replace(":", "_").replace("=", "_")  # a search has runs of this seed under another one
+        bystander = next(folder.glob(f"store/fn.py_train*-{of_setting}-seed99-*"))
         facts["bystander"] = [file.read_bytes().hex() for file in sorted(bystander.iterdir())]
         facts["files"] = files(folder)
         tell(facts=facts)
