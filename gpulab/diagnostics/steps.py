@@ -94,7 +94,8 @@ class PreparedStep:
             kind = setting.dtype if tensor.is_floating_point() else None
             if tensor.is_complex():  # torch computes with no smaller ones than of two float32
                 kind = torch.complex128 if setting.dtype == torch.float64 else torch.complex64
-            return tensor.to(setting.device, kind)
+            moved = tensor.to(setting.device)
+            return moved if kind is None else moved.to(kind)  # float64 is made where it is needed, and not sent there
 
         def there(value: Any) -> Any:
             if isinstance(value, Mapping):  # such as a tokenizer's
@@ -103,13 +104,16 @@ class PreparedStep:
 
         self.batch = tree_map(there, step.batch)
         before = _State(self.model)
+        some_complex = any(data.is_complex() for _, data, _, _ in before.tensors)
         try:
             for tensor, _, _, _ in before.tensors:
-                tensor.grad, tensor.data = None, tensor.data.clone()
-            if any(data.is_complex() for _, data, _, _ in before.tensors):
-                self.model.to(setting.device)._apply(converted)  # `to` would make complex numbers real
-            else:
-                self.model.to(setting.device, setting.dtype)
+                tensor.grad = None
+            self.model._apply(converted)
+            # Some models' own `to` notes where they are; of dtypes it would make complex numbers real.
+            self.model.to(setting.device, *([] if some_complex else [setting.dtype]))
+            for tensor, data, _, _ in before.tensors:
+                if (tensor.device, tensor.dtype) == (data.device, data.dtype):  # which is still the user's memory
+                    tensor.data = data.clone()
             self.state = _State(self.model)
         finally:
             before.restore()
