@@ -58,8 +58,9 @@ def _selection(operation: Any, name: str, given: dict[str, Any], results: list[T
     """
     x, dim = given["self"], given.get("dim")
     *values, places = results
-    if places.is_floating_point() or given.get("indices") is not None:
-        return None  # the largest number of all, which has no place
+    of_all = not values and not name.startswith("arg")  # the largest number of all, which comes without its place
+    if of_all or given.get("indices") is not None:
+        return None
     twin = operation(**{key: value for key, value in given.items() if key not in ("values", "indices")})
     exact_places = twin[-1] if isinstance(twin, tuple) else twin
     if "pool" in name:

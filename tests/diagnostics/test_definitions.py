@@ -116,6 +116,8 @@ def test_what_has_no_places_is_compared_as_ever():
     for operation in (aten.max.default, aten.median.default):
         assert is_right(operation, (TIES,), operation(TIES))
         assert not is_right(operation, (TIES,), operation(TIES) + 1e-3)
+        whole = TIES.long()
+        assert forward_error(operation, operation.__name__.split(".")[0], (whole,), {}, operation(whole)).error is None
 
 
 def test_a_pool_may_pass_on_any_of_its_largest_numbers():
