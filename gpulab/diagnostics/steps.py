@@ -110,7 +110,7 @@ class PreparedStep:
                 tensor.grad = None
             self.model._apply(converted)
             # Some models' own `to` notes where they are; of dtypes it would make complex numbers real.
-            self.model.to(setting.device, *([] if some_complex else [setting.dtype]))
+            self.model.to(setting.device, None if some_complex else setting.dtype)
             for tensor, data, _, _ in before.tensors:
                 if (tensor.device, tensor.dtype) == (data.device, data.dtype):  # which is still the user's memory
                     tensor.data = data.clone()
