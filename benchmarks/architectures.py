@@ -226,7 +226,9 @@ def document(table: pd.DataFrame) -> str:
 
 def main(
     only: Annotated[str, typer.Option(help="parts of names, separated by commas")] = "",
-    pairs: Annotated[str, typer.Option(help="which pairs of settings, by number from 0, separated by commas")] = "0,1,2",
+    pairs: Annotated[
+        str, typer.Option(help="which pairs of settings, by number from 0, separated by commas")
+    ] = "0,1,2",
     billions: Annotated[float, typer.Option(help="weights of the large decoder; 0: without it")] = 0.0,
     record: Annotated[Path | None, typer.Option(help="write the table to this file")] = None,
 ) -> None:
