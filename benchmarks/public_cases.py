@@ -427,8 +427,9 @@ def alignment_of_drawn_inputs(setting: gl.Setting) -> Tensor:
     """The two losses are of different inputs, which were drawn on the devices; moved inputs give the same loss."""
     torch.manual_seed(2024)
     scores = torch.randn(20, 4, 10, device=setting.device, dtype=setting.dtype).log_softmax(2)
-    targets, lengths = torch.arange(24, device=setting.device).view(4, 6) % 9 + 1, torch.full((4,), 20)
-    return F.ctc_loss(scores, targets, lengths, torch.full((4,), 6))
+    targets = torch.arange(24, device=setting.device).view(4, 6) % 9 + 1
+    lengths = (torch.full((4,), length, device=setting.device) for length in (20, 6))
+    return F.ctc_loss(scores, targets, *lengths)
 
 
 @case("pytorch/pytorch#143086", NEEDS_GPU, RANDOM, DRAWS)
