@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from gpulab import records
 from gpulab.companion.anomaly import window_finding
 from gpulab.companion.dose import dose_finding
-from gpulab.companion.findings import SIZES, Finding, Part, listed
+from gpulab.companion.findings import SIZES, CheckedSentences, Part, listed
 from gpulab.companion.learning import ALL, BEAT, blurred_losses
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, canvas, finished, key, origin_keys, points
 from gpulab.report import Picture
@@ -275,11 +275,11 @@ def published_page(
     windows: pd.DataFrame | None = None,
     longer: pd.DataFrame | None = None,
     port: pd.DataFrame | None = None,
-) -> Finding:
+) -> CheckedSentences:
     """What was claimed, what was wrong, how one knows and what remains unknown, on one page.
 
     Args:
-        window: From `gpulab.first_window`: the gradient in our own port.
+        window: From `gpulab.companion.first_window`: the gradient in our own port.
         table: From `published_table`.
         trips: From `round_trips`.
         dose: From `recorded_dose`.
@@ -318,7 +318,7 @@ def published_page(
         parts.append(
             ("Is it another step? On a GPU the loop takes the network to the CPU and back at each update", text)
         )
-    return Finding([*parts, ("Not known", UNKNOWN)], numbers)
+    return CheckedSentences([*parts, ("Not known", UNKNOWN)], numbers)
 
 
 def _gradients(first: pd.DataFrame) -> list[str]:
