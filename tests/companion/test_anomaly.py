@@ -29,7 +29,7 @@ def test_the_forward_losses_agree_and_the_gradient_does_not(window, control):
 
 
 def test_the_gradient_is_that_of_training():
-    step = gl.training.FirstWindow("prednet", "copied", seed=3, profile="smoke", frames=5)
+    step = gl.companion.FirstWindow("prednet", "copied", seed=3, profile="smoke", frames=5)
     computed = step.gradient("cpu")
     model, data = gl.models.PredNet(channels=(3, 8, 16), size=(24, 32)), gl.load("walk", frames=200, size=(24, 32))
     model.draw_weights(torch.Generator().manual_seed(3))
@@ -43,7 +43,7 @@ def test_the_gradient_is_that_of_training():
 
 def test_the_audit_names_the_overwritten_frame():
     traces = [
-        gl.record(gl.training.FirstWindow("prednet", loader, profile="smoke", frames=3), label=loader, progress=False)
+        gl.record(gl.companion.FirstWindow("prednet", loader, profile="smoke", frames=3), label=loader, progress=False)
         for loader in ("copied", "reused")
     ]
     report = gl.audit(*traces)

@@ -66,7 +66,7 @@ def test_an_h200_did_what_the_emulation_does(recorded):
     assert table.loc[("cuda:tf32=on", "one-pass"), "diverged"] > 0.9 * table.loc[("cuda:tf32=on", "one-pass"), "seeds"]
     assert table.diverged.sum() == table.loc[("cuda:tf32=on", "one-pass"), "diverged"]
     report = gl.companion.recorded_cards_audit()
-    emulated = gl.audit(gl.training.FirstWindow("whitener", seed=7, frames=50), CPU, TF32, progress=False)
+    emulated = gl.audit(gl.companion.FirstWindow("whitener", seed=7, frames=50), CPU, TF32, progress=False)
     for found in (report.findings[0], emulated.findings[0]):
         assert (found.kind, found.operation) == ("reduced precision", "mm")
         assert "codes.T @ codes" in found.line

@@ -141,7 +141,7 @@ def test_flags_are_put_back_after_float32_products():
 
 
 def test_the_audit_names_the_product_and_where_it_turns_nan():
-    step = gl.training.FirstWindow("whitener", seed=7, frames=50)
+    step = gl.companion.FirstWindow("whitener", seed=7, frames=50)
     report = gl.audit(step, CPU, TF32, progress=False)
     first = report.findings[0]
     assert (first.kind, first.operation, first.phase) == ("reduced precision", "mm", "forward")
