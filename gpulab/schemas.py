@@ -127,7 +127,7 @@ class Checkpoint(_Open):
 
     step: Whole
     state: dict[str, Any]
-    ways: NotRequired[list[str]]
+    ways: list[str]
 
 
 @functools.cache
