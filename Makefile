@@ -9,6 +9,7 @@ ONLY ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEVELOPED := $(VENV)/.developed
 UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
@@ -26,40 +27,43 @@ run: $(INSTALLED) ## execute the notebooks and bind them into a report in build/
 test: check ## all checks and all tests, the notebooks included
 	GPULAB_PROFILE=smoke $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder -rs
 
-check: $(INSTALLED) ## style, format and types, without the tests
+check: $(DEVELOPED) ## style, format and types, without the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-attack: $(INSTALLED) ## damaged files, kills and full disks, the long form (half an hour); `make test` does a few of each
+attack: $(DEVELOPED) ## damaged files, kills and full disks, the long form (half an hour); `make test` does a few of each
 	$(BIN)/python benchmarks/attack.py all
 
 lab: $(INSTALLED) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
-site: $(INSTALLED) ## build notebooks, pages and reference as a site in build/site, which opens from disk
+site: $(DEVELOPED) ## build notebooks, pages and reference as a site in build/site, which opens from disk
 	rm -rf build/site build/sphinx && mkdir -p build/sphinx/source
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/sphinx/doctrees build/sphinx/source build/site
 	@echo "Open build/site/index.html"
 
-slides: $(INSTALLED) ## turn the notebooks into slides in build/slides, a file a notebook, which open from disk
+slides: $(DEVELOPED) ## turn the notebooks into slides in build/slides, a file a notebook, which open from disk
 	$(BIN)/python docs/slides.py build/slides
 
 clean: ## remove .venv, build/ with the runs in it, and caches; runs/ stays
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache
 	find gpulab tests benchmarks notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
-# Installs once, and again when the dependencies change; what is imported is compiled then. An installation that was broken off left
-# its mark, and the next one starts anew; what was downloaded is in pip's cache.
-$(INSTALLED): pyproject.toml constraints.txt
+# Installs once, and again when the dependencies change: what the notebooks need, or also what tests, types and the site
+# do. What is imported is compiled then. An installation that was broken off left its mark, and the next one starts anew;
+# what was downloaded is in pip's cache.
+$(INSTALLED): EXTRAS := notebooks
+$(DEVELOPED): EXTRAS := notebooks,dev
+$(INSTALLED) $(DEVELOPED): pyproject.toml constraints.txt
 	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	  $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
 	    echo "gpulab needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not here)." >&2; \
 	    echo "Name another one: make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; exit 1; }; \
 	  echo "Making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(UNFINISHED)
-	@echo "Installing into $(VENV): a few minutes, and up to 3 GB to download the first time"
-	@set -o pipefail; $(BIN)/python -m pip install --no-compile -c constraints.txt -e ".[dev]" | awk ' \
+	@echo "Installing into $(VENV): a few minutes, and up to 3.3 GB to download the first time"
+	@set -o pipefail; $(BIN)/python -m pip install --no-compile -c constraints.txt -e ".[$(EXTRAS)]" | awk ' \
 	  /(Downloading|Using cached) .* MB\)/ { print; fflush() } \
 	  /^Installing collected packages/ { print "  Installing", NF - 3, "packages"; fflush() }'
-	@rm $(UNFINISHED) && touch $@
+	@rm $(UNFINISHED) && touch $(INSTALLED) $@

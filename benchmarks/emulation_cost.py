@@ -51,7 +51,7 @@ def training_steps() -> dict[str, Callable[[], object]]:
         if name not in ("resnet18, batch 16", "mobilenet_v3_small", "vit_b_16")
     }
     frames = torch.rand(10, 1, 3, 48, 64)
-    prednet, autoencoder = gl.PredNet(channels=(3, 16, 32), size=(48, 64)), gl.Autoencoder()
+    prednet, autoencoder = gl.models.PredNet(channels=(3, 16, 32), size=(48, 64)), gl.models.Autoencoder()
     images = torch.rand(1, 1, 28, 28)
 
     def window() -> None:

@@ -18,7 +18,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import multiprocessing
 import shlex
 import statistics
@@ -39,6 +38,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import gpulab as gl
+from gpulab import records
 from gpulab.passports import passport
 from gpulab.training.protocol import PROFILES, protocol
 
@@ -70,7 +70,7 @@ Quadratures = tuple[np.ndarray, np.ndarray]
 class Predictions(nn.Module):
     """PredNet as a function from inputs to outputs, for libraries that ask for one and a loss."""
 
-    def __init__(self, net: gl.PredNet) -> None:
+    def __init__(self, net: gl.models.PredNet) -> None:
         super().__init__()
         self.net = net
 
@@ -87,7 +87,7 @@ class WindowLoss(nn.Module):
         return (predictions - frames).square().flatten(1).mean(1).sum()
 
 
-def window_loss(net: gl.PredNet, window: Tensor) -> Tensor:
+def window_loss(net: gl.models.PredNet, window: Tensor) -> Tensor:
     return net.training_loss(window, None)[0]
 
 
@@ -108,11 +108,11 @@ class Gpulab(Operator):
     distribution = "gpulab"
     blocks = True
 
-    def __init__(self, net: gl.PredNet, window: Tensor, at_once: int | None = None) -> None:
+    def __init__(self, net: gl.models.PredNet, window: Tensor, at_once: int | None = None) -> None:
         self.H = gl.hessian(net, lambda: window_loss(net, window), at_once=at_once)
 
     def density(self, probes: int, steps: int) -> Quadratures:
-        spectrum = gl.spectral_density(self.H, probes=probes, steps=steps, seed=0, progress=False)
+        spectrum = gl.saddles.spectral_density(self.H, probes=probes, steps=steps, seed=0, progress=False)
         return spectrum.nodes, spectrum.weights
 
 
@@ -122,7 +122,7 @@ class Curvlinops(Operator):
     distribution = "curvlinops-for-pytorch"
     blocks = True
 
-    def __init__(self, net: gl.PredNet, window: Tensor) -> None:
+    def __init__(self, net: gl.models.PredNet, window: Tensor) -> None:
         self.library = importlib.import_module("curvlinops")
         model, parameters, data = Predictions(net), list(net.parameters()), [(window[:-1], window[1:])]
         # Its check that two products are the same is left out: it would make the set-up longer.
@@ -144,7 +144,7 @@ class HessianEigenthings(Operator):
 
     distribution = "hessian-eigenthings"
 
-    def __init__(self, net: gl.PredNet, window: Tensor, method: str = "autograd") -> None:
+    def __init__(self, net: gl.models.PredNet, window: Tensor, method: str = "autograd") -> None:
         self.library = importlib.import_module("hessian_eigenthings")
         self.H = self.library.HessianOperator(net, [window], window_loss, method=method)
 
@@ -158,7 +158,7 @@ class PyHessian(Operator):
 
     distribution = "PyHessian"
 
-    def __init__(self, net: gl.PredNet, window: Tensor) -> None:
+    def __init__(self, net: gl.models.PredNet, window: Tensor) -> None:
         self.library = importlib.import_module("pyhessian")
         torch.eig = _removed_eig  # it calls what torch no longer has, for a matrix that is symmetric
         data = window[:-1], window[1:]
@@ -186,7 +186,7 @@ class Gradient(Operator):
 
     distribution = "torch"
 
-    def __init__(self, net: gl.PredNet, window: Tensor, graphed: bool = False) -> None:
+    def __init__(self, net: gl.models.PredNet, window: Tensor, graphed: bool = False) -> None:
         self.net, self.window, self.graph = net, window, torch.cuda.CUDAGraph() if graphed else None
         if self.graph is not None:
             side = torch.cuda.Stream()
@@ -235,7 +235,7 @@ def start(library: str, size: str, frames: int, device: str, vectors: int) -> di
     atexit.register(setting.close)  # which also keeps it: a setting that is forgotten is left
     setting.enter_context(gl.setting("cuda:tf32=off" if device == "cuda" else "cpu"))
     plan = protocol("prednet", size)
-    net = gl.PredNet(channels=plan.model["channels"], size=plan.size).to(device)
+    net = gl.models.PredNet(channels=plan.model["channels"], size=plan.size).to(device)
     film = next(gl.load("walk", frames=frames + 1, size=plan.size).windows(frames, 0)).frames
     HERE.net, HERE.device = net, device
     HERE.window = torch.from_numpy(film / np.float32(255))[:, None].to(device)
@@ -249,7 +249,10 @@ def start(library: str, size: str, frames: int, device: str, vectors: int) -> di
     if distribution in PIP:
         importlib.import_module(PIP[distribution][0])
     # A small product, so that the code that torch loads at first use is not counted as a library's memory.
-    tiny, window = gl.PredNet(channels=(3, 4, 4), size=(8, 8)).to(device), torch.rand(3, 1, 3, 8, 8, device=device)
+    tiny, window = (
+        gl.models.PredNet(channels=(3, 4, 4), size=(8, 8)).to(device),
+        torch.rand(3, 1, 3, 8, 8, device=device),
+    )
     gradients = torch.autograd.grad(window_loss(tiny, window), list(tiny.parameters()), create_graph=True)
     torch.autograd.grad(sum(g.sum() for g in gradients), list(tiny.parameters()))
     del tiny, window, gradients
@@ -583,11 +586,10 @@ def main(
         rows: list[dict[str, Any]] = []
         for one in sizes:
             rows += measure(one, frames, device, names, count=products, blocks=block or [10], steps=steps, rounds=turns)
-            content = {"format": 1, "command": command, "device": device, "passport": passport(), "rows": rows}
-            record.parent.mkdir(parents=True, exist_ok=True)
-            record.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            content = {"command": command, "device": device, "passport": dict(passport()), "rows": rows}
+            records.write_json(record, content)
     files = sorted({file.resolve() for file in [*RECORDS.glob("*.json"), *([record] if record else [])]})
-    text = table([json.loads(file.read_text(encoding="utf-8")) for file in files])
+    text = table([records.read_json(file) for file in files])
     print(text)
     if write is not None:
         write.write_text(text, encoding="utf-8")

@@ -46,7 +46,7 @@ def _drawn(model: nn.Module) -> nn.Module:
 
 def _prednet() -> gl.Step:
     frames = torch.from_numpy(next(gl.load("walk", frames=40, size=(48, 64)).windows(6)).frames).float().div(255)
-    model = gl.PredNet(channels=(3, 16, 32), size=(48, 64))
+    model = gl.models.PredNet(channels=(3, 16, 32), size=(48, 64))
     return gl.Step(model, (frames[:-1, None], frames[1:, None]), lambda out, coming: F.mse_loss(out[0], coming))
 
 

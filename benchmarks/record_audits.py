@@ -43,7 +43,7 @@ def main(
             if recorded is None:
                 second = gl.record(step, setting, reference=first, progress=False)
             else:
-                second = gl.Trace.load(recorded / file)
+                second = gl.diagnostics.Trace.load(recorded / file)
             rows.append(_row(name, gl.audit(first, second), time.perf_counter() - started))
             print(json.dumps(rows[-1])[:400], flush=True)
             if setting in keep.split(";"):

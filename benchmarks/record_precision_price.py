@@ -65,7 +65,7 @@ class _Training:
 
     def __init__(self, setting: str, covariance: str, hidden: int, code: int, batch_size: int) -> None:
         self.setting = gl.Setting.parse(setting)
-        self.net = gl.Whitener(hidden, code, batch_size, covariance).to(self.setting.device)
+        self.net = gl.models.Whitener(hidden, code, batch_size, covariance).to(self.setting.device)
         self.optimizer = torch.optim.Adam(self.net.parameters(), 0.0)  # no way learns more than another
         window = next(gl.load("digits").windows(batch_size)).frames
         self.images = torch.from_numpy(window).float().div(255).to(self.setting.device)

@@ -20,7 +20,7 @@ import gpulab as gl
 from gpulab.records import write_table
 from gpulab.saddles.optimizers import OPTIMIZERS
 
-# The most wanted first: network, profile, options of gpulab.curvature_along.
+# The most wanted first: network, profile, options of gpulab.saddles.curvature_along.
 CURVATURE = [
     ("autoencoder", "quick", {}),
     ("prednet", "quick", {}),
@@ -59,7 +59,7 @@ def known_saddle() -> gl.saddles.LinearAutoencoderSaddle:
     """Digits of 7×7 pixels, of which components 0 and 2 are held: the way out is component 1."""
     images = torch.from_numpy(gl.load("digits").train[:500]).double() / 255
     pixels = torch.nn.functional.avg_pool2d(images, 4).flatten(1)
-    return gl.linear_autoencoder_saddle(pixels - pixels.mean(0), [0, 2])
+    return gl.saddles.linear_autoencoder_saddle(pixels - pixels.mean(0), [0, 2])
 
 
 def record_escapes(folder: Path, name: str, kind: str, command: str) -> None:
@@ -74,7 +74,7 @@ def record_escapes(folder: Path, name: str, kind: str, command: str) -> None:
         if (file := folder / f"{title}.parquet").is_file():
             continue
         started = time.perf_counter()
-        table = gl.escape_table(known_saddle(), settings, seeds=3, **options).table
+        table = gl.saddles.escape_table(known_saddle(), settings, seeds=3, **options).table
         write_table(file, table, {"passport": dict(gl.passport()), "command": command})
         print(f"{title}: {len(table)} escapes in {time.perf_counter() - started:.0f} s", flush=True)
 
@@ -89,7 +89,7 @@ def record_curvature(folder: Path, settings: list[str], seeds: list[int], until:
                     print(f"{net} {profile} stops before seed {seed} under {setting}: call again for the rest")
                     return
                 own = {"setting": setting, "seeds": [seed], "profile": profile, "store": folder, "command": command}
-                frame = gl.curvature_along(net, **own, **options, progress=False)
+                frame = gl.saddles.curvature_along(net, **own, **options, progress=False)
                 longest = max(longest, took := time.perf_counter() - started)
                 last = frame.iloc[-1]
                 print(

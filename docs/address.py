@@ -15,7 +15,7 @@ CELL = """# On Colab only: install gpulab, with the torch that is there if it is
 import sys
 
 if "google.colab" in sys.modules:
-    %pip install -q "gpulab @ git+https://{address}" """.rstrip()
+    %pip install -q "gpulab[notebooks] @ git+https://{address}" """.rstrip()
 
 
 def settle(address, root=ROOT):

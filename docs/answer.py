@@ -81,7 +81,7 @@ def paired(runs):
 
 def verdicts():
     """What the verdicts are on the mean loss of the port's short trainings, for the caption."""
-    table = gl.anomaly_table(short_runs())
+    table = gl.companion.anomaly_table(short_runs())
     table = table[table.metric == "final loss of all seeds"]
     said = []
     for profile, rows in table.groupby("profile", sort=False):

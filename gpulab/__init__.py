@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from gpulab.errors import DataError as DataError
     from gpulab.errors import GpulabError as GpulabError
     from gpulab.errors import OverwrittenError as OverwrittenError
+    from gpulab.errors import OverwrittenWarning as OverwrittenWarning
     from gpulab.errors import UsageError as UsageError
     from gpulab.numerics.emulation import emulate as emulate
     from gpulab.passports import passport as passport
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from gpulab.settings import available_settings as available_settings
     from gpulab.settings import float32_products as float32_products
     from gpulab.settings import setting as setting
+    from gpulab.settings import working_threads as working_threads
     from gpulab.stats.verdicts import verdict as verdict
     from gpulab.training.experiment import Experiment as Experiment
     from gpulab.training.protocol import profile as profile
@@ -62,6 +64,7 @@ NAMES = {
     "Experiment": "training.experiment",
     "GpulabError": "errors",
     "OverwrittenError": "errors",
+    "OverwrittenWarning": "errors",
     "Setting": "settings",
     "Step": "diagnostics.steps",
     "UsageError": "errors",
@@ -83,6 +86,7 @@ NAMES = {
     "setting": "settings",
     "train": "training.run",
     "verdict": "stats.verdicts",
+    "working_threads": "settings",
 }
 PACKAGES = (
     "companion",
@@ -98,76 +102,9 @@ PACKAGES = (
     "training",
 )
 
-# Names that stood here in 0.1.0 and have moved into the packages.
-ALIASES = {
-    "Autoencoder": "models.autoencoders",
-    "FactorTable": "companion.floating_point",
-    "FirstWindow": "companion.first_windows",
-    "Guard": "diagnostics.guards",
-    "Hessian": "saddles.hessians",
-    "LinearAutoencoder": "models.autoencoders",
-    "Overwritten": "diagnostics.guards",
-    "OverwrittenWarning": "errors",
-    "PredNet": "models.prednet",
-    "Reproduction": "search.reproduction",
-    "SpectralDensity": "saddles.spectrum",
-    "Trace": "diagnostics.traces",
-    "Whitener": "models.autoencoders",
-    "anomaly_finding": "companion.anomaly",
-    "anomaly_table": "companion.anomaly",
-    "available_decoders": "data.jpeg",
-    "bit_explorer": "companion.widgets",
-    "bounds": "device.rooflines",
-    "cards_finding": "companion.old_gpu",
-    "cards_table": "companion.old_gpu",
-    "compare_decoders": "data.jpeg",
-    "conversion_check": "device.operations:byte_round_trip",
-    "covariance_spectrum": "companion.old_gpu",
-    "critical_losses": "saddles.theory",
-    "curvature_along": "saddles.curvature",
-    "decode_jpeg": "data.jpeg",
-    "encode_jpeg": "data.jpeg",
-    "escape": "saddles.escapes",
-    "escape_table": "saddles.escapes",
-    "factor_table": "companion.floating_point",
-    "find_critical_point": "saddles.critical",
-    "first_bit": "numerics.sums",
-    "first_window": "companion.anomaly",
-    "flip_bit": "models.base",
-    "fma": "numerics.sums",
-    "format_bits": "numerics.sums",
-    "fused_operations": "device.operations",
-    "growth": "companion.growths",
-    "index": "saddles.spectrum",
-    "lanczos": "saddles.eigen",
-    "landscape": "saddles.landscapes",
-    "linear_autoencoder_saddle": "saddles.theory",
-    "most_negative": "saddles.spectrum",
-    "product_errors": "numerics.sums",
-    "published_network": "companion.first_windows",
-    "recorded_cards_audit": "companion.old_gpu",
-    "recorded_curvature": "saddles.curvature",
-    "recorded_escapes": "saddles.escapes",
-    "recorded_measurements": "companion.floating_point",
-    "recorded_prices": "companion.old_gpu",
-    "recorded_rooflines": "device.rooflines",
-    "repeatability": "device.operations",
-    "round_to": "numerics.formats",
-    "saddle_finding": "companion.saddle_points",
-    "seeds_needed": "stats.power",
-    "shuffled_sums": "numerics.sums",
-    "slice_explorer": "companion.widgets",
-    "spectral_density": "saddles.spectrum",
-    "summation": "numerics.sums",
-    "trace": "saddles.spectrum",
-    "ulp_distance": "numerics.formats",
-    "variance_components": "stats.variance",
-    "working_threads": "settings",
-}
-
 __all__ = [*NAMES, *PACKAGES]
 
-__getattr__ = attach(__name__, {**dict.fromkeys(PACKAGES, ""), **ALIASES, **NAMES})
+__getattr__ = attach(__name__, {**dict.fromkeys(PACKAGES, ""), **NAMES})
 
 
 def __dir__() -> list[str]:

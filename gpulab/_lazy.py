@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 def attach(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """A package's `__getattr__`: each name of `homes` comes from the module named there.
 
-    A home is a module below the package, `"training.run"`, or names another attribute of it,
-    `"models.autoencoders:Whitener"`; an empty home is a module or package of that name itself.
+    A home is a module below the package, `"training.run"`; an empty one is a module or package of that name itself.
     """
 
     def getattr_(name: str) -> Any:
@@ -22,10 +21,11 @@ def attach(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         import importlib
 
-        if not homes[name]:
-            return importlib.import_module(f"{package}.{name}")
-        module, _, attribute = homes[name].partition(":")
-        value = getattr(importlib.import_module(f"{package}.{module}"), attribute or name)
+        from gpulab.errors import extra
+
+        with extra("notebooks"):  # what the library itself needs is always installed
+            home = importlib.import_module(f"{package}.{homes[name] or name}")
+        value = getattr(home, name) if homes[name] else home
         setattr(sys.modules[package], name, value)
         return value
 

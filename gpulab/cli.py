@@ -16,7 +16,7 @@ import typer
 import typer.core
 
 from gpulab import __version__, files, signals
-from gpulab.errors import GpulabError, UsageError, in_one_line
+from gpulab.errors import GpulabError, UsageError, extra, in_one_line
 from gpulab.settings import Setting
 from gpulab.training.protocol import OPTIONS, Specification, whole_numbers
 
@@ -561,11 +561,8 @@ def explore(
     no_open: Annotated[bool, typer.Option("--no-open", help="leave the browser alone")] = False,
 ) -> None:
     """Serve pages without code, to be explored in a browser: bits, a saddle, trainings, verdicts, audits."""
-    try:
+    with extra("notebooks"):
         from gpulab.companion import explore as exploring
-    except ModuleNotFoundError as error:
-        needed = str(error.name).partition(".")[0]
-        raise GpulabError(f"gpulab explore needs {needed}: pip install 'gpulab[explore]'") from None
     exploring.serve(host, port, token, pages, not no_open, lambda address: _say(f"{address}\nCtrl-C ends it."))
 
 

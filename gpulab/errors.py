@@ -1,7 +1,9 @@
 """The errors that gpulab raises on purpose. Each message names the offending value and what to do."""
 
+import contextlib
 import re
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,23 @@ class OverwrittenError(GpulabError):
 
 class OverwrittenWarning(UserWarning):
     """The same as a warning, for `guard(on="warn")`."""
+
+
+@contextlib.contextmanager
+def extra(name: str) -> Iterator[None]:
+    """What is imported inside comes with an extra of gpulab: where it is not installed, the error names that.
+
+    Examples:
+        >>> with extra("notebooks"):
+        ...     import a_library_that_is_not_there
+        Traceback (most recent call last):
+        gpulab.errors.GpulabError: a_library_that_is_not_there is not installed: pip install 'gpulab[notebooks]'
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = str(error.name).partition(".")[0]
+        raise GpulabError(f"{library} is not installed: pip install 'gpulab[{name}]'") from None
 
 
 def in_one_line(error: BaseException, file: str | Path = "") -> str:

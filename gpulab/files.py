@@ -101,6 +101,13 @@ def scratch_name() -> str:
     return f".{os.getpid()}-{HERE}-{uuid.uuid4().hex[:8]}.part"
 
 
+def cache_folder() -> Path:
+    """The folder of the user's cache in which gpulab keeps what can be made again."""
+    import platformdirs
+
+    return platformdirs.user_cache_path("gpulab")
+
+
 def strays(folder: Path) -> list[Path]:
     """What processes of this machine that are gone have left half-written in a folder."""
     import psutil

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow
 
-FORMAT = 2  # 1 had no seal
+FORMAT = 2
 PACKAGE = Path(__file__).parent
 DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "data").is_dir() else PACKAGE / "recorded"
 
@@ -93,9 +93,9 @@ def read_json(file: Path) -> dict[str, Any]:
 def check_format(file: str | Path, document: Any, content: bytes) -> None:
     """Raise `DataError` unless the document, whose file has this content, is one that this gpulab reads, unchanged."""
     version = document.get("format") if isinstance(document, dict) else document
-    if version not in (1, FORMAT):
-        raise DataError(f"{file}: format {str(version)[:20]!r}; this gpulab reads 1 and {FORMAT}")
-    files.check_seal(file, content, required=version == FORMAT)
+    if version != FORMAT:
+        raise DataError(f"{file}: format {str(version)[:20]!r}; this gpulab reads {FORMAT}")
+    files.check_seal(file, content)
 
 
 def read_documents(name: str) -> list[dict[str, Any]]:
@@ -141,13 +141,8 @@ def as_table(table: pd.DataFrame | pyarrow.Table, record: dict[str, Any], **opti
     return files.seal(whole.getvalue())
 
 
-def read_rows(
-    file: Path, columns: Iterable[str] | None = None, required: bool = True
-) -> tuple[pyarrow.Table, dict[str, Any]]:
-    """A table, or some columns of it, and its record; `DataError`, naming the file, for a damaged or foreign one.
-
-    Unless it is `required`, there may be no record.
-    """
+def read_rows(file: Path, columns: Iterable[str] | None = None) -> tuple[pyarrow.Table, dict[str, Any]]:
+    """A table, or some columns of it, and its record; `DataError`, naming the file, for a damaged or foreign one."""
     import pyarrow
     import pyarrow.parquet
 
@@ -155,11 +150,10 @@ def read_rows(
     try:
         with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as opened:
             notes = (opened.metadata.metadata or {}).get(b"gpulab")
-            if notes is None and required:
+            if notes is None:
                 raise DataError(f"{file}: not a recording of gpulab's")
-            record = {} if notes is None else files.read_json(file, notes)
-            if notes is not None:
-                check_format(file, record, content)
+            record = files.read_json(file, notes)
+            check_format(file, record, content)
             check_size(file, opened.metadata)
             many = opened.metadata.num_rows > 100_000  # for fewer, threads cost more than they save
             rows = opened.read(None if columns is None else list(columns), use_threads=many)

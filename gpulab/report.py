@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from markupsafe import Markup
 
 from gpulab import files
+from gpulab.errors import extra
 
 if TYPE_CHECKING:
     import jinja2
@@ -81,7 +82,8 @@ class Report:
 
     def plot(self) -> Picture:
         """The result as a figure."""
-        importlib.import_module(self.plots)
+        with extra("notebooks"):
+            importlib.import_module(self.plots)
         return draw(self)
 
     def html(self) -> str:

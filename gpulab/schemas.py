@@ -15,43 +15,42 @@ from gpulab.files import printable
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,255}$")]  # of a folder
-OPEN = ConfigDict(extra="allow", strict=True)
 
 
-class _Processor(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class _Open(TypedDict):
+    """What may hold more than is named: the kinds below inherit it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+
+class _Processor(_Open):
     model: str
 
 
-class _Gpu(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class _Gpu(_Open):
     name: str
 
 
-class _Software(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class _Software(_Open):
     torch: str
     gpulab: str
 
 
-class Passport(TypedDict):
+class Passport(_Open):
     """Of a machine."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     cpu: _Processor
     gpus: list[_Gpu]
     software: _Software
 
 
-class _DataOptions(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class _DataOptions(_Open):
     speed: NotRequired[Number | None]
 
 
-class _OfNetwork(TypedDict):
+class _OfNetwork(_Open):
     """What one of gpulab's networks was trained on."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     data: str
     frames: Whole
     window: NotRequired[Whole]
@@ -59,16 +58,14 @@ class _OfNetwork(TypedDict):
     data_options: NotRequired[_DataOptions]
 
 
-class _OfFunction(TypedDict):
+class _OfFunction(_Open):
     """What a function of the user's was."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     source: str
     options: dict[str, Any]
 
 
-class _Summary(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
+class _Summary(_Open):
     final_loss: Number | None
     heldout_loss: Number | None
     seconds: Number
@@ -76,10 +73,9 @@ class _Summary(TypedDict):
     weights: NotRequired[str | None]
 
 
-class Run(TypedDict):
+class Run(_Open):
     """A run's `run.json`, or what a file of packed runs has of it."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     id: Name
     experiment: str
     profile: str
@@ -101,10 +97,9 @@ class Run(TypedDict):
     draws: NotRequired[str | None]
 
 
-class Recording(TypedDict):
+class Recording(_Open):
     """The notes of a recorded table."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     passport: Passport
 
 
@@ -127,13 +122,12 @@ class Trace(TypedDict):
     arithmetic: dict[str, Any]
 
 
-class Checkpoint(TypedDict):
+class Checkpoint(_Open):
     """The notes of a checkpoint."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     step: Whole
     state: dict[str, Any]
-    ways: NotRequired[list[str]]
+    ways: list[str]
 
 
 @functools.cache

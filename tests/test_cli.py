@@ -496,8 +496,8 @@ def test_steps_are_recorded_under_the_name_of_step_and_setting(compared):
     folder, answers = compared
     assert [answers[f"record {which}"][0] for which in ("by file", "by module", "another", "what is wrong")] == [0] * 4
     assert "kept in step-cpu.trace" in answers["record by file"][1]
-    assert gl.Trace.load(folder / "step-cpu.trace").setting == "cpu"
-    assert gl.Trace.load(folder / "deep" / "b.trace").setting == "cpu:threads=1"
+    assert gl.diagnostics.Trace.load(folder / "step-cpu.trace").setting == "cpu"
+    assert gl.diagnostics.Trace.load(folder / "deep" / "b.trace").setting == "cpu:threads=1"
 
 
 def test_an_audit_where_all_is_well_ends_with_status_0(compared):

@@ -162,7 +162,7 @@ def test_without_voila_a_sentence_says_what_to_install(python):
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr == "gpulab: gpulab explore needs voila: pip install 'gpulab[explore]'\n"
+    assert done.stderr == "gpulab: voila is not installed: pip install 'gpulab[notebooks]'\n"
 
 
 # --- in a browser ------------------------------------------------------------------------------------------

@@ -36,14 +36,6 @@ def test_every_public_name_is_there_and_documented(package):
     assert set(package.__all__) <= set(dir(package)) | set(getattr(package, "NAMES", ()))
 
 
-def test_names_that_stood_at_the_top_before_still_work():
-    assert gl.index is gl.saddles.index
-    assert gl.PredNet is gl.models.PredNet
-    for name in gl.ALIASES:
-        assert getattr(gl, name) is not None
-        assert name not in gl.__all__
-
-
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'gpulab' has no attribute 'nonsense'"):
         _ = gl.nonsense

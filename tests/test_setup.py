@@ -1,6 +1,7 @@
 """The set-up around gpulab agrees with pyproject.toml, the one list of dependencies, and so do the README and docs/."""
 
 import ast
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
-WORKERS = [Requirement(text) for text in PROJECT["optional-dependencies"]["workers"]]  # for functions of a notebook
+NOTEBOOKS = [Requirement(text) for text in PROJECT["optional-dependencies"]["notebooks"]]
 UNLOCKED = {"keras", "trees"}  # TensorFlow and XGBoost would double what is installed: nothing here needs them
 LOCKED = PROJECT["optional-dependencies"].keys() - UNLOCKED
 EXTRAS = [Requirement(text) for name in LOCKED for text in PROJECT["optional-dependencies"][name]]
@@ -47,6 +48,8 @@ CONDA_NAMES = {
     "matplotlib": "matplotlib-base",
     "seaborn": "seaborn-base",
     "xxhash": "python-xxhash",
+    "jupyter-server": "jupyter_server",
+    "jupyterlab-server": "jupyterlab_server",
 }
 
 # Modules whose distribution has another name.
@@ -60,6 +63,7 @@ DISTRIBUTIONS = {
 
 # What is needed though nothing in gpulab/ imports it.
 NEEDED_UNSEEN = {
+    "cloudpickle": "hands a function of one's own to another process",
     "ipykernel": "runs the notebooks",
     "ipywidgets": "draws tqdm's bars in notebooks",
     "jupyterlab": "make lab",
@@ -124,12 +128,13 @@ def test_notebooks_import_only_what_gpulab_depends_on():
             lines = "".join(cell["source"]).splitlines() if cell["cell_type"] == "code" else []
             code = "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!")))
             found = imported(code, str(file)) - sys.stdlib_module_names - {"gpulab"}
-            assert {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in found} <= names(RUNTIME), file.name
+            needed = {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in found}
+            assert needed <= names(RUNTIME + NOTEBOOKS), file.name
 
 
 def test_every_dependency_is_used():
-    assert names(RUNTIME) - third_party("gpulab").keys() - NEEDED_UNSEEN.keys() == set()
-    assert NEEDED_UNSEEN.keys() <= names(RUNTIME)
+    assert names(RUNTIME + NOTEBOOKS) - third_party("gpulab").keys() - NEEDED_UNSEEN.keys() == set()
+    assert NEEDED_UNSEEN.keys() <= names(NOTEBOOKS)
 
 
 def test_constraints_are_exact_versions_one_a_package():
@@ -146,8 +151,9 @@ def test_constraints_satisfy_every_requirement():
         assert requirement.specifier.contains(pin), f"{requirement} against {pin}"
 
 
-def test_constraints_leave_nothing_open_that_is_installed_here():
-    waiting, seen, open_ends = [*RUNTIME, *EXTRAS], set(), set()
+def installed(requirements):
+    """The distributions installed here that these requirements bring, with all that those bring in their turn."""
+    waiting, seen, names_of_all = [*requirements], set(), set()
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
@@ -158,13 +164,16 @@ def test_constraints_leave_nothing_open_that_is_installed_here():
             below = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue  # a tool that is not installed here
-        if name not in PINS:
-            open_ends.add(name)
+        names_of_all.add(name)
         for text in map(Requirement, below):
             extras = ("", *requirement.extras)
             if text.marker is None or any(text.marker.evaluate({"extra": extra}) for extra in extras):
                 waiting.append(text)
-    assert open_ends - UNPINNED == set()
+    return names_of_all
+
+
+def test_constraints_leave_nothing_open_that_is_installed_here():
+    assert installed(RUNTIME + EXTRAS) - PINS.keys() - UNPINNED == set()
 
 
 def test_torch_and_torchvision_are_pinned_as_a_pair():
@@ -191,7 +200,7 @@ def test_conda_environments_ask_for_what_pyproject_asks_for(file, torch):
     assert re.search(r"^channels:\n  - conda-forge\ndependencies:$", text, re.M)
     listed = re.findall(r"^  - (.+)$", text.partition("\ndependencies:\n")[2], re.M)
     mapped = CONDA_NAMES | {"torch": torch}
-    asked = RUNTIME + WORKERS
+    asked = RUNTIME + NOTEBOOKS
     wanted = [f"{mapped.get(requirement.name, requirement.name)}{requirement.specifier}" for requirement in asked]
     assert sorted(listed) == sorted([*wanted, "python=3.12", "pip"])
     assert "3.12" in Requirement(f"python{PROJECT['requires-python']}").specifier
@@ -229,7 +238,7 @@ def test_readme_and_its_pages_name_the_commands():
         assert command in README, command
     for command in (
         "py -m venv .venv",
-        r'.venv\Scripts\python -m pip install -c constraints.txt -e ".[dev]"',
+        r'.venv\Scripts\python -m pip install -c constraints.txt -e ".[notebooks,dev]"',
         r".venv\Scripts\gpulab companion --profile quick",
         r".venv\Scripts\python -m pytest",
         r".venv\Scripts\jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb",
@@ -384,7 +393,7 @@ def test_an_address_leads_the_buttons_there_and_installs_on_colab_only(tmp_path,
     assert ran == []
     monkeypatch.setitem(sys.modules, "google.colab", types.ModuleType("colab"))
     exec(code, {"get_ipython": lambda: shell})
-    assert ran == [("pip", 'install -q "gpulab @ git+https://github.com/other/thing"')]
+    assert ran == [("pip", 'install -q "gpulab[notebooks] @ git+https://github.com/other/thing"')]
     with pytest.raises(SystemExit, match="expected an address"):
         address.settle("example.org/thing", tmp_path)
 
@@ -473,6 +482,65 @@ def test_a_wheel_works_where_there_is_no_clone(tmp_path):
     assert said("-m", "gpulab", "--version") == f"gpulab {gl.__version__}\n"
     numbers = f"{gl.__version__} {len(gl.recorded_runs())} {len(gl.companion.atlas())}"
     assert said("-c", OUTSIDE.format(environment=str(environment))).startswith(numbers)
+
+
+OWN_MODEL = """
+import importlib.util
+import numpy as np
+import pandas as pd
+import torch
+import gpulab as gl
+
+for absent in {absent!r}:
+    assert importlib.util.find_spec(absent) is None, absent
+buffer = np.ones(3, np.float32)
+weight = torch.ones(3, requires_grad=True)
+try:
+    with gl.guard():
+        loss = (torch.from_numpy(buffer) * weight).sum()
+        buffer[:] = 2
+        loss.backward()
+except gl.OverwrittenError:
+    print("guarded")
+net, batch = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)), torch.ones(5, 4)
+step = gl.Step(net, (batch, torch.ones(5, 1)), torch.nn.functional.mse_loss)
+print(gl.audit(step, "cpu", "cpu:emulate=bfloat16", progress=False))
+rows = [(setting, seed, seed + (setting == "cuda")) for setting in ("cpu", "cuda") for seed in range(8)]
+print(gl.verdict(pd.DataFrame(rows, columns=["setting", "seed", "final_loss"])).decisions)
+print(gl.hessian(net, lambda: net(batch).square().mean()) @ torch.ones(19))
+for drawn in (lambda: gl.plots.losses, lambda: gl.companion.bit_explorer, lambda: gl.load("digits")):
+    try:
+        drawn()
+    except gl.GpulabError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own_needs_neither_jupyter_nor_matplotlib(tmp_path):
+    """In an environment that has what `pip install gpulab` brings, and nothing else, from the files installed here."""
+    environment = tmp_path / "environment"
+    venv.create(environment)
+    library = Path(sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)}))
+    for name in installed(RUNTIME):
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
+            with contextlib.suppress(FileExistsError):  # a folder that several distributions share
+                (library / top).symlink_to(distribution.locate_file(top))
+    (library / "gpulab").symlink_to(ROOT / "gpulab")
+    python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    absent = ["IPython", "ipywidgets", "jupyterlab", "matplotlib", "seaborn", "PIL", "torchvision", "sklearn", "av"]
+    code = OWN_MODEL.format(absent=absent)
+    done = subprocess.run([python, "-c", code], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0] == "guarded"
+    assert said[-3:] == [
+        "matplotlib is not installed: pip install 'gpulab[notebooks]'",
+        "ipywidgets is not installed: pip install 'gpulab[notebooks]'",
+        "PIL is not installed: pip install 'gpulab[notebooks]'",
+    ]
 
 
 def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypatch, tmp_path):

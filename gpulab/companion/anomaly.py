@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.ticker import NullFormatter
 
-from gpulab.companion.findings import Finding, Part
+from gpulab.companion.findings import CheckedSentences, Part
 from gpulab.companion.first_windows import FirstWindow
 from gpulab.companion.learning import learning_table
 from gpulab.errors import UsageError
@@ -83,14 +83,14 @@ def window_finding(row: Any) -> str:
     )
 
 
-def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> Finding:
+def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> CheckedSentences:
     """What `first_window` and `anomaly_table` allow one to say, and what they do not."""
     parts: list[tuple[str, Part]] = [("The first window", [window_finding(row) for row in window.itertuples()])]
     parts.append(("What is learned, with shared memory against copied frames", table))
     if (window.gradient_difference > FAR * window.rounding).any():
         said = "Where wrapping shares memory, the published loop computes a wrong gradient and never says so."
         parts.append(("So", said))
-    return Finding(parts)
+    return CheckedSentences(parts)
 
 
 def shared_memory(frame: pd.DataFrame) -> Picture:

@@ -15,7 +15,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from numpy.typing import ArrayLike
 
 from gpulab.companion.anomaly import SPEED_COLOURS
-from gpulab.companion.findings import SIZES, Finding
+from gpulab.companion.findings import SIZES, CheckedSentences
 from gpulab.errors import UsageError
 from gpulab.plots.style import INK, canvas, finished, is_recorded, key, origin_keys, points
 from gpulab.records import recorded_folder
@@ -95,7 +95,7 @@ def rank_correlation(x: ArrayLike, y: ArrayLike, confidence: float = 0.95) -> tu
     return rho, math.tanh(z - reach), math.tanh(z + reach)
 
 
-def dose_finding(frame: pd.DataFrame) -> Finding:
+def dose_finding(frame: pd.DataFrame) -> CheckedSentences:
     """Whether the bias predicts the loss, in a sentence for each size and setting.
 
     Args:
@@ -117,7 +117,7 @@ def dose_finding(frame: pd.DataFrame) -> Finding:
             f"{cells.bias.min():.0%} to {cells.bias.max():.0%}. The rank correlation of the cells is {rho:+.2f} "
             f"(95 % interval {low:+.2f} to {high:+.2f}), in single seeds {min(alone):+.2f} to {max(alone):+.2f}."
         )
-    return Finding([("Dose and response, in our own port", said)], numbers)
+    return CheckedSentences([("Dose and response, in our own port", said)], numbers)
 
 
 def dose_response(frame: pd.DataFrame) -> Picture:

@@ -32,7 +32,7 @@ def _escapes(value: Any, optimizer: str) -> pd.DataFrame:
     return frame[frame.optimizer == optimizer]
 
 
-@exercise("06-1", "(table, who): of gl.escape_table, and who left: 'float32', 'float64', 'both' or 'neither'")
+@exercise("06-1", "(table, who): of gl.saddles.escape_table, and who left: 'float32', 'float64', 'both' or 'neither'")
 def _pushed(answer: Any) -> str:
     frame, who = pair(answer)
     frame = _escapes(frame, "sgd")

@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from gpulab import records
 from gpulab.companion.anomaly import window_finding
 from gpulab.companion.dose import dose_finding
-from gpulab.companion.findings import SIZES, Finding, Part, listed
+from gpulab.companion.findings import SIZES, CheckedSentences, Part, listed
 from gpulab.companion.learning import ALL, BEAT, blurred_losses
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, canvas, finished, key, origin_keys, points
 from gpulab.report import Picture
@@ -68,7 +68,7 @@ HEADINGS = {
 }
 
 
-class Comparison(NamedTuple):
+class RegisteredPair(NamedTuple):
     """What is held against what, as registered; the films, or the comparisons, of a family are tested together."""
 
     family: str
@@ -78,11 +78,11 @@ class Comparison(NamedTuple):
 
 
 REGISTERED = (
-    Comparison("one line, on a GPU", "GPU, memory shared", "GPU, as published", True),
-    Comparison("one line, on a CPU", "CPU, as published", "CPU, frames copied", True),
-    Comparison("four cells", "CPU, frames copied", "GPU, as published", False),
-    Comparison("four cells", "CPU, as published", "GPU, memory shared", False),
-    Comparison("four cells", "CPU, as published", "CPU, frames copied", False),
+    RegisteredPair("one line, on a GPU", "GPU, memory shared", "GPU, as published", True),
+    RegisteredPair("one line, on a CPU", "CPU, as published", "CPU, frames copied", True),
+    RegisteredPair("four cells", "CPU, frames copied", "GPU, as published", False),
+    RegisteredPair("four cells", "CPU, as published", "GPU, memory shared", False),
+    RegisteredPair("four cells", "CPU, as published", "CPU, frames copied", False),
 )
 
 
@@ -108,7 +108,7 @@ def described(frame: pd.DataFrame) -> pd.DataFrame:
     return described.drop(columns=["protocol", "options"], errors="ignore")
 
 
-def published_verdict(frame: pd.DataFrame, comparison: Comparison, film: str, endpoint: str) -> Verdict:
+def published_verdict(frame: pd.DataFrame, comparison: RegisteredPair, film: str, endpoint: str) -> Verdict:
     """One endpoint of one comparison on one film, on the seeds that both have."""
     asked = frame[(frame.film == film) & (frame.full == comparison.full)]
     both = [asked[asked.condition == name] for name in (comparison.reference, comparison.condition)]
@@ -165,7 +165,7 @@ def _rows(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _counts(runs: pd.DataFrame, comparison: Comparison) -> dict[str, Any]:
+def _counts(runs: pd.DataFrame, comparison: RegisteredPair) -> dict[str, Any]:
     losses = runs.pivot_table(index="seed", columns="condition", values="final_loss").dropna()
     ratio = losses[comparison.condition] / losses[comparison.reference]
     beat = runs.groupby("condition").beats_repeating.sum()
@@ -275,11 +275,11 @@ def published_page(
     windows: pd.DataFrame | None = None,
     longer: pd.DataFrame | None = None,
     port: pd.DataFrame | None = None,
-) -> Finding:
+) -> CheckedSentences:
     """What was claimed, what was wrong, how one knows and what remains unknown, on one page.
 
     Args:
-        window: From `gpulab.first_window`: the gradient in our own port.
+        window: From `gpulab.companion.first_window`: the gradient in our own port.
         table: From `published_table`.
         trips: From `round_trips`.
         dose: From `recorded_dose`.
@@ -318,7 +318,7 @@ def published_page(
         parts.append(
             ("Is it another step? On a GPU the loop takes the network to the CPU and back at each update", text)
         )
-    return Finding([*parts, ("Not known", UNKNOWN)], numbers)
+    return CheckedSentences([*parts, ("Not known", UNKNOWN)], numbers)
 
 
 def _gradients(first: pd.DataFrame) -> list[str]:

@@ -25,7 +25,7 @@ WORDS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Finding(Report):
+class CheckedSentences(Report):
     """What was found, by heading: a sentence each. `print` says them; a notebook has the statistics behind a fold."""
 
     parts: Sequence[tuple[str, Part]]
@@ -53,7 +53,7 @@ class Finding(Report):
         return [*(line for heading, part in self.parts for line in _statistics(heading, part)), *self.numbers]
 
 
-def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]]) -> Finding:
+def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]]) -> CheckedSentences:
     """A sentence for each of several results, under a heading of its own.
 
     Args:
@@ -67,7 +67,7 @@ def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]]) -> Finding:
         >>> print(finding({"A card": gl.verdict(pd.DataFrame({**table, "final_loss": losses}))}))
         A card: cuda against cpu: 1.8 times as high, higher in 6 of 6 seeds.
     """
-    return Finding([*(parts.items() if isinstance(parts, Mapping) else parts)])
+    return CheckedSentences([*(parts.items() if isinstance(parts, Mapping) else parts)])
 
 
 def in_words(part: Part) -> list[str]:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gpulab import records
-from gpulab.companion.findings import SAME, SIZES, WORDS, Finding, Part, listed, span
+from gpulab.companion.findings import SAME, SIZES, WORDS, CheckedSentences, Part, listed, span
 from gpulab.companion.first_windows import FirstWindow
 from gpulab.companion.growths import flipped
 from gpulab.data.jpeg import available_decoders
@@ -214,10 +214,10 @@ class FactorTable(Report):
 
     `factor`, `change` (in words), `base`; `source` (`made here`, `recorded` or `not recorded`), `emulated`,
     `machine`, `profile`. One step, of a few seeds the one that moves most: `loss_bit` (the first bit in which the loss
-    of any frame differs on any of them, see `gpulab.first_bit`), `step_moved` (relative distance of the gradients),
-    `gradient_bit` (the bit that this reaches), `step_error` and `base_error` (relative distances to the base's
-    gradient in float64). The final loss: `seeds`, `effect` (mean difference) with its interval `low`, `high`, and
-    `largest` (of any seed), in standard deviations between seeds; `same_bits` (seeds whose trained weights are
+    of any frame differs on any of them, see `gpulab.numerics.first_bit`), `step_moved` (relative distance of the
+    gradients), `gradient_bit` (the bit that this reaches), `step_error` and `base_error` (relative distances to the
+    base's gradient in float64). The final loss: `seeds`, `effect` (mean difference) with its interval `low`, `high`,
+    and `largest` (of any seed), in standard deviations between seeds; `same_bits` (seeds whose trained weights are
     identical); `decision`.
     """
 
@@ -226,10 +226,10 @@ class FactorTable(Report):
 
     plots = "gpulab.companion.floating_point_figures"
 
-    def finding(self, *sources: str) -> Finding:
+    def finding(self, *sources: str) -> CheckedSentences:
         """What the verdicts allow one to say, in sentences; of some sources if they are named."""
         table = self.table[self.table.source.isin(sources)] if sources else self.table
-        return Finding(_said(table), [*_statistics(table)])
+        return CheckedSentences(_said(table), [*_statistics(table)])
 
     def __str__(self) -> str:
         return str(self.finding())

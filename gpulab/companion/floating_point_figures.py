@@ -70,7 +70,7 @@ def factor_effects(report: FactorTable) -> Picture:
     seeds. What keeps its bits stands at the left edge.
 
     Args:
-        report: From `gpulab.factor_table`.
+        report: From `gpulab.companion.factor_table`.
     """
     table = report.table.reset_index(drop=True)
     factors = list(table.factor.unique())

@@ -14,7 +14,7 @@ import torch
 from matplotlib.axes import Axes
 
 from gpulab import records
-from gpulab.companion.findings import Finding, Part, listed
+from gpulab.companion.findings import CheckedSentences, Part, listed
 from gpulab.companion.first_windows import FirstWindow
 from gpulab.diagnostics.audits import Audit, audit
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covariance
@@ -119,14 +119,14 @@ def cards_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 def cards_finding(
     runs: pd.DataFrame, report: Audit, reproduction: Reproduction, conversions: pd.DataFrame | None = None
-) -> Finding:
+) -> CheckedSentences:
     """What runs of the whitener, an audit, a search, recorded prices and ways to read a byte allow one to say.
 
     Args:
         runs: Those made here and the recorded ones. The verdicts are those on the recorded runs.
         report: The audit of a first step.
         reproduction: What the search for the old losses found.
-        conversions: What `gpulab.recorded_measurements("conversions")` has, with those made here.
+        conversions: What `gpulab.companion.recorded_measurements("conversions")` has, with those made here.
     """
     became = []
     for row in cards_table(runs[runs.covariance == "one-pass"]).itertuples():
@@ -150,7 +150,7 @@ def cards_finding(
     kinds = {"retunings of the training": changed[~arithmetic], "changes of the arithmetic": changed[arithmetic]}
     found = [f"Of {len(tried)} {what} {_outcomes(tried)}." for what, tried in kinds.items() if len(tried)]
     parts.append((f"The old losses, within {reproduction.margin_asked}", found))
-    return Finding([*parts, *([] if conversions is None else _bytes(conversions))], numbers)
+    return CheckedSentences([*parts, *([] if conversions is None else _bytes(conversions))], numbers)
 
 
 def _bytes(conversions: pd.DataFrame) -> list[tuple[str, Part]]:
@@ -246,7 +246,7 @@ def spectrum(frame: pd.DataFrame) -> Picture:
     Below −ε, the dotted line, a covariance has no Cholesky factor.
 
     Args:
-        frame: From `gpulab.covariance_spectrum`.
+        frame: From `gpulab.companion.covariance_spectrum`.
     """
     figure, (left, right) = canvas(2, height=3.8, share_rows=True)
     smallest = frame.groupby(["setting", "covariance", "seed"]).eigenvalue.min()
@@ -279,7 +279,7 @@ def spectrum(frame: pd.DataFrame) -> Picture:
 
 
 def prices(frame: pd.DataFrame) -> Picture:
-    """The time of a step in float32, and in TF32 with either cure, from `gpulab.recorded_prices`."""
+    """The time of a step in float32, and in TF32 with either cure, from `gpulab.companion.recorded_prices`."""
     figure, (axes,) = canvas(1, height=1.2 + 0.45 * len(frame))
     slowest = frame.ms.max()
     beside: Look = {"xytext": (9, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}

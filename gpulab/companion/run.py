@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpulab import files, signals
-from gpulab.errors import DataError, GpulabError, UsageError, in_one_line
+from gpulab.errors import DataError, GpulabError, UsageError, extra, in_one_line
 from gpulab.training.protocol import PROFILES
 
 KERNEL = "python3"
@@ -35,7 +35,7 @@ FOLD = re.compile(r"<details>.*?</summary>(.*?)</details>", re.S)  # as `compani
 
 
 @dataclass
-class Finding:
+class NotebookFinding:
     """What a notebook found: sentences, where their numbers were made, and the statistics behind them."""
 
     origin: str
@@ -56,7 +56,7 @@ class Result:
     peak_memory_bytes: int
     error: str | None
     notebook: Path
-    findings: list[Finding]
+    findings: list[NotebookFinding]
     figures: list[dict[str, str]]
     warnings: list[str] = field(default_factory=list)
 
@@ -82,6 +82,7 @@ def find_notebooks(folder: Path, only: str | None) -> list[Path]:
     return found
 
 
+@extra("notebooks")
 def execute(
     notebooks: Path, output: Path, profile: str, device: str, only: str | None = None, store: Path | None = None
 ) -> list[Result]:
@@ -111,6 +112,7 @@ def execute(
     return results
 
 
+@extra("notebooks")
 def execute_in_place(notebooks: Path, only: str | None = None) -> list[Path]:
     """Execute the notebooks where they are, with the parameters they have, ready to be committed."""
     sources = find_notebooks(notebooks, only)
@@ -230,7 +232,7 @@ def _figure(output: Any) -> dict[str, str] | None:
     return None
 
 
-def _findings(outputs: list[Any], introduction: str, tagged: str | None) -> Iterator[Finding]:
+def _findings(outputs: list[Any], introduction: str, tagged: str | None) -> Iterator[NotebookFinding]:
     """What a cell found, in paragraphs: a line, and those below it that are indented.
 
     Where its numbers were made is said by a tag of the cell (`here` or `recorded`); or by the paragraph, by one
@@ -244,7 +246,7 @@ def _findings(outputs: list[Any], introduction: str, tagged: str | None) -> Iter
             continue
         for paragraph in re.split(r"\n\n+|(?<=[.:;])\n(?=\S)", text.strip()):
             origin = tagged or _origin(paragraph) or origin
-            yield (found := Finding(origin, re.sub(r"\n(?=\S)", " ", paragraph)))
+            yield (found := NotebookFinding(origin, re.sub(r"\n(?=\S)", " ", paragraph)))
         for fold in FOLD.findall(data.get("text/html", "")):  # below the last
             lines = re.sub(r"<[^>]*>", "", fold.replace("</p>", "\n")).splitlines()
             found.statistics = [html.unescape(line) for line in lines if line]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from gpulab.companion.findings import SIZES, Finding, Part, in_words, listed
+from gpulab.companion.findings import SIZES, CheckedSentences, Part, in_words, listed
 from gpulab.errors import UsageError
 from gpulab.stats.verdicts import p_text, verdict
 
@@ -14,12 +14,12 @@ FEWEST = 5  # seeds: four have 24 orders, too few to show a correlation at 5 %
 COMPARED = {"index_fraction": "share of ways down", "smallest": "steepest way down"}
 
 
-def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame | None = None) -> Finding:
+def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame | None = None) -> CheckedSentences:
     """What is known about escapes and curvature, or one of them.
 
     Args:
-        escapes: The `table` of `gpulab.escape_table`.
-        curvature: From `gpulab.curvature_along`.
+        escapes: The `table` of `gpulab.saddles.escape_table`.
+        curvature: From `gpulab.saddles.curvature_along`.
 
     Raises:
         UsageError: Where both are missing.
@@ -27,20 +27,21 @@ def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame 
     Examples:
         >>> import gpulab, torch
         >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-        >>> saddle = gpulab.linear_autoencoder_saddle(data, [1])
-        >>> escapes = gpulab.escape_table(saddle, ["cpu:precision=float64"], perturbations=[1e-3], progress=False)
+        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(data, [1])
+        >>> float64 = ["cpu:precision=float64"]
+        >>> escapes = gpulab.saddles.escape_table(saddle, float64, perturbations=[1e-3], progress=False)
         >>> saddle_finding(escapes.table).statistics()[-1][:50]
         'Pushed off the saddle (made here): 1 of 1 left, af'
     """
     if escapes is None and curvature is None:
         raise UsageError("saddle_finding: expected escapes, curvature, or both")
-    none = Finding([])
+    none = CheckedSentences([])
     leaving = none if escapes is None else _escapes(escapes)
     ways_down = none if curvature is None else _curvature(curvature)
-    return Finding([*leaving.parts, *ways_down.parts], [*leaving.numbers, *ways_down.numbers])
+    return CheckedSentences([*leaving.parts, *ways_down.parts], [*leaving.numbers, *ways_down.numbers])
 
 
-def _escapes(table: pd.DataFrame) -> Finding:
+def _escapes(table: pd.DataFrame) -> CheckedSentences:
     whole, master = table.batch_size == 0, table.master_weights.astype(bool)
     alone = table[whole & (table.perturbation == 0) & ~master]
     parts, lines = [*_deciding(alone), *_criterion(alone), *_law(table[whole & (table.perturbation == 0)])], []
@@ -66,7 +67,7 @@ def _escapes(table: pd.DataFrame) -> Finding:
         compared, answer = _same_batches(rows)
         lines += compared
         parts += answer
-    return Finding(parts, lines)
+    return CheckedSentences(parts, lines)
 
 
 def _deciding(alone: pd.DataFrame) -> list[tuple[str, Part]]:
@@ -167,7 +168,7 @@ def _same_batches(table: pd.DataFrame) -> tuple[list[str], list[tuple[str, Part]
     return [compared], [(f"With minibatches, {who}", answer)]
 
 
-def _curvature(frame: pd.DataFrame) -> Finding:
+def _curvature(frame: pd.DataFrame) -> CheckedSentences:
     correlations, numbers = [], []
     for (network, size, recorded), rows in frame.groupby(["experiment", "profile", "recorded"], sort=False):
         where = f"{network}, {SIZES[size]} ({_where(recorded)})"
@@ -184,7 +185,7 @@ def _curvature(frame: pd.DataFrame) -> Finding:
                 said += [f"{network}, {SIZES[size]}: {sentence}" for sentence in in_words(judged)]
                 numbers += [f"{network}, {SIZES[size]}, {name}:", *str(judged).splitlines()]
         parts += [(f"{name.capitalize()}, at the end of training", said)] if said else []
-    return Finding(parts, numbers)
+    return CheckedSentences(parts, numbers)
 
 
 def _correlation(rows: pd.DataFrame) -> tuple[str, str]:

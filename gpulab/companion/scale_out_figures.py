@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from gpulab.companion.scale_out import descent_curves
-from gpulab.companion.speed import stacked_shares
 from gpulab.plots.style import (
     FAINT,
     INK,
@@ -20,6 +19,7 @@ from gpulab.plots.style import (
     key,
     log_scale,
     points,
+    stacked_shares,
 )
 from gpulab.report import Picture
 

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from matplotlib.colors import to_rgb
 
 from gpulab import records
-from gpulab.companion.findings import SIZES, Finding, Part, listed
+from gpulab.companion.findings import SIZES, CheckedSentences, Part, listed
 from gpulab.errors import UsageError
-from gpulab.plots.style import FAINT, INK, canvas, colour, finished, level_colours, log_scale, points
+from gpulab.plots.style import FAINT, INK, canvas, colour, finished, level_colours, log_scale, points, stacked_shares
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, verdict
 
@@ -212,7 +211,7 @@ def _on_both(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.groupby(["width", "gpu"]).value.first().unstack().reindex(columns=[False, True]).dropna()
 
 
-def speed_finding(frame: pd.DataFrame) -> Finding:
+def speed_finding(frame: pd.DataFrame) -> CheckedSentences:
     """What was measured here, then what was recorded.
 
     Args:
@@ -245,7 +244,7 @@ def speed_finding(frame: pd.DataFrame) -> Finding:
             ]
             said.append(f"{claim[0].upper()}{claim[1:]}: {'; '.join(answers)}. Claimed: {claimed}.")
         parts += [(f"What was claimed, recorded on {machine}", said)] if said else []
-    return Finding(parts, numbers)
+    return CheckedSentences(parts, numbers)
 
 
 def on_gpu(frame: pd.DataFrame) -> pd.Series:
@@ -296,7 +295,7 @@ def scaling(frame: pd.DataFrame) -> Picture:
     """Rates of matrix products against their size, filled for this machine, hollow for recorded ones.
 
     Args:
-        frame: From `gpulab.roofline`, and from `gpulab.recorded_rooflines`.
+        frame: From `gpulab.roofline`, and from `gpulab.device.recorded_rooflines`.
     """
     figure, (axes,) = canvas(1, height=3.8)
     frame = frame[frame.kind == "matrix"]
@@ -344,27 +343,6 @@ def kernels() -> Picture:
     alt = f"Shares of an update of PredNet by kind of work. {headline}."
     label = "share of its kernels' time (right: the sum; on a GPU some run beside others)"
     return stacked_shares(table / 1e3, table.sum(axis=1) / 1e3, tints, label, headline, alt)
-
-
-def stacked_shares(
-    parts: pd.DataFrame, whole: pd.Series, tints: Mapping[str, str], label: str, headline: str, alt: str
-) -> Picture:
-    """A bar for each row of seconds, divided by the shares of its columns, and beside it the whole in milliseconds."""
-    figure, (axes,) = canvas(1, height=1.1 + 0.3 * len(parts))
-    shares = parts[[*tints]].div(parts.sum(axis=1), axis=0)
-    shares.plot.barh(stacked=True, color=tints, width=0.7, ax=axes, legend=False)
-    bars: Any
-    for bars, tint in zip(axes.containers, tints.values(), strict=True):
-        words = [f"{bar.get_width():.0%}" if bar.get_width() > 0.06 else "" for bar in bars]
-        ink = "white" if sum(to_rgb(tint)) < 1.5 else "black"
-        axes.bar_label(bars, words, label_type="center", color=ink, fontsize=8)
-    for row, seconds in enumerate(whole):
-        axes.annotate(f"{1e3 * seconds:.3g} ms", (1.01, row), va="center", fontsize=8, annotation_clip=False)
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set(xlim=(0, 1), xlabel=label, ylabel="")
-    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    return finished(figure, headline, alt, axes.get_legend_handles_labels()[0], 3)
 
 
 def small_work(frame: pd.DataFrame) -> Picture:

@@ -152,12 +152,12 @@ class SliceExplorer(Explorer):
     runs, the slice along the steepest way down stands there instead.
 
     Args:
-        landscape: From `gpulab.landscape`.
+        landscape: From `gpulab.saddles.landscape`.
 
     Examples:
         >>> import gpulab
-        >>> layer = torch.nn.Linear(3, 1)
-        >>> around = gpulab.landscape(layer, torch.nn.functional.mse_loss, (torch.randn(9, 3), torch.randn(9, 1)))
+        >>> layer, batch = torch.nn.Linear(3, 1), (torch.randn(9, 3), torch.randn(9, 1))
+        >>> around = gpulab.saddles.landscape(layer, torch.nn.functional.mse_loss, batch)
         >>> explorer = SliceExplorer(around)
         >>> explorer.angle.value = 90
     """

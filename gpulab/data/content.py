@@ -93,9 +93,7 @@ def _reading(file: Path) -> Iterator[None]:
 
 def _cache() -> Path | None:
     """The file of digests, in the user's cache folder; `None` where there is no home."""
-    import pooch
-
-    file = Path(pooch.os_cache("gpulab")) / "digests.json"
+    file = files.cache_folder() / "digests.json"
     return file if file.is_absolute() else None
 
 

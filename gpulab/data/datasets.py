@@ -26,8 +26,8 @@ from gpulab.data.content import Stamps, check_unchanged, digest, stamp
 from gpulab.data.films import decoded, reason, survey
 from gpulab.data.jpeg import check_jpeg, decode_jpeg, encode_jpeg
 from gpulab.data.scenes import MovingDigits, Walk
-from gpulab.errors import DataError, UsageError, check_name
-from gpulab.files import read, writing
+from gpulab.errors import DataError, UsageError, check_name, extra
+from gpulab.files import cache_folder, read, writing
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -311,6 +311,7 @@ class Recompressed(Sequence):
         return self.inner.options() | {"quality": self.quality, "subsampling": self.subsampling}
 
 
+@extra("notebooks")
 def load(
     name: str,
     frames: int | None = None,
@@ -394,7 +395,9 @@ def _digits() -> Bytes:
     from PIL import Image
 
     # Only the file is wanted; importing scikit-learn for it costs a process 70 MB and a second.
-    package = Path(importlib.util.find_spec("sklearn").origin).parent  # type: ignore[union-attr,arg-type]
+    if not (found := importlib.util.find_spec("sklearn")):
+        raise ModuleNotFoundError(name="scikit-learn")
+    package = Path(found.origin).parent  # type: ignore[arg-type]
     table = np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     small = map(Image.fromarray, np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8))
     return np.stack([np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small])[:, None]
@@ -403,9 +406,7 @@ def _digits() -> Bytes:
 def _mnist(where: str) -> Images:
     folder = Path(where)
     if not where:
-        import pooch
-
-        folder = Path(os.environ.get("GPULAB_DATA") or pooch.os_cache("gpulab")) / "mnist"
+        folder = Path(os.environ.get("GPULAB_DATA") or cache_folder()) / "mnist"
         found = _find_mnist(folder)
         for file in (others := [file for file in found if digest({file: stamp(file)}) != SHA256[file.name]]):
             aside = file.with_name(f"{file.name}.damaged")

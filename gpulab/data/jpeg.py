@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gpulab.data import pictures
 from gpulab.data.films import MOST_PIXELS, reason
-from gpulab.errors import DataError, GpulabError, UsageError
+from gpulab.errors import DataError, GpulabError, UsageError, extra
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,6 +28,7 @@ SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
 CHANNELS = {1: ("grey",), 3: ("red", "green", "blue")}
 
 
+@extra("notebooks")
 def encode_jpeg(frame: Bytes, quality: int = 75, subsampling: str = "4:2:0") -> bytes:
     r"""A frame as a JPEG file, encoded by Pillow.
 
@@ -65,6 +66,7 @@ def check_jpeg(quality: int, subsampling: str) -> None:
         raise UsageError(f"subsampling={subsampling!r}: expected one of {', '.join(SUBSAMPLINGS)}")
 
 
+@extra("notebooks")
 def decode_jpeg(file: bytes, decoder: str = "pillow") -> Bytes:
     """The pixels that a decoder makes of a JPEG file.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpulab.errors import GpulabError
+from gpulab.errors import GpulabError, extra
 from gpulab.numerics.sums import fma
 from gpulab.settings import Setting, cpu_flags
 
@@ -38,7 +38,7 @@ def measure(function: Callable[..., Any], setting: str, **arguments: Any) -> Any
 
 
 def fused_operations(settings: Sequence[str] | None = None, count: int = 100_000) -> pd.DataFrame:
-    """Which operations of this machine fuse: their share of the bits that `gpulab.fma` gives.
+    """Which operations of this machine fuse: their share of the bits that `gpulab.numerics.fma` gives.
 
     Args:
         settings: by default `cpu` and, where the CPU can more, `cpu:isa=sse4`, which has no fused instruction.
@@ -131,6 +131,7 @@ def _repeated(setting: str, times: int) -> list[dict[str, Any]]:
     return rows
 
 
+@extra("notebooks")
 def byte_round_trip(device: str = "cpu") -> pd.DataFrame:
     """All 256 values of a byte, to numbers in [0, 1] and back, on a device, in every way that is in use.
 

@@ -21,7 +21,15 @@ import numpy as np
 
 from gpulab.diagnostics.comparison import Comparison, or_infinite
 from gpulab.diagnostics.findings import KINDS, Finding, Judge
-from gpulab.diagnostics.tolerances import CAST_ALONE, EXPLAINED, INHERITED, INHERITED_BY_ONE, OTHER_OUTPUT, SHORT
+from gpulab.diagnostics.tolerances import (
+    CAST_ALONE,
+    EXPLAINED,
+    INHERITED,
+    INHERITED_BY_ONE,
+    LITTLE,
+    OTHER_OUTPUT,
+    SHORT,
+)
 from gpulab.diagnostics.tracer import RESULT, Operation
 
 Values = tuple[str, str]  # the names of a value under the first setting, and of what stands for it under the second
@@ -262,10 +270,14 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
 def _tier(finding: Finding, causes_nan: bool) -> int:
     """What may explain everything first, and what becomes NaN under one setting alone.
 
+    What does not repeat, and makes next to nothing of the difference, comes after the rounding that makes it.
+
     A result that is missing is as often a consequence of a mismatch.
     """
     if finding.kind == "rounding":
         return 3
+    if finding.kind == "nondeterminism" and finding.share < LITTLE:
+        return 4
     if finding.kind == "overwritten":
         return 0
     return 1 if causes_nan or not finding.bounded or (finding.kind == "mismatch" and finding.share >= EXPLAINED) else 2

@@ -230,10 +230,12 @@ class Judge:
         if comparison.values_may_differ:
             explained = math.inf
         for x, y, gap in zip(a.inputs, b.inputs, map(or_infinite, gaps), strict=False):
-            if gap <= same or (math.isinf(gap) and a.name != b.name) or comparison.common(x, y, a):
+            if gap <= same or comparison.common(x, y, a):
                 continue
             makers = [maker for maker in (comparison.maker(0, x), comparison.maker(1, y)) if maker is not None]
             by_both = all(id(maker) in comparison.partners for maker in makers)
+            if a.name != b.name:
+                continue  # kernels of other names take what they are given in another order
             if len(makers) < 2 and by_both:
                 if comparison.values_may_differ:
                     continue
@@ -241,7 +243,7 @@ class Judge:
                 return
             if any(maker.name == "_to_copy" for maker in makers):
                 continue  # a cast, as autocast makes them; a finding of its own where it is to short numbers
-            if comparison.in_doubt(b) or (a.name != b.name and by_both):
+            if comparison.in_doubt(b):
                 continue
             if by_both and not comparison.values_may_differ:
                 if not self._known(x, y, a):
@@ -283,6 +285,8 @@ class Judge:
         finite = [gap for gap in of_inputs if not math.isnan(gap)]
         if not finite or max(finite) > SAME_INPUTS:
             return
+        if a.name in DECIDES and any(finite):
+            return  # as a cast to whole numbers, where roundings before it decide
         gap = largest(self.comparison.result_gaps(a, b))
         for op in (a, b):
             if self._tf32_explains(gap, op):

@@ -15,6 +15,7 @@ CARRIED = 4.0  # how many times the change that random roundings carried there t
 # How much a few operations may make of the difference that they begin with, as a mean does by cancelling; and one.
 INHERITED, INHERITED_BY_ONE = 16.0, 4.0
 EXPLAINED = 0.5  # the share of a difference that must go back to other findings for it to be explained by them
+LITTLE = 0.01  # the share of a difference that answers no question about it
 CAST_ALONE = 4.0  # a cast that is further off than so many times the operation it was made for explains more than it
 OTHER_OUTPUT = 4.0  # an error that is so many times as large as what an output is off is that of another output
 

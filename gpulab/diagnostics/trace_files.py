@@ -124,7 +124,7 @@ def read(
             notes = files.read_json(file, described)
             if notes.pop("format") != FORMAT:
                 raise DataError(f"{file}: a trace of another format; {OTHER_FORMAT}")
-            files.check_seal(file, content, required=True)
+            files.check_seal(file, content)
             del notes["seal"]
             schemas.check(schemas.Trace, notes, file)
             if not opened.schema_arrow.equals(_schema()):

@@ -93,7 +93,7 @@ class Autoencoder(_Images):
 class LinearAutoencoder(nn.Module):
     """Linear, without biases: features → hidden → features, x ↦ decoder(encoder(x)).
 
-    What each critical point of its mean squared error is, `gpulab.linear_autoencoder_saddle` says.
+    What each critical point of its mean squared error is, `gpulab.saddles.linear_autoencoder_saddle` says.
 
     Args:
         features: The width of input and output; the encoder's weight is (hidden, features).

@@ -18,7 +18,7 @@ def roofline(frame: pd.DataFrame) -> Picture:
     """Measured rates against arithmetic intensity, under each device's measured ceilings.
 
     Args:
-        frame: From `gpulab.roofline` or `gpulab.recorded_rooflines`.
+        frame: From `gpulab.roofline` or `gpulab.device.recorded_rooflines`.
 
     References:
         Williams, Waterman, Patterson 2009, *Roofline: an insightful visual performance model* (CACM 52).

@@ -52,7 +52,7 @@ def escape_law(table: pd.DataFrame) -> Picture:
     Optimisers that scale their steps have no such law, and are left out.
 
     Args:
-        table: The `table` of `gpulab.escape_table`, or `gpulab.recorded_escapes`.
+        table: The `table` of `gpulab.saddles.escape_table`, or `gpulab.saddles.recorded_escapes`.
 
     Raises:
         UsageError: Where no escape has that law.
@@ -117,7 +117,7 @@ def escape_paths(paths: pd.DataFrame, radius: float | None = None) -> Picture:
     others, dashed and dotted where the weights are kept in float64.
 
     Args:
-        paths: The `paths` of `gpulab.escape_table`.
+        paths: The `paths` of `gpulab.saddles.escape_table`.
         radius: The distance at which a network has left, as a line.
     """
     settings, optimizers = list(paths.setting.unique()), list(paths.optimizer.unique())
@@ -169,8 +169,8 @@ def escape_phases(table: pd.DataFrame) -> Picture:
     left, a cross never did; lines join learning rates, dashed where the arithmetic is emulated.
 
     Args:
-        table: The `table` of `gpulab.escape_table`, or `gpulab.recorded_escapes`; only those that nothing pushed, no
-            minibatch either, and whose step was measured.
+        table: The `table` of `gpulab.saddles.escape_table`, or `gpulab.saddles.recorded_escapes`; only those that
+            nothing pushed, no minibatch either, and whose step was measured.
 
     Raises:
         UsageError: Where there is none.

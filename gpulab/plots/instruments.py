@@ -96,8 +96,8 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
     """How far sums of the same numbers are from the exact one.
 
     Args:
-        shuffled: Sums in random orders, from `gpulab.shuffled_sums`.
-        table: Sums in named orders, from `gpulab.summation`.
+        shuffled: Sums in random orders, from `gpulab.numerics.shuffled_sums`.
+        table: Sums in named orders, from `gpulab.numerics.summation`.
     """
     exact = np.float64(table.set_index("order").loc["exact", "sum"])
     ulp = np.spacing(np.float32(exact)).astype(float)
@@ -167,7 +167,7 @@ def index_against_loss(frame: pd.DataFrame) -> Picture:
     Small points are seeds. Lines join the medians over them; their beginning is a cross.
 
     Args:
-        frame: From `gpulab.curvature_along` or `gpulab.recorded_curvature`, one network or two.
+        frame: From `gpulab.saddles.curvature_along` or `gpulab.saddles.recorded_curvature`, one network or two.
 
     Raises:
         UsageError: Where no row has numbers.
@@ -210,7 +210,7 @@ def curvature_over_time(frame: pd.DataFrame) -> Picture:
     point a seed; a cross where one diverged.
 
     Args:
-        frame: From `gpulab.curvature_along` or `gpulab.recorded_curvature`, of one network.
+        frame: From `gpulab.saddles.curvature_along` or `gpulab.saddles.recorded_curvature`, of one network.
 
     Raises:
         UsageError: Where no row has numbers, or the frame mixes networks or protocols.
@@ -261,7 +261,7 @@ def spectra(frame: pd.DataFrame) -> Picture:
     how many there are, from one up; the bar is a hundred times. Thick lines are means over seeds.
 
     Args:
-        frame: From `gpulab.curvature_along` or `gpulab.recorded_curvature`, of one network.
+        frame: From `gpulab.saddles.curvature_along` or `gpulab.saddles.recorded_curvature`, of one network.
 
     Raises:
         UsageError: Where no row has numbers, or the frame mixes networks or protocols.
@@ -365,7 +365,7 @@ def landscape_slice(landscape: Landscape, line: pd.DataFrame, angle: float = 0.0
     """The loss along a line through a network's weights, beside what curvature alone would make of it.
 
     Args:
-        landscape: From `gpulab.landscape`.
+        landscape: From `gpulab.saddles.landscape`.
         line: Its `slice` at that angle.
         angle: In degrees, of the line: 0 is the steepest way down, 90 the steepest way up.
     """

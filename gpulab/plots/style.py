@@ -7,7 +7,7 @@ Runs made here are filled, recorded ones hollow, emulated ones dashed. Every see
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import seaborn as sns
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis, YAxis
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -241,3 +242,24 @@ def decades(axis: XAxis | YAxis, ticks: int = 9) -> None:
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(LogLocator(10, numticks=ticks))
     axis.set_minor_formatter(NullFormatter())
+
+
+def stacked_shares(
+    parts: pd.DataFrame, whole: pd.Series, tints: Mapping[str, str], label: str, headline: str, alt: str
+) -> Picture:
+    """A bar for each row of seconds, divided by the shares of its columns, and beside it the whole in milliseconds."""
+    figure, (axes,) = canvas(1, height=1.1 + 0.3 * len(parts))
+    shares = parts[[*tints]].div(parts.sum(axis=1), axis=0)
+    shares.plot.barh(stacked=True, color=tints, width=0.7, ax=axes, legend=False)
+    bars: Any
+    for bars, tint in zip(axes.containers, tints.values(), strict=True):
+        words = [f"{bar.get_width():.0%}" if bar.get_width() > 0.06 else "" for bar in bars]
+        ink = "white" if sum(to_rgb(tint)) < 1.5 else "black"
+        axes.bar_label(bars, words, label_type="center", color=ink, fontsize=8)
+    for row, seconds in enumerate(whole):
+        axes.annotate(f"{1e3 * seconds:.3g} ms", (1.01, row), va="center", fontsize=8, annotation_clip=False)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set(xlim=(0, 1), xlabel=label, ylabel="")
+    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    return finished(figure, headline, alt, axes.get_legend_handles_labels()[0], 3)

@@ -147,7 +147,7 @@ def find_critical_point(
     Examples:
         >>> import gpulab
         >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-        >>> net = gpulab.LinearAutoencoder(features=4, hidden=2)
+        >>> net = gpulab.models.LinearAutoencoder(features=4, hidden=2)
         >>> point = find_critical_point(net, torch.nn.functional.mse_loss, (data, data), progress=False)
         >>> point.found, point.squared_gradient_norm <= 1e-20
         (True, True)

@@ -241,7 +241,4 @@ def _unpacked(table: pd.DataFrame, record: dict[str, Any]) -> pd.DataFrame:
     rows = table.to_dict("records")
     for row in rows:
         row |= {name: np.array(row[name], float).reshape(shape) for name in ("nodes", "node_weights")}
-        # Counted with another tolerance, it is counted again; the error is then that of the probes alone.
-        if record.get("tolerance") != ZERO and row["size"]:
-            row |= _signs(SpectralDensity(row["nodes"], row["node_weights"], int(row["size"]), row["nodes"].size))
     return _frame(rows, record)

@@ -166,8 +166,9 @@ def escape(
     Examples:
         >>> import gpulab
         >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-        >>> saddle = gpulab.linear_autoencoder_saddle(data, [1])
-        >>> escape = gpulab.escape(saddle.model, saddle, "cpu:precision=float64", perturbation=1e-6, progress=False)
+        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(data, [1])
+        >>> float64 = "cpu:precision=float64"
+        >>> escape = gpulab.saddles.escape(saddle.model, saddle, float64, perturbation=1e-6, progress=False)
         >>> escape.left, abs(escape.steps - escape.expected) <= 2
         (True, True)
 
@@ -239,7 +240,7 @@ def trajectory(
     Examples:
         >>> import gpulab
         >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-        >>> saddle = gpulab.linear_autoencoder_saddle(data, [1])
+        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(data, [1])
         >>> path = trajectory(saddle, "cpu:precision=float64", perturbation=0.01)
         >>> bool(path.loss.iloc[-1] < path.loss.iloc[0])
         True
@@ -338,9 +339,9 @@ def escape_table(
     Examples:
         >>> import gpulab
         >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-        >>> saddle = gpulab.linear_autoencoder_saddle(data, [1])
+        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(data, [1])
         >>> float64 = ["cpu:precision=float64"]
-        >>> escapes = gpulab.escape_table(saddle, float64, perturbations=[1e-3, 1e-6, 1e-9], progress=False)
+        >>> escapes = gpulab.saddles.escape_table(saddle, float64, perturbations=[1e-3, 1e-6, 1e-9], progress=False)
         >>> 0.95 < escapes.slope()[0] < 1.05
         True
     """
@@ -372,7 +373,7 @@ def escape_table(
 
 
 def recorded_escapes() -> pd.DataFrame:
-    """The escapes that other machines recorded: the `table` of `gpulab.escape_table`, kept in `data/saddles/escapes`.
+    """The `table` of `gpulab.saddles.escape_table` as other machines recorded it, kept in `data/saddles/escapes`.
 
     Examples:
         >>> bool(recorded_escapes().recorded.all())
@@ -380,9 +381,7 @@ def recorded_escapes() -> pd.DataFrame:
     """
     import pandas as pd
 
-    usual = {"optimizer": "sgd", "master_weights": False, "step_ratio": math.nan}  # the first ones do not say so
-    tables = read_tables(recorded_folder("saddles") / "escapes")
-    parts = [pd.DataFrame({**usual, **table, "recorded": True}) for table, _ in tables]
+    parts = [table.assign(recorded=True) for table, _ in read_tables(recorded_folder("saddles") / "escapes")]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["setting", "steps", "recorded"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 OLD = 24 * 3600.0  # seconds after which a file that is being written is nobody's, whichever machine's process began it
-FORMER_SCRATCH = re.compile(r"[0-9a-f]{32}|.*\.safetensors\.[0-9a-f]{32}")  # of gpulab before seals
 SET_ASIDE, REMOVED, LEFT = "set aside", "removed", "left as it is"
 
 
@@ -103,7 +101,7 @@ def _of_writing(folder: Path) -> Iterator[Trouble]:
     work = folder / folders.WORK
     gone = {path for part in (folder, work) if part.is_dir() for path in files.strays(part)}
     for path in [*folder.glob(".*.part"), *work.glob("*")]:
-        unfinished = files.SCRATCH.fullmatch(path.name) or FORMER_SCRATCH.fullmatch(path.name)
+        unfinished = files.SCRATCH.fullmatch(path.name)
         if path in gone or (unfinished and time.time() - path.lstat().st_mtime > OLD):
             yield Trouble(path, "left half-written by a process that is gone", REMOVED)
 
@@ -118,8 +116,6 @@ def _of_claims(folder: Path) -> Iterator[Trouble]:
 def _of_unfinished(folder: Path) -> Iterator[Trouble]:
     """What is wrong with checkpoints and with the files of unfinished runs."""
     for path in (folder / folders.WORK).glob("[!.]*"):
-        if FORMER_SCRATCH.fullmatch(path.name):
-            continue
         if (folder / path.name.removesuffix(".safetensors") / folders.RECORD).is_file():
             yield Trouble(path, "of a run that is done", REMOVED)
         elif path.suffix == ".safetensors":

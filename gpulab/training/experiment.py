@@ -251,7 +251,5 @@ class Experiment:
         """The id of a run in the store, which has a name for no machine and one for each that might have done it."""
         if self.how.get("guard") or not self.how.get("resume", True):
             return None
-        if self.remote:
-            return next(filter(None, map(self.remote.has, names[1:])), None)
-        folder = next(filter(None, (folders.find(self.folder, name) for name in names[1:])), None)
-        return folder.name if folder else None
+        find = self.remote.has if self.remote else functools.partial(folders.find, self.folder)
+        return next((identity.id for identity in names[1:] if find(identity)), None)

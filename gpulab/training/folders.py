@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 RECORD, HISTORY, WEIGHTS = "run.json", "history.parquet", "weights.safetensors"
 WORK, DAMAGED = ".unfinished", ".damaged"  # folders in a store: checkpoints and half-written runs; what was set aside
 PREPARED = "GPULAB_PREPARED"  # in the environment: a store to take finished runs from, such as a lecturer's
-CHECKPOINT_FORMAT = 2  # 1 had no seal
+CHECKPOINT_FORMAT = 2
 RUN_NAME = re.compile(r"-seed-?\d+-[0-9a-f]{10}$")  # how the names of runs end
 LARGEST_RECORD = 1 << 24  # bytes
 
@@ -47,13 +47,11 @@ class Identity:
     Attributes:
         id: Its name, which depends on what was run, on what, and on nothing else.
         record: What is recorded of it from the beginning, `id` included.
-        former: The name that gpulab gave it before it knew content, where that cannot stand for another content.
         unknown: What cannot be told from something else of its name: such a run is never taken for another.
     """
 
     id: str
     record: dict[str, Any]
-    former: str | None = None
     unknown: tuple[str, ...] = ()
 
 
@@ -61,8 +59,6 @@ def identified(
     identity: dict[str, Any],
     here: Mapping[str, Any],
     known: Mapping[str, str] | None = None,
-    *,
-    mapped: bool = True,
     unknown: tuple[str, ...] = (),
 ) -> Identity:
     """An identity with its id. On another chip or torch it is another run.
@@ -71,17 +67,14 @@ def identified(
         identity: What is recorded.
         here: The passport.
         known: Digests of what the names in it stand for, which are recorded, too.
-        mapped: Whether its former id may stand for it.
         unknown: As in `Identity`.
     """
     chip = here["cpu"]["model"] if identity["setting"].startswith("cpu") else here["gpus"]
     of_names = {**identity, "chip": chip, **{key: here["software"][key] for key in ("torch", "gpulab")}}
     known = {name: digest for name, digest in (known or {}).items() if digest}
-    former = name = run_id(of_names)
-    if known or unknown:
-        once = {"unknown": uuid.uuid4().hex} if unknown else {}
-        name = run_id({**of_names, "configuration": of_content(identity["configuration"], known), **known, **once})
-    return Identity(name, {"id": name, **identity, **known}, former if mapped and not unknown else None, unknown)
+    once = {"unknown": uuid.uuid4().hex} if unknown else {}
+    name = run_id({**of_names, "configuration": of_content(identity["configuration"], known), **known, **once})
+    return Identity(name, {"id": name, **identity, **known}, unknown)
 
 
 def run_id(identity: dict[str, Any]) -> str:
@@ -138,21 +131,19 @@ def find(store: Path, identity: Identity, with_weights: bool | None = None) -> P
         warnings.warn(
             f"{what}: its content cannot be known: this run is not resumed, nor taken for another", stacklevel=3
         )
-    for name in filter(None, (identity.id, identity.former)):
-        folder = store / name
-        if not os.path.lexists(folder) and not _copied(name, store, with_weights):
-            continue
-        try:
-            read_run(folder)
-            kept = os.path.lexists(folder / WEIGHTS)
-            if kept and with_weights is not None:
-                read_weights(folder)
-            if kept or not with_weights:
-                return folder
-        except DataError as error:
-            if place := set_aside(store, folder):
-                warnings.warn(f"{error}; the run is trained again (set aside in {place})", stacklevel=3)
-    return None
+    folder = store / identity.id
+    if not os.path.lexists(folder) and not _copied(identity.id, store, with_weights):
+        return None
+    try:
+        read_run(folder)
+        kept = os.path.lexists(folder / WEIGHTS)
+        if kept and with_weights is not None:
+            read_weights(folder)
+    except DataError as error:
+        if place := set_aside(store, folder):
+            warnings.warn(f"{error}; the run is trained again (set aside in {place})", stacklevel=3)
+        return None
+    return folder if kept or not with_weights else None
 
 
 def _copied(name: str, store: Path, with_weights: bool | None) -> bool:
@@ -255,18 +246,16 @@ def read_record(folder: str | Path) -> dict[str, Any]:
 def read_history(folder: Path, record: Mapping[str, Any]) -> Any:
     """A run's history as a table of pyarrow, one row a window: `window`, `step`, `loss`, `seconds`."""
     file = folder / HISTORY
-    rows, notes = records.read_rows(file, required=record["format"] > 1)
-    if notes.get("run", record["id"]) != record["id"]:
+    rows, notes = records.read_rows(file)
+    if notes.get("run") != record["id"]:
         raise DataError(f"{file}: not the history of {record['id']}")
     return records.check_history(file, rows)
 
 
-def check_history(folder: str | Path, record: Mapping[str, Any]) -> None:
-    """Raise `DataError` unless the history of a run is what was written; those of before seals are read for it."""
-    if record["format"] == 1:
-        read_history(Path(folder), record)
+def check_history(folder: str | Path) -> None:
+    """Raise `DataError` unless the history of a run is what was written."""
     file = os.path.join(folder, HISTORY)
-    files.check_seal(file, files.read(file), required=record["format"] > 1)
+    files.check_seal(file, files.read(file))
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -330,7 +319,7 @@ def read_checkpoint(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     """The tensors and the notes of a checkpoint. Raises `DataError` for a damaged or foreign one."""
     tensors, metadata = _read_tensors(file)
     notes = files.read_json(file, metadata.get("gpulab", "null").encode())
-    if isinstance(notes, dict) and notes.get("format") not in (1, CHECKPOINT_FORMAT):
+    if isinstance(notes, dict) and notes.get("format") != CHECKPOINT_FORMAT:
         raise DataError(f"{file}: a checkpoint of another version of gpulab")
     return tensors, schemas.check(schemas.Checkpoint, notes, file)
 
@@ -355,7 +344,7 @@ def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise DataError(f"{file}: damaged: {error}") from None
     metadata = header.get("__metadata__", {})
-    files.check_seal(file, content, required="seal" in metadata)
+    files.check_seal(file, content)
     return tensors, metadata
 
 

@@ -106,7 +106,7 @@ class TrainingFunction:
             known["content"] = "".join(self._contents(options))
         except UnknownContentError as error:
             unknown += (f"an option of {self.name} ({error})",)
-        return folders.identified(identity, here, known, mapped=not any(known.values()), unknown=unknown)
+        return folders.identified(identity, here, known, unknown)
 
     def _contents(self, options: Mapping[str, Any]) -> Iterator[str]:
         """Digests of the files that options name, and of what is in options that are not plain."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpulab import __version__, records
+from gpulab import __version__, files, records
 from gpulab.errors import DataError, GpulabError
 from gpulab.training import folders
 
@@ -99,7 +99,5 @@ def joined(known: pd.DataFrame, fresh: pd.DataFrame) -> pd.DataFrame:
 
 
 def _file(store: Path) -> Path:
-    import pooch
-
     name = hashlib.sha256(str(store.absolute()).encode()).hexdigest()[:20]
-    return Path(pooch.os_cache("gpulab")) / "stores" / f"{name}.parquet"
+    return files.cache_folder() / "stores" / f"{name}.parquet"

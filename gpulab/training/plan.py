@@ -84,8 +84,7 @@ class Plan:
         if self.own:
             known["initial"] = folders.weights_digest(self.model.state_dict())
         unknown = self.unknown + ((f"data {self.data.name!r}",) if content is None else ())
-        by_name = not (self.own or emulated or folders.of_place(self.data.name))
-        return folders.identified(identity, here, known, mapped=by_name, unknown=unknown)
+        return folders.identified(identity, here, known, unknown)
 
 
 def plan_run(

@@ -196,7 +196,7 @@ OPTIONS: dict[str, Option] = {
     "truncation": Option(
         "what PredNet's backpropagation through time is cut off from: loss or state",
         of="model",
-        usual="state",  # of every record older than it
+        usual="state",  # where a record does not say
         factor=True,
         flag=False,
     ),

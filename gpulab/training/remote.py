@@ -68,14 +68,13 @@ class Remote:
             raise GpulabError(
                 f"{url}: a store there needs obstore, which is not installed: pip install 'gpulab[s3]'"
             ) from None
-        import pooch
 
         endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
         self.url, self.api = url, obstore
         with self.reaching():
             options: Any = {"allow_http": endpoint.startswith("http:")}
             self.store = obstore.store.from_url(url, client_options=options)
-        root = Path(pooch.os_cache("gpulab")) / "remote" / hashlib.sha256(url.encode()).hexdigest()[:20]
+        root = files.cache_folder() / "remote" / hashlib.sha256(url.encode()).hexdigest()[:20]
         self.work, self.objects = root / "work", root / "objects"
 
     @contextlib.contextmanager
@@ -86,13 +85,12 @@ class Remote:
         except (self.api.exceptions.BaseError, PermissionError) as error:
             raise GpulabError(f"{self.url}: cannot be reached: {str(error).splitlines()[0]}") from None
 
-    def has(self, identity: folders.Identity) -> str | None:
-        """The id under which the store holds a run."""
-        for name in filter(None, (identity.id, identity.former)):
-            with self.reaching(), contextlib.suppress(FileNotFoundError):
-                self.api.head(self.store, f"{name}.parquet")
-                return name
-        return None
+    def has(self, identity: folders.Identity) -> bool:
+        """Whether the store holds a run."""
+        with self.reaching(), contextlib.suppress(FileNotFoundError):
+            self.api.head(self.store, f"{identity.id}.parquet")
+            return True
+        return False
 
     def pull(self) -> Path:
         """Download what is new, forget what is gone, and return the folder with all of it."""
@@ -122,12 +120,10 @@ class Remote:
 
     def fetch(self, identity: folders.Identity) -> None:
         """Put a run that the store holds into `work`, unless it is there."""
-        if any((self.work / name).exists() for name in (identity.id, identity.former or identity.id)):
-            return
-        if not (name := self.has(identity)):
+        if (self.work / identity.id).exists() or not self.has(identity):
             return
         with tempfile.TemporaryDirectory() as scratch:
-            file = Path(scratch) / f"{name}.parquet"
+            file = Path(scratch) / f"{identity.id}.parquet"
             with self.reaching():
                 file.write_bytes(self.api.get(self.store, file.name).bytes().to_bytes())
             (record,) = records.packed_runs(file)

@@ -356,7 +356,7 @@ def _wrong(record: dict[str, Any], history: Mapping[str, list[Any]]) -> Iterator
         return
     if str(setting) != record["setting"] or done["model"] != record["experiment"]:
         yield "its setting or its model is not written as gpulab does"
-    if record["id"] not in _names(record):
+    if record["id"] != _name(record):
         yield "its id is not that of what it says was run, on which chip, with which torch and gpulab"
     if setting.kind != "cpu" and not record["passport"]["gpus"]:
         yield f"ran under {setting}, on a machine without a GPU"
@@ -385,9 +385,8 @@ def _wrong(record: dict[str, Any], history: Mapping[str, list[Any]]) -> Iterator
             yield "its final loss is not the mean of the last fifth of its history"
 
 
-def _names(record: Mapping[str, Any]) -> set[str]:
-    """What gpulab may have called a run that is as it says: with what it knew of content, and before it did."""
+def _name(record: Mapping[str, Any]) -> str:
+    """What gpulab calls a run that is as it says."""
     identity = {name: record[name] for name in (*IDENTITY, *OWN) if record.get(name) is not None}
     known = {name: record[name] for name in ("code", "content") if name in record}
-    named = folders.identified(identity, record["passport"], known)
-    return {name for name in (named.id, named.former) if name}
+    return folders.identified(identity, record["passport"], known).id

@@ -252,7 +252,7 @@ class Trainer:
         rows = tensors["history"].tolist()
         self.history = [(int(window), int(step), loss, seconds) for window, step, loss, seconds in rows]
         self.step, self.seconds = notes["step"], self.history[-1][3]
-        self.ways = set(notes.get("ways", ()))  # those of older checkpoints do not say
+        self.ways = set(notes["ways"])
 
 
 def ahead(windows: Iterator[Window]) -> Iterator[Window]:

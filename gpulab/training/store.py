@@ -125,7 +125,7 @@ def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
 
     Args:
         store: A folder, or another file of packed runs; or the rows of `gpulab.runs` that are to be packed.
-        file: Where to write; `gpulab.runs(file)` and `gpulab.history` read it.
+        file: Where to write; `gpulab.runs(file)` and `gpulab.training.history` read it.
 
     Raises:
         DataError: Where there are no runs.
@@ -198,7 +198,7 @@ def _rows(entry: str, recorded: bool) -> list[dict[str, Any]]:
     if not os.path.isdir(entry):
         return [_row(record, entry, recorded) for record in records.packed_runs(Path(entry))]
     record = folders.read_record(entry)
-    folders.check_history(entry, record)
+    folders.check_history(entry)
     return [_row(record, entry, recorded)]
 
 

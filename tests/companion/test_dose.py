@@ -37,7 +37,7 @@ def test_a_cell_is_trained_as_gpulab_trains_and_its_bias_is_that_of_the_first_wi
     for loader, name in (("copied", "copied"), ("reused", "shared")):
         run = gl.train("prednet", setting=CPU, seed=3, profile="smoke", loader=loader, progress=False)
         assert run.record["summary"]["final_loss"] == found[name]
-    (window,) = gl.first_window([CPU], "prednet", seed=3, profile="smoke").itertuples()
+    (window,) = gl.companion.first_window([CPU], "prednet", seed=3, profile="smoke").itertuples()
     assert found["bias_first"] == pytest.approx(window.gradient_difference, rel=1e-4)
     assert found["bias"] > 0
 

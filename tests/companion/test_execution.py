@@ -144,7 +144,7 @@ def test_a_notebook_is_executed_where_it_lies(notebooks):
 def test_an_executed_notebook_keeps_pictures_of_widgets_and_leaves_bars_out():
     view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
     outputs = [new_output("display_data", {**view, **more}) for more in ({}, {"text/html": "<img>"})]
-    notebook = new_notebook(cells=[new_code_cell("gl.bit_explorer()", outputs=outputs)])
+    notebook = new_notebook(cells=[new_code_cell("gl.companion.bit_explorer()", outputs=outputs)])
     tidy(notebook)
     assert [output.data for output in notebook.cells[0].outputs] == [{"text/html": "<img>"}]
 

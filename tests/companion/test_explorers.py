@@ -65,7 +65,7 @@ def test_a_trajectory_is_that_of_the_escape():
     saddle = explorers.small_saddle()
     options = {"optimizer": "momentum", "learning_rate": 0.05, "perturbation": 1e-3}
     path = gl.saddles.trajectory(saddle, "cpu:precision=float64", **options)
-    history = gl.escape(saddle.model, saddle, "cpu:precision=float64", progress=False, **options).history
+    history = gl.saddles.escape(saddle.model, saddle, "cpu:precision=float64", progress=False, **options).history
     same = path[: len(history)]
     np.testing.assert_allclose(np.hypot(same.along, same.across), history.distance, rtol=1e-12)
     np.testing.assert_allclose(same.loss, history.loss, rtol=1e-12)

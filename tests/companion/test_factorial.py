@@ -128,7 +128,7 @@ def test_the_figure_and_the_page_show_what_is_there(recorded):
     picture = gl.companion.published_figure(recorded)
     assert len(picture.png()) > 5000
     table, trips = gl.companion.published_table(recorded), gl.companion.round_trips(recorded)
-    window = gl.first_window(["cpu"], profile="smoke")
+    window = gl.companion.first_window(["cpu"], profile="smoke")
     page = gl.companion.published_page(window, table, trips)
     said = str(page)
     statistics = "\n".join(page.statistics())

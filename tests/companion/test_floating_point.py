@@ -17,7 +17,7 @@ SMALL = {"profile": "smoke", "frames": 20, "progress": False}
 def report(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "STEP_SEEDS", 1)
-        return gl.factor_table("prednet", seeds=2, store=tmp_path_factory.mktemp("factors"), **SMALL)
+        return gl.companion.factor_table("prednet", seeds=2, store=tmp_path_factory.mktemp("factors"), **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_the_effect_is_the_verdict_s(report, here):
 def test_what_nobody_measured_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "recorded_factors", list)
     monkeypatch.setattr(Factor, "runs_here", lambda factor: factor.name == "determinism" and factor.kind == "cpu")
-    report = gl.factor_table("autoencoder", seeds=2, store=tmp_path, **SMALL)
+    report = gl.companion.factor_table("autoencoder", seeds=2, store=tmp_path, **SMALL)
     lost = report.table[report.table.source == "not recorded"]
     assert "the device itself" in set(lost.factor)
     assert lost.seeds.isna().all()
@@ -103,7 +103,7 @@ def test_what_is_kept_is_not_made_again_and_a_recording_is_read_as_recorded(monk
     assert record["command"] == "python record"
     assert record["passport"]["cpu"] == gl.passport()["cpu"]
     before = {file: file.stat().st_mtime_ns for file in store.glob("*/run.json")}
-    report = gl.factor_table("autoencoder", seeds=2, store=store, **SMALL)
+    report = gl.companion.factor_table("autoencoder", seeds=2, store=store, **SMALL)
     assert before == {file: file.stat().st_mtime_ns for file in store.glob("*/run.json")} != {}
     mine, theirs = (
         report.table[report.table.source == source].set_index("factor") for source in ("made here", "recorded")
@@ -111,7 +111,7 @@ def test_what_is_kept_is_not_made_again_and_a_recording_is_read_as_recorded(monk
     columns = ["step_moved", "step_error", "effect", "same_bits", "decision"]
     pd.testing.assert_frame_equal(mine[columns], theirs[columns])
     for name in MEASURED:
-        assert (gl.recorded_measurements(name).machine == gl.passport()["cpu"]["model"]).all()
+        assert (gl.companion.recorded_measurements(name).machine == gl.passport()["cpu"]["model"]).all()
 
 
 @pytest.mark.parametrize("content", ["", "[]", json.dumps({"format": 99})])
@@ -125,11 +125,11 @@ def test_a_damaged_recording_is_named(content, monkeypatch, tmp_path):
 
 def test_nonsense_is_refused(tmp_path):
     with pytest.raises(gl.UsageError, match="'rounding': expected one of conversions"):
-        gl.recorded_measurements("rounding")
+        gl.companion.recorded_measurements("rounding")
     with pytest.raises(gl.UsageError, match="kind 'tpu'"):
         record_factors(tmp_path / "x.json", tmp_path, kind="tpu")
     with pytest.raises(gl.UsageError, match="perceptron"):
-        gl.factor_table("perceptron", store=tmp_path)
+        gl.companion.factor_table("perceptron", store=tmp_path)
 
 
 def test_a_level_is_named_by_what_is_not_as_usual():

@@ -47,7 +47,7 @@ def recorded_claims():
     registered = [ALL, STUCK, LEARNED]
     for of_size in ("profile == 'quick' and device == 'cpu'", "profile == 'paper'"):
         some = runs.query(f"{of_size} and loader != 'window'")
-        yield some, said(gl.anomaly_table(some), registered)
+        yield some, said(gl.companion.anomaly_table(some), registered)
     published = companion.published_runs()
     table = companion.published_table(published)
     for full in (True, False):
@@ -110,7 +110,7 @@ def test_the_registered_pairs_are_counted_as_on_the_page_of_notebook_05():
     table = gl.companion.published_table(gl.companion.published_runs())
     memory = gl.companion.longer_runs().query("setting == 'cuda:tf32=off'")
     longer = gl.companion.learning_table(memory, factor="loader", reference="window")
-    port = gl.anomaly_table(gl.recorded_runs().query("loader != 'window'"))
+    port = gl.companion.anomaly_table(gl.recorded_runs().query("loader != 'window'"))
     (pairs,) = [line for line in card.splitlines() if line.startswith("The decisions are today's")]
     on_the_page = factorial._short(table, longer, port)[0]
     assert re.findall(r"\d+ of \d+", pairs) == re.findall(r"\d+ of \d+", on_the_page)

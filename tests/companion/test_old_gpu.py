@@ -11,7 +11,7 @@ CPU, TF32 = "cpu:threads=1", "cpu:threads=1,tf32=on,emulate=ampere"
 
 @pytest.fixture(scope="module")
 def spectrum():
-    return gl.covariance_spectrum([CPU, TF32], seeds=range(6))
+    return gl.companion.covariance_spectrum([CPU, TF32], seeds=range(6))
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +55,18 @@ def test_a_negative_eigenvalue_below_epsilon_is_a_nan_at_the_first_update(spectr
 
 
 def test_the_table_counts_runs_that_became_nan(here):
-    table = gl.cards_table(here).set_index("setting")
+    table = gl.companion.cards_table(here).set_index("setting")
     assert (table.loc[CPU, "diverged"], table.loc[TF32, "diverged"]) == (0, 6)
     assert table.seeds.tolist() == [6, 6]
     assert table.loc[CPU, "final_loss"] == pytest.approx(here[here.setting == CPU].final_loss.mean())
 
 
 def test_an_h200_did_what_the_emulation_does(recorded):
-    table = gl.cards_table(recorded).set_index(["setting", "covariance"])
+    table = gl.companion.cards_table(recorded).set_index(["setting", "covariance"])
     assert table.loc[("cuda:tf32=on", "one-pass"), "diverged"] > 0.9 * table.loc[("cuda:tf32=on", "one-pass"), "seeds"]
     assert table.diverged.sum() == table.loc[("cuda:tf32=on", "one-pass"), "diverged"]
-    report = gl.recorded_cards_audit()
-    emulated = gl.audit(gl.FirstWindow("whitener", seed=7, frames=50), CPU, TF32, progress=False)
+    report = gl.companion.recorded_cards_audit()
+    emulated = gl.audit(gl.companion.FirstWindow("whitener", seed=7, frames=50), CPU, TF32, progress=False)
     for found in (report.findings[0], emulated.findings[0]):
         assert (found.kind, found.operation) == ("reduced precision", "mm")
         assert "codes.T @ codes" in found.line
@@ -74,7 +74,7 @@ def test_an_h200_did_what_the_emulation_does(recorded):
 
 
 def test_prices_are_medians_between_their_quartiles():
-    table = gl.recorded_prices()
+    table = gl.companion.recorded_prices()
     assert (table.ms_low <= table.ms).all()
     assert (table.ms <= table.ms_high).all()
     assert {"machine", "setting", "covariance", "rounds", "batch_size"} <= set(table)
@@ -84,7 +84,7 @@ def test_the_finding_says_what_the_numbers_say(here, recorded, store):
     old = here[here.setting == CPU]
     search = {"learning_rate": [2e-3], "tf32": ["off"]}
     found = gl.reproduce(old, search, TF32, margin="1sd", store=store, progress=False)
-    finding = gl.cards_finding(pd.concat([here, recorded]), gl.recorded_cards_audit(), found)
+    finding = gl.companion.cards_finding(pd.concat([here, recorded]), gl.companion.recorded_cards_audit(), found)
     text = str(finding)
     assert f"0 of 6 seeds under {CPU}, here." in text
     assert f"6 of 6 seeds under {TF32}, here." in text
@@ -101,7 +101,7 @@ def test_the_finding_says_what_the_numbers_say(here, recorded, store):
 
 
 def test_bytes_are_said_beside_it():
-    ((heading, said),) = old_gpu._bytes(gl.recorded_measurements("conversions"))
+    ((heading, said),) = old_gpu._bytes(gl.companion.recorded_measurements("conversions"))
     assert heading == "Bytes of an image"
     assert said[0] == "All 256 return as they were in 100% of the ways, formats and devices tried."
     assert any("of 256 have the bits of a division on this CPU" in sentence for sentence in said)
@@ -125,7 +125,7 @@ def test_the_figures_are_small_and_say_what_they_show(spectrum, here, recorded):
     pictures = {
         "of the new card's": gl.companion.divergence(both[~fast], both[fast]),
         "6 seeds": gl.companion.spectrum(pd.concat([spectrum, spectrum[:0]])),
-        "NVIDIA H200": gl.companion.prices(gl.recorded_prices()),
+        "NVIDIA H200": gl.companion.prices(gl.companion.recorded_prices()),
     }
     for words, picture in pictures.items():
         assert words in picture.alt

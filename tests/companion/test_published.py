@@ -39,7 +39,7 @@ def run(net, folder, seed=3, setting="cpu", **options):
 
 def test_without_the_network_it_says_where_it_is(monkeypatch):
     monkeypatch.delenv("GPULAB_CHAINER_PREDNET", raising=False)
-    told = gl.published_network()
+    told = gl.companion.published_network()
     assert told.startswith("Skipped: the authors' net.py")
     assert "GPULAB_CHAINER_PREDNET" in told
 
@@ -95,7 +95,7 @@ def test_one_reused_buffer_changes_the_gradient_and_not_the_first_losses(net):
     assert (first["same_losses"], second["same_losses"]) == (19, 0)
     assert first["gradient_difference"] > 1e-3
     assert all(row["gradient_difference"] == 0 and row["same_losses"] == row["losses"] for row in same)
-    assert "19 of 19 forward losses have the same bits; the gradient is off" in gl.published_network(net)
+    assert "19 of 19 forward losses have the same bits; the gradient is off" in gl.companion.published_network(net)
 
 
 def test_gradients_are_those_that_chainer_gave_on_its_own_python(net, shared):

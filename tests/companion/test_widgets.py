@@ -20,7 +20,7 @@ def pattern(explorer):
 
 @pytest.mark.parametrize("x", [1.0, -0.1, 0.0, 1e-45, 3e38, math.pi])
 def test_a_typed_number_is_shown_with_its_bits(x):
-    explorer = gl.bit_explorer(1.0)
+    explorer = gl.companion.bit_explorer(1.0)
     explorer.number.value = x
     stored = torch.tensor([x], dtype=torch.float32)
     assert pattern(explorer) == f"{int(stored.view(torch.int32)) & 0xFFFFFFFF:032b}"
@@ -29,7 +29,7 @@ def test_a_typed_number_is_shown_with_its_bits(x):
 
 @pytest.mark.parametrize("place", [0, 1, 8, 9, 31])
 def test_a_clicked_bit_changes_the_number_and_nothing_else(place):
-    explorer = gl.bit_explorer(0.75)
+    explorer = gl.companion.bit_explorer(0.75)
     before = pattern(explorer)
     explorer.bits[place].click()
     after = pattern(explorer)
@@ -42,7 +42,7 @@ def test_a_clicked_bit_changes_the_number_and_nothing_else(place):
 
 
 def test_what_is_no_number_is_not_sent_to_the_page():
-    explorer = gl.bit_explorer(1.5)
+    explorer = gl.companion.bit_explorer(1.5)
     for bit in explorer.bits[1:9]:
         if bit.description == "0":
             bit.click()  # exponent all ones, fraction not zero
@@ -53,11 +53,13 @@ def test_what_is_no_number_is_not_sent_to_the_page():
 
 @pytest.mark.parametrize("name", ["tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_the_answer_is_the_rounded_number(name):
-    explorer = gl.bit_explorer(1 / 3, name)
-    rounded = gl.round_to(torch.tensor([1 / 3]), name).item()
+    explorer = gl.companion.bit_explorer(1 / 3, name)
+    rounded = gl.numerics.round_to(torch.tensor([1 / 3]), name).item()
     assert f"<b>{rounded:.12g}</b>" in explorer.answer.value
     explorer.rounding.value = "truncate"
-    assert f"<b>{gl.round_to(torch.tensor([1 / 3]), name, 'truncate').item():.12g}</b>" in explorer.answer.value
+    assert (
+        f"<b>{gl.numerics.round_to(torch.tensor([1 / 3]), name, 'truncate').item():.12g}</b>" in explorer.answer.value
+    )
 
 
 def luminance(colour):
@@ -68,7 +70,7 @@ def luminance(colour):
 
 
 def test_every_bit_has_its_colour_and_can_be_read():
-    explorer = gl.bit_explorer(-math.pi)
+    explorer = gl.companion.bit_explorer(-math.pi)
     colours = [bit.style.get_state()["button_color"] for bit in explorer.bits]  # which is what the page is sent
     ones = [colour for colour, bit in zip(colours, explorer.bits, strict=True) if bit.description == "1"]
     assert set(ones) == {SIGN, EXPONENT, FRACTION}
@@ -79,27 +81,31 @@ def test_every_bit_has_its_colour_and_can_be_read():
 
 @pytest.mark.parametrize("x", [1.0, -0.1, 0.0, 1e-45, -3e38])
 def test_the_meaning_of_the_bits_multiplies_to_the_number(x):
-    sign, power, fraction = (meaning.value.partition("</span> ")[2] for meaning in gl.bit_explorer(x).meanings)
+    sign, power, fraction = (
+        meaning.value.partition("</span> ")[2] for meaning in gl.companion.bit_explorer(x).meanings
+    )
     exponent = float(power.removeprefix("× 2").translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")))
     assert float(torch.tensor({"+": 1, "−": -1}[sign] * float(fraction) * 2**exponent)) == pytest.approx(x, rel=1e-7)
 
 
 def test_the_slice_is_shown_at_its_own_size_with_words():
-    explorer = gl.slice_explorer(gl.landscape(torch.nn.Linear(2, 1), mse_loss, (torch.eye(2), torch.ones(2, 1))))
+    explorer = gl.companion.slice_explorer(
+        gl.saddles.landscape(torch.nn.Linear(2, 1), mse_loss, (torch.eye(2), torch.ones(2, 1)))
+    )
     element = r'<img alt="The loss along .+?" src="data:image/png;base64,(.+?)" width="(\d+)"'
     png, width = re.match(element, explorer.image.value).groups()
     assert Image.open(io.BytesIO(base64.b64decode(png))).width == int(width)
 
 
 def test_without_a_kernel_there_is_the_still_picture():
-    data, _ = gl.bit_explorer(0.1)._repr_mimebundle_()
+    data, _ = gl.companion.bit_explorer(0.1)._repr_mimebundle_()
     assert data["text/html"].startswith('<img alt="Bits of 0.1')
     assert "application/vnd.jupyter.widget-view+json" in data
 
 
 def test_an_unknown_format_is_refused():
     with pytest.raises(gl.UsageError, match="'float4': expected one of float32"):
-        gl.bit_explorer(1.0, "float4")
+        gl.companion.bit_explorer(1.0, "float4")
     with pytest.raises(gl.UsageError, match="'float4': expected one of float32"):
         gl.plots.bits(1.0, ["float4"])
 
@@ -118,12 +124,12 @@ def test_an_unknown_format_is_refused():
 def test_the_bits_are_those_that_torch_stores(name, dtype, whole, x):
     stored = torch.tensor([x]).to(dtype)
     width = 8 * stored.element_size()
-    parts = gl.format_bits(x, name)
+    parts = gl.numerics.format_bits(x, name)
     assert "".join(parts) == f"{int(stored.view(whole)) & (1 << width) - 1:0{width}b}"
     assert len(parts[0]) == 1
     assert len(parts[2]) == -round(math.log2(torch.finfo(dtype).eps))
 
 
 def test_tf32_is_float32_without_its_last_bits():
-    sign, exponent, fraction = gl.format_bits(1 / 3, "tf32")
-    assert (sign, exponent, len(fraction)) == (*gl.format_bits(1 / 3)[:2], 10)
+    sign, exponent, fraction = gl.numerics.format_bits(1 / 3, "tf32")
+    assert (sign, exponent, len(fraction)) == (*gl.numerics.format_bits(1 / 3)[:2], 10)

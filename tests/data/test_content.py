@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ CLIP, OTHER = noise(12, 24, 32, 3), noise(24, 24, 32, 3)[12:]
 def cache(tmp_path, monkeypatch):
     """A cache of this test's own, which keeps digests of new files, too."""
     monkeypatch.setattr(content, "RACY", 0)
-    monkeypatch.setattr("pooch.os_cache", lambda _: tmp_path / "home")
+    monkeypatch.setattr("gpulab.files.cache_folder", lambda: tmp_path / "home")
     return tmp_path / "home" / "digests.json"
 
 
@@ -106,7 +107,9 @@ def test_a_damaged_cache_is_made_again(tmp_path, reads, cache, damage):
 def test_a_home_that_cannot_be_written_to_is_no_matter(tmp_path, monkeypatch):
     film = write_video(tmp_path / "a.mkv", CLIP)
     for home in ("a.mkv/x", "~/x"):
-        monkeypatch.setattr("pooch.os_cache", lambda _, home=home: tmp_path / home if "~" not in home else home)
+        monkeypatch.setattr(
+            "gpulab.files.cache_folder", lambda home=home: tmp_path / home if "~" not in home else Path(home)
+        )
         assert load(film).content == hashlib.sha256(film.read_bytes()).hexdigest()
 
 

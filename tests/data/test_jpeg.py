@@ -8,7 +8,7 @@ import gpulab as gl
 from gpulab.data.jpeg import DECODERS, SUBSAMPLINGS, compare_decoders
 from gpulab.training.plan import planned
 
-HERE = gl.available_decoders()
+HERE = gl.data.available_decoders()
 FRAMES = next(gl.load("walk", frames=20, size=(24, 32)).windows(5)).frames
 
 
@@ -19,18 +19,18 @@ def test_the_decoders_that_are_dependencies_are_here():
 @pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
 def test_a_frame_is_encoded_as_pillow_does(subsampling):
     frame = FRAMES[0]
-    made = gl.encode_jpeg(frame, 90, subsampling)
+    made = gl.data.encode_jpeg(frame, 90, subsampling)
     file = io.BytesIO()
     Image.fromarray(frame.transpose(1, 2, 0)).save(file, "JPEG", quality=90, subsampling=subsampling)
     assert made == file.getvalue()
-    assert (gl.decode_jpeg(made) == np.asarray(Image.open(file)).transpose(2, 0, 1)).all()
+    assert (gl.data.decode_jpeg(made) == np.asarray(Image.open(file)).transpose(2, 0, 1)).all()
 
 
 @pytest.mark.parametrize("decoder", HERE)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_each_decoder_gives_the_same_picture_but_for_small_differences(decoder, channels):
     frame = FRAMES[0, :channels]
-    made = gl.decode_jpeg(gl.encode_jpeg(frame, 100, "4:4:4"), decoder)
+    made = gl.data.decode_jpeg(gl.data.encode_jpeg(frame, 100, "4:4:4"), decoder)
     assert made.dtype == np.uint8
     assert made.shape == frame.shape
     assert np.abs(made.astype(int) - frame).max() <= 12
@@ -39,8 +39,10 @@ def test_each_decoder_gives_the_same_picture_but_for_small_differences(decoder, 
 def test_the_table_counts_what_differs():
     table = compare_decoders(FRAMES).set_index(["decoder", "channel"])
     assert (table.loc["pillow", ["differ", "mean", "largest"]] == 0).all(axis=None)
-    files = [gl.encode_jpeg(frame) for frame in FRAMES]
-    av, pillow = (np.stack([gl.decode_jpeg(file, name) for file in files]).astype(int) for name in ("av", "pillow"))
+    files = [gl.data.encode_jpeg(frame) for frame in FRAMES]
+    av, pillow = (
+        np.stack([gl.data.decode_jpeg(file, name) for file in files]).astype(int) for name in ("av", "pillow")
+    )
     row = table.loc[("av", "green")]
     assert row.pixels == av[:, 1].size
     assert row.differ == (av != pillow)[:, 1].mean()
@@ -57,11 +59,11 @@ def test_with_another_reference_the_same_decoder_is_the_one_that_agrees():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: gl.decode_jpeg(b"", "gimp"), gl.UsageError, "'gimp': expected one of pillow, torchvision"),
-        (lambda: gl.encode_jpeg(FRAMES), gl.UsageError, r"shape \(5, 3, 24, 32\)"),
-        (lambda: gl.encode_jpeg(FRAMES[0] / 255), gl.UsageError, "float64"),
-        (lambda: gl.encode_jpeg(FRAMES[0], 0), gl.UsageError, "quality=0: .* 1 to 100"),
-        (lambda: gl.encode_jpeg(FRAMES[0], 75, "4:1:1"), gl.UsageError, "'4:1:1': .*4:2:0"),
+        (lambda: gl.data.decode_jpeg(b"", "gimp"), gl.UsageError, "'gimp': expected one of pillow, torchvision"),
+        (lambda: gl.data.encode_jpeg(FRAMES), gl.UsageError, r"shape \(5, 3, 24, 32\)"),
+        (lambda: gl.data.encode_jpeg(FRAMES[0] / 255), gl.UsageError, "float64"),
+        (lambda: gl.data.encode_jpeg(FRAMES[0], 0), gl.UsageError, "quality=0: .* 1 to 100"),
+        (lambda: gl.data.encode_jpeg(FRAMES[0], 75, "4:1:1"), gl.UsageError, "'4:1:1': .*4:2:0"),
         (lambda: compare_decoders(FRAMES, reference="gimp"), gl.UsageError, "reference 'gimp'"),
         (lambda: gl.load("walk", decoder="av"), gl.UsageError, "write jpeg:walk"),
         (lambda: gl.load("jpeg:walk", decoder="gimp"), gl.UsageError, "'gimp'"),
@@ -79,18 +81,18 @@ def test_nonsense_is_refused(call, error, words):
 @pytest.mark.parametrize("cut", [0, 3, 300])
 def test_a_damaged_file_is_a_data_error_in_one_line(decoder, cut):
     with pytest.raises(gl.DataError) as error:
-        gl.decode_jpeg(gl.encode_jpeg(FRAMES[0])[:cut], decoder)
+        gl.data.decode_jpeg(gl.data.encode_jpeg(FRAMES[0])[:cut], decoder)
     assert decoder in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("decoder", HERE)
 def test_a_file_of_too_many_pixels_is_refused_by_every_decoder(decoder):
-    file = bytearray(gl.encode_jpeg(FRAMES[0]))
+    file = bytearray(gl.data.encode_jpeg(FRAMES[0]))
     place = file.index(b"\xff\xc0") + 5
     file[place : place + 4] = b"\xf0\x00\xf0\x00"
     with pytest.raises(gl.DataError, match=f"{decoder} cannot decode.* pixels"):
-        gl.decode_jpeg(bytes(file), decoder)
+        gl.data.decode_jpeg(bytes(file), decoder)
 
 
 @pytest.mark.skipif("nvjpeg" in HERE, reason="there is a GPU")
@@ -105,7 +107,7 @@ def test_a_decoder_that_is_not_here_is_told_with_those_that_are():
 def test_jpeg_data_are_the_frames_encoded_and_decoded():
     plain, again = (gl.load(name, frames=20, size=(24, 32)) for name in ("walk", "jpeg:walk"))
     frames, made = (next(data.windows(5)).frames for data in (plain, again))
-    assert all((gl.decode_jpeg(gl.encode_jpeg(a)) == b).all() for a, b in zip(frames, made, strict=True))
+    assert all((gl.data.decode_jpeg(gl.data.encode_jpeg(a)) == b).all() for a, b in zip(frames, made, strict=True))
     assert again.options() == {**plain.options(), "quality": 75, "subsampling": "4:2:0"}
     assert (next(again.heldout(2)).frames != next(plain.heldout(2)).frames).any()
 

@@ -167,7 +167,7 @@ def test_resnet18_has_no_leak_and_its_parameters_are_known():
 
 @pytest.mark.parametrize("detached", [True, False])
 def test_prednets_state_is_no_leak_unless_its_graph_goes_with_it(detached):
-    net, state = gl.PredNet(channels=(3, 4, 8), size=(12, 16)), None
+    net, state = gl.models.PredNet(channels=(3, 4, 8), size=(12, 16)), None
     frames = torch.rand(3, 1, 3, 12, 16)
 
     def loss(net):

@@ -21,13 +21,13 @@ def test_what_an_operation_fuses_is_measured():
 def test_an_older_instruction_set_fuses_nothing():
     if "sse4_1" not in gl.passport()["cpu"]["vector_extensions"]:
         pytest.skip("no such CPU")
-    table = gl.fused_operations(("cpu:isa=sse4",), count=1000)
+    table = gl.device.fused_operations(("cpu:isa=sse4",), count=1000)
     assert (table.rounded_twice == 1).all()
     assert (table.rounded_once < 1).all()
 
 
 def test_operations_on_one_thread_repeat_themselves():
-    table = gl.repeatability(("cpu:threads=1",), times=3)
+    table = gl.device.repeatability(("cpu:threads=1",), times=3)
     assert (table.results == 1).all()
     assert (table.spread == 0).all()
 
@@ -38,7 +38,7 @@ def test_an_operation_that_does_not_repeat_itself_is_counted(monkeypatch):
     monkeypatch.setattr(torch.autograd, "grad", lambda *_: [torch.zeros(1)])
     monkeypatch.setattr(torch.nn.functional, "conv2d", lambda *_: torch.zeros(1))
     monkeypatch.setattr(torch.Tensor, "square", lambda *_: type("Squares", (), {"sum": lambda _: None})())
-    row = gl.repeatability(("cpu",), times=4).set_index("operation").loc["sum"]
+    row = gl.device.repeatability(("cpu",), times=4).set_index("operation").loc["sum"]
     assert row.results == 3
     assert row.spread == 3.0
 

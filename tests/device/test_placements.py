@@ -97,7 +97,7 @@ def test_views_and_new_memory_are_no_operations_and_each_byte_counts_once():
 @pytest.mark.parametrize("name", ["resnet18", "prednet", "transformer"])
 def test_flop_are_those_of_torchs_counter(name):
     if name == "prednet":
-        net, frames = gl.PredNet(channels=(3, 4, 8), size=(12, 16)), torch.rand(3, 1, 3, 12, 16)
+        net, frames = gl.models.PredNet(channels=(3, 4, 8), size=(12, 16)), torch.rand(3, 1, 3, 12, 16)
 
         def step():
             net.training_loss(frames, None)[0].backward()
@@ -161,7 +161,7 @@ def test_other_ceilings_are_refused(frame, words):
 
 
 def test_recorded_rooflines_without_launches_are_refused():
-    recorded = gl.recorded_rooflines().drop(columns="machine")
+    recorded = gl.device.recorded_rooflines().drop(columns="machine")
     older = recorded[(recorded.setting == "cuda:tf32=off") & ~recorded.operation.str.startswith("launch")]
     with pytest.raises(gl.UsageError, match="anew"):
         place(product(), older.assign(setting="cpu:threads=1"))

@@ -101,7 +101,7 @@ def device(setting, bandwidth, peak, layers):
 def test_a_layer_left_of_the_ridge_is_bound_by_memory_and_right_of_it_by_arithmetic():
     slow = device("cpu", bandwidth=10, peak=100, layers=[(0.5, 4.0), (20.0, 50.0)])
     fast = device("cuda", bandwidth=1000, peak=50_000, layers=[(0.5, 100.0), (20.0, 5000.0)])
-    found = gl.bounds(pd.concat([slow, fast])).to_dict("records")
+    found = gl.device.bounds(pd.concat([slow, fast])).to_dict("records")
     assert found == [
         {"operation": "layer 0", "setting": "cpu", "intensity": 0.5, "ridge": 10, "bound": "memory", "reached": 0.8},
         {"operation": "layer 1", "setting": "cpu", "intensity": 20, "ridge": 10, "bound": "arithmetic", "reached": 0.5},
@@ -115,13 +115,13 @@ def test_a_recorded_roofline_is_read_back_with_its_machine(small, tmp_path, monk
     record = {"passport": gl.passport(), "command": "the command", "rows": small.to_dict("records")}
     write_json(tmp_path / "rooflines" / "here.json", record)
     monkeypatch.setattr("gpulab.records.DATA", tmp_path)
-    back = gl.recorded_rooflines()
+    back = gl.device.recorded_rooflines()
     assert set(back.machine) == {gl.passport()["cpu"]["model"]}, "the setting was the CPU's, whatever else is there"
     pd.testing.assert_frame_equal(back[small.columns], small)
 
 
 def test_recorded_rooflines_are_shipped_and_can_be_read():
-    shipped = gl.recorded_rooflines()
+    shipped = gl.device.recorded_rooflines()
     assert {"machine", "setting", "operation", "gflops"} <= set(shipped.columns)
     assert "NVIDIA H200" in set(shipped.machine)
-    assert set(gl.bounds(shipped[shipped.machine == "NVIDIA H200"]).bound) <= {"memory", "arithmetic"}
+    assert set(gl.device.bounds(shipped[shipped.machine == "NVIDIA H200"]).bound) <= {"memory", "arithmetic"}

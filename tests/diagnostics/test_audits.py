@@ -234,7 +234,7 @@ def test_a_custom_operation_that_does_not_repeat_itself_is_nondeterminism():
 
 def test_a_reused_buffer_is_overwritten():
     frames = np.random.default_rng(0).integers(0, 256, (3, 3, 4, 4)).astype(np.uint8)
-    net = seeded(lambda: gl.PredNet(channels=(3,), size=(4, 4)))
+    net = seeded(lambda: gl.models.PredNet(channels=(3,), size=(4, 4)))
 
     def step(name):
         def once(setting):
@@ -536,7 +536,7 @@ def with_batch_norm():
 
 
 def prednet_step(setting):
-    net = seeded(lambda: gl.PredNet(channels=(3, 4), size=(4, 8))).to(setting.device, setting.dtype)
+    net = seeded(lambda: gl.models.PredNet(channels=(3, 4), size=(4, 8))).to(setting.device, setting.dtype)
     net.training_loss(drawn(2, 1, 3, 4, 8).abs().clamp(max=1).to(setting.dtype), None)[0].backward()
 
 

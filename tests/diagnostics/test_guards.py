@@ -743,7 +743,7 @@ def test_random_numbers_are_left_alone():
 # --- where it is used ----------------------------------------------------------------------------------------------
 
 
-class Careless(gl.Autoencoder):
+class Careless(gl.models.Autoencoder):
     """An autoencoder whose images come through one buffer."""
 
     def training_loss(self, batch, state):

@@ -23,7 +23,7 @@ SLOW = {"vit_b_16": [pytest.mark.slow]}  # 86 million weights
 )
 def test_this_cpu_and_a_recorded_gpu_differ_by_nothing_unexplained(file):
     """The trace was made by an NVIDIA H200 with another version of torch, from the same step."""
-    there = gl.Trace.load(file)
+    there = gl.diagnostics.Trace.load(file)
     assert "H200" in there.passport["gpus"][0]["name"]
     here = gl.record(find_step(f"{ROOT}/benchmarks/networks.py:{network_of(file)}"), "cpu", progress=False)
     report = gl.audit(here, there)

@@ -33,7 +33,7 @@ def file(tmp_path_factory):
 
 
 def test_a_trace_is_read_as_it_was_written(file):
-    trace, read = recorded(), gl.Trace.load(str(file))
+    trace, read = recorded(), gl.diagnostics.Trace.load(str(file))
     assert {**vars(read), "sketches": None} == {**vars(trace), "sketches": None}
     assert read.sketches.keys() == trace.sketches.keys()
     assert all((read.sketches[name] == trace.sketches[name]).all() for name in trace.sketches)
@@ -43,14 +43,14 @@ def test_a_trace_is_read_as_it_was_written(file):
 def test_nan_and_infinity_are_kept(tmp_path):
     step = gl.Step(nn.Linear(3, 2), torch.tensor([[math.nan, math.inf, 1.0]]))
     gl.record(step, file=tmp_path / "a.trace", progress=False)
-    read = gl.Trace.load(tmp_path / "a.trace")
+    read = gl.diagnostics.Trace.load(tmp_path / "a.trace")
     assert any(np.isnan(sketch).any() for sketch in read.sketches.values())
     assert any(op.nans for op in read.operations)
 
 
 def refused(file, *words):
     with pytest.raises(gl.DataError) as error:
-        gl.Trace.load(file)
+        gl.diagnostics.Trace.load(file)
     assert [word for word in (str(file), *words) if word not in str(error.value)] == []
 
 
@@ -147,4 +147,4 @@ def test_a_trace_without_its_seal_is_damaged(file, tmp_path):
 
 
 def test_a_trace_that_is_only_copied_is_read(file, tmp_path):
-    assert gl.Trace.load(rewritten(file, tmp_path / "same.trace")).operations
+    assert gl.diagnostics.Trace.load(rewritten(file, tmp_path / "same.trace")).operations

@@ -13,7 +13,7 @@ def images(count, size=(28, 28)):
 @pytest.mark.parametrize(("hidden", "size"), [((128, 32), (28, 28)), ((5,), (28, 28)), ([64, 16, 8], (6, 10))])
 @torch.no_grad()
 def test_images_come_back_in_their_shape_and_in_0_to_1(hidden, size):
-    net = gl.Autoencoder(hidden, size)
+    net = gl.models.Autoencoder(hidden, size)
     made = net(images(3, size))
     assert made.shape == (3, 1, *size)
     assert 0 < made.min() < made.max() < 1
@@ -23,7 +23,7 @@ def test_images_come_back_in_their_shape_and_in_0_to_1(hidden, size):
 
 @torch.no_grad()
 def test_the_layers_are_those_of_the_docstring_written_out():
-    net, picture = gl.Autoencoder((6, 3), (4, 5)), images(1, (4, 5))
+    net, picture = gl.models.Autoencoder((6, 3), (4, 5)), images(1, (4, 5))
     assert [p.shape for p in net.parameters()] == [(6, 20), (6,), (3, 6), (3,), (6, 3), (6,), (20, 6), (20,)]
     a, b, c, d = (layer for layer in net.layers if isinstance(layer, torch.nn.Linear))
     for layer in (a, b, c, d):
@@ -37,7 +37,7 @@ def test_the_layers_are_those_of_the_docstring_written_out():
 
 @torch.no_grad()
 def test_the_loss_is_the_mean_squared_error():
-    net, picture = gl.Autoencoder((6, 3)), images(1)
+    net, picture = gl.models.Autoencoder((6, 3)), images(1)
     loss, per_frame, state = net.training_loss(picture, None)
     assert loss.item() == pytest.approx((net(picture) - picture).square().mean().item(), rel=1e-6)
     assert per_frame.tolist() == [loss.item()]
@@ -46,13 +46,13 @@ def test_the_loss_is_the_mean_squared_error():
 
 def test_a_window_is_one_update_an_image():
     window = images(20)
-    batches = list(gl.Autoencoder().batches(window))
+    batches = list(gl.models.Autoencoder().batches(window))
     assert [batch.shape for batch in batches] == 20 * [(1, 1, 28, 28)]
     assert (torch.cat(batches) == window).all()
 
 
 def test_weights_are_lecun_normal_and_biases_zero():
-    for layer in gl.Autoencoder((500, 200)).layers:
+    for layer in gl.models.Autoencoder((500, 200)).layers:
         if isinstance(layer, torch.nn.Linear):
             values = layer.weight.detach().flatten() * math.sqrt(layer.in_features)
             assert abs(values.mean()) < 5 / math.sqrt(len(values))
@@ -65,30 +65,30 @@ def test_the_drawn_weights_depend_on_the_generator_alone():
         net.draw_weights(torch.Generator().manual_seed(seed))
         return torch.cat([parameter.detach().float().flatten() for parameter in net.parameters()])
 
-    reference = drawn(gl.Autoencoder((6, 3)), 1)
+    reference = drawn(gl.models.Autoencoder((6, 3)), 1)
     torch.manual_seed(77)
     with gl.setting("cpu:precision=float64"):
-        assert (drawn(gl.Autoencoder((6, 3)), 1) == reference).all()
-    assert not (drawn(gl.Autoencoder((6, 3)), 2) == reference).all()
+        assert (drawn(gl.models.Autoencoder((6, 3)), 1) == reference).all()
+    assert not (drawn(gl.models.Autoencoder((6, 3)), 2) == reference).all()
 
 
 @pytest.mark.parametrize("hidden", [(), (0,), (8, -1)])
 def test_widths_that_make_no_sense_are_refused(hidden):
     with pytest.raises(gl.UsageError, match="hidden="):
-        gl.Autoencoder(hidden)
+        gl.models.Autoencoder(hidden)
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (2, 3, 28, 28), (2, 1, 28, 27), (2, 784)])
 def test_images_of_another_shape_are_refused_with_the_shape_expected(shape):
     with pytest.raises(gl.UsageError, match=r"expected \(B, 1, 28, 28\)") as error:
-        gl.Autoencoder()(torch.zeros(shape))
+        gl.models.Autoencoder()(torch.zeros(shape))
     assert str(shape) in str(error.value)
 
 
 def test_batch_size_says_how_many_images_an_update_sees():
     window = torch.rand(20, 1, 28, 28)
-    assert [len(batch) for batch in gl.Autoencoder(batch_size=8).batches(window)] == [8, 8, 4]
-    net = gl.Autoencoder(batch_size=8)
+    assert [len(batch) for batch in gl.models.Autoencoder(batch_size=8).batches(window)] == [8, 8, 4]
+    net = gl.models.Autoencoder(batch_size=8)
     loss, each, _ = net.training_loss(window[:8], None)
     apart = torch.stack([net.training_loss(image, None)[0] for image in window[:8].split(1)])
     assert loss.item() == pytest.approx(apart.mean().item(), rel=1e-6)
@@ -99,7 +99,7 @@ def test_batch_size_says_how_many_images_an_update_sees():
 
 def test_networks_of_another_batch_size_are_other_runs():
     ids = {
-        gl.train(gl.Autoencoder((8,), batch_size=size), profile="smoke", frames=20, progress=False).record["id"]
+        gl.train(gl.models.Autoencoder((8,), batch_size=size), profile="smoke", frames=20, progress=False).record["id"]
         for size in (1, 4)
     }
     assert len(ids) == 2
@@ -108,4 +108,4 @@ def test_networks_of_another_batch_size_are_other_runs():
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, "4"])
 def test_batch_sizes_that_make_no_sense_are_refused(wrong):
     with pytest.raises(gl.UsageError, match="batch_size="):
-        gl.Autoencoder(batch_size=wrong)
+        gl.models.Autoencoder(batch_size=wrong)

@@ -24,7 +24,7 @@ def saved(shared):
 
 @pytest.fixture(scope="module")
 def net(saved):
-    return gl.PredNet.from_chainer(saved)
+    return gl.models.PredNet.from_chainer(saved)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def distance(mine, theirs):
 
 def test_channels_and_size_are_read_off_the_file(net, saved):
     assert (net.channels, net.size, net.variant) == ((3, 8, 16), (24, 32), "published")
-    assert gl.PredNet.from_chainer(str(saved)).channels == (3, 8, 16)
+    assert gl.models.PredNet.from_chainer(str(saved)).channels == (3, 8, 16)
     assert not net.fresh, "training would draw other weights"
 
 
@@ -93,7 +93,7 @@ def test_the_gradient_is_not_that_of_the_reused_buffer(net, frames, expected):
 
 
 def test_training_starts_from_the_loaded_weights(saved):
-    net = gl.PredNet.from_chainer(saved)
+    net = gl.models.PredNet.from_chainer(saved)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     runs = [
         gl.train(net, "walk", setting="cpu:threads=1", seed=seed, profile="smoke", frames=20, progress=False)
@@ -113,7 +113,7 @@ def model_arrays(saved):
 
 def refused(file, *words):
     with pytest.raises(gl.DataError) as error:
-        gl.PredNet.from_chainer(file)
+        gl.models.PredNet.from_chainer(file)
     assert [word for word in (str(file), *words) if word not in str(error.value)] == []
 
 
@@ -238,7 +238,7 @@ STRANGE = {
 @pytest.mark.parametrize(("arrays", "words", "method"), [(*row, 8)[:3] for row in STRANGE.values()], ids=STRANGE)
 def test_a_strange_archive_is_refused_in_one_line(tmp_path, arrays, words, method):
     with pytest.raises(gl.DataError) as error:
-        gl.PredNet.from_chainer(archive(tmp_path / "a.model", arrays, method))
+        gl.models.PredNet.from_chainer(archive(tmp_path / "a.model", arrays, method))
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -260,11 +260,11 @@ def test_a_small_file_cannot_ask_for_much_memory(tmp_path, python):
     code = """
         import resource, sys
         import gpulab as gl
-        gl.PredNet((3, 4), (8, 8))
+        gl.models.PredNet((3, 4), (8, 8))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for file in sys.argv[1:]:
             try:
-                gl.PredNet.from_chainer(file)
+                gl.models.PredNet.from_chainer(file)
             except gl.DataError as error:
                 print(error)
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
@@ -277,5 +277,5 @@ def test_a_small_file_cannot_ask_for_much_memory(tmp_path, python):
 
 def test_reading_changes_nothing_in_the_file(saved):
     before = hashlib.sha256(saved.read_bytes()).hexdigest()
-    gl.PredNet.from_chainer(saved)
+    gl.models.PredNet.from_chainer(saved)
     assert hashlib.sha256(saved.read_bytes()).hexdigest() == before

@@ -30,7 +30,7 @@ def windows(chainer):
 
 def network(chainer, truncation=None):
     """With the weights that Chainer began with, and these, one after the other, to be written to."""
-    net = gl.PredNet((3, 4, 8), chainer["frames"].shape[2:], truncation=truncation)
+    net = gl.models.PredNet((3, 4, 8), chainer["frames"].shape[2:], truncation=truncation)
     place = 0
     for _, weights in sorted(chainer_views(net, lambda parameter: parameter.data).items()):
         weights.copy_(torch.from_numpy(chainer["weights"][place : (place := place + weights.numel())]).view_as(weights))
@@ -189,7 +189,7 @@ def test_the_hessian_is_that_of_double_backward(chainer):
 def test_networks_that_differ_in_it_alone_are_other_runs():
     ids = {
         gl.train(
-            gl.PredNet((3, 4), (12, 16), truncation=truncation), profile="smoke", frames=20, progress=False
+            gl.models.PredNet((3, 4), (12, 16), truncation=truncation), profile="smoke", frames=20, progress=False
         ).record["id"]
         for truncation in ("loss", "state")
     }

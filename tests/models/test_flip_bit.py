@@ -18,22 +18,22 @@ def weights(model):
 @pytest.mark.parametrize("weight", [0, 5, 7, 11])
 def test_the_last_bit_of_that_weight_alone_changes(weight):
     before = weights(network())
-    after = weights(gl.flip_bit(network(), weight))
-    assert gl.ulp_distance(before, after).tolist() == [int(number == weight) for number in range(len(before))]
+    after = weights(gl.models.flip_bit(network(), weight))
+    assert gl.numerics.ulp_distance(before, after).tolist() == [int(number == weight) for number in range(len(before))]
 
 
 @pytest.mark.parametrize("bit", [0, 22, 23, 30, 31])
 def test_any_bit_can_be_changed_and_changed_back(bit):
     model = network()
     before = weights(model).view(torch.int32)
-    gl.flip_bit(model, 4, bit)
+    gl.models.flip_bit(model, 4, bit)
     apart = (weights(model).view(torch.int32) ^ before).to(torch.int64) & 0xFFFFFFFF
     assert apart.tolist() == [2**bit if number == 4 else 0 for number in range(len(before))]
-    assert (weights(gl.flip_bit(model, 4, bit)).view(torch.int32) == before).all()
+    assert (weights(gl.models.flip_bit(model, 4, bit)).view(torch.int32) == before).all()
 
 
 def test_the_sign_bit_is_the_sign():
-    before, after = weights(network())[0], weights(gl.flip_bit(network(), 0, 31))[0]
+    before, after = weights(network())[0], weights(gl.models.flip_bit(network(), 0, 31))[0]
     assert after == -before
 
 
@@ -48,22 +48,22 @@ def test_the_sign_bit_is_the_sign():
 )
 def test_what_is_not_there_cannot_be_flipped(options, words):
     with pytest.raises(gl.UsageError, match=words):
-        gl.flip_bit(network(), **options)
+        gl.models.flip_bit(network(), **options)
 
 
 def test_only_float32_weights_have_these_bits():
     with pytest.raises(gl.UsageError, match="float64"):
-        gl.flip_bit(network().double())
+        gl.models.flip_bit(network().double())
 
 
 def test_a_training_with_a_flipped_bit_begins_one_bit_apart():
     seen = {}
     for flip in (None, 3):
-        net = gl.PredNet((3, 4), (12, 16))
+        net = gl.models.PredNet((3, 4), (12, 16))
         gl.train(net, frames=20, flip=flip, watch=lambda m, s, f=flip: seen.setdefault((f, s), weights(m)), **SMALL)
-    apart = gl.ulp_distance(seen[None, 0], seen[3, 0])
+    apart = gl.numerics.ulp_distance(seen[None, 0], seen[3, 0])
     assert apart.sum() == apart[3] == 1
-    assert (gl.ulp_distance(seen[None, 1], seen[3, 1]) > 0).sum() > 1
+    assert (gl.numerics.ulp_distance(seen[None, 1], seen[3, 1]) > 0).sum() > 1
 
 
 def test_the_record_of_a_run_says_what_was_flipped_and_who_drew(tmp_path):

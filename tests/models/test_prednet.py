@@ -13,7 +13,7 @@ VARIANTS = pytest.mark.parametrize("variant", ["published", "lotter"])
 
 
 def small(variant="published", dtype=torch.float64, **options):
-    net = gl.PredNet((3, 4, 5), (8, 12), variant, **options).to(dtype)
+    net = gl.models.PredNet((3, 4, 5), (8, 12), variant, **options).to(dtype)
     net.draw_weights(torch.Generator().manual_seed(1))
     return net
 
@@ -36,7 +36,7 @@ def equal(states, others, tolerance=0.0):
 )
 @torch.no_grad()
 def test_there_is_a_prediction_in_0_to_1_after_every_frame(variant, channels, size):
-    net = gl.PredNet(channels, size, variant)
+    net = gl.models.PredNet(channels, size, variant)
     predictions, state = net(video(4, 2, size, channels[0], torch.float32))
     assert predictions.shape == (4, 2, channels[0], *size)
     assert predictions.min() >= 0
@@ -249,7 +249,7 @@ def groups(net):
 
 
 def test_published_weights_are_lecun_normal_and_biases_zero():
-    net = gl.PredNet((3, 48, 96), (64, 96))
+    net = gl.models.PredNet((3, 48, 96), (64, 96))
     scaled = []
     for weight, fan_in in groups(net):
         values = weight.detach().flatten() * math.sqrt(fan_in)
@@ -265,7 +265,7 @@ def test_published_weights_are_lecun_normal_and_biases_zero():
 
 
 def test_lotter_weights_are_glorot_uniform_and_biases_zero():
-    net = gl.PredNet((3, 48, 96), (32, 32), "lotter")
+    net = gl.models.PredNet((3, 48, 96), (32, 32), "lotter")
     weights = [(conv.weight, conv.in_channels, conv.out_channels) for conv in (*net.conv_a, *net.conv_p)]
     weights += [(gate, sum(cell.groups), cell.channels) for cell in net.lstm for gate in cell.gates.weight.chunk(4)]
     for weight, inside, outside in weights:
@@ -282,24 +282,30 @@ def test_the_drawn_weights_depend_on_the_generator_alone(variant):
         net.draw_weights(torch.Generator().manual_seed(seed))
         return torch.cat([parameter.detach().float().flatten() for parameter in net.parameters()])
 
-    plain = gl.PredNet((3, 4), (8, 12), variant)
+    plain = gl.models.PredNet((3, 4), (8, 12), variant)
     reference = drawn(plain)
     torch.manual_seed(123)
     with gl.setting("cpu:precision=float64,threads=1"):
-        made_inside = gl.PredNet((3, 4), (8, 12), variant)
+        made_inside = gl.models.PredNet((3, 4), (8, 12), variant)
         assert next(made_inside.parameters()).dtype == torch.float64
         assert (drawn(made_inside) == reference).all()
     assert (drawn(plain.to(torch.float64)) == reference).all()
     assert (drawn(plain.to(torch.bfloat16)) == reference.to(torch.bfloat16)).all()
     assert not (drawn(plain, seed=6) == reference).all()
-    fresh = [torch.cat([p.detach().flatten() for p in gl.PredNet((3, 4), (8, 12), variant).parameters()]) for _ in "ab"]
+    fresh = [
+        torch.cat([p.detach().flatten() for p in gl.models.PredNet((3, 4), (8, 12), variant).parameters()])
+        for _ in "ab"
+    ]
     assert (fresh[0] == fresh[1]).all(), "a network is the same whenever it is made"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 @VARIANTS
 def test_a_gpu_gets_the_weights_that_a_cpu_gets_and_predicts_the_same(variant):
-    host, device = gl.PredNet((3, 8, 16), (24, 32), variant), gl.PredNet((3, 8, 16), (24, 32), variant).to("cuda")
+    host, device = (
+        gl.models.PredNet((3, 8, 16), (24, 32), variant),
+        gl.models.PredNet((3, 8, 16), (24, 32), variant).to("cuda"),
+    )
     for net in (host, device):
         net.draw_weights(torch.Generator().manual_seed(5))
     for one, other in zip(host.parameters(), device.parameters(), strict=True):
@@ -324,7 +330,7 @@ def test_a_gpu_gets_the_weights_that_a_cpu_gets_and_predicts_the_same(variant):
 )
 def test_a_size_that_does_not_halve_is_refused_with_sizes_that_do(channels, size, offered):
     with pytest.raises(gl.UsageError) as error:
-        gl.PredNet(channels, size)
+        gl.models.PredNet(channels, size)
     assert [word for word in (f"size={size}", *offered) if word not in str(error.value)] == []
 
 
@@ -343,7 +349,7 @@ def test_a_size_that_does_not_halve_is_refused_with_sizes_that_do(channels, size
 )
 def test_other_nonsense_is_refused(options, named):
     with pytest.raises(gl.UsageError, match=named):
-        gl.PredNet(**{"channels": (3, 4), "size": (8, 8), **options})
+        gl.models.PredNet(**{"channels": (3, 4), "size": (8, 8), **options})
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 8, 12), (5, 1, 1, 8, 12), (5, 1, 3, 8, 11), (5, 1, 3, 12, 8), (3, 8, 12)])
@@ -355,17 +361,17 @@ def test_frames_of_another_shape_are_refused_with_the_shape_expected(shape):
 
 @pytest.mark.parametrize("variant", ["published", "lotter"])
 def test_kernels_of_another_size_keep_the_frame(variant):
-    net = gl.PredNet(channels=(3, 4), size=(8, 12), variant=variant, kernel_size=5)
+    net = gl.models.PredNet(channels=(3, 4), size=(8, 12), variant=variant, kernel_size=5)
     predictions, _ = net(torch.rand(3, 1, 3, 8, 12))
     assert predictions.shape == (3, 1, 3, 8, 12)
     sizes = {tuple(module.kernel_size) for module in net.modules() if isinstance(module, torch.nn.Conv2d)}
     assert sizes == {(5, 5)}
     if variant == "published":  # LeCun-normal: variance 1 / fan in, which is the larger kernel's
-        weight = gl.PredNet(channels=(3, 64), size=(8, 12), kernel_size=5).conv_p[1].weight
+        weight = gl.models.PredNet(channels=(3, 64), size=(8, 12), kernel_size=5).conv_p[1].weight
         assert weight.var().item() == pytest.approx(1 / (64 * 25), rel=0.05)
 
 
 @pytest.mark.parametrize("wrong", [0, 2, 11, 3.5, "3"])
 def test_kernel_sizes_that_make_no_sense_are_refused(wrong):
     with pytest.raises(gl.UsageError, match="kernel_size="):
-        gl.PredNet(kernel_size=wrong)
+        gl.models.PredNet(kernel_size=wrong)

@@ -46,7 +46,7 @@ def test_a_covariance_with_a_negative_eigenvalue_makes_nan_and_no_error():
 
 
 def test_reconstructions_have_the_shape_of_the_images_and_lie_in_0_to_1():
-    net, batch = gl.Whitener(), images()
+    net, batch = gl.models.Whitener(), images()
     made = net(batch)
     assert made.shape == batch.shape
     assert 0 < made.min() < made.max() < 1
@@ -59,7 +59,7 @@ def test_reconstructions_have_the_shape_of_the_images_and_lie_in_0_to_1():
 @pytest.mark.parametrize(("count", "sizes"), [(200, [50] * 4), (120, [60, 60]), (97, [97]), (30, [30])])
 def test_a_window_is_cut_into_batches_of_at_least_the_size_asked_for(count, sizes):
     window = torch.arange(count, dtype=torch.float32)
-    batches = list(gl.Whitener().batches(window))
+    batches = list(gl.models.Whitener().batches(window))
     assert [len(batch) for batch in batches] == sizes
     assert (torch.cat(batches) == window).all()
 
@@ -75,12 +75,12 @@ def test_a_window_is_cut_into_batches_of_at_least_the_size_asked_for(count, size
 )
 def test_what_makes_no_sense_is_refused_with_the_choices(options, message):
     with pytest.raises(gl.UsageError, match=message):
-        gl.Whitener(**options)
+        gl.models.Whitener(**options)
 
 
 def test_images_of_another_shape_are_refused():
     with pytest.raises(gl.UsageError, match=r"\(2, 1, 28, 27\): expected \(B, 1, 28, 28\)"):
-        gl.Whitener()(torch.zeros(2, 1, 28, 27))
+        gl.models.Whitener()(torch.zeros(2, 1, 28, 27))
 
 
 # --- the failure and its cures -------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_flags_are_put_back_after_float32_products():
 
 
 def test_the_audit_names_the_product_and_where_it_turns_nan():
-    step = gl.FirstWindow("whitener", seed=7, frames=50)
+    step = gl.companion.FirstWindow("whitener", seed=7, frames=50)
     report = gl.audit(step, CPU, TF32, progress=False)
     first = report.findings[0]
     assert (first.kind, first.operation, first.phase) == ("reduced precision", "mm", "forward")

@@ -125,37 +125,37 @@ def test_a_distance_counts_the_numbers_between(dtype):
     up = at
     for steps in range(1, 6):
         up = torch.nextafter(up, torch.full_like(up, torch.inf))
-        assert gl.ulp_distance(at, up).tolist() == [steps] * 5
-        assert gl.ulp_distance(up, at).tolist() == [steps] * 5
+        assert gl.numerics.ulp_distance(at, up).tolist() == [steps] * 5
+        assert gl.numerics.ulp_distance(up, at).tolist() == [steps] * 5
 
 
 def test_a_distance_across_zero_is_the_sum_of_those_to_it():
     smallest = torch.tensor(2.0**-149)
-    assert gl.ulp_distance(-smallest, smallest) == 2
-    assert gl.ulp_distance(torch.tensor(0.0), torch.tensor(-0.0)) == 0
-    assert gl.ulp_distance(-smallest, torch.tensor(0.0)) == 1
+    assert gl.numerics.ulp_distance(-smallest, smallest) == 2
+    assert gl.numerics.ulp_distance(torch.tensor(0.0), torch.tensor(-0.0)) == 0
+    assert gl.numerics.ulp_distance(-smallest, torch.tensor(0.0)) == 1
 
 
 def test_special_values_and_shapes_of_distances():
     nan, inf, largest = torch.tensor(torch.nan), torch.tensor(torch.inf), torch.iinfo(torch.int64).max
-    assert gl.ulp_distance(nan, nan) == 0
-    assert gl.ulp_distance(nan, torch.tensor(1.0)) == gl.ulp_distance(inf, nan) == largest
-    assert gl.ulp_distance(inf, torch.tensor(3.4028234663852886e38)) == 1
+    assert gl.numerics.ulp_distance(nan, nan) == 0
+    assert gl.numerics.ulp_distance(nan, torch.tensor(1.0)) == gl.numerics.ulp_distance(inf, nan) == largest
+    assert gl.numerics.ulp_distance(inf, torch.tensor(3.4028234663852886e38)) == 1
     far = torch.tensor([1e308, -1e308], dtype=torch.float64)
-    assert gl.ulp_distance(far, -far).tolist() == [largest, largest], "further apart than int64 counts"
-    assert gl.ulp_distance(torch.ones(3, 1), torch.ones(4)).shape == (3, 4)
+    assert gl.numerics.ulp_distance(far, -far).tolist() == [largest, largest], "further apart than int64 counts"
+    assert gl.numerics.ulp_distance(torch.ones(3, 1), torch.ones(4)).shape == (3, 4)
     a, b = torch.randn(2, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     between = [
         abs(int(x) - int(y)) if (x < 0) == (y < 0) else None
         for x, y in zip(a.view(torch.int64), b.view(torch.int64), strict=True)
     ]
-    assert all(d is None or d == int(m) for d, m in zip(between, gl.ulp_distance(a, b), strict=True))
+    assert all(d is None or d == int(m) for d, m in zip(between, gl.numerics.ulp_distance(a, b), strict=True))
 
 
 @pytest.mark.parametrize(("one", "other"), [("float32", "float64"), ("int32", "int32"), ("float8_e5m2", "float8_e5m2")])
 def test_distances_between_other_types_are_refused(one, other):
     with pytest.raises(gl.UsageError, match=f"these are {one} and {other}"):
-        gl.ulp_distance(torch.zeros(2).to(getattr(torch, one)), torch.zeros(2).to(getattr(torch, other)))
+        gl.numerics.ulp_distance(torch.zeros(2).to(getattr(torch, one)), torch.zeros(2).to(getattr(torch, other)))
 
 
 # --- telling that numbers were rounded --------------------------------------------------------------------

@@ -21,7 +21,7 @@ def random(count, seed=0):
 @pytest.mark.parametrize("place", range(1, 24))
 def test_the_first_bit_is_the_one_that_was_changed(place):
     x = torch.tensor(1.0)
-    assert gl.first_bit(x, gl.flip_bit(one(), 0, 23 - place).weight) == place
+    assert gl.numerics.first_bit(x, gl.models.flip_bit(one(), 0, 23 - place).weight) == place
 
 
 def one():
@@ -32,9 +32,9 @@ def one():
 
 def test_a_carry_does_not_hide_that_two_numbers_are_neighbours():
     below = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0))
-    assert gl.first_bit(2.0, below) == 23
-    assert gl.first_bit(1.0, -1.0) == 0
-    assert gl.first_bit(0.1, 0.1) is None
+    assert gl.numerics.first_bit(2.0, below) == 23
+    assert gl.numerics.first_bit(1.0, -1.0) == 0
+    assert gl.numerics.first_bit(0.1, 0.1) is None
 
 
 @pytest.mark.parametrize("power", [1, 10, 23, 30])
@@ -49,35 +49,35 @@ def test_a_relative_difference_reaches_its_bit(power):
 
 def test_each_order_is_the_order_that_it_says():
     x = random(1000)
-    table = gl.summation(x, ("sequential", "pairwise", "split-4")).set_index("order")
+    table = gl.numerics.summation(x, ("sequential", "pairwise", "split-4")).set_index("order")
     assert table.loc["sequential", "sum"] == np.add.accumulate(x.numpy())[-1]
     assert table.loc["backwards", "sum"] == np.add.accumulate(x.numpy()[::-1])[-1]
     assert table.loc["exact", "sum"] == np.float32(float(sum(Fraction(value) for value in x.tolist())))
     assert table.loc["exact", "ulps"] == 0
     assert table.loc["sequential", "ulps"] > 0, "otherwise the example shows nothing"
     for row in table.itertuples():
-        bit = gl.first_bit(row.sum, table.loc["exact", "sum"])
+        bit = gl.numerics.first_bit(row.sum, table.loc["exact", "sum"])
         assert pd.isna(row.first_bit) if bit is None else row.first_bit == bit
 
 
 def test_whole_numbers_have_one_sum_in_every_order():
     x = torch.arange(1000, dtype=torch.float32)
-    assert (gl.summation(x).ulps == 0).all()
-    assert gl.shuffled_sums(x, 20).unique().tolist() == [499500.0]
+    assert (gl.numerics.summation(x).ulps == 0).all()
+    assert gl.numerics.shuffled_sums(x, 20).unique().tolist() == [499500.0]
 
 
 def test_random_orders_differ_and_repeat():
     x = random(1000)
-    sums = gl.shuffled_sums(x, 50)
+    sums = gl.numerics.shuffled_sums(x, 50)
     assert len(sums.unique()) > 1
-    assert (sums == gl.shuffled_sums(x, 50)).all()
+    assert (sums == gl.numerics.shuffled_sums(x, 50)).all()
     assert (sums.double() - math.fsum(x.tolist())).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("x", [torch.zeros(2, 2), torch.zeros(0), torch.zeros(3, dtype=torch.float64)])
 def test_what_is_not_a_row_of_float32_is_refused(x):
     with pytest.raises(gl.UsageError, match="expected float32 in one row"):
-        gl.summation(x)
+        gl.numerics.summation(x)
 
 
 # --- fused multiply-add ----------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def rounded_once(a, b, c):
 
 def test_fma_rounds_once():
     a, b, c = random(2000, 1), random(2000, 2), random(2000, 3)
-    made = gl.fma(a, b, c)
+    made = gl.numerics.fma(a, b, c)
     expected = [rounded_once(*triple) for triple in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
     assert made.tolist() == expected
     assert (made != a * b + c).any()
@@ -113,22 +113,22 @@ def test_fma_where_rounding_twice_in_float64_would_err():
     for a, b, c in cases:
         for signs in itertools.product((1, -1), repeat=2):
             triple = [a * signs[0], b, c * signs[1]]
-            made = gl.fma(*(torch.tensor(x, dtype=torch.float32) for x in triple)).item()
+            made = gl.numerics.fma(*(torch.tensor(x, dtype=torch.float32) for x in triple)).item()
             assert made == rounded_once(*(float(np.float32(x)) for x in triple)), triple
 
 
 def test_fma_keeps_infinities_and_nans():
     inf, nan, one = torch.tensor(math.inf), torch.tensor(math.nan), torch.tensor(1.0)
-    assert gl.fma(inf, one, one) == inf
-    assert gl.fma(inf, one, -inf).isnan()
-    assert gl.fma(nan, one, one).isnan()
+    assert gl.numerics.fma(inf, one, one) == inf
+    assert gl.numerics.fma(inf, one, -inf).isnan()
+    assert gl.numerics.fma(nan, one, one).isnan()
     with pytest.raises(gl.UsageError, match="float64"):
-        gl.fma(one.double(), one, one)
+        gl.numerics.fma(one.double(), one, one)
 
 
 def test_the_shorter_the_format_the_larger_the_error():
-    table = gl.product_errors(("float32", "tf32", "bfloat16", "float8_e4m3fn"), size=64)
+    table = gl.numerics.product_errors(("float32", "tf32", "bfloat16", "float8_e4m3fn"), size=64)
     assert table.error.is_monotonic_increasing
     assert table.first_bit.tolist() == [bit_of(error) for error in table.error]
     with pytest.raises(gl.UsageError, match="float4"):
-        gl.product_errors(("float4",))
+        gl.numerics.product_errors(("float4",))

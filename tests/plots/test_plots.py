@@ -102,12 +102,12 @@ def test_curves_leave_reruns_out():
 
 
 def test_the_roofline_names_the_least_used_layer():
-    frame = gl.recorded_rooflines()
+    frame = gl.device.recorded_rooflines()
     here = frame[frame.machine == frame.machine.iloc[0]].drop(columns="machine")
     for table in (here, pd.concat([here, frame])):
         picture = gl.plots.roofline(table)
         named = table.assign(setting=table.get("machine", pd.Series("", table.index)).fillna("") + table.setting)
-        least = gl.bounds(named).sort_values("reached").iloc[0]
+        least = gl.device.bounds(named).sort_values("reached").iloc[0]
         assert (
             title(picture) == f"The least used operation: {least.operation} reaches {least.reached:.1%} of its ceiling"
         )
@@ -121,8 +121,8 @@ def test_bits_have_a_box_each(x):
 
 def test_named_sums_are_marked():
     x = torch.rand(100, generator=torch.Generator().manual_seed(0))
-    table = gl.summation(x)
-    picture = gl.plots.sums(gl.shuffled_sums(x), table)
+    table = gl.numerics.summation(x)
+    picture = gl.plots.sums(gl.numerics.shuffled_sums(x), table)
     (axes,) = picture.figure.axes
     labels = ", ".join(text.get_text().strip() for text in axes.texts)
     assert sorted(labels.split(", ")) == sorted(", ".join(table.order[table.order != "exact"]).split(", "))

@@ -14,13 +14,13 @@ def one_thread():
 
 
 def small_autoencoder(dtype):
-    model = gl.Autoencoder(hidden=(8, 3), size=(6, 6)).to(dtype)
+    model = gl.models.Autoencoder(hidden=(8, 3), size=(6, 6)).to(dtype)
     images = torch.rand(20, 1, 6, 6, generator=torch.Generator().manual_seed(3)).to(dtype)
     return gl.hessian(model, lambda: model.training_loss(images, None)[0])
 
 
 def small_prednet(dtype):
-    model = gl.PredNet(channels=(1, 2), size=(4, 4)).to(dtype)
+    model = gl.models.PredNet(channels=(1, 2), size=(4, 4)).to(dtype)
     frames = torch.rand(3, 1, 1, 4, 4, generator=torch.Generator().manual_seed(3)).to(dtype)
     return gl.hessian(model, lambda: model.training_loss(frames, None)[0])
 

@@ -18,7 +18,7 @@ def data():
 
 
 def network(seed, hidden=2):
-    net = gl.LinearAutoencoder(5, hidden)
+    net = gl.models.LinearAutoencoder(5, hidden)
     net.draw_weights(torch.Generator().manual_seed(seed))
     return net
 
@@ -39,7 +39,7 @@ def search(function, *start, **options):
 @pytest.mark.parametrize(("largest", "seeds"), [(500, 8), (1, 4)], ids=["dense", "krylov"])
 def test_from_random_starts_losses_and_indices_are_those_of_theory(data, largest, seeds, monkeypatch):
     monkeypatch.setattr(critical_points, "WRITTEN_OUT", largest)
-    table = gl.critical_losses(data, 2)
+    table = gl.saddles.critical_losses(data, 2)
     losses = torch.tensor(table.loss)
     full = table[table.components.map(len) == 2]
     indices = {}
@@ -143,7 +143,7 @@ def test_networks_of_several_layers(unit):
 
 
 def test_the_autoencoder_of_the_article_in_small():
-    net = gl.Autoencoder(hidden=(4, 2), size=(3, 3))
+    net = gl.models.Autoencoder(hidden=(4, 2), size=(3, 3))
     images = torch.rand(20, 1, 3, 3, generator=torch.Generator().manual_seed(1))
     found = find_critical_point(net, MSE, (images, images), progress=False)
     assert found.found

@@ -24,11 +24,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def frame(folder):
-    return gl.curvature_along("autoencoder", setting=SETTINGS, seeds=2, store=folder, command="a command", **SMALL)
+    return gl.saddles.curvature_along(
+        "autoencoder", setting=SETTINGS, seeds=2, store=folder, command="a command", **SMALL
+    )
 
 
 def test_what_was_looked_at_is_no_damaged_run_in_a_store(tmp_path):
-    gl.curvature_along("autoencoder", setting="cpu:threads=1", seeds=1, store=tmp_path, **SMALL)
+    gl.saddles.curvature_along("autoencoder", setting="cpu:threads=1", seeds=1, store=tmp_path, **SMALL)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert gl.runs(tmp_path).empty
@@ -55,7 +57,7 @@ def test_what_is_measured_is_the_hessian_of_the_trained_weights(frame):
     images = next(run.data.windows(20, 0)).frames
     model, batch = run.model, torch.from_numpy(images).float() / 255
     H = gl.hessian(model, lambda: model.training_loss(batch, None)[0])
-    spectrum = gl.spectral_density(H, probes=2, steps=8)
+    spectrum = gl.saddles.spectral_density(H, probes=2, steps=8)
     row = frame[(frame.setting == "cpu:threads=1") & (frame.seed == 1) & frame.final].iloc[0]
     assert row.loss == pytest.approx(H.loss, rel=1e-5)
     assert row.gradient_norm == pytest.approx(float(H.gradient.norm()), rel=1e-4)
@@ -65,9 +67,9 @@ def test_what_is_measured_is_the_hessian_of_the_trained_weights(frame):
 
 
 def test_a_sequence_is_looked_at_from_a_state_of_zero():
-    frame = gl.curvature_along("prednet", seeds=[3], **SMALL | {"evaluated": 3})
+    frame = gl.saddles.curvature_along("prednet", seeds=[3], **SMALL | {"evaluated": 3})
     assert frame.evaluated.tolist() == [3, 3]
-    model = gl.PredNet(channels=(3, 8, 16), size=(24, 32))
+    model = gl.models.PredNet(channels=(3, 8, 16), size=(24, 32))
     model.draw_weights(torch.Generator().manual_seed(3))
     frames = torch.from_numpy(next(gl.load("walk", frames=40, size=(24, 32)).windows(3, 0)).frames).float() / 255
     _, losses, _ = model.training_loss(frames[:, None], None)
@@ -76,7 +78,7 @@ def test_a_sequence_is_looked_at_from_a_state_of_zero():
 
 def test_what_is_kept_is_not_made_again(frame, folder, monkeypatch):
     monkeypatch.setattr(trajectories, "train", None)
-    again = gl.curvature_along("autoencoder", setting=SETTINGS, seeds=2, store=folder, **SMALL)
+    again = gl.saddles.curvature_along("autoencoder", setting=SETTINGS, seeds=2, store=folder, **SMALL)
     columns = [name for name in frame if name not in ("nodes", "node_weights")]
     assert again[columns].equals(frame[columns])
     for name in ("nodes", "node_weights"):
@@ -90,7 +92,9 @@ def test_what_is_kept_is_not_made_again(frame, folder, monkeypatch):
 
 def test_other_questions_are_other_recordings(tmp_path):
     for steps in (2, 3, 3):
-        gl.curvature_along("autoencoder", setting="cpu:threads=1", seeds=1, store=tmp_path, **SMALL | {"steps": steps})
+        gl.saddles.curvature_along(
+            "autoencoder", setting="cpu:threads=1", seeds=1, store=tmp_path, **SMALL | {"steps": steps}
+        )
     assert len(list(tmp_path.glob("*.parquet"))) == 2
 
 
@@ -106,7 +110,7 @@ def test_a_training_that_diverges_has_a_last_row_without_numbers(monkeypatch):
         return gl.train(*arguments, **options, learning_rate=1e30)
 
     monkeypatch.setattr(trajectories, "train", hot)
-    frame = gl.curvature_along("autoencoder", seeds=1, **SMALL | {"evaluated": None})
+    frame = gl.saddles.curvature_along("autoencoder", seeds=1, **SMALL | {"evaluated": None})
     assert frame.evaluated.tolist() == [200, 200], "as many as usual"
     assert frame.status.tolist() == ["diverged"] * 2
     assert frame.final.tolist() == [False, True]
@@ -122,7 +126,9 @@ def test_a_damaged_one_is_set_aside_and_made_again(frame, folder, tmp_path):
     content[len(content) // 3] ^= 1
     file.write_bytes(content)
     with pytest.warns(UserWarning, match="damaged.*measured again"):
-        again = gl.curvature_along("autoencoder", setting=SETTINGS, seeds=2, store=copy, command="a command", **SMALL)
+        again = gl.saddles.curvature_along(
+            "autoencoder", setting=SETTINGS, seeds=2, store=copy, command="a command", **SMALL
+        )
     assert again.largest.tolist() == frame.largest.tolist()
 
 
@@ -139,7 +145,7 @@ def test_damaged_recordings_are_named_and_skipped(frame, tmp_path, folder):
 
 
 def test_what_is_shipped_is_recorded_with_its_passport():
-    frame, escapes = gl.recorded_curvature(), gl.recorded_escapes()
+    frame, escapes = gl.saddles.recorded_curvature(), gl.saddles.recorded_escapes()
     assert len(frame)
     assert len(escapes)
     assert frame.recorded.all()
@@ -175,7 +181,7 @@ def test_spectra_of_rows_are_whole(frame):
 )
 def test_what_cannot_be_is_one_clear_line(options, words):
     with pytest.raises(gl.UsageError, match=words) as caught:
-        gl.curvature_along(**{"net": "autoencoder", **SMALL, **options})
+        gl.saddles.curvature_along(**{"net": "autoencoder", **SMALL, **options})
     assert "\n" not in str(caught.value)
 
 

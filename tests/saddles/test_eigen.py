@@ -33,7 +33,7 @@ def wanted(values, k, which):
 @pytest.mark.parametrize("k", [1, 5])
 def test_extreme_eigenpairs_of_networks_agree_with_the_dense_matrix(known, which, k):
     H, values = known
-    pairs = gl.lanczos(H, k, which)
+    pairs = gl.saddles.lanczos(H, k, which)
     assert pairs.converged
     assert (pairs.values - wanted(values, k, which)).abs().max() < 1e-8
     assert ((H @ pairs.vectors - pairs.vectors * pairs.values).norm(dim=0) - pairs.residuals).abs().max() < 1e-12
@@ -45,7 +45,7 @@ def test_extreme_eigenpairs_of_networks_agree_with_the_dense_matrix(known, which
 def test_a_network_of_either_type_gives_what_its_matrix_gives(small_hessian, known, dtype, within):
     make, _ = small_hessian
     H, (_, values) = make(dtype), known
-    pairs = gl.lanczos(H, 3)
+    pairs = gl.saddles.lanczos(H, 3)
     assert pairs.converged
     assert pairs.vectors.dtype == dtype
     assert (pairs.values - values[:3]).abs().max() < within * max(1, float(values.abs().max()))
@@ -64,7 +64,7 @@ REPEATED = {
 @pytest.mark.parametrize("which", krylov.WHICH)
 def test_repeated_and_zero_eigenvalues_are_found_as_often_as_they_occur(name, which):
     values = torch.tensor(REPEATED[name], dtype=torch.float64).sort().values
-    pairs = gl.lanczos(symmetric(values), 9, which)
+    pairs = gl.saddles.lanczos(symmetric(values), 9, which)
     assert (pairs.values.sort().values - wanted(values, 9, which)).abs().max() < 1e-8
     assert torch.linalg.matrix_rank(pairs.vectors) == 9
 
@@ -74,14 +74,14 @@ def test_every_eigenvalue_of_a_small_matrix(n):
     values = torch.linspace(-1, 2, n, dtype=torch.float64)
     for which in krylov.WHICH:
         for k in range(1, n + 1):
-            pairs = gl.lanczos(symmetric(values), k, which)
+            pairs = gl.saddles.lanczos(symmetric(values), k, which)
             assert (pairs.values - wanted(values, k, which)).abs().max() < 1e-10
 
 
 def test_a_restart_keeps_what_was_found():
     values = torch.linspace(0, 1, 200, dtype=torch.float64)
     counted = Counted(torch.diag(values))
-    pairs = gl.lanczos(counted, 2)
+    pairs = gl.saddles.lanczos(counted, 2)
     assert pairs.converged
     assert (pairs.values - values[:2]).abs().max() < 1e-8
     assert counted.products == pairs.products > 80, "there were restarts, and all products are counted"
@@ -98,7 +98,7 @@ class Counted:
 
 
 def test_too_few_products_are_told():
-    pairs = gl.lanczos(torch.diag(torch.linspace(0, 1, 500) ** 2), 2, max_products=60)
+    pairs = gl.saddles.lanczos(torch.diag(torch.linspace(0, 1, 500) ** 2), 2, max_products=60)
     assert not pairs.converged
     assert "NOT converged" in repr(pairs)
     assert pairs.products <= 64
@@ -107,7 +107,7 @@ def test_too_few_products_are_told():
 
 def test_the_same_seed_gives_the_same_bits():
     A = symmetric(torch.linspace(-1, 1, 60))
-    one, same, other = (gl.lanczos(A, 2, seed=seed) for seed in (0, 0, 1))
+    one, same, other = (gl.saddles.lanczos(A, 2, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(one.vectors, same.vectors)
     assert not torch.equal(one.vectors, other.vectors)
 
@@ -115,7 +115,7 @@ def test_the_same_seed_gives_the_same_bits():
 def test_vectors_are_orthogonal_whatever_the_arithmetic_of_the_setting():
     A = symmetric(torch.linspace(-1, 1, 100)).float()
     with gl.setting("cpu:emulate=bfloat16"):
-        vectors = gl.lanczos(A, 4, tolerance=0.02).vectors
+        vectors = gl.saddles.lanczos(A, 4, tolerance=0.02).vectors
     assert (vectors.T @ vectors - torch.eye(4)).abs().max() < 1e-5
 
 
@@ -142,8 +142,8 @@ def bad(matrix):
 )
 def test_what_cannot_be_is_one_clear_line(matrix, options, error, words):
     if error is None:
-        assert len(gl.lanczos(matrix, **options).values) == options["k"]
+        assert len(gl.saddles.lanczos(matrix, **options).values) == options["k"]
         return
     with pytest.raises(error, match=words) as caught:
-        gl.lanczos(matrix, **options)
+        gl.saddles.lanczos(matrix, **options)
     assert "\n" not in str(caught.value)

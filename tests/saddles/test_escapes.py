@@ -16,11 +16,11 @@ SCALES = torch.tensor([2.0, 1.6, 1.2, 0.9, 0.6, 0.3])
 @pytest.fixture(scope="module")
 def saddle():
     data = torch.randn(100, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * SCALES
-    return gl.linear_autoencoder_saddle(data, [1, 2])
+    return gl.saddles.linear_autoencoder_saddle(data, [1, 2])
 
 
 def escape(saddle, setting=FLOAT64, **options):
-    return gl.escape(saddle.model, saddle, setting, progress=False, **options)
+    return gl.saddles.escape(saddle.model, saddle, setting, progress=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def alone(saddle):
 
 
 def test_they_leave_when_theory_says(saddle):
-    pushed = gl.escape_table(saddle, [FLOAT64], perturbations=[1e-2, 1e-5, 1e-8, 1e-11], progress=False)
+    pushed = gl.saddles.escape_table(saddle, [FLOAT64], perturbations=[1e-2, 1e-5, 1e-8, 1e-11], progress=False)
     for row in pushed.table.itertuples():
         assert row.left
         assert not row.held
@@ -106,7 +106,7 @@ def test_history(saddle):
 
 
 def test_a_zero_unit_is_a_way_out_too(saddle):
-    spare = gl.linear_autoencoder_saddle(saddle.data, [0], hidden=2)
+    spare = gl.saddles.linear_autoencoder_saddle(saddle.data, [0], hidden=2)
     seen = escape(spare, perturbation=1e-6)
     assert abs(seen.steps - seen.expected) < 2
     never = escape(spare)  # zeros stay zeros: nothing is rounded
@@ -114,12 +114,12 @@ def test_a_zero_unit_is_a_way_out_too(saddle):
 
 
 def test_the_weights_of_the_model_are_where_it_begins(saddle):
-    near = gl.linear_autoencoder_saddle(saddle.data, [1, 2]).model
+    near = gl.saddles.linear_autoencoder_saddle(saddle.data, [1, 2]).model
     with torch.no_grad():
         torch.nn.utils.vector_to_parameters(
             torch.nn.utils.parameters_to_vector(near.parameters()) + 1e-3 * saddle.direction, near.parameters()
         )
-    seen = gl.escape(near, saddle, FLOAT64, progress=False)
+    seen = gl.saddles.escape(near, saddle, FLOAT64, progress=False)
     assert seen.start == pytest.approx(1e-3, rel=1e-3)
     assert seen.steps == escape(saddle, perturbation=1e-3).steps
     assert seen.perturbation == 0
@@ -129,7 +129,7 @@ def test_from_a_saddle_that_was_found():
     x = torch.randn(30, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * SCALES[:3]
     net = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Tanh(), nn.Linear(2, 3, bias=False))
     torch.nn.utils.vector_to_parameters(0.01 * torch.ones(12), net.parameters())  # near one: that of no weights
-    found = gl.find_critical_point(net, nn.functional.mse_loss, (x, x), progress=False)
+    found = gl.saddles.find_critical_point(net, nn.functional.mse_loss, (x, x), progress=False)
     assert found.found
     assert found.curvature < 0
     seen = escape(found, perturbation=1e-4, radius=1e-2)
@@ -137,17 +137,21 @@ def test_from_a_saddle_that_was_found():
 
 
 def test_what_is_no_saddle_is_refused(saddle):
-    minimum = gl.linear_autoencoder_saddle(saddle.data, [0, 1])
+    minimum = gl.saddles.linear_autoencoder_saddle(saddle.data, [0, 1])
     with pytest.raises(gl.UsageError, match="no direction leads down"):
         escape(minimum)
     net = nn.Linear(6, 6)
-    unfinished = gl.find_critical_point(
-        gl.LinearAutoencoder(6, 2), nn.functional.mse_loss, (saddle.data, saddle.data), max_steps=1, progress=False
+    unfinished = gl.saddles.find_critical_point(
+        gl.models.LinearAutoencoder(6, 2),
+        nn.functional.mse_loss,
+        (saddle.data, saddle.data),
+        max_steps=1,
+        progress=False,
     )
     with pytest.raises(gl.UsageError, match=r"no critical point|no direction"):
         escape(unfinished)
     with pytest.raises(gl.UsageError, match="those of the saddle are"):
-        gl.escape(net, saddle)
+        gl.saddles.escape(net, saddle)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +173,7 @@ def test_wrong_options(saddle, options, message):
 
 @pytest.fixture(scope="module")
 def escapes(saddle):
-    return gl.escape_table(
+    return gl.saddles.escape_table(
         saddle,
         [FLOAT64, "cpu:emulate=bfloat16"],
         batch_sizes=[None, 20],
@@ -191,9 +195,9 @@ def test_table(saddle, escapes):
     assert "cpu:emulate=bfloat16" in html
     assert str(escapes).startswith(f"8 trainings from a saddle: {int(escapes.table.left.sum())} left")
     with pytest.raises(gl.UsageError, match="each needs one or more"):
-        gl.escape_table(saddle, [])
+        gl.saddles.escape_table(saddle, [])
     with pytest.raises(gl.DataError, match="a slope needs 3"):
-        gl.escape_table(saddle, [FLOAT64], perturbations=[1e-3], progress=False).slope()
+        gl.saddles.escape_table(saddle, [FLOAT64], perturbations=[1e-3], progress=False).slope()
 
 
 def test_mixing_changes_nothing_that_theory_sees(saddle):

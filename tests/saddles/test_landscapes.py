@@ -11,12 +11,12 @@ from gpulab import plots
 def saddle():
     scales = torch.tensor([2.0, 1.6, 1.2, 0.9])
     data = torch.randn(60, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scales
-    return gl.linear_autoencoder_saddle(data, [1])
+    return gl.saddles.linear_autoencoder_saddle(data, [1])
 
 
 @pytest.fixture(scope="module")
 def around(saddle):
-    return gl.landscape(saddle.model, nn.functional.mse_loss, saddle.batch, progress=False)
+    return gl.saddles.landscape(saddle.model, nn.functional.mse_loss, saddle.batch, progress=False)
 
 
 def test_curvatures_and_loss_are_those_of_theory(saddle, around):
@@ -40,7 +40,7 @@ def test_a_slice_has_the_slope_of_the_gradient():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     batch = torch.randn(20, 3, dtype=torch.float64), torch.randn(20, 1, dtype=torch.float64)
-    around = gl.landscape(net, nn.functional.mse_loss, batch, progress=False)
+    around = gl.saddles.landscape(net, nn.functional.mse_loss, batch, progress=False)
     assert abs(around.slopes[1]) > 1e-6
     line = around.slice(90, extent=1e-5, places=3)
     measured = (line.loss.iloc[2] - line.loss.iloc[0]) / 2e-5
@@ -56,7 +56,7 @@ def test_the_model_stays_as_it_was(saddle, around):
 def test_a_slice_is_around_the_weights_it_was_made_for(saddle):
     net = nn.Linear(4, 4, bias=False).double()
     x = saddle.data
-    around = gl.landscape(net, lambda: (net(x) - x).square().mean(), progress=False)
+    around = gl.saddles.landscape(net, lambda: (net(x) - x).square().mean(), progress=False)
     first = around.slice(90, extent=1.0)
     with torch.no_grad():
         net.weight.add_(1.0)
@@ -91,7 +91,7 @@ def test_the_slice_is_drawn_and_explored(around):
     assert "lower" in picture.alt
     assert len(picture.png()) < 150_000
     pytest.importorskip("ipywidgets")
-    explorer = gl.slice_explorer(around)
+    explorer = gl.companion.slice_explorer(around)
     still = explorer.image.value
     explorer.angle.value = 90
     assert explorer.image.value != still

@@ -17,11 +17,11 @@ LARGE_EPSILON = functools.partial(torch.optim.Adam, eps=1.0)
 def saddle():
     """Mixed, so that all weights take part in what leads down."""
     data = torch.randn(100, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * SCALES
-    return gl.linear_autoencoder_saddle(data, [1, 2]).mixed(1)
+    return gl.saddles.linear_autoencoder_saddle(data, [1, 2]).mixed(1)
 
 
 def escape(saddle, setting=FLOAT64, **options):
-    return gl.escape(saddle.model, saddle, setting, progress=False, **options)
+    return gl.saddles.escape(saddle.model, saddle, setting, progress=False, **options)
 
 
 # --- laws ------------------------------------------------------------------------------------------------
@@ -191,18 +191,18 @@ def test_what_is_no_optimiser_is_refused(saddle, optimizer, message):
 def test_a_table_has_every_optimiser_with_its_rates(saddle):
     options = {"steps": 3, "progress": False}
     rates = {"adam": [1e-3, 1e-2], "sgd": [None]}
-    escapes = gl.escape_table(saddle, [FLOAT64, FLOAT32], optimizers=rates, **options)
+    escapes = gl.saddles.escape_table(saddle, [FLOAT64, FLOAT32], optimizers=rates, **options)
     assert escapes.table.groupby("optimizer").learning_rate.nunique().to_dict() == {"adam": 2, "sgd": 1}
     assert len(escapes.paths.groupby(["optimizer", "learning_rate", "setting"])) == 6
-    one = gl.escape_table(saddle, [FLOAT64], optimizers=["momentum"], learning_rate=0.2, **options).table
+    one = gl.saddles.escape_table(saddle, [FLOAT64], optimizers=["momentum"], learning_rate=0.2, **options).table
     assert one.learning_rate.tolist() == [0.2]
     assert (one.optimizer == "momentum").all()
     with pytest.raises(gl.UsageError, match=r"learning_rate=0.1: optimizers=\{'adam'"):
-        gl.escape_table(saddle, optimizers=rates, learning_rate=0.1)
+        gl.saddles.escape_table(saddle, optimizers=rates, learning_rate=0.1)
 
 
 def test_what_was_recorded_before_there_were_optimisers_is_of_gradient_descent():
-    recorded = gl.recorded_escapes()
+    recorded = gl.saddles.recorded_escapes()
     on_gpu = recorded[recorded.setting.str.startswith("cuda") & recorded.step_ratio.isna()]
     assert len(on_gpu)
     assert set(on_gpu.optimizer) == {"sgd"}
@@ -211,7 +211,7 @@ def test_what_was_recorded_before_there_were_optimisers_is_of_gradient_descent()
 
 def test_figures(saddle):
     rates = {"sgd": [None], "adam": [1e-5, 1e-2], "momentum": [None]}
-    escapes = gl.escape_table(saddle, [FLOAT32, BFLOAT16], optimizers=rates, progress=False)
+    escapes = gl.saddles.escape_table(saddle, [FLOAT32, BFLOAT16], optimizers=rates, progress=False)
     table = escapes.table
     phases = plots.escape_phases(table)
     right = int((table.left == (table.step_ratio > 1)).sum())
@@ -221,7 +221,7 @@ def test_figures(saddle):
     assert f"{int(table.left.sum())} of {len(table)} trainings leave" in paths.alt
     for picture in (phases, paths):
         assert len(picture.png()) < 200_000
-    batches = gl.escape_table(saddle, [FLOAT32], optimizers=["adam"], batch_sizes=[10], steps=3, progress=False)
+    batches = gl.saddles.escape_table(saddle, [FLOAT32], optimizers=["adam"], batch_sizes=[10], steps=3, progress=False)
     assert "0 of 1 trainings leave" in batches.plot().alt
     with pytest.raises(gl.UsageError, match="escape_phases"):
         plots.escape_law(table[table.optimizer == "adam"])

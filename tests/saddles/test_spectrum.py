@@ -20,7 +20,7 @@ def known(small_hessian):
 
 @pytest.fixture(scope="module")
 def spectrum(known):
-    return gl.spectral_density(known[0], probes=PROBES, steps=40, seed=2, progress=False)
+    return gl.saddles.spectral_density(known[0], probes=PROBES, steps=40, seed=2, progress=False)
 
 
 def test_moments_are_within_the_sampling_error(known, spectrum):
@@ -33,14 +33,16 @@ def test_moments_are_within_the_sampling_error(known, spectrum):
 
 def test_a_network_gives_what_its_matrix_gives(small_hessian, known):
     make, _ = small_hessian
-    spectra = [gl.spectral_density(H, probes=2, steps=6, progress=False) for H in (make(torch.float64), known[0])]
+    spectra = [
+        gl.saddles.spectral_density(H, probes=2, steps=6, progress=False) for H in (make(torch.float64), known[0])
+    ]
     assert np.abs(spectra[0].nodes - spectra[1].nodes).max() < 1e-8
     assert np.abs(spectra[0].weights - spectra[1].weights).max() < 1e-6
 
 
 def test_a_quadrature_of_m_steps_is_exact_for_polynomials_below_degree_2m(known):
     H, _ = known
-    spectrum = gl.spectral_density(H, probes=3, steps=4, seed=5)
+    spectrum = gl.saddles.spectral_density(H, probes=3, steps=4, seed=5)
     signs = gl.saddles.operators.random_signs(H.shape[0], 3, H, 5)
     moved, scale = signs, max(abs(end) for end in spectrum.extremes)
     for power in range(1, 8):
@@ -71,7 +73,7 @@ def test_cumulative_density_and_outermost_nodes_are_those_of_the_matrix(known, s
 @pytest.mark.parametrize("steps", [1, 2, 5, 120])
 @pytest.mark.parametrize("values", [[0.0] * 30, [2.0] * 30, [-1.0] * 10 + [0.0] * 15 + [4.0] * 5, [7.0]])
 def test_repeated_and_zero_eigenvalues(values, steps):
-    spectrum = gl.spectral_density(symmetric(values), probes=4, steps=steps)
+    spectrum = gl.saddles.spectral_density(symmetric(values), probes=4, steps=steps)
     assert np.isfinite(spectrum.nodes).all()
     low, high = spectrum.extremes
     assert min(values) - 1e-9 <= low <= high <= max(values) + 1e-9
@@ -83,7 +85,7 @@ def test_repeated_and_zero_eigenvalues(values, steps):
 
 def test_probes_are_the_same_on_every_device_and_for_every_seed_others():
     A = symmetric(np.linspace(-1, 1, 50))
-    one, same, other = (gl.spectral_density(A, probes=2, steps=5, seed=seed) for seed in (0, 0, 1))
+    one, same, other = (gl.saddles.spectral_density(A, probes=2, steps=5, seed=seed) for seed in (0, 0, 1))
     assert (one.nodes == same.nodes).all()
     assert not (one.nodes == other.nodes).any()
 
@@ -91,7 +93,7 @@ def test_probes_are_the_same_on_every_device_and_for_every_seed_others():
 def test_rounding_without_orthogonalisation_leaves_the_quadrature_accurate():
     values = np.concatenate([np.linspace(-0.01, 0.01, 200), [1.0, 5.0, 25.0, 125.0]])
     A = symmetric(values)
-    kinds = [gl.spectral_density(A.to(kind), probes=20, steps=100) for kind in (torch.float32, torch.float64)]
+    kinds = [gl.saddles.spectral_density(A.to(kind), probes=20, steps=100) for kind in (torch.float32, torch.float64)]
     for spectrum in kinds:
         found, errors = spectrum.moments(3)
         truth = [np.mean(values**p) for p in (1, 2, 3)]
@@ -106,20 +108,22 @@ def test_rounding_without_orthogonalisation_leaves_the_quadrature_accurate():
 def test_the_trace_is_within_its_error(known):
     H, values = known
     truth = float(values.sum())
-    scores = [(float(found) - truth) / found.error for found in (gl.trace(H, 60, seed=seed) for seed in range(20))]
+    scores = [
+        (float(found) - truth) / found.error for found in (gl.saddles.trace(H, 60, seed=seed) for seed in range(20))
+    ]
     assert 0.4 < np.sqrt(np.mean(np.square(scores))) < 2
     assert abs(np.mean(scores)) < 1
 
 
 def test_the_trace_is_exact_for_a_low_rank_and_for_as_many_probes_as_columns():
-    estimate = gl.trace(symmetric([5.0, 3.0, -1.0] + [0.0] * 60), 15)
+    estimate = gl.saddles.trace(symmetric([5.0, 3.0, -1.0] + [0.0] * 60), 15)
     assert float(estimate) == pytest.approx(7, abs=1e-9)
     assert estimate.error < 1e-9
-    assert float(gl.trace(torch.diag(torch.arange(10.0)), 10)) == 45
+    assert float(gl.saddles.trace(torch.diag(torch.arange(10.0)), 10)) == 45
 
 
 def test_the_index_of_a_small_matrix_is_counted():
-    index = gl.index(symmetric([-1.0] * 3 + [0.0] * 5 + [2.0] * 4))
+    index = gl.saddles.index(symmetric([-1.0] * 3 + [0.0] * 5 + [2.0] * 4))
     assert (int(index), index.zero, index.error, index.exact) == (3, 5, 0, True)
     assert index.fraction == 0.25
     assert repr(index).startswith("3 of 12 eigenvalues are negative, 5 within")
@@ -131,7 +135,7 @@ def test_the_index_of_a_network_is_estimated_with_an_error_that_holds(known):
     truth = int((values < -threshold).sum())
     misses = []
     for seed in range(4):
-        index = gl.index(H, exact=False, seed=seed, steps=60, progress=False)
+        index = gl.saddles.index(H, exact=False, seed=seed, steps=60, progress=False)
         assert not index.exact
         assert index.threshold == pytest.approx(threshold)
         misses.append(abs(index.value - truth) / index.error)
@@ -142,7 +146,7 @@ def test_the_index_of_a_network_is_estimated_with_an_error_that_holds(known):
 def test_a_gap_around_zero_makes_the_estimate_sharp(monkeypatch):
     monkeypatch.setattr("gpulab.saddles.spectrum.SMALL", 200)
     values = np.concatenate([np.linspace(-3, -1, 100), np.linspace(1, 2, 200)])
-    index = gl.index(symmetric(values), probes=20)
+    index = gl.saddles.index(symmetric(values), probes=20)
     assert not index.exact
     assert abs(int(index) - 100) < 4 * index.error
     assert index.error < 7.5
@@ -150,7 +154,7 @@ def test_a_gap_around_zero_makes_the_estimate_sharp(monkeypatch):
 
 def test_the_most_negative_direction(known):
     H, values = known
-    found = gl.most_negative(H)
+    found = gl.saddles.most_negative(H)
     assert found.found
     assert found.value == pytest.approx(float(values[0]), abs=1e-9)
     assert float(found.vector @ (H @ found.vector)) == pytest.approx(found.value, abs=1e-9)
@@ -159,7 +163,7 @@ def test_the_most_negative_direction(known):
 
 @pytest.mark.parametrize("values", [[0.0, 0.0, 1.0], [1.0, 2.0, 3.0], [0.0] * 5])
 def test_where_nothing_curves_down_that_is_said(values):
-    direction = gl.most_negative(symmetric(values))
+    direction = gl.saddles.most_negative(symmetric(values))
     assert not direction.found
     assert "no negative curvature" in repr(direction)
 
@@ -167,16 +171,16 @@ def test_where_nothing_curves_down_that_is_said(values):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: gl.spectral_density(torch.eye(3), probes=0), gl.UsageError, "probes=0"),
-        (lambda: gl.spectral_density(torch.eye(3), steps=1.5), gl.UsageError, "steps=1.5"),
-        (lambda: gl.spectral_density(torch.ones(90, 90).triu()), gl.DataError, "not symmetric"),
-        (lambda: gl.spectral_density(torch.full((3, 3), math.inf)), gl.DataError, "not finite"),
-        (lambda: gl.spectral_density(torch.full((3, 3), math.nan), probes=1), gl.DataError, "not finite"),
-        (lambda: gl.trace(torch.eye(30), 3), gl.UsageError, "probes=3: expected 6 or more"),
-        (lambda: gl.index(torch.ones(9, 9).triu()), gl.DataError, "not symmetric"),
-        (lambda: gl.index(torch.eye(9), tolerance=2), gl.UsageError, "tolerance=2"),
-        (lambda: gl.index(torch.eye(9)[0]), gl.UsageError, r"\(9,\): expected \(n, n\)"),
-        (lambda: gl.spectral_density(torch.eye(3)).density(width=0), gl.UsageError, "width=0"),
+        (lambda: gl.saddles.spectral_density(torch.eye(3), probes=0), gl.UsageError, "probes=0"),
+        (lambda: gl.saddles.spectral_density(torch.eye(3), steps=1.5), gl.UsageError, "steps=1.5"),
+        (lambda: gl.saddles.spectral_density(torch.ones(90, 90).triu()), gl.DataError, "not symmetric"),
+        (lambda: gl.saddles.spectral_density(torch.full((3, 3), math.inf)), gl.DataError, "not finite"),
+        (lambda: gl.saddles.spectral_density(torch.full((3, 3), math.nan), probes=1), gl.DataError, "not finite"),
+        (lambda: gl.saddles.trace(torch.eye(30), 3), gl.UsageError, "probes=3: expected 6 or more"),
+        (lambda: gl.saddles.index(torch.ones(9, 9).triu()), gl.DataError, "not symmetric"),
+        (lambda: gl.saddles.index(torch.eye(9), tolerance=2), gl.UsageError, "tolerance=2"),
+        (lambda: gl.saddles.index(torch.eye(9)[0]), gl.UsageError, r"\(9,\): expected \(n, n\)"),
+        (lambda: gl.saddles.spectral_density(torch.eye(3)).density(width=0), gl.UsageError, "width=0"),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(call, error, words):

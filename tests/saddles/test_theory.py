@@ -36,7 +36,7 @@ def saddles(data):
     for size in range(features + 1):
         for components in itertools.combinations(range(features), size):
             for units in (max(1, size), size + 2):
-                yield gl.linear_autoencoder_saddle(data, components, hidden=units)
+                yield gl.saddles.linear_autoencoder_saddle(data, components, hidden=units)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -64,14 +64,16 @@ def test_theory_agrees_with_the_dense_hessian_for_every_set_of_components(name):
 
 
 def test_the_best_components_are_the_only_minimum():
-    assert gl.critical_losses(PROBLEMS["distinct"], hidden=9).loss[0] == 0, "more units than features lose nothing"
-    table = gl.critical_losses(PROBLEMS["distinct"], hidden=2)
+    assert gl.saddles.critical_losses(PROBLEMS["distinct"], hidden=9).loss[0] == 0, (
+        "more units than features lose nothing"
+    )
+    table = gl.saddles.critical_losses(PROBLEMS["distinct"], hidden=2)
     assert len(table) == 1 + 3 + 3
     assert table.components[0] == (0, 1)
     assert (table["index"] == 0).tolist() == [True] + [False] * 6
     assert table.loss.is_monotonic_increasing
     for row in table.itertuples():
-        saddle = gl.linear_autoencoder_saddle(PROBLEMS["distinct"], row.components, hidden=2)
+        saddle = gl.saddles.linear_autoencoder_saddle(PROBLEMS["distinct"], row.components, hidden=2)
         assert saddle.loss == pytest.approx(row.loss, abs=1e-14)
         assert saddle.index == row[3]
 
@@ -79,7 +81,7 @@ def test_the_best_components_are_the_only_minimum():
 def test_real_digits():
     data = next(gl.load("digits").windows(500)).frames.reshape(500, -1) / 255.0
     data -= data.mean(0)  # many pixels are always black: moments of zero
-    saddle = gl.linear_autoencoder_saddle(data, [1, 2, 3])
+    saddle = gl.saddles.linear_autoencoder_saddle(data, [1, 2, 3])
     assert (saddle.moments == 0).any()
     assert saddle.hessian().gradient.norm() < 1e-12
     assert saddle.index == 3
@@ -87,16 +89,18 @@ def test_real_digits():
 
 def test_any_matrix_of_numbers_will_do():
     rows = [[1, 2], [3, 5], [0, 1]]
-    of_list, of_array = (gl.linear_autoencoder_saddle(data, [1]) for data in (rows, np.array(rows, dtype=np.float16)))
+    of_list, of_array = (
+        gl.saddles.linear_autoencoder_saddle(data, [1]) for data in (rows, np.array(rows, dtype=np.float16))
+    )
     assert of_list.loss == of_array.loss
     assert of_list.model.encoder.weight.dtype == torch.float64
 
 
 def test_a_saddle_says_what_it_is():
-    text = repr(gl.linear_autoencoder_saddle(PROBLEMS["distinct"], [0, 2]))
+    text = repr(gl.saddles.linear_autoencoder_saddle(PROBLEMS["distinct"], [0, 2]))
     assert "components held: 0, 2" in text
     assert "index 1" in text
-    assert "held: none" in repr(gl.linear_autoencoder_saddle(PROBLEMS["distinct"], []))
+    assert "held: none" in repr(gl.saddles.linear_autoencoder_saddle(PROBLEMS["distinct"], []))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_a_saddle_says_what_it_is():
 )
 def test_wrong_components(components, hidden, message):
     with pytest.raises(gl.UsageError, match=message):
-        gl.linear_autoencoder_saddle(PROBLEMS["distinct"], components, hidden=hidden)
+        gl.saddles.linear_autoencoder_saddle(PROBLEMS["distinct"], components, hidden=hidden)
 
 
 @pytest.mark.parametrize(
@@ -129,20 +133,20 @@ def test_wrong_components(components, hidden, message):
 )
 def test_wrong_data(data, message):
     with pytest.raises(gl.DataError, match=message):
-        gl.linear_autoencoder_saddle(data, [0])
+        gl.saddles.linear_autoencoder_saddle(data, [0])
 
 
 def test_wrong_lists():
     with pytest.raises(gl.UsageError, match="hidden=0"):
-        gl.critical_losses(PROBLEMS["distinct"], 0)
+        gl.saddles.critical_losses(PROBLEMS["distinct"], 0)
     with pytest.raises(gl.UsageError, match="sets of 64 components"):
-        gl.critical_losses(torch.eye(64), 6)
+        gl.saddles.critical_losses(torch.eye(64), 6)
 
 
 def test_the_linear_autoencoder_is_linear():
-    net = gl.LinearAutoencoder(features=4, hidden=2)
+    net = gl.models.LinearAutoencoder(features=4, hidden=2)
     x, y = torch.randn(3, 4), torch.randn(3, 4)
     assert torch.allclose(net(x) + net(y), net(x + y), atol=1e-6)
     assert [tuple(p.shape) for p in net.parameters()] == [(2, 4), (4, 2)]
     with pytest.raises(gl.UsageError, match="hidden=0"):
-        gl.LinearAutoencoder(4, 0)
+        gl.models.LinearAutoencoder(4, 0)

@@ -12,7 +12,7 @@ from gpulab.stats.power import smallest_shown
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
 def test_the_seeds_needed_reach_the_power_in_simulation(ratio):
-    needed = gl.seeds_needed(sd=ratio, margin=1.0, power=0.8).iloc[0]
+    needed = gl.stats.seeds_needed(sd=ratio, margin=1.0, power=0.8).iloc[0]
     generator = np.random.default_rng(10)
 
     def rate(test, n, shift):
@@ -25,7 +25,7 @@ def test_the_seeds_needed_reach_the_power_in_simulation(ratio):
 
 
 def test_the_seeds_needed_are_those_of_the_t_test_and_one():
-    (n,) = gl.seeds_needed(sd=2.0, margin=1.0, power=0.9).to_detect
+    (n,) = gl.stats.seeds_needed(sd=2.0, margin=1.0, power=0.9).to_detect
     assert n == math.ceil(TTestPower().solve_power(0.5, power=0.9, alpha=0.05)) + 1
 
 
@@ -39,7 +39,7 @@ def test_the_smallest_difference_that_is_shown_is_shown_four_times_in_five(n, al
         return
     rate = np.mean([inference.mean_p(smallest + 2 * generator.standard_normal(n)) <= alpha for _ in range(1000)])
     assert 0.76 < rate < 0.86
-    assert gl.seeds_needed(sd=2.0, margin=1.0001 * smallest, alpha=alpha, power=0.8).to_detect[0] == n
+    assert gl.stats.seeds_needed(sd=2.0, margin=1.0001 * smallest, alpha=alpha, power=0.8).to_detect[0] == n
 
 
 def test_the_smallest_share_that_is_shown_is_shown_four_times_in_five():
@@ -57,17 +57,17 @@ def test_the_seeds_needed_from_a_frame():
         pd.DataFrame({"setting": setting, "seed": range(10), "final_loss": values})
         for setting, values in losses.items()
     )
-    needed = gl.seeds_needed(runs)
+    needed = gl.stats.seeds_needed(runs)
     assert needed.setting.tolist() == ["a", "a", "b", "b"]
     assert needed.power.tolist() == [0.8, 0.9, 0.8, 0.9]
     assert needed.to_detect.tolist()[:2] == [6, 6], "fewer than six cannot show anything"
     assert needed.seeds[2] < needed.seeds[3]
-    assert gl.seeds_needed(runs, margin="0.5sd").seeds[2] < needed.seeds[2]
-    assert gl.seeds_needed(runs[runs.setting == "cpu"]).empty
+    assert gl.stats.seeds_needed(runs, margin="0.5sd").seeds[2] < needed.seeds[2]
+    assert gl.stats.seeds_needed(runs[runs.setting == "cpu"]).empty
     with pytest.raises(gl.UsageError, match="not both"):
-        gl.seeds_needed(runs, sd=1.0)
+        gl.stats.seeds_needed(runs, sd=1.0)
     with pytest.raises(gl.UsageError, match=r"'0.25sd' needs the standard deviation between seeds"):
-        gl.seeds_needed(runs[runs.seed == 0])
+        gl.stats.seeds_needed(runs[runs.seed == 0])
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_the_seeds_needed_from_a_frame():
 )
 def test_seeds_needed_refuses_what_it_cannot_use(options, words):
     with pytest.raises(gl.UsageError, match=words):
-        gl.seeds_needed(**options)
+        gl.stats.seeds_needed(**options)
 
 
 def test_a_margin_of_yes_and_no_is_a_share():
     runs = pd.DataFrame({"setting": ["a"] * 20 + ["b"] * 20, "seed": [*range(20)] * 2, "learned": [0.0, 1.0] * 20})
-    assert gl.seeds_needed(runs, "learned").margin.tolist() == [0.1, 0.1]
+    assert gl.stats.seeds_needed(runs, "learned").margin.tolist() == [0.1, 0.1]
     for margin in ("0.25sd", 1.0):
         with pytest.raises(
             gl.UsageError, match=r"'learned' holds only yes and no .* a share of the seeds between 0 and 1"
         ):
-            gl.seeds_needed(runs, "learned", margin=margin)
+            gl.stats.seeds_needed(runs, "learned", margin=margin)

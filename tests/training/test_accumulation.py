@@ -183,7 +183,7 @@ def test_gpulabs_networks_are_split_or_refused_by_name():
     with pytest.raises(gl.UsageError, match="batch of Whitener cannot be split"):
         GradientAccumulation(gl.models.Whitener(), batch=30)(torch.rand(50, 1, 28, 28))
     with pytest.raises(gl.UsageError, match="PredNet carries a state"):
-        GradientAccumulation(gl.PredNet(channels=(3, 4), size=(12, 16)), batch=2)(torch.rand(5, 1, 3, 12, 16))
+        GradientAccumulation(gl.models.PredNet(channels=(3, 4), size=(12, 16)), batch=2)(torch.rand(5, 1, 3, 12, 16))
 
 
 def test_a_batch_by_names_is_split():

@@ -1,7 +1,6 @@
 """A run is known by what it was made of: never is another result returned for it."""
 
 import importlib.util
-import json
 import linecache
 import re
 import shutil
@@ -232,60 +231,3 @@ def test_the_file_that_an_option_names_counts(tmp_path, monkeypatch):
     Path("table.csv").write_text("2.5")
     assert gl.train("table_training.py:train", seed=2, store="runs", progress=False).final_loss == 4.5
     assert gl.runs("runs").protocol.nunique() == 2, "they are not compared"
-
-
-# --- runs of before content was known ----------------------------------------------------------------------
-
-
-def as_before(run):
-    """Make a run in a store one of gpulab before content and seals: its folder."""
-    identity = run.record
-    plan = gl.training.plan.plan_run(
-        **gl.training.protocol.Specification.from_record(identity).arguments() | {"net": identity["experiment"]}
-    )
-    former = plan.identity(gl.passport()).former
-    if former is None:  # films: what was their id then
-        here = gl.passport()
-        record = {k: v for k, v in plan.identity(here).record.items() if k not in ("id", "code", "content")}
-        software = {key: here["software"][key] for key in ("torch", "gpulab")}
-        former = folders.run_id({**record, "chip": here["cpu"]["model"], **software})
-    folder = run.path.with_name(former)
-    run.path.rename(folder)
-    record = json.loads((folder / "run.json").read_text()) | {"format": 1, "id": former}
-    for name in ("seal", "code", "content"):
-        record.pop(name, None)
-    (folder / "run.json").write_text(json.dumps(record))
-    pd.read_parquet(folder / "history.parquet").to_parquet(folder / "history.parquet")
-    return folder
-
-
-def test_runs_of_before_are_found_where_their_name_says_all(tmp_path):
-    new = gl.train("prednet", store=tmp_path, frames=40, **SMALL)
-    old = as_before(new)
-    assert old != new.path
-    again = gl.train("prednet", store=tmp_path, frames=40, **SMALL)
-    assert again.path == old
-    frame = gl.runs(tmp_path)
-    assert frame.id.tolist() == [old.name]
-    other = gl.train("prednet", store=tmp_path, frames=40, seed=1, **SMALL)
-    assert gl.runs(tmp_path).protocol.nunique() == 1, "old and new seeds are compared"
-    assert other.path.name != old.name
-
-
-def test_runs_of_before_stay_listed_but_not_reused_where_it_does_not(tmp_path):
-    clip, store = film(tmp_path / "clip.mp4", 40), tmp_path / "runs"
-    old = as_before(gl.train("prednet", f"video:{clip}", store=store, **CLIP))
-    again = gl.train("prednet", f"video:{clip}", store=store, **CLIP)
-    assert again.path != old
-    assert sorted(gl.runs(store).id) == sorted([old.name, again.path.name])
-
-
-def test_the_weights_of_a_run_of_before_are_verified(tmp_path):
-    old = as_before(gl.train("prednet", store=tmp_path, frames=40, **SMALL))
-    whole = (old / "weights.safetensors").read_bytes()
-    changed = bytearray(whole)
-    changed[-9] ^= 1
-    (old / "weights.safetensors").write_bytes(changed)
-    with pytest.warns(UserWarning, match="the run is trained again"):
-        again = gl.train("prednet", store=tmp_path, frames=40, **SMALL)
-    assert again.path != old

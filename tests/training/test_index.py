@@ -1,10 +1,10 @@
 import shutil
 
 import pandas as pd
-import pooch
 import pytest
 
 import gpulab as gl
+from gpulab import files
 from gpulab.training import folders, index
 from gpulab.training import store as stores
 
@@ -22,7 +22,7 @@ def record():
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(pooch, "os_cache", lambda _: tmp_path / "cache")
+    monkeypatch.setattr(files, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(index, "FEWEST", 2)
     return tmp_path / "cache" / "stores"
 

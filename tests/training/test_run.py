@@ -97,7 +97,7 @@ def test_frames_that_do_not_fill_a_window_are_left_out(model):
 
 
 def test_the_first_loss_is_that_of_the_drawn_weights():
-    net = gl.PredNet(SMALL["channels"], SMALL["size"])
+    net = gl.models.PredNet(SMALL["channels"], SMALL["size"])
     net.draw_weights(torch.Generator().manual_seed(7))
     window = next(gl.load("walk", size=(8, 12)).windows(20)).frames
     _, per_frame, _ = net.training_loss(torch.from_numpy(window).float()[:, None] / 255, None)
@@ -226,7 +226,7 @@ def test_the_random_numbers_of_the_process_play_no_part():
 
 
 def test_a_network_handed_in_is_left_as_it_was_and_trains_as_by_its_name():
-    net = gl.PredNet(SMALL["channels"], SMALL["size"])
+    net = gl.models.PredNet(SMALL["channels"], SMALL["size"])
     before = copy.deepcopy(net.state_dict())
     run = train(net, seed=5, **{**USUAL, "frames": 40})
     assert weights(run) == weights(trained(seed=5, frames=40))
@@ -237,7 +237,7 @@ def test_a_network_handed_in_is_left_as_it_was_and_trains_as_by_its_name():
 
 
 def test_fresh_weights_come_from_the_seed_and_loaded_ones_are_trained_on():
-    net = gl.PredNet(SMALL["channels"], SMALL["size"])
+    net = gl.models.PredNet(SMALL["channels"], SMALL["size"])
     drawn = [train(net, seed=seed, profile="smoke", frames=20, progress=False) for seed in (0, 1)]
     assert weights(drawn[0]) != weights(drawn[1])
     net.load_state_dict(drawn[0].model.state_dict())
@@ -253,7 +253,7 @@ def test_a_trained_network_is_trained_further():
 
 
 def test_networks_with_other_weights_are_other_runs(tmp_path):
-    net = gl.PredNet(SMALL["channels"], SMALL["size"])
+    net = gl.models.PredNet(SMALL["channels"], SMALL["size"])
     options = {"profile": "smoke", "frames": 20, "progress": False, "store": tmp_path}
     fresh = train(net, **options)
     net.load_state_dict({name: tensor * 0.5 for name, tensor in net.state_dict().items()})
@@ -462,7 +462,7 @@ def test_a_run_interrupted_after_its_last_window_still_knows_how_gradients_were_
     assert resumed.record["gradients"] == reference(model).record["gradients"] != ""
 
 
-class Autoencoder(gl.Autoencoder):
+class Autoencoder(gl.models.Autoencoder):
     """Presses Ctrl-C before the update of a number that is counted down."""
 
     countdown = math.inf
@@ -590,7 +590,7 @@ def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
         ({"net": "resnet"}, "'resnet'"),
         ({"net": None}, "Trainable"),
         ({"net": nn.Linear(2, 2)}, "Linear.*Trainable"),
-        ({"net": gl.Autoencoder()}, "model_options"),
+        ({"net": gl.models.Autoencoder()}, "model_options"),
         ({"setting": "gpu"}, "'gpu'"),
         ({"profile": "huge"}, "'huge'.*smoke, quick, motion, paper"),
         ({"frames": 19}, "19.*20"),
