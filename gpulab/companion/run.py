@@ -246,10 +246,11 @@ def _findings(outputs: list[Any], introduction: str, tagged: str | None) -> Iter
             continue
         for paragraph in re.split(r"\n\n+|(?<=[.:;])\n(?=\S)", text.strip()):
             origin = tagged or _origin(paragraph) or origin
-            yield (found := NotebookFinding(origin, re.sub(r"\n(?=\S)", " ", paragraph)))
+            finding = NotebookFinding(origin, re.sub(r"\n(?=\S)", " ", paragraph))
+            yield finding
         for fold in FOLD.findall(data.get("text/html", "")):  # below the last
             lines = re.sub(r"<[^>]*>", "", fold.replace("</p>", "\n")).splitlines()
-            found.statistics = [html.unescape(line) for line in lines if line]
+            finding.statistics = [html.unescape(line) for line in lines if line]
 
 
 def _origin(text: str) -> str | None:

@@ -395,9 +395,10 @@ def _digits() -> Bytes:
     from PIL import Image
 
     # Only the file is wanted; importing scikit-learn for it costs a process 70 MB and a second.
-    if not (found := importlib.util.find_spec("sklearn")):
+    scikit_learn = importlib.util.find_spec("sklearn")
+    if scikit_learn is None or scikit_learn.origin is None:
         raise ModuleNotFoundError(name="scikit-learn")
-    package = Path(found.origin).parent  # type: ignore[arg-type]
+    package = Path(scikit_learn.origin).parent
     table = np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     small = map(Image.fromarray, np.minimum(table[:, :64].reshape(-1, 8, 8) * 16, 255).astype(np.uint8))
     return np.stack([np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small])[:, None]

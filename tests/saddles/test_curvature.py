@@ -150,6 +150,7 @@ def test_what_is_shipped_is_recorded_with_its_passport():
     assert len(escapes)
     assert frame.recorded.all()
     assert escapes.recorded.all()
+    assert set(frame.tolerance) == {ZERO}
     for name in ("curvature", "escapes"):
         for _, record in recordings.read_tables(recordings.recorded_folder("saddles") / name):
             assert record["command"].startswith("python benchmarks/record_saddles.py")

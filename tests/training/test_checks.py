@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 import gpulab as gl
 from gpulab import files
@@ -136,12 +137,9 @@ def test_what_killed_processes_left_is_removed_and_what_can_be_resumed_is_not(st
     (store / f".{gone.pid}-{files.HERE}-4567abcd.part").write_bytes(bytes(1_000_000))
     (work / f".{os.getpid()}-{files.HERE}-0123abcd.part").mkdir()
     done = by_seed(store)[0].name
-    checkpoint = {"a": pd.Series(dtype=float)}
-    del checkpoint
-    import torch
-
     for name in (done, "another-seed0-0123456789"):
-        folders.write_checkpoint(folders.checkpoint_file(store, name), {"a": torch.ones(3)}, {"step": 1, "state": {}})
+        notes = {"step": 1, "state": {}, "ways": ["autograd"]}
+        folders.write_checkpoint(folders.checkpoint_file(store, name), {"a": torch.ones(3)}, notes)
     found = checks.check(store, progress=False).set_index("path")
     assert sorted(Path(path).name for path in found.index) == sorted(
         [f".{gone.pid}-{files.HERE}-0123abcd.part", f".{gone.pid}-{files.HERE}-4567abcd.part", f"{done}.safetensors"]

@@ -330,8 +330,9 @@ def resumed(file):
 def test_a_checkpoint_is_read_back_or_is_none(tmp_path):
     file = folders.checkpoint_file(tmp_path, "a-run")
     assert resumed(file) is None
-    folders.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}})
-    folders.write_checkpoint(file, {"a": torch.arange(4)}, {"step": 2, "state": {}})
+    for step, count in ((1, 3), (2, 4)):
+        notes = {"step": step, "state": {}, "ways": ["autograd"]}
+        folders.write_checkpoint(file, {"a": torch.arange(count)}, notes)
     tensors, notes = resumed(file)
     assert tensors["a"].tolist() == [0, 1, 2, 3]
     assert notes["step"] == 2
@@ -342,7 +343,7 @@ def test_a_checkpoint_of_a_later_format_is_set_aside(tmp_path, monkeypatch):
     file = folders.checkpoint_file(tmp_path, "a-run")
     with monkeypatch.context() as later:
         later.setattr(folders, "CHECKPOINT_FORMAT", 99)
-        folders.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}})
+        folders.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}, "ways": []})
     with pytest.warns(UserWarning, match="another version"):
         assert resumed(file) is None
 
@@ -361,7 +362,7 @@ def test_a_damaged_checkpoint_is_set_aside_with_a_warning(tmp_path, content):
 
 def test_no_bit_of_a_checkpoint_is_unguarded(tmp_path):
     file = folders.checkpoint_file(tmp_path, "a-run")
-    folders.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}})
+    folders.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}, "ways": []})
     whole = file.read_bytes()
     for bit in range(8 * len(whole)):
         changed = bytearray(whole)
