@@ -17,13 +17,12 @@ from rich.filesize import decimal
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gpulab.diagnostics.guards import drain, drain_at_the_end
 from gpulab.diagnostics.sketches import leaves
 from gpulab.errors import UsageError
-from gpulab.numerics.call_sites import Callers
+from gpulab.numerics.call_sites import Callers, UncompiledDispatchMode
 from gpulab.report import Report
 from gpulab.settings import Setting
 
@@ -65,7 +64,6 @@ def memory_watch(device: Setting | str = "cpu") -> Iterator[MemoryWatch]:
         raise UsageError(f"device {setting.device!r}: memory is watched on cpu and cuda")
     setting.check()
     follower = _Follower(torch.empty(0, device=setting.device).device)  # of several GPUs with its number
-    watch = MemoryWatch(follower)
     if setting.kind == "cuda":
         torch.cuda.reset_peak_memory_stats(follower.device)
     watch, saved_tensors = MemoryWatch(follower), saved_tensors_hooks(follower.pack, _unpack)
@@ -163,7 +161,7 @@ class _Piece:
     kind: str = KINDS[-1]
 
 
-class _Follower(TorchDispatchMode):
+class _Follower(UncompiledDispatchMode):
     """Follows the memory of every tensor that an operation meets or makes, until it is freed."""
 
     def __init__(self, device: torch.device) -> None:
@@ -257,10 +255,6 @@ class _Follower(TorchDispatchMode):
         drain_at_the_end()
         self.label("saved for backward", [tensor])
         return tensor.detach(), tensor._version
-
-
-# torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
-_Follower.__torch_dispatch__ = getattr(_Follower.__torch_dispatch__, "__wrapped__", _Follower.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 def _unpack(saved: tuple[Tensor, int]) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 import pandas as pd
 import torch
 from rich.filesize import decimal
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpulab.device.rooflines import roofline, timed
 from gpulab.diagnostics import sketches as sk
@@ -19,6 +18,7 @@ from gpulab.diagnostics.steps import PreparedStep, ready
 from gpulab.diagnostics.twins import outcome
 from gpulab.diagnostics.watching import EMPTY, OVERWRITES
 from gpulab.errors import UsageError
+from gpulab.numerics.call_sites import UncompiledDispatchMode
 from gpulab.passports import passport
 from gpulab.records import machine
 from gpulab.report import Report
@@ -123,8 +123,8 @@ def place(
         progress: whether to show a bar while the roofline is measured.
 
     Raises:
-        UsageError: for ceilings of several settings, of another machine, or without launches, as older ones are; for
-            too few repeats, and for products in a format whose ceiling nobody measured.
+        UsageError: for ceilings of several settings or of another machine, for too few repeats, and for products in a
+            format whose ceiling nobody measured.
         GpulabError: for a setting that cannot run here.
 
     Examples:
@@ -138,8 +138,6 @@ def place(
     References:
         Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
     """
-    if repeats < 2:
-        raise UsageError(f"repeats={repeats}: a median with its spread needs at least 2")
     frame = roofline(ceilings, progress=progress) if isinstance(ceilings, Setting | str) else ceilings
     setting = _checked(frame)
     with setting.apply(), ready(step, setting) as once:
@@ -171,8 +169,6 @@ def _checked(frame: pd.DataFrame) -> Setting:
     here = machine(passport(), settings[0].partition(":")[0])
     if elsewhere := sorted(set(frame.get("machine", ())) - {here}):
         raise UsageError(f"ceilings of {elsewhere[0]}: the step runs on {here}; measure gpulab.roofline here")
-    if not (frame.operation == "launch").any():
-        raise UsageError("ceilings without the row 'launch', as older recordings are: measure gpulab.roofline anew")
     return Setting.parse(settings[0])
 
 
@@ -185,7 +181,7 @@ def _peak(frame: pd.DataFrame, precision: str) -> float:
     return rows.gflops.max()
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(UncompiledDispatchMode):
     """Counts what operations compute, move and launch."""
 
     def __init__(self) -> None:
@@ -223,10 +219,6 @@ class _Counter(TorchDispatchMode):
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         flag = self.flags["convolution_fp32" if "conv" in name else "matmul_fp32"]
         return "tf32" if (dtype, flag, tensors[0].is_cuda) == ("float32", "tf32", True) else dtype
-
-
-# torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
-_Counter.__torch_dispatch__ = getattr(_Counter.__torch_dispatch__, "__wrapped__", _Counter.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 def _distinct(values: Any) -> dict[int, int]:

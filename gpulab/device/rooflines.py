@@ -52,8 +52,6 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = 
     References:
         Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
     """
-    if repeats < 2:
-        raise UsageError(f"repeats={repeats}: a median with its spread needs at least 2")
     parsed = Setting.parse(setting)
     parts = [(parsed, _operations(parsed))]
     parts += [(under, _large_product(under, precision)) for precision, under in _precisions(parsed).items()]
@@ -172,6 +170,8 @@ def _large_product(setting: Setting, precision: str) -> Operations:
 
 def timed(setting: Setting, work: Callable[[], object], repeats: int) -> tuple[float, float]:
     """The median time of one call after a warm-up, and the interquartile range over it."""
+    if repeats < 2:
+        raise UsageError(f"repeats={repeats}: a median with its spread needs at least 2")
     timer = _timer(setting, work)
     calls = max(1, int(0.03 / max(timer.timeit(3) / 3, 1e-7)))
     timer.timeit(calls)  # warms up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import sys
@@ -37,7 +38,19 @@ class Callers:
         return "forward", module, line
 
 
-class Float32Lines(TorchDispatchMode):
+class UncompiledDispatchMode(TorchDispatchMode):
+    """A dispatch mode as it is written.
+
+    torch wraps the method of every other one so that its compiler leaves it alone; the wrapper imports the compiler,
+    which takes 120 MB.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__torch_dispatch__ = inspect.unwrap(cls.__torch_dispatch__)  # type: ignore[method-assign]
+
+
+class Float32Lines(UncompiledDispatchMode):
     """Has the operations of some lines, `file.py:12`, and their gradients done `inside` of a context."""
 
     def __init__(self, lines: Collection[str], inside: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -51,12 +64,6 @@ class Float32Lines(TorchDispatchMode):
             return operation(*args, **(kwargs or {}))
         with self.inside():
             return operation(*args, **(kwargs or {}))
-
-
-# torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
-Float32Lines.__torch_dispatch__ = getattr(  # type: ignore[method-assign]
-    Float32Lines.__torch_dispatch__, "__wrapped__", Float32Lines.__torch_dispatch__
-)
 
 
 def _users_line() -> str:

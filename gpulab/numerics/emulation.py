@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gpulab.errors import GpulabError
 from gpulab.numerics.arithmetic import CHIPS, CONVOLUTION, WEIGHT, Arithmetic, arithmetic_of
+from gpulab.numerics.call_sites import UncompiledDispatchMode
 from gpulab.numerics.formats import round_to
 
 
@@ -105,7 +106,7 @@ FUSED = re.compile(
 )
 
 
-class _Emulator(TorchDispatchMode):
+class _Emulator(UncompiledDispatchMode):
     """Sees each operation below autograd, those of the backward pass included.
 
     A product has the arithmetic `without_tf32` where the program allows no TF32 for it. A paused emulator does nothing.
@@ -140,10 +141,6 @@ class _Emulator(TorchDispatchMode):
         dtypes = {factor.dtype for factor in factors if isinstance(factor, Tensor)}
         halves = self.arithmetic.order == "tensor-core" and dtypes in ({torch.float16}, {torch.bfloat16})
         return dtypes == {torch.float32} or halves
-
-
-# torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
-_Emulator.__torch_dispatch__ = getattr(_Emulator.__torch_dispatch__, "__wrapped__", _Emulator.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 class _Unfused(TorchFunctionMode):

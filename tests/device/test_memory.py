@@ -6,9 +6,7 @@ from concurrent import futures
 import numpy as np
 import pytest
 import torch
-import torchvision
 from torch import nn
-from torch.nn import functional as F
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import gpulab as gl
@@ -109,18 +107,6 @@ def test_losses_that_are_kept_after_backward_are_a_small_leak():
     assert leaks.index[0].endswith("return model(x).square().mean()")
 
 
-def test_a_graph_without_an_end_is_a_leak():
-    total = torch.zeros(())
-
-    def add(model):
-        nonlocal total
-        total = total + model(torch.ones(64, 50)).mean()
-        return squared(model)
-
-    watch = trained(network(), add, 8)
-    assert watch.leaks.index[0].endswith("total = total + model(torch.ones(64, 50)).mean()")
-
-
 def test_what_reference_cycles_hold_is_no_leak():
     class Own:
         first = None  # is kept, and is no leak
@@ -146,23 +132,6 @@ def test_a_longer_batch_each_step_is_no_leak():
             watch.step()
     assert watch.leaks.empty
     assert len(batch) == 8000
-
-
-def test_too_few_steps_are_not_called_free_of_leaks():
-    watch = trained(network(), squared, 3, kept=[].append)
-    assert "3 steps are too few to see a leak" in str(watch)
-
-
-def test_resnet18_has_no_leak_and_its_parameters_are_known():
-    model = torchvision.models.resnet18()
-    x, y = torch.randn(2, 3, 32, 32), torch.tensor([1, 2])
-    watch = trained(model, lambda model: F.cross_entropy(model(x), y), 5)
-    assert watch.leaks.empty
-    count = sum(p.numel() for p in model.parameters())
-    there = watch.peak[(watch.peak.kind == "parameters") & (watch.peak.line == BEFORE)].bytes.sum()
-    assert there >= 4 * count
-    assert new_bytes(watch)["optimizer state"] >= 4 * 2 * count
-    assert any("resnet.py" in line for line in watch.peak.line)
 
 
 @pytest.mark.parametrize("detached", [True, False])
@@ -226,6 +195,7 @@ def test_what_numpy_holds_is_not_seen_and_that_is_said():
         watch.step()
     assert watch.peak_bytes - before_bytes(watch) < 1000
     assert held
+    assert "1 steps are too few to see a leak" in str(watch)
     assert "Not seen: NumPy's memory" in str(watch)
 
 
@@ -313,15 +283,3 @@ def test_on_cuda_the_peak_is_that_of_the_allocator():
     count = sum(p.numel() for p in model.parameters())
     assert new_bytes(watch)["optimizer state"] >= 4 * 2 * count
     assert new_bytes(watch)["gradients"] > 0
-
-
-@needs_cuda
-def test_on_cuda_a_leak_has_its_line():
-    kept = []
-
-    def loss(model):
-        kept.append(model(torch.ones(64, 50, device="cuda")).mean())
-        return squared(model)
-
-    watch = trained(network("cuda"), loss, 8, "cuda")
-    assert any('kept.append(model(torch.ones(64, 50, device="cuda")).mean())' in line for line in watch.leaks.index)

@@ -26,12 +26,6 @@ def test_an_older_instruction_set_fuses_nothing():
     assert (table.rounded_once < 1).all()
 
 
-def test_operations_on_one_thread_repeat_themselves():
-    table = gl.device.repeatability(("cpu:threads=1",), times=3)
-    assert (table.results == 1).all()
-    assert (table.spread == 0).all()
-
-
 def test_an_operation_that_does_not_repeat_itself_is_counted(monkeypatch):
     results = iter(torch.tensor([1.0, 2.0, 1.0, 4.0]))
     monkeypatch.setattr(torch.Tensor, "sum", lambda *_: next(results))

@@ -152,24 +152,11 @@ def test_a_setting_measures_its_roofline(monkeypatch):
     [
         (pd.concat([ceilings(), ceilings(setting="cuda")]), "ceilings of cpu, cuda: expected those of one setting"),
         (ceilings().assign(machine="NVIDIA H200"), "ceilings of NVIDIA H200"),
-        (ceilings().query("operation != 'launch'"), "'launch'"),
     ],
 )
 def test_other_ceilings_are_refused(frame, words):
     with pytest.raises(gl.UsageError, match=words):
         place(product(), frame)
-
-
-def test_recorded_rooflines_without_launches_are_refused():
-    recorded = gl.device.recorded_rooflines().drop(columns="machine")
-    older = recorded[(recorded.setting == "cuda:tf32=off") & ~recorded.operation.str.startswith("launch")]
-    with pytest.raises(gl.UsageError, match="anew"):
-        place(product(), older.assign(setting="cpu:threads=1"))
-
-
-def test_too_few_repeats_are_refused():
-    with pytest.raises(gl.UsageError, match="repeats=1"):
-        place(product(), ceilings(), repeats=1)
 
 
 def test_the_report_is_drawn_and_shown():

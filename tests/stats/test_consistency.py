@@ -166,9 +166,9 @@ def test_a_reference_without_spread_has_no_margin_in_sd():
 def test_a_column_that_tells_protocols_apart_elsewhere_may_be_compared(name):
     frame = runs(pair_of())
     expected = gl.verdict(frame).table
-    for role, old in (("block", "seed"), ("metric", "final_loss")):
+    for role, old in (("factor", "setting"), ("block", "seed"), ("metric", "final_loss")):
         other = gl.verdict(frame.rename(columns={old: name}), **{role: name})
-        pd.testing.assert_frame_equal(other.table, expected)
+        pd.testing.assert_frame_equal(other.table.rename(columns={name: old}), expected)
     with pytest.raises(gl.UsageError, match=r"mixes .* and 17 more; compare runs of one protocol at a time, or drop"):
         gl.verdict(frame.assign(**{name: range(20)}))
 
@@ -200,23 +200,17 @@ def test_the_index_may_carry_the_columns_or_their_names():
         pd.testing.assert_frame_equal(gl.verdict(other).table, expected)
 
 
-@pytest.mark.parametrize("kind", ["category", "object", "string"])
-def test_the_types_of_columns_do_not_matter(kind):
-    frame = runs(pair_of())
+@pytest.mark.parametrize(
+    ("names", "numbers"),
+    [("category", "object"), ("object", "Float64"), ("string", "float64"), ("string[pyarrow]", "double[pyarrow]")],
+)
+def test_the_types_of_columns_do_not_matter(names, numbers):
+    frame = runs(pair_of(), machine=math.nan)
     frame["seed"] = "s" + frame.seed.astype(str)
-    verdict = gl.verdict(frame.astype({"setting": kind, "seed": kind, "final_loss": object}))
+    verdict = gl.verdict(frame.astype({"setting": names, "seed": names, "final_loss": numbers}))
     pd.testing.assert_frame_equal(verdict.table, gl.verdict(frame).table, check_dtype=False)
     assert str(verdict) == str(gl.verdict(frame))
     assert verdict.plot().png()
-
-
-def test_columns_of_arrow_and_machines_without_a_name_are_no_trouble():
-    frame = runs(pair_of(), machine=math.nan)
-    kinds = {"setting": "string[pyarrow]", "seed": "int64[pyarrow]", "final_loss": "double[pyarrow]"}
-    for other in (frame, frame.astype(kinds), frame.astype({"seed": "Float64"})):
-        verdict = gl.verdict(other)
-        assert str(verdict) == str(gl.verdict(frame))
-        assert verdict.plot().png()
 
 
 def test_so_many_levels_that_no_test_can_show_a_difference_are_told_so():
@@ -245,6 +239,7 @@ def seeds_as_text(frame):
         (seeds_as_text, {}, r"'seed' holds text beside numbers, such as '0' and 0; .*astype\(str\)"),
         (lambda f: f.assign(final_loss=f.final_loss * 1e306), {}, r"reaches 1e\+306, whose powers .*; rescale it"),
         (lambda f: f.assign(final_loss=f.final_loss * 1e-320), {}, "reaches 1e-320, whose powers .*; rescale it"),
+        (lambda f: f[:0], {}, "no runs to compare"),
         (lambda f: [f], {}, "expected a pandas data frame, a row per run; got a list"),
         (lambda f: f.to_dict(), {}, "got a dict"),
         (lambda f: pd.concat([f, f.seed], axis=1), {}, "more than one column is called seed"),

@@ -83,13 +83,3 @@ def test_the_seeds_needed_from_a_frame():
 def test_seeds_needed_refuses_what_it_cannot_use(options, words):
     with pytest.raises(gl.UsageError, match=words):
         gl.stats.seeds_needed(**options)
-
-
-def test_a_margin_of_yes_and_no_is_a_share():
-    runs = pd.DataFrame({"setting": ["a"] * 20 + ["b"] * 20, "seed": [*range(20)] * 2, "learned": [0.0, 1.0] * 20})
-    assert gl.stats.seeds_needed(runs, "learned").margin.tolist() == [0.1, 0.1]
-    for margin in ("0.25sd", 1.0):
-        with pytest.raises(
-            gl.UsageError, match=r"'learned' holds only yes and no .* a share of the seeds between 0 and 1"
-        ):
-            gl.stats.seeds_needed(runs, "learned", margin=margin)
