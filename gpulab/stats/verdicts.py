@@ -21,6 +21,7 @@ one can undo what all seeds say. Jumps that some seeds do show, against all othe
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,14 +202,17 @@ def verdict(
 
 
 def _in_words(verdict: Verdict) -> str:
-    """A verdict in sentences: a line for each level, then what holds for all of them."""
+    """A verdict in sentences: a line for each level, then what holds for all of them.
+
+    A function below says one sentence, or yields the clauses that are joined to one.
+    """
     lines = [_sentence(verdict, row) for row in verdict.table.itertuples(index=False)]
     if not lines:
         lines = [f"Only {verdict.reference} was run: there is nothing to compare it with."]
     if verdict.damaged:
         lines.insert(0, f"{_count(verdict.damaged, 'damaged run')} cannot be read, and may be missing from this.")
     if verdict.table.seeds.gt(1).any():
-        lines.append(_design(verdict))
+        lines.append(f"{'; '.join(_design(verdict))}.")
     lines.append(_spread(verdict))
     if len(verdict.table) and math.isnan(verdict.table.margin.iloc[0]):
         why = f"the margin {verdict.margin!r} needs a spread between {verdict.block}s under {verdict.reference}"
@@ -247,14 +251,14 @@ def _sentence(verdict: Verdict, row: Any) -> str:
     together = f"{n} of {_count(n + row.left_out, block)}" if row.left_out else _count(n, block)
     decided = f"{row[0]} against {verdict.reference}, {together}: {row.decision}"
     left_out = f" Left out: {_count(row.left_out, block)} that only one of the two has." if row.left_out else ""
-    diverged = ""
+    divergence = ""
     if row.diverged or row.reference_diverged:
-        diverged = f"iverged: {row.diverged}, under {verdict.reference} {row.reference_diverged}"
-        diverged += f" ({_p(row.p_diverged, row.p_diverged_holm, alpha)})"
+        p = _p(row.p_diverged, row.p_diverged_holm, alpha)
+        divergence = f"iverged: {row.diverged}, under {verdict.reference} {row.reference_diverged} ({p})"
     if n < 2:
         why = f"one {block} is no evidence" if n else f"they have no {block} in common"
-        if diverged:
-            why = f"too few {block}s finished under both; d{diverged}"
+        if divergence:
+            why = f"too few {block}s finished under both; d{divergence}"
         return f"{decided}; {why}.{left_out}"
     if is_identical(row):
         return f"{decided}; the same kernels, the same bits in every weight, so there is nothing to test.{left_out}"
@@ -262,14 +266,14 @@ def _sentence(verdict: Verdict, row: Any) -> str:
         decided += _within(row)
     elif row.decision == "different" and row.p_different_holm > alpha:
         decided += " in how often they diverge"
-    sentences = [f"{decided}; {_difference(row, alpha)}{_jumps(row, block, alpha)}{_equivalence(row, alpha)}"]
+    sentences = ["; ".join([decided, *_numbers(row, block, alpha)])]
     yes_or_no = is_yes_or_no(verdict.runs, verdict.metric)
     if row.decision == "different" and row.p_different_holm <= alpha and not yes_or_no:
         sentences.append(_undoing_jumps(row, block))
     if row.decision == "inconclusive":
-        sentences.append(_unsettled(row, block, alpha))
-    if diverged:
-        sentences.append(f"D{diverged}")
+        sentences.append("; ".join(_unsettled(row, block, alpha)))
+    if divergence:
+        sentences.append(f"D{divergence}")
     if row.decision in ("equivalent", "inconclusive") and row.margin > 0:  # some may jump, and none that was seen
         moved = f"{row.moved:.0f} of {_count(n, block)} moved by more than the margin"
         sentences.append(f"{moved}; up to {row.moved_at_most:.0%} of {block}s could (95 % limit)")
@@ -283,25 +287,17 @@ def _within(row: Any) -> str:
     return f" within ±{row.margin:.2g}" if row.margin > 0 else ""
 
 
-def _difference(row: Any, alpha: float) -> str:
+def _numbers(row: Any, block: str, alpha: float) -> Iterator[str]:
+    """The difference; that some seeds jumped and the others moved the other way; and the test of equivalence."""
     interval = _interval(row.low, row.high, row.confidence, 0.95)
-    return f"difference {row.difference:.2g}{interval}, {_p(row.p_different, row.p_different_holm, alpha)}"
-
-
-def _jumps(row: Any, block: str, alpha: float) -> str:
-    """That some seeds jumped and the others moved the other way, where they did."""
-    if not row.p_rest <= alpha:
-        return ""
-    others = f"the other {row.seeds - row.jumped} moved the other way (mean {row.rest:+.2g}, "
-    others += f"{_p(row.p_rest, row.p_rest, alpha)}): the difference mixes the two"
-    return f"; {row.jumped} of {row.seeds} {block}s jumped (mean {row.jump:+.2g}), {others}"
-
-
-def _equivalence(row: Any, alpha: float) -> str:
-    if row.decision == "different" or not row.margin > 0:
-        return ""
-    ends = _interval(row.equivalent_low, row.equivalent_high, row.equivalent_confidence, math.nan, row.margin)
-    return f"; equivalence{ends}, {_p(row.p_equivalent, row.p_equivalent_holm, alpha)}"
+    yield f"difference {row.difference:.2g}{interval}, {_p(row.p_different, row.p_different_holm, alpha)}"
+    if row.p_rest <= alpha:
+        others = f"the other {row.seeds - row.jumped} moved the other way (mean {row.rest:+.2g}, "
+        others += f"{_p(row.p_rest, row.p_rest, alpha)}): the difference mixes the two"
+        yield f"{row.jumped} of {row.seeds} {block}s jumped (mean {row.jump:+.2g}), {others}"
+    if row.decision != "different" and row.margin > 0:
+        ends = _interval(row.equivalent_low, row.equivalent_high, row.equivalent_confidence, math.nan, row.margin)
+        yield f"equivalence{ends}, {_p(row.p_equivalent, row.p_equivalent_holm, alpha)}"
 
 
 def _undoing_jumps(row: Any, block: str) -> str:
@@ -314,41 +310,44 @@ def _undoing_jumps(row: Any, block: str) -> str:
     )
 
 
-def _unsettled(row: Any, block: str, alpha: float) -> str:
+def _unsettled(row: Any, block: str, alpha: float) -> Iterator[str]:
     """Why nothing is shown, and how many seeds would settle it."""
-    text, n = f"Neither a difference nor equivalence{_within(row)} is shown", row.seeds
-    fewest = planning.fewest_pairs(1 - row.confidence)
+    yield f"Neither a difference nor equivalence{_within(row)} is shown"
+    n, fewest = row.seeds, planning.fewest_pairs(1 - row.confidence)
     if n < fewest:
         corrected = "" if math.isclose(row.confidence, 1 - alpha) else " with so many tests"
-        text += f"; {n} {block}s cannot show a difference at alpha {alpha:g}{corrected}, {fewest} can"
+        yield f"{n} {block}s cannot show a difference at alpha {alpha:g}{corrected}, {fewest} can"
     if may_diverge_apart(row):
-        text += f"; on up to {row.diverged_apart_at_most:.0%} of {block}s one of the two could diverge alone"
-    if not math.isfinite(row.seeds_needed):
-        return f"{text}; no number of {block}s up to {planning.MOST_SEEDS:,} would settle it"
-    about = "about" if n >= SURE else "very roughly"
-    return f"{text}; {about} {row.seeds_needed:.0f} {block}s would settle it (power 0.8, if others are like these)"
+        yield f"on up to {row.diverged_apart_at_most:.0%} of {block}s one of the two could diverge alone"
+    if math.isfinite(row.seeds_needed):
+        about = "about" if n >= SURE else "very roughly"
+        yield f"{about} {row.seeds_needed:.0f} {block}s would settle it (power 0.8, if others are like these)"
+    else:
+        yield f"no number of {block}s up to {planning.MOST_SEEDS:,} would settle it"
 
 
-def _design(verdict: Verdict) -> str:
+def _design(verdict: Verdict) -> Iterator[str]:
     """What the comparison could show: its pairs, the smallest difference, and the margin."""
-    table, block = verdict.table[verdict.table.seeds > 1], verdict.block
-    text = f"Design: {_span(table.seeds, '.0f')} pairs of distinct {block}s"
-    if "seed" in (runs := verdict.runs) and block != "seed":
-        text += f", made from {_count(runs.seed[runs[block].isin(verdict.pairs[block])].nunique(), 'distinct seed')}"
-    if len(shown := table.smallest_shown[np.isfinite(table.smallest_shown) & (table.smallest_shown > 0)]):
-        text += f"; a difference of {_span(shown, '.2g')} would have been shown with {100 * planning.POWER:.0f} % power"
-        text += f" at alpha {1 - table.confidence.iloc[0]:.2g}"
-    if (margin := table.margin.iloc[0]) > 0:
+    table, runs, block = verdict.table[verdict.table.seeds > 1], verdict.runs, verdict.block
+    made_from = ""
+    if "seed" in runs and block != "seed":
+        distinct = runs.seed[runs[block].isin(verdict.pairs[block])].nunique()
+        made_from = f", made from {_count(distinct, 'distinct seed')}"
+    yield f"Design: {_span(table.seeds, '.0f')} pairs of distinct {block}s{made_from}"
+    shown = table.smallest_shown[np.isfinite(table.smallest_shown) & (table.smallest_shown > 0)]
+    if len(shown):
+        power = f"{100 * planning.POWER:.0f} % power at alpha {1 - table.confidence.iloc[0]:.2g}"
+        yield f"a difference of {_span(shown, '.2g')} would have been shown with {power}"
+    margin = table.margin.iloc[0]
+    if margin > 0:
         share, in_sd = planning.parse_margin(verdict.margin)
-        text += f"; the margin is {margin:.2g}"
-        if is_yes_or_no(runs, verdict.metric):
-            text += f", a share of the {block}s"
+        meaning = f", a share of the {block}s" if is_yes_or_no(runs, verdict.metric) else ""
         if in_sd:
-            text += f" ({share:g} sd between {block}s, at that sd's lower 97.5 % limit)"
+            meaning += f" ({share:g} sd between {block}s, at that sd's lower 97.5 % limit)"
         if table.margin_relative.notna().all():
             share_of_mean = _span(100 * table.margin_relative, ".2g")
-            text += f", {share_of_mean} % of the mean {verdict.metric} under {verdict.reference}"
-    return f"{text}."
+            meaning += f", {share_of_mean} % of the mean {verdict.metric} under {verdict.reference}"
+        yield f"the margin is {margin:.2g}{meaning}"
 
 
 def _span(values: pd.Series, digits: str) -> str:
