@@ -64,46 +64,34 @@ for arguments in json.loads(os.environ["ARGUMENTS"]):
 """
 
 
+def answers_of(python, folder, commands, code=ONE_BY_ONE, columns="200"):
+    """The (status, output, errors) of each of several commands, all run in one process in a folder."""
+    done = python(code, folder, ARGUMENTS=json.dumps([*commands]), COLUMNS=columns).stdout
+    return [json.loads(line) for line in done.splitlines()]
+
+
 @pytest.fixture
 def session(python, tmp_path):
     """Run commands in an empty folder, all in one process, and give what each printed."""
 
     def run(*commands):
-        done = python(ONE_BY_ONE, tmp_path, ARGUMENTS=json.dumps(commands), COLUMNS="200").stdout
-        answers = [json.loads(line) for line in done.splitlines()]
+        answers = answers_of(python, tmp_path, commands)
         assert [(status, errors) for status, _, errors in answers if status] == []
         return [out for _, out, _ in answers]
 
     return run
 
 
-def test_help_lists_every_command(cli):
-    commands = [
-        "devices",
-        "train",
-        "experiment",
-        "reproduce",
-        "verdict",
-        "runs",
-        "pack",
-        "record",
-        "audit",
-        "companion",
-    ]
-    text = cli("--help").stdout
+def test_help_lists_every_command_and_says_what_holds_where_nothing_is_said(session):
+    commands = ["devices", "train", "experiment", "reproduce", "verdict", "runs", "pack", "record", "audit"]
+    commands.append("companion")
+    text, version, *helps = session(["--help"], ["--version"], *([command, "--help"] for command in commands))
+    assert version == f"gpulab {gl.__version__}\n"
     assert re.findall(rf"^\W*({'|'.join(commands)})\b", text, re.MULTILINE) == commands
-    for command in commands:
-        assert command in cli(command, "--help").stdout
-
-
-def test_help_says_what_holds_where_nothing_is_said(session):
-    experiment, runs = session(["experiment", "--help"], ["runs", "--help"])
-    assert "[default: ($GPULAB_STORE or ./runs)]" in runs
-    assert "[default: (final_loss, or the first)]" in experiment
-
-
-def test_the_version_is_printed(cli):
-    assert cli("--version").stdout == f"gpulab {gl.__version__}\n"
+    help_of = dict(zip(commands, helps, strict=True))
+    assert [command for command in commands if command not in help_of[command]] == []
+    assert "[default: ($GPULAB_STORE or ./runs)]" in help_of["runs"]
+    assert "[default: (final_loss, or the first)]" in help_of["experiment"]
 
 
 def test_an_experiment_takes_the_options_of_one_training():
@@ -156,24 +144,30 @@ def test_a_run_is_trained_kept_listed_and_not_trained_again(session, tmp_path):
     assert frame.weights.tolist() == [run.weights]
 
 
-def test_a_table_from_elsewhere_gets_its_verdict_and_picture(session, cli, tmp_path):
+def test_a_table_from_elsewhere_gets_its_verdict_and_picture(python, tmp_path):
     losses = [("cpu", 0.1), ("cuda", 0.6)]
     rows = [f"{seed},{device},{base + 0.01 * seed},FINISHED,a" for seed in range(8) for device, base in losses]
     header = "params.seed,params.device,metrics.loss,status,params.model"
     (tmp_path / "runs.csv").write_text("\n".join([header, *rows, "8,cpu,,KILLED,a", "0,cpu,0.3,FINISHED,b"]))
     options = ["runs.csv", "--metric", "loss", "--factor", "device", "--margin", "0.05"]
-    first, other = session(
+    commands = [
         ["verdict", *options, "--where", "model=a", "--picture", "seeds.png"],
         ["verdict", *options, "--where", "model=a", "--reference", "cuda", "--alpha", "0.005"],
-    )
+        ["verdict", *options],
+        ["verdict", "no.csv"],
+        ["verdict", "runs.csv", "--metric", "lost"],
+    ]
+    answers = answers_of(python, tmp_path, commands)
+    assert [status for status, _, _ in answers] == [0, 0, 2, 1, 2]
+    (first, other), (twice, missing, unknown) = [out for _, out, _ in answers[:2]], [said for *_, said in answers[2:]]
     assert "cuda against cpu, 8 seeds: different; difference 0.5 [0.5, 0.5], p = 0.0078" in first
     assert "did not finish: 1 (cpu 1 killed)" in first
     assert "picture in seeds.png" in first
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
     assert "cpu against cuda, 8 seeds: inconclusive" in other
-    assert "device 'cpu' seed 0 was run more than once" in cli("verdict", *options, status=2).stderr
-    assert cli("verdict", "no.csv", status=1).stderr == "gpulab: no.csv: no such file\n"
-    assert "no column 'lost'; there are metrics.loss" in cli("verdict", "runs.csv", "--metric", "lost", status=2).stderr
+    assert "device 'cpu' seed 0 was run more than once" in twice
+    assert missing == "gpulab: no.csv: no such file\n"
+    assert "no column 'lost'; there are metrics.loss" in unknown
 
 
 def test_a_table_whose_columns_are_called_otherwise_is_told_which_there_are_and_how_to_name_them(python, tmp_path):
@@ -181,7 +175,7 @@ def test_a_table_whose_columns_are_called_otherwise_is_told_which_there_are_and_
     (tmp_path / "runs.csv").write_text("\n".join(["device,run,loss", *rows]))
     options = [("--metric", "loss"), ("--factor", "device"), ("--block", "run")]
     commands = [["verdict", "runs.csv", *itertools.chain(*options[:some])] for some in range(4)]
-    *refused, told = map(json.loads, python(ONE_BY_ONE, tmp_path, ARGUMENTS=json.dumps(commands)).stdout.splitlines())
+    *refused, told = answers_of(python, tmp_path, commands)
     advice = "each row is a run: name its columns by metric=, factor= and block= (--metric, --factor and --block)"
     assert refused == [
         [2, "", f"gpulab: no column '{missing}'; there are device, run, loss; {advice}\n"]
@@ -201,10 +195,17 @@ def test_a_store_and_packed_runs_get_their_verdict(session):
     assert of_file == of_store
 
 
-def test_a_guarded_run_computes_the_same(session, tmp_path):
-    session([*SMOKE, "--store", "plain"], [*SMOKE, "--store", "guarded", "--guard"])
-    plain, guarded = (gl.runs(tmp_path / folder).iloc[0] for folder in ("plain", "guarded"))
+def test_a_guarded_run_computes_the_same_and_a_list_has_a_column_for_what_differs(session, tmp_path):
+    _, _, _, every, some = session(
+        [*SMOKE, "--store", "plain"],
+        [*SMOKE, "--store", "guarded", "--guard"],
+        [*SMOKE, "--store", "guarded", "--loader", "reused"],
+        ["runs", "guarded"],
+        ["runs", "guarded", "--where", "loader=reused"],
+    )
+    plain, guarded = (gl.runs(tmp_path / name).query("loader == 'window'").iloc[0] for name in ("plain", "guarded"))
     assert (plain.id, plain.final_loss, plain.heldout_loss) == (guarded.id, guarded.final_loss, guarded.heldout_loss)
+    assert ["loader" in text for text in (every, some)] == [True, False]
 
 
 def test_a_fresh_run_ignores_a_checkpoint(session, tmp_path):
@@ -219,12 +220,6 @@ def test_a_fresh_run_ignores_a_checkpoint(session, tmp_path):
     assert [record.get("resumed_at") for record in records] == [1, None]
     runs = [gl.train("autoencoder", profile="smoke", frames=40, store=tmp_path / f) for f in ("resumed", "fresh")]
     assert ["resumed at frame 20" in repr(run) for run in runs] == [True, False]
-
-
-def test_a_list_of_runs_has_a_column_for_what_differs(session):
-    session([*SMOKE, "--store", "runs"], [*SMOKE, "--store", "runs", "--loader", "reused"])
-    listed = session(["runs", "runs"], ["runs", "runs", "--where", "loader=reused"])
-    assert ["loader" in text for text in listed] == [True, False]
 
 
 def test_a_real_video_is_trained_on(cli, shared, tmp_path):
@@ -262,10 +257,10 @@ def test_an_experiment_is_done_again_and_drawn(session, tmp_path):
     (tmp_path / "own.py").write_text("def train(seed):\n    print(seed, file=open('calls', 'a'))\n    return 1.0\n")
     arguments = ["experiment", "own.py:train", "--seeds", "2", "--setting", "cpu:threads=1"]
     calls = []
-    for more in ([], [], ["--fresh"], ["--guard"], ["--picture", "runs.png"]):
-        session([*arguments, *more])
+    for commands in ([[], []], [["--fresh"], ["--guard"], ["--picture", "runs.png"]]):
+        session(*([*arguments, *more] for more in commands))
         calls.append(len((tmp_path / "calls").read_text().splitlines()))
-    assert calls == [2, 2, 4, 6, 6]
+    assert calls == [2, 6]
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -487,9 +482,7 @@ def compared(python, tmp_path_factory):
         "another setting": ["record", "my_steps.py:step", "--setting", "gpu"],
         "a device that is not here": ["record", "my_steps.py:step", "--setting", "cuda:77"],
     }
-    done = python(ONE_BY_ONE, folder, ARGUMENTS=json.dumps(list(commands.values())), COLUMNS="200").stdout
-    answers = [json.loads(line) for line in done.splitlines()]
-    return folder, dict(zip(commands, answers, strict=True))
+    return folder, dict(zip(commands, answers_of(python, folder, commands.values()), strict=True))
 
 
 def test_steps_are_recorded_under_the_name_of_step_and_setting(compared):
@@ -586,16 +579,7 @@ USAGE = {
     "an experiment with another setting": ["experiment", "prednet", "--setting", "gpu"],
     "an experiment with seeds in words": ["experiment", "prednet", "--setting", "cpu", "--seeds", "some"],
     "an experiment with no seeds": ["experiment", "prednet", "--setting", "cpu", "--seeds", "0"],
-    "an experiment with no frames": [
-        "experiment",
-        "prednet",
-        "--profile",
-        "smoke",
-        "--setting",
-        "cpu",
-        "--frames",
-        "0",
-    ],
+    "an experiment with no frames": ["experiment", "prednet", "--profile", "smoke", "--setting", "cpu", "--frames=0"],
     "a search without runs of the old setting": [*SEARCH, "learning_rate=0.1"],
     "a search of nothing": [*SEARCH, "learning_rate"],
     "a search of a range in words": [*SEARCH, "learning_rate=low..high"],
@@ -623,50 +607,39 @@ def outcomes(python, tmp_path_factory):
     folder = tmp_path_factory.mktemp("errors")
     (folder / "a-file").write_text("not a folder")
     commands = {**USAGE, **FAILURES}
-    done = python(ONE_BY_ONE, folder, ARGUMENTS=json.dumps(list(commands.values()))).stdout
-    answers = [json.loads(line) for line in done.splitlines()]
-    return {name: (status, errors) for name, (status, _, errors) in zip(commands, answers, strict=True)}
+    return dict(zip(commands, answers_of(python, folder, commands.values()), strict=True))
 
 
 @pytest.mark.parametrize("name", USAGE)
 def test_a_command_that_makes_no_sense_ends_with_status_2(outcomes, name):
-    status, errors = outcomes[name]
-    assert status == 2
+    status, out, errors = outcomes[name]
+    assert (status, out) == (2, "")
     assert errors.strip()
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_what_cannot_be_done_ends_with_status_1_and_one_line(outcomes, name):
-    status, errors = outcomes[name]
-    assert status == 1
+    status, out, errors = outcomes[name]
+    assert (status, out) == (1, "")
     lines = [line for line in errors.splitlines() if "frame/s" not in line]  # a progress bar is no message
     assert lines[-1].startswith("gpulab: ")
     assert re.search("cuda:77|missing|a-file", lines[-1])
 
 
-def test_errors_go_to_standard_error_and_say_no_traceback(cli):
-    for arguments, status in [
-        (USAGE["another setting"], 2),
-        (USAGE["another model"], 2),
-        (FAILURES["runs that are not there"], 1),
-    ]:
-        done = cli(*arguments, status=status)
-        assert done.stdout == ""
-        assert done.stderr.startswith("gpulab: ")
-        assert len(done.stderr.splitlines()) == 1
-
-
-def test_options_of_a_network_reach_it_and_its_record(cli, tmp_path):
-    options = ("--profile", "smoke", "--seeds", "1", "--setting", "cpu:threads=1", "--store", tmp_path)
-    cli("experiment", "whitener", *options, "--option", "covariance=centred", "--option", "code=20")
-    (run,) = gl.runs(tmp_path).itertuples()
+def test_options_of_a_network_reach_it_and_its_record(python, tmp_path):
+    experiment = ["experiment", "whitener", "--profile", "smoke", "--seeds", "1", "--setting", "cpu:threads=1"]
+    wrong = ["covariance", "=centred", "covariance=diagonal"]
+    commands = [[*experiment, "--option", "covariance=centred", "--option", "code=20"]]
+    commands += [[*experiment, "--option", option] for option in wrong]
+    answers = answers_of(python, tmp_path, commands)
+    assert [status for status, _, _ in answers] == [0, 2, 2, 2]
+    (run,) = gl.runs(tmp_path / "runs").itertuples()
     assert run.covariance == "centred"
-    record = folders.read_record(tmp_path / run.id)
+    record = folders.read_record(Path(run.path))
     assert record["configuration"]["model_options"]["code"] == 20
     assert record["command"].endswith("--option covariance=centred --option code=20")
-    for wrong in ("covariance", "=centred", "covariance=diagonal"):
-        said = cli("experiment", "whitener", *options, "--option", wrong, status=2).stderr
-        assert wrong.rpartition("=")[2] in said
+    for option, (_, _, errors) in zip(wrong, answers[1:], strict=True):
+        assert option.rpartition("=")[2] in errors
 
 
 # --- a training of one's own -------------------------------------------------------------------------------
@@ -704,8 +677,7 @@ def test_a_training_of_ones_own_is_run_compared_listed_and_reproduced(python, tm
         "found": search,
         **{name: [*experiment, "--seeds", "1", *options] for name, (options, _) in WRONG_OWN.items()},
     }
-    done = python(ONE_BY_ONE, tmp_path, ARGUMENTS=json.dumps(list(commands.values())), COLUMNS="200").stdout
-    answers = dict(zip(commands, map(json.loads, done.splitlines()), strict=True))
+    answers = dict(zip(commands, answers_of(python, tmp_path, commands.values()), strict=True))
     wrong = {"few", *WRONG_OWN}
     assert {name: status for name, (status, _, _) in answers.items() if status} == dict.fromkeys(wrong, 2)
     said = {name: out + errors for name, (_, out, errors) in answers.items()}
@@ -758,8 +730,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(python, full, compared):
         [*VERDICT, "--picture", "full/a.png"],
         ["audit", trace, trace, "--html", "full/new/a.html"],
     ]
-    done = python(ONE_BY_ONE, full.parent, ARGUMENTS=json.dumps(commands)).stdout
-    for status, _, errors in map(json.loads, done.splitlines()):
+    for status, _, errors in answers_of(python, full.parent, commands):
         assert status == 1
         assert re.fullmatch(r"gpulab: full/\S+: cannot be written: the disk is full; free some space .*\n", errors)
     assert {file for file in full.rglob("*") if file.is_file()} == there
@@ -791,8 +762,8 @@ def test_what_could_not_be_written_is_said_before_the_work(python, tmp_path):
         os.mkfifo(tmp_path / "a-pipe")
         commands["/proc/a.png: cannot be written"] = [*SMOKE, "--picture", "/proc/a.png"]
         commands["a-pipe: cannot be written: there is a pipe or a device"] = [*SMOKE, "--picture", "a-pipe"]
-    done = python(ONE_BY_ONE, tmp_path, ARGUMENTS=json.dumps(list(commands.values()))).stdout
-    for words, (status, _, errors) in zip(commands, map(json.loads, done.splitlines()), strict=True):
+    answers = answers_of(python, tmp_path, commands.values())
+    for words, (status, _, errors) in zip(commands, answers, strict=True):
         assert (status, len(errors.splitlines())) == (1, 1)
         assert words in errors
     assert {file.name for file in tmp_path.iterdir()} - {"a-pipe"} == {"a-file", "notebooks"}
@@ -811,8 +782,7 @@ def test_a_name_that_is_not_utf8_is_refused_before_it_is_written_into_a_store(py
         ["runs", "runs\udcff"],
         ["reproduce", "own\udcff.py:train", "--target", "cpu", "--setting", "cpu:threads=1", "--search", "data=a,b"],
     ]
-    done = python(ONE_BY_ONE, tmp_path, ARGUMENTS=json.dumps(commands)).stdout
-    for status, _, errors in map(json.loads, done.splitlines()):
+    for status, _, errors in answers_of(python, tmp_path, commands):
         assert status == 2
         assert re.fullmatch(r"gpulab: \S*\\udcff\S*: this name is not UTF-8, .*\n", errors)
     assert not list(tmp_path.glob("runs*"))
@@ -830,8 +800,7 @@ def test_names_are_shown_as_they_are_and_move_no_cursor(python, tmp_path):
         ["runs"],
         ["runs", "--csv"],
     ]
-    done = python(code, tmp_path, ARGUMENTS=json.dumps(commands), COLUMNS="300").stdout
-    answers = [json.loads(line) for line in done.splitlines()]
+    answers = answers_of(python, tmp_path, commands, code, columns="300")
     assert [status for status, _, _ in answers] == [0] * len(commands)
     for _, out, errors in answers:
         assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f]", out)

@@ -15,14 +15,12 @@ from matplotlib.ticker import NullFormatter
 from gpulab.companion.findings import CheckedSentences, Part
 from gpulab.companion.first_windows import FirstWindow
 from gpulab.companion.learning import learning_table
-from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.plots.style import INK, Look, canvas, finished, origin_keys, points
 from gpulab.report import Picture
 
 FAR = 1000  # roundings: a gradient so far off is wrong
 PLAIN = "copied"
-SHARING = ("reused", "imitated")
 SPEED_COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#222222")
 
 
@@ -58,20 +56,8 @@ def first_window(
 
 
 def anomaly_table(frame: pd.DataFrame, alpha: float = 0.05) -> pd.DataFrame:
-    """`learning_table` of shared against copied memory, for every experiment, size and setting.
-
-    Raises:
-        UsageError: For other loaders than `copied` and one of `reused` and `imitated`.
-    """
-    for _, runs in frame.groupby(["experiment", "profile", "setting"]):
-        _check_loaders(runs)
+    """`learning_table` of shared against copied memory, for every experiment, size and setting."""
     return learning_table(frame, "loader", PLAIN, alpha)
-
-
-def _check_loaders(frame: pd.DataFrame) -> None:
-    loaders = set(frame.loader)
-    if PLAIN not in loaders or len(loaders & set(SHARING)) != 1 or len(loaders) != 2:
-        raise UsageError(f"loaders {sorted(loaders)}: expected {PLAIN!r} and one of {', '.join(SHARING)}")
 
 
 def window_finding(row: Any) -> str:

@@ -31,17 +31,15 @@ FEWEST = 5  # seeds, below which a standard error is too uncertain to weigh a ma
 EFFECT = ["experiment", "profile", "protocol", "variant", "reference", "setting"]
 
 
-def atlas(folder: str | Path | None = None, shipped: bool = True) -> pd.DataFrame:
-    """The runs that `gpulab merge` added, as `gpulab.runs`, and those that are shipped with gpulab.
+def atlas(folder: str | Path | None = None) -> pd.DataFrame:
+    """The runs that are shipped with gpulab and those that `gpulab merge` added, as `gpulab.runs`.
 
     Args:
         folder: By default where `gpulab merge` adds them.
-        shipped: Whether the shipped ones are among them.
     """
-    added = runs(folder or atlas_folder()).assign(recorded=True)
-    with_gpulab = [recorded_runs(), runs(recorded_folder("atlas")).assign(recorded=True)] if shipped else []
-    frames = [frame for frame in (*with_gpulab, added) if len(frame)]
-    return pd.concat(frames, ignore_index=True).drop_duplicates("id") if frames else added
+    merged = [runs(each).assign(recorded=True) for each in (recorded_folder("atlas"), folder or atlas_folder())]
+    frames = [frame for frame in (recorded_runs(), *merged) if len(frame)]
+    return pd.concat(frames, ignore_index=True).drop_duplicates("id")
 
 
 def atlas_table(frame: pd.DataFrame, reference: str | None = None, alpha: float = 0.05) -> pd.DataFrame:

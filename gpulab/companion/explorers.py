@@ -18,7 +18,7 @@ from markupsafe import Markup
 from torch import Tensor, nn
 
 from gpulab.companion.explorer_figures import saddle_path, seed_by_seed, side_by_side
-from gpulab.companion.widgets import Explorer, shown
+from gpulab.companion.widgets import Explorer
 from gpulab.diagnostics.audits import audit
 from gpulab.diagnostics.findings import check_same_step
 from gpulab.diagnostics.traces import Trace
@@ -140,7 +140,7 @@ class TrainingExplorer(Working, Explorer):
         self.stop()
         self.losses: tuple[list[tuple[int, float]], ...] = ([], [])
         self.said.value = f"Press Train to begin from seed {self.seed.value}."
-        self.image.value = shown(self.picture(), box=None)
+        self.draw()
 
     def _begin(self) -> None:
         self._anew()
@@ -159,14 +159,16 @@ class TrainingExplorer(Working, Explorer):
                 if stopping.is_set():
                     return
                 if time.monotonic() - drawn > DRAW_SECONDS:
-                    self.image.value, drawn = shown(self.picture(), box=None), time.monotonic()
+                    self.draw()
+                    drawn = time.monotonic()
         except GpulabError as error:
             self.said.value = Markup.escape(error)
             return
         bits = {run.record["summary"]["weights"] for run in runs}
         ends = "have the same bits" if len(bits) == 1 else "differ"
         if not stopping.is_set():
-            self.image.value, self.said.value = shown(self.picture(), box=None), f"Done. The trained weights {ends}."
+            self.draw()
+            self.said.value = f"Done. The trained weights {ends}."
 
 
 def trained_together(
@@ -247,7 +249,7 @@ class SaddleExplorer(Explorer):
         for control in (self.optimizer, self.format, self.rate, self.push):
             control.observe(self._roll, "value")
         for slider in (self.step, self.turn, self.tilt):
-            slider.observe(self._show, "value")
+            slider.observe(self.draw, "value")
         self._roll()
 
     def picture(self) -> Picture:
@@ -258,10 +260,7 @@ class SaddleExplorer(Explorer):
     def _roll(self, _: Any = None) -> None:
         how = {"optimizer": self.optimizer.value, "learning_rate": self.rate.value, "perturbation": self.push.value}
         self.path = trajectory(self.saddle, FORMATS[self.format.value], steps=STEPS, **how)
-        self._show()
-
-    def _show(self, _: Any = None) -> None:
-        self.image.value = shown(self.picture(), box=None)
+        self.draw()
 
 
 class SeedsExplorer(Explorer):
@@ -327,7 +326,7 @@ class SeedsExplorer(Explorer):
             if time.monotonic() < until:
                 self.verdicts[count] = self._verdict(count)
         if new or seconds == math.inf:
-            self.image.value = shown(self.picture(), box=None)
+            self.draw()
 
 
 class AuditExplorer(Working, ipywidgets.VBox):

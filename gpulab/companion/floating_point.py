@@ -336,7 +336,7 @@ def recorded_measurements(name: str) -> pd.DataFrame:
         there = record["passport"]
         machine = records.machine(there, record["kind"])
         parts.append(pd.DataFrame(record[name]).assign(machine=machine, torch=there["software"]["torch"]))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["machine", "torch"])
+    return pd.concat(parts, ignore_index=True)
 
 
 def recorded_products() -> pd.DataFrame:

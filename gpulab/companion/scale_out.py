@@ -39,16 +39,7 @@ SIZES = {  # of PredNet: the channels of its layers, and of its frames height an
     "paper": ([3, 48, 96, 192], [120, 160]),
 }
 TIMES = ("seconds", "compute", "wait", "communicate")  # of an update
-COLUMNS = {  # of what is recorded
-    "scaling": [
-        *("scaling", "size", "devices", "batch", *TIMES),
-        *("frames_per_second", "speedup", "ideal", "efficiency", "setting"),
-    ],
-    "ends": ["network", "setting", "precision", "devices", "weights", "final_loss", "heldout_loss"],
-    "parts": ["network", "part", "device", "whole", "parts", "weights", "optimizer", "activations"],
-}
-WORDS = ("scaling", "size", "setting", "network", "precision", "device", "machine")  # the columns that are no numbers
-COUNTS = ("devices", "batch", "part")
+RECORDED = ("scaling", "ends", "parts")  # the tables of a recorded document
 WAYS: dict[str, dict[str, Any]] = {
     "synchronous": {"mode": "synchronous"},
     "lock-free": {"mode": "lock-free"},
@@ -196,7 +187,7 @@ def times(seed: int, setting: Setting, task: str = "{}", updates: int = 10) -> d
 
 
 def recorded_scale_out(part: str = "scaling") -> pd.DataFrame:
-    """What `benchmarks/scale_out.py` recorded on other machines; `recorded` is True, and empty where there is none.
+    """What `benchmarks/scale_out.py` recorded on other machines; `recorded` is True.
 
     Args:
         part: `scaling`, as of `scaling_table`; `ends`, as of `same_end`; or `parts`, as of `parts_table`.
@@ -205,15 +196,11 @@ def recorded_scale_out(part: str = "scaling") -> pd.DataFrame:
         >>> bool(recorded_scale_out().recorded.all())
         True
     """
-    if part not in COLUMNS:
-        raise UsageError(f"part {part!r}: expected one of {', '.join(COLUMNS)}")
-    found = [document for document in records.read_documents("scale_out") if document.get("kind") == KIND]
-    rows = [row | {"machine": document["machine"]} for document in found for row in document[part]]
-    frame = pd.DataFrame(rows, columns=[*COLUMNS[part], "machine"])
-    kinds: dict[str, type] = dict.fromkeys(frame.columns, float)
-    kinds |= dict.fromkeys(frame.columns.intersection(COUNTS), int)
-    kinds |= dict.fromkeys(frame.columns.intersection(WORDS), str)
-    return frame.astype(kinds).assign(recorded=pd.Series(True, frame.index, dtype=bool))
+    if part not in RECORDED:
+        raise UsageError(f"part {part!r}: expected one of {', '.join(RECORDED)}")
+    documents = [document for document in records.read_documents("scale_out") if document.get("kind") == KIND]
+    tables = [pd.DataFrame(document[part]).assign(machine=document["machine"]) for document in documents]
+    return pd.concat(tables, ignore_index=True).assign(recorded=True)
 
 
 def atlas_plan(price: float) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:

@@ -18,7 +18,6 @@ from gpulab.plots.style import FAINT, INK, canvas, colour, finished, level_colou
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, verdict
 
-COLUMNS = ["part", "what", "way", "value", "unit", "spread", "seed", "note", "size", "setting", "machine"]
 KIND = "workloads"  # of a document in data/speed
 PHASES = {"forward": "#56B4E9", "backward": "#D55E00", "update": FAINT}
 HOUR = 3600
@@ -74,7 +73,7 @@ def recorded_speed() -> pd.DataFrame:
         True
     """
     found = [record for record in records.read_documents("speed") if record.get("kind") == KIND]
-    rows = pd.DataFrame([row for record in found for row in record["rows"]], columns=COLUMNS)
+    rows = pd.DataFrame([row for record in found for row in record["rows"]])
     return rows.assign(recorded=True).astype({"value": float, "spread": float, "seed": "Int64"})
 
 
@@ -196,11 +195,11 @@ def backends(passport: Mapping[str, Any]) -> pd.DataFrame:
     rocm, rows = passport["software"].get("rocm"), []
     for name, (kind, missing) in BACKENDS.items():
         version = {"CUDA": passport["software"].get("cuda"), "ROCm": rocm}.get(name)
-        gpus = [gpu for gpu in passport["gpus"] if gpu["kind"] == kind and bool(rocm) == (name == "ROCm")]
-        gpus = gpus if kind == "cuda" else [gpu for gpu in passport["gpus"] if gpu["kind"] == kind]
-        there = [", capability ".join(filter(None, (gpu["name"], gpu.get("compute_capability")))) for gpu in gpus]
+        of_other_backend = kind == "cuda" and bool(rocm) != (name == "ROCm")  # torch calls both of them cuda
+        gpus = [] if of_other_backend else [gpu for gpu in passport["gpus"] if gpu["kind"] == kind]
+        devices = [", capability ".join(filter(None, (gpu["name"], gpu.get("compute_capability")))) for gpu in gpus]
         row = {"backend": name, "setting": kind, "torch's version of it": version or "not in the passport"}
-        rows.append(row | {"devices": ", ".join(there) or "none here", "not measured there": missing})
+        rows.append(row | {"devices": ", ".join(devices) or "none here", "not measured there": missing})
     return pd.DataFrame(rows)
 
 

@@ -31,7 +31,13 @@ def shown(picture: Picture, box: str | None = "tight") -> Markup:
 
 
 class Explorer(ipywidgets.VBox):
-    """Widgets that a still `picture` stands for where no kernel runs."""
+    """Widgets that a still `picture` stands for where no kernel runs; `draw` shows it in `image`."""
+
+    image: ipywidgets.HTML
+
+    def draw(self, _: Any = None) -> None:
+        """Show the picture as it is now, in the size of its figure."""
+        self.image.value = shown(self.picture(), box=None)
 
     def picture(self) -> Picture:
         """What stands there without a kernel."""

@@ -176,14 +176,6 @@ def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
     assert document["passport"]["cpu"]["model"] == found.machine[0]
 
 
-def test_nothing_recorded_is_an_empty_table_of_the_same_kinds(tmp_path, monkeypatch, scaling):
-    monkeypatch.setattr(records, "DATA", tmp_path)
-    nothing = scale_out.recorded_scale_out()
-    assert nothing.empty
-    together = pd.concat([scaling, nothing], ignore_index=True)
-    assert together.dtypes.astype(str).to_dict() == scaling.dtypes.astype(str).to_dict()
-
-
 def test_the_plan_of_an_atlas_takes_its_price_from_whoever_asks():
     rates, plan, limits = scale_out.atlas_plan(3.0)
     assert rates.experiment.tolist() == ["autoencoder", "prednet"]

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +15,11 @@ CLIP, OTHER = noise(12, 24, 32, 3), noise(24, 24, 32, 3)[12:]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """A cache of this test's own, which keeps digests of new files, too."""
+def known(monkeypatch):
+    """Digests of this test's own, those of new files, too."""
     monkeypatch.setattr(content, "RACY", 0)
-    monkeypatch.setattr("gpulab.files.cache_folder", lambda: tmp_path / "home")
-    return tmp_path / "home" / "digests.json"
+    monkeypatch.setattr(content, "KNOWN", {})
+    return content.KNOWN
 
 
 @pytest.fixture
@@ -73,53 +72,25 @@ def test_touched_is_not_changed(tmp_path, reads):
     assert reads == ["a.mkv", "a.mkv"]
 
 
-def test_what_is_known_is_not_read_again(tmp_path, reads, cache):
+def test_what_is_known_is_not_read_again(tmp_path, reads, known):
     film, folder = write_video(tmp_path / "a.mkv", CLIP), write_images(tmp_path / "images", CLIP[:4])
     first = [load(film).content, load(folder).content]
     assert reads == ["a.mkv", "000.png", "001.png", "002.png", "003.png"]
     reads.clear()
     assert [load(film).content, load(folder).content] == first
     assert reads == []
-    cache.unlink()
+    known.clear()
     assert [load(film).content, load(folder).content] == first
     assert len(reads) == 5
 
 
-def test_a_file_that_was_just_written_is_not_kept(tmp_path, reads, monkeypatch, cache):
+def test_a_file_that_was_just_written_is_not_kept(tmp_path, reads, monkeypatch, known):
     """It may be written again within the same tick of the clock."""
     monkeypatch.setattr(content, "RACY", 3600 * 10**9)
     film = write_video(tmp_path / "a.mkv", CLIP)
     assert load(film).content == load(film).content
     assert len(reads) == 2
-    assert not cache.exists()
-
-
-@pytest.mark.parametrize("damage", [b"", b"\xff\x00garbage", b"[1, 2]", b'{"digests": {"a": 5}}', None])
-def test_a_damaged_cache_is_made_again(tmp_path, reads, cache, damage):
-    film = write_video(tmp_path / "a.mkv", CLIP)
-    first = load(film).content
-    flipped = cache.read_bytes().replace(first[:8].encode(), b"01234567")
-    cache.write_bytes(flipped if damage is None else damage)
-    assert load(film).content == first == load(film).content
-    assert len(reads) == 2
-
-
-def test_a_home_that_cannot_be_written_to_is_no_matter(tmp_path, monkeypatch):
-    film = write_video(tmp_path / "a.mkv", CLIP)
-    for home in ("a.mkv/x", "~/x"):
-        monkeypatch.setattr(
-            "gpulab.files.cache_folder", lambda home=home: tmp_path / home if "~" not in home else Path(home)
-        )
-        assert load(film).content == hashlib.sha256(film.read_bytes()).hexdigest()
-
-
-def test_the_cache_is_bounded(tmp_path, monkeypatch, cache):
-    monkeypatch.setattr(content, "MOST_ENTRIES", 3)
-    for number in range(5):
-        (tmp_path / f"{number}").write_bytes(bytes([number]))
-        content.digest({tmp_path / f"{number}": content.stamp(tmp_path / f"{number}")})
-    known = content._read(cache)
-    assert list(known.values()) == [hashlib.sha256(bytes([number])).hexdigest() for number in (2, 3, 4)]
+    assert not known
 
 
 def test_images_are_known_by_their_arrays_and_scenes_come_from_no_file(tmp_path):

@@ -515,14 +515,6 @@ def test_a_real_video(shared):
     assert [window.restart for window in taken(data.windows(20), 12)] == [True] + 9 * [False] + [True, False]
 
 
-@pytest.mark.parametrize("part", [0.3, 0.5, 0.9])
-def test_a_truncated_real_video_is_named(shared, tmp_path, part):
-    content = (shared / "video" / "road_camera.mp4").read_bytes()
-    (tmp_path / "cut.mp4").write_bytes(content[: int(len(content) * part)])
-    with pytest.raises(gl.DataError, match=r"cut\.mp4: .*truncated"):
-        gl.load(f"video:{tmp_path / 'cut.mp4'}")
-
-
 def test_a_real_video_with_a_hole_is_named_with_the_frame(shared, tmp_path):
     content = bytearray((shared / "video" / "road_camera.mp4").read_bytes())
     middle = len(content) // 2
@@ -531,16 +523,6 @@ def test_a_real_video_with_a_hole_is_named_with_the_frame(shared, tmp_path):
     data = gl.load(f"video:{tmp_path / 'hole.mp4'}", size=SMALL)
     with pytest.raises(gl.DataError, match=r"hole\.mp4: frame 1\d\d cannot be decoded"):
         list(data.stream())
-
-
-@pytest.mark.parametrize("kind", ["mp4", "avi", "mkv"])
-def test_a_truncated_video_is_named_whatever_holds_it(files, tmp_path, kind):
-    content = getattr(files, kind).read_bytes()
-    file = tmp_path / f"cut.{kind}"
-    file.write_bytes(content[: len(content) // 2])
-    with pytest.raises(gl.DataError) as error:
-        list(gl.load(f"video:{file}", size=SMALL).stream())
-    assert str(file) in str(error.value)
 
 
 def test_what_is_not_a_video_is_named(tmp_path):
