@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +23,6 @@ from gpulab.errors import GpulabError
 from gpulab.models import MODELS
 from gpulab.settings import Setting
 from gpulab.training import parallel, run
-from gpulab.training.remote import remote
 from gpulab.training.workers import TOGETHER
 
 TELL = 0.2  # seconds between what a training says of its progress
@@ -165,8 +163,7 @@ def _turns(number: int, job: Job, answer: Answer) -> Generator[None, None, run.R
         name: value for name, value in job.items() if name not in ("store", "keep_weights", "command", "registered")
     }
     plan, command = run.planned(**{**usual, **given})
-    there = remote(job.get("store"))
-    folder = there.work if there else Path(job["store"]) if job.get("store") else None
-    keep = run.Keeping(folder, there, True, CHECKPOINT, job.get("keep_weights", True), shared=True)
+    how = {"checkpoint_seconds": CHECKPOINT, "weights": job.get("keep_weights", True), "shared": True}
+    keep = run.Keeping.at(job.get("store"), **how)
     notes = {"command": job.get("command") or command, **records.registration(job.get("registered"))}
     return (yield from run.in_turns(plan, notes, keep, parallel.Group(), progress=tell))

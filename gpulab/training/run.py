@@ -205,27 +205,14 @@ def train(
     """
     notes = {"command": command, **records.registration(registered)}
     chosen = {"frames": frames, "learning_rate": learning_rate, "window": window, **factors}
-    there = remote(store)
-    folder = there.work if there else None if store is None else Path(store)
+    keep = Keeping.at(store, resume=resume, checkpoint_seconds=checkpoint_seconds, weights=keep_weights)
     if isinstance(net, TrainingFunction) or is_function(net):
         if watch or data_options:
             raise UsageError("watch and data_options go with gpulab's own networks")
         options = {name: value for name, value in {"data": data, **chosen}.items() if value is not None}
         training = net if isinstance(net, TrainingFunction) else TrainingFunction(net)
         options = training.checked(options | (model_options or {}))
-        return _call(
-            training,
-            Setting.parse(setting),
-            seed,
-            rerun,
-            options,
-            folder,
-            there,
-            resume,
-            guard,
-            progress,
-            notes,
-        )
+        return _call(training, Setting.parse(setting), seed, rerun, options, keep, guard, progress, notes)
     chosen |= {"data_options": data_options, "model_options": model_options}
     chosen["devices"] = devices = parallel.count(factors.get("devices"))
     plan, usual = planned(net, data, setting, seed, profile, rerun, **chosen)
@@ -235,10 +222,8 @@ def train(
             raise UsageError("watch looks at a model in this process: have torchrun start the processes")
         job: dict[str, Any] = {"net": net, "data": data, "setting": str(plan.setting), "seed": seed, "profile": profile}
         job |= {"rerun": rerun, "resume": resume, "checkpoint_seconds": checkpoint_seconds, "guard": guard, **chosen}
-        return _launched(
-            plan, job | {"command": notes["command"], "registered": registered}, folder, there, keep_weights, progress
-        )
-    keep = Keeping(folder, there, resume, checkpoint_seconds, keep_weights)
+        job |= {"command": notes["command"], "registered": registered}
+        return _launched(plan, job, keep, progress)
     with under(plan.setting, plan.model.threads), parallel.join(plan.setting, devices) as group:
         return _last(in_turns(plan, notes, keep, group, guard, watch, progress))
 
@@ -253,6 +238,14 @@ class Keeping:
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     weights: bool = True
     shared: bool = False  # whether others train on the device at the same time, so that its speed says nothing
+
+    @classmethod
+    def at(cls, store: str | Path | None, **how: Any) -> Keeping:
+        """For a store as `train` takes it: a folder, one in object storage, or none."""
+        there = remote(store)
+        if there:
+            return cls(there.work, there, **how)
+        return cls(None if store is None else Path(store), **how)
 
 
 def planned(
@@ -300,8 +293,7 @@ def in_turns(
     identity = plan.identity(passport())
     group.agree({**identity.record, "id": None}, "another training to do")
     record = folders.begun(identity, passport(), **notes)
-    known = keep.store if keep.resume and not guard else None
-    if done := group.ask(lambda: _found(known, keep.there, identity, keep.weights)):
+    if done := group.ask(lambda: _found(keep, guard, identity, keep.weights)):
         kept, rows, weights, place = done
         return _stored(plan, kept, rows, weights, place if group.rank == 0 else None)
     folder = keep.store if group.rank == 0 else None  # of several processes the first keeps the run
@@ -344,25 +336,12 @@ def _last(turns: Generator[None, None, Run]) -> Run:
             return end.value
 
 
-def _launched(
-    plan: Plan,
-    job: dict[str, Any],
-    store: Path | None,
-    there: Remote | None,
-    keep_weights: bool,
-    progress: bool | Callable[[int, float], None],
-) -> Run:
-    """The run that several processes on this machine make, and put into a store."""
-    parallel.check_devices(plan.setting, plan.factors["devices"])
-    plan.begin()
-    parallel.check_divides(plan)
-    known = store if job["resume"] and not job["guard"] else None
-    if done := _found(known, there, plan.identity(passport()), keep_weights):
-        return _stored(plan, *done)
-    with contextlib.ExitStack() as stack:
-        folder = store or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        total = plan.frames // plan.window * plan.window
-        bar = stack.enter_context(Progress(total=total, unit="frame", leave=False, disable=progress is not True))
+@contextlib.contextmanager
+def _told(
+    progress: bool | Callable[[int, float], None], unit: str, total: int | None = None
+) -> Iterator[Callable[[int, float], None]]:
+    """What hears (done so far, loss), and shows it as `train`'s `progress` says."""
+    with Progress(total=total, unit=unit, leave=False, disable=progress is not True) as bar:
 
         def tell(done: int, loss: float) -> None:
             bar.set_postfix(loss=f"{loss:.3g}", refresh=False)
@@ -370,13 +349,27 @@ def _launched(
             if callable(progress):
                 progress(done, loss)
 
+        yield tell
+
+
+def _launched(plan: Plan, job: dict[str, Any], keep: Keeping, progress: bool | Callable[[int, float], None]) -> Run:
+    """The run that several processes on this machine make, and put into a store."""
+    parallel.check_devices(plan.setting, plan.factors["devices"])
+    plan.begin()
+    parallel.check_divides(plan)
+    if done := _found(keep, job["guard"], plan.identity(passport()), keep.weights):
+        return _stored(plan, *done)
+    with contextlib.ExitStack() as stack:
+        folder = keep.store or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        tell = stack.enter_context(_told(progress, "frame", plan.frames // plan.window * plan.window))
         # The trained weights come back through the store.
-        name = parallel.launch({**job, "store": there.url if there else str(folder)}, plan.factors["devices"], tell)[0]
+        job["store"] = keep.there.url if keep.there else str(folder)
+        name = parallel.launch(job, plan.factors["devices"], tell)[0]
         run = _stored(plan, *_read(folder / name))
         run.model.fresh = False
-        if not keep_weights:
+        if not keep.weights:
             (folder / name / folders.WEIGHTS).unlink(missing_ok=True)
-        if store is None:
+        if keep.store is None:
             run.path = None
     return run
 
@@ -391,9 +384,7 @@ def _call(
     seed: int,
     rerun: int,
     options: dict[str, Any],
-    store: Path | None,
-    there: Remote | None,
-    resume: bool,
+    keep: Keeping,
     guard: bool,
     progress: bool | Callable[[int, float], None],
     notes: dict[str, str | None],
@@ -401,24 +392,17 @@ def _call(
     """One run of a function of the user's."""
     here, files = passport(), None
     identity = training.identity(here, setting, seed, rerun, options)
-    if done := _found(store if resume and not guard else None, there, identity):
+    if done := _found(keep, guard, identity):
         record, history, _, place = done
         return Run(None, None, history, record, place)
-    if store is not None and "folder" in training.takes and not identity.unknown:
-        files = folders.files_folder(store, identity.id, resume)
+    if keep.store is not None and "folder" in training.takes and not identity.unknown:
+        files = folders.files_folder(keep.store, identity.id, keep.resume)
     with contextlib.ExitStack() as stack:
         stack.enter_context(setting.apply())
         notes["command"] = notes["command"] or training.command(setting, seed, rerun, options)
         record = folders.begun(identity, here, **notes)
         stack.enter_context(guards.guard() if guard else contextlib.nullcontext())
-        bar = stack.enter_context(Progress(unit="step", leave=False, disable=progress is not True))
-
-        def tell(done: int, loss: float) -> None:
-            bar.set_postfix(loss=f"{loss:.3g}", refresh=False)
-            bar.update()
-            if callable(progress):
-                progress(done, loss)
-
+        tell = stack.enter_context(_told(progress, "step"))
         begin = time.perf_counter()
         metrics, rows = training.call(setting, seed, options, files, tell)
         summary = {name: (metrics or {}).get(name) for name in ("final_loss", "heldout_loss")}
@@ -426,27 +410,25 @@ def _call(
         record |= {"summary": summary | {"seconds": time.perf_counter() - begin}}
         record |= {"diverged_at": len(rows)} if metrics is None else {}
     run = Run(None, None, _history(rows), record)
-    if store is not None:
-        run.path = folders.write_run(store, record, run.history, own_files=files)
-        if there:
-            there.push(run.path)
+    if keep.store is not None:
+        run.path = folders.write_run(keep.store, record, run.history, own_files=files)
+        if keep.there:
+            keep.there.push(run.path)
     return run
 
 
 Kept = tuple[dict[str, Any], pd.DataFrame, dict[str, Tensor] | None, Path]  # record, history, weights, folder
 
 
-def _found(
-    store: Path | None, there: Remote | None, identity: folders.Identity, with_weights: bool | None = None
-) -> Kept | None:
-    """A run that was done before, which is uploaded where that was cut off."""
-    if store is None:
+def _found(keep: Keeping, guard: bool, identity: folders.Identity, with_weights: bool | None = None) -> Kept | None:
+    """A run that was done before, unless it is to be done again; it is uploaded where that was cut off."""
+    if keep.store is None or guard or not keep.resume:
         return None
-    if there:
-        there.fetch(identity)
-    folder = folders.find(store, identity, with_weights)
-    if there and folder:
-        there.push(folder)
+    if keep.there:
+        keep.there.fetch(identity)
+    folder = folders.find(keep.store, identity, with_weights)
+    if keep.there and folder:
+        keep.there.push(folder)
     return None if folder is None else _read(folder)
 
 

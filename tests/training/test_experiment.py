@@ -83,18 +83,18 @@ def test_a_worker_that_dies_is_reported_with_setting_seed_and_its_last_words(don
         experiment(tmp_path, seeds=2).run(progress=False)
 
 
+KILLED = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
-def test_a_worker_that_is_killed_is_reported(monkeypatch, tmp_path):
-    killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    monkeypatch.setattr(workers, "WORKER", killed)
-    with pytest.raises(gl.GpulabError, match=r"seed 0: its worker process ended with status -9: it said nothing"):
+@pytest.mark.parametrize(
+    ("worker", "words"),
+    [(KILLED, "ended with status -9: it said nothing"), (["no-python"], "could not be started")],
+)
+def test_a_worker_that_is_killed_or_cannot_be_started_is_reported(worker, words, monkeypatch, tmp_path):
+    monkeypatch.setattr(workers, "WORKER", worker)
+    with pytest.raises(gl.GpulabError, match=f"cpu:threads=1 seed 0: its worker process {words}"):
         experiment(tmp_path, seeds=1).run(progress=False)
-
-
-def test_a_worker_that_cannot_be_started_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(workers, "WORKER", [str(tmp_path / "no-python")])
-    with pytest.raises(gl.GpulabError, match="cpu:threads=1 seed 0"):
-        experiment(tmp_path / "store", seeds=1).run(progress=False)
 
 
 def test_a_store_that_cannot_be_written_is_told_once_before_any_worker_starts(monkeypatch, tmp_path):
@@ -120,17 +120,13 @@ def test_a_worker_that_is_replaced_leaves_nothing(monkeypatch):
     assert counts() == before
 
 
-def test_nothing_that_lies_in_the_current_folder_is_imported_by_a_worker(monkeypatch, tmp_path):
+def test_nothing_in_the_current_folder_is_imported_by_a_worker_in_which_a_library_may_print(monkeypatch, tmp_path):
+    monkeypatch.setenv("MKL_VERBOSE", "1")  # prints from C, past Python's sys.stdout
     for name in ("queue", "contextlib", "numpy", "typing_extensions"):
         (tmp_path / f"{name}.py").write_text("open('imported', 'a').close()")
     monkeypatch.chdir(tmp_path)
     assert len(experiment("runs", seeds=1).run(progress=False)) == 1
     assert not (tmp_path / "imported").exists()
-
-
-def test_a_library_may_print_in_a_worker(monkeypatch, tmp_path):
-    monkeypatch.setenv("MKL_VERBOSE", "1")  # prints from C, past Python's sys.stdout
-    assert len(experiment(tmp_path, seeds=1).run(progress=False)) == 1
 
 
 def test_a_failing_job_does_not_stop_the_good_ones(tmp_path):

@@ -2,8 +2,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -124,42 +122,6 @@ def test_many_threads_write_at_once_and_readers_see_whole_runs_only(record, tmp_
         back, history = folders.read_run(Path(row.path))
         assert back["command"] == f"writer {int(history.loss[0])}"
     assert list((tmp_path / folders.WORK).iterdir()) == []
-
-
-WRITER = """
-import json, sys
-from pathlib import Path
-import pandas as pd
-from gpulab.training import folders
-from gpulab.training import store as stores
-
-folder, name = Path(sys.argv[1]), sys.argv[2]
-record = json.loads((folder / "record.json").read_text())
-history = pd.DataFrame({"window": [0], "step": [1], "loss": [0.5], "seconds": [0.1]})
-print("ready", flush=True)
-sys.stdin.readline()
-for seed in range(30):
-    folders.write_run(folder / "store", {**record, "id": f"both-{seed}", "seed": seed, "command": name}, history)
-    folders.write_run(folder / "store", {**record, "id": f"{name}-{seed}", "seed": seed, "command": name}, history)
-"""
-
-
-def test_two_processes_write_at_once(record, tmp_path):
-    (tmp_path / "record.json").write_text(json.dumps(record))
-    pipe = subprocess.PIPE
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, tmp_path, name], stdin=pipe, stdout=pipe, stderr=pipe, text=True
-        )
-        for name in ("one", "two")
-    ]
-    assert [writer.stdout.readline() for writer in writers] == ["ready\n", "ready\n"]
-    for writer in writers:
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
-    assert [writer.communicate()[1] for writer in writers] == ["", ""]
-    names = [f"{name}-{seed}" for name in ("both", "one", "two") for seed in range(30)]
-    assert sorted(gl.runs(tmp_path / "store").id) == sorted(names)
 
 
 # --- frames ----------------------------------------------------------------------------------------------
