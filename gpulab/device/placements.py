@@ -14,10 +14,10 @@ from rich.filesize import decimal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpulab.device.rooflines import roofline, timed
-from gpulab.diagnostics import sketches as sk
+from gpulab.diagnostics import count_sketch as sk
 from gpulab.diagnostics.steps import PreparedStep, ready
+from gpulab.diagnostics.tracer import EMPTY, OVERWRITES
 from gpulab.diagnostics.twins import outcome
-from gpulab.diagnostics.watching import EMPTY, OVERWRITES
 from gpulab.errors import UsageError
 from gpulab.passports import passport
 from gpulab.records import machine

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpulab.diagnostics.count_sketch import factors, leaves, mapped, rounds
 from gpulab.diagnostics.definitions import DEFINITIONS, against_definition
-from gpulab.diagnostics.sketches import factors, leaves, mapped, rounds
 from gpulab.diagnostics.twins import Twin, distance, gave_up, in_float64, named_arguments, norm, rounded_results
 from gpulab.numerics.arithmetic import rounded_factor
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS
