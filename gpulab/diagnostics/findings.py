@@ -25,6 +25,7 @@ from gpulab.diagnostics.tolerances import (
 from gpulab.diagnostics.tracer import RESULT, Operation
 from gpulab.diagnostics.traces import Trace
 from gpulab.diagnostics.wording import ADVICE, DETAILS, advice_on_precision, described, in_module, named, place_of
+from gpulab.numerics.cuda_random import explain_draws
 from gpulab.settings import Setting
 
 # Worst first, where findings explain as much of the difference.
@@ -142,8 +143,9 @@ class Judge:
             if pair.a and pair.b:
                 other_arguments = self._other_arguments(pair.a, pair.b)
                 of_both = [other_arguments] if other_arguments else []
-                if not of_both and all(finding.kind == "reduced precision" for finding in of_one):
-                    of_both = list(self._side_by_side(pair.a, pair.b, rightly=not of_one))
+                wrong = [finding for finding in of_one if not _in_the_last_bits(finding)]
+                if not of_both and all(finding.kind == "reduced precision" for finding in wrong):
+                    of_both = list(self._side_by_side(pair.a, pair.b, rightly=not wrong))
                 yield from of_both
                 if self._part(pair.a, pair.b):
                     explained = bool(of_one or of_both) or self.comparison.values_may_differ
@@ -222,8 +224,8 @@ class Judge:
         comparison = self.comparison
         if a.random or b.random:
             if not comparison.same_bits(a, b):
+                yield self._other_draw(b, largest(comparison.result_gaps(a, b)))
                 self.drew_otherwise |= {id(a), id(b)}
-                yield self._between("different random numbers", b, largest(comparison.result_gaps(a, b)), "other draw")
             return
         gaps = comparison.gaps(a.inputs, b.inputs)
         same, explained = (SHORT_SIZE, math.inf) if comparison.is_short(a, b) else (SAME_VALUE, UNEXPLAINED)
@@ -267,6 +269,15 @@ class Judge:
                 yield from self._another_kernel(a, b)
         elif of_the_same and a.name not in DECIDES and not known_before:
             yield from self._another_kernel(a, b)
+
+    def _other_draw(self, op: Operation, gap: float) -> Finding:
+        """The finding that an operation drew other numbers; of the first on two GPUs, whether their models say why."""
+        finding = self._between("different random numbers", op, gap, "other draw")
+        gpus = [trace.passport["gpus"][0]["name"] for trace in (self.a, self.b) if _ran_on_a_gpu(trace)]
+        if self.drew_otherwise or len(gpus) < 2:
+            return finding
+        why = explain_draws(op.name, math.prod(op.shape), *gpus)
+        return replace(finding, detail=f"{finding.detail}; {why}") if why else finding
 
     def _another_kernel(self, a: Operation, b: Operation) -> Iterator[Finding]:
         """For kernels that agree with their twins in float64, and not with each other: they are two functions."""
@@ -322,8 +333,9 @@ class Judge:
         random = [op for op in alone if op.random]
         if random:  # then nobody can tell what else they did
             reported = any(id(op) in self.drew_otherwise for op in random)
+            finding = None if reported else self._other_draw(random[0], gap)
             self.drew_otherwise |= set(map(id, random))
-            return None if reported else self._between("different random numbers", random[0], gap, "other draw")
+            return finding
         begins = [apart for _, _, apart in stretch.before]
         reach = INHERITED_BY_ONE if len(alone) == 1 else INHERITED
         if gap <= reach * largest([0.0, *begins, *(op.error or 0.0 for op in alone)]):
@@ -415,6 +427,15 @@ def _united(first: list[Finding], second: list[Finding]) -> list[Finding]:
     ]
     shared = {key(finding) for finding in both}
     return both + [finding for finding in (*first, *second) if key(finding) not in shared]
+
+
+def _in_the_last_bits(finding: Finding) -> bool:
+    """Whether an operation does not repeat itself by no more than rounding, and is right each time."""
+    return finding.kind == "nondeterminism" and finding.size <= SAME_VALUE
+
+
+def _ran_on_a_gpu(trace: Trace) -> bool:
+    return Setting.parse(trace.setting).kind == "cuda" and bool(trace.passport.get("gpus"))
 
 
 def _overwritten(trace: Trace) -> Iterator[Finding]:

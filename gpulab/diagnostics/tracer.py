@@ -30,6 +30,8 @@ EMPTY = ("empty", "new_empty")
 # What kernels return beside their results, by the names of torch's schemas: no data, but notes for the backward pass,
 # which nobody has set where nothing is dropped, or memory that nobody has written.
 NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
+# Kernels that write to an input though their schema says nothing: cuDNN's notes of the forward pass serve once.
+WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
 RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
 
 
@@ -153,7 +155,8 @@ class Tracer(TorchDispatchMode):
             self._find_leaves(args[1:] if name in OVERWRITES or _is_random(operation, {}) else args)
             return operation(*args, **kwargs)
         changes = writes(operation)
-        before = sk.mapped(_copy, (args, kwargs)) if changes else (args, kwargs)
+        written_to = changes or name in WRITES_UNSAID
+        before = sk.mapped(_copy, (args, kwargs)) if written_to else (args, kwargs)
         arguments, defaults = trace_files.by_name(operation._schema, args, kwargs)
         random = _is_random(operation, arguments | defaults)
         blind = changes and (random or name in OVERWRITES)
@@ -188,7 +191,7 @@ class Tracer(TorchDispatchMode):
         if self.measured and not random and not operation.is_view and (rounded or name in NOT_UNIQUE):
             error = forward_error(operation, name, before[0], before[1], made)
             op.error, op.bound, op.format, op.rounded_before = astuple(error)
-            again_args, again_kwargs = sk.mapped(_copy, before) if changes else before
+            again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
             again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
             op.steady = len(again) == len(results) and all(map(_same_bits, again, results))
             if not op.steady:
