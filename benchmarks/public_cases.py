@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 import gpulab as gl
 from gpulab.passports import Passport
 
-ANOTHER_ANSWER = "another valid answer"  # a kind that findings do not have yet
+ANOTHER_ANSWER = "another valid answer"
 REDUCED, ROUNDING, RANDOM = "reduced precision", "rounding", "different random numbers"
 MATRIX = r"^(mm|addmm|bmm|baddbmm|linear|mv|addmv|matmul)"
 DRAWS = "rand|normal|uniform|bernoulli"
