@@ -19,7 +19,7 @@ from torch import nn
 import gpulab as gl
 
 
-def _images(model: nn.Module, size: int, batch: int) -> gl.Step:
+def images(model: nn.Module, size: int, batch: int) -> gl.Step:
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(batch, 3, size, size, generator=generator)
     labels = torch.randint(0, 1000, (batch,), generator=generator)
@@ -52,16 +52,16 @@ def _prednet() -> gl.Step:
 
 models = torchvision.models
 NETWORKS: dict[str, Callable[[], gl.Step]] = {
-    "resnet18": lambda: _images(models.resnet18(), 64, 4),
-    "mobilenet_v3_small": lambda: _images(models.mobilenet_v3_small(), 64, 4),
-    "vit_b_16": lambda: _images(models.VisionTransformer(32, 16, 12, 12, 768, 3072), 32, 2),
+    "resnet18": lambda: images(models.resnet18(), 64, 4),
+    "mobilenet_v3_small": lambda: images(models.mobilenet_v3_small(), 64, 4),
+    "vit_b_16": lambda: images(models.VisionTransformer(32, 16, 12, 12, 768, 3072), 32, 2),
     "lstm": lambda: _sequence(nn.LSTM(16, 32, 2), 12, 4, 16),
     "transformer": lambda: _sequence(
         nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128), 2, enable_nested_tensor=False), 10, 4, 64
     ),
     "prednet": _prednet,
-    "densenet121": lambda: _images(models.densenet121(), 64, 4),
-    "efficientnet_b0": lambda: _images(models.efficientnet_b0(), 64, 4),
+    "densenet121": lambda: images(models.densenet121(), 64, 4),
+    "efficientnet_b0": lambda: images(models.efficientnet_b0(), 64, 4),
 }
 
 

@@ -2,8 +2,8 @@
 
 python benchmarks/plant_faults.py
 
-Prints a table; `tests/diagnostics/test_planted_faults.py` holds it. Each fault is planted under one of two settings
-that compute alike (or under both, in float32 alone), in networks that nobody wrote for this.
+Prints a table; `tests/diagnostics/test_planted_faults.py` goes through a sixth of it. Each fault is planted under one
+of two settings that compute alike (or under both, in float32 alone), in networks that nobody wrote for this.
 """
 
 from __future__ import annotations

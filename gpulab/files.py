@@ -214,19 +214,16 @@ def seal(content: bytes) -> bytearray:
     return sealed
 
 
-def check_seal(file: str | Path, content: bytes, required: bool = True) -> None:
+def check_seal(file: str | Path, content: bytes) -> None:
     """Raise `DataError`, naming the file, unless the content is what was sealed.
 
     Args:
         file: What the error names.
         content: All of it.
-        required: Whether one without a seal is an error, too: gpulab has not always sealed.
     """
     place = content.rfind(SEAL) + len(SEAL)
     if place < len(SEAL):
-        if required:
-            raise DataError(f"{file}: damaged: its checksum is missing")
-        return
+        raise DataError(f"{file}: damaged: its checksum is missing")
     state = xxhash.xxh3_128(content[:place])
     state.update(DIGITS * b"0")
     state.update(content[place + DIGITS :])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gpulab.companion.explorer_figures import saddle_path, seed_by_seed, side_by_side
 from gpulab.companion.widgets import Explorer
 from gpulab.diagnostics.audits import audit
-from gpulab.diagnostics.findings import check_same_step
+from gpulab.diagnostics.comparison import check_same_step
 from gpulab.diagnostics.traces import Trace
 from gpulab.errors import DataError, GpulabError, in_one_line, printable
 from gpulab.files import MOST_UPLOADED

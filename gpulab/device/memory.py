@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
+from gpulab.diagnostics.count_sketch import leaves
 from gpulab.diagnostics.guards import drain, drain_at_the_end
-from gpulab.diagnostics.sketches import leaves
 from gpulab.errors import UsageError
 from gpulab.numerics.call_sites import Callers, UncompiledDispatchMode
 from gpulab.report import Report

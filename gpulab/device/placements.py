@@ -13,10 +13,10 @@ import torch
 from rich.filesize import decimal
 
 from gpulab.device.rooflines import roofline, timed
-from gpulab.diagnostics import sketches as sk
+from gpulab.diagnostics import count_sketch as sk
 from gpulab.diagnostics.steps import PreparedStep, ready
+from gpulab.diagnostics.tracer import EMPTY, OVERWRITES
 from gpulab.diagnostics.twins import outcome
-from gpulab.diagnostics.watching import EMPTY, OVERWRITES
 from gpulab.errors import UsageError
 from gpulab.numerics.call_sites import UncompiledDispatchMode
 from gpulab.passports import passport

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpulab import report
-from gpulab.diagnostics.confirmation import Confirmation, place_of
+from gpulab.diagnostics.attribution import ranked
+from gpulab.diagnostics.comparison import Comparison, check_same_step
+from gpulab.diagnostics.confirmation import Confirmation
 from gpulab.diagnostics.confirmation import confirm as confirm_lines
-from gpulab.diagnostics.findings import KINDS, Comparison, Finding, _in, check_same_step
-from gpulab.diagnostics.sketches import WITH_FLOAT64, distance
+from gpulab.diagnostics.count_sketch import WITH_FLOAT64, distance
+from gpulab.diagnostics.findings import KINDS, Finding, Judge
+from gpulab.diagnostics.tracer import RESULT, Operation
 from gpulab.diagnostics.traces import Trace, record
-from gpulab.diagnostics.watching import RESULT, Operation
+from gpulab.diagnostics.wording import in_module
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 
@@ -29,7 +32,7 @@ MOST_FINDINGS, MOST_GROUPS, MOST_PLACES = 20, 12, 6  # that are shown
 
 
 class Audit(report.Report):
-    """What `audit` returns: `findings`, worst first; `table`, a row for each operation; `plot()`.
+    """What `audit` returns: `findings`, what explains most first; `table`, a row for each operation; `plot()`.
 
     Each of the `pairs` is an operation of the traces `a` and `b`, or of one of them, with the one in float64.
     """
@@ -37,18 +40,19 @@ class Audit(report.Report):
     def __init__(self, a: Trace, b: Trace) -> None:
         self.a, self.b = a, b
         comparison = self.comparison = Comparison(a, b)
+        self.judge = Judge(comparison)
         self.confirmed: list[Confirmation] = []
-        self.pairs, self.findings, self.first_nan = comparison.pairs, comparison.findings, comparison.first_nan
+        self.pairs, self.findings, self.first_nan = comparison.pairs, ranked(self.judge), comparison.first_nan
 
     @property
     def kind(self) -> str:
-        """The worst kind of finding; `rounding` when all is well."""
+        """The kind of the first finding, which explains most of the difference; `rounding` when all is well."""
         return self.findings[0].kind
 
     @property
     def faulty(self) -> bool:
         """Whether something is wrong that no correct device explains: mismatch, overwritten, or cause not found."""
-        return self.kind in FAULTS
+        return any(finding.kind in FAULTS and finding.explained_by is None for finding in self.findings)
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -109,6 +113,8 @@ class Audit(report.Report):
                 "module": f.module,
                 "under": f.setting,
                 "what was seen": f.detail,
+                "of the difference": f"{f.share:.0%}" if f.share == f.share else "",
+                "explained by": f"{f.explained_by.kind}: {f.explained_by.operation}" if f.explained_by else "",
                 "at": f.line,
                 "what to do": f.advice,
             }
@@ -154,15 +160,26 @@ class Audit(report.Report):
     def _groups(self) -> list[str]:
         """The findings as text, those of one kind and line together; what explains most of the results comes first."""
         groups: dict[tuple[str, ...], list[Finding]] = {}
+        of_group: dict[int, tuple[str, ...]] = {}
+        consequences: dict[tuple[str, ...], list[Finding]] = {}
         for finding in self.findings:
-            groups.setdefault((finding.kind, finding.setting, place_of(finding), finding.advice), []).append(finding)
+            key: tuple[str, ...]
+            if finding.explained_by is None:
+                key = (finding.kind, finding.setting, finding.place, finding.advice)
+                groups.setdefault(key, []).append(finding)
+            else:
+                key = of_group[id(finding.explained_by)]
+                consequences.setdefault(key, []).append(finding)
+            of_group[id(finding)] = key
         texts = []
-        for first, *alike in groups.values():
-            names = Counter(f"{finding.operation} ({finding.phase}){_in(finding)}" for finding in alike)
-            named = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in names.most_common(3))
-            texts.append(
-                f"{first}\n      and so in this line: {named}{', …' if len(names) > 3 else ''}" if alike else str(first)
-            )
+        for key, (first, *alike) in groups.items():
+            text = str(first)
+            if alike:
+                text += f"\n      and so in this line: {_listed(alike)}"
+            for kind in dict.fromkeys(finding.kind for finding in consequences.get(key, [])):
+                explained = [finding for finding in consequences[key] if finding.kind == kind]
+                text += f"\n      explains: {kind}: {_listed(explained)}\n        {explained[0].detail}"
+            texts.append(text)
         return _at_most(MOST_GROUPS, texts, "more lines")
 
     def _alone(self) -> list[str]:
@@ -178,6 +195,13 @@ class Audit(report.Report):
             for (title, phase, module), names in counts.items()
         ]
         return _at_most(MOST_PLACES, texts, "more places", "in ")
+
+
+def _listed(findings: list[Finding]) -> str:
+    """The operations of findings, those alike counted."""
+    names = Counter(f"{finding.operation} ({finding.phase}){in_module(finding.module)}" for finding in findings)
+    listed = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in names.most_common(3))
+    return f"{listed}, …" if len(names) > 3 else listed
 
 
 def _at_most(count: int, texts: list[str], more: str, where: str = "") -> list[str]:
@@ -205,6 +229,10 @@ def audit(
     had changed; `mismatch`, nothing known explains it, or the step calls an operation with other arguments:
     a bug; `cause not found`, the loss, a gradient or what was updated is further apart than roundings lead
     (by Monte Carlo arithmetic), and no operation says why.
+
+    What explains most of the difference in loss, gradients and what was updated comes first: the difference is passed
+    back along the values, and each operation keeps the share that its own error makes (`Finding.share`); with
+    `confirm` it is measured. What is a part or a consequence of another finding is told under that.
 
     A fault that is the same under both settings and in float64 cannot be seen, nor what is computed outside of torch
     unless it changes values that torch meets.
@@ -247,5 +275,6 @@ def audit(
     trace = record(step, a, on=on, progress=progress)
     report = Audit(trace, record(step, b, reference=trace, on=on, progress=progress))
     if confirm:
-        report.confirmed = confirm_lines(step, report.comparison, progress)
+        report.confirmed = confirm_lines(step, report.judge, report.findings, progress)
+        report.findings = ranked(report.judge, {one.line: one.share for one in report.confirmed})
     return report

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gpulab.diagnostics.findings import Comparison, Finding
-from gpulab.diagnostics.sketches import mapped, rounds, tensors
+from gpulab.diagnostics.attribution import operations_of
+from gpulab.diagnostics.comparison import Comparison
+from gpulab.diagnostics.count_sketch import mapped, rounds, tensors
+from gpulab.diagnostics.findings import Finding, Judge
+from gpulab.diagnostics.tracer import RESULT, Call
 from gpulab.diagnostics.traces import Trace, perform
 from gpulab.diagnostics.twins import in_float64, outcome
-from gpulab.diagnostics.watching import RESULT, Call
 from gpulab.settings import Setting
 
 MOST = 8  # lines that are put right, one at a time
@@ -34,6 +36,12 @@ class Confirmation:
     loss: float
     gradients: float
 
+    @property
+    def share(self) -> float:
+        """The larger of the two shares; nothing where neither could be measured."""
+        shares = [share for share in (self.loss, self.gradients) if not math.isnan(share)]
+        return max(shares, default=0.0)
+
     def __str__(self) -> str:
         shares = (("loss", self.loss), ("gradients", self.gradients))
         said = [
@@ -46,7 +54,9 @@ class Confirmation:
         return f"{self.line}\n      {self.operations} operations {self.how}: {' and '.join(said) or 'nothing to see'}"
 
 
-def confirm(step: Callable[..., Any], comparison: Comparison, progress: bool = True) -> list[Confirmation]:
+def confirm(
+    step: Callable[..., Any], judge: Judge, findings: Iterable[Finding], progress: bool = True
+) -> list[Confirmation]:
     """Put the lines of the findings right, each alone and then all together; what explains most comes first.
 
     An operation that is wrong by itself is computed in float64; one that is right by itself, and other than under
@@ -54,18 +64,18 @@ def confirm(step: Callable[..., Any], comparison: Comparison, progress: bool = T
     """
     from gpulab.progress import Progress
 
-    a, b = comparison.a, comparison.b
+    a, b = judge.a, judge.b
     groups: dict[str, list[Finding]] = {}
-    for finding in comparison.findings:
+    for finding in findings:
         if finding.op is not None and finding.kind not in ("rounding", "overwritten"):
-            groups.setdefault(place_of(finding), []).append(finding)
+            groups.setdefault(finding.place, []).append(finding)
     lines = list(groups.items())[:MOST]
     if len(lines) > 1:
         lines.append((f"all {len(lines)} lines", [finding for _, group in lines for finding in group]))
     before = _differences(a, b)
     found = []
     for line, group in Progress(lines, unit="line", leave=False, disable=not progress):
-        exact, instead = _exact(comparison, group), _instead(comparison, group)
+        exact, instead = _exact(judge, group), _instead(judge, group)
         after = _differences(_again(step, a, exact[0], {}), _again(step, b, exact[1], _values(step, a, instead)))
         count = len(exact[0] | exact[1]) + len(instead)
         how = " and ".join(
@@ -74,12 +84,7 @@ def confirm(step: Callable[..., Any], comparison: Comparison, progress: bool = T
         loss, gradients = (1 - y / x if x else math.nan for x, y in zip(before, after, strict=True))
         if count:
             found.append(Confirmation(line, how, count, loss, gradients))
-    return sorted(found, key=lambda one: -np.nanmax([one.loss, one.gradients, -math.inf]))
-
-
-def place_of(finding: Finding) -> str:
-    """The line of a finding; its module or operation where there is none."""
-    return finding.line or finding.module or finding.operation
+    return sorted(found, key=lambda one: -one.share)
 
 
 def _differences(a: Trace, b: Trace) -> tuple[float, float]:
@@ -101,24 +106,25 @@ def _differences(a: Trace, b: Trace) -> tuple[float, float]:
     return apart(losses), apart(gradients)
 
 
-def _exact(comparison: Comparison, group: Iterable[Finding]) -> tuple[set[int], set[int]]:
+def _exact(judge: Judge, group: Iterable[Finding]) -> tuple[set[int], set[int]]:
     """The places under both settings of operations that are wrong by themselves."""
+    comparison = judge.comparison
     places: tuple[set[int], set[int]] = set(), set()
     for finding in group:
         assert finding.op is not None
-        if id(finding.op) in comparison.found and not finding.op.random:
-            ops = comparison.partners.get(id(finding.op), ()) if " and " in finding.setting else (finding.op,)
-            for op in ops:
+        if id(finding.op) in judge.wrong_alone and not finding.op.random:
+            for op in operations_of(finding, comparison):
                 places[comparison.trace_of[id(op)] is comparison.b].add(comparison.place[id(op)])
     return places
 
 
-def _instead(comparison: Comparison, group: Iterable[Finding]) -> dict[tuple[int, int], tuple[int, int]]:
+def _instead(judge: Judge, group: Iterable[Finding]) -> dict[tuple[int, int], tuple[int, int]]:
     """For results of the second setting, by place and number, those of the first that stand for them."""
+    comparison = judge.comparison
     instead: dict[tuple[int, int], tuple[int, int]] = {}
     for finding in group:
         assert finding.op is not None
-        if id(finding.op) in comparison.found and not finding.op.random:
+        if id(finding.op) in judge.wrong_alone and not finding.op.random:
             continue
         if finding.instead:
             made = [_made(comparison, side, value) for side, value in enumerate(finding.instead)]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpulab.diagnostics.count_sketch import factors, leaves, mapped, rounds
 from gpulab.diagnostics.definitions import DEFINITIONS, against_definition
-from gpulab.diagnostics.sketches import factors, leaves, mapped, rounds
 from gpulab.diagnostics.twins import Twin, distance, gave_up, in_float64, named_arguments, norm, rounded_results
 from gpulab.numerics.arithmetic import rounded_factor
 from gpulab.numerics.emulation import MATRIX_PRODUCTS, SUMS_WITH_PRODUCTS
@@ -47,6 +47,7 @@ SUMS_BY_INDEX = {"embedding_dense_backward", "index_add", "index_put", "_index_p
 # The formats that hardware multiplies in when it is asked for float32, how it gets there, and the result's format.
 ROUNDINGS = (
     ("tf32", "nearest", None),
+    ("tf32", "away", None),  # where most of what lies halfway goes one way, which is where sums feel it
     ("tf32", "truncate", None),
     ("bfloat16", "nearest", None),
     ("float16", "nearest", None),

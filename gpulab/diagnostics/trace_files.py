@@ -24,7 +24,7 @@ from gpulab.records import check_size
 if TYPE_CHECKING:
     import pyarrow
 
-FORMAT = 4  # 3 had no seal
+FORMAT = 5
 KEY = "gpulab trace"
 TENSOR = "Tensor"  # what stands for one among an operation's arguments
 LARGEST = 1 << 27  # numbers in a column; of the largest networks that were recorded one has some 200,000
@@ -65,7 +65,8 @@ def _schema() -> pyarrow.Schema:
     columns |= dict.fromkeys(("inputs", "outputs", "changed"), lists(text)) | {"shape": lists(pa.int64())}
     columns |= dict.fromkeys(("reference", "random", "steady", "rounded_before", "nans", "anew"), truth)
     columns |= {"sketches": lists(lists(number))}
-    perhaps = {"repeats": truth, "error": number, "bound": number, "format": text, "carried": lists(number)}
+    perhaps = {"repeats": truth, "error": number, "bound": number, "spread": number}
+    perhaps |= {"format": text, "carried": lists(number)}
     return pa.schema([pa.field(n, kind, nullable=n in perhaps) for n, kind in (columns | perhaps).items()])
 
 
@@ -114,17 +115,17 @@ def read(
 
     content = files.read(file) if content is None else content
     if not content.startswith(b"PAR1"):
-        raise DataError(f"{file}: not a trace; {NO_TRACE} (those of before format 3: record the step again)")
+        raise DataError(f"{file}: not a trace; {NO_TRACE}")
     try:
         with pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True) as opened:
             described = (opened.schema_arrow.metadata or {}).get(KEY.encode())
             if described is None:
                 raise DataError(f"{file}: a Parquet file, but no trace; {NO_TRACE}")
             notes = files.read_json(file, described)
-            if (version := notes.pop("format")) not in (3, FORMAT):
+            if notes.pop("format") != FORMAT:
                 raise DataError(f"{file}: a trace of another format; {OTHER_FORMAT}")
-            files.check_seal(file, content, required=version == FORMAT)
-            notes.pop("seal", None)
+            files.check_seal(file, content)
+            del notes["seal"]
             schemas.check(schemas.Trace, notes, file)
             if not opened.schema_arrow.equals(_schema()):
                 raise ValueError("other columns than a trace has")

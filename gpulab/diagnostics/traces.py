@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpulab.diagnostics import sketches as sk
+from gpulab.diagnostics import count_sketch as sk
 from gpulab.diagnostics import trace_files
 from gpulab.diagnostics.float64_check import ATTENTION, FACTORS, FLUSHED, SAFETY
 from gpulab.diagnostics.guards import guard
 from gpulab.diagnostics.steps import ready
+from gpulab.diagnostics.tracer import RESULT, Call, Operation, Tracer
 from gpulab.diagnostics.twins import outcome
-from gpulab.diagnostics.watching import RESULT, Call, Operation, Watcher
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
 from gpulab.numerics.arithmetic import rounded_factor
 from gpulab.passports import passport
@@ -79,7 +79,7 @@ class Trace:
 
     @classmethod
     def load(cls, file: str | Path, content: bytes | None = None, most: int | None = None) -> Trace:
-        """Read a trace, those of gpulab 0.1.0 too.
+        """Read a trace.
 
         Args:
             file: What to read; or what errors call it, where there is a content.
@@ -201,8 +201,8 @@ def perform(
     results_only: bool = False,
     change: Callable[[Call], None] | None = None,
 ) -> Trace:
-    """Do the step once under a setting, watched; the arguments are those of `Watcher`."""
-    watcher = Watcher(sketches, tell, measured, results_only, change)
+    """Do the step once under a setting, watched; the arguments are those of `Tracer`."""
+    watcher = Tracer(sketches, tell, measured, results_only, change)
     devices = [torch.device(setting.device)] if setting.kind == "cuda" else []
     with (
         torch.random.fork_rng(devices=devices),
@@ -248,15 +248,24 @@ def _compare_executions(first: Trace, trace: Trace) -> None:
         for one in trace.operations:
             one.repeats = None if one.random or one.phase == RESULT else one.steady
         return
-    made = {value for op in (*first.operations, *trace.operations) for value in (*op.outputs, *op.changed)}
+    made_before, made = _made(first), _made(trace)
     for op, before in aligned(trace.operations, first.operations):
         if op is None or op.random or op.phase == RESULT:
             continue
         if before is not None and before.inputs != op.inputs:
             pairs = zip(before.inputs, op.inputs, strict=False)
-            op.anew = any(x != y and x not in made and y not in made for x, y in pairs)
+            op.anew = any(x != y and x not in made_before and y not in made for x, y in pairs)
         same = before is not None and (before.inputs != op.inputs or before.outputs == op.outputs)
         op.repeats = op.steady and same and not op.anew
+        if before is not None and before.inputs == op.inputs and before.outputs != op.outputs:
+            outputs = zip(before.outputs, op.outputs, strict=False)
+            distances = [sk.distance(trace.sketches[x], trace.sketches[y]) for x, y in outputs]
+            op.spread = max([op.spread or 0.0, *distances])
+
+
+def _made(trace: Trace) -> set[str]:
+    """The values that operations of an execution made; not those that one passed on, as a copy does."""
+    return {value for op in trace.operations for value in (*op.outputs, *op.changed) if value not in op.inputs}
 
 
 def _roundings(trace: Trace, exact: list[Operation]) -> list[float]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpulab.diagnostics.sketches import WITH_FLOAT64, leaves, mapped, rounds, where_float64_is
+from gpulab.diagnostics.count_sketch import WITH_FLOAT64, leaves, mapped, rounds, where_float64_is
 
 SMALLEST = torch.tensor(1, dtype=torch.int32).view(torch.float32)  # the smallest subnormal number
 

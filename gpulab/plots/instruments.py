@@ -155,7 +155,7 @@ def audit(report: Audit) -> Picture:
     if drawn.notna().any(axis=None):  # a bound far outside says nothing here
         axes.set_ylim(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30))
     axes.set(xlabel="operation, in the order of the step", ylabel="error against float64, relative")
-    headline = f"Worst finding: {report.kind}; the largest error against float64 is {errors.max(axis=None):.1e}"
+    headline = f"First finding: {report.kind}; the largest error against float64 is {errors.max(axis=None):.1e}"
     sides = f"{report.a.title} and {report.b.title}"
     alt = f"Relative error against float64 along the operations of a step, under {sides}."
     return finished(figure, headline, alt, axes.get_legend_handles_labels()[0], columns=4)

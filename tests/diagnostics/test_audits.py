@@ -939,3 +939,134 @@ def test_a_number_that_a_format_lacks_is_reduced_precision_and_nothing_else():
 
 def labels(count):
     return torch.arange(count) % 10
+
+
+# --- what explains most comes first -----------------------------------------------------------------------------
+
+
+@torch.library.custom_op("gpulab_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    noise = np.random.default_rng().standard_normal(x.shape)
+    return (x * torch.from_numpy(1 + 1e-7 * noise)).to(x.dtype)
+
+
+noisy.register_autograd(lambda ctx, gradient: gradient)  # noqa: ARG005
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def small_cnn(middle):
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), Function(middle), nn.Conv2d(8, 8, 3)]
+    net = seeded(lambda: nn.Sequential(*layers, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(800, 10)))
+    return gl.Step(net, (drawn(8, 3, 12, 12), labels(8)), F.cross_entropy)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(noisy(self.lstm(x)[0]))
+
+
+def ten_per_mille(h):
+    return 1.01 * h if under_b() else h
+
+
+def test_a_convolution_in_tf32_comes_first_in_a_network_with_batch_normalisation():
+    report = audited(small_cnn(nn.Identity()), A, "cpu:emulate=tf32")
+    first = report.findings[0]
+    assert (first.kind, first.operation.partition("_")[0]) == ("reduced precision", "convolution")
+    assert not report.faulty
+    shares = [finding.share for finding in faults(report)]
+    assert sum(shares) == pytest.approx(1, abs=0.3), "what sketches and squares tell"
+
+
+@pytest.mark.parametrize("step", [small_cnn(noisy), gl.Step(seeded(Recurrent), drawn(5, 4, 8))], ids=["CNN", "LSTM"])
+def test_what_does_not_repeat_in_its_last_bits_comes_after_tf32_with_its_size_and_first_where_it_is_all(step):
+    report = audited(step, A, "cpu:emulate=tf32")
+    assert report.kind == "reduced precision"
+    (restless_one,) = [finding for finding in faults(report) if finding.kind == "nondeterminism"]
+    assert 1e-8 < restless_one.size < 1e-6
+    assert f"{restless_one.size:.1e}"[-3:] in restless_one.detail
+    assert restless_one.share < 0.01
+    assert audited(step).kind == "nondeterminism"
+
+
+@pytest.mark.parametrize("middle", [ten_per_mille, lambda h: ten_per_mille(noisy(h))], ids=["steady", "restless"])
+def test_a_fault_beside_tf32_comes_first(middle):
+    report = audited(small_cnn(middle), A, f"{B},emulate=tf32")
+    assert (report.kind, report.findings[0].operation) == ("mismatch", "mul"), str(report)
+    assert report.faulty
+
+
+def test_wrong_memory_comes_first_beside_tf32_for_its_effect_has_no_bound():
+    def step(setting):
+        x, weight = drawn(8, 20).to(setting.dtype), drawn(20, 10, seed=1).to(setting.dtype).requires_grad_()
+        weights = np.ones((8, 10), "float64" if setting.dtype == torch.float64 else "float32")
+        loss = ((x @ weight) * torch.from_numpy(weights)).sum()
+        weights[:] = 0
+        loss.backward()
+
+    report = audited(step, A, f"{B},emulate=tf32")
+    first = report.findings[0]
+    assert (first.kind, first.bounded) == ("overwritten", False)
+    assert "has no bound" in str(first)
+    assert "reduced precision" in {finding.kind for finding in report.findings}
+
+
+def test_a_cast_is_told_under_the_product_that_it_was_made_for():
+    def step(setting):
+        x, y = (drawn(32, 32, seed=seed).to(setting.dtype) for seed in range(2))
+        return (x.half() @ y.half()).float() if under_b() and setting.dtype == torch.float32 else x @ y
+
+    report = audited(step)
+    first, *others = faults(report)
+    assert (first.kind, first.operation) == ("reduced precision", "mm")
+    casts = [finding for finding in others if finding.operation == "_to_copy"]
+    assert casts
+    assert all(cast.explained_by is first for cast in casts)
+    assert "explains: reduced precision: 2 × _to_copy" in str(report)
+
+
+def test_the_order_follows_what_was_measured():
+    report = gl.audit(rounded_twice, A, "cpu:emulate=tf32", confirm=True, progress=False)
+    assert "large" in report.findings[0].line
+    assert [one.line for one in report.confirmed if one.share < 0.05] == [
+        finding.line for finding in faults(report) if "small = " in finding.line
+    ][:1]
+
+
+def test_weights_that_are_moved_inside_of_the_step_are_no_mismatch():
+    net = seeded(lambda: nn.Sequential(nn.Linear(50, 60), nn.ReLU(), nn.Linear(60, 3)))
+
+    def step(setting):
+        model = copy.deepcopy(net) if setting.precision == "float64" else net
+        model.to(setting.dtype)
+        model.zero_grad()
+        model(drawn(8, 50).to(setting.dtype)).square().mean().backward()
+
+    assert "mismatch" not in {finding.kind for finding in audited(step, A, "cpu:precision=float64").findings}
+
+
+def test_a_step_that_goes_on_from_where_it_was_is_nondeterminism_and_no_mismatch():
+    net = seeded(lambda: nn.Linear(20, 3))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step(setting):
+        net.to(setting.dtype)
+        optimizer.zero_grad()
+        net(drawn(8, 20).to(setting.dtype)).square().mean().backward()
+        optimizer.step()
+
+    report = audited(step)
+    assert {finding.kind for finding in report.findings} == {"nondeterminism", "rounding"}
+    assert "the same weights and the same optimizer" in report.findings[0].advice

@@ -275,7 +275,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_an_audit_names_another_valid_answer_and_nothing_else(name):
+def test_an_audit_names_another_valid_answer_first_and_nothing_worse(name):
     other, step = STEPS[name]
     with Device(name, other):
         report = gl.audit(
@@ -284,7 +284,10 @@ def test_an_audit_names_another_valid_answer_and_nothing_else(name):
             "cpu:threads=1",
             progress=False,
         )
-    assert [(f.kind, f.operation) for f in report.findings][:-1] == [("another valid answer", name)], str(report)
+    first, *others = report.findings
+    assert (first.kind, first.operation) == ("another valid answer", name), str(report)
+    # LAPACK's bits may be others each time, in the last digits.
+    assert {f.kind for f in others} <= {"rounding", "nondeterminism"}, str(report)
     assert not report.faulty
 
 

@@ -355,7 +355,7 @@ def test_examining_changes_neither_arguments_nor_results():
 # --- short formats --------------------------------------------------------------------------------------------
 
 ALIKE = {"float16": ["tf32", "float16"]}  # but for its range, float16 rounds as TF32 does
-SHORT = [("tf32", "nearest"), ("tf32", "truncate"), ("bfloat16", "nearest"), ("float16", "nearest")]
+SHORT = [("tf32", "nearest"), ("tf32", "away"), ("tf32", "truncate"), ("bfloat16", "nearest"), ("float16", "nearest")]
 
 
 @pytest.mark.parametrize(("format_", "mode"), SHORT, ids=str)

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpulab.diagnostics.findings import TWINS, differing, distance
-from gpulab.diagnostics.traces import Operation
+from gpulab.diagnostics.comparison import differing
+from gpulab.diagnostics.count_sketch import distance
+from gpulab.diagnostics.tracer import Operation
+from gpulab.diagnostics.traces import TWINS
 
 FUSED, ON_CPU = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu"
 T = "Tensor"

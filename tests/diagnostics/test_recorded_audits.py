@@ -48,3 +48,13 @@ def test_the_recorded_gpu_rounds_the_factors_of_every_network_where_tf32_is_on()
         assert "reduced precision" in rows[network, "cuda:tf32=on"]
         assert "reduced precision" not in rows[network, "cuda:tf32=off"]
     assert not any("mismatch" in findings for findings in rows.values())
+
+
+def test_what_becomes_nan_under_one_setting_alone_comes_first():
+    """In the recorded step of the whitener two layers make more of the difference than the product that ends in NaN."""
+    folder = ROOT / "data" / "precision"
+    report = gl.audit(folder / "whitener-cuda-tf32-off.trace", folder / "whitener-cuda-tf32-on.trace")
+    first, second, *_ = report.findings
+    assert (first.kind, first.operation, first.module) == ("reduced precision", "mm", "Whitener")
+    assert "becomes NaN in linalg_cholesky_ex" in first.detail
+    assert second.share > first.share

@@ -146,17 +146,5 @@ def test_a_trace_without_its_seal_is_damaged(file, tmp_path):
     refused(tmp_path / "a.trace", "its checksum is missing")
 
 
-def test_a_trace_of_before_seals_is_read(file, tmp_path):
-    assert gl.diagnostics.Trace.load(
-        rewritten(file, tmp_path / "a.trace", notes={"format": 3, "seal": "none"})
-    ).operations
-
-
 def test_a_trace_that_is_only_copied_is_read(file, tmp_path):
     assert gl.diagnostics.Trace.load(rewritten(file, tmp_path / "same.trace")).operations
-
-
-def test_a_trace_of_an_older_gpulab_is_to_be_recorded_again(tmp_path):
-    old = tmp_path / "old.trace"
-    safetensors.numpy.save_file({"x": np.arange(3.0)}, old, {KEY: json.dumps({"format": 1})})
-    refused(old, "record the step again")

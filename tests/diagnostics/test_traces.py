@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
-from gpulab.diagnostics.sketches import SKETCH, sketch
+from gpulab.diagnostics.count_sketch import SKETCH, sketch
 from gpulab.diagnostics.steps import find_step
+from gpulab.diagnostics.tracer import RESULT, Operation, _is_random
 from gpulab.diagnostics.traces import aligned
-from gpulab.diagnostics.watching import RESULT, Operation, _is_random
 
 
 def recorded(step, setting="cpu", **options):
@@ -458,7 +458,7 @@ def test_an_unseeded_generator_is_told_from_a_device_that_does_not_repeat_itself
     assert first.anew
     found = gl.audit(step, "cpu", "cpu:threads=1", progress=False).findings[0]
     assert found.kind == "nondeterminism"
-    assert "no operation of torch had made" in found.detail
+    assert "no operation of the step had made" in found.detail
     assert "default_rng" in found.advice
 
 

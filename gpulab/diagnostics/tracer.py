@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path
 
-from gpulab.diagnostics import sketches as sk
+from gpulab.diagnostics import count_sketch as sk
 from gpulab.diagnostics import trace_files
 from gpulab.diagnostics.float64_check import NOT_UNIQUE, forward_error
 from gpulab.diagnostics.twins import outcome, writes
@@ -29,6 +30,8 @@ EMPTY = ("empty", "new_empty")
 # What kernels return beside their results, by the names of torch's schemas: no data, but notes for the backward pass,
 # which nobody has set where nothing is dropped, or memory that nobody has written.
 NOTES = {"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"}
+# Kernels that write to an input though their schema says nothing: cuDNN's notes of the forward pass serve once.
+WRITES_UNSAID = {"_cudnn_rnn_backward", "miopen_rnn_backward"}
 RESULT = "result"  # the phase of what is no operation: loss, gradients, and what was updated
 
 
@@ -44,7 +47,8 @@ class Operation:
     `bound` what rounding explains, both relative to the exact result; `format` the short number format
     that a product was computed in. `steady` says whether the operation gave the same bits when it was
     called again at once, `repeats` whether it did so, and in the whole step done again as well. `nans`
-    says whether there is a NaN in what it returned. `anew` says that it was given values that no operation
+    says whether there is a NaN in what it returned. `spread` is how far the results of two executions were apart,
+    relative to the first, where they were not the same. `anew` says that it was given values that no operation
     made and that were others when the step was done again. `carried` holds for each output how far all roundings
     of the step up to there lead: the norm of the change when every operation of the step in float64 was moved at
     random by as much.
@@ -72,6 +76,7 @@ class Operation:
     rounded_before: bool = False
     nans: bool = False
     anew: bool = False
+    spread: float | None = None
     carried: list[float] | None = None
 
     @property
@@ -97,7 +102,7 @@ class Call(NamedTuple):
     results: list[Tensor]
 
 
-class Watcher(TorchDispatchMode):
+class Tracer(TorchDispatchMode):
     """Notes every operation below autograd, forward and backward, and then the step's results.
 
     Args:
@@ -125,7 +130,9 @@ class Watcher(TorchDispatchMode):
         self.names: dict[int, str] = {}
         self.callers = Callers()
         self.roots: dict[int, tuple[nn.Module, dict[str, list[str]]]] = {}  # modules called first, and their buffers
-        self.leaves: dict[int, tuple[Tensor, list[str]]] = {}  # what a gradient is accumulated for, and its content
+        self.leaves: dict[int, Tensor] = {}  # what a gradient is accumulated for
+        # Their content at first; `Module.to` leaves a leaf of another type or device, which is no update of it.
+        self.leaf_contents: dict[tuple[int, torch.dtype, torch.device], list[str]] = {}
         self.gradients: dict[int, list[str]] = {}
         self.handles: list[Any] = []
         self.unwritten: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # memory, and the version that it had
@@ -148,7 +155,8 @@ class Watcher(TorchDispatchMode):
             self._find_leaves(args[1:] if name in OVERWRITES or _is_random(operation, {}) else args)
             return operation(*args, **kwargs)
         changes = writes(operation)
-        before = sk.mapped(_copy, (args, kwargs)) if changes else (args, kwargs)
+        written_to = changes or name in WRITES_UNSAID
+        before = sk.mapped(_copy, (args, kwargs)) if written_to else (args, kwargs)
         arguments, defaults = trace_files.by_name(operation._schema, args, kwargs)
         random = _is_random(operation, arguments | defaults)
         blind = changes and (random or name in OVERWRITES)
@@ -183,9 +191,11 @@ class Watcher(TorchDispatchMode):
         if self.measured and not random and not operation.is_view and (rounded or name in NOT_UNIQUE):
             error = forward_error(operation, name, before[0], before[1], made)
             op.error, op.bound, op.format, op.rounded_before = astuple(error)
-            again_args, again_kwargs = sk.mapped(_copy, before) if changes else before
+            again_args, again_kwargs = sk.mapped(_copy, before) if written_to else before
             again = _results(operation, outcome(operation, again_args, operation(*again_args, **again_kwargs)))
             op.steady = len(again) == len(results) and all(map(_same_bits, again, results))
+            if not op.steady:
+                op.spread = _spread(again, results)
         self.operations.append(op)
         self.tell()
         return out
@@ -260,10 +270,13 @@ class Watcher(TorchDispatchMode):
 
     def _find_leaves(self, args: Any) -> None:
         for t in sk.leaves(args):
-            if t.requires_grad and not t._is_view() and t.is_leaf and id(t) not in self.leaves:
-                self.leaves[id(t)] = t, self._quietly(t)
-                if not t.is_inference():
-                    self.handles.append(t.register_post_accumulate_grad_hook(self._keep_gradient))
+            if not t.requires_grad or t._is_view() or not t.is_leaf:
+                continue
+            if id(t) not in self.leaves and not t.is_inference():
+                self.handles.append(t.register_post_accumulate_grad_hook(self._keep_gradient))
+            self.leaves[id(t)] = t
+            if _as_it_is(t) not in self.leaf_contents:
+                self.leaf_contents[_as_it_is(t)] = self._quietly(t)
 
     def _keep_gradient(self, leaf: Tensor) -> None:
         self.gradients[id(leaf)] = self._quietly(leaf.grad)
@@ -293,11 +306,13 @@ class Watcher(TorchDispatchMode):
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
                 label = "loss" if len(kept) == 1 else f"result {torch.utils._pytree.keystr(path)}"
                 found.append((label, "", self._quietly(tensor)))
-        for place, (leaf, _) in enumerate(self.leaves.values(), 1):
+        for place, leaf in enumerate(self.leaves.values(), 1):
             names.setdefault(id(leaf), f"tensor {place} of shape {tuple(leaf.shape)}")
         found += [("gradient", names[leaf], values) for leaf, values in self.gradients.items()]
-        after = {leaf: self._quietly(tensor) for leaf, (tensor, _) in self.leaves.items()}
-        found += [("updated", names[leaf], values) for leaf, values in after.items() if values != self.leaves[leaf][1]]
+        for leaf in self.leaves.values():
+            values = self._quietly(leaf)
+            if values != self.leaf_contents.get(_as_it_is(leaf), values):
+                found.append(("updated", names[id(leaf)], values))
         for module, before in self.roots.values():
             now = self._buffers(module).items()
             found += [("updated", name, values) for name, values in now if values != before.get(name)]
@@ -308,7 +323,7 @@ class Watcher(TorchDispatchMode):
 
 
 # torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
-Watcher.__torch_dispatch__ = getattr(Watcher.__torch_dispatch__, "__wrapped__", Watcher.__torch_dispatch__)  # type: ignore[method-assign]
+Tracer.__torch_dispatch__ = getattr(Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 def _kept(values: Any) -> list[Tensor]:
@@ -334,6 +349,20 @@ def _without_notes(
 
 def _as_type(old: torch.dtype, new: torch.dtype) -> Callable[[Any], Any]:
     return lambda value: value.to(new) if isinstance(value, Tensor) and value.dtype == old else value
+
+
+def _as_it_is(leaf: Tensor) -> tuple[int, torch.dtype, torch.device]:
+    return id(leaf), leaf.dtype, leaf.device
+
+
+def _spread(again: list[Tensor], results: list[Tensor]) -> float:
+    """How far the results of an operation that was called again are from the first ones, relative to these."""
+    distances = [
+        sk.distance(sk.sketch(other), sk.sketch(one))
+        for other, one in zip(again, results, strict=False)
+        if sk.rounds(one)
+    ]
+    return max(distances, default=math.inf)
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:

@@ -1,0 +1,33 @@
+"""From where on a difference says something: the thresholds of an audit, each with its reason; all are relative."""
+
+from __future__ import annotations
+
+ROUNDOFF = 2.0**-24  # of float32
+SAME_BITS = 2.0**-44  # two devices make sketches of the same bits, which differ by float64's roundings
+SAME_VALUE = 2.0**-20  # two right float32 kernels may be a few roundings apart
+UNEXPLAINED = 2.0**-12  # half of float32's digits: no chain of roundings in one operation loses as many
+SAME_INPUTS = UNEXPLAINED / 64  # what two operations were given counts as the same where it explains no such difference
+SAME_STEP = 1e-6  # of float64 on two CPUs, after a whole step
+OF_DATA = 2.0**-12  # arguments as near as this may have been computed from the data, and rounded otherwise
+SHORT_SIZE = 2.0**-6  # of data and weights that were rounded to bfloat16, or shorter
+TF32_SIZE = 2.0**-14, 2.0**-8  # the error of a kernel that multiplies in TF32 lies between
+CARRIED = 4.0  # how many times the change that random roundings carried there two right values may be apart
+# How much a few operations may make of the difference that they begin with, as a mean does by cancelling; and one.
+INHERITED, INHERITED_BY_ONE = 16.0, 4.0
+EXPLAINED = 0.5  # the share of a difference that must go back to other findings for it to be explained by them
+LITTLE = 0.01  # the share of a difference that answers no question about it
+CAST_ALONE = 4.0  # a cast that is further off than so many times the operation it was made for explains more than it
+OTHER_OUTPUT = 4.0  # an error that is so many times as large as what an output is off is that of another output
+
+SHORT = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+# What decides: where two inputs lie next to an edge, two right results lie on either side of it. So does an optimizer
+# that divides a gradient by its size: of a gradient of next to nothing there remains the sign.
+_DECIDES = """
+    adaptive_max_pool2d addcdiv amax amin aminmax argmax argmin bucketize ceil clamp clamp_max clamp_min cummax cummin
+    elu_backward eq floor floor_divide fmod _foreach_addcdiv frac fractional_max_pool2d _fused_adam _fused_adamw ge gt
+    hardswish hardswish_backward hardtanh hardtanh_backward huber_loss_backward isfinite kthvalue le leaky_relu_backward
+    lt max max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices maximum median min minimum
+    mode msort multinomial ne _prelu_kernel_backward relu remainder round searchsorted sgn sign smooth_l1_loss_backward
+    sort threshold_backward _to_copy topk trunc _unique2 unique_consecutive where
+"""
+DECIDES = frozenset(_DECIDES.split())
