@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path
 
 from gpulab.diagnostics import count_sketch as sk
 from gpulab.diagnostics import trace_files
 from gpulab.diagnostics.float64_check import NOT_UNIQUE, forward_error
 from gpulab.diagnostics.twins import outcome, writes
-from gpulab.numerics.call_sites import Callers
+from gpulab.numerics.call_sites import Callers, UncompiledDispatchMode
 
 OVERWRITES = {"copy", "fill", "zero"}  # in place, whatever was there before; so does every random draw
 # What computes nothing: changes of shape, and memory that has not been written yet.
@@ -102,7 +101,7 @@ class Call(NamedTuple):
     results: list[Tensor]
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(UncompiledDispatchMode):
     """Notes every operation below autograd, forward and backward, and then the step's results.
 
     Args:
@@ -320,10 +319,6 @@ class Tracer(TorchDispatchMode):
             if values:
                 shape, dtype = list(self.sketches[values[-1]].shape), "float64"
                 self.operations.append(Operation(label, RESULT, name, "", values, values, shape, dtype))
-
-
-# torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
-Tracer.__torch_dispatch__ = getattr(Tracer.__torch_dispatch__, "__wrapped__", Tracer.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 def _kept(values: Any) -> list[Tensor]:

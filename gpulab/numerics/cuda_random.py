@@ -38,6 +38,7 @@ THREADS = {  # multiprocessors, times the most threads that each can run
     "H100": 132 * 2048,  # with SXM
     "H200": 132 * 2048,
 }
+DIVIDED_ALIKE = {"rand", "randn", "randint", "random", "uniform", "normal", "log_normal", "exponential", "cauchy"}
 
 
 def card_name(gpu: str) -> str:
@@ -150,3 +151,26 @@ def same_draws(card: str | int, other: str | int, numbers: int) -> int:
     """
     threads, others = cuda_threads(card), cuda_threads(other)
     return numbers if threads == others else min(numbers, threads, others)
+
+
+def explain_draws(operation: str, numbers: int, gpu: str, other: str) -> str:
+    """A sentence on why two GPUs drew other numbers, as their names in two passports tell it.
+
+    It holds for a draw before which both generators had drawn alike, as for the first that differs. It is empty where
+    the models do not explain a difference or one is not listed, and for operations that divide their numbers among
+    threads in another way, such as dropout.
+
+    Examples:
+        >>> explain_draws("rand", 100_352, "Tesla T4", "NVIDIA H200")
+        'the first 40,960 of its 100,352 numbers are the same: Tesla T4 draws with 40,960 threads, NVIDIA H200 with \
+270,336'
+    """
+    cards = [card_name(name) for name in (gpu, other)]
+    if operation.rstrip("_") not in DIVIDED_ALIKE or not THREADS.keys() >= set(cards):
+        return ""
+    same = same_draws(cards[0], cards[1], numbers)
+    if same == numbers:
+        return ""
+    one, another = map(cuda_threads, cards)
+    common = f"the first {same:,} of its {numbers:,} numbers are the same"
+    return f"{common}: {gpu} draws with {one:,} threads, {other} with {another:,}"

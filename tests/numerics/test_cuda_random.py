@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.numerics.cuda_random import THREADS, cuda_threads, cuda_uniform, philox, same_draws
+from gpulab.numerics.cuda_random import THREADS, cuda_threads, cuda_uniform, explain_draws, philox, same_draws
 
 # Known answers of Random123 (Salmon et al. 2011), tests/kat_vectors, philox4x32 with ten rounds.
 KNOWN = [
@@ -88,6 +88,16 @@ def test_a_number_that_would_round_to_one_is_zero(monkeypatch):
 def test_what_cannot_be_followed_is_refused_by_name(arguments, words):
     with pytest.raises(gl.UsageError, match=words):
         cuda_uniform(*arguments)
+
+
+def test_an_audit_is_told_why_two_gpus_drew_other_numbers():
+    gpus = "Tesla T4", "NVIDIA GeForce RTX 3090"
+    assert "the first 40,960 of its 1,000,000 numbers are the same" in explain_draws("uniform_", 10**6, *gpus)
+    assert explain_draws("uniform_", 10**6, *gpus[::-1]).endswith("Tesla T4 with 40,960")
+    assert explain_draws("rand", 40_960, *gpus) == "", "then the models explain nothing"
+    assert explain_draws("rand", 10**6, "NVIDIA H200", "NVIDIA H100 80GB HBM3") == ""
+    assert explain_draws("native_dropout", 10**6, *gpus) == "", "a kernel that divides its numbers otherwise"
+    assert explain_draws("rand", 10**6, "Tesla T4", "NVIDIA GeForce RTX 3090 Ti") == "", "one that is not listed"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")

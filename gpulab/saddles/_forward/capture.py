@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gpulab.errors import UnsupportedError, UsageError
+from gpulab.numerics.call_sites import UncompiledDispatchMode
 
 ONCE = once_differentiable(len).__code__  # of every backward function with that mark
 DETACH = torch.ops.aten.detach.default
@@ -44,7 +44,7 @@ def as_list(results: Any) -> list[Any]:
     return list(results) if isinstance(results, tuple | list) else [results]
 
 
-class Capture(TorchDispatchMode):
+class Capture(UncompiledDispatchMode):
     """Sees every operation, and has `linearize` name the variables that are the tangents of its results.
 
     Tensors are told apart as objects, memory by its address. Where memory is overwritten, whatever else lies
@@ -127,10 +127,6 @@ class Capture(TorchDispatchMode):
             if (alias := reference()) is not None:
                 alias.data = alias.clone()
         return min(fitting, key=lambda overload: overload._overloadname != function._overloadname)
-
-
-# torch wraps the method so that its compiler leaves it alone, and the wrapper imports the compiler: 120 MB.
-Capture.__torch_dispatch__ = getattr(Capture.__torch_dispatch__, "__wrapped__", Capture.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 def capture_gradient(
