@@ -30,7 +30,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
 NOTEBOOKS = [Requirement(text) for text in PROJECT["optional-dependencies"]["notebooks"]]
-UNLOCKED = {"keras", "trees"}  # TensorFlow and XGBoost would double what is installed: nothing here needs them
+UNLOCKED = {"architectures", "keras", "trees"}  # large libraries that benchmarks alone compare with or measure
 LOCKED = PROJECT["optional-dependencies"].keys() - UNLOCKED
 EXTRAS = [Requirement(text) for name in LOCKED for text in PROJECT["optional-dependencies"][name]]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
