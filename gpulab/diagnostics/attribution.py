@@ -58,13 +58,11 @@ class Attribution:
         }
         # Where results begin to part without a cause: there what the inputs make is not held against the operation.
         self.begins = {id(finding.op) for finding in findings if finding.kind == "cause not found"}
-        self.arrived: dict[int, dict[Values, float]] = defaultdict(
-            lambda: defaultdict(float)
-        )  # by the number of the pair
-        self.kept_between: dict[int, float] = defaultdict(float)  # what operations keep that were found side by side
-        self.kept_alone: dict[int, float] = defaultdict(
-            float
-        )  # what those of one setting alone keep for their own errors
+        # What arrives at the values that a pair of operations made, by the number of the pair.
+        self.arrived: dict[int, dict[Values, float]] = defaultdict(lambda: defaultdict(float))
+        # What operations keep that were found side by side, and what those of one setting alone keep for their errors.
+        self.kept_between: dict[int, float] = defaultdict(float)
+        self.kept_alone: dict[int, float] = defaultdict(float)
         self.total = self._begin(results)
         self.lost = 0.0  # what goes back to nothing that is known
         for number in reversed(range(len(comparison.pairs))):
@@ -268,11 +266,12 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
 
 
 def _tier(finding: Finding, causes_nan: bool) -> int:
-    """What may explain everything first, and what becomes NaN under one setting alone.
+    """Where a finding stands before shares are compared; the smallest number comes first.
 
-    What does not repeat, and makes next to nothing of the difference, comes after the rounding that makes it.
-
-    A result that is missing is as often a consequence of a mismatch.
+    First comes wrong memory, which may explain everything. Then what has no bound, what becomes NaN under one setting
+    alone, and a mismatch that explains most of the difference; a missing result, which has no bound either, is as
+    often a consequence of such a mismatch. What does not repeat itself, and makes next to nothing of the difference,
+    comes after the rounding that makes it.
     """
     if finding.kind == "rounding":
         return 3

@@ -85,10 +85,9 @@ class PreparedStep:
 
     def __init__(self, step: Step, setting: Setting) -> None:
         self.loss, self.parameters = step.loss, dict[str, nn.Parameter]()
-        lazy = any(map(is_lazy, step.model.parameters())) or any(
-            map(is_lazy, step.model.buffers())
-        )  # becomes another class when it is first used
-        self.model = copy.deepcopy(step.model) if lazy else step.model
+        # What is lazy becomes another class when it is first used.
+        some_lazy = any(map(is_lazy, (*step.model.parameters(), *step.model.buffers())))
+        self.model = copy.deepcopy(step.model) if some_lazy else step.model
 
         def converted(tensor: Tensor) -> Tensor:
             kind = setting.dtype if tensor.is_floating_point() else None
