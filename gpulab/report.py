@@ -116,14 +116,15 @@ def paragraphs(lines: Iterable[str]) -> Markup:
     return Markup().join(Markup("<p>{}</p>").format(line) for line in lines)
 
 
-def table(frame: pd.DataFrame, **options: Any) -> Markup:
+def table(frame: pd.DataFrame, small: bool = False, **options: Any) -> Markup:
     """A data frame as HTML that wraps where its words and settings may; `options` are `to_html`'s.
 
-    Numbers have three digits, texts stand there in full.
+    Numbers have three digits, texts stand there in full. Tables of many columns fit into a notebook in `small` letters.
     """
     import pandas as pd
 
     frame = frame.rename(columns=lambda name: str(name).replace("_", " "))
     options = {"index": False, "float_format": "{:.3g}".format} | options
     with pd.option_context("display.max_colwidth", None):
-        return Markup(re.sub(r",(?=\S)", ",<wbr>", frame.to_html(**options, escape=True)))
+        html = re.sub(r",(?=\S)", ",<wbr>", frame.to_html(**options, escape=True))
+    return Markup(html.replace("<table ", '<table style="font-size: 11px" ', 1) if small else html)

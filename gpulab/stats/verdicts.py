@@ -112,7 +112,7 @@ class Verdict(Report):
             return super().html()
         columns = [self.factor, "decision", "seeds", "difference", "low", "high", "p_different_holm"]
         columns += ["p_equivalent_holm", "margin", "largest_difference", "same_bits", "diverged"]
-        return super().html() + html_table(self.table[columns]) + self.plot().html()
+        return super().html() + html_table(self.table[columns], small=True) + self.plot().html()
 
 
 def verdict(
