@@ -48,7 +48,6 @@ DOWN, UP = ON_GPU, ON_CPU  # directions of negative and of positive curvature
 NEAR: Look = {"textcoords": "offset points", "va": "center", "fontsize": 8, "zorder": 7}
 KERNEL = 0.05  # width of a node in a ridgeline, in decades
 ROOM = 0.75  # how far apart ridgelines stand, in heights of the tallest
-FLOOR = 1e-17  # displacements that a logarithmic axis can do without
 HERE: Look = {"marker": "o", "ms": 7, "color": "white", "markeredgecolor": INK}  # where a network is
 
 

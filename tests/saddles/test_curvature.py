@@ -168,7 +168,9 @@ def test_recordings_take_little_room():
 
 
 def test_spectra_of_rows_are_whole(frame):
-    for row, spectrum in row_spectra(frame):
+    spectra = list(row_spectra(frame))
+    assert len(spectra) == len(frame)
+    for row, spectrum in spectra:
         assert spectrum.extremes == pytest.approx((row.smallest, row.largest))
         assert spectrum.weights.sum(1) == pytest.approx(np.ones(2))
 
