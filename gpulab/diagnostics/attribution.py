@@ -123,9 +123,6 @@ class Attribution:
 
     def _gap(self, x: str, y: str) -> float:
         """How far two values are apart, relative; infinite where one of their makers alone made NaN."""
-        made = [self.comparison.maker(0, x), self.comparison.maker(1, y)]
-        if made[0] and made[1] and made[0].nans != made[1].nans:
-            return math.inf
         return or_infinite(self.comparison.gap(x, y))
 
     def _pass_back(self, a: Operation, b: Operation, values: Values, amount: float) -> None:
@@ -161,7 +158,7 @@ class Attribution:
             return
         stretch = self.comparison.stretch(*values)
         alone = [*stretch.alone_b, *stretch.alone_a]
-        before = [entry for entry in stretch.before if entry[2] and self._is_before(entry[0], user)]
+        before = [entry for entry in stretch.before if entry[2]]
         squares = [*map(_own_square, alone), *(or_infinite(gap) ** 2 for _, _, gap in before)]
         reach = INHERITED_BY_ONE if len(alone) == 1 else INHERITED
         inherited = _square(reach * math.sqrt(sum(squares)), self._gap(*values))
@@ -178,9 +175,6 @@ class Attribution:
         for (op, number, _), part in zip(before, parts[len(alone) :], strict=True):
             a, b = self.comparison.partners[id(op)]
             self.arrived[self.number[id(a)]][a.outputs[number], b.outputs[number]] += (amount - excess) * part
-
-    def _is_before(self, op: Operation, user: Operation) -> bool:
-        return self.number[id(op)] < self.number[id(user)]
 
 
 def _own_square(op: Operation, apart: float = math.inf) -> float:
@@ -245,7 +239,6 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
             -share,
             0.0 if math.isnan(own) else -own,
             KINDS.index(finding.kind),
-            id(finding.op) not in comparison.nan_causes,
             -finding.ratio if finding.ratio > 1 else 0.0,
         )
 
@@ -330,9 +323,8 @@ def _is_short(finding: Finding) -> bool:
 
 def _explainer_of_rest(judge: Judge, findings: list[Finding]) -> Finding | None:
     """The finding to which results go back that part without a cause of their own; None where too little does."""
-    unbounded = next((finding for finding in findings if not finding.bounded), None)
-    if unbounded is not None or judge.unexplained is None:
-        return unbounded
+    if judge.unexplained is None:
+        return None
     attribution = Attribution(judge.comparison, findings, [judge.unexplained])
     others = [finding for finding in findings if finding.kind not in ("rounding", "cause not found")]
     shares = [attribution.share(finding) for finding in others]

@@ -47,7 +47,6 @@ HOW = {
     "pin_memory",
     "return_debug_mask",
 }
-SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class Comparison:
         least, unknown = (SHORT_SIZE, SHORT_SIZE) if self.is_short(a, b) else (8 * ROUNDOFF, UNEXPLAINED)
         if a.carried is None or b.carried is None or number >= min(len(a.carried), len(b.carried)):
             before = largest([0.0, *self.gaps(a.inputs, b.inputs)])
-            return max(unknown, INHERITED * before, self._by_rounding(a, b, before))
+            return max(unknown, INHERITED * before)
         values = self.a.sketches[a.outputs[number]], self.b.sketches[b.outputs[number]]
         size = next((size for size in map(float, map(np.linalg.norm, values)) if size), math.inf)  # as `gap` has it
         return max(least, CARRIED * (a.carried[number] + b.carried[number]) / size)
@@ -183,11 +182,6 @@ class Comparison:
         )
         return next((pair for pair in pairs if pair and id(pair[1]) in made_b), None)
 
-    def before(self, a: Operation, b: Operation) -> list[Operation]:
-        """The operations of the first that made what a pair was given, where their partners made it for the other."""
-        common = (self.common(x, y, a) for x, y in zip(a.inputs, b.inputs, strict=False) if x != y)
-        return [pair[0] for pair in common if pair]
-
     def stretch(self, x: str, y: str) -> Stretch:
         """What ran under one setting alone and led to two values that should be one."""
         before: list[tuple[Operation, int, float]] = []
@@ -201,7 +195,7 @@ class Comparison:
                     a, b = self.partners[id(op)]
                     gaps = self.gaps(a.outputs, b.outputs)
                     used = [number for number, output in enumerate(op.outputs) if output == name and number < len(gaps)]
-                    number = max(used or range(len(gaps)), key=lambda number: _or_less(gaps[number]))
+                    number = used[0] if used else 0
                     before.append((a, number, gaps[number]))
                 elif op is not None and id(op) not in of_this:
                     of_this[id(op)] = op
@@ -237,33 +231,27 @@ class _Nothing:
         return "nothing"
 
 
-def differing(a: Operation, b: Operation, exactly: bool = False) -> dict[str, tuple[Any, Any]]:
+def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
     """The arguments that two calls disagree on: name, and both values.
 
-    Tensors are not compared, nor arguments that say how to compute something and not what, such as a
-    memory format or the gradients that are asked for, nor, unless `exactly`, numbers that differ by a
-    rounding. Two kernels of different names are compared in the arguments that they share; of those of
-    one name, which versions of torch may give more arguments, a default is not held against nothing.
+    Tensors are not compared, nor arguments that say how to compute something and not what, such as a memory format or
+    the gradients that are asked for, nor numbers that differ by a rounding. Two kernels of different names are compared
+    in the arguments that they share; of those of one name, which versions of torch may give more arguments, a default
+    is not held against nothing.
     """
-
-    def named(values: dict[str, Any]) -> dict[str, Any]:
-        return {SYNONYMS.get(name, name): value for name, value in values.items()}
-
-    given_a, given_b = named(a.arguments), named(b.arguments)
-    all_a, all_b = named(a.defaults) | given_a, named(b.defaults) | given_b
+    all_a, all_b = a.defaults | a.arguments, b.defaults | b.arguments
     names = all_a.keys() & all_b.keys()
-    kernels = a.name != b.name  # each of which may fill in what it was not given
-    if names and not kernels:
-        names |= given_a.keys() | given_b.keys()
+    if names and a.name == b.name:
+        names |= a.arguments.keys() | b.arguments.keys()
     both = {name: (all_a.get(name, _Nothing()), all_b.get(name, _Nothing())) for name in sorted(names - HOW)}
-    return {name: values for name, values in both.items() if not _agree(*values, kernels, exactly)}
+    return {name: values for name, values in both.items() if not _agree(*values)}
 
 
-def _agree(a: Any, b: Any, kernels: bool, exactly: bool) -> bool:
-    if repr(a) == repr(b) or TENSOR in repr((a, b)) or (kernels and None in (a, b)):
+def _agree(a: Any, b: Any) -> bool:
+    if repr(a) == repr(b) or TENSOR in repr((a, b)):
         return True
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (a, b))
-    return numbers and math.isclose(a, b, rel_tol=0.0 if exactly else OF_DATA)
+    return numbers and math.isclose(a, b, rel_tol=OF_DATA)
 
 
 def check_same_step(a: Trace, b: Trace) -> None:
@@ -303,12 +291,11 @@ def check_same_step(a: Trace, b: Trace) -> None:
 
 def _paired(a: Trace, b: Trace) -> Iterator[Pair]:
     """Operations of the two that stand for each other, each with the one in float64."""
-    calls_a, calls_b, calls_exact = (Counter(map(_call, ops)) for ops in (a.operations, b.operations, a.reference))
+    calls_a, calls_b = (Counter(map(_call, ops)) for ops in (a.operations, b.operations))
     exact: dict[int, Operation] = {}
-    for trace, calls in ((a, calls_a), (b, calls_b)):
-        # A few operations alike amid others, in a kernel that float64 lacks, are no counterparts.
-        for op, twin in aligned(trace.operations, a.reference, at_least=3):
-            if op and twin and op.shape == twin.shape and calls[_call(op)] == calls_exact[_call(op)]:
+    for trace in (a, b):
+        for op, twin in aligned(trace.operations, a.reference):
+            if op and twin and op.shape == twin.shape:
                 exact[id(op)] = twin
     for one, other in aligned(a.operations, b.operations):
         # Where a module calls something more often under one setting, which call stands for which is a guess.

@@ -207,11 +207,10 @@ class Judge:
         Numbers may follow from the data or, with another data type, from its precision.
         """
         comparison = self.comparison
-        parts = self._part(a, b) and all(self.parted.get(id(op)) is None for op in comparison.before(a, b))
-        values = differing(a, b, exactly=parts)
+        values = differing(a, b)
         if a.dtype != b.dtype or ((comparison.values_may_differ or self.drew_otherwise) and not a.random):
             values = {name: both for name, both in values.items() if not all(isinstance(v, float) for v in both)}
-        if not values or comparison.in_doubt(b) or (not parts and comparison.same_results(a, b)):
+        if not values or comparison.same_results(a, b):
             return None
         here, there = (", ".join(f"{name}={both[side]!r}" for name, both in values.items()) for side in (1, 0))
         line = f", at {a.line}" if a.line != b.line else ""
@@ -229,8 +228,6 @@ class Judge:
             return
         gaps = comparison.gaps(a.inputs, b.inputs)
         same, explained = (SHORT_SIZE, math.inf) if comparison.is_short(a, b) else (SAME_VALUE, UNEXPLAINED)
-        if comparison.values_may_differ:
-            explained = math.inf
         for x, y, gap in zip(a.inputs, b.inputs, map(or_infinite, gaps), strict=False):
             if gap <= same or comparison.common(x, y, a):
                 continue
@@ -243,8 +240,6 @@ class Judge:
                     continue
                 yield self._between("mismatch", b, gap, "other data")
                 return
-            if any(maker.name == "_to_copy" for maker in makers):
-                continue  # a cast, as autocast makes them; a finding of its own where it is to short numbers
             if comparison.in_doubt(b):
                 continue
             if by_both and not comparison.values_may_differ:
@@ -258,8 +253,6 @@ class Judge:
                     yield finding
                 self.blamed.add(id(finding.op))
                 return
-        known_before = any(id(op) in self.parted for op in comparison.before(a, b))
-        of_the_same = not comparison.in_doubt(b) and max(map(or_infinite, gaps), default=0.0) <= SAME_INPUTS
         if not rightly:
             return
         if a.ratio is None or b.ratio is None:
@@ -267,7 +260,7 @@ class Judge:
         elif a.name in NOT_UNIQUE & DECIDES:
             if not any(gaps):  # else roundings before it may decide
                 yield from self._another_kernel(a, b)
-        elif of_the_same and a.name not in DECIDES and not known_before:
+        elif a.name not in DECIDES and max(map(or_infinite, gaps), default=0.0) <= SAME_INPUTS:
             yield from self._another_kernel(a, b)
 
     def _other_draw(self, op: Operation, gap: float) -> Finding:
@@ -283,8 +276,7 @@ class Judge:
         """For kernels that agree with their twins in float64, and not with each other: they are two functions."""
         for number, gap in enumerate(self.comparison.result_gaps(a, b)):
             tolerance = self.comparison.tolerance(a, b, number)
-            least = 0.0 if a.name in DECIDES else UNEXPLAINED  # which roundings alone can lead to, too
-            if a.name in NOT_UNIQUE and gap > least:
+            if a.name in NOT_UNIQUE and gap > UNEXPLAINED:
                 yield self._between("another valid answer", b, gap, "not unique")
                 return
             if gap > CARRIED * tolerance:
@@ -344,7 +336,7 @@ class Judge:
             kernel = max((op for op in of_one if op.error is None), key=lambda op: len(op.inputs), default=None)
             if kernel and kernel.inputs and self._tf32_explains(gap, kernel):
                 return self._as_by_tf32(kernel, gap, "as by TF32")
-        if gap <= (explained if alone or comparison.values_may_differ else SAME_VALUE):
+        if gap <= explained or comparison.values_may_differ:
             return None
         # Two values that should be one come from different operations: blame the one that made it, not its user.
         maker_a, maker_b = comparison.maker(0, x), comparison.maker(1, y)
@@ -364,10 +356,6 @@ class Judge:
         comparison = self.comparison
         if a.nans != b.nans:
             return True
-        if a.bound is b.bound is a.carried is None and a.inputs:  # a view, or a result: what was made before, or not
-            common = [comparison.common(x, y, a) for x, y in zip(a.inputs, b.inputs, strict=False) if x != y]
-            if all(pair and id(pair[0]) not in self.parted for pair in common):
-                return False
         gaps = comparison.result_gaps(a, b)
         return any(gap > comparison.tolerance(a, b, number) for number, gap in enumerate(gaps))
 

@@ -366,12 +366,10 @@ def _carried(
     return carried
 
 
-def aligned(
-    first: list[Operation], second: list[Operation], at_least: int = 1
-) -> list[tuple[Operation | None, Operation | None]]:
+def aligned(first: list[Operation], second: list[Operation]) -> list[tuple[Operation | None, Operation | None]]:
     """Operations that stand for each other, in order, and None beside one that only one of the two ran.
 
-    Phase, module and name must agree, kernels of `TWINS` being one. Fewer than `at_least` in a row do not count.
+    Phase, module and name must agree, kernels of `TWINS` being one.
     """
 
     def keys(operations: list[Operation]) -> list[tuple[str, str, str]]:
@@ -383,7 +381,7 @@ def aligned(
     pairs: list[tuple[Operation | None, Operation | None]] = []
     matcher = difflib.SequenceMatcher(None, *keys_of_both, autojunk=False)
     for tag, a, a_end, b, b_end in matcher.get_opcodes():
-        if tag == "equal" and a_end - a >= min(at_least, len(first), len(second)):
+        if tag == "equal":
             pairs += zip(first[a:a_end], second[b:b_end], strict=True)
         else:
             pairs += [(op, None) for op in first[a:a_end]]
