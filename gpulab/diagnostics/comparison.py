@@ -47,6 +47,7 @@ HOW = {
     "pin_memory",
     "return_debug_mask",
 }
+SYNONYMS = {"epsilon": "eps", "exponential_average_factor": "momentum", "train": "training"}
 
 
 @dataclass(frozen=True)
@@ -239,16 +240,21 @@ def differing(a: Operation, b: Operation) -> dict[str, tuple[Any, Any]]:
     in the arguments that they share; of those of one name, which versions of torch may give more arguments, a default
     is not held against nothing.
     """
-    all_a, all_b = a.defaults | a.arguments, b.defaults | b.arguments
+
+    def named(values: dict[str, Any]) -> dict[str, Any]:
+        return {SYNONYMS.get(name, name): value for name, value in values.items()}
+
+    all_a, all_b = named(a.defaults | a.arguments), named(b.defaults | b.arguments)
     names = all_a.keys() & all_b.keys()
-    if names and a.name == b.name:
+    kernels = a.name != b.name  # each of which may fill in what it was not given
+    if names and not kernels:
         names |= a.arguments.keys() | b.arguments.keys()
     both = {name: (all_a.get(name, _Nothing()), all_b.get(name, _Nothing())) for name in sorted(names - HOW)}
-    return {name: values for name, values in both.items() if not _agree(*values)}
+    return {name: values for name, values in both.items() if not _agree(*values, kernels)}
 
 
-def _agree(a: Any, b: Any) -> bool:
-    if repr(a) == repr(b) or TENSOR in repr((a, b)):
+def _agree(a: Any, b: Any, kernels: bool) -> bool:
+    if repr(a) == repr(b) or TENSOR in repr((a, b)) or (kernels and None in (a, b)):
         return True
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (a, b))
     return numbers and math.isclose(a, b, rel_tol=OF_DATA)

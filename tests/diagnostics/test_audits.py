@@ -89,14 +89,10 @@ def test_a_product_with_tf32_factors_is_reduced_precision_and_the_flag_is_named(
     assert {f.setting for f in faults(report)} == {f"{A} and {B}" if always else B}
     assert all("rounded to tf32 by the kernel" in f.detail for f in faults(report))
     assert all('torch.backends.mkldnn.matmul.fp32_precision = "ieee"' in f.advice for f in faults(report))
-
-
-def test_a_convolution_with_tf32_factors_has_a_flag_of_its_own():
     with FaultyKernels(convolution=tf32):
-        report = audited(network_step())
-    (found,) = faults(report)
-    assert (report.kind, found.operation, found.module) == ("reduced precision", "convolution", "0")
-    assert "torch.backends.mkldnn.conv.fp32_precision" in found.advice
+        (of_convolution,) = faults(audited(network_step()))
+    assert (of_convolution.operation, of_convolution.module) == ("convolution", "0")
+    assert "torch.backends.mkldnn.conv.fp32_precision" in of_convolution.advice
 
 
 def slightly_wrong(operation, *args, **kwargs):
@@ -108,42 +104,6 @@ def border_forgotten(operation, *args, **kwargs):
     out = operation(*args, **kwargs)
     out[..., -1] = 0
     return out
-
-
-def gradient_halved(operation, *args, **kwargs):
-    out = operation(*args, **kwargs)
-    return out[0], out[1] / 2, out[2]
-
-
-@pytest.mark.parametrize(
-    ("name", "kernel", "phase", "always"),
-    [
-        ("convolution", slightly_wrong, "forward", True),
-        ("convolution", border_forgotten, "forward", False),
-        ("convolution_backward", gradient_halved, "backward", True),
-        ("relu", slightly_wrong, "forward", False),
-        ("threshold_backward", border_forgotten, "backward", True),
-        ("mean", slightly_wrong, "forward", False),
-    ],
-)
-def test_a_wrong_kernel_is_a_mismatch_of_that_operation_alone(name, kernel, phase, always):
-    with FaultyKernels(**{name: kernel}, always=always):
-        report = audited(network_step())
-    assert report.kind == "mismatch"
-    assert report.faulty
-    (found,) = faults(report)
-    module = {"convolution": "0", "convolution_backward": "0", "mean": ""}.get(name, "1")
-    assert (found.operation, found.phase, found.module) == (name, phase, module)
-    assert found.setting == (f"{A} and {B}" if always else B)
-    assert found.ratio > 1
-    assert "times what rounding explains" in found.detail
-
-
-def test_a_kernel_that_makes_nan_is_a_mismatch():
-    with FaultyKernels(relu=lambda operation, *args: operation(*args) * math.nan):
-        report = audited(network_step())
-    assert [f.operation for f in faults(report)][:1] == ["relu"]
-    assert report.kind == "mismatch"
 
 
 @pytest.mark.parametrize(("name", "place"), [("mkldnn_rnn_layer", 0), ("mkldnn_rnn_layer_backward", 1)])
@@ -283,74 +243,6 @@ def test_factors_that_somebody_rounded_are_told_from_a_kernel_that_rounds():
     assert "were rounded to tf32 before" in found.detail
 
 
-@pytest.mark.parametrize("only_b", [False, True])
-def test_autocast_is_reduced_precision_and_no_bug(only_b):
-    net = network()
-
-    def step(setting):
-        model = copy.deepcopy(net).to(setting.dtype)
-        enabled = setting.threads == 1 if only_b else setting.dtype == torch.float32
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            loss = model(drawn(4, 3, 6, 6).to(setting.dtype)).float().square().mean()
-        loss.backward()
-
-    report = audited(step)
-    assert report.kind == "reduced precision"
-    assert {"convolution", "addmm"} <= {f.operation for f in faults(report)}
-
-
-def test_a_setting_of_shorter_numbers_is_reduced_precision_and_one_of_longer_is_fine():
-    step = gl.Step(seeded(lambda: nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))), drawn(8, 20))
-    report = audited(step, "cpu", "cpu:precision=bfloat16")
-    assert report.kind == "reduced precision"
-    assert {f.setting for f in faults(report)} == {"cpu:precision=bfloat16"}
-    assert audited(step, "cpu", "cpu:precision=float64").kind == "rounding"
-
-
-def test_random_numbers_of_a_device_are_named():
-    def step(setting):
-        generator = torch.Generator().manual_seed(setting.threads or 0)  # as if each device had its own
-        x = drawn(50, 20).to(setting.dtype).requires_grad_()
-        (x.tanh() * (torch.rand(50, 20, generator=generator, dtype=torch.float64) > 0.5)).sum().backward()
-
-    report = audited(step)
-    assert report.kind == "different random numbers"
-    (found,) = faults(report)
-    assert found.operation == "rand"
-    assert "torch.Generator" in found.advice
-    same = audited(gl.Step(nn.Sequential(nn.Linear(9, 9), nn.Dropout(0.5)), drawn(5, 9)))
-    assert same.kind == "rounding", "torch's own draws begin from one seed"
-
-
-def changed(under_a, under_b):
-    """A step whose middle is other code under the other setting."""
-    net = network()
-
-    def step(setting):
-        x = drawn(4, 3, 6, 6).to(setting.dtype)
-        weight = net[0].weight.detach().to(setting.dtype).requires_grad_()
-        middle = under_b if setting.threads == 1 else under_a
-        middle(x, weight).square().mean().backward()
-
-    return step
-
-
-@pytest.mark.parametrize(
-    ("under_b", "operation", "words"),
-    [
-        (lambda x, w: F.conv2d(x, w, stride=2).relu(), "convolution", "stride=[2, 2]; under cpu with stride=[1, 1]"),
-        (lambda x, w: (1.01 * F.conv2d(x, w)).relu(), "mul", "first used by relu"),
-        (lambda x, w: F.conv2d(x, w), "convolution", "what relu (forward) makes in its place under cpu"),
-        (lambda x, w: F.conv2d(x, w + 0.5).relu(), "add", "from what data or weights makes"),
-    ],
-    ids=["other arguments", "an operation too many", "an operation missing", "other weights"],
-)
-def test_other_code_is_a_mismatch_at_the_operation_that_differs(under_b, operation, words):
-    report = audited(changed(lambda x, w: F.conv2d(x, w).relu(), under_b))
-    assert report.kind == "mismatch"
-    assert (operation, True) in {(f.operation, words in f.detail) for f in report.findings}, str(report)
-
-
 class Middle(nn.Module):
     """A function between two layers."""
 
@@ -464,20 +356,6 @@ def test_an_lstm_in_another_number_of_operations_is_reduced_precision(b):
     assert report.kind == "reduced precision", str(report)
 
 
-def test_other_weights_or_data_are_a_mismatch_at_the_operation_that_meets_them():
-    weights = drawn(8, 3, 3, 3), drawn(8, 3, 3, 3, seed=1)
-
-    def step(setting):
-        weight = weights[setting.threads == 1].clone().to(setting.dtype).requires_grad_()
-        F.conv2d(drawn(4, 3, 6, 6).to(setting.dtype), weight).square().mean().backward()
-
-    report = audited(step)
-    assert report.kind == "mismatch"
-    (found,) = faults(report)
-    assert found.operation == "clone"
-    assert "other data or weights" in found.detail
-
-
 def test_what_an_optimizer_wrote_is_not_taken_for_other_weights():
     """Operations on lists return nothing; what they wrote differs by rounding between two devices."""
 
@@ -500,9 +378,6 @@ def test_what_an_optimizer_wrote_is_not_taken_for_other_weights():
 # --- nothing wrong ----------------------------------------------------------------------------------------
 
 CLEAN = {
-    "a convolution": network_step,
-    "batch norm, training": lambda: gl.Step(with_batch_norm(), drawn(6, 3, 8, 8)),
-    "batch norm, in use": lambda: gl.Step(with_batch_norm().eval(), drawn(6, 3, 8, 8)),
     "an LSTM": lambda: gl.Step(seeded(lambda: nn.LSTM(8, 6, 2, batch_first=True)), drawn(4, 3, 8)),
     "a GRU": lambda: gl.Step(seeded(lambda: nn.GRU(8, 6, bidirectional=True)), drawn(3, 4, 8)),
     "a Transformer encoder": lambda: gl.Step(
@@ -511,9 +386,6 @@ CLEAN = {
     ),
     "blocks of a ResNet": lambda: images_step(
         lambda: nn.Sequential(ResNet(BasicBlock, [1, 1, 1, 1]).layer2, nn.Flatten(), nn.Linear(512, 3)), 64, 4
-    ),
-    "blocks of a MobileNet": lambda: images_step(
-        lambda: nn.Sequential(*models.mobilenet_v3_small().features[:3], nn.Flatten(), nn.Linear(96, 3)), 3, 16
     ),
     "a vision Transformer": lambda: images_step(
         lambda: models.VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=3), 3, 16
@@ -793,10 +665,7 @@ LAYERS = {
     ("layer", "emulated"),
     [
         *((layer, "tf32=on,emulate=ampere,order=tensor-core") for layer in LAYERS),
-        *((layer, "emulate=float8_e4m3fn") for layer in LAYERS),
-        ("linear", "emulate=tf32"),
-        ("conv", "emulate=ampere"),
-        ("conv", "emulate=hopper"),
+        ("conv", "emulate=float8_e4m3fn"),
         ("bmm", "tf32=on,emulate=hopper"),
     ],
 )
@@ -813,7 +682,7 @@ def test_an_emulated_layer_is_reduced_precision_forward_and_backward(layer, emul
     assert all(f.setting == setting and "gpulab.float32_products()" in f.advice for f in found)
 
 
-@pytest.mark.parametrize("emulated", ["emulate=turing", "order=sequential", "emulate=pascal,order=pairwise"])
+@pytest.mark.parametrize("emulated", ["emulate=turing", "emulate=pascal,order=pairwise"])
 def test_another_order_of_float32_sums_is_rounding(emulated):
     step = gl.Step(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Tanh()), drawn(4, 3, 12, 12))
     assert gl.audit(step, "cpu", f"cpu:{emulated}", progress=False).kind == "rounding"
@@ -930,11 +799,6 @@ def test_what_a_mean_makes_of_rounded_factors_is_explained_by_them(normalisation
     parts = [nn.Conv2d(1, 16, 3, padding=1), normalisation(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 10)]
     step = gl.Step(nn.Sequential(*parts), (drawn(64, 1, 8, 8).abs(), labels(64)), F.cross_entropy)
     assert {finding.kind for finding in faults(audited(step, B, f"{B},emulate={arithmetic}"))} == {"reduced precision"}
-
-
-def test_a_number_that_a_format_lacks_is_reduced_precision_and_nothing_else():
-    report = audited(lambda: (torch.full((32, 64), 1024.5) @ torch.eye(64)).sum(), B, f"{B},emulate=tf32")
-    assert [(finding.kind, finding.operation) for finding in faults(report)] == [("reduced precision", "mm")]
 
 
 def labels(count):

@@ -189,16 +189,6 @@ def test_what_has_no_gradient_does_not_lend_its_name_to_what_was_before():
     assert [op.module for op in named(trace, "convolution_backward", "backward")] == ["0"]
 
 
-def test_code_without_modules_has_lines_alone():
-    def step(setting):
-        x = drawn(5).to(setting.dtype).requires_grad_()
-        x.exp().sum().backward()  # the only line
-
-    trace = recorded(step)
-    assert {op.module for op in trace.operations if op.phase != RESULT} == {""}
-    assert all("the only line" in op.line for op in trace.operations if op.name in ("exp", "sum", "mul"))
-
-
 class Exponential(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -509,17 +499,6 @@ def test_an_operation_on_parts_of_a_tensor_repeats_itself():
 
     trace = recorded(step)
     assert [op.repeats for op in named(trace, "sigmoid")] == [True, True, True]
-
-
-def test_a_step_that_goes_on_from_where_it_was_is_not_repeatable():
-    weight = torch.ones(3)
-
-    def step(setting):
-        weight.mul_(1.5)
-        (weight.to(setting.dtype) * 2).sum()
-
-    trace = recorded(step)
-    assert named(trace, "mul")[0].inputs not in [op.inputs for op in trace.reference]
 
 
 # --- sketches -------------------------------------------------------------------------------------------------
