@@ -20,7 +20,8 @@ from dataclasses import replace
 import numpy as np
 
 from gpulab.diagnostics.comparison import Comparison, or_infinite
-from gpulab.diagnostics.findings import KINDS, Finding, Judge
+from gpulab.diagnostics.findings import KINDS, Finding
+from gpulab.diagnostics.judgement import Judge
 from gpulab.diagnostics.tolerances import (
     CAST_ALONE,
     EXPLAINED,
@@ -225,6 +226,8 @@ def ranked(judge: Judge, confirmed: Mapping[str, float] | None = None) -> list[F
     if not attribution.total:  # both results are alike: what makes them differ from those of float64
         weights = {id(finding): _share_of_error(comparison, findings, finding) for finding in findings}
     explainers = _explainers(judge, findings, weights)
+    # Results that part without a cause of their own are no finding where what was found explains them.
+    findings = [finding for finding in findings if finding.kind != "cause not found" or id(finding) not in explainers]
     of_line: dict[tuple[str, str], float] = defaultdict(float)
     for finding in findings:
         first = _first_explainer(finding, explainers)

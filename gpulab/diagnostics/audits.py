@@ -17,10 +17,10 @@ from gpulab.diagnostics.comparison import Comparison, check_same_step
 from gpulab.diagnostics.confirmation import Confirmation
 from gpulab.diagnostics.confirmation import confirm as confirm_lines
 from gpulab.diagnostics.count_sketch import WITH_FLOAT64, distance
-from gpulab.diagnostics.findings import KINDS, Finding, Judge
+from gpulab.diagnostics.findings import KINDS, Finding, in_module
+from gpulab.diagnostics.judgement import Judge
 from gpulab.diagnostics.tracer import RESULT, Operation
 from gpulab.diagnostics.traces import Trace, record
-from gpulab.diagnostics.wording import in_module
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from gpulab.diagnostics.attribution import operations_of
 from gpulab.diagnostics.comparison import Comparison
 from gpulab.diagnostics.count_sketch import mapped, rounds, tensors
-from gpulab.diagnostics.findings import Finding, Judge
+from gpulab.diagnostics.findings import Finding
+from gpulab.diagnostics.judgement import Judge
 from gpulab.diagnostics.tracer import RESULT, Call
 from gpulab.diagnostics.traces import Trace, perform
 from gpulab.diagnostics.twins import in_float64, outcome

@@ -11,32 +11,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import linecache
-import os
 import re
 import sys
-import sysconfig
 import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
 from gpulab.diagnostics.fingerprints import fingerprint
+from gpulab.diagnostics.memory_holders import (
+    Holder,
+    Line,
+    Span,
+    is_plain,
+    line_of,
+    nearest_holder,
+    overlap,
+    span_of,
+    user_frame,
+)
 from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, UsageError
-
-PACKAGE = str(Path(__file__).parents[1]) + os.sep
-TORCH = str(Path(torch.__file__).parent)
-INSTALLED = (TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 CAUSES = {  # what happened, and what to do
     "inplace": (
@@ -132,26 +133,6 @@ def guard(on: str = "raise") -> Guard:
     return Guard(on)
 
 
-class Line(NamedTuple):
-    """A line of source."""
-
-    file: str
-    number: int
-    function: str
-
-    @property
-    def text(self) -> str:
-        """The source of the line, empty where there is none."""
-        return linecache.getline(self.file, self.number).strip()
-
-    def __str__(self) -> str:
-        shown = Path(self.file)  # gpulab's files and those below the current folder without what is above
-        for folder in (Path(PACKAGE).parent, Path.cwd()):
-            if shown.is_relative_to(folder):
-                shown = shown.relative_to(folder)
-        return f"{self.function}, {shown.as_posix()}:{self.number}"
-
-
 @dataclass(frozen=True)
 class Overwritten:
     """One finding: `operation` was about to use a tensor that had been overwritten since it was saved."""
@@ -201,7 +182,7 @@ class Guard:
         self._lock = threading.Lock()
         self._threads: list[int] = []  # who is inside the block
         self._last_thread = threading.get_ident()
-        self._holders: dict[Line, _Holder | None] = {}
+        self._holders: dict[Line, Holder | None] = {}
         self._pending: dict[int, list[tuple[Tensor, Callable[[], None]]]] = {}
 
     @property
@@ -240,11 +221,11 @@ class Guard:
             self._warn()
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        frame = _user_frame(sys._getframe(1)) or _user_frame(sys._current_frames().get(self._last_thread))
-        saved = _Saved(tensor, _line(frame))
+        frame = user_frame(sys._getframe(1)) or user_frame(sys._current_frames().get(self._last_thread))
+        saved = _Saved(tensor, line_of(frame))
         # Asked now, once a line: the loader that has filled the array may be gone when the tensor is used.
         if saved.foreign and saved.line not in self._holders and not tensor.is_shared():
-            self._holders[saved.line] = _holder(_span(saved.tensor), str(tensor.device), self._last_thread)
+            self._holders[saved.line] = nearest_holder(span_of(saved.tensor), str(tensor.device), self._last_thread)
         return saved
 
     def _unpack(self, saved: _Saved) -> Tensor:
@@ -287,15 +268,15 @@ class Guard:
                 if differs:
                     report()
 
-    def _report(self, finding: Overwritten, span: _Span) -> None:
+    def _report(self, finding: Overwritten, span: Span) -> None:
         key = (finding.line, finding.operation)
         with self._lock:
             if key in self._findings:
                 finding = replace(self._findings[key], count=self._findings[key].count + 1)
             else:
                 holder = self._holders.get(finding.line)
-                if holder is None or not (holder.array and _overlap(holder.span, span)):
-                    holder = _holder(span, finding.device, self._last_thread)
+                if holder is None or not (holder.array and overlap(holder.span, span)):
+                    holder = nearest_holder(span, finding.device, self._last_thread)
                 if holder and holder.array and finding.cause in ("data", "foreign", "shared"):
                     explanation, remedy = CAUSES["numpy"]
                     remedy = remedy.replace("array", holder.array)
@@ -331,7 +312,7 @@ class _Saved:
         self.original = weakref.ref(tensor) if tensor.is_leaf else None
         self.line = line
         self.digest = fingerprint(self.tensor)
-        self.plain = _is_plain(self.tensor)
+        self.plain = is_plain(self.tensor)
         self.foreign = self.plain and not self.tensor.untyped_storage().resizable()
 
     def current(self) -> Tensor:
@@ -341,7 +322,7 @@ class _Saved:
             return self.tensor
         return original.detach()
 
-    def finding(self, node: Any, cause: str, name_operand: bool = True) -> tuple[Overwritten, _Span]:
+    def finding(self, node: Any, cause: str, name_operand: bool = True) -> tuple[Overwritten, Span]:
         """What is known without asking who shares the memory, and where that lies; the content is not kept alive."""
         tensor = self.tensor
         if cause == "data" and self.plain:
@@ -356,7 +337,7 @@ class _Saved:
         names = operation, _function(operation), next(iter(operands), None)
         described = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device)
         finding = Overwritten(*names, *described, self.line, cause, explanation, remedy)
-        return finding, _span(tensor) if self.plain else (0, 0)
+        return finding, span_of(tensor) if self.plain else (0, 0)
 
 
 # --- what a finding says -----------------------------------------------------------------------------------
@@ -402,110 +383,6 @@ def _is_scratch(node: Any, tensor: Tensor) -> bool:
     """
     own = {"running_mean", "running_var", "noise"}
     return getattr(node, "_saved_training", False) and not own.isdisjoint(_saved_names(node, tensor))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is memory and no more: of no subclass, sparse, nested, meta, or inside a transform."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return False
-    return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_nested
-
-
-_Span = tuple[int, int]  # the first address of a piece of memory and the one after its last
-
-
-def _span(tensor: Tensor) -> _Span:
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-@functools.cache
-def _is_users(file: str) -> bool:
-    """Whether a file is neither the guard nor installed; gpulab's own models and loops count as a user's."""
-    own = file == __file__ or file.startswith("<frozen")
-    return not own and (file.startswith(PACKAGE) or not file.startswith(INSTALLED))
-
-
-def _user_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    """The innermost frame of the user; if there is none, the innermost outside torch."""
-    outside_torch = None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if _is_users(file):
-            return frame
-        if outside_torch is None and file != __file__ and not file.startswith(TORCH):
-            outside_torch = frame
-        frame = frame.f_back
-    return outside_torch
-
-
-def _line(frame: types.FrameType | None) -> Line:
-    if frame is None:
-        return Line("<unknown>", 0, "<unknown>")
-    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-
-
-class _Holder(NamedTuple):
-    """A variable that shares the memory: in words, and by name if it is a NumPy array."""
-
-    array: str
-    words: str
-    span: _Span
-
-
-def _holder(span: _Span, device: str, thread: int) -> _Holder | None:
-    """The user's nearest NumPy array that shares this memory; without one, the nearest tensor."""
-    nearest_tensor = None
-    for frame, name, value in _variables(thread) if span[1] else ():
-        array = name if isinstance(value, np.ndarray) and device == "cpu" else ""
-        if array:
-            held, kind = np.lib.array_utils.byte_bounds(value), "NumPy array"
-        elif isinstance(value, Tensor) and _is_plain(value) and str(value.device) == device:
-            held, kind = _span(value), "tensor"
-        else:
-            continue
-        if _overlap(held, span):
-            words = f"the {kind} `{name}` ({value.dtype}, shape {tuple(value.shape)}) in {_line(frame)}"
-            holder = _Holder(array, words, held)
-            if array:
-                return holder
-            nearest_tensor = nearest_tensor or holder
-    return nearest_tensor
-
-
-def _overlap(one: _Span, other: _Span) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
-
-
-def _variables(thread: int) -> Iterator[tuple[types.FrameType, str, Any]]:
-    """(frame, name, value) of what the user's frames reach, the innermost first, and one level down in it.
-
-    Then of suspended generators: a loader that a `for` loop draws from has no name in any frame.
-    """
-    for frame in _frames(thread):
-        for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
-            yield frame, name, value
-            if isinstance(value, list | tuple):
-                yield from ((frame, f"{name}[{place}]", part) for place, part in enumerate(value[:1000]))
-            elif isinstance(value, dict) and len(value) <= 1000:
-                data = [(key, part) for key, part in value.items() if isinstance(part, np.ndarray | Tensor)]
-                yield from ((frame, f"{name}[{key!r}]", part) for key, part in data)
-            elif not isinstance(value, types.ModuleType | type) and isinstance(getattr(value, "__dict__", None), dict):
-                yield from ((frame, f"{name}.{key}", part) for key, part in list(vars(value).items()))
-
-
-def _frames(thread: int) -> Iterator[types.FrameType]:
-    frame: types.FrameType | None
-    for frame in (sys._getframe(), sys._current_frames().get(thread)):
-        while frame is not None:
-            if _is_users(frame.f_code.co_filename):
-                yield frame
-            frame = frame.f_back
-    for held in gc.get_objects():
-        if type(held) is types.GeneratorType and held.gi_suspended and _is_users(held.gi_code.co_filename):
-            yield held.gi_frame  # type: ignore[misc]  # a suspended one has a frame
 
 
 def _forbidden(error: RuntimeError) -> GpulabError:

@@ -20,13 +20,11 @@ import torch
 
 from gpulab.diagnostics import count_sketch as sk
 from gpulab.diagnostics import trace_files
-from gpulab.diagnostics.float64_check import ATTENTION, FACTORS, FLUSHED, SAFETY
+from gpulab.diagnostics.float64_check import ATTENTION, FACTORS, SAFETY
 from gpulab.diagnostics.guards import guard
 from gpulab.diagnostics.steps import ready
 from gpulab.diagnostics.tracer import RESULT, Call, Operation, Tracer
-from gpulab.diagnostics.twins import outcome
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
-from gpulab.numerics.arithmetic import rounded_factor
 from gpulab.passports import passport
 from gpulab.settings import Setting, arithmetic
 
@@ -125,8 +123,7 @@ def record(
     The step is done five times from the same random numbers (torch's, NumPy's and Python's are seeded): twice under
     the setting, to see whether it repeats itself, once in float64, and twice in float64 with every operation's
     result moved at random by what rounding may do to it under the setting, to see how far that leads (Monte Carlo
-    arithmetic). A product whose factors were rounded to a short format is given factors so rounded, because errors that
-    go one way everywhere add up where random ones cancel, as in a mean.
+    arithmetic).
 
     Args:
         step: a `Step`, or a function that does one training step, backward pass included. It is called
@@ -166,13 +163,12 @@ def record(
         if not results or [op.outputs for op in results] != [op.outputs for op in first.operations]:
             first = perform(step, parsed, sketches, bar.update)  # every operation, to see which does not repeat itself
         exact = reference.reference if reference else perform(step, exact_setting, sketches, bar.update).operations
-        amounts, formats = _roundings(trace, exact), _formats(trace, exact)
+        amounts = _roundings(trace, exact)
         trace.reference = exact
-        known = reference is not None and _formats(reference, exact) == formats
-        if reference is None or not (known and _alike(amounts, _roundings(reference, exact))):
+        if reference is None or not _alike(amounts, _roundings(reference, exact)):
             bar.total = bar.n + DRAWS * len(exact)
             shaken = [
-                perform(step, exact_setting, sketches, bar.update, change=_shaken(amounts, formats, draw)).operations
+                perform(step, exact_setting, sketches, bar.update, change=_shaken(amounts, draw)).operations
                 for draw in range(DRAWS)
             ]
             carried = _carried(exact, shaken, sketches)
@@ -270,15 +266,8 @@ def _made(trace: Trace) -> set[str]:
 
 def _roundings(trace: Trace, exact: list[Operation]) -> list[float]:
     """How far rounding may have led each operation of the trace, by the place of its twin in float64."""
-    setting = Setting.parse(trace.setting)
-    short = [
-        SAFETY * op.error
-        for op in trace.operations
-        if op.format and op.error and not op.rounded_before and op.format != FLUSHED
-    ]
-    if setting.kind == "cuda" and "tf32" in trace.arithmetic.values():
-        short.append(IN_TF32)
-    unknown = max([UNKNOWN, *short])
+    may_use_tf32 = Setting.parse(trace.setting).kind == "cuda" and "tf32" in trace.arithmetic.values()
+    unknown = IN_TF32 if may_use_tf32 else UNKNOWN
     of_twin = {id(twin): op for op, twin in aligned(trace.operations, exact) if op and twin}
     amounts = []
     for twin in exact:
@@ -295,13 +284,6 @@ def _roundings(trace: Trace, exact: list[Operation]) -> list[float]:
     return amounts
 
 
-def _formats(trace: Trace, exact: list[Operation]) -> dict[int, str]:
-    """The formats that kernels of the trace rounded the factors of products to, by the place of the twin in float64."""
-    places = {id(twin): place for place, twin in enumerate(exact)}
-    pairs = [(op, twin) for op, twin in aligned(trace.operations, exact) if op and twin and twin.name in FACTORS]
-    return {places[id(twin)]: op.format for op, twin in pairs if op.format and not op.rounded_before}
-
-
 def _apart(x: np.ndarray, y: np.ndarray) -> float:
     """The norm of a difference, without what is not a finite number in either."""
     if x.shape != y.shape:
@@ -310,15 +292,10 @@ def _apart(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.linalg.norm(x[finite] - y[finite]))
 
 
-def _shaken(amounts: list[float], formats: dict[int, str], draw: int) -> Callable[[Call], None]:
-    """What moves an operation's results at random by these amounts: each number by its size, a sum by that of all.
-
-    Before, what is a product of rounded factors is computed from such.
-    """
+def _shaken(amounts: list[float], draw: int) -> Callable[[Call], None]:
+    """What moves an operation's results at random by these amounts: each number by its size, a sum by that of all."""
 
     def shake(call: Call) -> None:
-        if call.place in formats:
-            _round_factors(call, formats[call.place])
         amount = amounts[call.place] if call.place < len(amounts) else 0.0
         if not amount or call.operation.is_view or torch.Tag.nondeterministic_seeded in call.operation.tags:
             return
@@ -331,19 +308,6 @@ def _shaken(amounts: list[float], formats: dict[int, str], draw: int) -> Callabl
                 t.data.mul_(1 + amount * moves)
 
     return shake
-
-
-def _round_factors(call: Call, format_: str) -> None:
-    """Give a product in float64 the results that it has of factors rounded to a format."""
-    placed, named = call.arguments
-    factors = [
-        rounded_factor(value.float(), format_).double() if place in FACTORS[call.name] else value
-        for place, value in enumerate(placed)
-    ]
-    results = sk.tensors(outcome(call.operation, factors, call.operation(*factors, **named)))
-    for t, rounded in zip(call.results, results, strict=False):
-        if sk.rounds(t):
-            t.data.copy_(rounded)
 
 
 def _alike(amounts: list[float], others: list[float]) -> bool:
