@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from statsmodels.stats.meta_analysis import combine_effects
 
-from gpulab.errors import UsageError
 from gpulab.stats.meta import meta_analysis
 
 # Thirteen trials of the BCG vaccine (Colditz et al. 1994; van Houwelingen, Arends, Stijnen 2002): with tuberculosis
@@ -91,9 +90,3 @@ def test_intervals_hold_the_mean_as_often_as_they_say():
         predicted += found.predicted_low <= 0.3 + 0.5 * generator.standard_normal() <= found.predicted_high
     assert 930 <= held <= 985
     assert 880 <= predicted <= 985  # fewer, with six studies: Partlett and Riley 2017
-
-
-@pytest.mark.parametrize("data", [([1.0], [1.0]), ([1.0, 2.0], [1.0, 0.0]), ([1.0, math.nan], [1.0, 1.0])])
-def test_what_cannot_be_pooled_is_refused(data):
-    with pytest.raises(UsageError, match="expected two or more"):
-        meta_analysis(*data)
