@@ -8,6 +8,7 @@ is bounded, in number and in time.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import socket
 import tempfile
@@ -20,10 +21,8 @@ from typing import Any
 
 import nbformat
 import psutil
-from jupyter_server.base.handlers import FileFindHandler, JupyterHandler
-from jupyter_server.services.kernels.handlers import KernelHandler
+from jupyter_server.base.handlers import JupyterHandler
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
-from jupyterlab_server.themes_handler import ThemesHandler
 from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
 from tornado.netutil import bind_sockets
@@ -31,10 +30,7 @@ from tornado.web import HTTPError, authenticated
 from traitlets import Integer
 from traitlets.config import Config
 from voila.app import Voila
-from voila.shutdown_kernel_handler import VoilaShutdownKernelHandler
-from voila.static_file_handler import MultiStaticFileHandler
 from voila.tornado.handler import TornadoVoilaHandler
-from voila.tornado.kernel_websocket_handler import VoilaKernelWebsocketHandler
 
 from gpulab.companion.run import KERNEL
 from gpulab.errors import GpulabError, UsageError
@@ -50,10 +46,8 @@ READABLE = (  # in a clone; its pages link to others, and show pictures
     r"(?:docs|data|benchmarks|gpulab)/[\w/-]+\.(?:md|py|svg|png))"
 )
 AS_IT_IS = {".py": "text/plain; charset=utf-8", ".svg": "image/svg+xml", ".png": "image/png"}
-NEEDED = (  # of what Voilà serves: its scripts, and the way to a page's own kernel
-    *(KernelHandler, VoilaKernelWebsocketHandler, VoilaShutdownKernelHandler),
-    *(MultiStaticFileHandler, FileFindHandler, ThemesHandler),
-)
+# Of what Voilà serves: its scripts, and the way to a page's own kernel, which takes no code.
+NEEDED = re.compile(r"/(voila/(static|labextensions|api/(themes|shutdown))|api/kernels)/")
 EXTENSIONS = ["@jupyter-widgets/jupyterlab-manager", "@voila-dashboards/widgets-manager8"]
 QUIET = ["--log-level=CRITICAL"]  # a kernel tells of its end
 # A browser asks nobody else for anything. Voilà's scripts are bundles that evaluate text.
@@ -261,7 +255,7 @@ class Explore(Voila):
         """The pages, and what they need."""
         about = {"template_paths": self.template_paths, "config": self.config}
         about |= {"voila_configuration": self.voila_configuration}
-        kept = [one for one in super().init_handlers() if one[1] in NEEDED]
+        kept = [handler for handler in super().init_handlers() if NEEDED.match(handler[0])]
         return [("/", _Start), (f"/({'|'.join(PAGES)})", _Page, about), (READABLE, _File), *kept]
 
     def listen(self) -> None:
