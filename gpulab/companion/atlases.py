@@ -56,14 +56,6 @@ def atlas_table(frame: pd.DataFrame, reference: str | None = None, alpha: float 
         `low`, `high` and standard `error`, `same_bits` (seeds with identical weights), `diverged` and
         `reference_diverged` (of the seeds of both), and `pooled`: whether it counts in `atlas_verdict`.
     """
-    rows = [row for some in _alike(frame) for row in _effects(some, reference, alpha)]
-    columns = [*EFFECT, "machine", "seeds", "effect", "low", "high", "error", "same_bits", "diverged"]
-    table = pd.DataFrame(rows, columns=[*columns, "reference_diverged", "pooled"])
-    return table.astype({"pooled": bool}).sort_values([*EFFECT, "machine"], ignore_index=True)
-
-
-def _alike(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
-    """Runs of one machine that differ in setting and seed only."""
     frame = frame[(frame.rerun == 0) & ~(frame.final_loss <= 0)]
     usual = {name: factor.usual for name, factor in FACTORS.items()}
     changed = [
@@ -75,9 +67,17 @@ def _alike(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
         for values in frame[list(usual)].itertuples(index=False)
     ]
     frame = frame.assign(variant=changed, machine=[*map(_machine, frame.cpu, frame.gpu, frame.torch)])
-    keys = ["experiment", "profile", "protocol", "variant", "machine"]
-    for _, some in frame.groupby(keys, sort=False):
-        yield some.drop_duplicates(["setting", "seed"])
+    alike = ["experiment", "profile", "protocol", "variant", "machine"]
+    rows = []
+    for key, group in frame.groupby(alike if reference else [*alike, "device"], sort=False):
+        settings = set(group.setting)
+        plain = reference or next((setting for setting in PLAIN if setting in settings), None)
+        if plain in settings and len(settings) > 1:
+            common = dict(zip(alike, key, strict=False)) | {"reference": plain}
+            rows += [common | effect for effect in _effects(group.drop_duplicates(["setting", "seed"]), plain, alpha)]
+    columns = [*EFFECT, "machine", "seeds", "effect", "low", "high", "error", "same_bits", "diverged"]
+    table = pd.DataFrame(rows, columns=[*columns, "reference_diverged", "pooled"])
+    return table.astype({"pooled": bool}).sort_values([*EFFECT, "machine"], ignore_index=True)
 
 
 def _machine(cpu: str, gpu: str | float | None, torch: str) -> str:
@@ -87,33 +87,25 @@ def _machine(cpu: str, gpu: str | float | None, torch: str) -> str:
     return f"{' + '.join([short, *gpus])}, torch {torch.partition('+')[0]}"
 
 
-def _effects(frame: pd.DataFrame, wanted: str | None, alpha: float) -> Iterator[dict[str, Any]]:
-    groups = [frame] if wanted else [some for _, some in frame.groupby("device")]
-    for some in groups:
-        reference = wanted or next((setting for setting in PLAIN if setting in set(some.setting)), None)
-        if reference not in set(some.setting) or some.setting.nunique() < 2:
-            continue
-        logs = some.assign(log_loss=np.log(some.final_loss))
-        _, _, pairs, _, _ = pair(logs, "log_loss", "setting", "seed", reference)
-        first = some.iloc[0]
-        for setting, both in pairs.groupby("setting"):
-            differences = both.difference.dropna().to_numpy(float)
-            low, high = inference.skewed_t_interval(differences, alpha, corrected=False)
-            error = inference.sample_sd(differences) / math.sqrt(max(1, len(differences)))
-            yield {
-                **{name: first[name] for name in ("experiment", "profile", "protocol", "variant", "machine")},
-                "reference": reference,
-                "setting": setting,
-                "seeds": len(differences),
-                "effect": differences.mean() if len(differences) else math.nan,
-                "low": low,
-                "high": high,
-                "error": error,
-                "same_bits": int(both.same_bits.sum()),
-                "diverged": int(both.other_diverged.sum()),
-                "reference_diverged": int(both.reference_diverged.sum()),
-                "pooled": bool(len(differences) >= FEWEST and error > 0),
-            }
+def _effects(frame: pd.DataFrame, reference: str | None, alpha: float) -> Iterator[dict[str, Any]]:
+    """What each other setting changes in runs that differ in setting and seed only."""
+    _, _, pairs, _, _ = pair(frame.assign(log_loss=np.log(frame.final_loss)), "log_loss", "setting", "seed", reference)
+    for setting, both in pairs.groupby("setting"):
+        differences = both.difference.dropna().to_numpy(float)
+        low, high = inference.skewed_t_interval(differences, alpha, corrected=False)
+        error = inference.sample_sd(differences) / math.sqrt(max(1, len(differences)))
+        yield {
+            "setting": setting,
+            "seeds": len(differences),
+            "effect": differences.mean() if len(differences) else math.nan,
+            "low": low,
+            "high": high,
+            "error": error,
+            "same_bits": int(both.same_bits.sum()),
+            "diverged": int(both.other_diverged.sum()),
+            "reference_diverged": int(both.reference_diverged.sum()),
+            "pooled": bool(len(differences) >= FEWEST and error > 0),
+        }
 
 
 @dataclass(frozen=True, eq=False)

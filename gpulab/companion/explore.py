@@ -159,10 +159,7 @@ def _settings(folder: str, host: str, token: str, pages: int | None) -> dict[str
             },
         },
         "VoilaConfiguration": {
-            "show_tracebacks": False,
-            "strip_sources": True,
             "allow_template_override": "NO",
-            "allow_theme_override": "NO",
             "extension_allowlist": EXTENSIONS,
             "multi_kernel_manager_class": Kernels,
         },

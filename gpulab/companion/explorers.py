@@ -322,9 +322,6 @@ class AuditExplorer(ipywidgets.VBox):
         try:
             if len(files) > 2:
                 raise DataError(f"{len(files)} files: expected one trace, or two")
-            for name, content in files:
-                if len(content) > MOST_UPLOADED:
-                    raise DataError(f"{name}: it has {len(content):,} bytes, and may have {MOST_UPLOADED:,}")
             traces = [Trace.load(name, content, MOST_NUMBERS) for name, content in files]
             a, b = traces if len(traces) == 2 else (traces[0], recorded_twin(traces[0]))
             for trace, (name, _) in zip((a, b), (*files, ("recorded", b"")), strict=False):

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 import gpulab as gl
-from gpulab.companion import learning
+from gpulab.companion import findings, learning
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +87,15 @@ def test_any_factor_has_a_table_whose_reference_and_other_columns_are_its_own():
     assert table.loc[("xpu", learning.ALL), "worse"] == 8
     assert table.loc[("xpu", learning.LEARNED), "seeds"] == 7, "one seed has a dead colour"
     assert table.loc[("xpu", learning.BEAT), "difference"] == pytest.approx(-7 / 8)
-    text = learning.learning_finding(table.reset_index())
+    text = "\n".join(gl.companion.finding({"It": table.reset_index()}).statistics())
     assert "final loss of the seeds that learned: equivalent at speed 1 (1 times, higher in 0 of 7 seeds)." in text
     assert "final loss of all seeds: different at speed 1" in text
 
 
 def test_equal_amounts_are_said_once():
-    rows = [{"speed": s, "metric": learning.STUCK, "decision": "equivalent", "difference": 0.0} for s in (1.0, 2.0)]
-    table = pd.DataFrame(rows).assign(worse=0, seeds=9, beat=1)
-    assert learning.decisions(table) == "equivalent at speed 1 and 2 (+0 points, higher in 0 of 9 seeds)"
+    rows = pd.DataFrame({"speed": [1.0, 2.0], "decision": "equivalent", "difference": 0.0, "worse": 0, "seeds": 9})
+    said = ["equivalent at speed 1 and 2 (+0 points, higher in 0 of 9 seeds)"]
+    assert findings._decisions(learning.STUCK, rows) == said
 
 
 def test_luck_is_a_probability():
