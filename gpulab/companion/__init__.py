@@ -5,7 +5,6 @@ from gpulab._lazy import attach
 HOMES = {
     "anomaly": "anomaly_finding anomaly_table first_window shared_memory",
     "atlases": "atlas atlas_table atlas_verdict",
-    "atlas_figures": "atlas_figure",
     "dose": "dose_finding dose_response dose_runs dose_table rank_correlation recorded_dose",
     "draws": "runs_drawn_by shared_draws",
     "exercises": "check",

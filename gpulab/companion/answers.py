@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import torch
 
 from gpulab.errors import printable
 from gpulab.stats.verdicts import Verdict
@@ -45,16 +47,11 @@ def shown(value: Any) -> str:
 def number(value: Any) -> float:
     """The number that an answer is, be it of Python, NumPy, pandas or torch."""
     need(not isinstance(value, str), f"{shown(value)} is a text: leave the quotation marks and the unit away")
-    if hasattr(value, "detach"):
-        value = value.detach()
-    if hasattr(value, "numel") or hasattr(value, "size"):
-        count = value.numel() if hasattr(value, "numel") else value.size
-        need(count == 1, f"this {type(value).__name__} holds {count} numbers, and one is asked for")
-        value = value.item()
-    need(not isinstance(value, bool), f"{value} is yes or no, and a number is asked for")
-    need(isinstance(value, (int, float)), f"{shown(value)} is no number")
-    need(abs(value) < 1e300, "this is NaN or infinite: look for a division by zero, or an empty table")
-    return float(value)
+    given = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    need(given.size == 1, f"this {type(value).__name__} holds {given.size} numbers, and one is asked for")
+    need(given.dtype.kind in "iuf", f"{shown(value)} is no number")
+    need(abs(given.item()) < 1e300, "this is NaN or infinite: look for a division by zero, or an empty table")
+    return float(given.item())
 
 
 def near(value: Any, right: float, mistakes: Mapping[Any, str], rel: float = 0.01) -> float:

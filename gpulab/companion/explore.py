@@ -117,19 +117,10 @@ PAGES = {
 def serve(
     host: str, port: int, token: str | None, pages: int | None, open_browser: bool, tell: Callable[[str], Any] = print
 ) -> None:
-    """Serve the pages until a signal comes.
+    """Serve the pages until a signal comes; `tell` is called with the address, token included, once they can be opened.
 
-    Args:
-        host: The address to listen on.
-        port: The port; 0 for any that is free.
-        token: Without which nobody is let in; by default one that nobody can guess.
-        pages: How many may be open at the same time; by default as many as the free memory holds.
-        open_browser: Whether to open them in a browser.
-        tell: Called with the address, token included, once they can be opened.
-
-    Raises:
-        UsageError: For an empty token.
-        GpulabError: Where the port cannot be listened on.
+    Port 0 is any that is free. By default the token is one that nobody can guess, and as many `pages` may be open at
+    the same time as the free memory holds.
     """
     if token is not None and not token.strip():
         raise UsageError("--token '': expected one that others cannot guess")

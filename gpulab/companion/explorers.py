@@ -45,20 +45,20 @@ STEPS = 200
 ROLLED = 5  # steps at a time
 FILL_SECONDS = 0.2  # in which verdicts of fewer seeds than are in are made, too
 GPU = "cuda:tf32=off,deterministic=on"
-# Recorded runs with two levels of one factor: what they share, the factor, and its levels, the reference first.
-COMPARISONS: dict[str, tuple[dict[str, Any], str, tuple[str, str]]] = {
+# Recorded runs with two levels of one factor: a query, the factor, and its levels, the reference first.
+COMPARISONS = {
     "autoencoder: CPU and GPU": (
-        {"experiment": "autoencoder", "profile": "quick", "loader": "copied"},
+        "experiment == 'autoencoder' and profile == 'quick' and loader == 'copied'",
         "setting",
         ("cpu:threads=1", GPU),
     ),
     "PredNet: CPU and GPU": (
-        {"experiment": "prednet", "profile": "quick", "loader": "copied", "speed": 4.0},
+        "experiment == 'prednet' and profile == 'quick' and loader == 'copied' and speed == 4",
         "setting",
         ("cpu:threads=1", GPU),
     ),
     "PredNet: own and shared memory": (
-        {"experiment": "prednet", "profile": "paper", "setting": GPU, "speed": 1.0},
+        f"experiment == 'prednet' and profile == 'paper' and setting == '{GPU}' and speed == 1",
         "loader",
         ("copied", "imitated"),
     ),
@@ -177,14 +177,9 @@ class _TwoWeights(nn.Module):
 
 
 def small_saddle(angle: float = 0.7) -> CriticalPoint:
-    """A saddle of a network of two weights: it holds the smaller of two principal components, of second moments 4, 1.
+    """A saddle of a network of two weights, which holds the smaller of two principal components of second moments 4, 1.
 
-    Args:
-        angle: Of the larger one, in radians; with others the weights round otherwise.
-
-    Examples:
-        >>> small_saddle().eigenvalues.round(decimals=9)
-        tensor([-3.,  4.], dtype=torch.float64)
+    The larger one is at an angle in radians, by which the weights round otherwise.
     """
     cosine, sine = math.cos(angle), math.sin(angle)
     large, small = torch.tensor([[cosine, sine], [-sine, cosine]], dtype=torch.float64)
@@ -264,9 +259,9 @@ class SeedsExplorer(Explorer):
 
     def _anew(self, _: Any = None) -> None:
         """The runs of a comparison in an order: 0 is as they were recorded, others are shuffled."""
-        same, self.factor, levels = COMPARISONS[self.which.value]
-        chosen = (self.runs[[*same]] == same).all(axis=1) & self.runs[self.factor].isin(levels)
-        self.chosen, self.reference = self.runs[chosen & (self.runs.rerun == 0)], levels[0]
+        query, self.factor, levels = COMPARISONS[self.which.value]
+        runs = self.runs.query(f"rerun == 0 and {query}")
+        self.chosen, self.reference = runs[runs[self.factor].isin(levels)], levels[0]
         seeds = np.sort(self.chosen.seed.unique())
         self.in_order = np.random.default_rng(self.order.value).permutation(seeds) if self.order.value else seeds
         self.verdicts: dict[int, Verdict] = {}

@@ -154,14 +154,14 @@ def _losses(rows: pd.DataFrame) -> list[str]:
     """What is said of one loss at every speed."""
     parts = []
     for decision in sorted(set(rows.decision), key=[*reversed(DECISIONS)].index):
-        some = rows[rows.decision == decision]
+        alike = rows[rows.decision == decision]
         if decision == "different":
-            words = f"the loss is {listed(f'{1 + part:.3g}' for part in some.relative)} times as high"
+            words = f"the loss is {listed(f'{1 + part:.3g}' for part in alike.relative)} times as high"
         else:
-            words = WORDS[SAME if (some.same_bits == some.seeds).all() else decision]
-        where = _speeds(some) if len(rows) > 1 else ""
-        within = _within(some.margin_relative)
-        parts.append(words.format(block="seed", seeds=span(some.seeds), needed="", within=within) + where)
+            words = WORDS[SAME if (alike.same_bits == alike.seeds).all() else decision]
+        where = _speeds(alike) if len(rows) > 1 else ""
+        within = _within(alike.margin_relative)
+        parts.append(words.format(block="seed", seeds=span(alike.seeds), needed="", within=within) + where)
     return parts
 
 

@@ -111,14 +111,14 @@ def recorded_windows() -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
-def published_network(net: str | Path | None = None, profile: str = "smoke") -> str:
+def published_network(net: str | Path | None = None) -> str:
     """The first window of the authors' own network on a CPU, buffer reused against copied, in a sentence.
 
-    Where something is missing, the sentence says that it was skipped, and how to get it. For the arguments see
+    Where something is missing, the sentence says that it was skipped, and how to get it. `net` is their folder, as of
     `published_windows` in `benchmarks/record_published.py`.
     """
     try:
-        (row,) = benchmark("record_published").published_windows(net, profile=profile).itertuples()
+        (row,) = benchmark("record_published").published_windows(net, profile="smoke").itertuples()
     except GpulabError as missing:
         return f"Skipped: {missing}."
     version = importlib.metadata.version("chainer")

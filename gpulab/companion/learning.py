@@ -26,6 +26,7 @@ from gpulab.training.step import LAST_FIFTH
 from gpulab.training.store import runs
 
 RENDERED = ("walk", "moving-digits")
+ALPHA = 0.05
 # What runs are judged by. All but the first, which needs no threshold of ours, were laid down in data/README.md before
 # the runs on the anomaly were made; for a CPU against a GPU they were not.
 BEAT = "share of seeds that beat repeating the last frame"
@@ -38,36 +39,27 @@ COLUMNS += " margin_relative registered_margin same_bits worse beat beat_referen
 
 
 def learning_verdicts(
-    frame: pd.DataFrame,
-    factor: str,
-    reference: str,
-    plateau: float,
-    repeat: float = math.nan,
-    margin: str | float | None = None,
+    frame: pd.DataFrame, factor: str, reference: str, plateau: float, repeat: float = math.nan
 ) -> dict[str, Verdict]:
     """The verdicts on what runs of one size and film learned, by `METRICS`, as far as they can be asked.
 
-    Args:
-        frame: From `gpulab.runs`.
-        factor, reference: As of `gpulab.verdict`.
-        plateau: A run whose final loss is not below it, or that diverged, did not learn; infinite where there is none.
-        repeat: The loss of repeating the last frame; NaN where there is none.
-        margin: Of the two losses, as of `gpulab.verdict`; that of the two shares is 0.1.
+    A run whose final loss is not below the `plateau`, or that diverged, did not learn. `repeat` is the loss of
+    repeating the last frame; NaN, or an infinite plateau, where there is none.
     """
     stuck = ~(frame.final_loss < plateau)
     learned = frame[~stuck.groupby(frame.seed).transform("any")]
     options: dict[str, Any] = {"factor": factor, "reference": reference}
     shares = frame.assign(beat=frame.final_loss < repeat, stuck=stuck, status="finished")
     verdicts = {BEAT: verdict(shares, metric="beat", **options)} if repeat == repeat else {}
-    verdicts[ALL] = verdict(frame, margin=margin, **options)
+    verdicts[ALL] = verdict(frame, **options)
     if plateau < math.inf:
         verdicts[STUCK] = verdict(shares, metric="stuck", **options)
         if len(learned):
-            verdicts[LEARNED] = verdict(learned, margin=margin, **options)
+            verdicts[LEARNED] = verdict(learned, **options)
     return verdicts
 
 
-def learning_table(frame: pd.DataFrame, factor: str, reference: str, alpha: float = 0.05) -> pd.DataFrame:
+def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataFrame:
     """`learning_verdicts` for every experiment, size, setting, loader and speed in a frame of runs.
 
     The metrics and speeds of one experiment, size, setting and loader are one family: its p values have Holm's
@@ -95,7 +87,7 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str, alpha: floa
     for name in ("different", "equivalent"):
         table[f"p_{name}_holm"] = family[f"p_{name}"].transform(holm)
     table["p_diverged_holm"] = (table.p_diverged * family.seeds.transform("size")).clip(upper=1.0)
-    table["decision"] = [decide(row, alpha) for row in table.itertuples()]
+    table["decision"] = [decide(row, ALPHA) for row in table.itertuples()]
     return table.rename(columns={"p_different": "p", "p_different_holm": "p_holm"})[[*FAMILY, *COLUMNS.split()]]
 
 
@@ -115,7 +107,7 @@ def _levels(judged: Verdict) -> list[dict[str, Any]]:
     return table.to_dict("records")
 
 
-def false_alarms(families: int, alpha: float = 0.05) -> str:
+def false_alarms(families: int) -> str:
     """How likely luck alone makes at least one of several families of tests say `different`, each corrected within.
 
     Examples:
@@ -123,9 +115,9 @@ def false_alarms(families: int, alpha: float = 0.05) -> str:
         10 families of tests at alpha 5 %. If nothing differed anywhere, at least one of them would still say so with a
         probability of 40 % where they are independent, and of at most 50 % in any case.
     """
-    independent, most = 1 - (1 - alpha) ** families, min(1.0, families * alpha)
+    independent, most = 1 - (1 - ALPHA) ** families, min(1.0, families * ALPHA)
     return (
-        f"{families} families of tests at alpha {alpha:.0%}. If nothing differed anywhere, at least one of them would "
+        f"{families} families of tests at alpha {ALPHA:.0%}. If nothing differed anywhere, at least one of them would "
         f"still say so with a\nprobability of {independent:.0%} where they are independent, and of at most {most:.0%} "
         "in any case."
     ).replace("%", " %")

@@ -19,10 +19,12 @@ from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 from scipy.stats import chi2, t
 
+ALPHA = 0.05
+
 
 @dataclass(frozen=True)
 class MetaAnalysis:
-    """What studies say together; effects, intervals and tau are in the studies' unit, intervals at 1 − alpha."""
+    """What studies say together; effects, intervals and tau are in the studies' unit, intervals are of 95 %."""
 
     studies: int  # how many
     effect: float  # the mean over studies
@@ -41,7 +43,7 @@ class MetaAnalysis:
     predicted_high: float
 
 
-def meta_analysis(effects: ArrayLike, errors: ArrayLike, alpha: float = 0.05) -> MetaAnalysis:
+def meta_analysis(effects: ArrayLike, errors: ArrayLike) -> MetaAnalysis:
     """Pool effects with their standard errors above 0, both of shape (studies,) with two or more, in one unit.
 
     Examples:
@@ -68,12 +70,12 @@ def meta_analysis(effects: ArrayLike, errors: ArrayLike, alpha: float = 0.05) ->
 
     # The estimate is where Q is k − 1, an end of the interval where it is a quantile. statsmodels' `combine_effects`
     # has no interval, and says that tau is 0 where its last step goes too far by a rounding error.
-    tau2, tau2_low, tau2_high = map(tau2_where, (k - 1, *chi2.isf((alpha / 2, 1 - alpha / 2), k - 1)))
+    tau2, tau2_low, tau2_high = map(tau2_where, (k - 1, *chi2.isf((ALPHA / 2, 1 - ALPHA / 2), k - 1)))
     weights = 1 / (variances + tau2)
     effect, error = float(weights @ effects / weights.sum()), float(weights.sum() ** -0.5)
     # With tau by Paule and Mandel the factor of Hartung and Knapp is 1, or below where tau is 0, and then taken as 1.
-    reach = float(t.isf(alpha / 2, k - 1)) * error
-    predicted_reach = float(t.isf(alpha / 2, k - 2)) * math.hypot(error, math.sqrt(tau2)) if k > 2 else math.nan
+    reach = float(t.isf(ALPHA / 2, k - 1)) * error
+    predicted_reach = float(t.isf(ALPHA / 2, k - 2)) * math.hypot(error, math.sqrt(tau2)) if k > 2 else math.nan
     q = cochran_q(0.0)
     return MetaAnalysis(
         studies=k,

@@ -87,9 +87,9 @@ def test_a_false_difference_appears_and_vanishes(seeds):
 
 @pytest.mark.parametrize("name", explorers.COMPARISONS)
 def test_every_comparison_has_the_verdict_of_all_its_runs(seeds, name):
-    same, factor, levels = explorers.COMPARISONS[name]
-    runs = gl.recorded_runs()
-    runs = runs[(runs[[*same]] == same).all(axis=1) & runs[factor].isin(levels) & (runs.rerun == 0)]
+    query, factor, levels = explorers.COMPARISONS[name]
+    runs = gl.recorded_runs().query(query)
+    runs = runs[runs[factor].isin(levels) & (runs.rerun == 0)]
     seeds.which.value = name
     seeds.seeds.value = seeds.seeds.max
     whole = gl.verdict(runs, factor=factor, reference=levels[0])

@@ -7,6 +7,8 @@ import pytest
 import gpulab as gl
 from gpulab.companion import findings, learning
 
+OFF = "cuda:tf32=off"
+
 
 @pytest.fixture(scope="module")
 def frame(tmp_path_factory):
@@ -44,11 +46,8 @@ def test_a_dead_colour_costs_what_the_film_says(frame):
 
 def test_the_finding_counts_the_runs(frame):
     prednet = frame[frame.experiment == "prednet"]
-    assert learning.motion_finding(prednet) == (
-        "No network has learned motion here: none of 3 runs beats repeating the last frame."
-    )
-    better = prednet.assign(final_loss=[1e-9, 1.0, np.nan])
-    text = learning.motion_finding(better)
+    assert learning.motion_finding(prednet).endswith("none of 3 runs beats repeating the last frame.")
+    text = learning.motion_finding(prednet.assign(final_loss=[1e-9, 1.0, np.nan]))
     assert text.startswith("1 of 3 runs beat repeating the last frame, and 1 of 3 beat repeating it blurred")
 
 
@@ -98,12 +97,6 @@ def test_equal_amounts_are_said_once():
     assert findings._decisions(learning.STUCK, rows) == said
 
 
-def test_luck_is_a_probability():
-    text = learning.false_alarms(20)
-    assert f"{1 - 0.95**20:.0%}".replace("%", " %") in text
-    assert "at most 100 %" in text
-
-
 def test_runs_for_the_title_question_differ_in_the_device_alone():
     title = gl.companion.title_runs()
     published = title[title.profile == "paper"]
@@ -124,11 +117,9 @@ def test_on_a_gpu_no_difference_is_seen_between_the_gradient_written_out_and_tha
 
 
 def test_rounding_denormal_numbers_to_zero_changes_nothing_at_the_quick_size():
-    (row,) = gl.verdict(
-        gl.companion.title_runs().query("profile == 'quick'"), reference="cpu:threads=1"
-    ).table.itertuples()
-    assert row.setting == "cpu:threads=1,denormals=off"
-    assert row.same_bits == row.seeds == 16
+    quick = gl.companion.title_runs().query("profile == 'quick'")
+    (row,) = gl.verdict(quick, reference="cpu:threads=1").table.itertuples()
+    assert (row.setting, row.same_bits, row.seeds) == ("cpu:threads=1,denormals=off", 16, 16)
 
 
 def test_the_long_runs_differ_in_one_thing_at_a_time_and_one_family_of_eight_changes_no_decision():
@@ -136,21 +127,18 @@ def test_the_long_runs_differ_in_one_thing_at_a_time_and_one_family_of_eight_cha
     assert set(longer.frames) == {50_000}
     for name in ("experiment", "profile", "data", "speed", "frame_size", "torch", "machine", "status"):
         assert longer[name].nunique() == 1, name
-    cells = longer.groupby(["setting", "loader"]).seed.nunique()
-    assert cells.to_dict() == {
-        ("cuda:tf32=off", "imitated"): 16,
-        ("cuda:tf32=off", "window"): 16,
-        ("cuda:tf32=on", "window"): 16,
-    }
-    memory = learning.learning_table(longer[longer.setting == "cuda:tf32=off"], "loader", "window")
-    tf32 = learning.learning_table(longer[longer.loader == "window"], "setting", "cuda:tf32=off")
+    cells = longer.groupby(["setting", "loader"]).seed.nunique().to_dict()
+    assert cells == dict.fromkeys([(OFF, "imitated"), (OFF, "window"), ("cuda:tf32=on", "window")], 16)
+    memory = learning.learning_table(longer[longer.setting == OFF], "loader", "window")
+    tf32 = learning.learning_table(longer[longer.loader == "window"], "setting", OFF)
     together = learning.holm(pd.concat([memory.p, tf32.p], ignore_index=True))
     assert ((together < 0.05) == (pd.concat([memory.decision, tf32.decision]) == "different").to_numpy()).all()
     assert together[together < 0.05].max() < 0.0003
 
 
 def test_cpu_runs_for_the_title_question_are_of_one_kind_of_machine():
-    published = gl.companion.title_runs().query("experiment == 'prednet' and profile == 'paper' and device == 'cpu'")
+    title = gl.companion.title_runs()
+    published = title.query("experiment == 'prednet' and profile == 'paper' and device == 'cpu'")
     assert sorted(published.seed) == [*range(31), 35]
     for name in ("cpu", "torch", "protocol", "setting", "gradients"):
         assert published[name].nunique() == 1, name

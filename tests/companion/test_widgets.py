@@ -117,7 +117,7 @@ def test_an_unknown_format_is_refused():
         ("float8_e5m2", torch.float8_e5m2, torch.uint8),
     ],
 )
-@pytest.mark.parametrize("x", [0.1, -3.0, 1e-7, 440.0])
+@pytest.mark.parametrize("x", [-0.1, 1e-7])
 def test_the_bits_are_those_that_torch_stores(name, dtype, whole, x):
     stored = torch.tensor([x]).to(dtype)
     width = 8 * stored.element_size()

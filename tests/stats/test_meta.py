@@ -35,15 +35,6 @@ def test_published_numbers_of_the_bcg_trials():
         assert weights @ (effects - np.average(effects, weights=weights)) ** 2 == pytest.approx(quantile, rel=1e-6)
 
 
-def test_the_eight_schools_show_no_heterogeneity():
-    found = meta_analysis(*EIGHT_SCHOOLS)
-    # Gelman et al., Bayesian Data Analysis, section 5.5: pooled 7.7 with standard error 4.1
-    assert found.effect == pytest.approx(7.7, abs=0.05)
-    assert (found.high - found.effect) / 2.364624 == pytest.approx(4.1, abs=0.05)
-    assert (found.tau, found.i2) == (0.0, 0.0)
-    assert found.low < 0 < found.high
-
-
 @pytest.mark.parametrize("data", [ODDS, EIGHT_SCHOOLS])
 def test_it_is_statsmodels(data):
     found = meta_analysis(*data)
