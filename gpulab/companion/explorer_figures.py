@@ -87,9 +87,7 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
     return finished(figure, headline, alt, [*keys, margin_key(float(rows.margin.iloc[-1]))], columns=3)
 
 
-def saddle_path(
-    surface: Surface, path: pd.DataFrame, step: int, turn: float = -60.0, tilt: float = 35.0, how: str = ""
-) -> Picture:
+def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, tilt: float, how: str) -> Picture:
     """The way of a ball up to a step on the loss around a saddle, seen from `turn` and `tilt` degrees."""
     gone = path[: step + 1]
     ball, top = gone.iloc[-1], 1.8 * surface.loss
@@ -111,5 +109,5 @@ def saddle_path(
     axes.set_zlabel("loss", fontsize=8)
     axes.tick_params(labelsize=7)
     away = f"{math.hypot(ball.along, ball.across):.2g} from the saddle, at a loss of {ball.loss:.2g}"
-    headline = f"{how}{': ' * bool(how)}after {len(gone) - 1} steps the ball is {away}"
+    headline = f"{how}: after {len(gone) - 1} steps the ball is {away}"
     return finished(figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}.")

@@ -176,12 +176,12 @@ class _TwoWeights(nn.Module):
         return (x @ self.weight)[:, None] * self.weight
 
 
-def small_saddle(angle: float = 0.7) -> CriticalPoint:
+def small_saddle() -> CriticalPoint:
     """A saddle of a network of two weights, which holds the smaller of two principal components of second moments 4, 1.
 
-    The larger one is at an angle in radians, by which the weights round otherwise.
+    The larger one is at an angle of 0.7, for at others the weights would round otherwise.
     """
-    cosine, sine = math.cos(angle), math.sin(angle)
+    cosine, sine = math.cos(0.7), math.sin(0.7)
     large, small = torch.tensor([[cosine, sine], [-sine, cosine]], dtype=torch.float64)
     data = math.sqrt(2) * torch.stack([2 * large, small])
     return find_critical_point(_TwoWeights(small), nn.functional.mse_loss, (data, data), progress=False)

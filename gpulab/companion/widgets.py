@@ -11,7 +11,6 @@ import ipywidgets
 import torch
 from markupsafe import Markup
 
-from gpulab.errors import UsageError
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.numerics.sums import format_bits
 from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN, bits, landscape_slice
@@ -56,10 +55,6 @@ class BitExplorer(Explorer):
 
     Args:
         x: The number to begin with.
-        name: The format to begin with.
-
-    Raises:
-        UsageError: For an unknown format.
 
     Examples:
         >>> explorer = BitExplorer(1.0)
@@ -68,12 +63,10 @@ class BitExplorer(Explorer):
         1.0000001192092896
     """
 
-    def __init__(self, x: float = 0.1, name: str = "tf32") -> None:
-        if name not in FORMATS:
-            raise UsageError(f"format {name!r}: expected one of {', '.join(FORMATS)}")
+    def __init__(self, x: float = 0.1) -> None:
         self.x = x
         self.number = ipywidgets.FloatText(value=x, description="number")
-        self.format = ipywidgets.Dropdown(options=list(FORMATS), value=name, description="format")
+        self.format = ipywidgets.Dropdown(options=list(FORMATS), value="tf32", description="format")
         self.rounding = ipywidgets.Dropdown(options=list(MODES), value=MODES[0], description="rounding")
         layout = ipywidgets.Layout(width="20px", height="26px", margin="1px", padding="0px")
         wrapped = ipywidgets.Layout(flex_flow="row wrap", margin="0 6px 0 0")
