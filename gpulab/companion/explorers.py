@@ -7,11 +7,12 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ipywidgets
 import numpy as np
+import psutil
 import torch
 from markupsafe import Markup
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from gpulab.training.run import Keeping, in_turns, planned, under
 from gpulab.training.store import recorded_runs
 
 MOST_NUMBERS = 1 << 21  # in a column of one, ten times as many as the largest network that was recorded
+MORE_MEMORY = 2 << 30  # bytes that reading and comparing may take
 DRAW_SECONDS = 0.3  # between two pictures of what goes on
 FRAMES = {"autoencoder": 1000, "prednet": 400}  # of a training, which takes some seconds
 OTHERS = "cpu:precision=bfloat16", "cpu:emulate=tf32", "cpu:emulate=bfloat16"  # beside those that a machine has itself
@@ -317,13 +319,16 @@ class AuditExplorer(ipywidgets.VBox):
         try:
             if len(files) > 2:
                 raise DataError(f"{len(files)} files: expected one trace, or two")
-            traces = [Trace.load(name, content, MOST_NUMBERS) for name, content in files]
-            a, b = traces if len(traces) == 2 else (traces[0], recorded_twin(traces[0]))
-            for trace, (name, _) in zip((a, b), (*files, ("recorded", b"")), strict=False):
-                trace.label = f"{trace.title} ({name})"
-            return Markup(audit(a, b, progress=False).html())
+            with at_most(MORE_MEMORY):
+                traces = [Trace.load(name, content, MOST_NUMBERS) for name, content in files]
+                a, b = traces if len(traces) == 2 else (traces[0], recorded_twin(traces[0]))
+                for trace, (name, _) in zip((a, b), (*files, ("recorded", b"")), strict=False):
+                    trace.label = f"{trace.title} ({name})"
+                return Markup(audit(a, b, progress=False).html())
         except GpulabError as error:
             return Markup("<p>{}</p>").format(error)
+        except MemoryError:
+            return Markup("<p>This would take more than {:,} bytes of memory.</p>").format(MORE_MEMORY)
         except Exception as error:  # of what a stranger wrote: a page says so, and goes on
             return Markup("<p>This cannot be compared: {}</p>").format(in_one_line(error))
 
@@ -336,6 +341,24 @@ def recorded_twin(trace: Trace) -> Trace:
             check_same_step(trace, recorded)
             return recorded
     raise DataError(f"{trace}: no recorded trace is of this step; upload two of the same step, to be compared")
+
+
+@contextlib.contextmanager
+def at_most(more: int) -> Iterator[None]:
+    """Inside, this process may take so many more bytes of memory, where the system can say so."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    taken = psutil.Process().memory_info().vms
+    soft = min(limit for limit in (taken + more, *before) if limit != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 audit_explorer, saddle_explorer = AuditExplorer, SaddleExplorer

@@ -241,3 +241,10 @@ def test_a_trace_with_nan_and_with_html_in_it_is_audited(audit, tmp_path):
     assert "&lt;i&gt;nan&lt;/i&gt;" in answer
     assert "<i>" not in answer
     assert "<b>" not in answer
+
+
+def test_memory_is_bounded_while_a_strangers_file_is_read(audit, monkeypatch):
+    pytest.importorskip("resource")
+    monkeypatch.setattr(explorers.Trace, "load", lambda *_: np.ones(1 << 29))
+    assert "more than 2,147,483,648 bytes of memory" in audit.compare([("theirs.trace", b"")])
+    assert len(np.ones(1 << 24)) == 1 << 24
