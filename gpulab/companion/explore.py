@@ -15,7 +15,7 @@ import tempfile
 import threading
 import webbrowser
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,7 @@ class Page:
         """The page as Voilà wants it: a notebook of one cell."""
         cell = nbformat.v4.new_code_cell(f"import gpulab as gl\n\ngl.companion.{self.call}()")
         kernel = {"name": KERNEL, "display_name": "Python 3", "language": "python"}
-        there = (NOTEBOOKS / f"{self.notebook}.ipynb").is_file()
-        about = {"move": self.move, "see": self.see, "notebook": self.notebook, "there": there}
+        about = asdict(self) | {"in_clone": (NOTEBOOKS / f"{self.notebook}.ipynb").is_file()}
         bounds = {"most_bytes": MOST_UPLOADED, "idle_minutes": IDLE_SECONDS // 60}
         metadata = {"kernelspec": kernel, "title": self.title, "page": about, **bounds}
         return nbformat.v4.new_notebook(cells=[cell], metadata=metadata)
