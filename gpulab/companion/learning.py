@@ -222,22 +222,22 @@ def _film(data: str, frames: int, size: str, scene: float, speed: float) -> Sequ
     return loaded
 
 
-def _last(data: str, frames: int, *film: Any) -> Iterator[np.ndarray]:
+def _last_windows(data: str, frames: int, *film: Any) -> Iterator[np.ndarray]:
     """The windows that a run's final loss is the mean of, in [0, 1], one by one: all at once take 250 MB."""
     length = protocol("prednet", "paper").window
     last = max(1, frames // length // LAST_FIFTH)
     windows = _film(data, frames, *film).windows(length, start=frames // length - last)
-    yield from (part.frames / np.float32(255) for part in itertools.islice(windows, last))
+    yield from (window.frames / np.float32(255) for window in itertools.islice(windows, last))
 
 
 @functools.cache
 def _repeat_loss(*film: Any) -> float:
-    return float(np.mean([np.square(np.diff(frames, axis=0)).mean() for frames in _last(*film)]))
+    return float(np.mean([np.square(np.diff(frames, axis=0)).mean() for frames in _last_windows(*film)]))
 
 
 @functools.cache
 def _blurred_loss(*film: Any) -> float:
-    pairs = [(frames[:-1:5].copy(), frames[1::5].copy()) for frames in _last(*film)]
+    pairs = [(frames[:-1:5].copy(), frames[1::5].copy()) for frames in _last_windows(*film)]
     return blurred_loss(*map(np.concatenate, zip(*pairs, strict=True)))
 
 
@@ -246,10 +246,10 @@ def _missing_colour_loss(*film: Any) -> float:
     return _film(*film).missing_colour_loss()
 
 
-def blurred_loss(last: np.ndarray, coming: np.ndarray) -> float:
-    """The mean squared error of frames (N, C, H, W) blurred, against those to come, by the Gaussian that is best."""
+def blurred_loss(frames: np.ndarray, next_frames: np.ndarray) -> float:
+    """The mean squared error of frames (N, C, H, W) blurred by the Gaussian that is best, against those after them."""
     from scipy.ndimage import gaussian_filter
 
-    widths = last.shape[-1] / 64 * np.array([0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8])
-    blurred = (gaussian_filter(last, (0, 0, width, width)) for width in widths)
-    return float(min(np.square(one - coming).mean() for one in blurred))
+    widths = frames.shape[-1] / 64 * np.array([0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8])
+    blurred = (gaussian_filter(frames, (0, 0, width, width)) for width in widths)
+    return float(min(np.square(prediction - next_frames).mean() for prediction in blurred))
