@@ -14,7 +14,7 @@ import torch
 
 import gpulab as gl
 from gpulab import files, report
-from gpulab.companion.run import HERE, RECORDED, UNSAID, NotebookFinding, Result, collect, write_report
+from gpulab.companion.run import BOTH, HERE, RECORDED, NotebookFinding, Result, collect, write_report
 from gpulab.diagnostics.steps import Step
 from gpulab.schemas import Overwritten
 
@@ -78,7 +78,7 @@ def pages(tmp_path_factory):
     gl.stats.variance_components(pd.DataFrame(rows), **columns).save(folder / "components.html", HOSTILE)
     figure = {"png": 'AAAA"><script>', "alt": HOSTILE}
     figure["section"] = HOSTILE
-    findings = [NotebookFinding(origin, HOSTILE, [HOSTILE]) for origin in (HERE, RECORDED, UNSAID)]
+    findings = [NotebookFinding(origin, HOSTILE, [HOSTILE]) for origin in (HERE, RECORDED, BOTH)]
     notebook = folder / f"{HOSTILE.replace('/', '')}.ipynb"
     result = Result(HOSTILE, HOSTILE, 1.0, 1, HOSTILE, notebook, findings, [figure], [HOSTILE])
     write_report([result], folder, HOSTILE)

@@ -49,7 +49,6 @@ CONDA_NAMES = {
     "seaborn": "seaborn-base",
     "xxhash": "python-xxhash",
     "jupyter-server": "jupyter_server",
-    "jupyterlab-server": "jupyterlab_server",
 }
 
 # Modules whose distribution has another name.

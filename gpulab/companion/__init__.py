@@ -5,7 +5,6 @@ from gpulab._lazy import attach
 HOMES = {
     "anomaly": "anomaly_finding anomaly_table first_window shared_memory",
     "atlases": "atlas atlas_table atlas_verdict",
-    "atlas_figures": "atlas_figure",
     "dose": "dose_finding dose_response dose_runs dose_table rank_correlation recorded_dose",
     "draws": "runs_drawn_by shared_draws",
     "exercises": "check",
@@ -15,8 +14,8 @@ HOMES = {
     "floating_point": "FactorTable factor_table recorded_measurements recorded_products",
     "floating_point_figures": "decoded factor_effects",
     "growths": "growth growth_figure",
-    "learning": "blurred_losses false_alarms learning_finding learning_table missing_colour_losses motion_finding "
-    "recorded_films repeat_losses title_runs longer_runs",
+    "learning": "blurred_losses false_alarms learning_table longer_runs missing_colour_losses motion_finding "
+    "recorded_films repeat_losses title_runs",
     "old_gpu": "cards_finding cards_table covariance_spectrum divergence prices recorded_cards_audit recorded_prices "
     "spectrum",
     "first_windows": "FirstWindow published_network recorded_windows",

@@ -55,9 +55,9 @@ def first_window(
     return pd.DataFrame(rows)
 
 
-def anomaly_table(frame: pd.DataFrame, alpha: float = 0.05) -> pd.DataFrame:
+def anomaly_table(frame: pd.DataFrame) -> pd.DataFrame:
     """`learning_table` of shared against copied memory, for every experiment, size and setting."""
-    return learning_table(frame, "loader", PLAIN, alpha)
+    return learning_table(frame, "loader", PLAIN)
 
 
 def window_finding(row: Any) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
 
 from gpulab.errors import printable
 from gpulab.stats.verdicts import Verdict
-
-if TYPE_CHECKING:
-    import pandas as pd
-
+from gpulab.training.store import recorded_runs
 
 CHECKS: dict[str, tuple[str, Callable[[Any], str]]] = {}  # of each exercise: what an answer is, and its check
 
@@ -46,16 +47,11 @@ def shown(value: Any) -> str:
 def number(value: Any) -> float:
     """The number that an answer is, be it of Python, NumPy, pandas or torch."""
     need(not isinstance(value, str), f"{shown(value)} is a text: leave the quotation marks and the unit away")
-    if hasattr(value, "detach"):
-        value = value.detach()
-    if hasattr(value, "numel") or hasattr(value, "size"):
-        count = value.numel() if hasattr(value, "numel") else value.size
-        need(count == 1, f"this {type(value).__name__} holds {count} numbers, and one is asked for")
-        value = value.item()
-    need(not isinstance(value, bool), f"{value} is yes or no, and a number is asked for")
-    need(isinstance(value, (int, float)), f"{shown(value)} is no number")
-    need(abs(value) < 1e300, "this is NaN or infinite: look for a division by zero, or an empty table")
-    return float(value)
+    given = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    need(given.size == 1, f"this {type(value).__name__} holds {given.size} numbers, and one is asked for")
+    need(given.dtype.kind in "iuf", f"{shown(value)} is no number")
+    need(abs(given.item()) < 1e300, "this is NaN or infinite: look for a division by zero, or an empty table")
+    return float(given.item())
 
 
 def near(value: Any, right: float, mistakes: Mapping[Any, str], rel: float = 0.01) -> float:
@@ -63,14 +59,9 @@ def near(value: Any, right: float, mistakes: Mapping[Any, str], rel: float = 0.0
     found = number(value)
     if math.isclose(found, right, rel_tol=rel):
         return found
-    usual = {
-        -right: "the sign is the other one",
-        1000 * right: "a thousand times too large: look at the units",
-        right / 1000: "a thousand times too small: look at the units",
-        100 * right: "a hundred times too large: a share and per cent are two things",
-        right / 100: "a hundred times too small: a share and per cent are two things",
-        1 / right: "the inverse: what is divided by what?",
-    }
+    usual = {-right: "the sign is the other one", 1 / right: "the inverse: what is divided by what?"}
+    usual |= dict.fromkeys([1000 * right, right / 1000], "off by a factor of a thousand: look at the units")
+    usual |= dict.fromkeys([100 * right, right / 100], "off by a hundred: a share and per cent are two things")
     for wrong, why in [*mistakes.items(), *usual.items()]:
         need(not math.isclose(found, wrong, rel_tol=rel), f"{found:.4g}: {why}")
     raise WrongAnswerError(f"{found:.4g} is too {'large' if found > right else 'small'}")
@@ -93,8 +84,6 @@ def fields(value: Any, *names: Any) -> Mapping[Any, Any]:
 
 def table(value: Any, *columns: str) -> pd.DataFrame:
     """A data frame that has these columns."""
-    import pandas as pd
-
     need(isinstance(value, pd.DataFrame), f"{shown(value)} is no table")
     missing = [name for name in columns if name not in value]
     need(not missing, f"the table has no column {', '.join(missing)}: give it whole, as gpulab returned it")
@@ -121,8 +110,6 @@ def judged(value: Any, factor: str, seeds: int = 6, metric: str = "final_loss") 
 
 def recorded(experiment: str, profile: str, **columns: Any) -> pd.DataFrame:
     """Recorded runs that have these values in their columns."""
-    from gpulab.training.store import recorded_runs
-
     frame = recorded_runs()
     for name, value in {"experiment": experiment, "profile": profile, **columns}.items():
         frame = frame[frame[name] == value]

@@ -9,17 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 import gpulab.stats.tests as inference
+from gpulab.errors import UsageError
+from gpulab.plots.style import BESIDE, FAINT, INK, canvas, colour, finished, key
 from gpulab.records import recorded_folder
-from gpulab.report import Report
+from gpulab.report import Picture, Report
 from gpulab.report import table as html_table
-from gpulab.stats.meta import MetaAnalysis, meta_analysis
+from gpulab.stats.meta import ALPHA, MetaAnalysis, meta_analysis
 from gpulab.stats.pairs import pair
 from gpulab.stats.verdicts import p_text
 from gpulab.training.protocol import FACTORS
@@ -31,39 +34,26 @@ FEWEST = 5  # seeds, below which a standard error is too uncertain to weigh a ma
 EFFECT = ["experiment", "profile", "protocol", "variant", "reference", "setting"]
 
 
-def atlas(folder: str | Path | None = None) -> pd.DataFrame:
-    """The runs that are shipped with gpulab and those that `gpulab merge` added, as `gpulab.runs`.
-
-    Args:
-        folder: By default where `gpulab merge` adds them.
-    """
-    merged = [runs(each).assign(recorded=True) for each in (recorded_folder("atlas"), folder or atlas_folder())]
+def atlas() -> pd.DataFrame:
+    """The runs that are shipped with gpulab and those that `gpulab merge` added, as `gpulab.runs`."""
+    merged = [runs(folder).assign(recorded=True) for folder in (recorded_folder("atlas"), atlas_folder())]
     frames = [frame for frame in (recorded_runs(), *merged) if len(frame)]
     return pd.concat(frames, ignore_index=True).drop_duplicates("id")
 
 
-def atlas_table(frame: pd.DataFrame, reference: str | None = None, alpha: float = 0.05) -> pd.DataFrame:
+def atlas_table(frame: pd.DataFrame, reference: str | None = None) -> pd.DataFrame:
     """Machines × settings: how far each setting moves the final loss there, from the same seeds.
 
     Args:
         frame: Runs, from `atlas` or `gpulab.runs`.
         reference: A setting; by default, for each kind of device, a plain one that the machine ran.
-        alpha: Of the intervals, each by itself at 1 − alpha (Student's).
 
     Returns:
         A row for each machine (its chips and version of torch) and setting: `experiment`, `profile`, `protocol`,
         `variant` (other factors that were not as usual), `reference`, `setting`, `machine`, `seeds`, `effect` with
-        `low`, `high` and standard `error`, `same_bits` (seeds with identical weights), `diverged` and
+        `low`, `high` (95 %, Student's) and standard `error`, `same_bits` (seeds with identical weights), `diverged` and
         `reference_diverged` (of the seeds of both), and `pooled`: whether it counts in `atlas_verdict`.
     """
-    rows = [row for some in _alike(frame) for row in _effects(some, reference, alpha)]
-    columns = [*EFFECT, "machine", "seeds", "effect", "low", "high", "error", "same_bits", "diverged"]
-    table = pd.DataFrame(rows, columns=[*columns, "reference_diverged", "pooled"])
-    return table.astype({"pooled": bool}).sort_values([*EFFECT, "machine"], ignore_index=True)
-
-
-def _alike(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
-    """Runs of one machine that differ in setting and seed only."""
     frame = frame[(frame.rerun == 0) & ~(frame.final_loss <= 0)]
     usual = {name: factor.usual for name, factor in FACTORS.items()}
     changed = [
@@ -75,9 +65,17 @@ def _alike(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
         for values in frame[list(usual)].itertuples(index=False)
     ]
     frame = frame.assign(variant=changed, machine=[*map(_machine, frame.cpu, frame.gpu, frame.torch)])
-    keys = ["experiment", "profile", "protocol", "variant", "machine"]
-    for _, some in frame.groupby(keys, sort=False):
-        yield some.drop_duplicates(["setting", "seed"])
+    alike = ["experiment", "profile", "protocol", "variant", "machine"]
+    rows = []
+    for values, group in frame.groupby(alike if reference else [*alike, "device"], sort=False):
+        settings = set(group.setting)
+        plain = reference or next((setting for setting in PLAIN if setting in settings), None)
+        if plain and plain in settings and len(settings) > 1:
+            common = dict(zip(alike, values, strict=False)) | {"reference": plain}
+            rows += [common | effect for effect in _effects(group.drop_duplicates(["setting", "seed"]), plain)]
+    columns = [*EFFECT, "machine", "seeds", "effect", "low", "high", "error", "same_bits", "diverged"]
+    table = pd.DataFrame(rows, columns=[*columns, "reference_diverged", "pooled"])
+    return table.astype({"pooled": bool}).sort_values([*EFFECT, "machine"], ignore_index=True)
 
 
 def _machine(cpu: str, gpu: str | float | None, torch: str) -> str:
@@ -87,33 +85,25 @@ def _machine(cpu: str, gpu: str | float | None, torch: str) -> str:
     return f"{' + '.join([short, *gpus])}, torch {torch.partition('+')[0]}"
 
 
-def _effects(frame: pd.DataFrame, wanted: str | None, alpha: float) -> Iterator[dict[str, Any]]:
-    groups = [frame] if wanted else [some for _, some in frame.groupby("device")]
-    for some in groups:
-        reference = wanted or next((setting for setting in PLAIN if setting in set(some.setting)), None)
-        if reference not in set(some.setting) or some.setting.nunique() < 2:
-            continue
-        logs = some.assign(log_loss=np.log(some.final_loss))
-        _, _, pairs, _, _ = pair(logs, "log_loss", "setting", "seed", reference)
-        first = some.iloc[0]
-        for setting, both in pairs.groupby("setting"):
-            differences = both.difference.dropna().to_numpy(float)
-            low, high = inference.skewed_t_interval(differences, alpha, corrected=False)
-            error = inference.sample_sd(differences) / math.sqrt(max(1, len(differences)))
-            yield {
-                **{name: first[name] for name in ("experiment", "profile", "protocol", "variant", "machine")},
-                "reference": reference,
-                "setting": setting,
-                "seeds": len(differences),
-                "effect": differences.mean() if len(differences) else math.nan,
-                "low": low,
-                "high": high,
-                "error": error,
-                "same_bits": int(both.same_bits.sum()),
-                "diverged": int(both.other_diverged.sum()),
-                "reference_diverged": int(both.reference_diverged.sum()),
-                "pooled": bool(len(differences) >= FEWEST and error > 0),
-            }
+def _effects(frame: pd.DataFrame, reference: str) -> Iterator[dict[str, Any]]:
+    """What each other setting changes in runs that differ in setting and seed only."""
+    _, _, pairs, _, _ = pair(frame.assign(log_loss=np.log(frame.final_loss)), "log_loss", "setting", "seed", reference)
+    for setting, both in pairs.groupby("setting"):
+        differences = both.difference.dropna().to_numpy(float)
+        low, high = inference.skewed_t_interval(differences, ALPHA, corrected=False)
+        error = inference.sample_sd(differences) / math.sqrt(max(1, len(differences)))
+        yield {
+            "setting": setting,
+            "seeds": len(differences),
+            "effect": differences.mean() if len(differences) else math.nan,
+            "low": low,
+            "high": high,
+            "error": error,
+            "same_bits": int(both.same_bits.sum()),
+            "diverged": int(both.other_diverged.sum()),
+            "reference_diverged": int(both.reference_diverged.sum()),
+            "pooled": bool(len(differences) >= FEWEST and error > 0),
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,21 +114,26 @@ class AtlasVerdict(Report):
         machines: From `atlas_table`.
         pooled: A row for each comparison with two machines or more: what `gpulab.stats.meta.MetaAnalysis` says, and
             `p_holm`, its p corrected for the number of rows (Holm).
-        alpha: The level of significance.
     """
 
     machines: pd.DataFrame
     pooled: pd.DataFrame
-    alpha: float
-    plots: ClassVar[str] = "gpulab.companion.atlas_figures"
 
     def __str__(self) -> str:
         if self.machines.empty:
             return "No machine has the same seeds under two settings: there is nothing to compare."
         pooled = {tuple(row[name] for name in EFFECT): row for row in self.pooled.to_dict("records")}
-        return "\n".join(
-            _sentence(key, rows, pooled.get(key), self.alpha) for key, rows in self.machines.groupby(EFFECT)
-        )
+        return "\n".join(_sentence(key, rows, pooled.get(key)) for key, rows in self.machines.groupby(EFFECT))
+
+    def plot(self) -> Picture:
+        """A forest plot: each machine and setting with its effect and interval, and below them the pooled diamond.
+
+        A diamond is as wide as the interval of the mean over machines; the line through it is where another machine is
+        expected. Hollow: not pooled. The scale is that of what is pooled; a longer interval leaves the figure.
+        """
+        if self.machines.empty:
+            raise UsageError("no machine has the same seeds under two settings: there is nothing to draw")
+        return _forest(self)
 
     def html(self) -> str:
         """Sentences, table and figure."""
@@ -146,7 +141,7 @@ class AtlasVerdict(Report):
         return super().html() + html_table(self.machines.drop(columns=["protocol"])) + figure
 
 
-def atlas_verdict(frame: pd.DataFrame, reference: str | None = None, alpha: float = 0.05) -> AtlasVerdict:
+def atlas_verdict(frame: pd.DataFrame, reference: str | None = None) -> AtlasVerdict:
     """Say over machines what each setting changes: a random-effects meta-analysis, not a vote.
 
     The machines' effects are weighed by their standard errors and by tau, how far apart the machines are. Machines
@@ -157,15 +152,14 @@ def atlas_verdict(frame: pd.DataFrame, reference: str | None = None, alpha: floa
     Args:
         frame: Runs, from `atlas` or `gpulab.runs`.
         reference: As in `atlas_table`.
-        alpha: The level of significance.
     """
-    table = atlas_table(frame, reference, alpha)
+    table = atlas_table(frame, reference)
     rows = []
-    for key, some in table[table.pooled].groupby(EFFECT):
+    for values, some in table[table.pooled].groupby(EFFECT):
         if len(some) > 1:
-            rows.append(dict(zip(EFFECT, key, strict=True)) | asdict(meta_analysis(some.effect, some.error, alpha)))
+            rows.append(dict(zip(EFFECT, values, strict=True)) | asdict(meta_analysis(some.effect, some.error)))
     pooled = pd.DataFrame(rows, columns=[*EFFECT, *MetaAnalysis.__dataclass_fields__])
-    return AtlasVerdict(table, pooled.assign(p_holm=inference.holm(list(pooled.p))), alpha)
+    return AtlasVerdict(table, pooled.assign(p_holm=inference.holm(list(pooled.p))))
 
 
 def comparison(key: Any) -> str:
@@ -180,14 +174,14 @@ def percent(*effects: float) -> str:
     return f"{texts[0]} %" + (f" [{', '.join(texts[1:])}]" if len(texts) > 1 else "")
 
 
-def _sentence(key: Any, rows: pd.DataFrame, pooled: dict[str, Any] | None, alpha: float) -> str:
+def _sentence(key: Any, rows: pd.DataFrame, pooled: dict[str, Any] | None) -> str:
     text, used = f"{comparison(key)}: ", rows[rows.pooled]
     exact = rows[(rows.error == 0) & (rows.effect == 0) & (rows.seeds > 1)]
     few = rows[~rows.pooled & ~rows.index.isin(exact.index)]
     if pooled:
-        what = "changes the final loss" if pooled["p_holm"] <= alpha else "no change of the final loss is shown"
+        what = "changes the final loss" if pooled["p_holm"] <= ALPHA else "no change of the final loss is shown"
         text += f"over {len(used)} machines {what}, {percent(pooled['effect'], pooled['low'], pooled['high'])}"
-        text += f", corrected p = {p_text(pooled['p_holm'], alpha)}; between machines tau = {100 * pooled['tau']:.2g} %"
+        text += f", corrected p = {p_text(pooled['p_holm'], ALPHA)}; between machines tau = {100 * pooled['tau']:.2g} %"
         text += f" [{100 * pooled['tau_low']:.2g}, {100 * pooled['tau_high']:.2g}], I² = {pooled['i2']:.0%}"
         text += f" (Q = {pooled['q']:.3g}, p = {p_text(pooled['p_heterogeneous'])})"
         if pooled["studies"] > 2:
@@ -210,3 +204,77 @@ def _sentence(key: Any, rows: pd.DataFrame, pooled: dict[str, Any] | None, alpha
     if any(lost.values()):
         text += f". Diverged, and in no effect: {', '.join(f'{n} under {name}' for name, n in lost.items())}"
     return f"{text}."
+
+
+# --- the figure --------------------------------------------------------------------------------------------
+
+
+def _forest(verdict: AtlasVerdict) -> Picture:
+    pooled = {tuple(row[name] for name in EFFECT): row for row in verdict.pooled.to_dict("records")}
+    groups = [*verdict.machines.groupby(EFFECT)]
+    lines = sum(len(rows) + 1.4 + (group in pooled) for group, rows in groups)
+    figure, (axes,) = canvas(1, height=1.4 + 0.21 * lines)
+    axes.axvline(0, color=INK, lw=0.8, zorder=1)
+    at, places, names = 0.0, [], []
+    for group, rows in groups:
+        axes.annotate(comparison(group), (0, at), xycoords=("axes fraction", "data"), fontsize=7.5, va="center",
+                      fontweight="bold", bbox={"fc": "white", "ec": "none", "pad": 0.5}, zorder=6)  # fmt: skip
+        tint = colour(group[-1])
+        for row in rows.itertuples():
+            at += 1
+            axes.plot(in_percent([row.low, row.high]), [at, at], color=tint, lw=1.4, zorder=2)
+            face = tint if row.pooled else "white"
+            axes.plot(in_percent([row.effect]), [at], marker="o", ms=4.5, mfc=face, mec=tint, color=tint, zorder=3)
+            same = "same bits" if row.error == 0 and row.effect == 0 else percent(row.effect, row.low, row.high)
+            axes.annotate(f"  {row.seeds} seeds, {same}", (1, at), fontsize=7, **BESIDE)
+            places.append(at)
+            names.append(row.machine)
+        if group in pooled:
+            at += 1
+            _diamond(axes, at, pooled[group])
+            places.append(at)
+            names.append(f"{pooled[group]['studies']} machines")
+        at += 1.4
+    axes.set_ylim(at - 0.7, -0.7)
+    axes.set_yticks(places, names, fontsize=7)
+    axes.tick_params(axis="y", left=False)
+    axes.spines["left"].set_visible(False)
+    sure = verdict.machines[["low", "high"]][verdict.machines.pooled].to_numpy(float)
+    ends = [*sure.flat, *verdict.machines.effect, *verdict.pooled[["low", "high"]].to_numpy(float).flat]
+    reach = 1.08 * max(1e-4, np.nanmax(np.abs(in_percent(ends))))  # of few seeds an interval may be any length
+    axes.set_xlim(-reach, reach)
+    axes.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.3g} %" if value else "0")
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_xlabel("change of the final loss against the reference, same seeds", fontsize=8)
+    count = verdict.machines.machine.nunique()
+    shown = int((verdict.pooled.p_holm <= ALPHA).sum())
+    headline = f"{len(groups)} comparisons on {count} machine{'s' * (count > 1)}: "
+    headline += (
+        f"{len(pooled)} pooled, {shown or 'none'} shown to change the loss"
+        if pooled
+        else "each on one only, nothing to pool"
+    )
+    keys = [key("a machine, 95 % interval", color=FAINT, marker="o", ms=4.5, lw=1.4)]
+    if not verdict.machines.pooled.all():
+        keys.append(
+            key("not pooled: too few seeds, or the same bits", ls="", marker="o", mfc="white", mec=FAINT, ms=4.5)
+        )
+    if pooled:
+        keys.append(key("over machines, interval of the mean", ls="", marker="D", color=INK, ms=6))
+        keys.append(key("where another machine is expected", color=INK, lw=0.9))
+    alt = "A forest plot: how far each setting moves the final loss on each machine, and over machines. "
+    return finished(figure, headline, alt + headline + ".", keys)
+
+
+def in_percent(effects: Any) -> np.ndarray:
+    """Differences of logarithms as changes in per cent."""
+    return 100 * np.expm1(np.asarray(effects, float))
+
+
+def _diamond(axes: Axes, at: float, row: dict[str, float]) -> None:
+    low, middle, high = in_percent([row["low"], row["effect"], row["high"]])
+    axes.plot(in_percent([row["predicted_low"], row["predicted_high"]]), [at, at], color=INK, lw=0.9, zorder=2)
+    axes.fill([low, middle, high, middle], [at, at - 0.32, at, at + 0.32], color=INK, lw=0.5, zorder=3)
+    said = f"  {percent(row['effect'], row['low'], row['high'])}, I² {row['i2']:.0%}"
+    axes.annotate(said, (1, at), fontsize=7, fontweight="bold", **BESIDE)

@@ -19,10 +19,6 @@ def benchmark(name: str) -> ModuleType:
 
     Raises:
         GpulabError: Where there is none: an installed package has only those that its notebooks need.
-
-    Examples:
-        >>> benchmark("frameworks").LIBRARIES
-        ('jax', 'keras')
     """
     folder = next((str(folder) for folder in FOLDERS if (folder / f"{name}.py").is_file()), None)
     if folder is None:

@@ -55,7 +55,7 @@ def check(exercise: str, answer: Any) -> Checked:
     try:
         need(answer is not None, "this is None. A cell whose last line prints or assigns gives nothing back")
         return Checked(exercise, True, printable(checked(answer)))
-    except WrongAnswerError as wrong:
+    except (WrongAnswerError, UsageError) as wrong:
         said = str(wrong)
     except Exception as error:  # whatever an answer does when it is looked at
         said = f"{shown(answer)} cannot be read ({type(error).__name__})"

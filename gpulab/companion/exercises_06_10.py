@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gpulab.companion.answers import (
-    WrongAnswerError,
-    choice,
-    exercise,
-    fields,
-    near,
-    need,
-    number,
-    pair,
-    recorded,
-    shown,
-    table,
-)
-from gpulab.errors import UsageError
+import pandas as pd
+import torch
 
-if TYPE_CHECKING:
-    import pandas as pd
+from gpulab.companion.answers import choice, exercise, fields, near, need, number, pair, recorded, shown, table
+from gpulab.companion.scale_out import batch_gains
+from gpulab.companion.speed import cost_table, on_gpu, recorded_speed
+from gpulab.device.placements import Placement
+from gpulab.settings import Setting
+from gpulab.stats.power import parse_margin, seeds_needed
 
 # --- 06: does rounding noise help a network to leave a saddle? -------------------------------------------
 
@@ -40,17 +32,15 @@ def _pushed(answer: Any) -> str:
     exact = frame.setting.str.contains("precision=float64")
     usual = ~frame.setting.str.contains("precision|emulate")
     need(exact.any() and usual.any(), "the table lacks float32 or float64: take two settings of one kind of CPU")
-    left = {"float64": bool(frame[exact].left.all()), "float32": bool(frame[usual].left.all())}
-    right = "both" if all(left.values()) else next((name for name in left if left[name]), "neither")
+    outcomes = {(True, True): "both", (True, False): "float64", (False, True): "float32", (False, False): "neither"}
+    right = outcomes[bool(frame[exact].left.all()), bool(frame[usual].left.all())]
     moved = frame[usual].moved.mean()
     choice(who, "float32", "float64", "both", "neither")
     need(who == right, f"in this table {right} left. The first step moved {moved:.0%} of the weights in float32")
     return f"{right} left; the first step moved {moved:.0%} of the weights in float32, for the rest is rounded away."
 
 
-@exercise(
-    "06-2", "one table of escapes by Adam, weights in bfloat16, with and without master weights, at several rates"
-)
+@exercise("06-2", "a table of escapes by Adam, weights in bfloat16, with and without master weights, at several rates")
 def _held_adam(answer: Any) -> str:
     frame = _escapes(answer, "adam")
     frame = frame[frame.setting.str.contains("precision=bfloat16")]
@@ -88,17 +78,13 @@ def _small_weights(answer: Any) -> str:
 
 @exercise("07-1", "a price of an hour, in the currency in which an hour of the CPU costs 0.10")
 def _break_even(answer: Any) -> str:
-    from gpulab.companion.speed import cost_table, on_gpu, recorded_speed
-
     frame = cost_table(recorded_speed(), {"cpu": 0.1, "gpu": 3.0})
     frame = frame[frame["size"] == "quick"]
-    gpu, cpus = frame[on_gpu(frame)].iloc[0], frame[~on_gpu(frame)]
+    gpu = frame[on_gpu(frame)].iloc[0]
     right = 0.1 * gpu.breaks_even
     mistakes = {
         gpu.breaks_even: "how many times as dear an hour may be: multiply it by the price of an hour of the CPU",
         0.1 / gpu.breaks_even: "the wrong way round: the faster device may cost more",
-        0.1 * cpus.seconds.max() / gpu.seconds: "against the slower of the two CPU settings",
-        3.0 * gpu.breaks_even: "multiplied by the price of the GPU: breaks_even counts prices of the CPU",
     }
     near(answer, right, mistakes)
     return f"{right:.3g} an hour; `breaks_even` told {gpu.breaks_even:.3g} whatever the prices are."
@@ -106,8 +92,6 @@ def _break_even(answer: Any) -> str:
 
 @exercise("07-2", "{'usual': …, 'words': …, 'width': …}, three placements of gl.device.place")
 def _placed(answer: Any) -> str:
-    from gpulab.device.placements import Placement
-
     names = ("usual", "words", "width")
     for name in names:
         need(isinstance(fields(answer, *names)[name], Placement), f"{name} is {shown(answer[name])}, no placement")
@@ -116,7 +100,6 @@ def _placed(answer: Any) -> str:
     words, width = flop["words"] / flop["usual"], flop["width"] / flop["usual"]
     need(1.8 < words < 2.8, f"'words' does {words:.2g} times the operations: twice the words do about twice as many")
     need(width > 2.8, f"'width' does {width:.2g} times the operations: twice the width does nearly four times as many")
-    need(len({answer[name].setting for name in names}) == 1, "the three are of several settings")
     said = ", ".join(f"{name} {answer[name].intensity:.3g}" for name in names)
     return f"flop per byte: {said}. A product's operations grow faster with its width than what it moves."
 
@@ -142,14 +125,11 @@ def _any_number(answer: Any) -> str:
 
 @exercise("08-1", "a number of devices")
 def _twice_the_price(answer: Any) -> str:
-    from gpulab.companion.scale_out import batch_gains
-
     gains = batch_gains(64.0, 8, range(1, 200)).set_index("devices")
     right = int(gains.index[gains.price > 2 + 1e-9].min())
     mistakes = {
         right - 1: "there the price is 2, and more than that is asked for",
         16: "dear enough, but not the fewest: try the numbers between 8 and 16",
-        8: f"there a batch is the critical one, and the price {gains.price[8]:.2f}",
         int(gains.index[gains.speedup > 2].min()): "there the speedup passes 2, and not the price",
     }
     near(answer, right, mistakes, rel=1e-6)
@@ -165,8 +145,7 @@ def _lost_updates(answer: Any) -> str:
         need(len(free), "a table has no rows of lock-free descent")
         need(free.seed.nunique() >= 6, f"{free.seed.nunique()} seeds: take six at least")
         shares.append(float(free.lost_share.mean()))
-    need(small.weights.max() != large.weights.max(), "both networks have as many weights: pass hidden=(…)")
-    need(small.weights.max() < large.weights.max(), "the smaller network comes first")
+    need(small.weights.max() < large.weights.max(), "the smaller network comes first, and has fewer weights")
     return f"lost of all updates: {shares[0]:.2g} in the small network, {shares[1]:.2g} in the large one."
 
 
@@ -179,7 +158,6 @@ def _schedule(answer: Any) -> str:
     need(min(batches) > 0 and min(devices) >= 1, "a phase has no batch above 0 and no device")
     need(all(count.is_integer() for count in devices), "a number of devices is whole")
     need(batches[0] < batches[-1], "the critical batch does not grow, and the question is what to do when it does")
-    need(len(set(devices)) > 1, "the number of devices stays: that is the training to compare with")
 
     def time(counts: tuple[float, ...]) -> float:  # S = S_min (1 + B_crit / B), B is 8 a device
         return sum(1 + batch / (8 * count) for batch, count in zip(batches, counts, strict=True))
@@ -203,7 +181,6 @@ def _updates_to_nan(answer: Any) -> str:
     mistakes = {
         float(lost.diverged_at.mean()): "the mean, which a few late ones draw up: take the median",
         len(lost): "how many became NaN, and after how many updates is asked for",
-        len(runs) - len(lost): "how many survived, and how long the others lasted is asked for",
         float(lost.diverged_at.max()): "the last one to fail, and not the median",
     }
     near(answer, float(lost.diverged_at.median()), mistakes, rel=1e-6)
@@ -217,8 +194,10 @@ def _centred(answer: Any) -> str:
     runs = runs[runs.setting.str.contains("emulate=|tf32=on")]
     need(len(runs), "no run has fewer bits: take cpu:tf32=on,emulate=ampere and cpu:emulate=bfloat16")
     need(runs.setting.nunique() >= 2, "one arithmetic: take cpu:emulate=bfloat16 too, or order=tensor-core")
-    need("centred" in set(runs.covariance), "no run is centred: model_options={'covariance': 'centred'}")
-    need("one-pass" in set(runs.covariance), "a control is missing: without runs in one pass nothing was at risk")
+    both = {"one-pass", "centred"} <= set(runs.covariance)
+    need(
+        both, "model_options={'covariance': 'centred'} and 'one-pass' are compared: without the one nothing is at risk"
+    )
     seeds = runs.groupby(["setting", "covariance"]).seed.nunique()
     need(seeds.min() >= 6, f"{seeds.min()} seeds in one of the cells: take six at least")
     lost = (runs.status == "diverged").groupby(runs.covariance).sum()
@@ -228,24 +207,16 @@ def _centred(answer: Any) -> str:
 
 @exercise("09-3", "the covariance (24, 24) of the exercise's codes, from sums alone, under gl.emulate('tf32')")
 def _shifted(answer: Any) -> str:
-    import torch
-
     codes = torch.randn(50, 24, generator=torch.Generator().manual_seed(0)) * 0.003 + 0.5
     exact = torch.cov(codes.double().T, correction=0)
     need(isinstance(answer, torch.Tensor), f"{shown(answer)} is no tensor")
     need(answer.shape == exact.shape, f"its shape is {tuple(answer.shape)}")
-    found = answer.detach().cpu().double()
-    need(found.isfinite().all(), "it is not finite")
-    off = float((found - exact).norm() / exact.norm())
-    need(
-        abs(float((found * 49 / 50 - exact).norm() / exact.norm())) > 1e-3,
-        "divided by 49: here it is by 50, as in the notebook",
-    )
-    need(off < 100, f"off by {off:.1g} times its size: the product of the means is still in it")
+    given = answer.detach().cpu().double()
+    need(given.isfinite().all(), "it is not finite")
+    off, of_49 = (float((matrix - exact).norm() / exact.norm()) for matrix in (given, given * 49 / 50))
+    need(of_49 > 1e-3, "divided by 49: here it is by 50, as in the notebook")
     need(off < 0.5, f"off by {off:.2g} times its size: that is one pass. Subtract a number near the mean beforehand")
-    need(
-        off < 0.005, f"off by {off:.1%}: what you subtracted is not quite the mean. Take the product of the means away"
-    )
+    need(off < 0.005, f"off by {off:.1%}: what you subtracted is not quite the mean. Take its product away, too")
     need(off > 1e-5, f"off by {off:.0e}: no product was in TF32. Compute it under gl.emulate('tf32')")
     return (
         f"off by {off:.1e} only. From a matrix nobody can see that it came of sums alone: whether the product is "
@@ -263,7 +234,6 @@ def _luck(answer: Any) -> str:
         0.95**20: "the probability that none of them does",
         1.0: "twenty times 5 %: a bound, which adds up what happens together",
         0.05: "that of one comparison",
-        0.05**20: "that all of them do",
     }
     near(answer, right, mistakes)
     return f"{right:.0%}: of twenty settings that do nothing, one is more likely than not to be called different."
@@ -288,25 +258,14 @@ def _yours(answer: Any) -> str:
 
 @exercise("10-3", "{'metric': …, 'factor': …, 'reference': …, 'margin': …, 'seeds': …}, laid down before any run")
 def _registration(answer: Any) -> str:
-    from gpulab.settings import Setting
-    from gpulab.stats.power import parse_margin, seeds_needed
-
     plan = fields(answer, "metric", "factor", "reference", "margin", "seeds")
     runs = recorded("prednet", "paper", loader="window")
     for name in ("metric", "factor"):
         need(isinstance(plan[name], str) and plan[name] in runs, f"{name} {shown(plan[name])}: no column of gl.runs")
-    need(
-        plan["metric"].endswith("loss"), f"metric {plan['metric']!r}: what is learned is a loss, not a time or an order"
-    )
+    need(plan["metric"].endswith("loss"), f"metric {plan['metric']}: what is learned is a loss, not a time or an order")
     if plan["factor"] == "setting":
-        try:
-            Setting.parse(plan["reference"])
-        except (UsageError, TypeError, AttributeError):
-            raise WrongAnswerError(f"reference {shown(plan['reference'])} is no setting, such as 'cpu'") from None
-    try:
-        parse_margin(plan["margin"])
-    except UsageError:
-        raise WrongAnswerError(f"margin {shown(plan['margin'])}: a number above 0, or such as '0.25sd'") from None
+        Setting.parse(plan["reference"])  # which says what is wrong with it
+    parse_margin(plan["margin"])
     seeds = number(plan["seeds"])
     need(seeds >= 6, f"{seeds:g} seeds cannot show a difference, however large: six are the fewest")
     needed = seeds_needed(runs, margin=plan["margin"], power=0.8, reference="cuda:tf32=off").seeds.min()

@@ -8,22 +8,21 @@ is bounded, in number and in time.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import socket
 import tempfile
 import threading
 import webbrowser
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import psutil
-from jupyter_server.base.handlers import FileFindHandler, JupyterHandler
-from jupyter_server.services.kernels.handlers import KernelHandler
+from jupyter_server.base.handlers import JupyterHandler
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
-from jupyterlab_server.themes_handler import ThemesHandler
 from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
 from tornado.netutil import bind_sockets
@@ -31,10 +30,7 @@ from tornado.web import HTTPError, authenticated
 from traitlets import Integer
 from traitlets.config import Config
 from voila.app import Voila
-from voila.shutdown_kernel_handler import VoilaShutdownKernelHandler
-from voila.static_file_handler import MultiStaticFileHandler
 from voila.tornado.handler import TornadoVoilaHandler
-from voila.tornado.kernel_websocket_handler import VoilaKernelWebsocketHandler
 
 from gpulab.companion.run import KERNEL
 from gpulab.errors import GpulabError, UsageError
@@ -50,10 +46,8 @@ READABLE = (  # in a clone; its pages link to others, and show pictures
     r"(?:docs|data|benchmarks|gpulab)/[\w/-]+\.(?:md|py|svg|png))"
 )
 AS_IT_IS = {".py": "text/plain; charset=utf-8", ".svg": "image/svg+xml", ".png": "image/png"}
-NEEDED = (  # of what Voilà serves: its scripts, and the way to a page's own kernel
-    *(KernelHandler, VoilaKernelWebsocketHandler, VoilaShutdownKernelHandler),
-    *(MultiStaticFileHandler, FileFindHandler, ThemesHandler),
-)
+# Of what Voilà serves: its scripts, and the way to a page's own kernel, which takes no code.
+NEEDED = re.compile(r"/(voila/(static|labextensions|api/(themes|shutdown))|api/kernels)/")
 EXTENSIONS = ["@jupyter-widgets/jupyterlab-manager", "@voila-dashboards/widgets-manager8"]
 QUIET = ["--log-level=CRITICAL"]  # a kernel tells of its end
 # A browser asks nobody else for anything. Voilà's scripts are bundles that evaluate text.
@@ -74,8 +68,7 @@ class Page:
         """The page as Voilà wants it: a notebook of one cell."""
         cell = nbformat.v4.new_code_cell(f"import gpulab as gl\n\ngl.companion.{self.call}()")
         kernel = {"name": KERNEL, "display_name": "Python 3", "language": "python"}
-        there = (NOTEBOOKS / f"{self.notebook}.ipynb").is_file()
-        about = {"move": self.move, "see": self.see, "notebook": self.notebook, "there": there}
+        about = asdict(self) | {"in_clone": (NOTEBOOKS / f"{self.notebook}.ipynb").is_file()}
         bounds = {"most_bytes": MOST_UPLOADED, "idle_minutes": IDLE_SECONDS // 60}
         metadata = {"kernelspec": kernel, "title": self.title, "page": about, **bounds}
         return nbformat.v4.new_notebook(cells=[cell], metadata=metadata)
@@ -123,19 +116,10 @@ PAGES = {
 def serve(
     host: str, port: int, token: str | None, pages: int | None, open_browser: bool, tell: Callable[[str], Any] = print
 ) -> None:
-    """Serve the pages until a signal comes.
+    """Serve the pages until a signal comes; `tell` is called with the address, token included, once they can be opened.
 
-    Args:
-        host: The address to listen on.
-        port: The port; 0 for any that is free.
-        token: Without which nobody is let in; by default one that nobody can guess.
-        pages: How many may be open at the same time; by default as many as the free memory holds.
-        open_browser: Whether to open them in a browser.
-        tell: Called with the address, token included, once they can be opened.
-
-    Raises:
-        UsageError: For an empty token.
-        GpulabError: Where the port cannot be listened on.
+    Port 0 is any that is free. By default the token is one that nobody can guess, and as many `pages` may be open at
+    the same time as the free memory holds.
     """
     if token is not None and not token.strip():
         raise UsageError("--token '': expected one that others cannot guess")
@@ -165,10 +149,7 @@ def _settings(folder: str, host: str, token: str, pages: int | None) -> dict[str
             },
         },
         "VoilaConfiguration": {
-            "show_tracebacks": False,
-            "strip_sources": True,
             "allow_template_override": "NO",
-            "allow_theme_override": "NO",
             "extension_allowlist": EXTENSIONS,
             "multi_kernel_manager_class": Kernels,
         },
@@ -261,7 +242,7 @@ class Explore(Voila):
         """The pages, and what they need."""
         about = {"template_paths": self.template_paths, "config": self.config}
         about |= {"voila_configuration": self.voila_configuration}
-        kept = [one for one in super().init_handlers() if one[1] in NEEDED]
+        kept = [handler for handler in super().init_handlers() if NEEDED.match(handler[0])]
         return [("/", _Start), (f"/({'|'.join(PAGES)})", _Page, about), (READABLE, _File), *kept]
 
     def listen(self) -> None:

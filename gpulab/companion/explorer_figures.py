@@ -34,13 +34,7 @@ DECIDED = dict(zip(DECISIONS, (RED, "#CC7711", FAINT, GREEN), strict=True))
 
 
 def side_by_side(settings: Sequence[str], losses: Sequence[Sequence[tuple[int, float]]], total: int) -> Picture:
-    """Two trainings that go on at the same time: their losses so far, and how far these are apart.
-
-    Args:
-        settings: The two.
-        losses: Of each, pairs of frames seen and loss, as they came.
-        total: How many frames there will be.
-    """
+    """Two trainings that go on at the same time: their (frames seen, loss) so far of `total`, and how far apart."""
     figure, (left, right) = canvas(2, height=3.4)
     tints = colour(settings[0]), colour(settings[1])
     looks: tuple[Look, Look] = {"lw": 3.5}, {"lw": 1.5, "ls": (0, (4, 3))}
@@ -71,11 +65,7 @@ def side_by_side(settings: Sequence[str], losses: Sequence[Sequence[tuple[int, f
 
 
 def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
-    """The difference and its interval as seeds come in, in the colour of what was decided; the margin as a band.
-
-    Args:
-        verdicts: Of one level against a reference, by how many seeds were in.
-    """
+    """The difference and its interval as seeds come in, by how many are in, coloured by what was decided."""
     counts = sorted(verdicts)
     rows = pd.concat([verdicts[count].table for count in counts]).assign(count=counts)
     figure, (axes,) = canvas(1, height=3.6)
@@ -97,19 +87,8 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
     return finished(figure, headline, alt, [*keys, margin_key(float(rows.margin.iloc[-1]))], columns=3)
 
 
-def saddle_path(
-    surface: Surface, path: pd.DataFrame, step: int, turn: float = -60.0, tilt: float = 35.0, how: str = ""
-) -> Picture:
-    """The way of a ball from a saddle, up to a step, on the loss around it, from any side.
-
-    Args:
-        surface: From `gpulab.saddles.surface`.
-        path: From `gpulab.saddles.trajectory`, of the same saddle.
-        step: Where the ball is.
-        turn: Degrees around the vertical.
-        tilt: Degrees above the horizontal.
-        how: Which way it is, for the title.
-    """
+def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, tilt: float, how: str) -> Picture:
+    """The way of a ball up to a step on the loss around a saddle, seen from `turn` and `tilt` degrees."""
     gone = path[: step + 1]
     ball, top = gone.iloc[-1], 1.8 * surface.loss
     low = surface.losses[:, len(surface.along) // 2] <= 1.3 * surface.loss  # what rises further would hide the rest
@@ -130,5 +109,5 @@ def saddle_path(
     axes.set_zlabel("loss", fontsize=8)
     axes.tick_params(labelsize=7)
     away = f"{math.hypot(ball.along, ball.across):.2g} from the saddle, at a loss of {ball.loss:.2g}"
-    headline = f"{how}{': ' * bool(how)}after {len(gone) - 1} steps the ball is {away}"
+    headline = f"{how}: after {len(gone) - 1} steps the ball is {away}"
     return finished(figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}.")

@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ipywidgets
@@ -33,7 +33,7 @@ from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.settings import available_settings
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.training import parallel
-from gpulab.training.run import Keeping, Run, in_turns, planned, under
+from gpulab.training.run import Keeping, in_turns, planned, under
 from gpulab.training.store import recorded_runs
 
 MOST_NUMBERS = 1 << 21  # in a column of one, ten times as many as the largest network that was recorded
@@ -45,22 +45,22 @@ FORMATS = {"float64": "cpu:precision=float64", "float32": "cpu", "bfloat16": "cp
 PUSHES = [("none", 0.0), ("1e-6", 1e-6), ("0.001", 1e-3), ("0.1", 0.1)]
 STEPS = 200
 ROLLED = 5  # steps at a time
-FILL_SECONDS = 0.2  # in which the verdicts of fewer seeds are made, once a move is answered
+FILL_SECONDS = 0.2  # in which verdicts of fewer seeds than are in are made, too
 GPU = "cuda:tf32=off,deterministic=on"
-# Recorded runs with two levels of one factor: what they share, the factor, and its levels, the reference first.
-COMPARISONS: dict[str, tuple[dict[str, Any], str, tuple[str, str]]] = {
+# Recorded runs with two levels of one factor: a query, the factor, and its levels, the reference first.
+COMPARISONS = {
     "autoencoder: CPU and GPU": (
-        {"experiment": "autoencoder", "profile": "quick", "loader": "copied"},
+        "experiment == 'autoencoder' and profile == 'quick' and loader == 'copied'",
         "setting",
         ("cpu:threads=1", GPU),
     ),
     "PredNet: CPU and GPU": (
-        {"experiment": "prednet", "profile": "quick", "loader": "copied", "speed": 4.0},
+        "experiment == 'prednet' and profile == 'quick' and loader == 'copied' and speed == 4",
         "setting",
         ("cpu:threads=1", GPU),
     ),
     "PredNet: own and shared memory": (
-        {"experiment": "prednet", "profile": "paper", "setting": GPU, "speed": 1.0},
+        f"experiment == 'prednet' and profile == 'paper' and setting == '{GPU}' and speed == 1",
         "loader",
         ("copied", "imitated"),
     ),
@@ -79,31 +79,7 @@ def _player(slider: ipywidgets.IntSlider, step: int = 1, interval: int = 250) ->
     return play
 
 
-class Working:
-    """One piece of work at a time, in a thread; the next one ends the last."""
-
-    thread: threading.Thread | None = None
-    stopping = threading.Event()
-
-    def start(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Do a piece of work, which is called with an event that says when to stop, and with the arguments."""
-        self.stop()
-        before, self.stopping = self.thread, threading.Event()
-
-        def run(stopping: threading.Event) -> None:
-            if before:
-                before.join()
-            work(stopping, *arguments)
-
-        self.thread = threading.Thread(target=run, args=[self.stopping], daemon=True)
-        self.thread.start()
-
-    def stop(self) -> None:
-        """Tell the work to end."""
-        self.stopping.set()
-
-
-class TrainingExplorer(Working, Explorer):
+class TrainingExplorer(Explorer):
     """Two settings under which the same network is trained from the same weights; losses are drawn as they come.
 
     Examples:
@@ -112,7 +88,10 @@ class TrainingExplorer(Working, Explorer):
         'cpu:emulate=tf32'
     """
 
+    thread: threading.Thread | None = None  # in which the training goes on, until it is done or `stopping` is set
+
     def __init__(self) -> None:
+        self.stopping = threading.Event()
         names = [name for name in available_settings() if "isa=" not in name]  # that one is chosen before torch loads
         names += [name for name in OTHERS if name not in names]
         self.net = ipywidgets.Dropdown(options=[*FRAMES], description="network")
@@ -136,6 +115,12 @@ class TrainingExplorer(Working, Explorer):
         """The losses so far."""
         return side_by_side([chosen.value for chosen in self.settings], self.losses, FRAMES[self.net.value])
 
+    def stop(self) -> None:
+        """End the training that goes on, if any."""
+        self.stopping.set()
+        if self.thread:
+            self.thread.join()
+
     def _anew(self, _: Any = None) -> None:
         self.stop()
         self.losses: tuple[list[tuple[int, float]], ...] = ([], [])
@@ -145,54 +130,41 @@ class TrainingExplorer(Working, Explorer):
     def _begin(self) -> None:
         self._anew()
         self.said.value = "Training …"
-        self.start(self._train, self.net.value, [chosen.value for chosen in self.settings], self.seed.value)
+        self.stopping.clear()
+        self.thread = threading.Thread(target=self._train, daemon=True)
+        self.thread.start()
 
     def _end(self, _: Any = None) -> None:
         self.stop()
         self.said.value = "Stopped."
 
-    def _train(self, stopping: threading.Event, net: str, settings: Sequence[str], seed: int) -> None:
-        losses, drawn, runs = self.losses, time.monotonic(), []
+    def _train(self) -> None:
+        """Train the network under both settings in turns, a window at a time, and draw it now and then."""
+        drawn, going, bits = time.monotonic(), [], set()
+        net, seed = self.net.value, self.seed.value
         try:
-            for run in trained_together(net, settings, seed, losses):
-                runs += [run] if run else []
-                if stopping.is_set():
-                    return
+            for chosen, rows in zip(self.settings, self.losses, strict=True):
+                plan, _ = planned(net, None, chosen.value, seed, "smoke", 0, frames=FRAMES[net])
+                note = functools.partial(lambda rows, seen, loss: rows.append((seen, loss)), rows)
+                going.append((plan, in_turns(plan, {}, Keeping(None), parallel.Group(), progress=note)))
+            while going:
+                for plan, turns in [*going]:
+                    if self.stopping.is_set():
+                        return
+                    with under(plan.setting, plan.model.threads):  # its flags are in force for its own turns only
+                        try:
+                            next(turns)
+                        except StopIteration as end:
+                            bits.add(end.value.record["summary"]["weights"])
+                            going.remove((plan, turns))
                 if time.monotonic() - drawn > DRAW_SECONDS:
                     self.draw()
                     drawn = time.monotonic()
         except GpulabError as error:
             self.said.value = Markup.escape(error)
             return
-        bits = {run.record["summary"]["weights"] for run in runs}
-        ends = "have the same bits" if len(bits) == 1 else "differ"
-        if not stopping.is_set():
-            self.draw()
-            self.said.value = f"Done. The trained weights {ends}."
-
-
-def trained_together(
-    net: str, settings: Sequence[str], seed: int, losses: Sequence[list[tuple[int, float]]]
-) -> Iterator[Run | None]:
-    """Train a network of the smoke profile under several settings in turns, a window at a time.
-
-    Yields None after a window, and each run when it is done; to `losses` are added the frames seen and the loss.
-    """
-    going = []
-    for setting, rows in zip(settings, losses, strict=True):
-        plan, _ = planned(net, None, setting, seed, "smoke", 0, frames=FRAMES[net])
-        tell = functools.partial(lambda rows, seen, loss: rows.append((seen, loss)), rows)
-        going.append((plan, in_turns(plan, {}, Keeping(None), parallel.Group(), progress=tell)))
-    while going:
-        for plan, turns in [*going]:
-            run = None
-            with under(plan.setting, plan.model.threads):  # its flags are in force for its own turns only
-                try:
-                    next(turns)
-                except StopIteration as end:
-                    run = end.value
-                    going.remove((plan, turns))
-            yield run
+        self.draw()
+        self.said.value = f"Done. The trained weights {'have the same bits' if len(bits) == 1 else 'differ'}."
 
 
 class _TwoWeights(nn.Module):
@@ -206,17 +178,12 @@ class _TwoWeights(nn.Module):
         return (x @ self.weight)[:, None] * self.weight
 
 
-def small_saddle(angle: float = 0.7) -> CriticalPoint:
-    """A saddle of a network of two weights: it holds the smaller of two principal components, of second moments 4, 1.
+def small_saddle() -> CriticalPoint:
+    """A saddle of a network of two weights, which holds the smaller of two principal components of second moments 4, 1.
 
-    Args:
-        angle: Of the larger one, in radians; with others the weights round otherwise.
-
-    Examples:
-        >>> small_saddle().eigenvalues.round(decimals=9)
-        tensor([-3.,  4.], dtype=torch.float64)
+    The larger one is at an angle of 0.7, for at others the weights would round otherwise.
     """
-    cosine, sine = math.cos(angle), math.sin(angle)
+    cosine, sine = math.cos(0.7), math.sin(0.7)
     large, small = torch.tensor([[cosine, sine], [-sine, cosine]], dtype=torch.float64)
     data = math.sqrt(2) * torch.stack([2 * large, small])
     return find_critical_point(_TwoWeights(small), nn.functional.mse_loss, (data, data), progress=False)
@@ -294,9 +261,9 @@ class SeedsExplorer(Explorer):
 
     def _anew(self, _: Any = None) -> None:
         """The runs of a comparison in an order: 0 is as they were recorded, others are shuffled."""
-        same, self.factor, levels = COMPARISONS[self.which.value]
-        chosen = (self.runs[[*same]] == same).all(axis=1) & self.runs[self.factor].isin(levels)
-        self.chosen, self.reference = self.runs[chosen & (self.runs.rerun == 0)], levels[0]
+        query, self.factor, levels = COMPARISONS[self.which.value]
+        runs = self.runs.query(f"rerun == 0 and {query}")
+        self.chosen, self.reference = runs[runs[self.factor].isin(levels)], levels[0]
         seeds = np.sort(self.chosen.seed.unique())
         self.in_order = np.random.default_rng(self.order.value).permutation(seeds) if self.order.value else seeds
         self.verdicts: dict[int, Verdict] = {}
@@ -306,30 +273,21 @@ class SeedsExplorer(Explorer):
         else:
             self._show()
 
-    def _verdict(self, count: int) -> Verdict:
-        some = self.chosen[self.chosen.seed.isin(self.in_order[:count])]
-        return verdict(some, factor=self.factor, reference=self.reference)
-
     def _show(self, _: Any = None) -> None:
-        count = self.seeds.value
-        self._ask([count])
+        """Say the verdict on the seeds that are in, and draw it, with those of fewer seeds as far as there is time."""
+        count, until = self.seeds.value, time.monotonic() + FILL_SECONDS
+        for fewer in range(count, 1, -1):
+            if fewer not in self.verdicts and (fewer == count or time.monotonic() < until):
+                runs = self.chosen[self.chosen.seed.isin(self.in_order[:fewer])]
+                self.verdicts[fewer] = verdict(runs, factor=self.factor, reference=self.reference)
         first, _, more = str(self.verdicts[count]).partition(". ")
         self.said.value = Markup("<p>{}.</p><details><summary>more</summary>{}</details>").format(
             first, paragraphs(more.splitlines())
         )
-        self._ask(range(count - 1, 1, -1), FILL_SECONDS)  # those of fewer seeds, too, as far as there is time
-
-    def _ask(self, counts: Iterable[int], seconds: float = math.inf) -> None:
-        """Make the verdicts that there are not yet, and draw them."""
-        until, new = time.monotonic() + seconds, [count for count in counts if count not in self.verdicts]
-        for count in new:
-            if time.monotonic() < until:
-                self.verdicts[count] = self._verdict(count)
-        if new or seconds == math.inf:
-            self.draw()
+        self.draw()
 
 
-class AuditExplorer(Working, ipywidgets.VBox):
+class AuditExplorer(ipywidgets.VBox):
     """An uploaded trace, compared with the recorded one of the same step; or two, with one another.
 
     Examples:
@@ -351,25 +309,16 @@ class AuditExplorer(Working, ipywidgets.VBox):
     def _came(self, change: dict[str, Any]) -> None:
         if not change["new"]:
             return
-        files = [(_called(file["name"]), bytes(file["content"])) for file in change["new"]]
+        files = [(printable(file["name"])[:40], bytes(file["content"])) for file in change["new"]]
         self.upload.value = ()  # so that the same file can come again
-        names = " and ".join(name for name, _ in files)
-        self.said.value = Markup("<p>Reading {} …</p>").format(names)
-        self.start(self._audit, files)
-
-    def _audit(self, stopping: threading.Event, files: Sequence[tuple[str, bytes]]) -> None:
-        answer = self.compare(files)
-        if not stopping.is_set():
-            self.said.value = answer
+        self.said.value = Markup("<p>Reading {} …</p>").format(" and ".join(name for name, _ in files))
+        self.said.value = self.compare(files)
 
     def compare(self, files: Sequence[tuple[str, bytes]]) -> Markup:
         """The audit of (name, content) of one trace or two as HTML, or a sentence that says why there is none."""
         try:
             if len(files) > 2:
                 raise DataError(f"{len(files)} files: expected one trace, or two")
-            for name, content in files:
-                if len(content) > MOST_UPLOADED:
-                    raise DataError(f"{name}: it has {len(content):,} bytes, and may have {MOST_UPLOADED:,}")
             with at_most(MORE_MEMORY):
                 traces = [Trace.load(name, content, MOST_NUMBERS) for name, content in files]
                 a, b = traces if len(traces) == 2 else (traces[0], recorded_twin(traces[0]))
@@ -392,12 +341,6 @@ def recorded_twin(trace: Trace) -> Trace:
             check_same_step(trace, recorded)
             return recorded
     raise DataError(f"{trace}: no recorded trace is of this step; upload two of the same step, to be compared")
-
-
-def _called(name: str, longest: int = 40) -> str:
-    """What an uploaded file is called: never a path, and short."""
-    name = printable(name)
-    return name if len(name) <= longest else f"{name[: longest - 1]}…"
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 from markupsafe import Markup
 
-from gpulab.companion.learning import ALL, BEAT, FAMILY, LEARNED, learning_finding
+from gpulab.companion.learning import ALL, BEAT, FAMILY, LEARNED, METRICS, STUCK
 from gpulab.report import Report, paragraphs
 from gpulab.stats.verdicts import DECISIONS, Verdict
 
@@ -36,8 +36,11 @@ class CheckedSentences(Report):
         return [(heading, in_words(part)) for heading, part in self.parts]
 
     def __str__(self) -> str:
-        said = (f"{heading}:{_below(sentences)}" for heading, sentences in self.sentences())
-        return "\n".join(said)
+        lines = []
+        for heading, sentences in self.sentences():
+            below = f" {sentences[0]}" if len(sentences) == 1 else "".join(f"\n  {line}" for line in sentences)
+            lines.append(f"{heading}:{below}")
+        return "\n".join(lines)
 
     def html(self) -> str:
         """The sentences, and the statistics in an element that unfolds."""
@@ -50,7 +53,13 @@ class CheckedSentences(Report):
 
     def statistics(self) -> list[str]:
         """What stands behind the fold, line by line."""
-        return [*(line for heading, part in self.parts for line in _statistics(heading, part)), *self.numbers]
+        lines = []
+        for heading, part in self.parts:
+            if isinstance(part, Verdict):
+                lines += [f"{heading}:", *str(part).splitlines()]
+            elif isinstance(part, pd.DataFrame):
+                lines += [f"{heading}:", *_tested(part)]
+        return [*lines, *self.numbers]
 
 
 def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]]) -> CheckedSentences:
@@ -79,52 +88,35 @@ def in_words(part: Part) -> list[str]:
     return [part] if isinstance(part, str) else part
 
 
-def _below(sentences: list[str]) -> str:
-    return f" {sentences[0]}" if len(sentences) == 1 else "".join(f"\n  {sentence}" for sentence in sentences)
-
-
-def _statistics(heading: str, part: Part) -> list[str]:
-    if isinstance(part, str | list):
-        return []
-    text = str(part) if isinstance(part, Verdict) else learning_finding(part)
-    return [f"{heading}:", *text.splitlines()]
+# --- a verdict ---------------------------------------------------------------------------------------------
 
 
 def _verdict(judged: Verdict) -> str:
     if not len(judged.table):
         return f"only {judged.reference} was run, so there is nothing to compare."
-    table = judged.table.assign(said=[_decision(row) for row in judged.table.itertuples()])
-    usual = judged.runs[judged.runs[judged.factor] == judged.reference][judged.metric].mean()
-    parts = []
-    for said in sorted(set(table.said), key=[SAME, *reversed(DECISIONS)].index):
-        rows = table[table.said == said]
-        if said == "different":
-            parts += [
-                f"{row[judged.factor]}{_against(judged)}: {_moved(row, usual, judged)}" for _, row in rows.iterrows()
-            ]
+    same = (judged.table.same_bits == judged.table.seeds) & (judged.table.seeds > 0)
+    said = judged.table.decision.mask(same, SAME)
+    parts, against = [], f" against {judged.reference}"
+    for decision in sorted(set(said), key=[SAME, *reversed(DECISIONS)].index):
+        rows = judged.table[said == decision]
+        if decision == "different":
+            parts += [f"{row[judged.factor]}{against}: {_moved(row, judged)}" for _, row in rows.iterrows()]
             continue
         most = rows.seeds_needed.max()
         needed = f"; about {most:.0f} would" if most == most else ""
         within = _within(rows.margin_relative)
-        words = WORDS[said].format(block=judged.block, seeds=span(rows.seeds), needed=needed, within=within)
-        if said == "inconclusive" and len(rows) == 1:
+        words = WORDS[decision].format(block=judged.block, seeds=span(rows.seeds), needed=needed, within=within)
+        if decision == "inconclusive" and len(rows) == 1:
             words = f"{_higher(rows.iloc[0], judged)}, but {words}"
-        parts.append(f"{listed(rows[judged.factor])}{_against(judged)}: {words}")
+        parts.append(f"{listed(rows[judged.factor])}{against}: {words}")
     return "; ".join(parts) + "."
 
 
-def _against(judged: Verdict) -> str:
-    return f" against {judged.reference}"
-
-
-def _decision(row: Any) -> str:
-    return SAME if row.same_bits == row.seeds > 0 else row.decision
-
-
-def _moved(row: pd.Series, usual: float, judged: Verdict) -> str:
+def _moved(row: pd.Series, judged: Verdict) -> str:
     """How far a level that is different lies from the reference."""
     if row.diverged != row.reference_diverged:
         return f"{row.diverged} of its runs diverged, and {row.reference_diverged} of the others"
+    usual = judged.runs[judged.runs[judged.factor] == judged.reference][judged.metric].mean()
     size = f"{1 + row.difference / usual:.3g} times as high" if usual > 0 else f"{row.difference:+.2g}"
     return f"{size}, {_higher(row, judged)}"
 
@@ -134,27 +126,27 @@ def _higher(row: pd.Series, judged: Verdict) -> str:
     return f"higher in {(moved > 0).sum()} of {row.seeds} {judged.block}s"
 
 
+# --- a table of what was learned ---------------------------------------------------------------------------
+
+
 def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
     """A network under one setting or loader, against its reference, at every speed."""
     experiment, size, setting, loader = key
     losses, learned, shares = (rows[rows.metric == metric] for metric in (ALL, LEARNED, BEAT))
     parts = _losses(losses)
     narrower = len(learned) and learned.margin.sum() < losses.margin.sum()
-    if (
-        narrower
-        and set(losses.decision) <= {"equivalent", "different but negligible"}
-        and (losses.same_bits < losses.seeds).any()
-    ):
+    none_matters = set(losses.decision) <= {"equivalent", "different but negligible"}
+    if narrower and none_matters and (losses.same_bits < losses.seeds).any():
         # Seeds that do not learn widen the margin of all, so what holds within the narrow one is said first.
         wide = f"over all {span(losses.seeds)} no difference of more than {_per_cent(losses.margin_relative)}"
         parts = [f"of the seeds that learned, {'; '.join(_losses(learned))}", wide]
-    if (different := shares[shares.decision == "different"]).size:
-        own = different.beat - different.beat_reference
-        counts = [f"{mine} instead of {theirs}" for mine, theirs in zip(own, different.beat_reference, strict=True)]
+    different = shares[shares.decision == "different"]
+    if len(different):
+        counts = [f"{row.beat - row.beat_reference} instead of {row.beat_reference}" for row in different.itertuples()]
         parts.append(f"{listed(counts)} of {span(different.seeds)} seeds beat repeating the last frame")
     elif len(shares) and not shares.beat.any():
         parts.append("neither network has learned motion")
-    name = {"prednet": "PredNet"}.get(experiment, experiment)
+    name = "PredNet" if experiment == "prednet" else experiment
     return f"{name}, {SIZES.get(size, size)}, {setting}, frames {loader}: {'; '.join(parts)}."
 
 
@@ -162,15 +154,51 @@ def _losses(rows: pd.DataFrame) -> list[str]:
     """What is said of one loss at every speed."""
     parts = []
     for decision in sorted(set(rows.decision), key=[*reversed(DECISIONS)].index):
-        some = rows[rows.decision == decision]
-        same = (some.same_bits == some.seeds).all()
-        words = WORDS[SAME if same else decision] if decision != "different" else _relative(some)
-        where = (
-            "" if some.speed.isna().all() or len(rows) == 1 else f" at speed {listed(map('{:g}'.format, some.speed))}"
-        )
-        within = _within(some.margin_relative)
-        parts.append(words.format(block="seed", seeds=span(some.seeds), needed="", within=within) + where)
+        alike = rows[rows.decision == decision]
+        if decision == "different":
+            words = f"the loss is {listed(f'{1 + part:.3g}' for part in alike.relative)} times as high"
+        else:
+            words = WORDS[SAME if (alike.same_bits == alike.seeds).all() else decision]
+        where = _speeds(alike) if len(rows) > 1 else ""
+        within = _within(alike.margin_relative)
+        parts.append(words.format(block="seed", seeds=span(alike.seeds), needed="", within=within) + where)
     return parts
+
+
+def _tested(table: pd.DataFrame) -> list[str]:
+    """What was decided of each metric, with the numbers: a line each, below one for each family."""
+    lines = []
+    for (experiment, size, setting, loader), family in table.groupby([*FAMILY], sort=False):
+        lines.append(f"{experiment}, {size} size, {setting}, frames {loader}:")
+        for metric in METRICS:
+            if len(rows := family[family.metric == metric]):
+                lines.append(f"  {metric}: {'; '.join(_decisions(metric, rows))}.")
+    return lines
+
+
+def _decisions(metric: str, rows: pd.DataFrame) -> list[str]:
+    """The decisions on a metric: `different at speed 1 and 2 (1.8 and 1.5 times, higher in 9 of 9 seeds)`."""
+    parts = []
+    for decision, some in rows.groupby("decision", sort=False):
+        if metric in (BEAT, STUCK):
+            sizes, unit = [f"{100 * difference:+.0f}" for difference in some.difference], "points"
+        else:
+            sizes, unit = [f"{1 + relative:.3g}" for relative in some.relative], "times"
+        if some.seeds.nunique() == 1:
+            higher = f"{_once(some.worse)} of {some.seeds.iloc[0]}"
+        else:
+            higher = _once(f"{row.worse} of {row.seeds}" for row in some.itertuples())
+        parts.append(f"{decision}{_speeds(some)} ({_once(sizes)} {unit}, higher in {higher} seeds)")
+    if metric == BEAT and not rows.beat.any():
+        parts.append("neither network has learned motion here")
+    return parts
+
+
+# --- words -------------------------------------------------------------------------------------------------
+
+
+def _speeds(rows: pd.DataFrame) -> str:
+    return "" if rows.speed.isna().all() else f" at speed {listed(map('{:g}'.format, rows.speed))}"
 
 
 def _within(margins: pd.Series) -> str:
@@ -182,8 +210,10 @@ def _per_cent(parts: pd.Series) -> str:
     return f"{100 * parts.max():.2g} % of the mean"
 
 
-def _relative(rows: pd.DataFrame) -> str:
-    return f"the loss is {listed(f'{1 + part:.3g}' for part in rows.relative)} times as high"
+def _once(words: Iterable[Any]) -> str:
+    """As `listed`; where all are the same, one."""
+    each = [*map(str, words)]
+    return listed(each if len(set(each)) > 1 else each[:1])
 
 
 def span(numbers: pd.Series) -> str:

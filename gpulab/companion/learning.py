@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from gpulab.training.step import LAST_FIFTH
 from gpulab.training.store import runs
 
 RENDERED = ("walk", "moving-digits")
+ALPHA = 0.05
 # What runs are judged by. All but the first, which needs no threshold of ours, were laid down in data/README.md before
 # the runs on the anomaly were made; for a CPU against a GPU they were not.
 BEAT = "share of seeds that beat repeating the last frame"
@@ -38,39 +39,27 @@ COLUMNS += " margin_relative registered_margin same_bits worse beat beat_referen
 
 
 def learning_verdicts(
-    frame: pd.DataFrame,
-    factor: str,
-    reference: str,
-    plateau: float,
-    repeat: float = math.nan,
-    margin: str | float | None = None,
+    frame: pd.DataFrame, factor: str, reference: str, plateau: float, repeat: float = math.nan
 ) -> dict[str, Verdict]:
-    """The verdicts on what runs of one size and film learned; the last takes the seeds that learned at every level.
+    """The verdicts on what runs of one size and film learned, by `METRICS`, as far as they can be asked.
 
-    Args:
-        frame: From `gpulab.runs`.
-        factor, reference: As of `gpulab.verdict`.
-        plateau: A run whose final loss is not below it, or that diverged, did not learn; infinite where there is none.
-        repeat: The loss of repeating the last frame; NaN where there is none.
-        margin: Of the two losses, as of `gpulab.verdict`; that of the two shares is 0.1.
-
-    Returns:
-        A verdict for each of `METRICS` that can be asked; the last needs a seed that learned at every level.
+    A run whose final loss is not below the `plateau`, or that diverged, did not learn. `repeat` is the loss of
+    repeating the last frame; NaN, or an infinite plateau, where there is none.
     """
     stuck = ~(frame.final_loss < plateau)
     learned = frame[~stuck.groupby(frame.seed).transform("any")]
     options: dict[str, Any] = {"factor": factor, "reference": reference}
     shares = frame.assign(beat=frame.final_loss < repeat, stuck=stuck, status="finished")
     verdicts = {BEAT: verdict(shares, metric="beat", **options)} if repeat == repeat else {}
-    verdicts[ALL] = verdict(frame, margin=margin, **options)
+    verdicts[ALL] = verdict(frame, **options)
     if plateau < math.inf:
         verdicts[STUCK] = verdict(shares, metric="stuck", **options)
         if len(learned):
-            verdicts[LEARNED] = verdict(learned, margin=margin, **options)
+            verdicts[LEARNED] = verdict(learned, **options)
     return verdicts
 
 
-def learning_table(frame: pd.DataFrame, factor: str, reference: str, alpha: float = 0.05) -> pd.DataFrame:
+def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataFrame:
     """`learning_verdicts` for every experiment, size, setting, loader and speed in a frame of runs.
 
     The metrics and speeds of one experiment, size, setting and loader are one family: its p values have Holm's
@@ -98,7 +87,7 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str, alpha: floa
     for name in ("different", "equivalent"):
         table[f"p_{name}_holm"] = family[f"p_{name}"].transform(holm)
     table["p_diverged_holm"] = (table.p_diverged * family.seeds.transform("size")).clip(upper=1.0)
-    table["decision"] = [decide(row, alpha) for row in table.itertuples()]
+    table["decision"] = [decide(row, ALPHA) for row in table.itertuples()]
     return table.rename(columns={"p_different": "p", "p_different_holm": "p_holm"})[[*FAMILY, *COLUMNS.split()]]
 
 
@@ -118,41 +107,7 @@ def _levels(judged: Verdict) -> list[dict[str, Any]]:
     return table.to_dict("records")
 
 
-def decisions(rows: pd.DataFrame) -> str:
-    """The decisions on a metric at each speed, in a sentence: `different at speed 1 and 2 (1.8 and 1.5 times, …)`."""
-    parts = []
-    for decision, some in rows.groupby("decision", sort=False):
-        of_share = bool(set(some.metric) & {BEAT, STUCK})
-        sizes = _listed(
-            (100 * some.difference).map("{:+.0f}".format) if of_share else (1 + some.relative).map("{:.3g}".format)
-        )
-        speeds = "" if some.speed.isna().all() else f" at speed {_listed(some.speed.map('{:g}'.format))}"
-        if some.seeds.nunique() == 1:
-            higher = f"{_listed(some.worse.astype(str))} of {some.seeds.iloc[0]}"
-        else:
-            higher = _listed(f"{row.worse} of {row.seeds}" for row in some.itertuples())
-        parts.append(f"{decision}{speeds} ({sizes} {'points' if of_share else 'times'}, higher in {higher} seeds)")
-    if len(rows) and not rows.beat.any() and BEAT in set(rows.metric):
-        parts.append("neither network has learned motion here")
-    return "; ".join(parts)
-
-
-def _listed(words: Iterable[str]) -> str:
-    *most, last = words
-    return f"{', '.join(most)} and {last}" if set(most) - {last} else last
-
-
-def learning_finding(table: pd.DataFrame) -> str:
-    """What `learning_table` allows one to say, a sentence a metric."""
-    lines = []
-    for (experiment, size, setting, loader), rows in table.groupby([*FAMILY], sort=False):
-        lines.append(f"{experiment}, {size} size, {setting}, frames {loader}:")
-        asked = [(metric, rows[rows.metric == metric]) for metric in METRICS]
-        lines += [f"  {metric}: {decisions(some)}." for metric, some in asked if len(some)]
-    return "\n".join(lines)
-
-
-def false_alarms(families: int, alpha: float = 0.05) -> str:
+def false_alarms(families: int) -> str:
     """How likely luck alone makes at least one of several families of tests say `different`, each corrected within.
 
     Examples:
@@ -160,9 +115,9 @@ def false_alarms(families: int, alpha: float = 0.05) -> str:
         10 families of tests at alpha 5 %. If nothing differed anywhere, at least one of them would still say so with a
         probability of 40 % where they are independent, and of at most 50 % in any case.
     """
-    independent, most = 1 - (1 - alpha) ** families, min(1.0, families * alpha)
+    independent, most = 1 - (1 - ALPHA) ** families, min(1.0, families * ALPHA)
     return (
-        f"{families} families of tests at alpha {alpha:.0%}. If nothing differed anywhere, at least one of them would "
+        f"{families} families of tests at alpha {ALPHA:.0%}. If nothing differed anywhere, at least one of them would "
         f"still say so with a\nprobability of {independent:.0%} where they are independent, and of at most {most:.0%} "
         "in any case."
     ).replace("%", " %")
@@ -252,9 +207,10 @@ def longer_runs() -> pd.DataFrame:
     return runs(records.recorded_folder("longer")).assign(recorded=True)
 
 
-def _of_film(frame: pd.DataFrame, loss: functools._lru_cache_wrapper[float]) -> pd.Series:
-    columns = [frame[name] for name in ("data", "frames", "frame_size", "scene_seed", "speed")]
-    values = [loss(*row) if row[0] in RENDERED else math.nan for row in zip(*columns, strict=True)]
+def _of_film(frame: pd.DataFrame, loss: Callable[..., float]) -> pd.Series:
+    """For each run a loss of the film that it was trained on; NaN where none was rendered."""
+    films = [frame[name] for name in ("data", "frames", "frame_size", "scene_seed", "speed")]
+    values = [loss(*film) if film[0] in RENDERED else math.nan for film in zip(*films, strict=True)]
     return pd.Series(values, frame.index, dtype=float)
 
 
@@ -266,35 +222,34 @@ def _film(data: str, frames: int, size: str, scene: float, speed: float) -> Sequ
     return loaded
 
 
-@functools.cache
-def _repeat_loss(data: str, frames: int, size: str, scene: float, speed: float) -> float:
-    return float(np.mean([np.square(np.diff(part, axis=0)).mean() for part in _last(data, frames, size, scene, speed)]))
-
-
-@functools.cache
-def _blurred_loss(data: str, frames: int, size: str, scene: float, speed: float) -> float:
-    pairs = [(part[:-1:5].copy(), part[1::5].copy()) for part in _last(data, frames, size, scene, speed)]
-    last, coming = map(np.concatenate, zip(*pairs, strict=True))
-    return blurred_loss(last, coming)
-
-
-def blurred_loss(last: np.ndarray, coming: np.ndarray) -> float:
-    """The mean squared error of frames (N, C, H, W) blurred, against those to come, by the Gaussian that is best."""
-    from scipy.ndimage import gaussian_filter
-
-    widths = last.shape[-1] / 64 * np.array([0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8])
-    blurred = (gaussian_filter(last, (0, 0, width, width)) for width in widths)
-    return float(min(np.square(one - coming).mean() for one in blurred))
-
-
-def _last(data: str, frames: int, size: str, scene: float, speed: float) -> Iterator[np.ndarray]:
+def _last_windows(data: str, frames: int, *film: Any) -> Iterator[np.ndarray]:
     """The windows that a run's final loss is the mean of, in [0, 1], one by one: all at once take 250 MB."""
     length = protocol("prednet", "paper").window
     last = max(1, frames // length // LAST_FIFTH)
-    windows = _film(data, frames, size, scene, speed).windows(length, start=frames // length - last)
-    yield from (part.frames / np.float32(255) for part in itertools.islice(windows, last))
+    windows = _film(data, frames, *film).windows(length, start=frames // length - last)
+    yield from (window.frames / np.float32(255) for window in itertools.islice(windows, last))
 
 
 @functools.cache
-def _missing_colour_loss(data: str, frames: int, size: str, scene: float, speed: float) -> float:
-    return _film(data, frames, size, scene, speed).missing_colour_loss()
+def _repeat_loss(*film: Any) -> float:
+    return float(np.mean([np.square(np.diff(frames, axis=0)).mean() for frames in _last_windows(*film)]))
+
+
+@functools.cache
+def _blurred_loss(*film: Any) -> float:
+    pairs = [(frames[:-1:5].copy(), frames[1::5].copy()) for frames in _last_windows(*film)]
+    return blurred_loss(*map(np.concatenate, zip(*pairs, strict=True)))
+
+
+@functools.cache
+def _missing_colour_loss(*film: Any) -> float:
+    return _film(*film).missing_colour_loss()
+
+
+def blurred_loss(frames: np.ndarray, next_frames: np.ndarray) -> float:
+    """The mean squared error of frames (N, C, H, W) blurred by the Gaussian that is best, against those after them."""
+    from scipy.ndimage import gaussian_filter
+
+    widths = frames.shape[-1] / 64 * np.array([0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8])
+    blurred = (gaussian_filter(frames, (0, 0, width, width)) for width in widths)
+    return float(min(np.square(prediction - next_frames).mean() for prediction in blurred))

@@ -24,12 +24,12 @@ from gpulab.training.protocol import PROFILES
 KERNEL = "python3"
 QUIET = ["--log-level=ERROR"]  # a kernel warns of its own local connection each time it starts
 CELL_SECONDS = 4 * 3600  # a cell that takes longer hangs
-HERE, RECORDED, UNSAID = "here", "recorded", "unsaid"  # where the numbers of a finding were made
+HERE, RECORDED, BOTH = "here", "recorded", "both"  # where the numbers of a finding were made
 PICTURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="data:image/png;base64,(?P<png>[^"]*)"')  # as `Picture.html` says
 SUMMARY = {  # of a report: what is said of each
     HERE: ("Found here", "On this machine, when this report was made."),
     RECORDED: ("Recorded elsewhere", "On other machines, by runs that come with gpulab."),
-    UNSAID: ("And besides", "These sentences do not say where their numbers were made; the notebooks do."),
+    BOTH: ("Here and elsewhere", "Numbers made here, beside recorded ones; the notebooks say which are which."),
 }
 FOLD = re.compile(r"<details>.*?</summary>(.*?)</details>", re.S)  # as `companion.finding` has its statistics
 
@@ -69,17 +69,15 @@ def find_notebooks(folder: Path, only: str | None) -> list[Path]:
     """The notebooks of a folder in order; `only` names some by how they begin (`04` or `03,04`)."""
     if not folder.is_dir():
         raise GpulabError(f"{folder}: no such folder; run this where the notebooks are")
-    found = sorted(file for file in folder.glob("*.ipynb") if re.match(r"\d\d_", file.name))
-    if only:
-        prefixes = tuple(part.strip() for part in only.split(",") if part.strip())
-        for prefix in prefixes:
-            if not any(file.name.startswith(prefix) for file in found):
-                there = ", ".join(file.stem for file in found)
-                raise UsageError(f"only={only!r}: no notebook begins with {prefix!r}; there are {there}")
-        found = [file for file in found if file.name.startswith(prefixes)]
-    if not found:
+    notebooks = sorted(file for file in folder.glob("*.ipynb") if re.match(r"\d\d_", file.name))
+    if not notebooks:
         raise GpulabError(f"{folder}: holds no notebooks")
-    return found
+    prefixes = [part.strip() for part in (only or "").split(",") if part.strip()]
+    for prefix in prefixes:
+        if not any(file.name.startswith(prefix) for file in notebooks):
+            names = ", ".join(file.stem for file in notebooks)
+            raise UsageError(f"only={only!r}: no notebook begins with {prefix!r}; there are {names}")
+    return [file for file in notebooks if not prefixes or file.name.startswith(tuple(prefixes))]
 
 
 @extra("notebooks")
@@ -204,13 +202,12 @@ def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Resu
 
 def collect(notebook: Any, result: Result) -> None:
     """Put into a result what an executed notebook says of itself, before it is tidied."""
-    section = introduction = ""
+    section = ""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             if title := re.match(r"# (.+)", cell.source):
                 result.title = title[1]
             *_, section = section, *re.findall(r"^##+ (.+)", cell.source, re.M)
-            introduction = cell.source
             continue
         outputs = cell.get("outputs", [])
         result.figures += [{**figure, "section": section} for figure in filter(None, map(_figure, outputs))]
@@ -218,8 +215,7 @@ def collect(notebook: Any, result: Result) -> None:
         result.warnings += [w for w in re.findall(r"\b\w*Warning: .+", said) if w not in result.warnings]
         tags = cell.metadata.get("tags", [])
         if "finding" in tags:
-            tagged = next((origin for origin in (RECORDED, HERE) if origin in tags), None)
-            result.findings += _findings(outputs, introduction, tagged)
+            result.findings += _findings(outputs, next((tag for tag in tags if tag in (HERE, RECORDED)), BOTH))
 
 
 def _figure(output: Any) -> dict[str, str] | None:
@@ -232,34 +228,19 @@ def _figure(output: Any) -> dict[str, str] | None:
     return None
 
 
-def _findings(outputs: list[Any], introduction: str, tagged: str | None) -> Iterator[NotebookFinding]:
-    """What a cell found, in paragraphs: a line, and those below it that are indented.
-
-    Where its numbers were made is said by a tag of the cell (`here` or `recorded`); or by the paragraph, by one
-    before it, or by the text above the cell.
-    """
-    origin = tagged or _origin(introduction) or UNSAID
+def _findings(outputs: list[Any], origin: str) -> Iterator[NotebookFinding]:
+    """What a cell found, in paragraphs: a line, and those below it that are indented; the last has the statistics."""
     for output in outputs:
         data = output.get("data", {})
         text = output.get("text", "") if output.get("name") == "stdout" else data.get("text/plain", "")
         if _figure(output) or not text.strip():
             continue
-        for paragraph in re.split(r"\n\n+|(?<=[.:;])\n(?=\S)", text.strip()):
-            origin = tagged or _origin(paragraph) or origin
-            finding = NotebookFinding(origin, re.sub(r"\n(?=\S)", " ", paragraph))
-            yield finding
-        for fold in FOLD.findall(data.get("text/html", "")):  # below the last
+        paragraphs = re.split(r"\n\n+|(?<=[.:;])\n(?=\S)", text.strip())
+        findings = [NotebookFinding(origin, re.sub(r"\n(?=\S)", " ", paragraph)) for paragraph in paragraphs]
+        for fold in FOLD.findall(data.get("text/html", "")):
             lines = re.sub(r"<[^>]*>", "", fold.replace("</p>", "\n")).splitlines()
-            finding.statistics = [html.unescape(line) for line in lines if line]
-
-
-def _origin(text: str) -> str | None:
-    """Where a text says that its numbers were made; None where it says nothing, or both."""
-    recorded = re.search(r"\b[Rr]ecorded\b", text)
-    here = re.search(r"[Mm]ade here|\bHere\b|, here\b|\b[Oo]n this (CPU|machine)\b", text)
-    if recorded and here:
-        return None
-    return RECORDED if recorded else HERE if here else None
+            findings[-1].statistics = [html.unescape(line) for line in lines if line]
+        yield from findings
 
 
 def tidy(notebook: Any) -> None:
@@ -298,7 +279,8 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
     report = folder / "index.html"
     files.write(report, page.encode())
     rows = [asdict(result) | {"notebook": result.notebook.name} for result in results]
-    rows = [{name: value for name, value in row.items() if name != "figures"} for row in rows]
+    for row in rows:
+        del row["figures"]
     files.write(folder / "results.json", (json.dumps(rows, indent=1) + "\n").encode())
     return report.resolve()
 
@@ -312,17 +294,14 @@ def _peak_memory() -> Iterator[list[int]]:
     import psutil
 
     peak, stop = [0], threading.Event()
-    this = psutil.Process()
-    already = {process.pid for process in this.children(recursive=True)}
 
     def watch() -> None:
         while not stop.wait(0.25):
             total = 0
-            for process in this.children(recursive=True):
-                if process.pid not in already:
-                    with contextlib.suppress(psutil.Error):
-                        memory = process.memory_full_info()
-                        total += getattr(memory, "pss", memory.rss)
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    memory = process.memory_full_info()
+                    total += getattr(memory, "pss", memory.rss)
             peak[0] = max(peak[0], total)
 
     watcher = threading.Thread(target=watch, daemon=True)

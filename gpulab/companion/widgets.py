@@ -11,7 +11,6 @@ import ipywidgets
 import torch
 from markupsafe import Markup
 
-from gpulab.errors import UsageError
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.numerics.sums import format_bits
 from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN, bits, landscape_slice
@@ -50,17 +49,12 @@ class Explorer(ipywidgets.VBox):
 
 
 class BitExplorer(Explorer):
-    """The bits of a number, to be clicked; below them what a format makes of it.
+    """The bits of a number, to be clicked; below them what a format makes of it by a rounding.
 
-    Type a number or click a bit of its float32 pattern; choose a format and a rounding. In a notebook that
-    no kernel runs, the still picture `gpulab.plots.bits` stands there instead.
+    In a notebook that no kernel runs, the still picture `gpulab.plots.bits` stands there instead.
 
     Args:
         x: The number to begin with.
-        name: The format to begin with.
-
-    Raises:
-        UsageError: For an unknown format.
 
     Examples:
         >>> explorer = BitExplorer(1.0)
@@ -69,12 +63,10 @@ class BitExplorer(Explorer):
         1.0000001192092896
     """
 
-    def __init__(self, x: float = 0.1, name: str = "tf32") -> None:
-        if name not in FORMATS:
-            raise UsageError(f"format {name!r}: expected one of {', '.join(FORMATS)}")
+    def __init__(self, x: float = 0.1) -> None:
         self.x = x
         self.number = ipywidgets.FloatText(value=x, description="number")
-        self.format = ipywidgets.Dropdown(options=list(FORMATS), value=name, description="format")
+        self.format = ipywidgets.Dropdown(options=list(FORMATS), value="tf32", description="format")
         self.rounding = ipywidgets.Dropdown(options=list(MODES), value=MODES[0], description="rounding")
         layout = ipywidgets.Layout(width="20px", height="26px", margin="1px", padding="0px")
         wrapped = ipywidgets.Layout(flex_flow="row wrap", margin="0 6px 0 0")
@@ -97,17 +89,15 @@ class BitExplorer(Explorer):
         self._typed()
 
     def picture(self) -> Picture:
-        """What stands there without a kernel: the number in all formats."""
+        """The number in all formats."""
         return bits(self.x)
 
     def _typed(self, _: Any = None) -> None:
-        """A number was typed: show its bits."""
         if not self.busy:
             self.x = torch.tensor(self.number.value, dtype=torch.float32).item()
             self._show()
 
     def _clicked(self, clicked: ipywidgets.Button) -> None:
-        """A bit was clicked: show the number that the bits are now."""
         clicked.description = "10"[int(clicked.description)]
         pattern = int("".join(bit.description for bit in self.bits), 2)
         (self.x,) = struct.unpack("f", struct.pack("I", pattern))
@@ -118,8 +108,8 @@ class BitExplorer(Explorer):
     def _show(self, _: Any = None) -> None:
         pattern = format_bits(self.x)
         for bit, digit in zip(self.bits, "".join(pattern), strict=True):
-            bit.description = digit
-            bit.style.button_color, bit.style.text_color = _colours(bit.tooltip, digit)
+            bit.description, tint = digit, PARTS[bit.tooltip][0]
+            bit.style.button_color, bit.style.text_color = (tint, "white") if digit == "1" else ("white", tint)
         for meaning, name, digits, words in zip(self.meanings, PARTS, pattern, _in_words(*pattern), strict=True):
             meaning.value = f'<span style="{_style(name)}" title="{digits}">{name}</span> {words}'
         name, mode = self.format.value, self.rounding.value
@@ -131,15 +121,8 @@ class BitExplorer(Explorer):
         self.answer.value = f"float32: {self.x:.12g}<br>{name}, {mode}: <b>{rounded:.12g}</b>{off}<br>{shown}"
 
 
-def _colours(part: str, digit: str) -> tuple[str, str]:
-    """The colour of a bit, and of the digit on it."""
-    tint, _ = PARTS[part]
-    return (tint, "white") if digit == "1" else ("white", tint)
-
-
 def _style(part: str) -> str:
-    background, colour = _colours(part, "1")
-    return f"background: {background}; color: {colour}; padding: 0 4px; border-radius: 3px"
+    return f"background: {PARTS[part][0]}; color: white; padding: 0 4px; border-radius: 3px"
 
 
 def _in_words(sign: str, exponent: str, fraction: str) -> tuple[str, str, str]:
@@ -154,8 +137,7 @@ def _in_words(sign: str, exponent: str, fraction: str) -> tuple[str, str, str]:
 class SliceExplorer(Explorer):
     """The loss along a line through a network's weights, which a slider turns from the steepest way down to that up.
 
-    Sliders are `angle`, in degrees, and `reach`, a multiple of the landscape's extent. In a notebook that no kernel
-    runs, the slice along the steepest way down stands there instead.
+    Sliders are `angle`, in degrees, and `reach`, a multiple of the landscape's extent.
 
     Args:
         landscape: From `gpulab.saddles.landscape`.
@@ -179,7 +161,7 @@ class SliceExplorer(Explorer):
         self._show()
 
     def picture(self) -> Picture:
-        """What stands there without a kernel: the slice that the sliders ask for."""
+        """The slice that the sliders ask for."""
         line = self.landscape.slice(self.angle.value, self.reach.value * self.landscape.extent)
         return landscape_slice(self.landscape, line, self.angle.value)
 

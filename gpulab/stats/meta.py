@@ -19,12 +19,12 @@ from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 from scipy.stats import chi2, t
 
-from gpulab.errors import UsageError
+ALPHA = 0.05
 
 
 @dataclass(frozen=True)
 class MetaAnalysis:
-    """What studies say together; effects, intervals and tau are in the studies' unit, intervals at 1 − alpha."""
+    """What studies say together; effects, intervals and tau are in the studies' unit, intervals are of 95 %."""
 
     studies: int  # how many
     effect: float  # the mean over studies
@@ -43,11 +43,8 @@ class MetaAnalysis:
     predicted_high: float
 
 
-def meta_analysis(effects: ArrayLike, errors: ArrayLike, alpha: float = 0.05) -> MetaAnalysis:
-    """Pool effects with their standard errors, both of shape (studies,), in one unit.
-
-    Raises:
-        UsageError: For fewer than two studies, shapes that differ, numbers that are not finite, or no error above 0.
+def meta_analysis(effects: ArrayLike, errors: ArrayLike) -> MetaAnalysis:
+    """Pool effects with their standard errors above 0, both of shape (studies,) with two or more, in one unit.
 
     Examples:
         >>> alike = meta_analysis([0.1, 0.2, 0.15], [0.1, 0.1, 0.1])
@@ -57,21 +54,29 @@ def meta_analysis(effects: ArrayLike, errors: ArrayLike, alpha: float = 0.05) ->
         >>> round(apart.effect, 3), round(apart.tau, 3), round(apart.i2, 2)
         (1.0, 0.995, 0.99)
     """
-    effects, errors = np.asarray(effects, float), np.asarray(errors, float)
+    effects, variances = np.asarray(effects, float), np.asarray(errors, float) ** 2
     k = len(effects)
-    finite = bool(np.isfinite(effects).all() and np.isfinite(errors).all())
-    if k < 2 or effects.shape != errors.shape or not finite or errors.min() <= 0:
-        given = f"effects {effects.tolist()}, errors {errors.tolist()}"
-        raise UsageError(f"{given}: expected two or more, each with an error > 0")
-    variances = errors**2
-    quantiles = chi2.isf((alpha / 2, 1 - alpha / 2), k - 1)
-    tau2, tau2_low, tau2_high = (_tau2(effects, variances, q) for q in (k - 1, *quantiles))
+
+    def cochran_q(tau2: float) -> float:
+        weights = 1 / (variances + tau2)
+        return float(weights @ (effects - weights @ effects / weights.sum()) ** 2)
+
+    def tau2_where(q: float) -> float:
+        """The tau² at which Cochran's Q, which falls as tau² rises, has a value; 0 where it is less already."""
+        if cochran_q(0.0) <= q:
+            return 0.0
+        beyond = float(np.ptp(effects) ** 2 * k / q)  # there Q is below
+        return float(brentq(lambda tau2: cochran_q(tau2) - q, 0.0, beyond, xtol=1e-12 * beyond))
+
+    # The estimate is where Q is k − 1, an end of the interval where it is a quantile. statsmodels' `combine_effects`
+    # has no interval, and says that tau is 0 where its last step goes too far by a rounding error.
+    tau2, tau2_low, tau2_high = map(tau2_where, (k - 1, *chi2.isf((ALPHA / 2, 1 - ALPHA / 2), k - 1)))
     weights = 1 / (variances + tau2)
     effect, error = float(weights @ effects / weights.sum()), float(weights.sum() ** -0.5)
     # With tau by Paule and Mandel the factor of Hartung and Knapp is 1, or below where tau is 0, and then taken as 1.
-    reach = float(t.isf(alpha / 2, k - 1)) * error
-    predicted_reach = float(t.isf(alpha / 2, k - 2)) * math.hypot(error, math.sqrt(tau2)) if k > 2 else math.nan
-    q = _q(0.0, effects, variances)
+    reach = float(t.isf(ALPHA / 2, k - 1)) * error
+    predicted_reach = float(t.isf(ALPHA / 2, k - 2)) * math.hypot(error, math.sqrt(tau2)) if k > 2 else math.nan
+    q = cochran_q(0.0)
     return MetaAnalysis(
         studies=k,
         effect=effect,
@@ -87,21 +92,3 @@ def meta_analysis(effects: ArrayLike, errors: ArrayLike, alpha: float = 0.05) ->
         predicted_low=effect - predicted_reach,
         predicted_high=effect + predicted_reach,
     )
-
-
-def _q(tau2: float, effects: np.ndarray, variances: np.ndarray) -> float:
-    """The weighted squares about the weighted mean, which fall as tau² rises."""
-    weights = 1 / (variances + tau2)
-    return float(weights @ (effects - weights @ effects / weights.sum()) ** 2)
-
-
-def _tau2(effects: np.ndarray, variances: np.ndarray, q: float) -> float:
-    """The tau² at which Cochran's Q has a value; 0 where it is less already.
-
-    The estimate is where Q is k − 1, an end of the interval where it is a quantile. statsmodels' `combine_effects` has
-    no interval; below a tolerance of 1e-5 it says tau is 0 where its last step goes too far by a rounding error.
-    """
-    if _q(0.0, effects, variances) <= q:
-        return 0.0
-    beyond = float(np.ptp(effects) ** 2 * len(effects) / q)  # there Q is below
-    return float(brentq(lambda tau2: _q(tau2, effects, variances) - q, 0.0, beyond, xtol=1e-12 * beyond))

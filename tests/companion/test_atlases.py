@@ -75,13 +75,6 @@ def test_machines_that_disagree_widen_the_interval_and_are_told(row):
     assert "another machine is expected in [" in str(verdict)
 
 
-def test_a_change_on_all_machines_is_said(row):
-    runs = pd.concat([machine(row, name, spread(0.1, 0.01, 8)) for name in "ABC"], ignore_index=True)
-    verdict = gl.companion.atlas_verdict(runs)
-    assert "over 3 machines changes the final loss, +11 % [" in str(verdict)
-    assert "1 pooled, 1 shown to change the loss" in verdict.plot().alt
-
-
 def test_with_one_machine_there_is_nothing_to_pool(row):
     verdict = gl.companion.atlas_verdict(machine(row, "NVIDIA A100", spread(0.02, 0.01, 9)))
     assert verdict.pooled.empty
@@ -147,15 +140,17 @@ def test_several_settings_are_corrected_for_their_number(row):
     assert pooled.p_holm[ON] == pytest.approx(2 * pooled.p[ON])
 
 
-def test_the_figure_has_a_row_for_each_machine_and_a_diamond(row):
-    runs = pd.concat([machine(row, name, spread(0.02, 0.01, 8)) for name in ("A", "B", "C")], ignore_index=True)
-    picture = gl.companion.atlas_verdict(runs).plot()
+def test_a_change_on_all_machines_is_said_and_drawn(row):
+    runs = pd.concat([machine(row, name, spread(0.1, 0.01, 8)) for name in "ABC"], ignore_index=True)
+    verdict = gl.companion.atlas_verdict(runs)
+    assert "over 3 machines changes the final loss, +11 % [" in str(verdict)
+    picture = verdict.plot()
+    assert "1 pooled, 1 shown to change the loss" in picture.alt
     (axes,) = picture.figure.axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == [*(f"Intel Xeon + {name}, torch 2.11.0" for name in "ABC"), "3 machines"]
     (diamond,) = axes.patches
-    assert diamond.get_xy()[1][0] == pytest.approx(100 * math.expm1(0.02))
-    assert len(picture.png()) < 300_000
+    assert diamond.get_xy()[1][0] == pytest.approx(100 * math.expm1(0.1))
 
 
 def test_what_was_merged_is_in_the_atlas(monkeypatch, tmp_path):

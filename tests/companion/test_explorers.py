@@ -1,9 +1,7 @@
 """The widgets of `gpulab explore`: a control that is moved changes the picture, and no upload breaks anything."""
 
 import datetime
-import io
 import pickle
-import zipfile
 
 import numpy as np
 import pytest
@@ -33,18 +31,10 @@ def saddle():
     return gl.companion.saddle_explorer()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("turn", 30),
-        ("tilt", 60),
-        ("step", 25),
-        ("optimizer", "rmsprop"),
-        ("format", "float64"),
-        ("rate", 0.1),
-        ("push", 0.1),
-    ],
-)
+MOVES = {"turn": 30, "tilt": 60, "step": 25, "optimizer": "rmsprop", "format": "float64", "rate": 0.1, "push": 0.1}
+
+
+@pytest.mark.parametrize(("name", "value"), MOVES.items())
 def test_every_control_of_the_saddle_changes_the_picture(saddle, name, value):
     assert changes(saddle, getattr(saddle, name), value)
     assert 'alt="The loss around a saddle' in saddle.image.value
@@ -97,9 +87,9 @@ def test_a_false_difference_appears_and_vanishes(seeds):
 
 @pytest.mark.parametrize("name", explorers.COMPARISONS)
 def test_every_comparison_has_the_verdict_of_all_its_runs(seeds, name):
-    same, factor, levels = explorers.COMPARISONS[name]
-    runs = gl.recorded_runs()
-    runs = runs[(runs[[*same]] == same).all(axis=1) & runs[factor].isin(levels) & (runs.rerun == 0)]
+    query, factor, levels = explorers.COMPARISONS[name]
+    runs = gl.recorded_runs().query(query)
+    runs = runs[runs[factor].isin(levels) & (runs.rerun == 0)]
     seeds.which.value = name
     seeds.seeds.value = seeds.seeds.max
     whole = gl.verdict(runs, factor=factor, reference=levels[0])
@@ -124,7 +114,6 @@ def training(monkeypatch):
     explorer = gl.companion.training_explorer()
     yield explorer
     explorer.stop()
-    explorer.thread and explorer.thread.join(30)
 
 
 def test_two_trainings_are_those_that_train_makes(training):
@@ -150,7 +139,6 @@ def test_a_training_can_be_stopped_and_another_one_begun(training):
     training.train.click()
     assert training.said.value == "Training …"
     training.halt.click()
-    training.thread.join(30)
     assert training.said.value == "Stopped."
     assert len(training.losses[0]) < 20
     assert changes(training, training.net, "autoencoder")
@@ -178,38 +166,16 @@ def resnet():
     return (recorded_folder("audits") / "resnet18-cuda-tf32-off.trace").read_bytes()
 
 
-@pytest.fixture(scope="module")
-def bomb(tmp_path_factory):
-    """A trace in order, but for a sketch that unpacks into many times its size."""
-    notes, rows, sketches = trace_files.read("resnet18", resnet())
-    sketches[rows[0]["outputs"][0]] = np.zeros(10_000_000)
-    file = tmp_path_factory.mktemp("bomb") / "bomb.trace"
-    trace_files.write(file, notes, rows, sketches)
-    content = file.read_bytes()
-    assert len(content) < MOST_UPLOADED
-    return content
-
-
 class Malicious:
     def __reduce__(self):
         return (exec, ("raise SystemExit('executed')",))
 
 
-def zipped():
-    whole = io.BytesIO()
-    with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED) as packed:
-        packed.writestr("x", bytes(100_000_000))
-    return whole.getvalue()
-
-
 HOSTILE = {
     "nothing": (lambda: b"", "not a trace"),
-    "random bytes": (lambda: np.random.default_rng(0).bytes(100_000), "not a trace"),
     "a pickle": (lambda: pickle.dumps(Malicious()), "not a trace"),
-    "a zip bomb": (zipped, "not a trace"),
     "cut short": (lambda: resnet()[:-1000], "damaged trace"),
     "a flipped bit": (lambda: resnet()[:9000] + bytes([resnet()[9000] ^ 1]) + resnet()[9001:], "checksum"),
-    "too large": (lambda: bytes(100_000_000), "it has 100,000,000 bytes, and may have 8,388,608"),
 }
 
 
@@ -222,7 +188,12 @@ def test_a_hostile_upload_is_answered_in_a_sentence(audit, kind):
     assert len(answer) < 300
 
 
-def test_a_trace_that_unpacks_into_too_much_is_refused(audit, bomb):
+def test_a_trace_that_unpacks_into_too_much_is_refused(audit, tmp_path):
+    notes, rows, sketches = trace_files.read("resnet18", resnet())
+    sketches[rows[0]["outputs"][0]] = np.zeros(10_000_000)
+    trace_files.write(tmp_path / "bomb.trace", notes, rows, sketches)
+    bomb = (tmp_path / "bomb.trace").read_bytes()
+    assert len(bomb) < MOST_UPLOADED
     answer = audit.compare([("theirs.trace", bomb)])
     assert answer == "<p>theirs.trace: too large: more than 2097152 numbers in a column</p>"
 
@@ -233,7 +204,6 @@ def test_a_name_is_shown_and_nothing_else(audit, tmp_path, monkeypatch):
     when = datetime.datetime.now(datetime.UTC)
     file = {"name": name, "type": "", "size": 3, "content": memoryview(b"abc"), "last_modified": when}
     audit.upload.value = (file,)
-    audit.thread.join(30)
     assert "&lt;script&gt;" in audit.said.value
     assert "not a trace" in audit.said.value
     assert "<script" not in audit.said.value
@@ -273,16 +243,8 @@ def test_a_trace_with_nan_and_with_html_in_it_is_audited(audit, tmp_path):
     assert "<b>" not in answer
 
 
-def test_memory_is_bounded_while_a_strangers_file_is_read():
+def test_memory_is_bounded_while_a_strangers_file_is_read(audit, monkeypatch):
     pytest.importorskip("resource")
-    with explorers.at_most(64 << 20), pytest.raises(MemoryError):
-        np.ones(1 << 28)
-    assert len(np.ones(1 << 24)) == 1 << 24
-
-
-def test_a_file_that_takes_too_much_memory_is_answered(audit, monkeypatch):
-    def load(*_):
-        raise MemoryError
-
-    monkeypatch.setattr(explorers.Trace, "load", load)
+    monkeypatch.setattr(explorers.Trace, "load", lambda *_: np.ones(1 << 29))
     assert "more than 2,147,483,648 bytes of memory" in audit.compare([("theirs.trace", b"")])
+    assert len(np.ones(1 << 24)) == 1 << 24
