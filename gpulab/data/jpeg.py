@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpulab.data import pictures
-from gpulab.data.films import MOST_PIXELS, reason
+from gpulab.data.films import reason
 from gpulab.errors import DataError, GpulabError, UsageError, extra
 
 if TYPE_CHECKING:
@@ -49,21 +49,16 @@ def encode_jpeg(frame: Bytes, quality: int = 75, subsampling: str = "4:2:0") -> 
     """
     from PIL import Image
 
-    check_jpeg(quality, subsampling)
+    if not isinstance(quality, int) or not 1 <= quality <= 100:
+        raise UsageError(f"quality={quality!r}: expected a whole number from 1 to 100")
+    if subsampling not in SUBSAMPLINGS:
+        raise UsageError(f"subsampling={subsampling!r}: expected one of {', '.join(SUBSAMPLINGS)}")
     if frame.dtype != np.uint8 or frame.ndim != 3 or len(frame) not in CHANNELS:
         raise UsageError(f"frame of shape {frame.shape} and type {frame.dtype}: expected (1 or 3, H, W) bytes")
     colour, file = len(frame) == 3, io.BytesIO()
     image = Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0) if colour else frame[0]))
     image.save(file, "JPEG", quality=quality, **({"subsampling": subsampling} if colour else {}))
     return file.getvalue()
-
-
-def check_jpeg(quality: int, subsampling: str) -> None:
-    """Raise `UsageError` unless Pillow can encode so."""
-    if not isinstance(quality, int) or not 1 <= quality <= 100:
-        raise UsageError(f"quality={quality!r}: expected a whole number from 1 to 100")
-    if subsampling not in SUBSAMPLINGS:
-        raise UsageError(f"subsampling={subsampling!r}: expected one of {', '.join(SUBSAMPLINGS)}")
 
 
 @extra("notebooks")
@@ -92,7 +87,7 @@ def decode_jpeg(file: bytes, decoder: str = "pillow") -> Bytes:
     if decoder not in DECODERS:
         raise UsageError(f"decoder {decoder!r}: expected one of {', '.join(DECODERS)}")
     try:
-        pictures.opened(file, ["JPEG"])  # none with too many pixels
+        pictures.opened(io.BytesIO(file), ["JPEG"])  # none with too many pixels
         return DECODERS[decoder](file)
     except Exception as error:  # almost anything, at a broken file
         if decoder not in (available := available_decoders()):
@@ -155,9 +150,8 @@ def compare_decoders(
 
 
 def _pillow(file: bytes) -> Bytes:
-    with pictures.opened(file, ["JPEG"]) as image:
-        pixels = np.asarray(image if image.mode == "L" else image.convert("RGB"))
-    return np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1))
+    with pictures.opened(io.BytesIO(file), ["JPEG"]) as image:
+        return pictures.channels_first(np.asarray(image if image.mode == "L" else image.convert("RGB")))
 
 
 def _torchvision(file: bytes, device: str = "cpu") -> Bytes:
@@ -180,16 +174,16 @@ def _nvjpeg(file: bytes) -> Bytes:
 def _av(file: bytes) -> Bytes:
     import av
 
-    context = av.CodecContext.create("mjpeg", "r")
-    context.options = {"max_pixels": str(MOST_PIXELS)}
-    frames = context.decode(av.Packet(file))
+    frames = av.CodecContext.create("mjpeg", "r").decode(av.Packet(file))
     if not frames:
         raise ValueError("no picture in them")
-    frame = frames[0]
-    if frame.format.name.startswith("gray"):
-        return frame.to_ndarray(format="gray")[None].astype(np.uint8)
-    return np.ascontiguousarray(frame.to_ndarray(format="rgb24").transpose(2, 0, 1), np.uint8)
+    grey = frames[0].format.name.startswith("gray")
+    return pictures.channels_first(frames[0].to_ndarray(format="gray" if grey else "rgb24"))
 
 
-DECODERS: dict[str, Callable[[bytes], Bytes]]
-DECODERS = {"pillow": _pillow, "torchvision": _torchvision, "av": _av, "nvjpeg": _nvjpeg}
+DECODERS: dict[str, Callable[[bytes], Bytes]] = {
+    "pillow": _pillow,
+    "torchvision": _torchvision,
+    "av": _av,
+    "nvjpeg": _nvjpeg,
+}
