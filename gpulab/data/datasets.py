@@ -66,7 +66,8 @@ class Data(ABC):
     @property
     def content(self) -> str | None:
         """A SHA-256 (hex) of what the frames are made from; `""` if from no file, `None` if that cannot be known."""
-        return None
+        # Of the images of a folder the names count, too: they say in which order the frames come.
+        return digest(self.stamps, named=len(self.stamps) > 1) if self.stamps else None
 
     def check_unchanged(self) -> None:
         """Raise `DataError`, naming the file, if one that is read has changed since the data were loaded."""
@@ -233,11 +234,6 @@ class Video(Sequence):
         self.stamps = {file: stamp(file)}
         super().__init__(name, 1 if grey else 3, size, *_split(name, films.count_frames(file, grey), frames))
 
-    @functools.cached_property
-    def content(self) -> str:
-        """The SHA-256 of the file."""
-        return digest(self.stamps)
-
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, decoded as they are asked for."""
         import av
@@ -265,18 +261,13 @@ class Folder(Sequence):
         self.stamps, self.grey, name = _image_files(folder, grey), grey, f"frames:{folder}"
         super().__init__(name, 1 if grey else 3, size, *_split(name, len(self.stamps), frames))
 
-    @functools.cached_property
-    def content(self) -> str:
-        """The SHA-256 of the names and contents of the images, in their order."""
-        return digest(self.stamps, named=True)
-
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, read as they are asked for."""
         stop = self.frames + self.held if stop is None else stop
-        for file, stamped in itertools.islice(self.stamps.items(), start, stop):
+        for file in itertools.islice(self.stamps, start, stop):
             with _opened(file) as image:
                 frame = _fit(image, self.size, self.grey)
-            check_unchanged({file: stamped})
+            check_unchanged({file: self.stamps[file]})
             yield frame
 
 
@@ -447,18 +438,14 @@ def _read_idx(file: Path) -> Bytes:
     try:
         with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
             magic, *shape = struct.unpack(">4I", stream.read(16).ljust(16, b"\0"))
-            if magic != 2051:
-                raise DataError(f"{file}: begins with {magic}, not with 2051 as images in an IDX file do")
-            count, height, width = shape
-            promised, images = math.prod(shape), f"{count} images of {height}×{width}"
-            if not 0 < promised <= MOST_BYTES:
-                raise DataError(f"{file}: promises {images}: 1 to {MOST_BYTES:,} bytes are read")
-            content = stream.read(promised + 1)
+            content = stream.read(min(math.prod(shape), MOST_BYTES) + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file}: cannot be unpacked: {films.reason(error)}") from None
-    if len(content) != promised:
-        held = "more" if len(content) > promised else f"{len(content)} bytes"
-        raise DataError(f"{file}: promises {images}, holds {held}")
+    count, height, width = shape
+    if magic != 2051 or not 0 < len(content) == math.prod(shape):
+        held = f"{len(content):,} bytes" if len(content) <= math.prod(shape) else "more"
+        images = f"begins with {magic}, promises {count} images of {height}×{width} and holds {held}"
+        raise DataError(f"{file}: no whole IDX file of images (which begins with 2051): {images}")
     return np.frombuffer(content, np.uint8).reshape(count, 1, height, width)
 
 
@@ -482,7 +469,8 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
     if not files:
         raise DataError(f"{folder}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
-    size, stamps = None, {file: stamp(file) for file in files}
+    stamps = {file: stamp(file) for file in files}
+    size = None
     for file in files:
         with _opened(file) as image:
             size = size or image.size
@@ -497,10 +485,8 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[PIL.Image.Image]:
     """An image whose pixels are read inside the block; whatever is wrong with it is said with its name."""
-    from PIL import UnidentifiedImageError
-
     if not file.is_file():
-        raise DataError(f"{file}: cannot be read: a folder or a pipe, not a file")
+        raise DataError(f"{file}: cannot be read: no such file, or a folder or a pipe")
     try:
         with warnings.catch_warnings(), pictures.opened(file) as image:
             warnings.simplefilter("ignore")  # of what surrounds the pixels
@@ -510,11 +496,9 @@ def _opened(file: Path) -> Iterator[PIL.Image.Image]:
             yield image
     except DataError:
         raise
-    except UnidentifiedImageError:
-        why = f"of no known format ({', '.join(pictures.FORMATS)}), damaged or empty"
-        raise DataError(f"{file}: not an image that can be read: {why}") from None
     except Exception as error:  # Pillow raises almost anything at a broken file
-        raise DataError(f"{file}: not a whole image: {films.reason(error)}") from None
+        known = f"not a whole image of a known format ({', '.join(pictures.FORMATS)})"
+        raise DataError(f"{file}: {known}: {films.reason(error)}") from None
 
 
 def _fit(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:

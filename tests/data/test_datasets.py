@@ -320,8 +320,8 @@ DAMAGED_MNIST = {
     "changed .gz": (f"{TEST}.gz", damaged(PACKED, len(PACKED) // 2), "cannot be unpacked"),
     "changed block": (f"{TEST}.gz", damaged(PACKED, 12), "cannot be unpacked"),
     "not a .gz": (f"{TEST}.gz", WHOLE, "cannot be unpacked"),
-    "empty .gz": (f"{TEST}.gz", b"", "begins with 0, not with 2051"),
-    "empty": (TEST, b"", "begins with 0, not with 2051"),
+    "empty .gz": (f"{TEST}.gz", b"", "begins with 0"),
+    "empty": (TEST, b"", "begins with 0"),
     "labels": (TEST, idx(noise(30, 28, 28), magic=2049), "2049"),
     "too short": (TEST, WHOLE[:-1], "30 images of 28×28"),
     "too long": (TEST, WHOLE + b"x", "30 images of 28×28"),
@@ -356,7 +356,7 @@ def test_a_small_archive_cannot_ask_for_much_memory(tmp_path):
     (tmp_path / f"{TEST}.gz").write_bytes(gzip.compress(WHOLE[:16] + bytes(100 << 20)))
     tracemalloc.start()
     try:
-        with pytest.raises(gl.DataError, match=r"promises 30 images of 28×28, holds more"):
+        with pytest.raises(gl.DataError, match=r"promises 30 images of 28×28 and holds more"):
             gl.load(f"mnist:{tmp_path}")
         assert tracemalloc.get_traced_memory()[1] < 20 << 20
     finally:
@@ -589,7 +589,7 @@ def test_only_the_decoders_that_are_meant_are_asked(tmp_path, monkeypatch):
     Image.fromarray(noise(24, 32, 3)).save(tmp_path / "004.eps")
     (tmp_path / "004.eps").replace(tmp_path / "004.png")
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("Ghostscript was started"))
-    with pytest.raises(gl.DataError, match=r"004\.png: not an image .*of no known format \(PNG, JPEG"):
+    with pytest.raises(gl.DataError, match=r"004\.png: not a whole image of a known format \(PNG, JPEG"):
         list(gl.load(f"frames:{tmp_path}", size=SMALL).stream())
 
 
@@ -605,7 +605,7 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path, e
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
     for number in range(4):
         (tmp_path / f"{number}.png").write_bytes(bomb)
-    with pytest.raises(gl.DataError, match=r"0\.png: not a whole image: .*(12,000×12,000|256000000) pixels"):
+    with pytest.raises(gl.DataError, match=r"0\.png: not a whole image .*(12,000×12,000|256000000) pixels"):
         gl.load(f"frames:{tmp_path}")
 
 
