@@ -1,5 +1,4 @@
 import io
-import warnings
 import zipfile
 
 import numpy as np
@@ -7,6 +6,7 @@ import pytest
 import torch
 
 import gpulab as gl
+from gpulab.models import chainer
 from gpulab.models.chainer import chainer_views
 
 
@@ -187,16 +187,9 @@ def test_an_array_of_another_shape_is_refused(saved, tmp_path, name, shape):
     )
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf, 1e300])
-def test_weights_that_are_not_finite_are_refused(tmp_path, number):
-    np.savez(tmp_path / "a.npz", **{"predictor/ConvP0/b": np.array([0.0, number])})
-    refused(tmp_path / "a.npz", "ConvP0/b holds numbers that are not finite")
-
-
-def archive(file, arrays, method=zipfile.ZIP_DEFLATED):
+def archive(file, arrays):
     """A `.model` of (name, content of the .npy file)."""
-    with warnings.catch_warnings(), zipfile.ZipFile(file, "w", method) as made:
-        warnings.simplefilter("ignore", UserWarning)  # of names that are there twice
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
         for name, content in arrays:
             made.writestr(f"{name}.npy", content)
     return file
@@ -208,56 +201,37 @@ def npy(shape, dtype="<f4", content=b""):
     return stream.getvalue() + content
 
 
-ONE = npy((1,), content=bytes(4))
 STRANGE = {
-    "twice": ([("ConvP0/b", ONE), ("predictor/ConvP0/b", ONE)], "ConvP0/b is there twice"),
-    "bzip2": ([("a", ONE)], "a is encrypted, or packed", zipfile.ZIP_BZIP2),
-    "structured": ([("a", npy((1,), [("x", "<f4"), ("y", "<f4")], bytes(8)))], "expected numbers of 16 to 64 bits"),
-    "whole numbers": ([("a", npy((1,), "<i8", bytes(8)))], "expected numbers of 16 to 64 bits"),
-    "too many": ([("a", npy((10**9, 10**9)))], "unpacks to more than"),
-    "none": ([("a", npy((10**9, 0)))], "a has the shape (1000000000, 0)"),
-    "less than none": ([("a", npy((-1,), content=bytes(4)))], "a has the shape (-1,)"),
-    "too short": ([("a", npy((1000,)))], "a has another length"),
-    "too long": ([("a", npy((1,), content=bytes(400)))], "a has another length"),
-    "red": ([("a\x1b[31m", npy((2,)))], r"a\x1b[31m has another length"),
+    "structured": ("a", npy((1,), [("x", "<f4"), ("y", "<f4")], bytes(8)), "a is of type [('x'"),
+    "whole numbers": ("a", npy((1,), "<i8", bytes(8)), "a is of type int64"),
+    "not finite": (
+        "predictor/ConvP0/b",
+        npy((1,), content=b"\0\0\x80\x7f"),
+        "ConvP0/b holds numbers that are not finite",
+    ),
+    "far too large": ("a", npy((1,), "<f8", np.float64(1e300).tobytes()), "a holds numbers that are not finite"),
+    "too many": ("a", npy((10**9, 10**9)), "not a model saved by Chainer"),
+    "too short": ("a", npy((1000,)), "not a model saved by Chainer"),
+    "red": ("a\x1b[31m", npy((1,), "<i8", bytes(8)), r"a\x1b[31m is of type int64"),
 }
 
 
-@pytest.mark.parametrize(("arrays", "words", "method"), [(*row, 8)[:3] for row in STRANGE.values()], ids=STRANGE)
-def test_a_strange_archive_is_refused_in_one_line(tmp_path, arrays, words, method):
+@pytest.mark.parametrize(("name", "content", "words"), STRANGE.values(), ids=STRANGE)
+def test_a_strange_archive_is_refused_in_one_line(tmp_path, name, content, words):
     with pytest.raises(gl.DataError) as error:
-        gl.models.PredNet.from_chainer(archive(tmp_path / "a.model", arrays, method))
+        gl.models.PredNet.from_chainer(archive(tmp_path / "a.model", [(name, content)]))
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_an_encrypted_model_is_refused(tmp_path):
-    content = bytearray(archive(tmp_path / "a.model", [("a", ONE)]).read_bytes())
-    content[6] |= 1
-    content[content.index(b"PK\1\2") + 8] |= 1
-    (tmp_path / "a.model").write_bytes(content)
-    refused(tmp_path / "a.model", "a is encrypted")
+def test_more_than_fits_is_not_unpacked(tmp_path, monkeypatch):
+    file = archive(tmp_path / "a.model", [("a", npy((1 << 18,), content=bytes(1 << 20)))])
+    monkeypatch.setattr(chainer, "MOST_BYTES", 1 << 20)
+    refused(file, "it unpacks to more than 1,048,576 bytes")
 
 
-def test_a_small_file_cannot_ask_for_much_memory(tmp_path, python):
-    """80 kB that unpack to 80 MB are read no further than they say; a network of many channels is not made at once."""
-    bomb = archive(tmp_path / "bomb.model", [("a", npy((1,), content=bytes(80 << 20)))])
+def test_a_network_of_many_channels_is_not_made_at_once(tmp_path):
+    """These would be 1.4 terabytes."""
     wide = {f"ConvP{layer}/W": npy((10**5, 1, 1, 1), content=bytes(4 * 10**5)) for layer in range(3)}
     wide |= {"ConvLSTM0/c_i/W": npy((1, 1, 64, 64), content=bytes(4 * 64 * 64))}
-    file = archive(tmp_path / "wide.model", wide.items())
-    code = """
-        import resource, sys
-        import gpulab as gl
-        gl.models.PredNet((3, 4), (8, 8))
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for file in sys.argv[1:]:
-            try:
-                gl.models.PredNet.from_chainer(file)
-            except gl.DataError as error:
-                print(error)
-        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-    """
-    first, second, grown = python(code, bomb, file).stdout.splitlines()
-    assert "a has another length" in first
-    assert "not a PredNet of 3 layers: missing" in second
-    assert float(grown) < 30
+    refused(archive(tmp_path / "wide.model", wide.items()), "not a PredNet of 3 layers: missing")
