@@ -105,42 +105,34 @@ def test_training_starts_from_the_loaded_weights(saved):
 # --- other files -----------------------------------------------------------------------------------------
 
 
-def model_arrays(saved):
-    with np.load(saved) as archive:
-        return {name: archive[name] for name in archive.files}
-
-
 def refused(file, *words):
     with pytest.raises(gl.DataError) as error:
         gl.models.PredNet.from_chainer(file)
     assert [word for word in (str(file), *words) if word not in str(error.value)] == []
+    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("part", [0.1, 0.5, 0.9, 0.999])
-def test_a_truncated_model_is_named(saved, tmp_path, part):
-    content = saved.read_bytes()
-    (tmp_path / "cut.model").write_bytes(content[: int(len(content) * part)])
-    refused(tmp_path / "cut.model", "not a model saved by Chainer")
+def spoiled(content, share):
+    start = int(len(content) * share)
+    return content[:start] + content[start : start + 2000][::-1] + content[start + 2000 :]
 
 
-@pytest.mark.parametrize("place", [0.2, 0.5, 0.8])
-def test_a_model_with_changed_bytes_is_named(saved, tmp_path, place):
-    content = bytearray(saved.read_bytes())
-    start = int(len(content) * place)
-    content[start : start + 2000] = bytes(reversed(content[start : start + 2000]))
-    (tmp_path / "changed.model").write_bytes(content)
-    refused(tmp_path / "changed.model")
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.999])
+def test_a_truncated_or_damaged_model_is_named(saved, tmp_path, share):
+    content, file = saved.read_bytes(), tmp_path / "a.model"
+    file.write_bytes(content[: int(len(content) * share)])
+    refused(file, "not a model saved by Chainer")
+    file.write_bytes(spoiled(content, share))
+    refused(file)
 
 
 def test_what_is_not_a_model_is_named(tmp_path):
     (tmp_path / "text.model").write_text("Call me Ishmael.")
-    (tmp_path / "empty.model").touch()
     np.save(tmp_path / "array.npy", np.zeros(3))
     np.savez(tmp_path / "other.npz", weights=np.zeros((3, 3)))
     np.savez(tmp_path / "nothing.npz")
-    for name in ("text.model", "empty.model", "array.npy", "other.npz", "nothing.npz", "missing.model"):
+    for name in ("text.model", "array.npy", "other.npz", "nothing.npz", "."):
         refused(tmp_path / name)
-    refused(tmp_path)
     refused(tmp_path / "missing.model", "No such file")
 
 
@@ -152,39 +144,36 @@ class Bomb:
         return open, (str(self.file), "w")
 
 
-def test_a_file_runs_no_code(saved, tmp_path):
-    arrays = model_arrays(saved)
-    arrays["predictor/ConvP0/W"] = np.array([Bomb(tmp_path / "ran")], dtype=object)
-    with open(tmp_path / "bomb.model", "wb") as stream:
-        np.savez(stream, **arrays)
-    refused(tmp_path / "bomb.model")
+def test_a_file_runs_no_code(rewritten, tmp_path):
+    refused(rewritten({"predictor/ConvP0/W": np.array([Bomb(tmp_path / "ran")], dtype=object)}))
     assert not (tmp_path / "ran").exists()
 
 
-def rewritten(saved, file, change):
-    arrays = model_arrays(saved)
-    change(arrays)
-    with open(file, "wb") as stream:
-        np.savez(stream, **arrays)
-    return file
+@pytest.fixture
+def rewritten(saved, tmp_path):
+    """The model with other arrays, or without those that are None."""
+
+    def rewrite(changes):
+        with np.load(saved) as archive:
+            arrays = {**archive, **changes}
+        with open(tmp_path / "a.model", "wb") as stream:
+            np.savez(stream, **{name: array for name, array in arrays.items() if array is not None})
+        return tmp_path / "a.model"
+
+    return rewrite
 
 
-def test_a_model_without_an_array_or_with_one_too_many_is_named_with_it(saved, tmp_path):
-    name = "predictor/ConvLSTM1/h_f/W"
-    refused(rewritten(saved, tmp_path / "a.model", lambda arrays: arrays.pop(name)), "ConvLSTM1/h_f/W", "missing")
-    refused(
-        rewritten(saved, tmp_path / "b.model", lambda arrays: arrays.update(extra=arrays[name])), "extra", "unknown"
-    )
+def test_a_model_without_an_array_or_with_one_too_many_is_named_with_it(rewritten):
+    refused(rewritten({"predictor/ConvLSTM1/h_f/W": None}), "ConvLSTM1/h_f/W", "missing")
+    refused(rewritten({"extra": np.zeros(3)}), "extra", "unknown")
 
 
 @pytest.mark.parametrize(
     "name", ["ConvLSTM1/h_f/W", "ConvA1/W", "ConvP0/W", "ConvP2/b", "ConvLSTM0/c_i/W", "ConvLSTM2/c_o/W"]
 )
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 3, 3), (1, 3, 23, 31)], ids=str)
-def test_an_array_of_another_shape_is_refused(saved, tmp_path, name, shape):
-    refused(
-        rewritten(saved, tmp_path / "a.model", lambda arrays: arrays.update({f"predictor/{name}": np.zeros(shape)}))
-    )
+def test_an_array_of_another_shape_is_refused(rewritten, name, shape):
+    refused(rewritten({f"predictor/{name}": np.zeros(shape)}))
 
 
 def archive(file, arrays):
@@ -218,10 +207,7 @@ STRANGE = {
 
 @pytest.mark.parametrize(("name", "content", "words"), STRANGE.values(), ids=STRANGE)
 def test_a_strange_archive_is_refused_in_one_line(tmp_path, name, content, words):
-    with pytest.raises(gl.DataError) as error:
-        gl.models.PredNet.from_chainer(archive(tmp_path / "a.model", [(name, content)]))
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
+    refused(archive(tmp_path / "a.model", [(name, content)]), words)
 
 
 def test_more_than_fits_is_not_unpacked(tmp_path, monkeypatch):
