@@ -132,8 +132,6 @@ def test_a_frame_is_read_when_it_is_asked_for():
         ("prednet", "float64", ["window copied", "reused imitated"]),
         # A buffer of NumPy, which has no bfloat16, is copied when it is converted: nothing is shared.
         ("prednet", "bfloat16", ["window copied reused", "imitated"]),
-        # Its loss is the error units themselves, whose derivative needs their sign and no frame.
-        ("lotter", "float32", ["window copied reused imitated"]),
         # One image is one graph: nothing is written between its forward and its backward pass.
         ("autoencoder", "float32", ["window copied reused imitated"]),
     ],
@@ -141,7 +139,6 @@ def test_a_frame_is_read_when_it_is_asked_for():
 def test_which_loaders_train_to_the_same_bits(kind, precision, same):
     networks = {
         "prednet": small_net,
-        "lotter": lambda: small_net(variant="lotter"),
         "autoencoder": lambda: gl.models.Autoencoder(hidden=(8,)),
     }
     net, loaders = networks[kind](), {}

@@ -28,7 +28,7 @@ def windows(chainer):
     return [frames[max(0, number * length - 1) : (number + 1) * length] for number in range(count)]
 
 
-def network(chainer, truncation=None):
+def network(chainer, truncation="loss"):
     """With the weights that Chainer began with, and these, one after the other, to be written to."""
     net = gl.models.PredNet((3, 4, 8), chainer["frames"].shape[2:], truncation=truncation)
     place = 0
@@ -54,7 +54,7 @@ class ChainersAdam:
             parameter -= rate * mean / (square.sqrt() + 1e-8)
 
 
-def trained(chainer, truncation=None, loader="window", adam=ChainersAdam):
+def trained(chainer, truncation="loss", loader="window", adam=ChainersAdam):
     """The losses of each window, and its gradient by Chainer's names."""
     net = network(chainer, truncation)
     optimizer = adam(list(net.parameters()))

@@ -166,7 +166,7 @@ def test_a_network_of_other_formulas_is_left_to_autograd(change):
     assert Windows.follows(net)
     change(net)
     assert not Windows.follows(net)
-    for other in (PredNet((3, 4), (8, 8), variant="lotter"), Other((3, 4), (8, 8)), gl.models.Autoencoder()):
+    for other in (Other((3, 4), (8, 8)), gl.models.Autoencoder()):
         assert not Windows.follows(other)
 
 
@@ -181,7 +181,6 @@ def test_a_run_says_which_way_its_gradients_were_computed():
     assert ways(loader="reused") == "autograd"
     assert ways(guard=True) == "autograd"
     assert ways("cpu:emulate=tf32") == "autograd"
-    assert ways(model_options={"variant": "lotter"}) == "autograd"
 
 
 def test_an_interrupted_training_goes_on_to_the_same_bits():
