@@ -47,8 +47,6 @@ def test_the_table_counts_what_differs():
     assert row["mean"] == np.abs(av - pillow)[:, 1].mean()
     assert row.largest == np.abs(av - pillow)[:, 1].max()
     assert row.differ > 0, "otherwise there is no factor to speak of"
-    table = compare_decoders(FRAMES, reference="av")
-    assert table[table.decoder == "av"].largest.max() == 0 < table[table.decoder == "pillow"].largest.max()
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,6 @@ def test_the_table_counts_what_differs():
         (lambda: gl.data.encode_jpeg(FRAMES[0] / 255), gl.UsageError, "float64"),
         (lambda: gl.data.encode_jpeg(FRAMES[0], 0), gl.UsageError, "quality=0: .* 1 to 100"),
         (lambda: gl.data.encode_jpeg(FRAMES[0], 75, "4:1:1"), gl.UsageError, "'4:1:1': .*4:2:0"),
-        (lambda: compare_decoders(FRAMES, reference="gimp"), gl.UsageError, "reference 'gimp'"),
         (lambda: gl.load("walk", decoder="av"), gl.UsageError, "write jpeg:walk"),
         (lambda: gl.load("jpeg:walk", decoder="gimp"), gl.UsageError, "'gimp'"),
         (lambda: gl.load("jpeg:walk", quality=0), gl.UsageError, "quality=0"),
