@@ -126,13 +126,16 @@ def _look(container: Any, begin: int | None) -> tuple[int, str]:
         # What is shown before the first frame that can be decoded refers to what is missing.
         early = not begun if packet.pts is None or begin is None else packet.pts < begin
         hidden = hides_frames and packet.size and not memoryview(packet)[0] & 16  # RFC 6386, 9.1: show_frame
-        shown += bool(packet.size) and not (packet.is_discard or early or hidden)
-    lasts, edits = (container.duration or 0) * 1e-6, container.format.name.startswith("mov")
+        if packet.size and not (packet.is_discard or early or hidden):
+            shown += 1
     if not whole:
         return shown, "it ends within a frame"
-    if packets < video.frames and not edits:
+    if 0 < video.frames <= packets:
+        return shown, ""
+    # Of a film in MP4 some packets may be left out by a list of edits, but it lasts as long as it says.
+    if video.frames and not container.format.name.startswith("mov"):
         return shown, f"its header promises {video.frames} frames, it holds {packets}"
-    # A film in MP4 may leave out some of its frames, but it lasts as long as it says.
-    if not packets >= video.frames > 0 and lasts - ends > max(0.5, 0.01 * lasts):
+    lasts = (container.duration or 0) * 1e-6
+    if lasts - ends > max(0.5, 0.01 * lasts):
         return shown, f"its header promises {lasts:.1f} s, it ends at {ends:.1f} s"
     return shown, ""
