@@ -398,16 +398,15 @@ def _mnist(folder: str) -> Images:
     if not files:
         neither = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
         raise DataError(f"{folder}: holds {neither}; 'mnist' without a folder downloads them")
-    images = _read_idx(files[0])
-    if len(files) == 2:
-        heldout = _read_idx(files[1])
-        if heldout.shape[1:] != images.shape[1:]:
-            raise DataError(f"{files[1]}: images of another size than in {files[0]}")
-        return Images("mnist", images, heldout)
-    held = len(images) // HELD_OUT
-    if not held:
-        raise DataError(f"{files[0]}: holds {len(images)} images; at least {HELD_OUT} are needed")
-    return Images("mnist", images[:-held], images[-held:])
+    parts = [_read_idx(file) for file in files]
+    if len(parts) == 1:
+        count = len(parts[0])
+        if count < HELD_OUT:
+            raise DataError(f"{files[0]}: holds {count} images; at least {HELD_OUT} are needed")
+        parts = np.split(parts[0], [count - count // HELD_OUT])
+    if parts[0].shape[1:] != parts[1].shape[1:]:
+        raise DataError(f"{files[1]}: images of another size than in {files[0]}")
+    return Images("mnist", *parts)
 
 
 def _find_mnist(folder: Path) -> list[Path]:
