@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpulab.data.films import reason
-from gpulab.errors import DataError, UsageError
+from gpulab.errors import DataError
 from gpulab.files import printable, read
 
 GATES = "ifco"
@@ -31,18 +31,17 @@ def read_chainer(file: str | Path, network: type) -> Any:
         outline = type(network.__name__, (network,), {"draw_weights": lambda *_: None})
         with torch.device("meta"):
             net = outline(channels, (height, width))
-    except UsageError as error:
-        raise DataError(f"{file}: not a PredNet of the authors: {error}") from None
-    except (KeyError, ValueError, IndexError, RuntimeError):
-        found = ", ".join(sorted(arrays)[:4]) or "nothing"
-        raise DataError(f"{file}: not a PredNet of the authors (found {found}, …)") from None
-    views = chainer_views(net, lambda parameter: parameter.data)
-    missing, unknown = sorted(views.keys() - arrays), sorted(arrays.keys() - views)
-    if missing or unknown:
-        raise DataError(f"{file}: not a PredNet of {len(channels)} layers: missing {missing}, unknown {unknown}")
-    for name, view in views.items():
-        if tuple(view.shape) != arrays[name].shape:
-            raise DataError(f"{file}: {name} has shape {arrays[name].shape}, expected {tuple(view.shape)}")
+    except (KeyError, ValueError, IndexError, RuntimeError) as error:
+        held = ", ".join(sorted(arrays)[:4]) or "nothing"
+        raise DataError(f"{file}: not a PredNet of the authors, it holds {held}, …: {reason(error)}") from None
+    expected = {name: tuple(view.shape) for name, view in chainer_views(net, lambda parameter: parameter).items()}
+    shapes = {name: array.shape for name, array in arrays.items()}
+    wrong = sorted(name for name in expected | shapes if expected.get(name) != shapes.get(name))
+    if wrong:
+        raise DataError(
+            f"{file}: not a PredNet of {len(channels)} layers: of its arrays these are missing, unknown or of another "
+            f"shape: {', '.join(wrong)}"
+        )
     net = network(channels, (height, width))
     for name, view in chainer_views(net, lambda parameter: parameter.data).items():
         view.copy_(torch.from_numpy(arrays[name]))

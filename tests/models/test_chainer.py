@@ -220,4 +220,4 @@ def test_a_network_of_many_channels_is_not_made_at_once(tmp_path):
     """These would be 1.4 terabytes."""
     wide = {f"ConvP{layer}/W": npy((10**5, 1, 1, 1), content=bytes(4 * 10**5)) for layer in range(3)}
     wide |= {"ConvLSTM0/c_i/W": npy((1, 1, 64, 64), content=bytes(4 * 64 * 64))}
-    refused(archive(tmp_path / "wide.model", wide.items()), "not a PredNet of 3 layers: missing")
+    refused(archive(tmp_path / "wide.model", wide.items()), "not a PredNet of 3 layers: of its arrays")
