@@ -191,13 +191,13 @@ class Sequence(Data):
         """The size and the numbers of frames."""
         return super().options() | {"frames": self.frames, "heldout": self.held}
 
-    def _pass(self, length: int, number: int, count: int, offset: int) -> Iterator[Window]:
-        begin = max(0, number * length - 1)
-        frames = self.stream(offset + begin, offset + count * length)
-        window = [next(frames)] if number else []
-        for place in range(number, count):
+    def _pass(self, length: int, first: int, stop: int, offset: int) -> Iterator[Window]:
+        """Windows number `first` to `stop` of the frames from `offset` on, with `length` new frames each."""
+        frames = self.stream(offset + max(0, first * length - 1), offset + stop * length)
+        window = [next(frames)] if first else []
+        for number in range(first, stop):
             window = [*window[-1:], *itertools.islice(frames, length)]
-            yield Window(np.stack(window), restart=place == 0)
+            yield Window(np.stack(window), restart=number == 0)
 
 
 class Rendered(Sequence):
