@@ -7,9 +7,9 @@ import functools
 import gzip
 import hashlib
 import importlib.util
-import io
 import itertools
-import os
+import math
+import string
 import struct
 import warnings
 import zlib
@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpulab.data import pictures
+from gpulab.data import films, pictures
 from gpulab.data.content import Stamps, check_unchanged, digest, stamp
-from gpulab.data.films import decoded, reason, survey
-from gpulab.data.jpeg import check_jpeg, decode_jpeg, encode_jpeg
+from gpulab.data.jpeg import decode_jpeg, encode_jpeg
 from gpulab.data.scenes import MovingDigits, Walk
 from gpulab.errors import DataError, UsageError, check_name, extra
-from gpulab.files import cache_folder, read, writing
+from gpulab.files import cache_folder
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -35,14 +34,13 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 
 NAMES = ("digits", "mnist", "mnist:DIR", "walk", "moving-digits", "video:FILE", "frames:DIR", "jpeg:NAME")
+FORMS = {name.rstrip(string.ascii_uppercase) for name in NAMES} - {"jpeg:"}  # with a colon where a place follows
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
-MOST_BYTES = 1 << 31  # of an image, or of a file of images as unpacked
+MOST_BYTES = 1 << 31  # of MNIST's images, unpacked
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
-SHA256 = {  # of MNIST's images, as they are downloaded, and unpacked
+SHA256 = {  # of MNIST's images, as they are downloaded
     "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
 }
 HELD_OUT = 10  # one frame in this many is held out, where the data's length is given
 
@@ -68,7 +66,8 @@ class Data(ABC):
     @property
     def content(self) -> str | None:
         """A SHA-256 (hex) of what the frames are made from; `""` if from no file, `None` if that cannot be known."""
-        return None
+        # Of the images of a folder the names count, too: they say in which order the frames come.
+        return digest(self.stamps, named=len(self.stamps) > 1) if self.stamps else None
 
     def check_unchanged(self) -> None:
         """Raise `DataError`, naming the file, if one that is read has changed since the data were loaded."""
@@ -108,10 +107,11 @@ class Images(Data):
     @functools.cached_property
     def content(self) -> str:
         """The SHA-256 of the images, of both parts."""
-        whole = hashlib.sha256(repr([(part.dtype.str, part.shape) for part in (self.train, self.held)]).encode())
-        for part in (self.train, self.held):
-            whole.update(np.ascontiguousarray(part).data)
-        return whole.hexdigest()
+        parts = self.train, self.held
+        content = hashlib.sha256(repr([(images.dtype.str, images.shape) for images in parts]).encode())
+        for images in parts:
+            content.update(np.ascontiguousarray(images).data)
+        return content.hexdigest()
 
     def __len__(self) -> int:
         return len(self.train)
@@ -123,14 +123,14 @@ class Images(Data):
         def order(number: int) -> npt.NDArray[np.integer]:
             return torch.randperm(len(self), generator=torch.Generator().manual_seed(seed * 1_000_003 + number)).numpy()
 
-        number, place = divmod(start * length, len(self))
-        coming = order(number)[place:]
+        number, shown = divmod(start * length, len(self))
+        remaining = order(number)[shown:]
         while True:
-            while len(coming) < length:
+            while len(remaining) < length:
                 number += 1
-                coming = np.concatenate([coming, order(number)])
-            yield Window(self.train[coming[:length]], restart=True)
-            coming = coming[length:]
+                remaining = np.concatenate([remaining, order(number)])
+            yield Window(self.train[remaining[:length]], restart=True)
+            remaining = remaining[length:]
 
     def heldout(self, length: int) -> Iterator[Window]:
         """The held-out images in their stored order."""
@@ -191,13 +191,13 @@ class Sequence(Data):
         """The size and the numbers of frames."""
         return super().options() | {"frames": self.frames, "heldout": self.held}
 
-    def _pass(self, length: int, number: int, count: int, offset: int) -> Iterator[Window]:
-        begin = max(0, number * length - 1)
-        frames = self.stream(offset + begin, offset + count * length)
-        window = [next(frames)] if number else []
-        for place in range(number, count):
+    def _pass(self, length: int, first: int, stop: int, offset: int) -> Iterator[Window]:
+        """Windows number `first` to `stop` of the frames from `offset` on, with `length` new frames each."""
+        frames = self.stream(offset + max(0, first * length - 1), offset + stop * length)
+        window = [next(frames)] if first else []
+        for number in range(first, stop):
             window = [*window[-1:], *itertools.islice(frames, length)]
-            yield Window(np.stack(window), restart=place == 0)
+            yield Window(np.stack(window), restart=number == 0)
 
 
 class Rendered(Sequence):
@@ -222,40 +222,36 @@ class Rendered(Sequence):
 
 
 class Video(Sequence):
-    """A video file that PyAV can decode, centre-cropped to the shape of `size` and scaled to it; see `films`."""
+    """A video file that PyAV can decode, centre-cropped to the shape of `size` and scaled to it; see `films`.
+
+    Frames further on are reached by decoding those before them.
+    """
 
     def __init__(self, file: Path, size: tuple[int, int], frames: int | None, grey: bool) -> None:
         if file.is_dir():
             raise DataError(f"{file}: a folder, not a video; frames:{file} takes the images in it")
         self.file, self.grey, name = file, grey, f"video:{file}"
-        self.stamps, found = {file: stamp(file)}, survey(file, grey)
-        super().__init__(name, 1 if grey else 3, size, *_split(name, found.shown, frames))
-        self.keys = found.keys
-
-    @functools.cached_property
-    def content(self) -> str:
-        """The SHA-256 of the file."""
-        return digest(self.stamps)
+        self.stamps = {file: stamp(file)}
+        super().__init__(name, 1 if grey else 3, size, *_split(name, films.count_frames(file, grey), frames))
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, decoded as they are asked for."""
         import av
 
-        stop, number = self.frames + self.held if stop is None else stop, start - 1
+        stop, count = self.frames + self.held if stop is None else stop, 0
         try:
-            for number, frame in decoded(self.file, self.keys, start):
-                if number >= stop - 1:
+            for frame in itertools.islice(films.decoded(self.file), stop):
+                count += 1
+                if count == stop:
                     self.check_unchanged()
-                if start <= number < stop:
+                if count > start:
                     yield _fit(frame.to_image(), self.size, self.grey)
-                if number >= stop - 1:
-                    return
         except av.FFmpegError as error:
             self.check_unchanged()  # which would be why
-            raise DataError(f"{self.file}: frame {number + 1} cannot be decoded: {reason(error)}") from None
-        if start < stop:
+            raise DataError(f"{self.file}: frame {count} cannot be decoded: {films.reason(error)}") from None
+        if count < stop:
             self.check_unchanged()
-            raise DataError(f"{self.file}: ends after frame {number + 1} of {stop}: is it truncated?")
+            raise DataError(f"{self.file}: ends after frame {count} of {stop}: is it truncated?")
 
 
 class Folder(Sequence):
@@ -265,41 +261,32 @@ class Folder(Sequence):
         self.stamps, self.grey, name = _image_files(folder, grey), grey, f"frames:{folder}"
         super().__init__(name, 1 if grey else 3, size, *_split(name, len(self.stamps), frames))
 
-    @functools.cached_property
-    def content(self) -> str:
-        """The SHA-256 of the names and contents of the images, in their order."""
-        return digest(self.stamps, named=True)
-
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, read as they are asked for."""
         stop = self.frames + self.held if stop is None else stop
-        for file, stamped in itertools.islice(self.stamps.items(), start, stop):
+        for file in itertools.islice(self.stamps, start, stop):
             with _opened(file) as image:
                 frame = _fit(image, self.size, self.grey)
-            check_unchanged({file: stamped})
+            check_unchanged({file: self.stamps[file]})
             yield frame
 
 
 class Recompressed(Sequence):
     """Another sequence, each frame encoded as a JPEG file and decoded again by a decoder."""
 
-    def __init__(self, inner: Data, quality: int, subsampling: str, decoder: str) -> None:
-        check_jpeg(quality, subsampling)
-        decode_jpeg(encode_jpeg(np.zeros((3, 8, 8), np.uint8)), decoder)  # an unknown or missing one is told now
+    def __init__(self, inner: Data, quality: int = 75, subsampling: str = "4:2:0", decoder: str = "pillow") -> None:
+        # What cannot be is told now.
+        decode_jpeg(encode_jpeg(np.zeros((3, 8, 8), np.uint8), quality, subsampling), decoder)
         if not isinstance(inner, Sequence):
             raise UsageError(f"data 'jpeg:{inner.name}': expected a sequence of frames after jpeg:, such as jpeg:walk")
         super().__init__(f"jpeg:{inner.name}", inner.channels, inner.size, inner.frames, inner.held)
-        self.inner, self.quality, self.subsampling = inner, quality, subsampling
+        self.inner, self.quality, self.subsampling, self.stamps = inner, quality, subsampling, inner.stamps
         self.decoder: str = decoder
 
     @property
     def content(self) -> str | None:
         """That of the inner data."""
         return self.inner.content
-
-    def check_unchanged(self) -> None:
-        """As that of the inner data."""
-        self.inner.check_unchanged()
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, encoded and decoded as they are asked for."""
@@ -326,8 +313,8 @@ def load(
     """A data set by name.
 
     - `digits`: scikit-learn's 1,797 real handwritten digits, at 28×28.
-    - `mnist`: the original files, found in `$GPULAB_DATA` or downloaded; `mnist:DIR`: found in a folder. Where
-      only the test split is there, it serves.
+    - `mnist`: the original files, downloaded once; `mnist:DIR`: found in a folder. Where only the test split is
+      there, it serves.
     - `walk`: a first-person walk, `moving-digits`: two digits that drift and bounce; both are rendered.
     - `video:FILE`, `frames:DIR`: your own.
     - `jpeg:NAME`: the frames of one of the above, encoded as JPEG by Pillow and decoded again.
@@ -355,14 +342,14 @@ def load(
         walk: 100 frames of 3×24×32 to train on, 20 held out
     """
     check_name(name)
-    kind, _, where = name.partition(":")
-    if kind == "jpeg" and where.partition(":")[0] not in ("", "jpeg"):
-        inner = load(where, frames, size, seed, speed, grey)
-        return Recompressed(inner, quality or 75, subsampling or "4:2:0", decoder or "pillow")
-    if of_jpeg := [option for option in (quality, subsampling, decoder) if option is not None]:
-        raise UsageError(f"data {name!r}: {of_jpeg[0]!r} goes with JPEG frames; write jpeg:{name}")
-    kinds = {known.partition(":")[0] for known in NAMES} - {"jpeg"}
-    if kind not in kinds or (bool(where) != (kind in ("video", "frames")) and kind != "mnist"):
+    kind, _, place = name.partition(":")
+    options: dict[str, Any] = {"quality": quality, "subsampling": subsampling, "decoder": decoder}
+    of_jpeg = {option: value for option, value in options.items() if value is not None}
+    if kind == "jpeg" and place.partition(":")[0] not in ("", "jpeg"):
+        return Recompressed(load(place, frames, size, seed, speed, grey), **of_jpeg)
+    if of_jpeg:
+        raise UsageError(f"data {name!r}: {', '.join(of_jpeg)} goes with JPEG frames; write jpeg:{name}")
+    if (f"{kind}:" if place else kind) not in FORMS:
         raise UsageError(f"data {name!r}: expected one of {', '.join(NAMES)}")
     if not (isinstance(size, tuple | list) and len(size) == 2 and all(_is_whole(edge, 1) for edge in size)):
         raise UsageError(f"data {name!r}: size={size!r} must be (height, width), two whole numbers above 0")
@@ -373,9 +360,11 @@ def load(
     if kind == "digits":
         return Images("digits", *map(np.copy, np.split(_digits(), [1500])))  # for each caller its own
     if kind == "mnist":
-        return _mnist(where)
-    if kind in ("video", "frames"):
-        return (Video if kind == "video" else Folder)(Path(where), size, frames, grey)
+        return _mnist(place)
+    if kind == "video":
+        return Video(Path(place), size, frames, grey)
+    if kind == "frames":
+        return Folder(Path(place), size, frames, grey)
     speed, frames = float(speed), frames or 1000  # 2 and 2.0 are one speed, and give one record
     height, width = size
     scene = Walk(seed, (height, width), speed) if kind == "walk" else MovingDigits(_digits()[:, 0], seed, size, speed)
@@ -404,93 +393,58 @@ def _digits() -> Bytes:
     return np.stack([np.asarray(digit.resize((28, 28), Image.Resampling.BICUBIC)) for digit in small])[:, None]
 
 
-def _mnist(where: str) -> Images:
-    folder = Path(where)
-    if not where:
-        folder = Path(os.environ.get("GPULAB_DATA") or cache_folder()) / "mnist"
-        found = _find_mnist(folder)
-        for file in (others := [file for file in found if digest({file: stamp(file)}) != SHA256[file.name]]):
-            aside = file.with_name(f"{file.name}.damaged")
-            with writing(file):
-                file.replace(aside)
-            warnings.warn(f"{file}: not the original (its SHA-256 is another), now {aside.name}", stacklevel=3)
-        if others or not found:
-            _download_mnist(folder)
-    if not (files := _find_mnist(folder)):
+def _mnist(folder: str) -> Images:
+    files = _find_mnist(Path(folder)) if folder else list(map(_downloaded, SHA256))
+    if not files:
         neither = "neither train-images-idx3-ubyte nor t10k-images-idx3-ubyte (as they are or .gz)"
         raise DataError(f"{folder}: holds {neither}; 'mnist' without a folder downloads them")
-    images = _read_idx(files[0])
-    if len(files) == 2:
-        heldout = _read_idx(files[1])
-        if heldout.shape[1:] != images.shape[1:]:
-            raise DataError(f"{files[1]}: images of another size than in {files[0]}")
-        return Images("mnist", images, heldout)
-    held = len(images) // HELD_OUT
-    if not held:
-        raise DataError(f"{files[0]}: holds {len(images)} images; at least {HELD_OUT} are needed")
-    return Images("mnist", images[:-held], images[-held:])
+    parts = [_read_idx(file) for file in files]
+    if len(parts) == 1:
+        count = len(parts[0])
+        if count < HELD_OUT:
+            raise DataError(f"{files[0]}: holds {count} images; at least {HELD_OUT} are needed")
+        parts = np.split(parts[0], [count - count // HELD_OUT])
+    if parts[0].shape[1:] != parts[1].shape[1:]:
+        raise DataError(f"{files[1]}: images of another size than in {files[0]}")
+    return Images("mnist", *parts)
 
 
 def _find_mnist(folder: Path) -> list[Path]:
     """The files of the training and of the test images, as far as they are there."""
     files: list[Path] = []
-    for part in ("train", "t10k"):
-        places = (folder, folder / "MNIST" / "raw", folder / "raw")  # torchvision puts them below
-        names = (place / f"{part}-images-idx3-ubyte{suffix}" for place in places for suffix in ("", ".gz"))
+    for split in ("train", "t10k"):
+        folders = (folder, folder / "MNIST" / "raw", folder / "raw")  # torchvision puts them below
+        names = (each / f"{split}-images-idx3-ubyte{suffix}" for each in folders for suffix in ("", ".gz"))
         files += itertools.islice(filter(Path.is_file, names), 1)
     return files
 
 
-def _download_mnist(folder: Path) -> None:
-    """Fetch both files from the first mirror that answers, by their SHA-256.
-
-    They appear together, since half of them would be taken for other data.
-    """
+def _downloaded(name: str) -> Path:
+    """A file of MNIST in the user's cache: as it is there, or fetched from the first mirror that has it."""
     import pooch
 
-    unfinished = folder / "unfinished"
-    images = [name for name in SHA256 if name.endswith(".gz")]
-    for name in images:
-        reasons = []
-        for mirror in MIRRORS:
-            try:
-                pooch.retrieve(mirror + name, f"sha256:{SHA256[name]}", name, unfinished, progressbar=True)
-                break
-            except (OSError, ValueError) as error:
-                reasons.append(f"{mirror}: {reason(error)}")
-        else:
-            raise DataError(f"{name} could not be downloaded to {folder}: {'; '.join(reasons)}")
-    with writing(folder):
-        for name in images:
-            (unfinished / name).replace(folder / name)
-        unfinished.rmdir()
+    folder, reasons = cache_folder() / "mnist", []
+    for mirror in MIRRORS:
+        try:
+            return Path(pooch.retrieve(mirror + name, f"sha256:{SHA256[name]}", name, folder, progressbar=True))
+        except (OSError, ValueError) as error:
+            reasons.append(f"{mirror}: {films.reason(error)}")
+    raise DataError(f"{name} could not be downloaded to {folder}: {'; '.join(reasons)}")
 
 
 def _read_idx(file: Path) -> Bytes:
     """The images of an IDX file, (N, 1, H, W): the magic number 2051, three lengths, then bytes."""
     try:
-        with gzip.open(file) if file.suffix == ".gz" else io.BytesIO(read(file, MOST_BYTES)) as stream:
-            header = stream.read(16)
-            if len(header) < 16:
-                raise DataError(f"{file}: {len(header)} bytes; the header of an IDX file alone has 16")
-            magic, count, height, width = struct.unpack(">4I", header)
-            if magic != 2051:
-                raise DataError(f"{file}: begins with {magic}, not with 2051 as images in an IDX file do")
-            promised = count * height * width
-            if not 0 < promised <= MOST_BYTES:
-                raise DataError(
-                    f"{file}: promises {count} images of {height}×{width}: 1 to {MOST_BYTES:,} bytes are read"
-                )
-            parts, left = [], promised + 1  # whatever it unpacks to, in parts: a stream makes room for all it may read
-            while left and (part := stream.read(min(left, 1 << 20))):
-                parts.append(part)
-                left -= len(part)
-            content = b"".join(parts)
+        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
+            magic, *shape = struct.unpack(">4I", stream.read(16).ljust(16, b"\0"))
+            content = stream.read(min(math.prod(shape), MOST_BYTES) + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: cannot be unpacked: {reason(error)}") from None
-    if len(content) != promised:
-        holds = f"{len(content)} bytes" if len(content) < promised else "more"
-        raise DataError(f"{file}: promises {count} images of {height}×{width}, holds {holds}")
+        raise DataError(f"{file}: cannot be unpacked: {films.reason(error)}") from None
+    count, height, width = shape
+    if magic != 2051 or not 0 < len(content) == math.prod(shape):
+        held = f"{len(content):,} bytes" if len(content) <= math.prod(shape) else "more"
+        images = f"begins with {magic}, promises {count} images of {height}×{width} and holds {held}"
+        raise DataError(f"{file}: no whole IDX file of images (which begins with 2051): {images}")
     return np.frombuffer(content, np.uint8).reshape(count, 1, height, width)
 
 
@@ -514,7 +468,8 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
     if not files:
         raise DataError(f"{folder}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
-    size, stamps = None, {file: stamp(file) for file in files}
+    stamps = {file: stamp(file) for file in files}
+    size = None
     for file in files:
         with _opened(file) as image:
             size = size or image.size
@@ -529,11 +484,10 @@ def _image_files(folder: Path, grey: bool) -> Stamps:
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[PIL.Image.Image]:
     """An image whose pixels are read inside the block; whatever is wrong with it is said with its name."""
-    from PIL import UnidentifiedImageError
-
+    if not file.is_file():
+        raise DataError(f"{file}: cannot be read: no such file, or a folder or a pipe")
     try:
-        content = read(file, MOST_BYTES)
-        with warnings.catch_warnings(), pictures.opened(content) as image:
+        with warnings.catch_warnings(), pictures.opened(file) as image:
             warnings.simplefilter("ignore")  # of what surrounds the pixels
             # A photograph's second picture is its preview, or what another lens saw.
             if image.format != "MPO" and (count := getattr(image, "n_frames", 1)) > 1:
@@ -541,11 +495,9 @@ def _opened(file: Path) -> Iterator[PIL.Image.Image]:
             yield image
     except DataError:
         raise
-    except UnidentifiedImageError:
-        why = f"of no known format ({', '.join(pictures.FORMATS)}), or damaged" if content else "the file is empty"
-        raise DataError(f"{file}: not an image that can be read: {why}") from None
     except Exception as error:  # Pillow raises almost anything at a broken file
-        raise DataError(f"{file}: not a whole image: {reason(error)}") from None
+        known = f"not a whole image of a known format ({', '.join(pictures.FORMATS)})"
+        raise DataError(f"{file}: {known}: {films.reason(error)}") from None
 
 
 def _fit(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:
@@ -559,4 +511,4 @@ def _fit(image: PIL.Image.Image, size: tuple[int, int], grey: bool) -> Bytes:
         image = Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
     box = (left, top, left + width, top + height)
     image = image.convert("L" if grey else "RGB").resize(size[::-1], Image.Resampling.BILINEAR, box=box)
-    return np.ascontiguousarray(np.atleast_3d(np.asarray(image)).transpose(2, 0, 1))
+    return pictures.channels_first(np.asarray(image))

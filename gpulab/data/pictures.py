@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from gpulab.data.films import MOST_PIXELS
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # EPS would start Ghostscript
 
 
-def opened(content: bytes, formats: Collection[str] = FORMATS) -> PIL.Image.Image:
+def opened(file: Path | IO[bytes], formats: Collection[str] = FORMATS) -> PIL.Image.Image:
     """An image whose header is read, and its pixels not yet.
 
     Raises:
@@ -25,10 +28,13 @@ def opened(content: bytes, formats: Collection[str] = FORMATS) -> PIL.Image.Imag
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Pillow's own bound
-        try:
-            image = Image.open(io.BytesIO(content), formats=list(formats))
-        except Image.DecompressionBombError as error:
-            raise ValueError(str(error)) from None
+        image = Image.open(file, formats=list(formats))
     if image.width * image.height > MOST_PIXELS:
+        image.close()
         raise ValueError(f"it has {image.width:,}×{image.height:,} pixels, and may have {MOST_PIXELS:,}")
     return image
+
+
+def channels_first(pixels: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Pixels (H, W) or (H, W, C) as (C, H, W)."""
+    return np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1))

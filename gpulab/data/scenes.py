@@ -12,7 +12,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,16 +86,16 @@ class Walk:
 
     def stream(self, start: int = 0, stop: int | None = None, threads: int = 0) -> Iterator[Frames]:
         """Frames `start` to `stop` (without it: endlessly), one by one; rendered ahead, where there are `threads`."""
-        chunks = self._chunks(start, stop)
+        chunks = (_chunk(self, *ends) for ends in self._chunks(start, stop))
         if not threads:
-            for begin, end in chunks:
-                yield from CHUNKS.get(self, begin, end, None).result()
+            for chunk in chunks:
+                yield from chunk.frames()
             return
         with ThreadPoolExecutor(threads) as pool:
-            coming = collections.deque(CHUNKS.get(self, *each, pool) for each in itertools.islice(chunks, 2 * threads))
-            while coming:
-                yield from coming.popleft().result()
-                coming.extend(CHUNKS.get(self, *each, pool) for each in itertools.islice(chunks, 1))
+            ahead = collections.deque(pool.submit(chunk.frames) for chunk in itertools.islice(chunks, 2 * threads))
+            while ahead:
+                yield from ahead.popleft().result()
+                ahead.extend(pool.submit(chunk.frames) for chunk in itertools.islice(chunks, 1))
 
     def _chunks(self, start: int, stop: int | None) -> Iterator[tuple[int, int]]:
         """Where chunks begin: at multiples of their length, so that a frame has the same bytes in any stream."""
@@ -215,42 +215,23 @@ class Walk:
                 np.copyto(image[:, channel, rows, columns], paint[:, rows, None], where=mask)
 
 
-class _Chunks:
-    """The last chunks that were rendered: of several who want the same frames, the first has them rendered."""
+class _Chunk:
+    """Frames that are rendered once: by who asks first, while others who ask wait."""
 
-    MOST = 32  # some 10 MB
+    def __init__(self, walk: Walk, start: int, stop: int) -> None:
+        self.walk, self.numbers = walk, np.arange(start, stop)
+        self.lock, self.rendered = threading.Lock(), np.empty(0, np.uint8)
 
-    def __init__(self) -> None:
-        self.lock, self.known = threading.Lock(), dict[tuple[Walk, int, int], Future[Frames]]()
-
-    def get(self, walk: Walk, start: int, stop: int, pool: ThreadPoolExecutor | None) -> Future[Frames]:
-        """Frames that are being rendered, by a thread of the pool; without one they are there."""
-        key, mine = (walk, start, stop), False
+    def frames(self) -> Frames:
+        """All of them, to be read and not to be written to."""
         with self.lock:
-            if (chunk := self.known.pop(key, None)) is None:
-                chunk, mine = Future(), True
-            self.known[key] = chunk  # the one wanted last is the last
-            for oldest in [*self.known][: -self.MOST]:
-                del self.known[oldest]
-        if mine and pool:
-            pool.submit(self._render, chunk, *key)
-        elif mine:
-            self._render(chunk, *key)
-        return chunk
-
-    def _render(self, chunk: Future[Frames], walk: Walk, start: int, stop: int) -> None:
-        try:
-            frames = walk.render(np.arange(start, stop))
-            frames.flags.writeable = False
-            chunk.set_result(frames)
-        except BaseException as error:
-            with self.lock:
-                self.known.pop((walk, start, stop), None)
-            chunk.set_exception(error)
-            raise
+            if not len(self.rendered):
+                self.rendered = self.walk.render(self.numbers)
+                self.rendered.flags.writeable = False
+            return self.rendered
 
 
-CHUNKS = _Chunks()
+_chunk = functools.lru_cache(maxsize=32)(_Chunk)  # some 10 MB, for several who want the same frames
 
 
 EXTENDING = threading.Lock()

@@ -25,9 +25,7 @@ class _Images(Trainable):
     """A network of linear layers for images of one `size`, trained on the mean squared error of reconstructing them."""
 
     size: Size
-    threads: ClassVar[int | None] = (
-        1  # a layer is done before a second one has begun, and both wait where others compute
-    )
+    threads: ClassVar[int | None] = 1  # a layer is done before a second has begun, and both wait where others compute
 
     def draw_weights(self, generator: torch.Generator) -> None:
         """LeCun-normal weights, zero biases."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import math
 import re
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpulab.data.films import reason
-from gpulab.errors import DataError, UsageError
+from gpulab.errors import DataError
 from gpulab.files import printable, read
 
 GATES = "ifco"
@@ -33,18 +31,17 @@ def read_chainer(file: str | Path, network: type) -> Any:
         outline = type(network.__name__, (network,), {"draw_weights": lambda *_: None})
         with torch.device("meta"):
             net = outline(channels, (height, width))
-    except UsageError as error:
-        raise DataError(f"{file}: not a PredNet of the authors: {error}") from None
-    except (KeyError, ValueError, IndexError, RuntimeError):
-        found = ", ".join(sorted(arrays)[:4]) or "nothing"
-        raise DataError(f"{file}: not a PredNet of the authors (found {found}, …)") from None
-    views = chainer_views(net, lambda parameter: parameter.data)
-    missing, unknown = sorted(views.keys() - arrays), sorted(arrays.keys() - views)
-    if missing or unknown:
-        raise DataError(f"{file}: not a PredNet of {len(channels)} layers: missing {missing}, unknown {unknown}")
-    for name, view in views.items():
-        if tuple(view.shape) != arrays[name].shape:
-            raise DataError(f"{file}: {name} has shape {arrays[name].shape}, expected {tuple(view.shape)}")
+    except (KeyError, ValueError, IndexError, RuntimeError) as error:
+        held = ", ".join(sorted(arrays)[:4]) or "nothing"
+        raise DataError(f"{file}: not a PredNet of the authors, it holds {held}, …: {reason(error)}") from None
+    expected = {name: tuple(view.shape) for name, view in chainer_views(net, lambda parameter: parameter).items()}
+    shapes = {name: array.shape for name, array in arrays.items()}
+    wrong = sorted(name for name in expected | shapes if expected.get(name) != shapes.get(name))
+    if wrong:
+        raise DataError(
+            f"{file}: not a PredNet of {len(channels)} layers: of its arrays these are missing, unknown or of another "
+            f"shape: {', '.join(wrong)}"
+        )
     net = network(channels, (height, width))
     for name, view in chainer_views(net, lambda parameter: parameter.data).items():
         view.copy_(torch.from_numpy(arrays[name]))
@@ -77,45 +74,21 @@ def chainer_views(net: Any, of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
 
 
 def _read_arrays(file: Path) -> dict[str, np.ndarray]:
-    """The arrays of a NumPy archive, finite numbers of float32, no larger than they say in its table of contents."""
-    content, arrays, total = read(file, MOST_BYTES), {}, 0
+    """The arrays of a NumPy archive, which must be finite numbers of float32."""
+    content = read(file, MOST_BYTES)
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            for entry in archive.infolist():
-                # The authors wrap the network in a classifier, which adds a prefix to every name.
-                name = printable(entry.filename.removesuffix(".npy").removeprefix("predictor/"))
-                if name in arrays:
-                    raise ValueError(f"{name} is there twice")
-                if entry.flag_bits & 1 or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise ValueError(f"{name} is encrypted, or packed in a way that NumPy does not use")
-                with archive.open(entry) as stream:
-                    shape, transposed, dtype = _read_header(stream)
-                    count = math.prod(shape)
-                    if dtype.kind != "f" or dtype.itemsize > 8 or count < 1:
-                        raise ValueError(
-                            f"{name} has the shape {shape} and type {dtype}; expected numbers of 16 to 64 bits"
-                        )
-                    total += max(4, dtype.itemsize) * count
-                    if total > MOST_BYTES:
-                        raise ValueError(
-                            f"with {name} of the shape {shape} it unpacks to more than {MOST_BYTES:,} bytes"
-                        )
-                    data = stream.read(dtype.itemsize * count + 1)
-                if len(data) != dtype.itemsize * count:
-                    raise ValueError(f"{name} has another length than the shape {shape}")
-                array = np.frombuffer(data, dtype).reshape(shape, order="F" if transposed else "C")
-                with np.errstate(over="ignore"):
-                    arrays[name] = array.astype(np.float32, order="C")
-                if not np.isfinite(arrays[name]).all():
-                    raise ValueError(f"{name} holds numbers that are not finite in float32")
+        with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+            if sum(entry.file_size for entry in archive.zip.infolist()) > MOST_BYTES:
+                raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
+            # The authors wrap the network in a classifier, which adds a prefix to every name.
+            arrays = {printable(name.removeprefix("predictor/")): archive[name] for name in archive.files}
+        for name, array in arrays.items():
+            if array.dtype.kind != "f":
+                raise ValueError(f"{name} is of type {array.dtype}; expected floating-point numbers")
+            with np.errstate(over="ignore"):
+                arrays[name] = array.astype(np.float32)
+            if not np.isfinite(arrays[name]).all():
+                raise ValueError(f"{name} holds numbers that are not finite in float32")
     except Exception as error:  # zipfile and NumPy raise almost anything at a broken file
         raise DataError(f"{file}: not a model saved by Chainer (a NumPy archive): {reason(error)}") from None
     return arrays
-
-
-def _read_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """The shape of a `.npy` file, whether Fortran's order, and the type, without anything unpickled or allocated."""
-    version = np.lib.format.read_magic(stream)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"an array of format {version}")
-    return (np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0)(stream)

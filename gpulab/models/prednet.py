@@ -1,4 +1,4 @@
-"""PredNet, a predictive-coding network for video: the paper's, written in Chainer, and Lotter, Kreiman and Cox's."""
+"""PredNet, a predictive-coding network for video, as the paper's authors wrote it in Chainer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LayerState(NamedTuple):
 
 
 State = list[LayerState]
-TRUNCATIONS = {"published": ("loss", "state"), "lotter": ("state",)}  # of each variant, the published one first
+TRUNCATIONS = ("loss", "state")
 
 
 class PredNet(Trainable):
@@ -39,21 +39,17 @@ class PredNet(Trainable):
     Called on frames (T, B, C, H, W) in [0, 1], and a state or none, it returns the predictions, same shape, and the
     state. Prediction t is made after frame t, for frame t + 1.
 
-    It predicts the next frame from the errors of the last prediction. `published` has peepholes, sigmoid gates and
-    LeCun-normal weights, and is trained on the squared error of the prediction. `lotter` has hard-sigmoid gates, no
-    peepholes, Glorot-uniform weights, a first prediction before the first frame, and is trained on its error units.
+    It predicts the next frame from the errors of the last prediction. Other than Lotter, Kreiman and Cox's, it has
+    peepholes, sigmoid gates and LeCun-normal weights, and is trained on the squared error of the prediction.
 
     Args:
         channels: Of each layer, from the bottom up; the first is that of the frames.
         size: (height, width) of a frame in pixels, which halve once per layer.
-        variant: `published` or `lotter`.
-        layer_weights: Of each layer's error units in the loss of `lotter`: (1, 0, …), its authors' L_0, or
-            (1, 0.1, 0.1, …), L_all.
         kernel_size: Of every convolution, published as 3.
         truncation: What backpropagation through time is cut off from between windows. `loss`, as published: from
             what the loss depends on (Chainer's `loss.unchain_backward()`). The last P of the layers above the lowest
             are not of that, so the next window's gradient reaches the convolutions that made them. `state`: from
-            all of it, which is the only way of `lotter`. None: as the variant is published.
+            all of it.
         batch_size: How many films an update sees: a training window is cut into so many, each of which begins anew.
             With 1, as published, the state goes from window to window.
 
@@ -77,37 +73,27 @@ class PredNet(Trainable):
         self,
         channels: Sequence[int] = (3, 48, 96, 192),
         size: tuple[int, int] = (120, 160),
-        variant: str = "published",
-        layer_weights: Sequence[float] | None = None,
         kernel_size: int = 3,
-        truncation: str | None = None,
+        truncation: str = "loss",
         batch_size: int = 1,
     ) -> None:
         super().__init__()
         if not isinstance(batch_size, int) or batch_size < 1:
             raise UsageError(f"batch_size={batch_size!r}: expected a whole number from 1")
-        self.batch_size = batch_size
-        if variant not in TRUNCATIONS:
-            raise UsageError(f"variant={variant!r}: expected 'published' or 'lotter'")
-        self.truncation = TRUNCATIONS[variant][0] if truncation is None else truncation
-        if self.truncation not in TRUNCATIONS[variant]:
-            there = " or ".join(map(repr, TRUNCATIONS[variant]))
-            raise UsageError(f"truncation={truncation!r}: expected {there} for variant={variant!r}")
+        if truncation not in TRUNCATIONS:
+            raise UsageError(f"truncation={truncation!r}: expected {' or '.join(map(repr, TRUNCATIONS))}")
         if not channels or min(channels) < 1:
             raise UsageError(f"channels={tuple(channels)!r}: expected one positive number per layer")
         if kernel_size not in (1, 3, 5, 7, 9):
             raise UsageError(f"kernel_size={kernel_size!r}: expected 1, 3, 5, 7 or 9")
         _check_divides(size, len(channels))
-        self.kernel_size = kernel_size
-        self.channels, self.size, self.variant = tuple(channels), tuple(size), variant
-        self.layer_weights = tuple(layer_weights or (1.0, *[0.0] * (len(channels) - 1)))
-        if len(self.layer_weights) != len(channels):
-            raise UsageError(f"layer_weights={self.layer_weights}: expected one for each of {len(channels)} layers")
+        self.channels, self.size, self.kernel_size = tuple(channels), tuple(size), kernel_size
+        self.truncation, self.batch_size = truncation, batch_size
         conv = functools.partial(nn.Conv2d, kernel_size=kernel_size, padding=kernel_size // 2)
         conv_a = [conv(2 * below, here) for below, here in itertools.pairwise(channels)]
         conv_p = [conv(here, here) for here in channels]
         lstm = [
-            ConvLSTM((2 * here, above), here, self.layer_size(layer), variant, kernel_size)
+            ConvLSTM((2 * here, above), here, self.layer_size(layer), kernel_size)
             for layer, (here, above) in enumerate(itertools.pairwise((*channels, 0)))
         ]
         self.conv_a: Sequence[nn.Conv2d] = nn.ModuleList(conv_a)  # type: ignore[assignment]
@@ -121,13 +107,9 @@ class PredNet(Trainable):
         return read_chainer(file, cls)
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """Draw the variant's initial weights; biases are zero."""
+        """Draw LeCun-normal weights; biases are zero."""
         for conv in (*self.conv_a, *self.conv_p):
-            fans = conv.in_channels * self.kernel_size**2, conv.out_channels * self.kernel_size**2
-            if self.variant == "published":
-                draw_normal_(conv.weight, fans[0], generator)
-            else:
-                _draw_glorot_(conv.weight, *fans, generator)
+            draw_normal_(conv.weight, conv.in_channels * self.kernel_size**2, generator)
             nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
         for cell in self.lstm:
             cell.draw_weights(generator)
@@ -147,19 +129,16 @@ class PredNet(Trainable):
         return torch.stack(predictions), state
 
     def initial_state(self, frame: Frame) -> State:
-        """All zero; the `lotter` variant then makes its first prediction from zero errors."""
+        """All zero."""
         shapes = [(len(frame), channels, *self.layer_size(layer)) for layer, channels in enumerate(self.channels)]
-        state = [LayerState(zeros, zeros, zeros) for zeros in map(frame.new_zeros, shapes)]
-        if self.variant == "lotter":
-            state = self.top_down([torch.cat([s.p, s.p], 1) for s in state], state)
-        return state
+        return [LayerState(zeros, zeros, zeros) for zeros in map(frame.new_zeros, shapes)]
 
     def bottom_up(self, frame: Frame, state: State) -> list[Tensor]:
         """The error units E of each layer, from the bottom up, (B, 2C, H, W) each."""
         errors: list[Tensor] = []
         for layer, (_, _, prediction) in enumerate(state):
             target = F.max_pool2d(F.relu(self.conv_a[layer - 1](errors[-1])), 2) if layer else frame
-            surprise = target - prediction if self.variant == "published" else prediction - target
+            surprise = target - prediction
             errors.append(F.relu(torch.cat([surprise, -surprise], 1)))
         return errors
 
@@ -195,20 +174,17 @@ class PredNet(Trainable):
     ) -> tuple[Tensor, Tensor, State | None]:
         """Predict every frame of the batch but the first, each from the frames before it.
 
-        The loss of `published` is the sum over the window of the mean squared errors, that of `lotter` the weighted
-        mean of the error units, averaged over the window.
+        The loss is the sum over the window of the mean squared errors.
         """
         if self.begins_anew:
             state = None
-        if self.variant != "published":
-            return self._error_unit_loss(iter(batch), state)
         if state is not None and self.truncation == "loss":
             state = self._chained(state)
         if not isinstance(batch, Tensor):
             return self._published_loop(batch, state)
         predictions, after = self(batch[:-1], state)
         errors = (predictions - batch[1:]).square().flatten(1).mean(1)
-        return errors.sum(), errors.detach(), self._next(after)
+        return errors.sum(), errors.detach(), None if self.begins_anew else detached(after)
 
     def _chained(self, state: State) -> State:
         """The same numbers, each P but the lowest depending once more on the convolution that made it, not on R."""
@@ -230,20 +206,6 @@ class PredNet(Trainable):
         errors = torch.stack(losses)
         return errors.sum(), errors.detach(), None if state is None else detached(state)
 
-    def _error_unit_loss(self, frames: Iterator[Tensor], state: State | None) -> tuple[Tensor, Tensor, State | None]:
-        first = next(frames)
-        state = self.initial_state(first) if state is None else [LayerState(*layer) for layer in state]
-        errors, losses, squared = self.bottom_up(first, state), [], []
-        for target in frames:
-            state = self.top_down(errors, state)
-            errors = self.bottom_up(target, state)
-            losses.append(torch.stack([w * e.mean() for w, e in zip(self.layer_weights, errors, strict=True)]).sum())
-            squared.append((state[0].p.detach() - target).square().mean())
-        return torch.stack(losses).mean(), torch.stack(squared), self._next(state)
-
-    def _next(self, state: State) -> State | None:
-        return None if self.begins_anew else detached(state)
-
     def layer_size(self, layer: int) -> tuple[int, int]:
         """Height and width of a layer's maps, from the bottom up."""
         return self.size[0] >> layer, self.size[1] >> layer
@@ -252,40 +214,28 @@ class PredNet(Trainable):
 class ConvLSTM(nn.Module):
     """A convolutional LSTM (Shi et al. 2015), whose four gates i, f, c, o one convolution computes.
 
-    It sees groups of `in_channels` and the hidden state. With peepholes (`published`), the gates see the cell
-    through element-wise weights of the state's full shape.
+    It sees groups of `in_channels` and the hidden state. The gates see the cell through peepholes, element-wise
+    weights of the state's full shape.
     """
 
-    def __init__(
-        self, in_channels: tuple[int, ...], channels: int, size: tuple[int, int], variant: str, kernel_size: int = 3
-    ) -> None:
+    def __init__(self, in_channels: tuple[int, ...], channels: int, size: tuple[int, int], kernel_size: int) -> None:
         super().__init__()
-        self.groups, self.channels = (*in_channels, channels), channels
-        self.hard, self.area = variant == "lotter", kernel_size**2
+        self.groups, self.area = (*in_channels, channels), kernel_size**2
         self.gates = nn.Conv2d(sum(self.groups), 4 * channels, kernel_size, padding=kernel_size // 2)
-        if not self.hard:
-            self.peep_i, self.peep_f, self.peep_o = (nn.Parameter(torch.empty(1, channels, *size)) for _ in range(3))
+        self.peep_i, self.peep_f, self.peep_o = (nn.Parameter(torch.empty(1, channels, *size)) for _ in range(3))
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """As if each gate had a convolution of its own for each group of inputs (published)."""
-        fan_in = sum(self.groups) * self.area
-        if self.hard:
-            for gate in self.gates.weight.chunk(4):
-                _draw_glorot_(gate, fan_in, self.channels * self.area, generator)
-        else:
-            for group in self.gates.weight.split(self.groups, dim=1):
-                if group.shape[1]:
-                    draw_normal_(group, group.shape[1] * self.area, generator)
-            for peep in (self.peep_i, self.peep_f, self.peep_o):
-                draw_normal_(peep, peep.numel(), generator)
+        """As if each gate had a convolution of its own for each group of inputs."""
+        for group in self.gates.weight.split(self.groups, dim=1):
+            if group.shape[1]:
+                draw_normal_(group, group.shape[1] * self.area, generator)
+        for peep in (self.peep_i, self.peep_f, self.peep_o):
+            draw_normal_(peep, peep.numel(), generator)
         nn.init.zeros_(self.gates.bias)  # type: ignore[arg-type]
 
     def forward(self, inputs: list[Tensor], hidden: Frame, cell: Frame) -> tuple[Frame, Frame]:
         """The new hidden state and cell."""
         i, f, g, o = self.gates(torch.cat([*inputs, hidden], 1)).chunk(4, dim=1)
-        if self.hard:
-            new_cell = _hard_sigmoid(f) * cell + _hard_sigmoid(i) * g.tanh()
-            return _hard_sigmoid(o) * new_cell.tanh(), new_cell
         i, f = i + self.peep_i * cell, f + self.peep_f * cell
         new_cell = g.tanh() * i.sigmoid() + f.sigmoid() * cell
         return (o + self.peep_o * cell).sigmoid() * new_cell.tanh(), new_cell
@@ -294,18 +244,6 @@ class ConvLSTM(nn.Module):
 def detached(state: State) -> State:
     """The same state, cut off from the graph that made it."""
     return [LayerState(*(tensor.detach() for tensor in layer)) for layer in state]
-
-
-def _hard_sigmoid(x: Tensor) -> Tensor:
-    """Keras's: 0.2 x + 0.5, clipped to [0, 1] (torch's has the slope 1/6)."""
-    return (0.2 * x + 0.5).clamp(0.0, 1.0)
-
-
-def _draw_glorot_(parameter: Tensor, fan_in: int, fan_out: int, generator: torch.Generator) -> None:
-    bound = (6.0 / (fan_in + fan_out)) ** 0.5
-    drawn = torch.rand(parameter.shape, generator=generator, dtype=torch.float32, device=generator.device).cpu()
-    with torch.no_grad():
-        parameter.copy_((2.0 * drawn - 1.0) * bound)
 
 
 def _check_divides(size: tuple[int, int], layers: int) -> None:

@@ -65,7 +65,7 @@ class Windows:
     @staticmethod
     def follows(model: nn.Module) -> bool:
         """Whether these are the formulas of a model, on a device tried; what derives from `PredNet` may have others."""
-        if type(model) is not PredNet or model.variant != "published" or not is_plain(model):
+        if type(model) is not PredNet or not is_plain(model):
             return False
         replaced = {type(part) for part in model.modules()} - {PredNet, ConvLSTM, nn.Conv2d, nn.ModuleList}
         shared = len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)])

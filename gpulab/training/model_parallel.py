@@ -59,8 +59,6 @@ def split(model: Trainable, devices: Sequence[str]) -> Trainable:
     if isinstance(model, Autoencoder):
         model.register_forward_hook(lambda *call: call[-1].to(first))
     elif isinstance(model, PredNet) and first != last:
-        if model.variant == "lotter":
-            raise UsageError("PredNet's variant 'lotter' cannot be split over different devices; 'published' can")
         usual = model.initial_state
         where = [devices[number * len(devices) // len(groups)] for number in range(len(groups))]
 

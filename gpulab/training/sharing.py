@@ -115,7 +115,7 @@ SHARED = {
         (Extent, "size channels"),
         (Extent | Count, "hidden"),
         (Count, "code batch_size kernel_size"),
-        (Words, "variant covariance"),
+        (Words, "covariance"),
         (Literal["loss", "state"], "truncation"),
     ),
     **_fields(

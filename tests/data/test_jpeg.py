@@ -1,4 +1,5 @@
 import io
+import itertools
 
 import numpy as np
 import pytest
@@ -10,10 +11,6 @@ from gpulab.training.plan import planned
 
 HERE = gl.data.available_decoders()
 FRAMES = next(gl.load("walk", frames=20, size=(24, 32)).windows(5)).frames
-
-
-def test_the_decoders_that_are_dependencies_are_here():
-    assert {"pillow", "torchvision", "av"} <= set(HERE) <= set(DECODERS)
 
 
 @pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
@@ -37,6 +34,7 @@ def test_each_decoder_gives_the_same_picture_but_for_small_differences(decoder, 
 
 
 def test_the_table_counts_what_differs():
+    assert {"pillow", "torchvision", "av"} <= set(HERE) <= set(DECODERS)
     table = compare_decoders(FRAMES).set_index(["decoder", "channel"])
     assert (table.loc["pillow", ["differ", "mean", "largest"]] == 0).all(axis=None)
     files = [gl.data.encode_jpeg(frame) for frame in FRAMES]
@@ -51,11 +49,6 @@ def test_the_table_counts_what_differs():
     assert row.differ > 0, "otherwise there is no factor to speak of"
 
 
-def test_with_another_reference_the_same_decoder_is_the_one_that_agrees():
-    table = compare_decoders(FRAMES, reference="av")
-    assert table[table.decoder == "av"].largest.max() == 0 < table[table.decoder == "pillow"].largest.max()
-
-
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -64,10 +57,9 @@ def test_with_another_reference_the_same_decoder_is_the_one_that_agrees():
         (lambda: gl.data.encode_jpeg(FRAMES[0] / 255), gl.UsageError, "float64"),
         (lambda: gl.data.encode_jpeg(FRAMES[0], 0), gl.UsageError, "quality=0: .* 1 to 100"),
         (lambda: gl.data.encode_jpeg(FRAMES[0], 75, "4:1:1"), gl.UsageError, "'4:1:1': .*4:2:0"),
-        (lambda: compare_decoders(FRAMES, reference="gimp"), gl.UsageError, "reference 'gimp'"),
         (lambda: gl.load("walk", decoder="av"), gl.UsageError, "write jpeg:walk"),
         (lambda: gl.load("jpeg:walk", decoder="gimp"), gl.UsageError, "'gimp'"),
-        (lambda: gl.load("jpeg:walk", quality=101), gl.UsageError, "quality=101"),
+        (lambda: gl.load("jpeg:walk", quality=0), gl.UsageError, "quality=0"),
         (lambda: gl.load("jpeg:digits"), gl.UsageError, "such as jpeg:walk"),
         (lambda: gl.load("jpeg:jpeg:walk"), gl.UsageError, "expected one of"),
     ],
@@ -113,25 +105,17 @@ def test_jpeg_data_are_the_frames_encoded_and_decoded():
 
 
 def test_a_decoder_is_a_factor_and_the_quality_is_not(tmp_path):
-    exp = gl.Experiment(
-        "prednet",
-        ["cpu:threads=1"],
-        seeds=2,
-        profile="smoke",
-        store=tmp_path,
-        options={"frames": 20, "data": "jpeg:walk", "model_options": {"channels": [3, 4]}},
-        variants=[{"data_options": {"decoder": name}} for name in ("pillow", "av")],
-    )
-    for job in exp.jobs():
-        gl.train(**job, progress=False)
+    small = {"setting": "cpu:threads=1", "profile": "smoke", "frames": 20, "progress": False}
+    small |= {"data": "jpeg:walk", "model_options": {"channels": [3, 4]}}
+    for decoder, seed in itertools.product(("pillow", "av"), range(2)):
+        gl.train("prednet", seed=seed, store=tmp_path, data_options={"decoder": decoder}, **small)
     frame = gl.runs(tmp_path)
     assert sorted(frame.decoder) == ["av", "av", "pillow", "pillow"]
     assert frame.protocol.nunique() == 1
     seen = gl.verdict(frame, factor="decoder", reference="pillow")
     assert seen.table.seeds.tolist() == [2]
     assert seen.table.same_bits.tolist() == [0]
-    quality = {"data": "jpeg:walk", "data_options": {"quality": 50}, "model_options": {"channels": [3, 4]}}
-    other = gl.train("prednet", setting="cpu:threads=1", profile="smoke", frames=20, progress=False, **quality)
+    other = gl.train("prednet", data_options={"quality": 50}, **small)
     assert other.record["configuration"]["data_options"]["quality"] == 50
     assert "--decoder av" in (tmp_path / frame.id[frame.decoder == "av"].iloc[0] / "run.json").read_text()
 

@@ -7,29 +7,8 @@ import pytest
 
 from gpulab.data.scenes import BLOCK, STREET, MovingDigits, Walk, _Path, cosine, random_bytes, sine, uniform
 
-# The bytes are the same with every NumPy, on every platform. If one of these changes, every recorded
-# run that was trained on the scene says something about other data than this version renders.
-WALK = [
-    (0, (48, 64), 1.0, 0, "cae003d20c4644b16613131c6811b783eed92f253c31656305cda3a901e93746"),
-    (0, (48, 64), 1.0, 137, "815916969acccd2673bd1d4f8ede7519881a032b2ae15651fcf13b55002bbcfb"),
-    (0, (48, 64), 1.0, 5000, "72b37f5c4c0aa2e1f5a342a0e9d88f485f1a96c0aabfd3fbcaf81a657dd18486"),
-    (3, (24, 32), 2.0, 0, "5a2508d64734491a93438462cb4b2b9ba386e613291004b173ec54d47b680a31"),
-    (3, (24, 32), 2.0, 137, "7ceabcd42d3943f34c6cb6b237fd5ca2942575494ec8d737d0ad783c3833b082"),
-    (3, (24, 32), 2.0, 5000, "7eac14b225aa54769b96347681e99f187d52a95b8b540d67c8a27a42bc7972ce"),
-    (7, (45, 61), 0.5, 0, "84c7f36ca743a947a08a87d24e90e4ccd795321b3f6f007b0f36c64b6e00ec7e"),
-    (7, (45, 61), 0.5, 137, "89a9fb9901e6773ad31100f72604adb56ac60a7502140723f37af1f64c03ac71"),
-    (7, (45, 61), 0.5, 5000, "da44f927d68456780d8c1e08ffd03c082a6605e66877e491e9f3c938ea66c484"),
-]
 # Two "digits" that are ramps of grey, so that nothing depends on how another library scales digits.
 RAMPS = (np.arange(7 * 28 * 28) % 251).astype(np.uint8).reshape(7, 28, 28)
-MOVING = [
-    (0, (48, 64), 1.0, 0, "4923781a4542c0f063f6db9871a611c1067b9e77533805310fed16ffd37d307b"),
-    (0, (48, 64), 1.0, 137, "1914304826eb381f7aed8624f79614a4339b005f2f5cb5b2c7b797057f8bd3ef"),
-    (0, (48, 64), 1.0, 5000, "aba374bedd705c20d6e98ce894589b69de053ac0f92c34ff3a61a16a82f59200"),
-    (3, (24, 32), 2.0, 0, "ac0d733784569e61f145a6116cc4cd6e5a1744213c44c7ae653bc3f387f43643"),
-    (3, (24, 32), 2.0, 137, "c9711e640db335812490514ad1427e680ec563d4ad285832af7d22b4332ab131"),
-    (3, (24, 32), 2.0, 5000, "30ed07c01891efef689b102b3b8ce1694ec40b720f4eccb30724d1edfb6acc3d"),
-]
 
 
 def moving(seed, size, speed=1.0):
@@ -37,21 +16,34 @@ def moving(seed, size, speed=1.0):
 
 
 SCENES = pytest.mark.parametrize("scene", [Walk, moving])
+# The bytes are the same with every NumPy, on every platform. If one of these changes, every recorded
+# run that was trained on the scene says something about other data than this version renders.
+BYTES = [
+    (Walk, 0, (48, 64), 1.0, 0, "cae003d20c4644b16613131c6811b783eed92f253c31656305cda3a901e93746"),
+    (Walk, 0, (48, 64), 1.0, 137, "815916969acccd2673bd1d4f8ede7519881a032b2ae15651fcf13b55002bbcfb"),
+    (Walk, 0, (48, 64), 1.0, 5000, "72b37f5c4c0aa2e1f5a342a0e9d88f485f1a96c0aabfd3fbcaf81a657dd18486"),
+    (Walk, 3, (24, 32), 2.0, 0, "5a2508d64734491a93438462cb4b2b9ba386e613291004b173ec54d47b680a31"),
+    (Walk, 3, (24, 32), 2.0, 137, "7ceabcd42d3943f34c6cb6b237fd5ca2942575494ec8d737d0ad783c3833b082"),
+    (Walk, 3, (24, 32), 2.0, 5000, "7eac14b225aa54769b96347681e99f187d52a95b8b540d67c8a27a42bc7972ce"),
+    (Walk, 7, (45, 61), 0.5, 0, "84c7f36ca743a947a08a87d24e90e4ccd795321b3f6f007b0f36c64b6e00ec7e"),
+    (Walk, 7, (45, 61), 0.5, 137, "89a9fb9901e6773ad31100f72604adb56ac60a7502140723f37af1f64c03ac71"),
+    (Walk, 7, (45, 61), 0.5, 5000, "da44f927d68456780d8c1e08ffd03c082a6605e66877e491e9f3c938ea66c484"),
+    (moving, 0, (48, 64), 1.0, 0, "4923781a4542c0f063f6db9871a611c1067b9e77533805310fed16ffd37d307b"),
+    (moving, 0, (48, 64), 1.0, 137, "1914304826eb381f7aed8624f79614a4339b005f2f5cb5b2c7b797057f8bd3ef"),
+    (moving, 0, (48, 64), 1.0, 5000, "aba374bedd705c20d6e98ce894589b69de053ac0f92c34ff3a61a16a82f59200"),
+    (moving, 3, (24, 32), 2.0, 0, "ac0d733784569e61f145a6116cc4cd6e5a1744213c44c7ae653bc3f387f43643"),
+    (moving, 3, (24, 32), 2.0, 137, "c9711e640db335812490514ad1427e680ec563d4ad285832af7d22b4332ab131"),
+    (moving, 3, (24, 32), 2.0, 5000, "30ed07c01891efef689b102b3b8ce1694ec40b720f4eccb30724d1edfb6acc3d"),
+]
 
 
 def frames(scene, start, stop):
     return np.stack(list(scene.stream(start, stop)))
 
 
-@pytest.mark.parametrize(("seed", "size", "speed", "number", "digest"), WALK)
-def test_the_walk_has_the_same_bytes_everywhere(seed, size, speed, number, digest):
-    (frame,) = Walk(seed, size, speed).stream(number, number + 1)
-    assert hashlib.sha256(frame.tobytes()).hexdigest() == digest
-
-
-@pytest.mark.parametrize(("seed", "size", "speed", "number", "digest"), MOVING)
-def test_moving_digits_have_the_same_bytes_everywhere(seed, size, speed, number, digest):
-    (frame,) = moving(seed, size, speed).stream(number, number + 1)
+@pytest.mark.parametrize(("scene", "seed", "size", "speed", "number", "digest"), BYTES)
+def test_a_scene_has_the_same_bytes_everywhere(scene, seed, size, speed, number, digest):
+    (frame,) = scene(seed, size, speed).stream(number, number + 1)
     assert hashlib.sha256(frame.tobytes()).hexdigest() == digest
 
 
@@ -92,13 +84,6 @@ def test_seeds_differ(scene):
     assert len(set(first)) == 8
 
 
-def test_more_speed_is_more_change_from_frame_to_frame():
-    def change(speed):
-        return np.abs(np.diff(frames(Walk(0, (24, 32), speed), 0, 200).astype(int), axis=0)).mean()
-
-    assert change(0.5) < change(1.0) < change(2.0)
-
-
 def test_at_twice_the_speed_every_second_frame_is_seen():
     assert (frames(Walk(4, (24, 32), 2.0), 0, 50) == frames(Walk(4, (24, 32)), 0, 100)[::2]).all()
     # A pair of moving digits lives a hundred frames at any speed.
@@ -111,10 +96,9 @@ def test_every_frame_shows_something_new(scene):
     assert (np.abs(np.diff(seen.astype(int), axis=0)).reshape(299, -1).max(1) > 0).all()
 
 
-@SCENES
-def test_a_longer_stream_takes_no_more_memory(scene):
+def test_a_longer_stream_takes_no_more_memory():
     def peak(count):
-        stream = scene(0, (24, 32)).stream(0, count)
+        stream = Walk(0, (24, 32)).stream(0, count)
         tracemalloc.start()
         try:
             assert sum(1 for _ in stream) == count
@@ -161,19 +145,15 @@ def test_the_walker_never_enters_a_house(seed):
 
 
 def test_the_path_is_walked_at_an_even_pace_without_jumps():
-    x, y, heading = _Path(3).at(np.arange(0, 2_000, 0.01))
+    path = _Path(3)
+    x, y, heading = path.at(np.arange(0, 2_000, 0.01))
+    assert {turn for turn in path.turns if turn is not None} == {-1, 0, 1}, "it turns both ways and goes straight on"
     pace = np.hypot(np.diff(x), np.diff(y)) / 0.01
     assert np.abs(pace - 1).max() < 1e-3
     turned = np.diff(heading)
     assert np.abs(turned).max() < 0.0101  # a quarter circle of radius one turns as far as it goes
     sideways = np.diff(y) * cosine(heading[:-1]) - np.diff(x) * sine(heading[:-1])
     assert np.abs(sideways).max() < 1e-4  # the walker goes where it faces
-
-
-def test_the_walker_turns_both_ways_and_goes_straight():
-    path = _Path(0)
-    path.at(np.array([1_000.0]))
-    assert {turn for turn in path.turns if turn is not None} == {-1, 0, 1}
 
 
 def test_threads_render_the_same_frames():

@@ -1,5 +1,4 @@
 import io
-import warnings
 import zipfile
 
 import numpy as np
@@ -7,6 +6,7 @@ import pytest
 import torch
 
 import gpulab as gl
+from gpulab.models import chainer
 from gpulab.models.chainer import chainer_views
 
 
@@ -42,7 +42,7 @@ def distance(mine, theirs):
 
 
 def test_channels_and_size_are_read_off_the_file(net, saved):
-    assert (net.channels, net.size, net.variant) == ((3, 8, 16), (24, 32), "published")
+    assert (net.channels, net.size) == ((3, 8, 16), (24, 32))
     assert gl.models.PredNet.from_chainer(str(saved)).channels == (3, 8, 16)
     assert not net.fresh, "training would draw other weights"
 
@@ -105,42 +105,34 @@ def test_training_starts_from_the_loaded_weights(saved):
 # --- other files -----------------------------------------------------------------------------------------
 
 
-def model_arrays(saved):
-    with np.load(saved) as archive:
-        return {name: archive[name] for name in archive.files}
-
-
 def refused(file, *words):
     with pytest.raises(gl.DataError) as error:
         gl.models.PredNet.from_chainer(file)
     assert [word for word in (str(file), *words) if word not in str(error.value)] == []
+    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("part", [0.1, 0.5, 0.9, 0.999])
-def test_a_truncated_model_is_named(saved, tmp_path, part):
-    content = saved.read_bytes()
-    (tmp_path / "cut.model").write_bytes(content[: int(len(content) * part)])
-    refused(tmp_path / "cut.model", "not a model saved by Chainer")
+def spoiled(content, share):
+    start = int(len(content) * share)
+    return content[:start] + content[start : start + 2000][::-1] + content[start + 2000 :]
 
 
-@pytest.mark.parametrize("place", [0.2, 0.5, 0.8])
-def test_a_model_with_changed_bytes_is_named(saved, tmp_path, place):
-    content = bytearray(saved.read_bytes())
-    start = int(len(content) * place)
-    content[start : start + 2000] = bytes(reversed(content[start : start + 2000]))
-    (tmp_path / "changed.model").write_bytes(content)
-    refused(tmp_path / "changed.model")
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.999])
+def test_a_truncated_or_damaged_model_is_named(saved, tmp_path, share):
+    content, file = saved.read_bytes(), tmp_path / "a.model"
+    file.write_bytes(content[: int(len(content) * share)])
+    refused(file, "not a model saved by Chainer")
+    file.write_bytes(spoiled(content, share))
+    refused(file)
 
 
 def test_what_is_not_a_model_is_named(tmp_path):
     (tmp_path / "text.model").write_text("Call me Ishmael.")
-    (tmp_path / "empty.model").touch()
     np.save(tmp_path / "array.npy", np.zeros(3))
     np.savez(tmp_path / "other.npz", weights=np.zeros((3, 3)))
     np.savez(tmp_path / "nothing.npz")
-    for name in ("text.model", "empty.model", "array.npy", "other.npz", "nothing.npz", "missing.model"):
+    for name in ("text.model", "array.npy", "other.npz", "nothing.npz", "."):
         refused(tmp_path / name)
-    refused(tmp_path)
     refused(tmp_path / "missing.model", "No such file")
 
 
@@ -152,51 +144,41 @@ class Bomb:
         return open, (str(self.file), "w")
 
 
-def test_a_file_runs_no_code(saved, tmp_path):
-    arrays = model_arrays(saved)
-    arrays["predictor/ConvP0/W"] = np.array([Bomb(tmp_path / "ran")], dtype=object)
-    with open(tmp_path / "bomb.model", "wb") as stream:
-        np.savez(stream, **arrays)
-    refused(tmp_path / "bomb.model")
+def test_a_file_runs_no_code(rewritten, tmp_path):
+    refused(rewritten({"predictor/ConvP0/W": np.array([Bomb(tmp_path / "ran")], dtype=object)}))
     assert not (tmp_path / "ran").exists()
 
 
-def rewritten(saved, file, change):
-    arrays = model_arrays(saved)
-    change(arrays)
-    with open(file, "wb") as stream:
-        np.savez(stream, **arrays)
-    return file
+@pytest.fixture
+def rewritten(saved, tmp_path):
+    """The model with other arrays, or without those that are None."""
+
+    def rewrite(changes):
+        with np.load(saved) as archive:
+            arrays = {**archive, **changes}
+        with open(tmp_path / "a.model", "wb") as stream:
+            np.savez(stream, **{name: array for name, array in arrays.items() if array is not None})
+        return tmp_path / "a.model"
+
+    return rewrite
 
 
-def test_a_model_without_an_array_or_with_one_too_many_is_named_with_it(saved, tmp_path):
-    name = "predictor/ConvLSTM1/h_f/W"
-    refused(rewritten(saved, tmp_path / "a.model", lambda arrays: arrays.pop(name)), "ConvLSTM1/h_f/W", "missing")
-    refused(
-        rewritten(saved, tmp_path / "b.model", lambda arrays: arrays.update(extra=arrays[name])), "extra", "unknown"
-    )
+def test_a_model_without_an_array_or_with_one_too_many_is_named_with_it(rewritten):
+    refused(rewritten({"predictor/ConvLSTM1/h_f/W": None}), "ConvLSTM1/h_f/W", "missing")
+    refused(rewritten({"extra": np.zeros(3)}), "extra", "unknown")
 
 
 @pytest.mark.parametrize(
     "name", ["ConvLSTM1/h_f/W", "ConvA1/W", "ConvP0/W", "ConvP2/b", "ConvLSTM0/c_i/W", "ConvLSTM2/c_o/W"]
 )
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 3, 3), (1, 3, 23, 31)], ids=str)
-def test_an_array_of_another_shape_is_refused(saved, tmp_path, name, shape):
-    refused(
-        rewritten(saved, tmp_path / "a.model", lambda arrays: arrays.update({f"predictor/{name}": np.zeros(shape)}))
-    )
+def test_an_array_of_another_shape_is_refused(rewritten, name, shape):
+    refused(rewritten({f"predictor/{name}": np.zeros(shape)}))
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf, 1e300])
-def test_weights_that_are_not_finite_are_refused(tmp_path, number):
-    np.savez(tmp_path / "a.npz", **{"predictor/ConvP0/b": np.array([0.0, number])})
-    refused(tmp_path / "a.npz", "ConvP0/b holds numbers that are not finite")
-
-
-def archive(file, arrays, method=zipfile.ZIP_DEFLATED):
+def archive(file, arrays):
     """A `.model` of (name, content of the .npy file)."""
-    with warnings.catch_warnings(), zipfile.ZipFile(file, "w", method) as made:
-        warnings.simplefilter("ignore", UserWarning)  # of names that are there twice
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
         for name, content in arrays:
             made.writestr(f"{name}.npy", content)
     return file
@@ -208,56 +190,34 @@ def npy(shape, dtype="<f4", content=b""):
     return stream.getvalue() + content
 
 
-ONE = npy((1,), content=bytes(4))
 STRANGE = {
-    "twice": ([("ConvP0/b", ONE), ("predictor/ConvP0/b", ONE)], "ConvP0/b is there twice"),
-    "bzip2": ([("a", ONE)], "a is encrypted, or packed", zipfile.ZIP_BZIP2),
-    "structured": ([("a", npy((1,), [("x", "<f4"), ("y", "<f4")], bytes(8)))], "expected numbers of 16 to 64 bits"),
-    "whole numbers": ([("a", npy((1,), "<i8", bytes(8)))], "expected numbers of 16 to 64 bits"),
-    "too many": ([("a", npy((10**9, 10**9)))], "unpacks to more than"),
-    "none": ([("a", npy((10**9, 0)))], "a has the shape (1000000000, 0)"),
-    "less than none": ([("a", npy((-1,), content=bytes(4)))], "a has the shape (-1,)"),
-    "too short": ([("a", npy((1000,)))], "a has another length"),
-    "too long": ([("a", npy((1,), content=bytes(400)))], "a has another length"),
-    "red": ([("a\x1b[31m", npy((2,)))], r"a\x1b[31m has another length"),
+    "structured": ("a", npy((1,), [("x", "<f4"), ("y", "<f4")], bytes(8)), "a is of type [('x'"),
+    "whole numbers": ("a", npy((1,), "<i8", bytes(8)), "a is of type int64"),
+    "not finite": (
+        "predictor/ConvP0/b",
+        npy((1,), content=b"\0\0\x80\x7f"),
+        "ConvP0/b holds numbers that are not finite",
+    ),
+    "far too large": ("a", npy((1,), "<f8", np.float64(1e300).tobytes()), "a holds numbers that are not finite"),
+    "too many": ("a", npy((10**9, 10**9)), "not a model saved by Chainer"),
+    "too short": ("a", npy((1000,)), "not a model saved by Chainer"),
+    "red": ("a\x1b[31m", npy((1,), "<i8", bytes(8)), r"a\x1b[31m is of type int64"),
 }
 
 
-@pytest.mark.parametrize(("arrays", "words", "method"), [(*row, 8)[:3] for row in STRANGE.values()], ids=STRANGE)
-def test_a_strange_archive_is_refused_in_one_line(tmp_path, arrays, words, method):
-    with pytest.raises(gl.DataError) as error:
-        gl.models.PredNet.from_chainer(archive(tmp_path / "a.model", arrays, method))
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize(("name", "content", "words"), STRANGE.values(), ids=STRANGE)
+def test_a_strange_archive_is_refused_in_one_line(tmp_path, name, content, words):
+    refused(archive(tmp_path / "a.model", [(name, content)]), words)
 
 
-def test_an_encrypted_model_is_refused(tmp_path):
-    content = bytearray(archive(tmp_path / "a.model", [("a", ONE)]).read_bytes())
-    content[6] |= 1
-    content[content.index(b"PK\1\2") + 8] |= 1
-    (tmp_path / "a.model").write_bytes(content)
-    refused(tmp_path / "a.model", "a is encrypted")
+def test_more_than_fits_is_not_unpacked(tmp_path, monkeypatch):
+    file = archive(tmp_path / "a.model", [("a", npy((1 << 18,), content=bytes(1 << 20)))])
+    monkeypatch.setattr(chainer, "MOST_BYTES", 1 << 20)
+    refused(file, "it unpacks to more than 1,048,576 bytes")
 
 
-def test_a_small_file_cannot_ask_for_much_memory(tmp_path, python):
-    """80 kB that unpack to 80 MB are read no further than they say; a network of many channels is not made at once."""
-    bomb = archive(tmp_path / "bomb.model", [("a", npy((1,), content=bytes(80 << 20)))])
+def test_a_network_of_many_channels_is_not_made_at_once(tmp_path):
+    """These would be 1.4 terabytes."""
     wide = {f"ConvP{layer}/W": npy((10**5, 1, 1, 1), content=bytes(4 * 10**5)) for layer in range(3)}
     wide |= {"ConvLSTM0/c_i/W": npy((1, 1, 64, 64), content=bytes(4 * 64 * 64))}
-    file = archive(tmp_path / "wide.model", wide.items())
-    code = """
-        import resource, sys
-        import gpulab as gl
-        gl.models.PredNet((3, 4), (8, 8))
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for file in sys.argv[1:]:
-            try:
-                gl.models.PredNet.from_chainer(file)
-            except gl.DataError as error:
-                print(error)
-        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-    """
-    first, second, grown = python(code, bomb, file).stdout.splitlines()
-    assert "a has another length" in first
-    assert "not a PredNet of 3 layers: missing" in second
-    assert float(grown) < 30
+    refused(archive(tmp_path / "wide.model", wide.items()), "not a PredNet of 3 layers: of its arrays")

@@ -28,7 +28,7 @@ def windows(chainer):
     return [frames[max(0, number * length - 1) : (number + 1) * length] for number in range(count)]
 
 
-def network(chainer, truncation=None):
+def network(chainer, truncation="loss"):
     """With the weights that Chainer began with, and these, one after the other, to be written to."""
     net = gl.models.PredNet((3, 4, 8), chainer["frames"].shape[2:], truncation=truncation)
     place = 0
@@ -54,7 +54,7 @@ class ChainersAdam:
             parameter -= rate * mean / (square.sqrt() + 1e-8)
 
 
-def trained(chainer, truncation=None, loader="window", adam=ChainersAdam):
+def trained(chainer, truncation="loss", loader="window", adam=ChainersAdam):
     """The losses of each window, and its gradient by Chainer's names."""
     net = network(chainer, truncation)
     optimizer = adam(list(net.parameters()))
@@ -95,11 +95,11 @@ def test_every_window_has_the_losses_and_the_gradient_of_chainer(chainer, loader
 
 
 def test_what_is_left_is_torchs_adam_whose_epsilon_is_smaller_at_first(chainer):
-    found = list(trained(chainer, adam=lambda parameters: Adam(parameters, 1e-3)))
-    for number, (losses, gradient) in enumerate(found):
+    seen = list(trained(chainer, adam=lambda parameters: Adam(parameters, 1e-3)))
+    for number, (losses, gradient) in enumerate(seen):
         np.testing.assert_allclose(losses, chainer[f"losses{number}"], rtol=1e-5, atol=0)
         assert distances(chainer, number, gradient)["all"] < 1e-4
-    assert max(distances(chainer, 1, found[1][1]).values()) > 1e-3, "of a small array, whose gradient is near epsilon"
+    assert max(distances(chainer, 1, seen[1][1]).values()) > 1e-3, "of a small array, whose gradient is near epsilon"
 
 
 def test_with_the_whole_state_cut_off_later_windows_lack_a_term_of_the_upper_predictions(chainer):
@@ -154,25 +154,11 @@ def test_shared_memory_is_imitated_with_the_term(chainer):
         assert any((one[name] != copied[number][name]).any() for name in one)
 
 
-def test_the_guard_has_nothing_to_say(chainer):
-    with gl.guard():
-        guarded = gradient_of(*after_a_window(chainer, "loss"))
-    assert (guarded == gradient_of(*after_a_window(chainer, "loss"))).all()
-
-
 def test_nothing_depends_on_numbers_that_a_captured_step_could_not_know(chainer):
     """Tensors without numbers refuse to be asked for one, as a CUDA graph does."""
     net, batch, state = after_a_window(chainer, "loss")
     outline = [type(layer)(*(part.to("meta") for part in layer)) for layer in state]
     assert gradient_of(net.to("meta"), batch.to("meta"), outline).shape == (15468,)
-
-
-def test_emulated_arithmetic_rounds_the_term_too(chainer):
-    exact = gradient_of(*after_a_window(chainer, "loss"))
-    with gl.emulate("ampere"):
-        rounded = [gradient_of(*after_a_window(chainer, truncation)) for truncation in ("loss", "state")]
-    assert 1e-5 < (rounded[0] - exact).norm() / exact.norm() < 1e-2
-    assert (rounded[0] - rounded[1]).norm() > 3e-3 * exact.norm()
 
 
 def test_the_hessian_is_that_of_double_backward(chainer):
@@ -184,13 +170,3 @@ def test_the_hessian_is_that_of_double_backward(chainer):
     expected = torch.cat([part.flatten() for part in torch.autograd.grad(slope, parameters)])
     found = gl.hessian(net, lambda: net.training_loss(batch, state)[0]) @ v
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_networks_that_differ_in_it_alone_are_other_runs():
-    ids = {
-        gl.train(
-            gl.models.PredNet((3, 4), (12, 16), truncation=truncation), profile="smoke", frames=20, progress=False
-        ).record["id"]
-        for truncation in ("loss", "state")
-    }
-    assert len(ids) == 2

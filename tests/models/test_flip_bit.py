@@ -15,40 +15,32 @@ def weights(model):
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.mark.parametrize("weight", [0, 5, 7, 11])
-def test_the_last_bit_of_that_weight_alone_changes(weight):
-    before = weights(network())
-    after = weights(gl.models.flip_bit(network(), weight))
-    assert gl.numerics.ulp_distance(before, after).tolist() == [int(number == weight) for number in range(len(before))]
-
-
-@pytest.mark.parametrize("bit", [0, 22, 23, 30, 31])
-def test_any_bit_can_be_changed_and_changed_back(bit):
+@pytest.mark.parametrize("weight", [0, 5, 7, 13])
+@pytest.mark.parametrize("bit", [0, 23, 31])
+def test_any_bit_of_any_weight_can_be_changed_alone_and_changed_back(weight, bit):
     model = network()
     before = weights(model).view(torch.int32)
-    gl.models.flip_bit(model, 4, bit)
+    gl.models.flip_bit(model, weight, bit)
     apart = (weights(model).view(torch.int32) ^ before).to(torch.int64) & 0xFFFFFFFF
-    assert apart.tolist() == [2**bit if number == 4 else 0 for number in range(len(before))]
-    assert (weights(gl.models.flip_bit(model, 4, bit)).view(torch.int32) == before).all()
+    assert apart.tolist() == [2**bit if number == weight else 0 for number in range(len(before))]
+    assert (weights(gl.models.flip_bit(model, weight, bit)).view(torch.int32) == before).all()
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("call", "words"),
     [
-        ({"weight": 14}, "flip 14: .* from 0 to 13"),
-        ({"weight": -1}, "flip -1"),
-        ({"weight": 0.5}, "flip 0.5"),
-        ({"bit": 32}, "bit 32: .* from 0, the last place, to 31, the sign"),
+        (lambda: gl.models.flip_bit(network(), 14), "flip 14: .* from 0 to 13"),
+        (lambda: gl.models.flip_bit(network(), -1), "flip -1"),
+        (lambda: gl.models.flip_bit(network(), 0.5), "flip 0.5"),
+        (lambda: gl.models.flip_bit(network(), bit=32), "bit 32: .* from 0, the last place, to 31, the sign"),
+        (lambda: gl.models.flip_bit(network().double()), "float64"),
+        (lambda: gl.train("autoencoder", flip=999_999_999, **SMALL), "flip 999999999: expected the number of a weight"),
+        (lambda: gl.train("autoencoder", draws="dice", **SMALL), "draws 'dice': expected one of cpu, device"),
     ],
 )
-def test_what_is_not_there_cannot_be_flipped(options, words):
+def test_what_is_not_there_is_refused(call, words):
     with pytest.raises(gl.UsageError, match=words):
-        gl.models.flip_bit(network(), **options)
-
-
-def test_only_float32_weights_have_these_bits():
-    with pytest.raises(gl.UsageError, match="float64"):
-        gl.models.flip_bit(network().double())
+        call()
 
 
 def test_a_training_with_a_flipped_bit_begins_one_bit_apart():
@@ -71,10 +63,3 @@ def test_on_a_cpu_the_device_draws_as_the_cpu_does():
     runs = [gl.train("autoencoder", frames=40, draws=draws, **SMALL) for draws in ("cpu", "device")]
     assert len({run.record["summary"]["weights"] for run in runs}) == 1
     assert len({run.record["id"] for run in runs}) == 2
-
-
-def test_a_flip_or_generator_that_is_not_there_is_refused():
-    with pytest.raises(gl.UsageError, match="flip 999999999: expected the number of a weight"):
-        gl.train("autoencoder", flip=999_999_999, **SMALL)
-    with pytest.raises(gl.UsageError, match="draws 'dice': expected one of cpu, device"):
-        gl.train("autoencoder", draws="dice", **SMALL)

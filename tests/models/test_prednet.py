@@ -1,19 +1,14 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import gpulab as gl
-from gpulab.models.prednet import LayerState, detached
-
-VARIANTS = pytest.mark.parametrize("variant", ["published", "lotter"])
 
 
-def small(variant="published", dtype=torch.float64, **options):
-    net = gl.models.PredNet((3, 4, 5), (8, 12), variant, **options).to(dtype)
+def small():
+    net = gl.models.PredNet((3, 4, 5), (8, 12)).double()
     net.draw_weights(torch.Generator().manual_seed(1))
     return net
 
@@ -30,13 +25,14 @@ def equal(states, others, tolerance=0.0):
 # --- shapes and states -----------------------------------------------------------------------------------
 
 
-@VARIANTS
 @pytest.mark.parametrize(
-    ("channels", "size"), [((3,), (5, 7)), ((1, 2), (6, 10)), ((3, 4, 5), (8, 12)), ((3, 6, 12, 24), (16, 24))]
+    ("channels", "size", "kernel_size"),
+    [((3,), (5, 7), 3), ((1, 2), (6, 10), 5), ((3, 4, 5), (8, 12), 1), ((3, 6, 12, 24), (16, 24), 3)],
 )
 @torch.no_grad()
-def test_there_is_a_prediction_in_0_to_1_after_every_frame(variant, channels, size):
-    net = gl.models.PredNet(channels, size, variant)
+def test_there_is_a_prediction_in_0_to_1_after_every_frame(channels, size, kernel_size):
+    net = gl.models.PredNet(channels, size, kernel_size)
+    assert {conv.kernel_size for conv in net.modules() if isinstance(conv, torch.nn.Conv2d)} == {2 * (kernel_size,)}
     predictions, state = net(video(4, 2, size, channels[0], torch.float32))
     assert predictions.shape == (4, 2, channels[0], *size)
     assert predictions.min() >= 0
@@ -46,10 +42,9 @@ def test_there_is_a_prediction_in_0_to_1_after_every_frame(variant, channels, si
     assert (state[0].p == predictions[-1]).all()
 
 
-@VARIANTS
 @torch.no_grad()
-def test_frames_in_pieces_with_the_state_carried_are_frames_at_once(variant):
-    net, frames = small(variant), video(6)
+def test_frames_in_pieces_with_the_state_carried_are_frames_at_once():
+    net, frames = small(), video(6)
     whole, after = net(frames)
     first, state = net(frames[:3])
     second, state = net(frames[3:], state)
@@ -58,49 +53,23 @@ def test_frames_in_pieces_with_the_state_carried_are_frames_at_once(variant):
     assert not torch.allclose(net(frames[3:])[0], second), "without the state it is another prediction"
 
 
-@VARIANTS
 @torch.no_grad()
-def test_a_batch_is_its_members_one_by_one(variant):
-    net, frames = small(variant), video(5, batch=2)
+def test_a_batch_is_its_members_one_by_one():
+    net, frames = small(), video(5, batch=2)
     together, _ = net(frames)
     for member in range(2):
         alone, _ = net(frames[:, member : member + 1])
         torch.testing.assert_close(together[:, member : member + 1], alone, rtol=0, atol=1e-12)
 
 
-@VARIANTS
-def test_the_loss_is_carried_from_window_to_window_with_the_state(variant):
-    net, frames = small(variant), video(9)
+def test_the_loss_is_carried_from_window_to_window_with_the_state():
+    net, frames = small(), video(9)
     _, whole, after = net.training_loss(frames, None)
     _, first, state = net.training_loss(frames[:5], None)
     _, second, state = net.training_loss(frames[4:], state)
     assert (torch.cat([first, second]) == whole).all()
     equal(state, after)
-
-
-@VARIANTS
-def test_the_state_is_cut_off_from_the_graph(variant):
-    _, per_frame, state = small(variant).training_loss(video(3), None)
-    assert not per_frame.requires_grad
-    assert not any(part.requires_grad for part in itertools.chain(*state))
-    graph = torch.ones(1, requires_grad=True) * 2
-    assert not detached([LayerState(graph, graph, graph)])[0].r.requires_grad
-
-
-@VARIANTS
-def test_a_window_is_one_update_with_a_batch_of_one(variant):
-    window = video(20)[:, 0]
-    (batch,) = small(variant).batches(window)
-    assert batch.shape == (20, 1, 3, 8, 12)
-    assert (batch[:, 0] == window).all()
-
-
-@VARIANTS
-def test_every_parameter_learns_from_a_window(variant):
-    net = small(variant)
-    objective, _, _ = net.training_loss(video(8), None)
-    objective.backward()
-    assert {name for name, parameter in net.named_parameters() if not parameter.grad.abs().sum() > 0} == set()
+    assert not any(part.requires_grad for part in [whole, *itertools.chain(*state)]), "they are cut off from the graph"
 
 
 # --- loss ------------------------------------------------------------------------------------------------
@@ -116,30 +85,8 @@ def test_the_published_loss_is_the_sum_of_the_squared_errors_of_the_next_frame()
     assert objective.item() == pytest.approx(expected.sum().item(), rel=1e-12)
 
 
-@torch.no_grad()
-def test_the_lotter_loss_of_l0_is_half_the_absolute_error():
-    net, frames = small("lotter"), video(5)
-    predictions, _ = net(frames)
-    objective, per_frame, _ = net.training_loss(frames, None)
-    error = predictions[:-1] - frames[1:]
-    assert objective.item() == pytest.approx(error.abs().mean().item() / 2, rel=1e-12)
-    torch.testing.assert_close(per_frame, error.square().mean((1, 2, 3, 4)), rtol=1e-12, atol=0)
-
-
-@torch.no_grad()
-def test_the_lotter_loss_weighs_the_layers():
-    def loss(*weights):
-        return small("lotter", layer_weights=weights).training_loss(video(5), None)[0].item()
-
-    each = [loss(1, 0, 0), loss(0, 1, 0), loss(0, 0, 1)]
-    assert min(each) > 0
-    assert loss(1, 0.1, 0.1) == pytest.approx(each[0] + 0.1 * each[1] + 0.1 * each[2], rel=1e-12)
-
-
-@VARIANTS
-@pytest.mark.parametrize("weights", [None, (1.0, 0.1, 0.1)])
-def test_the_gradient_is_that_of_finite_differences(variant, weights):
-    net, frames = small(variant, layer_weights=weights), video(4)
+def test_the_gradient_is_that_of_finite_differences():
+    net, frames = small(), video(4)
     parameters = list(net.parameters())
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():  # peepholes and biases that matter
@@ -158,100 +105,26 @@ def test_the_gradient_is_that_of_finite_differences(variant, weights):
         assert slope == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-5)
 
 
-# --- Lotter's equations ----------------------------------------------------------------------------------
-
-
-def hard_sigmoid(x):
-    return np.clip(0.2 * x + 0.5, 0, 1)
-
-
-def convolve(x, convolution, rows=slice(None)):
-    """Cross-correlation of (C, H, W) with a 3×3 kernel and a border of zeros, term by term."""
-    weight, bias = convolution.weight.detach().numpy()[rows], convolution.bias.detach().numpy()[rows]
-    padded = np.pad(x, ((0, 0), (1, 1), (1, 1)))
-    height, width = x.shape[1:]
-    result = np.repeat(np.repeat(bias[:, None, None], height, 1), width, 2)
-    for row, column in itertools.product(range(3), repeat=2):
-        shifted = padded[:, row : row + height, column : column + width]
-        result = result + np.einsum("oc,chw->ohw", weight[:, :, row, column], shifted)
-    return result
-
-
-def lotter_step(net, frame, representations, cells, errors):
-    """Algorithm 1 of Lotter, Kreiman and Cox (arXiv 1605.08104), with the LSTM of their code."""
-    top = len(net.channels) - 1
-    for layer in range(top, -1, -1):
-        inputs = [errors[layer]]
-        if layer < top:
-            inputs.append(representations[layer + 1].repeat(2, 1).repeat(2, 2))
-        inputs = np.concatenate([*inputs, representations[layer]])
-        count = net.channels[layer]
-        gates = net.lstm[layer].gates
-        i, f, g, o = (convolve(inputs, gates, slice(k * count, (k + 1) * count)) for k in range(4))
-        cells[layer] = hard_sigmoid(f) * cells[layer] + hard_sigmoid(i) * np.tanh(g)
-        representations[layer] = hard_sigmoid(o) * np.tanh(cells[layer])
-    target, predictions = frame, []
-    for layer in range(top + 1):
-        prediction = np.maximum(convolve(representations[layer], net.conv_p[layer]), 0)
-        prediction = np.minimum(prediction, 1) if layer == 0 else prediction
-        errors[layer] = np.concatenate([np.maximum(prediction - target, 0), np.maximum(target - prediction, 0)])
-        predictions.append(prediction)
-        if layer < top:
-            target = np.maximum(convolve(errors[layer], net.conv_a[layer]), 0)
-            channels, height, width = target.shape
-            target = target.reshape(channels, height // 2, 2, width // 2, 2).max((2, 4))
-    return predictions
-
-
-@torch.no_grad()
-def test_the_lotter_variant_computes_the_equations_of_the_paper():
-    net, frames = small("lotter", layer_weights=(1.0, 0.1, 0.1)), video(5)
-    for parameter in net.parameters():  # biases, and gates that reach the flat parts of their sigmoid
-        parameter *= 3
-        parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    shapes = [(count, 8 >> layer, 12 >> layer) for layer, count in enumerate(net.channels)]
-    representations, cells = [np.zeros(shape) for shape in shapes], [np.zeros(shape) for shape in shapes]
-    errors = [np.zeros((2 * count, *size)) for count, *size in shapes]
-    predicted, losses = [], []
-    for frame in frames[:, 0].numpy():
-        predicted.append(lotter_step(net, frame, representations, cells, errors)[0])
-        losses.append(sum(weight * error.mean() for weight, error in zip((1.0, 0.1, 0.1), errors, strict=True)))
-    predictions, _ = net(frames)
-    assert np.std(predicted) > 0.1
-    first = net.initial_state(frames[0])[0].p
-    assert np.abs(first[0].numpy() - predicted[0]).max() < 1e-6
-    assert np.abs(predictions[:-1, 0].numpy() - np.stack(predicted[1:])).max() < 1e-6
-    objective, _, _ = net.training_loss(frames, None)
-    assert objective.item() == pytest.approx(np.mean(losses[1:]), abs=1e-6)  # nothing is asked of the first prediction
-
-
-def test_the_hard_sigmoid_has_the_slope_of_keras():
-    x = torch.linspace(-4, 4, 81, dtype=torch.float64)
-    y = gl.models.prednet._hard_sigmoid(x)
-    torch.testing.assert_close(y, torch.from_numpy(hard_sigmoid(x.numpy())), rtol=0, atol=1e-15)
-    assert gl.models.prednet._hard_sigmoid(torch.zeros(1)).item() == 0.5
-    assert not torch.allclose(y, F.hardsigmoid(x), atol=1e-2)
-
-
 # --- initial weights -------------------------------------------------------------------------------------
 
 
-def groups(net):
-    """The weights by the convolution that they would be in the authors' code."""
+def groups(net, area):
+    """The weights by the convolution that they would be in the authors' code, and how many numbers each reads."""
     for conv in (*net.conv_a, *net.conv_p):
-        yield conv.weight, conv.in_channels * 9
+        yield conv.weight, conv.in_channels * area
     for cell in net.lstm:
         for group in cell.gates.weight.split(cell.groups, dim=1):
             if group.numel():
-                yield group, group.shape[1] * 9
+                yield group, group.shape[1] * area
         for name in ("peep_i", "peep_f", "peep_o"):
             yield getattr(cell, name), getattr(cell, name).numel()
 
 
-def test_published_weights_are_lecun_normal_and_biases_zero():
-    net = gl.models.PredNet((3, 48, 96), (64, 96))
+@pytest.mark.parametrize("kernel_size", [3, 5])
+def test_published_weights_are_lecun_normal_and_biases_zero(kernel_size):
+    net = gl.models.PredNet((3, 48, 96), (64, 96), kernel_size=kernel_size)
     scaled = []
-    for weight, fan_in in groups(net):
+    for weight, fan_in in groups(net, kernel_size**2):
         values = weight.detach().flatten() * math.sqrt(fan_in)
         scaled.append(values)
         count = len(values)  # mean and standard deviation within five standard errors
@@ -264,47 +137,30 @@ def test_published_weights_are_lecun_normal_and_biases_zero():
     assert all((parameter == 0).all() for name, parameter in net.named_parameters() if "bias" in name)
 
 
-def test_lotter_weights_are_glorot_uniform_and_biases_zero():
-    net = gl.models.PredNet((3, 48, 96), (32, 32), "lotter")
-    weights = [(conv.weight, conv.in_channels, conv.out_channels) for conv in (*net.conv_a, *net.conv_p)]
-    weights += [(gate, sum(cell.groups), cell.channels) for cell in net.lstm for gate in cell.gates.weight.chunk(4)]
-    for weight, inside, outside in weights:
-        values = weight.detach().flatten() / math.sqrt(6 / (9 * (inside + outside)))
-        assert values.abs().max() <= 1
-        assert values.abs().max() > 1 - 20 / len(values)
-        assert abs(values.std() - math.sqrt(1 / 3)) < 5 * math.sqrt(1 / 12) / math.sqrt(len(values))
-    assert all((parameter == 0).all() for name, parameter in net.named_parameters() if "bias" in name)
-
-
-@VARIANTS
-def test_the_drawn_weights_depend_on_the_generator_alone(variant):
+def test_the_drawn_weights_depend_on_the_generator_alone():
     def drawn(net, seed=5):
         net.draw_weights(torch.Generator().manual_seed(seed))
         return torch.cat([parameter.detach().float().flatten() for parameter in net.parameters()])
 
-    plain = gl.models.PredNet((3, 4), (8, 12), variant)
+    plain = gl.models.PredNet((3, 4), (8, 12))
     reference = drawn(plain)
     torch.manual_seed(123)
     with gl.setting("cpu:precision=float64,threads=1"):
-        made_inside = gl.models.PredNet((3, 4), (8, 12), variant)
+        made_inside = gl.models.PredNet((3, 4), (8, 12))
         assert next(made_inside.parameters()).dtype == torch.float64
         assert (drawn(made_inside) == reference).all()
     assert (drawn(plain.to(torch.float64)) == reference).all()
     assert (drawn(plain.to(torch.bfloat16)) == reference.to(torch.bfloat16)).all()
     assert not (drawn(plain, seed=6) == reference).all()
-    fresh = [
-        torch.cat([p.detach().flatten() for p in gl.models.PredNet((3, 4), (8, 12), variant).parameters()])
-        for _ in "ab"
-    ]
+    fresh = [torch.cat([p.detach().flatten() for p in gl.models.PredNet((3, 4), (8, 12)).parameters()]) for _ in "ab"]
     assert (fresh[0] == fresh[1]).all(), "a network is the same whenever it is made"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
-@VARIANTS
-def test_a_gpu_gets_the_weights_that_a_cpu_gets_and_predicts_the_same(variant):
+def test_a_gpu_gets_the_weights_that_a_cpu_gets_and_predicts_the_same():
     host, device = (
-        gl.models.PredNet((3, 8, 16), (24, 32), variant),
-        gl.models.PredNet((3, 8, 16), (24, 32), variant).to("cuda"),
+        gl.models.PredNet((3, 8, 16), (24, 32)),
+        gl.models.PredNet((3, 8, 16), (24, 32)).to("cuda"),
     )
     for net in (host, device):
         net.draw_weights(torch.Generator().manual_seed(5))
@@ -337,14 +193,12 @@ def test_a_size_that_does_not_halve_is_refused_with_sizes_that_do(channels, size
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"variant": "keras"}, "'keras'.*'published'.*'lotter'"),
         ({"truncation": ""}, "''.*'loss' or 'state'"),
         ({"truncation": "none"}, "'none'.*'loss' or 'state'"),
-        ({"variant": "lotter", "truncation": "loss"}, "'loss'.*expected 'state' for variant='lotter'"),
         ({"channels": ()}, "channels"),
         ({"channels": (3, 0)}, r"\(3, 0\)"),
-        ({"channels": (3, 4), "layer_weights": (1.0,)}, "one for each of 2 layers"),
-        ({"channels": (3, 4), "layer_weights": (0.0, 0.0, 0.0)}, "one for each of 2 layers"),
+        *(({"kernel_size": wrong}, "kernel_size=") for wrong in (0, 2, 11, 3.5, "3")),
+        ({"batch_size": 0}, "batch_size=0"),
     ],
 )
 def test_other_nonsense_is_refused(options, named):
@@ -352,26 +206,21 @@ def test_other_nonsense_is_refused(options, named):
         gl.models.PredNet(**{"channels": (3, 4), "size": (8, 8), **options})
 
 
-@pytest.mark.parametrize("shape", [(5, 3, 8, 12), (5, 1, 1, 8, 12), (5, 1, 3, 8, 11), (5, 1, 3, 12, 8), (3, 8, 12)])
+@pytest.mark.parametrize("shape", [(5, 1, 1, 8, 12), (5, 1, 3, 12, 8), (3, 8, 12)])
 def test_frames_of_another_shape_are_refused_with_the_shape_expected(shape):
     with pytest.raises(gl.UsageError, match=r"expected \(T, B, 3, 8, 12\)") as error:
         small()(torch.zeros(shape, dtype=torch.float64))
     assert str(shape) in str(error.value)
 
 
-@pytest.mark.parametrize("variant", ["published", "lotter"])
-def test_kernels_of_another_size_keep_the_frame(variant):
-    net = gl.models.PredNet(channels=(3, 4), size=(8, 12), variant=variant, kernel_size=5)
-    predictions, _ = net(torch.rand(3, 1, 3, 8, 12))
-    assert predictions.shape == (3, 1, 3, 8, 12)
-    sizes = {tuple(module.kernel_size) for module in net.modules() if isinstance(module, torch.nn.Conv2d)}
-    assert sizes == {(5, 5)}
-    if variant == "published":  # LeCun-normal: variance 1 / fan in, which is the larger kernel's
-        weight = gl.models.PredNet(channels=(3, 64), size=(8, 12), kernel_size=5).conv_p[1].weight
-        assert weight.var().item() == pytest.approx(1 / (64 * 25), rel=0.05)
-
-
-@pytest.mark.parametrize("wrong", [0, 2, 11, 3.5, "3"])
-def test_kernel_sizes_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(gl.UsageError, match="kernel_size="):
-        gl.models.PredNet(kernel_size=wrong)
+@pytest.mark.parametrize(
+    "networks",
+    [
+        [gl.models.PredNet((3, 4), (12, 16), truncation=truncation) for truncation in ("loss", "state")],
+        [gl.models.Autoencoder((8,), batch_size=size) for size in (1, 4)],
+    ],
+    ids=["truncation", "batch_size"],
+)
+def test_networks_that_differ_in_one_option_are_other_runs(networks):
+    ids = {gl.train(net, profile="smoke", frames=20, progress=False).record["id"] for net in networks}
+    assert len(ids) == 2

@@ -115,24 +115,17 @@ def test_whatever_the_rounding_a_centred_covariance_has_no_negative_eigenvalue()
 
 
 @torch.no_grad()
-def test_products_kept_in_float32_are_those_without_an_emulation():
+def test_products_kept_in_float32_are_those_without_an_emulation_and_flags_are_put_back():
     x = codes()
-    plain = x.T @ x
+    plain, flags = x.T @ x, torch.backends.cuda.matmul.fp32_precision
     with gl.setting(TF32):
         rounded = x.T @ x
         with gl.float32_products():
-            kept = x.T @ x
-        again = x.T @ x
-    assert (kept == plain).all()
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+            assert (x.T @ x == plain).all()
+        assert (x.T @ x == rounded).all()
     assert not (rounded == plain).all()
-    assert (again == rounded).all()
-
-
-def test_flags_are_put_back_after_float32_products():
-    before = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
-    with gl.setting("cpu"), gl.float32_products():
-        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-    assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision) == before
+    assert torch.backends.cuda.matmul.fp32_precision == flags
 
 
 def test_the_audit_names_the_product_and_where_it_turns_nan():
