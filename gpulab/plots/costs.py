@@ -53,38 +53,38 @@ def roofline(frame: pd.DataFrame) -> Picture:
 
 
 @draw.register
-def placement(found: Placement) -> Picture:
+def placement(step: Placement) -> Picture:
     """A step under the roof of its device, and beside it what its bytes, FLOP and launches take at their ceilings."""
     figure, (left, right) = style.canvas(2, height=3.4)
-    _roof(left, found)
-    names = ["measured", *found.at_least]
-    milliseconds = 1e3 * np.array([found.seconds, *found.at_least.values()])
-    bars = right.barh(names, milliseconds, color=[INK, *[style.colour(found.setting)] * 3], height=0.6)
+    _roof(left, step)
+    names = ["measured", *step.at_least]
+    milliseconds = 1e3 * np.array([step.seconds, *step.at_least.values()])
+    bars = right.barh(names, milliseconds, color=[INK, *[style.colour(step.setting)] * 3], height=0.6)
     right.bar_label(bars, [f" {value:.3g}" for value in milliseconds], fontsize=8)
     right.invert_yaxis()
     right.set_xlim(0, 1.2 * milliseconds.max())
     right.set_xlabel("ms for one step; below, at least, each alone", fontsize=9)
-    headline = f"Bound by {found.bound}: {found.reached:.0%} of the roof, launches {found.launch_share:.0%} of the time"
-    alt = f"A step under the roofline of {found.setting}, and the time of its parts at their ceilings. {headline}."
+    headline = f"Bound by {step.bound}: {step.reached:.0%} of the roof, launches {step.launch_share:.0%} of the time"
+    alt = f"A step under the roofline of {step.setting}, and the time of its parts at their ceilings. {headline}."
     return style.finished(figure, headline, alt)
 
 
-def _roof(axes: Axes, found: Placement) -> None:
+def _roof(axes: Axes, step: Placement) -> None:
     """The roofs of the precisions that the device was measured in, and the step's point."""
-    frame, tint = found.roofline, style.colour(found.setting)
+    frame, tint = step.roofline, style.colour(step.setting)
     bandwidth = frame[frame.kind == "memory"].gigabytes_per_second.max()
     peaks = frame[frame.precision != ""].groupby("precision").gflops.max().sort_values()
-    middle = max(found.intensity, 1e-3)
+    middle = max(step.intensity, 1e-3)
     intensities = np.geomspace(min(middle, 0.1) / 3, max(middle, peaks.max() / bandwidth) * 10, 200)
     above = 0.0
     for precision, peak in peaks.items():
-        look: Look = {"color": tint, "lw": 1.6} if precision in found.flop else {"color": FAINT, "lw": 0.8}
+        look: Look = {"color": tint, "lw": 1.6} if precision in step.flop else {"color": FAINT, "lw": 0.8}
         axes.plot(intensities, np.minimum(bandwidth * intensities, peak), **look)
         above = max(peak, 1.5 * above)  # where labels would lie on each other
         axes.annotate(precision, (intensities[-1], above), ha="right", va="bottom", fontsize=7, color=look["color"])
-    if found.flop:
-        style.points(axes, [found.intensity], [found.gflops], ON_GPU if tint == INK else INK, marker="*", s=110)
-        axes.plot([found.intensity] * 2, [found.gflops, found.ceiling], color=INK, lw=0.8, ls=":")
+    if step.flop:
+        style.points(axes, [step.intensity], [step.gflops], ON_GPU if tint == INK else INK, marker="*", s=110)
+        axes.plot([step.intensity] * 2, [step.gflops, step.ceiling], color=INK, lw=0.8, ls=":")
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel("flop per byte moved (star: the step)", fontsize=9)
     axes.set_ylabel("rate (Gflop/s)", fontsize=9)
