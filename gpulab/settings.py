@@ -151,43 +151,39 @@ def _flush_denormals(flush: bool) -> None:
 # --- settings --------------------------------------------------------------------------------------------
 
 
-class Text(NamedTuple):
-    """How the text of an option is written, what is said of one that is not, and how it gives a value."""
-
-    pattern: str
-    words: str
-    value: Callable[[str], Any] = str
-
-
-def _one_of(choices: Iterable[str], value: Callable[[str], Any] = str) -> Text:
-    return Text("|".join(choices), f"must be one of {', '.join(choices)}", value)
-
-
-ON_OR_OFF = _one_of(("on", "off"), "on".__eq__)
-NUMBER = Text(r"[1-9]\d{0,3}", "must be a number from 1 to 9999", int)
-ARITHMETIC = Text(".+", "needs a value, such as emulate=tf32 or order=pairwise")
-LINES = Text(
-    r"[^+:=]+\.py:\d+(\+[^+:=]+\.py:\d+)*",
-    "must name lines of files, such as model.py:12 or model.py:12+loss.py:3",
-    lambda text: "+".join(sorted(set(text.split("+")))),
-)
-
-
 class Option(NamedTuple):
-    """An option of a setting: the devices it has a meaning on, and how it is written."""
+    """An option of a setting: the devices it has a meaning on, how its text is written, and how that gives a value."""
 
     devices: tuple[str, ...]
-    text: Text
+    pattern: str
+    words: str  # said of a text that is not written so
+    value: Callable[[str], Any] = str
 
     def parse(self, name: str, text: str) -> Any:
         """The value of `name=text`; `UsageError` for what is no value."""
-        if not re.fullmatch(self.text.pattern, text):
-            raise UsageError(f"{name}={text!r} {self.text.words}")
-        return self.text.value(text)
+        if not re.fullmatch(self.pattern, text):
+            raise UsageError(f"{name}={text!r} {self.words}")
+        return self.value(text)
 
 
-def _option(devices: tuple[str, ...], text: Text) -> Any:
-    return field(default=None, metadata={"option": Option(devices, text)})
+def _option(devices: tuple[str, ...], pattern: str, words: str, value: Callable[[str], Any] = str) -> Any:
+    return field(default=None, metadata={"option": Option(devices, pattern, words, value)})
+
+
+def _choice(devices: tuple[str, ...], choices: Iterable[str]) -> Any:
+    return _option(devices, "|".join(choices), f"must be one of {', '.join(choices)}")
+
+
+def _switch(*devices: str) -> Any:
+    return _option(devices, "on|off", "must be one of on, off", "on".__eq__)
+
+
+def _arithmetic() -> Any:
+    return _option(DEVICES, ".+", "needs a value, such as emulate=tf32 or order=pairwise")
+
+
+def _sorted_lines(text: str) -> str:
+    return "+".join(sorted(set(text.split("+"))))
 
 
 @dataclass(frozen=True)
@@ -204,16 +200,21 @@ class Setting:
     """
 
     device: str = "cpu"
-    threads: int | None = _option(("cpu",), NUMBER)
-    isa: str | None = _option(("cpu",), _one_of(ISA_VALUES))
-    tf32: bool | None = _option(("cuda",), ON_OR_OFF)
-    cudnn: bool | None = _option(("cuda",), ON_OR_OFF)
-    denormals: bool | None = _option(("cpu",), ON_OR_OFF)
-    deterministic: bool | None = _option(DEVICES, ON_OR_OFF)
-    precision: str | None = _option(DEVICES, _one_of(PRECISIONS))
-    emulate: str | None = _option(DEVICES, ARITHMETIC)
-    order: str | None = _option(DEVICES, ARITHMETIC)
-    float32: str | None = _option(DEVICES, LINES)  # lines whose products keep it, backward too
+    threads: int | None = _option(("cpu",), r"[1-9]\d{0,3}", "must be a number from 1 to 9999", int)
+    isa: str | None = _choice(("cpu",), ISA_VALUES)
+    tf32: bool | None = _switch("cuda")
+    cudnn: bool | None = _switch("cuda")
+    denormals: bool | None = _switch("cpu")
+    deterministic: bool | None = _switch(*DEVICES)
+    precision: str | None = _choice(DEVICES, PRECISIONS)
+    emulate: str | None = _arithmetic()
+    order: str | None = _arithmetic()
+    float32: str | None = _option(  # lines whose products keep it, backward too
+        DEVICES,
+        r"[^+:=]+\.py:\d+(\+[^+:=]+\.py:\d+)*",
+        "must name lines of files, such as model.py:12 or model.py:12+loss.py:3",
+        _sorted_lines,
+    )
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"cpu|mps|xpu|cuda(:\d+)?", str(self.device)):
@@ -300,25 +301,20 @@ class Setting:
         """Raise `GpulabError`, naming what this machine lacks for the setting."""
         import torch
 
-        missing = None
-        if self.kind == "cuda":
-            count = torch.cuda.device_count()
-            if count == 0:
-                missing = "no CUDA or ROCm GPU that this build of torch can use"
-            elif int(self.device.partition(":")[2] or 0) >= count:
-                missing = f"only {count} CUDA GPU(s), numbered from 0"
-            elif self.cudnn and not torch.backends.cudnn.is_available():
-                missing = "no cuDNN"
-        elif self.kind == "mps" and not torch.backends.mps.is_available():
-            missing = "no Apple GPU (mps)"
-        elif self.kind == "mps" and self.precision == "float64":
-            missing = "no float64 on its Apple GPU"
-        elif self.kind == "xpu" and not torch.xpu.is_available():
-            missing = "no Intel GPU (xpu)"
-        elif self.isa and ISA_CPU_FLAG[self.isa] not in cpu_flags():
-            missing = f"no {self.isa} instructions"
-        if missing:
-            raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {missing}")
+        on_cuda, on_mps = self.kind == "cuda", self.kind == "mps"
+        count = torch.cuda.device_count() if on_cuda else 0
+        lacking = {
+            "no CUDA or ROCm GPU that this build of torch can use": on_cuda and count == 0,
+            f"only {count} CUDA GPU(s), numbered from 0": on_cuda and int(self.device.partition(":")[2] or 0) >= count,
+            "no cuDNN": self.cudnn and not torch.backends.cudnn.is_available(),
+            "no Apple GPU (mps)": on_mps and not torch.backends.mps.is_available(),
+            "no float64 on its Apple GPU": on_mps and self.precision == "float64",
+            "no Intel GPU (xpu)": self.kind == "xpu" and not torch.xpu.is_available(),
+            f"no {self.isa} instructions": self.isa and ISA_CPU_FLAG[self.isa] not in cpu_flags(),
+        }
+        for what, lacks in lacking.items():
+            if lacks:
+                raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {what}")
         if self.emulated:
             from gpulab.numerics.arithmetic import arithmetic_of
 
