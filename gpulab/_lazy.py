@@ -10,6 +10,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+def homes_in(stub: str, package: str) -> dict[str, str]:
+    """The homes of a package's names, as `attach` takes them, from the lines `from … import name as name` of a stub."""
+    with open(stub, encoding="utf-8") as lines:
+        words = [line.split() for line in lines if line.startswith("from ")]
+    return {name: module.removeprefix(package).removeprefix(".") for _, module, _, name, *_ in words}
+
+
 def attach(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """A package's `__getattr__`: each name of `homes` comes from the module named there.
 

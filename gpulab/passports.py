@@ -180,18 +180,12 @@ def _software() -> dict[str, str | None]:
 @functools.cache
 def _others() -> dict[str, str]:
     """The versions of other libraries that train, and of what computes for Chainer, where they are installed."""
-    versions = {package: _version(package) for package in ("chainer", "numpy", *CUPY, *LIBRARIES)}
-    found = {name: versions[name] for name in LIBRARIES}
-    if versions["chainer"]:
-        cupy = next((versions[package] for package in CUPY if versions[package]), None)
-        found |= {"chainer": versions["chainer"], "cupy": cupy, "numpy": versions["numpy"]}
-    return {name: version for name, version in found.items() if version}
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
+    versions = {}
+    for package in ("chainer", "numpy", *reversed(CUPY), *LIBRARIES):  # of several CuPys the newest
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions["cupy" if package in CUPY else package] = importlib.metadata.version(package)
+    shown = OTHERS if "chainer" in versions else LIBRARIES
+    return {name: versions[name] for name in shown if name in versions}
 
 
 @functools.cache

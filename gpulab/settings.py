@@ -3,7 +3,7 @@
 A setting is written as text, `cuda:1:tf32=off,deterministic=on`, applied with `gpulab.setting`, and every global
 flag is as it was afterwards. torch is imported only when a setting is applied, because the instruction set of a
 CPU is chosen through the environment before torch loads.
-To add an option, add a field to `Setting`: all there is to know about it stands there.
+An option is a field of `Setting` and, in `Setting._put_in_force`, what sets its flags; `_put_back` restores them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpulab.errors import GpulabError, UsageError
 
@@ -41,74 +40,11 @@ WORKSPACE, REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"  # cuBLAS reads it 
 WORTH_COMPARING = ["cpu", "cpu:threads=1", "cpu:isa=avx2", "cpu:precision=float64"]
 WORTH_COMPARING += ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on", "mps", "xpu"]
 
-# --- how an option's text is read ------------------------------------------------------------------------
+# --- how an option is put in force -----------------------------------------------------------------------
 
 
-def _number(name: str, text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,3}", text):
-        raise UsageError(f"{name}={text!r} must be a number from 1 to 9999")
-    return int(text)
-
-
-def _arithmetic(name: str, text: str) -> str:
-    if not text:
-        raise UsageError(f"{name} needs a value, such as emulate=tf32 or order=pairwise")
-    return text
-
-
-def _lines(name: str, text: str) -> str:
-    if not re.fullmatch(r"[^+:=]+\.py:\d+(\+[^+:=]+\.py:\d+)*", text):
-        raise UsageError(f"{name}={text!r} must name lines of files, such as model.py:12 or model.py:12+loss.py:3")
-    return "+".join(sorted(set(text.split("+"))))
-
-
-def _one_of(choices: Iterable[str], name: str, text: str) -> str:
-    if text not in choices:
-        raise UsageError(f"{name}={text!r} must be one of {', '.join(choices)}")
-    return text
-
-
-def _on_or_off(name: str, text: str) -> bool:
-    return _one_of(("on", "off"), name, text) == "on"
-
-
-# --- how an option is put in force: what it changes, or could be changed inside, is put back by the stack -----
-
-
-def _threads(setting: Setting, stack: ExitStack) -> None:
-    import torch
-
-    usual = torch.get_num_threads()
-    stack.callback(torch.set_num_threads, usual)
-    if (threads := setting.threads or min(usual, _granted_cores())) != usual:
-        torch.set_num_threads(threads)
-
-
-@cache
-def _granted_cores() -> int:
-    """Those that this process may use: a container's quota counts, which torch does not see."""
-    from joblib import cpu_count
-
-    return cpu_count()
-
-
-def _default_dtype(setting: Setting, stack: ExitStack) -> None:
-    import torch
-
-    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-    if setting.precision is not None:
-        torch.set_default_dtype(setting.dtype)
-
-
-def _cudnn(setting: Setting, stack: ExitStack) -> None:
-    from torch.backends import cudnn
-
-    stack.callback(setattr, cudnn, "enabled", cudnn.enabled)
-    if setting.cudnn is not None:
-        cudnn.enabled = setting.cudnn
-
-
-def _deterministic(setting: Setting, stack: ExitStack) -> None:
+def _put_back(stack: ExitStack) -> None:
+    """Have the stack put back every flag that a setting, or what is done under it, may change."""
     import torch
     from torch.backends import cudnn
 
@@ -116,88 +52,73 @@ def _deterministic(setting: Setting, stack: ExitStack) -> None:
         return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
     before, workspace = algorithms(), os.environ.get(WORKSPACE)
-    stack.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
-    stack.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+    for flag in ("enabled", "benchmark", "deterministic"):
+        stack.callback(setattr, cudnn, flag, getattr(cudnn, flag))
 
     @stack.callback
-    def restore() -> None:
+    def put_back_determinism() -> None:
         if algorithms() != before:  # the call imports torch's compiler: 150 MB
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         os.environ.pop(WORKSPACE, None)
         os.environ.update({} if workspace is None else {WORKSPACE: workspace})
 
-    if setting.deterministic is not None:
-        torch.use_deterministic_algorithms(setting.deterministic)
-        cudnn.deterministic = setting.deterministic
-    if setting.deterministic:
-        cudnn.benchmark = False  # the benchmark picks a kernel by a race
-        os.environ.setdefault(WORKSPACE, REPEATABLE)
+    _put_back_tf32(stack)
 
 
-def _tf32(setting: Setting, stack: ExitStack) -> None:
-    """Switches both of torch's interfaces; what has not changed is left alone, for writing a value pins it."""
+def _put_back_tf32(stack: ExitStack) -> None:
+    """For both of torch's interfaces; what has not changed is left alone, for writing a value pins it."""
     import torch
 
-    torch_backends: Any = torch.backends
-    matmul, cudnn, on_cpu = torch_backends.cuda.matmul, torch_backends.cudnn, torch_backends.mkldnn.matmul
-    backends = (matmul, cudnn.conv, cudnn.rnn)
-
-    def readable(read: Callable[[], Any]) -> Any:
-        try:
-            return read()
-        except RuntimeError:  # the old interface refuses to be read once the new one has been used
-            return None
-
-    def old_interface() -> tuple[bool, bool, str]:
-        return matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
-
-    every = (*backends, on_cpu)  # which `set_float32_matmul_precision` sets as well
-    old, new = readable(old_interface), [backend.fp32_precision for backend in every]
+    backends: Any = torch.backends
+    # What `set_float32_matmul_precision` sets as well.
+    every = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul)
+    old, new = _old_interface_to_tf32(), [backend.fp32_precision for backend in every]
 
     @stack.callback
-    def restore() -> None:
-        if old is not None and old != readable(old_interface):
-            matmul.allow_tf32, cudnn.allow_tf32, precision = old
-            if readable(torch.get_float32_matmul_precision) != precision:  # unreadable if switched after "medium"
+    def put_back() -> None:
+        if old is not None and old != _old_interface_to_tf32():
+            backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, precision = old
+            if old != _old_interface_to_tf32():  # None, too, where it was switched after "medium"
                 torch.set_float32_matmul_precision(precision)
         for backend, precision in zip(every, new, strict=True):
             if backend.fp32_precision != precision:
                 backend.fp32_precision = precision
 
-    if setting.tf32 is not None and old is None:
-        for backend in backends:
-            backend.fp32_precision = "tf32" if setting.tf32 else "ieee"
-    elif setting.tf32 is not None:  # this sets the new interface as well, so that both can still be read
-        matmul.allow_tf32 = cudnn.allow_tf32 = setting.tf32
+
+def _old_interface_to_tf32() -> tuple[bool, bool, str] | None:
+    """What it says; None, because it refuses to be read, once the new one has been used."""
+    import torch
+    from torch.backends import cuda, cudnn
+
+    try:
+        return cuda.matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
-def _emulation(setting: Setting, stack: ExitStack) -> None:
-    if setting.emulated:
-        from gpulab.numerics.emulation import emulate
+def _switch_tf32(allowed: bool) -> None:
+    import torch
 
-        stack.enter_context(emulate(setting.emulate or "float32", order=setting.order))
-
-
-def _float32_lines(setting: Setting, stack: ExitStack) -> None:
-    if setting.float32:
-        from gpulab.numerics.call_sites import Float32Lines
-
-        stack.enter_context(Float32Lines(setting.float32.split("+"), float32_products))
+    backends: Any = torch.backends
+    if _old_interface_to_tf32() is None:
+        for backend in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+            backend.fp32_precision = "tf32" if allowed else "ieee"
+    else:  # this sets the new interface as well, so that both can still be read
+        backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = allowed
 
 
-def _denormals(setting: Setting, stack: ExitStack) -> None:
+def _switch_denormals(kept: bool, stack: ExitStack) -> None:
     """Every thread has a flag of its own, and `torch.set_flush_denormal` sets it in the thread that calls it alone."""
     import torch
 
-    if setting.denormals is None:
-        return
-    before = not _keeps_denormals(1)
-    stack.callback(_flush_denormals, before)
-    _flush_denormals(not setting.denormals)
-    if _keeps_denormals(threads := torch.get_num_threads()) != setting.denormals:
+    stack.callback(_flush_denormals, not _keeps_denormals(1))
+    _flush_denormals(not kept)
+    if _keeps_denormals(threads := torch.get_num_threads()) != kept:
         raise GpulabError(
-            f"setting {str(setting)!r}: this machine cannot switch denormal numbers off in all of its {threads} "
-            "threads; one may be enough: add threads=1"
+            f"denormals={'on' if kept else 'off'}: this machine cannot switch denormal numbers off in all of its "
+            f"{threads} threads; one may be enough: add threads=1"
         )
 
 
@@ -227,33 +148,42 @@ def _flush_denormals(flush: bool) -> None:
                 ctypes.CDLL(library["filepath"]).GOMP_parallel(in_a_thread, None, torch.get_num_threads(), 0)
 
 
-def _isa_variables(setting: Setting) -> dict[str, str]:
-    return dict(zip(ISA_VARIABLES, ISA_VALUES[setting.isa or ""], strict=True))
-
-
-def _workspace(setting: Setting) -> dict[str, str]:
-    return {WORKSPACE: REPEATABLE} if setting.kind == "cuda" and setting.deterministic else {}
-
-
 # --- settings --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option: the devices it has a meaning on, how its name and text give a value, and how that is put in force.
-
-    `in_force` has the stack put back whatever flags of this option are changed inside, also where the setting
-    leaves the option open (`None`); `environment` are the variables that a process must start with.
-    """
+class Option(NamedTuple):
+    """An option of a setting: the devices it has a meaning on, how its text is written, and how that gives a value."""
 
     devices: tuple[str, ...]
-    parse: Callable[[str, str], Any]
-    in_force: Callable[[Setting, ExitStack], None] = lambda *_: None
-    environment: Callable[[Setting], dict[str, str]] = lambda _: {}
+    pattern: str
+    words: str  # said of a text that is not written so
+    value: Callable[[str], Any] = str
+
+    def parse(self, name: str, text: str) -> Any:
+        """The value of `name=text`; `UsageError` for what is no value."""
+        if not re.fullmatch(self.pattern, text):
+            raise UsageError(f"{name}={text!r} {self.words}")
+        return self.value(text)
 
 
-def _option(*arguments: Any, **more: Any) -> Any:
-    return field(default=None, metadata={"option": Option(*arguments, **more)})
+def _option(devices: tuple[str, ...], pattern: str, words: str, value: Callable[[str], Any] = str) -> Any:
+    return field(default=None, metadata={"option": Option(devices, pattern, words, value)})
+
+
+def _choice(devices: tuple[str, ...], choices: Iterable[str]) -> Any:
+    return _option(devices, "|".join(choices), f"must be one of {', '.join(choices)}")
+
+
+def _switch(*devices: str) -> Any:
+    return _option(devices, "on|off", "must be one of on, off", "on".__eq__)
+
+
+def _arithmetic() -> Any:
+    return _option(DEVICES, ".+", "needs a value, such as emulate=tf32 or order=pairwise")
+
+
+def _sorted_lines(text: str) -> str:
+    return "+".join(sorted(set(text.split("+"))))
 
 
 @dataclass(frozen=True)
@@ -270,16 +200,21 @@ class Setting:
     """
 
     device: str = "cpu"
-    threads: int | None = _option(("cpu",), _number, _threads, lambda s: {"OMP_NUM_THREADS": str(s.threads)})
-    isa: str | None = _option(("cpu",), partial(_one_of, ISA_VALUES), environment=_isa_variables)
-    tf32: bool | None = _option(("cuda",), _on_or_off, _tf32)
-    cudnn: bool | None = _option(("cuda",), _on_or_off, _cudnn)
-    denormals: bool | None = _option(("cpu",), _on_or_off, _denormals)
-    deterministic: bool | None = _option(DEVICES, _on_or_off, _deterministic, _workspace)
-    precision: str | None = _option(DEVICES, partial(_one_of, PRECISIONS), _default_dtype)
-    emulate: str | None = _option(DEVICES, _arithmetic, _emulation)
-    order: str | None = _option(DEVICES, _arithmetic)  # put in force by `emulate`
-    float32: str | None = _option(DEVICES, _lines, _float32_lines)  # lines whose products keep it, backward too
+    threads: int | None = _option(("cpu",), r"[1-9]\d{0,3}", "must be a number from 1 to 9999", int)
+    isa: str | None = _choice(("cpu",), ISA_VALUES)
+    tf32: bool | None = _switch("cuda")
+    cudnn: bool | None = _switch("cuda")
+    denormals: bool | None = _switch("cpu")
+    deterministic: bool | None = _switch(*DEVICES)
+    precision: str | None = _choice(DEVICES, PRECISIONS)
+    emulate: str | None = _arithmetic()
+    order: str | None = _arithmetic()
+    float32: str | None = _option(  # lines whose products keep it, backward too
+        DEVICES,
+        r"[^+:=]+\.py:\d+(\+[^+:=]+\.py:\d+)*",
+        "must name lines of files, such as model.py:12 or model.py:12+loss.py:3",
+        _sorted_lines,
+    )
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"cpu|mps|xpu|cuda(:\d+)?", str(self.device)):
@@ -350,8 +285,12 @@ class Setting:
 
     def environment(self) -> dict[str, str]:
         """The variables that a process must be started with for this setting to hold in full."""
-        options = [option for name, option in OPTIONS.items() if getattr(self, name) is not None]
-        return {name: value for option in options for name, value in option.environment(self).items()}
+        variables = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
+        if self.isa:
+            variables |= zip(ISA_VARIABLES, ISA_VALUES[self.isa], strict=True)
+        if self.kind == "cuda" and self.deterministic:
+            variables[WORKSPACE] = REPEATABLE
+        return variables
 
     def prepare(self) -> None:
         """Put `environment` in force in this process, if torch has not been loaded yet."""
@@ -362,32 +301,27 @@ class Setting:
         """Raise `GpulabError`, naming what this machine lacks for the setting."""
         import torch
 
-        missing = None
-        if self.kind == "cuda":
-            count = torch.cuda.device_count()
-            if count == 0:
-                missing = "no CUDA or ROCm GPU that this build of torch can use"
-            elif int(self.device.partition(":")[2] or 0) >= count:
-                missing = f"only {count} CUDA GPU(s), numbered from 0"
-            elif self.cudnn and not torch.backends.cudnn.is_available():
-                missing = "no cuDNN"
-        elif self.kind == "mps" and not torch.backends.mps.is_available():
-            missing = "no Apple GPU (mps)"
-        elif self.kind == "mps" and self.precision == "float64":
-            missing = "no float64 on its Apple GPU"
-        elif self.kind == "xpu" and not torch.xpu.is_available():
-            missing = "no Intel GPU (xpu)"
-        elif self.isa and ISA_CPU_FLAG[self.isa] not in cpu_flags():
-            missing = f"no {self.isa} instructions"
-        if missing:
-            raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {missing}")
+        on_cuda, on_mps = self.kind == "cuda", self.kind == "mps"
+        count = torch.cuda.device_count() if on_cuda else 0
+        lacking = {
+            "no CUDA or ROCm GPU that this build of torch can use": on_cuda and count == 0,
+            f"only {count} CUDA GPU(s), numbered from 0": on_cuda and int(self.device.partition(":")[2] or 0) >= count,
+            "no cuDNN": self.cudnn and not torch.backends.cudnn.is_available(),
+            "no Apple GPU (mps)": on_mps and not torch.backends.mps.is_available(),
+            "no float64 on its Apple GPU": on_mps and self.precision == "float64",
+            "no Intel GPU (xpu)": self.kind == "xpu" and not torch.xpu.is_available(),
+            f"no {self.isa} instructions": self.isa and ISA_CPU_FLAG[self.isa] not in cpu_flags(),
+        }
+        for what, lacks in lacking.items():
+            if lacks:
+                raise GpulabError(f"setting {str(self)!r} cannot run here: this machine has {what}")
         if self.emulated:
             from gpulab.numerics.arithmetic import arithmetic_of
 
             arithmetic_of(self.emulate or "float32", self.order)
-        variables = _isa_variables(self) if self.isa else {}
-        if any(os.environ.get(name) != value for name, value in variables.items()):
-            command = " ".join(f"{name}={value}" for name, value in variables.items())
+        needed = {name: value for name, value in self.environment().items() if name in ISA_VARIABLES}
+        if any(os.environ.get(name) != value for name, value in needed.items()):
+            command = " ".join(f"{name}={value}" for name, value in needed.items())
             raise GpulabError(
                 f"setting {str(self)!r}: a process chooses its instruction set when it starts. Use "
                 f"gpulab.Experiment or the gpulab command, or start Python with {command}"
@@ -396,15 +330,45 @@ class Setting:
     @contextlib.contextmanager
     def apply(self) -> Iterator[Setting]:
         """Compute under this setting inside the `with` block; afterwards every flag is restored."""
-        import torch
-
         self.check()
         with ExitStack() as stack:
-            for option in OPTIONS.values():
-                option.in_force(self, stack)
-            if self.kind == "cuda":
-                stack.enter_context(torch.cuda.device(self.device))
+            _put_back(stack)
+            self._put_in_force(stack)
             yield self
+
+    def _put_in_force(self, stack: ExitStack) -> None:
+        import torch
+        from joblib import cpu_count  # a container's quota counts, which torch does not see
+        from torch.backends import cudnn
+
+        usual = torch.get_num_threads()
+        threads = self.threads or min(usual, cpu_count())
+        if threads != usual:
+            torch.set_num_threads(threads)
+        if self.tf32 is not None:
+            _switch_tf32(self.tf32)
+        if self.cudnn is not None:
+            cudnn.enabled = self.cudnn
+        if self.denormals is not None:
+            _switch_denormals(self.denormals, stack)
+        if self.deterministic is not None:
+            torch.use_deterministic_algorithms(self.deterministic)
+            cudnn.deterministic = self.deterministic
+        if self.deterministic:
+            cudnn.benchmark = False  # the benchmark picks a kernel by a race
+            os.environ.setdefault(WORKSPACE, REPEATABLE)
+        if self.precision is not None:
+            torch.set_default_dtype(self.dtype)
+        if self.emulated:
+            from gpulab.numerics.emulation import emulate
+
+            stack.enter_context(emulate(self.emulate or "float32", order=self.order))
+        if self.float32 is not None:
+            from gpulab.numerics.call_sites import Float32Lines
+
+            stack.enter_context(Float32Lines(self.float32.split("+"), float32_products))
+        if self.kind == "cuda":
+            stack.enter_context(torch.cuda.device(self.device))
 
 
 OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Setting)[1:]}
@@ -473,7 +437,8 @@ def float32_products() -> Iterator[None]:
     from gpulab.numerics.emulation import emulate, emulating
 
     with ExitStack() as stack:
-        _tf32(Setting(tf32=False), stack)
+        _put_back_tf32(stack)
+        _switch_tf32(False)
         if emulating():
             stack.enter_context(emulate("float32"))
         yield

@@ -31,17 +31,18 @@ def test_the_values_are_those_of_torch_psutil_and_platform(here):
     assert 1 <= here["cpu"]["physical_cores"] <= here["cpu"]["logical_cores"]
     assert here["memory_bytes"] == psutil.virtual_memory().total
     assert len([gpu for gpu in here["gpus"] if gpu["kind"] == "cuda"]) == torch.cuda.device_count()
-    software = here["software"]
-    assert software["torch"] == torch.__version__
-    assert software["cuda"] == torch.version.cuda
-    assert software["rocm"] == torch.version.hip
-    assert software["python"] == platform.python_version()
-    assert software["os"] == platform.platform()
-    assert software["gpulab"] == gl.__version__
+    told = {"torch": torch.__version__, "cuda": torch.version.cuda, "rocm": torch.version.hip, "gpulab": gl.__version__}
+    told |= {"python": platform.python_version(), "os": platform.platform()}
+    assert {name: here["software"][name] for name in told} == told
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/cpuinfo"), reason="Linux tells about its CPU there")
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="an ARM kernel does not tell the model")
+of_linux = pytest.mark.skipif(
+    not os.path.exists("/proc/cpuinfo") or platform.machine() != "x86_64",
+    reason="Linux tells the model on x86-64 alone",
+)
+
+
+@of_linux
 def test_the_cpu_is_the_one_that_the_kernel_reports(here):
     with open("/proc/cpuinfo") as lines:
         reported = dict((part.strip() for part in line.split(":", 1)) for line in lines if ":" in line)
@@ -51,8 +52,7 @@ def test_the_cpu_is_the_one_that_the_kernel_reports(here):
     assert ("avx2" in here["cpu"]["vector_extensions"]) == ("avx2" in reported["flags"].split())
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/cpuinfo"), reason="Linux tells about its CPU there")
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="an ARM kernel does not tell the model")
+@of_linux
 def test_the_cpu_keeps_its_name_when_the_process_that_is_asked_for_the_rest_is_killed(here, monkeypatch):
     monkeypatch.setattr("cpuinfo.get_cpu_info", dict)
     assert passports.cpu_description.__wrapped__() == {"model": here["cpu"]["model"], "flags": []}
@@ -67,11 +67,6 @@ def test_the_gpus_are_those_that_torch_sees(here):
     assert here["software"]["cudnn"] == str(torch.backends.cudnn.version())
 
 
-def test_a_passport_goes_through_json_unchanged(here):
-    assert json.loads(here.to_json()) == here
-    assert Passport(json.loads(here.to_json())).rows() == here.rows()
-
-
 def test_a_passport_shows_its_cpu_torch_and_version_as_text_and_as_a_table(here):
     for shown in (str(here), here._repr_html_()):
         for value in (gl.__version__, here["software"]["torch"], platform.python_version()):
@@ -83,9 +78,7 @@ def test_a_passport_shows_its_cpu_torch_and_version_as_text_and_as_a_table(here)
 def test_names_cannot_break_out_of_the_html(here):
     odd = json.loads(here.to_json())
     odd["cpu"]["model"] = "<script>alert(1)</script> & co"
-    table = Passport(odd)._repr_html_()
-    assert "<script>" not in table
-    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co" in table
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co" in Passport(odd)._repr_html_()
 
 
 def test_gpus_are_named_with_all_that_is_known_and_nothing_else(here):

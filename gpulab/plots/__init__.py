@@ -4,11 +4,10 @@
 say.
 """
 
-from gpulab.plots.costs import placement, roofline
-from gpulab.plots.decisions import changes, estimation
+from gpulab.plots import decisions as decisions
+from gpulab.plots.costs import roofline
 from gpulab.plots.escapes import escape_law, escape_paths, escape_phases
 from gpulab.plots.instruments import (
-    audit,
     bits,
     curvature_over_time,
     index_against_loss,
@@ -19,14 +18,12 @@ from gpulab.plots.instruments import (
 )
 from gpulab.plots.pictures import frames, predictions, reconstructions, sample
 from gpulab.plots.runs import curves, differences, losses
-from gpulab.plots.style import colour, save
+from gpulab.plots.style import colour
 from gpulab.report import Picture
 
 __all__ = [
     "Picture",
-    "audit",
     "bits",
-    "changes",
     "colour",
     "curvature_over_time",
     "curves",
@@ -34,18 +31,15 @@ __all__ = [
     "escape_law",
     "escape_paths",
     "escape_phases",
-    "estimation",
     "frames",
     "index_against_loss",
     "landscape_slice",
     "losses",
-    "placement",
     "predictions",
     "reconstructions",
     "roofline",
     "saddle_surface",
     "sample",
-    "save",
     "spectra",
     "sums",
 ]

@@ -7,8 +7,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from gpulab.device.placements import Placement
-from gpulab.device.rooflines import UNDER_THE_ROOF
-from gpulab.plots.style import FAINT, INK, ON_GPU, Look, canvas, colour, finished, point_key, points
+from gpulab.device.rooflines import UNDER_THE_ROOF, bounds
+from gpulab.plots import style
+from gpulab.plots.style import FAINT, INK, ON_GPU, Look
 from gpulab.report import Picture, draw
 
 ROOFED = {"matrix": ("o", "matrix products"), "network": ("D", "layers of networks"), "memory": ("s", "memory alone")}
@@ -23,22 +24,19 @@ def roofline(frame: pd.DataFrame) -> Picture:
     References:
         Williams, Waterman, Patterson 2009, *Roofline: an insightful visual performance model* (CACM 52).
     """
-    figure, (axes,) = canvas(1, height=4.4)
+    figure, (axes,) = style.canvas(1, height=4.4)
     frame = frame[frame.kind.isin(UNDER_THE_ROOF)]
     frame = frame.assign(machine=frame.get("machine", pd.Series("", frame.index)).fillna(""))
     intensities = np.logspace(-1.5, 3.5, 200)
-    networks = []
     for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
         bandwidth, peak = device[device.kind == "memory"].gigabytes_per_second.max(), device.gflops.max()
         label = f"{setting}, {machine} (recorded)" if machine else f"{setting} (this machine)"
-        axes.plot(intensities, np.minimum(bandwidth * intensities, peak), color=colour(setting), lw=1.5, label=label)
+        tint, ceiling = style.colour(setting), np.minimum(bandwidth * intensities, peak)
+        axes.plot(intensities, ceiling, color=tint, lw=1.5, label=label)
         for kind, (marker, _) in ROOFED.items():
             some = device[(device.kind == kind) & (device.flop > 0)]
-            shape: Look = {"marker": marker, "s": 28, "linewidths": None}
-            points(axes, some.intensity, some.gflops, colour(setting), bool(machine), **shape)
-        layers = device[device.kind == "network"]
-        networks.append(layers.assign(reached=layers.gflops / np.minimum(bandwidth * layers.intensity, peak)))
-    layers = pd.concat(networks)
+            style.points(axes, some.intensity, some.gflops, tint, bool(machine), marker=marker, s=28, linewidths=None)
+    layers = bounds(frame.assign(setting=frame.machine + frame.setting))
     below: Look = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": "right", "fontsize": 8}
     named = layers.drop_duplicates("operation").sort_values("intensity")
     for place, row in enumerate(named.itertuples()):
@@ -49,48 +47,44 @@ def roofline(frame: pd.DataFrame) -> Picture:
     axes.legend(fontsize=8, frameon=False, loc="upper left")
     least = layers.sort_values("reached").iloc[0]
     alt = "Roofline: measured rate against arithmetic intensity, with the ceilings of bandwidth and arithmetic."
-    keys = [point_key(name, marker=marker, ms=5) for marker, name in ROOFED.values()]
+    keys = [style.point_key(name, marker=marker, ms=5) for marker, name in ROOFED.values()]
     title = f"The least used operation: {least.operation} reaches {least.reached:.1%} of its ceiling"
-    return finished(figure, title, alt, keys, columns=3)
+    return style.finished(figure, title, alt, keys, columns=3)
 
 
 @draw.register
-def placement(found: Placement) -> Picture:
-    """A step under the roof of its device, and beside it what its bytes, FLOP and launches take at their ceilings.
-
-    Args:
-        found: From `gpulab.device.place`.
-    """
-    figure, (left, right) = canvas(2, height=3.4)
-    _roof(left, found)
-    names = ["measured", *found.at_least]
-    milliseconds = 1e3 * np.array([found.seconds, *found.at_least.values()])
-    bars = right.barh(names, milliseconds, color=[INK, *[colour(found.setting)] * 3], height=0.6)
+def placement(step: Placement) -> Picture:
+    """A step under the roof of its device, and beside it what its bytes, FLOP and launches take at their ceilings."""
+    figure, (left, right) = style.canvas(2, height=3.4)
+    _roof(left, step)
+    names = ["measured", *step.at_least]
+    milliseconds = 1e3 * np.array([step.seconds, *step.at_least.values()])
+    bars = right.barh(names, milliseconds, color=[INK, *[style.colour(step.setting)] * 3], height=0.6)
     right.bar_label(bars, [f" {value:.3g}" for value in milliseconds], fontsize=8)
     right.invert_yaxis()
     right.set_xlim(0, 1.2 * milliseconds.max())
     right.set_xlabel("ms for one step; below, at least, each alone", fontsize=9)
-    headline = f"Bound by {found.bound}: {found.reached:.0%} of the roof, launches {found.launch_share:.0%} of the time"
-    alt = f"A step under the roofline of {found.setting}, and the time of its parts at their ceilings. {headline}."
-    return finished(figure, headline, alt)
+    headline = f"Bound by {step.bound}: {step.reached:.0%} of the roof, launches {step.launch_share:.0%} of the time"
+    alt = f"A step under the roofline of {step.setting}, and the time of its parts at their ceilings. {headline}."
+    return style.finished(figure, headline, alt)
 
 
-def _roof(axes: Axes, found: Placement) -> None:
+def _roof(axes: Axes, step: Placement) -> None:
     """The roofs of the precisions that the device was measured in, and the step's point."""
-    frame, tint = found.roofline, colour(found.setting)
+    frame, tint = step.roofline, style.colour(step.setting)
     bandwidth = frame[frame.kind == "memory"].gigabytes_per_second.max()
     peaks = frame[frame.precision != ""].groupby("precision").gflops.max().sort_values()
-    middle = max(found.intensity, 1e-3)
+    middle = max(step.intensity, 1e-3)
     intensities = np.geomspace(min(middle, 0.1) / 3, max(middle, peaks.max() / bandwidth) * 10, 200)
     above = 0.0
     for precision, peak in peaks.items():
-        look: Look = {"color": tint, "lw": 1.6} if precision in found.flop else {"color": FAINT, "lw": 0.8}
+        look: Look = {"color": tint, "lw": 1.6} if precision in step.flop else {"color": FAINT, "lw": 0.8}
         axes.plot(intensities, np.minimum(bandwidth * intensities, peak), **look)
         above = max(peak, 1.5 * above)  # where labels would lie on each other
         axes.annotate(precision, (intensities[-1], above), ha="right", va="bottom", fontsize=7, color=look["color"])
-    if found.flop:
-        points(axes, [found.intensity], [found.gflops], ON_GPU if tint == INK else INK, marker="*", s=110)
-        axes.plot([found.intensity] * 2, [found.gflops, found.ceiling], color=INK, lw=0.8, ls=":")
+    if step.flop:
+        style.points(axes, [step.intensity], [step.gflops], ON_GPU if tint == INK else INK, marker="*", s=110)
+        axes.plot([step.intensity] * 2, [step.gflops, step.ceiling], color=INK, lw=0.8, ls=":")
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel("flop per byte moved (star: the step)", fontsize=9)
     axes.set_ylabel("rate (Gflop/s)", fontsize=9)

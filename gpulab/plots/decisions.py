@@ -10,22 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from gpulab.plots.style import (
-    BESIDE,
-    FAINT,
-    INK,
-    Look,
-    canvas,
-    finished,
-    is_recorded,
-    key,
-    level_colours,
-    log_scale,
-    margin_key,
-    metric_label,
-    origin_keys,
-    points,
-)
+from gpulab.plots import style
+from gpulab.plots.style import BESIDE, FAINT, INK, Look
 from gpulab.report import Picture, draw
 from gpulab.search.reproduction import Reproduction
 from gpulab.search.trials import WITHIN
@@ -54,23 +40,20 @@ def estimation(verdict: Verdict) -> Picture:
     between seeds (in the metric's units where there is no such spread), their mean with its
     interval, as a thicker line the one that equivalence is decided by, and the margin as a band.
 
-    Args:
-        verdict: From `gpulab.verdict`.
-
     References:
         Gardner, Altman 1986, *Confidence intervals rather than P values* (BMJ 292).
     """
     factor, block, table = verdict.factor, verdict.block, verdict.table
     levels = [verdict.reference, *table[factor]]
     rows = {level: row for row, level in enumerate(levels)}
-    tints = level_colours(factor, levels)
+    tints = style.level_colours(factor, levels)
     blocks = sorted(verdict.runs[block].unique())
     offsets = np.linspace(-0.2, 0.2, len(blocks)) if len(blocks) > 1 else [0.0]
     aside = dict(zip(blocks, offsets, strict=True))  # how far from its row a seed is drawn, the same in every row
     dots: Look = {"s": 20 if len(blocks) <= 40 else 5, "linewidths": 1.0, "alpha": 0.9}
-    figure, (left, right) = canvas(2, height=1.9 + 0.4 * len(levels), share_rows=True)
+    figure, (left, right) = style.canvas(2, height=1.9 + 0.4 * len(levels), share_rows=True)
 
-    runs = verdict.runs.assign(recorded=is_recorded(verdict.runs))
+    runs = verdict.runs.assign(recorded=style.is_recorded(verdict.runs))
     experiments = runs.get("experiment", ())
     runs["height"] = runs[factor].map(rows) + runs[block].map(aside)
     diverged = runs.status == "diverged"
@@ -80,19 +63,19 @@ def estimation(verdict: Verdict) -> Picture:
         left.xaxis.set_major_locator(MaxNLocator(4))
         if (low, high) == (0, 1):
             left.set_xticks([0, 1])
-        log_scale(left.xaxis, low, high, fine=30, numbers="{x:g}")
+        style.log_scale(left.xaxis, low, high, fine=30, numbers="{x:g}")
     joined = runs[~diverged].sort_values([block, "height"])
     gaps = np.flatnonzero(joined[block] != joined[block].shift())  # one line for all: of thousands, each takes its time
     line = np.insert(joined[[verdict.metric, "height"]].to_numpy(float), gaps, np.nan, axis=0)
     left.plot(*line.T, color=FAINT, lw=0.5, alpha=0.7, zorder=1)
     for (level, recorded), some in runs[~diverged].groupby([factor, "recorded"]):
-        points(left, some[verdict.metric], some.height, tints[level], recorded, **dots)
+        style.points(left, some[verdict.metric], some.height, tints[level], recorded, **dots)
     for level, some in runs[diverged].groupby(factor):
         edge: Look = {"marker": "x", "s": 24, "transform": left.get_yaxis_transform(), "zorder": 4}
         left.scatter(np.full(len(some), 0.97), some.height, color=tints[level], **edge)
     if diverged.any():
         left.margins(x=0.12)  # room for the crosses
-    left.set_xlabel(metric_label(verdict.metric, experiments), fontsize=8)
+    left.set_xlabel(style.metric_label(verdict.metric, experiments), fontsize=8)
     left.set_yticks(range(len(levels)), [_broken(str(level)) for level in levels], fontsize=8)
     left.set_ylim(len(levels) - 0.5, -0.5)
 
@@ -107,7 +90,7 @@ def estimation(verdict: Verdict) -> Picture:
         level = row[factor]
         some, place = pairs[pairs[factor] == level], rows[level]
         heights = place - 0.08 + 0.8 * some[block].map(aside)
-        points(right, some.difference / unit, heights, tints[level], hollow[level], **dots)
+        style.points(right, some.difference / unit, heights, tints[level], hollow[level], **dots)
         for ends, width in ((("low", "high"), 1.0), (("equivalent_low", "equivalent_high"), 3.2)):
             at = [row[end] / unit for end in ends]
             right.plot(at, [place + 0.33] * 2, color=INK, lw=width, zorder=4, solid_capstyle="butt")
@@ -122,7 +105,7 @@ def estimation(verdict: Verdict) -> Picture:
         reach = max(*np.abs(right.get_xlim()), 1.6 * margin / unit)
         right.set_xlim(-reach, reach)
     right.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
-    unit_name = f"sd between {block}s" if verdict.between_seeds > 0 else metric_label(verdict.metric, experiments)
+    unit_name = f"sd between {block}s" if verdict.between_seeds > 0 else style.metric_label(verdict.metric, experiments)
     right.set_xlabel(f"difference ({unit_name})", fontsize=8)
     right.tick_params(axis="y", left=False)
     right.spines["left"].set_visible(False)
@@ -130,22 +113,22 @@ def estimation(verdict: Verdict) -> Picture:
         axes.tick_params(axis="x", labelsize=8)
 
     on = " on " if "machine" in runs else ""
-    keys: list[Any] = [*origin_keys(runs, f"a {block}, made here{on}", f"a {block}, recorded{on}", ms=5)]
+    keys: list[Any] = [*style.origin_keys(runs, f"a {block}, made here{on}", f"a {block}, recorded{on}", ms=5)]
     if diverged.any():
-        keys.append(key("diverged", ls="", marker="x", color=INK, ms=5))
+        keys.append(style.key("diverged", ls="", marker="x", color=INK, ms=5))
     confidence = table.confidence.iloc[0] if len(table) else 1 - verdict.alpha
     some_intervals = bool(table.low.notna().any())  # few seeds have none
     mean = f"mean, {100 * confidence:.3g}% interval" if some_intervals else "mean; so few seeds have no interval"
-    keys.append(key(mean, color=INK, marker="D", ms=4, lw=1.0 if some_intervals else 0))
+    keys.append(style.key(mean, color=INK, marker="D", ms=4, lw=1.0 if some_intervals else 0))
     if table.equivalent_low.notna().any():
         inside = f"{100 * table.equivalent_confidence.iloc[0]:.3g}% interval: for equivalent, within the margin"
-        keys.append(key(inside, color=INK, lw=3.2))
+        keys.append(style.key(inside, color=INK, lw=3.2))
     if margin == margin:
-        keys.append(margin_key(margin))
+        keys.append(style.margin_key(margin))
     headline, names = decided(verdict), ", ".join(map(str, levels))
     differences = f"the differences from {verdict.reference} with intervals and the margin"
     alt = f"{verdict.metric} of each {block} under {names}, and {differences}. {headline}."
-    return finished(figure, headline, alt, keys)
+    return style.finished(figure, headline, alt, keys)
 
 
 def _broken(label: str, width: int = 18) -> str:
@@ -172,9 +155,6 @@ def changes(reproduction: Reproduction) -> Picture:
     The least change stands at the top. Differences are from the target and in margins, with their intervals; trials
     without any, because the runs diverged or failed, stand at the right edge. Of a long search, the changes that came
     closest and those without a difference that are least.
-
-    Args:
-        reproduction: From `gpulab.reproduce`.
     """
     table = reproduction.table
     looks = table.decision.astype(object).mask(table.decision.isin(WITHIN), "equivalent, not confirmed")
@@ -189,7 +169,7 @@ def changes(reproduction: Reproduction) -> Picture:
     shown = table.loc[ranks.index[:ROWS]].sort_values("distance", kind="stable")
     rows = dict(zip(shown.index, range(len(shown)), strict=True))
 
-    figure, (axes,) = canvas(1, height=1.6 + 0.26 * len(shown))
+    figure, (axes,) = style.canvas(1, height=1.6 + 0.26 * len(shown))
     axes.axvspan(-1, 1, color=FAINT, alpha=0.18, lw=0, zorder=0)
     axes.axvline(0, color=INK, lw=0.8, zorder=1)
     for look, some in shown.groupby("look"):
@@ -217,11 +197,11 @@ def changes(reproduction: Reproduction) -> Picture:
         f"under {reproduction.setting}, the least change first, with the margin as a band. {headline}."
     )
     keys = [
-        key(f"{look} ({count})", ls="", color=tint, marker=marker, ms=size**0.5 * 0.9)
+        style.key(f"{look} ({count})", ls="", color=tint, marker=marker, ms=size**0.5 * 0.9)
         for look, (tint, marker, size) in LOOKS.items()
         if (count := int((shown.look == look).sum()))
     ]
-    return finished(figure, headline, alt, [*keys, margin_key(reproduction.margin)], columns=4)
+    return style.finished(figure, headline, alt, [*keys, style.margin_key(reproduction.margin)], columns=4)
 
 
 def _margin_scale(axes: Axes, ends: np.ndarray) -> None:

@@ -15,27 +15,8 @@ from gpulab.diagnostics.audits import Audit
 from gpulab.errors import UsageError
 from gpulab.numerics.formats import FORMATS, round_to
 from gpulab.numerics.sums import format_bits
-from gpulab.plots.style import (
-    FAINT,
-    INK,
-    ON_CPU,
-    ON_GPU,
-    Look,
-    canvas,
-    colour,
-    dashes,
-    decades,
-    finished,
-    grid,
-    key,
-    log_scale,
-    metric_label,
-    origin_keys,
-    points,
-    setting_keys,
-    setting_order,
-    shape,
-)
+from gpulab.plots import style
+from gpulab.plots.style import FAINT, INK, ON_CPU, ON_GPU, Look
 from gpulab.report import Picture, draw
 from gpulab.saddles.curvature import row_spectra
 from gpulab.saddles.landscapes import Landscape, Surface
@@ -70,7 +51,7 @@ def bits(x: float, formats: Sequence[str] | None = None) -> Picture:
     names = SHOWN_FORMATS if formats is None else tuple(formats)
     if unknown := [name for name in names if name not in FORMATS]:
         raise UsageError(f"format {unknown[0]!r}: expected one of {', '.join(FORMATS)}")
-    figure, ((axes,),) = grid(1, 1, height=0.7 + 0.4 * len(names))
+    figure, ((axes,),) = style.grid(1, 1, height=0.7 + 0.4 * len(names))
     for row, name in enumerate(names):
         sign, exponent, fraction = format_bits(x, name)
         for place, bit in [(0, sign), *enumerate(exponent, 9 - len(exponent)), *enumerate(fraction, 9)]:
@@ -88,7 +69,7 @@ def bits(x: float, formats: Sequence[str] | None = None) -> Picture:
         axes.text(middle, -0.15, label, ha="center", va="bottom", fontsize=8, color=tint)
     axes.set(xlim=(-7, 46), ylim=(len(names), -0.8))
     alt = f"Bits of {x:g}: sign, exponent and fraction in {', '.join(names)}."
-    return finished(figure, f"{x:.10g} in float32, and rounded to shorter formats", alt)
+    return style.finished(figure, f"{x:.10g} in float32, and rounded to shorter formats", alt)
 
 
 def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
@@ -104,8 +85,8 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
     named = table[table.order != "exact"]
     places = np.round((named["sum"].to_numpy(float) - exact) / ulp).astype(int)
     values, counts = np.unique(away, return_counts=True)
-    figure, (axes,) = canvas(1, height=3.6)
-    axes.bar(values, counts, width=0.8, color=colour("cpu:threads=1"))
+    figure, (axes,) = style.canvas(1, height=3.6)
+    axes.bar(values, counts, width=0.8, color=style.colour("cpu:threads=1"))
     axes.axvline(0, color=INK, lw=1, ls="--")
     white = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
     label: Look = {"va": "center", "fontsize": 7.5, "bbox": white}
@@ -120,7 +101,7 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
     right = (away == 0).mean()
     headline = f"{len(values)} different sums of the same numbers; {right:.0%} of the orders give the exact one"
     alt = f"Histogram of the error of {len(away)} sums in random order, with named orders marked."
-    return finished(figure, headline, alt)
+    return style.finished(figure, headline, alt)
 
 
 @draw.register
@@ -128,17 +109,14 @@ def audit(report: Audit) -> Picture:
     """The error of each operation's result, all that came before it included, along a training step.
 
     Dots are what each operation's own rounding may explain; a cross marks a finding.
-
-    Args:
-        report: From `gpulab.audit`.
     """
     table = report.table.reset_index(drop=True)
     errors = table[["so_far_a", "so_far_b"]]
     drawn = errors.replace(0, np.nan)
-    first, second = colour(report.a.setting), colour(report.b.setting)
+    first, second = style.colour(report.a.setting), style.colour(report.b.setting)
     second = INK if second == first else second
     lines: tuple[Look, Look] = {"color": first, "lw": 1.4}, {"color": second, "lw": 1.0, "ls": "--"}
-    figure, (axes,) = canvas(1, height=3.8)
+    figure, (axes,) = style.canvas(1, height=3.8)
     for side, trace, line in zip("ab", (report.a, report.b), lines, strict=True):
         bound, explained = table[f"bound_{side}"].replace(0, np.nan), "rounding explains" if side == "a" else None
         axes.scatter(table.index, bound, s=4, color=FAINT, zorder=1, label=explained)
@@ -157,7 +135,7 @@ def audit(report: Audit) -> Picture:
     headline = f"First finding: {report.kind}; the largest error against float64 is {errors.max(axis=None):.1e}"
     sides = f"{report.a.title} and {report.b.title}"
     alt = f"Relative error against float64 along the operations of a step, under {sides}."
-    return finished(figure, headline, alt, axes.get_legend_handles_labels()[0], columns=4)
+    return style.finished(figure, headline, alt, axes.get_legend_handles_labels()[0], columns=4)
 
 
 def index_against_loss(frame: pd.DataFrame) -> Picture:
@@ -173,33 +151,33 @@ def index_against_loss(frame: pd.DataFrame) -> Picture:
     """
     measured = _measured(frame)
     networks, correlations = list(measured.experiment.unique())[:2], []
-    figure, panels = canvas(len(networks), height=3.7)
+    figure, panels = style.canvas(len(networks), height=3.7)
     for axes, network in zip(panels, networks, strict=True):
         some = measured[measured.experiment == network]
         floor = 0.5 * some.index_fraction[some.index_fraction > 0].min()  # where those without a way down stand
         shown = some.assign(height=some.index_fraction.clip(lower=floor))
         for (setting, recorded, _), runs in shown.groupby(["setting", "recorded", "profile"]):
-            look: Look = {"hollow": recorded, "marker": shape(setting)}
-            points(axes, runs.loss, runs.height, colour(setting), s=7, alpha=0.45, **(look | {"linewidths": 0.7}))
+            tint, look = style.colour(setting), {"hollow": recorded, "marker": style.shape(setting)}
+            style.points(axes, runs.loss, runs.height, tint, s=7, alpha=0.45, **(look | {"linewidths": 0.7}))
             middle = runs.groupby("step")[["loss", "height"]].median()
-            axes.plot(middle.loss, middle.height, color=colour(setting), ls=dashes(setting), lw=1.3, zorder=4)
-            points(axes, middle.loss, middle.height, colour(setting), s=34, zorder=5, **look)
+            axes.plot(middle.loss, middle.height, color=tint, ls=style.dashes(setting), lw=1.3, zorder=4)
+            style.points(axes, middle.loss, middle.height, tint, s=34, zorder=5, **look)
             axes.scatter(middle.loss.iloc[0], middle.height.iloc[0], marker="x", s=30, color=INK, lw=1, zorder=6)
         for profile, runs in shown.groupby("profile") if shown.profile.nunique() > 1 else ():
             last = runs[runs.final]
             axes.annotate(profile, (last.loss.median(), last.height.median()), ha="right", xytext=(-7, 0), **NEAR)
-        log_scale(axes.xaxis, some.loss.min(), some.loss.max())
-        decades(axes.yaxis, 6)
+        style.log_scale(axes.xaxis, some.loss.min(), some.loss.max())
+        style.decades(axes.yaxis, 6)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-        axes.set_xlabel(f"{network}: {metric_label('loss', [network])}", fontsize=8)
+        axes.set_xlabel(f"{network}: {style.metric_label('loss', [network])}", fontsize=8)
         correlation = some.loss.corr(some.index_fraction, method="spearman")
         correlations.append(f"{network}: rank correlation {correlation:+.2f}")
     panels[0].set_ylabel("directions that lead down (share of all)", fontsize=9)
     words = "; ".join(correlations)
     alt = f"The share of negative curvature directions against the loss, all steps of trainings together. {words}."
-    keys = [*setting_keys(measured, shapes=True), *origin_keys(measured)]
-    keys.append(key("before training (of the medians)", ls="", marker="x", color=INK))
-    return finished(figure, f"Index against loss, all steps together. {words}", alt, keys, columns=3)
+    keys = [*style.setting_keys(measured, shapes=True), *style.origin_keys(measured)]
+    keys.append(style.key("before training (of the medians)", ls="", marker="x", color=INK))
+    return style.finished(figure, f"Index against loss, all steps together. {words}", alt, keys, columns=3)
 
 
 def curvature_over_time(frame: pd.DataFrame) -> Picture:
@@ -220,23 +198,23 @@ def curvature_over_time(frame: pd.DataFrame) -> Picture:
     snapshots = np.log((measured.step + 1).unique())
     gap = np.diff(np.sort(snapshots)).min(initial=np.inf)
     room = 0.6 * gap / len(groups) if np.isfinite(gap) else 0.0  # for one of them, on the logarithmic axis
-    figure, panels = canvas(2, height=3.7)
+    figure, panels = style.canvas(2, height=3.7)
     sides = (("largest", 1, "largest eigenvalue"), ("smallest", -1, "most negative eigenvalue (−λ)"))
     for axes, (column, sign, label) in zip(panels, sides, strict=True):
         values = sign * measured[column]
         for number, ((setting, recorded), runs) in enumerate(groups):
-            tint, look = colour(setting), {"hollow": recorded, "marker": shape(setting)}
+            tint, look = style.colour(setting), {"hollow": recorded, "marker": style.shape(setting)}
             runs = runs.assign(value=values.where(values > 0), at=0.0)
             runs["at"] = runs.updates * np.exp(room * (number - (len(groups) - 1) / 2))
             seeds = runs.groupby("at").value.agg(["min", "median", "max"])
-            axes.plot(seeds.index, seeds["median"], color=tint, ls=dashes(setting), lw=1, zorder=3)
+            axes.plot(seeds.index, seeds["median"], color=tint, ls=style.dashes(setting), lw=1, zorder=3)
             axes.plot([seeds.index] * 2, [seeds["min"], seeds["max"]], color=tint, lw=0.9, zorder=2)
-            points(axes, runs["at"], runs.value, tint, s=5, alpha=0.6, zorder=3, **(look | {"linewidths": 0.6}))
-            points(axes, seeds.index, seeds["median"], tint, s=30, zorder=4, **look)
+            style.points(axes, runs["at"], runs.value, tint, s=5, alpha=0.6, zorder=3, **(look | {"linewidths": 0.6}))
+            style.points(axes, seeds.index, seeds["median"], tint, s=30, zorder=4, **look)
             lost = runs[runs.status == "diverged"].sort_values("updates").drop_duplicates("seed", keep="last")
             axes.plot(lost["at"], lost.value, ls="", marker="X", ms=8, color=INK, zorder=5)
-        log_scale(axes.xaxis, 1, measured.step.max() + 1)
-        log_scale(axes.yaxis, values[values > 0].min(), values[values > 0].max())
+        style.log_scale(axes.xaxis, 1, measured.step.max() + 1)
+        style.log_scale(axes.yaxis, values[values > 0].min(), values[values > 0].max())
         axes.set_xlabel("updates + 1", fontsize=9)
         axes.set_ylabel(label, fontsize=8.5)
     first, last = measured[measured.step == measured.step.min()], measured[measured.final]
@@ -245,12 +223,12 @@ def curvature_over_time(frame: pd.DataFrame) -> Picture:
         f"{measured.experiment.iloc[0]}: the steepest way down, relative to the steepest way up, "
         f"ends at {ratio:.2g} times where it began"
     )
-    keys = [*setting_keys(measured, shapes=True), *origin_keys(measured)]
-    keys.append(key("median and range of the seeds", color=INK, lw=0.9))
+    keys = [*style.setting_keys(measured, shapes=True), *style.origin_keys(measured)]
+    keys.append(style.key("median and range of the seeds", color=INK, lw=0.9))
     if (measured.status == "diverged").any():
-        keys.append(key("diverged", ls="", marker="X", color=INK))
+        keys.append(style.key("diverged", ls="", marker="X", color=INK))
     alt = f"Largest and most negative eigenvalue of the Hessian over updates. {headline}."
-    return finished(figure, headline, alt, keys, columns=3)
+    return style.finished(figure, headline, alt, keys, columns=3)
 
 
 def spectra(frame: pd.DataFrame) -> Picture:
@@ -282,12 +260,12 @@ def spectra(frame: pd.DataFrame) -> Picture:
         ridges[row.setting, row.seed, row.step] = np.log10(1 + density.size * per_decade)
     tallest = max(ridge.max() for ridge in ridges.values())
     steps = sorted(measured.step.unique())
-    figure, (axes,) = canvas(1, height=1.5 + 0.62 * len(steps))
+    figure, (axes,) = style.canvas(1, height=1.5 + 0.62 * len(steps))
     for row, step in enumerate(steps):
         base = -row * ROOM
         axes.axhline(base, color=FAINT, lw=0.5, zorder=-row)
-        for number, setting in enumerate(setting_order(measured)):
-            tint = colour(setting)
+        for number, setting in enumerate(style.setting_order(measured)):
+            tint = style.colour(setting)
             seeds = [base + ridge / tallest for (s, _, t), ridge in ridges.items() if (s, t) == (setting, step)]
             if not seeds:
                 continue
@@ -295,7 +273,7 @@ def spectra(frame: pd.DataFrame) -> Picture:
             mean = np.mean(seeds, 0)
             if number == 0:
                 axes.fill_between(axis, base, mean, color=tint, alpha=0.15, lw=0, zorder=row)
-            axes.plot(axis, mean, color=tint, ls=dashes(setting), lw=1.3, zorder=row)
+            axes.plot(axis, mean, color=tint, ls=style.dashes(setting), lw=1.3, zorder=row)
     axes.plot([axis[-1]] * 2, [0.3, 0.3 + 2 / tallest], color=INK, lw=1.2)
     axes.annotate(" × 100", (axis[-1], 0.3 + 1 / tallest), fontsize=7.5, va="center", annotation_clip=False)
     axes.axvspan(-place(grey), place(grey), color=FAINT, alpha=0.15, lw=0, zorder=-99)
@@ -313,7 +291,9 @@ def spectra(frame: pd.DataFrame) -> Picture:
         f"at the end {100 * (1 - zero):.2g} % of the eigenvalues stand out from zero"
     )
     alt = f"Spectra of the Hessian along trainings, as ridgelines over the updates. {headline}."
-    return finished(figure, headline, alt, [*setting_keys(measured), *origin_keys(measured, marker="")])
+    return style.finished(
+        figure, headline, alt, [*style.setting_keys(measured), *style.origin_keys(measured, marker="")]
+    )
 
 
 def _measured(frame: pd.DataFrame) -> pd.DataFrame:
@@ -332,7 +312,7 @@ def saddle_surface(surface: Surface) -> Picture:
         surface: From `gpulab.saddles.surface`.
     """
     along, across, losses, loss = surface.along, surface.across, surface.losses, surface.loss
-    figure, (left, right) = canvas(2, height=3.7)
+    figure, (left, right) = style.canvas(2, height=3.7)
     quantiles = np.unique(np.quantile(losses, np.linspace(0.02, 0.98, 13)))
     filled = left.contourf(along, across, losses, levels=quantiles, cmap="cividis", extend="both")
     left.contour(along, across, losses, levels=[loss], colors="white", linewidths=1.2)
@@ -357,7 +337,7 @@ def saddle_surface(surface: Surface) -> Picture:
     title = "curvature (dashed: it alone)"
     right.legend(fontsize=7.5, frameon=False, loc="upper center", title=title, title_fontsize=7.5)
     alt = f"{surface}. Left, contours of the loss; right, the loss along two directions."
-    return finished(figure, str(surface), alt)
+    return style.finished(figure, str(surface), alt)
 
 
 def landscape_slice(landscape: Landscape, line: pd.DataFrame, angle: float = 0.0) -> Picture:
@@ -369,7 +349,7 @@ def landscape_slice(landscape: Landscape, line: pd.DataFrame, angle: float = 0.0
         angle: In degrees, of the line: 0 is the steepest way down, 90 the steepest way up.
     """
     curvature = landscape.curvature(angle)
-    figure, (axes,) = canvas(1, height=3.6)
+    figure, (axes,) = style.canvas(1, height=3.6)
     axes.plot(line.distance, line.loss, color=DOWN if curvature < 0 else UP, lw=1.8, label="loss")
     axes.plot(line.distance, line.quadratic, color=INK, lw=0.9, ls="--", label="slope and curvature alone")
     axes.plot(0, landscape.loss, label="the network", zorder=5, **HERE)
@@ -379,4 +359,4 @@ def landscape_slice(landscape: Landscape, line: pd.DataFrame, angle: float = 0.0
     axes.legend(fontsize=8, frameon=False)
     gain = 1 - line.loss.min() / landscape.loss
     headline = f"At {angle:g}° the curvature is {curvature:.2g}; the lowest loss on the line is {gain:.1%} lower"
-    return finished(figure, headline, f"The loss along a line through the weights. {headline}.")
+    return style.finished(figure, headline, f"The loss along a line through the weights. {headline}.")

@@ -8,21 +8,16 @@ import numpy as np
 import torch
 
 from gpulab.data.datasets import Data
-from gpulab.plots.style import finished, grid
+from gpulab.plots import style
 from gpulab.report import Picture
 from gpulab.training.run import Run
 
 
-def predictions(run: Run, moments: int = 5, skip: int = 10) -> Picture:
-    """What a trained PredNet saw coming: held-out frame, next frame, prediction and difference, in rows.
-
-    Args:
-        run: From `gpulab.train`.
-        moments: How many frames to show.
-        skip: How many frames to leave out first, for the state to settle.
-    """
+def predictions(run: Run) -> Picture:
+    """What a trained PredNet saw coming: held-out frame, next frame, prediction and difference, in rows."""
     coming, predicted = (tensor[:, 0] for tensor in run.predict())
-    moment = np.linspace(min(skip, len(coming) // 2), len(coming) - 1, moments).astype(int)
+    settled = min(10, len(coming) // 2)  # so many frames fill the state first
+    moment = np.linspace(settled, len(coming) - 1, 5).astype(int)
     before, after, guess = coming[moment - 1], coming[moment], predicted[moment]
     rows = {"frame t": before, "frame t + 1": after, "predicted": guess, "difference": (guess - after).abs()}
     error, still = (((frames - after) ** 2).mean() for frames in (guess, before))
@@ -30,9 +25,9 @@ def predictions(run: Run, moments: int = 5, skip: int = 10) -> Picture:
     return _in_rows(rows, [f"t = {t}" for t in moment], headline)
 
 
-def reconstructions(run: Run, count: int = 8) -> Picture:
+def reconstructions(run: Run) -> Picture:
     """What a trained autoencoder makes of held-out images: image, reconstruction, difference."""
-    images, output = (tensor[:count] for tensor in run.predict())
+    images, output = (tensor[:8] for tensor in run.predict())
     rows = {"image": images, "reconstructed": output, "difference": (output - images).abs()}
     error = ((output - images) ** 2).mean()
     return _in_rows(rows, [], f"Mean squared error of these {len(images)} images: {error:.3g}")
@@ -43,17 +38,17 @@ def sample(run: Run) -> Picture:
     return predictions(run) if run.data.sequential else reconstructions(run)
 
 
-def frames(data: Data, count: int = 10, every: int = 30) -> Picture:
-    """So many frames of a data set in two rows, one in `every`."""
-    stream = torch.from_numpy(next(iter(data.windows(count * every))).frames[::every][:count].astype(np.float32)) / 255
-    half = (count + 1) // 2
-    return _in_rows({"": stream[:half], " ": stream[half:]}, [], f"{data.name}: every {every}th frame")
+def frames(data: Data, every: int = 30) -> Picture:
+    """Ten frames of a data set in two rows, one in `every`."""
+    shown = next(iter(data.windows(10 * every))).frames[::every][:10]
+    stream = torch.from_numpy(shown.astype(np.float32)) / 255
+    return _in_rows({"": stream[:5], " ": stream[5:]}, [], f"{data.name}: every {every}th frame")
 
 
 def _in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str) -> Picture:
     count = max(map(len, rows.values()))
     height, width = next(iter(rows.values())).shape[-2:]
-    figure, places = grid(len(rows), count, height=7.2 / count * height / width * len(rows) + 0.6)
+    figure, places = style.grid(len(rows), count, height=7.2 / count * height / width * len(rows) + 0.6)
     for (name, pictures), line in zip(rows.items(), places, strict=True):
         line[0].text(-0.06, 0.5, name, transform=line[0].transAxes, ha="right", va="center", fontsize=8)
         for axes, picture in zip(line, pictures, strict=False):
@@ -62,4 +57,4 @@ def _in_rows(rows: dict[str, torch.Tensor], titles: Sequence[str], headline: str
     for axes, title in zip(places[0], titles, strict=False):
         axes.set_title(title, fontsize=8)
     names = ", ".join(name.strip() or "frames" for name in rows)
-    return finished(figure, headline, f"Rows of pictures: {names}. {headline}.")
+    return style.finished(figure, headline, f"Rows of pictures: {names}. {headline}.")

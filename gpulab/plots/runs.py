@@ -9,63 +9,45 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.ticker import MaxNLocator
 
-from gpulab.plots.style import (
-    BESIDE,
-    FAINT,
-    INK,
-    Look,
-    canvas,
-    colour,
-    end_labels,
-    finished,
-    is_recorded,
-    level_colours,
-    loss_scale,
-    margin_key,
-    metric_label,
-    origin_keys,
-    points,
-    setting_order,
-)
+from gpulab.plots import style
+from gpulab.plots.style import BESIDE, FAINT, INK, Look
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, check_one_protocol
 
 
-def losses(frame: pd.DataFrame, metric: str = "final_loss", title: str | None = None) -> Picture:
+def losses(frame: pd.DataFrame) -> Picture:
     """Each seed's loss under each setting, the same seeds joined by thin lines.
 
     Args:
         frame: Runs of one experiment and profile, from `gpulab.runs` or `gpulab.recorded_runs`.
-        metric: The column to draw.
-        title: Instead of the one that says how far the seeds are apart.
 
     Raises:
         UsageError: Where the frame mixes experiments, profiles or protocols.
     """
     check_one_protocol(frame)
-    frame = frame[frame.rerun == 0].astype({metric: float})
-    order = setting_order(frame)
+    frame = frame[frame.rerun == 0].astype({"final_loss": float})
+    order = style.setting_order(frame)
     frame["place"] = frame.setting.map(order.index)
-    figure, (axes,) = canvas(1, height=3.6)
+    figure, (axes,) = style.canvas(1, height=3.6)
     for _, seed in frame.drop_duplicates(["setting", "seed"]).sort_values("place").groupby("seed"):
-        axes.plot(seed.place, seed[metric], color=FAINT, lw=0.7, zorder=1)
+        axes.plot(seed.place, seed.final_loss, color=FAINT, lw=0.7, zorder=1)
     for (setting, recorded), runs in frame.groupby(["setting", "recorded"]):
         place = runs.place.iloc[0] + (0.15 if recorded and not frame.recorded.all() else 0.0)
-        points(axes, np.full(len(runs), place), runs[metric], colour(setting), recorded, alpha=0.9)
+        style.points(axes, np.full(len(runs), place), runs.final_loss, style.colour(setting), recorded, alpha=0.9)
         if diverged := int((runs.status == "diverged").sum()):
             top = (place, 0.98)
             axes.annotate(f"{diverged} diverged", top, xycoords=("data", "axes fraction"), ha="center", va="top")
-    loss_scale(axes)
+    style.loss_scale(axes)
     axes.set_xticks(range(len(order)), [re.sub("[:=,]", "\n", setting) for setting in order], fontsize=8)
-    axes.set(xlim=(-0.6, len(order) - 0.4), ylabel=metric_label(metric, frame.experiment))
-    by_setting = frame.groupby("setting")[metric]
+    axes.set(xlim=(-0.6, len(order) - 0.4), ylabel=style.metric_label("final_loss", frame.experiment))
+    by_setting = frame.groupby("setting").final_loss
     headline = f"From seed to seed the loss varies up to {(by_setting.max() / by_setting.min()).max():.1f}-fold"
-    wide = frame.pivot_table(index="seed", columns="setting", values=metric)
+    wide = frame.pivot_table(index="seed", columns="setting", values="final_loss")
     along_lines, between_seeds = (wide.max(axis=axis) - wide.min(axis=axis) for axis in (1, 0))
     if len(wide) > 1 and along_lines.max() < 0.1 * between_seeds.max():
         headline += "; along a line it hardly moves"
-    alt = f"{metric} of each seed under {', '.join(order)}; the same seeds joined by lines."
-    return finished(figure, title or headline, alt, origin_keys(frame), columns=1)
+    alt = f"final_loss of each seed under {', '.join(order)}; the same seeds joined by lines."
+    return style.finished(figure, headline, alt, style.origin_keys(frame), columns=1)
 
 
 def differences(verdict: Verdict) -> Picture:
@@ -80,14 +62,14 @@ def differences(verdict: Verdict) -> Picture:
     again = verdict.reruns.assign(**{factor: f"{reference} again"})
     pairs = pd.concat([verdict.pairs, again], ignore_index=True)
     levels = [*verdict.table[factor], *again[factor].unique()]
-    tints = level_colours(factor, [reference, *verdict.table[factor]])
-    hollow = bool(is_recorded(verdict.runs).all())
-    figure, (axes,) = canvas(1, height=1.5 + 0.4 * (len(levels) + 1))
+    tints = style.level_colours(factor, [reference, *verdict.table[factor]])
+    hollow = bool(style.is_recorded(verdict.runs).all())
+    figure, (axes,) = style.canvas(1, height=1.5 + 0.4 * (len(levels) + 1))
     axes.axvline(0, color=INK, lw=0.8, zorder=1)
     for place, level in enumerate(levels):
         shown = pairs.difference[pairs[factor] == level].dropna().astype(float)
         heights = place + (np.linspace(-0.15, 0.15, len(shown)) if len(shown) > 1 else np.zeros(len(shown)))
-        points(axes, shown, heights, tints.get(level, tints[reference]), hollow, s=18, alpha=0.9)
+        style.points(axes, shown, heights, tints.get(level, tints[reference]), hollow, s=18, alpha=0.9)
         largest = shown.abs().max()
         said = f"largest {largest:.2g}" if largest > 0 else "exactly the same" if largest == 0 else "no pair"
         axes.annotate(f" {said}", (1, place), fontsize=8, **BESIDE)
@@ -96,20 +78,20 @@ def differences(verdict: Verdict) -> Picture:
     axes.scatter(between, np.full(len(between), len(levels)), color=INK, s=40, alpha=0.5, marker="|", zorder=3)
     axes.annotate(f" standard deviation {verdict.between_seeds:.2g}", (1, len(levels)), fontsize=8, **BESIDE)
     margin = verdict.table.margin.max()
-    keys: list[Artist] = [*origin_keys(verdict.runs)]
+    keys: list[Artist] = [*style.origin_keys(verdict.runs)]
     if margin > 0:
         axes.axvspan(-margin, margin, color=FAINT, alpha=0.3, lw=0, zorder=0)
-        keys.append(margin_key(margin))
+        keys.append(style.margin_key(margin))
     axes.xaxis.set_major_locator(MaxNLocator(6, symmetric=True))
     axes.set_yticks(range(len(levels) + 1), [*levels, "one seed against another"], fontsize=8)
     axes.set(ylim=(len(levels) + 0.6, -0.6))
-    unit = metric_label(metric, verdict.runs.get("experiment", ()))
+    unit = style.metric_label(metric, verdict.runs.get("experiment", ()))
     axes.set_xlabel(f"change of the same seed against {reference}: {unit}", fontsize=8)
     headline = f"The largest change of setting is {verdict.ratio:.2g} of the spread between seeds"
     if np.isnan(verdict.ratio):
         headline = "One seed has no spread to compare with"
     alt = f"Change of {metric} against {reference} for {', '.join(levels)}, and between seeds. {headline}."
-    return finished(figure, headline, alt, keys)
+    return style.finished(figure, headline, alt, keys)
 
 
 def curves(
@@ -124,27 +106,29 @@ def curves(
         factor: What colours stand for: `setting` or `loader`.
     """
     histories = histories[histories.rerun == 0]
-    figure, (axes,) = canvas(1, height=3.6)
-    levels = setting_order(histories) if factor == "setting" else list(histories[factor].unique())
-    colours = level_colours(factor, levels)
+    figure, (axes,) = style.canvas(1, height=3.6)
+    levels = style.setting_order(histories) if factor == "setting" else list(histories[factor].unique())
+    colours = style.level_colours(factor, levels)
+
+    def smooth(losses: pd.Series) -> pd.Series:
+        return losses.rolling(max(1, len(losses) // 60), min_periods=1).mean()
+
     for _, run in histories.groupby("id"):
-        smooth = run.loss.rolling(max(1, len(run) // 60), min_periods=1).mean()
-        axes.plot(run.frames_seen, smooth, color=colours[run[factor].iloc[0]], lw=0.6, alpha=0.5)
+        axes.plot(run.frames_seen, smooth(run.loss), color=colours[run[factor].iloc[0]], lw=0.6, alpha=0.5)
     ends: list[tuple[str, float, Look]] = []
     for level, runs in histories.groupby(factor):
-        middle = runs.groupby("frames_seen").loss.median()
-        middle = middle.rolling(max(1, len(middle) // 60), min_periods=1).mean()
+        middle = smooth(runs.groupby("frames_seen").loss.median())
         axes.plot(middle.index, middle, color=colours[level], lw=2)
         ends.append((str(level), middle.iloc[-1], {"color": colours[level], "lw": 2}))
     if baseline is not None:
         axes.axhline(baseline, color=INK, lw=1, ls=":")
         ends.append((baseline_label, baseline, {"color": INK, "lw": 1, "ls": ":"}))
-    loss_scale(axes)
-    end_labels(axes, ends)
+    style.loss_scale(axes)
+    style.end_labels(axes, ends)
     seen = "frames seen" if histories.experiment.iloc[0] == "prednet" else "images seen"
-    axes.set(xlabel=seen, ylabel=metric_label("loss", histories.experiment))
+    axes.set(xlabel=seen, ylabel=style.metric_label("loss", histories.experiment))
     last = histories.groupby("id").loss.last()
     counts = f"{len(levels)} {factor}{'s' if len(levels) > 1 else ''} × {histories.seed.nunique()} seeds"
     headline = f"{counts}: the runs end {last.max() / last.min():.1f}-fold apart"
     alt = f"Loss against frames seen, one line for each of {len(last)} runs, coloured by {factor}. {headline}."
-    return finished(figure, headline, alt)
+    return style.finished(figure, headline, alt)

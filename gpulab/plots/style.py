@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,11 +52,6 @@ ON_CPU, ON_GPU = COLOURS["cpu"], COLOURS["cuda:tf32=off"]  # of a device, whatev
 Look = dict[str, Any]  # how matplotlib is to draw a thing
 BESIDE: Look = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}  # right of the axes
 LOSSES = {"final_loss": "final loss", "heldout_loss": "held-out loss", "loss": "loss"}  # which have a unit
-
-
-def save(picture: Picture, file: str | Path) -> None:
-    """Write a picture to a PNG file."""
-    picture.save(file)
 
 
 def canvas(panels: int, height: float, share_rows: bool = False, rows: int = 1) -> tuple[Figure, Sequence[Axes]]:
@@ -134,12 +128,6 @@ def setting_order(frame: pd.DataFrame) -> list[str]:
 def dashes(setting: str) -> str:
     """The line of a setting: dashed where it is emulated."""
     return "--" if Setting.parse(setting).emulated else "-"
-
-
-def number_format(setting: str) -> str:
-    """The numbers that a setting computes in, or emulates."""
-    parts = Setting.parse(setting)
-    return parts.precision or parts.emulate or ("tf32" if parts.tf32 else "float32")
 
 
 def is_recorded(frame: pd.DataFrame) -> pd.Series:

@@ -1,0 +1,44 @@
+"""The public names and where they come from: for editors, type checkers and `__init__.py`, which imports them late."""
+
+from gpulab import companion as companion
+from gpulab import data as data
+from gpulab import device as device
+from gpulab import diagnostics as diagnostics
+from gpulab import models as models
+from gpulab import numerics as numerics
+from gpulab import plots as plots
+from gpulab import saddles as saddles
+from gpulab import search as search
+from gpulab import stats as stats
+from gpulab import training as training
+from gpulab.data.datasets import load as load
+from gpulab.device.rooflines import roofline as roofline
+from gpulab.diagnostics.audits import audit as audit
+from gpulab.diagnostics.guards import guard as guard
+from gpulab.diagnostics.steps import Step as Step
+from gpulab.diagnostics.traces import record as record
+from gpulab.errors import DataError as DataError
+from gpulab.errors import GpulabError as GpulabError
+from gpulab.errors import OverwrittenError as OverwrittenError
+from gpulab.errors import OverwrittenWarning as OverwrittenWarning
+from gpulab.errors import UsageError as UsageError
+from gpulab.numerics.emulation import emulate as emulate
+from gpulab.passports import passport as passport
+from gpulab.saddles.hessians import hessian as hessian
+from gpulab.search.reproduction import reproduce as reproduce
+from gpulab.settings import Setting as Setting
+from gpulab.settings import available_settings as available_settings
+from gpulab.settings import float32_products as float32_products
+from gpulab.settings import setting as setting
+from gpulab.settings import working_threads as working_threads
+from gpulab.stats.verdicts import verdict as verdict
+from gpulab.training.experiment import Experiment as Experiment
+from gpulab.training.protocol import profile as profile
+from gpulab.training.run import train as train
+from gpulab.training.seeds import seed_runs as seed_runs
+from gpulab.training.store import recorded_runs as recorded_runs
+from gpulab.training.store import runs as runs
+
+__version__: str
+PACKAGES: tuple[str, ...]
+__all__: list[str]
