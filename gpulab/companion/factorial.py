@@ -149,7 +149,8 @@ def _compared_on(frame: pd.DataFrame, comparison: RegisteredPair, endpoint: str)
     (level,) = judged.table.rename(columns={"decision": "uncorrected"}).to_dict("records")
     losses = paired.pivot_table(index="seed", columns="condition", values="final_loss").dropna()
     ratio = losses[comparison.condition] / losses[comparison.reference]
-    blurred = blurred_losses(usual).fillna(usual.film.map(_recorded_blurred()))
+    real_films = records.read_json(records.recorded_folder("published") / "blurred.json")["blurred"]
+    blurred = blurred_losses(usual).fillna(usual.film.map(real_films))
     return {
         **level,
         **comparison._asdict(),
@@ -163,11 +164,6 @@ def _compared_on(frame: pd.DataFrame, comparison: RegisteredPair, endpoint: str)
         "machine": ", ".join(sorted(set(changed.machine))),
         "machine_reference": ", ".join(sorted(set(usual.machine))),
     }
-
-
-def _recorded_blurred() -> dict[str, float]:
-    """Of real films, by `benchmarks/record_blurred.py`."""
-    return records.read_json(records.recorded_folder("published") / "blurred.json")["blurred"]
 
 
 def round_trips(frame: pd.DataFrame) -> pd.DataFrame:

@@ -475,7 +475,7 @@ def factor_table(
     runs = trained_levels(here, net, profile, seeds, options, progress)
     found = [_judged(steps, runs, here, MADE_HERE, profile, passport())]
     kept = stores.runs(records.recorded_folder("factors")).assign(recorded=True)
-    for record in recorded_factors():
+    for record in records.read_documents("factors"):
         if record["network"] == net:
             there = record["passport"]
             same = (kept.cpu == there["cpu"]["model"]) & (kept.torch == there["software"]["torch"])
@@ -515,11 +515,6 @@ def _judged(
     rows = pd.DataFrame(steps).merge(pd.concat(effects), on=["base", "change"])
     device = [records.machine(machine, base.partition(":")[0]) for base in rows.base]
     return rows.assign(source=source, profile=profile, machine=device), verdicts
-
-
-def recorded_factors() -> list[dict[str, Any]]:
-    """What `benchmarks/record_factors.py` wrote on other machines."""
-    return records.read_documents("factors")
 
 
 def recorded_measurements(name: str) -> pd.DataFrame:

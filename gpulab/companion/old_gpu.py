@@ -35,7 +35,7 @@ from gpulab.plots.style import (
 from gpulab.report import Picture
 from gpulab.search.reproduction import Reproduction
 from gpulab.settings import Setting
-from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.stats.verdicts import verdict
 from gpulab.training.store import history
 
 USUAL, MARGINS = "one-pass under cuda:tf32=off", ("0.25sd", "0.5sd")  # what the cures are held against
@@ -124,7 +124,9 @@ def cards_finding(
         became.append(f"{row.diverged} of {row.seeds} seeds under {row.setting}, {where}.")
     first = report.findings[0]
     blamed = f"The audit blames {first.operation} ({first.phase}), {first.kind}, at {first.line}."
-    verdicts = _cures(runs[runs.recorded])
+    named = runs[runs.recorded].assign(way=lambda frame: frame.covariance + " under " + frame.setting)
+    cured = named[(named.way == USUAL) | ((named.setting == "cuda:tf32=on") & (named.covariance != "one-pass"))]
+    verdicts = [verdict(cured, factor="way", margin=margin, reference=USUAL) for margin in MARGINS]
     cures = []
     for row in verdicts[0].table.itertuples():
         within = listed(f"{judged.decisions[row.way]} within {judged.margin}" for judged in verdicts)
@@ -165,13 +167,6 @@ def _outcomes(reproduction: Reproduction) -> Iterator[str]:
         if some.any():
             outcomes = ", ".join(f"{(some & outcome).sum()} {words}" for words, outcome in counts.items())
             yield f"Of {some.sum()} {what} {outcomes}."
-
-
-def _cures(recorded: pd.DataFrame) -> list[Verdict]:
-    """The verdict on each cure in TF32 against one pass in float32, within each of `MARGINS`."""
-    named = recorded.assign(way=recorded.covariance + " under " + recorded.setting)
-    cured = named[(named.way == USUAL) | ((named.setting == "cuda:tf32=on") & (named.covariance != "one-pass"))]
-    return [verdict(cured, factor="way", margin=margin, reference=USUAL) for margin in MARGINS]
 
 
 def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:

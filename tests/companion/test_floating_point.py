@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import gpulab as gl
+from gpulab import records
 from gpulab.companion import floating_point as module
 from gpulab.companion.benchmarks import benchmark
 from gpulab.companion.floating_point import FLIPPED, MEASURED, OTHER_SEED, Factor, factors, level
@@ -156,7 +157,7 @@ def test_what_is_kept_is_not_made_again_and_a_recording_is_read_as_recorded(monk
     record_factors(folder / "here.json", store, "autoencoder", seeds=2, command="python record", **SMALL)
     stores.pack(store, folder / "runs.parquet")
     monkeypatch.setattr("gpulab.records.DATA", tmp_path)
-    (record,) = module.recorded_factors()
+    (record,) = records.read_documents("factors")
     assert record["command"] == "python record"
     before = {file: file.stat().st_mtime_ns for file in store.glob("*/run.json")}
     report = gl.companion.factor_table("autoencoder", seeds=2, store=store, **SMALL)
