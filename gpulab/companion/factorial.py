@@ -200,7 +200,8 @@ def published_figure(frame: pd.DataFrame) -> Picture:
         times = some.pivot(index="condition", columns="seed", values="times")
         times = times.reindex([condition for condition in ORDER if condition in times.index])
         columns = start + np.arange(len(times))
-        axes.plot(columns, times.interpolate(limit_area="inside"), color=INK, lw=0.5, alpha=0.35, zorder=1)
+        for _, seed in times.items():
+            axes.plot(columns[seed.notna()], seed.dropna(), color=INK, lw=0.5, alpha=0.35, zorder=1)
         for place, (condition, part) in zip(columns, times.iterrows(), strict=True):
             tint = ON_GPU if str(condition).startswith("GPU") else ON_CPU
             points(axes, np.full(len(part), place), part, tint, True, s=18)

@@ -152,6 +152,7 @@ def _snapshots(net: str, moments: set[int], options: dict[str, Any]) -> dict[int
 def _distances(
     net: str, change: str, seed: int, base: dict[int, Tensor], other: dict[int, Tensor]
 ) -> Iterator[dict[str, Any]]:
+    """A row a moment: how far the weights of two trainings are apart."""
     for step, weights in other.items():
         before, ulps = base[step].double(), ulp_distance(base[step], weights)
         row: dict[str, Any] = {"network": net, "change": change, "seed": seed, "step": step}
@@ -473,7 +474,7 @@ def factor_table(
     steps = step_rows(here, net, profile, progress)
     options = {"store": store, "options": {} if frames is None else {"frames": frames}}
     runs = trained_levels(here, net, profile, seeds, options, progress)
-    found = [_judged(steps, runs, here, MADE_HERE, profile, passport())]
+    judged = [_judged(steps, runs, here, MADE_HERE, profile, passport())]
     kept = stores.runs(records.recorded_folder("factors")).assign(recorded=True)
     for record in records.read_documents("factors"):
         if record["network"] == net:
@@ -482,14 +483,15 @@ def factor_table(
             same &= kept.gpu.fillna("") == ", ".join(gpu["name"] for gpu in there["gpus"])
             same &= (kept.experiment == net) & (kept.profile == record["profile"]) & (kept.frames == record["frames"])
             stepped = {(step["change"], step["base"]) for step in record["steps"]}
-            those = factors(net, record["profile"])
-            those = [factor for factor in those if (level(factor.change), level(factor.base)) in stepped]
-            found.append(_judged(record["steps"], kept[same], those, RECORDED, record["profile"], there))
+            changed = factors(net, record["profile"])
+            changed = [factor for factor in changed if (level(factor.change), level(factor.base)) in stepped]
+            judged.append(_judged(record["steps"], kept[same], changed, RECORDED, record["profile"], there))
     order = [factor.name for factor in every]
-    table = pd.concat([rows for rows, _ in found], ignore_index=True)
+    table = pd.concat([rows for rows, _ in judged], ignore_index=True)
     table = table.sort_values("factor", key=lambda names: names.map(order.index), kind="stable", ignore_index=True)
     counts = dict.fromkeys(("loss_bit", "gradient_bit", "seeds", "same_bits"), "Int64")
-    return FactorTable(table.astype(counts), {name: judged for _, some in found for name, judged in some.items()})
+    verdicts = {place: each for _, some in judged for place, each in some.items()}
+    return FactorTable(table.astype(counts), verdicts)
 
 
 def _judged(

@@ -126,11 +126,7 @@ def _side(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> tuple[flo
 
 
 def cost_table(frame: pd.DataFrame, per_hour: Mapping[str, float]) -> pd.DataFrame:
-    """What one trained text classifier costs, in float32.
-
-    Args:
-        frame: The part `text` of `measure_speed` and `recorded_speed`.
-        per_hour: The price of an hour on a `cpu` and on a `gpu`, in any currency.
+    """What one trained text classifier costs, in float32, where an hour on a `cpu` and on a `gpu` costs so much.
 
     Returns:
         A row a machine, setting and size: `seconds` (the median over seeds), `per_hour`, `per_thousand` (the price of
@@ -170,8 +166,8 @@ def crossover(frame: pd.DataFrame) -> float:
     gain = np.log(seconds[False] / seconds[True]).to_numpy()
     if not len(gain) or gain[0] >= 0 or gain[-1] < 0:
         return float("nan")
-    around = slice(np.flatnonzero(gain < 0)[-1], np.flatnonzero(gain < 0)[-1] + 2)
-    return float(2 ** np.interp(0, gain[around], np.log2(seconds.index)[around]))
+    last = int(np.flatnonzero(gain < 0)[-1])  # at which the CPU leads
+    return float(2 ** np.interp(0, gain[last : last + 2], np.log2(seconds.index)[last : last + 2]))
 
 
 def backends(passport: Mapping[str, Any]) -> pd.DataFrame:
