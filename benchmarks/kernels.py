@@ -72,7 +72,7 @@ def main(
         here = passport()
         machine = records.machine(here, settings[0].partition(":")[0])
         command = shlex.join(["python", "benchmarks/kernels.py", *sys.argv[1:]])
-        document = {"kind": "kernels", "passport": here, "command": command, "machine": machine, "rows": rows}
+        document = {"passport": here, "machine": machine, "command": command, "kernels": rows}
         records.write_json(record, document)
 
 

@@ -63,6 +63,7 @@ def record_factors(
         "frames": protocol(net, profile).frames if frames is None else frames,
         "kind": kind,
         "passport": dict(passport()),
+        "machine": records.machine(passport(), kind),
         "command": command,
         "recorded": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "steps": step_rows(here, net, profile, progress),

@@ -20,7 +20,7 @@ import typer
 from tqdm import tqdm
 
 import gpulab as gl
-from gpulab.records import write_json
+from gpulab.records import machine, write_json
 
 # One pass in TF32 is left out: it makes NaN, and a factorisation that fails may be done sooner.
 WAYS = (("cuda:tf32=off", "one-pass"), ("cuda:tf32=on", "float32"), ("cuda:tf32=on", "centred"))
@@ -50,12 +50,11 @@ def main(
     document = {
         "command": shlex.join(["python", *sys.argv]),
         "passport": dict(gl.passport()),
+        "machine": machine(gl.passport(), gl.Setting.parse(ways[0][0]).kind),
         "hidden": hidden,
         "code": code,
-        "batch_size": batch_size,
-        "rounds": rounds,
         "steps": steps,
-        "ways": rows,
+        "prices": [row | {"rounds": rounds, "batch_size": batch_size} for row in rows],
     }
     write_json(output, document)
 

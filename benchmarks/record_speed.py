@@ -20,7 +20,6 @@ import pandas as pd
 import psutil
 
 import gpulab as gl
-from gpulab.companion.speed import KIND
 from gpulab.companion.workloads import PARTS, Row, measure_speed
 from gpulab.errors import in_one_line
 from gpulab.records import machine, write_json
@@ -74,11 +73,13 @@ def measured(part: str, setting: str, size: str) -> tuple[pd.DataFrame, float]:
 
 def write(file: Path, frame: pd.DataFrame, others: dict[str, float]) -> None:
     """All that there is so far, so that a recording that is cut off leaves a whole file."""
-    rows = frame.drop(columns="recorded").astype(object)
-    rows = rows.where(rows.notna(), None).to_dict("records")
-    command = shlex.join(["python", *sys.argv])
-    document = {"kind": KIND, "passport": dict(gl.passport()), "command": command, "cores_of_others": others}
-    write_json(file, document | {"rows": rows})
+    rows = frame.drop(columns=["machine", "recorded"]).astype(object)
+    document = {"passport": dict(gl.passport()), "machine": frame.machine[0], "cores_of_others": others}
+    document |= {
+        "command": shlex.join(["python", *sys.argv]),
+        "workloads": rows.where(rows.notna(), None).to_dict("records"),
+    }
+    write_json(file, document)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def main() -> None:
     if given.write:
         given.write.write_text("\n".join(["# Many devices", "", *lines, ""]), encoding="utf-8")
     if given.record:
-        document = {"kind": scale_out.KIND, "passport": dict(here), "machine": scaling.machine[0]}
+        document = {"passport": dict(here), "machine": scaling.machine[0]}
         document["command"] = shlex.join(["python", *sys.argv])
         for name, table in {"scaling": scaling, "ends": pd.concat(ends), "parts": parts}.items():
             document[name] = table.drop(columns=["machine", "recorded"], errors="ignore").to_dict("records")

@@ -103,6 +103,15 @@ def read_documents(name: str) -> list[dict[str, Any]]:
     return [read_json(file) for file in sorted(recorded_folder(name).glob("*.json"))]
 
 
+def recorded_table(folder: str, name: str) -> pd.DataFrame:
+    """The rows that the JSON documents in `data/FOLDER` keep under a name, with the `machine` that recorded them."""
+    import pandas as pd
+
+    documents = [document for document in read_documents(folder) if name in document]
+    tables = [pd.DataFrame(document[name]).assign(machine=document["machine"]) for document in documents]
+    return pd.concat(tables, ignore_index=True).assign(recorded=True)
+
+
 def as_json(document: Mapping[str, Any]) -> bytearray:
     """A document with its format and its seal."""
     sealed = {**document, "format": FORMAT, "seal": files.UNSEALED}

@@ -5,19 +5,17 @@ from gpulab._lazy import attach
 HOMES = {
     "anomaly": "anomaly_finding anomaly_table first_window shared_memory",
     "atlases": "atlas atlas_table atlas_verdict",
-    "dose": "dose_finding dose_response dose_runs dose_table rank_correlation recorded_dose",
-    "draws": "runs_drawn_by shared_draws",
     "exercises": "check",
     "explorers": "audit_explorer saddle_explorer seeds_explorer training_explorer",
-    "factorial": "published_figure published_page published_runs published_table published_verdict round_trips",
+    "factorial": "dose_finding dose_response published_figure published_page published_runs published_table "
+    "recorded_dose round_trips",
     "findings": "finding",
-    "floating_point": "FactorTable factor_table recorded_measurements recorded_products",
-    "floating_point_figures": "decoded factor_effects",
-    "growths": "growth growth_figure",
+    "floating_point": "FactorTable factor_table growth growth_figure recorded_measurements recorded_products "
+    "runs_drawn_by shared_draws",
     "learning": "blurred_losses false_alarms learning_table longer_runs missing_colour_losses motion_finding "
     "recorded_films repeat_losses title_runs",
-    "old_gpu": "cards_finding cards_table covariance_spectrum divergence prices recorded_cards_audit recorded_prices "
-    "spectrum",
+    "old_gpu": "cards_finding cards_table covariance_spectrum decoded divergence prices recorded_cards_audit "
+    "recorded_prices spectrum",
     "first_windows": "FirstWindow published_network recorded_windows",
     "saddle_points": "saddle_finding",
     "scale_out": "atlas_plan batch_gains descent_curves descent_runs descent_verdict device_counts large_batches "

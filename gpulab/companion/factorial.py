@@ -1,37 +1,43 @@
-"""The published experiment in its own code, one thing changed at a time: what the registered runs say.
+"""Notebook 05: the published experiment in its own code, one thing changed at a time, as the registered runs say; and
+whether the bias that shared memory gives a gradient predicts how much worse training ends.
 
-What is compared, on which seeds and films, and by which tests, was laid down in `data/README.md` before the runs.
+What is compared, on which seeds and films, and by which tests, was laid down in `data/README.md` before the runs. For
+dose and response, `benchmarks/record_dose.py` trained in cells, a length of window and a speed of motion each, every
+seed once on copied frames and once on shared memory. A cell is what is counted: its seeds see one film, and are shared
+by all cells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+from numpy.typing import ArrayLike
 
 from gpulab import records
-from gpulab.companion.anomaly import window_finding
-from gpulab.companion.dose import dose_finding
+from gpulab.companion.anomaly import SPEED_COLOURS, window_finding
 from gpulab.companion.findings import SIZES, CheckedSentences, Part, listed
 from gpulab.companion.learning import ALL, BEAT, blurred_losses
-from gpulab.plots.style import INK, ON_CPU, ON_GPU, canvas, finished, key, origin_keys, points
+from gpulab.errors import UsageError
+from gpulab.plots.style import INK, ON_CPU, ON_GPU, Look, canvas, finished, is_recorded, key, origin_keys, points
 from gpulab.report import Picture
 from gpulab.stats.tests import holm
-from gpulab.stats.verdicts import Verdict, decide, p_text, verdict
+from gpulab.stats.verdicts import decide, p_text, verdict
 from gpulab.training import store
 
 FULL = "160x120"  # the published size
 HANDED = {"reused": "as published", "copied": "frames copied", "shared": "memory shared"}
 BEATS, LOSS = "share that beats repeating the last frame", "final loss"
 ORDER = ("GPU, as published", "CPU, frames copied", "GPU, memory shared", "CPU, as published")  # in the figure
-METRICS = {
-    BEATS: ("beats_repeating", 0.1),
-    LOSS: ("final_loss", 0.25),
-}  # and the margin: a share, or in standard deviations
+METRICS = {BEATS: ("beats_repeating", 0.1), LOSS: ("final_loss", 0.25)}  # and the margin: a share, or in sd
+KIND = ["size", "setting", "machine"]  # of an experiment on dose and response
+CELL = [*KIND, "window", "speed"]
+MARKS = "osD^v"  # of the lengths of a window
+FEWEST = 5  # cells, whose ranks an interval needs
 COLUMNS = "family film size condition reference endpoint seeds decision difference low high ratio worse margin p p_holm"
 COLUMNS += " p_equivalent uncorrected beat beat_reference beat_blurred machine machine_reference"
 CLAIM = (
@@ -92,8 +98,8 @@ def published_runs() -> pd.DataFrame:
     More columns: `film`; `condition`, the device and how frames were handed over; `full`, whether at the published
     size; `machine`. `protocol` and `options` are left out, since the condition is part of them.
     """
-    found = described(store.runs(records.recorded_folder("published")).assign(recorded=True))
-    return found.sort_values(["full", "film"], ascending=False, kind="stable", ignore_index=True)  # the walk first
+    runs = described(store.runs(records.recorded_folder("published")).assign(recorded=True))
+    return runs.sort_values(["full", "film"], ascending=False, kind="stable", ignore_index=True)  # the walk first
 
 
 def described(frame: pd.DataFrame) -> pd.DataFrame:
@@ -103,154 +109,107 @@ def described(frame: pd.DataFrame) -> pd.DataFrame:
     condition = device + ", " + frame.loader.map(HANDED) + tripped.map({True: ", no round trip", False: ""})
     film = frame.data.map(lambda name: Path(name).stem)
     upright = frame["size"].str.split("x").str[::-1].str.join("x")  # the authors write the width first
-    of_film = frame.assign(frame_size=upright, scene_seed=0)
-    described = of_film.assign(film=film, condition=condition, full=frame["size"] == FULL)
-    return described.drop(columns=["protocol", "options"], errors="ignore")
-
-
-def published_verdict(frame: pd.DataFrame, comparison: RegisteredPair, film: str, endpoint: str) -> Verdict:
-    """One endpoint of one comparison on one film, on the seeds that both have."""
-    asked = frame[(frame.film == film) & (frame.full == comparison.full)]
-    both = [asked[asked.condition == name] for name in (comparison.reference, comparison.condition)]
-    seeds = set(both[0].seed) & set(both[1].seed)
-    paired = pd.concat(both)
-    paired = paired[paired.seed.isin(seeds)].drop(columns=["setting", "loader"])
-    metric, margin = METRICS[endpoint]
-    if endpoint == LOSS:  # as registered: of the sample itself
-        margin *= float(paired[paired.condition == comparison.reference].final_loss.std())
-    return verdict(paired, metric, "condition", margin=margin, reference=comparison.reference)
+    frame = frame.assign(film=film, condition=condition, full=frame["size"] == FULL, frame_size=upright, scene_seed=0)
+    return frame.drop(columns=["protocol", "options"], errors="ignore")
 
 
 def published_table(frame: pd.DataFrame, alpha: float = 0.05) -> pd.DataFrame:
-    """Every registered comparison that the runs allow, corrected by Holm within each family and endpoint.
+    """Every registered comparison that the `published_runs` allow, corrected by Holm within each family and endpoint.
 
-    Args:
-        frame: From `published_runs`.
-
-    Returns:
-        A row for each comparison, film and endpoint: `decision` after the correction, `difference` (condition minus
-        reference) with its interval `low`, `high`; `ratio`, the median over seeds of the losses' ratio; `worse`, the
-        seeds whose loss is higher; `beat` and `beat_reference`, the seeds that beat repeating the last frame;
-        `beat_blurred`, those of the reference that beat it blurred, which takes no motion either.
+    A row for each comparison, film and endpoint: `decision` after the correction, `difference` (condition minus
+    reference) with its interval `low`, `high`; `ratio`, the median over seeds of the losses' ratio; `worse`, the
+    seeds whose loss is higher; `beat` and `beat_reference`, the seeds that beat repeating the last frame;
+    `beat_blurred`, those of the reference that beat it blurred, which takes no motion either.
     """
-    table = pd.DataFrame(_rows(frame))
-    if table.empty:
-        return pd.DataFrame(columns=COLUMNS.split())
+    rows = []
+    for comparison in REGISTERED:
+        for film, some in frame[frame.full == comparison.full].groupby("film", sort=False):
+            if {comparison.condition, comparison.reference} <= set(some.condition):
+                rows += [_compared_on(some, comparison, endpoint) | {"film": film} for endpoint in METRICS]
+    table = pd.DataFrame(rows)
     family = table.groupby(["family", "endpoint"])
     for name in ("different", "equivalent"):
         table[f"p_{name}_holm"] = family[f"p_{name}"].transform(holm)
     table["decision"] = [decide(row, alpha) for row in table.itertuples()]
-    names = {"p_different": "p", "p_different_holm": "p_holm"}
-    return table.drop(columns="p_equivalent").rename(columns={**names, "p_equivalent_holm": "p_equivalent"})[
-        COLUMNS.split()
-    ]
+    table["p_equivalent"] = table.p_equivalent_holm
+    return table.rename(columns={"p_different": "p", "p_different_holm": "p_holm"})[COLUMNS.split()]
 
 
-def _rows(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    for comparison in REGISTERED:
-        of_size = frame[frame.full == comparison.full]
-        for film, some in of_size.groupby("film", sort=False):
-            if not {comparison.condition, comparison.reference} <= set(some.condition):
-                continue
-            for endpoint in METRICS:
-                judged = published_verdict(frame, comparison, str(film), endpoint)
-                (level,) = judged.table.rename(columns={"decision": "uncorrected"}).to_dict("records")
-                yield {
-                    **level,
-                    **comparison._asdict(),
-                    "film": film,
-                    "size": some["size"].iloc[0],
-                    "endpoint": endpoint,
-                    **_counts(judged.runs, comparison),
-                }
-
-
-def _counts(runs: pd.DataFrame, comparison: RegisteredPair) -> dict[str, Any]:
-    losses = runs.pivot_table(index="seed", columns="condition", values="final_loss").dropna()
+def _compared_on(frame: pd.DataFrame, comparison: RegisteredPair, endpoint: str) -> dict[str, Any]:
+    """One endpoint of one comparison on one film, on the seeds that both have."""
+    both = [frame[frame.condition == name] for name in (comparison.reference, comparison.condition)]
+    paired = pd.concat(both)
+    paired = paired[paired.seed.isin(both[0].seed) & paired.seed.isin(both[1].seed)]
+    usual, changed = (paired[paired.condition == name] for name in (comparison.reference, comparison.condition))
+    metric, margin = METRICS[endpoint]
+    if endpoint == LOSS:  # as registered: of the sample itself
+        margin *= float(usual.final_loss.std())
+    alike = paired.drop(columns=["setting", "loader"])
+    judged = verdict(alike, metric, "condition", margin=margin, reference=comparison.reference)
+    (level,) = judged.table.rename(columns={"decision": "uncorrected"}).to_dict("records")
+    losses = paired.pivot_table(index="seed", columns="condition", values="final_loss").dropna()
     ratio = losses[comparison.condition] / losses[comparison.reference]
-    beat = runs.groupby("condition").beats_repeating.sum()
-    usual = runs[runs.condition == comparison.reference]
-    blurred = blurred_losses(usual).fillna(usual.film.map(_recorded_blurred()))
-    machine = runs.groupby("condition").machine.agg(lambda names: ", ".join(sorted(set(names))))
+    real_films = records.read_json(records.recorded_folder("published") / "blurred.json")["blurred"]
+    blurred = blurred_losses(usual).fillna(usual.film.map(real_films))
     return {
+        **level,
+        **comparison._asdict(),
+        "size": usual["size"].iloc[0],
+        "endpoint": endpoint,
         "ratio": ratio.median(),
         "worse": int((ratio > 1).sum()),
-        "beat": int(beat[comparison.condition]),
-        "beat_reference": int(beat[comparison.reference]),
+        "beat": int(changed.beats_repeating.sum()),
+        "beat_reference": int(usual.beats_repeating.sum()),
         "beat_blurred": (usual.final_loss < blurred).sum() if blurred.notna().all() else np.nan,
-        "machine": machine[comparison.condition],
-        "machine_reference": machine[comparison.reference],
-    }
-
-
-def _recorded_blurred() -> dict[str, float]:
-    """Of real films, by `benchmarks/record_blurred.py`."""
-    return {
-        film: loss
-        for document in records.read_documents("published")
-        for film, loss in document.get("blurred", {}).items()
+        "machine": ", ".join(sorted(set(changed.machine))),
+        "machine_reference": ", ".join(sorted(set(usual.machine))),
     }
 
 
 def round_trips(frame: pd.DataFrame) -> pd.DataFrame:
-    """Runs on a GPU with the round trip to the CPU after each update against the same without, window by window.
+    """The `published_runs` on a GPU with the round trip to the CPU after each update, against the same without.
 
-    Args:
-        frame: From `published_runs`.
-
-    Returns:
-        A row for each film and condition: `seeds` that were run both ways, `windows` of all of them, `same_bits`, the
-        windows whose loss is the same in every bit.
+    A row for each film and condition: `seeds` that were run both ways, `windows` of all of them, `same_bits`, the
+    windows whose loss is the same in every bit.
     """
-    rows = []
-    trips = frame[(frame.device == "cuda") & frame.full]
-    for (film, loader), some in trips.groupby(["film", "loader"], sort=False):
-        with_it, without = (some[some.round_trip.astype(bool) == kept] for kept in (True, False))
-        seeds = sorted(set(with_it.seed) & set(without.seed))
-        if not seeds:
-            continue
-        losses = [
-            store.history(part[part.seed.isin(seeds)]).sort_values(["seed", "window"]).loss.to_numpy()
-            for part in (with_it, without)
-        ]
-        same = int((losses[0] == losses[1]).sum()) if len(losses[0]) == len(losses[1]) else 0
-        row = {"film": film, "condition": f"GPU, {HANDED[loader]}", "seeds": len(seeds)}
-        rows.append({**row, "windows": len(losses[0]), "same_bits": same})
-    return pd.DataFrame(rows, columns=["film", "condition", "seeds", "windows", "same_bits"])
+    trips = frame[(frame.device == "cuda") & frame.full].astype({"round_trip": bool})
+    trips = trips.assign(condition="GPU, " + trips.loader.map(HANDED))[
+        ["id", "film", "condition", "seed", "round_trip"]
+    ]
+    losses = store.history(frame[frame.id.isin(trips.id)])[["id", "window", "loss"]].merge(trips, on="id")
+    kept, left_out = (losses[losses.round_trip == tripped] for tripped in (True, False))
+    both = kept.merge(left_out, on=["film", "condition", "seed", "window"])
+    both["same"] = both.loss_x == both.loss_y
+    counts = {"seeds": ("seed", "nunique"), "windows": ("same", "size"), "same_bits": ("same", "sum")}
+    return both.groupby(["film", "condition"], sort=False).agg(**counts).reset_index()
 
 
 def published_figure(frame: pd.DataFrame) -> Picture:
-    """Each seed's final loss under each condition, as a multiple of the loss of repeating the last frame.
+    """Each seed's final loss in `published_runs`, as a multiple of the loss of repeating the last frame.
 
     Seeds are joined. Below the dashed line a network has learned more than to repeat.
-
-    Args:
-        frame: From `published_runs`.
     """
     shown = frame[~frame.condition.str.endswith("no round trip")].assign(
         times=frame.final_loss / frame.repeat_loss, panel=frame.film + ", " + frame["size"].str.replace("x", "×")
     )
-    names = list(dict.fromkeys(shown.sort_values("full", ascending=False).panel))
     places: list[float] = []
     labels: list[str] = []
     figure, (axes,) = canvas(1, height=4.4)
     start = 0.0
-    for name in names:
-        some = shown[shown.panel == name]
-        conditions = [c for c in ORDER if c in set(some.condition)]
-        columns = {condition: start + place for place, condition in enumerate(conditions)}
-        for _, seed in some.groupby("seed"):
-            one = seed.set_index("condition").times.reindex(conditions).dropna()
-            axes.plot([columns[c] for c in one.index], one, color=INK, lw=0.5, alpha=0.35, zorder=1)
-        for condition, part in some.groupby("condition"):
-            tint = ON_GPU if condition.startswith("GPU") else ON_CPU
-            points(axes, np.full(len(part), columns[condition]), part.times, tint, True, s=18)
-        axes.text(
-            start + (len(conditions) - 1) / 2, 1.02, name, transform=axes.get_xaxis_transform(), ha="center", fontsize=9
-        )
-        places += columns.values()
-        labels += [c.replace(",", "").replace(" ", "\n") for c in conditions]
-        start += len(conditions) + 0.6
+    for name, some in shown.sort_values("full", ascending=False, kind="stable").groupby("panel", sort=False):
+        times = some.pivot(index="condition", columns="seed", values="times")
+        times = times.reindex([condition for condition in ORDER if condition in times.index])
+        columns = start + np.arange(len(times))
+        for _, seed in times.items():
+            axes.plot(columns[seed.notna()], seed.dropna(), color=INK, lw=0.5, alpha=0.35, zorder=1)
+        for place, (condition, part) in zip(columns, times.iterrows(), strict=True):
+            tint = ON_GPU if str(condition).startswith("GPU") else ON_CPU
+            points(axes, np.full(len(part), place), part, tint, True, s=18)
+            labels.append(str(condition).replace(",", "").replace(" ", "\n"))
+        across = axes.get_xaxis_transform()
+        axes.text(columns.mean(), 1.02, str(name), transform=across, ha="center", fontsize=9)
+        places += columns.tolist()
+        start += len(times) + 0.6
     axes.axhline(1, color=INK, lw=0.8, ls="--", zorder=1)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 1.4, 2.0, 3.0, 5.0, 7.0)))
@@ -259,66 +218,164 @@ def published_figure(frame: pd.DataFrame) -> Picture:
     axes.set_xticks(places, labels, fontsize=8)
     axes.set_xlim(-0.6, start - 1)
     axes.set_ylabel("final loss / loss of repeating the last frame")
-    main = [row for row in _rows(frame) if row["family"] == REGISTERED[0].family and row["endpoint"] == LOSS]
-    worse, seeds = (sum(row[name] for row in main) for name in ("worse", "seeds"))
-    title = f"With one line different, the published network ends worse in {worse} of {seeds} pairs at 160×120"
+    full = shown[shown.full].pivot(index=["film", "seed"], columns="condition", values="final_loss")
+    pairs = full[["GPU, memory shared", "GPU, as published"]].dropna()
+    worse = (pairs["GPU, memory shared"] > pairs["GPU, as published"]).sum()
+    title = f"With one line different, the published network ends worse in {worse} of {len(pairs)} pairs at 160×120"
     keys = [key("repeating the last frame", color=INK, ls="--", lw=0.8), *origin_keys(shown)]
     alt = "Final loss of each seed over the loss of repeating the last frame, by film and condition, seeds joined."
-    return finished(figure, title * bool(main), alt, keys, columns=3)
+    return finished(figure, title, alt, keys, columns=3)
+
+
+# --- dose and response -----------------------------------------------------------------------------------
+
+
+def recorded_dose() -> pd.DataFrame:
+    """The recorded runs of `benchmarks/record_dose.py`, a row for a seed in a cell.
+
+    As `gpulab.runs`, with the `ratio` of the losses, shared over copied; `bias` and `bias_first` are relative.
+    """
+    runs = store.runs(records.recorded_folder("dose"))
+    return runs.assign(ratio=runs.shared / runs.copied, recorded=True)
+
+
+def dose_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row a cell of `recorded_dose`: how many `seeds`, their mean `bias`, the geometric mean of their `ratio`."""
+    seen = frame.assign(ratio=np.log(frame.ratio)).groupby(CELL)
+    table = seen.agg(seeds=("seed", "nunique"), bias=("bias", "mean"), ratio=("ratio", "mean")).reset_index()
+    return table.assign(ratio=np.exp(table.ratio))
+
+
+def rank_correlation(x: ArrayLike, y: ArrayLike, confidence: float = 0.95) -> tuple[float, float, float]:
+    """Spearman's rank correlation of pairs, x and y of shape (n,), and its interval.
+
+    Fisher's z with the variance (1 + ρ²/2) / (n − 3). Where all ranks agree, the interval is that of ranks of which
+    two neighbours are exchanged: the formula's own would have no width.
+
+    Raises:
+        UsageError: For fewer than five pairs, or ranks that are all the same.
+
+    Examples:
+        >>> rho, low, high = rank_correlation([1, 2, 3, 4, 5, 6], [1, 3, 2, 4, 6, 5])
+        >>> f"{rho:.3f}, {low:.2f} to {high:.2f}"
+        '0.886, 0.07 to 0.99'
+
+    References:
+        Bonett, Wright 2000, *Sample size requirements for estimating Pearson, Kendall and Spearman correlations*.
+    """
+    from scipy.stats import norm, spearmanr
+
+    x, y = np.asarray(x, float), np.asarray(y, float)
+    if len(x) < FEWEST or min(np.ptp(x), np.ptp(y)) == 0:
+        raise UsageError(f"{len(x)} pairs: expected at least {FEWEST}, not all the same")
+    rho = float(spearmanr(x, y).statistic)
+    most = 1 - 12 / (len(x) * (len(x) ** 2 - 1))
+    z = math.atanh(max(-most, min(rho, most)))
+    reach = norm.ppf((1 + confidence) / 2) * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))
+    return rho, math.tanh(z - reach), math.tanh(z + reach)
+
+
+def dose_finding(frame: pd.DataFrame) -> CheckedSentences:
+    """Whether the bias predicts the loss, in a sentence for each size and setting of `recorded_dose`."""
+    said, numbers = [], []
+    for (size, setting, machine), runs in frame.groupby(KIND, sort=False):
+        cells = dose_table(runs)
+        rho, low, high = rank_correlation(cells.bias, cells.ratio)
+        alone = [rank_correlation(one.bias, one.ratio)[0] for _, one in runs.groupby("seed")]
+        trend = "the loss is higher" if low > 0 else "the loss is lower" if high < 0 else "no trend is shown either way"
+        where = f"{SIZES[size]}, {setting} ({machine})"
+        said.append(
+            f"{where}: with shared memory the loss is higher in {(cells.ratio > 1).sum()} of {len(cells)} cells; where "
+            f"the gradient is further off, {trend}."
+        )
+        numbers.append(
+            f"{where}, {cells.seeds.max()} seeds in {len(cells)} cells: the loss is {cells.ratio.min():.2f} to "
+            f"{cells.ratio.max():.2f} times as high, where the gradient is off by {cells.bias.min():.0%} to "
+            f"{cells.bias.max():.0%}. The rank correlation of the cells is {rho:+.2f} (95 % interval {low:+.2f} to "
+            f"{high:+.2f}), in single seeds {min(alone):+.2f} to {max(alone):+.2f}."
+        )
+    return CheckedSentences([("Dose and response, in our own port", said)], numbers)
+
+
+def dose_response(frame: pd.DataFrame) -> Picture:
+    """The ratio of the final losses over the bias of the gradient: a faint point a seed, a large one a cell."""
+    groups = [(kind, runs, dose_table(runs)) for kind, runs in frame.groupby(KIND, sort=False)]
+    figure, panels = canvas(len(groups), height=3.9)
+    tints = dict(zip(sorted(frame.speed.unique()), SPEED_COLOURS, strict=False))
+    marks = dict(zip(sorted(frame.window.unique()), MARKS, strict=False))
+    for axes, ((size, setting, _), runs, cells) in zip(panels, groups, strict=True):
+        axes.axhline(1, color=INK, lw=0.8, ls="--", zorder=1)
+        faint: Look = {"s": 12, "alpha": 0.5, "linewidths": 0}
+        for part, look in ((runs, faint), (cells, {"s": 60, "hollow": is_recorded(runs).any()})):
+            for (window, speed), some in part.groupby(["window", "speed"]):
+                points(axes, some.bias, some.ratio, tints[speed], marker=marks[window], **look)
+        axes.set(xscale="log", yscale="log", xlabel="bias of the gradient (relative)")
+        axes.set_title(f"{size} size, {setting}", fontsize=9)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
+    panels[0].set_ylabel("final loss, shared over copied")
+    worse = pd.concat([cells.ratio > 1 for *_, cells in groups])
+    rho = " and ".join(f"{rank_correlation(cells.bias, cells.ratio)[0]:+.2f}" for *_, cells in groups)
+    keys = [key(f"speed {speed:g}", color=tint, marker="o", ls="") for speed, tint in tints.items()]
+    keys += [key(f"windows of {window}", color=INK, marker=mark, ls="") for window, mark in marks.items()]
+    ended = f"Sharing memory ended worse in {worse.sum()} of {len(worse)} cells"
+    headline = f"{ended}; rank correlation with the bias {rho}"
+    alt = "Ratio of the final losses, shared over copied, against the bias of the gradient, by window and speed."
+    return finished(figure, headline, alt, [*keys, *origin_keys(frame)], columns=4)
+
+
+# --- in words --------------------------------------------------------------------------------------------
 
 
 def published_page(
     window: pd.DataFrame,
     table: pd.DataFrame,
     trips: pd.DataFrame,
-    dose: pd.DataFrame | None = None,
-    windows: pd.DataFrame | None = None,
-    longer: pd.DataFrame | None = None,
-    port: pd.DataFrame | None = None,
+    dose: pd.DataFrame,
+    windows: pd.DataFrame,
+    longer: pd.DataFrame,
+    port: pd.DataFrame,
 ) -> CheckedSentences:
     """What was claimed, what was wrong, how one knows and what remains unknown, on one page.
 
     Args:
         window: From `gpulab.companion.first_window`: the gradient in our own port.
-        table: From `published_table`.
-        trips: From `round_trips`.
-        dose: From `recorded_dose`.
+        table, trips, dose: From `published_table`, `round_trips` and `recorded_dose`.
         windows: From `recorded_windows`: gradients of the published code on both devices.
         longer: From `learning_table`, of `longer_runs`: shared memory against a frame's own.
         port: From `anomaly_table`: our own port, shared memory against copied frames.
     """
+    first = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")]
+    by_dose = dose_finding(dose)
     parts: list[tuple[str, Part]] = [
         ("Claimed", CLAIM),
         ("What was wrong", LINE),
         ("In short", _short(table, longer, port)),
+        ("How it is measured", MEASURE),
+        ("In the first gradient", _gradients(first)),
     ]
-    parts.append(("How it is measured", MEASURE))
     numbers = [f"First window of our own port, here: {window_finding(row)}" for row in window.itertuples()]
-    if windows is not None:
-        first = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")]
-        parts.append(("In the first gradient", _gradients(first)))
-        numbers += [f"First window of the published code: {'; '.join(map(_in_chainer, first.itertuples()))}."]
+    numbers += [f"First window of the published code: {'; '.join(map(_in_chainer, first.itertuples()))}."]
     for family, rows in table.groupby("family", sort=False):
         pairs = rows.groupby(["condition", "reference"], sort=False)
         parts.append((HEADINGS[family], [_over_films(pair) for _, pair in pairs]))
         films = rows.groupby(["condition", "reference", "film"], sort=False)
         numbers += [f"{family}: {_compared([*pair.itertuples()])}" for _, pair in films]
-    if port is not None:
-        parts.append(("Our own port to PyTorch, which keeps the one array", port))
-    if longer is not None:
-        parts.append(("Does longer training close the gap? Our own port, ten times as long", _longer(longer)))
-    if dose is not None:
-        found = dose_finding(dose)
-        parts += found.parts
-        numbers += found.numbers
-    if len(trips):
-        same, counted = trips.same_bits.sum(), trips.windows.sum()
-        bits = "the same bits" if same == counted else f"the same bits in {same:,} of {counted:,} only"
-        text = f"With and without it the losses of {counted:,} windows have {bits} ({trips.seeds.sum()} pairs of runs)."
-        parts.append(
-            ("Is it another step? On a GPU the loop takes the network to the CPU and back at each update", text)
-        )
-    return CheckedSentences([*parts, ("Not known", UNKNOWN)], numbers)
+    same, counted = trips.same_bits.sum(), trips.windows.sum()
+    bits = "the same bits" if same == counted else f"the same bits in {same:,} of {counted:,} only"
+    parts += [
+        ("Our own port to PyTorch, which keeps the one array", port),
+        ("Does longer training close the gap? Our own port, ten times as long", _longer(longer)),
+        *by_dose.parts,
+        (
+            "Is it another step? On a GPU the loop takes the network to the CPU and back at each update",
+            f"With and without it the losses of {counted:,} windows have {bits} ({trips.seeds.sum()} pairs of runs).",
+        ),
+        ("Not known", UNKNOWN),
+    ]
+    return CheckedSentences(parts, [*numbers, *by_dose.numbers])
 
 
 def _gradients(first: pd.DataFrame) -> list[str]:
@@ -334,34 +391,27 @@ def _gradients(first: pd.DataFrame) -> list[str]:
     ]
 
 
-def _short(table: pd.DataFrame, longer: pd.DataFrame | None, port: pd.DataFrame | None) -> list[str]:
+def _short(table: pd.DataFrame, longer: pd.DataFrame, port: pd.DataFrame) -> list[str]:
     """Sentences: in how many of all registered pairs of runs the memory decides, and in how many the device."""
     losses = table[table.endpoint == LOSS]
-    alike = [_device(a) != _device(b) for a, b in zip(losses.condition, losses.reference, strict=True)]
-    memory, devices = (losses[[is_alike == wanted for is_alike in alike]] for wanted in (False, True))
-    pairs = [f"{_pairs(memory)} of the authors' code"]
-    if longer is not None:
-        pairs.append(f"{_pairs(longer[longer.metric == ALL])} of our port after 50,000 frames")
-    if port is not None:  # where all bits are the same, the device copied: the memory does not differ
-        asked = port[(port.experiment == "prednet") & (port.metric == ALL) & (port.same_bits < port.seeds)]
-        for profile, rows in asked.groupby("profile", sort=False):
-            counts = ", ".join(f"{decision} at {n}" for decision, n in rows.decision.value_counts(sort=False).items())
-            pairs.append(f"{_pairs(rows)} of our port at the {SIZES[profile]} (of {len(rows)} speeds {counts})")
+    same_device = losses.condition.str[:3] == losses.reference.str[:3]
+    of_our_port = f"{_pairs(longer[longer.metric == ALL])} of our port after 50,000 frames"
+    pairs = [f"{_pairs(losses[same_device])} of the authors' code", of_our_port]
+    # Where all bits are the same, the device copied: the memory does not differ.
+    asked = port[(port.experiment == "prednet") & (port.metric == ALL) & (port.same_bits < port.seeds)]
+    for profile, rows in asked.groupby("profile", sort=False):
+        counts = ", ".join(f"{decision} at {n}" for decision, n in rows.decision.value_counts(sort=False).items())
+        pairs.append(f"{_pairs(rows)} of our port at the {SIZES[profile]} (of {len(rows)} speeds {counts})")
+    ended = f"sharing it ends worse in {listed(pairs)}."
     said = [
-        f"Of the pairs laid down beforehand in which only the memory differs, sharing it ends worse in {listed(pairs)}."
+        f"Of the pairs laid down beforehand in which only the memory differs, {ended}",
+        f"Where only the device differs, the CPU does in {_pairs(losses[~same_device])}.",
     ]
-    if len(devices):
-        said.append(f"Where only the device differs, the CPU does in {_pairs(devices)}.")
     if not (losses["size"].eq(FULL) & losses.condition.str.startswith("CPU")).any():
         said.append(
             "At the published size the authors' code was trained on a GPU alone, which imitates a CPU's sharing."
         )
     return said
-
-
-def _device(condition: str) -> str:
-    """The device of a condition."""
-    return condition.partition(",")[0]
 
 
 def _pairs(rows: pd.DataFrame) -> str:
@@ -383,7 +433,7 @@ def _over_films(rows: pd.DataFrame) -> str:
     films = f" on {len(loss)} films" if len(loss) > 1 else ""
     known = share[share.beat_blurred.notna() & (share.beat_reference > 0)]
     by_film = ", ".join(f"{row.beat_blurred:.0f} of {row.beat_reference} ({row.film})" for row in known.itertuples())
-    blurred = f" Of those that do, {by_film} beat a blurred copy of it, too." * bool(len(known))
+    blurred = f" Of those that do, {by_film} beat a blurred copy of it, too." if len(known) else ""
     return (
         f"{loss.condition.iloc[0]}, against {loss.reference.iloc[0]}: the loss is {' to '.join(ratios)} times as high, "
         f"higher for {loss.worse.sum()} of {seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))}); "

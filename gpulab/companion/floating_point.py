@@ -1,21 +1,25 @@
-"""Which factor does it? Each one changed alone, from the same weights: one step of it, and the final loss.
+"""Notebook 02: which factor does it? How one bit grows while training, what two GPUs draw from one seed, and each
+factor changed alone, from the same weights: one step of it, and the final loss.
 
-A factor is anything that a device may do otherwise without being wrong. Factors of a GPU come from recordings
-where there is none.
+A factor is anything that a device may do otherwise without being wrong. Those of a GPU come from recordings where there
+is none.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
+import re
 import tempfile
-import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,26 +28,221 @@ from torch import Tensor
 from gpulab import records
 from gpulab.companion.findings import SAME, SIZES, WORDS, CheckedSentences, Part, listed, span
 from gpulab.companion.first_windows import FirstWindow
-from gpulab.companion.growths import flipped
 from gpulab.data.jpeg import available_decoders
 from gpulab.device.operations import measure
 from gpulab.errors import GpulabError, UsageError
+from gpulab.models.autoencoders import Autoencoder
+from gpulab.models.base import Trainable
+from gpulab.numerics.cuda_random import cuda_uniform
+from gpulab.numerics.formats import ulp_distance
 from gpulab.numerics.sums import bit_of, first_bit
 from gpulab.passports import passport
+from gpulab.plots.style import (
+    BESIDE,
+    FAINT,
+    INK,
+    ON_CPU,
+    ON_GPU,
+    Look,
+    canvas,
+    decades,
+    finished,
+    key,
+    point_key,
+    points,
+    power_of_ten,
+)
 from gpulab.progress import Progress
-from gpulab.report import Report
+from gpulab.report import Picture, Report, draw
 from gpulab.report import table as html_table
 from gpulab.settings import Setting, cpu_flags
 from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
 from gpulab.training import store as stores
 from gpulab.training.experiment import Experiment
-from gpulab.training.protocol import FACTORS
+from gpulab.training.plan import plan_run
+from gpulab.training.protocol import FACTORS, protocol
 from gpulab.training.run import train
 
+CPU, GPU = "cpu:threads=1", "cuda:tf32=off,deterministic=on"
+SHOWN = 40  # moments of a training at which it is compared
+# Where a bit is flipped. Many of an autoencoder's first weights see black pixels only.
+FLIPPED = {"prednet": "conv_a.0.weight", "autoencoder": "layers.2.weight"}
+OTHER_SEED = "another seed"
+CHANGE_COLOURS = ("#0072B2", "#E69F00", "#222222", "#CC79A7", "#009E73")
+CARDS = ("T4", "V100", "RTX 4090", "A100", "H100")
 MEASURED = ("conversions", "repeatability", "fused", "decoders")
 STEP_SEEDS = 3  # one step is cheap, but one seed proves nothing
-MADE_HERE, RECORDED, NOT_RECORDED = "made here", "recorded", "not recorded"
+MADE_HERE, RECORDED = "made here", "recorded"
 IN_SD = {"effect": "difference", "low": "low", "high": "high", "largest": "largest_difference"}
+SAME_STEP, SAME_LOSS = 3e-11, 1e-8  # where what keeps its bits is drawn: a gradient, a seed's final loss in sd
+
+
+# --- one bit, and how it grows ---------------------------------------------------------------------------
+
+
+def growth(
+    net: str = "prednet",
+    seeds: int = 3,
+    profile: str = "quick",
+    frames: int | None = None,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """The distance between two trainings of the same seed, one of them changed a little, as they go on.
+
+    `changes` names options of `gpulab.train` that one of the two has. Without it they are the last bit of
+    one initial weight, and float64, which differs from float32 by every rounding of the training. The
+    distance between one seed and the next is there for scale. A row per change, seed and moment, the
+    beginning included: `network`, `change`, `seed`, `step` (updates so far), `distance` of all weights
+    (Euclidean, relative), `changed` (the share of weights with other bits), `ulps` (the median over the
+    weights of the float32 numbers between the two). All are computed under `cpu:threads=1`.
+
+    Source: Summers, Dinneen 2021, *Nondeterminism and instability in neural network optimization* (arXiv
+    2103.04514): one changed bit in the initial weights makes as much variability as any other source.
+
+    >>> table = growth("autoencoder", seeds=1, profile="smoke", frames=40, progress=False)
+    >>> one_bit = table[table.change == "one bit of one weight"]
+    >>> bool(0 < one_bit.distance.iloc[0] < one_bit.distance.iloc[-1])
+    True
+    """
+    if seeds < 1:
+        raise UsageError(f"seeds={seeds!r}: expected one or more")
+    if changes is None:
+        one_bit = {"flip": flipped(net, profile)}
+        changes = {"one bit of one weight": one_bit, "float64": {"setting": "cpu:precision=float64"}}
+    plan = protocol(net, profile)
+    windows = (frames or plan.frames) // plan.window
+    moments = set((np.geomspace(1, windows + 1, SHOWN).astype(int) - 1).tolist())
+    shared: dict[str, Any] = {"profile": profile, "frames": frames, "setting": CPU, "progress": False}
+    jobs = [*itertools.product(range(seeds), ["", *changes])]
+    bases: list[dict[int, Tensor]] = []
+    rows: list[dict[str, Any]] = []
+    for seed, name in Progress(jobs, unit="training", leave=False, disable=not progress):
+        snapshots = _snapshots(net, moments, {**shared, "seed": seed, **changes.get(name, {})})
+        if name:
+            rows += _distances(net, name, seed, bases[-1], snapshots)
+        else:
+            bases.append(snapshots)
+    for seed, (base, following) in enumerate(itertools.pairwise(bases)):
+        rows += _distances(net, OTHER_SEED, seed, base, following)
+    return pd.DataFrame(rows)
+
+
+def flipped(net: str, profile: str) -> int:
+    """The number of the weight whose last bit is changed: the first of the layer in `FLIPPED`."""
+    with torch.random.fork_rng(devices=[]):
+        model = plan_run(net, profile=profile).model
+    before = itertools.takewhile(lambda named: named[0] != FLIPPED[net], model.named_parameters())
+    return sum(parameter.numel() for _, parameter in before)
+
+
+def _snapshots(net: str, moments: set[int], options: dict[str, Any]) -> dict[int, Tensor]:
+    """All weights of a training in one row, by the number of updates, at those windows."""
+    snapshots: dict[int, Tensor] = {}
+    windows = itertools.count()
+
+    def watch(model: Trainable, step: int) -> None:
+        if next(windows) in moments:
+            snapshots[step] = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().float()
+
+    train(net, watch=watch, **options)
+    return snapshots
+
+
+def _distances(
+    net: str, change: str, seed: int, base: dict[int, Tensor], other: dict[int, Tensor]
+) -> Iterator[dict[str, Any]]:
+    """A row a moment: how far the weights of two trainings are apart."""
+    for step, weights in other.items():
+        before, ulps = base[step].double(), ulp_distance(base[step], weights)
+        row: dict[str, Any] = {"network": net, "change": change, "seed": seed, "step": step}
+        row["distance"] = float((before - weights.double()).norm() / before.norm())
+        yield row | {"changed": float((ulps > 0).double().mean()), "ulps": float(ulps.double().median())}
+
+
+def growth_figure(frame: pd.DataFrame) -> Picture:
+    """The distance between two trainings as they go on, from `growth` of one network or two: a line for each seed."""
+    networks = list(frame.network.unique())[:2]
+    tints = dict(zip(frame.change.unique(), CHANGE_COLOURS, strict=False))
+    first = frame.change.iloc[0]
+    grown = []
+    figure, panels = canvas(len(networks), height=3.6, share_rows=True)
+    for axes, network in zip(panels, networks, strict=True):
+        of_network = frame[frame.network == network]
+        for (change, _), line in of_network[of_network.distance > 0].groupby(["change", "seed"], sort=False):
+            axes.plot(line.step, line.distance, color=tints[change], lw=1.1, alpha=0.85)
+        axes.axhline(2.0**-24, color=FAINT, lw=0.8, ls=":")
+        decades(axes.yaxis, 8)
+        axes.set_title(network, fontsize=9)
+        axes.set_xlabel("updates of the weights")
+        ends = (
+            of_network[of_network.change == first].sort_values("step").groupby("seed").distance.agg(["first", "last"])
+        )
+        times = (ends["last"] / ends["first"]).median()
+        grown.append(f"{network} {times:,.0f}-fold" if times >= 2 else f"{network} not")
+    panels[0].set_ylabel("distance of the weights, relative")
+    panels[-1].annotate(" one\n rounding", (1, 2.0**-24), fontsize=7, **BESIDE)
+    keys = [key(change, color=tint) for change, tint in tints.items()]
+    keys[0].set_label(f"{first} (a line for each of {frame.seed.nunique()} seeds)")
+    alt = f"Relative distance of the weights of two trainings against updates, for {', '.join(tints)}."
+    headline = f"{first[0].upper()}{first[1:]}: the difference grew in {', in '.join(grown)}"
+    return finished(figure, headline, alt, keys, columns=3)
+
+
+# --- what two GPUs draw from one seed --------------------------------------------------------------------
+
+
+def shared_draws(shape: Sequence[int], cards: Sequence[str] = CARDS, seed: int = 0) -> pd.DataFrame:
+    """The share of the numbers of one seeded draw that two GPUs have in common, drawn here as each of them would.
+
+    Examples:
+        >>> shared_draws((1000, 1000), ("T4", "H100")).round(2).loc["T4", "H100"].item()
+        0.04
+    """
+    drawn = {card: cuda_uniform(seed, shape, card) for card in cards}
+    shares = [[(drawn[card] == drawn[other]).double().mean().item() for other in cards] for card in cards]
+    return pd.DataFrame(shares, index=cards, columns=cards)
+
+
+def drawn_autoencoder(card: str, seed: int) -> Autoencoder:
+    """An autoencoder whose weights a card has drawn, each layer's from a seed of its own; biases are zero.
+
+    Uniform, with a variance of 1 / inputs as LeCun's: a GPU's uniform numbers are known to the last bit, its normal
+    ones come through a logarithm and a sine of its own.
+    """
+    net = Autoencoder()
+    state = net.state_dict()
+    for number, (name, tensor) in enumerate(state.items()):
+        state[name] = torch.zeros_like(tensor)
+        if name.endswith("weight"):
+            drawn = cuda_uniform(1000 * seed + number, tensor.shape, card)
+            state[name] = (2 * drawn - 1) * math.sqrt(3 / tensor.shape[1])
+    net.load_state_dict(state)
+    return net
+
+
+def runs_drawn_by(
+    store: str | Path,
+    cards: Sequence[str] = ("T4", "H100"),
+    seeds: int = 6,
+    frames: int = 400,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Trainings on this CPU from the weights that each card would draw, kept in a store and resumed from it.
+
+    As `gpulab.runs` has them, with a column `card`, one that `gpulab.numerics.cuda_uniform` knows, for a verdict.
+    """
+    options: dict[str, Any] = {"setting": CPU, "profile": "smoke", "frames": frames, "store": store, "progress": False}
+    made = []
+    jobs = [*itertools.product(cards, range(seeds))]
+    for card, seed in Progress(jobs, unit="run", leave=False, disable=not progress):
+        run = train(drawn_autoencoder(card, seed), "digits", seed=seed, **options)
+        made.append({"card": card, "id": run.record["id"]})
+    kept = stores.runs(store).drop(columns="protocol")  # which tells initial weights apart, and with them the cards
+    return pd.DataFrame(made).merge(kept, on="id")
+
+
+# --- each factor alone -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,21 +284,13 @@ def level(options: dict[str, Any]) -> str:
     return ", ".join([options["setting"], *unusual])
 
 
-CPU, GPU = "cpu:threads=1", "cuda:tf32=off,deterministic=on"
-
-
-def _jpeg(setting: str, decoder: str) -> dict[str, Any]:
-    return {"setting": setting, "data": "jpeg:walk", "data_options": {"decoder": decoder}}
-
-
 def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
-    """The factors that are asked about: those of a CPU, then those of a GPU.
+    """The factors that are asked about: those of a CPU, then those of a GPU."""
+    on_cpu, on_gpu, bit = {"setting": CPU}, {"setting": GPU}, {"flip": flipped(net, profile)}
 
-    >>> factors()[0].name
-    'CPU threads'
-    """
-    on_cpu, on_gpu = {"setting": CPU}, {"setting": GPU}
-    bit = {"flip": flipped(net, profile)}
+    def jpeg(setting: str, decoder: str) -> dict[str, Any]:
+        return {"setting": setting, "data": "jpeg:walk", "data_options": {"decoder": decoder}}
+
     every = [
         Factor("CPU threads", on_cpu, {"setting": "cpu"}),
         Factor("CPU instruction set", on_cpu, {"setting": f"{CPU},isa=avx2"}),
@@ -107,12 +298,12 @@ def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
         Factor("order of summation", on_cpu, {"setting": f"{CPU},order=split-4"}),
         Factor("TF32", on_cpu, {"setting": f"{CPU},emulate=tf32"}),
         Factor("one bit of one weight", on_cpu, on_cpu | bit),
-        Factor("image decoder", _jpeg(CPU, "pillow"), _jpeg(CPU, "av")),
+        Factor("image decoder", jpeg(CPU, "pillow"), jpeg(CPU, "av")),
         Factor("cuDNN", on_gpu, {"setting": "cuda:tf32=off,cudnn=off,deterministic=on"}, "cuda"),
         Factor("TF32", on_gpu, {"setting": "cuda:tf32=on,deterministic=on"}, "cuda"),
         Factor("determinism", on_gpu, {"setting": "cuda:tf32=off,deterministic=off"}, "cuda"),
         Factor("one bit of one weight", on_gpu, on_gpu | bit, "cuda"),
-        Factor("image decoder", _jpeg(GPU, "pillow"), _jpeg(GPU, "nvjpeg"), "cuda"),
+        Factor("image decoder", jpeg(GPU, "pillow"), jpeg(GPU, "nvjpeg"), "cuda"),
         Factor("who draws the weights", on_gpu, on_gpu | {"draws": "device"}, "cuda"),
         Factor("the device itself", on_gpu, {"setting": CPU}, "cuda"),
     ]
@@ -143,13 +334,8 @@ def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> l
 
     rows = []
     for factor in Progress(chosen, unit="factor", leave=False, disable=not progress):
-        words = level(factor.change)
         levels = factor.base | {"setting": "cpu:precision=float64"}, factor.base, factor.change
-        try:
-            exact, base, change = (steps_under(json.dumps(options, sort_keys=True)) for options in levels)
-        except RuntimeError as error:  # torch's: a device lacks an operation under this setting
-            warnings.warn(f"{factor.name}, {words}: cannot be done here: {error}", stacklevel=3)
-            continue
+        exact, base, change = (steps_under(json.dumps(options, sort_keys=True)) for options in levels)
         distances = []
         for truth, a, b in zip(exact["gradient"], base["gradient"], change["gradient"], strict=True):
             moved, off, base_off = (b - a).norm() / a.norm(), (b - truth).norm(), (a - truth).norm()
@@ -159,7 +345,7 @@ def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> l
         differing = [bit for a, b in pairs if (bit := first_bit(a, b)) is not None]
         emulated = Setting.parse(factor.change["setting"]).emulated
         rows.append(
-            {"factor": factor.name, "change": words, "base": level(factor.base), "emulated": emulated}
+            {"factor": factor.name, "change": level(factor.change), "base": level(factor.base), "emulated": emulated}
             | {"loss_bit": min(differing, default=None), "gradient_bit": bit_of(step_moved)}
             | {"step_moved": step_moved, "step_error": step_error, "base_error": base_error}
         )
@@ -172,7 +358,7 @@ def trained_levels(
     """The runs of all levels, in this process where settings and workers allow it: every flag is restored after one."""
     levels = [side for factor in chosen for side in (factor.base, factor.change)]
     names: list[str] = []
-    for side in {json.dumps(side, sort_keys=True): side for side in levels}.values():
+    for side in {level(side): side for side in levels}.values():
         variant = {name: value for name, value in side.items() if name != "setting"}
         exp = Experiment(net, [side["setting"]], seeds, profile, variants=[variant], **options)
         if exp.workers > 1 or Setting.parse(side["setting"]).isa:
@@ -185,7 +371,7 @@ def trained_levels(
 
 
 def _of_level(frame: pd.DataFrame, options: dict[str, Any]) -> pd.DataFrame:
-    """The runs of a frame that were made under a level."""
+    """The runs of a frame that were made under a level, which `change` names."""
     flat = _flat(options)
     jpeg = frame.data.str.startswith("jpeg:")
     fits = (frame.setting == options["setting"]) & (frame.rerun == 0) & (jpeg if "data" in flat else ~jpeg)
@@ -193,49 +379,66 @@ def _of_level(frame: pd.DataFrame, options: dict[str, Any]) -> pd.DataFrame:
         if option.of == "run" or name in flat:
             value = flat.get(name, option.usual)
             fits &= frame[name].isna() if value is None else frame[name] == value
-    return frame[fits]
-
-
-def _verdicts(frame: pd.DataFrame, chosen: list[Factor]) -> dict[str, Verdict]:
-    """A verdict for each base on all that is compared with it, so that Holm's correction sees all."""
-    verdicts: dict[str, Verdict] = {}
-    for name, base in {level(factor.base): factor.base for factor in chosen}.items():
-        levels = {name: base} | {level(factor.change): factor.change for factor in chosen if factor.base == base}
-        parts = [_of_level(frame, options).assign(change=words) for words, options in levels.items()]
-        runs = pd.concat(parts, ignore_index=True)
-        if (runs.change == name).any() and runs.change.nunique() > 1:
-            verdicts[name] = verdict(runs, factor="change", reference=name)
-    return verdicts
+    return frame[fits].assign(change=level(options))
 
 
 @dataclass(frozen=True, eq=False)
 class FactorTable(Report):
     """Factors, each changed alone; `table` has a row per factor and place where it was measured.
 
-    `factor`, `change` (in words), `base`; `source` (`made here`, `recorded` or `not recorded`), `emulated`,
-    `machine`, `profile`. One step, of a few seeds the one that moves most: `loss_bit` (the first bit in which the loss
-    of any frame differs on any of them, see `gpulab.numerics.first_bit`), `step_moved` (relative distance of the
-    gradients), `gradient_bit` (the bit that this reaches), `step_error` and `base_error` (relative distances to the
-    base's gradient in float64). The final loss: `seeds`, `effect` (mean difference) with its interval `low`, `high`,
-    and `largest` (of any seed), in standard deviations between seeds; `same_bits` (seeds whose trained weights are
-    identical); `decision`.
+    `factor`, `change` (in words), `base`; `source` (`made here` or `recorded`), `emulated`, `machine`, `profile`. One
+    step, of a few seeds the one that moves most: `loss_bit` (the first bit in which the loss of any frame differs on
+    any of them, see `gpulab.numerics.first_bit`), `step_moved` (relative distance of the gradients), `gradient_bit`
+    (the bit that this reaches), `step_error` and `base_error` (relative distances to the base's gradient in float64).
+    The final loss: `seeds`, `effect` (mean difference) with its interval `low`, `high`, and `largest` (of any seed), in
+    standard deviations between seeds; `same_bits` (seeds whose trained weights are identical); `decision`.
     """
 
     table: pd.DataFrame
-    verdicts: dict[tuple[str, str], Verdict] = field(default_factory=dict)  # behind it, by source and base
+    verdicts: dict[tuple[str, str], Verdict]  # behind it, by source and base
 
-    plots = "gpulab.companion.floating_point_figures"
+    plots = "gpulab.companion.floating_point"
 
     def finding(self, *sources: str) -> CheckedSentences:
-        """What the verdicts allow one to say, in sentences; of some sources if they are named."""
+        """What the verdicts allow one to say, a sentence a machine; of some sources if they are named."""
         table = self.table[self.table.source.isin(sources)] if sources else self.table
-        return CheckedSentences(_said(table), [*_statistics(table)])
+        same = table.same_bits == table.seeds
+        table = table.assign(said=table.decision.where(~same, SAME))
+        table["name"] = table.factor + table.emulated.map({True: " (emulated)", False: ""})
+        parts: list[tuple[str, Part]] = []
+        numbers = []
+        for (source, machine, profile), rows in table.groupby(["source", "machine", "profile"], sort=False):
+            where = f"{source.capitalize()} on {machine}"
+            said = []
+            for decision in (SAME, *DECISIONS[::-1]):
+                if len(some := rows.name[rows.said == decision]):
+                    words = WORDS[decision].format(block="seed", seeds=span(rows.seeds), needed="", within="")
+                    said.append(f"{listed(some)}: {words}")
+            parts.append((f"{where}, {SIZES[profile]}", f"{'; '.join(said)}."))
+            moved = []
+            for row in rows[rows.said != SAME].itertuples():
+                interval = f" [{row.low:.1g}, {row.high:.1g}]" if row.low == row.low else ""  # few seeds have none
+                moved.append(f"{row.name} {row.effect:+.1g}{interval}")
+            unit = "in standard deviations between seeds"
+            numbers.append(f"{where}, {span(rows.seeds)} seeds, {unit}: {'; '.join(moved)}.")
+        return CheckedSentences(parts, numbers)
 
     def __str__(self) -> str:
         return str(self.finding())
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        shown = _shown(self.table)
+        """The table as a reader wants it: few columns, few digits."""
+        table = self.table
+        bits = table[["loss_bit", "gradient_bit"]].map(lambda bit: "same" if pd.isna(bit) else f"bit {bit}")
+        shown = table[["factor", "change"]].assign(
+            source=table.source + table.emulated.map({True: ", emulated", False: ""})
+        )
+        shown[["first bit, loss", "first bit, gradient"]] = bits
+        shown["error of one step"] = table.step_error.map("{:.1e}".format)
+        shown["of the base"] = table.base_error.map("{:.1e}".format)
+        shown["effect on the loss (sd)"] = table.effect.map("{:+.1g}".format)
+        shown["seeds"], shown["same bits"], shown["verdict"] = table.seeds, table.same_bits, table.decision
+        shown = shown.astype(object)
         return {"text/plain": shown.to_string(index=False), "text/html": html_table(shown)}, {}
 
 
@@ -245,13 +448,13 @@ def factor_table(
     seeds: int = 6,
     frames: int | None = None,
     store: str | Path | None = None,
-    recorded: bool = True,
     progress: bool = True,
 ) -> FactorTable:
     """Change each factor alone, from the same weights, and say what it does to a step and to the final loss.
 
-    This machine measures what it can: one step of a few seeds, and `seeds` trainings per level. Decisions are those
-    of `gpulab.verdict`, corrected for the number of factors with the same base (Holm).
+    This machine measures what it can: one step of a few seeds, and `seeds` trainings per level. What other machines
+    measured is added. Decisions are those of `gpulab.verdict`, corrected for the number of factors with the same base
+    (Holm).
 
     Args:
         net: A model's name.
@@ -259,11 +462,10 @@ def factor_table(
         seeds: How many trainings per level.
         frames: How many to train on, instead of the profile's.
         store: Where the trainings are kept and resumed from.
-        recorded: Add what other machines measured, and a row for each factor of which nothing is known.
-        progress: Show bars.
+        progress: Whether to show bars.
 
     Examples:
-        >>> table = factor_table("autoencoder", "smoke", seeds=2, frames=20, recorded=False, progress=False).table
+        >>> table = factor_table("autoencoder", "smoke", seeds=2, frames=20, progress=False).table
         >>> table[table.base == "cpu:threads=1"].set_index("factor").loc["determinism", "same_bits"].item()
         2
     """
@@ -272,51 +474,53 @@ def factor_table(
     steps = step_rows(here, net, profile, progress)
     options = {"store": store, "options": {} if frames is None else {"frames": frames}}
     runs = trained_levels(here, net, profile, seeds, options, progress)
-    rows, verdicts = _with_verdicts(steps, _verdicts(runs, here), MADE_HERE, profile, passport())
-    if recorded:
-        for record in recorded_factors():
-            if record["network"] == net:
-                more, theirs = _recorded_rows(record)
-                rows += more
-                verdicts |= theirs
-        measured = {row["factor"] for row in rows}
-        missing = {"source": NOT_RECORDED, "decision": NOT_RECORDED}
-        for factor in every:
-            if factor.name not in measured:
-                words = {"change": level(factor.change), "base": level(factor.base)}
-                rows.append({"factor": factor.name, **words, **missing})
+    judged = [_judged(steps, runs, here, MADE_HERE, profile, passport())]
+    kept = stores.runs(records.recorded_folder("factors")).assign(recorded=True)
+    for record in records.read_documents("factors"):
+        if record["network"] == net:
+            there = record["passport"]
+            same = (kept.cpu == there["cpu"]["model"]) & (kept.torch == there["software"]["torch"])
+            same &= kept.gpu.fillna("") == ", ".join(gpu["name"] for gpu in there["gpus"])
+            same &= (kept.experiment == net) & (kept.profile == record["profile"]) & (kept.frames == record["frames"])
+            stepped = {(step["change"], step["base"]) for step in record["steps"]}
+            changed = factors(net, record["profile"])
+            changed = [factor for factor in changed if (level(factor.change), level(factor.base)) in stepped]
+            judged.append(_judged(record["steps"], kept[same], changed, RECORDED, record["profile"], there))
     order = [factor.name for factor in every]
-    table = pd.DataFrame(sorted(rows, key=lambda row: order.index(row["factor"])))
-    counts = {"loss_bit", "gradient_bit", "seeds", "same_bits"} & set(table)
-    return FactorTable(table.astype(dict.fromkeys(counts, "Int64")), verdicts)
+    table = pd.concat([rows for rows, _ in judged], ignore_index=True)
+    table = table.sort_values("factor", key=lambda names: names.map(order.index), kind="stable", ignore_index=True)
+    counts = dict.fromkeys(("loss_bit", "gradient_bit", "seeds", "same_bits"), "Int64")
+    verdicts = {place: each for _, some in judged for place, each in some.items()}
+    return FactorTable(table.astype(counts), verdicts)
 
 
-def _with_verdicts(
-    steps: list[dict[str, Any]], verdicts: dict[str, Verdict], source: str, profile: str, machine: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], dict[tuple[str, str], Verdict]]:
-    """Rows of one step, each with the verdict on the final loss; and the verdicts by source and base."""
-    rows = []
-    for step in steps:
-        device = records.machine(machine, step["base"].partition(":")[0])
-        effect: dict[str, Any] = {"seeds": 0, "decision": NOT_RECORDED}
-        judged = verdicts.get(step["base"])
-        if judged is not None and step["change"] in judged.decisions:
-            row = judged.table.set_index("change").loc[step["change"]]
-            unit = judged.between_seeds or math.nan
-            effect = {"seeds": int(row.seeds)}
-            effect |= {name: float(row[column]) / unit for name, column in IN_SD.items()}
-            effect |= {"same_bits": int(row.same_bits), "decision": row.decision}
-        rows.append({"source": source, "profile": profile, "machine": device, **step, **effect})
-    return rows, {(source, base): judged for base, judged in verdicts.items()}
+def _judged(
+    steps: list[dict[str, Any]],
+    runs: pd.DataFrame,
+    chosen: list[Factor],
+    source: str,
+    profile: str,
+    machine: Mapping[str, Any],
+) -> tuple[pd.DataFrame, dict[tuple[str, str], Verdict]]:
+    """Rows of one step, each with the verdict on the final loss; and the verdicts by source and base.
 
-
-def recorded_factors() -> list[dict[str, Any]]:
-    """What `benchmarks/record_factors.py` wrote on other machines; a damaged file is a `DataError`."""
-    return records.read_documents("factors")
+    A verdict for each base is on all that is compared with it, so that Holm's correction sees all.
+    """
+    verdicts, effects = {}, []
+    for base, options in {level(factor.base): factor.base for factor in chosen}.items():
+        levels = [options, *(factor.change for factor in chosen if factor.base == options)]
+        compared = pd.concat([_of_level(runs, each) for each in levels], ignore_index=True)
+        verdicts[source, base] = judged = verdict(compared, factor="change", reference=base)
+        effect = judged.table[["change", "seeds", "same_bits", "decision"]].assign(base=base)
+        in_sd = judged.table[[*IN_SD.values()]].div(judged.between_seeds or math.nan).to_numpy()
+        effects.append(effect.assign(**dict(zip(IN_SD, in_sd.T, strict=True))))
+    rows = pd.DataFrame(steps).merge(pd.concat(effects), on=["base", "change"])
+    device = [records.machine(machine, base.partition(":")[0]) for base in rows.base]
+    return rows.assign(source=source, profile=profile, machine=device), verdicts
 
 
 def recorded_measurements(name: str) -> pd.DataFrame:
-    """One of the tables that other machines recorded, with the columns `machine` and `torch`.
+    """One of the tables that other machines recorded, with the column `machine`.
 
     Args:
         name: `conversions`, `repeatability`, `fused` or `decoders`: see `byte_round_trip`, `repeatability`,
@@ -331,19 +535,13 @@ def recorded_measurements(name: str) -> pd.DataFrame:
     """
     if name not in MEASURED:
         raise UsageError(f"measurement {name!r}: expected one of {', '.join(MEASURED)}")
-    parts = []
-    for record in recorded_factors():
-        there = record["passport"]
-        machine = records.machine(there, record["kind"])
-        parts.append(pd.DataFrame(record[name]).assign(machine=machine, torch=there["software"]["torch"]))
-    return pd.concat(parts, ignore_index=True)
+    return records.recorded_table("factors", name)
 
 
 def recorded_products() -> pd.DataFrame:
     """How much of an NVIDIA H200's products the emulation of them explains, as `benchmarks/compare_products.py` found.
 
-    Returns:
-        For normal numbers, a row for each operation, format asked for and format used: see `benchmarks/products.md`.
+    For normal numbers, a row for each operation, format asked for and format used: see `benchmarks/products.md`.
 
     Examples:
         >>> table = recorded_products()
@@ -354,75 +552,73 @@ def recorded_products() -> pd.DataFrame:
     return pd.DataFrame(comparison["table"]).drop(columns="inputs")
 
 
-def _recorded_rows(record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[tuple[str, str], Verdict]]:
-    """A recording's steps, with the verdicts on the recorded runs of the same machine."""
-    net, profile, there = record["network"], record["profile"], record["passport"]
-    runs = stores.runs(records.recorded_folder("factors")).assign(recorded=True)
-    gpus = ", ".join(gpu["name"] for gpu in there["gpus"])
-    same = (runs.cpu == there["cpu"]["model"]) & (runs.torch == there["software"]["torch"])
-    same &= (runs.gpu.fillna("") == gpus) & (runs.profile == profile) & (runs.experiment == net)
-    same &= runs.frames == record["frames"]
-    stepped = {(step["change"], step["base"]) for step in record["steps"]}
-    chosen = [factor for factor in factors(net, profile) if (level(factor.change), level(factor.base)) in stepped]
-    return _with_verdicts(record["steps"], _verdicts(runs[same], chosen), RECORDED, profile, there)
+@draw.register
+def factor_effects(report: FactorTable) -> Picture:
+    """Each factor changed alone, a row each: what it does to one step, and to each seed's final loss.
+
+    In a row stand the places where it was measured. Left, how far the gradient of the first step moves; a tick marks
+    what rounding alone does to it. Right, how far the final loss of each seed moves, in standard deviations between
+    seeds. What keeps its bits stands at the left edge.
+    """
+    table, names = report.table, []
+    count = table.factor.nunique()
+    figure, (left, right) = canvas(2, height=1.9 + 0.55 * count, share_rows=True)
+    for place, (factor, rows) in enumerate(table.groupby("factor", sort=False)):
+        aside = (np.arange(len(rows)) - (len(rows) - 1) / 2) * min(0.28, 0.8 / len(rows))
+        for height, row in zip(place + aside, rows.itertuples(), strict=True):
+            tint = _tint(row.base)
+            look: Look = {"marker": "^" if row.emulated else "o", "hollow": row.source == RECORDED}
+            left.scatter(row.base_error, height, marker="|", s=50, color=FAINT, zorder=2)
+            points(left, max(row.step_moved, SAME_STEP), height, tint, s=26, **look)
+            right.annotate(f" {row.decision}", (1.0, height), fontsize=7, color=tint, **BESIDE)
+            judged = report.verdicts[row.source, row.base]
+            moved = judged.pairs.difference[judged.pairs.change == row.change].dropna().abs()
+            in_sd = np.maximum(moved / (judged.between_seeds or math.nan), SAME_LOSS)
+            points(right, in_sd, np.full(len(moved), height), tint, s=14, linewidths=0.9, **look)
+        changed = ", ".join(dict.fromkeys(map(_changed, rows.base, rows.change)))
+        names.append(f"{factor}\n{textwrap.fill(changed, 24)}")
+        for axes in (left, right) if place % 2 else ():
+            axes.axhspan(place - 0.5, place + 0.5, color=FAINT, alpha=0.12, lw=0, zorder=0)
+    above: Look = {"va": "center", "fontsize": 8, "annotation_clip": False}
+    for axes, edge in ((left, SAME_STEP), (right, SAME_LOSS)):
+        decades(axes.xaxis, 7)
+        power: Any = lambda x, _, edge=edge: "" if x <= edge else power_of_ten(round(np.log10(x)))  # noqa: E731
+        axes.xaxis.set_major_formatter(power)
+        axes.annotate("same bits", (edge, -0.7), ha="left", **above)
+        axes.tick_params(axis="both", labelsize=8)
+    left.set_xlim(1e-11, 30)
+    left.set_xlabel("change of one step's gradient (relative)", fontsize=8)
+    left.set_yticks(range(count), names)
+    left.set_ylim(count - 0.4, -0.55)
+    right.set_xlim(SAME_LOSS / 3, 100)
+    right.axvline(0.25, color=FAINT, lw=0.9, ls=":")
+    right.axvline(1, color=INK, lw=0.9, ls="--")
+    right.annotate("margin ", (0.25, -0.7), ha="right", **above)
+    right.annotate(" sd between seeds", (1, -0.7), ha="left", **above)
+    right.set_xlabel("change of a seed's final loss (sd)", fontsize=8)
+    right.tick_params(axis="y", left=False)
+    keys = [key("rounding alone: distance of the base from float64", ls="", marker="|", color=FAINT, ms=8)]
+    keys.append(point_key("made here", ms=5))
+    if machines := ", ".join(sorted(set(table.machine[table.source == RECORDED]))):
+        keys.append(point_key(f"recorded on {machines}", hollow=True, ms=5))
+    if table.emulated.any():
+        keys.append(point_key("emulated", marker="^", ms=5))
+    for kind in sorted(set(table.base.str.partition(":")[0])):
+        label = "changed on a CPU" if kind == "cpu" else "changed on a GPU"
+        keys.append(key(label, ls="", marker="s", ms=5, color=_tint(kind)))
+    decided = ", ".join(f"{n} {decision}" for decision, n in table.decision.value_counts().items())
+    headline = f"Each factor alone, effect on the final loss: {decided}"
+    alt = f"For each of {count} factors, how far one step and the final losses move. {headline}."
+    return finished(figure, headline, alt, keys, size=7.5)
 
 
-def _said(table: pd.DataFrame) -> list[tuple[str, Part]]:
-    """A sentence for each machine: which factors came to which decision."""
-    parts: list[tuple[str, Part]] = []
-    for (source, machine, profile), rows in _by_machine(table):
-        decisions = rows.decision.where(~_same_bits(rows), SAME)
-        said = []
-        for decision in (SAME, *DECISIONS[::-1], NOT_RECORDED):
-            some = rows[decisions == decision]
-            if len(some):
-                words = WORDS.get(decision, decision)
-                words = words.format(block="seed", seeds=span(rows.seeds), needed="", within="")
-                said.append(f"{listed(_names(some))}: {words}")
-        parts.append((f"{source.capitalize()} on {machine}, {SIZES[profile]}", f"{'; '.join(said)}."))
-    if missing := sorted(set(table.factor[table.source == NOT_RECORDED])):
-        parts.append(("Not recorded", f"{listed(missing)}."))
-    return parts
+def _changed(base: str, change: str) -> str:
+    """What is changed, without what stays: of `cpu:threads=1,isa=avx2` against `cpu:threads=1`, `isa=avx2`."""
+    before, after = (re.split(r"[:,] ?", side) for side in (base, change))
+    if before[0] != after[0]:
+        return change
+    return ", ".join(part for part in after[1:] if part not in before) or f"without {', '.join(before[1:])}"
 
 
-def _statistics(table: pd.DataFrame) -> Iterator[str]:
-    """How far each factor moved a seed, a line for each machine."""
-    for (source, machine, _), rows in _by_machine(table):
-        trained = rows[(rows.seeds > 0) & ~_same_bits(rows)]
-        words = []
-        for name, row in zip(_names(trained), trained.itertuples(), strict=True):
-            interval = f" [{row.low:.1g}, {row.high:.1g}]" if row.low == row.low else ""  # few seeds have none
-            words.append(f"{name} {row.effect:+.1g}{interval}")
-        where = f"{source.capitalize()} on {machine}, {span(rows.seeds)} seeds"
-        yield f"{where}, in standard deviations between seeds: {'; '.join(words)}."
-
-
-def _by_machine(table: pd.DataFrame) -> Any:
-    return table[table.source != NOT_RECORDED].groupby(["source", "machine", "profile"], sort=False)
-
-
-def _same_bits(rows: pd.DataFrame) -> pd.Series:
-    return (rows.seeds > 0) & (rows.same_bits == rows.seeds)
-
-
-def _names(rows: pd.DataFrame) -> list[str]:
-    return [f"{row.factor}{' (emulated)' if row.emulated else ''}" for row in rows.itertuples()]
-
-
-def _shown(table: pd.DataFrame) -> pd.DataFrame:
-    """The table as a reader wants it: few columns, few digits."""
-
-    def bit(value: Any) -> str:
-        return "same" if pd.isna(value) else f"bit {value}"
-
-    measured = table.source != NOT_RECORDED
-    source = [f"{s}, emulated" if e is True else s for s, e in zip(table.source, table.emulated, strict=True)]
-    shown = table[["factor", "change"]].assign(source=source)
-    shown["first bit, loss"] = table.loss_bit.map(bit).where(measured, "")
-    shown["first bit, gradient"] = table.gradient_bit.map(bit).where(measured, "")
-    shown["error of one step"] = table.step_error.map("{:.1e}".format).where(measured, "")
-    shown["of the base"] = table.base_error.map("{:.1e}".format).where(measured, "")
-    shown["effect on the loss (sd)"] = table.effect.map("{:+.1g}".format).where(table.seeds > 0, "")
-    shown["seeds"], shown["same bits"] = table.seeds.where(measured), table.same_bits.where(table.seeds > 0)
-    shown["verdict"] = table.decision
-    return shown.astype(object).where(shown.notna(), "")
+def _tint(base: str) -> str:
+    return ON_GPU if base.startswith("cuda") else ON_CPU

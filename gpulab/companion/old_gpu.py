@@ -6,7 +6,7 @@ The network is `gpulab.models.Whitener`. What an H200 did with it is kept in `da
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from gpulab import records
 from gpulab.companion.findings import CheckedSentences, Part, listed
 from gpulab.companion.first_windows import FirstWindow
+from gpulab.data.jpeg import available_decoders, decode_jpeg, encode_jpeg
 from gpulab.diagnostics.audits import Audit, audit
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covariance
 from gpulab.plots.style import (
@@ -26,6 +27,7 @@ from gpulab.plots.style import (
     colour,
     dashes,
     finished,
+    grid,
     loss_scale,
     metric_label,
     points,
@@ -36,7 +38,7 @@ from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
 from gpulab.training.store import history
 
-MARGINS = ("0.25sd", "0.5sd")
+USUAL, MARGINS = "one-pass under cuda:tf32=off", ("0.25sd", "0.5sd")  # what the cures are held against
 ARITHMETIC = ("emulate", "order", "tf32", "precision", "covariance")  # what changes how a search's trial computes
 WAY_COLOURS = {"one-pass": "#D55E00", "float32": "#0072B2", "centred": "#009E73"}
 
@@ -46,11 +48,8 @@ def covariance_spectrum(
 ) -> pd.DataFrame:
     """The eigenvalues of the covariance that the whitener computes from its first batch, before any training.
 
-    Args:
-        settings: Under which the covariance is computed; its eigenvalues are computed in float64.
-        seeds: Of the weights.
-        profile: How large.
-        ways: How the covariance is computed.
+    The covariance is computed under each of the settings, from the weights of each seed, in each of the ways; its
+    eigenvalues are computed in float64.
 
     Returns:
         Columns `setting`, `covariance` (one of `ways`), `seed`, `rank` (1 for the largest) and `eigenvalue`.
@@ -76,22 +75,15 @@ def covariance_spectrum(
 
 
 def recorded_prices() -> pd.DataFrame:
-    """What a step of a large whitener cost on the machines that recorded it: a row for each way.
+    """What a step of a large whitener cost on the machines that recorded it: a row for each setting and covariance.
 
-    Returns:
-        Columns `machine`, `setting`, `covariance`, `ms` (median milliseconds a step), the quartiles `ms_low` and
-        `ms_high`, `rounds` (times that were measured) and `batch_size`.
+    `ms` is the median of so many `rounds`, in milliseconds a step; `ms_low` and `ms_high` are the quartiles.
 
     Examples:
         >>> bool((recorded_prices().ms > 0).all())
         True
     """
-    rows = []
-    for record in records.read_documents("precision"):
-        common = {"machine": records.machine(record["passport"])}
-        common |= {name: record[name] for name in ("rounds", "batch_size")}
-        rows += [way | common for way in record["ways"]]
-    return pd.DataFrame(rows)
+    return records.recorded_table("precision", "prices")
 
 
 def recorded_cards_audit() -> Audit:
@@ -108,9 +100,7 @@ def recorded_cards_audit() -> Audit:
 def cards_table(frame: pd.DataFrame) -> pd.DataFrame:
     """How many runs became NaN, for each setting and covariance in a frame of runs; here and recorded apart.
 
-    Returns:
-        Columns `machine`, `recorded`, `setting`, `covariance`, `seeds`, `diverged`, `updates` (the median update
-        at which they did) and `final_loss` (the mean of the others).
+    `updates` is the median update at which they did, `final_loss` the mean of the others.
     """
     by, lost = ["recorded", "machine", "setting", "covariance"], frame.assign(lost=frame.status == "diverged")
     measures = {"diverged": ("lost", "sum"), "updates": ("diverged_at", "median"), "final_loss": ("final_loss", "mean")}
@@ -118,7 +108,7 @@ def cards_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def cards_finding(
-    runs: pd.DataFrame, report: Audit, reproduction: Reproduction, conversions: pd.DataFrame | None = None
+    runs: pd.DataFrame, report: Audit, reproduction: Reproduction, conversions: pd.DataFrame
 ) -> CheckedSentences:
     """What runs of the whitener, an audit, a search, recorded prices and ways to read a byte allow one to say.
 
@@ -130,12 +120,22 @@ def cards_finding(
     """
     became = []
     for row in cards_table(runs[runs.covariance == "one-pass"]).itertuples():
-        place = f"{row.setting}, {f'recorded on {row.machine}' if row.recorded else 'here'}"
-        became.append(f"{row.diverged} of {row.seeds} seeds under {place}.")
+        where = f"recorded on {row.machine}" if row.recorded else "here"
+        became.append(f"{row.diverged} of {row.seeds} seeds under {row.setting}, {where}.")
     first = report.findings[0]
     blamed = f"The audit blames {first.operation} ({first.phase}), {first.kind}, at {first.line}."
-    cures, numbers = _cures(runs[runs.recorded])
-    parts: list[tuple[str, Part]] = [("One-pass covariance became NaN", became), ("The operation", blamed), *cures]
+    named = runs[runs.recorded].assign(way=lambda frame: frame.covariance + " under " + frame.setting)
+    cured = named[(named.way == USUAL) | ((named.setting == "cuda:tf32=on") & (named.covariance != "one-pass"))]
+    verdicts = [verdict(cured, factor="way", margin=margin, reference=USUAL) for margin in MARGINS]
+    cures = []
+    for row in verdicts[0].table.itertuples():
+        within = listed(f"{judged.decisions[row.way]} within {judged.margin}" for judged in verdicts)
+        cures.append(f"{row.way}: {row.diverged} of {row.seeds} seeds became NaN; {within}.")
+    parts: list[tuple[str, Part]] = [
+        ("One-pass covariance became NaN", became),
+        ("The operation", blamed),
+        (f"The cures, against {USUAL}", cures),
+    ]
     for machine, rows in recorded_prices().groupby("machine"):
         ms = rows.set_index(["setting", "covariance"]).ms
         text = (
@@ -144,55 +144,35 @@ def cards_finding(
             "product kept in float32."
         )
         parts.append((f"The price, on {machine}", text))
-    changed = reproduction.table[reproduction.table.distance > 0]
-    original = {name: str(value) for name, value in reproduction.original.items() if name in ARITHMETIC}
-    arithmetic = (changed[[*original]].map(str) != pd.Series(original)).any(axis=1)
-    kinds = {"retunings of the training": changed[~arithmetic], "changes of the arithmetic": changed[arithmetic]}
-    found = [f"Of {len(tried)} {what} {_outcomes(tried)}." for what, tried in kinds.items() if len(tried)]
-    parts.append((f"The old losses, within {reproduction.margin_asked}", found))
-    return CheckedSentences([*parts, *([] if conversions is None else _bytes(conversions))], numbers)
-
-
-def _bytes(conversions: pd.DataFrame) -> list[tuple[str, Part]]:
-    """Which ways of reading a byte give it back, and on which machine `x / 255` is a division."""
+    parts.append((f"The old losses, within {reproduction.margin_asked}", [*_outcomes(reproduction)]))
     whole = (conversions.returned == 256).mean()
-    said = [f"All 256 return as they were in {whole:.0%} of the ways, formats and devices tried."]
-    elsewhere = conversions[(conversions.machine != "here") & (conversions.way == "x / 255")]
-    for row in elsewhere[elsewhere.format == "float32"].itertuples():
-        said.append(f"x / 255 on {row.machine}: {row.as_division} of 256 have the bits of a division on this CPU.")
-    return [("Bytes of an image", said)]
+    bytes_read = [f"All 256 return as they were in {whole:.0%} of the ways, formats and devices tried."]
+    divided = conversions.query("machine != 'here' and way == 'x / 255' and format == 'float32'")
+    for row in divided.itertuples():
+        same = f"{row.as_division} of 256 have the bits of a division on this CPU"
+        bytes_read.append(f"x / 255 on {row.machine}: {same}.")
+    parts.append(("Bytes of an image", bytes_read))
+    return CheckedSentences(parts, [line for judged in verdicts for line in str(judged).splitlines()])
 
 
-def _outcomes(tried: pd.DataFrame) -> str:
+def _outcomes(reproduction: Reproduction) -> Iterator[str]:
     """How many trials gave the old losses back, how many were shown not to, and of how many neither is known."""
+    tried = reproduction.table[reproduction.table.distance > 0]
+    original = {name: str(value) for name, value in reproduction.original.items() if name in ARITHMETIC}
+    arithmetic = (tried[[*original]].map(str) != pd.Series(original)).any(axis=1)
     back = tried.confirmed.astype(bool)
     rejected = ~back & ((tried.state == "pruned") | (tried.decision == "different"))
     counts = {"gave the old losses back": back, "did not": rejected, "left it open": ~back & ~rejected}
-    return ", ".join(f"{some.sum()} {words}" for words, some in counts.items())
-
-
-def _cures(recorded: pd.DataFrame) -> tuple[list[tuple[str, Part]], list[str]]:
-    """The verdict on each cure in TF32 against one pass in float32, within each of `MARGINS`; and its numbers."""
-    named = recorded.assign(way=recorded.covariance + " under " + recorded.setting)
-    reference = "one-pass under cuda:tf32=off"
-    cured = named[(named.way == reference) | ((named.setting == "cuda:tf32=on") & (named.covariance != "one-pass"))]
-    if reference not in set(cured.way):
-        return [], []
-    verdicts = [verdict(cured, factor="way", margin=margin, reference=reference) for margin in MARGINS]
-    said = []
-    for row in verdicts[0].table.itertuples():
-        within = listed(f"{judged.decisions[row.way]} within {judged.margin}" for judged in verdicts)
-        said.append(f"{row.way}: {row.diverged} of {row.seeds} seeds became NaN; {within}.")
-    return [(f"The cures, against {reference}", said)], [line for each in verdicts for line in str(each).splitlines()]
+    for what, some in {"retunings of the training": ~arithmetic, "changes of the arithmetic": arithmetic}.items():
+        if some.any():
+            outcomes = ", ".join(f"{(some & outcome).sum()} {words}" for words, outcome in counts.items())
+            yield f"Of {some.sum()} {what} {outcomes}."
 
 
 def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
-    """Every run's loss while it learns, the old card's left and the new one's right; above, a tick where it became NaN.
+    """Every run's loss while it learns, in the old card's arithmetic left, in the new one's right.
 
-    Emulated runs are dashed, recorded ones thin. Ticks of a setting stand in a row.
-
-    Args:
-        old, new: Runs, from `gpulab.runs`, in the arithmetic of the one card and of the other.
+    Emulated runs are dashed, recorded ones thin. Above, a row a setting, a tick where a run became NaN.
     """
     figure, panels = canvas(2, height=3.9, share_rows=True)
     counts = []
@@ -200,8 +180,7 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
         lost = frame[frame.status == "diverged"]
         counts.append(f"{len(lost)} of {len(frame)}")
         for row, (setting, runs) in enumerate(frame.groupby("setting", sort=False)):
-            _draw_runs(axes, str(setting), runs)
-            _draw_rug(axes, lost[lost.setting == setting].diverged_at, 0.92 - 0.1 * row, colour(str(setting)))
+            _draw_runs(axes, str(setting), runs, 0.92 - 0.1 * row)
         axes.set_title(f"{name}: {counts[-1]} runs became NaN", fontsize=9)
         axes.set(xscale="log", xlabel="updates")
         axes.xaxis.set_major_formatter("{x:g}")
@@ -222,7 +201,8 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
     return finished(figure, "One network, one seed after another, on two cards' arithmetic", alt)
 
 
-def _draw_runs(axes: Axes, setting: str, runs: pd.DataFrame) -> None:
+def _draw_runs(axes: Axes, setting: str, runs: pd.DataFrame, height: float) -> None:
+    """The runs of one setting, and at a height a tick at each update where one became NaN, with how many if several."""
     recorded, emulated = bool(runs.recorded.iloc[0]), Setting.parse(setting).emulated
     line: Look = {"color": colour(setting), "lw": 0.6 if recorded else 1.0, "ls": dashes(setting), "alpha": 0.7}
     for _, run in history(runs).groupby("id"):
@@ -230,23 +210,17 @@ def _draw_runs(axes: Axes, setting: str, runs: pd.DataFrame) -> None:
         axes.plot(finite.step, finite.loss, **line)
     where = f"recorded on {runs.machine.iloc[0]}" if recorded else "emulated here" if emulated else "here"
     axes.plot([], [], label=f"{setting}, {where}", **line)
-
-
-def _draw_rug(axes: Axes, updates: pd.Series, height: float, tint: str) -> None:
-    """A tick at each of these updates, and above it how often, if more than once."""
-    at: Look = {"xycoords": axes.get_xaxis_transform(), "ha": "center", "fontsize": 7}
-    axes.vlines(updates.astype(float), height - 0.04, height, color=tint, lw=1.2, transform=axes.get_xaxis_transform())
-    for update, count in updates.astype(float).value_counts().items():
-        axes.annotate(f"{count}" if count > 1 else "", (update, height + 0.01), **at)
+    across = axes.get_xaxis_transform()
+    for update, count in runs.diverged_at[runs.status == "diverged"].astype(float).value_counts().items():
+        axes.vlines(update, height - 0.04, height, color=colour(setting), lw=1.2, transform=across)
+        many = f"{count}" if count > 1 else ""
+        axes.annotate(many, (update, height + 0.01), xycoords=across, ha="center", fontsize=7)
 
 
 def spectrum(frame: pd.DataFrame) -> Picture:
-    """The eigenvalues of one seed's covariance, and the smallest of each seed's.
+    """The eigenvalues of one seed's covariance, and the smallest of each seed's, from `covariance_spectrum`.
 
     Below −ε, the dotted line, a covariance has no Cholesky factor.
-
-    Args:
-        frame: From `gpulab.companion.covariance_spectrum`.
     """
     figure, (left, right) = canvas(2, height=3.8, share_rows=True)
     smallest = frame.groupby(["setting", "covariance", "seed"]).eigenvalue.min()
@@ -295,3 +269,21 @@ def prices(frame: pd.DataFrame) -> Picture:
     headline = f"{times.min():.2g} to {times.max():.2g} times as fast as the slowest" if len(times) else "One way alone"
     alt = f"Milliseconds a step on {machines} for float32 and for TF32 with either cure."
     return finished(figure, f"{headline}, recorded on {machines}", alt)
+
+
+def decoded(frame: np.ndarray) -> Picture:
+    """A frame (3, H, W) of bytes as each decoder makes it of the same JPEG file, and how far it is from the first."""
+    names = available_decoders()
+    file = encode_jpeg(frame)
+    pictures = [decode_jpeg(file, name) for name in names]
+    differences = [np.abs(picture.astype(int) - pictures[0]) for picture in pictures]
+    largest = max(1, *(difference.max() for difference in differences))
+    height, width = frame.shape[1:]
+    figure, places = grid(2, len(names), height=2 * 7.2 / len(names) * height / width + 0.8)
+    for (above, below), name, picture, apart in zip(places.T, names, pictures, differences, strict=True):
+        above.imshow(picture.transpose(1, 2, 0), interpolation="nearest")
+        above.set_title(name, fontsize=8)
+        below.imshow(apart.max(0), cmap="magma", vmin=0, vmax=largest, interpolation="nearest")
+        below.set_title(f"{(apart > 0).mean():.0%} of the values differ, by up to {apart.max()}", fontsize=8)
+    headline = f"One JPEG file, {len(names)} decoders; below, the difference from {names[0]}'s pixels"
+    return finished(figure, headline, f"A frame decoded by {', '.join(names)}, and the differences between them.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -32,14 +33,12 @@ from gpulab.training.step import Adam, Trainer
 
 PARTS = ("training/parallel.py", "training/step.py", "training/plan.py", "models", "data")  # on which `times` depends
 WARM_UP = 2  # windows
-KIND = "scale_out"  # of a document in data/scale_out
+TIMES = ["seconds", "compute", "wait", "communicate"]  # of an update
 SIZES = {  # of PredNet: the channels of its layers, and of its frames height and width
     "small": ([3, 8, 16], [24, 32]),
     "quick": ([3, 16, 32], [48, 64]),
     "paper": ([3, 48, 96, 192], [120, 160]),
 }
-TIMES = ("seconds", "compute", "wait", "communicate")  # of an update
-RECORDED = ("scaling", "ends", "parts")  # the tables of a recorded document
 WAYS: dict[str, dict[str, Any]] = {
     "synchronous": {"mode": "synchronous"},
     "lock-free": {"mode": "lock-free"},
@@ -51,18 +50,17 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def device_counts(device: str = "auto") -> dict[str, list[int]]:
-    """The settings of this machine under which devices can be compared, and how many: CPU processes, and GPUs.
+    """How many devices can be compared under which settings: processes on a CPU; GPUs where there are two or more.
 
-    Args:
-        device: `cpu` and `cuda` ask for that alone, which is a CPU where there are not two GPUs.
+    `device` asks for the `cpu` alone, or for `cuda` alone where it can be had.
 
     Examples:
         >>> device_counts("cpu")
         {'cpu:threads=1': [1, 2]}
     """
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    found = {"cuda:tf32=off": [count for count in (1, 2, 4, 8) if count <= gpus]} if gpus > 1 else {}
-    return found if found and device == "cuda" else {"cpu:threads=1": [1, 2], **found}
+    on_gpu = {"cuda:tf32=off": [count for count in (1, 2, 4, 8) if count <= gpus]} if gpus > 1 else {}
+    return on_gpu if on_gpu and device == "cuda" else {"cpu:threads=1": [1, 2], **on_gpu}
 
 
 def same_end(devices: Iterable[int] = (2,), setting: str = "cpu", **options: Any) -> pd.DataFrame:
@@ -110,31 +108,22 @@ def scaling_table(
         progress: Whether to show a bar.
 
     Returns:
-        A row for each kind of `scaling`, size and number of devices: `devices`, `batch`, `seconds` an update;
-        the mean device's seconds with the barrier, of which it spends `wait` (for the slowest), `communicate` and
-        `compute` (all else); `frames_per_second`; `speedup` of that over the first number of devices, `ideal`, and
-        `efficiency`, their quotient; `size`, `setting`, `machine`, and `recorded`, which is False.
-
-    Raises:
-        UsageError: For an unknown size.
+        A row for each kind of `scaling`, `size` and number of `devices`: `batch`; `seconds` of an update; with the
+        barrier, the mean device's seconds to `compute`, to `wait` for the slowest and to `communicate`;
+        `frames_per_second`; its `speedup` over the first number of devices, and that over the `ideal`, `efficiency`;
+        `setting`, `machine`, and `recorded`, which is False.
     """
     if unknown := set(sizes) - SIZES.keys():
         raise UsageError(f"sizes {', '.join(sorted(unknown))}: expected some of {', '.join(SIZES)}")
-    rows, counts = [], list(devices)
-    with Progress(total=len(counts) * len(sizes), leave=False, disable=not progress) as bar:
-        for count in counts:
-            with parallel.Processes(setting, count) as processes:
-                for size in sizes:
-                    batches = {"strong": batch_size, "weak": batch_size * count}
-                    found = {
-                        batch: _mean_times(processes, setting, size, batch, frames, updates)
-                        for batch in sorted({*batches.values()})
-                    }
-                    rows += [
-                        {"scaling": scaling, "size": size, "devices": count, "batch": batch, **found[batch]}
-                        for scaling, batch in batches.items()
-                    ]
-                    bar.update()
+    rows = []
+    for count in Progress(list(devices), leave=False, disable=not progress):
+        with parallel.Processes(setting, count) as processes:
+            for size in sizes:
+                strong = _mean_times(processes, setting, size, batch_size, frames, updates)
+                weak = strong
+                if count > 1:
+                    weak = _mean_times(processes, setting, size, batch_size * count, frames, updates)
+                rows += [{"scaling": "strong", **strong}, {"scaling": "weak", **weak}]
     table = pd.DataFrame(rows).sort_values(["scaling", "size", "devices"], kind="stable", ignore_index=True)
     table["frames_per_second"] = table.batch * frames / table.seconds
     alone = table.groupby(["scaling", "size"])[["frames_per_second", "devices"]].transform("first")
@@ -146,16 +135,16 @@ def scaling_table(
 
 def _mean_times(
     processes: parallel.Processes, setting: str, size: str, batch: int, frames: int, updates: int
-) -> dict[str, float]:
-    """What `times` finds, the mean of the devices."""
+) -> dict[str, Any]:
+    """What `times` finds, the mean of the devices, and for what."""
     channels, frame = SIZES[size]
     what: dict[str, Any] = {"net": "prednet", "profile": "smoke", "window": batch * frames}
     what["model_options"] = {"channels": channels, "size": frame, "batch_size": batch}
     what |= {"data_options": {"size": frame}, "frames": 2 * batch * frames}
     job = {"net": "gpulab.companion.scale_out:times", "setting": setting, "seed": 0}
     answers = processes.do(job | {"model_options": {"task": json.dumps(what), "updates": updates}})
-    mean = {name: sum(answer[name] for answer in answers) / len(answers) for name in answers[0]}
-    return {name: mean["update" if name == "seconds" else name] for name in TIMES}
+    mean = pd.DataFrame(answers).rename(columns={"update": "seconds"})[TIMES].mean()
+    return {"size": size, "devices": len(answers), "batch": batch, **mean}
 
 
 def times(seed: int, setting: Setting, task: str = "{}", updates: int = 10) -> dict[str, float]:
@@ -186,38 +175,25 @@ def times(seed: int, setting: Setting, task: str = "{}", updates: int = 10) -> d
         return {"update": seconds, "compute": compute, "wait": wait, "communicate": communicate}
 
 
-def recorded_scale_out(part: str = "scaling") -> pd.DataFrame:
+def recorded_scale_out(table: str = "scaling") -> pd.DataFrame:
     """What `benchmarks/scale_out.py` recorded on other machines; `recorded` is True.
 
-    Args:
-        part: `scaling`, as of `scaling_table`; `ends`, as of `same_end`; or `parts`, as of `parts_table`.
+    `table` is `scaling`, as of `scaling_table`; `ends`, as of `same_end`; or `parts`, as of `parts_table`.
 
     Examples:
-        >>> bool(recorded_scale_out().recorded.all())
-        True
+        >>> recorded_scale_out("ends").machine.unique().tolist()
+        ['NVIDIA H200']
     """
-    if part not in RECORDED:
-        raise UsageError(f"part {part!r}: expected one of {', '.join(RECORDED)}")
-    documents = [document for document in records.read_documents("scale_out") if document.get("kind") == KIND]
-    tables = [pd.DataFrame(document[part]).assign(machine=document["machine"]) for document in documents]
-    return pd.concat(tables, ignore_index=True).assign(recorded=True)
+    return records.recorded_table("scale_out", table)
 
 
 def atlas_plan(price: float) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
     """What the whole atlas costs on 1, 8 and 64 GPUs, as `benchmarks/plan_atlas.py` worked it out and recorded it.
 
-    Args:
-        price: Of one GPU for one hour, in any currency.
-
     Returns:
-        What the recorded runs took, a row an experiment; the plan, a row a number of `gpus`: `hours_low`,
-        `hours_high`, `money_low`, `money_high` and `idle`, the share of the paid time (of the high guess) in which
-        GPUs have nothing left to do; and in sentences, where its assumptions end.
-
-    Examples:
-        >>> rates, plan, limits = atlas_plan(3.0)
-        >>> plan.gpus.tolist()
-        [1, 8, 64]
+        What the recorded runs took, a row an experiment; the plan at this price of one GPU for one hour, a row a number
+        of `gpus`: `hours_low`, `hours_high`, `money_low`, `money_high` and `idle`, the share of the paid time (of the
+        high guess) in which GPUs have nothing left to do; and in sentences, where its assumptions end.
     """
     if not price > 0:
         raise UsageError(f"price={price}: expected more than 0")
@@ -303,15 +279,13 @@ def parts_table(devices: Sequence[str] = ("cpu", "cpu"), frames: int = 40) -> pd
     rows = []
     for name in ("autoencoder", "prednet"):
         given: dict[str, Any] = {"frames": frames, "fast": False, "profile": "smoke", "setting": devices[0]}
-
-        def trained(make: Any, name: str = name, given: dict[str, Any] = given) -> Trainer:
+        trainers: list[Trainer] = []
+        for make in (Trainer, functools.partial(SplitTrainer, devices=devices)):
             plan = plan_run(name, **given)
             plan.begin()
-            trainer: Trainer = make(plan)
-            trainer.run(None, 60.0, False)
-            return trainer
-
-        alone, parts = trained(Trainer), trained(lambda plan: SplitTrainer(plan, devices))
+            trainers.append(make(plan))
+            trainers[-1].run(None, 60.0, False)
+        alone, parts = trainers
         whole, apart = (sum(loss for _, _, loss, _ in t.history) / t.windows_done for t in (alone, parts))
         window = parts.loader.window(next(parts.data.windows(parts.window)).frames)
         kept = memory_per_part(parts.model.train(), next(iter(parts.model.batches(window))), len(devices))

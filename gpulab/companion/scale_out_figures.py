@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
 
+from gpulab.companion.findings import span
 from gpulab.companion.scale_out import descent_curves
 from gpulab.plots.style import (
     FAINT,
     INK,
+    Look,
     canvas,
-    colour,
     finished,
     is_recorded,
     key,
     log_scale,
     points,
+    setting_line,
     stacked_shares,
 )
 from gpulab.report import Picture
@@ -32,52 +33,40 @@ PLACE = ["recorded", "machine", "setting", "size"]
 def scaling_lines(frame: pd.DataFrame) -> Picture:
     """How many times as much several devices do, against the ideal line: strong scaling beside weak.
 
-    Args:
-        frame: From `gpulab.companion.scaling_table` and `recorded_scale_out`.
+    The frame is from `gpulab.companion.scaling_table` and `recorded_scale_out`.
     """
     figure, panels = canvas(2, height=4.0, share_rows=True)
-    most, keys = int(frame.devices.max()), {}
+    most = int(frame.devices.max())
+    low = min(1.0, frame.speedup.min())
     titles = {"strong": "strong: one batch, divided", "weak": "weak: a batch for each"}
     for axes, (scaling, title) in zip(panels, titles.items(), strict=True):
-        axes.plot([1, most], [1, most], color=FAINT, lw=1, ls="--", zorder=1)
         for (recorded, machine, setting, size), rows in frame[frame.scaling == scaling].groupby(PLACE, sort=False):
-            look: dict[str, Any] = {"marker": MARKERS[size], "hollow": recorded}
-            axes.plot(rows.devices, rows.speedup, color=colour(setting), lw=1.2)
-            points(axes, rows.devices, rows.speedup, colour(setting), **look)
             where = f"{machine}{' (recorded)' if recorded else ', here'}"
-            face = "white" if recorded else colour(setting)
-            keys[recorded, machine, setting, size] = key(
-                f"PredNet {size}, {setting}, {where}", color=colour(setting), marker=MARKERS[size], mfc=face, lw=1.2
-            )
+            label = f"PredNet {size}, {setting}, {where}"
+            setting_line(axes, rows.devices, rows.speedup, setting, label, recorded, MARKERS[size])
+        axes.plot([1, most], [1, most], color=FAINT, lw=1, ls="--", zorder=1, label="ideal")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         ticks = sorted({1, *frame.devices})
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_xticks(ticks, map(str, ticks))
         axes.set_xlabel("devices")
         axes.set_title(title, fontsize=9)
-    low = min(1.0, frame.speedup.min())
-    ticks = [2.0**power for power in range(int(np.floor(np.log2(low))), int(np.ceil(np.log2(most))) + 1)]
-    panels[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    panels[0].yaxis.set_major_formatter("{x:g}")
     panels[0].set_ylim(0.85 * low, 1.15 * most)
     panels[0].set_ylabel("speedup over one device")
-    last = frame[frame.devices == most].speedup
-    headline = f"{most} devices do {_span(last, '.2f')} times what one does"
+    headline = f"{most} devices do {_span(frame[frame.devices == most].speedup, '.2f')} times what one does"
     alt = f"Speedup against the number of devices, strong and weak scaling, beside the ideal line. {headline}."
-    ideal = key("ideal", color=FAINT, ls="--", lw=1)
-    return finished(figure, headline, alt, [*keys.values(), ideal], columns=1 if len(keys) < 4 else 2, size=7.5)
+    keys, _ = panels[0].get_legend_handles_labels()
+    return finished(figure, headline, alt, keys, columns=1 if len(keys) < 5 else 2, size=7.5)
 
 
 def update_shares(frame: pd.DataFrame) -> Picture:
-    """What share of an update several devices compute, wait and communicate.
-
-    Args:
-        frame: From `gpulab.companion.scaling_table` and `recorded_scale_out`.
-    """
+    """What share of an update several devices compute, wait and communicate; of the same frame."""
     table = frame[frame.devices > 1].sort_values([*PLACE, "scaling", "devices"], kind="stable", ignore_index=True)
-    names = []
-    for row in table.itertuples():
-        where = f"{row.machine}, recorded" if row.recorded else "here"
-        names.append(f"{row.size}, {row.scaling}, {row.devices} × {row.setting}, {where}")
+    where = (table.machine + ", recorded").where(table.recorded, "here")
+    names = (
+        table["size"] + ", " + table.scaling + ", " + table.devices.map("{} × ".format) + table.setting + ", " + where
+    )
     parts = table[[*DOES]].set_axis(names)
     computing = (parts.compute / parts.sum(axis=1)).tolist()
     headline = f"Devices compute {_span(computing, '.0%')} of an update, and wait or communicate the rest"
@@ -87,71 +76,60 @@ def update_shares(frame: pd.DataFrame) -> Picture:
 
 
 def descent_losses(histories: pd.DataFrame) -> Picture:
-    """The loss per update and per second of each way to descend: a thin line a seed, a thick one their mean.
-
-    Args:
-        histories: The second frame from `gpulab.companion.descent_runs`.
-    """
+    """The loss per update and per second of each way in `descent_runs`: a thin line a seed, a thick one their mean."""
     figure, panels = canvas(2, height=3.6, share_rows=True)
-    ways = list(dict.fromkeys(histories.way))
-    tints = dict(zip(ways, itertools.cycle(TINTS), strict=False))
-    curves = {seed: descent_curves(rows) for seed, rows in histories.groupby("seed")}
+    tints = dict(zip(dict.fromkeys(histories.way), TINTS, strict=False))
     mean = descent_curves(histories)
-    for axes, (column, label) in zip(
-        panels, {"step": "updates of all workers", "seconds": "seconds"}.items(), strict=True
-    ):
-        for way in ways:
-            for curve in curves.values():
-                one = curve[curve.way == way]
-                axes.plot(one[column], one.loss, color=tints[way], lw=0.5, alpha=0.4)
-            middle = mean[mean.way == way]
-            axes.plot(middle[column], middle.loss, color=tints[way], lw=1.8)
-        axes.set_xlabel(label)
-        axes.set_xlim(0)
+    curves: list[tuple[pd.DataFrame, Look]] = [
+        (descent_curves(rows), {"lw": 0.5, "alpha": 0.4}) for _, rows in histories.groupby("seed")
+    ]
+    for axes, column in zip(panels, ("step", "seconds"), strict=True):
+        for curve, look in [*curves, (mean, {"lw": 1.8})]:
+            for way, rows in curve.groupby("way"):
+                axes.plot(rows[column], rows.loss, color=tints[way], **look)
+        axes.set(xlabel="updates of all workers" if column == "step" else "seconds", xlim=(0, None))
     panels[0].set_ylabel("loss of a batch (mean squared error)")
     log_scale(panels[0].yaxis, mean.loss.min(), mean.loss.max())
     seconds = histories.groupby(["way", "seed"]).seconds.max().groupby("way").mean()
-    fastest = seconds.idxmin()
-    headline = f"As many updates: {fastest} is done first, in {seconds.min():.2g} s, the last in {seconds.max():.2g} s"
-    alt = f"Loss per update and per second of {', '.join(ways)} gradient descent. {headline}."
-    return finished(figure, headline, alt, [key(way, color=tints[way], lw=1.8) for way in ways], 3)
+    first = f"{seconds.idxmin()} is done first, in {seconds.min():.2g} s"
+    headline = f"As many updates: {first}, the last in {seconds.max():.2g} s"
+    alt = f"Loss per update and per second of {', '.join(tints)} gradient descent. {headline}."
+    return finished(figure, headline, alt, [key(way, color=tint, lw=1.8) for way, tint in tints.items()], 3)
 
 
 def batch_law(table: pd.DataFrame, found: pd.DataFrame) -> Picture:
     """Updates to a target against the batch size, and what they cost in examples, with the law and the noise scale.
 
-    Args:
-        table: The first frame from `gpulab.companion.large_batches`.
-        found: The second.
+    The frames are those from `gpulab.companion.large_batches`.
     """
-    figure, (left, right) = canvas(2, height=3.8)
+    figure, panels = canvas(2, height=3.8)
     sizes = np.geomspace(table.batch_size.min(), table.batch_size.max(), 100)
-    law, work = "#0072B2", "#D55E00"
-    for row in found.itertuples():
-        steps = row.least_steps * (1 + row.critical_batch / sizes)
-        left.plot(sizes, steps, color=law, lw=1.2)
-        right.plot(sizes, steps * sizes, color=work, lw=1.2)
-    points(left, table.batch_size, table.steps, law)
-    points(right, table.batch_size, table.examples, work)
-    critical, least = found.critical_batch.median(), found.least_steps.median()
-    left.axhline(least, color=FAINT, lw=0.9, ls=":")
-    left.annotate(f"fewest: {least:.0f}", (sizes[0], least), va="bottom", fontsize=8, color=INK)
-    marks = {"noise at the target": found.noise_target.median(), "critical batch": critical}
-    marks = {"noise at first": found.noise_begin.median()} | marks
-    for axes in (left, right):
-        for style, size in zip((":", "--", "-"), marks.values(), strict=True):
+    middle = found.median()
+    marks = {
+        "noise at first": (middle.noise_begin, ":"),
+        "noise at the target": (middle.noise_target, "--"),
+        "critical batch": (middle.critical_batch, "-"),
+    }
+    for axes, column, tint in zip(panels, ("steps", "examples"), ("#0072B2", "#D55E00"), strict=True):
+        for row in found.itertuples():
+            steps = row.least_steps * (1 + row.critical_batch / sizes)
+            axes.plot(sizes, steps if column == "steps" else steps * sizes, color=tint, lw=1.2)
+        points(axes, table.batch_size, table[column], tint)
+        for size, style in marks.values():
             if np.isfinite(size):
                 axes.axvline(size, color=INK, lw=0.9, ls=style, zorder=1)
         axes.set(xscale="log", yscale="log", xlabel="batch size")
+        axes.set_ylabel(f"{'updates' if column == 'steps' else column} to the target")
         axes.xaxis.set_major_formatter("{x:,g}")
-    log_scale(left.yaxis, *table.steps.agg(["min", "max"]))
-    log_scale(right.yaxis, *table.examples.agg(["min", "max"]))
-    left.set_ylabel("updates to the target")
-    right.set_ylabel("examples to the target")
-    keys = [
-        key(f"{name}: {size:,.0f}" if np.isfinite(size) else f"{name}: none seen", color=INK, ls=style, lw=0.9)
-        for style, (name, size) in zip((":", "--", "-"), marks.items(), strict=True)
-    ]
+        log_scale(axes.yaxis, table[column].min(), table[column].max())
+    panels[0].axhline(middle.least_steps, color=FAINT, lw=0.9, ls=":")
+    fewest = f"fewest: {middle.least_steps:.0f}"
+    panels[0].annotate(fewest, (sizes[0], middle.least_steps), va="bottom", fontsize=8, color=INK)
+    seen = {
+        name: (f"{size:,.0f}" if np.isfinite(size) else "none seen", style) for name, (size, style) in marks.items()
+    }
+    keys = [key(f"{name}: {size}", color=INK, ls=style, lw=0.9) for name, (size, style) in seen.items()]
+    critical = middle.critical_batch
     headline = f"A batch of {critical:.0f} takes twice the fewest updates, and twice the fewest examples"
     alt = f"Updates and examples to a target loss against the batch size, with the fitted law. {headline}."
     return finished(figure, headline, alt, keys, 3)
@@ -160,15 +138,12 @@ def batch_law(table: pd.DataFrame, found: pd.DataFrame) -> Picture:
 def scale_finding(ends: pd.DataFrame, scaling: pd.DataFrame, summaries: pd.DataFrame, found: pd.DataFrame) -> str:
     """What was measured here, then what was recorded, in sentences.
 
-    Args:
-        ends: From `gpulab.companion.same_end`.
-        scaling: From `scaling_table` and `recorded_scale_out`.
-        summaries: The first frame from `descent_runs`.
-        found: The second frame from `large_batches`.
+    From `same_end`, `scaling_table` and `recorded_scale_out`, the summaries of `descent_runs`, and the second frame of
+    `large_batches`.
     """
     apart = ends.groupby("precision").weights.max()
     lines = [
-        f"Training on {_span(ends.devices, 'd')} devices ends where it does on one: no weight is off by more than "
+        f"Training on {span(ends.devices)} devices ends where it does on one: no weight is off by more than "
         f"{apart.float32:.1e} in float32 and {apart.float64:.1e} in float64."
     ]
     recorded = is_recorded(scaling)
@@ -208,7 +183,7 @@ def _scaling_sentences(scaling: pd.DataFrame) -> list[str]:
     return lines
 
 
-def _span(values: Any, form: str) -> str:
+def _span(values: Iterable[float], form: str) -> str:
     """The least to the most, or the one that there is."""
     low, high = (format(value, form) for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"

@@ -10,17 +10,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 
 from gpulab import records
 from gpulab.companion.findings import SIZES, CheckedSentences, Part, listed
 from gpulab.errors import UsageError
-from gpulab.plots.style import FAINT, INK, canvas, colour, finished, level_colours, log_scale, points, stacked_shares
+from gpulab.plots.style import (
+    FAINT,
+    INK,
+    canvas,
+    colour,
+    finished,
+    level_colours,
+    log_scale,
+    points,
+    setting_line,
+    stacked_shares,
+)
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, verdict
 
-KIND = "workloads"  # of a document in data/speed
 PHASES = {"forward": "#56B4E9", "backward": "#D55E00", "update": FAINT}
 HOUR = 3600
+PLACE = ["recorded", "machine", "setting", "size"]
 
 
 class Claim(NamedTuple):
@@ -72,61 +84,49 @@ def recorded_speed() -> pd.DataFrame:
         >>> bool(recorded_speed().recorded.all())
         True
     """
-    found = [record for record in records.read_documents("speed") if record.get("kind") == KIND]
-    rows = pd.DataFrame([row for record in found for row in record["rows"]])
-    return rows.assign(recorded=True).astype({"value": float, "spread": float, "seed": "Int64"})
+    return records.recorded_table("speed", "workloads").astype({"value": float, "spread": float, "seed": "Int64"})
 
 
 def speed_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows of one section for reading: the median over seeds of each number, and where there is none, why.
-
-    Args:
-        frame: From `measure_speed` or `recorded_speed`, or both.
-    """
+    """Rows of `measure_speed` and `recorded_speed` for reading: a number's median over seeds, or why there is none."""
     by = ["what", "way", "unit", "note", "size", "machine", "setting", "recorded"]
     rows = frame.groupby(by, sort=False, as_index=False).value.median()
-    return rows.assign(value=rows.value.map(_short), where=rows.apply(_where, axis=1))[
-        ["what", "way", "value", "unit", "where", "size", "note"]
-    ]
+    columns = ["what", "way", "value", "unit", "where", "size", "note"]
+    return rows.assign(value=rows.value.map(_short), where=_where(rows))[columns]
 
 
 def claims_table(frame: pd.DataFrame, size: str = "quick") -> pd.DataFrame:
     """The sources' claims, a row each: from what to what, how many times here, how many claimed, and what differs.
 
-    What was measured here is taken where it is there, else what was recorded.
-
-    Args:
-        frame: From `measure_speed` and `recorded_speed`.
-        size: The profile whose rows count.
+    What was measured here in this `size` is taken where it is there, else what was recorded.
     """
-    frame, rows = frame[frame["size"] == size], []
+    rows = []
     for claim in CLAIMS:
-        slow, fast = (_number(frame, claim, *side) for side in (claim.slow, claim.fast))
-        sides = ((claim.slow, slow), (claim.fast, fast))
-        missing = [_why_not(frame, claim, *side) for side, found in sides if found is None]
-        times = np.nan
-        if slow is not None and fast is not None:
-            times = fast[0] / slow[0] if claim.unit == "images/s" else slow[0] / fast[0]
-        rows.append(
-            {
-                "claim": claim.words,
-                "claimed": claim.claimed,
-                "measured": "; ".join(dict.fromkeys(missing)) or f"{times:.3g}×",
-                "from": "" if slow is None else slow[1],
-                "to": "" if fast is None else fast[1],
-                "what differs": claim.differs,
-                "times": times,
-            }
-        )
+        sides = [_side(frame[frame["size"] == size], claim, *side) for side in (claim.slow, claim.fast)]
+        (slow, slow_words, _), (fast, fast_words, _) = sides
+        times = fast / slow if claim.unit == "images/s" else slow / fast
+        missing = "; ".join(dict.fromkeys(why for *_, why in sides if why))
+        row = {"claim": claim.words, "claimed": claim.claimed, "measured": missing or f"{times:.3g}×"}
+        rows.append(row | {"from": slow_words, "to": fast_words, "what differs": claim.differs, "times": times})
     return pd.DataFrame(rows)
 
 
-def cost_table(frame: pd.DataFrame, per_hour: Mapping[str, float]) -> pd.DataFrame:
-    """What one trained text classifier costs, in float32.
+def _side(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> tuple[float, str, str]:
+    """One side of a claim: the best that a device can, in words with where it is from; or why there is no number."""
+    frame = frame[(frame.part == claim.part) & (on_gpu(frame) == (device == "gpu"))]
+    rows = frame[(frame.unit == claim.unit) & frame.value.notna() & ((frame.way == way) | (not way))]
+    if rows.empty:
+        notes = frame.note[frame.way.isin([way, ""]) & frame.value.isna() & frame.note.fillna("").ne("")]
+        return np.nan, "", f"not measured on a {device.upper()}" + "".join(f": {note}" for note in notes[:1])
+    rows = rows[rows.recorded == rows.recorded.min()]
+    medians = rows.assign(where=_where(rows)).groupby(["way", "where"], sort=False).value.median()
+    value = medians.max() if claim.unit == "images/s" else medians.min()
+    best, where = medians.index[medians == value][0]
+    return value, f"{_short(value)} {claim.unit}, {best}: {where}", ""
 
-    Args:
-        frame: The part `text` of `measure_speed` and `recorded_speed`.
-        per_hour: The price of an hour on a `cpu` and on a `gpu`, in any currency.
+
+def cost_table(frame: pd.DataFrame, per_hour: Mapping[str, float]) -> pd.DataFrame:
+    """What one trained text classifier costs, in float32, where an hour on a `cpu` and on a `gpu` costs so much.
 
     Returns:
         A row a machine, setting and size: `seconds` (the median over seeds), `per_hour`, `per_thousand` (the price of
@@ -154,38 +154,24 @@ def cost_table(frame: pd.DataFrame, per_hour: Mapping[str, float]) -> pd.DataFra
 
 
 def precision_verdict(frame: pd.DataFrame) -> Verdict:
-    """What the precision does to the loss of the text classifier, against float32 on the same seeds.
-
-    Args:
-        frame: The part `text` of one machine, setting and size.
-    """
+    """What the precision does to the loss of the text classifier of one machine, setting and size, against float32."""
     losses = frame[(frame.part == "text") & (frame.unit == "loss") & ~frame.way.str.contains("compiled")]
     named = losses.rename(columns={"way": "precision", "value": "final_loss"})
     return verdict(named[["precision", "seed", "final_loss"]], factor="precision", reference="float32")
 
 
 def crossover(frame: pd.DataFrame) -> float:
-    """The width from which on an update of three layers takes longer on the CPU; NaN where the lines do not cross.
-
-    Args:
-        frame: The part `small` of a CPU and of another device.
-    """
+    """The width from which on an update of three layers takes longer on the CPU; NaN where the lines do not cross."""
     seconds = _on_both(frame)
     gain = np.log(seconds[False] / seconds[True]).to_numpy()
-    if not len(gain) or gain[0] > 0 or gain[-1] < 0:
+    if not len(gain) or gain[0] >= 0 or gain[-1] < 0:
         return float("nan")
-    after = int(np.flatnonzero(gain < 0)[-1]) + 1 if (gain < 0).any() else 0
-    if after == 0:
-        return float(seconds.index[0])
-    places = np.log2(seconds.index.to_numpy())[after - 1 : after + 1]
-    return float(2 ** np.interp(0, gain[after - 1 : after + 1], places))
+    last = int(np.flatnonzero(gain < 0)[-1])  # at which the CPU leads
+    return float(2 ** np.interp(0, gain[last : last + 2], np.log2(seconds.index)[last : last + 2]))
 
 
 def backends(passport: Mapping[str, Any]) -> pd.DataFrame:
-    """CUDA, ROCm, Metal and XPU: what a passport says of each, and what is not measured there.
-
-    Args:
-        passport: From `gpulab.passport`, or a recorded one.
+    """CUDA, ROCm, Metal and XPU: what a passport (`gpulab.passport`) says of each, and what is not measured there.
 
     Examples:
         >>> import gpulab as gl
@@ -211,11 +197,7 @@ def _on_both(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def speed_finding(frame: pd.DataFrame) -> CheckedSentences:
-    """What was measured here, then what was recorded.
-
-    Args:
-        frame: Everything from `measure_speed` and `recorded_speed`.
-    """
+    """What was measured here, then what was recorded: everything from `measure_speed` and `recorded_speed`."""
     here, recorded = frame[~frame.recorded], frame[frame.recorded]
     mine = here[~on_gpu(here)] if not on_gpu(here).all() else here
     shares = _phases(mine)
@@ -251,29 +233,9 @@ def on_gpu(frame: pd.DataFrame) -> pd.Series:
     return ~frame.setting.astype(str).str.startswith("cpu")
 
 
-def _number(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> tuple[float, str] | None:
-    """A side of a claim as a number, and in words with where it is from; None where nobody measured it."""
-    rows = frame[(frame.part == claim.part) & (frame.unit == claim.unit) & (on_gpu(frame) == (device == "gpu"))]
-    rows = rows[rows.value.notna() & ((rows.way == way) | (not way))]
-    if rows.empty:
-        return None
-    rows, rate = rows[rows.recorded == rows.recorded.min()], claim.unit == "images/s"
-    medians = rows.groupby(["machine", "setting", "way"], sort=False).value.median()
-    machine, setting, way = medians.idxmax() if rate else medians.idxmin()  # the best that a device can
-    place = _where(pd.Series({"machine": machine, "setting": setting, "recorded": rows.recorded.iloc[0]}))
-    value = float(medians.max() if rate else medians.min())
-    return value, f"{_short(value)} {claim.unit}, {way}: {place}"
-
-
-def _why_not(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> str:
-    """Why a side of a claim has no number."""
-    rows = frame[(frame.part == claim.part) & (on_gpu(frame) == (device == "gpu")) & frame.way.isin([way, ""])]
-    notes = rows.note[rows.value.isna() & rows.note.fillna("").ne("")]
-    return f"not measured on a {device.upper()}" + (f": {notes.iloc[0]}" if len(notes) else "")
-
-
-def _where(row: pd.Series) -> str:
-    return f"{row.machine}, {row.setting}{' (recorded)' if row.recorded else ''}"
+def _where(frame: pd.DataFrame) -> pd.Series:
+    """What made each row, in words."""
+    return frame.machine + ", " + frame.setting + frame.recorded.map({True: " (recorded)", False: ""})
 
 
 def _short(value: float) -> str:
@@ -283,25 +245,22 @@ def _short(value: float) -> str:
 def _phases(frame: pd.DataFrame) -> pd.DataFrame:
     """Seconds of each phase of a step, a row a network and place."""
     frame = frame[frame.part == "step"]
-    frame = frame.assign(where=[_where(row) for _, row in frame.iterrows()])
-    return frame.pivot_table("value", ["what", "where"], "way", sort=False)[[*PHASES]]
+    return frame.assign(where=_where(frame)).pivot_table("value", ["what", "where"], "way", sort=False)[[*PHASES]]
 
 
 # --- figures ---------------------------------------------------------------------------------------------
 
 
 def scaling(frame: pd.DataFrame) -> Picture:
-    """Rates of matrix products against their size, filled for this machine, hollow for recorded ones.
-
-    Args:
-        frame: From `gpulab.roofline`, and from `gpulab.device.recorded_rooflines`.
-    """
+    """Rates of matrix products against their size: filled from `gpulab.roofline`, hollow from `recorded_rooflines`."""
     figure, (axes,) = canvas(1, height=3.8)
-    frame = frame[frame.kind == "matrix"]
-    frame = frame.assign(edge=frame.operation.str.extract(r"(\d+)$").astype(int), machine=frame.get("machine", np.nan))
+    frame = frame[frame.kind == "matrix"].reset_index(drop=True)
+    edge = frame.operation.str.extract(r"(\d+)$").astype(int)
+    frame = frame.assign(edge=edge, machine=frame.get("machine", np.nan)).sort_values("edge", kind="stable")
     for (machine, setting), rows in frame.groupby(["machine", "setting"], dropna=False, sort=False):
-        recorded, rows = isinstance(machine, str), rows.sort_values("edge")
-        _line(axes, rows.edge, rows.gflops, str(setting), f"{machine} (recorded)" if recorded else "here", recorded)
+        recorded = isinstance(machine, str)
+        label = f"{setting}, {machine} (recorded)" if recorded else f"{setting}, here"
+        setting_line(axes, rows.edge, rows.gflops, str(setting), label, recorded)
     _widths(axes, frame.edge)
     axes.set(yscale="log", xlabel="edge of the matrices", ylabel="rate (Gflop/s)")
     axes.yaxis.set_major_formatter("{x:,g}")
@@ -312,11 +271,7 @@ def scaling(frame: pd.DataFrame) -> Picture:
 
 
 def shares(frame: pd.DataFrame) -> Picture:
-    """What share of a training step each phase takes, for each network and machine.
-
-    Args:
-        frame: The part `step` of `measure_speed` and `recorded_speed`.
-    """
+    """What share of a training step each phase takes, for each network and machine."""
     table = _phases(frame)
     back = table.backward / table.sum(axis=1)
     headline = f"Backpropagation takes {back.min():.0%} to {back.max():.0%} of a step"
@@ -331,32 +286,31 @@ def kernels() -> Picture:
 
     The fast path of `gpulab.train`; how far it is from a machine's peak stands in `benchmarks/prednet.md`.
     """
-    found = [record for record in records.read_documents("speed") if record.get("kind") == "kernels"]
-    rows = pd.DataFrame([{"machine": record["machine"], **row} for record in found for row in record["rows"]])
+    rows = records.recorded_table("speed", "kernels")
     rows = rows.assign(name=rows[["machine", "setting", "size"]].agg(", ".join, axis=1))
     table = rows.pivot_table("ms", "name", "what", sort=False).fillna(0)
     table = table[table.sum().sort_values(ascending=False).index]
     share = table["convolutions"] / table.sum(axis=1)
     headline = f"Convolutions, weight gradients apart, are {share.min():.0%} to {share.max():.0%} of an update's work"
-    tints = dict(zip(table, level_colours("what", [*table]).values(), strict=True))
     alt = f"Shares of an update of PredNet by kind of work. {headline}."
     label = "share of its kernels' time (right: the sum; on a GPU some run beside others)"
+    tints = level_colours("what", [*table])
     return stacked_shares(table / 1e3, table.sum(axis=1) / 1e3, tints, label, headline, alt)
 
 
 def small_work(frame: pd.DataFrame) -> Picture:
-    """The time of an update of three layers against their width, and where a CPU and another device take the same.
-
-    Args:
-        frame: The part `small` of `measure_speed` and `recorded_speed`.
-    """
+    """The time of an update of three layers against their width, and where a CPU and another device take the same."""
     figure, (axes,) = canvas(1, height=3.6)
-    frame = frame[frame.part == "small"].assign(width=lambda rows: rows.way.astype(int))
-    for (recorded, machine, setting), rows in frame.groupby(["recorded", "machine", "setting"], sort=False):
-        one = rows.groupby("width").value.median()
-        _line(axes, one.index, 1e3 * one, setting, f"{machine}{' (recorded)' if recorded else ', here'}", recorded)
+    frame = frame[frame.part == "small"].assign(
+        width=lambda rows: rows.way.astype(int), ms=lambda rows: 1e3 * rows.value
+    )
+    for (recorded, machine, setting), rows in frame.groupby(PLACE[:3], sort=False):
+        ms = rows.groupby("width").ms.median()
+        setting_line(
+            axes, ms.index, ms, setting, f"{setting}, {machine}{' (recorded)' if recorded else ', here'}", recorded
+        )
     _widths(axes, frame.width)
-    log_scale(axes.yaxis, *(1e3 * frame.value.agg(["min", "max"])))
+    log_scale(axes.yaxis, frame.ms.min(), frame.ms.max())
     axes.set(xlabel="width of each of three layers, 32 examples", ylabel="one update (ms)")
     cross = crossover(frame)
     headline = "The same device leads at every width" if on_gpu(frame).any() else "A CPU alone: no GPU was recorded"
@@ -367,49 +321,39 @@ def small_work(frame: pd.DataFrame) -> Picture:
 
 
 def ladder(frame: pd.DataFrame) -> Picture:
-    """How many times as fast as in float32 the text classifier trains in each precision, seed by seed.
-
-    Args:
-        frame: The part `text` of `measure_speed` and `recorded_speed`.
-    """
+    """How many times as fast as in float32 the text classifier trains in each precision, seed by seed."""
     absent = frame.note.fillna("").ne("") & ~frame.recorded  # of what was recorded only what there is
     frame = frame[(frame.part == "text") & ((frame.unit == "s") | absent)]
-    by = ["recorded", "machine", "setting", "size"]
-    usual = frame[frame.way == "float32"].groupby(by, as_index=False).value.median()
-    frame = frame.merge(usual.rename(columns={"value": "usual"}), on=by).assign(times=lambda row: row.usual / row.value)
-    groups = list(frame.groupby(by, sort=False))
-    figure, (axes,) = canvas(1, height=0.9 + 0.21 * frame.groupby(by).way.nunique().sum())
-    names: list[str] = []
-    for (recorded, machine, setting, size), rows in groups:
-        for way, some in rows.groupby("way", sort=False):
-            points(axes, some.times, np.full(len(some), len(names)), colour(setting), hollow=recorded, s=18)
-            if some.times.isna().all():
-                axes.annotate(some.note.iloc[0], (1.02, len(names)), va="center", fontsize=7, color=INK)
-            names.append(f"{way}, {size}, {setting}, {'recorded on ' + machine if recorded else 'here'}")
+    usual = frame[frame.way == "float32"].groupby(PLACE, as_index=False).value.median()
+    frame = frame.merge(usual.rename(columns={"value": "usual"}), on=PLACE).assign(
+        times=lambda row: row.usual / row.value
+    )
+    steps = [
+        step for _, place in frame.groupby(PLACE, sort=False) for step in place.groupby([*PLACE, "way"], sort=False)
+    ]
+    figure, (axes,) = canvas(1, height=0.9 + 0.21 * len(steps))
+    names = []
+    for height, ((recorded, machine, setting, size, way), rows) in enumerate(steps):
+        points(axes, rows.times, np.full(len(rows), height), colour(setting), hollow=recorded, s=18)
+        if rows.times.isna().all():
+            axes.annotate(rows.note.iloc[0], (1.02, height), va="center", fontsize=7, color=INK)
+        names.append(f"{way}, {size}, {setting}, {'recorded on ' + machine if recorded else 'here'}")
     axes.axvline(1, color=FAINT, lw=0.8)
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="times as fast as the median in float32 there (a point a seed)")
     axes.set_xlim(0)
-    medians = frame.groupby([*by, "way"]).times.median()
-    best = medians.idxmax()
-    headline = f"The most gained: {best[-1]} on {best[1]}, {medians.max():.2f} times as fast as float32"
-    headline = "Nothing trains faster than float32" if best[-1] == "float32" else headline
+    medians = frame.groupby([*PLACE, "way"]).times.median()
+    _, machine, _, _, best = medians.idxmax()
+    headline = f"The most gained: {best} on {machine}, {medians.max():.2f} times as fast as float32"
+    headline = "Nothing trains faster than float32" if best == "float32" else headline
     return finished(figure, headline, f"Speed of training in each precision over float32. {headline}.")
 
 
-def _line(axes: Any, x: Any, y: Any, setting: str, place: str, hollow: bool) -> None:
-    """A line with its points and its key."""
-    axes.plot(x, y, color=colour(setting), lw=1.2)
-    points(axes, x, y, colour(setting), hollow=hollow)
-    face = "white" if hollow else colour(setting)
-    axes.plot([], [], color=colour(setting), marker="o", mfc=face, lw=1.2, label=f"{setting}, {place}")
-    axes.legend(fontsize=8, frameon=False, loc="upper left")
-
-
-def _widths(axes: Any, widths: Any) -> None:
-    """A logarithmic horizontal axis with a tick at each power of four."""
+def _widths(axes: Axes, widths: pd.Series) -> None:
+    """A logarithmic horizontal axis with a tick at each power of four, and the key of the lines."""
     axes.set_xscale("log", base=2)
-    low, high = np.log2(min(widths)), np.log2(max(widths))
-    ticks = [2**power for power in range(int(low), int(high) + 1, 2)]
+    low, high = np.log2([widths.min(), widths.max()]).astype(int)
+    ticks = [2**power for power in range(low, high + 1, 2)]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
+    axes.legend(fontsize=8, frameon=False, loc="upper left")

@@ -9,7 +9,7 @@ import copy
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -71,20 +71,16 @@ class TextNet(nn.Module):
 
     def forward(self, words: Int[Tensor, "b t"]) -> Float[Tensor, "b c"]:
         """Scores; 0 is no word."""
-        there = words > 0
+        there, vectors = (words > 0).unsqueeze(-1), self.words(words)
         if isinstance(self.reader, nn.LSTM):
-            read = self.reader(self.words(words))[0]
+            read = self.reader(vectors)[0]
         else:
-            read = self.reader(self.words(words), src_key_padding_mask=~there)
-        counted = there.unsqueeze(-1)
-        return self.scores((read * counted).sum(1) / counted.sum(1))
+            read = self.reader(vectors, src_key_padding_mask=words == 0)
+        return self.scores((read * there).sum(1) / there.sum(1))
 
 
 def workload(name: str, size: str = "quick") -> Step:
     """A training step of `resnet18`, of an `LSTM` or of a `Transformer` encoder, on random input.
-
-    Raises:
-        UsageError: For another network or size.
 
     Examples:
         >>> workload("LSTM", "smoke")(Setting.parse("cpu")).shape
@@ -115,21 +111,23 @@ def step(setting: Setting, size: str) -> Iterator[Row]:
         work = workload(name, size)
         model, (inputs, targets) = work.model.to(setting.device), (part.to(setting.device) for part in work.batch)
         optimizer = torch.optim.Adam(model.parameters())
-        times: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
+        forward = functools.partial(_loss, model, inputs, targets)
+        times: list[tuple[float, float, float]] = []
         for _ in range(2 + REPEATS[size]):
             optimizer.zero_grad()
-            forward, loss = clocked(setting, functools.partial(_loss, model, inputs, targets))
-            times["forward"].append(forward)
-            times["backward"].append(clocked(setting, loss.backward)[0])
-            times["update"].append(clocked(setting, optimizer.step)[0])
-        for way, seconds in times.items():
-            yield Row(name, way, *summary(seconds[2:]))
+            seconds, loss = clocked(setting, forward)
+            times.append((seconds, clocked(setting, loss.backward)[0], clocked(setting, optimizer.step)[0]))
+        for way, taken in zip(("forward", "backward", "update"), zip(*times[2:], strict=True), strict=True):
+            yield Row(name, way, *summary(taken))
 
 
 def inference(setting: Setting, size: str) -> Iterator[Row]:
     """Images a second through resnet18: a copy on each of several GPUs, or for each of several CPU cores."""
     work, threads, cores = workload("resnet18", size), torch.get_num_threads(), setting.kind == "cpu"
-    most, calls = (threads, 3) if cores else (device_count(setting), 20)
+    numbered = setting.kind not in ("cpu", "mps")  # of which there may be several
+    most, calls = (threads, 3) if cores else (1, 20)
+    if numbered:
+        most = getattr(torch, setting.kind).device_count()
 
     def serve(model: nn.Module, images: Tensor) -> None:
         with torch.no_grad():
@@ -138,7 +136,7 @@ def inference(setting: Setting, size: str) -> Iterator[Row]:
             answer.cpu()  # when it is done
 
     for count in sorted({1, 2, 4, 8, most} & {*range(1, most + 1)}):
-        devices = [setting.kind if setting.kind in ("cpu", "mps") else f"{setting.kind}:{n}" for n in range(count)]
+        devices = [f"{setting.kind}:{n}" if numbered else setting.kind for n in range(count)]
         models = [copy.deepcopy(work.model).eval().to(device) for device in devices]
         images = [work.batch[0].to(device) for device in devices]
         alone = functools.partial(torch.set_num_threads, 1 if cores else threads)  # of those that compute for a thread
@@ -168,9 +166,8 @@ def transfer(setting: Setting, size: str) -> Iterator[Row]:
             yield Row("copy", memory, here.numel() * here.itemsize / seconds / 1e9, "GB/s", spread)
             yield Row("images", memory, *_repeated(setting, size, lambda move=move: model(move())))  # type: ignore[misc]
         if setting.kind != "cuda":
-            yield Row(
-                "images", "overlapped", note=f"pinned memory and a second stream are used on cuda, not {setting.kind}"
-            )
+            why = f"pinned memory and a second stream are used on cuda, not {setting.kind}"
+            yield Row("images", "overlapped", note=why)
             return
         aside, coming = torch.cuda.Stream(), [move()]
 
@@ -246,12 +243,7 @@ def memory(setting: Setting, size: str) -> Iterator[Row]:
 
 @functools.cache
 def ceilings(setting: str) -> pd.DataFrame:
-    """The roofline of a setting, `gpulab.roofline`'s, measured once a process.
-
-    Examples:
-        >>> ceilings("cpu") is ceilings("cpu")
-        True
-    """
+    """The roofline of a setting, `gpulab.roofline`'s, measured once a process."""
     return roofline(setting, repeats=3, progress=False)
 
 
@@ -275,12 +267,7 @@ PARTS = (*SECTIONS, *IN_BENCHMARKS)
 
 
 def measure_speed(part: str, settings: Iterable[Setting | str] = ("cpu",), size: str = "quick") -> pd.DataFrame:
-    """Measure one section of notebook 07 under each setting.
-
-    Args:
-        part: One of `PARTS`.
-        settings: Where to compute.
-        size: A profile.
+    """Measure one section of notebook 07, one of `PARTS`, under each setting, at the size of a profile.
 
     Returns:
         A row a number: `part`, `what`, `way`, `value`, `unit`, `spread` (the interquartile range over the median),
@@ -301,11 +288,6 @@ def measure_speed(part: str, settings: Iterable[Setting | str] = ("cpu",), size:
     rows = pd.concat(frames, ignore_index=True)
     rows.insert(0, "part", part)
     return rows.assign(recorded=False).astype({"value": float, "spread": float, "seed": "Int64"})
-
-
-def device_count(setting: Setting) -> int:
-    """How many devices of the setting's kind there are."""
-    return 1 if setting.kind in ("cpu", "mps") else getattr(torch, setting.kind).device_count()
 
 
 def _repeated(setting: Setting, size: str, work: Callable[[], Any]) -> tuple[float, str, float]:
@@ -333,7 +315,7 @@ def clocked(setting: Setting, work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - started, found
 
 
-def summary(times: list[float]) -> tuple[float, str, float]:
+def summary(times: Sequence[float]) -> tuple[float, str, float]:
     """Median, unit and spread."""
     first, middle, third = statistics.quantiles(times, n=4)
     return middle, "s", (third - first) / middle

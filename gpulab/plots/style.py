@@ -141,6 +141,13 @@ def points(axes: Axes, x: Any, y: Any, tint: str, hollow: bool = False, **look: 
     axes.scatter(x, y, **{"s": 30, "color": face, "edgecolors": tint, "linewidths": 1.2, "zorder": 3, **look})
 
 
+def setting_line(axes: Axes, x: Any, y: Any, setting: str, label: str, hollow: bool = False, marker: str = "o") -> None:
+    """A line with its points in a setting's colour, and its name for the key; hollow for what was recorded."""
+    tint = colour(setting)
+    face = "white" if hollow else tint
+    axes.plot(x, y, label=label, color=tint, lw=1.2, marker=marker, ms=5.5, mfc=face, mew=1.2, zorder=3)
+
+
 def key(label: str, **look: Any) -> Line2D:
     """A line, or with `ls=""` and a `marker` a point, and what it means."""
     return Line2D([], [], label=label, **look)

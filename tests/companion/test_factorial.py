@@ -1,4 +1,7 @@
-"""The registered runs of the published network: what the table, the figure and the page make of them."""
+"""The registered runs of the published network, dose and response: what tables, figures and the page make of them."""
+
+import itertools
+import math
 
 import numpy as np
 import pandas as pd
@@ -6,15 +9,31 @@ import pytest
 
 import gpulab as gl
 from gpulab.companion import factorial
+from gpulab.companion.benchmarks import FOLDERS, benchmark
+from gpulab.companion.factorial import dose_finding, dose_response, dose_table, rank_correlation
 from gpulab.companion.learning import ALL, BEAT
 from gpulab.stats.verdicts import p_text
 
 REUSED, SHARED = "GPU, as published", "GPU, memory shared"
+CPU = "cpu:threads=1"
+TRAINING = f"{FOLDERS[0]}/dose_training.py:bias_and_loss"
+CELLS = np.arange(12)
 
 
 @pytest.fixture(scope="module")
 def recorded():
     return gl.companion.published_runs()
+
+
+@pytest.fixture(scope="module")
+def table(recorded):
+    return gl.companion.published_table(recorded)
+
+
+@pytest.fixture(scope="module")
+def longer():
+    table = pd.DataFrame({"metric": [BEAT, ALL], "worse": [0, 15], "seeds": 16, "decision": "different"})
+    return table.assign(relative=1.0, beat=0, beat_reference=16)
 
 
 def runs(device="cuda", loader="reused", losses=(), film="walk", size="160x120", round_trip=True, repeat=0.01):
@@ -36,16 +55,11 @@ def test_recorded_runs_are_the_registered_ones(recorded):
     assert set(walk.speed) == {2.0}
     for _, seeds in walk[walk.round_trip].groupby("condition").seed:
         assert sorted(seeds) == list(range(100, 100 + len(seeds)))  # in ascending order, none left out
-
-
-def test_what_beats_repetition_is_what_the_losses_say(recorded):
     assert ((recorded.final_loss < recorded.repeat_loss) == recorded.beats_repeating).all()
-    walk = recorded[recorded.film == "walk"]
-    assert np.allclose(gl.companion.repeat_losses(walk[walk.full]), walk[walk.full].repeat_loss, rtol=1e-6)
+    assert np.allclose(gl.companion.repeat_losses(walk), walk.repeat_loss, rtol=1e-6)
 
 
-def test_the_table_counts_seeds_by_hand(recorded):
-    table = gl.companion.published_table(recorded)
+def test_the_table_counts_seeds_by_hand(recorded, table):
     walk = recorded[(recorded.film == "walk") & recorded.full & recorded.round_trip]
     losses = walk.pivot_table(index="seed", columns="loader", values="final_loss").dropna()
     share, loss = table[(table.film == "walk") & (table.family == factorial.REGISTERED[0].family)].itertuples()
@@ -57,8 +71,8 @@ def test_the_table_counts_seeds_by_hand(recorded):
         losses.index
     ]
     one_way, other_way = ((beats.reused > beats.shared).sum(), (beats.shared > beats.reused).sum())
-    if min(one_way, other_way) == 0:
-        assert share.p == pytest.approx(2.0 ** (1 - (one_way + other_way)))  # the exact sign test
+    assert min(one_way, other_way) == 0
+    assert share.p == pytest.approx(2.0 ** (1 - (one_way + other_way)))  # the exact sign test
 
 
 def test_a_factor_that_does_nothing_is_no_difference():
@@ -83,9 +97,7 @@ def test_the_correction_is_over_the_films_of_an_endpoint():
         assert some.p_holm[smallest] == pytest.approx(min(1, 3 * some.p[smallest]))
     assert set(table.film) == {"walk", "a", "b"}
     assert table[table.film != "walk"].beat_blurred.isna().all()
-    page = gl.companion.published_page(pd.DataFrame(), table, pd.DataFrame())
-    assert "".join(page.statistics()).count("a blurred copy") == 1
-    assert "seeds on 3 films" in str(page)
+    assert "seeds on 3 films" in factorial._over_films(table)
 
 
 def test_half_size_is_judged_apart():
@@ -100,16 +112,12 @@ def test_half_size_is_judged_apart():
     assert of_loss["CPU, as published", "CPU, frames copied"] == "different"
 
 
-def test_in_short_has_every_registered_pair_and_those_that_go_the_other_way(recorded):
-    table = gl.companion.published_table(recorded)
+def test_in_short_has_every_registered_pair_and_those_that_go_the_other_way(table, longer):
     rows = [("paper", 30, 0, "inconclusive"), ("paper", 32, 0, "different"), ("quick", 28, 0, "equivalent")]
     port = pd.DataFrame(rows, columns=["profile", "worse", "same_bits", "decision"])
     copies = port.assign(worse=0, same_bits=32)  # a GPU copies whatever the loader: there the memory does not differ
     port = pd.concat([port, copies]).assign(experiment="prednet", metric=ALL, seeds=32)
-    longer = pd.DataFrame({"metric": [BEAT, ALL], "worse": [0, 15], "seeds": 16, "decision": "different"})
-    longer = longer.assign(relative=1.0, beat=0, beat_reference=16)
-    said = str(gl.companion.published_page(pd.DataFrame(), table, pd.DataFrame(), longer=longer))
-    first, devices, size, *_ = factorial._short(table, longer, port)
+    first, devices, size = factorial._short(table, longer, port)
     one_line = table[(table.endpoint == factorial.LOSS) & (table.family != "four cells")]
     cpu = table[(table.endpoint == factorial.LOSS) & (table.reference == "CPU, frames copied")]
     counts = [pd.concat([one_line, cpu])[name].sum() for name in ("worse", "seeds")]
@@ -119,24 +127,110 @@ def test_in_short_has_every_registered_pair_and_those_that_go_the_other_way(reco
     assert devices.startswith("Where only the device differs")
     assert "on a GPU alone" in size
     full_on_cpu = table.assign(condition=table.condition.where(table["size"] != factorial.FULL, "CPU, as published"))
-    assert "on a GPU alone" not in "".join(factorial._short(full_on_cpu, None, None))
-    walk = table[(table.film == "walk") & (table["size"] == factorial.FULL)].iloc[0]
-    assert f"Of those that do, {walk.beat_blurred:.0f} of {walk.beat_reference} (walk), " in said
+    assert "on a GPU alone" not in "".join(factorial._short(full_on_cpu, longer, port))
 
 
-def test_the_figure_and_the_page_show_what_is_there(recorded):
+def test_the_figure_and_the_page_show_what_is_there(recorded, table, longer):
     picture = gl.companion.published_figure(recorded)
     assert len(picture.png()) > 5000
-    table, trips = gl.companion.published_table(recorded), gl.companion.round_trips(recorded)
-    window = gl.companion.first_window(["cpu"], profile="smoke")
-    page = gl.companion.published_page(window, table, trips)
-    said = str(page)
-    statistics = "\n".join(page.statistics())
+    first = table[(table.family == "one line, on a GPU") & (table.endpoint == factorial.LOSS)]
+    assert f"ends worse in {first.worse.sum()} of {first.seeds.sum()} pairs" in picture.alt
+    trips, window = gl.companion.round_trips(recorded), gl.companion.first_window(["cpu"], profile="smoke")
+    port = gl.companion.anomaly_table(
+        gl.recorded_runs().query("loader != 'window' and profile == 'quick' and device == 'cpu'")
+    )
+    dose, windows = gl.companion.recorded_dose(), gl.companion.recorded_windows()
+    page = gl.companion.published_page(window, table, trips, dose, windows, longer, port)
+    said, statistics = str(page), "\n".join(page.statistics())
     row = table[table.endpoint == factorial.LOSS].iloc[0]
     assert f"{row.ratio:.2f} times as high (median), higher for {row.worse} of {row.seeds} seeds" in statistics
     for row in table[table.decision == "equivalent"].itertuples():
         assert f"({row.decision}, p = {p_text(row.p_equivalent)})" in statistics
-    first = table[(table.family == "one line, on a GPU") & (table.endpoint == factorial.LOSS)]
     assert f"higher for {first.worse.sum()} of {first.seeds.sum()} seeds" in said
+    walk = table[(table.film == "walk") & (table["size"] == factorial.FULL)].iloc[0]
+    assert f"Of those that do, {walk.beat_blurred:.0f} of {walk.beat_reference} (walk), " in said
     assert "<b>Claimed.</b>" in page.html()
-    assert ("to the CPU and back at each update" in said) == bool(len(trips))
+    assert f"the losses of {trips.windows.sum():,} windows have the same bits ({trips.seeds.sum()} pairs" in said
+
+
+# --- dose and response -----------------------------------------------------------------------------------
+
+
+def cells(ratios):
+    """Runs of three seeds in twelve cells, the more biased the later; ratios of shape (12,) or (12, 3)."""
+    rows = []
+    ratios = np.broadcast_to(np.reshape(ratios, (12, -1)), (12, 3))
+    for place, (window, speed) in enumerate(itertools.product((2, 5, 10, 20), (1.0, 2.0, 4.0))):
+        for seed, ratio in enumerate(ratios[place]):
+            row = {"window": window, "speed": speed, "seed": seed, "ratio": ratio}
+            rows.append(row | {"bias": 0.05 * (1 + place) + 0.001 * seed})
+    return pd.DataFrame(rows).assign(size="smoke", setting=CPU, machine="m", recorded=False)
+
+
+def test_a_cell_is_trained_as_gpulab_trains_and_its_bias_is_that_of_the_first_window():
+    found = gl.train(TRAINING, setting=CPU, seed=3, model_options={"size": "smoke"}, progress=False).metrics
+    for loader, name in (("copied", "copied"), ("reused", "shared")):
+        run = gl.train("prednet", setting=CPU, seed=3, profile="smoke", loader=loader, progress=False)
+        assert run.record["summary"]["final_loss"] == found[name]
+    (window,) = gl.companion.first_window([CPU], "prednet", seed=3, profile="smoke").itertuples()
+    assert found["bias_first"] == pytest.approx(window.gradient_difference, rel=1e-4)
+    assert found["bias"] > 0
+
+
+def test_a_window_of_two_frames_has_one_frame_to_come_and_nothing_to_overwrite_at_first():
+    with gl.setting(CPU):
+        found = benchmark("dose_training").bias_and_loss(0, gl.Setting.parse(CPU), window=2, size="smoke")
+    assert found["bias_first"] == 0
+    assert found["bias"] > 0, "later windows begin with the last frame of the one before"
+    assert found["shared"] != found["copied"]
+
+
+def test_the_interval_of_a_rank_correlation_keeps_its_level_at_twelve_pairs():
+    generator = np.random.default_rng(0)
+    for correlation in (0.0, 0.6, 0.9):
+        rho = 6 / math.pi * math.asin(correlation / 2)  # Spearman's of normal pairs
+        x = generator.standard_normal((600, 12))
+        y = correlation * x + math.sqrt(1 - correlation**2) * generator.standard_normal((600, 12))
+        covered = [low <= rho <= high for _, low, high in map(rank_correlation, x, y)]
+        assert 0.92 < np.mean(covered) < 0.99
+
+
+def test_ranks_that_all_agree_are_not_taken_for_certainty_and_too_few_are_refused():
+    rho, low, high = rank_correlation(CELLS, CELLS)
+    assert rho == pytest.approx(1)
+    assert 0.9 < low < high < 1
+    assert rank_correlation(CELLS, -CELLS)[1:] == pytest.approx((-high, -low))
+    for x in ([1, 2, 3, 4], [1] * 6):
+        with pytest.raises(gl.UsageError, match=f"{len(x)} pairs"):
+            rank_correlation(x, range(len(x)))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "worse", "rho", "said"),
+    [
+        (0.95 + CELLS / 10, 11, "+1.00", "the loss is higher."),
+        (3 - CELLS / 10, 12, "-1.00", "the loss is lower."),
+        (1.01 + CELLS * 5 % 12 / 10, 12, "+0.22", "no trend is shown"),
+    ],
+)
+def test_finding_and_figure_follow_from_the_cells(ratios, worse, rho, said):
+    frame = cells(ratios)
+    finding = dose_finding(frame)
+    assert said in str(finding)
+    assert "3 seeds in 12 cells" in finding.statistics()[0]
+    assert dose_response(frame).figure._suptitle.get_text() == (
+        f"Sharing memory ended worse in {worse} of 12 cells; rank correlation with the bias {rho}"
+    )
+
+
+def test_cells_are_counted_whole_and_by_the_geometric_mean_of_their_seeds():
+    table = dose_table(cells([[0.5, 1.0, 4.0]] * 12))
+    assert len(table) == 12
+    assert table.ratio.to_numpy() == pytest.approx(2 ** (1 / 3))
+    assert table.bias[0] == pytest.approx(0.051)
+    runs = gl.companion.recorded_dose()
+    assert (runs.status == "finished").all()
+    for _, recorded in dose_table(runs).groupby(["size", "setting"]):
+        assert len(recorded) == 12
+        assert recorded.seeds.nunique() == 1
+        assert (recorded.bias > 0).all()

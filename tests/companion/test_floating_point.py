@@ -1,16 +1,84 @@
-import json
+"""Notebook 02: how one bit grows, what GPUs draw, and each factor changed alone."""
 
 import pandas as pd
 import pytest
+import torch
 
 import gpulab as gl
+from gpulab import records
 from gpulab.companion import floating_point as module
 from gpulab.companion.benchmarks import benchmark
-from gpulab.companion.floating_point import MEASURED, Factor, factors, level, recorded_factors
+from gpulab.companion.floating_point import FLIPPED, MEASURED, OTHER_SEED, Factor, factors, level
+from gpulab.numerics.cuda_random import cuda_threads, same_draws
 from gpulab.training import store as stores
 
 record_factors = benchmark("record_factors").record_factors
 SMALL = {"profile": "smoke", "frames": 20, "progress": False}
+GROWTH = {"profile": "smoke", "frames": 40, "progress": False}
+NETS = {
+    "prednet": gl.models.PredNet(channels=(3, 8, 16), size=(24, 32)),
+    "autoencoder": gl.models.Autoencoder(hidden=(64, 16)),
+}
+
+
+# --- one bit ---------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_begins_as_one_bit_and_is_drawn():
+    table = gl.companion.growth("prednet", seeds=2, **GROWTH)
+    first = table[(table.change == "one bit of one weight") & (table.step == 0)]
+    weights = sum(p.numel() for p in NETS["prednet"].parameters())
+    assert first.changed.tolist() == pytest.approx([1 / weights] * 2)
+    assert (table[table.change == "float64"].query("step == 0").distance == 0).all()
+    assert (table[table.change == OTHER_SEED].distance > 1).all()
+    picture = gl.companion.growth_figure(table)
+    assert len(picture.png()) < 150_000
+    assert "one bit of one weight" in picture.alt
+
+
+def test_nothing_changed_stays_nothing():
+    table = gl.companion.growth("autoencoder", seeds=1, changes={"nothing": {}}, **GROWTH)
+    assert table.change.unique().tolist() == ["nothing"]
+    assert (table[["distance", "changed", "ulps"]] == 0).all(axis=None)
+    assert table.step.tolist() == [0, 20, 40]
+
+
+@pytest.mark.parametrize("net", FLIPPED)
+def test_the_flipped_weight_is_the_first_of_its_layer(net):
+    before = {name: p.clone() for name, p in NETS[net].named_parameters()}
+    gl.models.flip_bit(NETS[net], module.flipped(net, "smoke"))
+    changed = {name: p != before[name] for name, p in NETS[net].named_parameters()}
+    assert {name for name, apart in changed.items() if apart.any()} == {FLIPPED[net]}
+    assert changed[FLIPPED[net]].flatten()[0]
+
+
+# --- draws -----------------------------------------------------------------------------------------------
+
+
+def test_the_shares_are_those_that_the_threads_explain():
+    table = gl.companion.shared_draws((128, 784))
+    for card in table:
+        assert table.loc[card, card] == 1
+        assert table.loc["T4", card] == pytest.approx(same_draws("T4", card, 128 * 784) / (128 * 784), abs=1e-5)
+
+
+def test_two_cards_draw_the_layers_alike_that_are_small_enough():
+    one, other = module.drawn_autoencoder("T4", 3), module.drawn_autoencoder("H100", 3)
+    for (name, mine), theirs in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs) == (mine.numel() <= cuda_threads("T4")), name
+    first = one.layers[0].weight
+    assert first.var().item() == pytest.approx(1 / 784, rel=0.02)
+    assert not torch.equal(first, module.drawn_autoencoder("T4", 4).layers[0].weight)
+
+
+@pytest.mark.parametrize(("cards", "same_bits"), [(("T4", "H100"), 0), (("H100", "H200"), 2)])  # as many threads
+def test_their_trainings_are_pairs_for_a_verdict(cards, same_bits, tmp_path):
+    runs = gl.companion.runs_drawn_by(tmp_path, cards, seeds=2, frames=40, progress=False)
+    (row,) = gl.verdict(runs, factor="card", reference=cards[0]).table.itertuples()
+    assert (row.card, row.seeds, row.same_bits) == (cards[1], 2, same_bits)
+
+
+# --- factors ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +105,13 @@ def test_each_factor_changes_one_thing():
             assert sum(one[name] != other[name] for name in one) == 1, factor.name
 
 
-def test_every_factor_of_the_question_is_there(report):
+def test_every_factor_of_the_question_is_there_and_recorded(report):
     question = {
         *("CPU threads", "CPU instruction set", "cuDNN", "TF32", "determinism", "order of summation"),
         *("who draws the weights", "image decoder", "one bit of one weight", "the device itself"),
     }
-    assert set(report.table.factor) == {factor.name for factor in factors()} == question
+    recorded = report.table[report.table.source == "recorded"]
+    assert set(recorded.factor) == {factor.name for factor in factors()} == question
     assert "image decoder" not in {factor.name for factor in factors("autoencoder", "smoke")}
 
 
@@ -69,17 +138,6 @@ def test_the_effect_is_the_verdict_s(report, here):
     assert set(verdict.table.change) >= {"cpu", "cpu:threads=1, flip 0"}, "one correction over all that share a base"
 
 
-def test_what_nobody_measured_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "recorded_factors", list)
-    monkeypatch.setattr(Factor, "runs_here", lambda factor: factor.name == "determinism" and factor.kind == "cpu")
-    report = gl.companion.factor_table("autoencoder", seeds=2, store=tmp_path, **SMALL)
-    lost = report.table[report.table.source == "not recorded"]
-    assert "the device itself" in set(lost.factor)
-    assert lost.seeds.isna().all()
-    assert "Not recorded: CPU instruction set, CPU threads" in str(report)
-    assert report.plot().png()
-
-
 def test_it_is_said_in_words_and_drawn(report):
     finding = report.finding("made here")
     assert ": the same bits in every seed" in str(finding)
@@ -99,9 +157,8 @@ def test_what_is_kept_is_not_made_again_and_a_recording_is_read_as_recorded(monk
     record_factors(folder / "here.json", store, "autoencoder", seeds=2, command="python record", **SMALL)
     stores.pack(store, folder / "runs.parquet")
     monkeypatch.setattr("gpulab.records.DATA", tmp_path)
-    (record,) = recorded_factors()
+    (record,) = records.read_documents("factors")
     assert record["command"] == "python record"
-    assert record["passport"]["cpu"] == gl.passport()["cpu"]
     before = {file: file.stat().st_mtime_ns for file in store.glob("*/run.json")}
     report = gl.companion.factor_table("autoencoder", seeds=2, store=store, **SMALL)
     assert before == {file: file.stat().st_mtime_ns for file in store.glob("*/run.json")} != {}
@@ -114,16 +171,9 @@ def test_what_is_kept_is_not_made_again_and_a_recording_is_read_as_recorded(monk
         assert (gl.companion.recorded_measurements(name).machine == gl.passport()["cpu"]["model"]).all()
 
 
-@pytest.mark.parametrize("content", ["", "[]", json.dumps({"format": 99})])
-def test_a_damaged_recording_is_named(content, monkeypatch, tmp_path):
-    (tmp_path / "factors").mkdir()
-    (tmp_path / "factors" / "broken.json").write_text(content)
-    monkeypatch.setattr("gpulab.records.DATA", tmp_path)
-    with pytest.raises(gl.DataError, match=r"broken\.json"):
-        recorded_factors()
-
-
 def test_nonsense_is_refused(tmp_path):
+    with pytest.raises(gl.UsageError, match="seeds=0"):
+        gl.companion.growth(seeds=0)
     with pytest.raises(gl.UsageError, match="'rounding': expected one of conversions"):
         gl.companion.recorded_measurements("rounding")
     with pytest.raises(gl.UsageError, match="kind 'tpu'"):

@@ -10,8 +10,7 @@ import pytest
 
 import gpulab as gl
 from gpulab.companion import factorial
-from gpulab.companion.dose import dose_finding
-from gpulab.companion.factorial import BEATS, LOSS
+from gpulab.companion.factorial import BEATS, LOSS, dose_finding
 from gpulab.companion.learning import ALL, BEAT, LEARNED, STUCK
 
 pytestmark = pytest.mark.slow  # films of 50,000 frames are rendered for the thresholds

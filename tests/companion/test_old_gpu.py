@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -77,14 +79,14 @@ def test_prices_are_medians_between_their_quartiles():
     table = gl.companion.recorded_prices()
     assert (table.ms_low <= table.ms).all()
     assert (table.ms <= table.ms_high).all()
-    assert {"machine", "setting", "covariance", "rounds", "batch_size"} <= set(table)
 
 
 def test_the_finding_says_what_the_numbers_say(here, recorded, store):
     old = here[here.setting == CPU]
     search = {"learning_rate": [2e-3], "tf32": ["off"]}
     found = gl.reproduce(old, search, TF32, margin="1sd", store=store, progress=False)
-    finding = gl.companion.cards_finding(pd.concat([here, recorded]), gl.companion.recorded_cards_audit(), found)
+    report, conversions = gl.companion.recorded_cards_audit(), gl.companion.recorded_measurements("conversions")
+    finding = gl.companion.cards_finding(pd.concat([here, recorded]), report, found, conversions)
     text = str(finding)
     assert f"0 of 6 seeds under {CPU}, here." in text
     assert f"6 of 6 seeds under {TF32}, here." in text
@@ -97,14 +99,9 @@ def test_the_finding_says_what_the_numbers_say(here, recorded, store):
     assert "The old losses, within 1sd:\n" in text
     assert "Of 1 retunings of the training 0 gave the old losses back, 0 did not, 1 left it open." in text
     assert "Of 1 changes of the arithmetic 1 gave the old losses back, 0 did not, 0 left it open." in text
+    assert "All 256 return as they were in 100% of the ways, formats and devices tried." in text
+    assert "of 256 have the bits of a division on this CPU" in text
     assert any(line.startswith("centred under cuda:tf32=on against") for line in finding.statistics())
-
-
-def test_bytes_are_said_beside_it():
-    ((heading, said),) = old_gpu._bytes(gl.companion.recorded_measurements("conversions"))
-    assert heading == "Bytes of an image"
-    assert said[0] == "All 256 return as they were in 100% of the ways, formats and devices tried."
-    assert any("of 256 have the bits of a division on this CPU" in sentence for sentence in said)
 
 
 def test_a_change_that_settles_nothing_is_not_counted_as_a_failure():
@@ -114,9 +111,9 @@ def test_a_change_that_settles_nothing_is_not_counted_as_a_failure():
             "decision": ["equivalent", "inconclusive", "", "different", "equivalent"],
             "confirmed": [True, False, False, False, False],
         }
-    )
-    assert old_gpu._outcomes(tried) == "1 gave the old losses back, 2 did not, 2 left it open"
-    assert old_gpu._outcomes(tried[1:2]) == "0 gave the old losses back, 0 did not, 1 left it open"
+    ).assign(distance=1)
+    (said,) = old_gpu._outcomes(SimpleNamespace(table=tried, original={}))
+    assert said == "Of 5 retunings of the training 1 gave the old losses back, 2 did not, 2 left it open."
 
 
 def test_the_figures_are_small_and_say_what_they_show(spectrum, here, recorded):
@@ -124,7 +121,7 @@ def test_the_figures_are_small_and_say_what_they_show(spectrum, here, recorded):
     fast = both.setting.isin([TF32, "cuda:tf32=on"])
     pictures = {
         "of the new card's": gl.companion.divergence(both[~fast], both[fast]),
-        "6 seeds": gl.companion.spectrum(pd.concat([spectrum, spectrum[:0]])),
+        "6 seeds": gl.companion.spectrum(spectrum),
         "NVIDIA H200": gl.companion.prices(gl.companion.recorded_prices()),
     }
     for words, picture in pictures.items():

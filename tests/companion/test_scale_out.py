@@ -11,7 +11,6 @@ from gpulab import records
 from gpulab.companion import scale_out, scale_out_figures
 from gpulab.companion.scale_out import WAYS
 from gpulab.errors import UsageError
-from gpulab.report import Picture
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,9 +50,11 @@ def test_scaling_says_where_the_time_goes(scaling, kind):
     assert table.efficiency[1] == pytest.approx(table.frames_per_second[1] / table.frames_per_second[0] / 2)
 
 
-def test_a_size_that_there_is_not_is_named():
+def test_what_there_is_not_is_refused():
     with pytest.raises(UsageError, match="sizes huge: expected some of small, quick, paper"):
         scale_out.scaling_table(sizes=["small", "huge"])
+    with pytest.raises(UsageError, match="price=0"):
+        scale_out.atlas_plan(0)
 
 
 def test_two_gpus_or_more_are_compared_beside_the_cpu(monkeypatch):
@@ -98,7 +99,6 @@ def test_larger_batches_gain_ever_less(batches):
     table, found = batches
     assert table.steps.is_monotonic_decreasing
     assert (table.steps * table.batch_size).is_monotonic_increasing
-    assert isinstance(found, pd.DataFrame)
     assert (found[["least_steps", "critical_batch", "noise_begin", "noise_target"]] > 0).all(axis=None)
     off = (table.law / table.steps - 1).abs().max()
     assert found.law_off[0] == pytest.approx(off)
@@ -125,7 +125,6 @@ def test_every_figure_says_what_it_shows(scaling, descents, batches):
         f"A batch of {batches[1].critical_batch[0]:.0f} takes": scale_out_figures.batch_law(*batches),
     }
     for words, figure in figures.items():
-        assert isinstance(figure, Picture)
         assert words in figure.alt
         assert len(figure.png()) < 300_000
     assert "2.00 times what one does" in scale_out_figures.scaling_lines(gpu(scaling)).alt
@@ -155,7 +154,7 @@ def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
     small = ["--batch-size", "4", "--frames", "3", "--updates", "2"]
     done = subprocess.run([*script, *small, "--record", str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (tmp_path / "scale_out" / "other.json").write_bytes(records.as_json({"kind": "something else"}))
+    (tmp_path / "scale_out" / "other.json").write_bytes(records.as_json({"plan": []}))
     monkeypatch.setattr(records, "DATA", tmp_path)
     found = scale_out.recorded_scale_out()
     assert found.recorded.all()
@@ -169,8 +168,6 @@ def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
     assert ends.network.tolist() == ["autoencoder"] * 2 + ["prednet"] * 2
     assert (ends.weights < 1e-5).all()
     assert scale_out.recorded_scale_out("parts").empty
-    with pytest.raises(UsageError, match="expected one of scaling, ends, parts"):
-        scale_out.recorded_scale_out("halves")
     document = records.read_json(file)
     assert document["command"].endswith(f"--record {file}")
     assert document["passport"]["cpu"]["model"] == found.machine[0]
@@ -183,5 +180,3 @@ def test_the_plan_of_an_atlas_takes_its_price_from_whoever_asks():
     assert (dearer.money_high == 2 * plan.money_high).all()
     assert (plan.money_low == 3.0 * plan.gpus * plan.hours_low).all()
     assert any("save nothing" in limit for limit in limits)
-    with pytest.raises(UsageError, match="price=0"):
-        scale_out.atlas_plan(0)
