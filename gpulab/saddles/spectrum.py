@@ -55,35 +55,23 @@ class SpectralDensity:
         nodes = self.nodes[self.weights > 0]
         return float(nodes.min()), float(nodes.max())
 
-    def density(self, grid: Array | None = None, width: float | None = None) -> tuple[Array, Array, Array]:
+    def density(self, width: float | None = None) -> tuple[Array, Array, Array]:
         """The density of eigenvalues, which integrates to one: each node is a normal curve.
 
         Args:
-            grid: Where (g,); by default at 1,000 places, up to four widths beyond the spectrum.
             width: The standard deviation of a node's curve; by default a hundredth of the spectrum's range.
 
         Returns:
-            The grid, the density (g,), and its standard error (g,).
+            A grid (1000,), up to four widths beyond the spectrum; the density there, and its standard error.
         """
         low, high = self.extremes
         if width is None:
             width = max((high - low) / 100, 1e-3 * max(abs(low), abs(high)), 1e-12)
         if not width > 0:
             raise UsageError(f"width={width!r}: expected a number above 0")
-        grid = np.linspace(low - 4 * width, high + 4 * width, 1_000) if grid is None else np.asarray(grid, float)
+        grid = np.linspace(low - 4 * width, high + 4 * width, 1_000)
         curves = self.weights[:, None] * np.exp(-0.5 * ((grid[:, None] - self.nodes[:, None]) / width) ** 2)
         return grid, *_mean(curves.sum(-1) / (width * math.sqrt(2 * math.pi)))
-
-    def cumulative(self, x: Array) -> tuple[Array, Array]:
-        """(the share of eigenvalues up to each x, its standard error)."""
-        below = self.nodes[..., None] <= np.asarray(x, float)
-        return _mean((self.weights[..., None] * below).sum(1))
-
-    def moments(self, highest: int) -> tuple[Array, Array]:
-        """(the means of λ, λ², … λ^highest over all eigenvalues, their standard errors)."""
-        check_count("highest", highest)
-        powers = self.nodes[..., None] ** np.arange(1, highest + 1)
-        return _mean((self.weights[..., None] * powers).sum(1))
 
     def mass_below(self, x: float) -> Estimate:
         """The share of eigenvalues below x."""

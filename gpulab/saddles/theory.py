@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -34,12 +34,6 @@ from torch import Tensor, nn
 from gpulab.errors import DataError, UsageError
 from gpulab.models import LinearAutoencoder
 from gpulab.saddles.hessians import Batch, Hessian, hessian
-from gpulab.saddles.operators import check_count
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-LISTED = 200_000  # critical points that one table may hold
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -197,11 +191,9 @@ def linear_autoencoder_saddle(
     matrix, moments, basis = _principal_components(data)
     features = len(moments)
     try:
-        held = tuple(int(component) for component in components)
-    except (TypeError, ValueError):
+        held = tuple(map(operator.index, components))
+    except TypeError:
         raise UsageError(f"components={components!r}: expected a sequence of whole numbers such as [0, 2]") from None
-    if any(number != component for number, component in zip(held, components, strict=True)):
-        raise UsageError(f"components={components!r}: expected whole numbers")
     if outside := [component for component in held if not 0 <= component < features]:
         raise UsageError(f"component {outside[0]}: the data have {features}, numbered from 0 to {features - 1}")
     if len(set(held)) < len(held):
@@ -212,48 +204,6 @@ def linear_autoencoder_saddle(
         raise UsageError(f"hidden={hidden!r}: expected a whole number from {least}, one unit for each component")
     mixing = torch.eye(hidden, dtype=torch.float64)
     return LinearAutoencoderSaddle(_model(basis, held, mixing), matrix, held, moments, basis, mixing)
-
-
-def critical_losses(data: Any, hidden: int) -> pd.DataFrame:
-    """Every loss that a critical point of a linear autoencoder can have: a row for each set of components.
-
-    Args:
-        data: A matrix (N, D) of numbers.
-        hidden: How many hidden units, and so how many components can be held at most.
-
-    Returns:
-        Columns `components`, `loss`, and `index` of the point where further units are zero. The smallest loss comes
-        first: the minimum, and the only one with index 0 where moments differ.
-
-    Raises:
-        UsageError: For a `hidden` that cannot be, or with which there are more than 200,000 sets.
-        DataError: For data that are no finite matrix.
-
-    Examples:
-        >>> data = math.sqrt(3) * torch.diag(torch.tensor([3.0, 2.0, 1.0]))
-        >>> critical_losses(data, hidden=1).round(3)
-          components   loss  index
-        0       (0,)  1.667      0
-        1       (1,)  3.333      1
-        2       (2,)  4.333      2
-        3         ()  4.667      3
-    """
-    import pandas as pd
-
-    check_count("hidden", hidden)
-    moments = _principal_components(data)[1].tolist()
-    features = len(moments)
-    sizes = range(min(hidden, features) + 1)
-    count = sum(math.comb(features, size) for size in sizes)
-    if count > LISTED:
-        raise UsageError(f"hidden={hidden}: {count:,} sets of {features} components; {LISTED:,} can be listed")
-    rows = []
-    for held in itertools.chain.from_iterable(itertools.combinations(range(features), size) for size in sizes):
-        lost = [moment for i, moment in enumerate(moments) if i not in held]
-        index = sum(moment > moments[s] for s in held for moment in lost)
-        index += (hidden - len(held)) * sum(moment > 0 for moment in lost)
-        rows.append({"components": held, "loss": math.fsum(lost) / features, "index": index})
-    return pd.DataFrame(rows).sort_values(["loss", "index"], ignore_index=True)
 
 
 def _model(basis: Tensor, components: tuple[int, ...], mixing: Tensor) -> LinearAutoencoder:
