@@ -1,7 +1,7 @@
 """Extreme eigenpairs of a symmetric operator, from its products with a few vectors at once.
 
-SciPy's `eigsh` and `lobpcg` compute in NumPy, and `torch.lobpcg` wants the matrix. Here vectors stay on the GPU, and the
-operator is known by its products only: block Lanczos with full orthogonalisation and thick restarts. A block of k
+SciPy's `eigsh` and `lobpcg` compute in NumPy, and `torch.lobpcg` wants the matrix. Here vectors stay on the GPU, and
+the operator is known by its products only: block Lanczos with full orthogonalisation and thick restarts. A block of k
 vectors finds an eigenvalue k times, if it is repeated; and many products at once cost less than one after the other.
 """
 

@@ -17,7 +17,7 @@ makes the tangent of its result from those of its arguments. Tangents are number
     >>> loss, gradients, results = capture_gradient(lambda: (w**3).sum(), [w], linearize)
     aten.pow.Tensor_Scalar [0, None] [1]
     aten.sum.default [1] [2]
-    aten.ones_like.default [2] [None]
+    aten.ones_like.default [2] []
     aten.pow.Tensor_Scalar [0, None] [3]
     aten.mul.Scalar [3, None] [4]
     aten.mul.Tensor [None, 4] [5]
@@ -25,7 +25,7 @@ makes the tangent of its result from those of its arguments. Tangents are number
 `linear_maps` keeps the steps that the gradients depend on, here on variable 5, and joins them: neighbouring
 `combinations` into one pass, and `convolutions` with one weight, as those of several time steps, into one batch.
 
-    >>> linear_map = LinearMap(builder.steps, results, builder.bytes).optimized(w.dtype)
+    >>> linear_map = builder.linear_map(results)
     >>> [(step.inputs, step.outputs, step.function.coefficients) for step in linear_map.steps]
     [((0,), (5,), (tensor([ 6., 12.]),))]
 
@@ -46,8 +46,7 @@ from torch import Tensor
 from gpulab.errors import UnsupportedError
 from gpulab.saddles._forward.capture import Operation, capture_gradient
 from gpulab.saddles._forward.graphed_map import GraphedMap
-from gpulab.saddles._forward.jvp_rules import Builder, ByTorch
-from gpulab.saddles._forward.linear_maps import LinearMap
+from gpulab.saddles._forward.jvp_rules import Builder
 
 __all__ = ["linearize_gradient"]
 
@@ -78,11 +77,7 @@ def linearize_gradient(
                 raise UnsupportedError(f"{operation.function}: {error}") from error
 
         loss, gradients, results = capture_gradient(objective, points, followed, create_graph)
-        for step in builder.steps:
-            if isinstance(step.function, ByTorch):
-                step.function.choose_way()
-        linear_map = LinearMap(builder.steps, results, builder.bytes)
-        return loss, gradients, GraphedMap(linear_map.optimized(points[0].dtype))
+        return loss, gradients, GraphedMap(builder.linear_map(results))
 
     # Some gradients have one kernel that is fast and another that can be differentiated.
     try:

@@ -35,22 +35,11 @@ class Combination:
         None where that would not fit into one kernel, or need more constants than there are.
         """
         outer = self.coefficients[place]
-        if any(_mask(a) and isinstance(b, float) for c in inner.coefficients for a, b in ((outer, c), (c, outer))):
-            return None  # their product would have torch's default type
         more = isinstance(outer, Tensor) and sum(isinstance(c, Tensor) for c in inner.coefficients) > 1
         if more or inner.shape != self.shape or self.inputs + inner.inputs - 1 > MOST_INPUTS:
             return None
-        products = [_times(outer, coefficient) for coefficient in inner.coefficients]
+        products = [_product(outer, coefficient) for coefficient in inner.coefficients]
         return Combination([*self.coefficients[:place], *products, *self.coefficients[place + 1 :]], self.shape)
-
-    def widen_masks(self, dtype: torch.dtype, widened: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """On a CPU, masks become numbers, once for all that share them: products of two types are slow there."""
-        self.coefficients = tuple(
-            widened.setdefault(id(c), (c, c.to(dtype)))[1]
-            if isinstance(c, Tensor) and _mask(c) and not c.is_cuda
-            else c
-            for c in self.coefficients
-        )
 
     def __call__(self, *tangents: Tensor) -> Tensor:
         """The sum for tangents (k, …), term by term; on a GPU the products two by two, each pair in one kernel."""
@@ -66,9 +55,7 @@ class Combination:
                 total, mine = (tangent, False) if coefficient is None else (tangent * coefficient, True)
                 continue
             fits = mine and total.shape == shape
-            if isinstance(coefficient, Tensor) and _mask(coefficient):
-                total = total + tangent * coefficient
-            elif isinstance(coefficient, Tensor):
+            if isinstance(coefficient, Tensor):
                 total = total.addcmul_(tangent, coefficient) if fits else torch.addcmul(total, tangent, coefficient)
             else:
                 scale = 1 if coefficient is None else coefficient
@@ -84,19 +71,10 @@ def lift(tangent: Tensor, ndim: int) -> Tensor:
     return tangent.reshape(len(tangent), *[1] * missing, *tangent.shape[1:]) if missing else tangent
 
 
-def _times(outer: Coefficient, inner: Coefficient) -> Coefficient:
+def _product(outer: Coefficient, inner: Coefficient) -> Coefficient:
     if outer is None or inner is None:
         return inner if outer is None else outer
-    return _narrow(outer) * _narrow(inner)
-
-
-def _narrow(coefficient: Tensor | float) -> Tensor | float:
-    """Masks as small integers: times −1 they would become large ones."""
-    return coefficient.to(torch.int8) if isinstance(coefficient, Tensor) and _mask(coefficient) else coefficient
-
-
-def _mask(coefficient: Coefficient) -> bool:
-    return isinstance(coefficient, Tensor) and not coefficient.is_floating_point()
+    return outer * inner
 
 
 @functools.cache

@@ -26,6 +26,12 @@ class Geometry:
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
 
+    @classmethod
+    def of(cls, options: Sequence[Any]) -> Geometry | None:
+        """What torch's operations are called with after their tensors; None for groups and transposed ones."""
+        stride, padding, dilation, transposed, _, groups = options[:6]
+        return cls(tuple(stride), tuple(padding), tuple(dilation)) if groups == 1 and not transposed else None
+
     def apply(self, which: str, first: Tensor, second: Tensor, shape: Sequence[int]) -> Tensor:
         """The `output` of inputs and a weight, or an output gradient's gradient by the `input` or the `weight`.
 

@@ -64,18 +64,14 @@ class LinearMap:
             for tangent, number in zip(tangents, self.results, strict=True)
         ]
 
-    def optimized(self, dtype: torch.dtype) -> LinearMap:
+    def optimized(self) -> LinearMap:
         """The same map in fewer and larger steps."""
         batches: Batches = {}
-        steps = without_the_unused(self.steps, self.results)
+        steps = self.steps
         number_constants([step.function for step in steps if isinstance(step.function, Convolution)])
         steps = batched_by_weight(steps, batches)
         steps = summed_in_one_batch(steps, self.results, batches)
         steps = fused(steps, self.results)
-        widened: dict[int, tuple[Tensor, Tensor]] = {}
-        for step in steps:
-            if isinstance(step.function, Combination):
-                step.function.widen_masks(dtype, widened)
         return LinearMap(with_last_uses(steps, self.results), self.results, self.bytes)
 
 
