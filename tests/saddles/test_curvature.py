@@ -119,19 +119,6 @@ def test_a_training_that_diverges_has_a_last_row_without_numbers(monkeypatch):
     assert gl.plots.curvature_over_time(frame).alt
 
 
-def test_a_damaged_one_is_set_aside_and_made_again(frame, folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    file = next(copy.glob("*.parquet"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 3] ^= 1
-    file.write_bytes(content)
-    with pytest.warns(UserWarning, match="damaged.*measured again"):
-        again = gl.saddles.curvature_along(
-            "autoencoder", setting=SETTINGS, seeds=2, store=copy, command="a command", **SMALL
-        )
-    assert again.largest.tolist() == frame.largest.tolist()
-
-
 def test_damaged_recordings_are_named_and_skipped(frame, tmp_path, folder):
     good = next(folder.glob("*.parquet"))
     (tmp_path / good.name).write_bytes(good.read_bytes())

@@ -58,8 +58,6 @@ def test_momentum_leaves_when_the_law_says(saddle, momentum, perturbation):
     assert seen.left
     assert abs(seen.steps - seen.expected) < 2
     assert math.isnan(seen.law)
-    if perturbation < 1e-3:
-        assert seen.rate == pytest.approx(seen.expected_rate, rel=0.01)
     assert seen.expected < 0.8 * escape(saddle, perturbation=perturbation).expected
 
 

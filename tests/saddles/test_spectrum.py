@@ -176,7 +176,6 @@ def test_where_nothing_curves_down_that_is_said(values):
         (lambda: gl.saddles.trace(torch.eye(30), 3), gl.UsageError, "probes=3: expected 6 or more"),
         (lambda: gl.saddles.index(torch.ones(9, 9).triu()), gl.DataError, "not symmetric"),
         (lambda: gl.saddles.index(torch.eye(9), tolerance=2), gl.UsageError, "tolerance=2"),
-        (lambda: gl.saddles.spectral_density(torch.eye(3)).density(width=0), gl.UsageError, "width=0"),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(call, error, words):

@@ -15,7 +15,7 @@ from torch import Tensor
 aten = torch.ops.aten
 TRIALS = 3
 WORKSPACE = 2**28  # bytes for an algorithm to work in
-Batches = dict[tuple[Any, ...], Tensor]  # of constants, by their identities
+Constants = dict[tuple[Any, ...], Tensor]  # batches of several, by their identities
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class Convolution:
         return self.which != "weight" and self.varies == 1
 
     @classmethod
-    def joined(cls, maps: Sequence[Convolution], batches: Batches) -> Convolution:
+    def joined(cls, maps: Sequence[Convolution], constants: Constants) -> Convolution:
         """One map whose batch is those of all `maps`; constants that were joined before are shared."""
         first, key = maps[0], tuple(_identity(member.constant) for member in maps)
-        if key not in batches:
-            batches[key] = torch.cat([member.constant for member in maps])
+        if key not in constants:
+            constants[key] = torch.cat([member.constant for member in maps])
         shape = first.shape if first.which == "weight" else (len(maps) * first.shape[0], *first.shape[1:])
-        return cls(first.geometry, first.which, first.varies, batches[key], shape, first.bias)
+        return cls(first.geometry, first.which, first.varies, constants[key], shape, first.bias)
 
     def __call__(self, tangent: Tensor, bias: Tensor | None = None) -> Tensor | Sequence[Tensor]:
         """The map of tangents (k, …): (k, …), or one such for each piece."""
@@ -119,7 +119,7 @@ class BiasGradient:
         return "bias", self.ndim
 
     @classmethod
-    def joined(cls, maps: Sequence[BiasGradient], _: Batches) -> BiasGradient:
+    def joined(cls, maps: Sequence[BiasGradient], _: Constants) -> BiasGradient:
         """The same map of a larger batch."""
         return maps[0]
 

@@ -64,7 +64,7 @@ class Builder:
         for step in steps:
             if isinstance(step.function, ByTorch):
                 step.function = step.function.tried()
-        return LinearMap(steps, results, self.bytes).optimized()
+        return LinearMap(steps, results, self.bytes)
 
     def steps_of(self, function: Callable[..., Any], inputs: Sequence[int | None], count: int) -> tuple[int, ...]:
         """Several new variables, made at once from others."""
