@@ -35,10 +35,9 @@ class Eigenpairs:
     converged: bool  # whether every residual is below the tolerance
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{value:.6g}" for value in self.values.tolist()[:8]) + ", …" * (len(self.values) > 8)
-        state = "" if self.converged else "NOT converged, "
-        worst = float(self.residuals.max())
-        return f"Eigenpairs [{values}]: {state}residuals up to {worst:.1e}, {self.products:,} products"
+        values = ", ".join(f"{value:.6g}" for value in self.values.tolist())
+        residuals = f"{'' if self.converged else 'NOT converged, '}residuals up to {float(self.residuals.max()):.1e}"
+        return f"Eigenpairs [{values}]: {residuals}, {self.products:,} products"
 
 
 def lanczos(

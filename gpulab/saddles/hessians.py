@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpulab.errors import DataError, UnsupportedError, UsageError
 from gpulab.saddles._forward import linearize_gradient
-from gpulab.saddles.operators import check_symmetric
+from gpulab.saddles.operators import check_count, check_symmetric
 
 Loss = Callable[..., Tensor]
 Batch = tuple[Any, Any]
@@ -54,7 +54,7 @@ class Hessian:
         parameters: dict[str, Tensor],
         method: str,
         at_once: int | None,
-        inside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        inside: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.parameters, self.inside = parameters, inside
         self._product: Product
@@ -75,7 +75,7 @@ class Hessian:
         with self.inside():  # what is checkpointed is computed again in the backward pass
             loss, gradients, self._product = linearize(objective, list(self.parameters.values()))
         self.method, self.loss = method, float(loss)
-        self.gradient: Float[Tensor, " n"] = self.flatten(gradients)
+        self.gradient: Float[Tensor, " n"] = torch.cat([gradient.reshape(-1) for gradient in gradients])
         if at_once is None:  # as many as fit into the memory that is set aside for them
             room = ROOM["cuda" if self.device.type == "cuda" else "cpu"]
             at_once = max(1, min(MOST_AT_ONCE, room // max(1, getattr(self._product, "bytes", room))))
@@ -109,20 +109,11 @@ class Hessian:
     @torch.no_grad()
     def _rows(self, vectors: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
         shapes = [tensor.shape for tensor in self.parameters.values()]
-        pieces = vectors.contiguous().split([shape.numel() for shape in shapes], dim=1)
-        tangents = [piece.reshape(len(vectors), *shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        parts = vectors.contiguous().split([shape.numel() for shape in shapes], dim=1)
+        tangents = [part.reshape(len(vectors), *shape) for part, shape in zip(parts, shapes, strict=True)]
         with self.inside() if self.method == REVERSE else contextlib.nullcontext():
             products = self._product(*tangents)
         return torch.cat([product.reshape(len(vectors), -1) for product in products], dim=1)
-
-    def split(self, vector: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        """The parts of a vector (n,) that belong to each parameter, in its shape."""
-        pieces = vector.split([tensor.numel() for tensor in self.parameters.values()])
-        return {n: piece.view_as(t) for piece, (n, t) in zip(pieces, self.parameters.items(), strict=True)}
-
-    def flatten(self, tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
-        """One vector (n,) from tensors in the shapes and the order of the parameters."""
-        return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
     def dense(self) -> Float[Tensor, "n n"]:
         """The whole matrix (n, n), by as many products as it has columns."""
@@ -177,8 +168,8 @@ def hessian(
     """
     if method not in METHODS:
         raise UsageError(f"method={method!r}: expected one of {', '.join(METHODS)}")
-    if at_once is not None and (not isinstance(at_once, int) or at_once < 1):
-        raise UsageError(f"at_once={at_once!r}: expected a whole number from 1")
+    if at_once is not None:
+        check_count("at_once", at_once)
     for name, module in model.named_modules():
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         drops = drops or (isinstance(module, nn.RNNBase) and module.dropout > 0)

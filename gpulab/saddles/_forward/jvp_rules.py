@@ -253,8 +253,8 @@ def max_pooled(b: Builder, x: Tensor, *_: Any) -> Any:
     shape, largest = b.results[0].shape, b.results[1].flatten(2)
 
     def gather(tangent: Tensor) -> Tensor:
-        k = len(tangent)
-        return tangent.flatten(3).gather(3, largest.expand(k, *largest.shape)).reshape(k, *shape)
+        places = largest.expand(len(tangent), *largest.shape)
+        return tangent.flatten(3).gather(3, places).reshape(len(tangent), *shape)
 
     return [b.apply(gather, x), None]
 
@@ -262,12 +262,12 @@ def max_pooled(b: Builder, x: Tensor, *_: Any) -> Any:
 def max_pool_backward(b: Builder, g: Tensor, x: Tensor, *arguments: Any) -> Any:
     if g.ndim != 4 and b.tangent(g) is not None:
         return NotImplemented
-    largest, shape = arguments[-1].flatten(2), x.shape
+    shape, largest = x.shape, arguments[-1].flatten(2)
 
     def scatter(tangent: Tensor) -> Tensor:
-        k = len(tangent)
-        zeros = tangent.new_zeros(k, *shape[:2], math.prod(shape[2:]))
-        return zeros.scatter_add_(3, largest.expand(k, *largest.shape), tangent.flatten(3)).reshape(k, *shape)
+        places = largest.expand(len(tangent), *largest.shape)
+        zeros = tangent.new_zeros(*places.shape[:3], math.prod(shape[2:]))
+        return zeros.scatter_add_(3, places, tangent.flatten(3)).reshape(len(tangent), *shape)
 
     return b.apply(scatter, g)
 
@@ -276,8 +276,8 @@ def matrix_product(b: Builder, x: Tensor, y: Tensor) -> Any:
     return b.add(b.apply(lambda t: torch.matmul(t, y), x), b.apply(lambda t: torch.matmul(x, t), y))
 
 
-def matrix_product_and_sum(b: Builder, c: Tensor, x: Tensor, y: Tensor, **options: float) -> Any:
-    if options:
+def matrix_product_and_sum(b: Builder, c: Tensor, x: Tensor, y: Tensor, **scales: float) -> Any:
+    if scales:
         return NotImplemented
     by_x, by_y = b.apply(lambda t: torch.matmul(t, y), x), b.apply(lambda t: torch.matmul(x, t), y)
     return b.weighted((None, by_x), (None, by_y), (None, b.tangent(c)))
