@@ -134,15 +134,6 @@ def test_networks_of_several_layers(unit):
     assert "critical point" in kinds
 
 
-def test_the_autoencoder_of_the_article_in_small():
-    net = gl.models.Autoencoder(hidden=(4, 2), size=(3, 3))
-    images = torch.rand(20, 1, 3, 3, generator=torch.Generator().manual_seed(1))
-    found = find_critical_point(net, MSE, (images, images), progress=False)
-    assert found.found
-    assert len(found.eigenvalues) == sum(p.numel() for p in net.parameters())
-    assert found.eigenvalues.abs().min() < 1e-8, "the Hessian is singular"
-
-
 def test_too_few_steps_are_said_to_be_too_few(data):
     found = find_critical_point(network(0), MSE, (data, data), max_steps=2, progress=False)
     assert found.kind == "not converged"
