@@ -63,16 +63,13 @@ def curvature_along(
     """Train from several seeds under one or more settings, and look at the Hessian at moments spaced logarithmically.
 
     Args:
-        net: `autoencoder`, `prednet` or another network that `gpulab.train` knows by name.
-        setting: One or more settings to train under.
-        seeds: Which, or how many.
-        profile, frames: How long to train, as for `gpulab.train`.
+        net, profile, frames: As for `gpulab.train`.
+        setting, seeds: One or more settings to train under; which seeds, or how many.
         snapshots: At how many moments to look.
         probes, steps: Of `gpulab.saddles.spectral_density`, which gives the spectrum.
         evaluated: The size of the fixed batch whose loss, the training's objective, is looked at: by default the first
             200 images, or the first 10 frames from a state of zero.
-        store: A folder in which each training is kept, and not made again.
-        command: Noted beside what is kept.
+        store: A folder in which what was seen of each training is kept, with the `command`, and not made again.
         progress: Whether to show a progress bar.
 
     Returns:

@@ -44,10 +44,6 @@ ADAPTIVE = 1e-3  # the learning rate where none is given and no law makes one: A
 UNMOVED = 10  # steps without any change after which gradient descent is held for good; with a memory, SETTLED
 PATIENCE = 3  # times the expected steps that are made where `steps` does not say how many
 LONGEST = 100_000
-FIELDS = (  # of an escape, as they are in a table
-    *("setting", "optimizer", "master_weights", "perturbation", "seed", "learning_rate", "curvature", "radius"),
-    *("noise", "start", "expected", "law", "moved", "step_ratio", "left", "held", "expected_rate"),
-)
 # What tells the escapes of a table apart.
 KEYS = ("setting", "optimizer", "master_weights", "learning_rate", "perturbation", "batch_size", "seed")
 
@@ -147,14 +143,13 @@ def escape(
         seed: Of the order of the data.
         perturbation: How far to move the model along the steepest direction first.
         radius: The distance along the unstable directions at which the model has left.
-        master_weights: Whether the optimiser keeps the weights in float64, of which each gradient sees a copy rounded
-            to the setting's format, as the copy in float32 is used in mixed precision.
+        master_weights: Whether the optimiser keeps the weights in float64, and each gradient sees a copy rounded to the
+            setting's format, as in mixed precision.
         progress: Whether to show a progress bar.
 
     Raises:
         UsageError: Where the loss falls nowhere to second order, and for options that cannot be.
         DataError: Where the weights become infinite.
-        GpulabError: For what this machine lacks.
 
     Examples:
         >>> import gpulab
@@ -248,8 +243,7 @@ def trajectory(
 
     Examples:
         >>> import gpulab
-        >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(data, [1])
+        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
         >>> path = trajectory(saddle, "cpu:precision=float64", perturbation=0.01)
         >>> bool(path.loss.iloc[-1] < path.loss.iloc[0])
         True
@@ -278,10 +272,9 @@ def trajectory(
 class EscapeTable(Report):
     """Escapes from one saddle, or from its mixtures, under several settings.
 
-    The `table` has a row for each: what was asked for (`batch_size` is 0 where all the data make a step), `curvature`,
-    `noise`, `start`, `expected`, `law`, `moved` and `step_ratio`, measured or computed at the saddle; `steps` (NaN
-    where it did not leave), `left`, `held` and `expected_rate`; `emulated`, `recorded` and `machine`. The
-    `paths` are the `history` of each. What another machine recorded can be appended to both.
+    The `table` has a row for each `Escape`, with its fields and properties by name: `batch_size` is 0 where all the
+    data make a step, `steps` are NaN where it did not leave; and `emulated`, `recorded` and `machine`. The `paths` are
+    the `history` of each. What another machine recorded can be appended to both.
     """
 
     table: pd.DataFrame
@@ -290,11 +283,7 @@ class EscapeTable(Report):
     def slope(self) -> tuple[float, float, float]:
         """How many steps are made for one of the `law`, ln(r/δ)/(ηλ), by all that left: least squares.
 
-        Returns:
-            The slope and the ends of its 95 % interval.
-
-        Raises:
-            DataError: For fewer than three different escapes.
+        Returns the slope and the ends of its 95 % interval; `DataError` for fewer than three different escapes.
         """
         from scipy import stats
 
@@ -366,9 +355,10 @@ def escape_table(
                 same |= {"optimizer": optimizer, "learning_rate": rate, "perturbation": push, "batch_size": size}
                 result = escape(start.model, start, setting, seed=seed, **same)
                 parsed = Setting.parse(setting)
-                row = {name: getattr(result, name) for name in FIELDS}
+                row = {name: value for name, value in vars(result).items() if name != "history"}
                 row |= {"batch_size": size or 0, "steps": math.nan if result.steps is None else result.steps}
-                row |= {"emulated": parsed.emulated, "recorded": False, "machine": machine(here, parsed.kind)}
+                row |= {"law": result.law, "left": result.left, "held": result.held, "recorded": False}
+                row |= {"emulated": parsed.emulated, "machine": machine(here, parsed.kind)}
                 rows.append(row)
                 paths.append(result.history.assign(**{key: row[key] for key in KEYS}))
                 bar.update()

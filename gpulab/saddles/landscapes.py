@@ -147,8 +147,7 @@ def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0
 
     Examples:
         >>> import gpulab
-        >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(data, [1])
+        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
         >>> around = surface(saddle, extent=0.1, places=1)
         >>> bool(around.losses[1, 0] < around.loss < around.losses[0, 1])
         True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -83,3 +84,15 @@ def dense(A: Operator) -> Float[Tensor, "n n"]:
     if apart > (1e-2 if A.dtype == torch.float32 else 1e-6) * scale:
         raise DataError(f"the operator is not symmetric: two elements differ by {apart:.3g}, of {scale:.3g}")
     return (matrix + matrix.T) / 2
+
+
+def graph_nodes(result: Tensor) -> Iterator[Any]:
+    """The nodes of autograd's graph of a result."""
+    waiting: list[Any] = [result.grad_fn]
+    met: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in met:
+            met.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            yield node

@@ -131,11 +131,8 @@ class Law:
     ) -> float:
         """The step at which the displacements from `start`, at rest, are together as long as the radius.
 
-        Args:
-            start: Along each direction, its absolute value.
-            curvature: Their λ, the largest first.
-            steepest: The unit vector v of the first one.
-            radius: Of all together.
+        `start` is along each direction, its absolute value; `curvature` their λ, the largest first; `steepest` the unit
+        vector v of the first one.
         """
         if start.isnan().any():
             return math.nan

@@ -113,7 +113,7 @@ class LinearAutoencoderSaddle:
         """The m negative eigenvalues, the least first, and their eigenvectors, in columns."""
         low = self._spectrum[0].flatten()
         order = low.argsort(stable=True)[: self.index].tolist()
-        vectors = [self._vector(place)[:, None] for place in order]
+        vectors = [self._vector(block)[:, None] for block in order]
         return low[order], torch.cat([low.new_empty(2 * low.numel(), 0), *vectors], dim=1)
 
     @functools.cached_property
@@ -140,11 +140,10 @@ class LinearAutoencoderSaddle:
         # Not the difference of two close numbers: the sign of the lower one is exact.
         return torch.where(high > 0, determinant / high.clamp(min=torch.finfo(high.dtype).tiny), 0.0), high
 
-    def _vector(self, place: int, higher: bool = False) -> Float[Tensor, " n"]:
+    def _vector(self, block: int, higher: bool = False) -> Float[Tensor, " n"]:
         """The eigenvector of a block's lower eigenvalue, or of its higher one, in the space of the weights."""
-        component, unit = divmod(place, len(self.mixing))
-        a, b, _, _ = (float(part[component, unit]) for part in self._blocks)
-        low = float(self._spectrum[0][component, unit])
+        component, unit = divmod(block, len(self.mixing))
+        a, b, low = (float(part[component, unit]) for part in (*self._blocks[:2], self._spectrum[0]))
         p, q = (b, low - a) if (b, low - a) != (0, 0) else (1.0, 0.0)
         if higher:
             p, q = -q, p
@@ -170,8 +169,8 @@ def linear_autoencoder_saddle(
 
     Args:
         data: A matrix (N, D) of numbers.
-        components: Those to hold; 0 has the largest eigenvalue of XᵀX / N, the second-moment matrix: the covariance,
-            where the data are centred. Where eigenvalues are equal, which component is which is arbitrary.
+        components: Those to hold; 0 has the largest eigenvalue of XᵀX / N. Where eigenvalues are equal, which component
+            is which is arbitrary.
         hidden: How many hidden units; by default one for each component. Further ones are zero.
 
     Raises:
@@ -230,7 +229,7 @@ def _principal_components(data: Any) -> tuple[Tensor, Tensor, Tensor]:
     moments, basis = torch.linalg.eigh(matrix.T @ matrix / len(matrix))
     moments, basis = moments.flip(0), basis.flip(1)
     rounding = 100 * len(moments) * torch.finfo(moments.dtype).eps * float(moments[0])
-    for place in range(1, len(moments)):  # what differs by rounding is equal, or an index would count noise
-        if moments[place - 1] - moments[place] <= rounding:
-            moments[place] = moments[place - 1]
+    for i in range(1, len(moments)):  # what differs by rounding is equal, or an index would count noise
+        if moments[i - 1] - moments[i] <= rounding:
+            moments[i] = moments[i - 1]
     return matrix, torch.where(moments > rounding, moments, 0.0), basis
