@@ -185,7 +185,7 @@ def escape(
     with parsed.apply():
         descent = _Descent(saddle, parsed, optimizer, learning_rate, batch_size, seed, master_weights)
         noise = descent.noise()
-        values, directions = (part.cpu() for part in saddle.unstable)
+        values, directions = (tensor.cpu() for tensor in saddle.unstable)
         begin = descent.flat(_trained(model)).cpu() + perturbation * saddle.direction.cpu()
         start = noise + (directions * (begin - descent.saddle.cpu())[:, None]).sum(0)
         expected, expected_rate = math.nan, math.nan
@@ -397,17 +397,17 @@ class _Descent:
         self.objective, self.rate, self.batch_size, self.seed = saddle.objective, rate, batch_size, seed
         self.net = copy.deepcopy(saddle.model).to(setting.device, setting.dtype)
         self.parameters = _trained(self.net)
-        self.where = "cpu" if setting.kind == "mps" else setting.device  # an Apple GPU has no float64
+        self.float64_device = "cpu" if setting.kind == "mps" else setting.device  # an Apple GPU has no float64
         self.weights = self.parameters  # those that the optimiser moves
         if master_weights:
-            self.weights = [nn.Parameter(p.detach().to(self.where, torch.float64)) for p in self.parameters]
+            self.weights = [nn.Parameter(p.detach().to(self.float64_device, torch.float64)) for p in self.parameters]
         self.optimizer = build(optimizer, self.weights, rate)
         self.law = Law.of(self.optimizer)
         self.inputs, self.targets = (
-            part.to(setting.device, setting.dtype if part.is_floating_point() else None) for part in saddle.batch
+            tensor.to(setting.device, setting.dtype if tensor.is_floating_point() else None) for tensor in saddle.batch
         )
         self.saddle = self.flat(_trained(saddle.model))
-        self.values, self.directions = (part.to(self.where) for part in saddle.unstable)
+        self.values, self.directions = (tensor.to(self.float64_device) for tensor in saddle.unstable)
 
     def noise(self) -> Float[Tensor, " m"]:
         """The displacement along each unstable direction that stands for the errors made at the saddle.
@@ -479,7 +479,7 @@ class _Descent:
 
     def flat(self, tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
         """One vector of tensors, in float64."""
-        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.where).double()
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.float64_device).double()
 
 
 def _patience(optimizer: str) -> int:

@@ -102,8 +102,8 @@ class Hessian:
             return self._rows(vectors[None])[0]
         products = torch.empty_like(vectors)
         for first in range(0, vectors.shape[1], self.at_once):
-            some = slice(first, first + self.at_once)
-            products[:, some] = self._rows(vectors[:, some].T).T
+            columns = slice(first, first + self.at_once)
+            products[:, columns] = self._rows(vectors[:, columns].T).T
         return products
 
     @torch.no_grad()
@@ -262,14 +262,14 @@ def _keep_graph(objective: Callable[[], Tensor], points: list[Tensor]) -> tuple[
             gradients = torch.autograd.grad(loss, points, create_graph=True, materialize_grads=True)
         if any(gradient.layout != torch.strided for gradient in gradients):
             raise UsageError("the loss has sparse gradients: give its embeddings sparse=False")
-        varying = [place for place, gradient in enumerate(gradients) if gradient.requires_grad]
+        varying = [index for index, gradient in enumerate(gradients) if gradient.requires_grad]
 
         def product(*tangents: Tensor) -> list[Tensor]:
             if not varying:
                 return [torch.zeros_like(tangent) for tangent in tangents]
-            outputs, rows = [gradients[place] for place in varying], []
+            outputs, rows = [gradients[index] for index in varying], []
             for row in range(len(tangents[0])):
-                vectors = [tangents[place][row] for place in varying]
+                vectors = [tangents[index][row] for index in varying]
                 rows.append(torch.autograd.grad(outputs, points, vectors, retain_graph=True, materialize_grads=True))
             return [torch.stack(column) for column in zip(*rows, strict=True)]
 

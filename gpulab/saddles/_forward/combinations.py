@@ -22,29 +22,31 @@ class Combination:
     def __init__(self, coefficients: Sequence[Coefficient], shape: Sequence[int], plain: bool = False) -> None:
         self.coefficients, self.shape, self.plain = tuple(coefficients), tuple(shape), plain
         # Products first: they make memory of their own, which the others are then added to.
-        self.order = sorted(range(len(coefficients)), key=lambda place: not isinstance(coefficients[place], Tensor))
+        self.order = sorted(
+            range(len(coefficients)), key=lambda position: not isinstance(coefficients[position], Tensor)
+        )
 
     @property
     def inputs(self) -> int:
         """How many tensors it reads."""
         return len(self.coefficients) + sum(isinstance(c, Tensor) for c in self.coefficients)
 
-    def fused(self, place: int, inner: Combination) -> Combination | None:
-        """The combination in which the tangent at `place` is itself a combination.
+    def fused(self, position: int, inner: Combination) -> Combination | None:
+        """The combination in which the tangent at `position` is itself a combination.
 
         None where that would not fit into one kernel, or need more constants than there are.
         """
-        outer = self.coefficients[place]
+        outer = self.coefficients[position]
         more = isinstance(outer, Tensor) and sum(isinstance(c, Tensor) for c in inner.coefficients) > 1
         if more or inner.shape != self.shape or self.inputs + inner.inputs - 1 > MOST_INPUTS:
             return None
         products = [_product(outer, coefficient) for coefficient in inner.coefficients]
-        return Combination([*self.coefficients[:place], *products, *self.coefficients[place + 1 :]], self.shape)
+        return Combination([*self.coefficients[:position], *products, *self.coefficients[position + 1 :]], self.shape)
 
     def __call__(self, *tangents: Tensor) -> Tensor:
         """The sum for tangents (k, …), term by term; on a GPU the products two by two, each pair in one kernel."""
         shape = (len(tangents[0]), *self.shape)
-        terms = [(lift(tangents[place], len(shape)), self.coefficients[place]) for place in self.order]
+        terms = [(lift(tangents[position], len(shape)), self.coefficients[position]) for position in self.order]
         total: Tensor | None = None
         while tangents[0].is_cuda and len(terms) > 1 and isinstance(terms[1][1], Tensor):
             (v, c), (w, d), *terms = terms

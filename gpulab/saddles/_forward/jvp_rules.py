@@ -210,8 +210,8 @@ def joined(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Any:
 
 def reduced(b: Builder, x: Tensor, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
     dims = range(x.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    places, function = [d % x.ndim + 1 for d in dims], torch.sum if "sum" in str(b.function) else torch.mean
-    return b.apply(lambda t: function(t, places, keepdim=keepdim), x) if places else b.tangent(x)
+    shifted, function = [d % x.ndim + 1 for d in dims], torch.sum if "sum" in str(b.function) else torch.mean
+    return b.apply(lambda t: function(t, shifted, keepdim=keepdim), x) if shifted else b.tangent(x)
 
 
 def upsampled(b: Builder, x: Tensor, *arguments: Any) -> Any:
@@ -253,8 +253,8 @@ def max_pooled(b: Builder, x: Tensor, *_: Any) -> Any:
     shape, largest = b.results[0].shape, b.results[1].flatten(2)
 
     def gather(tangent: Tensor) -> Tensor:
-        places = largest.expand(len(tangent), *largest.shape)
-        return tangent.flatten(3).gather(3, places).reshape(len(tangent), *shape)
+        indices = largest.expand(len(tangent), *largest.shape)
+        return tangent.flatten(3).gather(3, indices).reshape(len(tangent), *shape)
 
     return [b.apply(gather, x), None]
 
@@ -265,9 +265,9 @@ def max_pool_backward(b: Builder, g: Tensor, x: Tensor, *arguments: Any) -> Any:
     shape, largest = x.shape, arguments[-1].flatten(2)
 
     def scatter(tangent: Tensor) -> Tensor:
-        places = largest.expand(len(tangent), *largest.shape)
-        zeros = tangent.new_zeros(*places.shape[:3], math.prod(shape[2:]))
-        return zeros.scatter_add_(3, places, tangent.flatten(3)).reshape(len(tangent), *shape)
+        indices = largest.expand(len(tangent), *largest.shape)
+        zeros = tangent.new_zeros(*indices.shape[:3], math.prod(shape[2:]))
+        return zeros.scatter_add_(3, indices, tangent.flatten(3)).reshape(len(tangent), *shape)
 
     return b.apply(scatter, g)
 
