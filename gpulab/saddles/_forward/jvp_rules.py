@@ -246,6 +246,11 @@ def looked_up(b: Builder, weight: Tensor, indices: Tensor, padding: int = -1, *_
     return b.apply(lambda t: t[:, indices].masked_fill_(padded, 0), weight)
 
 
+def squared_error_backward(b: Builder, g: Tensor, x: Tensor, y: Tensor, reduction: int) -> Any:
+    scale = 2 / x.numel() if reduction == 1 else 2
+    return b.combine((scale * (x - y), g), (scale * g, x), (-scale * g, y))
+
+
 def max_pooled(b: Builder, x: Tensor, *_: Any) -> Any:
     """The places of the largest are constants."""
     if x.ndim != 4:
@@ -315,10 +320,8 @@ SLICES = (
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor),
 )
 REDUCTIONS = aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim
-POINTWISE = (  # besides those of which torch says so
-    *(aten.mse_loss_backward.default, aten.hardtanh_backward.default, aten.leaky_relu_backward.default),
-    aten.elu_backward.default,
-)
+# Besides those of which torch says so.
+POINTWISE = aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default
 BY_RESULT: dict[Any, Callable[[Tensor], Tensor]] = {
     aten.relu.default: lambda y: (y > 0).to(y.dtype),
     aten.sigmoid.default: lambda y: y * (1 - y),
@@ -349,6 +352,7 @@ RULES: dict[Any, Callable[..., Any]] = {  # rule(builder, *arguments, **options)
     aten.threshold_backward.default: lambda b, g, y, threshold: (
         b.combine((b.by_result(aten.relu.default, y), g)) if threshold == 0 else NotImplemented
     ),
+    aten.mse_loss_backward.default: squared_error_backward,
     aten.max_pool2d_with_indices.default: max_pooled,
     aten.max_pool2d_with_indices_backward.default: max_pool_backward,
     **dict.fromkeys((aten.mm.default, aten.bmm.default), matrix_product),
