@@ -35,7 +35,7 @@ ESCAPES = {
     "cuda": ["cuda:precision=float64", "cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:precision=bfloat16"],
     "cpu": ["cpu:precision=float64", "cpu", "cpu:precision=bfloat16"],
 }
-PERTURBATIONS = (None, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8)
+PERTURBATIONS = (0.0, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8)
 # The arithmetic in which optimisers are let go: notebook 06 draws them beside its own.
 ARITHMETIC = {
     "cuda": ["cuda:precision=float64", "cuda:tf32=off", "cuda:tf32=on", "cuda:precision=bfloat16"],

@@ -7,7 +7,7 @@ from gpulab.saddles.escapes import Escape, EscapeTable, escape, escape_table, re
 from gpulab.saddles.hessians import Hessian, hessian
 from gpulab.saddles.landscapes import Landscape, Surface, landscape, surface
 from gpulab.saddles.spectrum import SpectralDensity, index, most_negative, spectral_density, trace
-from gpulab.saddles.theory import LinearAutoencoderSaddle, critical_losses, linear_autoencoder_saddle
+from gpulab.saddles.theory import LinearAutoencoderSaddle, linear_autoencoder_saddle
 
 __all__ = [
     "CriticalPoint",
@@ -18,7 +18,6 @@ __all__ = [
     "LinearAutoencoderSaddle",
     "SpectralDensity",
     "Surface",
-    "critical_losses",
     "curvature_along",
     "escape",
     "escape_table",

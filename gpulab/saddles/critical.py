@@ -10,11 +10,9 @@ where critical points are not isolated (Fan, Yuan), as they never are in a netwo
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +20,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
 from gpulab.errors import UsageError
@@ -58,9 +55,8 @@ class CriticalPoint:
     # A row per step: `step`, `loss`, `squared_gradient_norm`, and `relative_residual`, the share of the gradient that
     # the best undamped step would leave: near 1, the gradient lies in the kernel of the Hessian.
     history: pd.DataFrame
-    batch: Batch | None  # in float64
+    batch: Batch  # in float64
     loss_function: Loss
-    source: nn.Module | None = None  # the model whose loss it is, where there is no batch
 
     @property
     def found(self) -> bool:
@@ -69,15 +65,13 @@ class CriticalPoint:
 
     def objective(self, model: nn.Module, batch: Batch | None = None) -> Tensor:
         """The loss of a model, on the data of the search or on a batch."""
-        batch = self.batch if batch is None else batch
-        if batch is None:
-            raise UsageError("this point was found from a loss without a batch: it cannot be computed for a copy")
-        return self.loss_function(model(batch[0]), batch[1])
+        inputs, targets = self.batch if batch is None else batch
+        return self.loss_function(model(inputs), targets)
 
     def hessian(self) -> Hessian:
         """The Hessian there."""
-        with torch.enable_grad(), _holding(self.model, self.source) as model:
-            return hessian(model, self.loss_function, self.batch)
+        with torch.enable_grad():
+            return hessian(self.model, self.loss_function, self.batch)
 
     @functools.cached_property
     def unstable(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
@@ -94,7 +88,7 @@ class CriticalPoint:
     @property
     def curvature(self) -> float:
         """The least eigenvalue."""
-        return float(self._eigen[0][0])
+        return float(self.eigenvalues[0])
 
     @property
     def direction(self) -> Float[Tensor, " n"]:
@@ -121,7 +115,7 @@ class CriticalPoint:
 def find_critical_point(
     model: nn.Module,
     loss: Loss,
-    batch: Batch | None = None,
+    batch: Batch,
     *,
     tolerance: float = 1e-20,
     max_steps: int = 300,
@@ -134,8 +128,8 @@ def find_critical_point(
 
     Args:
         model: Where to begin; it is left alone.
-        loss: `loss(model(inputs), targets)`; without a batch, `loss()` is any function of the model.
-        batch: Inputs and targets, or None: then the model must be of float64 itself.
+        loss: `loss(model(inputs), targets)`.
+        batch: Inputs and targets.
         tolerance: The squared norm of the gradient at which to stop.
         max_steps: How many steps to make at most.
         progress: Whether to show a progress bar.
@@ -163,21 +157,14 @@ def find_critical_point(
     check_count("max_steps", max_steps)
     import pandas as pd
 
-    place, source = copy.deepcopy(model), model if batch is None else None
-    if batch is not None:
-        place, batch = (
-            place.double(),
-            tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, batch),
-        )
-    elif wrong := [name for name, parameter in model.named_parameters() if parameter.dtype != torch.float64]:
-        raise UsageError(f"{wrong[0]} is not of float64: call model.double(), or give a batch and let a copy be made")
-    parameters = [parameter for parameter in place.parameters() if parameter.requires_grad]
+    searched = copy.deepcopy(model).double()
+    batch = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, batch)
+    parameters = [parameter for parameter in searched.parameters() if parameter.requires_grad]
     damping, norm, stuck = 1e-2, 0.0, False  # the norm of H: the largest |λ| met so far
     rows: list[dict[str, float]] = []
     with Progress(total=max_steps, unit="step", leave=False, disable=not progress) as bar:
         while True:
-            with _holding(place, source) as holder:
-                H = hessian(holder, loss, batch)
+            H = hessian(searched, loss, batch)
             weights, size = parameters_to_vector(parameters).detach(), float(H.gradient @ H.gradient)
             linear = _linearise(H)
             norm = max(norm, float(linear.s.abs().max()))
@@ -191,8 +178,7 @@ def find_critical_point(
             for _ in range(60):  # a step that makes the gradient smaller, more damped until one does
                 step, promised = linear.step(damping * norm * math.sqrt(size))
                 vector_to_parameters(weights + step, parameters)
-                with _holding(place, source) as holder:
-                    value = loss() if batch is None else loss(holder(batch[0]), batch[1])
+                value = loss(searched(batch[0]), batch[1])
                 gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
                 after = sum(float(gradient.square().sum()) for gradient in gradients)
                 gain = (size - after) / max(promised, TINY) if math.isfinite(after) else -math.inf
@@ -206,8 +192,7 @@ def find_critical_point(
                 break
             bar.set_postfix(squared_gradient_norm=f"{size:.1e}", refresh=False)
             bar.update()
-    steps, length = len(rows) - 1, linear.newton_length(norm)
-    kind = NOT_CONVERGED
+    steps, length, kind = len(rows) - 1, linear.newton_length(norm), NOT_CONVERGED
     if size <= tolerance and length <= FAR * (1 + float(weights.norm())):
         kind, message = CRITICAL, f"found in {steps} steps"
     elif size <= tolerance:
@@ -223,7 +208,7 @@ def find_critical_point(
     else:
         message = f"{steps} steps were not enough: give more max_steps, or start elsewhere"
     # A copy has weights of their own again, which are no views of one vector.
-    return CriticalPoint(copy.deepcopy(place), H.loss, size, kind, message, pd.DataFrame(rows), batch, loss, source)
+    return CriticalPoint(copy.deepcopy(searched), H.loss, size, kind, message, pd.DataFrame(rows), batch, loss)
 
 
 class _Linearisation(NamedTuple):
@@ -267,13 +252,3 @@ def _linearise(H: Hessian) -> _Linearisation:
     c = length * u[0]
     rest = float((length**2 - c.square().sum()).clamp(min=0).sqrt())
     return _Linearisation(s, c, (vt @ space.basis).T, rest)
-
-
-@contextlib.contextmanager
-def _holding(model: nn.Module, source: nn.Module | None) -> Iterator[nn.Module]:
-    """What the loss computes with, holding the weights of a model: that one, or what a loss without a batch knows."""
-    if source is None:
-        yield model
-        return
-    with _reparametrize_module(source, dict(model.named_parameters()), tie_weights=True):
-        yield source

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +38,10 @@ if TYPE_CHECKING:
 # One thread gives the same bits on every CPU with the same instructions, and does not wait for a busy second core.
 INSTRUMENT = {"cpu": "{}:threads=1", "cuda": "{}:tf32=off"}
 EVALUATED = {True: 10, False: 200}  # frames of a sequence, or images, in the batch whose Hessian is looked at
-SIGNS = ("index_fraction", "index_error", "zero_fraction", "negative_share")
-MEASURED = ("loss", "gradient_norm", *SIGNS, "smallest", "largest")
+MEASURED = (
+    *("loss", "gradient_norm", "index_fraction", "index_error", "zero_fraction", "negative_share"),
+    *("smallest", "largest"),
+)
 KEYS = ("experiment", "profile", "frames", "setting", "seed", "status", "machine", "torch", "evaluated", "recorded")
 
 
@@ -62,16 +63,13 @@ def curvature_along(
     """Train from several seeds under one or more settings, and look at the Hessian at moments spaced logarithmically.
 
     Args:
-        net: `autoencoder`, `prednet` or another network that `gpulab.train` knows by name.
-        setting: One or more settings to train under.
-        seeds: Which, or how many.
-        profile, frames: How long to train, as for `gpulab.train`.
+        net, profile, frames: As for `gpulab.train`.
+        setting, seeds: One or more settings to train under; which seeds, or how many.
         snapshots: At how many moments to look.
         probes, steps: Of `gpulab.saddles.spectral_density`, which gives the spectrum.
         evaluated: The size of the fixed batch whose loss, the training's objective, is looked at: by default the first
             200 images, or the first 10 frames from a state of zero.
-        store: A folder in which each training is kept, and not made again.
-        command: Noted beside what is kept.
+        store: A folder in which what was seen of each training is kept, with the `command`, and not made again.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -102,7 +100,7 @@ def curvature_along(
     options: dict[str, Any] = {"snapshots": snapshots, "probes": probes, "steps": steps}
     for name, value in options.items():
         check_count(name, value)
-    parts = []
+    tables = []
     with Progress(total=len(settings) * len(numbers) * (1 + snapshots), leave=False, disable=not progress) as bar:
         for text, seed in itertools.product(settings, numbers):
             bar.set_description(f"{text} seed {seed}", refresh=False)
@@ -110,8 +108,8 @@ def curvature_along(
                 plan = plan_run(net, setting=text, seed=seed, profile=profile, frames=frames)
             options["evaluated"] = EVALUATED[plan.data.sequential] if evaluated is None else evaluated
             check_count("evaluated", options["evaluated"])
-            parts.append(_along_training(plan, options, None if store is None else Path(store), command, bar))
-    return pd.concat(parts, ignore_index=True)
+            tables.append(_along_training(plan, options, store, command, bar))
+    return pd.concat(tables, ignore_index=True)
 
 
 def recorded_curvature() -> pd.DataFrame:
@@ -135,55 +133,50 @@ def read_curvature(store: str | Path) -> pd.DataFrame:
 def row_spectra(frame: pd.DataFrame) -> Iterator[tuple[Any, SpectralDensity]]:
     """The rows of such a frame that have numbers, each with its spectrum."""
     for row in frame[frame["size"] > 0].itertuples():
-        yield row, SpectralDensity(row.nodes, row.node_weights, int(row.size), row.nodes.size)
-
-
-# --- one training ----------------------------------------------------------------------------------------
+        yield row, SpectralDensity(row.nodes, row.node_weights, int(row.size))
 
 
 def _along_training(
-    plan: Plan, options: dict[str, Any], folder: Path | None, command: str | None, bar: Progress
+    plan: Plan, options: dict[str, Any], store: str | Path | None, command: str | None, bar: Progress
 ) -> pd.DataFrame:
     """The rows of one training: those that are kept, or new ones."""
     here = passport()
     plan.begin()
     planned = plan.identity(here)
     identity = {**planned.record, "id": folders.run_id({**planned.record, "looked": options})}
-    file = None if folder is None else folder / f"{identity['id']}.parquet"
+    file = None if store is None else Path(store) / f"{identity['id']}.parquet"
     if file is not None and file.is_file():
         try:
             kept = _unpacked(*read_table(file))
-            bar.update(1 + options["snapshots"])
-            return kept
         except DataError as error:
-            warnings.warn(
-                f"{error}; measured again (set aside in {folders.set_aside(file.parent, file)})", stacklevel=4
-            )
+            raise DataError(f"{error}; without this file, the training is made and looked at again") from None
+        bar.update(1 + options["snapshots"])
+        return kept
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     last = 1 + plan.frames // plan.window
     moments = set(np.geomspace(last, 1, options["snapshots"]).round() - 1)  # a single one is the end of the training
     passed = 0
-    weights: dict[int, dict[str, Tensor]] = {}  # by the number of updates
+    snapshots: dict[int, dict[str, Tensor]] = {}  # weights, by the number of updates
 
     def watch(model: Trainable, step: int) -> None:
         nonlocal passed
         if passed in moments:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
             if all(tensor.isfinite().all() for tensor in copies.values()):
-                weights[step] = copies
+                snapshots[step] = copies
         passed += 1
 
-    which = plan.name, plan.data, plan.setting, plan.seed, plan.profile
-    run = train(*which, frames=plan.frames, watch=watch, progress=False)
+    asked = plan.name, plan.data, plan.setting, plan.seed, plan.profile
+    run = train(*asked, frames=plan.frames, watch=watch, progress=False)
     bar.update()
     rows = []
-    for step, snapshot in weights.items():
+    for step, snapshot in snapshots.items():
         rows.append({"step": step, **_measure(plan, snapshot, options)})
         bar.update()
     if run.status == "diverged":
         empty = dict.fromkeys(("nodes", "node_weights"), np.full((options["probes"], options["steps"]), math.nan))
         rows.append({"step": run.record["diverged_at"], **dict.fromkeys(MEASURED, math.nan), "size": 0, **empty})
-    bar.update(options["snapshots"] - len(weights))
+    bar.update(options["snapshots"] - len(snapshots))
     record = {**identity, "looked": options, "tolerance": ZERO, "status": run.status, "command": command}
     record |= {"started": started, "passport": dict(here), "weights": run.record["summary"]["weights"]}
     frame = _frame(rows, record)
@@ -193,12 +186,12 @@ def _along_training(
     return frame
 
 
-def _measure(plan: Plan, weights: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Any]:
+def _measure(plan: Plan, state: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Any]:
     """What the instrument says of these weights."""
     device = plan.setting.device
     with Setting.parse(INSTRUMENT.get(plan.setting.kind, "{}").format(device)).apply() as instrument:
         model = plan.model.to(device, torch.float32)
-        torch.nn.Module.load_state_dict(model, weights)
+        torch.nn.Module.load_state_dict(model, state)
         batch = Loader("window", instrument).window(next(plan.data.windows(options["evaluated"], 0)).frames)
         if model.sequential:
             batch = next(iter(model.batches(batch)))
@@ -206,18 +199,20 @@ def _measure(plan: Plan, weights: dict[str, Tensor], options: dict[str, Any]) ->
         with torch.no_grad():
             losses = model.training_loss(batch, None)[1]
         spectrum = spectral_density(H, probes=options["probes"], steps=options["steps"], progress=False)
-    (low, high), norm = spectrum.extremes, float(H.gradient.double().norm())
-    row = {"loss": float(losses.double().mean()), "gradient_norm": norm, **_signs(spectrum)}
-    row |= {"smallest": low, "largest": high, "size": spectrum.size}
-    return {**row, "nodes": spectrum.nodes, "node_weights": spectrum.weights}
-
-
-def _signs(spectrum: SpectralDensity) -> dict[str, float]:
-    """How much of a spectrum is negative, and how much too near to zero to tell."""
-    index = estimated_index(spectrum, ZERO)
-    below = np.where(spectrum.nodes < -index.threshold, -spectrum.nodes, 0.0)
-    share = float((spectrum.weights * below).sum() / (spectrum.weights * np.abs(spectrum.nodes)).sum())
-    return dict(zip(SIGNS, (index.fraction, index.error / index.size, index.zero / index.size, share), strict=True))
+    index, nodes, weights = estimated_index(spectrum), spectrum.nodes, spectrum.weights
+    below = np.where(nodes < -index.threshold, -nodes, 0.0)
+    return {
+        "loss": float(losses.double().mean()),
+        "gradient_norm": float(H.gradient.double().norm()),
+        "index_fraction": index.fraction,
+        "index_error": index.error / index.size,
+        "zero_fraction": index.zero / index.size,
+        "negative_share": float((weights * below).sum() / (weights * np.abs(nodes)).sum()),
+        **dict(zip(("smallest", "largest"), spectrum.extremes, strict=True)),
+        "size": spectrum.size,
+        "nodes": nodes,
+        "node_weights": weights,
+    }
 
 
 def _frame(rows: list[dict[str, Any]], record: dict[str, Any]) -> pd.DataFrame:

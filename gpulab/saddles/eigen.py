@@ -1,9 +1,8 @@
 """Extreme eigenpairs of a symmetric operator, from its products with a few vectors at once.
 
-No library does this with vectors that stay on a GPU and an operator that is only known by its products: SciPy's `eigsh`
-and `lobpcg` compute in NumPy, and `torch.lobpcg` wants the matrix. So it is here: block Lanczos with full
-orthogonalisation and thick restarts. A block of k vectors finds an eigenvalue k times, if it is repeated; and many
-products at once cost less than one after the other.
+SciPy's `eigsh` and `lobpcg` compute in NumPy, and `torch.lobpcg` wants the matrix. Here vectors stay on the GPU, and
+the operator is known by its products only: block Lanczos with full orthogonalisation and thick restarts. A block of k
+vectors finds an eigenvalue k times, if it is repeated; and many products at once cost less than one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gpulab.saddles.operators import Operator, check_count, check_products, chec
 from gpulab.settings import float32_products
 
 PIECE = 4_096  # so many products are added up in float32
-WHICH = ("smallest", "largest", "both", "magnitude")
+WHICH = ("smallest", "largest", "both")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +35,9 @@ class Eigenpairs:
     converged: bool  # whether every residual is below the tolerance
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{value:.6g}" for value in self.values.tolist()[:8]) + ", …" * (len(self.values) > 8)
-        state = "" if self.converged else "NOT converged, "
-        worst = float(self.residuals.max())
-        return f"Eigenpairs [{values}]: {state}residuals up to {worst:.1e}, {self.products:,} products"
+        values = ", ".join(f"{value:.6g}" for value in self.values.tolist())
+        residuals = f"{'' if self.converged else 'NOT converged, '}residuals up to {float(self.residuals.max()):.1e}"
+        return f"Eigenpairs [{values}]: {residuals}, {self.products:,} products"
 
 
 def lanczos(
@@ -49,7 +47,6 @@ def lanczos(
     *,
     tolerance: float | None = None,
     max_products: int = 3_000,
-    block: int | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> Eigenpairs:
@@ -58,12 +55,10 @@ def lanczos(
     Args:
         H: A `gpulab.hessian`, a tensor (n, n), or anything else with products, float32 or float64.
         k: How many pairs.
-        which: `smallest`, `largest`, largest in `magnitude`, or `both` ends, of which an odd one more comes from below.
+        which: `smallest`, `largest`, or `both` ends, of which an odd one more comes from below.
         tolerance: The residuals to reach, relative to the largest |λ|; by default eps^(2/3) of the operator's type:
             4e-11 in float64, 2e-5 in float32.
         max_products: What has not converged after about so many is returned as such.
-        block: How many vectors are multiplied at once, by default k, but at least two: no repeated eigenvalue is found
-            more often.
         seed: Of the random vectors with which it begins.
         progress: Whether to show a progress bar, where it takes longer than two seconds.
 
@@ -83,22 +78,19 @@ def lanczos(
     n = check_square(H)
     check_count("k", k, n)
     check_count("max_products", max_products)
-    check_count("block", 1 if block is None else block, n)
     if which not in WHICH:
         raise UsageError(f"which={which!r}: expected one of {', '.join(WHICH)}")
     if tolerance is None:
         tolerance = torch.finfo(H.dtype).eps ** (2 / 3)
     if not 0 < tolerance < 1:
         raise UsageError(f"tolerance={tolerance!r}: expected a number between 0 and 1")
-    width = min(n, block or max(2, k))
+    width = min(n, max(2, k))  # of a block: no repeated eigenvalue is found more often
     room = min(n, max(2 * k + 4 * width, 40))
     with Progress(total=max_products, unit="product", leave=False, delay=2, disable=not progress) as bar:
         space = KrylovSpace(H, width, room, seed, bar)
         while True:
             space.grow()
             values, vectors = torch.linalg.eigh(space.projected)  # Ritz values, and vectors within the space
-            if space.size < k:
-                continue
             chosen = _select(values, k, which)
             scale = float(values.abs().max())
             residuals = (space.coupling @ vectors[-space.newest :]).norm(dim=0)  # as the recurrence has them
@@ -116,13 +108,9 @@ def lanczos(
 
 
 def _select(values: Tensor, k: int, which: str) -> Tensor:
-    """The places of up to k extreme ones among ascending values, ascending."""
-    m = len(values)
-    k = min(k, m)
-    if which == "magnitude":
-        return values.abs().argsort(descending=True)[:k].sort().values
+    """The indices of k extreme ones among ascending values, ascending."""
     below = {"smallest": k, "largest": 0, "both": math.ceil(k / 2)}[which]
-    return torch.tensor([*range(below), *range(m - (k - below), m)])
+    return torch.tensor([*range(below), *range(len(values) - (k - below), len(values))])
 
 
 class KrylovSpace:

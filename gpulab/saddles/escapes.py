@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -45,10 +44,6 @@ ADAPTIVE = 1e-3  # the learning rate where none is given and no law makes one: A
 UNMOVED = 10  # steps without any change after which gradient descent is held for good; with a memory, SETTLED
 PATIENCE = 3  # times the expected steps that are made where `steps` does not say how many
 LONGEST = 100_000
-FIELDS = (  # of an escape, as they are in a table
-    *("setting", "optimizer", "master_weights", "perturbation", "seed", "learning_rate", "curvature", "radius"),
-    *("noise", "start", "expected", "law", "moved", "step_ratio", "left", "held", "rate", "expected_rate"),
-)
 # What tells the escapes of a table apart.
 KEYS = ("setting", "optimizer", "master_weights", "learning_rate", "perturbation", "batch_size", "seed")
 
@@ -106,21 +101,15 @@ class Escape:
         distance = math.log(self.radius / self.start) if self.start else math.inf
         return max(0.0, distance) / (self.learning_rate * -self.curvature)
 
-    @property
-    def rate(self) -> float:
-        """`expected_rate` as measured, where the distance is well above its beginning; NaN where it hardly grew."""
-        unstable = self.history.unstable
-        growing = self.history[(unstable > 10 * unstable.iloc[0]) & (unstable > 10 * self.noise)]
-        return float(np.polyfit(growing.step, np.log(growing.unstable), 1)[0]) if len(growing) >= 10 else math.nan
-
     def __repr__(self) -> str:
-        expected = f"theory {self.expected:,.0f}" if math.isfinite(self.expected) else "theory: never"
+        expected = "theory: never" if math.isinf(self.expected) else f"theory {self.expected:,.0f}"
         expected = "no theory" if math.isnan(self.expected) else expected
-        made = len(self.history) - 1  # the same as `steps`, where it left
-        outcome = f"{'left after' if self.left else 'held for' if self.held else 'still there after'} {made:,} steps"
-        noise = f"noise {self.noise:.1e}, the first step moved {self.moved:.0%} of the weights"
-        how = f"{self.setting} by {self.optimizer}" + (", weights in float64" if self.master_weights else "")
-        return f"Escape under {how}: {outcome} ({expected}); {noise}"
+        outcome = "left after" if self.left else "held for" if self.held else "still there after"
+        weights = ", weights in float64" if self.master_weights else ""
+        return (
+            f"Escape under {self.setting} by {self.optimizer}{weights}: {outcome} {len(self.history) - 1:,} steps "
+            f"({expected}); noise {self.noise:.1e}, the first step moved {self.moved:.0%} of the weights"
+        )
 
 
 def escape(
@@ -133,7 +122,7 @@ def escape(
     steps: int | None = None,
     batch_size: int | None = None,
     seed: int = 0,
-    perturbation: float | None = None,
+    perturbation: float = 0.0,
     radius: float = RADIUS,
     master_weights: bool = False,
     progress: bool = True,
@@ -154,14 +143,13 @@ def escape(
         seed: Of the order of the data.
         perturbation: How far to move the model along the steepest direction first.
         radius: The distance along the unstable directions at which the model has left.
-        master_weights: Whether the optimiser keeps the weights in float64, of which each gradient sees a copy rounded
-            to the setting's format, as the copy in float32 is used in mixed precision.
+        master_weights: Whether the optimiser keeps the weights in float64, and each gradient sees a copy rounded to the
+            setting's format, as in mixed precision.
         progress: Whether to show a progress bar.
 
     Raises:
         UsageError: Where the loss falls nowhere to second order, and for options that cannot be.
         DataError: Where the weights become infinite.
-        GpulabError: For what this machine lacks.
 
     Examples:
         >>> import gpulab
@@ -181,26 +169,24 @@ def escape(
     """
     import pandas as pd
 
-    parsed = Setting.parse(setting)
+    parsed, name = Setting.parse(setting), name_of(optimizer)
     _check(model, saddle, batch_size)
-    name = name_of(optimizer)
     if learning_rate is None:
         scaled = not name.startswith(("sgd", "momentum"))
         learning_rate = ADAPTIVE if scaled else min(GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1]))
-    if not 0 < learning_rate < math.inf:
-        raise UsageError(f"learning_rate={learning_rate!r}: expected a number above 0")
-    learning_rate = float(learning_rate)
+    for option, number in (("learning_rate", learning_rate), ("radius", radius)):
+        if not 0 < number < math.inf:
+            raise UsageError(f"{option}={number!r}: expected a number above 0")
+    if not 0 <= perturbation < math.inf:
+        raise UsageError(f"perturbation={perturbation!r}: expected a distance, 0 or more")
     if steps is not None:
         check_count("steps", steps)
-    if perturbation is not None and not 0 <= perturbation < math.inf:
-        raise UsageError(f"perturbation={perturbation!r}: expected a distance, 0 or more")
-    if not 0 < radius < math.inf:
-        raise UsageError(f"radius={radius!r}: expected a distance above 0")
+    learning_rate, patience = float(learning_rate), _patience(name)
     with parsed.apply():
         descent = _Descent(saddle, parsed, optimizer, learning_rate, batch_size, seed, master_weights)
         noise = descent.noise()
-        values, directions = (part.cpu() for part in saddle.unstable)
-        begin = descent._flat(_trained(model)).cpu() + (perturbation or 0.0) * saddle.direction.cpu()
+        values, directions = (tensor.cpu() for tensor in saddle.unstable)
+        begin = descent.flat(_trained(model)).cpu() + perturbation * saddle.direction.cpu()
         start = noise + (directions * (begin - descent.saddle.cpu())[:, None]).sum(0)
         expected, expected_rate = math.nan, math.nan
         if law := descent.law:
@@ -209,12 +195,30 @@ def escape(
         if steps is None:
             more = 100 if name == "sgd" else 2 * SETTLED
             steps = LONGEST if math.isnan(expected) else math.ceil(min(PATIENCE * expected + more, LONGEST))
-        ratio = descent.step_ratio(begin, optimizer)
-        rows, moved = descent.run(begin, steps, radius, _patience(name), progress)
+        descent.move_to(begin)
+        ratio = step_ratio(optimizer, learning_rate, descent.weights, descent.gradient(next(descent.batches()))[1])
+        rows, moved = [], []
+        with Progress(total=steps, unit="step", leave=False, disable=not progress) as bar:
+            for batch in descent.batches():
+                loss, gradients = descent.gradient(batch)
+                displacement = descent.flat(descent.weights) - descent.saddle
+                unstable = descent.unstable(displacement)
+                row = [displacement.norm(), unstable.norm(), unstable[0].abs(), loss.double().to(displacement.device)]
+                rows.append(torch.stack(row).tolist())
+                if not all(map(math.isfinite, rows[-1])):
+                    raise DataError(
+                        f"step {len(rows) - 1}: the weights are not finite; learning_rate={learning_rate:g}"
+                    )
+                if rows[-1][1] > radius or len(rows) > steps:
+                    break
+                moved.append(descent.step(gradients))
+                if batch_size is None and moved[-patience:] == [0.0] * patience:
+                    break
+                bar.update()
     history = pd.DataFrame(rows, columns=["distance", "unstable", "along", "loss"]).rename_axis("step").reset_index()
     beyond = history.step[history.unstable > radius]
-    options = str(parsed), name, master_weights, learning_rate, batch_size, seed, perturbation or 0.0, radius
-    measured = float(noise.norm()), float(start.norm()), expected, expected_rate, moved, ratio
+    options = str(parsed), name, master_weights, learning_rate, batch_size, seed, perturbation, radius
+    measured = float(noise.norm()), float(start.norm()), expected, expected_rate, moved[0] if moved else math.nan, ratio
     return Escape(*options, saddle.curvature, history, int(beyond.iloc[0]) if len(beyond) else None, *measured)
 
 
@@ -239,8 +243,7 @@ def trajectory(
 
     Examples:
         >>> import gpulab
-        >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(data, [1])
+        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
         >>> path = trajectory(saddle, "cpu:precision=float64", perturbation=0.01)
         >>> bool(path.loss.iloc[-1] < path.loss.iloc[0])
         True
@@ -253,15 +256,15 @@ def trajectory(
     rows = []
     with parsed.apply():
         descent = _Descent(saddle, parsed, optimizer, learning_rate, None, 0, False)
-        plane = torch.stack([saddle.direction, saddle.steepest]).to(descent.where)
-        descent._place(descent.saddle + perturbation * plane[0])
-        for batch in itertools.islice(descent._batches(), steps + 1):
-            loss, gradients = descent._gradient(batch)
-            rows.append([*(plane @ (descent._flat(descent.weights) - descent.saddle)).tolist(), float(loss)])
-            if not all(map(math.isfinite, rows[-1])):
-                rows.pop()
+        plane = torch.stack([saddle.direction, saddle.steepest]).to(descent.saddle)
+        descent.move_to(descent.saddle + perturbation * plane[0])
+        for batch in itertools.islice(descent.batches(), steps + 1):
+            loss, gradients = descent.gradient(batch)
+            row = [*(plane @ (descent.flat(descent.weights) - descent.saddle)).tolist(), float(loss)]
+            if not all(map(math.isfinite, row)):
                 break
-            descent._update(gradients)
+            rows.append(row)
+            descent.step(gradients)
     return pd.DataFrame(rows, columns=["along", "across", "loss"])
 
 
@@ -269,33 +272,25 @@ def trajectory(
 class EscapeTable(Report):
     """Escapes from one saddle, or from its mixtures, under several settings.
 
-    The `table` has a row for each: what was asked for (`batch_size` is 0 where all the data make a step), `curvature`,
-    `noise`, `start`, `expected`, `law`, `moved` and `step_ratio`, measured or computed at the saddle; `steps` (NaN
-    where it did not leave), `left`, `held`, `rate` and `expected_rate`; `emulated`, `recorded` and `machine`. The
-    `paths` are the `history` of each. What another machine recorded can be appended to both.
+    The `table` has a row for each `Escape`, with its fields and properties by name: `batch_size` is 0 where all the
+    data make a step, `steps` are NaN where it did not leave; and `emulated`, `recorded` and `machine`. The `paths` are
+    the `history` of each. What another machine recorded can be appended to both.
     """
 
     table: pd.DataFrame
     paths: pd.DataFrame
 
-    def slope(self, against: str = "law") -> tuple[float, float, float]:
-        """How many steps are made for one that theory expects, of all that left, by least squares.
+    def slope(self) -> tuple[float, float, float]:
+        """How many steps are made for one of the `law`, ln(r/δ)/(ηλ), by all that left: least squares.
 
-        Args:
-            against: `law`, ln(r/δ)/(ηλ), or `expected`, which counts every unstable direction and takes whole steps.
-
-        Returns:
-            The slope and the ends of its 95 % interval.
-
-        Raises:
-            DataError: For fewer than three different escapes.
+        Returns the slope and the ends of its 95 % interval; `DataError` for fewer than three different escapes.
         """
         from scipy import stats
 
-        left = self.table[self.table.left & (self.table[against] > 0)]
-        if left[against].nunique() < 3:
-            raise DataError(f"{left[against].nunique()} different escapes: a slope needs 3")
-        fit = stats.linregress(left[against], left.steps)
+        left = self.table[self.table.left & (self.table.law > 0)]
+        if left.law.nunique() < 3:
+            raise DataError(f"{left.law.nunique()} different escapes: a slope needs 3")
+        fit = stats.linregress(left.law, left.steps)
         reach = stats.t.ppf(0.975, len(left) - 2) * fit.stderr
         return float(fit.slope), float(fit.slope - reach), float(fit.slope + reach)
 
@@ -303,21 +298,13 @@ class EscapeTable(Report):
         left, held = int(self.table.left.sum()), int(self.table.held.sum())
         return f"{len(self.table)} trainings from a saddle: {left} left, {held} were held there"
 
-    def html(self) -> str:
-        """The table."""
-        columns = ["setting", "optimizer", "perturbation", "batch_size", "seed", "noise", "start", "expected", "steps"]
-        formats = dict.fromkeys(("perturbation", "noise", "start"), "{:.1e}".format)
-        return self.table[[*columns, "held"]].to_html(
-            index=False, formatters=formats, float_format="{:,.0f}".format, na_rep="–"
-        )
-
 
 def escape_table(
     saddle: Saddle,
     settings: Sequence[str | Setting] = ("cpu:precision=float64", "cpu"),
     *,
     optimizers: Sequence[str | Factory] | Mapping[str | Factory, Sequence[float | None]] = ("sgd",),
-    perturbations: Sequence[float | None] = (None,),
+    perturbations: Sequence[float] = (0.0,),
     batch_sizes: Sequence[int | None] = (None,),
     seeds: int | Sequence[int] = 1,
     learning_rate: float | None = None,
@@ -353,22 +340,28 @@ def escape_table(
         raise UsageError(f"learning_rate={learning_rate!r}: optimizers={optimizers!r} has its own learning rates")
     rates = optimizers if isinstance(optimizers, Mapping) else {name: [learning_rate] for name in optimizers}
     chosen = [(optimizer, rate) for optimizer, every_rate in rates.items() for rate in every_rate]
-    combinations = list(itertools.product(every_seed, settings, chosen, perturbations, batch_sizes))
-    if not combinations:
+    count = len(every_seed) * len(settings) * len(chosen) * len(perturbations) * len(batch_sizes)
+    if not count:
         raise UsageError("settings, optimizers, perturbations, batch_sizes and seeds: each needs one or more")
     same: dict[str, Any] = {"steps": steps, "radius": radius, "master_weights": master_weights, "progress": False}
     rows, paths = [], []
-    with Progress(combinations, unit="escape", leave=False, disable=not progress) as bar:
-        for seed, setting, (optimizer, rate), perturbation, batch_size in bar:
-            bar.set_postfix_str(str(setting))
-            place = saddle.mixed(seed) if isinstance(saddle, LinearAutoencoderSaddle) else saddle
-            options: dict[str, Any] = {"optimizer": optimizer, "learning_rate": rate, "perturbation": perturbation}
-            result = escape(place.model, place, setting, **options, batch_size=batch_size, seed=seed, **same)
-            parsed = Setting.parse(setting)
-            row = {name: getattr(result, name) for name in FIELDS}
-            row |= {"batch_size": batch_size or 0, "steps": math.nan if result.steps is None else result.steps}
-            rows.append({**row, "emulated": parsed.emulated, "recorded": False, "machine": machine(here, parsed.kind)})
-            paths.append(result.history.assign(**{key: row[key] for key in KEYS}))
+    with Progress(total=count, unit="escape", leave=False, disable=not progress) as bar:
+        for seed in every_seed:
+            start = saddle.mixed(seed) if isinstance(saddle, LinearAutoencoderSaddle) else saddle
+            for setting, (optimizer, rate), push, size in itertools.product(
+                settings, chosen, perturbations, batch_sizes
+            ):
+                bar.set_postfix_str(str(setting))
+                same |= {"optimizer": optimizer, "learning_rate": rate, "perturbation": push, "batch_size": size}
+                result = escape(start.model, start, setting, seed=seed, **same)
+                parsed = Setting.parse(setting)
+                row = {name: value for name, value in vars(result).items() if name != "history"}
+                row |= {"batch_size": size or 0, "steps": math.nan if result.steps is None else result.steps}
+                row |= {"law": result.law, "left": result.left, "held": result.held, "recorded": False}
+                row |= {"emulated": parsed.emulated, "machine": machine(here, parsed.kind)}
+                rows.append(row)
+                paths.append(result.history.assign(**{key: row[key] for key in KEYS}))
+                bar.update()
     return EscapeTable(pd.DataFrame(rows), pd.concat(paths, ignore_index=True))
 
 
@@ -404,32 +397,31 @@ class _Descent:
         self.objective, self.rate, self.batch_size, self.seed = saddle.objective, rate, batch_size, seed
         self.net = copy.deepcopy(saddle.model).to(setting.device, setting.dtype)
         self.parameters = _trained(self.net)
-        self.where = "cpu" if setting.kind == "mps" else setting.device  # an Apple GPU has no float64
+        self.float64_device = "cpu" if setting.kind == "mps" else setting.device  # an Apple GPU has no float64
         self.weights = self.parameters  # those that the optimiser moves
         if master_weights:
-            self.weights = [nn.Parameter(p.detach().to(self.where, torch.float64)) for p in self.parameters]
+            self.weights = [nn.Parameter(p.detach().to(self.float64_device, torch.float64)) for p in self.parameters]
         self.optimizer = build(optimizer, self.weights, rate)
         self.law = Law.of(self.optimizer)
-        assert saddle.batch is not None
         self.inputs, self.targets = (
-            part.to(setting.device, setting.dtype if part.is_floating_point() else None) for part in saddle.batch
+            tensor.to(setting.device, setting.dtype if tensor.is_floating_point() else None) for tensor in saddle.batch
         )
-        self.saddle = self._flat(_trained(saddle.model))
-        self.values, self.directions = (part.to(self.where) for part in saddle.unstable)
+        self.saddle = self.flat(_trained(saddle.model))
+        self.values, self.directions = (tensor.to(self.float64_device) for tensor in saddle.unstable)
 
     def noise(self) -> Float[Tensor, " m"]:
         """The displacement along each unstable direction that stands for the errors made at the saddle.
 
         A step moves by −η g. What moved n steps ago has grown by ρⁿ since, so that the first ones count most.
         """
-        self._place(self.saddle)
+        self.move_to(self.saddle)
         pushes = torch.zeros_like(self.values)
-        stored = self._unstable(self._flat(self.weights) - self.saddle)
+        stored = self.unstable(self.flat(self.weights) - self.saddle)
         if self.batch_size is not None and (self.law is None or math.isfinite(self.law.longest)):
             return torch.full_like(stored, math.nan).cpu()
-        for number, batch in enumerate(self._batches()):
+        for number, batch in enumerate(self.batches()):
             # The gradient at weights that were rounded has −λ times their displacement in it.
-            error = self._unstable(self._flat(self._gradient(batch)[1])) - self.values * stored
+            error = self.unstable(self.flat(self.gradient(batch)[1])) - self.values * stored
             if self.batch_size is None:
                 return (stored + error / self.values).cpu()
             assert self.law is not None
@@ -439,37 +431,7 @@ class _Descent:
                 break
         return (stored + pushes).cpu()
 
-    def step_ratio(self, begin: Tensor, optimizer: str | Factory) -> float:
-        """`gpulab.saddles.optimizers.step_ratio` at the beginning, with the first batch."""
-        self._place(begin.to(self.where))
-        gradients = self._gradient(next(self._batches()))[1]
-        return step_ratio(optimizer, self.rate, self.weights, gradients)
-
-    def run(
-        self, begin: Tensor, steps: int, radius: float, patience: int, progress: bool
-    ) -> tuple[list[list[float]], float]:
-        """Rows of distance, its parts and the loss; and the share of the weights that the first step moved."""
-        self._place(begin.to(self.where))
-        rows: list[list[float]] = []
-        moved: list[float] = []
-        with Progress(total=steps, unit="step", leave=False, disable=not progress) as bar:
-            for batch in self._batches():
-                loss, gradients = self._gradient(batch)
-                displacement = self._flat(self.weights) - self.saddle
-                parts = self._unstable(displacement)
-                row = [displacement.norm(), parts.norm(), parts[0].abs(), loss.double().to(self.where)]
-                rows.append(torch.stack(row).tolist())
-                if not all(map(math.isfinite, rows[-1])):
-                    raise DataError(f"step {len(rows) - 1}: the weights are not finite; learning_rate={self.rate:g}")
-                if rows[-1][1] > radius or len(rows) > steps:
-                    break
-                moved.append(self._update(gradients))
-                if self.batch_size is None and moved[-patience:] == [0.0] * patience:
-                    break
-                bar.update()
-        return rows, moved[0] if moved else math.nan
-
-    def _batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Batch]:
         """The data in an order drawn from the seed, over and over; each pass has its own."""
         count = len(self.inputs)
         for number in itertools.count():
@@ -481,39 +443,43 @@ class _Descent:
                 for chosen in order[: count - count % self.batch_size].split(self.batch_size):
                     yield self.inputs[chosen], self.targets[chosen]
 
-    def _gradient(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def gradient(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The loss of a batch and its gradients."""
         loss = self.objective(self.net, batch)
         return loss.detach(), torch.autograd.grad(loss, self.parameters)
 
     @torch.no_grad()
-    def _place(self, weights: Float[Tensor, " n"]) -> None:
+    def move_to(self, weights: Float[Tensor, " n"]) -> None:
+        """Put the network at these weights."""
         # Copied, not views of one vector: where a weight lies in memory may decide how a product of it is rounded.
         for weight, piece in zip(self.weights, weights.split([w.numel() for w in self.weights]), strict=True):
             weight.copy_(piece.view_as(weight))
-        self._hand_over()
+        self._round()
 
     @torch.no_grad()
-    def _hand_over(self) -> None:
+    def step(self, gradients: Sequence[Tensor]) -> float:
+        """One step of the optimiser; the share of the weights that it changed."""
+        before = [weight.clone() for weight in self.weights]
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            weight.grad = gradient.to(weight)
+        self.optimizer.step()
+        self._round()
+        changed = [(weight != old).sum() for weight, old in zip(self.weights, before, strict=True)]
+        return int(torch.stack(changed).sum()) / len(self.saddle)
+
+    def _round(self) -> None:
         """Round the master weights, if there are any, to what the gradients are computed with."""
         if self.weights is not self.parameters:
             for parameter, weight in zip(self.parameters, self.weights, strict=True):
                 parameter.copy_(weight)
 
-    def _update(self, gradients: Sequence[Tensor]) -> float:
-        """One step; the share of the weights that it changed."""
-        before = [weight.detach().clone() for weight in self.weights]
-        for weight, gradient in zip(self.weights, gradients, strict=True):
-            weight.grad = gradient.to(weight)
-        self.optimizer.step()
-        self._hand_over()
-        changed = [(weight != old).sum() for weight, old in zip(self.weights, before, strict=True)]
-        return int(torch.stack(changed).sum()) / len(self.saddle)
-
-    def _unstable(self, vector: Float[Tensor, " n"]) -> Float[Tensor, " m"]:
+    def unstable(self, vector: Float[Tensor, " n"]) -> Float[Tensor, " m"]:
+        """The parts of a vector along the directions that lead down."""
         return (self.directions * vector[:, None]).sum(0)
 
-    def _flat(self, tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
-        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.where).double()
+    def flat(self, tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
+        """One vector of tensors, in float64."""
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.float64_device).double()
 
 
 def _patience(optimizer: str) -> int:
@@ -525,19 +491,16 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _check(model: nn.Module, saddle: Saddle, batch_size: int | None) -> None:
-    """`UsageError` for a place, a model or a batch size with which there is no escape."""
-    least = saddle.curvature
-    if not least < 0 or not len(saddle.unstable[0]):
+    """`UsageError` for a point, a model or a batch size with which there is no escape."""
+    if not len(saddle.unstable[0]):
+        least = saddle.curvature
         raise UsageError(f"no direction leads down: the least curvature is {least:.3g}, and there is no escape")
     if isinstance(saddle, CriticalPoint) and not saddle.found:
         raise UsageError(f"this is a {saddle.kind}, no critical point: {saddle.message}")
-    if saddle.batch is None:
-        raise UsageError("this point was found from a loss without a batch: give find_critical_point a batch")
     if wrong := [part for part in saddle.batch if not isinstance(part, Tensor)]:
         raise UsageError(f"the data of the saddle are a {type(wrong[0]).__name__}: expected tensors")
     shapes = [[tuple(parameter.shape) for parameter in _trained(net)] for net in (model, saddle.model)]
     if shapes[0] != shapes[1]:
         raise UsageError(f"a model with weights {shapes[0]}: those of the saddle are {shapes[1]}")
-    count = len(saddle.batch[0])
-    if batch_size is not None and not (isinstance(batch_size, int) and 1 <= batch_size <= count):
-        raise UsageError(f"batch_size={batch_size!r}: expected a whole number from 1 to {count}, or None for all")
+    if batch_size is not None:
+        check_count("batch_size", batch_size, len(saddle.batch[0]))

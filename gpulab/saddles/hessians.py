@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpulab.errors import DataError, UnsupportedError, UsageError
 from gpulab.saddles._forward import linearize_gradient
-from gpulab.saddles.operators import check_symmetric
+from gpulab.saddles.operators import check_count, check_symmetric, graph_nodes
 
 Loss = Callable[..., Tensor]
 Batch = tuple[Any, Any]
@@ -31,20 +31,20 @@ ROOM = {"cpu": 2**28, "cuda": 3 * 2**30}  # bytes for the tangents of vectors th
 
 
 class Hessian:
-    """The symmetric (n, n) matrix of second derivatives of a loss, known by its products.
+    """The symmetric (n, n) matrix of second derivatives of a loss, known by its products; `hessian` makes one.
 
-    `H @ v` is a product with a vector (n,), or with k vectors at once (n, k), of the operator's
-    `dtype` and on its `device`; k vectors cost much less than k times one. The operator keeps the weights
-    it was made from: a model that goes on training does not change it. `hessian` makes one.
+    `H @ v` is a product with a vector (n,), or with k vectors at once (n, k), of the operator's `dtype` and on its
+    `device`; k vectors cost much less than k times one. The operator keeps the weights it was made from: a model that
+    goes on training does not change it.
 
     Attributes:
         parameters: From names to the tensors that were differentiated; vectors are these, flattened, in this order.
         loss: The loss at that point.
         gradient: (n,) the gradient there.
         shape: (n, n).
-        method: How products are made. `forward over reverse`: the gradient was written down as a list of
-            operations, and each product is its derivative along the vector, on a GPU in a CUDA graph.
-            `reverse over reverse`: autograd's own graph of the gradient is kept, and differentiated each time.
+        method: How products are made. `forward over reverse`: the gradient was written down as a list of operations,
+            and each product is its derivative along the vector, on a GPU in a CUDA graph. `reverse over reverse`:
+            autograd's own graph of the gradient is kept, and differentiated each time.
         at_once: How many vectors of `H @ V` go through together.
     """
 
@@ -54,7 +54,7 @@ class Hessian:
         parameters: dict[str, Tensor],
         method: str,
         at_once: int | None,
-        inside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        inside: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.parameters, self.inside = parameters, inside
         self._product: Product
@@ -75,7 +75,7 @@ class Hessian:
         with self.inside():  # what is checkpointed is computed again in the backward pass
             loss, gradients, self._product = linearize(objective, list(self.parameters.values()))
         self.method, self.loss = method, float(loss)
-        self.gradient: Float[Tensor, " n"] = self.flatten(gradients)
+        self.gradient: Float[Tensor, " n"] = torch.cat([gradient.reshape(-1) for gradient in gradients])
         if at_once is None:  # as many as fit into the memory that is set aside for them
             room = ROOM["cuda" if self.device.type == "cuda" else "cpu"]
             at_once = max(1, min(MOST_AT_ONCE, room // max(1, getattr(self._product, "bytes", room))))
@@ -102,27 +102,18 @@ class Hessian:
             return self._rows(vectors[None])[0]
         products = torch.empty_like(vectors)
         for first in range(0, vectors.shape[1], self.at_once):
-            some = slice(first, first + self.at_once)
-            products[:, some] = self._rows(vectors[:, some].T).T
+            columns = slice(first, first + self.at_once)
+            products[:, columns] = self._rows(vectors[:, columns].T).T
         return products
 
     @torch.no_grad()
     def _rows(self, vectors: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
         shapes = [tensor.shape for tensor in self.parameters.values()]
-        pieces = vectors.contiguous().split([shape.numel() for shape in shapes], dim=1)
-        tangents = [piece.reshape(len(vectors), *shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        parts = vectors.contiguous().split([shape.numel() for shape in shapes], dim=1)
+        tangents = [part.reshape(len(vectors), *shape) for part, shape in zip(parts, shapes, strict=True)]
         with self.inside() if self.method == REVERSE else contextlib.nullcontext():
             products = self._product(*tangents)
         return torch.cat([product.reshape(len(vectors), -1) for product in products], dim=1)
-
-    def split(self, vector: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        """The parts of a vector (n,) that belong to each parameter, in its shape."""
-        pieces = vector.split([tensor.numel() for tensor in self.parameters.values()])
-        return {n: piece.view_as(t) for piece, (n, t) in zip(pieces, self.parameters.items(), strict=True)}
-
-    def flatten(self, tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
-        """One vector (n,) from tensors in the shapes and the order of the parameters."""
-        return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
     def dense(self) -> Float[Tensor, "n n"]:
         """The whole matrix (n, n), by as many products as it has columns."""
@@ -159,9 +150,9 @@ def hessian(
         that is off by a factor is taken at its word.
 
     Raises:
-        UsageError: For a model in training mode that draws random numbers or keeps statistics, for a loss that comes
-            out differently each time, is not a scalar, does not depend on the parameters, holds them itself instead
-            of asking the model, or has no second derivatives, for unknown parameters.
+        UsageError: For a model in training mode that draws random numbers or keeps statistics; for a loss that comes
+            out differently each time, is not a scalar, does not depend on the parameters, holds them itself instead of
+            asking the model, or has no second derivatives; for unknown parameters.
         UnsupportedError: Where `method` asks for forward over reverse, and an operation cannot be followed.
         DataError: For weights or a loss that are not finite, and for an operator that is not symmetric.
 
@@ -177,8 +168,7 @@ def hessian(
     """
     if method not in METHODS:
         raise UsageError(f"method={method!r}: expected one of {', '.join(METHODS)}")
-    if at_once is not None and (not isinstance(at_once, int) or at_once < 1):
-        raise UsageError(f"at_once={at_once!r}: expected a whole number from 1")
+    check_count("at_once", 1 if at_once is None else at_once)
     for name, module in model.named_modules():
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         drops = drops or (isinstance(module, nn.RNNBase) and module.dropout > 0)
@@ -198,7 +188,7 @@ def hessian(
         value = loss() if batch is None else loss(model(batch[0]), batch[1])
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UsageError(f"the loss is {getattr(value, 'shape', type(value).__name__)}: expected a scalar tensor")
-        leaves = _leaves(value)
+        leaves = {id(node.variable) for node in graph_nodes(value) if hasattr(node, "variable")}
         if held := [name for name, tensor in selected.items() if id(tensor) in leaves]:
             raise UsageError(f"the loss holds {held[0]} itself: ask the model for it each time (model.{held[0]})")
         if not value.requires_grad:
@@ -218,31 +208,18 @@ def hessian(
     return H
 
 
-def _leaves(value: Tensor) -> set[int]:
-    """The identities of what autograd would differentiate by."""
-    waiting, met = [value.grad_fn], set()
-    while waiting:
-        if (node := waiting.pop()) is not None and node not in met:
-            met.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return {id(node.variable) for node in met if hasattr(node, "variable")}
-
-
 def _select(model: nn.Module, names: str | Sequence[str] | None) -> dict[str, Tensor]:
     """The parameters of these names, or of the modules of these names."""
     every: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
     selected = every
     if names is not None:
         wanted: set[int] = set()
+        aliases = list(model.named_parameters(remove_duplicate=False))  # a tied one has several names
         for prefix in [names] if isinstance(names, str) else names:
-            found = {
-                id(tensor)
-                for name, tensor in model.named_parameters(remove_duplicate=False)  # by any name of a tied one
-                if tensor.requires_grad and (name == prefix or name.startswith(prefix + "."))
-            }
-            if not found:
+            matching = {id(t) for name, t in aliases if t.requires_grad and f"{name}.".startswith(f"{prefix}.")}
+            if not matching:
                 raise UsageError(f"parameters={prefix!r}: expected one of {', '.join(every)}, or a module of theirs")
-            wanted |= found
+            wanted |= matching
         selected = {name: tensor for name, tensor in every.items() if id(tensor) in wanted}
     if not selected:
         raise UsageError(f"{type(model).__name__} has no parameters that require gradients")
@@ -285,14 +262,14 @@ def _keep_graph(objective: Callable[[], Tensor], points: list[Tensor]) -> tuple[
             gradients = torch.autograd.grad(loss, points, create_graph=True, materialize_grads=True)
         if any(gradient.layout != torch.strided for gradient in gradients):
             raise UsageError("the loss has sparse gradients: give its embeddings sparse=False")
-        varying = [place for place, gradient in enumerate(gradients) if gradient.requires_grad]
+        varying = [index for index, gradient in enumerate(gradients) if gradient.requires_grad]
 
         def product(*tangents: Tensor) -> list[Tensor]:
             if not varying:
                 return [torch.zeros_like(tangent) for tangent in tangents]
-            outputs, rows = [gradients[place] for place in varying], []
+            outputs, rows = [gradients[index] for index in varying], []
             for row in range(len(tangents[0])):
-                vectors = [tangents[place][row] for place in varying]
+                vectors = [tangents[index][row] for index in varying]
                 rows.append(torch.autograd.grad(outputs, points, vectors, retain_graph=True, materialize_grads=True))
             return [torch.stack(column) for column in zip(*rows, strict=True)]
 

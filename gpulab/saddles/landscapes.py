@@ -38,11 +38,10 @@ class Landscape:
     batch: Batch | None
     parameters: dict[str, Tensor]  # the weights, by name
     loss: float
-    gradient_norm: float
+    gradient: Float[Tensor, " n"]
     down: Float[Tensor, " n"]
     up: Float[Tensor, " n"]
     curvatures: tuple[float, float]  # the eigenvalues of `down` and of `up`
-    slopes: tuple[float, float]  # the gradient along them
 
     @property
     def extent(self) -> float:
@@ -64,9 +63,6 @@ class Landscape:
 
         Returns:
             Columns `distance`, `loss`, and `quadratic`: what slope and curvature at the weights would make of it.
-
-        Raises:
-            UsageError: For an extent or a number of places that cannot be.
         """
         import pandas as pd
 
@@ -74,10 +70,8 @@ class Landscape:
         reach = self.extent if extent is None else extent
         if not 0 < reach < math.inf:
             raise UsageError(f"extent={extent!r}: expected a distance above 0")
-        cosine, sine = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-        direction = cosine * self.down + sine * self.up
-        slope = cosine * self.slopes[0] + sine * self.slopes[1]
-        distance = np.linspace(-reach, reach, places)
+        direction = math.cos(math.radians(angle)) * self.down + math.sin(math.radians(angle)) * self.up
+        slope, distance = float(self.gradient @ direction), np.linspace(-reach, reach, places)
         losses = [self._loss_at(direction * step) for step in distance]
         quadratic = self.loss + slope * distance + self.curvature(angle) * distance**2 / 2
         return pd.DataFrame({"distance": distance, "loss": losses, "quadratic": quadratic})
@@ -93,7 +87,7 @@ class Landscape:
 
     def __repr__(self) -> str:
         curvature = "curvature from {:.3g} to {:.3g}".format(*self.curvatures)
-        return f"Landscape at loss {self.loss:.4g}: {curvature}, slope {self.gradient_norm:.2g}"
+        return f"Landscape at loss {self.loss:.4g}: {curvature}, slope {float(self.gradient.norm()):.2g}"
 
 
 def landscape(
@@ -122,12 +116,8 @@ def landscape(
     H = hessian(model, loss, batch)
     lowest = most_negative(H, tolerance=TOLERANCE, seed=seed, progress=progress)
     highest = lanczos(H, 1, "largest", tolerance=TOLERANCE, seed=seed, progress=progress)
-    up = highest.vectors[:, 0]
-    parameters = {name: tensor.detach().clone() for name, tensor in H.parameters.items()}
-    curvatures = lowest.value, float(highest.values[0])
-    slopes = float(H.gradient @ lowest.vector), float(H.gradient @ up)
-    norm = float(H.gradient.norm())
-    return Landscape(model, loss, batch, parameters, H.loss, norm, lowest.vector, up, curvatures, slopes)
+    directions, curvatures = (lowest.vector, highest.vectors[:, 0]), (lowest.value, float(highest.values[0]))
+    return Landscape(model, loss, batch, H.parameters, H.loss, H.gradient, *directions, curvatures)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -157,8 +147,7 @@ def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0
 
     Examples:
         >>> import gpulab
-        >>> data = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([2.0, 1.5, 1.0, 0.5])
-        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(data, [1])
+        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
         >>> around = surface(saddle, extent=0.1, places=1)
         >>> bool(around.losses[1, 0] < around.loss < around.losses[0, 1])
         True

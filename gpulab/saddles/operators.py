@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from gpulab.errors import DataError, UsageError
 from gpulab.settings import float32_products
+
+AT_ONCE = 64  # columns of a matrix that is written out
 
 
 class Operator(Protocol):
@@ -72,17 +75,24 @@ def random_signs(n: int, k: int, A: Operator, seed: int) -> Float[Tensor, "n k"]
     return (2 * drawn - 1).T.to(A.device).to(A.dtype).contiguous()
 
 
-def dense(A: Operator, at_once: int = 64) -> Float[Tensor, "n n"]:
+def dense(A: Operator) -> Float[Tensor, "n n"]:
     """The matrix itself, symmetric and in float64 on the CPU, by n products."""
-    n = check_square(A)
-    columns = []
-    for start in range(0, n, at_once):
-        some = torch.zeros(n, min(at_once, n - start), dtype=A.dtype, device=A.device)
-        some[start : start + some.shape[1]].fill_diagonal_(1)
-        columns.append((A @ some).cpu().double())
-    matrix = torch.cat(columns, dim=1)
+    identity = torch.eye(check_square(A), dtype=A.dtype, device=A.device)
+    matrix = torch.cat([(A @ columns).cpu().double() for columns in identity.split(AT_ONCE, dim=1)], dim=1)
     check_products(matrix)
     scale, apart = float(matrix.abs().max()), float((matrix - matrix.T).abs().max())
     if apart > (1e-2 if A.dtype == torch.float32 else 1e-6) * scale:
         raise DataError(f"the operator is not symmetric: two elements differ by {apart:.3g}, of {scale:.3g}")
     return (matrix + matrix.T) / 2
+
+
+def graph_nodes(result: Tensor) -> Iterator[Any]:
+    """The nodes of autograd's graph of a result."""
+    waiting: list[Any] = [result.grad_fn]
+    met: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in met:
+            met.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            yield node

@@ -44,23 +44,22 @@ LAWLESS = ("weight_decay", "dampening", "nesterov", "centered", "amsgrad", "maxi
 
 def build(optimizer: str | Factory, weights: Sequence[Tensor], rate: float) -> optim.Optimizer:
     """An optimiser of these weights; `UsageError` for an unknown name and for what cannot make a step by itself."""
-    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
-        names = ", ".join(OPTIMIZERS)
+    wrong = f"optimizer={optimizer!r}:"
+    make = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
+    if make is None:
         advice = "or a function such as functools.partial(torch.optim.Adam, eps=1e-4)"
-        raise UsageError(f"optimizer={optimizer!r}: expected {names}, {advice}")
-    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        raise UsageError(f"{wrong} expected {', '.join(OPTIMIZERS)}, {advice}")
     try:
         built = make(weights, lr=rate)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"optimizer={optimizer!r}: not called with weights and lr={rate:g}: {error}") from None
+        raise UsageError(f"{wrong} not called with weights and lr={rate:g}: {error}") from None
     if not isinstance(built, optim.Optimizer):
-        raise UsageError(f"optimizer={optimizer!r}: it returned a {type(built).__name__}, no torch.optim.Optimizer")
+        raise UsageError(f"{wrong} it returned a {type(built).__name__}, no torch.optim.Optimizer")
     if any(group.get("lr") != rate for group in built.param_groups):
-        raise UsageError(f"optimizer={optimizer!r}: it does not use the learning rate it is given, lr={rate:g}")
+        raise UsageError(f"{wrong} it does not use the learning rate it is given, lr={rate:g}")
     closure = inspect.signature(built.step).parameters.get("closure")
     if closure and closure.default is inspect.Parameter.empty:
-        name = type(built).__name__
-        raise UsageError(f"optimizer={optimizer!r}: {name} needs a closure; expected steps of one gradient")
+        raise UsageError(f"{wrong} {type(built).__name__} needs a closure; expected steps of one gradient")
     return built
 
 
@@ -132,11 +131,8 @@ class Law:
     ) -> float:
         """The step at which the displacements from `start`, at rest, are together as long as the radius.
 
-        Args:
-            start: Along each direction, its absolute value.
-            curvature: Their λ, the largest first.
-            steepest: The unit vector v of the first one.
-            radius: Of all together.
+        `start` is along each direction, its absolute value; `curvature` their λ, the largest first; `steepest` the unit
+        vector v of the first one.
         """
         if start.isnan().any():
             return math.nan

@@ -46,7 +46,6 @@ class SpectralDensity:
     nodes: Float[Array, "probes steps"]
     weights: Float[Array, "probes steps"]  # those of a probe add up to one
     size: int  # how many eigenvalues there are
-    products: int  # with one vector, that were made
     halfway: SpectralDensity | None = None  # from half of the steps: what is still different there has not converged
 
     @property
@@ -55,35 +54,18 @@ class SpectralDensity:
         nodes = self.nodes[self.weights > 0]
         return float(nodes.min()), float(nodes.max())
 
-    def density(self, grid: Array | None = None, width: float | None = None) -> tuple[Array, Array, Array]:
-        """The density of eigenvalues, which integrates to one: each node is a normal curve.
+    def density(self, width: float | None = None) -> tuple[Array, Array, Array]:
+        """A grid (1000,), the density of eigenvalues there, and its standard error.
 
-        Args:
-            grid: Where (g,); by default at 1,000 places, up to four widths beyond the spectrum.
-            width: The standard deviation of a node's curve; by default a hundredth of the spectrum's range.
-
-        Returns:
-            The grid, the density (g,), and its standard error (g,).
+        The density integrates to one. Each node is a normal curve, whose standard deviation is the `width`: by default
+        a hundredth of the spectrum's range.
         """
         low, high = self.extremes
         if width is None:
             width = max((high - low) / 100, 1e-3 * max(abs(low), abs(high)), 1e-12)
-        if not width > 0:
-            raise UsageError(f"width={width!r}: expected a number above 0")
-        grid = np.linspace(low - 4 * width, high + 4 * width, 1_000) if grid is None else np.asarray(grid, float)
+        grid = np.linspace(low - 4 * width, high + 4 * width, 1_000)
         curves = self.weights[:, None] * np.exp(-0.5 * ((grid[:, None] - self.nodes[:, None]) / width) ** 2)
         return grid, *_mean(curves.sum(-1) / (width * math.sqrt(2 * math.pi)))
-
-    def cumulative(self, x: Array) -> tuple[Array, Array]:
-        """(the share of eigenvalues up to each x, its standard error)."""
-        below = self.nodes[..., None] <= np.asarray(x, float)
-        return _mean((self.weights[..., None] * below).sum(1))
-
-    def moments(self, highest: int) -> tuple[Array, Array]:
-        """(the means of λ, λ², … λ^highest over all eigenvalues, their standard errors)."""
-        check_count("highest", highest)
-        powers = self.nodes[..., None] ** np.arange(1, highest + 1)
-        return _mean((self.weights[..., None] * powers).sum(1))
 
     def mass_below(self, x: float) -> Estimate:
         """The share of eigenvalues below x."""
@@ -104,15 +86,9 @@ def spectral_density(
     again: in finite precision the quadrature stays accurate without, although single nodes appear several times.
 
     Args:
-        H: A `gpulab.hessian`, a tensor (n, n), or anything else with products, float32 or float64.
-        probes: How many vectors of random signs to begin with.
+        H, progress: As for `gpulab.saddles.lanczos`, whose errors are raised too.
+        probes: How many vectors of random signs to begin with, drawn from the seed.
         steps: Of Lanczos from each; before rounding, exact for polynomials of degree 2 · steps − 1.
-        seed: Of the signs.
-        progress: Whether to show a progress bar, where it takes longer than two seconds.
-
-    Raises:
-        UsageError: For counts below one.
-        DataError: For an operator that is not symmetric, or whose products are not finite.
 
     Examples:
         >>> spectrum = spectral_density(torch.diag(torch.linspace(-1, 3, 50)), steps=20)
@@ -150,8 +126,8 @@ def spectral_density(
     if not (diagonal.isfinite().all() and beside.isfinite().all()):
         raise DataError("H @ v has values that are not finite")
     half = max(1, steps // 2)
-    halfway = SpectralDensity(*_quadrature(diagonal[:, :half], beside[:, :half]), n, probes * half)
-    return SpectralDensity(*_quadrature(diagonal, beside), n, probes * steps, halfway)
+    halfway = SpectralDensity(*_quadrature(diagonal[:, :half], beside[:, :half]), n)
+    return SpectralDensity(*_quadrature(diagonal, beside), n, halfway)
 
 
 def _quadrature(diagonal: Tensor, beside: Tensor) -> tuple[Array, Array]:
@@ -177,13 +153,9 @@ def trace(H: Operator, probes: int = 30, *, seed: int = 0) -> Estimate:
     estimates the rest by Hutchinson's random signs, whose spread is the error.
 
     Args:
-        H: A `gpulab.hessian`, a tensor (n, n), or anything else with products, float32 or float64.
+        H: As for `gpulab.saddles.lanczos`, whose errors are raised too.
         probes: About how many products to make, six or more; as many as H has columns give the trace itself.
         seed: Of the signs.
-
-    Raises:
-        UsageError: For fewer probes.
-        DataError: For an operator that is not symmetric, or whose products are not finite.
 
     Examples:
         >>> trace(torch.diag(torch.arange(8.0)), probes=8)
@@ -247,17 +219,13 @@ def index(
     """How many eigenvalues of a symmetric operator are negative: the index of a critical point.
 
     Args:
-        H: A `gpulab.hessian`, a tensor (n, n), or anything else with products, float32 or float64.
+        H: As for `gpulab.saddles.lanczos`, whose errors are raised too.
         exact: Whether to count in the matrix itself, by default up to a thousand columns, or to estimate from
             `gpulab.saddles.spectral_density`; the error is of the probes' spread and what the second half of steps did.
         tolerance: An eigenvalue within this share of the largest |λ| counts as zero: by default n · eps of the
             operator's type for the matrix, and 1e-2 for an estimate, because closer to zero, where networks have most
             eigenvalues, the signs of nodes are chance. Compare only what has the same tolerance.
         probes, steps, seed, progress: Of the estimate.
-
-    Raises:
-        UsageError: For a tolerance that cannot be.
-        DataError: For an operator that is not symmetric, or whose products are not finite.
 
     Examples:
         >>> index(torch.diag(torch.tensor([3.0, -1.0, 0.0, -2.0])))
@@ -294,18 +262,11 @@ class Direction:
     value: float  # the curvature: the least eigenvalue
     vector: Float[Tensor, " n"]
     residual: float  # ‖Hv − λv‖
-    scale: float  # the largest |λ| met
-    products: int  # with one vector, that were made
-
-    @property
-    def found(self) -> bool:
-        """Whether the curvature is negative, by more than the residual and rounding."""
-        rounding = torch.finfo(self.vector.dtype).eps * math.sqrt(len(self.vector)) * self.scale
-        return self.value < -max(self.residual, rounding)
+    found: bool  # whether the curvature is negative, by more than the residual and rounding
 
     def __repr__(self) -> str:
         what = "curvature" if self.found else "no negative curvature: the smallest is"
-        return f"{what} {self.value:.6g}, residual {self.residual:.1e}, {self.products:,} products"
+        return f"{what} {self.value:.6g}, residual {self.residual:.1e}"
 
 
 def most_negative(
@@ -324,4 +285,5 @@ def most_negative(
     """
     pairs = lanczos(H, 1, tolerance=tolerance, max_products=max_products, seed=seed, progress=progress)
     value, residual = float(pairs.values[0]), float(pairs.residuals[0])
-    return Direction(value, pairs.vectors[:, 0], residual, pairs.scale, pairs.products)
+    rounding = torch.finfo(H.dtype).eps * math.sqrt(H.shape[0]) * pairs.scale
+    return Direction(value, pairs.vectors[:, 0], residual, value < -max(residual, rounding))

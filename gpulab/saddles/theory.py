@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -34,12 +34,6 @@ from torch import Tensor, nn
 from gpulab.errors import DataError, UsageError
 from gpulab.models import LinearAutoencoder
 from gpulab.saddles.hessians import Batch, Hessian, hessian
-from gpulab.saddles.operators import check_count
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-LISTED = 200_000  # critical points that one table may hold
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -119,7 +113,7 @@ class LinearAutoencoderSaddle:
         """The m negative eigenvalues, the least first, and their eigenvectors, in columns."""
         low = self._spectrum[0].flatten()
         order = low.argsort(stable=True)[: self.index].tolist()
-        vectors = [self._vector(place)[:, None] for place in order]
+        vectors = [self._vector(block)[:, None] for block in order]
         return low[order], torch.cat([low.new_empty(2 * low.numel(), 0), *vectors], dim=1)
 
     @functools.cached_property
@@ -146,11 +140,10 @@ class LinearAutoencoderSaddle:
         # Not the difference of two close numbers: the sign of the lower one is exact.
         return torch.where(high > 0, determinant / high.clamp(min=torch.finfo(high.dtype).tiny), 0.0), high
 
-    def _vector(self, place: int, higher: bool = False) -> Float[Tensor, " n"]:
+    def _vector(self, block: int, higher: bool = False) -> Float[Tensor, " n"]:
         """The eigenvector of a block's lower eigenvalue, or of its higher one, in the space of the weights."""
-        component, unit = divmod(place, len(self.mixing))
-        a, b, _, _ = (float(part[component, unit]) for part in self._blocks)
-        low = float(self._spectrum[0][component, unit])
+        component, unit = divmod(block, len(self.mixing))
+        a, b, low = (float(part[component, unit]) for part in (*self._blocks[:2], self._spectrum[0]))
         p, q = (b, low - a) if (b, low - a) != (0, 0) else (1.0, 0.0)
         if higher:
             p, q = -q, p
@@ -176,8 +169,8 @@ def linear_autoencoder_saddle(
 
     Args:
         data: A matrix (N, D) of numbers.
-        components: Those to hold; 0 has the largest eigenvalue of XᵀX / N, the second-moment matrix: the covariance,
-            where the data are centred. Where eigenvalues are equal, which component is which is arbitrary.
+        components: Those to hold; 0 has the largest eigenvalue of XᵀX / N. Where eigenvalues are equal, which component
+            is which is arbitrary.
         hidden: How many hidden units; by default one for each component. Further ones are zero.
 
     Raises:
@@ -197,11 +190,9 @@ def linear_autoencoder_saddle(
     matrix, moments, basis = _principal_components(data)
     features = len(moments)
     try:
-        held = tuple(int(component) for component in components)
-    except (TypeError, ValueError):
+        held = tuple(map(operator.index, components))
+    except TypeError:
         raise UsageError(f"components={components!r}: expected a sequence of whole numbers such as [0, 2]") from None
-    if any(number != component for number, component in zip(held, components, strict=True)):
-        raise UsageError(f"components={components!r}: expected whole numbers")
     if outside := [component for component in held if not 0 <= component < features]:
         raise UsageError(f"component {outside[0]}: the data have {features}, numbered from 0 to {features - 1}")
     if len(set(held)) < len(held):
@@ -212,48 +203,6 @@ def linear_autoencoder_saddle(
         raise UsageError(f"hidden={hidden!r}: expected a whole number from {least}, one unit for each component")
     mixing = torch.eye(hidden, dtype=torch.float64)
     return LinearAutoencoderSaddle(_model(basis, held, mixing), matrix, held, moments, basis, mixing)
-
-
-def critical_losses(data: Any, hidden: int) -> pd.DataFrame:
-    """Every loss that a critical point of a linear autoencoder can have: a row for each set of components.
-
-    Args:
-        data: A matrix (N, D) of numbers.
-        hidden: How many hidden units, and so how many components can be held at most.
-
-    Returns:
-        Columns `components`, `loss`, and `index` of the point where further units are zero. The smallest loss comes
-        first: the minimum, and the only one with index 0 where moments differ.
-
-    Raises:
-        UsageError: For a `hidden` that cannot be, or with which there are more than 200,000 sets.
-        DataError: For data that are no finite matrix.
-
-    Examples:
-        >>> data = math.sqrt(3) * torch.diag(torch.tensor([3.0, 2.0, 1.0]))
-        >>> critical_losses(data, hidden=1).round(3)
-          components   loss  index
-        0       (0,)  1.667      0
-        1       (1,)  3.333      1
-        2       (2,)  4.333      2
-        3         ()  4.667      3
-    """
-    import pandas as pd
-
-    check_count("hidden", hidden)
-    moments = _principal_components(data)[1].tolist()
-    features = len(moments)
-    sizes = range(min(hidden, features) + 1)
-    count = sum(math.comb(features, size) for size in sizes)
-    if count > LISTED:
-        raise UsageError(f"hidden={hidden}: {count:,} sets of {features} components; {LISTED:,} can be listed")
-    rows = []
-    for held in itertools.chain.from_iterable(itertools.combinations(range(features), size) for size in sizes):
-        lost = [moment for i, moment in enumerate(moments) if i not in held]
-        index = sum(moment > moments[s] for s in held for moment in lost)
-        index += (hidden - len(held)) * sum(moment > 0 for moment in lost)
-        rows.append({"components": held, "loss": math.fsum(lost) / features, "index": index})
-    return pd.DataFrame(rows).sort_values(["loss", "index"], ignore_index=True)
 
 
 def _model(basis: Tensor, components: tuple[int, ...], mixing: Tensor) -> LinearAutoencoder:
@@ -280,7 +229,7 @@ def _principal_components(data: Any) -> tuple[Tensor, Tensor, Tensor]:
     moments, basis = torch.linalg.eigh(matrix.T @ matrix / len(matrix))
     moments, basis = moments.flip(0), basis.flip(1)
     rounding = 100 * len(moments) * torch.finfo(moments.dtype).eps * float(moments[0])
-    for place in range(1, len(moments)):  # what differs by rounding is equal, or an index would count noise
-        if moments[place - 1] - moments[place] <= rounding:
-            moments[place] = moments[place - 1]
+    for i in range(1, len(moments)):  # what differs by rounding is equal, or an index would count noise
+        if moments[i - 1] - moments[i] <= rounding:
+            moments[i] = moments[i - 1]
     return matrix, torch.where(moments > rounding, moments, 0.0), basis

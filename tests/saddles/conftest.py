@@ -30,3 +30,10 @@ def small_hessian(request):
     """A function from a dtype to the Hessian of a small network, and that Hessian as a matrix in float64."""
     matrix = request.param(torch.float64).dense()
     return request.param, (matrix + matrix.T) / 2
+
+
+@pytest.fixture(scope="session")
+def known(small_hessian):
+    """The Hessian of a small network as a matrix, and its eigenvalues."""
+    _, matrix = small_hessian
+    return matrix, torch.linalg.eigvalsh(matrix)

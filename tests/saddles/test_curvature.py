@@ -1,4 +1,3 @@
-import shutil
 import warnings
 
 import numpy as np
@@ -29,8 +28,11 @@ def frame(folder):
     )
 
 
-def test_what_was_looked_at_is_no_damaged_run_in_a_store(tmp_path):
-    gl.saddles.curvature_along("autoencoder", setting="cpu:threads=1", seeds=1, store=tmp_path, **SMALL)
+def test_other_questions_are_other_recordings_and_no_damaged_runs(tmp_path):
+    for steps in (2, 3, 3):
+        options = SMALL | {"steps": steps, "store": tmp_path}
+        gl.saddles.curvature_along("autoencoder", setting="cpu:threads=1", seeds=1, **options)
+    assert len(list(tmp_path.glob("*.parquet"))) == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert gl.runs(tmp_path).empty
@@ -90,14 +92,6 @@ def test_what_is_kept_is_not_made_again(frame, folder, monkeypatch):
     assert record["passport"]["software"]["torch"] == torch.__version__
 
 
-def test_other_questions_are_other_recordings(tmp_path):
-    for steps in (2, 3, 3):
-        gl.saddles.curvature_along(
-            "autoencoder", setting="cpu:threads=1", seeds=1, store=tmp_path, **SMALL | {"steps": steps}
-        )
-    assert len(list(tmp_path.glob("*.parquet"))) == 2
-
-
 def test_a_verdict_takes_the_last_rows(frame):
     verdict = gl.verdict(frame[frame.final], metric="largest", reference="cpu:threads=1")
     assert set(verdict.decisions) == set(SETTINGS[1:])
@@ -119,29 +113,19 @@ def test_a_training_that_diverges_has_a_last_row_without_numbers(monkeypatch):
     assert gl.plots.curvature_over_time(frame).alt
 
 
-def test_a_damaged_one_is_set_aside_and_made_again(frame, folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    file = next(copy.glob("*.parquet"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 3] ^= 1
-    file.write_bytes(content)
-    with pytest.warns(UserWarning, match="damaged.*measured again"):
-        again = gl.saddles.curvature_along(
-            "autoencoder", setting=SETTINGS, seeds=2, store=copy, command="a command", **SMALL
-        )
-    assert again.largest.tolist() == frame.largest.tolist()
-
-
-def test_damaged_recordings_are_named_and_skipped(frame, tmp_path, folder):
+def test_damaged_recordings_are_named(frame, tmp_path, folder):
     good = next(folder.glob("*.parquet"))
-    (tmp_path / good.name).write_bytes(good.read_bytes())
     (tmp_path / "half.parquet").write_bytes(good.read_bytes()[:500])
     frame[["step", "loss"]].to_parquet(tmp_path / "foreign.parquet")
+    for file in folder.glob("*.parquet"):
+        (tmp_path / file.name).write_bytes(file.read_bytes()[:-9] if file == good else file.read_bytes())
     with pytest.warns(UserWarning, match="skipped") as told:
-        assert read_curvature(tmp_path).id.nunique() == 1
+        assert read_curvature(tmp_path).id.nunique() == len(SETTINGS) * 2 - 1
     words = " ".join(str(one.message) for one in told)
     assert "half.parquet" in words
     assert "foreign.parquet: not a recording of gpulab's" in words
+    with pytest.raises(gl.DataError, match=f"{good.name}.*without this file, the training is made"):
+        gl.saddles.curvature_along("autoencoder", setting=SETTINGS, seeds=2, store=tmp_path, **SMALL)
 
 
 def test_what_is_shipped_is_recorded_with_its_passport():
@@ -195,11 +179,19 @@ def test_what_cannot_be_is_one_clear_line(options, words):
 # --- figures ---------------------------------------------------------------------------------------------
 
 
-def test_index_against_loss_says_how_they_go_together(frame):
-    picture = gl.plots.index_against_loss(frame)
+def test_figures_say_what_they_show(frame):
+    against, spectra = gl.plots.index_against_loss(frame), gl.plots.spectra(frame)
     shown = frame.loss.rank().corr(frame.index_fraction.rank())
-    assert f"autoencoder: rank correlation {shown:+.2f}" in picture.alt
-    assert len(picture.png()) < 150_000
+    assert f"autoencoder: rank correlation {shown:+.2f}" in against.alt
+    assert [label.get_text() for label in spectra.figure.axes[0].get_yticklabels()] == ["0", "40"]
+    assert "2 seeds" in spectra.alt
+    assert all(len(picture.png()) < 150_000 for picture in (against, spectra))
+    for wrong, message in (
+        (pd.concat([frame, frame.assign(experiment="another")]), "the frame mixes"),
+        (frame[:0], "no row with numbers"),
+    ):
+        with pytest.raises(gl.UsageError, match=message):
+            gl.plots.spectra(wrong)
 
 
 def test_recorded_points_are_hollow(frame):
@@ -217,24 +209,5 @@ def test_curvature_is_drawn_as_medians_ranges_and_seeds(frame):
     medians, *ranges = left.lines[:3]
     steps = one.groupby("step").largest
     assert list(medians.get_ydata()) == pytest.approx(list(steps.median()))
-    drawn = [tuple(line.get_ydata()) for line in ranges]
-    assert drawn == list(zip(steps.min(), steps.max(), strict=True))
+    assert [tuple(line.get_ydata()) for line in ranges] == list(zip(steps.min(), steps.max(), strict=True))
     assert sum(len(dots.get_offsets()) for dots in left.collections) == len(one) + len(steps)
-
-
-def test_spectra_have_a_ridge_for_every_snapshot(frame):
-    picture = gl.plots.spectra(frame)
-    (axes,) = picture.figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "40"]
-    assert "2 seeds" in picture.alt
-    assert len(picture.png()) < 150_000
-
-
-def test_two_networks_do_not_go_into_one_spectrum(frame):
-    with pytest.raises(gl.UsageError, match="the frame mixes"):
-        gl.plots.spectra(pd.concat([frame, frame.assign(experiment="another")]))
-
-
-def test_nothing_to_draw_is_said(frame):
-    with pytest.raises(gl.UsageError, match="no row with numbers"):
-        gl.plots.spectra(frame[:0])

@@ -15,16 +15,7 @@ def symmetric(values, seed=0):
     return (matrix + matrix.T) / 2
 
 
-@pytest.fixture(scope="module")
-def known(small_hessian):
-    """The Hessian of a small network as a matrix, and its eigenvalues."""
-    _, matrix = small_hessian
-    return matrix, torch.linalg.eigvalsh(matrix)
-
-
 def wanted(values, k, which):
-    if which == "magnitude":
-        return values[values.abs().argsort(descending=True)[:k].sort().values]
     below = {"smallest": k, "largest": 0, "both": math.ceil(k / 2)}[which]
     return torch.cat([values[:below], values[len(values) - (k - below) :]])
 
@@ -65,17 +56,17 @@ REPEATED = {
 def test_repeated_and_zero_eigenvalues_are_found_as_often_as_they_occur(name, which):
     values = torch.tensor(REPEATED[name], dtype=torch.float64).sort().values
     pairs = gl.saddles.lanczos(symmetric(values), 9, which)
-    assert (pairs.values.sort().values - wanted(values, 9, which)).abs().max() < 1e-8
+    assert (pairs.values - wanted(values, 9, which)).abs().max() < 1e-8
     assert torch.linalg.matrix_rank(pairs.vectors) == 9
 
 
+@pytest.mark.parametrize("which", krylov.WHICH)
 @pytest.mark.parametrize("n", [1, 2, 3, 12])
-def test_every_eigenvalue_of_a_small_matrix(n):
+def test_every_eigenvalue_of_a_small_matrix(n, which):
     values = torch.linspace(-1, 2, n, dtype=torch.float64)
-    for which in krylov.WHICH:
-        for k in range(1, n + 1):
-            pairs = gl.saddles.lanczos(symmetric(values), k, which)
-            assert (pairs.values - wanted(values, k, which)).abs().max() < 1e-10
+    for k in range(1, n + 1):
+        pairs = gl.saddles.lanczos(symmetric(values), k, which)
+        assert (pairs.values - wanted(values, k, which)).abs().max() < 1e-10
 
 
 def test_a_restart_keeps_what_was_found():
@@ -119,10 +110,6 @@ def test_vectors_are_orthogonal_whatever_the_arithmetic_of_the_setting():
     assert (vectors.T @ vectors - torch.eye(4)).abs().max() < 1e-5
 
 
-def bad(matrix):
-    return pytest.param(matrix, id=str(tuple(getattr(matrix, "shape", ()))))
-
-
 @pytest.mark.parametrize(
     ("matrix", "options", "error", "words"),
     [
@@ -133,17 +120,12 @@ def bad(matrix):
         (torch.eye(4), {"which": "SA"}, gl.UsageError, "which='SA': expected one of smallest, largest"),
         (torch.eye(4), {"tolerance": -1}, gl.UsageError, "tolerance=-1"),
         (torch.eye(4), {"max_products": 0}, gl.UsageError, "max_products=0"),
-        (torch.eye(4), {"block": 9}, gl.UsageError, "block=9: expected a whole number from 1 to 4"),
-        (torch.eye(40).triu(), {"k": 40}, None, None),
         (torch.ones(40, 40).triu(), {}, gl.DataError, "not symmetric"),
         (torch.full((4, 4), math.nan), {}, gl.DataError, "H @ v has 8 values that are not finite"),
         ("a matrix", {}, gl.UsageError, "shape str: expected"),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(matrix, options, error, words):
-    if error is None:
-        assert len(gl.saddles.lanczos(matrix, **options).values) == options["k"]
-        return
     with pytest.raises(error, match=words) as caught:
         gl.saddles.lanczos(matrix, **options)
     assert "\n" not in str(caught.value)

@@ -38,12 +38,9 @@ def test_they_leave_when_theory_says(saddle):
         assert row.law == pytest.approx(
             math.log(0.1 / row.perturbation) / (row.learning_rate * -row.curvature), rel=1e-3
         )
-        if row.perturbation < 1e-3:
-            assert row.rate == pytest.approx(row.expected_rate, rel=0.01)
     slope, low, high = pushed.slope()
     assert low <= slope <= high
     assert slope == pytest.approx(1, abs=0.05)
-    assert pushed.slope("expected")[0] == pytest.approx(1, abs=0.01)
 
 
 def test_nothing_but_its_own_rounding_pushes_float64(alone):
@@ -71,7 +68,6 @@ def test_rounding_can_hold_a_network_at_a_saddle(saddle):
     assert not seen.left
     assert seen.held
     assert seen.moved < 0.5
-    assert math.isnan(seen.rate)
     assert "held" in repr(seen)
     pushed = escape(saddle, "cpu:precision=bfloat16", perturbation=0.05, learning_rate=5 * seen.learning_rate)
     assert pushed.moved > seen.moved
@@ -137,21 +133,14 @@ def test_from_a_saddle_that_was_found():
 
 
 def test_what_is_no_saddle_is_refused(saddle):
-    minimum = gl.saddles.linear_autoencoder_saddle(saddle.data, [0, 1])
     with pytest.raises(gl.UsageError, match="no direction leads down"):
-        escape(minimum)
-    net = nn.Linear(6, 6)
-    unfinished = gl.saddles.find_critical_point(
-        gl.models.LinearAutoencoder(6, 2),
-        nn.functional.mse_loss,
-        (saddle.data, saddle.data),
-        max_steps=1,
-        progress=False,
-    )
+        escape(gl.saddles.linear_autoencoder_saddle(saddle.data, [0, 1]))
+    start, batch = gl.models.LinearAutoencoder(6, 2), (saddle.data, saddle.data)
+    unfinished = gl.saddles.find_critical_point(start, nn.functional.mse_loss, batch, max_steps=1, progress=False)
     with pytest.raises(gl.UsageError, match=r"no critical point|no direction"):
         escape(unfinished)
     with pytest.raises(gl.UsageError, match="those of the saddle are"):
-        gl.saddles.escape(net, saddle)
+        gl.saddles.escape(nn.Linear(6, 6), saddle)
 
 
 @pytest.mark.parametrize(
@@ -173,14 +162,8 @@ def test_wrong_options(saddle, options, message):
 
 @pytest.fixture(scope="module")
 def escapes(saddle):
-    return gl.saddles.escape_table(
-        saddle,
-        [FLOAT64, "cpu:emulate=bfloat16"],
-        batch_sizes=[None, 20],
-        seeds=2,
-        learning_rate=0.3,
-        progress=False,
-    )
+    options = {"batch_sizes": [None, 20], "seeds": 2, "learning_rate": 0.3, "progress": False}
+    return gl.saddles.escape_table(saddle, [FLOAT64, "cpu:emulate=bfloat16"], **options)
 
 
 def test_table(saddle, escapes):
@@ -191,8 +174,6 @@ def test_table(saddle, escapes):
     assert len(rows) == 8
     exact = escapes.table[(escapes.table.setting == FLOAT64) & (escapes.table.perturbation == 0)]
     assert exact[exact.batch_size == 0].noise.nunique() == 2, "seeds round otherwise"
-    html = escapes.html()
-    assert "cpu:emulate=bfloat16" in html
     assert str(escapes).startswith(f"8 trainings from a saddle: {int(escapes.table.left.sum())} left")
     with pytest.raises(gl.UsageError, match="each needs one or more"):
         gl.saddles.escape_table(saddle, [])
@@ -215,7 +196,4 @@ def test_figures(escapes):
     held = escapes.table.assign(left=False, steps=np.nan)
     assert "theory expects" in escapes.plot().alt
     assert "8 never left" in plots.escape_law(held).alt
-    paths = plots.escape_paths(escapes.paths, radius=0.1)
-    assert f"{int(escapes.table.left.sum())} of 8 trainings leave" in paths.alt
-    for picture in (plots.escape_law(pd.concat([escapes.table, recorded, held])), paths):
-        assert len(picture.png()) < 150_000
+    assert len(plots.escape_law(pd.concat([escapes.table, recorded, held])).png()) < 150_000

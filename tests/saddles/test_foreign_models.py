@@ -35,8 +35,12 @@ class Model(nn.Module):
         return self.function(self, *inputs)
 
 
-def two_layers(first, second):
-    return lambda s, x: F.linear(torch.tanh(F.linear(x, first(s))), second(s))
+def on_rows(function, **parts):
+    return Model(function, **parts), rand(5, 3)
+
+
+def two_layers(first, second, **parts):
+    return on_rows(lambda s, x: F.linear(torch.tanh(F.linear(x, first(s))), second(s)), **parts)
 
 
 def language_model(padding=None):
@@ -52,7 +56,7 @@ def recurrent():
             h = torch.tanh(F.linear(x, s.w) + F.linear(h, s.u))
         return h
 
-    return Model(function, w=rand(4, 3), u=rand(4, 4, seed=2)), rand(5, 3)
+    return on_rows(function, w=rand(4, 3), u=rand(4, 4, seed=2))
 
 
 def tied_recurrent():
@@ -61,16 +65,11 @@ def tied_recurrent():
     return Model(lambda s, x: s.layer(x)[0], layer=layer), rand(4, 2, 3)
 
 
-def views(start):
-    """Two parameters in one storage; where they overlap, autograd differentiates by each of them all the same."""
+def overlapping():
+    """Two parameters in one storage: autograd differentiates by each of them all the same."""
     storage = rand(21) / 2
-    w, v = nn.Parameter(storage[:12].view(4, 3)), nn.Parameter(storage[start : start + 8].view(2, 4))
-    return Model(two_layers(lambda s: s.w, lambda s: s.v), w=w, v=v), rand(5, 3)
-
-
-def listed_twice():
-    w = nn.Parameter(rand(3, 3))
-    return Model(two_layers(lambda s: s.list[0], lambda s: s.list[1]), list=nn.ParameterList([w, w])), rand(5, 3)
+    w, v = nn.Parameter(storage[:12].view(4, 3)), nn.Parameter(storage[8:16].view(2, 4))
+    return two_layers(lambda s: s.w, lambda s: s.v, w=w, v=v)
 
 
 def frozen():
@@ -82,43 +81,32 @@ def frozen():
 
 def joined(*parts):
     """Of no numbers, as caches begin, and of some."""
-    return Model(lambda s, x: torch.cat([part(torch.tanh(F.linear(x, s.w))) for part in parts]), w=rand(4, 3)), rand(
-        5, 3
-    )
+    return on_rows(lambda s, x: torch.cat([part(torch.tanh(F.linear(x, s.w))) for part in parts]), w=rand(4, 3))
 
 
-def cached():
-    def function(s, x):
-        cache = torch.zeros(5, 4, dtype=DOUBLE)
-        cache.copy_(torch.sin(s.layer(x))[:1])
-        return cache * s.layer(x)
-
-    return Model(function, layer=nn.Linear(3, 4)), rand(5, 3)
+def empty(*shape):
+    return lambda h: torch.zeros(shape, dtype=h.dtype)
 
 
-def in_parts():
-    def function(s, x):
-        cache = torch.zeros(2, 5, 4, dtype=DOUBLE)
-        cache[0].copy_(s.layer(x))
-        cache[1].copy_(torch.sin(s.layer(x)))
-        return cache.prod(0)
+def cached(s, x):
+    cache = torch.zeros(5, 4, dtype=DOUBLE)
+    cache.copy_(torch.sin(s.layer(x))[:1])
+    return cache * s.layer(x)
 
-    return Model(function, layer=nn.Linear(3, 4)), rand(5, 3)
+
+def cached_in_parts(s, x):
+    cache = torch.zeros(2, 5, 4, dtype=DOUBLE)
+    cache[0].copy_(s.layer(x))
+    cache[1].copy_(torch.sin(s.layer(x)))
+    return cache.prod(0)
+
+
+def of_layer(function):
+    return lambda: on_rows(function, layer=nn.Linear(3, 4))
 
 
 def of_matrix(function):
-    def of_layer(s, x):
-        h = s.layer(x)
-        return function(h.T @ h + torch.eye(4, dtype=DOUBLE))
-
-    return lambda: (Model(of_layer, layer=nn.Linear(3, 4)), rand(5, 3))
-
-
-def checkpointed():
-    layers = {"a": nn.Linear(3, 4), "b": nn.Linear(4, 4)}
-    return Model(lambda s, x: checkpoint(lambda h: torch.tanh(s.b(h)), s.a(x), use_reentrant=False), **layers), rand(
-        5, 3
-    )
+    return of_layer(lambda s, x: function(s.layer(x).T @ s.layer(x) + torch.eye(4, dtype=DOUBLE)))
 
 
 def by_expert():
@@ -130,21 +118,22 @@ def by_expert():
             y.index_add_(0, rows, torch.tanh(expert(x[rows])) * weights[rows, k, None])
         return y
 
-    return Model(function, router=nn.Linear(3, 3), experts=nn.ModuleList(nn.Linear(3, 3) for _ in range(3))), rand(5, 3)
+    return on_rows(function, router=nn.Linear(3, 3), experts=nn.ModuleList(nn.Linear(3, 3) for _ in range(3)))
 
 
-def empty(*shape):
-    return lambda h: torch.zeros(shape, dtype=h.dtype)
+def checkpointed(s, x):
+    return checkpoint(lambda h: torch.tanh(s.layer(h)).square(), x * s.layer(x).sum(), use_reentrant=False)
+
+
+def normed(norm):
+    return lambda: (nn.Sequential(norm(nn.Linear(3, 4)), nn.Tanh()), rand(5, 3))
 
 
 MODELS = {
     "tied language model": language_model,
-    "transposed": lambda: (Model(two_layers(lambda s: s.w, lambda s: s.w.t()), w=rand(4, 3)), rand(5, 3)),
-    "partly tied": lambda: (
-        Model(two_layers(lambda s: s.w, lambda s: torch.cat([s.w[1:], s.v])), w=rand(3, 3), v=rand(2, 3)),
-        rand(5, 3),
-    ),
-    "slices": lambda: (Model(two_layers(lambda s: s.w[:3], lambda s: s.w[2:]), w=rand(6, 3)), rand(5, 3)),
+    "transposed": lambda: two_layers(lambda s: s.w, lambda s: s.w.t(), w=rand(4, 3)),
+    "partly tied": lambda: two_layers(lambda s: s.w, lambda s: torch.cat([s.w[1:], s.v]), w=rand(3, 3), v=rand(2, 3)),
+    "slices": lambda: two_layers(lambda s: s.w[:3], lambda s: s.w[2:], w=rand(6, 3)),
     "transposed convolution": lambda: (
         Model(lambda s, x: F.conv_transpose2d(torch.tanh(F.conv2d(x, s.w)), s.w), w=rand(3, 2, 2, 2)),
         rand(2, 2, 3, 3),
@@ -152,29 +141,22 @@ MODELS = {
     "over time": recurrent,
     "tied recurrent layers": tied_recurrent,
     "one layer three times": lambda: (
-        nn.Sequential(*[layer := nn.Linear(3, 3), nn.Tanh(), layer, nn.ELU(), layer]),
+        nn.Sequential(layer := nn.Linear(3, 3), nn.Tanh(), layer, nn.ELU(), layer),
         rand(5, 3),
     ),
-    "views of one storage": lambda: views(12),
-    "overlapping views": lambda: views(8),
-    "listed twice": listed_twice,
+    "overlapping views": overlapping,
     "frozen, tied": frozen,
-    "unused": lambda: (Model(lambda s, x: torch.tanh(F.linear(x, s.w)), w=rand(4, 3), z=rand(2, 2)), rand(5, 3)),
-    "empty parameter": lambda: (
-        Model(lambda s, x: torch.tanh(F.linear(x, s.w)) * (1 + s.z.sum()), w=rand(4, 3), z=rand(0, 3)),
-        rand(5, 3),
+    "unused": lambda: on_rows(lambda s, x: torch.tanh(F.linear(x, s.w)), w=rand(4, 3), z=rand(2, 2)),
+    "empty parameter": lambda: on_rows(
+        lambda s, x: torch.tanh(F.linear(x, s.w)) * (1 + s.z.sum()), w=rand(4, 3), z=rand(0, 3)
     ),
     "empty constant": lambda: joined(empty(0), lambda h: h),
     "empty rows": lambda: joined(lambda h: h[:0], empty(0), lambda h: h**2, lambda h: h[:0].flatten()),
-    "cached": cached,
-    "attention": lambda: (
-        Model(lambda s, x: s.m(x, x, x)[0], m=nn.MultiheadAttention(4, 2, batch_first=True)),
-        rand(2, 3, 4),
-    ),
+    "cached": of_layer(cached),
     "experts": by_expert,
-    "checkpointed": checkpointed,
-    "weight norm": lambda: (nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh()), rand(5, 3)),
-    "spectral norm": lambda: (nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh()), rand(5, 3)),
+    "checkpointed": of_layer(checkpointed),
+    "weight norm": normed(parametrizations.weight_norm),
+    "spectral norm": normed(parametrizations.spectral_norm),
     # By-products of these, a matrix's factors, serve the backward pass.
     "solved": of_matrix(lambda A: torch.linalg.solve(A, torch.ones(4, 2, dtype=DOUBLE))),
     "determinant": of_matrix(lambda A: torch.linalg.det(A) / 9),
@@ -182,11 +164,8 @@ MODELS = {
     "trace": of_matrix(lambda A: A.trace() * A.diagonal() / 90),
 }
 LEFT_TO_AUTOGRAD = {
-    "complex": lambda: (
-        Model(lambda s, x: torch.fft.fft(torch.tanh(s.layer(x))).abs(), layer=nn.Linear(3, 4)),
-        rand(5, 3),
-    ),
-    "in parts": in_parts,
+    "complex": of_layer(lambda s, x: torch.fft.fft(torch.tanh(s.layer(x))).abs()),
+    "in parts": of_layer(cached_in_parts),
 }
 
 
@@ -246,25 +225,14 @@ def test_what_stands_for_padding_is_a_constant(tied, method):
         model[3].weight = nn.Parameter(rand(7, 4))
     model = model.double()
     H = gl.hessian(model, lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), (TOKENS, TOKENS), method=method)
-
-    class Constant(nn.Module):
-        """The same table, with what is looked up for padding as autograd has it."""
-
-        def __init__(self):
-            super().__init__()
-            self.weight = model[0].weight
-            self.kept = model[0].weight[1].detach().clone()
-
-        def forward(self, tokens):
-            return torch.where((tokens == 1)[..., None], self.kept, F.embedding(tokens, self.weight))
-
-    same = copy.deepcopy(nn.Sequential(Constant(), *model[1:])) if not tied else nn.Sequential(Constant(), *model[1:])
-    V = rand(H.shape[0], 2)
+    padding = model[0].weight[1].detach().clone()  # as autograd has what is looked up for it
 
     def loss():
-        return F.cross_entropy(same(TOKENS).flatten(0, 1), TOKENS.flatten())
+        found = torch.where((TOKENS == 1)[..., None], padding, F.embedding(TOKENS, model[0].weight))
+        return F.cross_entropy(model[1:](found).flatten(0, 1), TOKENS.flatten())
 
-    expected = products_by_differences(same, loss, V)
+    V = rand(H.shape[0], 2)
+    expected = products_by_differences(model, loss, V)
     assert (H @ V - expected).norm() < 1e-6 * expected.norm()
 
 
@@ -297,43 +265,46 @@ def hooked(h):
 
 
 OWN = torch.Generator().manual_seed(0)
+
+
+def looked_up(**options):
+    return lambda: (nn.Sequential(nn.Embedding(7, 4, **options), nn.Linear(4, 2)), TOKENS)
+
+
+def with_statistics():
+    return nn.Sequential(nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4, track_running_stats=True)).train(), rand(2, 3, 5)
+
+
 REFUSED = {
     "dropout": (
-        lambda: (Model(lambda s, x: F.dropout(s.layer(x), 0.5), layer=nn.Linear(3, 4)), rand(5, 3)),
+        of_layer(lambda s, x: F.dropout(s.layer(x), 0.5)),
         UsageError,
         r"the loss is [\d.]+ at first and [\d.]+ then: it draws random numbers; call model.eval",
     ),
     "noise": (
-        lambda: (Model(lambda s, x: s.layer(x) + torch.randn(5, 4, generator=OWN), layer=nn.Linear(3, 4)), rand(5, 3)),
+        of_layer(lambda s, x: s.layer(x) + torch.randn(5, 4, generator=OWN)),
         UsageError,
         "or draw them beforehand",
     ),
     "statistics": (
-        lambda: (
-            nn.Sequential(nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4, track_running_stats=True)).train(),
-            rand(2, 3, 5),
-        ),
+        with_statistics,
         UsageError,
         "1.running_mean changes each time that the loss is computed: call model.eval",
     ),
-    "renormalized": (
-        lambda: (nn.Sequential(nn.Embedding(7, 4, max_norm=0.1), nn.Linear(4, 2)), TOKENS),
-        UsageError,
-        "0.weight changes each time",
-    ),
-    "sparse": (lambda: (nn.Embedding(7, 4, sparse=True), TOKENS), UsageError, "sparse gradients: .* sparse=False"),
+    "renormalized": (looked_up(max_norm=0.1), UsageError, "0.weight changes each time"),
+    "sparse": (looked_up(sparse=True), UsageError, "sparse gradients: .* sparse=False"),
     "by frequency": (
-        lambda: (nn.Sequential(nn.Embedding(7, 4, scale_grad_by_freq=True), nn.Linear(4, 2)), TOKENS),
+        looked_up(scale_grad_by_freq=True),
         DataError,
         r"not symmetric: uᵀAv and vᵀAu differ by .*: what torch computes as the gradient is not that of the loss",
     ),
     "wrong backward": (
-        lambda: (Model(lambda s, x: Rolled.apply(s.layer(x)), layer=nn.Linear(3, 4)), rand(5, 3)),
+        of_layer(lambda s, x: Rolled.apply(s.layer(x))),
         DataError,
         "not symmetric: .* backward functions of your own",
     ),
     "square root of zero": (
-        lambda: (Model(lambda s, x: (x * s.w).square().sum().sqrt(), w=torch.zeros(3)), rand(5, 3)),
+        lambda: on_rows(lambda s, x: (x * s.w).square().sum().sqrt(), w=torch.zeros(3)),
         DataError,
         "values that are not finite: .* or has no derivative here",
     ),
@@ -355,8 +326,7 @@ def test_what_has_no_hessian_is_refused_by_name(name, method, dtype):
 
 
 def test_a_hook_that_changes_gradients_is_found_out():
-    layers = {"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)}
-    model, loss = problem(lambda: (Model(lambda s, x: s.b(hooked(torch.tanh(s.a(x)))), **layers), rand(5, 3)))
+    model, loss = problem(of_layer(lambda s, x: F.linear(hooked(torch.tanh(s.layer(x))), s.layer.weight.T)))
     with pytest.raises(DataError, match="hooks on tensors"):
         gl.hessian(model, loss, method=FORWARD)
 
@@ -377,20 +347,18 @@ def test_noise_from_a_seed_of_its_own_is_a_constant():
     def function(s, x):
         return torch.tanh(s.layer(x + torch.randn(5, 3, generator=torch.Generator().manual_seed(3))))
 
-    model, loss = problem(lambda: (Model(function, layer=nn.Linear(3, 4)), rand(5, 3)))
+    model, loss = problem(of_layer(function))
     V = rand(16, 2)
-    torch.testing.assert_close(
-        gl.hessian(model, loss) @ V, products_by_differences(model, loss, V), rtol=1e-6, atol=1e-9
-    )
+    expected = products_by_differences(model, loss, V)
+    torch.testing.assert_close(gl.hessian(model, loss) @ V, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_rest_of_the_model_stays_where_it_was_too(method):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
     x = rand(5, 3)
-    H = gl.hessian(
-        model, lambda: checkpoint(model, x, use_reentrant=False).square().mean(), parameters="0", method=method
-    )
+    options = {"parameters": "0", "method": method}
+    H = gl.hessian(model, lambda: checkpoint(model, x, use_reentrant=False).square().mean(), **options)
     before = H @ rand(16)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:

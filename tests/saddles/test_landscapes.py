@@ -23,7 +23,7 @@ def test_curvatures_and_loss_are_those_of_theory(saddle, around):
     assert around.loss == pytest.approx(saddle.loss)
     assert around.curvatures[0] == pytest.approx(saddle.curvature, rel=1e-4)
     assert around.curvatures[1] == pytest.approx(float(saddle.eigenvalues[-1]), rel=1e-4)
-    assert around.gradient_norm < 1e-12
+    assert around.gradient.norm() < 1e-12
     assert around.curvature(0) == around.curvatures[0]
     assert around.curvature(90) == pytest.approx(around.curvatures[1])
 
@@ -41,16 +41,10 @@ def test_a_slice_has_the_slope_of_the_gradient():
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     batch = torch.randn(20, 3, dtype=torch.float64), torch.randn(20, 1, dtype=torch.float64)
     around = gl.saddles.landscape(net, nn.functional.mse_loss, batch, progress=False)
-    assert abs(around.slopes[1]) > 1e-6
     line = around.slice(90, extent=1e-5, places=3)
-    measured = (line.loss.iloc[2] - line.loss.iloc[0]) / 2e-5
-    assert measured == pytest.approx(around.slopes[1], rel=1e-4)
-
-
-def test_the_model_stays_as_it_was(saddle, around):
-    before = [parameter.clone() for parameter in saddle.model.parameters()]
-    around.slice()
-    assert all(torch.equal(a, b) for a, b in zip(before, saddle.model.parameters(), strict=True))
+    slope, measured = float(around.gradient @ around.up), (line.loss.iloc[2] - line.loss.iloc[0]) / 2e-5
+    assert abs(slope) > 1e-6
+    assert measured == pytest.approx(slope, rel=1e-4)
 
 
 def test_a_slice_is_around_the_weights_it_was_made_for(saddle):
@@ -65,7 +59,7 @@ def test_a_slice_is_around_the_weights_it_was_made_for(saddle):
     assert torch.equal(net.weight, after)
 
 
-@pytest.mark.parametrize("extent", [0, -1.0, float("inf")])
+@pytest.mark.parametrize("extent", [0, float("inf")])
 def test_an_extent_that_is_none_is_refused(around, extent):
     with pytest.raises(gl.UsageError, match="expected a distance above 0"):
         around.slice(extent=extent)
@@ -86,16 +80,7 @@ def test_a_surface_is_the_loss_in_the_plane_of_two_eigenvectors(saddle):
     assert len(picture.png()) < 150_000
 
 
-def test_the_slice_is_drawn_and_explored(around):
+def test_the_slice_is_drawn(around):
     picture = plots.landscape_slice(around, around.slice(0))
     assert "lower" in picture.alt
     assert len(picture.png()) < 150_000
-    pytest.importorskip("ipywidgets")
-    explorer = gl.companion.slice_explorer(around)
-    still = explorer.image.value
-    explorer.angle.value = 90
-    assert explorer.image.value != still
-    assert "At 90°" in explorer.picture().alt
-    data, _ = explorer._repr_mimebundle_()
-    assert data["text/html"].startswith('<img alt="The loss along a line')
-    assert "application/vnd.jupyter.widget-view+json" in data

@@ -17,21 +17,19 @@ makes the tangent of its result from those of its arguments. Tangents are number
     >>> loss, gradients, results = capture_gradient(lambda: (w**3).sum(), [w], linearize)
     aten.pow.Tensor_Scalar [0, None] [1]
     aten.sum.default [1] [2]
-    aten.ones_like.default [2] [None]
+    aten.ones_like.default [2] []
     aten.pow.Tensor_Scalar [0, None] [3]
     aten.mul.Scalar [3, None] [4]
     aten.mul.Tensor [None, 4] [5]
 
 `linear_maps` keeps the steps that the gradients depend on, here on variable 5, and joins them: neighbouring
-`combinations` into one pass, and `convolutions` with one weight, as those of several time steps, into one batch.
+`combinations` into one pass, and `convolutions` with one weight, as those of several time steps, into one batch. It
+replays them for k vectors at once: step by step, or on a GPU as one CUDA graph.
 
-    >>> linear_map = LinearMap(builder.steps, results, builder.bytes).optimized(w.dtype)
+    >>> linear_map = builder.linear_map(results)
     >>> [(step.inputs, step.outputs, step.function.coefficients) for step in linear_map.steps]
     [((0,), (5,), (tensor([ 6., 12.]),))]
-
-`graphed_map` replays that for k vectors at once: step by step, or on a GPU as one CUDA graph.
-
-    >>> GraphedMap(linear_map)(torch.eye(2))
+    >>> linear_map(torch.eye(2))
     [tensor([[ 6.,  0.],
             [ 0., 12.]])]
 """
@@ -45,8 +43,7 @@ from torch import Tensor
 
 from gpulab.errors import UnsupportedError
 from gpulab.saddles._forward.capture import Operation, capture_gradient
-from gpulab.saddles._forward.graphed_map import GraphedMap
-from gpulab.saddles._forward.jvp_rules import Builder, ByTorch
+from gpulab.saddles._forward.jvp_rules import Builder
 from gpulab.saddles._forward.linear_maps import LinearMap
 
 __all__ = ["linearize_gradient"]
@@ -54,7 +51,7 @@ __all__ = ["linearize_gradient"]
 
 def linearize_gradient(
     objective: Callable[[], Tensor], points: Sequence[Tensor]
-) -> tuple[Tensor, list[Tensor], GraphedMap]:
+) -> tuple[Tensor, list[Tensor], LinearMap]:
     """A loss, its gradients at `points`, and the map from tangents (k, …) of the points to those of the gradients.
 
     Args:
@@ -66,7 +63,7 @@ def linearize_gradient(
         UsageError: For a function of the user's own that is marked as differentiable once.
     """
 
-    def linearize(create_graph: bool) -> tuple[Tensor, list[Tensor], GraphedMap]:
+    def linearize(create_graph: bool) -> tuple[Tensor, list[Tensor], LinearMap]:
         builder = Builder(len(points))
 
         def followed(operation: Operation) -> list[int | None]:
@@ -78,14 +75,9 @@ def linearize_gradient(
                 raise UnsupportedError(f"{operation.function}: {error}") from error
 
         loss, gradients, results = capture_gradient(objective, points, followed, create_graph)
-        for step in builder.steps:
-            if isinstance(step.function, ByTorch):
-                step.function.choose_way()
-        linear_map = LinearMap(builder.steps, results, builder.bytes)
-        return loss, gradients, GraphedMap(linear_map.optimized(points[0].dtype))
+        return loss, gradients, builder.linear_map(results)
 
-    # Some gradients have one kernel that is fast and another that can be differentiated.
     try:
         return linearize(create_graph=False)
-    except UnsupportedError:
+    except UnsupportedError:  # some gradients have one kernel that is fast and another that can be differentiated
         return linearize(create_graph=True)

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gpulab.errors import UnsupportedError, UsageError
 from gpulab.numerics.call_sites import UncompiledDispatchMode
+from gpulab.saddles.operators import graph_nodes
 
 ONCE = once_differentiable(len).__code__  # of every backward function with that mark
 DETACH = torch.ops.aten.detach.default
@@ -157,18 +158,12 @@ def capture_gradient(
 
 def _check_graph(loss: Tensor) -> None:
     """Autograd functions written in Python may hand over numbers in ways that no operation shows."""
-    waiting, visited = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in visited:
-            continue
+    for node in graph_nodes(loss):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            backward = getattr(type(node)._forward_cls, "backward", None)
-            if getattr(backward, "__code__", None) is ONCE:
+            forward: Any = type(node)
+            if getattr(forward._forward_cls.backward, "__code__", None) is ONCE:
                 raise UsageError(f"{type(node).__name__} has no second derivatives: it is marked once_differentiable")
             raise UnsupportedError(f"{type(node).__name__} is written in Python")
-        visited.add(node)
-        waiting += [following for following, _ in node.next_functions]
 
 
 def _address(tensor: Tensor) -> int:

@@ -22,40 +22,31 @@ class Combination:
     def __init__(self, coefficients: Sequence[Coefficient], shape: Sequence[int], plain: bool = False) -> None:
         self.coefficients, self.shape, self.plain = tuple(coefficients), tuple(shape), plain
         # Products first: they make memory of their own, which the others are then added to.
-        self.order = sorted(range(len(coefficients)), key=lambda place: not isinstance(coefficients[place], Tensor))
+        self.order = sorted(
+            range(len(coefficients)), key=lambda position: not isinstance(coefficients[position], Tensor)
+        )
 
     @property
     def inputs(self) -> int:
         """How many tensors it reads."""
         return len(self.coefficients) + sum(isinstance(c, Tensor) for c in self.coefficients)
 
-    def fused(self, place: int, inner: Combination) -> Combination | None:
-        """The combination in which the tangent at `place` is itself a combination.
+    def fused(self, position: int, inner: Combination) -> Combination | None:
+        """The combination in which the tangent at `position` is itself a combination.
 
         None where that would not fit into one kernel, or need more constants than there are.
         """
-        outer = self.coefficients[place]
-        if any(_mask(a) and isinstance(b, float) for c in inner.coefficients for a, b in ((outer, c), (c, outer))):
-            return None  # their product would have torch's default type
+        outer = self.coefficients[position]
         more = isinstance(outer, Tensor) and sum(isinstance(c, Tensor) for c in inner.coefficients) > 1
         if more or inner.shape != self.shape or self.inputs + inner.inputs - 1 > MOST_INPUTS:
             return None
-        products = [_times(outer, coefficient) for coefficient in inner.coefficients]
-        return Combination([*self.coefficients[:place], *products, *self.coefficients[place + 1 :]], self.shape)
-
-    def widen_masks(self, dtype: torch.dtype, widened: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """On a CPU, masks become numbers, once for all that share them: products of two types are slow there."""
-        self.coefficients = tuple(
-            widened.setdefault(id(c), (c, c.to(dtype)))[1]
-            if isinstance(c, Tensor) and _mask(c) and not c.is_cuda
-            else c
-            for c in self.coefficients
-        )
+        products = [_product(outer, coefficient) for coefficient in inner.coefficients]
+        return Combination([*self.coefficients[:position], *products, *self.coefficients[position + 1 :]], self.shape)
 
     def __call__(self, *tangents: Tensor) -> Tensor:
         """The sum for tangents (k, …), term by term; on a GPU the products two by two, each pair in one kernel."""
         shape = (len(tangents[0]), *self.shape)
-        terms = [(lift(tangents[place], len(shape)), self.coefficients[place]) for place in self.order]
+        terms = [(lift(tangents[position], len(shape)), self.coefficients[position]) for position in self.order]
         total: Tensor | None = None
         while tangents[0].is_cuda and len(terms) > 1 and isinstance(terms[1][1], Tensor):
             (v, c), (w, d), *terms = terms
@@ -66,9 +57,7 @@ class Combination:
                 total, mine = (tangent, False) if coefficient is None else (tangent * coefficient, True)
                 continue
             fits = mine and total.shape == shape
-            if isinstance(coefficient, Tensor) and _mask(coefficient):
-                total = total + tangent * coefficient
-            elif isinstance(coefficient, Tensor):
+            if isinstance(coefficient, Tensor):
                 total = total.addcmul_(tangent, coefficient) if fits else torch.addcmul(total, tangent, coefficient)
             else:
                 scale = 1 if coefficient is None else coefficient
@@ -84,19 +73,10 @@ def lift(tangent: Tensor, ndim: int) -> Tensor:
     return tangent.reshape(len(tangent), *[1] * missing, *tangent.shape[1:]) if missing else tangent
 
 
-def _times(outer: Coefficient, inner: Coefficient) -> Coefficient:
+def _product(outer: Coefficient, inner: Coefficient) -> Coefficient:
     if outer is None or inner is None:
         return inner if outer is None else outer
-    return _narrow(outer) * _narrow(inner)
-
-
-def _narrow(coefficient: Tensor | float) -> Tensor | float:
-    """Masks as small integers: times −1 they would become large ones."""
-    return coefficient.to(torch.int8) if isinstance(coefficient, Tensor) and _mask(coefficient) else coefficient
-
-
-def _mask(coefficient: Coefficient) -> bool:
-    return isinstance(coefficient, Tensor) and not coefficient.is_floating_point()
+    return outer * inner
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch import Tensor
 aten = torch.ops.aten
 TRIALS = 3
 WORKSPACE = 2**28  # bytes for an algorithm to work in
-Batches = dict[tuple[Any, ...], Tensor]  # of constants, by their identities
+Constants = dict[tuple[Any, ...], Tensor]  # batches of several, by their identities
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,12 @@ class Geometry:
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
+
+    @classmethod
+    def of(cls, options: Sequence[Any]) -> Geometry | None:
+        """What torch's operations are called with after their tensors; None for groups and transposed ones."""
+        stride, padding, dilation, transposed, _, groups = options[:6]
+        return cls(tuple(stride), tuple(padding), tuple(dilation)) if groups == 1 and not transposed else None
 
     def apply(self, which: str, first: Tensor, second: Tensor, shape: Sequence[int]) -> Tensor:
         """The `output` of inputs and a weight, or an output gradient's gradient by the `input` or the `weight`.
@@ -38,11 +44,10 @@ class Geometry:
         options = self.stride, self.padding, self.dilation, False, [0] * len(self.stride), 1
         if which == "output":
             return aten.convolution(first, second, None, *options)
-        place = ("input", "weight").index(which)
-        inputs_and_weight = [second, second]
-        inputs_and_weight[place] = first.new_empty(1).expand(shape)  # of which only the shape is read
-        mask = [place == 0, place == 1, False]
-        return aten.convolution_backward(first, *inputs_and_weight, None, *options, mask)[place]
+        made = first.new_empty(1).expand(shape)  # of which only the shape is read
+        inputs, weight = (made, second) if which == "input" else (second, made)
+        mask = [which == "input", which == "weight", False]
+        return aten.convolution_backward(first, inputs, weight, None, *options, mask)[mask.index(True)]
 
     def mirrored(self, weight: Tensor) -> Geometry | None:
         """Of the convolution with the mirrored weight whose input gradient is this one's output, and the reverse."""
@@ -77,13 +82,13 @@ class Convolution:
         return self.which != "weight" and self.varies == 1
 
     @classmethod
-    def joined(cls, maps: Sequence[Convolution], batches: Batches) -> Convolution:
+    def joined(cls, maps: Sequence[Convolution], constants: Constants) -> Convolution:
         """One map whose batch is those of all `maps`; constants that were joined before are shared."""
         first, key = maps[0], tuple(_identity(member.constant) for member in maps)
-        if key not in batches:
-            batches[key] = torch.cat([member.constant for member in maps])
+        if key not in constants:
+            constants[key] = torch.cat([member.constant for member in maps])
         shape = first.shape if first.which == "weight" else (len(maps) * first.shape[0], *first.shape[1:])
-        return cls(first.geometry, first.which, first.varies, batches[key], shape, first.bias)
+        return cls(first.geometry, first.which, first.varies, constants[key], shape, first.bias)
 
     def __call__(self, tangent: Tensor, bias: Tensor | None = None) -> Tensor | Sequence[Tensor]:
         """The map of tangents (k, …): (k, …), or one such for each piece."""
@@ -103,19 +108,18 @@ class Convolution:
 
 @dataclass(frozen=True)
 class BiasGradient:
-    """The sum of an output gradient over batch and space."""
+    """The sum of an output gradient (B, O, …) of `ndim` dimensions over batch and space; of any batch."""
 
     ndim: int
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> BiasGradient:
         """Equal for maps that can be done as one."""
-        return "bias", self.ndim
+        return self
 
-    @classmethod
-    def joined(cls, maps: Sequence[BiasGradient], _: Batches) -> BiasGradient:
+    def joined(self, _: Sequence[BiasGradient], __: Constants) -> BiasGradient:
         """The same map of a larger batch."""
-        return maps[0]
+        return self
 
     def __call__(self, tangent: Tensor) -> Tensor:
         """(k, B, O, …) to (k, O)."""
@@ -137,10 +141,9 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 def convolve(geometry: Geometry, which: str, first: Tensor, second: Tensor, shape: Sequence[int]) -> Tensor:
     """`geometry.apply`; on a GPU by whichever of two equal ways is faster there.
 
-    With a stride of one, an output is also an input's gradient with the mirrored weight, and the reverse,
-    and for the two cuDNN may choose different algorithms. Its first choice can be fifteen times slower, and
-    take gigabytes to work in. So each way is tried once with little memory, also where there is only one:
-    cuDNN remembers what it chose then.
+    With a stride of one, an output is also an input's gradient with the mirrored weight, and the reverse, and for the
+    two cuDNN may choose different algorithms. Its first choice can be fifteen times slower, and take gigabytes to work
+    in. So each way is tried once with little memory, also where there is only one: cuDNN remembers what it chose then.
     """
     if not first.is_cuda:
         return geometry.apply(which, first, second, shape)

@@ -1,7 +1,7 @@
 """JVP rules: what each operation of a captured gradient does to tangents, as steps of a linear map.
 
-The coefficients of a step are worked out once, at the capture. Operations without a rule here are
-differentiated by torch's forward mode. A tangent has one more dimension than its tensor, in front.
+A tangent has one more dimension than its tensor, in front. Operations without a rule here are differentiated by
+torch's forward mode: those that work element by element once, at the capture, and the others in every product.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpulab.errors import UnsupportedError
 from gpulab.saddles._forward.capture import Operation, as_list
 from gpulab.saddles._forward.combinations import Coefficient, Combination, lift
 from gpulab.saddles._forward.convolutions import BiasGradient, Convolution, Geometry
-from gpulab.saddles._forward.linear_maps import Step
+from gpulab.saddles._forward.linear_maps import LinearMap, Step, without_the_unused
 
 aten = torch.ops.aten
 
@@ -45,7 +45,8 @@ class Builder:
         self.function, self.results, self.tangent = operation.function, operation.results, operation.tangent
         if any(isinstance(result, Tensor) and result.is_complex() for result in results):
             raise UnsupportedError(f"{operation.function} makes complex numbers")
-        if not any(_floats(result) for result in results):
+        name = operation.function._schema.name.removeprefix("aten::")
+        if name.endswith("_like") or name.startswith("new_") or not any(_floats(result) for result in results):
             return []
         rule = RULES.get(operation.function)
         made = rule(self, *operation.arguments, **operation.options) if rule else NotImplemented
@@ -56,6 +57,14 @@ class Builder:
         if operation.function not in COPIES:
             self.bytes += sum(r.nbytes for r, n in zip(results, as_list(made), strict=False) if n is not None)
         return as_list(made)
+
+    def linear_map(self, results: Sequence[int | None]) -> LinearMap:
+        """The map from the inputs to these variables."""
+        steps = without_the_unused(self.steps, results)
+        for step in steps:
+            if isinstance(step.function, ByTorch):
+                step.function = step.function.tried()
+        return LinearMap(steps, results, self.bytes)
 
     def steps_of(self, function: Callable[..., Any], inputs: Sequence[int | None], count: int) -> tuple[int, ...]:
         """Several new variables, made at once from others."""
@@ -69,16 +78,17 @@ class Builder:
         tangents = [self.tangent(argument) for argument in arguments]
         return None if all(t is None for t in tangents) else self.steps_of(function, tangents, 1)[0]
 
-    def combine(self, *terms: tuple[Coefficient, Any], shape: Sequence[int] | None = None) -> int | None:
-        """The sum of coefficients times tangents of arguments, broadcast to the shape of the result or another one."""
-        return self.weighted(*[(coefficient, self.tangent(x)) for coefficient, x in terms], shape=shape)
+    def combine(self, *terms: tuple[Coefficient, Any]) -> int | None:
+        """The sum of coefficients times tangents of arguments, broadcast to the shape of the result."""
+        return self.weighted(*[(coefficient, self.tangent(argument)) for coefficient, argument in terms])
 
-    def weighted(self, *terms: tuple[Coefficient, int | None], shape: Sequence[int] | None = None) -> int | None:
+    def weighted(self, *terms: tuple[Coefficient, int | None]) -> int | None:
         """The same of variables."""
         present = [(coefficient, variable) for coefficient, variable in terms if variable is not None]
         if not present:
             return None
-        function = Combination([c for c, _ in present], self.results.shape if shape is None else shape)
+        coefficients = [c.to(self.results.dtype) if isinstance(c, Tensor) else c for c, _ in present]  # also masks
+        function = Combination(coefficients, self.results.shape)
         return self.steps_of(function, [variable for _, variable in present], 1)[0]
 
     def add(self, *variables: int | None, shape: Sequence[int] | None = None) -> int | None:
@@ -98,53 +108,47 @@ class Builder:
 
 
 class ByTorch:
-    """Tangents of one operation by torch's forward mode, or where it has none by two backward passes.
-
-    Each computes the operation itself along.
-    """
+    """Tangents of one operation by torch's forward mode, which computes the operation itself along."""
 
     def __init__(self, operation: Operation) -> None:
-        self.function = operation.function
+        self.function, results = operation.function, as_list(operation.results)
         self.flat, self.spec = tree_flatten((operation.arguments, operation.options))
-        self.places = [place for place, value in enumerate(self.flat) if operation.tangent(value) is not None]
-        self.variables = [operation.tangent(self.flat[place]) for place in self.places]
-        self.float_results = [_floats(result) for result in as_list(operation.results)]
-        self.way = self.forward_mode
+        self.indices = [index for index, value in enumerate(self.flat) if operation.tangent(value) is not None]
+        self.variables = [operation.tangent(self.flat[index]) for index in self.indices]
+        self.float_results = [_floats(result) for result in results]
+        types = {self.flat[index].dtype for index in self.indices}
+        pointwise = torch.Tag.pointwise in self.function.tags or self.function in POINTWISE
+        self.shape = results[0].shape if pointwise and types == {results[0].dtype} else None
 
-    def choose_way(self) -> None:
-        """Find a way that works, with one tangent of zeros."""
-        zeros = [torch.zeros_like(self.flat[place])[None] for place in self.places]
-        reasons = []
-        for way in (self.forward_mode, self.twice_backward):
-            self.way = way
-            try:
+    def tried(self) -> Callable[..., Any]:
+        """Itself, if torch can do it; or of an operation element by element, the sum of tangents times factors."""
+        for index in self.indices:  # torch cannot write tangents where elements share memory
+            self.flat[index] = self.flat[index].contiguous()
+        zeros = [torch.zeros_like(self.flat[index])[None] for index in self.indices]
+        try:
+            if self.shape is None:
                 self(*zeros)
-            except (RuntimeError, NotImplementedError) as error:
-                reasons.append(str(error).partition("\n")[0])
-            else:
-                return
-        raise UnsupportedError(f"{self.function}: {'; '.join(reasons)}")
+                return self
+            # A factor is the tangent of the result for ones as that of an argument.
+            ones = [[*zeros[:i], torch.ones_like(zero), *zeros[i + 1 :]] for i, zero in enumerate(zeros)]
+            return Combination([self(*tangents)[0][0] for tangents in ones], self.shape)
+        except RuntimeError as error:
+            raise UnsupportedError(f"{self.function}: {str(error).partition(chr(10))[0]}") from error
 
     def __call__(self, *tangents: Tensor) -> tuple[Tensor, ...]:
         """Tangents of the results, k at a time."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own rules
             warnings.simplefilter("ignore", DeprecationWarning)
-            return torch.func.vmap(self.way)(*tangents)
+            return torch.func.vmap(self._directional)(*tangents)
 
-    def forward_mode(self, *tangents: Tensor) -> tuple[Tensor, ...]:
-        """The directional derivative."""
-        return torch.func.jvp(self._call, tuple(self.flat[place] for place in self.places), tangents)[1]
-
-    def twice_backward(self, *tangents: Tensor) -> tuple[Tensor, ...]:
-        """The transpose of the transpose."""
-        results, back, *_ = torch.func.vjp(self._call, *[self.flat[place] for place in self.places])
-        return torch.func.vjp(back, tuple(map(torch.zeros_like, results)))[1](tangents)[0]
+    def _directional(self, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.jvp(self._call, tuple(self.flat[index] for index in self.indices), tangents)[1]
 
     def _call(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         changed = list(self.flat)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            changed[place] = tensor
+        for index, tensor in zip(self.indices, tensors, strict=True):
+            changed[index] = tensor
         arguments, options = tree_unflatten(changed, self.spec)
         results = as_list(self.function(*arguments, **options))
         return tuple(result for result, floats in zip(results, self.float_results, strict=True) if floats)
@@ -172,10 +176,9 @@ def permuted(b: Builder, x: Tensor, dims: Sequence[int]) -> Any:
     return b.apply(lambda tangent: tangent.permute(order), x)
 
 
-def transposed(b: Builder, x: Tensor, *pair: int) -> Any:
+def transposed(b: Builder, x: Tensor, i: int = 0, j: int = -1) -> Any:  # `t` has no arguments
     dims = list(range(x.ndim))
     if dims:
-        i, j = pair or (0, -1)  # `t` has no arguments
         dims[i], dims[j] = dims[j], dims[i]
     return permuted(b, x, dims)
 
@@ -192,36 +195,34 @@ def along(b: Builder, x: Tensor, *arguments: Any, **options: Any) -> Any:
 
 def joined(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Constants have the tangent zero."""
-    function, place = b.function, dim % b.results.ndim + 1
-    if b.function is aten.cat.default:  # which lets numbers of any shape join that are none
+    function, dim = b.function, dim % b.results.ndim + 1
+    if function is aten.cat.default:  # which lets numbers of any shape join that are none
         tensors = [tensor for tensor in tensors if tensor.shape != (0,)]
-    parts = [(b.tangent(tensor) is not None, tensor.shape) for tensor in tensors]
+    members = [(b.tangent(tensor) is not None, tensor.shape) for tensor in tensors]
 
     def join(*tangents: Tensor) -> Tensor:
         first, rest = tangents[0], iter(tangents)
-        zeros = [None if varies else first.new_zeros(1).expand(len(first), *shape) for varies, shape in parts]
-        return function([next(rest) if zero is None else zero for zero in zeros], place)
+        zeros = [None if varies else first.new_zeros(1).expand(len(first), *shape) for varies, shape in members]
+        return function([next(rest) if zero is None else zero for zero in zeros], dim)
 
     return b.apply(join, *tensors)
 
 
 def reduced(b: Builder, x: Tensor, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
     dims = range(x.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    places, function = [d % x.ndim + 1 for d in dims], torch.sum if "sum" in str(b.function) else torch.mean
-    return b.apply(lambda t: function(t, places, keepdim=keepdim), x) if places else b.tangent(x)
+    shifted, function = [d % x.ndim + 1 for d in dims], torch.sum if "sum" in str(b.function) else torch.mean
+    return b.apply(lambda t: function(t, shifted, keepdim=keepdim), x) if shifted else b.tangent(x)
 
 
-def by_batch(b: Builder, x: Tensor, *arguments: Any, **options: Any) -> Any:
-    """Linear operations that treat each member of a batch alike: the k tangents become a larger batch."""
+def upsampled(b: Builder, x: Tensor, *arguments: Any) -> Any:
+    """Each member of a batch is treated alike, and the k tangents become a larger batch."""
     function, shape, batch = b.function, b.results.shape, len(x)
-    names = [argument.name for argument in function._schema.arguments[1:]]
-    place = names.index("input_size") if "input_size" in names else None
 
     def apply(tangent: Tensor) -> Tensor:
-        values = list(arguments)
-        if place is not None:
-            values[place] = [len(tangent) * batch, *values[place][1:]]
-        return function(tangent.flatten(0, 1), *values, **options).reshape(len(tangent), *shape)
+        k, values = len(tangent), list(arguments)
+        if function is aten.upsample_nearest2d_backward.default:  # (g, output size, input size, …)
+            values[1] = [k * batch, *values[1][1:]]
+        return function(tangent.flatten(0, 1), *values).reshape(k, *shape)
 
     return b.apply(apply, x)
 
@@ -231,20 +232,6 @@ def added(b: Builder, x: Any, y: Any, *, alpha: float = 1) -> Any:
     if b.tangent(x) is not None and b.tangent(y) is not None and x.shape == y.shape and scale == 1:
         return b.add(b.tangent(x), b.tangent(y))
     return b.combine((None, x), (None if scale == 1 else scale, y))
-
-
-def threshold_backward(b: Builder, g: Tensor, y: Tensor, threshold: float) -> Any:
-    return b.combine((b.by_result(aten.relu.default, y) if threshold == 0 else y > threshold, g))
-
-
-def linear_in_gradient(b: Builder, g: Tensor, *others: Any) -> Any:
-    """A gradient whose factor is constant between kinks."""
-    function = b.function
-
-    def apply(tangent: Tensor) -> Tensor:
-        return function(tangent, *[o.expand(tangent.shape) if isinstance(o, Tensor) else o for o in others])
-
-    return b.apply(apply, g)
 
 
 def index_filled(b: Builder, x: Tensor, dim: int, index: Tensor, value: Tensor) -> Any:
@@ -259,15 +246,6 @@ def looked_up(b: Builder, weight: Tensor, indices: Tensor, padding: int = -1, *_
     return b.apply(lambda t: t[:, indices].masked_fill_(padded, 0), weight)
 
 
-def squared_error(b: Builder, x: Tensor, y: Tensor, reduction: int = 1) -> Any:
-    slope = 2 * (x - y)
-    each = b.combine((slope, x), (-slope, y), shape=slope.shape)
-    if reduction == 0:
-        return each
-    scale = 1 / slope.numel() if reduction == 1 else 1
-    return b.steps_of(lambda tangent: tangent.flatten(1).sum(1) * scale, [each], 1)[0]
-
-
 def squared_error_backward(b: Builder, g: Tensor, x: Tensor, y: Tensor, reduction: int) -> Any:
     scale = 2 / x.numel() if reduction == 1 else 2
     return b.combine((scale * (x - y), g), (scale * g, x), (-scale * g, y))
@@ -277,11 +255,11 @@ def max_pooled(b: Builder, x: Tensor, *_: Any) -> Any:
     """The places of the largest are constants."""
     if x.ndim != 4:
         return NotImplemented
-    shape, places = b.results[0].shape, b.results[1].flatten(2)
+    shape, largest = b.results[0].shape, b.results[1].flatten(2)
 
     def gather(tangent: Tensor) -> Tensor:
-        k = len(tangent)
-        return tangent.flatten(3).gather(3, places.expand(k, *places.shape)).reshape(k, *shape)
+        indices = largest.expand(len(tangent), *largest.shape)
+        return tangent.flatten(3).gather(3, indices).reshape(len(tangent), *shape)
 
     return [b.apply(gather, x), None]
 
@@ -289,12 +267,12 @@ def max_pooled(b: Builder, x: Tensor, *_: Any) -> Any:
 def max_pool_backward(b: Builder, g: Tensor, x: Tensor, *arguments: Any) -> Any:
     if g.ndim != 4 and b.tangent(g) is not None:
         return NotImplemented
-    places, shape = arguments[-1].flatten(2), x.shape
+    shape, largest = x.shape, arguments[-1].flatten(2)
 
     def scatter(tangent: Tensor) -> Tensor:
-        k = len(tangent)
-        zeros = tangent.new_zeros(k, *shape[:2], math.prod(shape[2:]))
-        return zeros.scatter_add_(3, places.expand(k, *places.shape), tangent.flatten(3)).reshape(k, *shape)
+        indices = largest.expand(len(tangent), *largest.shape)
+        zeros = tangent.new_zeros(*indices.shape[:3], math.prod(shape[2:]))
+        return zeros.scatter_add_(3, indices, tangent.flatten(3)).reshape(len(tangent), *shape)
 
     return b.apply(scatter, g)
 
@@ -303,51 +281,36 @@ def matrix_product(b: Builder, x: Tensor, y: Tensor) -> Any:
     return b.add(b.apply(lambda t: torch.matmul(t, y), x), b.apply(lambda t: torch.matmul(x, t), y))
 
 
-def matrix_product_and_sum(b: Builder, c: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    scale = None if alpha == 1 else alpha
+def matrix_product_and_sum(b: Builder, c: Tensor, x: Tensor, y: Tensor, **scales: float) -> Any:
+    if scales:
+        return NotImplemented
     by_x, by_y = b.apply(lambda t: torch.matmul(t, y), x), b.apply(lambda t: torch.matmul(x, t), y)
-    return b.weighted((scale, by_x), (scale, by_y), (None if beta == 1 else beta, b.tangent(c)))
+    return b.weighted((None, by_x), (None, by_y), (None, b.tangent(c)))
 
 
 def convolution(b: Builder, x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Any:
-    stride, padding, dilation, transposed, _, groups = options
-    if groups != 1 or transposed:
+    if (geometry := Geometry.of(options)) is None:
         return NotImplemented
-    geometry, shape = Geometry(tuple(stride), tuple(padding), tuple(dilation)), b.results.shape
+    shape, ones = b.results.shape, [1] * (x.ndim - 2)
     by_input = b.apply(Convolution(geometry, "output", 0, w, shape), x)
     if b.tangent(w) is not None:
         with_bias = b.tangent(bias) is not None
         return b.add(by_input, b.apply(Convolution(geometry, "output", 1, x, shape, with_bias), w, bias))
-    ones = [1] * (x.ndim - 2)
     return b.add(by_input, b.apply(lambda t: t.reshape(len(t), 1, -1, *ones).expand(len(t), *shape), bias))
 
 
 def convolution_backward(b: Builder, g: Tensor, x: Tensor, w: Tensor, sizes: Any, *options: Any) -> Any:
-    stride, padding, dilation, transposed, _, groups, mask = options
-    if groups != 1 or transposed:
+    if (geometry := Geometry.of(options)) is None:
         return NotImplemented
-    geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation))
-    products = {"input": (x, w), "weight": (w, x)}
-    gradients = [
-        b.add(
-            b.apply(Convolution(geometry, which, 0, other, made.shape), g),
-            b.apply(Convolution(geometry, which, 1, g, made.shape), other),
-            shape=made.shape,
-        )
-        if wanted
-        else None
-        for wanted, (which, (made, other)) in zip(mask, products.items(), strict=False)
-    ]
-    return [*gradients, b.apply(BiasGradient(g.ndim), g) if mask[2] else None]
+    made = []
+    for which, like, other, wanted in zip(("input", "weight"), (x, w), (w, x), options[-1], strict=False):
+        by_gradient = Convolution(geometry, which, 0, other, like.shape)
+        by_other = Convolution(geometry, which, 1, g, like.shape)
+        made.append(b.add(b.apply(by_gradient, g), b.apply(by_other, other), shape=like.shape) if wanted else None)
+    return [*made, b.apply(BiasGradient(g.ndim), g) if options[-1][2] else None]
 
 
 COPIES = aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default
-CONSTANTS = (
-    *(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default),
-    *(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default),
-    *(aten.new_empty_strided.default, aten.rand_like.default, aten.randn_like.default, aten.bernoulli.default),
-    aten.sign.default,
-)
 VIEWS = (
     *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
     *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
@@ -357,54 +320,42 @@ SLICES = (
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor),
 )
 REDUCTIONS = aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim
-KINKED = aten.hardsigmoid_backward.default, aten.hardtanh_backward.default, aten.leaky_relu_backward.default
+# Besides those of which torch says so.
+POINTWISE = aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default
 BY_RESULT: dict[Any, Callable[[Tensor], Tensor]] = {
-    aten.relu.default: lambda y: y > 0,
+    aten.relu.default: lambda y: (y > 0).to(y.dtype),
     aten.sigmoid.default: lambda y: y * (1 - y),
     aten.tanh.default: lambda y: 1 - y * y,
 }
 RULES: dict[Any, Callable[..., Any]] = {  # rule(builder, *arguments, **options)
     **dict.fromkeys(COPIES, lambda b, x, **_: b.tangent(x)),
-    **dict.fromkeys(CONSTANTS, lambda b, *_, **__: None),
     **dict.fromkeys(VIEWS, reshaped),
     **dict.fromkeys(SLICES, along),
     **dict.fromkeys(REDUCTIONS, reduced),
     aten.expand.default: expanded,
     aten.permute.default: permuted,
-    aten.t.default: transposed,
-    aten.transpose.int: transposed,
-    aten.cat.default: joined,
+    **dict.fromkeys((aten.t.default, aten.transpose.int), transposed),
+    **dict.fromkeys((aten.cat.default, aten.stack.default), joined),
+    **dict.fromkeys((aten.upsample_nearest2d.default, aten.upsample_nearest2d_backward.default), upsampled),
     aten.embedding.default: looked_up,
     aten.index_fill.int_Tensor: index_filled,
-    aten.stack.default: joined,
-    aten.upsample_nearest2d.default: by_batch,
-    aten.upsample_nearest2d_backward.default: by_batch,
-    aten.add.Tensor: added,
-    aten.sub.Tensor: added,
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), added),
     aten.copy.default: lambda b, x, y, *_: b.combine((None, y)) if x.dtype == y.dtype else NotImplemented,
     aten.neg.default: lambda b, x: b.combine((-1, x)),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), lambda b, x, y: b.combine((y, x), (x, y))),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), lambda b, x, y: b.combine((1 / y, x), (-b.results / y, y))),
-    aten.exp.default: lambda b, x: b.combine((b.results, x)),
-    aten.log.default: lambda b, x: b.combine((1 / x, x)),
-    aten.sqrt.default: lambda b, x: b.combine((0.5 / b.results, x)),
-    aten.abs.default: lambda b, x: b.combine((x.sign(), x)),
-    aten.pow.Tensor_Scalar: lambda b, x, n: b.combine((n * x ** (n - 1) if n else torch.zeros_like(x), x)),
-    aten.clamp.default: lambda b, x, *limits, **named: b.combine((x == aten.clamp(x, *limits, **named), x)),
-    aten.where.self: lambda b, condition, x, y: b.combine((condition, x), (~condition, y)),
     **dict.fromkeys(BY_RESULT, lambda b, x: b.combine((b.by_result(b.function, b.results), x))),
     aten.sigmoid_backward.default: lambda b, g, y: b.combine(
         (b.by_result(aten.sigmoid.default, y), g), (g * (1 - 2 * y), y)
     ),
     aten.tanh_backward.default: lambda b, g, y: b.combine((b.by_result(aten.tanh.default, y), g), (g * (-2 * y), y)),
-    aten.threshold_backward.default: threshold_backward,
-    **dict.fromkeys(KINKED, linear_in_gradient),
-    aten.mse_loss.default: squared_error,
+    aten.threshold_backward.default: lambda b, g, y, threshold: (
+        b.combine((b.by_result(aten.relu.default, y), g)) if threshold == 0 else NotImplemented
+    ),
     aten.mse_loss_backward.default: squared_error_backward,
     aten.max_pool2d_with_indices.default: max_pooled,
     aten.max_pool2d_with_indices_backward.default: max_pool_backward,
-    aten.mm.default: matrix_product,
-    aten.bmm.default: matrix_product,
+    **dict.fromkeys((aten.mm.default, aten.bmm.default), matrix_product),
     aten.addmm.default: matrix_product_and_sum,
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,

@@ -1,9 +1,9 @@
-"""A linear map as a list of steps, each of which applies to k tangents at once, and how such a list is optimised."""
+"""A linear map as a list of steps, each of which applies to k tangents at once; how it is optimised, and replayed."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from gpulab.saddles._forward.combinations import Combination
-from gpulab.saddles._forward.convolutions import Batches, BiasGradient, Convolution, number_constants
+from gpulab.saddles._forward.convolutions import BiasGradient, Constants, Convolution, number_constants
 
 TOGETHER = 8  # more at a time would be little faster, and keep more tangents waiting
+WARM_UPS = 2
+LIVE = 5  # of the tangents of a map, about one in five is there at a time
 Results = Sequence[int | None]
 
 
@@ -40,19 +42,33 @@ class Step:
         return isinstance(self.function, BiasGradient) or getattr(self.function, "which", "") == "weight"
 
 
-@dataclass
 class LinearMap:
     """Steps from the variables 0, 1, … to `results`, one for each of them and of its shape; None stands for zero.
 
-    `bytes` is the size of all variables for k = 1; only some of them are there at any one time.
+    `bytes` is about what it takes at a time for k = 1, where all variables together take `size`. On a GPU a map is
+    thousands of small kernels, and launching them takes longer than running them. So it is captured in a CUDA graph,
+    one for each k, at the first call with that k.
     """
 
-    steps: list[Step]
-    results: Results
-    bytes: int
+    def __init__(self, steps: Sequence[Step], results: Results, size: int) -> None:
+        self.steps, self.results, self.bytes = optimized(steps, results), results, size // LIVE
+        self.graphs: dict[int, tuple[Any, list[Tensor], list[Tensor]]] = {}
+        self.pool: Any = None
 
     def __call__(self, *tangents: Tensor) -> list[Tensor]:
-        """Apply the map to tensors of shape (k, …)."""
+        """The map of tensors of shape (k, …); on a GPU, the next call overwrites what it returns."""
+        if not tangents[0].is_cuda:
+            return self._replay(*tangents)
+        k = len(tangents[0])
+        if k not in self.graphs:
+            self.graphs[k] = self._graph(tangents)
+        graph, inputs, outputs = self.graphs[k]
+        for mine, tangent in zip(inputs, tangents, strict=True):
+            mine.copy_(tangent)
+        graph.replay()
+        return outputs
+
+    def _replay(self, *tangents: Tensor) -> list[Tensor]:
         values: dict[int, Tensor] = dict(enumerate(tangents))
         for step in self.steps:
             outputs = step.function(*[values[number] for number in step.inputs])
@@ -64,19 +80,29 @@ class LinearMap:
             for tangent, number in zip(tangents, self.results, strict=True)
         ]
 
-    def optimized(self, dtype: torch.dtype) -> LinearMap:
-        """The same map in fewer and larger steps."""
-        batches: Batches = {}
-        steps = without_the_unused(self.steps, self.results)
-        number_constants([step.function for step in steps if isinstance(step.function, Convolution)])
-        steps = batched_by_weight(steps, batches)
-        steps = summed_in_one_batch(steps, self.results, batches)
-        steps = fused(steps, self.results)
-        widened: dict[int, tuple[Tensor, Tensor]] = {}
-        for step in steps:
-            if isinstance(step.function, Combination):
-                step.function.widen_masks(dtype, widened)
-        return LinearMap(with_last_uses(steps, self.results), self.results, self.bytes)
+    def _graph(self, tangents: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """A CUDA graph for as many tangents, with its own inputs and outputs."""
+        inputs = [torch.zeros_like(tangent, memory_format=torch.contiguous_format) for tangent in tangents]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                self._replay(*inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="relaxed"):
+            outputs = self._replay(*inputs)
+        return graph, inputs, outputs
+
+
+def optimized(steps: Sequence[Step], results: Results) -> list[Step]:
+    """Fewer and larger steps that do the same."""
+    constants: Constants = {}
+    number_constants([step.function for step in steps if isinstance(step.function, Convolution)])
+    steps = batched_by_weight(steps, constants)
+    steps = summed_in_one_batch(steps, results, constants)
+    return with_last_uses(fused(steps, results), results)
 
 
 def without_the_unused(steps: Sequence[Step], results: Results) -> list[Step]:
@@ -99,22 +125,19 @@ def with_last_uses(steps: Sequence[Step], results: Results) -> list[Step]:
     return marked[::-1]
 
 
-def batched_by_weight(steps: Sequence[Step], batches: Batches) -> list[Step]:
+def batched_by_weight(steps: Sequence[Step], constants: Constants) -> list[Step]:
     """Convolutions of several constants with one and the same tangent, such as those of eight time steps, in one."""
-    groups: dict[object, list[Step]] = defaultdict(list)
-    for step in steps:
-        if isinstance(step.function, Convolution) and step.function.weight_varies:
-            groups[(step.function.key, step.inputs)].append(step)
+    by_weight = [step for step in steps if isinstance(step.function, Convolution) and step.function.weight_varies]
     replacements: dict[int, list[Step]] = {}  # identity of a step -> what it becomes
-    for chunk in [chunk for group in groups.values() for chunk in _chunks(group) if len(chunk) > 1]:
-        function = Convolution.joined([member.function for member in chunk], batches)
-        function.pieces = len(chunk)
-        replacements |= {id(member): [] for member in chunk}
-        replacements[id(chunk[0])] = [Step(function, chunk[0].inputs, tuple(member.outputs[0] for member in chunk))]
+    for batch in _batches(((step.function.key, step.inputs), step) for step in by_weight):
+        function = Convolution.joined([member.function for member in batch], constants)
+        function.pieces = len(batch)
+        replacements |= {id(member): [] for member in batch}
+        replacements[id(batch[0])] = [Step(function, batch[0].inputs, tuple(member.outputs[0] for member in batch))]
     return [new for step in steps for new in replacements.get(id(step), [step])]
 
 
-def summed_in_one_batch(steps: Sequence[Step], results: Results, batches: Batches) -> list[Step]:
+def summed_in_one_batch(steps: Sequence[Step], results: Results, constants: Constants) -> list[Step]:
     """Gradients of one weight that are added up, such as those of eight time steps, as one gradient of one batch."""
     made_by = {number: step for step in steps for number in step.outputs}
     when = {number: index for index, step in enumerate(steps) for number in step.outputs}
@@ -133,24 +156,20 @@ def summed_in_one_batch(steps: Sequence[Step], results: Results, batches: Batche
                     waiting.append(made_by[number])
                 else:
                     addends.append(number)
-        groups: dict[object, list[Step]] = defaultdict(list)
-        for number in addends:
-            if number in once and made_by[number].sums:
-                groups[made_by[number].function.key].append(made_by[number])
-        for chunk in [chunk for group in groups.values() for chunk in _chunks(group) if len(chunk) > 1]:
-            inputs = tuple(member.inputs[0] for member in chunk)
-            place = max(when.get(number, 0) for number in inputs)
+        gradients = [made_by[number] for number in addends if number in once and made_by[number].sums]
+        for batch in _batches((step.function.key, step) for step in gradients):
+            inputs = tuple(member.inputs[0] for member in batch)
+            following = rewritten[max(when.get(number, 0) for number in inputs)]
             if inputs not in concatenated:
-                rewritten[place].append(Step(_concatenate, inputs, (fresh,)))
+                following.append(Step(_concatenate, inputs, (fresh,)))
                 concatenated[inputs], fresh = fresh, fresh + 1
-            function = chunk[0].function.joined([member.function for member in chunk], batches)
-            rewritten[place].append(Step(function, (concatenated[inputs],), (fresh,)))
-            members = {member.outputs[0] for member in chunk}
-            addends = [*(number for number in addends if number not in members), fresh]
+            function = batch[0].function.joined([member.function for member in batch], constants)
+            following.append(Step(function, (concatenated[inputs],), (fresh,)))
+            replaced = {member.outputs[0] for member in batch}
+            addends = [*(number for number in addends if number not in replaced), fresh]
             fresh += 1
-        rewritten[index][0] = Step(
-            Combination([None] * len(addends), root.function.shape), tuple(addends), root.outputs
-        )
+        function = Combination([None] * len(addends), root.function.shape)
+        rewritten[index][0] = Step(function, tuple(addends), root.outputs)
     return [step for group in rewritten for step in group]
 
 
@@ -159,12 +178,17 @@ def _concatenate(*tangents: Tensor) -> Tensor:
     return torch.cat(tangents, 1)
 
 
-def _chunks(group: Sequence[Step]) -> list[list[Step]]:
-    """Eight at a time, in an order that forward and backward sweeps agree on, so that they can share constants."""
-    ordered = sorted(group, key=lambda step: getattr(step.function, "order", -step.inputs[0]))
-    odd = len(ordered) % TOGETHER
-    starts = range(odd, len(ordered), TOGETHER)
-    return ([ordered[:odd]] if odd else []) + [ordered[start : start + TOGETHER] for start in starts]
+def _batches(keyed: Iterable[tuple[object, Step]]) -> list[list[Step]]:
+    """Steps of one key, two to eight at a time, in an order in which both sweeps can share constants."""
+    groups: dict[object, list[Step]] = defaultdict(list)
+    for key, step in keyed:
+        groups[key].append(step)
+    batches = []
+    for group in groups.values():
+        ordered = sorted(group, key=lambda step: getattr(step.function, "order", -step.inputs[0]))
+        starts = range(len(ordered) % TOGETHER, len(ordered), TOGETHER)
+        batches += [ordered[: starts.start], *[ordered[start : start + TOGETHER] for start in starts]]
+    return [batch for batch in batches if len(batch) > 1]
 
 
 def fused(steps: Sequence[Step], results: Results) -> list[Step]:
@@ -174,16 +198,13 @@ def fused(steps: Sequence[Step], results: Results) -> list[Step]:
     changed = []
     for step in steps:
         if isinstance(step.function, Combination):
-            outer, inputs, place = step.function, list(step.inputs), 0
-            while place < len(inputs):
-                inner = combinations.get(inputs[place]) if uses[inputs[place]] == 1 else None
-                both = outer.fused(place, inner.function) if inner is not None else None
-                if inner is not None and both is not None:
-                    outer = both
-                    inputs[place : place + 1] = inner.inputs
-                    place += len(inner.inputs)
-                else:
-                    place += 1
+            outer, inputs, position = step.function, list(step.inputs), 0
+            while position < len(inputs):
+                inner = combinations.get(inputs[position]) if uses[inputs[position]] == 1 else None
+                both = outer.fused(position, inner.function) if inner else None
+                if inner and both:
+                    outer, inputs[position : position + 1] = both, inner.inputs
+                position += len(inner.inputs) if inner and both else 1
             step = Step(outer, tuple(inputs), step.outputs)
             combinations[step.outputs[0]] = step
         changed.append(step)
