@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,21 +93,12 @@ class Trainings:
         self.threads = ThreadPoolExecutor(count)
 
     def metrics(self, jobs: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The seed of each job and the numbers that its training gave, none where it diverged, as they end.
+        """The seed of each job and the numbers that its training gave, none where it diverged.
 
         The first that fails ends it, and its error is raised.
         """
-        if self.workers.count == 1:
-            for job in jobs:
-                yield job["seed"], self._train(job)
-            return
-        futures = {self.threads.submit(self._train, job): job["seed"] for job in jobs}
-        try:
-            for done in as_completed(futures):
-                yield futures[done], done.result()
-        finally:
-            for future in futures:
-                future.cancel()
+        each = map(self._train, jobs) if self.workers.count == 1 else self.threads.map(self._train, jobs)
+        return zip([job["seed"] for job in jobs], each, strict=True)
 
     def _train(self, job: dict[str, Any]) -> dict[str, Any]:
         if self.workers.count == 1 and isinstance(job["net"], TrainingFunction):
