@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import collections
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -16,10 +17,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
-from gpulab.errors import GpulabError
+from gpulab.errors import GpulabError, extra
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
-from gpulab.training.functions import is_function, optional
+from gpulab.training.functions import is_function
 
 # With -P nothing that lies in the current folder is imported, such as a queue.py.
 WORKER = [sys.executable, "-P", "-m", "gpulab.training.worker"]
@@ -205,11 +206,13 @@ def as_text(job: dict[str, Any]) -> str:
     try:
         return json.dumps(job)
     except TypeError:
-        pass
+        pickler: Any = pickle
     net = job["net"]
-    by_name = getattr(net, "named", type(net).__module__ != "__main__")  # what is typed in goes by value
+    if not getattr(net, "named", type(net).__module__ != "__main__"):  # what is typed in goes by value
+        with extra("workers"):
+            pickler = importlib.import_module("cloudpickle")
     try:
-        pickled = (pickle if by_name else optional("cloudpickle")).dumps(job)
+        pickled = pickler.dumps(job)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         name = getattr(net, "name", type(net).__name__)
         raise GpulabError(f"{name} cannot be sent to a worker process: {error}") from None
