@@ -8,8 +8,8 @@ smallest such change, a flag of the setting included, after which a verdict says
   given as a range; of steps along the sorted list for other numbers; of 1 for anything else.
 - Search: nothing changed, then one parameter at a time, nearest first, then combinations: nearest first, or
   where there are too many to list, as a Halton sequence spreads them. What is not nearer than the best so far is
-  not trained. So the next trial follows from the losses so far, and the store keeps these: a search that is called
-  again goes the same way, through runs that are there, to where it ended.
+  not trained. So the next trial follows from the losses so far, which the store keeps: called again, a search goes
+  the same way.
 - One of many changes may look equivalent by luck. So half of the seeds are kept out of the search: a change
   that is equivalent on the others is confirmed there, for the j-th time at the level alpha / 2^j, so that all
   confirmations together err with probability alpha at most. Holm's p over the whole search is reported beside it.
@@ -31,13 +31,21 @@ from gpulab.errors import GpulabError
 from gpulab.report import Report
 from gpulab.report import table as html_table
 from gpulab.search.space import Point, Space
-from gpulab.search.trials import UNTRIED, WITHIN, Target, changed, own_training, recorded_training, tried
+from gpulab.search.trials import (
+    UNTRIED,
+    WITHIN,
+    Target,
+    changed_arguments,
+    own_training,
+    recorded_training,
+    verdicts_on,
+)
 from gpulab.settings import Setting
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import p_text
 from gpulab.training import store as stores
 from gpulab.training.remote import folder_of
-from gpulab.training.seeds import Trainings, check_numbers, check_runs_here
+from gpulab.training.seeds import check_numbers, check_runs_here, trainings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -203,22 +211,22 @@ def _search(
 
     def losses_of(point: Point, seeds: Sequence[int]) -> dict[int, float]:
         setting, changes = space.arguments(point)
-        job = changed(arguments, changes) | {"setting": setting}
+        job = changed_arguments(arguments, changes) | {"setting": setting}
         losses = {}
-        for seed, metrics in trainings.metrics([{**job, "seed": seed} for seed in seeds]):
+        for seed, metrics in train_all([{**job, "seed": seed} for seed in seeds]):
             if metrics and target.metric not in metrics:
                 raise GpulabError(f"there is no {target.metric!r}; the training gave {', '.join(metrics)}")
             losses[seed] = float(metrics.get(target.metric, math.nan))
         return losses
 
     bar = Progress(total=trials, unit="trial", disable=not progress, leave=False)
-    with bar, Trainings(workers) as trainings:
+    with bar, trainings(workers) as train_all:
         for point in itertools.islice(space.candidates(limit), trials):
             bar.set_description(words := space.words(point))
             row = {"trial": len(rows), "changes": words, **point, "distance": space.distance(point), **UNTRIED}
             earlier = sum(not math.isnan(other["fresh_alpha"]) for other in rows)
             try:
-                row |= tried(target, functools.partial(losses_of, point), earlier)
+                row |= verdicts_on(target, functools.partial(losses_of, point), earlier)
             except Exception as error:  # whatever a function of the user's raises
                 note = str(error) if isinstance(error, GpulabError) else f"{type(error).__name__}: {error}"
                 row |= {"state": "failed", "note": note}
@@ -261,8 +269,8 @@ def _sentences(result: Reproduction) -> Iterator[str]:
             else:
                 interval = "" if math.isnan(row.low) else f" [{row.low:.2g}, {row.high:.2g}]"
                 yield f"With nothing changed: {row.decision}, difference {row.difference:.2g}{interval}."
-    if parts := list(_confirmed_by_parameter(result)):
-        yield f"Confirmed, by what was changed: {'; '.join(parts)}."
+    if counts := list(_confirmed_by_parameter(result)):
+        yield f"Confirmed, by what was changed: {'; '.join(counts)}."
     if result.best != {}:
         yield _smaller(result)
     failed = table[table.state == "failed"]
@@ -300,10 +308,11 @@ def _confirmed_by_parameter(result: Reproduction) -> Iterator[str]:
     count = sum(flags.astype(int) for flags in changed.values())
     groups = {name: flags & (count == 1) for name, flags in changed.items()} | {"several together": count > 1}
     for name, flags in groups.items():
-        if flags.any():
-            unsettled = int((table.decision[flags] == "inconclusive").sum())
-            note = f" ({unsettled} inconclusive)" if unsettled else ""
-            yield f"{name} {int(table.confirmed[flags].sum())} of {int(flags.sum())}{note}"
+        some = table[flags]
+        unsettled = int((some.decision == "inconclusive").sum())
+        note = f" ({unsettled} inconclusive)" if unsettled else ""
+        if len(some):
+            yield f"{name} {int(some.confirmed.sum())} of {len(some)}{note}"
 
 
 def _smaller(result: Reproduction) -> str:

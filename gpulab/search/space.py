@@ -26,25 +26,23 @@ class Dimension:
 
     Attributes:
         name: The parameter's.
-        original: What it is.
-        others: What else it could be, each tried alone; of a range the doublings and halvings of the original in it,
-            and its ends.
+        values: What it is, and then what else it could be, each tried alone; of a range the doublings and halvings
+            of the original in it, and its ends.
         ends: Of a range, within which combinations are drawn.
         by_ratio: Whether distances are those of logarithms.
         is_option: Whether it is an option of the setting.
     """
 
     name: str
-    original: Any
-    others: tuple[Any, ...]
+    values: tuple[Any, ...]
     ends: tuple[float, float] | None = None
     by_ratio: bool = False
     is_option: bool = False
 
     @property
-    def values(self) -> tuple[Any, ...]:
-        """The original, and what else it could be."""
-        return (self.original, *self.others)
+    def original(self) -> Any:
+        """What the parameter is."""
+        return self.values[0]
 
     def distance(self, value: Any) -> float:
         """How far a value is from the original."""
@@ -85,9 +83,8 @@ def checked_dimension(name: str, offered: Any, originals: Mapping[str, Any], set
         if name not in OPTIONS:
             names = ", ".join([*originals, *OPTIONS])
             raise UsageError(f"search: nothing named {name!r} can be changed; there are {names}")
-        original = getattr(setting, name)
-        others = [_option(setting, name, value) for value in values]
-        return Dimension(name, original, _distinct(others, original), is_option=True)
+        values = [getattr(setting, name), *(_option(setting, name, value) for value in values)]
+        return Dimension(name, _distinct(values), is_option=True)
     original = originals[name]
     for value in values:
         if not _is_alike(value, original):
@@ -107,12 +104,12 @@ def checked_dimension(name: str, offered: Any, originals: Mapping[str, Any], set
         doublings = [original * 2.0**n for n in range(-60, 61)]
         inside = {low, high, *(value for value in doublings if low <= value <= high)}
         values = sorted({round(value) if isinstance(original, int) else float(value) for value in inside})
-    return Dimension(name, original, _distinct(values, original), ends, by_ratio)
+    return Dimension(name, _distinct([original, *values]), ends, by_ratio)
 
 
-def _distinct(values: list[Any], original: Any) -> tuple[Any, ...]:
-    """The values, each once, without the original; some may be lists, which no set can hold."""
-    return tuple(v for number, v in enumerate(values) if v != original and v not in values[:number])
+def _distinct(values: list[Any]) -> tuple[Any, ...]:
+    """The values, each once; some may be lists, which no set can hold."""
+    return tuple(value for number, value in enumerate(values) if value not in values[:number])
 
 
 class Space:
@@ -149,7 +146,7 @@ class Space:
         """
         from scipy.stats import qmc
 
-        alone = [self.original | {d.name: value} for d in self.dimensions for value in d.others]
+        alone = [self.original | {d.name: value} for d in self.dimensions for value in d.values[1:]]
         combinations = self.points()
         if combinations is None:
             drawn = qmc.Halton(len(self.dimensions), seed=0).random(DRAWN)

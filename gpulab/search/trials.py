@@ -62,8 +62,8 @@ class Target:
         rows = [("target", *run) for run in self.losses.items()] + [("changed", *run) for run in losses.items()]
         frame = pd.DataFrame(rows, columns=["runs", "seed", self.metric])
         frame["status"] = np.where(np.isfinite(frame[self.metric]), "finished", "diverged")
-        of_all = verdict(frame, self.metric, "runs", "seed", self.margin_asked, alpha or self.alpha, "target")
-        return of_all.table.to_dict("records")[0]
+        answer = verdict(frame, self.metric, "runs", "seed", self.margin_asked, alpha or self.alpha, "target")
+        return answer.table.to_dict("records")[0]
 
 
 def checked_target(target: Any, metric: str) -> pd.DataFrame:
@@ -124,7 +124,7 @@ def own_training(train: Callable[..., Any] | str, runs: pd.DataFrame) -> tuple[d
     return {"net": function, "rerun": 0, "model_options": options}, function.options | options
 
 
-def changed(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def changed_arguments(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a training with the learning rate or options of the model changed."""
     job, options = dict(arguments), {**arguments["model_options"], **changes}
     if "learning_rate" in job and "learning_rate" in options:
@@ -135,7 +135,7 @@ def changed(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 # --- a trial ----------------------------------------------------------------------------------------------
 
 
-def tried(target: Target, losses_of: Callable[[Sequence[int]], dict[int, float]], earlier: int) -> dict[str, Any]:
+def verdicts_on(target: Target, losses_of: Callable[[Sequence[int]], dict[int, float]], earlier: int) -> dict[str, Any]:
     """What a row of the table has of a change: looks at its losses, and where they are equivalent, at fresh ones.
 
     Args:
@@ -146,13 +146,13 @@ def tried(target: Target, losses_of: Callable[[Sequence[int]], dict[int, float]]
     seeds, looked_at, losses = target.seeds, FIRST_LOOK, dict[int, float]()
     while looked_at < len(seeds):
         losses |= losses_of(seeds[len(losses) : looked_at])
-        found = target.compared(losses)
-        if why := prune_reason(found, len(seeds)):
-            return {name: found[name] for name in SEARCHED} | {"decision": "", "state": "pruned", "note": why}
+        searched = target.compared(losses)
+        if why := prune_reason(searched, len(seeds)):
+            return {name: searched[name] for name in SEARCHED} | {"decision": "", "state": "pruned", "note": why}
         looked_at *= 2
-    found = target.compared(losses | losses_of(seeds[len(losses) :]))
-    row = {name: found[name] for name in SEARCHED}
-    if found["decision"] in WITHIN:
+    searched = target.compared(losses | losses_of(seeds[len(losses) :]))
+    row = {name: searched[name] for name in SEARCHED}
+    if searched["decision"] in WITHIN:
         level = target.alpha / 2 ** (1 + earlier)
         fresh = target.compared(losses_of(target.fresh), level)
         row |= {f"fresh_{name}": fresh[name] for name in FRESH}

@@ -70,10 +70,10 @@ class RayCluster:
         if address.startswith("ray://"):
             raise UsageError(f"address {address!r}: run this on a node of the cluster, with address='auto'")
         self.ray, self.cpus, self.gpus, self.stopped = ray(address), cpus, gpus, False
-        alone = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"} if address == "local" else {}
+        only_here = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"} if address == "local" else {}
         usual = signal.getsignal(signal.SIGTERM)
         try:
-            self.ray.init(address, logging_level="error", log_to_driver=False, **alone)
+            self.ray.init(address, logging_level="error", log_to_driver=False, **only_here)
         except Exception as error:  # Ray raises what comes, also where a busy machine starts too slowly
             raise GpulabError(f"address {address!r}: no Ray cluster answers: {error}") from None
         if threading.current_thread() is threading.main_thread():
@@ -95,29 +95,33 @@ class RayCluster:
         """Those of the kinds of nodes that can do a run under a setting; `UsageError` where none can."""
         asked = self.asked(setting)
         cpus, gpus = asked["num_cpus"], asked["num_gpus"]
-        has = [{"CPU": 0.0, "GPU": 0.0, **node["Resources"]} for node in self.nodes]
-        fits = sum(int(min(h["CPU"] // cpus, (h["GPU"] + 1e-9) // gpus if gpus else math.inf)) for h in has)
-        if not fits:
+        nodes = [{"CPU": 0.0, "GPU": 0.0, **node["Resources"]} for node in self.nodes]
+        fits = [min(node["CPU"] // cpus, (node["GPU"] + 1e-9) // gpus if gpus else math.inf) for node in nodes]
+        if not sum(fits):
+            most = {name: max(node[name] for node in nodes) for name in ("CPU", "GPU")}
             raise UsageError(
-                f"a run under {setting} asks for {cpus:g} CPU and {gpus:g} GPU on one node; of {len(has)} nodes none "
-                f"has as much (the most are {max(h['CPU'] for h in has):g} CPU and {max(h['GPU'] for h in has):g} "
-                "GPU): start a larger one"
+                f"a run under {setting} asks for {cpus:g} CPU and {gpus:g} GPU on one node; of {len(nodes)} nodes "
+                f"none has as much (the most are {most['CPU']:g} CPU and {most['GPU']:g} GPU): start a larger one"
             )
-        self.count = max(self.count, fits)
+        self.count = max(self.count, int(sum(fits)))
         if not gpus:
-            return self.here
-        kinds = [(here, here["gpus"][:number], gpu) for here in self.here for number, gpu in enumerate(here["gpus"])]
-        return [Passport({**here, "gpus": [gpu]}) for here, before, gpu in kinds if gpu not in before]
+            return self.kinds
+        return [
+            Passport({**kind, "gpus": [gpu]})
+            for kind in self.kinds
+            for number, gpu in enumerate(kind["gpus"])
+            if gpu not in kind["gpus"][:number]
+        ]
 
     @functools.cached_property
-    def here(self) -> list[Passport]:
-        """The passports of the kinds of nodes, each with all its GPUs."""
+    def kinds(self) -> list[Passport]:
+        """The passports of the nodes, those that are alike once, with all their GPUs."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         ask = self.ray.remote(num_cpus=0, max_retries=0)(_passport_here)
-        alone = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in self.nodes]
-        found = self.ray.get([ask.options(scheduling_strategy=only).remote() for only in alone])
-        return [Passport(json.loads(text)) for text in dict.fromkeys(found)]
+        on_each = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in self.nodes]
+        texts = self.ray.get([ask.options(scheduling_strategy=strategy).remote() for strategy in on_each])
+        return [Passport(json.loads(text)) for text in dict.fromkeys(texts)]
 
     def room(self, job: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
         """Ray keeps what a job asks for."""
