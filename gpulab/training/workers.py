@@ -141,9 +141,7 @@ class Workers:
         self.sharing = count == 1 and any(map(may_share, jobs))
         self.count, self.beside, self.stopped = TOGETHER if self.sharing else count, count, False
         self.turn, self.lock = threading.Semaphore(count), threading.Lock()
-        self.mine = threading.local()
-        self.all: set[Worker] = set()
-        self.shared: dict[str, Worker] = {}  # by setting
+        self.all: dict[int | str, Worker] = {}  # by thread, or by setting for those that share a GPU
 
     def room(self, job: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
         """In which there is room for a job."""
@@ -151,25 +149,17 @@ class Workers:
 
     def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
         """Have a job done by this thread's worker, or by that which all threads share."""
-        if self.sharing and may_share(job):
-            with self.lock:
-                worker = self.shared[job["setting"]] = self._worker(job["setting"], self.shared.get(job["setting"]))
-        else:
-            worker = self.mine.worker = self._worker(job["setting"], getattr(self.mine, "worker", None))
+        setting = job["setting"]
+        key = setting if self.sharing and may_share(job) else threading.get_ident()
+        with self.lock:
+            if self.stopped:
+                raise GpulabError("interrupted")
+            worker = self.all.get(key)
+            if worker and (worker.setting != setting or worker.process.poll() is not None):
+                worker.close()
+                worker = None
+            worker = self.all[key] = worker or Worker(setting, self.beside)
         return worker.train(job, tell)
-
-    def _worker(self, setting: str, last: Worker | None) -> Worker:
-        """The last one, if it can go on."""
-        if self.stopped:
-            raise GpulabError("interrupted")
-        if last is not None and last.setting == setting and last.process.poll() is None:
-            return last
-        if last is not None:
-            last.close()
-            self.all.discard(last)
-        worker = Worker(setting, self.beside)
-        self.all.add(worker)
-        return worker
 
     def passports(self, setting: str) -> list[Passport]:  # noqa: ARG002
         """Those of the machines on which a run may be done: this one."""
@@ -178,12 +168,12 @@ class Workers:
     def stop(self) -> None:
         """Ask every worker to save a checkpoint and end, and start no other."""
         self.stopped = True
-        for worker in [*self.all]:
+        for worker in [*self.all.values()]:
             worker.stop()
 
     def close(self) -> None:
         """Wait until every worker has ended."""
-        for worker in [*self.all]:
+        for worker in [*self.all.values()]:
             worker.close()
 
     def __enter__(self) -> Workers:

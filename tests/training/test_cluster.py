@@ -1,8 +1,8 @@
+import json
 import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -15,7 +15,15 @@ from gpulab.training import folders
 
 pytest.importorskip("ray")
 PATIENCE = 600  # seconds; a busy machine takes its time to start Ray
-SMALL = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
+SMALL = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}, "frames": 2000}
+DRIVER = """
+import json, sys
+import gpulab as gl
+
+options, store, address = json.loads(sys.argv[1]), *sys.argv[2:]
+exp = gl.Experiment("prednet", ["cpu:threads=1"], 4, "smoke", store, options=options)
+exp.run(progress=False, engine="ray", address=address)
+"""
 COUNTED = """
 import pathlib, time
 def train(seed):
@@ -41,40 +49,38 @@ def test_a_cluster_of_this_machine_listens_on_it_alone_and_has_no_dashboard():
 
 def test_a_node_that_dies_loses_no_finished_run_and_its_others_are_run_again(tmp_path):
     """On two nodes of one CPU each, with the runs that this machine gives, and none done twice."""
+    clusters.ray("local")
     from ray.cluster_utils import Cluster
 
     one = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=one)
     second = cluster.add_node(**one)
     store, ended = tmp_path / "runs", time.monotonic() + PATIENCE
-    options = {**SMALL, "frames": 2000, "checkpoint_seconds": 0}
-    experiment = gl.Experiment("prednet", ["cpu:threads=1"], 4, "smoke", store, options=options)
-    here = {"progress": False, "engine": "ray", "address": cluster.address}
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            answer = pool.submit(experiment.run, **here)
-            before = {}
-            while not (
-                (before := {path: path.stat().st_mtime_ns for path in store.glob("prednet-*")})
-                and len(list(store.glob(".claims/*"))) == 2
-                and len(list(store.glob(f"{folders.WORK}/prednet*"))) == 2
-            ):
-                assert not answer.done(), answer.result()
-                assert time.monotonic() < ended
-                time.sleep(0.02)
-            cluster.remove_node(second, allow_graceful=False)
-            runs = answer.result(PATIENCE)
-        finally:
-            cluster.shutdown()
+    options = json.dumps({**SMALL, "checkpoint_seconds": 0})
+    command = [sys.executable, "-c", DRIVER, options, str(store), cluster.address]
+    driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        before, claimed, saved = {}, [], []
+        while not (before and len(claimed) == len(saved) == 2):
+            assert driver.poll() is None, driver.stderr.read()
+            assert time.monotonic() < ended
+            time.sleep(0.02)
+            before = {path: path.stat().st_mtime_ns for path in store.glob("prednet-*")}
+            claimed, saved = [*store.glob(".claims/*")], [*store.glob(f"{folders.WORK}/prednet*")]
+        cluster.remove_node(second, allow_graceful=False)
+        errors = driver.communicate(timeout=PATIENCE)[1]
+        assert driver.returncode == 0, errors
+    finally:
+        driver.kill()
+        cluster.shutdown()
+    runs = gl.runs(store).sort_values("seed", ignore_index=True)
     assert runs.seed.tolist() == [0, 1, 2, 3]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     resumed = [folders.read_record(path).get("resumed_at") for path in runs.path]
     assert any(resumed), "another node went on from the dead one's checkpoint"
     assert not list(store.glob(".claims/*"))
     for seed in (0, 3):
-        alone = gl.train(
-            "prednet", seed=seed, setting="cpu:threads=1", profile="smoke", frames=2000, progress=False, **SMALL
-        )
+        alone = gl.train("prednet", seed=seed, setting="cpu:threads=1", profile="smoke", progress=False, **SMALL)
         (there,) = runs[runs.seed == seed].itertuples()
         assert (there.id, there.weights) == (alone.record["id"], alone.record["summary"]["weights"])
 
