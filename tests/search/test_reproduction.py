@@ -240,13 +240,13 @@ def test_a_value_that_json_changes_stays_what_it_is(few, tmp_path):
         assert "kernel 1 of 1" in found.finding
 
 
-def test_another_chips_arithmetic_is_left_again(lines, tmp_path):
-    space, new = {"emulate": ["ampere", None]}, "cpu:threads=1,emulate=float8_e5m2"
-    found = gl.reproduce(lines, space, new, fit, margin=1e-3, store=tmp_path, **QUIET)
-    assert found.table.emulate[0] == "float8_e5m2"
-    assert found.table.decision[0] not in WITHIN
-    assert found.confirmed
-    assert found.best_setting in (f"cpu:threads=1,emulate={found.best['emulate']}", "cpu:threads=1")
+def test_an_option_of_the_setting_may_be_left_out():
+    options = Space({"emulate": ["ampere", None]}, {}, gl.Setting.parse("cpu:threads=1,emulate=tf32"))
+    settings = [options.arguments(point)[0] for point in options.points()]
+    assert settings == ["cpu:threads=1,emulate=tf32", "cpu:threads=1,emulate=ampere", "cpu:threads=1"]
+    assert [*map(options.words, options.points())][1:] == ["emulate tf32 → ampere", "emulate tf32 → unset"]
+    cards = Space({"tf32": ["off", True]}, {}, gl.Setting.parse("cuda:tf32=on"))
+    assert [*map(cards.words, cards.points())] == ["nothing", "tf32 on → off"]
 
 
 def test_distances():
@@ -331,9 +331,7 @@ def test_diverging_runs_are_seen_early_counted_and_drawn(lines, tmp_path):
     assert sum(len(points.get_offsets()) for points in axes.collections) == len(found.table)
 
 
-@pytest.mark.parametrize(
-    "error", [ZeroDivisionError, FloatingPointError, np.linalg.LinAlgError, torch.linalg.LinAlgError]
-)
+@pytest.mark.parametrize("error", [ZeroDivisionError, np.linalg.LinAlgError, torch.linalg.LinAlgError])
 def test_an_error_of_arithmetic_is_a_diverged_run(error):
     def train(setting, seed):
         raise error("no number")
@@ -359,13 +357,10 @@ def test_what_failed_is_tried_again_when_the_search_is_called_again(few, tmp_pat
         note(log, a, seed)
         return moved(setting, seed, a)
 
-    states = []
-    for _ in range(3):
+    for last in ("failed", "finished"):
         found = gl.reproduce(few, {"a": [4.0]}, "cpu:threads=1", brittle, store=tmp_path, **QUIET)
-        states.append(found.table.state.tolist())
-        if len(states) == 2:
-            flaw.unlink()
-    assert states == [["finished", "failed"], ["finished", "failed"], ["finished", "finished"]]
+        assert found.table.state.tolist() == ["finished", last]
+        flaw.unlink(missing_ok=True)
     assert found.best == {"a": 4.0}
     trained = log.read_text().splitlines()
     assert len(trained) == len(set(trained)), "the losses that it had are kept"
