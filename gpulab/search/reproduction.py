@@ -266,6 +266,8 @@ def _sentences(result: Reproduction) -> Iterator[str]:
                 yield "With nothing changed, the training failed."
             elif row.diverged:
                 yield f"With nothing changed, {row.diverged} of {row.diverged + row.seeds} seeds diverged."
+            elif row.state == "pruned":  # before there was a decision
+                yield f"With nothing changed, {row.note}."
             else:
                 interval = "" if math.isnan(row.low) else f" [{row.low:.2g}, {row.high:.2g}]"
                 yield f"With nothing changed: {row.decision}, difference {row.difference:.2g}{interval}."
@@ -280,13 +282,12 @@ def _sentences(result: Reproduction) -> Iterator[str]:
 
 def _evidence(result: Reproduction, row: Any) -> str:
     """What the verdicts say of the answer, on the fresh seeds and on those of the search."""
-    count = len(result.table)
     searched = (
-        f"n the {row.seeds} of the search {row.decision}, equivalence p = {p_text(row.p_equivalent)}, "
-        f"{p_text(row.p_equivalent_holm)} after Holm over {count} trials."
+        f"on the {row.seeds} of the search {row.decision}, equivalence p = {p_text(row.p_equivalent)}, "
+        f"{p_text(row.p_equivalent_holm)} after Holm over {len(result.table)} trials."
     )
     if not row.fresh_seeds:
-        return f"O{searched}"
+        return f"O{searched[1:]}"
     margin = "as asked"
     if isinstance(result.margin_asked, str):
         asked = result.margin_asked.replace("sd", " sd")
@@ -294,7 +295,7 @@ def _evidence(result: Reproduction, row: Any) -> str:
     return (
         f"On {row.fresh_seeds} seeds that the search had not seen: {row.fresh_decision} within ±{result.margin:.2g} "
         f"({margin}), difference {row.fresh_difference:.2g}, equivalence p = "
-        f"{p_text(row.fresh_p_equivalent)} (held to {row.fresh_alpha:.2g}); o{searched}"
+        f"{p_text(row.fresh_p_equivalent)} (held to {row.fresh_alpha:.2g}); {searched}"
     )
 
 

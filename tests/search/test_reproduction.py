@@ -283,6 +283,7 @@ def test_pruning_spares_trainings_and_changes_no_answer(plain, tmp_path, monkeyp
         assert set(found.table.state) == {name, "finished"}
         pruned = found.table[found.table.state == "pruned"]
         assert (pruned.seeds < 7).all()
+        assert ("With nothing changed, the difference, " in found.finding) == (name == "pruned")
         assert pruned.note.str.contains("outside the margin").all()
         assert found.table.p_equivalent_holm.max() == 1
         monkeypatch.setattr(trials, "FIRST_LOOK", 8)  # more than there are
