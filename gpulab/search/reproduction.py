@@ -8,8 +8,8 @@ smallest such change, a flag of the setting included, after which a verdict says
   given as a range; of steps along the sorted list for other numbers; of 1 for anything else.
 - Search: nothing changed, then one parameter at a time, nearest first, then combinations: nearest first, or
   where there are too many to list, as a Halton sequence spreads them. What is not nearer than the best so far is
-  not trained. So the next trial follows from the losses so far, and the store keeps these: a search that is called
-  again goes the same way, through runs that are there, to where it ended.
+  not trained. So the next trial follows from the losses so far, which the store keeps: called again, a search goes
+  the same way.
 - One of many changes may look equivalent by luck. So half of the seeds are kept out of the search: a change
   that is equivalent on the others is confirmed there, for the j-th time at the level alpha / 2^j, so that all
   confirmations together err with probability alpha at most. Holm's p over the whole search is reported beside it.
@@ -19,32 +19,36 @@ smallest such change, a flag of the setting included, after which a verdict says
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpulab.errors import GpulabError
 from gpulab.report import Report
 from gpulab.report import table as html_table
-from gpulab.search.space import Space
-from gpulab.search.trials import WITHIN, Search, Target, Training, Trial, row_of
+from gpulab.search.space import Point, Space
+from gpulab.search.trials import (
+    UNTRIED,
+    WITHIN,
+    Target,
+    changed_arguments,
+    own_training,
+    recorded_training,
+    verdicts_on,
+)
 from gpulab.settings import Setting
 from gpulab.stats.tests import holm
-from gpulab.stats.verdicts import Verdict, p_text
+from gpulab.stats.verdicts import p_text
 from gpulab.training import store as stores
 from gpulab.training.remote import folder_of
-from gpulab.training.seeds import Trainings, check_numbers, check_runs_here
+from gpulab.training.seeds import check_numbers, check_runs_here, trainings
 
 if TYPE_CHECKING:
     import pandas as pd
-
-# The columns of the table from the verdict on the seeds of the search, with what they hold where there is none.
-SEARCHED = dict.fromkeys(
-    ["decision", "seeds", "diverged", "difference", "low", "high", "p_equivalent", "p_equivalent_holm", "seeds_needed"],
-    math.nan,
-) | {"decision": "", "seeds": 0, "diverged": 0}
-FRESH = ("decision", "seeds", "difference", "p_equivalent")  # the same from fresh seeds, as `fresh_decision` and so on
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +80,11 @@ class Reproduction(Report):
     metric: str
     margin: float
     margin_asked: str | float
-    alpha: float
     original: dict[str, Any]
     chosen: int | None
     best: dict[str, Any] | None
     best_setting: str | None
     confirmed: bool
-    search_verdict: Verdict | None
-    fresh_verdict: Verdict | None
     smaller_left: int | None
 
     @property
@@ -111,7 +112,6 @@ def reproduce(
     alpha: float = 0.05,
     trials: int = 30,
     workers: int = 1,
-    prune: bool = True,
     store: str | Path | None = None,
     progress: bool = True,
 ) -> Reproduction:
@@ -138,7 +138,6 @@ def reproduce(
         trials: How many changes are tried at most.
         workers: How many seeds train at the same time, each in a process of its own (above one, `train` travels
             there by cloudpickle). It changes nothing but the time, if the setting says how many threads compute.
-        prune: Whether trials without hope end early.
         store: The folder in which runs are kept, those of `train` by its text and its options; by default
             `$GPULAB_STORE`, or the folder `runs`.
         progress: Whether to show a bar.
@@ -168,72 +167,79 @@ def reproduce(
         >>> found.best, found.confirmed
         ({'precision': 'float32'}, True)
     """
-    from gpulab.progress import Progress
-
     check_numbers(trials=trials, workers=workers)
     parsed = Setting.parse(setting)
     old = Target(target, metric, margin, alpha)
-    training = Training.of_records(old.runs, metric) if train is None else Training.of_function(train, old.runs)
-    space = Space(search, training.originals, parsed)
+    arguments, originals = recorded_training(old.runs, metric) if train is None else own_training(train, old.runs)
+    arguments["store"] = str(folder_of(stores.default_store() if store is None else store))
+    space = Space(search, originals, parsed)
     check_runs_here(parsed)
-    folder = folder_of(stores.default_store() if store is None else store)
-    bar = Progress(total=trials * len(old.seeds), unit="run", disable=not progress, leave=False)
-    with bar, Trainings(workers) as trainings:
-        searching = Search(old, space, training, folder, prune, trials, trainings, bar)
-        searching.run()
-    return _result(searching)
-
-
-def _result(search: Search) -> Reproduction:
-    """The answer of the trials."""
-    table, target, space = _table(search.space, search.trials), search.target, search.space
+    points, table = _search(old, space, arguments, trials, workers, progress)
     confirmed = bool(table.confirmed.any())
-    worked = table[table.confirmed if confirmed else (table.state == "finished") & table.decision.isin(WITHIN)]
-    answer: dict[str, Any] = dict.fromkeys(("chosen", "best", "best_setting", "search_verdict", "fresh_verdict"))
-    if len(worked):
-        answer["chosen"] = int(worked.distance.idxmin())
-        trial = search.trials[answer["chosen"]]
-        answer["best"] = space.changes(trial.point)
-        answer["best_setting"], _ = space.arguments(trial.point)
-        answer |= {"search_verdict": trial.search_verdict, "fresh_verdict": trial.fresh_verdict}
+    worked = table[table.confirmed if confirmed else table.decision.isin(WITHIN)]
+    chosen = int(worked.distance.idxmin()) if len(worked) else None
+    point = None if chosen is None else points[chosen]
     return Reproduction(
         table=table,
-        target=target.setting,
-        setting=str(space.setting),
-        metric=target.metric,
-        margin=target.margin,
-        margin_asked=target.margin_asked,
-        alpha=target.alpha,
-        original=space.original(),
+        target=str(old.runs.setting[0]),
+        setting=str(parsed),
+        metric=metric,
+        margin=old.margin,
+        margin_asked=margin,
+        original=space.original,
+        chosen=chosen,
+        best=None if point is None else space.changes(point),
+        best_setting=None if point is None else space.arguments(point)[0],
         confirmed=confirmed,
-        smaller_left=search.smaller_left(),
-        **answer,
+        smaller_left=space.count_nearer(table.distance[chosen] if confirmed else math.inf, points),
     )
 
 
-def _table(space: Space, trials: list[Trial]) -> pd.DataFrame:
-    """A row a trial, as `Reproduction` says."""
+def _search(
+    target: Target, space: Space, arguments: dict[str, Any], trials: int, workers: int, progress: bool
+) -> tuple[list[Point], pd.DataFrame]:
+    """Try points of the space, until none nearer than the best is left or all trials are done; and a row of each."""
     import pandas as pd
 
-    rows = []
-    for number, trial in enumerate(trials):
-        row = {"trial": number, "changes": space.words(trial.point), **trial.point}
-        row |= {"distance": trial.distance, "state": trial.state}
-        row |= SEARCHED | {f"fresh_{name}": SEARCHED[name] for name in FRESH}
-        if trial.search_verdict:
-            cells = row_of(trial.search_verdict)
-            row |= {name: cells[name] for name in SEARCHED}
-        if trial.state == "pruned":
-            row["decision"] = ""
-        if trial.fresh_verdict:
-            cells = row_of(trial.fresh_verdict)
-            row |= {f"fresh_{name}": cells[name] for name in FRESH}
-        rows.append(row | {"fresh_alpha": trial.fresh_alpha, "confirmed": trial.confirmed, "note": trial.note})
-    table = pd.DataFrame(rows).astype({"fresh_alpha": float})
+    from gpulab.progress import Progress
+
+    points: list[Point] = []
+    rows: list[dict[str, Any]] = []
+
+    def limit() -> float:
+        return min((row["distance"] for row in rows if row["confirmed"]), default=math.inf)
+
+    def losses_of(point: Point, seeds: Sequence[int]) -> dict[int, float]:
+        setting, changes = space.arguments(point)
+        job = changed_arguments(arguments, changes) | {"setting": setting}
+        losses = {}
+        for seed, metrics in train_all([{**job, "seed": seed} for seed in seeds]):
+            if metrics and target.metric not in metrics:
+                raise GpulabError(f"there is no {target.metric!r}; the training gave {', '.join(metrics)}")
+            losses[seed] = float(metrics.get(target.metric, math.nan))
+        return losses
+
+    bar = Progress(total=trials, unit="trial", disable=not progress, leave=False)
+    with bar, trainings(workers) as train_all:
+        for point in itertools.islice(space.candidates(limit), trials):
+            bar.set_description(words := space.words(point))
+            row = {"trial": len(rows), "changes": words, **point, "distance": space.distance(point), **UNTRIED}
+            earlier = sum(not math.isnan(other["fresh_alpha"]) for other in rows)
+            try:
+                row |= verdicts_on(target, functools.partial(losses_of, point), earlier)
+            except Exception as error:  # whatever a function of the user's raises
+                note = str(error) if isinstance(error, GpulabError) else f"{type(error).__name__}: {error}"
+                row |= {"state": "failed", "note": note}
+            points.append(point)
+            rows.append(row)
+            bar.update()
+    if all(row["state"] == "failed" for row in rows):
+        raise GpulabError(f"every trial failed ({len(rows)}); the first: {rows[0]['note']}")
+    table = pd.DataFrame(rows)
     # A trial that was pruned or failed counts in Holm's correction with p = 1.
     whole = (table.state == "finished") & table.p_equivalent.notna()
     table["p_equivalent_holm"] = holm(list(table.p_equivalent.astype(float).where(whole, 1.0)))
-    return table
+    return points, table
 
 
 # --- words -------------------------------------------------------------------------------------------
@@ -260,11 +266,13 @@ def _sentences(result: Reproduction) -> Iterator[str]:
                 yield "With nothing changed, the training failed."
             elif row.diverged:
                 yield f"With nothing changed, {row.diverged} of {row.diverged + row.seeds} seeds diverged."
+            elif row.state == "pruned":  # before there was a decision
+                yield f"With nothing changed, {row.note}."
             else:
                 interval = "" if math.isnan(row.low) else f" [{row.low:.2g}, {row.high:.2g}]"
                 yield f"With nothing changed: {row.decision}, difference {row.difference:.2g}{interval}."
-    if parts := list(_confirmed_by_parameter(result)):
-        yield f"Confirmed, by what was changed: {'; '.join(parts)}."
+    if counts := list(_confirmed_by_parameter(result)):
+        yield f"Confirmed, by what was changed: {'; '.join(counts)}."
     if result.best != {}:
         yield _smaller(result)
     failed = table[table.state == "failed"]
@@ -273,12 +281,13 @@ def _sentences(result: Reproduction) -> Iterator[str]:
 
 
 def _evidence(result: Reproduction, row: Any) -> str:
+    """What the verdicts say of the answer, on the fresh seeds and on those of the search."""
     searched = (
-        f"n the {row.seeds} of the search {row.decision}, equivalence p = {p_text(row.p_equivalent)}, "
+        f"on the {row.seeds} of the search {row.decision}, equivalence p = {p_text(row.p_equivalent)}, "
         f"{p_text(row.p_equivalent_holm)} after Holm over {len(result.table)} trials."
     )
     if not row.fresh_seeds:
-        return f"O{searched}"
+        return f"O{searched[1:]}"
     margin = "as asked"
     if isinstance(result.margin_asked, str):
         asked = result.margin_asked.replace("sd", " sd")
@@ -286,7 +295,7 @@ def _evidence(result: Reproduction, row: Any) -> str:
     return (
         f"On {row.fresh_seeds} seeds that the search had not seen: {row.fresh_decision} within ±{result.margin:.2g} "
         f"({margin}), difference {row.fresh_difference:.2g}, equivalence p = "
-        f"{p_text(row.fresh_p_equivalent)} (held to {row.fresh_alpha:.2g}); o{searched}"
+        f"{p_text(row.fresh_p_equivalent)} (held to {row.fresh_alpha:.2g}); {searched}"
     )
 
 
@@ -300,10 +309,11 @@ def _confirmed_by_parameter(result: Reproduction) -> Iterator[str]:
     count = sum(flags.astype(int) for flags in changed.values())
     groups = {name: flags & (count == 1) for name, flags in changed.items()} | {"several together": count > 1}
     for name, flags in groups.items():
-        if flags.any():
-            unsettled = int((table.decision[flags] == "inconclusive").sum())
-            note = f" ({unsettled} inconclusive)" if unsettled else ""
-            yield f"{name} {int(table.confirmed[flags].sum())} of {int(flags.sum())}{note}"
+        some = table[flags]
+        unsettled = int((some.decision == "inconclusive").sum())
+        note = f" ({unsettled} inconclusive)" if unsettled else ""
+        if len(some):
+            yield f"{name} {int(some.confirmed.sum())} of {len(some)}{note}"
 
 
 def _smaller(result: Reproduction) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,85 +22,94 @@ Point = dict[str, Any]  # a value for each dimension
 
 @dataclass(frozen=True)
 class Dimension:
-    """One parameter that may change: what it is now, and what else it could be."""
+    """One parameter that may change.
+
+    Attributes:
+        name: The parameter's.
+        values: What it is, and then what else it could be, each tried alone; of a range the doublings and halvings
+            of the original in it, and its ends.
+        ends: Of a range, within which combinations are drawn.
+        by_ratio: Whether distances are those of logarithms.
+        is_option: Whether it is an option of the setting.
+    """
 
     name: str
-    original: Any
-    others: tuple[Any, ...]  # values, or for a range the two ends
-    is_range: bool = False
+    values: tuple[Any, ...]
+    ends: tuple[float, float] | None = None
     by_ratio: bool = False
-    is_option: bool = False  # of the setting
-
-    @classmethod
-    def checked(cls, name: str, values: Sequence[Any], originals: Mapping[str, Any], setting: Setting) -> Dimension:
-        """The dimension for {name: values} of a search; `UsageError` for values that make no sense."""
-        is_option = name in OPTIONS and name not in originals
-        is_range = isinstance(values, tuple) and not is_option
-        by_ratio = is_range or (name in BY_RATIO and not is_option)
-        original: Any
-        others: list[Any]
-        if is_option:
-            original, others = options_of(setting).get(name), [_option_text(name, value, setting) for value in values]
-        else:
-            if name not in originals:
-                names = ", ".join([*originals, *OPTIONS])
-                raise UsageError(f"search: nothing named {name!r} can be changed; there are {names}")
-            each = [originals[name], *values]
-            original, *others = (value.item() if isinstance(value, np.generic) else value for value in each)
-            for value in others:
-                _check_kind(name, value, original)
-        if by_ratio and not (_is_number(original) and all(value > 0 for value in [*others, original])):
-            raise UsageError(
-                f"search {name}={values!r}: compared by ratio with the original {original!r}, "
-                "so all must be numbers above 0"
-            )
-        if is_range:
-            if len(others) != 2 or not others[0] < others[1]:
-                raise UsageError(f"search {name}={values!r}: a range is (low, high); give a list for single values")
-            low, high = map(type(original), others)
-            others = [min(low, original), max(high, original)]
-        else:
-            others = [value for value in dict.fromkeys(others) if value != original]
-        return cls(name, original, tuple(others), is_range, by_ratio, is_option)
+    is_option: bool = False
 
     @property
-    def values(self) -> tuple[Any, ...]:
-        """What a list offers, the original first."""
-        return (self.original, *self.others)
+    def original(self) -> Any:
+        """What the parameter is."""
+        return self.values[0]
 
     def distance(self, value: Any) -> float:
         """How far a value is from the original."""
         if value == self.original:
             return 0.0
-        if self.is_option or not all(_is_number(each) for each in self.values):
-            return 1.0
         if self.by_ratio:
             return abs(math.log2(value / self.original))
+        if self.is_option or not all(_is_number(each) for each in self.values):
+            return 1.0
         order = sorted(self.values)
         return float(abs(order.index(value) - order.index(self.original)))
 
-    def alone(self) -> Iterator[Any]:
-        """The values to try while nothing else is changed; of a range, doublings and halvings, and its ends."""
-        if not self.is_range:
-            yield from self.others
-            return
-        low, high = self.others
-        steps = {self.original * 2.0**n for n in range(-60, 61)} | {low, high}
-        inside = {round(v) if isinstance(self.original, int) else v for v in steps if low <= v <= high}
-        yield from sorted(inside - {self.original})
-
-    def drawn(self, share: float, limit: float) -> Any:
-        """The value that lies at a share, from 0 to below 1, of a list, or of the logarithm of a range.
-
-        Of a range only what is no further than `limit` from the original counts.
-        """
-        if not self.is_range:
+    def at(self, share: float) -> Any:
+        """The value that lies at a share, from 0 to below 1, of a list, or of the logarithm of a range."""
+        if self.ends is None:
             return self.values[int(share * len(self.values))]
-        factor = 2.0 ** min(limit, 60)
-        low = max(self.others[0], self.original / factor)
-        high = min(self.others[1], self.original * factor)
+        low, high = self.ends
         value = low * (high / low) ** share
         return round(value) if isinstance(self.original, int) else value
+
+    def text(self, value: Any) -> str:
+        """A value in words."""
+        if value is None:
+            return "unset"
+        if self.is_option and isinstance(value, bool):
+            return "on" if value else "off"
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def checked_dimension(name: str, offered: Any, originals: Mapping[str, Any], setting: Setting) -> Dimension:
+    """The dimension for {name: offered} of a search; `UsageError` for values that make no sense."""
+    if isinstance(offered, str | bytes | Mapping) or not isinstance(offered, Iterable):
+        raise UsageError(f"search {name}={offered!r}: expected a list of values, or (low, high)")
+    values = [value.item() if isinstance(value, np.generic) else value for value in offered]
+    if not values:
+        raise UsageError(f"search {name}={offered!r}: no value to try; leave {name} out")
+    if name not in originals:
+        if name not in OPTIONS:
+            names = ", ".join([*originals, *OPTIONS])
+            raise UsageError(f"search: nothing named {name!r} can be changed; there are {names}")
+        values = [getattr(setting, name), *(_option(setting, name, value) for value in values)]
+        return Dimension(name, _distinct(values), is_option=True)
+    original = originals[name]
+    for value in values:
+        if not _is_alike(value, original):
+            kind = type(original).__name__
+            raise UsageError(f"search {name}: {value!r} where the original is {original!r}; expected type {kind}")
+    ends = None
+    by_ratio = isinstance(offered, tuple) or name in BY_RATIO
+    if by_ratio and not all(_is_number(value) and value > 0 for value in [original, *values]):
+        raise UsageError(
+            f"search {name}={offered!r}: compared by ratio with the original {original!r}, so all must be numbers "
+            "above 0"
+        )
+    if isinstance(offered, tuple):
+        if len(values) != 2 or not values[0] < values[1]:
+            raise UsageError(f"search {name}={offered!r}: a range is (low, high); give a list for single values")
+        ends = low, high = min(values[0], original), max(values[1], original)
+        doublings = [original * 2.0**n for n in range(-60, 61)]
+        inside = {low, high, *(value for value in doublings if low <= value <= high)}
+        values = sorted({round(value) if isinstance(original, int) else float(value) for value in inside})
+    return Dimension(name, _distinct([original, *values]), ends, by_ratio)
+
+
+def _distinct(values: list[Any]) -> tuple[Any, ...]:
+    """The values, each once; some may be lists, which no set can hold."""
+    return tuple(value for number, value in enumerate(values) if value not in values[:number])
 
 
 class Space:
@@ -115,117 +124,88 @@ class Space:
         if not isinstance(search, Mapping) or not search:
             raise UsageError(f"search {search!r}: expected what may change, such as {{'learning_rate': [1e-4, 3e-4]}}")
         self.setting = setting
-        self.dimensions: list[Dimension] = []
-        for name, values in search.items():
-            if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-                raise UsageError(f"search {name}={values!r}: expected a list of values, or (low, high)")
-            values = values if isinstance(values, tuple) else list(values)
-            if not values:
-                raise UsageError(f"search {name}={values!r}: no value to try; leave {name} out")
-            self.dimensions.append(Dimension.checked(str(name), values, originals, setting))
-        if not any(dimension.others for dimension in self.dimensions):
-            raise UsageError(f"search {dict(search)!r}: every value is what it is already, so nothing can change")
-
-    def original(self) -> Point:
-        """The point at which nothing is changed."""
-        return {d.name: d.original for d in self.dimensions}
+        self.dimensions = [checked_dimension(str(name), each, originals, setting) for name, each in search.items()]
+        self.original: Point = {d.name: d.original for d in self.dimensions}
 
     def points(self) -> list[Point] | None:
         """Every point, nearest first; None where there are too many to list."""
         values = [d.values for d in self.dimensions]
-        if any(d.is_range for d in self.dimensions) or math.prod(map(len, values)) > ENUMERABLE:
+        if any(d.ends for d in self.dimensions) or math.prod(map(len, values)) > ENUMERABLE:
             return None
-        points = [dict(zip(self.original(), each, strict=True)) for each in itertools.product(*values)]
+        points = [dict(zip(self.original, each, strict=True)) for each in itertools.product(*values)]
         return sorted(points, key=self.distance)
 
     def candidates(self, limit: Callable[[], float]) -> Iterator[Point]:
         """The points in the order in which a search tries them, each once: the same order in every process.
 
         Nothing changed, then one parameter at a time, nearest first, then combinations: nearest first, or where they
-        cannot be listed, as they are drawn.
+        cannot be listed, as a Halton sequence spreads them.
 
         Args:
             limit: Says whenever it is asked how near a point must be to the original to be worth a try.
         """
-        alone = [self.original() | {d.name: value} for d in self.dimensions for value in d.alone()]
+        from scipy.stats import qmc
+
+        alone = [self.original | {d.name: value} for d in self.dimensions for value in d.values[1:]]
         combinations = self.points()
+        if combinations is None:
+            drawn = qmc.Halton(len(self.dimensions), seed=0).random(DRAWN)
+            combinations = [
+                {d.name: d.at(float(share)) for d, share in zip(self.dimensions, shares, strict=True)}
+                for shares in drawn
+            ]
         seen = set()
-        for point in itertools.chain(
-            [self.original()],
-            sorted(alone, key=self.distance),
-            self._drawn(limit) if combinations is None else combinations,
-        ):
+        for point in [self.original, *sorted(alone, key=self.distance), *combinations]:
             if repr(point) not in seen and self.distance(point) < limit():
                 seen.add(repr(point))
                 yield point
 
-    def _drawn(self, limit: Callable[[], float]) -> Iterator[Point]:
-        """Points spread evenly over the space: those of a Halton sequence, scrambled by a fixed seed."""
-        from scipy.stats import qmc
-
-        for shares in qmc.Halton(len(self.dimensions), seed=0).random(DRAWN):
-            yield {d.name: d.drawn(float(share), limit()) for d, share in zip(self.dimensions, shares, strict=True)}
+    def count_nearer(self, limit: float, tried: list[Point]) -> int | None:
+        """How many points nearer to the original than a limit were not tried; None where they cannot be counted."""
+        if limit == 0:
+            return 0
+        points = self.points()
+        return None if points is None else sum(self.distance(each) < limit and each not in tried for each in points)
 
     def distance(self, point: Point) -> float:
-        """How far a point of the space is from the original."""
+        """How far a point is from the original."""
         return math.fsum(d.distance(point[d.name]) for d in self.dimensions)
 
     def changes(self, point: Point) -> dict[str, Any]:
         """What differs from the original."""
-        return {d.name: point[d.name] for d in self.dimensions if point[d.name] != d.original}
+        return {name: value for name, value in point.items() if value != self.original[name]}
 
     def words(self, point: Point) -> str:
         """The changes in words."""
-        original = self.original()
-        changes = (f"{name} {_text(original[name])} → {_text(value)}" for name, value in self.changes(point).items())
-        return ", ".join(changes) or "nothing"
+        changed = [d for d in self.dimensions if point[d.name] != d.original]
+        return ", ".join(f"{d.name} {d.text(d.original)} → {d.text(point[d.name])}" for d in changed) or "nothing"
 
     def arguments(self, point: Point) -> tuple[str, dict[str, Any]]:
         """The setting to train under, and the changes that the training is told."""
         changes = self.changes(point)
         options = {d.name: changes.pop(d.name) for d in self.dimensions if d.is_option and d.name in changes}
-        return str(with_options(self.setting, options)), changes
+        return str(with_options(self.setting, **options)), changes
 
 
-def options_of(setting: Setting) -> dict[str, str]:
-    """The options of a setting as it writes them."""
-    text = str(setting).removeprefix(setting.device).removeprefix(":")
-    return dict(part.split("=", 1) for part in text.split(",")) if text else {}
+def with_options(setting: Setting, **options: Any) -> Setting:
+    """The setting with options replaced; `UsageError` where they have no meaning together."""
+    return Setting.parse(str(replace(setting, **options)))
 
 
-def with_options(setting: Setting, options: dict[str, str | None]) -> Setting:
-    """The setting with options replaced; None leaves one out."""
-    texts = [f"{name}={text}" for name, text in (options_of(setting) | options).items() if text is not None]
-    return Setting.parse(f"{setting.device}:{','.join(texts)}".removesuffix(":"))
-
-
-def _option_text(name: str, value: Any, setting: Setting) -> str | None:
-    """A value of an option as a setting writes it."""
+def _option(setting: Setting, name: str, value: Any) -> Any:
+    """A value of an option as the setting would have it; None leaves the option out."""
     if value is None:
         return None
     text = {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-    return options_of(with_options(setting, {name: text}))[name]
+    return getattr(with_options(setting, **{name: OPTIONS[name].parse(name, text)}), name)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_kind(name: str, value: Any, original: Any) -> None:
-    """Raise `UsageError` unless a value is of the kind that the original is."""
+def _is_alike(value: Any, original: Any) -> bool:
+    """Whether a value is of the kind that the original is: of None nobody knows."""
     if _is_number(original):
-        whole = isinstance(original, int)
-        fits = _is_number(value) and math.isfinite(value) and (not whole or value == int(value))
-        kind = "whole numbers" if whole else "numbers"
-    elif original is None:
-        fits, kind = value is None or isinstance(value, str | int | float), "numbers, words or None"
-    else:
-        fits, kind = isinstance(value, type(original)), f"values of type {type(original).__name__}"
-    if not fits:
-        raise UsageError(f"search {name}: {value!r} where the original is {original!r}; expected {kind}")
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "unset"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+        return _is_number(value) and math.isfinite(value) and (isinstance(original, float) or value == int(value))
+    return original is None or isinstance(value, type(original))

@@ -8,6 +8,7 @@ experiments from doing one run twice. A run whose node dies is begun again on an
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gpulab.errors import GpulabError, UsageError
+from gpulab.errors import GpulabError, UsageError, extra
 from gpulab.passports import Passport
 from gpulab.settings import Setting
 from gpulab.training.remote import remote
@@ -38,10 +39,8 @@ def ray(address: str) -> ModuleType:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if address.startswith(HERE):  # else Ray replaces 127.0.0.1 by the address that others see
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    try:
+    with extra("cluster"):
         import ray
-    except ImportError:
-        raise GpulabError("engine='ray' needs Ray, which is not installed: pip install 'gpulab[cluster]'") from None
     return ray
 
 
@@ -71,20 +70,17 @@ class RayCluster:
         if address.startswith("ray://"):
             raise UsageError(f"address {address!r}: run this on a node of the cluster, with address='auto'")
         self.ray, self.cpus, self.gpus, self.stopped = ray(address), cpus, gpus, False
-        self.mine = not self.ray.is_initialized()  # else a program that uses Ray itself called
-        if self.mine:
-            own = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"} if address == "local" else {}
-            usual = signal.getsignal(signal.SIGTERM)
-            try:
-                self.ray.init(address, logging_level="error", log_to_driver=False, **own)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise GpulabError(f"address {address!r}: no Ray cluster answers: {error}") from None
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, usual)  # Ray's own ends the process with what is being done unsaved
+        only_here = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"} if address == "local" else {}
+        usual = signal.getsignal(signal.SIGTERM)
+        try:
+            self.ray.init(address, logging_level="error", log_to_driver=False, **only_here)
+        except Exception as error:  # Ray raises what comes, also where a busy machine starts too slowly
+            raise GpulabError(f"address {address!r}: no Ray cluster answers: {error}") from None
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, usual)  # Ray's own ends the process with what is being done unsaved
         self.nodes = [node for node in self.ray.nodes() if node["Alive"]]
         self.count = most if most > 1 else 0  # as many as fit, which depends on the settings
         self.lock, self.going = threading.Lock(), dict[int, Any]()
-        self.here: list[Passport] | None = None
 
     def asked(self, setting: str) -> dict[str, float]:
         """What the cluster is to keep for a run under a setting."""
@@ -99,30 +95,33 @@ class RayCluster:
         """Those of the kinds of nodes that can do a run under a setting; `UsageError` where none can."""
         asked = self.asked(setting)
         cpus, gpus = asked["num_cpus"], asked["num_gpus"]
-        fits = 0
-        for node in self.nodes:
-            has = node["Resources"]
-            fits += int(min(has.get("CPU", 0) // cpus, (has.get("GPU", 0) + 1e-9) // gpus if gpus else float("inf")))
-        if not fits:
-            most = {name: max(n["Resources"].get(name, 0) for n in self.nodes) for name in ("CPU", "GPU")}
+        nodes = [{"CPU": 0.0, "GPU": 0.0, **node["Resources"]} for node in self.nodes]
+        fits = [min(node["CPU"] // cpus, (node["GPU"] + 1e-9) // gpus if gpus else math.inf) for node in nodes]
+        if not sum(fits):
+            most = {name: max(node[name] for node in nodes) for name in ("CPU", "GPU")}
             raise UsageError(
-                f"a run under {setting} asks for {cpus:g} CPU and {gpus:g} GPU on one node; of {len(self.nodes)} nodes "
+                f"a run under {setting} asks for {cpus:g} CPU and {gpus:g} GPU on one node; of {len(nodes)} nodes "
                 f"none has as much (the most are {most['CPU']:g} CPU and {most['GPU']:g} GPU): start a larger one"
             )
-        self.count = max(self.count, fits)
-        if self.here is None:
-            self.here = self._ask_nodes()
+        self.count = max(self.count, int(sum(fits)))
         if not gpus:
-            return self.here
-        return [Passport({**here, "gpus": [gpu]}) for here in self.here for gpu in _different(here["gpus"])]
+            return self.kinds
+        return [
+            Passport({**kind, "gpus": [gpu]})
+            for kind in self.kinds
+            for number, gpu in enumerate(kind["gpus"])
+            if gpu not in kind["gpus"][:number]
+        ]
 
-    def _ask_nodes(self) -> list[Passport]:
+    @functools.cached_property
+    def kinds(self) -> list[Passport]:
+        """The passports of the nodes, those that are alike once, with all their GPUs."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         ask = self.ray.remote(num_cpus=0, max_retries=0)(_passport_here)
-        alone = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in self.nodes]
-        found = self.ray.get([ask.options(scheduling_strategy=only).remote() for only in alone])
-        return [Passport(json.loads(text)) for text in dict.fromkeys(found)]
+        on_each = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in self.nodes]
+        texts = self.ray.get([ask.options(scheduling_strategy=strategy).remote() for strategy in on_each])
+        return [Passport(json.loads(text)) for text in dict.fromkeys(texts)]
 
     def room(self, job: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
         """Ray keeps what a job asks for."""
@@ -169,18 +168,13 @@ class RayCluster:
 
     def close(self) -> None:
         """Leave the cluster, which ends if it was made here."""
-        if self.mine and self.ray.is_initialized():
-            self.ray.shutdown()
+        self.ray.shutdown()
 
     def __enter__(self) -> RayCluster:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _different(gpus: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [gpu for number, gpu in enumerate(gpus) if gpu not in gpus[:number]]
 
 
 # --- on the nodes ------------------------------------------------------------------------------------------

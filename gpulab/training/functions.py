@@ -7,7 +7,6 @@ it imports: after an edit the same seeds are other runs, and those of the old te
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import json
 import math
@@ -187,14 +186,6 @@ def _unchanged(name: str, source: str, text: str) -> TrainingFunction:
     if training.source != source:
         raise GpulabError(f"{training.name} was changed while the experiment ran; run it again")
     return training
-
-
-def optional(name: str) -> Any:
-    """A module of the extra `workers`."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise GpulabError(f"this needs {name}, which is not installed: pip install 'gpulab[workers]'") from None
 
 
 @contextlib.contextmanager

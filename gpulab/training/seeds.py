@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +74,8 @@ def seed_runs(
     check_runs_here(parsed)
     function = TrainingFunction(train)
     job = {"net": function, "setting": str(parsed), "model_options": function.checked(changes)}
-    with Trainings(workers) as trainings:
-        runs = trainings.metrics([{**job, "seed": seed} for seed in seeds])
+    with trainings(workers) as train_all:
+        runs = train_all([{**job, "seed": seed} for seed in seeds])
         metrics = dict(Progress(runs, total=len(seeds), unit="run", disable=not progress))
     frame = pd.DataFrame({"setting": str(parsed), "seed": seeds})
     frame["status"] = ["finished" if metrics[seed] else "diverged" for seed in seeds]
@@ -82,55 +83,42 @@ def seed_runs(
     return frame.assign(**{name: [metrics[seed].get(name, math.nan) for seed in seeds] for name in names})
 
 
-class Trainings:
-    """Does jobs, which are arguments of `gpulab.train`: `count` at the same time, each in a worker process.
+Metrics = Callable[[list[dict[str, Any]]], Iterator[tuple[int, dict[str, Any]]]]
 
-    With a count of one, functions of the user's are called in this process. A context, which ends its workers.
+
+@contextlib.contextmanager
+def trainings(count: int) -> Iterator[Metrics]:
+    """What does jobs, which are arguments of `gpulab.train`: `count` at the same time, each in a worker process.
+
+    With a count of one, functions of the user's are called in this process. It gives the seed of each job and the
+    numbers that its training gave, none where it diverged; the first job that fails raises its error.
     """
+    workers, threads = Workers(count), ThreadPoolExecutor(count)
 
-    def __init__(self, count: int) -> None:
-        self.workers = Workers(count)
-        self.threads = ThreadPoolExecutor(count)
-
-    def metrics(self, jobs: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The seed of each job and the numbers that its training gave, none where it diverged, as they end.
-
-        The first that fails ends it, and its error is raised.
-        """
-        if self.workers.count == 1:
-            for job in jobs:
-                yield job["seed"], self._train(job)
-            return
-        futures = {self.threads.submit(self._train, job): job["seed"] for job in jobs}
-        try:
-            for done in as_completed(futures):
-                yield futures[done], done.result()
-        finally:
-            for future in futures:
-                future.cancel()
-
-    def _train(self, job: dict[str, Any]) -> dict[str, Any]:
-        if self.workers.count == 1 and isinstance(job["net"], TrainingFunction):
+    def metrics_of(job: dict[str, Any]) -> dict[str, Any]:
+        if count == 1 and isinstance(job["net"], TrainingFunction):
             return train_one(**job, progress=False).metrics
         if "store" not in job:
-            return self.workers.train(job, lambda *_: None)
+            return workers.train(job, lambda *_: None)
         # A run that is there needs no worker, whose process takes seconds to start.
         store = Path(job["store"])
-        run = folders.find(store, planned(**job)) or store / self.workers.train(job, lambda *_: None)
+        run = folders.find(store, planned(**job)) or store / workers.train(job, lambda *_: None)
         record = folders.read_record(run)
-        if record["status"] == "diverged":
-            return {}
-        return record["metrics"] if "metrics" in record else record["summary"]
+        return {} if record["status"] == "diverged" else record.get("metrics") or record["summary"]
 
-    def __enter__(self) -> Trainings:
-        return self
+    def metrics(jobs: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+        done = map(metrics_of, jobs) if count == 1 else threads.map(metrics_of, jobs)
+        return zip([job["seed"] for job in jobs], done, strict=True)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.workers.stop()
-        self.threads.shutdown(wait=False, cancel_futures=True)
-        self.workers.close()
-        self.threads.shutdown()
+    try:
+        yield metrics
+    except BaseException:
+        workers.stop()
+        raise
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        workers.close()
+        threads.shutdown()
 
 
 def check_runs_here(setting: Setting) -> None:

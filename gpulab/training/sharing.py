@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import getpass
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -30,7 +31,7 @@ from gpulab import files, records, schemas
 from gpulab.errors import DataError, UsageError
 from gpulab.settings import Setting
 from gpulab.training import folders, store
-from gpulab.training.protocol import FACTORS, Specification
+from gpulab.training.protocol import FACTORS, Specification, factors_of_run
 from gpulab.training.step import LAST_FIFTH
 
 if TYPE_CHECKING:
@@ -38,27 +39,29 @@ if TYPE_CHECKING:
     import pyarrow
 
 LARGEST, UNPACKED, MOST_RUNS = 1 << 24, 1 << 25, 5000  # bytes of a shared file, bytes of what is in it, its runs
-IDENTITY = ("experiment", "profile", "setting", "seed", "rerun", "configuration")
-OWN = [name for name, factor in FACTORS.items() if factor.of != "model"]  # factors that a run's record names
 EARLIEST = "2020-01-01T00:00:00Z"
+OWN = [name for name, factor in FACTORS.items() if factor.of != "model"]  # factors that a run's record names
 COLUMNS = {*records.PLAIN, *records.SUMMARY, *records.SHARED, "more", *(f"history_{name}" for name in records.HISTORY)}
-
 
 # --- what may be in a shared run, and nothing else ---------------------------------------------------------
 
-Count = Annotated[int, Field(ge=0, lt=2**53)]
-Positive = Annotated[float, Field(ge=0, lt=1e75, allow_inf_nan=False)]
-Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
 # Without slashes, tildes and the @ of an address: nothing that names a place or a person.
 Words = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9 .,:=+()_-]| @ | w/ ){0,119}$")]
-Version = Annotated[str, StringConstraints(pattern=r"^[0-9][0-9A-Za-z.+-]{0,39}$")]
-Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{7,40}(-dirty)?$")]
-Started = Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
 OwnData = Annotated[str, StringConstraints(pattern=r"^(jpeg:)?(digits|mnist|walk|moving-digits)$")]
-Extent = list[Annotated[int, Field(ge=1, le=1 << 16)]]
-Extensions = list[Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,24}$")]]
+Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
+Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{7,40}(-dirty)?$")]
+Version = Annotated[str, StringConstraints(pattern=r"^[0-9][0-9A-Za-z.+-]{0,39}$")]
+Started = Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+FromOne = Annotated[int, Field(ge=1, le=10**9)]
+Positive = Annotated[float, Field(ge=0, lt=1e75, allow_inf_nan=False)]
+Sizes = list[Annotated[int, Field(ge=1, le=1 << 16)]]
 Empty = Annotated[dict[str, Any], Field(max_length=0)]
-Model = Literal["autoencoder", "prednet", "whitener"]
+
+
+def _kinds(*rows: tuple[Any, str]) -> dict[str, Any]:
+    """The kind of each field; of one inside another, by the names of both."""
+    return {name: kind for kind, names in rows for name in names.split()}
 
 
 def _closed(name: str, kinds: Mapping[str, Any], required: set[str]) -> Any:
@@ -67,83 +70,43 @@ def _closed(name: str, kinds: Mapping[str, Any], required: set[str]) -> Any:
     return with_config(ConfigDict(extra="forbid", strict=True))(TypedDict(name, fields))  # type: ignore[operator]
 
 
-def _fields(inside: str, *rows: tuple[Any, str]) -> dict[str, Any]:
-    """The kind of each field; `inside` is what leads to those that are nested."""
-    return {inside + name: kind for kind, names in rows for name in names.split()}
-
-
-GPU = _fields(
-    "",
-    (Words, "name"),
-    (Literal["cuda", "mps", "xpu"], "kind"),
+GPU = _kinds(
+    (Words, "name kind"),
     (Version, "compute_capability driver"),
     (Count, "multiprocessors memory_bytes"),
 )
-SHARED_GPU = _closed("SharedGpu", GPU, {"name"})
-SHARED = {
-    **_fields(
-        "",
-        (schemas.Name, "id"),
-        (Hex, "checksum code content"),
-        (Model, "experiment"),
-        (Literal["smoke", "quick", "motion", "paper"], "profile"),
-        (Words, "setting gradients"),
-        (Literal["finished", "diverged"], "status"),
-        (Started, "started"),
-        (Count, "seed rerun diverged_at resumed_at flip devices"),
-        (bool, "fast captured shared"),
-        (Literal["copied", "reused", "imitated"], "loader"),
-        (Literal["pillow", "torchvision", "av", "nvjpeg"], "decoder"),
-        (Literal["device"], "draws"),
-        (Empty, "arithmetic"),
-    ),
-    **_fields(
-        "summary.",
-        (Positive, "final_loss heldout_loss seconds frames_per_second"),
-        (Hex, "weights"),
-    ),
-    **_fields(
-        "configuration.",
-        (Model, "model"),
-        (OwnData, "data"),
-        (Annotated[int, Field(ge=1, le=10**9)], "frames window"),
-        (Positive, "learning_rate"),
-        (Empty, "model_options data_options"),
-    ),
-    **_fields(
-        "configuration.model_options.",
-        (Extent, "size channels"),
-        (Extent | Count, "hidden"),
-        (Count, "code batch_size kernel_size"),
-        (Words, "covariance"),
-        (Literal["loss", "state"], "truncation"),
-    ),
-    **_fields(
-        "configuration.data_options.",
-        (Extent, "size"),
-        (Count, "frames images heldout scene_seed quality"),
-        (Positive, "speed"),
-        (Literal["4:4:4", "4:2:2", "4:2:0"], "subsampling"),
-    ),
-    **_fields(
-        "arithmetic.",
-        (Count, "threads"),
-        (Words, "cpu_capability matmul_fp32 convolution_fp32"),
-        (bool, "deterministic cudnn cudnn_benchmark cudnn_deterministic"),
-    ),
-    **_fields(
-        "passport.",
-        (Count, "format memory_bytes"),
-        (Words, "cpu.model cpu.architecture software.blas"),
-        (Annotated[int, Field(ge=1, le=4096)], "cpu.physical_cores cpu.logical_cores"),
-        (Extensions, "cpu.vector_extensions"),
-        (conlist(SHARED_GPU, max_length=64), "gpus"),
-        (Version, "software.torch software.gpulab software.python software.cuda software.rocm software.cudnn"),
-        (Version, "software.onednn"),
-        (Literal["Linux", "Windows", "macOS"], "software.os"),
-        (Commit, "software.commit"),
-    ),
-}
+SHARED = _kinds(
+    (schemas.Name, "id"),
+    (Words, "experiment profile setting gradients loader decoder draws"),
+    (Literal["finished", "diverged"], "status"),
+    (Started, "started"),
+    (Hex, "checksum code content summary.weights"),
+    (Count, "seed rerun diverged_at resumed_at flip devices"),
+    (bool, "fast captured shared"),
+    (Positive, "summary.final_loss summary.heldout_loss summary.seconds summary.frames_per_second"),
+    (OwnData, "configuration.data"),
+    (Words, "configuration.model"),
+    (FromOne, "configuration.frames configuration.window"),
+    (Positive, "configuration.learning_rate configuration.data_options.speed"),
+    (Empty, "configuration.model_options configuration.data_options arithmetic"),
+    (Sizes, "configuration.model_options.size configuration.model_options.channels configuration.data_options.size"),
+    (Sizes | Count, "configuration.model_options.hidden"),
+    (Count, "configuration.model_options.code configuration.model_options.batch_size"),
+    (Count, "configuration.model_options.kernel_size configuration.data_options.quality"),
+    (Words, "configuration.model_options.variant configuration.model_options.covariance"),
+    (Words, "configuration.model_options.truncation configuration.data_options.subsampling"),
+    (Count, "configuration.data_options.frames configuration.data_options.images configuration.data_options.heldout"),
+    (Count, "configuration.data_options.scene_seed arithmetic.threads passport.format passport.memory_bytes"),
+    (Words, "arithmetic.cpu_capability arithmetic.matmul_fp32 arithmetic.convolution_fp32"),
+    (bool, "arithmetic.deterministic arithmetic.cudnn arithmetic.cudnn_benchmark arithmetic.cudnn_deterministic"),
+    (Words, "passport.cpu.model passport.cpu.architecture passport.software.blas passport.software.os"),
+    (FromOne, "passport.cpu.physical_cores passport.cpu.logical_cores"),
+    (list[Words], "passport.cpu.vector_extensions"),
+    (conlist(_closed("SharedGpu", GPU, {"name"}), max_length=64), "passport.gpus"),
+    (Version, "passport.software.torch passport.software.gpulab passport.software.python passport.software.cuda"),
+    (Version, "passport.software.rocm passport.software.cudnn passport.software.onednn"),
+    (Commit, "passport.software.commit"),
+)
 REQUIRED = {
     *("id", "checksum", "experiment", "profile", "setting", "status", "started", "seed", "rerun", "summary.seconds"),
     *(f"configuration.{name}" for name in ("model", "data", "frames", "window", "learning_rate")),
@@ -161,11 +124,11 @@ def _flat(document: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield f"{before}{name}", value
 
 
-def _allowed(record: Mapping[str, Any]) -> dict[str, Any]:
+def _allowed(record: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Of a record what may be shared; of what need not be there, only what fits."""
     nested: dict[str, Any] = {}
     for name, value in _flat(record):
-        if name in SHARED and (name in REQUIRED or schemas.fits(SHARED[name], value)):
+        if name in kinds and (name in REQUIRED or schemas.fits(kinds[name], value)):
             *path, last = name.split(".")
             functools.reduce(lambda inside, step: inside.setdefault(step, {}), path, nested)[last] = value
     return nested
@@ -219,13 +182,20 @@ class SharedRuns:
             what = f"{record['experiment']} {record['profile']}, {record['configuration']['data']}"
             seeds.setdefault(", ".join([what, record["setting"], *factors]), []).append(record["seed"])
         fields = sorted({name for record, _ in self.runs for name, _ in _flat(record)})
-        lines = [f"{len(self.runs)} runs with {len(passports)} passport(s):", *passports, "Runs:"]
-        lines += [f"  {what}: seeds {', '.join(map(str, sorted(numbers)))}" for what, numbers in sorted(seeds.items())]
-        lines += [f"Of each run, beside its history: {', '.join(fields)}."]
-        lines += [f"Left out: {count}: {why}." for why, count in self.left_out.items()]
+        last = "Your name, this machine's, your home folder, paths and commands are not in it."
         if names := self.private():
-            return "\n".join([*lines, f"LOOK: {', '.join(names)}: this machine's or your name occurs in it."])
-        return "\n".join([*lines, "Your name, this machine's, your home folder, paths and commands are not in it."])
+            last = f"LOOK: {', '.join(names)}: this machine's or your name occurs in it."
+        return "\n".join(
+            [
+                f"{len(self.runs)} runs with {len(passports)} passport(s):",
+                *passports,
+                "Runs:",
+                *(f"  {what}: seeds {', '.join(map(str, sorted(each)))}" for what, each in sorted(seeds.items())),
+                f"Of each run, beside its history: {', '.join(fields)}.",
+                *(f"Left out: {count}: {why}." for why, count in self.left_out.items()),
+                last,
+            ]
+        )
 
 
 def shared_runs(frame: pd.DataFrame) -> SharedRuns:
@@ -244,11 +214,10 @@ def shared_runs(frame: pd.DataFrame) -> SharedRuns:
     """
     runs, left_out = [], Counter[str]()
     for row, full, history in store.with_histories(frame):
-        passport = full["passport"]
+        passport = {**full["passport"], "gpus": [_allowed(gpu, GPU) for gpu in full["passport"]["gpus"]]}
         system = str(passport["software"].get("os", "")).partition("-")[0]  # a kernel's name may be anything
-        gpus = [{n: v for n, v in gpu.items() if n in GPU and schemas.fits(GPU[n], v)} for gpu in passport["gpus"]]
-        passport = {**passport, "gpus": gpus, "software": {**passport["software"], "os": system}}
-        record = _allowed({"rerun": 0, **full, "passport": passport})
+        passport["software"] = {**passport["software"], "os": system}
+        record = _allowed({"rerun": 0, **full, "passport": passport}, SHARED)
         record["checksum"] = _checksum(record, history)
         try:
             _check(row.id, record, history)
@@ -318,10 +287,10 @@ def _check_size(file: Path, content: bytes) -> None:
     runs = unpacked = 0
     try:
         with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as opened:
-            groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]
-            columns = [group.column(number) for group in groups for number in range(group.num_columns)]
             if unknown := set(opened.schema_arrow.names) - COLUMNS:
                 raise DataError(f"{file}: {min(unknown)}: not a column of shared runs")
+            groups = [opened.metadata.row_group(number) for number in range(opened.num_row_groups)]
+            columns = (group.column(number) for group in groups for number in range(group.num_columns))
             if any(column.compression != "UNCOMPRESSED" for column in columns):
                 raise DataError(f"{file}: compressed, which shared runs are not: `gpulab pack --share` writes them")
             for batch in opened.iter_batches(batch_size=8):
@@ -337,56 +306,54 @@ def _check(file: str | Path, record: dict[str, Any], history: pyarrow.Table) -> 
     schemas.check(SharedRun, dict(_flat(record)), file)
     if record["checksum"] != _checksum(record, history):
         raise DataError(f"{file}: {record['id']}: its checksum is that of another run")
-    for wrong in _wrong(record, history.to_pydict()):
+    for wrong in itertools.chain(_wrong_identity(record), _wrong_history(record, history.to_pydict())):
         raise DataError(f"{file}: {record['id']}: {wrong}")
 
 
-def _wrong(record: dict[str, Any], history: Mapping[str, list[Any]]) -> Iterator[str]:
-    """What of a run does not fit the rest of it, or cannot have been."""
-    summary, done, finished = record["summary"], record["configuration"], record["status"] == "finished"
-    losses, steps, seconds = history["loss"], history["step"], history["seconds"]
-    count, started = done["frames"] // done["window"], record["started"]
-    final, heldout = summary.get("final_loss"), summary.get("heldout_loss")
+def _wrong_identity(record: Mapping[str, Any]) -> Iterator[str]:
+    """What of a run's name, setting, machine and time does not fit the rest, or cannot have been."""
     tomorrow = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 86400))
     try:
         setting = Setting.parse(record["setting"])
+        factors_of_run(**{name: record[name] for name in OWN if name in record and FACTORS[name].of == "run"})
         Specification.from_record(record).command()
     except (UsageError, KeyError, TypeError) as error:
         yield f"not a run that gpulab makes: {error}"
         return
-    if str(setting) != record["setting"] or done["model"] != record["experiment"]:
+    if str(setting) != record["setting"] or record["configuration"]["model"] != record["experiment"]:
         yield "its setting or its model is not written as gpulab does"
-    if record["id"] != _name(record):
+    names = ("experiment", "profile", "setting", "seed", "rerun", "configuration", *OWN)
+    identity = {name: record[name] for name in names if record.get(name) is not None}
+    known = {name: record[name] for name in ("code", "content") if name in record}
+    if record["id"] != folders.identified(identity, record["passport"], known).id:
         yield "its id is not that of what it says was run, on which chip, with which torch and gpulab"
     if setting.kind != "cpu" and not record["passport"]["gpus"]:
         yield f"ran under {setting}, on a machine without a GPU"
-    if not EARLIEST <= started <= tomorrow:
-        yield f"started {started}"
+    if not EARLIEST <= record["started"] <= tomorrow:
+        yield f"started {record['started']}"
+
+
+def _wrong_history(record: Mapping[str, Any], history: Mapping[str, list[Any]]) -> Iterator[str]:
+    """What of a run's losses, updates and times does not fit the rest."""
+    summary, done, finished = record["summary"], record["configuration"], record["status"] == "finished"
+    losses, steps, seconds = history["loss"], history["step"], history["seconds"]
+    count, final, heldout = done["frames"] // done["window"], summary.get("final_loss"), summary.get("heldout_loss")
     if history["window"] != [*range(len(losses))]:
         yield "its history has rows missing"
-    elif len(losses) > count or (finished and (len(losses) != count or not losses)):
+    if len(losses) > count or (finished and (len(losses) != count or not losses)):
         yield f"its history has {len(losses)} windows, its {done['frames']} frames {count}"
-    elif steps != sorted(set(steps)) or (steps and not 0 < steps[0] <= steps[-1] <= done["frames"]):
+    if steps != sorted(set(steps)) or (steps and not 0 < steps[0] <= steps[-1] <= done["frames"]):
         yield "its history counts updates that its frames do not make"
-    elif seconds != sorted(seconds) or (seconds and summary["seconds"] < 0.99 * seconds[-1]):
+    if seconds != sorted(seconds) or (seconds and summary["seconds"] < 0.99 * seconds[-1]):
         yield "its history takes longer than the run"
-    elif (speed := summary.get("frames_per_second")) and not math.isclose(
-        speed * summary["seconds"], len(losses) * done["window"], rel_tol=0.02
-    ):
+    speed, frames = summary.get("frames_per_second"), len(losses) * done["window"]
+    if speed and not math.isclose(speed * summary["seconds"], frames, rel_tol=0.02):
         yield "its speed is not that of its frames and seconds"
-    elif not finished:
-        if final is not None or heldout is not None or record.get("diverged_at") is None:
-            yield "it diverged, and has a final loss or no step at which it did"
-    elif final is None or heldout is None or not all(0 <= loss < 1e75 for loss in losses):
+    if not finished and (final is not None or heldout is not None or record.get("diverged_at") is None):
+        yield "it diverged, and has a final loss or no step at which it did"
+    if finished and (final is None or heldout is None or not all(0 <= loss < 1e75 for loss in losses)):
         yield "it finished, and has a loss that is no number"
-    else:
+    if finished:
         last = losses[-max(1, count // LAST_FIFTH) :]
         if not math.isclose(final, math.fsum(last) / len(last), rel_tol=1e-6, abs_tol=1e-12):
             yield "its final loss is not the mean of the last fifth of its history"
-
-
-def _name(record: Mapping[str, Any]) -> str:
-    """What gpulab calls a run that is as it says."""
-    identity = {name: record[name] for name in (*IDENTITY, *OWN) if record.get(name) is not None}
-    known = {name: record[name] for name in ("code", "content") if name in record}
-    return folders.identified(identity, record["passport"], known).id

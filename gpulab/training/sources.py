@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gpulab.models.base import bytes_of
+
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -35,14 +37,14 @@ def digest(function: Any, file: Path | None, bound: list[Any]) -> str:
         text = _files_text(file) if file else sorted(_typed(function, {}).items())
         parts = getattr(function, "__globals__", {}).get("GPULAB_PARTS")
         text = [text, of_gpulab(*parts)] if parts else text
-    return hashlib.sha256(json.dumps([text, *map(_known, bound)]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([text, content(bound)]).encode()).hexdigest()
 
 
 @functools.cache
 def of_gpulab(*names: str) -> str:
     """A digest of files and packages of gpulab, without comments and docstrings."""
-    found = {file for name in names for file in [PACKAGE / name, *(PACKAGE / name).rglob("*.py")] if file.is_file()}
-    texts = [(file.relative_to(PACKAGE).as_posix(), _without_docstrings(file)) for file in sorted(found)]
+    paths = {path for name in names for path in [PACKAGE / name, *(PACKAGE / name).rglob("*.py")] if path.is_file()}
+    texts = [(file.relative_to(PACKAGE).as_posix(), _without_docstrings(file)) for file in sorted(paths)]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
@@ -73,8 +75,7 @@ def innermost(train: Any) -> tuple[Any, list[Any]]:
             return train, bound
     for cell in train.__closure__ or ():
         with contextlib.suppress(ValueError):  # a cell that is empty
-            if not isinstance(cell.cell_contents, list):  # which may be what the function writes to
-                bound.append(cell.cell_contents)
+            bound.append(cell.cell_contents)
     return train, bound
 
 
@@ -104,13 +105,6 @@ LIBRARIES = ("torch", "numpy", "pandas", "builtins", "gpulab", "functools", "col
 WRITTEN = (torch.dtype, torch.device, torch.layout, torch.memory_format, PurePath, range, slice, complex, type(...))
 
 
-def _known(value: Any) -> str:
-    """A value as JSON, as it is or by its content."""
-    with contextlib.suppress(TypeError, ValueError):
-        return json.dumps(value, sort_keys=True)
-    return json.dumps(content(value), sort_keys=True)
-
-
 def content(value: Any, inside: tuple[int, ...] = ()) -> Any:
     """What a value is and holds, as JSON can carry it: equal for equal content, in every process.
 
@@ -127,35 +121,33 @@ def content(value: Any, inside: tuple[int, ...] = ()) -> Any:
         return "itself"
     of = functools.partial(content, inside=(*inside, id(value)))
     kind = type(value).__qualname__
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        value = value.detach().cpu().numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value
-        array = value.float().numpy() if isinstance(value, Tensor) else np.asarray(value)
-        if array.dtype.hasobject:
-            raise UnknownContentError(f"an array of {array.dtype}")
-        return [kind, str(array.dtype), list(array.shape), hashlib.sha256(array.tobytes()).hexdigest()]
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        return [kind, str(value.dtype), list(value.shape), hashlib.sha256(bytes_of(value)).hexdigest()]
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return [kind, str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
     if isinstance(value, bytes | bytearray):
         return [kind, hashlib.sha256(value).hexdigest()]
     if isinstance(value, Mapping):
-        return [kind, [[of(name), of(part)] for name, part in value.items()]]
+        return [kind, [[of(key), of(each)] for key, each in value.items()]]
     if isinstance(value, list | tuple | deque):
-        return [kind, [of(part) for part in value]]
+        return [kind, [*map(of, value)]]
     if isinstance(value, set | frozenset):
-        return [kind, sorted((of(part) for part in value), key=json.dumps)]
+        return [kind, sorted(map(of, value), key=json.dumps)]
     if isinstance(value, WRITTEN):
         return str(value)
-    if callable(value) and not isinstance(value, nn.Module) and not _holds(value):
-        return _code(value, of)
     if isinstance(value, nn.Module):
         weights = [of(parameter.detach()) for parameter in value.parameters(recurse=False)]
-        return [of_module(value, of), weights, [of(part) for part in value.children()]]
+        return [of_module(value, of), weights, [*map(of, value.children())]]
+    if callable(value) and not _holds(value):
+        return _code(value, of)
     try:
         reduce = copyreg.dispatch_table.get(type(value), lambda thing: thing.__reduce_ex__(4))
-        parts: Any = reduce(value)  # what a copy would be made of
+        copied: Any = reduce(value)  # what a copy would be made of
     except Exception:  # whatever a class says that cannot be copied
         raise UnknownContentError(f"a {kind} in it") from None
-    if isinstance(parts, str):
-        return [kind, parts]
-    return [kind, *(of(list(part) if isinstance(part, Iterator) else part) for part in parts[:5])]
+    if isinstance(copied, str):
+        return [kind, copied]
+    return [kind, *(of(list(part) if isinstance(part, Iterator) else part) for part in copied[:5])]
 
 
 def _holds(value: Any) -> bool:
@@ -166,8 +158,8 @@ def _holds(value: Any) -> bool:
 def _code(thing: Any, of: Any) -> Any:
     """A function or class by its name and, unless it is of a library, its text and what it is bound to."""
     if isinstance(thing, type):
-        own = [part for part in thing.__mro__ if part.__module__.partition(".")[0] not in LIBRARIES]
-        return [thing.__qualname__, [digest(part, file_of(part), []) for part in own]]
+        own = [base for base in thing.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES]
+        return [thing.__qualname__, [digest(base, file_of(base), []) for base in own]]
     function, bound = innermost(thing)
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)!s}"
     if inspect.isbuiltin(function) or name.partition(".")[0] in LIBRARIES:
@@ -238,8 +230,8 @@ def _beside(tree: ast.Module, folder: Path, root: Path) -> Iterator[Path]:
         for name in names:
             parts = name.split(".")
             for count in range(1, len(parts) + 1):
-                place = start.joinpath(*parts[:count])
-                yield from (place.with_suffix(".py"), place / "__init__.py")
+                module = start.joinpath(*parts[:count])
+                yield from (module.with_suffix(".py"), module / "__init__.py")
 
 
 def _typed(thing: Any, texts: dict[str, str], name: str = "") -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import collections
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -16,10 +17,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
-from gpulab.errors import GpulabError
+from gpulab.errors import GpulabError, extra
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
-from gpulab.training.functions import is_function, optional
+from gpulab.training.functions import is_function
 
 # With -P nothing that lies in the current folder is imported, such as a queue.py.
 WORKER = [sys.executable, "-P", "-m", "gpulab.training.worker"]
@@ -140,9 +141,7 @@ class Workers:
         self.sharing = count == 1 and any(map(may_share, jobs))
         self.count, self.beside, self.stopped = TOGETHER if self.sharing else count, count, False
         self.turn, self.lock = threading.Semaphore(count), threading.Lock()
-        self.mine = threading.local()
-        self.all: set[Worker] = set()
-        self.shared: dict[str, Worker] = {}  # by setting
+        self.all: dict[int | str, Worker] = {}  # by thread, or by setting for those that share a GPU
 
     def room(self, job: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
         """In which there is room for a job."""
@@ -150,25 +149,17 @@ class Workers:
 
     def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
         """Have a job done by this thread's worker, or by that which all threads share."""
-        if self.sharing and may_share(job):
-            with self.lock:
-                worker = self.shared[job["setting"]] = self._worker(job["setting"], self.shared.get(job["setting"]))
-        else:
-            worker = self.mine.worker = self._worker(job["setting"], getattr(self.mine, "worker", None))
+        setting = job["setting"]
+        key = setting if self.sharing and may_share(job) else threading.get_ident()
+        with self.lock:
+            if self.stopped:
+                raise GpulabError("interrupted")
+            worker = self.all.get(key)
+            if worker and (worker.setting != setting or worker.process.poll() is not None):
+                worker.close()
+                worker = None
+            worker = self.all[key] = worker or Worker(setting, self.beside)
         return worker.train(job, tell)
-
-    def _worker(self, setting: str, last: Worker | None) -> Worker:
-        """The last one, if it can go on."""
-        if self.stopped:
-            raise GpulabError("interrupted")
-        if last is not None and last.setting == setting and last.process.poll() is None:
-            return last
-        if last is not None:
-            last.close()
-            self.all.discard(last)
-        worker = Worker(setting, self.beside)
-        self.all.add(worker)
-        return worker
 
     def passports(self, setting: str) -> list[Passport]:  # noqa: ARG002
         """Those of the machines on which a run may be done: this one."""
@@ -177,12 +168,12 @@ class Workers:
     def stop(self) -> None:
         """Ask every worker to save a checkpoint and end, and start no other."""
         self.stopped = True
-        for worker in [*self.all]:
+        for worker in [*self.all.values()]:
             worker.stop()
 
     def close(self) -> None:
         """Wait until every worker has ended."""
-        for worker in [*self.all]:
+        for worker in [*self.all.values()]:
             worker.close()
 
     def __enter__(self) -> Workers:
@@ -205,11 +196,13 @@ def as_text(job: dict[str, Any]) -> str:
     try:
         return json.dumps(job)
     except TypeError:
-        pass
+        pickler: Any = pickle
     net = job["net"]
-    by_name = getattr(net, "named", type(net).__module__ != "__main__")  # what is typed in goes by value
+    if not getattr(net, "named", type(net).__module__ != "__main__"):  # what is typed in goes by value
+        with extra("workers"):
+            pickler = importlib.import_module("cloudpickle")
     try:
-        pickled = (pickle if by_name else optional("cloudpickle")).dumps(job)
+        pickled = pickler.dumps(job)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         name = getattr(net, "name", type(net).__name__)
         raise GpulabError(f"{name} cannot be sent to a worker process: {error}") from None

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -135,18 +134,13 @@ def test_a_run_whose_name_hangs_on_something_private_is_left_out(one, tmp_path, 
     def change(record):
         record["configuration"][place[0]] = place[1]
 
+    gl.train(lambda seed, secret="/srv/secret/film.mp4": seed + len(secret), store=tmp_path / "store")
     shared = shared_runs(planted(tmp_path / "store", *one, change))
     assert not shared.runs
-    assert sum(shared.left_out.values()) == 1
+    assert sum(shared.left_out.values()) == 2
+    assert shared.left_out["of a model or a function of your own"] == 1
     with pytest.raises(UsageError, match="no runs to share"):
         shared.save(tmp_path / "mine.parquet")
-
-
-def test_a_function_of_ones_own_is_left_out(tmp_path):
-    gl.train(lambda seed, secret="/srv/secret/film.mp4": seed + len(secret), store=tmp_path)
-    shared = shared_runs(gl.runs(tmp_path))
-    assert not shared.runs
-    assert dict(shared.left_out) == {"of a model or a function of your own": 1}
 
 
 def test_a_run_made_here_names_neither_this_machine_nor_its_user(tmp_path):
@@ -157,6 +151,8 @@ def test_a_run_made_here_names_neither_this_machine_nor_its_user(tmp_path):
     for name in {platform.node(), getpass.getuser(), str(Path.home()), str(tmp_path)}:
         assert not re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", text) or len(name) < 3
     assert merge(tmp_path / "mine.parquet", tmp_path / "atlas") == 1
+    with pytest.raises(DataError, match="already"):
+        merge(tmp_path / "mine.parquet", tmp_path / "store")
 
 
 # --- forged files -------------------------------------------------------------------------------------------
@@ -323,23 +319,8 @@ def test_a_forged_file_is_refused_with_the_reason_and_nothing_is_added(kind, doc
     assert not folder.exists()
 
 
-JUNK = [
-    None,
-    -1,
-    0,
-    2**70,
-    1e308,
-    -0.0,
-    float("nan"),
-    "",
-    "..",
-    "\x1b[31m",
-    "cpu:threads=9999",
-    "a" * 500,
-    {},
-    [[]],
-    True,
-]
+LONG = ["", "..", "\x1b[31m", "cpu:threads=9999", "a" * 500]
+JUNK = [None, -1, 0, 2**70, 1e308, -0.0, float("nan"), *LONG, {}, [[]], True]
 
 
 def places(document, path=()):
@@ -355,7 +336,7 @@ def test_whatever_stands_anywhere_it_is_merged_or_refused_in_words(document, tmp
     del document["runs"][1:]  # a column holds values of one kind
     draw, everywhere = random.Random(0), list(places(document))
     refused = 0
-    for number in range(400):
+    for number in range(150):
         changed = copy.deepcopy(document)
         *path, last = draw.choice(everywhere)
         place = functools.reduce(lambda inside, name: inside[name], path, changed)
@@ -371,19 +352,7 @@ def test_whatever_stands_anywhere_it_is_merged_or_refused_in_words(document, tmp
         except DataError:
             refused += 1
             assert not folder.exists()
-    assert refused > 200
-
-
-def test_what_is_forged_with_a_loss_and_its_history_cannot_be_told(document, tmp_path):
-    """A checksum is no signature, as docs/atlas.md says."""
-
-    def change(document):
-        run = document["runs"][0]
-        run["history"]["loss"] = [loss / 2 for loss in run["history"]["loss"]]
-        run["summary"]["final_loss"] /= 2
-
-    (tmp_path / "forged.parquet").write_bytes(forged(change)(document))
-    assert merge(tmp_path / "forged.parquet", tmp_path / "atlas") == len(document["runs"])
+    assert refused > 75
 
 
 def test_a_whole_number_is_a_loss_like_any_other(document, tmp_path):
@@ -403,23 +372,6 @@ def test_a_file_is_merged_once_and_one_with_a_run_that_is_there_adds_none(frame,
     assert len(list((tmp_path / "atlas").iterdir())) == 1
 
 
-def test_a_run_that_is_in_the_store_as_a_folder_is_not_added_again(tmp_path):
-    gl.train("autoencoder", profile="smoke", store=tmp_path / "store", progress=False)
-    shared_runs(gl.runs(tmp_path / "store")).save(tmp_path / "mine.parquet")
-    with pytest.raises(DataError, match="already"):
-        merge(tmp_path / "mine.parquet", tmp_path / "store")
-
-
-def test_a_bomb_is_refused_before_it_is_unpacked(document, tmp_path):
-    bomb = of_table(many_rows_with("a" * (1 << 23)))
-    (tmp_path / "bomb.parquet").write_bytes(bomb(document))  # a text of 8 MiB in each of thousands of rows, kept once
-    assert (tmp_path / "bomb.parquet").stat().st_size < sharing.LARGEST
-    begin = time.process_time()
-    with pytest.raises(DataError, match="too large"):
-        merge(tmp_path / "bomb.parquet", tmp_path / "atlas")
-    assert time.process_time() - begin < 2
-
-
 # --- the commands -------------------------------------------------------------------------------------------
 
 
@@ -431,8 +383,7 @@ def test_pack_shares_what_it_shows_when_told_to_and_merge_adds(tmp_path):
     assert not file.exists()
     for said in ('"model": "Intel(R) Xeon(R) Processor"', "prednet quick, walk, cpu: seeds 0", "Of each run, beside"):
         assert said in no.stdout
-    assert command(*asked, input="y\n").returncode == 0
-    assert "1 runs packed into" in command(*asked, "--yes").stdout
+    assert "1 runs packed into" in command(*asked, input="y\n").stdout
     assert gl.runs(file).setting.tolist() == ["cpu"]
     added = command("merge", file, "--store", tmp_path / "atlas")
     assert added.stdout == f"1 runs added to {tmp_path / 'atlas'}\n"
