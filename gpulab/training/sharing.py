@@ -93,7 +93,7 @@ SHARED = _kinds(
     (Sizes | Count, "configuration.model_options.hidden"),
     (Count, "configuration.model_options.code configuration.model_options.batch_size"),
     (Count, "configuration.model_options.kernel_size configuration.data_options.quality"),
-    (Words, "configuration.model_options.variant configuration.model_options.covariance"),
+    (Words, "configuration.model_options.covariance"),
     (Words, "configuration.model_options.truncation configuration.data_options.subsampling"),
     (Count, "configuration.data_options.frames configuration.data_options.images configuration.data_options.heldout"),
     (Count, "configuration.data_options.scene_seed arithmetic.threads passport.format passport.memory_bytes"),
