@@ -167,7 +167,7 @@ def test_a_table_from_elsewhere_gets_its_verdict_and_picture(python, tmp_path):
     assert "cpu against cuda, 8 seeds: inconclusive" in other
     assert "device 'cpu' seed 0 was run more than once" in twice
     assert missing == "gpulab: no.csv: no such file\n"
-    assert "no column 'lost'; there are metrics.loss" in unknown
+    assert "no column 'lost'; there are params.seed, params.device, metrics.loss" in unknown
 
 
 def test_a_table_whose_columns_are_called_otherwise_is_told_which_there_are_and_how_to_name_them(python, tmp_path):

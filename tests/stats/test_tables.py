@@ -130,12 +130,12 @@ def test_a_run_that_finished_without_a_number_is_refused(table):
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("", DataError, "cannot be read as a table: it is empty"),
-        ("\n\n", DataError, "cannot be read as a table: it is empty"),
+        ("", DataError, "cannot be read as a table: No columns"),
+        ("\n\n", DataError, "cannot be read as a table: No columns"),
         ("setting,seed,loss\n", DataError, "no runs in it; expected a header and a row per run"),
         ("loss\n0.5\n", None, ""),
         ("setting\ncpu\n", UsageError, "no column 'loss'; there are setting"),
-        ("los,seed,lss\n1,2,3\n", UsageError, "no column 'loss'; there are lss, los, seed"),
+        ("los,seed,lss\n1,2,3\n", UsageError, "no column 'loss'; there are los, seed, lss"),
         (
             "seed,train/loss,val/loss\n1,2,3\n",
             UsageError,

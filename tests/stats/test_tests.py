@@ -178,13 +178,6 @@ def test_jumps_that_no_seed_made_mislead_as_often_as_none_is_made():
     assert alarms == pytest.approx((1 - share) ** 10, abs=0.05), "as Bahadur and Savage say"
 
 
-def test_very_many_differences_are_tested_by_students_t():
-    values = np.random.default_rng(15).standard_normal(20_000) + 0.02
-    assert inference.sign_flip_p(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
-    theirs = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert inference.sign_flip_interval(values, 0.05) == pytest.approx(tuple(theirs))
-
-
 @pytest.mark.parametrize("n", [0, 1, 5])
 def test_the_interval_of_few_values_is_unknown(n):
     assert np.isnan(inference.sign_flip_interval([1.0] * n)).all()
