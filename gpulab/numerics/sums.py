@@ -36,22 +36,11 @@ def first_bit(a: Tensor | float, b: Tensor | float) -> int | None:
 
 
 def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple[str, str, str]:
-    """Sign, exponent and fraction of a number in a format, as the format itself stores them.
-
-    Args:
-        x: the number, which is rounded to the format first.
-        name: of the format, one of `FORMATS`.
-        mode: of rounding, as in `round_to`.
-
-    Returns:
-        Three texts of zeros and ones.
+    """Sign, exponent and fraction of a number, rounded to a format by `round_to`, as that stores them, in 0 and 1.
 
     Examples:
         >>> format_bits(-0.1, "float16")
         ('1', '01011', '1001100110')
-
-    References:
-        IEEE 754; the shorter formats as in `round_to`.
     """
     rounded = round_to(torch.tensor([x], dtype=torch.float32), name, mode)
     target = FORMATS[name]
