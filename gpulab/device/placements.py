@@ -139,7 +139,13 @@ def place(
         Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
     """
     frame = roofline(ceilings, progress=progress) if isinstance(ceilings, Setting | str) else ceilings
-    setting = _checked(frame)
+    settings = list(frame.setting.unique())
+    if len(settings) != 1:
+        raise UsageError(f"ceilings of {', '.join(settings) or 'nothing'}: expected those of one setting")
+    setting = Setting.parse(settings[0])
+    here = machine(passport(), setting.kind)
+    if elsewhere := sorted(set(frame.get("machine", ())) - {here}):
+        raise UsageError(f"ceilings of {elsewhere[0]}: the step runs on {here}; measure gpulab.roofline here")
     with setting.apply(), ready(step, setting) as once:
 
         def again() -> None:
@@ -157,19 +163,8 @@ def place(
         "arithmetic": sum(number / (1e9 * _peak(frame, precision)) for precision, number in flop.items()),
         "launches": counter.operations * frame[frame.operation == "launch"].seconds.iloc[0],
     }
-    found = str(setting), counter.operations, flop, counter.moved, seconds, spread, at_least
-    return Placement(*found, tuple(sorted(counter.unknown)), frame)
-
-
-def _checked(frame: pd.DataFrame) -> Setting:
-    """The one setting of a roofline that was measured here."""
-    settings = list(frame.setting.unique())
-    if len(settings) != 1:
-        raise UsageError(f"ceilings of {', '.join(settings) or 'nothing'}: expected those of one setting")
-    here = machine(passport(), settings[0].partition(":")[0])
-    if elsewhere := sorted(set(frame.get("machine", ())) - {here}):
-        raise UsageError(f"ceilings of {elsewhere[0]}: the step runs on {here}; measure gpulab.roofline here")
-    return Setting.parse(settings[0])
+    counts = str(setting), counter.operations, flop, counter.moved
+    return Placement(*counts, seconds, spread, at_least, tuple(sorted(counter.unknown)), frame)
 
 
 def _peak(frame: pd.DataFrame, precision: str) -> float:
@@ -192,9 +187,7 @@ class _Counter(UncompiledDispatchMode):
         self.operations = self.moved = 0
         self.flop, self.unknown = Counter[str](), set[str]()
 
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count."""
         kwargs = kwargs or {}
         out = operation(*args, **kwargs)

@@ -139,16 +139,14 @@ def _sequential(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _pairwise(a: Tensor, b: Tensor) -> Tensor:
-    """Neighbours are added, then neighbouring sums, and so on; a sum waits for one of as many products."""
-    waiting: list[tuple[int, Tensor]] = []
-    for k in range(a.shape[-1]):
-        size, total = 1, a[..., :, k : k + 1] * b[..., k : k + 1, :]
-        while waiting and waiting[-1][0] == size:
-            total = waiting.pop()[1] + total
-            size *= 2
-        waiting.append((size, total))
-    sums = [total for _, total in reversed(waiting)]
-    return functools.reduce(lambda total, longer: longer + total, sums) if sums else torch.matmul(a, b)
+    """Neighbours are added, then neighbouring sums, and so on: the first half is a power of two of products."""
+    terms = a.shape[-1]
+    if terms == 0:
+        return torch.matmul(a, b)
+    if terms == 1:
+        return a * b
+    half = 1 << ((terms - 1).bit_length() - 1)
+    return _pairwise(a[..., :half], b[..., :half, :]) + _pairwise(a[..., half:], b[..., half:, :])
 
 
 def _tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:

@@ -219,8 +219,11 @@ def _geometry(x: Tensor, *sizes: Sequence[int], groups: int) -> _Geometry:
             f"orders of summation are emulated for convolutions over one or two dimensions, and this one runs over "
             f"{sides}: leave `order` away, or the operation outside the block"
         )
-    of_height_1 = zip((1, 0, 1, 0), sizes, strict=True)
-    return _Geometry(*((fill,) * (2 - sides) + tuple(values) for fill, values in of_height_1), groups)
+    stride, padding, dilation, output_padding = (
+        (fill,) * (2 - sides) + tuple(values if len(values) == sides else [*values] * sides)
+        for fill, values in zip((1, 0, 1, 0), sizes, strict=True)
+    )
+    return _Geometry(stride, padding, dilation, output_padding, groups)
 
 
 def _two_sided(x: Tensor) -> Tensor:

@@ -24,8 +24,7 @@ def first_bit(a: Tensor | float, b: Tensor | float) -> int | None:
     """The first bit of the fraction, 1 to 23, in which two float32 numbers differ; None for equal ones.
 
     That is the place of the leading bit of their distance: neighbours differ in bit 23 (also 1.000…0 and 0.111…1, whose
-    every bit is another), numbers two or three places apart in bit 22, those of other signs or a factor of two apart
-    in bit 0.
+    every bit is another), those of other signs or a factor of two apart in bit 0.
 
     Examples:
         >>> first_bit(1.0, 1.0 + 2.0**-23), first_bit(1.0, 1.5), first_bit(1.0, 1.0)
@@ -72,9 +71,6 @@ def summation(x: Tensor, orders: tuple[str, ...] = ("sequential", "pairwise", "s
     Examples:
         >>> summation(torch.tensor([1e8, 1.0, -1e8])).set_index("order").loc["sequential", "sum"].item()
         0.0
-
-    References:
-        Higham 1993, *The accuracy of floating point summation* (SIAM J. Sci. Comput. 14).
     """
     import pandas as pd
 

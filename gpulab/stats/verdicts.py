@@ -1,19 +1,12 @@
 """What runs on the same seeds allow one to say of a factor: different, equivalent, or not settled.
 
-The seed is the unit. A level of the factor (a setting, say) is compared with the reference on the seeds that both
-have, by the mean of the paired differences:
+The seed is the unit: a level of the factor (a setting, say) is compared with the reference on the seeds that both
+have, by the mean of the paired differences. It is different where `stats.tests.mean_p` says that the mean is not zero
+(for yes and no, McNemar's test), and equivalent where two one-sided tests keep it within a margin (Schuirmann 1987; for
+yes and no, an exact test against a share). A margin in standard deviations between seeds is uncertain itself, so it is
+taken at the sd's lower 97.5 % limit. The same weights to the last bit from every seed are no sample of anything, and
+are not tested. Several levels: Holm's correction (1979), of the differences and of the equivalences, each for itself.
 
-- different: the mean is not zero, by `stats.tests.mean_p`: sign flips (Fisher 1935), and where the tail is on the side
-  of zero a t corrected for skewness (Johnson 1978), too. For yes and no McNemar's test. The interval is every shift
-  that these tests allow, so it holds zero exactly when they show no difference.
-- equivalent: two one-sided t tests against a margin (Schuirmann 1987), with that correction; for yes and no an exact
-  test against a share. A margin in standard deviations between seeds is uncertain itself, so it is taken at the sd's
-  lower 97.5 % confidence limit.
-- The same weights to the last bit from every seed are no sample of anything, and are not tested.
-- Several levels: Holm's correction (1979), of the differences and of the equivalences, each for itself.
-
-No test of a mean holds its level whatever the distribution (Bahadur and Savage 1956): jumps so rare that no seed shows
-one can undo what all seeds say. Jumps that some seeds do show, against all others, are said with the decision.
 `benchmarks/verdict_calibration.md` has the measured error rates, and where they are missed.
 """
 

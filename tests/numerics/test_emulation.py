@@ -291,7 +291,7 @@ def test_a_tensor_core_passes_on_what_is_not_finite():
         assert (torch.tensor([[math.nan, 1.0]]) @ torch.ones(2, 1)).isnan().all()
 
 
-@pytest.mark.parametrize("slices", [1, 2, 3, 7, 64, 9999])
+@pytest.mark.parametrize("slices", [1, 3, 64])
 def test_a_split_sum_is_the_sum_of_its_parts_in_turn(slices):
     a, b = draw(5, 40), draw(40, 6, seed=1)
     with emulate(order=f"split-{slices}"):
@@ -308,8 +308,7 @@ def test_a_split_sum_is_the_sum_of_its_parts_in_turn(slices):
 def test_matrices_without_numbers_have_sums_of_zero_in_every_order(order, shape):
     rows, terms, columns = shape
     with emulate("tf32", order=order):
-        made = torch.zeros(rows, terms) @ torch.zeros(terms, columns)
-    assert torch.equal(made, torch.zeros(rows, columns))
+        assert torch.equal(torch.zeros(rows, terms) @ torch.zeros(terms, columns), torch.zeros(rows, columns))
 
 
 GEOMETRIES = itertools.product((1, 2), (1, 2, 3), (0, 1, 2), (1, 2), (1, 2), (False, True))

@@ -15,7 +15,6 @@ FORMATS = {
     "float8_e4m3fn": (3, -6, 448.0),
     "float8_e5m2": (2, -14, 57344.0),
 }
-SHORT = [name for name in FORMATS if name != "float32"]
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0]
 # The largest numbers, what still rounds to them, and the first that does not.
 SPECIAL += [65504.0, 65519.99, 65520.0, -65520.0, 448.0, 463.9, 464.0, 464.1, -480.0, 57344.0, 61439.9, 61440.0]
@@ -82,24 +81,16 @@ def test_flushing_takes_subnormal_numbers_for_zero_and_no_others():
     assert np.count_nonzero(subnormal) > 100
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_rounding_twice_changes_nothing_more_and_the_argument_stays(name):
-    given = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    before = given.clone()
-    once = round_to(given, name)
-    assert torch.equal(round_to(once, name), once)
-    assert torch.equal(given, before)
-    assert not torch.equal(once, given)
-
-
 @pytest.mark.parametrize("name", FORMATS)
-def test_shape_and_strides_of_any_tensor(name):
+def test_shape_and_strides_of_any_tensor_and_the_argument_stays(name):
     given = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    before = given.clone()
     assert torch.equal(round_to(given.T, name), round_to(given, name).T)
     assert torch.equal(round_to(given[:, ::2], name), round_to(given, name)[:, ::2])
     assert round_to(given[0, 0], name).shape == ()
     assert round_to(given[:0], name).shape == (0, 6)
     assert round_to(given, name).dtype == torch.float32
+    assert torch.equal(given, before)
 
 
 def test_other_formats_modes_and_types_are_refused():
