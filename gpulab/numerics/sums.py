@@ -54,12 +54,8 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
 # --- order of summation ----------------------------------------------------------------------------------
 
 
-def summation(x: Tensor, orders: tuple[str, ...] = ("sequential", "pairwise", "split-4")) -> pd.DataFrame:
-    """The same float32 numbers added in several orders, and by this machine's own kernels.
-
-    Args:
-        x: (N,) float32 numbers.
-        orders: those of `emulate`; `backwards`, which is `sequential` from the other end, is always there.
+def summation(x: Tensor) -> pd.DataFrame:
+    """The same float32 numbers (N,), added in several orders that `emulate` has, and by this machine's own kernels.
 
     Returns:
         A row each: `order`, `sum`, `ulps` (how many float32 numbers lie between it and the exact sum, rounded once)
@@ -77,7 +73,7 @@ def summation(x: Tensor, orders: tuple[str, ...] = ("sequential", "pairwise", "s
     numbers = _checked_numbers(x)
     exact = np.float32(math.fsum(numbers.tolist())).item()
     sums = {"exact": exact, "backwards": _emulated_sum(numbers.flip(0), "sequential")}
-    sums |= {order: _emulated_sum(numbers, order) for order in orders}
+    sums |= {order: _emulated_sum(numbers, order) for order in ("sequential", "pairwise", "split-4")}
     usual = torch.get_num_threads()
     for threads in sorted({1, usual}):
         torch.set_num_threads(threads)
