@@ -29,33 +29,22 @@ MULTIPLIES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # 
 
 @dataclass(frozen=True, eq=False)
 class Placement(Report):
-    """Where a step stands under a roofline.
+    """Where a step stands under a roofline."""
 
-    Attributes:
-        setting: what it was done under.
-        operations: how many it launches: calls of torch's operations that compute or move something. One may be several
-            kernels, and views are none.
-        flop: by precision, by torch's own formulas (`torch.utils.flop_counter`): products, convolutions and attention,
-            two for a multiplication with its addition; nothing else counts.
-        moved: bytes of the tensors that each operation reads, and of those that it writes. What stays in a cache
-            between two operations is counted all the same.
-        seconds: the median of one step after a warm-up.
-        spread: the interquartile range over that.
-        at_least: the seconds that its bytes (`memory`), its FLOP (`arithmetic`) and its `launches` would take, each
-            alone at its measured ceiling.
-        unknown: operations that multiply, for which torch has no formula.
-        roofline: the ceilings, from `gpulab.roofline`.
-    """
-
-    setting: str
-    operations: int
+    setting: str  # what it was done under
+    operations: int  # calls of torch's operations that compute or move something; one may be several kernels
+    # By precision, by torch's own formulas (`torch.utils.flop_counter`): products, convolutions and attention, two for
+    # a multiplication with its addition; nothing else counts.
     flop: dict[str, int]
+    # Bytes that each operation reads and writes. What stays in a cache between two operations is counted all the same.
     moved: int
-    seconds: float
-    spread: float
+    seconds: float  # the median of one step after a warm-up
+    spread: float  # the interquartile range over that
+    # The seconds that its bytes (`memory`), its FLOP (`arithmetic`) and its `launches` would take, each alone at its
+    # measured ceiling.
     at_least: dict[str, float]
-    unknown: tuple[str, ...]
-    roofline: pd.DataFrame
+    unknown: tuple[str, ...]  # operations that multiply, for which torch has no formula
+    roofline: pd.DataFrame  # the ceilings, from `gpulab.roofline`
 
     @property
     def intensity(self) -> float:
@@ -128,15 +117,11 @@ def place(
         GpulabError: for a setting that cannot run here.
 
     Examples:
-        >>> from gpulab.diagnostics.steps import Step
         >>> frame = roofline("cpu", repeats=2, progress=False)
         >>> weight = torch.ones(8, 4, requires_grad=True)
         >>> found = place(lambda: (torch.ones(2, 4) @ weight.T).sum().backward(), frame)
         >>> found.flop, found.bound
         ({'float32': 256}, 'launches')
-
-    References:
-        Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
     """
     frame = roofline(ceilings, progress=progress) if isinstance(ceilings, Setting | str) else ceilings
     settings = list(frame.setting.unique())

@@ -143,10 +143,6 @@ def smallest_shown(n: ArrayLike, sd: ArrayLike, alpha: float, power: float = POW
 
     By the t test, for normal differences of the standard deviation `sd`; of yes and no, which have none, the share that
     must switch, all the same way.
-
-    Examples:
-        >>> [round(float(smallest_shown(n, 1.0, 0.05)), 2) for n in (5, 6, 27)]
-        [inf, 1.79, 0.57]
     """
     n, sd, fewest = np.asarray(n, float), np.asarray(sd, float), fewest_pairs(alpha)
     if yes_or_no:

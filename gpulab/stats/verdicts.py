@@ -138,9 +138,8 @@ def verdict(
         reference: a level; by default "cpu", where there is none the first in the frame.
 
     Raises:
-        UsageError: for what is no frame, missing, ambiguous or non-numeric columns, a finished run without a finite
-            number, a margin or alpha out of range, an unknown reference, mixed protocols, and two first runs of one
-            seed and level.
+        UsageError: for what is no table of runs, a margin or alpha out of range, an unknown reference, mixed protocols,
+            a finished run without a finite number, and two first runs of one seed and level.
 
     Examples:
         >>> import pandas as pd
