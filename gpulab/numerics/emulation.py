@@ -250,13 +250,15 @@ def _convolution(operation: Any, args: Sequence[Any], arithmetic: Arithmetic) ->
 def _convolution_backward(operation: Any, args: Sequence[Any], arithmetic: Arithmetic) -> tuple[Tensor | None, ...]:
     gradient, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask = args
     to_input = to_weight = to_bias = None
-    if not arithmetic.adds_up_here(x.dtype):  # one after the other, for their factors are rounded differently
-        flow, kernel = (arithmetic.rounded(factor, CONVOLUTION) for factor in (gradient, weight))
-        if mask[0]:
-            to_input = operation(flow, x, kernel, *args[3:10], [True, False, False])[0]
-        if mask[1]:
-            flow, image = (arithmetic.rounded(factor, WEIGHT) for factor in (gradient, x))
-            to_weight = operation(flow, image, weight, *args[3:10], [False, True, False])[1]
+    if not arithmetic.adds_up_here(x.dtype):
+        wanted_of_kind = {CONVOLUTION: [mask[0], False], WEIGHT: [False, mask[1]]}
+        if arithmetic.roundings[CONVOLUTION] == arithmetic.roundings[WEIGHT]:
+            wanted_of_kind = {CONVOLUTION: [mask[0], mask[1]]}  # both at once, which is faster
+        for kind, wanted in wanted_of_kind.items():
+            factors = (arithmetic.rounded(factor, kind) for factor in args[:3])
+            gradients = operation(*factors, *args[3:10], [*wanted, False]) if any(wanted) else [None, None]
+            to_input = gradients[0] if wanted[0] else to_input
+            to_weight = gradients[1] if wanted[1] else to_weight
     else:
         geometry = _geometry(x, stride, padding, dilation, output_padding, groups=groups)
         flow, image, kernel = map(_two_sided, (gradient, x, weight))

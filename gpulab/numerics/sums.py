@@ -144,13 +144,9 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def product_errors(names: tuple[str, ...] = ("float32", "tf32", "bfloat16"), size: int = 256) -> pd.DataFrame:
     """How far a product of random square matrices, computed in a format or as a chip does, is from float64's.
 
-    Args:
-        names: those of `emulate`; all are emulated but `float32`.
-        size: of the matrices.
-
     Returns:
-        A row for each: `arithmetic`, `error`, the relative distance (Frobenius), and `first_bit`, the bit of the
-        fraction that such an error reaches.
+        A row for each of `names`, which `emulate` knows: `arithmetic`, `error`, the relative distance (Frobenius), and
+        `first_bit`, the bit of the fraction that such an error reaches.
 
     Examples:
         >>> errors = product_errors(("float32", "tf32"), size=64).error
