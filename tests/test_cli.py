@@ -134,7 +134,7 @@ def test_a_table_from_elsewhere_gets_its_verdict_and_picture(python, tmp_path):
     assert "device 'cpu' seed 0 was run more than once" in twice
     assert "margin 'small': expected a number above 0" in small
     assert "no.csv" in missing
-    assert "no column 'lost'; there are metrics.loss" in unknown
+    assert "no column 'lost'; there are params.seed, params.device, metrics.loss" in unknown
     assert "name its columns by metric=, factor= and block= (--metric, --factor and --block)" in unknown
 
 

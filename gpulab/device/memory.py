@@ -100,7 +100,8 @@ class MemoryWatch(Report):
         follower = self._follower
         follower.meet_all()
         self.peak_bytes, self.peak_step = follower.peak, follower.peak_step
-        rows = [(piece.kind, piece.line, piece.size) for piece in follower.at_peak()]
+        known = [*follower.live.values(), *follower.freed_since_peak]
+        rows = [(piece.kind, piece.line, piece.size) for piece in known if piece.number <= follower.count_at_peak]
         if follower.device.type == "cuda":
             allocated = torch.cuda.memory_stats(follower.device)["requested_bytes.all.peak"]
             self.peak_bytes = max(follower.peak, allocated)
@@ -134,11 +135,8 @@ def leaks(held: Sequence[Mapping[str, int]], remaining: Mapping[str, int]) -> pd
     """The lines of which ever more stays, with the bytes more a step, the worst first.
 
     Their bytes never shrank, and grew after three steps at least and in the second half of them: what is made once,
-    such as Adam's moments, does not grow, and a cache that is full does so no more.
-
-    Args:
-        held: after each step, by line, the bytes that are older than the step.
-        remaining: those that are left of them in the end.
+    such as Adam's moments, does not grow, and a cache that is full does so no more. `held` has, after each step, by
+    line the bytes that are older than the step; `remaining` those that are left of them in the end.
     """
     if len(held) <= RISES:
         return pd.Series(dtype=float)
@@ -173,9 +171,7 @@ class _Follower(UncompiledDispatchMode):
         self.meet_all()
         self.step = self.peak_step = 1
 
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and see what is new."""
         kwargs = kwargs or {}
         _, _, line = self.callers.of_this()
@@ -224,11 +220,6 @@ class _Follower(UncompiledDispatchMode):
         for thing in gc.get_objects():
             if issubclass(type(thing), Tensor) and self.meet(thing) and thing.is_leaf:
                 self.label("gradients", [thing.grad])
-
-    def at_peak(self) -> list[_Piece]:
-        """The pieces that were there when most was."""
-        known = [*self.live.values(), *self.freed_since_peak]
-        return [piece for piece in known if piece.number <= self.count_at_peak]
 
     def made_before(self, step: int) -> Counter[str]:
         """The bytes that are older than a step, by the line that made them."""

@@ -80,14 +80,10 @@ def fused_share(setting: str, count: int) -> list[dict[str, Any]]:
 
 
 def repeatability(settings: Sequence[str] = ("cpu",), times: int = 20) -> pd.DataFrame:
-    """How many different results an operation gives when it is repeated on the same numbers.
+    """How many different results an operation gives when it is repeated on the same numbers, under each setting.
 
     A GPU's threads may add in the order in which they arrive; `deterministic=on` makes the operation choose another
     algorithm, or refuse.
-
-    Args:
-        settings: under which each operation is repeated.
-        times: so often.
 
     Returns:
         A row per `setting` and `operation`: `results` with other bits (1: it repeats itself; empty: it refused) and
@@ -97,46 +93,39 @@ def repeatability(settings: Sequence[str] = ("cpu",), times: int = 20) -> pd.Dat
         >>> repeatability(("cpu:threads=1",), times=3).results.tolist()
         [1, 1, 1, 1]
     """
-    rows = [row for setting in settings for row in _repeated(setting, times)]
-    return pd.DataFrame(rows).astype({"results": "Int64"})
-
-
-def _repeated(setting: str, times: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(200_000, generator=generator)
     places = torch.randint(0, 100, (200_000,), generator=generator)
     images = torch.randn(8, 16, 48, 64, generator=generator)
     weight = torch.randn(32, 16, 3, 3, generator=generator)
+    operations: dict[str, Callable[..., Tensor]] = {
+        "sum": lambda x, *_: x.sum(),
+        "index_add": lambda x, where, *_: x.new_zeros(100).index_add_(0, where, x),
+        "scatter_add": lambda x, where, *_: x.new_zeros(100).scatter_add_(0, where, x),
+        "gradient of a convolution": lambda *given: _gradient(*given[2:]),
+    }
     rows = []
-    with Setting.parse(setting).apply() as here:
-        x, where, frames, kernel = (tensor.to(here.device) for tensor in (values, places, images, weight))
-        kernel.requires_grad_()
+    for setting in settings:
+        with Setting.parse(setting).apply() as here:
+            given = [tensor.to(here.device) for tensor in (values, places, images, weight)]
+            for name, operation in operations.items():
+                row = {"setting": setting, "operation": name, "results": None, "spread": math.nan}
+                with contextlib.suppress(RuntimeError):  # asked to be deterministic, and has no such algorithm
+                    results = [operation(*given).detach().cpu() for _ in range(times)]
+                    row["results"] = len({tuple(result.flatten().tolist()) for result in results})
+                    row["spread"] = max(float((result - results[0]).norm() / results[0].norm()) for result in results)
+                rows.append(row)
+    return pd.DataFrame(rows).astype({"results": "Int64"})
 
-        def gradient() -> Tensor:
-            return torch.autograd.grad(F.conv2d(frames, kernel).square().sum(), kernel)[0]
 
-        operations = {
-            "sum": lambda: x.sum(),
-            "index_add": lambda: x.new_zeros(100).index_add_(0, where, x),
-            "scatter_add": lambda: x.new_zeros(100).scatter_add_(0, where, x),
-            "gradient of a convolution": gradient,
-        }
-        for name, operation in operations.items():
-            row = {"setting": setting, "operation": name, "results": None, "spread": math.nan}
-            with contextlib.suppress(RuntimeError):  # asked to be deterministic, and has no such algorithm
-                results = [operation().detach().cpu() for _ in range(times)]
-                row["results"] = len({tuple(result.flatten().tolist()) for result in results})
-                row["spread"] = max(float((result - results[0]).norm() / results[0].norm()) for result in results)
-            rows.append(row)
-    return rows
+def _gradient(images: Tensor, kernel: Tensor) -> Tensor:
+    kernel.requires_grad_()
+    return torch.autograd.grad(F.conv2d(images, kernel).square().sum(), kernel)[0]
 
 
 @extra("notebooks")
 def byte_round_trip(device: str = "cpu") -> pd.DataFrame:
-    """All 256 values of a byte, to numbers in [0, 1] and back, on a device, in every way that is in use.
-
-    Args:
-        device: a setting's device, such as `cpu` or `cuda`.
+    """All 256 values of a byte, to numbers in [0, 1] and back, on a setting's device, in every way that is in use.
 
     Returns:
         A row for each `way` and `format`: `returned`, how many of the 256 are the same byte after multiplying by 255

@@ -29,33 +29,22 @@ MULTIPLIES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # 
 
 @dataclass(frozen=True, eq=False)
 class Placement(Report):
-    """Where a step stands under a roofline.
+    """Where a step stands under a roofline."""
 
-    Attributes:
-        setting: what it was done under.
-        operations: how many it launches: calls of torch's operations that compute or move something. One may be several
-            kernels, and views are none.
-        flop: by precision, by torch's own formulas (`torch.utils.flop_counter`): products, convolutions and attention,
-            two for a multiplication with its addition; nothing else counts.
-        moved: bytes of the tensors that each operation reads, and of those that it writes. What stays in a cache
-            between two operations is counted all the same.
-        seconds: the median of one step after a warm-up.
-        spread: the interquartile range over that.
-        at_least: the seconds that its bytes (`memory`), its FLOP (`arithmetic`) and its `launches` would take, each
-            alone at its measured ceiling.
-        unknown: operations that multiply, for which torch has no formula.
-        roofline: the ceilings, from `gpulab.roofline`.
-    """
-
-    setting: str
-    operations: int
+    setting: str  # what it was done under
+    operations: int  # calls of torch's operations that compute or move something; one may be several kernels
+    # By precision, by torch's own formulas (`torch.utils.flop_counter`): products, convolutions and attention, two for
+    # a multiplication with its addition; nothing else counts.
     flop: dict[str, int]
+    # Bytes that each operation reads and writes. What stays in a cache between two operations is counted all the same.
     moved: int
-    seconds: float
-    spread: float
+    seconds: float  # the median of one step after a warm-up
+    spread: float  # the interquartile range over that
+    # The seconds that its bytes (`memory`), its FLOP (`arithmetic`) and its `launches` would take, each alone at its
+    # measured ceiling.
     at_least: dict[str, float]
-    unknown: tuple[str, ...]
-    roofline: pd.DataFrame
+    unknown: tuple[str, ...]  # operations that multiply, for which torch has no formula
+    roofline: pd.DataFrame  # the ceilings, from `gpulab.roofline`
 
     @property
     def intensity(self) -> float:
@@ -128,18 +117,20 @@ def place(
         GpulabError: for a setting that cannot run here.
 
     Examples:
-        >>> from gpulab.diagnostics.steps import Step
         >>> frame = roofline("cpu", repeats=2, progress=False)
         >>> weight = torch.ones(8, 4, requires_grad=True)
         >>> found = place(lambda: (torch.ones(2, 4) @ weight.T).sum().backward(), frame)
         >>> found.flop, found.bound
         ({'float32': 256}, 'launches')
-
-    References:
-        Williams, Waterman, Patterson 2009, *Roofline* (Communications of the ACM 52:4).
     """
     frame = roofline(ceilings, progress=progress) if isinstance(ceilings, Setting | str) else ceilings
-    setting = _checked(frame)
+    settings = list(frame.setting.unique())
+    if len(settings) != 1:
+        raise UsageError(f"ceilings of {', '.join(settings) or 'nothing'}: expected those of one setting")
+    setting = Setting.parse(settings[0])
+    here = machine(passport(), setting.kind)
+    if elsewhere := sorted(set(frame.get("machine", ())) - {here}):
+        raise UsageError(f"ceilings of {elsewhere[0]}: the step runs on {here}; measure gpulab.roofline here")
     with setting.apply(), ready(step, setting) as once:
 
         def again() -> None:
@@ -157,19 +148,8 @@ def place(
         "arithmetic": sum(number / (1e9 * _peak(frame, precision)) for precision, number in flop.items()),
         "launches": counter.operations * frame[frame.operation == "launch"].seconds.iloc[0],
     }
-    found = str(setting), counter.operations, flop, counter.moved, seconds, spread, at_least
-    return Placement(*found, tuple(sorted(counter.unknown)), frame)
-
-
-def _checked(frame: pd.DataFrame) -> Setting:
-    """The one setting of a roofline that was measured here."""
-    settings = list(frame.setting.unique())
-    if len(settings) != 1:
-        raise UsageError(f"ceilings of {', '.join(settings) or 'nothing'}: expected those of one setting")
-    here = machine(passport(), settings[0].partition(":")[0])
-    if elsewhere := sorted(set(frame.get("machine", ())) - {here}):
-        raise UsageError(f"ceilings of {elsewhere[0]}: the step runs on {here}; measure gpulab.roofline here")
-    return Setting.parse(settings[0])
+    counts = str(setting), counter.operations, flop, counter.moved
+    return Placement(*counts, seconds, spread, at_least, tuple(sorted(counter.unknown)), frame)
 
 
 def _peak(frame: pd.DataFrame, precision: str) -> float:
@@ -192,9 +172,7 @@ class _Counter(UncompiledDispatchMode):
         self.operations = self.moved = 0
         self.flop, self.unknown = Counter[str](), set[str]()
 
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count."""
         kwargs = kwargs or {}
         out = operation(*args, **kwargs)

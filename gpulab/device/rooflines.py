@@ -38,13 +38,10 @@ def roofline(setting: Setting | str = "cpu", repeats: int = 7, progress: bool = 
         One row an operation: `operation`, `kind`, `flop` and `bytes` (counted: each input read once, each output
         written once), `intensity` in flop per byte, `seconds` (the median of one call, after a warm-up), `spread` (the
         interquartile range over the median), `gflops`, `gigabytes_per_second`, `setting`, and for products their
-        `precision`. The kinds:
-
-        - `memory`, `matrix`, `network`: a copy and an addition, products of growing size, layers, in the setting's
-          number format;
-        - `precision`: a large product in every precision that the device has, whatever the setting: float32, tf32
-          (CUDA), bfloat16, float16, float64 (a CPU without instructions for one is slow in it);
-        - `launch`: an operation on a single number, called again and again, which is what calling one costs at least.
+        `precision`. The kinds `memory` (a copy, an addition), `matrix` (products of growing size) and `network`
+        (layers) are in the setting's number format; `precision` is a large product in each that the device has,
+        float32, tf32 (CUDA), bfloat16, float16, float64 (a CPU without instructions for one is slow in it);
+        `launch`, an operation on a single number, is what calling one costs at least.
 
     Raises:
         UsageError: for too few repeats.
@@ -133,7 +130,7 @@ def _operations(setting: Setting) -> Operations:
         yield product, functools.partial(torch.mm, random(edge, edge), random(edge, edge))
     image, weight = random(1, 784), random(128, 784)
     layer = Counted("autoencoder, first layer", "network", 2.0 * 784 * 128, size * (784.0 * 128 + 784 + 128))
-    yield layer, lambda: F.linear(image, weight)
+    yield layer, functools.partial(F.linear, image, weight)
     for profile, height, width, channels in (("quick", 24, 32, 16), ("paper", 60, 80, 48)):
         # The convolution of PredNet's layer 1: errors, from above, hidden.
         inside, outside = 5 * channels, 4 * channels

@@ -8,6 +8,7 @@ models of NVIDIA tensor cores* (arXiv 2512.07004); NVIDIA, *A100 Tensor Core GPU
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gpulab.errors import UsageError
-from gpulab.numerics.formats import FORMATS, MODES, power_of_two, round_to
+from gpulab.numerics.formats import FORMATS, power_of_two, round_to
 
 ORDERS = ("sequential", "pairwise", "tensor-core")
 MATRIX, CONVOLUTION, WEIGHT = range(3)  # kinds of product, as `Arithmetic.roundings` counts them
@@ -41,11 +42,6 @@ class Arithmetic:
     kept: int = 24  # significant bits that the new sum is cut to
     step: int = 8  # a slice is a multiple of so many products
     tile: int | None = None  # channels run through at every place of a kernel, before the next ones; None for all
-
-    def __str__(self) -> str:
-        words = [self.order] if self.order else []
-        words += [f"split-{self.slices}"] if self.slices > 1 else []
-        return f"{self.name}, summed {'+'.join(words)}" if words else self.name
 
     def product(self, a: Tensor, b: Tensor, kind: int = MATRIX) -> Tensor:
         """The product of matrices (…, M, K) and (…, K, N), before it is rounded to the result's format."""
@@ -104,13 +100,11 @@ CHIPS = {
 KNOWN = PRECISIONS | CHIPS
 
 
-def arithmetic_of(name: str = "float32", order: str | None = None, rounding: str | None = None) -> Arithmetic:
-    """Look an arithmetic up by the name of a format or a chip, with another order of summation or rounding."""
+def arithmetic_of(name: str = "float32", order: str | None = None) -> Arithmetic:
+    """Look an arithmetic up by the name of a format or a chip, with another order of summation."""
     if name not in KNOWN:
         formats, chips = ", ".join(PRECISIONS), ", ".join(CHIPS)
         raise UsageError(f"arithmetic {name!r}: there are the formats {formats} and the chips {chips}")
-    if rounding is not None and rounding not in MODES:
-        raise UsageError(f"rounding {rounding!r}: expected {', '.join(MODES)}")
     words = re.fullmatch(rf"({'|'.join(ORDERS)})?(?:(?:^|\+)split-([1-9]\d{{0,3}}))?", order or "")
     if words is None or order == "":
         raise UsageError(
@@ -118,17 +112,15 @@ def arithmetic_of(name: str = "float32", order: str | None = None, rounding: str
             f"or both, such as {ORDERS[-1]}+split-4"
         )
     within_slice, slices = words.groups()
-    arithmetic = KNOWN[name]
-    has_tensor_cores = not arithmetic.format.startswith("float32") or name == "turing"  # turing's take 16 bits
+    has_tensor_cores = not KNOWN[name].format.startswith("float32") or name == "turing"  # turing's take 16 bits
     if within_slice == "tensor-core" and not has_tensor_cores:
         raise UsageError(f"order {order!r}: there are no tensor cores for {name}; tf32, ampere or hopper have them")
-    roundings = arithmetic.roundings if rounding is None else (rounding,) * 3
-    return replace(arithmetic, order=within_slice, slices=int(slices or 1), roundings=roundings)
+    return replace(KNOWN[name], order=within_slice, slices=int(slices or 1))
 
 
-def rounded_factor(x: Tensor, name: str, rounding: str | None = None) -> Tensor:
-    """A factor of a matrix product as an arithmetic has it: in its format, scaled first where that has 8 bits."""
-    return arithmetic_of(name, rounding=rounding).rounded(x)
+def rounded_factor(x: Tensor, name: str, rounding: str = "nearest") -> Tensor:
+    """A factor of a matrix product in a format, scaled first where that has 8 bits."""
+    return replace(arithmetic_of(name), roundings=(rounding,) * 3).rounded(x)
 
 
 # --- orders of summation ---------------------------------------------------------------------------------
@@ -147,30 +139,26 @@ def _sequential(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _pairwise(a: Tensor, b: Tensor) -> Tensor:
-    """Neighbours are added, then neighbouring sums, and so on; a sum waits for one of as many products."""
-    waiting: list[tuple[int, Tensor]] = []
-    for k in range(a.shape[-1]):
-        size, total = 1, a[..., :, k : k + 1] * b[..., k : k + 1, :]
-        while waiting and waiting[-1][0] == size:
-            total = waiting.pop()[1] + total
-            size *= 2
-        waiting.append((size, total))
-    sums = [total for _, total in reversed(waiting)]
-    return functools.reduce(lambda total, longer: longer + total, sums) if sums else torch.matmul(a, b)
+    """Neighbours are added, then neighbouring sums, and so on: the first half is a power of two of products."""
+    terms = a.shape[-1]
+    if terms == 0:
+        return torch.matmul(a, b)
+    if terms == 1:
+        return a * b
+    half = 1 << ((terms - 1).bit_length() - 1)
+    return _pairwise(a[..., :half], b[..., :half, :]) + _pairwise(a[..., half:], b[..., half:, :])
 
 
 def _tensor_core(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
     """A block of products and the sum so far at once: aligned to the largest, cut, added, cut to float32."""
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    left = a.expand(*batch, *a.shape[-2:]).reshape(math.prod(batch), *a.shape[-2:])
-    right = b.expand(*batch, *b.shape[-2:]).reshape(math.prod(batch), *b.shape[-2:])
+    left, right = (x.expand(*batch, *x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:]) for x in (a, b))
+    total = a.new_zeros(len(left), a.shape[-2], b.shape[-1])
     rows = max(1, CHUNK // max(1, arithmetic.block * b.shape[-1]))
-    sums = [
-        torch.cat([_added_in_blocks(some_rows, y, arithmetic) for some_rows in x.split(rows)])
-        for x, y in zip(left, right, strict=True)
-    ]
-    shape = (*batch, a.shape[-2], b.shape[-1])
-    return torch.stack(sums).reshape(shape) if sums else a.new_zeros(shape)
+    for matrix, start in itertools.product(range(len(left)), range(0, a.shape[-2], rows)):
+        some_rows = slice(start, start + rows)
+        total[matrix, some_rows] = _added_in_blocks(left[matrix, some_rows], right[matrix], arithmetic)
+    return total.reshape(*batch, *total.shape[1:])
 
 
 def _added_in_blocks(a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:

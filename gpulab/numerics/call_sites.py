@@ -67,20 +67,11 @@ class Float32Lines(UncompiledDispatchMode):
 
 
 def _users_line() -> str:
-    """The innermost line of code that is neither torch's nor gpulab's, its models apart."""
+    """The innermost line of code that is neither torch's nor gpulab's, its models apart, as `file:line: text`."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != OUTSIDE:
-        if is_users(frame.f_code.co_filename):
-            return shown(frame.f_code.co_filename, frame.f_lineno)
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH, GPULAB)) or file.startswith(f"{GPULAB}models{os.sep}"):
+            return f"{os.path.basename(file)}:{frame.f_lineno}: {linecache.getline(file, frame.f_lineno).strip()}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
-
-
-def is_users(file: str) -> bool:
-    """Whether a file is neither torch's nor gpulab's; its models count as a user's."""
-    return not file.startswith((TORCH, GPULAB)) or file.startswith(f"{GPULAB}models{os.sep}")
-
-
-def shown(file: str, number: int) -> str:
-    """A line as `file:line: text`."""
-    return f"{os.path.basename(file)}:{number}: {linecache.getline(file, number).strip()}"

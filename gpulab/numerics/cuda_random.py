@@ -52,18 +52,13 @@ def card_name(gpu: str) -> str:
 
 
 def cuda_threads(card: str | int) -> int:
-    """How many threads draw at a time on a GPU, of which the name or this number itself is given.
-
-    Raises:
-        UsageError: For a card that `THREADS` does not list, and for a number that no GPU can have.
-    """
-    threads = THREADS.get(card_name(card), 0) if isinstance(card, str) else card
-    if isinstance(card, str) and not threads:
-        names = ", ".join(THREADS)
+    """How many threads draw at a time on a card, of which the name or this number itself is given."""
+    if isinstance(card, str) and card_name(card) not in THREADS:
         raise UsageError(
-            f"card {card!r}: expected one of {names}; or the number of its threads, which is its "
+            f"card {card!r}: expected one of {', '.join(THREADS)}; or the number of its threads, which is its "
             "multiprocessors times the most threads of each (torch.cuda.get_device_properties)"
         )
+    threads = THREADS[card_name(card)] if isinstance(card, str) else card
     if threads <= 0 or threads % BLOCK:
         raise UsageError(f"card {card!r}: the number of threads is a multiple of {BLOCK}, and not zero")
     return threads
@@ -88,8 +83,6 @@ def cuda_uniform(seed: int, shape: Sequence[int], card: str | int = "T4") -> Ten
         UsageError: For another card, a seed out of range, or a larger draw.
 
     Examples:
-        >>> cuda_uniform(0, (3,)).tolist() == cuda_uniform(0, (3,), "H100").tolist()
-        True
         >>> int((cuda_uniform(0, (300, 200), "T4") == cuda_uniform(0, (300, 200), "H100")).sum()) // 1000
         40
 
@@ -111,21 +104,11 @@ def cuda_uniform(seed: int, shape: Sequence[int], card: str | int = "T4") -> Ten
 
 
 def philox(counter: Sequence[np.ndarray | int], key: tuple[int, int]) -> list[np.ndarray]:
-    """Philox 4×32-10: four random numbers of 32 bits for each counter of four.
+    """Philox 4×32-10: four uint32 arrays of random bits for four counters that broadcast, and a seed's two halves.
 
-    Args:
-        counter: Four whole numbers of 32 bits each, or arrays of them that broadcast.
-        key: Two of them, the lower and the upper half of a seed.
-
-    Returns:
-        Four uint32 arrays of the common shape.
-
-    Examples:
-        >>> [f"{int(word):08x}" for word in philox((0, 0, 0, 0), (0, 0))]
-        ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    NumPy has Philox 4×64 alone.
     """
-    low = np.uint64(0xFFFFFFFF)
-    half = np.uint64(32)
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     a, b, c, d = np.broadcast_arrays(*(np.asarray(number, dtype=np.uint64) for number in counter))
     for turn in range(10):
         first_key = np.uint64((key[0] + turn * 0x9E3779B9) % (1 << 32))
@@ -140,14 +123,6 @@ def same_draws(card: str | int, other: str | int, numbers: int) -> int:
 
     A number's place says by which thread, and at which turn of it, the number was drawn; both are the same on two
     cards only as long as no thread of either has drawn twice. Later ones agree by chance, about one in 2^24.
-
-    Args:
-        card, other: As for `cuda_uniform`.
-        numbers: Of the draw.
-
-    Examples:
-        >>> same_draws("T4", "H100", 1000), same_draws("T4", "H100", 10**6), same_draws("H100", "H200", 10**6)
-        (1000, 40960, 1000000)
     """
     threads, others = cuda_threads(card), cuda_threads(other)
     return numbers if threads == others else min(numbers, threads, others)
@@ -159,18 +134,9 @@ def explain_draws(operation: str, numbers: int, gpu: str, other: str) -> str:
     It holds for a draw before which both generators had drawn alike, as for the first that differs. It is empty where
     the models do not explain a difference or one is not listed, and for operations that divide their numbers among
     threads in another way, such as dropout.
-
-    Examples:
-        >>> explain_draws("rand", 100_352, "Tesla T4", "NVIDIA H200")
-        'the first 40,960 of its 100,352 numbers are the same: Tesla T4 draws with 40,960 threads, NVIDIA H200 with \
-270,336'
     """
-    cards = [card_name(name) for name in (gpu, other)]
-    if operation.rstrip("_") not in DIVIDED_ALIKE or not THREADS.keys() >= set(cards):
+    listed = THREADS.keys() >= {card_name(gpu), card_name(other)}
+    if operation.rstrip("_") not in DIVIDED_ALIKE or not listed or same_draws(gpu, other, numbers) == numbers:
         return ""
-    same = same_draws(cards[0], cards[1], numbers)
-    if same == numbers:
-        return ""
-    one, another = map(cuda_threads, cards)
-    common = f"the first {same:,} of its {numbers:,} numbers are the same"
-    return f"{common}: {gpu} draws with {one:,} threads, {other} with {another:,}"
+    common = f"the first {same_draws(gpu, other, numbers):,} of its {numbers:,} numbers are the same"
+    return f"{common}: {gpu} draws with {cuda_threads(gpu):,} threads, {other} with {cuda_threads(other):,}"

@@ -28,9 +28,7 @@ from gpulab.numerics.formats import round_to
 
 
 @contextlib.contextmanager
-def emulate(
-    name: str | Arithmetic = "float32", *, order: str | None = None, rounding: str | None = None
-) -> Iterator[Arithmetic]:
+def emulate(name: str | Arithmetic = "float32", *, order: str | None = None) -> Iterator[Arithmetic]:
     """Inside the `with` block, products of matrices and convolutions compute as another chip would.
 
     Those of any PyTorch code, forward and backward, on any device, as long as the numbers are float32. An emulation
@@ -49,8 +47,6 @@ def emulate(
         order: how the products are added: `sequential`, `pairwise`, `tensor-core`, or `split-N`, into N sums that are
             added in turn, as N threads or a split-K kernel would; `tensor-core+split-4` is both. None leaves it to
             this machine's libraries, the fast way: sums are float32's then, and only the formats differ.
-        rounding: of the factors: `nearest`, `away` or `truncate`. None is `nearest` in a format, and for a chip what
-            its libraries' kernels do (cuDNN's newest cut the factors of weight gradients).
 
     Raises:
         UsageError: for unknown names.
@@ -61,14 +57,11 @@ def emulate(
         >>> with emulate("tf32"):
         ...     (x @ x.T).item()
         1.1110568046569824
-        >>> with emulate("ampere"):
-        ...     (x @ x.T).item()
-        1.1111111640930176
 
     References:
         Fasi, Higham, Mikaitis, Pranesh 2021 (PeerJ Computer Science 7:e330); Xie et al. 2025 (arXiv 2511.10909).
     """
-    arithmetic = name if isinstance(name, Arithmetic) else arithmetic_of(name, order, rounding)
+    arithmetic = name if isinstance(name, Arithmetic) else arithmetic_of(name, order)
     asks_program = name in CHIPS and arithmetic.format == "tf32"
     without_tf32 = replace(arithmetic, format="float32") if asks_program else arithmetic
     outer = _in_force()
@@ -98,7 +91,7 @@ def _in_force() -> list[_Emulator]:
 
 MATRIX_PRODUCTS = {"mm", "bmm", "mv", "dot", "vdot"}
 SUMS_WITH_PRODUCTS = {"addmm", "addmv", "baddbmm", "addbmm"}  # what is added stands before the two factors
-EMULATED = MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | {"convolution", "convolution_backward", "_euclidean_dist"}
+OTHERS = {"convolution", "convolution_backward", "_euclidean_dist"}
 # Operations with products inside that no rounding of the arguments reaches.
 FUSED = re.compile(
     r"_?(mkldnn_rnn|cudnn_rnn|miopen_rnn|thnn_fused|scaled_dot_product|flash_attention|efficient_attention"
@@ -123,7 +116,7 @@ class _Emulator(UncompiledDispatchMode):
         first = 1 if name in SUMS_WITH_PRODUCTS else 0
         if name is None or not self._concerns(args[first : first + 2]):
             return operation(*args, **kwargs)
-        if name not in EMULATED:
+        if FUSED.fullmatch(name):
             write = "write it with matrix products, or leave it outside the block"
             remedy = "use cudnn=off" if "cudnn" in name else write
             raise GpulabError(f"emulation does not reach the products inside {name}: {remedy}")
@@ -146,10 +139,8 @@ class _Emulator(UncompiledDispatchMode):
 class _Unfused(TorchFunctionMode):
     """Has recurrent layers computed from products that can be seen, instead of by one kernel."""
 
-    RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") not in self.RECURRENT:
+        if getattr(function, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
             return function(*args, **(kwargs or {}))
         # The public `flags` of the two libraries would set their other flags as well.
         onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
@@ -173,10 +164,8 @@ def _allows_tf32(name: str) -> bool:
 def _product_in(operation: Any) -> str | None:
     """The bare name of an operation that multiplies, such as `addmm` for `aten::addmm_`; None for the others."""
     name = operation._schema.name.partition("::")[2].rstrip("_")
-    return name if name in EMULATED or FUSED.fullmatch(name) else None
-
-
-# --- products of matrices -----------------------------------------------------------------------------------
+    multiplies = name in MATRIX_PRODUCTS | SUMS_WITH_PRODUCTS | OTHERS or FUSED.fullmatch(name)
+    return name if multiplies else None
 
 
 def _matrix_product(operation: Any, name: str, args: Sequence[Any], kwargs: Any, arithmetic: Arithmetic) -> Any:
@@ -237,6 +226,10 @@ def _geometry(x: Tensor, *sizes: Sequence[int], groups: int) -> _Geometry:
     return _Geometry(stride, padding, dilation, output_padding, groups)
 
 
+def _two_sided(x: Tensor) -> Tensor:
+    return x if x.dim() == 4 else x.unsqueeze(2)
+
+
 def _convolution(operation: Any, args: Sequence[Any], arithmetic: Arithmetic) -> Tensor:
     x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
     if not arithmetic.adds_up_here(x.dtype):
@@ -256,19 +249,19 @@ def _convolution(operation: Any, args: Sequence[Any], arithmetic: Arithmetic) ->
 
 def _convolution_backward(operation: Any, args: Sequence[Any], arithmetic: Arithmetic) -> tuple[Tensor | None, ...]:
     gradient, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask = args
-    to_input: Any = None
-    to_weight: Any = None
+    to_input = to_weight = to_bias = None
     if not arithmetic.adds_up_here(x.dtype):
-        # At once, or one after the other where their factors are rounded differently.
-        at_once = arithmetic.roundings[CONVOLUTION] == arithmetic.roundings[WEIGHT] or not all(mask[:2])
-        gradients = []
-        for wanted in [mask[:2]] if at_once else [[True, False], [False, True]]:
-            factors = (arithmetic.rounded(factor, CONVOLUTION if wanted[0] else WEIGHT) for factor in args[:3])
-            gradients.append(operation(*factors, *args[3:10], [*wanted, False]))
-        to_input, to_weight = gradients[0][0], gradients[-1][1]
+        wanted_of_kind = {CONVOLUTION: [mask[0], False], WEIGHT: [False, mask[1]]}
+        if arithmetic.roundings[CONVOLUTION] == arithmetic.roundings[WEIGHT]:
+            wanted_of_kind = {CONVOLUTION: [mask[0], mask[1]]}  # both at once, which is faster
+        for kind, wanted in wanted_of_kind.items():
+            factors = (arithmetic.rounded(factor, kind) for factor in args[:3])
+            gradients = operation(*factors, *args[3:10], [*wanted, False]) if any(wanted) else [None, None]
+            to_input = gradients[0] if wanted[0] else to_input
+            to_weight = gradients[1] if wanted[1] else to_weight
     else:
         geometry = _geometry(x, stride, padding, dilation, output_padding, groups=groups)
-        flow, image, kernel = (_two_sided(t) for t in (gradient, x, weight))
+        flow, image, kernel = map(_two_sided, (gradient, x, weight))
         if mask[0] and transposed:
             to_input = _correlation(flow, kernel, geometry, arithmetic)
         elif mask[0]:
@@ -276,14 +269,13 @@ def _convolution_backward(operation: Any, args: Sequence[Any], arithmetic: Arith
         if mask[1]:
             small, large = (image, flow) if transposed else (flow, image)
             to_weight = _weight_gradient(small, large, kernel.shape[2:], geometry, arithmetic)
-    to_input = arithmetic.finished(to_input.reshape(x.shape), x.dtype) if mask[0] else None
-    to_weight = arithmetic.finished(to_weight.reshape(weight.shape), x.dtype) if mask[1] else None
-    to_bias = gradient.sum([0, *range(2, gradient.dim())]) if mask[2] else None  # a sum, not a product
+    if to_input is not None:
+        to_input = arithmetic.finished(to_input.reshape(x.shape), x.dtype)
+    if to_weight is not None:
+        to_weight = arithmetic.finished(to_weight.reshape(weight.shape), x.dtype)
+    if mask[2]:
+        to_bias = gradient.sum([0, *range(2, gradient.dim())])  # a sum, not a product
     return to_input, to_weight, to_bias
-
-
-def _two_sided(x: Tensor) -> Tensor:
-    return x if x.dim() == 4 else x.unsqueeze(2)
 
 
 def _patches(x: Tensor, size: Sequence[int], geometry: _Geometry) -> Tensor:

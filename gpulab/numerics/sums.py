@@ -24,8 +24,7 @@ def first_bit(a: Tensor | float, b: Tensor | float) -> int | None:
     """The first bit of the fraction, 1 to 23, in which two float32 numbers differ; None for equal ones.
 
     That is the place of the leading bit of their distance: neighbours differ in bit 23 (also 1.000…0 and 0.111…1, whose
-    every bit is another), numbers two or three places apart in bit 22, those of other signs or a factor of two apart
-    in bit 0.
+    every bit is another), those of other signs or a factor of two apart in bit 0.
 
     Examples:
         >>> first_bit(1.0, 1.0 + 2.0**-23), first_bit(1.0, 1.5), first_bit(1.0, 1.0)
@@ -36,22 +35,11 @@ def first_bit(a: Tensor | float, b: Tensor | float) -> int | None:
 
 
 def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple[str, str, str]:
-    """Sign, exponent and fraction of a number in a format, as the format itself stores them.
-
-    Args:
-        x: the number, which is rounded to the format first.
-        name: of the format, one of `FORMATS`.
-        mode: of rounding, as in `round_to`.
-
-    Returns:
-        Three texts of zeros and ones.
+    """Sign, exponent and fraction of a number, rounded to a format by `round_to`, as that stores them, in 0 and 1.
 
     Examples:
         >>> format_bits(-0.1, "float16")
         ('1', '01011', '1001100110')
-
-    References:
-        IEEE 754; the shorter formats as in `round_to`.
     """
     rounded = round_to(torch.tensor([x], dtype=torch.float32), name, mode)
     target = FORMATS[name]
@@ -66,12 +54,8 @@ def format_bits(x: float, name: str = "float32", mode: str = "nearest") -> tuple
 # --- order of summation ----------------------------------------------------------------------------------
 
 
-def summation(x: Tensor, orders: tuple[str, ...] = ("sequential", "pairwise", "split-4")) -> pd.DataFrame:
-    """The same float32 numbers added in several orders, and by this machine's own kernels.
-
-    Args:
-        x: (N,) float32 numbers.
-        orders: those of `emulate`; `backwards`, which is `sequential` from the other end, is always there.
+def summation(x: Tensor) -> pd.DataFrame:
+    """The same float32 numbers (N,), added in several orders that `emulate` has, and by this machine's own kernels.
 
     Returns:
         A row each: `order`, `sum`, `ulps` (how many float32 numbers lie between it and the exact sum, rounded once)
@@ -83,16 +67,13 @@ def summation(x: Tensor, orders: tuple[str, ...] = ("sequential", "pairwise", "s
     Examples:
         >>> summation(torch.tensor([1e8, 1.0, -1e8])).set_index("order").loc["sequential", "sum"].item()
         0.0
-
-    References:
-        Higham 1993, *The accuracy of floating point summation* (SIAM J. Sci. Comput. 14).
     """
     import pandas as pd
 
     numbers = _checked_numbers(x)
     exact = np.float32(math.fsum(numbers.tolist())).item()
     sums = {"exact": exact, "backwards": _emulated_sum(numbers.flip(0), "sequential")}
-    sums |= {order: _emulated_sum(numbers, order) for order in orders}
+    sums |= {order: _emulated_sum(numbers, order) for order in ("sequential", "pairwise", "split-4")}
     usual = torch.get_num_threads()
     for threads in sorted({1, usual}):
         torch.set_num_threads(threads)
@@ -163,13 +144,9 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def product_errors(names: tuple[str, ...] = ("float32", "tf32", "bfloat16"), size: int = 256) -> pd.DataFrame:
     """How far a product of random square matrices, computed in a format or as a chip does, is from float64's.
 
-    Args:
-        names: those of `emulate`; all are emulated but `float32`.
-        size: of the matrices.
-
     Returns:
-        A row for each: `arithmetic`, `error`, the relative distance (Frobenius), and `first_bit`, the bit of the
-        fraction that such an error reaches.
+        A row for each of `names`, which `emulate` knows: `arithmetic`, `error`, the relative distance (Frobenius), and
+        `first_bit`, the bit of the fraction that such an error reaches.
 
     Examples:
         >>> errors = product_errors(("float32", "tf32"), size=64).error

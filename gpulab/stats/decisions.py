@@ -23,7 +23,43 @@ COLUMNS = (  # of a verdict's table, after the factor's; `Verdict` says what the
 JUMP = 0.5  # a seed that jumps moves by so many standard deviations between seeds at least
 
 
-def level_numbers(pairs: pd.DataFrame, margin: float, between_seeds: float, yes_or_no: bool) -> dict[str, Any]:
+def compare_levels(
+    runs: pd.DataFrame,
+    pairs: pd.DataFrame,
+    factor: str,
+    reference: Any,
+    losses: np.ndarray,
+    margin: str | float,
+    alpha: float,
+    yes_or_no: bool,
+) -> pd.DataFrame:
+    """A verdict's table; `losses` is the metric of the reference's runs that finished, shape (seeds,)."""
+    number, in_sd = planning.parse_margin(margin)
+    size = number * (inference.sd_lower_limit(losses) or math.nan) if in_sd else number
+    count = runs[factor].value_counts()
+    levels = list(dict.fromkeys(level for level in runs[factor] if level != reference))
+    pairs_of = {level: pairs[pairs[factor] == level] for level in levels}
+    rows = []
+    for level, own in pairs_of.items():
+        numbers = _level_numbers(own, size, inference.sample_sd(losses), yes_or_no)
+        left_out = int(count[level] + count[reference] - 2 * len(own))
+        rows.append({factor: level, **numbers, "left_out": left_out})
+    table = pd.DataFrame(rows, columns=[factor, *COLUMNS])
+    different_alpha, equivalent_alpha = _correct(table, alpha)
+    for row, level in enumerate(levels):
+        ends = _intervals(pairs_of[level], different_alpha, equivalent_alpha, yes_or_no)
+        table.loc[row, ["low", "high", "equivalent_low", "equivalent_high"]] = ends
+    table["smallest_shown"] = planning.smallest_shown(
+        table.seeds, table.sd_of_differences, different_alpha, yes_or_no=yes_or_no
+    )
+    table["decision"] = [decide(row, alpha) for row in table.itertuples()]
+    for row in table.index[table.decision == "inconclusive"]:
+        needed = planning.seeds_to_settle(pairs_of[levels[row]], losses, margin, alpha / len(levels), yes_or_no)
+        table.loc[row, "seeds_needed"] = needed
+    return table
+
+
+def _level_numbers(pairs: pd.DataFrame, margin: float, between_seeds: float, yes_or_no: bool) -> dict[str, Any]:
     """What one level's pairs say before any correction for the other levels, by names of `COLUMNS`."""
     differences = pairs.difference.dropna().to_numpy(float)
     n = len(differences)
@@ -60,7 +96,7 @@ def level_numbers(pairs: pd.DataFrame, margin: float, between_seeds: float, yes_
     }
 
 
-def correct(table: pd.DataFrame, alpha: float) -> tuple[float, float]:
+def _correct(table: pd.DataFrame, alpha: float) -> tuple[float, float]:
     """Write the corrected p values and the levels of the intervals; return alpha for each family of intervals."""
     # A sign test on k pairs cannot fall below 2^(1 − k): one that cannot reach alpha cannot be a false alarm,
     # and the others need no correction for it (Tarone 1990).
@@ -77,7 +113,7 @@ def correct(table: pd.DataFrame, alpha: float) -> tuple[float, float]:
     return different_alpha, equivalent_alpha
 
 
-def intervals(pairs: pd.DataFrame, alpha: float, equivalent_alpha: float, yes_or_no: bool) -> list[float]:
+def _intervals(pairs: pd.DataFrame, alpha: float, equivalent_alpha: float, yes_or_no: bool) -> list[float]:
     """The intervals of the tests of difference and of equivalence, four ends."""
     differences = pairs.difference.dropna().to_numpy(float)
     if not yes_or_no or len(differences) < 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from pandas.api.types import is_bool_dtype, is_complex_dtype, is_numeric_dtype
+from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from gpulab.errors import UsageError
 
@@ -28,17 +27,15 @@ def check_one_protocol(frame: pd.DataFrame, besides: Collection[str] = ()) -> No
         frame = frame.assign(options=[_without(text, besides) for text in frame.options])
     protocols = frame[columns].drop_duplicates()
     if columns and len(protocols) > 1:
-        shown = str(protocols[:3].to_dict("records"))
-        shown += f" and {len(protocols) - 3} more" if len(protocols) > 3 else ""
+        more = f" and {len(protocols) - 3} more" if len(protocols) > 3 else ""
         advice = "compare runs of one protocol at a time, or drop columns that do not tell protocols apart"
-        raise UsageError(f"the frame mixes {shown}; {advice}")
+        raise UsageError(f"the frame mixes {protocols[:3].to_dict('records')}{more}; {advice}")
 
 
 def _without(options: Any, names: Collection[str]) -> str:
     """Options as JSON without some of them; what is not JSON as it is."""
     try:
-        given = json.loads(options)
-        return str({name: value for name, value in given.items() if name not in names})
+        return str({name: value for name, value in json.loads(options).items() if name not in names})
     except (TypeError, ValueError, AttributeError):
         return str(options)
 
@@ -50,7 +47,7 @@ NAME_THEM = "each row is a run: name its columns by metric=, factor= and block= 
 def find_column(names: Iterable[Any], wanted: Any, advice: str = "") -> Any:
     """The name that is `wanted`, or else the one that ends in it after a dot or slash, such as `metrics.loss`.
 
-    `UsageError` lists what several there are, or what there is, the closest first, and gives the advice.
+    `UsageError` lists what several there are, or what there is, and gives the advice.
     """
     by_text = {str(name): name for name in names}
     if wanted in by_text.values():
@@ -60,11 +57,7 @@ def find_column(names: Iterable[Any], wanted: Any, advice: str = "") -> Any:
         return by_text[ending[0]]
     if ending:
         raise UsageError(f"column {wanted!r} could be any of {', '.join(ending)}; give the whole name")
-    last_words = {text: re.split("[./]", text)[-1] for text in by_text}
-    close = difflib.get_close_matches(str(wanted), [*by_text, *last_words.values()])
-    ranks = {match: rank for rank, match in enumerate(close)}
-    listed = sorted(by_text, key=lambda text: min(ranks.get(text, 9), ranks.get(last_words[text], 9)))
-    shown = ", ".join(listed[:40]) + (f" and {len(listed) - 40} more" if len(listed) > 40 else "")
+    shown = ", ".join([*by_text][:40]) + (f" and {len(by_text) - 40} more" if len(by_text) > 40 else "")
     raise UsageError(f"no column {wanted!r}; there are {shown or 'none'}" + (advice and f"; {advice}"))
 
 
@@ -80,14 +73,12 @@ def run_states(frame: pd.DataFrame) -> pd.Series | None:
 def check_runs(frame: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:
     """A copy with the metric in float64, and `status`, `rerun` and `weights`; `UsageError` for nonsense."""
     if not isinstance(frame, pd.DataFrame):
-        raise UsageError(
-            f"expected a pandas data frame, a row per run; got a {type(frame).__name__}: pandas.concat makes one of "
-            "several, gpulab.stats.tables.read_table reads a file"
-        )
+        advice = "pandas.concat makes one of several, gpulab.stats.tables.read_table reads a file"
+        raise UsageError(f"expected a pandas data frame, a row per run; got a {type(frame).__name__}: {advice}")
     frame = _name_columns(frame, metric, factor, block)
     frame = frame.assign(**{name: _levels(frame[name]) for name in (factor, block)})
     values = frame[metric].dropna().infer_objects()
-    if is_complex_dtype(values) or not (is_numeric_dtype(values) or is_bool_dtype(values)):
+    if not (is_numeric_dtype(values) or is_bool_dtype(values)):
         raise UsageError(f"metric {metric!r} is of type {frame[metric].dtype}; expected numbers or booleans")
     check_one_protocol(frame, besides=(metric, factor, block))
     frame[metric] = frame[metric].astype("Float64").to_numpy(float, na_value=math.nan)
@@ -111,8 +102,6 @@ def _name_columns(frame: pd.DataFrame, metric: str, factor: str, block: str) -> 
         raise UsageError(f"more than one column is called {', '.join(twice)}; rename or drop one")
     columns = [find_column(frame.columns, name, NAME_THEM) for name in wanted]
     for name, column in zip(wanted, columns, strict=True):
-        if not isinstance(name, str):
-            raise UsageError(f"column {name!r} is not named by text; rename it")
         if columns.count(column) > 1:
             raise UsageError(f"column {column!r} stands for two of metric, factor and block; choose another")
         if name in OWN and not (name == metric and name in OWN[3:]):
@@ -133,20 +122,14 @@ def _check_numbers(finished: pd.Series, metric: str) -> None:
 
 
 def _levels(column: pd.Series) -> pd.Series:
-    """A factor or block; `UsageError` for cells that are empty, or cannot be told apart or sorted."""
+    """A factor or block; `UsageError` for cells that are empty, or text beside numbers."""
     if column.isna().any():
         raise UsageError(f"column {column.name!r} is empty in {column.isna().sum()} rows; fill or drop them")
     if isinstance(column.dtype, pd.api.extensions.ExtensionDtype):  # categories, Arrow's, those with NA
         column = column.astype(object).infer_objects()
-    if column.dtype == object:
-        kinds = {str if isinstance(value, str) else type(value) for value in column}
-        if any(kind.__hash__ is None for kind in kinds):
-            raise UsageError(
-                f"column {column.name!r} holds {', '.join(kind.__name__ for kind in kinds)}; expected names"
-            )
-        if str in kinds and len(kinds) > 1:
-            advice = f"make it one kind, such as frame[{column.name!r}].astype(str)"
-            raise UsageError(f"column {column.name!r} holds text beside numbers, such as '0' and 0; {advice}")
+    if column.dtype == object and 0 < column.map(lambda value: isinstance(value, str)).mean() < 1:
+        advice = f"make it one kind, such as frame[{column.name!r}].astype(str)"
+        raise UsageError(f"column {column.name!r} holds text beside numbers, such as '0' and 0; {advice}")
     return column
 
 
@@ -169,24 +152,18 @@ def pair(
         ends = ", ".join(sorted(set(unfinished["status"])))
         unended = f"; none of {len(unfinished)} is finished or diverged, but {ends}" if len(unfinished) else ""
         raise UsageError(f"no runs to compare{f' with {reference!r}' if reference is not None else ''}{unended}")
-    reference = _reference_level(levels, reference)
+    if reference is None:
+        reference = "cpu" if "cpu" in levels else levels[0]
+    elif reference not in levels:  # on the command line a number is text
+        by_text = {str(level): level for level in levels}
+        if str(reference) not in by_text:
+            raise UsageError(f"no runs under {reference!r}; there are {sorted(by_text)}")
+        reference = by_text[str(reference)]
     of_reference = runs[runs[factor] == reference]
     others = runs[runs[factor] != reference]
     reruns = frame[(frame["rerun"] > 0) & (frame[factor] == reference)]
     columns = metric, factor, block
     return reference, runs, _beside(others, of_reference, *columns), _beside(reruns, of_reference, *columns), unfinished
-
-
-def _reference_level(levels: list[Any], reference: Any) -> Any:
-    """The level that is meant by a reference: on the command line, a number is text."""
-    if reference is None:
-        return "cpu" if "cpu" in levels else levels[0]
-    if reference in levels:
-        return reference
-    texts = [str(level) for level in levels]
-    if str(reference) not in texts:
-        raise UsageError(f"no runs under {reference!r}; there are {sorted(texts)}")
-    return levels[texts.index(str(reference))]
 
 
 def _beside(runs: pd.DataFrame, of_reference: pd.DataFrame, metric: str, factor: str, block: str) -> pd.DataFrame:

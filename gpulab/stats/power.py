@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -57,7 +56,7 @@ def usual_margin(margin: str | float | None, metric: str, yes_or_no: bool) -> st
 
 
 def seeds_needed(
-    frame: pd.DataFrame | None = None,
+    frame: pd.DataFrame,
     metric: str = "final_loss",
     factor: str = "setting",
     block: str = "seed",
@@ -65,59 +64,73 @@ def seeds_needed(
     alpha: float = 0.05,
     reference: Any = None,
     power: float | Sequence[float] = (0.8, 0.9),
-    sd: float | None = None,
-    between_seeds: float | None = None,
 ) -> pd.DataFrame:
-    """How many seeds a paired comparison needs, for each level of `frame` or for a given `sd`.
+    """How many seeds a paired comparison needs, for each level of a frame of runs.
 
     For one comparison with normal differences, by t tests, and no fewer than the sign-flip test needs; skewness, two
     humps and Holm's correction need more.
 
     Args:
-        frame: runs, from which the two standard deviations are measured; None where they are given.
-        metric, factor, block, margin, alpha, reference: as for `verdict`.
+        frame, metric, factor, block, margin, alpha, reference: as for `verdict`.
         power: one or several, each between alpha and 1.
-        sd: the standard deviation of the paired differences, in the metric's units.
-        between_seeds: the standard deviation between seeds, which a margin in sd needs.
 
     Returns:
-        A row per level and power: `to_detect` a difference as large as the margin, `to_exclude` one where there is
-        none, and `seeds`, the larger; infinite where 100,000 are not enough.
+        A row per level and power: `sd` of the paired differences, `to_detect` a difference as large as the margin,
+        `to_exclude` one where there is none, and `seeds`, the larger; infinite where 100,000 are not enough.
 
     Raises:
-        UsageError: for values out of range, for a frame and an sd, for neither, and for what `verdict` refuses.
+        UsageError: for a power out of range, a reference without a spread, and for what `verdict` refuses.
 
     Examples:
-        >>> seeds_needed(sd=1.0, margin=1.0, power=0.8)[["to_detect", "to_exclude"]].iloc[0].tolist()
-        [11.0, 12.0]
+        >>> losses = [0.3, 0.1, 0.2, 0.5, 0.4, 0.6]
+        >>> cpu = pd.DataFrame({"setting": "cpu", "seed": range(6), "final_loss": losses})
+        >>> cuda = cpu.assign(setting="cuda", final_loss=losses[::-1])
+        >>> seeds_needed(pd.concat([cpu, cuda]), margin=0.3, power=0.8)[["to_detect", "to_exclude"]].iloc[0].tolist()
+        [13.0, 13.0]
     """
     check_alpha(alpha)
     powers = [float(value) for value in np.atleast_1d(power)]
     if not all(alpha < value < 1 for value in powers):
         raise UsageError(f"power {power!r}: expected numbers between alpha ({alpha}) and 1, such as 0.8")
-    tails = 3.0
-    if frame is not None:
-        if sd is not None or between_seeds is not None:
-            raise UsageError("give a frame, or sd and between_seeds; not both")
-        reference, runs, pairs, *_ = pair(frame, metric, factor, block, reference)
-        margin = usual_margin(margin, metric, is_yes_or_no(runs, metric))
-        losses = finished(runs, metric, factor, reference)
-        between_seeds, tails = sample_sd(losses), kurtosis(losses)
-        others = dict.fromkeys(level for level in runs[factor] if level != reference)
-        differences = {level: pairs.difference[pairs[factor] == level].dropna().to_numpy(float) for level in others}
-        levels = [{factor: level, "sd": sample_sd(values)} for level, values in differences.items()]
-    elif sd is None or not 0 <= sd < math.inf:
-        raise UsageError(f"sd {sd!r}: give the standard deviation of paired differences, or a frame of runs")
-    else:
-        levels = [{"sd": float(sd)}]
-    margins = _margins(usual_margin(margin, metric, yes_or_no=False), between_seeds, tails)
-    rows = [{**level, "margin": margin, "power": value} for level, value in itertools.product(levels, powers)]
-    for row in rows:
-        enough = smallest_shown(SEEDS, row["sd"], alpha, row["power"]) < margins
-        row["to_detect"] = math.nan if math.isnan(row["sd"]) else _fewest(enough)
-        row["to_exclude"] = _seeds_to_exclude(row["sd"], margins, alpha, row["power"])
-        row["seeds"] = max(row["to_detect"], row["to_exclude"])
-    return pd.DataFrame(rows)
+    reference, runs, pairs, *_ = pair(frame, metric, factor, block, reference)
+    margin = usual_margin(margin, metric, is_yes_or_no(runs, metric))
+    margins = margins_by_seeds(margin, finished(runs, metric, factor, reference))
+    if np.isnan(margins).all():
+        raise UsageError(f"margin {margin!r} needs a standard deviation between seeds, of 2 seeds under {reference}")
+    rows = []
+    for level in dict.fromkeys(level for level in runs[factor] if level != reference):
+        sd = sample_sd(pairs.difference[pairs[factor] == level].dropna().to_numpy(float))
+        for value in powers:
+            to_detect, to_exclude = seeds_of_t_tests(sd, margins, alpha, value)
+            rows.append((level, sd, margin, value, to_detect, to_exclude, max(to_detect, to_exclude)))
+    return pd.DataFrame(rows, columns=[factor, "sd", "margin", "power", "to_detect", "to_exclude", "seeds"])
+
+
+def seeds_of_t_tests(sd: float, margins: np.ndarray, alpha: float, power: float) -> tuple[float, float]:
+    """The seeds that detect and that exclude a difference, each the first of `SEEDS` that do; `margins` are theirs."""
+
+    def fewest(enough: np.ndarray) -> float:
+        return float(SEEDS[enough.argmax()]) if enough.any() else math.inf
+
+    if math.isnan(sd):
+        return math.nan, math.nan
+    to_detect = fewest(smallest_shown(SEEDS, sd, alpha, power) < margins)
+    if sd == 0:
+        return to_detect, fewest(margins > 0)
+    noncentrality = np.minimum(margins / sd * np.sqrt(SEEDS), 30)  # beyond, the power is 1 and the series slow
+    reached = 2 * nct.sf(t.isf(alpha, SEEDS - 1), SEEDS - 1, noncentrality) - 1
+    return to_detect, fewest(reached >= power) + FOR_SKEWNESS
+
+
+def margins_by_seeds(margin: str | float, losses: np.ndarray) -> np.ndarray:
+    """The margin, in the metric's units, that a verdict from as many seeds as each of `SEEDS` would use.
+
+    NaN for one in standard deviations between seeds where `losses`, those under the reference, have none.
+    """
+    number, in_sd = parse_margin(margin)
+    if not in_sd:
+        return np.full(len(SEEDS), number)
+    return number * (sample_sd(losses) or math.nan) * sd_limit_ratio(SEEDS, kurtosis(losses))
 
 
 def fewest_pairs(alpha: float) -> int:
@@ -130,10 +143,6 @@ def smallest_shown(n: ArrayLike, sd: ArrayLike, alpha: float, power: float = POW
 
     By the t test, for normal differences of the standard deviation `sd`; of yes and no, which have none, the share that
     must switch, all the same way.
-
-    Examples:
-        >>> [round(float(smallest_shown(n, 1.0, 0.05)), 2) for n in (5, 6, 27)]
-        [inf, 1.79, 0.57]
     """
     n, sd, fewest = np.asarray(n, float), np.asarray(sd, float), fewest_pairs(alpha)
     if yes_or_no:
@@ -158,8 +167,7 @@ def seeds_to_settle(
     n, seen = len(pairs), pairs.difference.to_numpy(float)
     if np.count_nonzero(~np.isnan(seen)) < 2:
         return math.nan
-    sd, in_sd = sample_sd(losses), parse_margin(margin)[1]
-    margins = np.full(len(SEEDS), math.nan) if in_sd and not sd > 0 else _margins(margin, sd, kurtosis(losses))
+    margins = margins_by_seeds(margin, losses)
     shares = np.random.default_rng(0).dirichlet(np.ones(n), SIMULATIONS)
     # The bootstrap draws values whose variance is (n − 1) / (n + 1) of the sample's; those of yes and no stay.
     middle, stretch = np.nanmean(seen), 1.0 if yes_or_no else math.sqrt((n + 1) / (n - 1))
@@ -173,24 +181,32 @@ def seeds_to_settle(
         """The share that is settled at `SEEDS[index]` seeds."""
         generator, seeds = np.random.default_rng(index), SEEDS[index]
         counts = np.hstack([np.ones_like(shares, int), generator.multinomial(seeds - n, shares)])
-        done = counts @ finished
         worse, better = counts @ (lost > 0), counts @ (lost < 0)
         apart = worse + better
         may_diverge_apart = (apart > 0) & ~(beta.ppf(0.95, apart + 1, seeds - apart) <= DIVERGED_APART)
+        margin = margins[index] / scale
+        p_different, p_equivalent = _p_values(counts, differences, counts @ finished, margin, generator, yes_or_no)
         different = (apart > 0) & (2 * binom.cdf(np.minimum(worse, better), apart, 0.5) <= each)
-        different |= _different_p(counts, differences, done, generator, yes_or_no) <= each
-        p = _equivalent_p(counts, differences, done, margins[index] / scale, yes_or_no)
-        return float((different | ((p <= alpha) & ~may_diverge_apart)).mean())
+        different |= p_different <= each
+        return float((different | ((p_equivalent <= alpha) & ~may_diverge_apart)).mean())
 
     first_above_n = int(np.searchsorted(SEEDS, n, side="right"))
     index = bisect.bisect_left(range(len(SEEDS)), POWER, lo=first_above_n, key=settled)
     return float(SEEDS[index]) if index < len(SEEDS) else math.inf
 
 
-def _different_p(
-    counts: np.ndarray, differences: np.ndarray, n: np.ndarray, generator: np.random.Generator, exact: bool
-) -> np.ndarray:
-    """`mean_p`, roughly, of samples that hold each difference as often as a row of `counts` says; `n` are known."""
+def _p_values(
+    counts: np.ndarray,
+    differences: np.ndarray,
+    n: np.ndarray,
+    margin: float,
+    generator: np.random.Generator,
+    yes_or_no: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """`mean_p`, roughly, and `equivalence_p` (or `discordance_p`) of many samples at once.
+
+    A sample holds each difference as often as its row of `counts` says, and `n` of these are known.
+    """
     seeds, total = counts[0].sum(), np.abs(counts @ differences)
     if seeds <= FLIPPED:
         samples = np.repeat(np.tile(differences.astype(np.float32), len(counts)), counts.ravel()).reshape(-1, seeds)
@@ -198,53 +214,16 @@ def _different_p(
         p = (1 + (np.abs(samples @ signs) >= total[:, None] - 1e-4).sum(axis=1)) / 1000
     else:
         p = 2 * norm.sf(total / np.maximum(np.sqrt(counts @ differences**2), 1e-300))
-    p = np.maximum(p, 2.0 ** (1 - counts @ (differences != 0)))
-    if exact:
-        return p
-    mean, sd, skewness = _moments(counts, differences, n)
-    with np.errstate(all="ignore"):
-        corrected = np.fmax(p, 2 * t.sf(np.abs(skewed_t(mean / sd, skewness, n)), n - 1))
-    return np.where(mean * skewness < 0, corrected, p)
-
-
-def _equivalent_p(counts: np.ndarray, differences: np.ndarray, n: np.ndarray, margin: float, exact: bool) -> np.ndarray:
-    """`equivalence_p` of such samples; where `exact`, `discordance_p`."""
     moved = counts @ (differences != 0)
-    if exact:
-        return binom.cdf(moved, n, min(margin, 1.0))
-    mean, sd, skewness = _moments(counts, differences, n)
-    with np.errstate(all="ignore"):
-        above, below = (skewed_t((margin + sign * mean) / sd, sign * skewness, n) for sign in (1, -1))
-        p = t.sf(np.minimum(above, below), n - 1)
-    return np.where(moved == 0, 0.0, p)
-
-
-def _moments(counts: np.ndarray, differences: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean, standard deviation and skewness of such samples."""
+    p = np.maximum(p, 2.0 ** (1 - moved))
+    if yes_or_no:
+        return p, binom.cdf(moved, n, min(margin, 1.0))
     with np.errstate(all="ignore"):
         mean, square, cube = (counts @ differences**power / n for power in (1, 2, 3))
         variance = np.maximum(square - mean**2, 0.0)
         skewness = (cube - 3 * mean * square + 2 * mean**3) / variance**1.5
-        return mean, np.sqrt(variance * n / (n - 1)), skewness
-
-
-def _margins(margin: str | float, between_seeds: float | None, kurtosis: float) -> np.ndarray:
-    """The margin, in the metric's units, that a verdict from as many seeds as each of `SEEDS` would use."""
-    number, in_sd = parse_margin(margin)
-    if not in_sd:
-        return np.full(len(SEEDS), number)
-    if between_seeds is None or not between_seeds >= 0:
-        raise UsageError(f"margin {margin!r} needs the standard deviation between seeds: between_seeds=…, or 2 seeds")
-    return number * between_seeds * sd_limit_ratio(SEEDS, kurtosis)
-
-
-def _seeds_to_exclude(sd: float, margins: np.ndarray, alpha: float, power: float) -> float:
-    if not sd > 0:
-        return math.nan if math.isnan(sd) else _fewest(margins > 0)
-    noncentrality = np.minimum(margins / sd * np.sqrt(SEEDS), 30)  # beyond, the power is 1 and the series slow
-    reached = 2 * nct.sf(t.isf(alpha, SEEDS - 1), SEEDS - 1, noncentrality) - 1
-    return _fewest(reached >= power) + FOR_SKEWNESS
-
-
-def _fewest(enough: np.ndarray) -> float:
-    return float(SEEDS[enough.argmax()]) if enough.any() else math.inf
+        sd = np.sqrt(variance * n / (n - 1))
+        corrected = np.fmax(p, 2 * t.sf(np.abs(skewed_t(mean / sd, skewness, n)), n - 1))
+        rooms = [skewed_t((margin + sign * mean) / sd, sign * skewness, n) for sign in (1, -1)]
+        p_equivalent = t.sf(np.minimum(*rooms), n - 1)
+    return np.where(mean * skewness < 0, corrected, p), np.where(moved == 0, 0.0, p_equivalent)

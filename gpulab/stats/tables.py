@@ -41,10 +41,11 @@ def read_table(file: str | Path, metric: str) -> pd.DataFrame:
     """
     file = Path(file)
     try:
-        content = files.read(file)
-        frame, comma = (
-            (pd.read_parquet(io.BytesIO(content)), False) if file.suffix == ".parquet" else _read_text(content)
-        )
+        content, comma = files.read(file), False
+        if file.suffix == ".parquet":
+            frame = pd.read_parquet(io.BytesIO(content))
+        else:
+            frame, comma = _read_text(content.decode("utf-8-sig"))
     except (OSError, ValueError, csv.Error, pyarrow.ArrowException) as error:  # of pandas' all are ValueErrors
         raise DataError(f"{file}: cannot be read as a table: {' '.join(str(error).split())}") from None
     if frame.empty:
@@ -57,32 +58,21 @@ def read_table(file: str | Path, metric: str) -> pd.DataFrame:
             where = f"row {wrong.index[0] + 2} has {wrong.iloc[0]!r}"
             raise DataError(f"{file}: column {metric!r} is not of numbers: {where} (the header is row 1)")
         frame[metric] = numbers.reindex(frame.index)
-        lost = pd.Series(~np.isfinite(numbers), numbers.index).reindex(frame.index, fill_value=False)
+        lost = frame.index.isin(numbers.index[~np.isfinite(numbers)])
         if (states := run_states(frame)) is not None:
             frame["status"] = states.mask(lost & (states == "finished"), "diverged")
     return frame
 
 
-def _read_text(content: bytes) -> tuple[pd.DataFrame, bool]:
+def _read_text(text: str) -> tuple[pd.DataFrame, bool]:
     """The table, and whether its decimals may have a comma."""
-    with io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="") as stream:
-        lines = stream.readline()
-        separator = max(",;\t", key=lambda mark: len(next(csv.reader([lines], delimiter=mark), [])))
-        stream.seek(0)
-        header = [name.strip() for name in next(csv.reader(stream, delimiter=separator), [])]
-        if twice := sorted({name for name in header if name and header.count(name) > 1}):
-            raise ValueError(f"more than one column is called {', '.join(twice)}")
-        if not any(header):
-            raise ValueError("it is empty")
-        stream.seek(0)
-        # Of the words that pandas takes for nothing, None is a fine name for a level and NaN is a loss.
-        frame = pd.read_csv(
-            stream,
-            sep=separator,
-            skipinitialspace=True,
-            keep_default_na=False,
-            na_values=[""],
-            index_col=False,
-            low_memory=False,
-        )
+    first_line = text.partition("\n")[0]
+    separator = max(",;\t", key=lambda mark: len(next(csv.reader([first_line], delimiter=mark), [])))
+    header = [name.strip() for name in next(csv.reader([first_line], delimiter=separator), [])]
+    if twice := sorted({name for name in header if name and header.count(name) > 1}):
+        raise ValueError(f"more than one column is called {', '.join(twice)}")
+    # Of the words that pandas takes for nothing, None is a fine name for a level and NaN is a loss.
+    nothing = {"keep_default_na": False, "na_values": [""]}
+    options = {"skipinitialspace": True, "index_col": False, "low_memory": False}
+    frame = pd.read_csv(io.StringIO(text, newline=""), sep=separator, **nothing, **options)
     return frame.rename(columns=str.strip), separator != ","

@@ -1,20 +1,12 @@
 """What runs on the same seeds allow one to say of a factor: different, equivalent, or not settled.
 
-The seed is the unit. A level of the factor (a setting, say) is compared with the reference on the seeds that both
-have, by the mean of the paired differences:
+The seed is the unit: a level of the factor (a setting, say) is compared with the reference on the seeds that both
+have, by the mean of the paired differences. It is different where `stats.tests.mean_p` says that the mean is not zero
+(for yes and no, McNemar's test), and equivalent where two one-sided tests keep it within a margin (Schuirmann 1987; for
+yes and no, an exact test against a share). A margin in standard deviations between seeds is uncertain itself, so it is
+taken at the sd's lower 97.5 % limit. The same weights to the last bit from every seed are no sample of anything, and
+are not tested. Several levels: Holm's correction (1979), of the differences and of the equivalences, each for itself.
 
-- different: the mean is not zero, by `stats.tests.mean_p`: sign flips (Fisher 1935), which are exact for symmetric
-  differences of any shape; where the tail is on the side of zero, a t corrected for skewness (Johnson 1978) must agree.
-  For yes and no McNemar's test, which is exact. The interval is every shift that these tests allow, so it holds zero
-  exactly when they show no difference.
-- equivalent: two one-sided t tests against a margin (Schuirmann 1987), with that correction; for yes and
-  no an exact test against a share. A margin in standard deviations between seeds is uncertain itself, so it is taken at
-  the sd's lower 97.5 % confidence limit.
-- The same weights to the last bit from every seed are no sample of anything, and are not tested.
-- Several levels: Holm's correction (1979), of the differences and of the equivalences, each for itself.
-
-No test of a mean holds its level whatever the distribution (Bahadur and Savage 1956): jumps so rare that no seed shows
-one can undo what all seeds say. Jumps that some seeds do show, against all others, are said with the decision.
 `benchmarks/verdict_calibration.md` has the measured error rates, and where they are missed.
 """
 
@@ -33,7 +25,7 @@ import gpulab.stats.tests as inference
 from gpulab.errors import UsageError
 from gpulab.report import Report
 from gpulab.report import table as html_table
-from gpulab.stats.decisions import COLUMNS, correct, intervals, is_identical, level_numbers, may_diverge_apart
+from gpulab.stats.decisions import COLUMNS, compare_levels, is_identical, may_diverge_apart
 from gpulab.stats.decisions import DECISIONS as DECISIONS
 from gpulab.stats.decisions import decide as decide
 from gpulab.stats.pairs import check_one_protocol as check_one_protocol
@@ -127,10 +119,9 @@ def verdict(
     """Say of each level of a factor whether it differs from the reference, is equivalent, or neither.
 
     Decisions: `different`, `equivalent`, `different but negligible` (both), `inconclusive`. The metric is compared
-    where both runs of a pair finished, and how often the levels diverge on all pairs. A difference there makes the
-    decision `different`; while more than a tenth of the seeds could diverge under one level only (95 % limit), it is
-    not `equivalent`. One pair or none is `inconclusive`. Differences that are all exactly zero are `equivalent`, and
-    where all weights have the same bits, no p value is given.
+    where both runs of a pair finished, and how often the levels diverge on all pairs: a difference there makes the
+    decision `different`, and while more than a tenth of the seeds could diverge under one level only (95 % limit), it
+    is not `equivalent`. One pair or none is `inconclusive`.
 
     Args:
         frame: a row per run, as from `gpulab.runs` or `gpulab.stats.tables.read_table`. Rows with `rerun` above 0 are
@@ -147,9 +138,8 @@ def verdict(
         reference: a level; by default "cpu", where there is none the first in the frame.
 
     Raises:
-        UsageError: for what is no frame, missing, ambiguous or non-numeric columns, a finished run without a finite
-            number, a margin or alpha out of range, an unknown reference, mixed protocols, and two first runs of one
-            seed and level.
+        UsageError: for what is no table of runs, a margin or alpha out of range, an unknown reference, mixed protocols,
+            a finished run without a finite number, and two first runs of one seed and level.
 
     Examples:
         >>> import pandas as pd
@@ -165,36 +155,13 @@ def verdict(
     if factor in COLUMNS:
         raise UsageError(f"factor {factor!r} is also a column of the verdict's own table; rename it")
     reference, runs, pairs, reruns, unfinished = pair(frame, metric, factor, block, reference)
-    yes_or_no = is_yes_or_no(runs, metric)
-    margin = planning.usual_margin(margin, metric, yes_or_no)
-    number, in_sd = planning.parse_margin(margin)
-    reference_losses = finished(runs, metric, factor, reference)
-    between_seeds = inference.sample_sd(reference_losses)
-    size = number * (inference.sd_lower_limit(reference_losses) or math.nan) if in_sd else number
-    levels = list(dict.fromkeys(level for level in runs[factor] if level != reference))
-    pairs_of = {level: pairs[pairs[factor] == level] for level in levels}
-    table = pd.DataFrame(
-        [{factor: level, **level_numbers(pairs_of[level], size, between_seeds, yes_or_no)} for level in levels],
-        columns=[factor, *COLUMNS],
-    )
-    count = runs[factor].value_counts()
-    table["left_out"] = [int(count[level] + count[reference] - 2 * len(pairs_of[level])) for level in levels]
-    different_alpha, equivalent_alpha = correct(table, alpha)
-    for row, level in enumerate(levels):
-        ends = intervals(pairs_of[level], different_alpha, equivalent_alpha, yes_or_no)
-        table.loc[row, ["low", "high", "equivalent_low", "equivalent_high"]] = ends
-    table["smallest_shown"] = planning.smallest_shown(
-        table.seeds, table.sd_of_differences, different_alpha, yes_or_no=yes_or_no
-    )
-    table["decision"] = [decide(row, alpha) for row in table.itertuples()]
-    for row in table.index[table.decision == "inconclusive"]:
-        level_pairs = pairs_of[levels[row]]
-        table.loc[row, "seeds_needed"] = planning.seeds_to_settle(
-            level_pairs, reference_losses, margin, alpha / len(levels), yes_or_no
-        )
+    margin = planning.usual_margin(margin, metric, is_yes_or_no(runs, metric))
+    losses = finished(runs, metric, factor, reference)
+    table = compare_levels(runs, pairs, factor, reference, losses, margin, alpha, is_yes_or_no(runs, metric))
+    between_seeds, damaged = inference.sample_sd(losses), frame.attrs.get("damaged", 0)
     return Verdict(
-        *(metric, factor, block, reference, margin, alpha, table, pairs, reruns, runs, unfinished, between_seeds),
-        damaged=frame.attrs.get("damaged", 0),
+        *(metric, factor, block, reference, margin, alpha, table, pairs, reruns, runs, unfinished),
+        *(between_seeds, damaged),
     )
 
 
@@ -202,33 +169,32 @@ def verdict(
 
 
 def _in_words(verdict: Verdict) -> str:
-    """A verdict in sentences: a line for each level, then what holds for all of them.
-
-    A function below says one sentence, or yields the clauses that are joined to one.
-    """
-    lines = [_sentence(verdict, row) for row in verdict.table.itertuples(index=False)]
+    """A verdict in sentences: a line for each level, then what holds for all of them."""
+    factor, block, reference = verdict.factor, verdict.block, verdict.reference
+    lines = [_sentences(verdict, row) for row in verdict.table.itertuples(index=False)]
     if not lines:
-        lines = [f"Only {verdict.reference} was run: there is nothing to compare it with."]
+        lines = [f"Only {reference} was run: there is nothing to compare it with."]
     if verdict.damaged:
         lines.insert(0, f"{_count(verdict.damaged, 'damaged run')} cannot be read, and may be missing from this.")
     if verdict.table.seeds.gt(1).any():
         lines.append(f"{'; '.join(_design(verdict))}.")
     lines.append(_spread(verdict))
     if len(verdict.table) and math.isnan(verdict.table.margin.iloc[0]):
-        why = f"the margin {verdict.margin!r} needs a spread between {verdict.block}s under {verdict.reference}"
+        why = f"the margin {verdict.margin!r} needs a spread between {block}s under {reference}"
         lines.append(f"Equivalence was not asked: {why}; give one in the metric's units, such as margin=0.01.")
     if len(verdict.reruns):
-        change = f"changed a {verdict.block} by up to {verdict.reruns.difference.abs().max():.2e}"
-        same = verdict.reruns.groupby(verdict.block).same_bits.all()
-        both = f"{same.sum()} of {_count(len(same), verdict.block)} gave the same bits twice"
-        lines.append(f"{verdict.reference} run again {change}; {both}.")
-    diverged = verdict.runs[verdict.runs.status == "diverged"].groupby(verdict.factor).size()
+        change = f"changed a {block} by up to {verdict.reruns.difference.abs().max():.2e}"
+        same = verdict.reruns.groupby(block).same_bits.all()
+        lines.append(
+            f"{reference} run again {change}; {same.sum()} of {_count(len(same), block)} gave the same bits twice."
+        )
+    diverged = verdict.runs[verdict.runs.status == "diverged"].groupby(factor).size()
     where = ", ".join(f"{level} {count}" for level, count in diverged.items())
     lines.append(f"Diverged runs: {diverged.sum()}{f' ({where})' if where else ''}.")
     if len(verdict.unfinished):
-        ends = verdict.unfinished.groupby([verdict.factor, "status"]).size()
+        ends = verdict.unfinished.groupby([factor, "status"]).size()
         where = ", ".join(f"{level} {count} {status}" for (level, status), count in ends.items())
-        why = f"if it was the {verdict.factor} that stopped them, what is left flatters it"
+        why = f"if it was the {factor} that stopped them, what is left flatters it"
         lines.append(f"Left out, because they did not finish: {ends.sum()} ({where}); {why}.")
     return "\n".join(lines)
 
@@ -245,11 +211,12 @@ def _spread(verdict: Verdict) -> str:
     return f"{text}."
 
 
-def _sentence(verdict: Verdict, row: Any) -> str:
+def _sentences(verdict: Verdict, row: Any) -> str:
     """One level's decision, and what follows from its numbers; `row` is the level's of the table."""
     block, n, alpha = verdict.block, row.seeds, verdict.alpha
-    together = f"{n} of {_count(n + row.left_out, block)}" if row.left_out else _count(n, block)
-    decided = f"{row[0]} against {verdict.reference}, {together}: {row.decision}"
+    decision = f"{row[0]} against {verdict.reference}, "
+    decision += f"{n} of {_count(n + row.left_out, block)}" if row.left_out else _count(n, block)
+    decision += f": {row.decision}"
     left_out = f" Left out: {_count(row.left_out, block)} that only one of the two has." if row.left_out else ""
     divergence = ""
     if row.diverged or row.reference_diverged:
@@ -259,19 +226,26 @@ def _sentence(verdict: Verdict, row: Any) -> str:
         why = f"one {block} is no evidence" if n else f"they have no {block} in common"
         if divergence:
             why = f"too few {block}s finished under both; d{divergence}"
-        return f"{decided}; {why}.{left_out}"
+        return f"{decision}; {why}.{left_out}"
     if is_identical(row):
-        return f"{decided}; the same kernels, the same bits in every weight, so there is nothing to test.{left_out}"
+        return f"{decision}; the same kernels, the same bits in every weight, so there is nothing to test.{left_out}"
+    within = f" within ±{row.margin:.2g}" if row.margin > 0 else ""
+    by_metric = row.decision == "different" and row.p_different_holm <= alpha
     if row.decision in ("equivalent", "different but negligible"):
-        decided += _within(row)
-    elif row.decision == "different" and row.p_different_holm > alpha:
-        decided += " in how often they diverge"
-    sentences = ["; ".join([decided, *_numbers(row, block, alpha)])]
+        decision += within
+    elif row.decision == "different" and not by_metric:
+        decision += " in how often they diverge"
+    sentences = ["; ".join([decision, *_numbers(row, block, alpha)])]
     yes_or_no = is_yes_or_no(verdict.runs, verdict.metric)
-    if row.decision == "different" and row.p_different_holm <= alpha and not yes_or_no:
-        sentences.append(_undoing_jumps(row, block))
+    if by_metric and not yes_or_no:
+        unseen = inference.clopper_pearson_upper(0, n)
+        jump = -row.difference * (1 - unseen) / unseen
+        sentences.append(
+            f"Only jumps that none of these {block}s made could undo this mean: of {jump:.2g} on average, in "
+            f"{unseen:.0%} of all {block}s (as many could have gone unseen, 95 % limit)"
+        )
     if row.decision == "inconclusive":
-        sentences.append("; ".join(_unsettled(row, block, alpha)))
+        sentences.append("; ".join(_unsettled(row, within, block, alpha)))
     if divergence:
         sentences.append(f"D{divergence}")
     if row.decision in ("equivalent", "inconclusive") and row.margin > 0:  # some may jump, and none that was seen
@@ -281,10 +255,6 @@ def _sentence(verdict: Verdict, row: Any) -> str:
         doubt = f"make sure that the {verdict.factor} reached what was trained"
         sentences.append(f"Not one {block} differs by a digit: {doubt}")
     return f"{'. '.join(sentences)}.{left_out}"
-
-
-def _within(row: Any) -> str:
-    return f" within ±{row.margin:.2g}" if row.margin > 0 else ""
 
 
 def _numbers(row: Any, block: str, alpha: float) -> Iterator[str]:
@@ -300,19 +270,9 @@ def _numbers(row: Any, block: str, alpha: float) -> Iterator[str]:
         yield f"equivalence{ends}, {_p(row.p_equivalent, row.p_equivalent_holm, alpha)}"
 
 
-def _undoing_jumps(row: Any, block: str) -> str:
-    """How large jumps that no seed happened to make would have to be to undo the mean."""
-    unseen = inference.clopper_pearson_upper(0, row.seeds)
-    size = -row.difference * (1 - unseen) / unseen
-    return (
-        f"Only jumps that none of these {block}s made could undo this mean: of {size:.2g} on average, in "
-        f"{unseen:.0%} of all {block}s (as many could have gone unseen, 95 % limit)"
-    )
-
-
-def _unsettled(row: Any, block: str, alpha: float) -> Iterator[str]:
+def _unsettled(row: Any, within: str, block: str, alpha: float) -> Iterator[str]:
     """Why nothing is shown, and how many seeds would settle it."""
-    yield f"Neither a difference nor equivalence{_within(row)} is shown"
+    yield f"Neither a difference nor equivalence{within} is shown"
     n, fewest = row.seeds, planning.fewest_pairs(1 - row.confidence)
     if n < fewest:
         corrected = "" if math.isclose(row.confidence, 1 - alpha) else " with so many tests"

@@ -26,6 +26,9 @@ def test_a_roofline_has_a_row_an_operation_with_the_columns_documented(small):
     assert small.operation.is_unique
     assert (small.seconds > 0).all()
     assert (small.spread >= 0).all()
+    pd.testing.assert_series_equal(small.intensity, small.flop / small.bytes, check_names=False)
+    pd.testing.assert_series_equal(small.gflops * 1e9 * small.seconds, small.flop, check_names=False)
+    pd.testing.assert_series_equal(small.gigabytes_per_second * 1e9 * small.seconds, small.bytes, check_names=False)
 
 
 def test_operations_and_bytes_are_counted(small):
@@ -75,12 +78,6 @@ def test_on_cuda_there_is_tf32():
     assert set(rates.index) == {"float32", "tf32", "bfloat16", "float16", "float64"}
     assert rates.tf32 > 1.5 * rates.float32 or torch.cuda.get_device_capability() < (8, 0)
     assert set(frame[frame.kind == "matrix"].precision) == {"float32"}
-
-
-def test_the_rates_follow_from_counts_and_seconds(small):
-    pd.testing.assert_series_equal(small.intensity, small.flop / small.bytes, check_names=False)
-    pd.testing.assert_series_equal(small.gflops * 1e9 * small.seconds, small.flop, check_names=False)
-    pd.testing.assert_series_equal(small.gigabytes_per_second * 1e9 * small.seconds, small.bytes, check_names=False)
 
 
 def test_too_few_repeats_are_refused():

@@ -122,23 +122,17 @@ def test_chips_round_as_their_libraries_do():
         assert kernel.grad == gradient
     above = torch.tensor([[1 + 3 * 2.0**-11]])
     for rounding, value in (("nearest", 1 + 2.0**-9), ("truncate", 1 + 2.0**-10), ("away", 1 + 2.0**-9)):
-        with gl.setting("cpu:tf32=on,emulate=hopper"), emulate("hopper", rounding=rounding):
+        with emulate(replace(CHIPS["hopper"], roundings=(rounding,) * 3)):
             assert above @ one == value
 
 
-def test_an_old_card_computes_float32_as_this_cpu_does():
-    for chip in ("pascal", "turing"):
-        with emulate(chip):
-            assert torch.equal(A @ B, PLAIN)
-
-
-def test_other_types_are_left_alone():
-    for dtype in (torch.float64, torch.int64, torch.bfloat16):
-        a, b = A.to(dtype), B.to(dtype)
-        plain = a @ b
-        for name in KNOWN:
-            with emulate(name):
-                assert torch.equal(a @ b, plain)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16], ids=str)
+def test_other_types_and_float32_on_old_cards_are_left_alone(dtype):
+    a, b = A.to(dtype), B.to(dtype)
+    plain = a @ b
+    for name in ("pascal", "turing") if dtype == torch.float32 else KNOWN:
+        with emulate(name):
+            assert torch.equal(a @ b, plain)
 
 
 def test_subnormal_numbers_are_zero_where_they_are_flushed():
@@ -151,21 +145,20 @@ def test_subnormal_numbers_are_zero_where_they_are_flushed():
 # --- whole layers ------------------------------------------------------------------------------------------
 
 LAYERS = {
-    "LSTM": (lambda: nn.LSTM(8, 8, num_layers=2), (5, 3, 8)),
-    "GRU": (lambda: nn.GRU(8, 8), (5, 3, 8)),
-    "RNN": (lambda: nn.RNN(8, 8), (5, 3, 8)),
-    "Transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), (5, 3, 8)),
-    "attention": (lambda: nn.MultiheadAttention(8, 2), (5, 3, 8)),
-    "bilinear": (lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)), (5, 3, 8)),
+    "LSTM": lambda: nn.LSTM(8, 8, num_layers=2),
+    "GRU": lambda: nn.GRU(8, 8),
+    "RNN": lambda: nn.RNN(8, 8),
+    "Transformer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
+    "attention": lambda: nn.MultiheadAttention(8, 2),
 }
 
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
 def test_fused_layers_are_reached_forward_and_backward(name, train):
-    make, shape = LAYERS[name]
+    make = LAYERS[name]
     torch.manual_seed(0)
-    layer, x = make().train(train), draw(*shape)
+    layer, x = make().train(train), draw(5, 3, 8)
 
     def gradient(precision=torch.float32):
         copy = make().train(train).to(precision)
@@ -298,7 +291,7 @@ def test_a_tensor_core_passes_on_what_is_not_finite():
         assert (torch.tensor([[math.nan, 1.0]]) @ torch.ones(2, 1)).isnan().all()
 
 
-@pytest.mark.parametrize("slices", [1, 2, 3, 7, 64, 9999])
+@pytest.mark.parametrize("slices", [1, 3, 64])
 def test_a_split_sum_is_the_sum_of_its_parts_in_turn(slices):
     a, b = draw(5, 40), draw(40, 6, seed=1)
     with emulate(order=f"split-{slices}"):
@@ -315,8 +308,7 @@ def test_a_split_sum_is_the_sum_of_its_parts_in_turn(slices):
 def test_matrices_without_numbers_have_sums_of_zero_in_every_order(order, shape):
     rows, terms, columns = shape
     with emulate("tf32", order=order):
-        made = torch.zeros(rows, terms) @ torch.zeros(terms, columns)
-    assert torch.equal(made, torch.zeros(rows, columns))
+        assert torch.equal(torch.zeros(rows, terms) @ torch.zeros(terms, columns), torch.zeros(rows, columns))
 
 
 GEOMETRIES = itertools.product((1, 2), (1, 2, 3), (0, 1, 2), (1, 2), (1, 2), (False, True))
@@ -393,10 +385,9 @@ def test_a_setting_emulates_and_composes_with_its_other_options():
     with gl.setting("cpu:threads=1,emulate=tf32,order=pairwise") as setting:
         assert (setting.emulated, torch.get_num_threads()) == (True, 1)
         result = A @ B
-    with emulate("tf32", order="pairwise"):
+    with emulate("tf32", order="pairwise") as arithmetic:
         assert torch.equal(A @ B, result)
-    assert torch.equal(A @ B, PLAIN)
-    assert not gl.Setting.parse("cpu:threads=1").emulated
+    assert arithmetic == replace(PRECISIONS["tf32"], order="pairwise")
 
 
 def test_the_guard_sees_through_an_emulation():
@@ -415,10 +406,9 @@ def test_the_guard_sees_through_an_emulation():
 
 
 def test_training_under_emulation_is_another_run_and_the_same_each_time():
-    plain, first, second = (
-        gl.train("prednet", setting=setting, seed=0, profile="smoke", frames=20, progress=False).final_loss
-        for setting in ("cpu", "cpu:tf32=on,emulate=hopper", "cpu:tf32=on,emulate=hopper")
-    )
+    settings = ("cpu", "cpu:tf32=on,emulate=hopper", "cpu:tf32=on,emulate=hopper")
+    options = {"seed": 0, "profile": "smoke", "frames": 20, "progress": False}
+    plain, first, second = (gl.train("prednet", setting=setting, **options).final_loss for setting in settings)
     assert first == second
     assert 0 < abs(first - plain) < 0.1 * plain, "eleven bits are enough for this network"
 
@@ -430,15 +420,11 @@ def test_training_under_emulation_is_another_run_and_the_same_each_time():
     ("call", "named"),
     [
         ({"name": "tf23"}, ["'tf23'", *FORMATS, *CHIPS]),
-        ({"name": ""}, ["''", "hopper"]),
         ({"name": "tf32", "order": "sideways"}, ["'sideways'", *ORDERS, "split-N"]),
         ({"name": "tf32", "order": ""}, ["''", *ORDERS]),
         ({"name": "tf32", "order": "split-0"}, ["'split-0'", "1 to 9999"]),
         ({"name": "tf32", "order": "split-4+sequential"}, ["'split-4+sequential'"]),
-        ({"name": "tf32", "order": "sequentialsplit-4"}, ["'sequentialsplit-4'"]),
-        ({"name": "tf32", "rounding": "up"}, ["'up'", "nearest, away, truncate"]),
         ({"name": "pascal", "order": "tensor-core"}, ["no tensor cores for pascal", "tf32, ampere or hopper"]),
-        ({"name": "float32", "order": "tensor-core"}, ["no tensor cores for float32"]),
     ],
     ids=str,
 )
@@ -452,14 +438,6 @@ def test_unknown_names_are_refused_naming_what_there_is(call, named):
 def test_a_setting_with_an_unknown_arithmetic_is_refused_when_applied(text):
     with pytest.raises(gl.UsageError, match=r"there are the formats|expected sequential"), gl.setting(text):
         pass
-
-
-def test_every_arithmetic_says_what_it_is():
-    assert str(PRECISIONS["tf32"]) == "tf32"
-    assert str(arithmetic_of("hopper", "split-4")) == "hopper, summed split-4"
-    assert str(arithmetic_of("hopper", "tensor-core+split-4")) == "hopper, summed tensor-core+split-4"
-    with emulate("ampere") as how:
-        assert how == CHIPS["ampere"]
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ FORMATS = {
     "float8_e4m3fn": (3, -6, 448.0),
     "float8_e5m2": (2, -14, 57344.0),
 }
-SHORT = [name for name in FORMATS if name != "float32"]
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0]
 # The largest numbers, what still rounds to them, and the first that does not.
 SPECIAL += [65504.0, 65519.99, 65520.0, -65520.0, 448.0, 463.9, 464.0, 464.1, -480.0, 57344.0, 61439.9, 61440.0]
@@ -82,44 +81,30 @@ def test_flushing_takes_subnormal_numbers_for_zero_and_no_others():
     assert np.count_nonzero(subnormal) > 100
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_rounding_twice_changes_nothing_more_and_the_argument_stays(name):
-    given = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    before = given.clone()
-    once = round_to(given, name)
-    assert torch.equal(round_to(once, name), once)
-    assert torch.equal(given, before)
-    assert not torch.equal(once, given)
-
-
 @pytest.mark.parametrize("name", FORMATS)
-def test_shape_and_strides_of_any_tensor(name):
+def test_shape_and_strides_of_any_tensor_and_the_argument_stays(name):
     given = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    before = given.clone()
     assert torch.equal(round_to(given.T, name), round_to(given, name).T)
     assert torch.equal(round_to(given[:, ::2], name), round_to(given, name)[:, ::2])
     assert round_to(given[0, 0], name).shape == ()
     assert round_to(given[:0], name).shape == (0, 6)
     assert round_to(given, name).dtype == torch.float32
+    assert torch.equal(given, before)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [("tf16", "nearest"), ("", "nearest"), ("float64", "nearest"), ("tf32", "up")]
-)
-def test_another_format_or_mode_is_refused_by_name(name, mode):
-    with pytest.raises(gl.UsageError, match=f"format '{name}', mode '{mode}'"):
-        round_to(torch.ones(3), name, mode)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int32], ids=str)
-def test_only_float32_numbers_are_rounded(dtype):
-    with pytest.raises(gl.UsageError, match=f"must be float32, and these are {str(dtype)[6:]}"):
-        round_to(torch.ones(3, dtype=dtype), "tf32")
+def test_other_formats_modes_and_types_are_refused():
+    for name, mode in (("tf16", "nearest"), ("tf32", "up")):
+        with pytest.raises(gl.UsageError, match=f"format '{name}', mode '{mode}'"):
+            round_to(torch.ones(3), name, mode)
+    with pytest.raises(gl.UsageError, match="must be float32, and these are float64"):
+        round_to(torch.ones(3, dtype=torch.float64), "tf32")
 
 
 # --- distances --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_a_distance_counts_the_numbers_between(dtype):
     at = torch.tensor([1.0, -3.5, 1e-3, 0.0, torch.finfo(dtype).max / 2], dtype=dtype)
     up = at
@@ -129,30 +114,17 @@ def test_a_distance_counts_the_numbers_between(dtype):
         assert gl.numerics.ulp_distance(up, at).tolist() == [steps] * 5
 
 
-def test_a_distance_across_zero_is_the_sum_of_those_to_it():
-    smallest = torch.tensor(2.0**-149)
-    assert gl.numerics.ulp_distance(-smallest, smallest) == 2
-    assert gl.numerics.ulp_distance(torch.tensor(0.0), torch.tensor(-0.0)) == 0
-    assert gl.numerics.ulp_distance(-smallest, torch.tensor(0.0)) == 1
-
-
 def test_special_values_and_shapes_of_distances():
-    nan, inf, largest = torch.tensor(torch.nan), torch.tensor(torch.inf), torch.iinfo(torch.int64).max
-    assert gl.numerics.ulp_distance(nan, nan) == 0
-    assert gl.numerics.ulp_distance(nan, torch.tensor(1.0)) == gl.numerics.ulp_distance(inf, nan) == largest
-    assert gl.numerics.ulp_distance(inf, torch.tensor(3.4028234663852886e38)) == 1
-    far = torch.tensor([1e308, -1e308], dtype=torch.float64)
-    assert gl.numerics.ulp_distance(far, -far).tolist() == [largest, largest], "further apart than int64 counts"
+    smallest, nan, inf = torch.tensor(2.0**-149), torch.tensor(torch.nan), torch.tensor(torch.inf)
+    most = torch.iinfo(torch.int64).max
+    distances = [(-smallest, smallest, 2), (0 * smallest, -0 * smallest, 0), (-smallest, 0 * smallest, 1)]
+    distances += [(nan, nan, 0), (nan, smallest, most), (inf, nan, most), (inf, torch.tensor(3.4028234663852886e38), 1)]
+    for a, b, distance in distances:
+        assert gl.numerics.ulp_distance(a, b) == distance
     assert gl.numerics.ulp_distance(torch.ones(3, 1), torch.ones(4)).shape == (3, 4)
-    a, b = torch.randn(2, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    between = [
-        abs(int(x) - int(y)) if (x < 0) == (y < 0) else None
-        for x, y in zip(a.view(torch.int64), b.view(torch.int64), strict=True)
-    ]
-    assert all(d is None or d == int(m) for d, m in zip(between, gl.numerics.ulp_distance(a, b), strict=True))
 
 
-@pytest.mark.parametrize(("one", "other"), [("float32", "float64"), ("int32", "int32"), ("float8_e5m2", "float8_e5m2")])
+@pytest.mark.parametrize(("one", "other"), [("float32", "float16"), ("int32", "int32"), ("float64", "float64")])
 def test_distances_between_other_types_are_refused(one, other):
     with pytest.raises(gl.UsageError, match=f"these are {one} and {other}"):
         gl.numerics.ulp_distance(torch.zeros(2).to(getattr(torch, one)), torch.zeros(2).to(getattr(torch, other)))
@@ -189,16 +161,12 @@ def test_infinities_and_nan_do_not_hide_a_rounding():
 SHORT_BY_NATURE = {
     "an image": lambda k: k / 255,
     "whole numbers": lambda k: k,
-    "whole numbers below nothing": lambda k: k - 128,
-    "squares": lambda k: k**2,
     "eighths": lambda k: k / 8,
     "tenths": lambda k: k / 10,
     "a one-hot vector": lambda k: torch.eye(len(k))[0],
     "a constant": lambda k: torch.full_like(k, 0.3),
-    "a short constant": lambda k: torch.full_like(k, 0.375),
     "powers of two": lambda k: 2.0 ** (k % 40 - 20),
     "a mask of dropout": lambda k: (k % 2) / 0.9,
-    "a mask of half of it": lambda k: (k % 2) / 0.5,
     "zeros": lambda k: 0 * k,
     "steps from 0 to 1": lambda k: torch.linspace(0, 1, len(k)),
     "nothing": lambda k: k[:0],

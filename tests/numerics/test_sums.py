@@ -49,7 +49,7 @@ def test_a_relative_difference_reaches_its_bit(power):
 
 def test_each_order_is_the_order_that_it_says():
     x = random(1000)
-    table = gl.numerics.summation(x, ("sequential", "pairwise", "split-4")).set_index("order")
+    table = gl.numerics.summation(x).set_index("order")
     assert table.loc["sequential", "sum"] == np.add.accumulate(x.numpy())[-1]
     assert table.loc["backwards", "sum"] == np.add.accumulate(x.numpy()[::-1])[-1]
     assert table.loc["exact", "sum"] == np.float32(float(sum(Fraction(value) for value in x.tolist())))

@@ -7,25 +7,27 @@ from statsmodels.stats.power import TTestPower
 
 import gpulab as gl
 from gpulab.stats import tests as inference
-from gpulab.stats.power import smallest_shown
+from gpulab.stats.power import SEEDS, margins_by_seeds, seeds_of_t_tests, smallest_shown
+
+
+def needed(sd, margin, alpha=0.05, power=0.8):
+    return seeds_of_t_tests(sd, margins_by_seeds(margin, np.zeros(2)), alpha, power)
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
 def test_the_seeds_needed_reach_the_power_in_simulation(ratio):
-    needed = gl.stats.seeds_needed(sd=ratio, margin=1.0, power=0.8).iloc[0]
     generator = np.random.default_rng(10)
 
     def rate(test, n, shift):
         return np.mean([test(shift + ratio * generator.standard_normal(n)) <= 0.05 for _ in range(400)])
 
-    n, m = int(needed.to_detect), int(needed.to_exclude)
+    n, m = map(int, needed(ratio, 1.0))
     assert 0.73 < rate(inference.mean_p, n, 1.0) < 0.98
     assert 0.73 < rate(lambda differences: inference.equivalence_p(differences, 1.0), m, 0.0) < 0.93
-    assert needed.seeds == max(n, m)
 
 
 def test_the_seeds_needed_are_those_of_the_t_test_and_one():
-    (n,) = gl.stats.seeds_needed(sd=2.0, margin=1.0, power=0.9).to_detect
+    n, _ = needed(2.0, 1.0, power=0.9)
     assert n == math.ceil(TTestPower().solve_power(0.5, power=0.9, alpha=0.05)) + 1
 
 
@@ -39,13 +41,20 @@ def test_the_smallest_difference_that_is_shown_is_shown_four_times_in_five(n, al
         return
     rate = np.mean([inference.mean_p(smallest + 2 * generator.standard_normal(n)) <= alpha for _ in range(1000)])
     assert 0.76 < rate < 0.86
-    assert gl.stats.seeds_needed(sd=2.0, margin=1.0001 * smallest, alpha=alpha, power=0.8).to_detect[0] == n
+    assert needed(2.0, 1.0001 * smallest, alpha)[0] == n
 
 
 def test_the_smallest_share_that_is_shown_is_shown_four_times_in_five():
     share = float(smallest_shown(27, math.nan, 0.05, yes_or_no=True))
     switched = np.random.default_rng(20).random((1000, 27)) < share
     assert 0.76 < np.mean([inference.sign_flip_p(some) <= 0.05 for some in switched]) < 0.84
+
+
+def test_a_margin_in_sd_is_that_of_a_verdict_from_as_many_seeds():
+    losses = np.random.default_rng(21).standard_normal(12)
+    margins = margins_by_seeds("0.5sd", losses)
+    assert margins[SEEDS == 12] == pytest.approx(0.5 * inference.sd_lower_limit(losses))
+    assert (np.diff(margins) > 0).all()
 
 
 def test_the_seeds_needed_from_a_frame():
@@ -57,29 +66,16 @@ def test_the_seeds_needed_from_a_frame():
         pd.DataFrame({"setting": setting, "seed": range(10), "final_loss": values})
         for setting, values in losses.items()
     )
-    needed = gl.stats.seeds_needed(runs)
-    assert needed.setting.tolist() == ["a", "a", "b", "b"]
-    assert needed.power.tolist() == [0.8, 0.9, 0.8, 0.9]
-    assert needed.to_detect.tolist()[:2] == [6, 6], "fewer than six cannot show anything"
-    assert needed.seeds[2] < needed.seeds[3]
-    assert gl.stats.seeds_needed(runs, margin="0.5sd").seeds[2] < needed.seeds[2]
+    table = gl.stats.seeds_needed(runs)
+    assert table.setting.tolist() == ["a", "a", "b", "b"]
+    assert table.power.tolist() == [0.8, 0.9, 0.8, 0.9]
+    assert table.to_detect.tolist()[:2] == [6, 6], "fewer than six cannot show anything"
+    assert (table.seeds == table[["to_detect", "to_exclude"]].max(axis=1)).all()
+    assert table.seeds[2] < table.seeds[3]
+    assert gl.stats.seeds_needed(runs, margin="0.5sd").seeds[2] < table.seeds[2]
+    assert gl.stats.seeds_needed(runs, margin=0.1).to_detect[2] == needed(table.sd[2], 0.1)[0]
     assert gl.stats.seeds_needed(runs[runs.setting == "cpu"]).empty
-    with pytest.raises(gl.UsageError, match="not both"):
-        gl.stats.seeds_needed(runs, sd=1.0)
-    with pytest.raises(gl.UsageError, match=r"'0.25sd' needs the standard deviation between seeds"):
+    with pytest.raises(gl.UsageError, match=r"power 1.0: expected numbers between alpha \(0.05\) and 1"):
+        gl.stats.seeds_needed(runs, power=1.0)
+    with pytest.raises(gl.UsageError, match=r"'0.25sd' needs a standard deviation between seeds"):
         gl.stats.seeds_needed(runs[runs.seed == 0])
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, "sd None: give the standard deviation"),
-        ({"sd": -1.0, "margin": 1.0}, "sd -1.0: give"),
-        ({"sd": 1.0}, "needs the standard deviation between seeds"),
-        ({"sd": 1.0, "margin": 1.0, "power": 1.0}, r"power 1.0: expected numbers between alpha \(0.05\) and 1"),
-        ({"sd": 1.0, "margin": 1.0, "alpha": 1.0}, "alpha 1.0"),
-    ],
-)
-def test_seeds_needed_refuses_what_it_cannot_use(options, words):
-    with pytest.raises(gl.UsageError, match=words):
-        gl.stats.seeds_needed(**options)

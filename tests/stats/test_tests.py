@@ -27,7 +27,6 @@ def test_sign_flips_agree_with_scipy(n):
         ([0.0] * 5, 1),
         ([0.0, 1.0, 2.0, 4.0, 0.0], 2 / 8),  # a difference of nothing has no sign
         ([0.1, 0.2, -0.3], 1),  # sums to 5.6e-17, not to 0
-        ([0.3, 0.1, 0.2], 2 / 8),
         ([1] * 15 + [-1] * 5 + [0] * 100, stats.binomtest(5, 20).pvalue),  # of one size: McNemar's test
         (np.arange(1.0, 61), 1e-4),  # (1 + 0) / (1 + 9999): what is drawn never gives zero
     ],
@@ -50,15 +49,12 @@ def test_equivalence_is_two_one_sided_t_tests_where_nothing_is_skewed(margin):
     assert inference.equivalence_p(-differences, margin) == pytest.approx(theirs)
 
 
-def test_equivalence_without_any_spread():
+def test_equivalence_without_any_spread_or_difference():
     assert inference.equivalence_p([0.0] * 4, 0.1) == 0
     assert inference.equivalence_p([0.5] * 4, 0.6) == 0
     assert inference.equivalence_p([0.5] * 4, 0.4) == 1
-
-
-@pytest.mark.parametrize("test", [inference.equivalence_p, inference.discordance_p])
-def test_no_difference_is_no_test(test):
-    assert math.isnan(test([], 0.1))
+    assert math.isnan(inference.equivalence_p([], 0.1))
+    assert math.isnan(inference.discordance_p([], 0.1))
 
 
 @pytest.mark.parametrize("n", [6, 10, 16])
@@ -178,13 +174,6 @@ def test_jumps_that_no_seed_made_mislead_as_often_as_none_is_made():
     assert alarms == pytest.approx((1 - share) ** 10, abs=0.05), "as Bahadur and Savage say"
 
 
-def test_very_many_differences_are_tested_by_students_t():
-    values = np.random.default_rng(15).standard_normal(20_000) + 0.02
-    assert inference.sign_flip_p(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
-    theirs = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert inference.sign_flip_interval(values, 0.05) == pytest.approx(tuple(theirs))
-
-
 @pytest.mark.parametrize("n", [0, 1, 5])
 def test_the_interval_of_few_values_is_unknown(n):
     assert np.isnan(inference.sign_flip_interval([1.0] * n)).all()
@@ -210,10 +199,6 @@ def test_the_limit_of_the_sd_is_rarely_above_it(draw, sd):
     limits = np.array([inference.sd_lower_limit(draw(generator)) for _ in range(300)])
     assert (limits > sd).mean() < 0.04
     assert np.median(limits) > 0.4 * sd, "yet it is of use"
-
-
-def test_the_limit_of_the_sd_nears_the_sd():
-    assert 0.97 < inference.sd_lower_limit(np.random.default_rng(7).standard_normal(20_000)) < 1
 
 
 def test_the_upper_limit_of_a_share_is_clopper_and_pearsons():

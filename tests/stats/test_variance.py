@@ -25,43 +25,45 @@ def simulated(seed, seeds=6, settings=5, reruns=2):
     )
 
 
+def components_of(runs):
+    return gl.stats.variance_components(runs).table.set_index("source").variance
+
+
 def test_the_components_of_variance_are_those_that_were_put_in():
     """Also where only some cells were run again."""
     whole, partly = [], []
     for seed in range(12):
         runs = simulated(seed, 60, 60)
-        whole.append(gl.stats.variance_components(runs).table.set_index("source").variance)
-        partly.append(gl.stats.variance_components(runs[(runs.rerun == 0) | (runs.setting < "s2")])["rerun"])
+        whole.append(components_of(runs))
+        partly.append(components_of(runs[(runs.rerun == 0) | (runs.setting < "s2")])["rerun"])
     assert pd.DataFrame(whole).mean().to_dict() == pytest.approx(TRUTH, rel=0.2)
     assert np.mean(partly) == pytest.approx(TRUTH["rerun"], rel=0.2)
 
 
 def test_the_components_agree_with_analysis_of_variance():
     runs = simulated(12)
-    components = gl.stats.variance_components(runs)
+    found = gl.stats.variance_components(runs)
+    components = components_of(runs)
     table = anova_lm(ols("final_loss ~ C(seed) * C(setting)", runs).fit())
     square = table.sum_sq / table.df
     assert components["rerun"] == pytest.approx(square["Residual"])
     assert components["seed × setting"] == pytest.approx((square["C(seed):C(setting)"] - square["Residual"]) / 2)
     assert components["seed"] == pytest.approx((square["C(seed)"] - square["C(seed):C(setting)"]) / (2 * 5))
     assert components["setting"] == pytest.approx((square["C(setting)"] - square["C(seed):C(setting)"]) / (2 * 6))
-    assert components.table.share.sum() == pytest.approx(1)
-    assert "Reruns: 30 in 30 of 30 cells." in components.html()
+    assert found.table.share.sum() == pytest.approx(1)
+    assert "Reruns: 30 in 30 of 30 cells." in str(found)
 
 
 def test_without_reruns_two_sources_cannot_be_told_apart():
     components = gl.stats.variance_components(simulated(14, reruns=1))
     assert components.table.source.tolist() == ["seed", "setting", "seed × setting, rerun"]
     assert "cannot be told apart" in str(components)
-    with pytest.raises(gl.UsageError, match="'rerun'"):
-        components["rerun"]
 
 
 def test_seeds_that_did_not_finish_everywhere_are_left_out_of_the_components_and_said():
     runs = simulated(15)
     runs.loc[(runs.seed == 2) & (runs.setting == "s1"), "final_loss"] = math.nan
-    components = gl.stats.variance_components(runs)
-    assert "1 seed(s) did not finish under every setting" in str(components)
-    assert components["seed"] == gl.stats.variance_components(runs[runs.seed != 2])["seed"]
+    assert "1 seed(s) did not finish under every setting" in str(gl.stats.variance_components(runs))
+    assert components_of(runs)["seed"] == components_of(runs[runs.seed != 2])["seed"]
     with pytest.raises(gl.UsageError, match=r"1 seed\(s\) finished under all of 5"):
         gl.stats.variance_components(runs[runs.seed == 0])

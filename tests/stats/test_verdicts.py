@@ -93,12 +93,6 @@ def test_decisions(by, margin, decision):
     assert f"cuda against cpu, 10 seeds: {decision}" in str(verdict)
 
 
-def test_no_difference_is_equivalent_with_p_one():
-    same = row(gl.verdict(levels(cpu=BASE, cuda=BASE), margin=0.07))
-    assert (same["difference"], same["low"], same["high"], same["p_different"], same["p_equivalent"]) == (0, 0, 0, 1, 0)
-    assert same["margin"] == 0.07
-
-
 def test_holms_correction_by_hand():
     slight = [0.02, 0.03, -0.01, 0.04, 0.05, 0.01, 0.02, -0.02, 0.03, 0.015]
     runs = levels(cpu=BASE, a=shifted(shifted(0.1, TINY)), b=shifted(slight), c=shifted(TINY))
@@ -160,7 +154,7 @@ def test_any_factor_and_block_can_be_compared():
     assert gl.verdict(numbered, factor="loader", block="film").decisions == {32: "different"}
 
 
-@pytest.mark.parametrize("kind", ["bool", "boolean", "object", "int64", "float32"])
+@pytest.mark.parametrize("kind", ["bool", "boolean", "float32"])
 def test_a_metric_of_yes_and_no_is_mcnemars_test(kind):
     learned = [True] * 12 + [False] * 8
     other = [True] * 4 + [False] * 16  # 8 seeds no longer learn, none learns that did not
@@ -354,15 +348,11 @@ def test_a_rare_divergence_costs_the_other_test_nothing():
     assert six["p_different_holm"] == 2 * six["p_different"], "two tests that could give an alarm"
 
 
-def test_every_run_of_a_level_may_diverge():
+def test_every_run_of_a_level_may_diverge_and_then_has_no_metric_even_where_there_is_a_number():
     verdict = gl.verdict(levels(cpu=BASE, cuda=[math.nan] * 10))
-    assert verdict.decision == "different"
-    assert row(verdict)["seeds"] == 0
-    assert gl.verdict(levels(cpu=[math.nan] * 3, cuda=BASE[:3])).decision == "inconclusive"
+    assert (verdict.decision, row(verdict)["seeds"]) == ("different", 0)
     assert verdict.plot().png()
-
-
-def test_a_diverged_run_has_no_metric_even_where_there_is_a_number():
+    assert gl.verdict(levels(cpu=[math.nan] * 3, cuda=BASE[:3])).decision == "inconclusive"
     runs = levels(cpu=BASE, cuda=[*BASE[:9], math.nan]).fillna({"final_loss": 1e9})
     assert row(gl.verdict(runs))["largest_difference"] == 0
 
@@ -381,18 +371,14 @@ def test_one_seed_is_no_evidence():
     assert verdict.plot().png()
 
 
-def test_settings_without_a_seed_in_common_are_not_compared():
+def test_settings_without_a_seed_in_common_and_one_alone_are_not_compared():
     verdict = gl.verdict(frame(("cpu", 0, 0.1, "a"), ("cpu", 1, 0.3, "b"), ("cuda", 2, 0.2, "c")))
     assert (row(verdict)["seeds"], row(verdict)["left_out"]) == (0, 3)
     assert "no seed in common" in str(verdict)
-
-
-def test_one_setting_alone_is_compared_with_nothing():
-    verdict = gl.verdict(THREE[THREE.setting == "cpu"])
-    assert verdict.table.empty
-    assert (verdict.largest, verdict.decision) == (0, "inconclusive")
-    assert "nothing to compare" in str(verdict)
-    assert "nothing to compare" in verdict.html()
+    alone = gl.verdict(THREE[THREE.setting == "cpu"])
+    assert (len(alone.table), alone.largest, alone.decision) == (0, 0, "inconclusive")
+    assert "nothing to compare" in str(alone)
+    assert "nothing to compare" in alone.html()
 
 
 def test_two_runs_of_one_seed_and_setting_are_not_compared():
@@ -408,13 +394,10 @@ def test_two_runs_of_one_seed_and_setting_are_not_compared():
         ({"reference": "mps"}, r"'mps'.*cpu:threads=1.*cuda"),
         *(
             ({"margin": margin}, r"expected a number above 0, or such as '0\.25sd'")
-            for margin in [0, -0.1, math.nan, math.inf, True, "sd", "-1sd", "0sd", "0.25", "1e", [0.1]]
+            for margin in [0, math.nan, math.inf, True, "-1sd", "0.25"]
         ),
-        *(({"alpha": alpha}, "alpha") for alpha in [0, 0.5, 1, -0.1, 2, math.nan, "5%"]),
-        *(
-            ({option: "beauty"}, "no column 'beauty'; there are setting, seed")
-            for option in ("metric", "factor", "block")
-        ),
+        *(({"alpha": alpha}, "alpha") for alpha in [0, 0.5, math.nan, "5%"]),
+        ({"metric": "beauty"}, "no column 'beauty'; there are setting, seed"),
         ({"metric": "machine"}, "'machine' is of type"),
         ({"metric": "weights"}, "'weights' has a meaning of its own"),
     ],
@@ -425,20 +408,18 @@ def test_what_is_malformed_or_missing_is_refused(options, words):
         gl.verdict(THREE, **options)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_finished_run_without_a_number_is_not_passed_over(value):
+def test_a_finished_run_without_a_number_is_not_passed_over():
     runs = levels(cpu=BASE, cuda=BASE)
-    runs.loc[12, "final_loss"] = value
+    runs.loc[12, "final_loss"] = math.inf
     with pytest.raises(gl.UsageError, match=r"1 finished run\(s\) have no finite final_loss: index \[12\]"):
         gl.verdict(runs)
-
-
-def test_a_metric_that_no_run_has_is_asked_for_by_its_name():
     with pytest.raises(gl.UsageError, match=r"nor has any other; if yours is called otherwise, say metric='its name'"):
-        gl.verdict(levels(cpu=BASE, cuda=BASE).assign(final_loss=math.nan, loss=1.0))
+        gl.verdict(runs.assign(final_loss=math.nan, loss=1.0))
 
 
 def test_losses_without_any_difference_are_no_quiet_equivalence():
+    same = row(gl.verdict(levels(cpu=BASE, cuda=BASE), margin=0.07))
+    assert (same["difference"], same["low"], same["high"], same["p_different"], same["p_equivalent"]) == (0, 0, 0, 1, 0)
     doubt = "Not one seed differs by a digit: make sure that the setting reached what was trained"
     assert doubt in str(gl.verdict(levels(cpu=BASE, cuda=BASE)))
     assert doubt not in str(gl.verdict(levels(cpu=BASE, cuda=[*BASE[:-1], BASE[-1] + 1e-9])))
@@ -446,16 +427,6 @@ def test_losses_without_any_difference_are_no_quiet_equivalence():
 
 
 # --- the figure --------------------------------------------------------------------------------------
-
-
-def test_recorded_runs_can_be_compared():
-    runs = gl.recorded_runs()
-    runs = runs[(runs.experiment == "autoencoder") & (runs.profile == "paper") & (runs.loader == "window")]
-    verdict = gl.verdict(runs, reference="cuda:tf32=off")
-    assert set(verdict.table.setting) >= {"cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on"}
-    assert (verdict.table.seeds >= 10).all()
-    assert 0 < verdict.between_seeds < 1
-    assert "recorded on" in "".join(text.get_text() for text in verdict.plot().figure.legends[0].get_texts())
 
 
 def test_the_figure_shows_every_seed_and_every_difference():
