@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpulab import files, records
 from gpulab.errors import DataError
-from gpulab.training import claims, folders
+from gpulab.training import folders
 from gpulab.training.remote import folder_of
 from gpulab.training.store import default_store, entries
 
@@ -66,7 +66,7 @@ def check(store: str | Path | None = None, mend: bool = True, progress: bool = T
         troubles = list(_of_entry(Path(path)))
         whole += not troubles
         found += troubles
-    found += [*_of_writing(folder), *_of_claims(folder), *_of_unfinished(folder)]
+    found += [*_of_writing(folder), *_of_unfinished(folder)]
     rows = [(str(path), problem, remedy, _size(path) / 1e6) for path, problem, remedy in found]
     if mend:
         for path, _, remedy in found:
@@ -104,13 +104,6 @@ def _of_writing(folder: Path) -> Iterator[Trouble]:
         unfinished = files.SCRATCH.fullmatch(path.name)
         if path in gone or (unfinished and time.time() - path.lstat().st_mtime > OLD):
             yield Trouble(path, "left half-written by a process that is gone", REMOVED)
-
-
-def _of_claims(folder: Path) -> Iterator[Trouble]:
-    """Claims that processes which are gone have left."""
-    for path in (folder / claims.FOLDER).glob("*"):
-        if claims.holder_is_gone(path.read_bytes()) or time.time() - path.lstat().st_mtime > OLD:
-            yield Trouble(path, "a claim of a process that is gone", REMOVED)
 
 
 def _of_unfinished(folder: Path) -> Iterator[Trouble]:

@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from filelock import SoftFileLease, Timeout
 
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import Setting
 from gpulab.training import folders
 from gpulab.training import store as stores
-from gpulab.training.claims import Claims, InFolder
 from gpulab.training.folders import Identity
 from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.protocol import Specification, protocol
-from gpulab.training.remote import InBucket, remote
+from gpulab.training.remote import remote
 from gpulab.training.workers import INSIDE, Workers
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from gpulab.passports import Passport
+    from gpulab.training.cluster import RayCluster
 
 WAIT = 1.0  # seconds between looks at what others are doing
-
-
-class Engine(Protocol):
-    """What trains: `count` jobs at the same time, each on one of the machines whose passports are given."""
-
-    count: int
-
-    def passports(self, setting: str) -> list[Passport]:
-        """The machines on which a run under a setting may be done."""
-
-    def room(self, job: dict[str, Any]) -> AbstractContextManager[Any]:
-        """In which there is room for a job."""
-
-    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
-        """Do a job and return the run's id; `tell` hears (frames done, loss)."""
-
-    def stop(self) -> None:
-        """Save what is being done, and do no more."""
-
-    def close(self) -> None:
-        """Wait until all has ended."""
+CLAIMS = ".claims"  # the folder in a store in which a lock says that a run is being trained
+LEASE = 120.0  # seconds after which a lock that nobody refreshes is taken: network file systems may be 60 behind
 
 
 @dataclass
@@ -184,7 +166,7 @@ class Experiment:
         frame = stores.runs(self.folder)
         return frame[frame.id.isin(finished)].reset_index(drop=True)
 
-    def _train(self, jobs: list[dict[str, Any]], workers: Engine, progress: bool) -> list[str]:
+    def _train(self, jobs: list[dict[str, Any]], workers: Workers | RayCluster, progress: bool) -> list[str]:
         """The ids of these runs, those of which an engine has done that were missing."""
         from gpulab.progress import Progress
         from gpulab.training.plan import ANYWHERE, planned_on
@@ -209,11 +191,20 @@ class Experiment:
                 bar.update(done - frames_done[number])
                 frames_done[number] = done
 
+        claims = (self.remote.work if self.remote else self.folder) / CLAIMS
+        locks = [
+            # It knows a dead holder of this machine at once, and one of another by a mark that is not refreshed.
+            SoftFileLease(claims / f"{anywhere.id}.lock", lease_duration=LEASE, blocking=False, thread_local=False)
+            for anywhere, *_ in names
+        ]
+
         def work(number: int) -> bool:
             """Whether a run is settled: done, or failed; not while another does it."""
             job, (anywhere, *here) = jobs[number], names[number]
-            with workers.room(job):
-                if not claims.take(anywhere.id):
+            with workers.room(job), contextlib.ExitStack() as claimed:
+                try:
+                    claimed.enter_context(locks[number])
+                except Timeout:
                     return False
                 try:
                     # Another may have done it since.
@@ -222,14 +213,14 @@ class Experiment:
                     )
                 except GpulabError as error:
                     failures.setdefault(str(error), []).append(f"{job['setting']} seed {job['seed']}")
-                finally:
-                    claims.release(anywhere.id)
             tell(number, frames)
             return True
 
         missing = [number for number, done in enumerate(found) if not done]
-        place = InBucket(self.remote) if self.remote else InFolder(self.folder)
-        with bar, Claims(place) as claims, ThreadPoolExecutor(workers.count) as pool:
+        if missing:
+            with files.writing(claims):
+                claims.mkdir(parents=True, exist_ok=True)
+        with bar, ThreadPoolExecutor(workers.count) as pool:
             try:
                 while missing:
                     settled = [*pool.map(work, missing)]

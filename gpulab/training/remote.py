@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import tempfile
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 from gpulab import files, records
 from gpulab.errors import GpulabError, UsageError, check_name
 from gpulab.training import folders
-from gpulab.training.claims import FOLDER, holder_is_gone, holder_of
 
 URL = re.compile(r"(s3|gs|az):[/\\]+([^/\\].*)")  # a path has lost one of its slashes
 AT_ONCE = 16  # downloads
@@ -137,42 +135,3 @@ class Remote:
             records.pack_runs(file, [(record, folders.read_history(folder, record))])
             with self.reaching(), contextlib.suppress(self.api.exceptions.AlreadyExistsError):
                 self.api.put(self.store, file.name, file.read_bytes(), mode="create", use_multipart=False)
-
-
-class InBucket:
-    """Claims as objects; see `gpulab.training.claims.Place`."""
-
-    def __init__(self, remote: Remote) -> None:
-        self.remote, self.api, self.store = remote, remote.api, remote.store
-
-    def found(self, name: str) -> dict[int, object]:
-        """As `Place` says."""
-        with self.remote.reaching():
-            # A listing takes whole folders as its prefix.
-            listed = [each for batch in self.api.list(self.store, f"{FOLDER}/{name}") for each in batch]
-        return {int(each["path"].rpartition("/")[2]): (each["e_tag"], each["last_modified"]) for each in listed}
-
-    def make(self, name: str, number: int) -> bool:
-        """As `Place` says."""
-        with self.remote.reaching(), contextlib.suppress(self.api.exceptions.AlreadyExistsError):
-            self.api.put(self.store, f"{FOLDER}/{name}/{number}", holder_of(), mode="create")
-            return True
-        return False
-
-    def touch(self, name: str, number: int) -> None:
-        """As `Place` says."""
-        with self.remote.reaching():
-            self.api.put(
-                self.store, f"{FOLDER}/{name}/{number}", holder_of() + b" " + uuid.uuid4().bytes.hex().encode()
-            )
-
-    def remove(self, name: str, number: int) -> None:
-        """As `Place` says."""
-        with self.remote.reaching(), contextlib.suppress(FileNotFoundError):
-            self.api.delete(self.store, f"{FOLDER}/{name}/{number}")
-
-    def is_dead(self, name: str, number: int) -> bool:
-        """As `Place` says."""
-        with self.remote.reaching(), contextlib.suppress(FileNotFoundError):
-            return holder_is_gone(self.api.get(self.store, f"{FOLDER}/{name}/{number}").bytes().to_bytes())
-        return False

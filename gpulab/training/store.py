@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpulab import records
 from gpulab.errors import DataError
-from gpulab.training import folders, index
+from gpulab.training import folders
 from gpulab.training.protocol import FACTORS, factors_of_record
 from gpulab.training.remote import remote
 
@@ -155,14 +155,11 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
 
     from gpulab.progress import Progress
 
-    stamps = {entry: index.stamp(entry) for entry in entries(store)}
-    known = index.read(store, COLUMNS, stamps)
-    unread = stamps if known is None else stamps.keys() - known["path"].unique()
     rows: list[dict[str, Any]] = []
     damaged: list[str] = []
-    for entry in Progress(sorted(unread), unit="run", leave=False, delay=2):
+    for entry in Progress(entries(store), unit="run", leave=False, delay=2):
         try:
-            rows += _rows(entry, recorded)
+            rows += [_row(record, entry, recorded) for record in _records(entry)]
         except DataError as error:
             if not os.path.isdir(entry) or folders.is_run(entry):  # other folders are nobody's business
                 damaged.append(str(error))
@@ -170,18 +167,10 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
         said = "; ".join(damaged[:MOST_NAMED]) + ("; …" if len(damaged) > MOST_NAMED else "")
         warnings.warn(f"{len(damaged)} damaged run(s) skipped (gpulab check mends a store): {said}", stacklevel=3)
     numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second", "speed", "flip"), float)
-    if rows or known is None:
-        more = dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)
-        frame = pd.DataFrame(rows, columns=[*COLUMNS, *more]).astype(numbers)  # JSON's null becomes NaN
-        frame = frame if known is None else index.joined(known, frame).astype(numbers)
-        # Runs that have the same of the others are in the order of their paths.
-        order = ["experiment", "profile", "setting", "seed", "path"]
-        frame = frame.sort_values(order, ignore_index=True, kind="stable")
-        if len(rows) >= index.FEWEST:
-            index.write(store, COLUMNS, stamps, frame)
-    else:
-        frame = known.astype(numbers).reset_index(drop=True)
-    frame["recorded"] = recorded
+    more = dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)
+    frame = pd.DataFrame(rows, columns=[*COLUMNS, *more]).astype(numbers)  # JSON's null becomes NaN
+    # Runs that have the same of the others are in the order of their paths.
+    frame = frame.sort_values(["experiment", "profile", "setting", "seed", "path"], ignore_index=True, kind="stable")
     frame.attrs["damaged"] = len(damaged)
     return frame
 
@@ -190,16 +179,16 @@ def entries(store: Path) -> list[str]:
     """The paths of the runs in a store, and of its files of packed ones, in order."""
     if not store.is_dir():
         return [str(store)] if os.path.lexists(store) else []
-    with os.scandir(store) as found:
-        return sorted(e.path for e in found if e.name[0] != "." and (e.name.endswith(".parquet") or e.is_dir()))
+    paths = [os.path.join(store, name) for name in os.listdir(store) if name[0] != "."]
+    return sorted(path for path in paths if path.endswith(".parquet") or os.path.isdir(path))
 
 
-def _rows(entry: str, recorded: bool) -> list[dict[str, Any]]:
+def _records(entry: str) -> list[dict[str, Any]]:
     if not os.path.isdir(entry):
-        return [_row(record, entry, recorded) for record in records.packed_runs(Path(entry))]
+        return records.packed_runs(Path(entry))
     record = folders.read_record(entry)
     folders.check_history(entry)
-    return [_row(record, entry, recorded)]
+    return [record]
 
 
 def _row(record: dict[str, Any], path: str, recorded: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,41 @@ def test_an_interrupted_experiment_saves_a_checkpoint_ends_its_workers_and_goes_
     run = gl.train(**{**exp.jobs()[0], "checkpoint_seconds": 60}, progress=False)
     assert 0 < run.record["resumed_at"] < 100
     assert len(run.history) == 100
+
+
+SLOW = """
+import pathlib, time
+
+def train(seed, setting, folder):
+    with open("begun", "a") as log:
+        log.write(f"{seed} ")
+    while not pathlib.Path("go").exists():
+        time.sleep(0.05)
+    return seed / 2
+"""
+WAITING = "import gpulab as gl; gl.Experiment('slow.py:train', ['cpu'], 1, store='runs').run(progress=False)"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
+def test_two_drivers_do_no_run_twice_and_a_killed_one_holds_up_nobody(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("slow.py").write_text(SLOW)
+    killed = subprocess.Popen([sys.executable, "-c", WAITING], start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not Path("begun").exists():
+        assert killed.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    Path("begun").unlink()
+    Path("go").touch()
+    drivers = [gl.Experiment("slow.py:train", ["cpu"], [0, 1, 1], store="runs") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        frames = list(pool.map(lambda each: each.run(progress=False), drivers))
+    assert [frame.final_loss.tolist() for frame in frames] == [[0.0, 0.5], [0.0, 0.5]], "both have them all"
+    assert sorted(Path("begun").read_text().split()) == ["0", "1"]
+    assert os.listdir("runs/.claims") == []
 
 
 def test_jobs_are_ordered_by_setting_with_canonical_names(tmp_path):

@@ -19,14 +19,12 @@ from pathlib import Path
 import pytest
 
 import gpulab as gl
-from gpulab.training import checks, claims, folders
+from gpulab.training import checks, folders
 from gpulab.training import store as stores
-from gpulab.training.claims import Claims
-from gpulab.training.remote import InBucket, remote
+from gpulab.training.remote import remote
 
 MOTO = os.environ.get("GPULAB_MOTO") or shutil.which("moto_server")
 pytest.importorskip("obstore")
-needs_moto = pytest.mark.skipif(not MOTO, reason="no S3 server here: set GPULAB_MOTO as this file says")
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}, "frames": 60}
 DRIVER = """
 import json, sys
@@ -84,7 +82,7 @@ def test_an_experiment_in_a_bucket_has_the_runs_that_it_has_in_a_folder(bucket, 
     two = far.run(progress=False)
     same = ["id", "seed", "status", "final_loss", "heldout_loss", "weights", "protocol"]
     assert one[same].equals(two[same])
-    assert objects(bucket) == sorted(f"{name}.parquet" for name in one.id), "one object a run, and no claim is left"
+    assert objects(bucket) == sorted(f"{name}.parquet" for name in one.id), "one object a run"
     assert stores.history(two).loss.tolist() == stores.history(one).loss.tolist()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
     monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", "raise SystemExit('boom')"])
@@ -160,28 +158,13 @@ def test_a_writer_killed_half_way_through_an_upload_loses_nothing_and_nothing_ha
     os.killpg(writer.pid, signal.SIGKILL)
     writer.wait()
     time.sleep(0.5)
-    assert [name for name in objects(bucket) if not name.startswith(claims.FOLDER)] == []
+    assert objects(bucket) == []
     assert gl.runs(bucket).empty
     kept = folders.read_record(next(remote(bucket).work.glob("prednet-*")))
     frame = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", bucket, options=TINY).run(progress=False)
     assert sorted(frame.seed) == [0, 1]
     first = stores.record_of(frame[frame.seed == kept["seed"]].iloc[0])
     assert first["started"] == kept["started"], "what was trained is uploaded, not trained again"
-
-
-@needs_moto
-def test_claims_in_a_bucket_are_held_by_one_and_taken_when_nobody_touches_them(bucket, monkeypatch):
-    place = InBucket(remote(bucket))
-    assert sum(Claims(place).take("run") for _ in range(5)) == 1
-    others = [Claims(place) for _ in range(3)]
-    monkeypatch.setattr("gpulab.training.remote.holder_is_gone", lambda _: False)
-    assert not any(each.take("run") for each in others)
-    place.touch("run", 1)
-    monkeypatch.setattr(claims, "STALE", 0.5)
-    time.sleep(0.7)
-    assert not any(each.take("run") for each in others), "it was touched"
-    time.sleep(0.7)
-    assert sum(each.take("run") for each in others) == 1
 
 
 def test_a_server_that_is_not_there_is_one_sentence(monkeypatch):
