@@ -38,7 +38,9 @@ def generate(store, count):
         folder = store / record["id"]
         folder.mkdir()
         (folder / folders.RECORD).write_bytes(records.as_json(record))
-        (folder / folders.HISTORY).write_bytes(folders._history_content(run.history, record["id"]))
+        (folder / folders.HISTORY).write_bytes(
+            records.as_table(run.history, {"run": record["id"]}, use_dictionary=False)
+        )
 
 
 def listed(store):

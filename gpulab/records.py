@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 FORMAT = 2
 PACKAGE = Path(__file__).parent
 DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "data").is_dir() else PACKAGE / "recorded"
-
 LARGEST = 1 << 28  # numbers in a column
 
 SHARED = ("passport", "arithmetic", "command", "configuration")  # of a run, kept once for all that have the same
@@ -82,11 +81,12 @@ def registration(file: str | Path | None) -> dict[str, str]:
 # --- JSON ------------------------------------------------------------------------------------------------
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A recorded JSON document; `DataError`, naming the file, for a damaged or foreign one."""
-    content = files.read(file)
+def read_json(file: str | Path, most: int = files.MOST) -> dict[str, Any]:
+    """A recorded JSON document of at most `most` bytes; `DataError`, naming it, for a damaged or foreign one."""
+    content = files.read(file, most)
     document = files.read_json(file, content)
     check_format(file, document, content)
+    document.pop("seal", None)
     return document
 
 
@@ -141,7 +141,7 @@ def as_table(table: pd.DataFrame | pyarrow.Table, record: dict[str, Any], **opti
     return files.seal(whole.getvalue())
 
 
-def read_rows(file: Path, columns: Iterable[str] | None = None) -> tuple[pyarrow.Table, dict[str, Any]]:
+def read_rows(file: Path, columns: list[str] | None = None) -> tuple[pyarrow.Table, dict[str, Any]]:
     """A table, or some columns of it, and its record; `DataError`, naming the file, for a damaged or foreign one."""
     import pyarrow
     import pyarrow.parquet
@@ -155,8 +155,7 @@ def read_rows(file: Path, columns: Iterable[str] | None = None) -> tuple[pyarrow
             record = files.read_json(file, notes)
             check_format(file, record, content)
             check_size(file, opened.metadata)
-            many = opened.metadata.num_rows > 100_000  # for fewer, threads cost more than they save
-            rows = opened.read(None if columns is None else list(columns), use_threads=many)
+            rows = opened.read(columns, use_threads=False)  # threads cost more than they save
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{file}: cannot be read: {error}") from None
     return rows, record
@@ -247,8 +246,8 @@ def packed_histories(file: Path) -> dict[str, pyarrow.Table]:
     try:
         columns = {name: table[f"history_{name}"] for name in HISTORY}
         return {
-            run: check_history(file, pyarrow.table({name: lists[place].values for name, lists in columns.items()}))
-            for place, run in enumerate(table["id"].to_pylist())
+            run: check_history(file, pyarrow.table({name: lists[row].values for name, lists in columns.items()}))
+            for row, run in enumerate(table["id"].to_pylist())
         }
     except (KeyError, AttributeError, TypeError, pyarrow.ArrowException) as error:
         raise DataError(f"{file}: not a file of packed runs: {error!r:.200}") from None
@@ -261,9 +260,9 @@ def check_history(file: str | Path, rows: pyarrow.Table) -> pyarrow.Table:
     try:
         seconds = pa.float32() if rows.schema.field("seconds").type == pa.float32() else pa.float64()
         kinds = zip(HISTORY, (pa.int64(), pa.int64(), pa.float64(), seconds), strict=True)
-        whole = rows.select(HISTORY).cast(pa.schema(kinds))
+        history = rows.select(HISTORY).cast(pa.schema(kinds))
     except (KeyError, pa.ArrowException) as error:
         raise DataError(f"{file}: not a history: {error!r:.200}") from None
-    if any(whole[name].null_count for name in ("window", "step")):  # a loss may be NaN, which is written so
+    if history["window"].null_count or history["step"].null_count:  # a loss may be NaN, which is written so
         raise DataError(f"{file}: a history with empty cells")
-    return whole
+    return history

@@ -10,7 +10,6 @@ from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, Validati
 from typing_extensions import TypedDict
 
 from gpulab.errors import DataError
-from gpulab.files import printable
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -49,8 +48,6 @@ class _DataOptions(_Open):
 
 
 class _OfNetwork(_Open):
-    """What one of gpulab's networks was trained on."""
-
     data: str
     frames: Whole
     window: NotRequired[Whole]
@@ -59,8 +56,6 @@ class _OfNetwork(_Open):
 
 
 class _OfFunction(_Open):
-    """What a function of the user's was."""
-
     source: str
     options: dict[str, Any]
 
@@ -158,18 +153,11 @@ def check(kind: Any, document: Any, file: str | Path) -> Any:
     """
     try:
         _adapter(kind).validate_python(document, strict=True)
-    except (ValidationError, RecursionError) as error:
-        raise DataError(f"{file}: a damaged record: {_first(error)}") from None
+    except RecursionError:
+        raise DataError(f"{file}: a damaged record: nested too deeply") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(step) for step in first["loc"] if not str(step).startswith("_Of"))
+        problem = f"{where or 'the whole'}: {first['msg']}, not {first['input']!r:.60}"
+        raise DataError(f"{file}: a damaged record: {problem}") from None
     return document
-
-
-def _first(error: ValidationError | RecursionError) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith("_Of"))
-    try:
-        value = repr(first["input"])[:60]
-    except ValueError:  # a number of more digits than Python writes
-        value = "a number of thousands of digits"
-    return printable(f"{place or 'the whole'}: {first['msg']}, not {value}")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpulab import records
+from gpulab import files, records
 from gpulab.errors import DataError
 from gpulab.training import folders
 from gpulab.training.protocol import FACTORS, factors_of_record
@@ -186,8 +186,8 @@ def entries(store: Path) -> list[str]:
 def _records(entry: str) -> list[dict[str, Any]]:
     if not os.path.isdir(entry):
         return records.packed_runs(Path(entry))
-    record = folders.read_record(entry)
-    folders.check_history(entry)
+    record, history = folders.read_record(entry), os.path.join(entry, folders.HISTORY)
+    files.check_seal(history, files.read(history))
     return [record]
 
 
