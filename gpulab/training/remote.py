@@ -95,37 +95,33 @@ class Remote:
         from gpulab.progress import Progress
 
         with self.reaching():
-            listed = [each for batch in self.api.list(self.store) for each in batch]
-        there = {each["path"]: each for each in listed if re.fullmatch(r"[^./][^/]*\.parquet", each["path"])}
+            listed = {each["path"]: each["size"] for batch in self.api.list(self.store) for each in batch}
+        there = {name: size for name, size in listed.items() if re.fullmatch(r"[^./][^/]*\.parquet", name)}
         self.objects.mkdir(parents=True, exist_ok=True)
-        here = {entry.name: entry.stat() for entry in os.scandir(self.objects)}
+        here = {entry.name: entry.stat().st_size for entry in os.scandir(self.objects)}
         for name in here.keys() - there.keys():
             (self.objects / name).unlink(missing_ok=True)
-
-        def download(name: str) -> None:
-            with self.reaching(), contextlib.suppress(FileNotFoundError):  # removed a moment ago
-                files.write(self.objects / name, self.api.get(self.store, name).bytes().to_bytes())
-                os.utime(self.objects / name, (when(name), when(name)))
-
-        def when(name: str) -> float:
-            return there[name]["last_modified"].timestamp()
-
-        known = [name for name in there.keys() & here.keys() if here[name].st_size == there[name]["size"]]
-        missing = sorted(there.keys() - {name for name in known if int(here[name].st_mtime) == int(when(name))})
+        missing = sorted(name for name, _ in there.items() - here.items())  # an object is never replaced by another
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(Progress(pool.map(download, missing), total=len(missing), unit="run", leave=False, delay=2))
+            downloads = pool.map(lambda name: self._download(name, self.objects), missing)
+            list(Progress(downloads, total=len(missing), unit="run", leave=False, delay=2))
         return self.objects
 
     def fetch(self, identity: folders.Identity) -> None:
         """Put a run that the store holds into `work`, unless it is there."""
-        if (self.work / identity.id).exists() or not self.has(identity):
+        if (self.work / identity.id).exists():
             return
         with tempfile.TemporaryDirectory() as scratch:
-            file = Path(scratch) / f"{identity.id}.parquet"
-            with self.reaching():
-                file.write_bytes(self.api.get(self.store, file.name).bytes().to_bytes())
-            (record,) = records.packed_runs(file)
-            folders.write_run(self.work, record, records.packed_histories(file)[record["id"]].to_pandas())
+            if file := self._download(f"{identity.id}.parquet", Path(scratch)):
+                (record,) = records.packed_runs(file)
+                folders.write_run(self.work, record, records.packed_histories(file)[record["id"]].to_pandas())
+
+    def _download(self, name: str, folder: Path) -> Path | None:
+        """The file of that name in a folder, with the content of the object; None where there is no object."""
+        with self.reaching(), contextlib.suppress(FileNotFoundError):
+            files.write(folder / name, self.api.get(self.store, name).bytes().to_bytes())
+            return folder / name
+        return None
 
     def push(self, folder: Path) -> None:
         """Upload a run of `work`; one that is there stays as it is."""
