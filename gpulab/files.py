@@ -37,7 +37,6 @@ WHY = {
     errno.ENAMETOOLONG: "the name is too long; name a shorter one",
     errno.ENOTDIR: "a part of its path is a file, not a folder",
     errno.EISDIR: "there is a folder of this name",
-    errno.EMFILE: "this process has too many files open",
 }
 
 

@@ -103,15 +103,10 @@ def read_documents(name: str) -> list[dict[str, Any]]:
     return [read_json(file) for file in sorted(recorded_folder(name).glob("*.json"))]
 
 
-def as_json(document: Mapping[str, Any]) -> bytearray:
-    """A document with its format and its seal."""
-    sealed = {**document, "format": FORMAT, "seal": files.UNSEALED}
-    return files.seal(json.dumps(sealed, indent=1).encode() + b"\n")
-
-
 def write_json(file: Path, document: Mapping[str, Any]) -> None:
-    """Write a document with its format, whose folder is made if need be; whole or not at all."""
-    files.write(file, as_json(document))
+    """Write a document with its format and seal, whose folder is made if need be; whole or not at all."""
+    sealed = {**document, "format": FORMAT, "seal": files.UNSEALED}
+    files.write(file, files.seal(json.dumps(sealed, indent=1).encode() + b"\n"))
 
 
 # --- tables ----------------------------------------------------------------------------------------------
@@ -133,12 +128,11 @@ def as_table(table: pd.DataFrame | pyarrow.Table, record: dict[str, Any], **opti
     rows = table if isinstance(table, pyarrow.Table) else pyarrow.Table.from_pandas(table, preserve_index=False)
     rows = rows.replace_schema_metadata(None)
     options = {"compression": "zstd", "store_schema": False, **options}
-    whole = io.BytesIO()
-    with pyarrow.parquet.ParquetWriter(whole, rows.schema, **options) as writer:
+    content, notes = io.BytesIO(), {"format": FORMAT, **record, "seal": files.UNSEALED}
+    with pyarrow.parquet.ParquetWriter(content, rows.schema, **options) as writer:
         writer.write_table(rows)
-        notes = {"format": FORMAT, **record, "seal": files.UNSEALED}
         writer.add_key_value_metadata({"gpulab": json.dumps(notes)})
-    return files.seal(whole.getvalue())
+    return files.seal(content.getvalue())
 
 
 def read_rows(file: Path, columns: list[str] | None = None) -> tuple[pyarrow.Table, dict[str, Any]]:

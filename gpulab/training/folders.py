@@ -118,10 +118,9 @@ def begun(identity: Identity, here: Mapping[str, Any], **notes: str | None) -> d
 def find(store: Path, identity: Identity, with_weights: bool | None = None) -> Path | None:
     """The folder of a run that the store holds whole, and with it the trained weights if they are asked for.
 
-    With None nobody is going to read these, and they are not verified.
-
-    A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known. One that
-    the store lacks is copied from the store that `$GPULAB_PREPARED` names, which is only read.
+    With None nobody is going to read these, and they are not verified. A damaged one is set aside, and a warning says
+    so: the run is not done. Another says what cannot be known. One that the store lacks is copied from the store that
+    `$GPULAB_PREPARED` names, which is only read.
     """
     if identity.unknown:
         what = ", ".join(identity.unknown)
@@ -188,14 +187,10 @@ def write_run(
     folder = store / record["id"]
     with _scratch(store) as scratch, files.writing(folder):
         # Losses do not repeat, so dictionaries gain nothing.
-        contents = {HISTORY: records.as_table(history, {"run": record["id"]}, use_dictionary=False)}
-        contents[RECORD] = records.as_json(record)
+        records.write_table(scratch / HISTORY, history, {"run": record["id"]}, use_dictionary=False)
+        records.write_json(scratch / RECORD, record)
         if weights is not None:
-            contents[WEIGHTS] = _tensors_content(weights, {"run": record["id"]})
-        for name, content in contents.items():
-            (scratch / name).write_bytes(content)
-            files.sync(scratch / name)
-        files.sync(scratch)
+            _write_tensors(scratch / WEIGHTS, weights, {"run": record["id"]})
         if own_files is not None and own_files.is_dir():
             own_files.rename(scratch / "files")
         try:
@@ -276,7 +271,7 @@ def files_folder(store: Path, name: str, keep: bool) -> Path:
 
 def write_checkpoint(file: Path, tensors: dict[str, torch.Tensor], notes: dict[str, Any]) -> None:
     """Replace the checkpoint in one step: one safetensors file, with JSON notes in its header."""
-    files.write(file, _tensors_content(tensors, {"gpulab": json.dumps({"format": CHECKPOINT_FORMAT, **notes})}))
+    _write_tensors(file, tensors, {"gpulab": json.dumps({"format": CHECKPOINT_FORMAT, **notes})})
 
 
 def resume(file: Path, restore: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> bool:
@@ -302,12 +297,12 @@ def read_checkpoint(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     return tensors, schemas.check(schemas.Checkpoint, notes, file)
 
 
-def _tensors_content(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytearray:
+def _write_tensors(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     from safetensors.torch import save
 
     # Cloned, because a tensor that two names share could not be stored.
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    return files.seal(save(own, {**metadata, "seal": files.UNSEALED}))
+    files.write(file, files.seal(save(own, {**metadata, "seal": files.UNSEALED})))
 
 
 def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

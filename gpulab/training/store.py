@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import marshal
 import os
 import warnings
 from collections.abc import Iterator
@@ -71,10 +70,7 @@ def recorded_runs() -> pd.DataFrame:
 
 def record_of(run: Any) -> dict[str, Any]:
     """The whole record of a row of `runs`."""
-    path = Path(run.path)
-    if path.is_dir():
-        return folders.read_record(path)
-    return next(record for record in records.packed_runs(path) if record["id"] == run.id)
+    return next(record for record in _records(run.path) if record["id"] == run.id)
 
 
 def metrics_of(run: Any) -> list[str]:
@@ -90,34 +86,33 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
     """
     import numpy as np
     import pandas as pd
+    import pyarrow as pa
 
-    found = list(with_histories(frame))
-    if not found:
+    if frame.empty:
         return pd.DataFrame()
-    columns = {name: np.concatenate([rows[name].to_numpy() for _, _, rows in found]) for name in records.HISTORY}
-    lengths = [rows.num_rows for _, _, rows in found]
-    per_window = np.repeat([record["configuration"].get("window", 1) for _, record, _ in found], lengths)
-    runs_ = pd.DataFrame([row for row, _, _ in found])[
-        ["id", "experiment", "profile", "setting", "loader", "seed", "rerun", "recorded", "machine"]
-    ]
-    repeated = runs_.loc[np.repeat(runs_.index, lengths)].reset_index(drop=True)
-    whole = pd.DataFrame({**columns, "frames_seen": (columns["window"] + 1) * per_window})
+    _, documents, tables = zip(*with_histories(frame), strict=True)
+    lengths = [table.num_rows for table in tables]
+    windows = np.repeat([record["configuration"].get("window", 1) for record in documents], lengths)
+    whole = pa.concat_tables(tables, promote_options="permissive").to_pandas()
+    whole["frames_seen"] = (whole["window"] + 1) * windows
+    of_run = frame[["id", "experiment", "profile", "setting", "loader", "seed", "rerun", "recorded", "machine"]]
+    repeated = of_run.iloc[np.repeat(range(len(frame)), lengths)].reset_index(drop=True)
     return pd.concat([whole, repeated], axis=1)
 
 
 def with_histories(frame: pd.DataFrame) -> Iterator[tuple[Any, dict[str, Any], Any]]:
     """Each row of `runs`, the run's record, and its history as a table of pyarrow."""
-    packed: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {}
+
+    @functools.cache
+    def read(path: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        documents = {record["id"]: record for record in _records(path)}
+        if not os.path.isdir(path):
+            return documents, records.packed_histories(Path(path))
+        return documents, {name: folders.read_history(Path(path), record) for name, record in documents.items()}
+
     for row in frame.itertuples():
-        path = Path(row.path)
-        if path.is_dir():
-            record = folders.read_record(path)
-            yield row, record, folders.read_history(path, record)
-            continue
-        if row.path not in packed:
-            tables = records.packed_histories(path)
-            packed[row.path] = {r["id"]: (r, tables[r["id"]]) for r in records.packed_runs(path)}
-        yield row, *packed[row.path][row.id]
+        documents, histories = read(row.path)
+        yield row, documents[row.id], histories[row.id]
 
 
 def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
@@ -167,8 +162,8 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
         said = "; ".join(damaged[:MOST_NAMED]) + ("; …" if len(damaged) > MOST_NAMED else "")
         warnings.warn(f"{len(damaged)} damaged run(s) skipped (gpulab check mends a store): {said}", stacklevel=3)
     numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second", "speed", "flip"), float)
-    more = dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)
-    frame = pd.DataFrame(rows, columns=[*COLUMNS, *more]).astype(numbers)  # JSON's null becomes NaN
+    columns = [*COLUMNS, *dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)]
+    frame = pd.DataFrame(rows, columns=columns).astype(numbers)  # JSON's null becomes NaN
     # Runs that have the same of the others are in the order of their paths.
     frame = frame.sort_values(["experiment", "profile", "setting", "seed", "path"], ignore_index=True, kind="stable")
     frame.attrs["damaged"] = len(damaged)
@@ -184,6 +179,7 @@ def entries(store: Path) -> list[str]:
 
 
 def _records(entry: str) -> list[dict[str, Any]]:
+    """The records of a run, or of a file of packed ones, whose histories are whole."""
     if not os.path.isdir(entry):
         return records.packed_runs(Path(entry))
     record, history = folders.read_record(entry), os.path.join(entry, folders.HISTORY)
@@ -198,34 +194,31 @@ def _row(record: dict[str, Any], path: str, recorded: bool) -> dict[str, Any]:
         **{key: record[key] for key in ("experiment", "profile", "setting", "seed", "status", "id")},
         **{key: summary.get(key) for key in records.SUMMARY},
         **factors_of_record(record),
+        **{key: record.get(key) for key in ("gradients", "diverged_at", "registered")},
         "device": device,
         "rerun": record.get("rerun", 0),
-        "gradients": record.get("gradients"),
-        "diverged_at": record.get("diverged_at"),
-        "registered": record.get("registered"),
         "machine": records.machine(passport, device),
         "cpu": passport["cpu"]["model"],
         "gpu": ", ".join(gpu["name"] for gpu in passport["gpus"]) or None,
         "torch": passport["software"]["torch"],
         "gpulab": passport["software"]["gpulab"],
         **(_of_function(record) if "source" in configuration else _of_network(configuration)),
-        "protocol": _protocol(marshal.dumps(_learned(record))),
+        "protocol": folders.digest(_learned(record))[:8],
         "recorded": recorded,
         "path": path,
     }
 
 
-@functools.lru_cache(maxsize=1024)
-def _protocol(learned: bytes) -> str:  # as bytes it can be looked up, quicker than JSON
-    return folders.digest(marshal.loads(learned))[:8]
-
-
 def _of_network(configuration: dict[str, Any]) -> dict[str, Any]:
     """What one of gpulab's own networks learned from."""
     options = configuration.get("data_options", {})
-    size = "x".join(map(str, options["size"])) if "size" in options else None
-    scene = {"frame_size": size, "scene_seed": options.get("scene_seed"), "speed": options.get("speed")}
-    return {"data": configuration["data"], "frames": configuration["frames"], **scene}
+    return {
+        "data": configuration["data"],
+        "frames": configuration["frames"],
+        "frame_size": "x".join(map(str, options["size"])) if "size" in options else None,
+        "scene_seed": options.get("scene_seed"),
+        "speed": options.get("speed"),
+    }
 
 
 def _of_function(record: dict[str, Any]) -> dict[str, Any]:
