@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from gpulab import files, records
+from gpulab import files
 from gpulab.errors import DataError
 from gpulab.training import folders
 from gpulab.training.remote import folder_of
-from gpulab.training.store import default_store, entries
+from gpulab.training.store import default_store, entries, read_entry
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,14 +82,10 @@ def _of_entry(path: Path) -> list[Trouble]:
         return [(path, "not a run", LEFT)]
     part = path
     try:
-        if not path.is_dir():
-            records.packed_runs(path)
-            records.packed_histories(path)
-        else:
-            folders.read_run(path)
-            if (path / folders.WEIGHTS).is_file():
-                part = path / folders.WEIGHTS
-                folders.read_weights(path)
+        read_entry(str(path))
+        if (path / folders.WEIGHTS).is_file():
+            part = path / folders.WEIGHTS
+            folders.read_weights(path)
     except DataError as error:
         return [_damaged(part, error)]
     return []

@@ -102,17 +102,9 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
 
 def with_histories(frame: pd.DataFrame) -> Iterator[tuple[Any, dict[str, Any], Any]]:
     """Each row of `runs`, the run's record, and its history as a table of pyarrow."""
-
-    @functools.cache
-    def read(path: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-        documents = {record["id"]: record for record in _records(path)}
-        if not os.path.isdir(path):
-            return documents, records.packed_histories(Path(path))
-        return documents, {name: folders.read_history(Path(path), record) for name, record in documents.items()}
-
+    by_path = functools.cache(lambda path: {record["id"]: (record, rows) for record, rows in read_entry(path)})
     for row in frame.itertuples():
-        documents, histories = read(row.path)
-        yield row, documents[row.id], histories[row.id]
+        yield row, *by_path(row.path)[row.id]
 
 
 def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
@@ -176,6 +168,16 @@ def entries(store: Path) -> list[str]:
         return [str(store)] if os.path.lexists(store) else []
     paths = [os.path.join(store, name) for name in os.listdir(store) if name[0] != "."]
     return sorted(path for path in paths if path.endswith(".parquet") or os.path.isdir(path))
+
+
+def read_entry(path: str) -> list[tuple[dict[str, Any], Any]]:
+    """The record and the history of a run, or of each in a file of packed ones; `DataError` for a damaged one."""
+    if os.path.isdir(path):
+        record = folders.read_record(path)
+        return [(record, folders.read_history(Path(path), record))]
+    documents = records.packed_runs(Path(path))
+    histories = records.packed_histories(Path(path)) if documents else {}
+    return [(record, histories[record["id"]]) for record in documents]
 
 
 def _records(entry: str) -> list[dict[str, Any]]:
