@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import stat
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +63,7 @@ def write_nowhere(stream: IO[str]) -> None:
 
 @contextlib.contextmanager
 def replacing(file: str | Path) -> Iterator[Path]:
-    """Write a file whole or not at all: to the path given, which takes its place, on the disk, in one step.
+    """Write a file whole or not at all: to the path given, which takes its place in one step.
 
     Its folder is made if need be. Where anything fails, the file is as it was.
 
@@ -77,9 +76,9 @@ def replacing(file: str | Path) -> Iterator[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield scratch
-            sync(scratch)
+            with open(scratch, "r+b") as stream:
+                os.fsync(stream.fileno())  # a name on the disk must not come before its content
             os.replace(scratch, file)
-            sync(file.parent)
         finally:
             scratch.unlink(missing_ok=True)
 
@@ -112,17 +111,6 @@ def check_writable(file: str | Path) -> None:
         scratch = next(folder for folder in file.parents if folder.exists()) / scratch_name()
         scratch.touch()  # permissions alone do not tell: root has them all, and /proc takes no files
         scratch.unlink()
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the list of a folder, is on the disk."""
-    if sys.platform == "win32" and path.is_dir():
-        return  # where folders cannot be opened
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- reading -----------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import Setting
 from gpulab.training import folders
 from gpulab.training import store as stores
-from gpulab.training.folders import Identity
 from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.protocol import Specification, protocol
 from gpulab.training.remote import remote
@@ -91,9 +90,9 @@ class Experiment:
         seeds = usual if self.seeds is None else self.seeds
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
         self.variants = list(self.variants)
-        place = stores.default_store() if self.store is None else self.store
-        self.remote = remote(place)
-        self.folder: Any = self.remote.url if self.remote else Path(place)
+        store = stores.default_store() if self.store is None else self.store
+        self.remote = remote(store)
+        self.folder: Any = self.remote.url if self.remote else Path(store)
         if not (self.settings and self.seeds and self.variants) or self.reruns < 1 or self.workers < 1:
             raise UsageError("an experiment needs settings, seeds, variants, reruns and workers, at least one of each")
 
@@ -152,17 +151,17 @@ class Experiment:
             raise UsageError("address, cpus and gpus are for engine='ray' (--engine slurm takes the last two)")
         jobs = self.jobs()[share[0] :: share[1]]
         if engine == "local":
-            with Workers(self.workers, jobs) as workers:
-                finished = self._train(jobs, workers, progress)
+            workers: Workers | RayCluster = Workers(self.workers, jobs)
         elif engine == "ray":
             if shared := {job.get("devices") for job in jobs} - {None, 1}:
                 raise UsageError(f"devices={shared.pop()!r} with engine='ray': there a run has one device; use 'local'")
             from gpulab.training.cluster import RayCluster
 
-            with RayCluster(address, cpus, gpus, self.workers) as cluster:
-                finished = self._train(jobs, cluster, progress)
+            workers = RayCluster(address, cpus, gpus, self.workers)
         else:
             raise UsageError(f"engine {engine!r}: expected local or ray (or --engine slurm, on the command line)")
+        with workers:
+            finished = self._train(jobs, workers, progress)
         frame = stores.runs(self.folder)
         return frame[frame.id.isin(finished)].reset_index(drop=True)
 
@@ -174,8 +173,14 @@ class Experiment:
         frames, machines = self.length, {setting: workers.passports(setting) for setting in self.settings}
         names = [planned_on([ANYWHERE, *machines[job["setting"]]], **job) for job in jobs]
         found = [self._done(each) for each in names]
-        if not all(found) and isinstance(self.folder, Path):
-            files.check_writable(self.folder / "run")
+        missing = [number for number, done in enumerate(found) if not done]
+        claims = (self.remote.work if self.remote else self.folder) / CLAIMS
+        if missing:
+            files.check_writable(claims / "run")
+            claims.mkdir(parents=True, exist_ok=True)
+        # Such a lock knows a dead holder of this machine at once, and one of another by a mark that is not refreshed.
+        lease = functools.partial(SoftFileLease, lease_duration=LEASE, blocking=False, thread_local=False)
+        locks = [lease(claims / f"{anywhere.id}.lock") for anywhere, *_ in names]
         failures: dict[str, list[str]] = {}  # which runs, by why
         frames_done, lock = [frames if done else 0 for done in found], threading.Lock()
         total = {"total": len(jobs) * frames, "initial": sum(frames_done), "unit": self.unit}
@@ -191,21 +196,15 @@ class Experiment:
                 bar.update(done - frames_done[number])
                 frames_done[number] = done
 
-        claims = (self.remote.work if self.remote else self.folder) / CLAIMS
-        locks = [
-            # It knows a dead holder of this machine at once, and one of another by a mark that is not refreshed.
-            SoftFileLease(claims / f"{anywhere.id}.lock", lease_duration=LEASE, blocking=False, thread_local=False)
-            for anywhere, *_ in names
-        ]
-
         def work(number: int) -> bool:
             """Whether a run is settled: done, or failed; not while another does it."""
             job, (anywhere, *here) = jobs[number], names[number]
-            with workers.room(job), contextlib.ExitStack() as claimed:
-                try:
-                    claimed.enter_context(locks[number])
-                except Timeout:
-                    return False
+            with workers.room(job), contextlib.ExitStack() as claim:
+                with files.writing(claims):
+                    try:
+                        claim.enter_context(locks[number])
+                    except Timeout:
+                        return False
                 try:
                     # Another may have done it since.
                     found[number] = (not anywhere.unknown and self._done([anywhere, *here])) or workers.train(
@@ -216,10 +215,6 @@ class Experiment:
             tell(number, frames)
             return True
 
-        missing = [number for number, done in enumerate(found) if not done]
-        if missing:
-            with files.writing(claims):
-                claims.mkdir(parents=True, exist_ok=True)
         with bar, ThreadPoolExecutor(workers.count) as pool:
             try:
                 while missing:
@@ -238,7 +233,7 @@ class Experiment:
             )
         return [done for done in found if done]
 
-    def _done(self, names: list[Identity]) -> str | None:
+    def _done(self, names: list[folders.Identity]) -> str | None:
         """The id of a run in the store, which has a name for no machine and one for each that might have done it."""
         if self.how.get("guard") or not self.how.get("resume", True):
             return None

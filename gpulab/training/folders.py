@@ -61,13 +61,9 @@ def identified(
     known: Mapping[str, str] | None = None,
     unknown: tuple[str, ...] = (),
 ) -> Identity:
-    """An identity with its id. On another chip or torch it is another run.
+    """An identity with its id, which is another on another chip or torch.
 
-    Args:
-        identity: What is recorded.
-        here: The passport.
-        known: Digests of what the names in it stand for, which are recorded, too.
-        unknown: As in `Identity`.
+    `here` is the passport, `known` has digests of what names in the identity stand for, which are recorded, too.
     """
     known = {name: digest for name, digest in (known or {}).items() if digest}
     whole = {**identity, "configuration": of_content(identity["configuration"], known), **known}
@@ -202,7 +198,6 @@ def write_run(
                 scratch.rename(folder)
             elif weights is not None:
                 os.replace(scratch / WEIGHTS, folder / WEIGHTS)
-        files.sync(store)
     return folder
 
 
