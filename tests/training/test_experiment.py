@@ -226,25 +226,18 @@ def test_two_drivers_do_no_run_twice_and_a_killed_one_holds_up_nobody(tmp_path, 
     assert os.listdir("runs/.claims") == []
 
 
-def test_jobs_are_ordered_by_setting_with_canonical_names(tmp_path):
+def test_jobs_are_each_variant_under_each_setting_from_each_seed(tmp_path):
     exp = experiment(tmp_path, ["cpu:precision=float64,threads=1", "cpu"], seeds=[7, 3], reruns=2)
     assert exp.settings == ["cpu:threads=1,precision=float64", "cpu"]
     assert [(job["setting"], job["rerun"], job["seed"]) for job in exp.jobs()] == [
         (setting, rerun, seed) for setting in exp.settings for rerun in (0, 1) for seed in (7, 3)
     ]
     assert all(job["frames"] == 60 for job in exp.jobs())
-
-
-def test_without_seeds_the_profile_says_how_many(tmp_path):
-    assert len(gl.Experiment("prednet", ["cpu"], profile="smoke", store=tmp_path).jobs()) == 2
-    assert len(gl.Experiment("prednet", ["cpu"], profile="paper", store=tmp_path).jobs()) == 10
-
-
-def test_each_variant_is_trained_under_every_setting(tmp_path):
     variants = [{}, {"flip": 3}, {"data": "jpeg:walk", "data_options": {"decoder": "av", "quality": 50}}]
-    exp = gl.Experiment("prednet", ["cpu", "cpu:threads=1"], [0, 1], "smoke", tmp_path, variants=variants)
-    jobs = exp.jobs()
+    jobs = gl.Experiment("prednet", ["cpu", "cpu:threads=1"], [0, 1], "smoke", tmp_path, variants=variants).jobs()
     assert len({(job["setting"], job["seed"], job.get("flip"), job.get("data")) for job in jobs}) == len(jobs) == 12
+    of_profile = {name: gl.Experiment("prednet", ["cpu"], profile=name, store=tmp_path) for name in ("smoke", "paper")}
+    assert {name: len(exp.jobs()) for name, exp in of_profile.items()} == {"smoke": 2, "paper": 10}
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import re
@@ -57,13 +58,6 @@ def test_a_run_that_cannot_be_written_whole_leaves_nothing(record, tmp_path):
     assert not (tmp_path / "run-1").exists()
     assert [path.name for path in tmp_path.rglob("*")] == [folders.WORK]
     assert gl.runs(tmp_path).empty
-
-
-def test_a_store_that_cannot_be_written_is_named(record, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(gl.GpulabError, match="cannot be written") as error:
-        write(tmp_path / "file", numbered(record, 1))
-    assert str(tmp_path / "file") in str(error.value)
 
 
 def test_the_id_depends_on_what_is_run_and_on_nothing_else(record):
@@ -181,14 +175,17 @@ def test_prepared_runs_are_copied_and_not_trained_again(tmp_path, monkeypatch):
     shutil.rmtree(mine)
 
 
-def test_a_damaged_prepared_run_is_trained_again_and_left_as_it_was(tmp_path, monkeypatch):
+@pytest.mark.parametrize("trouble", ["damaged", "unreadable"])
+def test_a_prepared_run_that_is_of_no_use_is_trained_and_left_as_it_was(trouble, tmp_path, monkeypatch):
     shelf, mine = tmp_path / "shelf", tmp_path / "mine"
     gl.train("autoencoder", profile="smoke", store=shelf, progress=False)
     (run,) = gl.runs(shelf).path
     (Path(run) / folders.HISTORY).write_bytes(b"PAR1")
     before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
     monkeypatch.setenv("GPULAB_PREPARED", str(shelf))
-    with pytest.warns(UserWarning, match="trained again"):
+    if trouble == "unreadable":
+        monkeypatch.setattr(shutil, "copyfile", lambda *_: (tmp_path / "absent").read_bytes())
+    with pytest.warns(match="trained again") if trouble == "damaged" else contextlib.nullcontext():
         gl.train("autoencoder", profile="smoke", store=mine, progress=False)
     assert gl.runs(mine).status.tolist() == ["finished"]
     assert {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()} == before
@@ -263,7 +260,7 @@ def resumed(file):
     return given or None
 
 
-def test_a_checkpoint_is_read_back_or_is_none(tmp_path):
+def test_a_checkpoint_is_read_back_unless_there_is_none_or_one_of_a_later_format(tmp_path, monkeypatch):
     file = folders.checkpoint_file(tmp_path, "a-run")
     assert resumed(file) is None
     for step, count in ((1, 3), (2, 4)):
@@ -273,13 +270,7 @@ def test_a_checkpoint_is_read_back_or_is_none(tmp_path):
     assert tensors["a"].tolist() == [0, 1, 2, 3]
     assert notes["step"] == 2
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-def test_a_checkpoint_of_a_later_format_is_set_aside(tmp_path, monkeypatch):
-    file = folders.checkpoint_file(tmp_path, "a-run")
-    with monkeypatch.context() as later:
-        later.setattr(folders, "CHECKPOINT_FORMAT", 99)
-        folders.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}, "ways": []})
+    monkeypatch.setattr(folders, "CHECKPOINT_FORMAT", 99)
     with pytest.warns(UserWarning, match="another version"):
         assert resumed(file) is None
 
@@ -386,14 +377,11 @@ def test_packed_runs_are_the_runs_that_were_packed(packed):
     assert (there.seconds - here.seconds).abs().max() <= 1 / 2048, "rounded to 1/1024"
     for one, other in zip(store.itertuples(), file.itertuples(), strict=True):
         assert stores.record_of(other) == stores.record_of(one)
+    _, shared = records.read_rows(packed / "shared.parquet", [])
+    assert {name: len(shared[name]) for name in records.SHARED} == dict.fromkeys(records.SHARED, 1), "kept once"
     shutil.copy(packed / "shared.parquet", packed / "store")
     assert len(gl.runs(packed / "store")) == 6, "a store may hold packed runs beside its folders"
     (packed / "store" / "shared.parquet").unlink()
-
-
-def test_what_runs_share_is_packed_once(packed):
-    _, shared = records.read_rows(packed / "shared.parquet", [])
-    assert {name: len(shared[name]) for name in records.SHARED} == dict.fromkeys(records.SHARED, 1)
 
 
 def test_what_is_no_file_of_whole_packed_runs_is_reported_and_skipped(packed, tmp_path):
