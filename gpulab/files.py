@@ -95,7 +95,7 @@ def cache_folder() -> Path:
     return platformdirs.user_cache_path("gpulab")
 
 
-def write(file: str | Path, content: bytes | bytearray) -> None:
+def write(file: str | Path, content: bytes) -> None:
     """Write a file whole or not at all, as `replacing`."""
     with replacing(file) as scratch:
         scratch.write_bytes(content)
@@ -156,21 +156,17 @@ def without_controls(value: Any) -> Any:
 # --- seals -------------------------------------------------------------------------------------------------
 
 
-def seal(content: bytes) -> bytearray:
+def seal(content: bytes) -> bytes:
     """The content with its checksum in the place of the last `UNSEALED` in it."""
-    sealed, place = bytearray(content), content.rfind(SEAL) + len(SEAL)
-    assert content[place - len(SEAL) : place + DIGITS] == UNSEALED.encode(), "what is to be sealed says UNSEALED last"
-    sealed[place : place + DIGITS] = xxhash.xxh3_128_hexdigest(content).encode()
-    return sealed
+    start = content.rfind(SEAL) + len(SEAL)
+    assert content[start - len(SEAL) : start + DIGITS] == UNSEALED.encode(), "what is to be sealed says UNSEALED last"
+    return content[:start] + xxhash.xxh3_128_hexdigest(content).encode() + content[start + DIGITS :]
 
 
 def check_seal(file: str | Path, content: bytes) -> None:
     """Raise `DataError`, naming the file, unless its content is what was sealed."""
-    place = content.rfind(SEAL) + len(SEAL)
-    if place < len(SEAL):
+    start = content.rfind(SEAL) + len(SEAL)
+    if start < len(SEAL):
         raise DataError(f"{file}: damaged: its checksum is missing")
-    state = xxhash.xxh3_128(content[:place])
-    state.update(DIGITS * b"0")
-    state.update(content[place + DIGITS :])
-    if state.hexdigest().encode() != content[place : place + DIGITS]:
+    if seal(content[:start] + DIGITS * b"0" + content[start + DIGITS :]) != content:
         raise DataError(f"{file}: damaged: its checksum is that of another content (a flipped bit, or cut short?)")

@@ -120,7 +120,7 @@ def write_table(file: Path, table: pd.DataFrame | pyarrow.Table, record: dict[st
     files.write(file, as_table(table, record, **options))
 
 
-def as_table(table: pd.DataFrame | pyarrow.Table, record: dict[str, Any], **options: Any) -> bytearray:
+def as_table(table: pd.DataFrame | pyarrow.Table, record: dict[str, Any], **options: Any) -> bytes:
     """The content of such a file."""
     import pyarrow
     import pyarrow.parquet
@@ -220,7 +220,7 @@ def packed_runs(file: Path) -> list[dict[str, Any]]:
         table, shared = read_rows(file, [*PLAIN, *SUMMARY, *SHARED, "more"])
         if "id" in shared:
             return []
-        found = [
+        documents = [
             {name: row[name] for name in PLAIN}
             | {name: shared[name][row[name]] for name in SHARED}
             | {"summary": {name: row[name] for name in SUMMARY}}
@@ -229,7 +229,7 @@ def packed_runs(file: Path) -> list[dict[str, Any]]:
         ]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{file}: not a file of packed runs: {error!r}") from None
-    return [schemas.check(schemas.Run, record, file) for record in found]
+    return [schemas.check(schemas.Run, record, file) for record in documents]
 
 
 def packed_histories(file: Path) -> dict[str, pyarrow.Table]:

@@ -56,13 +56,13 @@ def check(store: str | Path | None = None, mend: bool = True, progress: bool = T
     folder = folder_of(default_store() if store is None else store)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    found, paths = [], [Path(entry) for entry in entries(folder)]
+    troubles, paths = [], [Path(entry) for entry in entries(folder)]
     for path in Progress(paths, unit="run", leave=False, disable=not progress):
-        found += _of_entry(path)
-    whole = len(paths) - len(found)
-    found += [*_left_behind(folder), *_of_checkpoints(folder)]
-    rows = [(str(path), problem, remedy, _size(path) / 1e6) for path, problem, remedy in found]
-    for path, _, remedy in found if mend else ():
+        troubles += _of_entry(path)
+    whole = len(paths) - len(troubles)
+    troubles += [*_left_behind(folder), *_of_checkpoints(folder)]
+    rows = [(str(path), problem, remedy, _size(path) / 1e6) for path, problem, remedy in troubles]
+    for path, _, remedy in troubles if mend else ():
         if remedy == SET_ASIDE:
             folders.set_aside(folder, path)
         elif remedy == REMOVED:
@@ -80,14 +80,14 @@ def _of_entry(path: Path) -> list[Trouble]:
     """What is wrong with a run, or with a file of packed ones: the first that is found."""
     if path.is_dir() and not folders.is_run(path):
         return [(path, "not a run", LEFT)]
-    part = path
+    file = path
     try:
         read_entry(str(path))
         if (path / folders.WEIGHTS).is_file():
-            part = path / folders.WEIGHTS
+            file = path / folders.WEIGHTS
             folders.read_weights(path)
     except DataError as error:
-        return [_damaged(part, error)]
+        return [_damaged(file, error)]
     return []
 
 

@@ -172,8 +172,8 @@ class Experiment:
 
         frames, machines = self.length, {setting: workers.passports(setting) for setting in self.settings}
         names = [planned_on([ANYWHERE, *machines[job["setting"]]], **job) for job in jobs]
-        found = [self._done(each) for each in names]
-        missing = [number for number, done in enumerate(found) if not done]
+        run_ids = [self._done(each) for each in names]
+        missing = [number for number, done in enumerate(run_ids) if not done]
         claims = (self.remote.work if self.remote else self.folder) / CLAIMS
         if missing:
             files.check_writable(claims / "run")
@@ -182,7 +182,7 @@ class Experiment:
         lease = functools.partial(SoftFileLease, lease_duration=LEASE, blocking=False, thread_local=False)
         locks = [lease(claims / f"{anywhere.id}.lock") for anywhere, *_ in names]
         failures: dict[str, list[str]] = {}  # which runs, by why
-        frames_done, lock = [frames if done else 0 for done in found], threading.Lock()
+        frames_done, lock = [frames if done else 0 for done in run_ids], threading.Lock()
         total = {"total": len(jobs) * frames, "initial": sum(frames_done), "unit": self.unit}
         bar = Progress(**total, leave=False, disable=not progress, miniters=0)  # steps of unknown length count nothing
 
@@ -207,7 +207,7 @@ class Experiment:
                         return False
                 try:
                     # Another may have done it since.
-                    found[number] = (not anywhere.unknown and self._done([anywhere, *here])) or workers.train(
+                    run_ids[number] = (not anywhere.unknown and self._done([anywhere, *here])) or workers.train(
                         job, functools.partial(tell, number)
                     )
                 except GpulabError as error:
@@ -231,7 +231,7 @@ class Experiment:
                 f"{sum(map(len, failures.values()))} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
                 f"run again to try those: " + "; ".join(f"{', '.join(of)}: {why}" for why, of in failures.items())
             )
-        return [done for done in found if done]
+        return [done for done in run_ids if done]
 
     def _done(self, names: list[folders.Identity]) -> str | None:
         """The id of a run in the store, which has a name for no machine and one for each that might have done it."""

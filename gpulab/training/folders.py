@@ -66,12 +66,12 @@ def identified(
     `here` is the passport, `known` has digests of what names in the identity stand for, which are recorded, too.
     """
     known = {name: digest for name, digest in (known or {}).items() if digest}
-    whole = {**identity, "configuration": of_content(identity["configuration"], known), **known}
-    whole["chip"] = here["cpu"]["model"] if identity["setting"].startswith("cpu") else here["gpus"]
-    whole |= {key: here["software"][key] for key in ("torch", "gpulab")}
+    named = {**identity, "configuration": of_content(identity["configuration"], known), **known}
+    named["chip"] = here["cpu"]["model"] if identity["setting"].startswith("cpu") else here["gpus"]
+    named |= {key: here["software"][key] for key in ("torch", "gpulab")}
     if unknown:
-        whole["unknown"] = uuid.uuid4().hex
-    name = run_id(whole)
+        named["unknown"] = uuid.uuid4().hex
+    name = run_id(named)
     return Identity(name, {"id": name, **identity, **known}, unknown)
 
 

@@ -28,10 +28,10 @@ AT_ONCE = 16  # downloads
 def url_of(store: str | Path | None) -> str | None:
     """The address that a text or a path stands for; None for a folder."""
     check_name(store)
-    found = URL.fullmatch(str(store))
-    if not found and re.match("(s3|gs|az):", str(store)):
+    url = URL.fullmatch(str(store))
+    if not url and re.match("(s3|gs|az):", str(store)):
         raise UsageError(f"store {str(store)!r}: expected a bucket, and maybe a prefix: s3://bucket/prefix")
-    return f"{found[1]}://{found[2]}".replace("\\", "/").rstrip("/") if found else None
+    return f"{url[1]}://{url[2]}".replace("\\", "/").rstrip("/") if url else None
 
 
 def remote(store: str | Path | None) -> Remote | None:
@@ -95,13 +95,14 @@ class Remote:
         from gpulab.progress import Progress
 
         with self.reaching():
-            listed = {each["path"]: each["size"] for batch in self.api.list(self.store) for each in batch}
-        there = {name: size for name, size in listed.items() if re.fullmatch(r"[^./][^/]*\.parquet", name)}
+            sizes = {each["path"]: each["size"] for batch in self.api.list(self.store) for each in batch}
+        uploaded = {name: size for name, size in sizes.items() if re.fullmatch(r"[^./][^/]*\.parquet", name)}
         self.objects.mkdir(parents=True, exist_ok=True)
-        here = {entry.name: entry.stat().st_size for entry in os.scandir(self.objects)}
-        for name in here.keys() - there.keys():
+        downloaded = {entry.name: entry.stat().st_size for entry in os.scandir(self.objects)}
+        for name in downloaded.keys() - uploaded.keys():
             (self.objects / name).unlink(missing_ok=True)
-        missing = sorted(name for name, _ in there.items() - here.items())  # an object is never replaced by another
+        # An object is never replaced by another.
+        missing = sorted(name for name, _ in uploaded.items() - downloaded.items())
         with ThreadPoolExecutor(AT_ONCE) as pool:
             downloads = pool.map(lambda name: self._download(name, self.objects), missing)
             list(Progress(downloads, total=len(missing), unit="run", leave=False, delay=2))

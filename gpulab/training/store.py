@@ -54,8 +54,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
         True
     """
     store = default_store() if store is None else store
-    there = remote(store)
-    return _frame(there.pull() if there else Path(store), recorded=False)
+    bucket = remote(store)
+    return _frame(bucket.pull() if bucket else Path(store), recorded=False)
 
 
 def recorded_runs() -> pd.DataFrame:
@@ -93,11 +93,11 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
     _, documents, tables = zip(*with_histories(frame), strict=True)
     lengths = [table.num_rows for table in tables]
     windows = np.repeat([record["configuration"].get("window", 1) for record in documents], lengths)
-    whole = pa.concat_tables(tables, promote_options="permissive").to_pandas()
-    whole["frames_seen"] = (whole["window"] + 1) * windows
+    histories = pa.concat_tables(tables, promote_options="permissive").to_pandas()
+    histories["frames_seen"] = (histories["window"] + 1) * windows
     of_run = frame[["id", "experiment", "profile", "setting", "loader", "seed", "rerun", "recorded", "machine"]]
     repeated = of_run.iloc[np.repeat(range(len(frame)), lengths)].reset_index(drop=True)
-    return pd.concat([whole, repeated], axis=1)
+    return pd.concat([histories, repeated], axis=1)
 
 
 def with_histories(frame: pd.DataFrame) -> Iterator[tuple[Any, dict[str, Any], Any]]:
