@@ -7,19 +7,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from gpulab.errors import DataError
 
-
-class Stamp(NamedTuple):
-    """What tells that a file is another one, without reading it."""
-
-    size: int
-    written: int
-    inode: int
-
-
+Stamp = tuple[int, int, int]  # what tells that a file is another one, without reading it
 Stamps = Mapping[Path, Stamp]
 
 
@@ -30,7 +21,7 @@ def stamp(file: Path) -> Stamp:
     except (OSError, ValueError) as error:
         missing = isinstance(error, FileNotFoundError)
         raise DataError(f"{file}: {'no such file' if missing else f'cannot be read: {error}'}") from None
-    return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def check_unchanged(stamps: Stamps) -> None:
