@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -205,7 +206,8 @@ WAITING = "import gpulab as gl; gl.Experiment('slow.py:train', ['cpu'], 1, store
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
-def test_two_drivers_do_no_run_twice_and_a_killed_one_holds_up_nobody(tmp_path, monkeypatch):
+@pytest.mark.parametrize("machine", ["this one", "another"])
+def test_two_drivers_do_no_run_twice_and_a_killed_one_does_not_hold_them_up_for_long(machine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("slow.py").write_text(SLOW)
     killed = subprocess.Popen([sys.executable, "-c", WAITING], start_new_session=True)
@@ -218,6 +220,11 @@ def test_two_drivers_do_no_run_twice_and_a_killed_one_holds_up_nobody(tmp_path, 
     killed.wait()
     Path("begun").unlink()
     Path("go").touch()
+    (mark,) = Path("runs/.claims").iterdir()
+    if machine == "another":
+        monkeypatch.setattr("gpulab.training.experiment.LEASE", 1.0)
+        mark.write_text(mark.read_text().replace(f"host={socket.gethostname()}", "host=x").replace("=120.0", "=1.0"))
+        assert {"host=x", "duration=1.0"} <= set(mark.read_text().splitlines())
     drivers = [gl.Experiment("slow.py:train", ["cpu"], [0, 1, 1], store="runs") for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         frames = list(pool.map(lambda each: each.run(progress=False), drivers))
