@@ -11,9 +11,7 @@ import errno
 import json
 import os
 import platform
-import re
 import stat
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,14 +21,11 @@ import xxhash
 
 from gpulab.errors import DataError, GpulabError, printable
 
-# The names of what is being written: by which process, on which machine.
-SCRATCH = re.compile(r"\.(\d+)-([0-9a-f]{8})-[0-9a-f]{8}\.part")
-HERE = xxhash.xxh32_hexdigest(platform.node().encode())
+HERE = xxhash.xxh32_hexdigest(platform.node().encode())  # this machine, in the names of what it is writing
 SEAL, DIGITS = b"sealed by xxh3 ", 32
 UNSEALED = SEAL.decode() + DIGITS * "0"
 MOST = 1 << 32  # bytes that are read of a file, unless it is known to be smaller
 MOST_UPLOADED = 1 << 23  # bytes of a file that comes through a browser; the largest recorded trace has a tenth
-DEEPEST = 100  # JSON within JSON
 WHY = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again",
     errno.EDQUOT: "the quota is used up; free some space and run the same command again",
@@ -41,7 +36,6 @@ WHY = {
     errno.ENAMETOOLONG: "the name is too long; name a shorter one",
     errno.ENOTDIR: "a part of its path is a file, not a folder",
     errno.EISDIR: "there is a folder of this name",
-    errno.EMFILE: "this process has too many files open",
 }
 
 
@@ -69,31 +63,24 @@ def write_nowhere(stream: IO[str]) -> None:
 
 @contextlib.contextmanager
 def replacing(file: str | Path) -> Iterator[Path]:
-    """Write a file whole or not at all: to the path given, which takes its place, on the disk, in one step.
+    """Write a file whole or not at all: to the path given, which takes its place in one step.
 
-    Its folder is made if need be. Where anything fails, the file is as it was, and nothing else is left; what a killed
-    process left in the folder is removed.
+    Its folder is made if need be. Where anything fails, the file is as it was.
 
     Raises:
         GpulabError: Where it cannot be written, with what to do.
     """
     file = Path(file)
+    scratch = file.with_name(scratch_name())
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_name(scratch_name())
         try:
-            scratch.touch()
-            mode = scratch.stat().st_mode  # as the umask has it: safetensors makes files for their owner alone
             yield scratch
-            scratch.chmod(mode)
-            sync(scratch)
+            with open(scratch, "r+b") as stream:
+                os.fsync(stream.fileno())  # a name on the disk must not come before its content
             os.replace(scratch, file)
-            sync(file.parent)
         finally:
             scratch.unlink(missing_ok=True)
-        for stray in strays(file.parent):
-            with contextlib.suppress(OSError):  # a folder, or somebody else's
-                stray.unlink()
 
 
 def scratch_name() -> str:
@@ -108,15 +95,7 @@ def cache_folder() -> Path:
     return platformdirs.user_cache_path("gpulab")
 
 
-def strays(folder: Path) -> list[Path]:
-    """What processes of this machine that are gone have left half-written in a folder."""
-    import psutil
-
-    found = [(folder / name, SCRATCH.fullmatch(name)) for name in os.listdir(folder) if name.endswith(".part")]
-    return [path for path, by in found if by and by[2] == HERE and not psutil.pid_exists(int(by[1]))]
-
-
-def write(file: str | Path, content: bytes | bytearray) -> None:
+def write(file: str | Path, content: bytes) -> None:
     """Write a file whole or not at all, as `replacing`."""
     with replacing(file) as scratch:
         scratch.write_bytes(content)
@@ -134,53 +113,33 @@ def check_writable(file: str | Path) -> None:
         scratch.unlink()
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or the list of a folder, is on the disk."""
-    if sys.platform == "win32" and path.is_dir():
-        return  # where folders cannot be opened
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # --- reading -----------------------------------------------------------------------------------------------
 
 
 def read(file: str | Path, most: int = MOST) -> bytes:
     """The content of a regular file; `DataError`, naming it, for a pipe, a device, or one of more than `most` bytes."""
     try:
-        # A pipe without a writer would be waited for.
-        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-        try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
-                raise DataError(f"{file}: cannot be read: not a file, but {kind}")
-            if found.st_size > most:
-                raise DataError(f"{file}: cannot be read: it has {found.st_size:,} bytes, and may have {most:,}")
-            content = os.read(descriptor, found.st_size + 1)
-            while len(content) < found.st_size and (more := os.read(descriptor, found.st_size)):  # at most 2 GB at once
-                content += more
-            return content
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror or error}") from None
+        status = os.stat(file)
+        if not stat.S_ISREG(status.st_mode):  # a pipe without a writer would be waited for
+            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+            raise DataError(f"{file}: cannot be read: not a file, but {kind}")
+        if status.st_size > most:
+            raise DataError(f"{file}: cannot be read: it has {status.st_size:,} bytes, and may have {most:,}")
+        with open(file, "rb") as stream:
+            return stream.read()
+    except (OSError, ValueError) as error:  # the latter for a name with a NUL in it
+        raise DataError(f"{file}: cannot be read: {getattr(error, 'strerror', '') or error}") from None
 
 
 def read_json(file: str | Path, content: bytes) -> Any:
     """What a JSON file says, without characters that move a terminal's cursor; `DataError` for a damaged one."""
     try:
         text = content.decode("utf-8")
-        if text.count("[") + text.count("{") > DEEPEST:  # else it cannot be as deep
-            _check_depth(text)
         document = json.loads(text)
+        # A control character that is not written as \\u… is no JSON.
+        return without_controls(document) if "\\u" in text or "\x7f" in text or not text.isascii() else document
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: cannot be read: not whole JSON: {error}") from None
-    # A control character that is not written as \\u… is no JSON.
-    return without_controls(document) if "\\u" in text or "\x7f" in text or not text.isascii() else document
 
 
 def without_controls(value: Any) -> Any:
@@ -194,38 +153,20 @@ def without_controls(value: Any) -> Any:
     return value
 
 
-def _check_depth(text: str) -> None:
-    """Raise `ValueError` for JSON that is nested deeper than anything that gpulab writes."""
-    depth = 0
-    for bracket in re.sub(r'"(\\.|[^"\\])*"|[^\[\]{}"]', "", text):
-        depth += 1 if bracket in "[{" else -1
-        if depth > DEEPEST:
-            raise ValueError(f"nested more than {DEEPEST} deep")
-
-
 # --- seals -------------------------------------------------------------------------------------------------
 
 
-def seal(content: bytes) -> bytearray:
+def seal(content: bytes) -> bytes:
     """The content with its checksum in the place of the last `UNSEALED` in it."""
-    sealed, place = bytearray(content), content.rfind(SEAL) + len(SEAL)
-    assert content[place - len(SEAL) : place + DIGITS] == UNSEALED.encode(), "what is to be sealed says UNSEALED last"
-    sealed[place : place + DIGITS] = xxhash.xxh3_128_hexdigest(content).encode()
-    return sealed
+    start = content.rfind(SEAL) + len(SEAL)
+    assert content[start - len(SEAL) : start + DIGITS] == UNSEALED.encode(), "what is to be sealed says UNSEALED last"
+    return content[:start] + xxhash.xxh3_128_hexdigest(content).encode() + content[start + DIGITS :]
 
 
 def check_seal(file: str | Path, content: bytes) -> None:
-    """Raise `DataError`, naming the file, unless the content is what was sealed.
-
-    Args:
-        file: What the error names.
-        content: All of it.
-    """
-    place = content.rfind(SEAL) + len(SEAL)
-    if place < len(SEAL):
+    """Raise `DataError`, naming the file, unless its content is what was sealed."""
+    start = content.rfind(SEAL) + len(SEAL)
+    if start < len(SEAL):
         raise DataError(f"{file}: damaged: its checksum is missing")
-    state = xxhash.xxh3_128(content[:place])
-    state.update(DIGITS * b"0")
-    state.update(content[place + DIGITS :])
-    if state.hexdigest().encode() != content[place : place + DIGITS]:
+    if seal(content[:start] + DIGITS * b"0" + content[start + DIGITS :]) != content:
         raise DataError(f"{file}: damaged: its checksum is that of another content (a flipped bit, or cut short?)")

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 FORMAT = 2
 PACKAGE = Path(__file__).parent
 DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "data").is_dir() else PACKAGE / "recorded"
-
 LARGEST = 1 << 28  # numbers in a column
 
 SHARED = ("passport", "arithmetic", "command", "configuration")  # of a run, kept once for all that have the same
@@ -82,11 +81,12 @@ def registration(file: str | Path | None) -> dict[str, str]:
 # --- JSON ------------------------------------------------------------------------------------------------
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A recorded JSON document; `DataError`, naming the file, for a damaged or foreign one."""
-    content = files.read(file)
+def read_json(file: str | Path, most: int = files.MOST) -> dict[str, Any]:
+    """A recorded JSON document of at most `most` bytes; `DataError`, naming it, for a damaged or foreign one."""
+    content = files.read(file, most)
     document = files.read_json(file, content)
     check_format(file, document, content)
+    document.pop("seal", None)
     return document
 
 
@@ -112,15 +112,10 @@ def recorded_table(folder: str, name: str) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True).assign(recorded=True)
 
 
-def as_json(document: Mapping[str, Any]) -> bytearray:
-    """A document with its format and its seal."""
-    sealed = {**document, "format": FORMAT, "seal": files.UNSEALED}
-    return files.seal(json.dumps(sealed, indent=1).encode() + b"\n")
-
-
 def write_json(file: Path, document: Mapping[str, Any]) -> None:
-    """Write a document with its format, whose folder is made if need be; whole or not at all."""
-    files.write(file, as_json(document))
+    """Write a document with its format and seal, whose folder is made if need be; whole or not at all."""
+    sealed = {**document, "format": FORMAT, "seal": files.UNSEALED}
+    files.write(file, files.seal(json.dumps(sealed, indent=1).encode() + b"\n"))
 
 
 # --- tables ----------------------------------------------------------------------------------------------
@@ -134,7 +129,7 @@ def write_table(file: Path, table: pd.DataFrame | pyarrow.Table, record: dict[st
     files.write(file, as_table(table, record, **options))
 
 
-def as_table(table: pd.DataFrame | pyarrow.Table, record: dict[str, Any], **options: Any) -> bytearray:
+def as_table(table: pd.DataFrame | pyarrow.Table, record: dict[str, Any], **options: Any) -> bytes:
     """The content of such a file."""
     import pyarrow
     import pyarrow.parquet
@@ -142,15 +137,14 @@ def as_table(table: pd.DataFrame | pyarrow.Table, record: dict[str, Any], **opti
     rows = table if isinstance(table, pyarrow.Table) else pyarrow.Table.from_pandas(table, preserve_index=False)
     rows = rows.replace_schema_metadata(None)
     options = {"compression": "zstd", "store_schema": False, **options}
-    whole = io.BytesIO()
-    with pyarrow.parquet.ParquetWriter(whole, rows.schema, **options) as writer:
+    content, notes = io.BytesIO(), {"format": FORMAT, **record, "seal": files.UNSEALED}
+    with pyarrow.parquet.ParquetWriter(content, rows.schema, **options) as writer:
         writer.write_table(rows)
-        notes = {"format": FORMAT, **record, "seal": files.UNSEALED}
         writer.add_key_value_metadata({"gpulab": json.dumps(notes)})
-    return files.seal(whole.getvalue())
+    return files.seal(content.getvalue())
 
 
-def read_rows(file: Path, columns: Iterable[str] | None = None) -> tuple[pyarrow.Table, dict[str, Any]]:
+def read_rows(file: Path, columns: list[str] | None = None) -> tuple[pyarrow.Table, dict[str, Any]]:
     """A table, or some columns of it, and its record; `DataError`, naming the file, for a damaged or foreign one."""
     import pyarrow
     import pyarrow.parquet
@@ -164,8 +158,7 @@ def read_rows(file: Path, columns: Iterable[str] | None = None) -> tuple[pyarrow
             record = files.read_json(file, notes)
             check_format(file, record, content)
             check_size(file, opened.metadata)
-            many = opened.metadata.num_rows > 100_000  # for fewer, threads cost more than they save
-            rows = opened.read(None if columns is None else list(columns), use_threads=many)
+            rows = opened.read(columns, use_threads=False)  # threads cost more than they save
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{file}: cannot be read: {error}") from None
     return rows, record
@@ -173,10 +166,11 @@ def read_rows(file: Path, columns: Iterable[str] | None = None) -> tuple[pyarrow
 
 def check_size(file: str | Path, metadata: pyarrow.parquet.FileMetaData, most: int = LARGEST) -> None:
     """Raise `DataError` for a Parquet file that would unpack into more than anything that gpulab writes."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    if any(column.num_values > most or column.total_uncompressed_size > 8 * most for column in columns):
-        raise DataError(f"{file}: too large: more than {most} numbers in a column")
+    for number in range(metadata.num_columns):
+        chunks = [metadata.row_group(group).column(number) for group in range(metadata.num_row_groups)]
+        numbers = sum(chunk.num_values for chunk in chunks)
+        if numbers > most or sum(chunk.total_uncompressed_size for chunk in chunks) > 8 * most:
+            raise DataError(f"{file}: too large: more than {most} numbers in a column")
 
 
 def read_table(file: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -236,7 +230,7 @@ def packed_runs(file: Path) -> list[dict[str, Any]]:
         table, shared = read_rows(file, [*PLAIN, *SUMMARY, *SHARED, "more"])
         if "id" in shared:
             return []
-        found = [
+        documents = [
             {name: row[name] for name in PLAIN}
             | {name: shared[name][row[name]] for name in SHARED}
             | {"summary": {name: row[name] for name in SUMMARY}}
@@ -245,7 +239,7 @@ def packed_runs(file: Path) -> list[dict[str, Any]]:
         ]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{file}: not a file of packed runs: {error!r}") from None
-    return [schemas.check(schemas.Run, record, file) for record in found]
+    return [schemas.check(schemas.Run, record, file) for record in documents]
 
 
 def packed_histories(file: Path) -> dict[str, pyarrow.Table]:
@@ -256,8 +250,8 @@ def packed_histories(file: Path) -> dict[str, pyarrow.Table]:
     try:
         columns = {name: table[f"history_{name}"] for name in HISTORY}
         return {
-            run: check_history(file, pyarrow.table({name: lists[place].values for name, lists in columns.items()}))
-            for place, run in enumerate(table["id"].to_pylist())
+            run: check_history(file, pyarrow.table({name: lists[row].values for name, lists in columns.items()}))
+            for row, run in enumerate(table["id"].to_pylist())
         }
     except (KeyError, AttributeError, TypeError, pyarrow.ArrowException) as error:
         raise DataError(f"{file}: not a file of packed runs: {error!r:.200}") from None
@@ -270,9 +264,9 @@ def check_history(file: str | Path, rows: pyarrow.Table) -> pyarrow.Table:
     try:
         seconds = pa.float32() if rows.schema.field("seconds").type == pa.float32() else pa.float64()
         kinds = zip(HISTORY, (pa.int64(), pa.int64(), pa.float64(), seconds), strict=True)
-        whole = rows.select(HISTORY).cast(pa.schema(kinds))
+        history = rows.select(HISTORY).cast(pa.schema(kinds))
     except (KeyError, pa.ArrowException) as error:
         raise DataError(f"{file}: not a history: {error!r:.200}") from None
-    if any(whole[name].null_count for name in ("window", "step")):  # a loss may be NaN, which is written so
+    if history["window"].null_count or history["step"].null_count:  # a loss may be NaN, which is written so
         raise DataError(f"{file}: a history with empty cells")
-    return whole
+    return history

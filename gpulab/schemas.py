@@ -3,104 +3,69 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from gpulab.errors import DataError
-from gpulab.files import printable
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,255}$")]  # of a folder
 
 
-class _Open(TypedDict):
-    """What may hold more than is named: the kinds below inherit it."""
-
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
-
-
-class _Processor(_Open):
-    model: str
+def _object(fields: Mapping[str, Any]) -> Any:
+    """A JSON object with at least these fields; one whose name ends in ? may be missing, a dict is an object in it."""
+    kinds = {name: _object(kind) if isinstance(kind, dict) else kind for name, kind in fields.items()}
+    named = {name.rstrip("?"): NotRequired[kind] if name[-1] == "?" else kind for name, kind in kinds.items()}
+    return with_config(ConfigDict(extra="allow", strict=True))(TypedDict("Object", named))  # type: ignore[operator]
 
 
-class _Gpu(_Open):
-    name: str
-
-
-class _Software(_Open):
-    torch: str
-    gpulab: str
-
-
-class Passport(_Open):
-    """Of a machine."""
-
-    cpu: _Processor
-    gpus: list[_Gpu]
-    software: _Software
-
-
-class _DataOptions(_Open):
-    speed: NotRequired[Number | None]
-
-
-class _OfNetwork(_Open):
-    """What one of gpulab's networks was trained on."""
-
-    data: str
-    frames: Whole
-    window: NotRequired[Whole]
-    model_options: NotRequired[dict[str, Any]]
-    data_options: NotRequired[_DataOptions]
-
-
-class _OfFunction(_Open):
-    """What a function of the user's was."""
-
-    source: str
-    options: dict[str, Any]
-
-
-class _Summary(_Open):
-    final_loss: Number | None
-    heldout_loss: Number | None
-    seconds: Number
-    frames_per_second: NotRequired[Number | None]
-    weights: NotRequired[str | None]
-
-
-class Run(_Open):
-    """A run's `run.json`, or what a file of packed runs has of it."""
-
-    id: Name
-    experiment: str
-    profile: str
-    setting: str
-    seed: Whole
-    status: Literal["finished", "diverged"]
-    summary: _Summary
-    passport: Passport
-    configuration: _OfFunction | _OfNetwork
-    rerun: NotRequired[Whole]
-    diverged_at: NotRequired[Whole | None]
-    command: NotRequired[str | None]
-    started: NotRequired[str | None]
-    registered: NotRequired[str]
-    metrics: NotRequired[dict[str, Number | bool] | None]
-    flip: NotRequired[Whole | None]
-    loader: NotRequired[str | None]
-    decoder: NotRequired[str | None]
-    draws: NotRequired[str | None]
-
-
-class Recording(_Open):
-    """The notes of a recorded table."""
-
-    passport: Passport
+Passport = _object(
+    {
+        "cpu": {"model": str},
+        "gpus": list[_object({"name": str})],  # type: ignore[misc]
+        "software": {"torch": str, "gpulab": str},
+    }
+)
+OfFunction = _object({"source": str, "options": dict[str, Any]})
+OfNetwork = _object(
+    {
+        "data": str,
+        "frames": Whole,
+        "window?": Whole,
+        "model_options?": dict[str, Any],
+        "data_options?": _object({"speed?": Number | None}),
+    }
+)
+# A run's `run.json`, or what a file of packed runs has of it.
+Run = _object(
+    {
+        "id": Name,
+        **dict.fromkeys(("experiment", "profile", "setting"), str),
+        "seed": Whole,
+        "status": Literal["finished", "diverged"],
+        "summary": {
+            "final_loss": Number | None,
+            "heldout_loss": Number | None,
+            "seconds": Number,
+            "frames_per_second?": Number | None,
+            "weights?": str | None,
+        },
+        "passport": Passport,
+        "configuration": OfFunction | OfNetwork,
+        "rerun?": Whole,
+        **dict.fromkeys(("diverged_at?", "flip?"), Whole | None),
+        **dict.fromkeys(("command?", "started?", "loader?", "decoder?", "draws?"), str | None),
+        "registered?": str,
+        "metrics?": dict[str, Number | bool] | None,
+    }
+)
+Recording = _object({"passport": Passport})  # the notes of a recorded table
+Checkpoint = _object({"step": Whole, "state": dict[str, Any], "ways": list[str]})  # the notes of one
 
 
 class Overwritten(TypedDict):
@@ -120,14 +85,6 @@ class Trace(TypedDict):
     overwritten: list[Overwritten]
     passport: dict[str, Any]
     arithmetic: dict[str, Any]
-
-
-class Checkpoint(_Open):
-    """The notes of a checkpoint."""
-
-    step: Whole
-    state: dict[str, Any]
-    ways: list[str]
 
 
 @functools.cache
@@ -158,18 +115,11 @@ def check(kind: Any, document: Any, file: str | Path) -> Any:
     """
     try:
         _adapter(kind).validate_python(document, strict=True)
-    except (ValidationError, RecursionError) as error:
-        raise DataError(f"{file}: a damaged record: {_first(error)}") from None
+    except RecursionError:
+        raise DataError(f"{file}: a damaged record: nested too deeply") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(step) for step in first["loc"] if step != "Object")
+        problem = f"{where or 'the whole'}: {first['msg']}, not {first['input']!r:.60}"
+        raise DataError(f"{file}: a damaged record: {problem}") from None
     return document
-
-
-def _first(error: ValidationError | RecursionError) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith("_Of"))
-    try:
-        value = repr(first["input"])[:60]
-    except ValueError:  # a number of more digits than Python writes
-        value = "a number of thousands of digits"
-    return printable(f"{place or 'the whole'}: {first['msg']}, not {value}")

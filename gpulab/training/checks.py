@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from gpulab import files, records
+import psutil
+
+from gpulab import files
 from gpulab.errors import DataError
-from gpulab.training import claims, folders
+from gpulab.training import folders
 from gpulab.training.remote import folder_of
-from gpulab.training.store import default_store, entries
+from gpulab.training.store import default_store, entries, read_entry
 
 if TYPE_CHECKING:
     import pandas as pd
 
 OLD = 24 * 3600.0  # seconds after which a file that is being written is nobody's, whichever machine's process began it
 SET_ASIDE, REMOVED, LEFT = "set aside", "removed", "left as it is"
-
-
-class Trouble(NamedTuple):
-    """Something in a store that is not as it should be: what is to be done with a path, and why."""
-
-    path: Path
-    problem: str
-    remedy: str
+SCRATCH = re.compile(r"\.(\d+)-([0-9a-f]{8})-[0-9a-f]{8}\.part")  # as `files.scratch_name` makes them
 
 
 def check(store: str | Path | None = None, mend: bool = True, progress: bool = True) -> pd.DataFrame:
@@ -60,87 +56,67 @@ def check(store: str | Path | None = None, mend: bool = True, progress: bool = T
     folder = folder_of(default_store() if store is None else store)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    found, whole = [], 0
-    paths = entries(folder)
+    troubles, paths = [], [Path(entry) for entry in entries(folder)]
     for path in Progress(paths, unit="run", leave=False, disable=not progress):
-        troubles = list(_of_entry(Path(path)))
-        whole += not troubles
-        found += troubles
-    found += [*_of_writing(folder), *_of_claims(folder), *_of_unfinished(folder)]
-    rows = [(str(path), problem, remedy, _size(path) / 1e6) for path, problem, remedy in found]
-    if mend:
-        for path, _, remedy in found:
-            _mend(folder, path, remedy)
+        troubles += _of_entry(path)
+    whole = len(paths) - len(troubles)
+    troubles += [*_left_behind(folder), *_of_checkpoints(folder)]
+    rows = [(str(path), problem, remedy, _size(path) / 1e6) for path, problem, remedy in troubles]
+    for path, _, remedy in troubles if mend else ():
+        if remedy == SET_ASIDE:
+            folders.set_aside(folder, path)
+        elif remedy == REMOVED:
+            with files.writing(path):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     frame = pd.DataFrame(rows, columns=["path", "problem", "remedy", "megabytes"])
     frame.attrs["runs"] = whole
     return frame
 
 
-def _of_entry(path: Path) -> Iterator[Trouble]:
-    """What is wrong with a run, or with a file of packed ones."""
-    parts: list[tuple[Path, Callable[[], object]]]
-    if path.is_dir():
-        if not folders.is_run(path):
-            yield Trouble(path, "not a run", LEFT)
-            return
-        parts = [(path, lambda: folders.read_run(path))]
-        if (weights := path / folders.WEIGHTS).is_file():
-            parts.append((weights, lambda: folders.read_weights(path)))
-    else:
-        parts = [(path, lambda: records.packed_runs(path) and records.packed_histories(path))]
-    for part, read in parts:
-        try:
-            read()
-        except DataError as error:
-            yield Trouble(part, _without(part, error), SET_ASIDE)
-            return
+Trouble = tuple[Path, str, str]  # a path, what is wrong with it, and what is to be done with it
 
 
-def _of_writing(folder: Path) -> Iterator[Trouble]:
-    """What processes that are gone have left half-written."""
-    work = folder / folders.WORK
-    gone = {path for part in (folder, work) if part.is_dir() for path in files.strays(part)}
-    for path in [*folder.glob(".*.part"), *work.glob("*")]:
-        unfinished = files.SCRATCH.fullmatch(path.name)
-        if path in gone or (unfinished and time.time() - path.lstat().st_mtime > OLD):
-            yield Trouble(path, "left half-written by a process that is gone", REMOVED)
+def _of_entry(path: Path) -> list[Trouble]:
+    """What is wrong with a run, or with a file of packed ones: the first that is found."""
+    if path.is_dir() and not folders.is_run(path):
+        return [(path, "not a run", LEFT)]
+    file = path
+    try:
+        read_entry(str(path))
+        if (path / folders.WEIGHTS).is_file():
+            file = path / folders.WEIGHTS
+            folders.read_weights(path)
+    except DataError as error:
+        return [_damaged(file, error)]
+    return []
 
 
-def _of_claims(folder: Path) -> Iterator[Trouble]:
-    """Claims that processes which are gone have left."""
-    for path in (folder / claims.FOLDER).glob("*"):
-        if claims.holder_is_gone(path.read_bytes()) or time.time() - path.lstat().st_mtime > OLD:
-            yield Trouble(path, "a claim of a process that is gone", REMOVED)
+def _left_behind(folder: Path) -> Iterator[Trouble]:
+    """What processes that are gone left half-written; of another machine's that is known by its age."""
+    for path in [*folder.glob(".*.part"), *(folder / folders.WORK).glob(".*.part")]:
+        if writer := SCRATCH.fullmatch(path.name):
+            gone = writer[2] == files.HERE and not psutil.pid_exists(int(writer[1]))
+            if gone or time.time() - path.lstat().st_mtime > OLD:
+                yield path, "left half-written by a process that is gone", REMOVED
 
 
-def _of_unfinished(folder: Path) -> Iterator[Trouble]:
+def _of_checkpoints(folder: Path) -> Iterator[Trouble]:
     """What is wrong with checkpoints and with the files of unfinished runs."""
     for path in (folder / folders.WORK).glob("[!.]*"):
         if (folder / path.name.removesuffix(".safetensors") / folders.RECORD).is_file():
-            yield Trouble(path, "of a run that is done", REMOVED)
+            yield path, "of a run that is done", REMOVED
         elif path.suffix == ".safetensors":
             try:
                 folders.read_checkpoint(path)
             except DataError as error:
-                yield Trouble(path, _without(path, error), SET_ASIDE)
+                yield _damaged(path, error)
 
 
-def _without(path: Path, error: DataError) -> str:
+def _damaged(path: Path, error: DataError) -> Trouble:
     """What an error says, without the path that is named beside it."""
-    return str(error).removeprefix(str(path)).lstrip("/\\: ")
-
-
-def _mend(store: Path, path: Path, remedy: str) -> None:
-    if remedy == SET_ASIDE:
-        folders.set_aside(store, path)
-    elif remedy == REMOVED:
-        with files.writing(path):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+    return path, str(error).removeprefix(str(path)).lstrip("/\\: "), SET_ASIDE
 
 
 def _size(path: Path) -> int:
-    inside = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
+    inside = path.rglob("*") if path.is_dir() else [path]
     return sum(file.lstat().st_size for file in inside if not file.is_dir())

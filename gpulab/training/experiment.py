@@ -2,56 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from filelock import SoftFileLease, Timeout
 
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import Setting
 from gpulab.training import folders
 from gpulab.training import store as stores
-from gpulab.training.claims import Claims, InFolder
-from gpulab.training.folders import Identity
 from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.protocol import Specification, protocol
-from gpulab.training.remote import InBucket, remote
+from gpulab.training.remote import remote
 from gpulab.training.workers import INSIDE, Workers
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from gpulab.passports import Passport
+    from gpulab.training.cluster import RayCluster
 
 WAIT = 1.0  # seconds between looks at what others are doing
-
-
-class Engine(Protocol):
-    """What trains: `count` jobs at the same time, each on one of the machines whose passports are given."""
-
-    count: int
-
-    def passports(self, setting: str) -> list[Passport]:
-        """The machines on which a run under a setting may be done."""
-
-    def room(self, job: dict[str, Any]) -> AbstractContextManager[Any]:
-        """In which there is room for a job."""
-
-    def train(self, job: dict[str, Any], tell: Callable[[int, float], None]) -> Any:
-        """Do a job and return the run's id; `tell` hears (frames done, loss)."""
-
-    def stop(self) -> None:
-        """Save what is being done, and do no more."""
-
-    def close(self) -> None:
-        """Wait until all has ended."""
+CLAIMS = ".claims"  # the folder in a store in which a lock says that a run is being trained
+LEASE = 120.0  # seconds after which a lock that nobody refreshes is taken: network file systems may be 60 behind
 
 
 @dataclass
@@ -109,9 +90,9 @@ class Experiment:
         seeds = usual if self.seeds is None else self.seeds
         self.seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
         self.variants = list(self.variants)
-        place = stores.default_store() if self.store is None else self.store
-        self.remote = remote(place)
-        self.folder: Any = self.remote.url if self.remote else Path(place)
+        store = stores.default_store() if self.store is None else self.store
+        self.remote = remote(store)
+        self.folder: Any = self.remote.url if self.remote else Path(store)
         if not (self.settings and self.seeds and self.variants) or self.reruns < 1 or self.workers < 1:
             raise UsageError("an experiment needs settings, seeds, variants, reruns and workers, at least one of each")
 
@@ -170,32 +151,38 @@ class Experiment:
             raise UsageError("address, cpus and gpus are for engine='ray' (--engine slurm takes the last two)")
         jobs = self.jobs()[share[0] :: share[1]]
         if engine == "local":
-            with Workers(self.workers, jobs) as workers:
-                finished = self._train(jobs, workers, progress)
+            workers: Workers | RayCluster = Workers(self.workers, jobs)
         elif engine == "ray":
             if shared := {job.get("devices") for job in jobs} - {None, 1}:
                 raise UsageError(f"devices={shared.pop()!r} with engine='ray': there a run has one device; use 'local'")
             from gpulab.training.cluster import RayCluster
 
-            with RayCluster(address, cpus, gpus, self.workers) as cluster:
-                finished = self._train(jobs, cluster, progress)
+            workers = RayCluster(address, cpus, gpus, self.workers)
         else:
             raise UsageError(f"engine {engine!r}: expected local or ray (or --engine slurm, on the command line)")
+        with workers:
+            finished = self._train(jobs, workers, progress)
         frame = stores.runs(self.folder)
         return frame[frame.id.isin(finished)].reset_index(drop=True)
 
-    def _train(self, jobs: list[dict[str, Any]], workers: Engine, progress: bool) -> list[str]:
+    def _train(self, jobs: list[dict[str, Any]], workers: Workers | RayCluster, progress: bool) -> list[str]:
         """The ids of these runs, those of which an engine has done that were missing."""
         from gpulab.progress import Progress
         from gpulab.training.plan import ANYWHERE, planned_on
 
         frames, machines = self.length, {setting: workers.passports(setting) for setting in self.settings}
         names = [planned_on([ANYWHERE, *machines[job["setting"]]], **job) for job in jobs]
-        found = [self._done(each) for each in names]
-        if not all(found) and isinstance(self.folder, Path):
-            files.check_writable(self.folder / "run")
+        run_ids = [self._done(each) for each in names]
+        missing = [number for number, done in enumerate(run_ids) if not done]
+        claims = (self.remote.work if self.remote else self.folder) / CLAIMS
+        if missing:
+            files.check_writable(claims / "run")
+            claims.mkdir(parents=True, exist_ok=True)
+        # Such a lock knows a dead holder of this machine at once, and one of another by a mark that is not refreshed.
+        lease = functools.partial(SoftFileLease, lease_duration=LEASE, blocking=False, thread_local=False)
+        locks = [lease(claims / f"{anywhere.id}.lock") for anywhere, *_ in names]
         failures: dict[str, list[str]] = {}  # which runs, by why
-        frames_done, lock = [frames if done else 0 for done in found], threading.Lock()
+        frames_done, lock = [frames if done else 0 for done in run_ids], threading.Lock()
         total = {"total": len(jobs) * frames, "initial": sum(frames_done), "unit": self.unit}
         bar = Progress(**total, leave=False, disable=not progress, miniters=0)  # steps of unknown length count nothing
 
@@ -212,24 +199,23 @@ class Experiment:
         def work(number: int) -> bool:
             """Whether a run is settled: done, or failed; not while another does it."""
             job, (anywhere, *here) = jobs[number], names[number]
-            with workers.room(job):
-                if not claims.take(anywhere.id):
-                    return False
+            with workers.room(job), contextlib.ExitStack() as claim:
+                with files.writing(claims):
+                    try:
+                        claim.enter_context(locks[number])
+                    except Timeout:
+                        return False
                 try:
                     # Another may have done it since.
-                    found[number] = (not anywhere.unknown and self._done([anywhere, *here])) or workers.train(
+                    run_ids[number] = (not anywhere.unknown and self._done([anywhere, *here])) or workers.train(
                         job, functools.partial(tell, number)
                     )
                 except GpulabError as error:
                     failures.setdefault(str(error), []).append(f"{job['setting']} seed {job['seed']}")
-                finally:
-                    claims.release(anywhere.id)
             tell(number, frames)
             return True
 
-        missing = [number for number, done in enumerate(found) if not done]
-        place = InBucket(self.remote) if self.remote else InFolder(self.folder)
-        with bar, Claims(place) as claims, ThreadPoolExecutor(workers.count) as pool:
+        with bar, ThreadPoolExecutor(workers.count) as pool:
             try:
                 while missing:
                     settled = [*pool.map(work, missing)]
@@ -245,9 +231,9 @@ class Experiment:
                 f"{sum(map(len, failures.values()))} of {len(jobs)} runs failed, the others are kept in {self.folder}; "
                 f"run again to try those: " + "; ".join(f"{', '.join(of)}: {why}" for why, of in failures.items())
             )
-        return [done for done in found if done]
+        return [done for done in run_ids if done]
 
-    def _done(self, names: list[Identity]) -> str | None:
+    def _done(self, names: list[folders.Identity]) -> str | None:
         """The id of a run in the store, which has a name for no machine and one for each that might have done it."""
         if self.how.get("guard") or not self.how.get("resume", True):
             return None

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpulab import files, records, schemas
-from gpulab.errors import DataError
+from gpulab.errors import DataError, GpulabError
 from gpulab.settings import arithmetic
 
 if TYPE_CHECKING:
@@ -61,19 +61,17 @@ def identified(
     known: Mapping[str, str] | None = None,
     unknown: tuple[str, ...] = (),
 ) -> Identity:
-    """An identity with its id. On another chip or torch it is another run.
+    """An identity with its id, which is another on another chip or torch.
 
-    Args:
-        identity: What is recorded.
-        here: The passport.
-        known: Digests of what the names in it stand for, which are recorded, too.
-        unknown: As in `Identity`.
+    `here` is the passport, `known` has digests of what names in the identity stand for, which are recorded, too.
     """
-    chip = here["cpu"]["model"] if identity["setting"].startswith("cpu") else here["gpus"]
-    of_names = {**identity, "chip": chip, **{key: here["software"][key] for key in ("torch", "gpulab")}}
     known = {name: digest for name, digest in (known or {}).items() if digest}
-    once = {"unknown": uuid.uuid4().hex} if unknown else {}
-    name = run_id({**of_names, "configuration": of_content(identity["configuration"], known), **known, **once})
+    named = {**identity, "configuration": of_content(identity["configuration"], known), **known}
+    named["chip"] = here["cpu"]["model"] if identity["setting"].startswith("cpu") else here["gpus"]
+    named |= {key: here["software"][key] for key in ("torch", "gpulab")}
+    if unknown:
+        named["unknown"] = uuid.uuid4().hex
+    name = run_id(named)
     return Identity(name, {"id": name, **identity, **known}, unknown)
 
 
@@ -87,15 +85,10 @@ def run_id(identity: dict[str, Any]) -> str:
 
 def of_content(configuration: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration in which a film or a folder of frames goes by its content instead of by its place."""
-    if not record.get("content") or not (kind := of_place(configuration.get("data", ""))):
+    by_path = re.match(r"(jpeg:)*(video|frames):", configuration.get("data", ""))
+    if not record.get("content") or not by_path:
         return configuration
-    return {**configuration, "data": kind + record["content"]}
-
-
-def of_place(data: str) -> str:
-    """What comes before the place in the name of data that goes by where it lies; empty for other data."""
-    found = re.match(r"(jpeg:)*(video|frames):", data)
-    return found[0] if found else ""
+    return {**configuration, "data": by_path[0] + record["content"]}
 
 
 def digest(document: Any) -> str:
@@ -121,10 +114,9 @@ def begun(identity: Identity, here: Mapping[str, Any], **notes: str | None) -> d
 def find(store: Path, identity: Identity, with_weights: bool | None = None) -> Path | None:
     """The folder of a run that the store holds whole, and with it the trained weights if they are asked for.
 
-    With None nobody is going to read these, and they are not verified.
-
-    A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known. One that
-    the store lacks is copied from the store that `$GPULAB_PREPARED` names, which is only read.
+    With None nobody is going to read these, and they are not verified. A damaged one is set aside, and a warning says
+    so: the run is not done. Another says what cannot be known. One that the store lacks is copied from the store that
+    `$GPULAB_PREPARED` names, which is only read.
     """
     if identity.unknown:
         what = ", ".join(identity.unknown)
@@ -132,52 +124,48 @@ def find(store: Path, identity: Identity, with_weights: bool | None = None) -> P
             f"{what}: its content cannot be known: this run is not resumed, nor taken for another", stacklevel=3
         )
     folder = store / identity.id
-    if not os.path.lexists(folder) and not _copied(identity.id, store, with_weights):
+    prepared = Path(os.environ.get(PREPARED) or store) / identity.id
+    if not os.path.lexists(folder) and (prepared / (WEIGHTS if with_weights else RECORD)).is_file():
+        with contextlib.suppress(OSError, GpulabError):  # what cannot be copied is trained
+            _copy(prepared, store)
+    if not os.path.lexists(folder):
         return None
     try:
         read_run(folder)
-        kept = os.path.lexists(folder / WEIGHTS)
-        if kept and with_weights is not None:
+        has_weights = (folder / WEIGHTS).is_file()
+        if has_weights and with_weights is not None:
             read_weights(folder)
     except DataError as error:
-        if place := set_aside(store, folder):
-            warnings.warn(f"{error}; the run is trained again (set aside in {place})", stacklevel=3)
+        if moved := set_aside(store, folder):
+            warnings.warn(f"{error}; the run is trained again (set aside in {moved})", stacklevel=3)
         return None
-    return folder if kept or not with_weights else None
+    return folder if has_weights or not with_weights else None
 
 
-def _copied(name: str, store: Path, with_weights: bool | None) -> bool:
-    """Whether a prepared run was there to be copied."""
-    prepared = Path(os.environ.get(PREPARED) or store) / name
-    if not prepared.is_dir() or (with_weights and not (prepared / WEIGHTS).is_file()):
-        return False
+def _copy(run: Path, store: Path) -> None:
     with _scratch(store) as scratch:
-        for file in filter(Path.is_file, prepared.rglob("*")):
-            place = scratch / file.relative_to(prepared)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, place)
-        with contextlib.suppress(OSError):  # another process was first
-            scratch.rename(store / name)
-    return True
+        for file in filter(Path.is_file, run.rglob("*")):
+            copy = scratch / file.relative_to(run)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)  # without its permissions
+        scratch.rename(store / run.name)
 
 
 def is_run(path: str | Path) -> bool:
     """Whether a folder is a run's, or what is left of one: by a file in it, or by its name."""
-    names = (RECORD, HISTORY, WEIGHTS)
-    inside = any(os.path.lexists(os.path.join(path, name)) for name in names)
-    return inside or bool(RUN_NAME.search(str(path))) or str(path).endswith(".parquet")
+    inside = any(os.path.lexists(os.path.join(path, name)) for name in (RECORD, HISTORY, WEIGHTS))
+    return inside or bool(RUN_NAME.search(str(path)))
 
 
 def set_aside(store: Path, path: Path) -> Path | None:
     """Move what is damaged into the store's folder for it; None where another process already has."""
-    place = store / DAMAGED / f"{path.name}-{uuid.uuid4().hex[:6]}"
-    with files.writing(place):
-        place.parent.mkdir(parents=True, exist_ok=True)
+    moved = store / DAMAGED / f"{path.name}-{uuid.uuid4().hex[:6]}"
+    with files.writing(moved):
+        moved.parent.mkdir(parents=True, exist_ok=True)
         try:
-            path.rename(place)
+            return path.rename(moved)
         except FileNotFoundError:
             return None
-    return place
 
 
 def write_run(
@@ -194,13 +182,11 @@ def write_run(
     """
     folder = store / record["id"]
     with _scratch(store) as scratch, files.writing(folder):
-        contents = {HISTORY: _history_content(history, record["id"]), RECORD: records.as_json(record)}
+        # Losses do not repeat, so dictionaries gain nothing.
+        records.write_table(scratch / HISTORY, history, {"run": record["id"]}, use_dictionary=False)
+        records.write_json(scratch / RECORD, record)
         if weights is not None:
-            contents[WEIGHTS] = _tensors_content(weights, {"run": record["id"]})
-        for name, content in contents.items():
-            (scratch / name).write_bytes(content)
-            files.sync(scratch / name)
-        files.sync(scratch)
+            _write_tensors(scratch / WEIGHTS, weights, {"run": record["id"]})
         if own_files is not None and own_files.is_dir():
             own_files.rename(scratch / "files")
         try:
@@ -212,16 +198,7 @@ def write_run(
                 scratch.rename(folder)
             elif weights is not None:
                 os.replace(scratch / WEIGHTS, folder / WEIGHTS)
-        files.sync(store)
     return folder
-
-
-def _history_content(history: pd.DataFrame, run: str) -> bytearray:
-    """Losses do not repeat, so dictionaries gain nothing; splitting the bytes of numbers does."""
-    numbers = [name for name, kind in history.dtypes.items() if kind.kind == "f"]
-    counts = [name for name in history.columns if name not in numbers]
-    encoding = dict.fromkeys(numbers, "BYTE_STREAM_SPLIT") | dict.fromkeys(counts, "DELTA_BINARY_PACKED")
-    return records.as_table(history, {"run": run}, use_dictionary=False, column_encoding=encoding)
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
@@ -233,13 +210,10 @@ def read_run(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
 def read_record(folder: str | Path) -> dict[str, Any]:
     """A run's `run.json`, checked. Raises `DataError` for a damaged or foreign one."""
     file = os.path.join(folder, RECORD)  # paths as objects would take as long as the reading
-    content = files.read(file, LARGEST_RECORD)
-    record = files.read_json(file, content)
-    records.check_format(file, record, content)
+    record = records.read_json(file, LARGEST_RECORD)
     schemas.check(schemas.Run, record, file)
     if record["id"] != os.path.basename(folder):
         raise DataError(f"{file}: is of the run {record['id']}, in a folder of another name: a copy?")
-    record.pop("seal", None)
     return record
 
 
@@ -250,12 +224,6 @@ def read_history(folder: Path, record: Mapping[str, Any]) -> Any:
     if notes.get("run") != record["id"]:
         raise DataError(f"{file}: not the history of {record['id']}")
     return records.check_history(file, rows)
-
-
-def check_history(folder: str | Path) -> None:
-    """Raise `DataError` unless the history of a run is what was written."""
-    file = os.path.join(folder, HISTORY)
-    files.check_seal(file, files.read(file))
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -298,7 +266,7 @@ def files_folder(store: Path, name: str, keep: bool) -> Path:
 
 def write_checkpoint(file: Path, tensors: dict[str, torch.Tensor], notes: dict[str, Any]) -> None:
     """Replace the checkpoint in one step: one safetensors file, with JSON notes in its header."""
-    files.write(file, _tensors_content(tensors, {"gpulab": json.dumps({"format": CHECKPOINT_FORMAT, **notes})}))
+    _write_tensors(file, tensors, {"gpulab": json.dumps({"format": CHECKPOINT_FORMAT, **notes})})
 
 
 def resume(file: Path, restore: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> bool:
@@ -307,10 +275,10 @@ def resume(file: Path, restore: Callable[[dict[str, torch.Tensor], dict[str, Any
         return False
     try:
         restore(*read_checkpoint(file))
-    except (DataError, KeyError, RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+    except Exception as error:  # whatever a checkpoint of another training leads to
         why = str(error) if isinstance(error, DataError) else f"{file}: not a checkpoint of this run ({error!r:.200})"
-        place = set_aside(file.parents[1], file)
-        warnings.warn(f"{why}; a damaged checkpoint: the run starts anew (set aside in {place})", stacklevel=3)
+        moved = set_aside(file.parents[1], file)
+        warnings.warn(f"{why}; a damaged checkpoint: the run starts anew (set aside in {moved})", stacklevel=3)
         return False
     return True
 
@@ -324,12 +292,12 @@ def read_checkpoint(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     return tensors, schemas.check(schemas.Checkpoint, notes, file)
 
 
-def _tensors_content(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytearray:
+def _write_tensors(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     from safetensors.torch import save
 
     # Cloned, because a tensor that two names share could not be stored.
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    return files.seal(save(own, {**metadata, "seal": files.UNSEALED}))
+    files.write(file, files.seal(save(own, {**metadata, "seal": files.UNSEALED})))
 
 
 def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -338,14 +306,12 @@ def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     from safetensors.torch import load
 
     content = files.read(file)
-    try:
-        tensors = load(content)
-        header = files.read_json(file, content[8 : 8 + int.from_bytes(content[:8], "little")])
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise DataError(f"{file}: damaged: {error}") from None
-    metadata = header.get("__metadata__", {})
     files.check_seal(file, content)
-    return tensors, metadata
+    try:
+        header = files.read_json(file, content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return load(content), header["__metadata__"]
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise DataError(f"{file}: not tensors: {error}") from None
 
 
 @contextlib.contextmanager

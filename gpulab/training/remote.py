@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import tempfile
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 from gpulab import files, records
 from gpulab.errors import GpulabError, UsageError, check_name
 from gpulab.training import folders
-from gpulab.training.claims import FOLDER, holder_is_gone, holder_of
 
 URL = re.compile(r"(s3|gs|az):[/\\]+([^/\\].*)")  # a path has lost one of its slashes
 AT_ONCE = 16  # downloads
@@ -30,10 +28,10 @@ AT_ONCE = 16  # downloads
 def url_of(store: str | Path | None) -> str | None:
     """The address that a text or a path stands for; None for a folder."""
     check_name(store)
-    found = URL.fullmatch(str(store))
-    if not found and re.match("(s3|gs|az):", str(store)):
+    url = URL.fullmatch(str(store))
+    if not url and re.match("(s3|gs|az):", str(store)):
         raise UsageError(f"store {str(store)!r}: expected a bucket, and maybe a prefix: s3://bucket/prefix")
-    return f"{found[1]}://{found[2]}".replace("\\", "/").rstrip("/") if found else None
+    return f"{url[1]}://{url[2]}".replace("\\", "/").rstrip("/") if url else None
 
 
 def remote(store: str | Path | None) -> Remote | None:
@@ -97,37 +95,34 @@ class Remote:
         from gpulab.progress import Progress
 
         with self.reaching():
-            listed = [each for batch in self.api.list(self.store) for each in batch]
-        there = {each["path"]: each for each in listed if re.fullmatch(r"[^./][^/]*\.parquet", each["path"])}
+            sizes = {each["path"]: each["size"] for batch in self.api.list(self.store) for each in batch}
+        uploaded = {name: size for name, size in sizes.items() if re.fullmatch(r"[^./][^/]*\.parquet", name)}
         self.objects.mkdir(parents=True, exist_ok=True)
-        here = {entry.name: entry.stat() for entry in os.scandir(self.objects)}
-        for name in here.keys() - there.keys():
+        downloaded = {entry.name: entry.stat().st_size for entry in os.scandir(self.objects)}
+        for name in downloaded.keys() - uploaded.keys():
             (self.objects / name).unlink(missing_ok=True)
-
-        def download(name: str) -> None:
-            with self.reaching(), contextlib.suppress(FileNotFoundError):  # removed a moment ago
-                files.write(self.objects / name, self.api.get(self.store, name).bytes().to_bytes())
-                os.utime(self.objects / name, (when(name), when(name)))
-
-        def when(name: str) -> float:
-            return there[name]["last_modified"].timestamp()
-
-        known = [name for name in there.keys() & here.keys() if here[name].st_size == there[name]["size"]]
-        missing = sorted(there.keys() - {name for name in known if int(here[name].st_mtime) == int(when(name))})
+        # An object is never replaced by another.
+        missing = sorted(name for name, _ in uploaded.items() - downloaded.items())
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(Progress(pool.map(download, missing), total=len(missing), unit="run", leave=False, delay=2))
+            downloads = pool.map(lambda name: self._download(name, self.objects), missing)
+            list(Progress(downloads, total=len(missing), unit="run", leave=False, delay=2))
         return self.objects
 
     def fetch(self, identity: folders.Identity) -> None:
         """Put a run that the store holds into `work`, unless it is there."""
-        if (self.work / identity.id).exists() or not self.has(identity):
+        if (self.work / identity.id).exists():
             return
         with tempfile.TemporaryDirectory() as scratch:
-            file = Path(scratch) / f"{identity.id}.parquet"
-            with self.reaching():
-                file.write_bytes(self.api.get(self.store, file.name).bytes().to_bytes())
-            (record,) = records.packed_runs(file)
-            folders.write_run(self.work, record, records.packed_histories(file)[record["id"]].to_pandas())
+            if file := self._download(f"{identity.id}.parquet", Path(scratch)):
+                (record,) = records.packed_runs(file)
+                folders.write_run(self.work, record, records.packed_histories(file)[record["id"]].to_pandas())
+
+    def _download(self, name: str, folder: Path) -> Path | None:
+        """The file of that name in a folder, with the content of the object; None where there is no object."""
+        with self.reaching(), contextlib.suppress(FileNotFoundError):
+            files.write(folder / name, self.api.get(self.store, name).bytes().to_bytes())
+            return folder / name
+        return None
 
     def push(self, folder: Path) -> None:
         """Upload a run of `work`; one that is there stays as it is."""
@@ -137,42 +132,3 @@ class Remote:
             records.pack_runs(file, [(record, folders.read_history(folder, record))])
             with self.reaching(), contextlib.suppress(self.api.exceptions.AlreadyExistsError):
                 self.api.put(self.store, file.name, file.read_bytes(), mode="create", use_multipart=False)
-
-
-class InBucket:
-    """Claims as objects; see `gpulab.training.claims.Place`."""
-
-    def __init__(self, remote: Remote) -> None:
-        self.remote, self.api, self.store = remote, remote.api, remote.store
-
-    def found(self, name: str) -> dict[int, object]:
-        """As `Place` says."""
-        with self.remote.reaching():
-            # A listing takes whole folders as its prefix.
-            listed = [each for batch in self.api.list(self.store, f"{FOLDER}/{name}") for each in batch]
-        return {int(each["path"].rpartition("/")[2]): (each["e_tag"], each["last_modified"]) for each in listed}
-
-    def make(self, name: str, number: int) -> bool:
-        """As `Place` says."""
-        with self.remote.reaching(), contextlib.suppress(self.api.exceptions.AlreadyExistsError):
-            self.api.put(self.store, f"{FOLDER}/{name}/{number}", holder_of(), mode="create")
-            return True
-        return False
-
-    def touch(self, name: str, number: int) -> None:
-        """As `Place` says."""
-        with self.remote.reaching():
-            self.api.put(
-                self.store, f"{FOLDER}/{name}/{number}", holder_of() + b" " + uuid.uuid4().bytes.hex().encode()
-            )
-
-    def remove(self, name: str, number: int) -> None:
-        """As `Place` says."""
-        with self.remote.reaching(), contextlib.suppress(FileNotFoundError):
-            self.api.delete(self.store, f"{FOLDER}/{name}/{number}")
-
-    def is_dead(self, name: str, number: int) -> bool:
-        """As `Place` says."""
-        with self.remote.reaching(), contextlib.suppress(FileNotFoundError):
-            return holder_is_gone(self.api.get(self.store, f"{FOLDER}/{name}/{number}").bytes().to_bytes())
-        return False

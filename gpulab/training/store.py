@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import functools
 import json
-import marshal
 import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpulab import records
+from gpulab import files, records
 from gpulab.errors import DataError
-from gpulab.training import folders, index
+from gpulab.training import folders
 from gpulab.training.protocol import FACTORS, factors_of_record
 from gpulab.training.remote import remote
 
@@ -55,8 +54,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
         True
     """
     store = default_store() if store is None else store
-    there = remote(store)
-    return _frame(there.pull() if there else Path(store), recorded=False)
+    bucket = remote(store)
+    return _frame(bucket.pull() if bucket else Path(store), recorded=False)
 
 
 def recorded_runs() -> pd.DataFrame:
@@ -71,10 +70,7 @@ def recorded_runs() -> pd.DataFrame:
 
 def record_of(run: Any) -> dict[str, Any]:
     """The whole record of a row of `runs`."""
-    path = Path(run.path)
-    if path.is_dir():
-        return folders.read_record(path)
-    return next(record for record in records.packed_runs(path) if record["id"] == run.id)
+    return next(record for record in _records(run.path) if record["id"] == run.id)
 
 
 def metrics_of(run: Any) -> list[str]:
@@ -90,34 +86,25 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
     """
     import numpy as np
     import pandas as pd
+    import pyarrow as pa
 
-    found = list(with_histories(frame))
-    if not found:
+    if frame.empty:
         return pd.DataFrame()
-    columns = {name: np.concatenate([rows[name].to_numpy() for _, _, rows in found]) for name in records.HISTORY}
-    lengths = [rows.num_rows for _, _, rows in found]
-    per_window = np.repeat([record["configuration"].get("window", 1) for _, record, _ in found], lengths)
-    runs_ = pd.DataFrame([row for row, _, _ in found])[
-        ["id", "experiment", "profile", "setting", "loader", "seed", "rerun", "recorded", "machine"]
-    ]
-    repeated = runs_.loc[np.repeat(runs_.index, lengths)].reset_index(drop=True)
-    whole = pd.DataFrame({**columns, "frames_seen": (columns["window"] + 1) * per_window})
-    return pd.concat([whole, repeated], axis=1)
+    _, documents, tables = zip(*with_histories(frame), strict=True)
+    lengths = [table.num_rows for table in tables]
+    windows = np.repeat([record["configuration"].get("window", 1) for record in documents], lengths)
+    histories = pa.concat_tables(tables, promote_options="permissive").to_pandas()
+    histories["frames_seen"] = (histories["window"] + 1) * windows
+    of_run = frame[["id", "experiment", "profile", "setting", "loader", "seed", "rerun", "recorded", "machine"]]
+    repeated = of_run.iloc[np.repeat(range(len(frame)), lengths)].reset_index(drop=True)
+    return pd.concat([histories, repeated], axis=1)
 
 
 def with_histories(frame: pd.DataFrame) -> Iterator[tuple[Any, dict[str, Any], Any]]:
     """Each row of `runs`, the run's record, and its history as a table of pyarrow."""
-    packed: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {}
+    by_path = functools.cache(lambda path: {record["id"]: (record, rows) for record, rows in read_entry(path)})
     for row in frame.itertuples():
-        path = Path(row.path)
-        if path.is_dir():
-            record = folders.read_record(path)
-            yield row, record, folders.read_history(path, record)
-            continue
-        if row.path not in packed:
-            tables = records.packed_histories(path)
-            packed[row.path] = {r["id"]: (r, tables[r["id"]]) for r in records.packed_runs(path)}
-        yield row, *packed[row.path][row.id]
+        yield row, *by_path(row.path)[row.id]
 
 
 def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
@@ -155,14 +142,11 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
 
     from gpulab.progress import Progress
 
-    stamps = {entry: index.stamp(entry) for entry in entries(store)}
-    known = index.read(store, COLUMNS, stamps)
-    unread = stamps if known is None else stamps.keys() - known["path"].unique()
     rows: list[dict[str, Any]] = []
     damaged: list[str] = []
-    for entry in Progress(sorted(unread), unit="run", leave=False, delay=2):
+    for entry in Progress(entries(store), unit="run", leave=False, delay=2):
         try:
-            rows += _rows(entry, recorded)
+            rows += [_row(record, entry, recorded) for record in _records(entry)]
         except DataError as error:
             if not os.path.isdir(entry) or folders.is_run(entry):  # other folders are nobody's business
                 damaged.append(str(error))
@@ -170,18 +154,10 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
         said = "; ".join(damaged[:MOST_NAMED]) + ("; …" if len(damaged) > MOST_NAMED else "")
         warnings.warn(f"{len(damaged)} damaged run(s) skipped (gpulab check mends a store): {said}", stacklevel=3)
     numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second", "speed", "flip"), float)
-    if rows or known is None:
-        more = dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)
-        frame = pd.DataFrame(rows, columns=[*COLUMNS, *more]).astype(numbers)  # JSON's null becomes NaN
-        frame = frame if known is None else index.joined(known, frame).astype(numbers)
-        # Runs that have the same of the others are in the order of their paths.
-        order = ["experiment", "profile", "setting", "seed", "path"]
-        frame = frame.sort_values(order, ignore_index=True, kind="stable")
-        if len(rows) >= index.FEWEST:
-            index.write(store, COLUMNS, stamps, frame)
-    else:
-        frame = known.astype(numbers).reset_index(drop=True)
-    frame["recorded"] = recorded
+    columns = [*COLUMNS, *dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)]
+    frame = pd.DataFrame(rows, columns=columns).astype(numbers)  # JSON's null becomes NaN
+    # Runs that have the same of the others are in the order of their paths.
+    frame = frame.sort_values(["experiment", "profile", "setting", "seed", "path"], ignore_index=True, kind="stable")
     frame.attrs["damaged"] = len(damaged)
     return frame
 
@@ -190,16 +166,27 @@ def entries(store: Path) -> list[str]:
     """The paths of the runs in a store, and of its files of packed ones, in order."""
     if not store.is_dir():
         return [str(store)] if os.path.lexists(store) else []
-    with os.scandir(store) as found:
-        return sorted(e.path for e in found if e.name[0] != "." and (e.name.endswith(".parquet") or e.is_dir()))
+    paths = [os.path.join(store, name) for name in os.listdir(store) if name[0] != "."]
+    return sorted(path for path in paths if path.endswith(".parquet") or os.path.isdir(path))
 
 
-def _rows(entry: str, recorded: bool) -> list[dict[str, Any]]:
+def read_entry(path: str) -> list[tuple[dict[str, Any], Any]]:
+    """The record and the history of a run, or of each in a file of packed ones; `DataError` for a damaged one."""
+    if os.path.isdir(path):
+        record = folders.read_record(path)
+        return [(record, folders.read_history(Path(path), record))]
+    documents = records.packed_runs(Path(path))
+    histories = records.packed_histories(Path(path)) if documents else {}
+    return [(record, histories[record["id"]]) for record in documents]
+
+
+def _records(entry: str) -> list[dict[str, Any]]:
+    """The records of a run, or of a file of packed ones, whose histories are whole."""
     if not os.path.isdir(entry):
-        return [_row(record, entry, recorded) for record in records.packed_runs(Path(entry))]
-    record = folders.read_record(entry)
-    folders.check_history(entry)
-    return [_row(record, entry, recorded)]
+        return records.packed_runs(Path(entry))
+    record, history = folders.read_record(entry), os.path.join(entry, folders.HISTORY)
+    files.check_seal(history, files.read(history))
+    return [record]
 
 
 def _row(record: dict[str, Any], path: str, recorded: bool) -> dict[str, Any]:
@@ -209,34 +196,31 @@ def _row(record: dict[str, Any], path: str, recorded: bool) -> dict[str, Any]:
         **{key: record[key] for key in ("experiment", "profile", "setting", "seed", "status", "id")},
         **{key: summary.get(key) for key in records.SUMMARY},
         **factors_of_record(record),
+        **{key: record.get(key) for key in ("gradients", "diverged_at", "registered")},
         "device": device,
         "rerun": record.get("rerun", 0),
-        "gradients": record.get("gradients"),
-        "diverged_at": record.get("diverged_at"),
-        "registered": record.get("registered"),
         "machine": records.machine(passport, device),
         "cpu": passport["cpu"]["model"],
         "gpu": ", ".join(gpu["name"] for gpu in passport["gpus"]) or None,
         "torch": passport["software"]["torch"],
         "gpulab": passport["software"]["gpulab"],
         **(_of_function(record) if "source" in configuration else _of_network(configuration)),
-        "protocol": _protocol(marshal.dumps(_learned(record))),
+        "protocol": folders.digest(_learned(record))[:8],
         "recorded": recorded,
         "path": path,
     }
 
 
-@functools.lru_cache(maxsize=1024)
-def _protocol(learned: bytes) -> str:  # as bytes it can be looked up, quicker than JSON
-    return folders.digest(marshal.loads(learned))[:8]
-
-
 def _of_network(configuration: dict[str, Any]) -> dict[str, Any]:
     """What one of gpulab's own networks learned from."""
     options = configuration.get("data_options", {})
-    size = "x".join(map(str, options["size"])) if "size" in options else None
-    scene = {"frame_size": size, "scene_seed": options.get("scene_seed"), "speed": options.get("speed")}
-    return {"data": configuration["data"], "frames": configuration["frames"], **scene}
+    return {
+        "data": configuration["data"],
+        "frames": configuration["frames"],
+        "frame_size": "x".join(map(str, options["size"])) if "size" in options else None,
+        "scene_seed": options.get("scene_seed"),
+        "speed": options.get("speed"),
+    }
 
 
 def _of_function(record: dict[str, Any]) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
     small = ["--batch-size", "4", "--frames", "3", "--updates", "2"]
     done = subprocess.run([*script, *small, "--record", str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (tmp_path / "scale_out" / "other.json").write_bytes(records.as_json({"plan": []}))
+    records.write_json(tmp_path / "scale_out" / "other.json", {"plan": []})
     monkeypatch.setattr(records, "DATA", tmp_path)
     found = scale_out.recorded_scale_out()
     assert found.recorded.all()

@@ -268,7 +268,7 @@ def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
         [*script, "--parts", "small", "transfer", "--write", str(file)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    (tmp_path / "speed" / "prednet.json").write_bytes(records.as_json({"rows": []}))
+    records.write_json(tmp_path / "speed" / "prednet.json", {"rows": []})
     monkeypatch.setattr(records, "DATA", tmp_path)
     found = gl.companion.recorded_speed()
     assert found.recorded.all()

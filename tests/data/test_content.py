@@ -14,17 +14,10 @@ from gpulab.data import content
 CLIP, OTHER = noise(12, 24, 32, 3), noise(24, 24, 32, 3)[12:]
 
 
-@pytest.fixture(autouse=True)
-def known(monkeypatch):
-    """Digests of this test's own, those of new files, too."""
-    monkeypatch.setattr(content, "RACY", 0)
-    monkeypatch.setattr(content, "KNOWN", {})
-    return content.KNOWN
-
-
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were read for a digest."""
+    content._digest.cache_clear()
     seen, real = [], open
 
     def counted(file, *mode):
@@ -64,33 +57,16 @@ def test_a_folder_is_the_names_and_bytes_of_its_images_in_order(tmp_path):
     assert len({first, renamed, of(OTHER), of(CLIP[::-1]), of(CLIP[:-1])}) == 5
 
 
-def test_touched_is_not_changed(tmp_path, reads):
-    film = write_video(tmp_path / "a.mkv", CLIP)
-    first = load(film).content
-    os.utime(film, ns=(10**18, 10**18))
-    assert load(film).content == first
-    assert reads == ["a.mkv", "a.mkv"]
-
-
-def test_what_is_known_is_not_read_again(tmp_path, reads, known):
+def test_what_is_known_is_not_read_again_and_what_is_touched_is(tmp_path, reads):
     film, folder = write_video(tmp_path / "a.mkv", CLIP), write_images(tmp_path / "images", CLIP[:4])
     first = [load(film).content, load(folder).content]
     assert reads == ["a.mkv", "000.png", "001.png", "002.png", "003.png"]
     reads.clear()
     assert [load(film).content, load(folder).content] == first
     assert reads == []
-    known.clear()
+    os.utime(film, ns=(10**18, 10**18))
     assert [load(film).content, load(folder).content] == first
-    assert len(reads) == 5
-
-
-def test_a_file_that_was_just_written_is_not_kept(tmp_path, reads, monkeypatch, known):
-    """It may be written again within the same tick of the clock."""
-    monkeypatch.setattr(content, "RACY", 3600 * 10**9)
-    film = write_video(tmp_path / "a.mkv", CLIP)
-    assert load(film).content == load(film).content
-    assert len(reads) == 2
-    assert not known
+    assert reads == ["a.mkv"]
 
 
 def test_images_are_known_by_their_arrays_and_scenes_come_from_no_file(tmp_path):

@@ -1,10 +1,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -190,25 +192,59 @@ def test_an_interrupted_experiment_saves_a_checkpoint_ends_its_workers_and_goes_
     assert len(run.history) == 100
 
 
-def test_jobs_are_ordered_by_setting_with_canonical_names(tmp_path):
+SLOW = """
+import pathlib, time
+
+def train(seed, setting, folder):
+    with open("begun", "a") as log:
+        log.write(f"{seed} ")
+    while not pathlib.Path("go").exists():
+        time.sleep(0.05)
+    return seed / 2
+"""
+WAITING = "import gpulab as gl; gl.Experiment('slow.py:train', ['cpu'], 1, store='runs').run(progress=False)"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
+@pytest.mark.parametrize("machine", ["this one", "another"])
+def test_two_drivers_do_no_run_twice_and_a_killed_one_does_not_hold_them_up_for_long(machine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("slow.py").write_text(SLOW)
+    killed = subprocess.Popen([sys.executable, "-c", WAITING], start_new_session=True)
+    deadline = time.monotonic() + 180
+    while not Path("begun").exists():
+        assert killed.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    Path("begun").unlink()
+    Path("go").touch()
+    (mark,) = Path("runs/.claims").iterdir()
+    if machine == "another":
+        monkeypatch.setattr("gpulab.training.experiment.LEASE", 5.0)
+        mark.write_text(mark.read_text().replace(f"host={socket.gethostname()}", "host=x").replace("=120.0", "=5.0"))
+        assert {"host=x", "duration=5.0"} <= set(mark.read_text().splitlines())
+    drivers = [gl.Experiment("slow.py:train", ["cpu"], [0, 1, 1], store="runs") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        frames = list(pool.map(lambda each: each.run(progress=False), drivers))
+    assert [frame.final_loss.tolist() for frame in frames] == [[0.0, 0.5], [0.0, 0.5]], "both have them all"
+    assert sorted(Path("begun").read_text().split()) == ["0", "1"]
+    assert os.listdir("runs/.claims") == []
+
+
+def test_jobs_are_each_variant_under_each_setting_from_each_seed(tmp_path):
     exp = experiment(tmp_path, ["cpu:precision=float64,threads=1", "cpu"], seeds=[7, 3], reruns=2)
     assert exp.settings == ["cpu:threads=1,precision=float64", "cpu"]
     assert [(job["setting"], job["rerun"], job["seed"]) for job in exp.jobs()] == [
         (setting, rerun, seed) for setting in exp.settings for rerun in (0, 1) for seed in (7, 3)
     ]
     assert all(job["frames"] == 60 for job in exp.jobs())
-
-
-def test_without_seeds_the_profile_says_how_many(tmp_path):
-    assert len(gl.Experiment("prednet", ["cpu"], profile="smoke", store=tmp_path).jobs()) == 2
-    assert len(gl.Experiment("prednet", ["cpu"], profile="paper", store=tmp_path).jobs()) == 10
-
-
-def test_each_variant_is_trained_under_every_setting(tmp_path):
     variants = [{}, {"flip": 3}, {"data": "jpeg:walk", "data_options": {"decoder": "av", "quality": 50}}]
-    exp = gl.Experiment("prednet", ["cpu", "cpu:threads=1"], [0, 1], "smoke", tmp_path, variants=variants)
-    jobs = exp.jobs()
+    jobs = gl.Experiment("prednet", ["cpu", "cpu:threads=1"], [0, 1], "smoke", tmp_path, variants=variants).jobs()
     assert len({(job["setting"], job["seed"], job.get("flip"), job.get("data")) for job in jobs}) == len(jobs) == 12
+    of_profile = {name: gl.Experiment("prednet", ["cpu"], profile=name, store=tmp_path) for name in ("smoke", "paper")}
+    assert {name: len(exp.jobs()) for name, exp in of_profile.items()} == {"smoke": 2, "paper": 10}
 
 
 @pytest.mark.parametrize(

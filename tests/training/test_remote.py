@@ -3,15 +3,12 @@
 python -m venv moto && moto/bin/pip install 'moto[server]' && export GPULAB_MOTO=$PWD/moto/bin/moto_server
 """
 
-import contextlib
-import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -19,22 +16,13 @@ from pathlib import Path
 import pytest
 
 import gpulab as gl
-from gpulab.training import checks, claims, folders
+from gpulab.training import checks, folders
 from gpulab.training import store as stores
-from gpulab.training.claims import Claims
-from gpulab.training.remote import InBucket, remote
+from gpulab.training.remote import remote
 
 MOTO = os.environ.get("GPULAB_MOTO") or shutil.which("moto_server")
 pytest.importorskip("obstore")
-needs_moto = pytest.mark.skipif(not MOTO, reason="no S3 server here: set GPULAB_MOTO as this file says")
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}, "frames": 60}
-DRIVER = """
-import json, sys
-import gpulab as gl
-
-exp = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", sys.argv[1], options=json.loads(sys.argv[2]))
-exp.run(progress=False)
-"""
 
 
 def free_port():
@@ -84,7 +72,7 @@ def test_an_experiment_in_a_bucket_has_the_runs_that_it_has_in_a_folder(bucket, 
     two = far.run(progress=False)
     same = ["id", "seed", "status", "final_loss", "heldout_loss", "weights", "protocol"]
     assert one[same].equals(two[same])
-    assert objects(bucket) == sorted(f"{name}.parquet" for name in one.id), "one object a run, and no claim is left"
+    assert objects(bucket) == sorted(f"{name}.parquet" for name in one.id), "one object a run"
     assert stores.history(two).loss.tolist() == stores.history(one).loss.tolist()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
     monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", "raise SystemExit('boom')"])
@@ -99,89 +87,30 @@ def test_of_several_devices_that_share_a_training_the_first_fetches_and_uploads(
     images = {"profile": "smoke", "setting": "cpu:threads=1", "frames": 100, "progress": False, "devices": 2}
     images |= {"model_options": {"hidden": [16], "batch_size": 7}, "store": bucket}
     run = gl.train("autoencoder", **images)
-    (name,) = objects(bucket)
-    assert name == f"{run.record['id']}.parquet"
+    assert objects(bucket) == [f"{run.record['id']}.parquet"]
     assert run.path.parent == remote(bucket).work
-    assert not run.model.fresh
+    assert (run.path / folders.WEIGHTS).exists()
     assert gl.runs(bucket).devices.tolist() == [2]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
-    again = gl.train("autoencoder", **images)
-    assert again.path != run.path
-    assert (again.path / folders.WEIGHTS).exists(), "a bucket has no weights, which are asked for"
-    assert all(one.equal(two) for one, two in zip(run.model.parameters(), again.model.parameters(), strict=True))
-    assert objects(bucket) == [name]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a third"))
     monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", "raise SystemExit('boom')"])
-    assert gl.train("autoencoder", **images, keep_weights=False).record["started"] == run.record["started"]
-    variants = [{"devices": 2}]
-    own = {name: images[name] for name in ("model_options", "frames")}
-    exp = gl.Experiment("autoencoder", ["cpu:threads=1"], [0], "smoke", bucket, options=own, variants=variants)
-    assert exp.run(progress=False).id.tolist() == [run.record["id"]]
+    again = gl.train("autoencoder", **images, keep_weights=False)
+    assert again.path != run.path
+    assert again.record == run.record
 
 
-class Stalling:
-    """A proxy that lets the first bytes of an upload of a run through, and then nothing."""
-
-    def __init__(self, port, most):
-        self.behind, self.most, self.stalled = port, most, threading.Event()
-        self.listening = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listening.getsockname()[1]
-        threading.Thread(target=self.accept, daemon=True).start()
-
-    def accept(self):
-        while True:
-            client, _ = self.listening.accept()
-            server = socket.create_connection(("127.0.0.1", self.behind))
-            threading.Thread(target=self.pass_on, args=(client, server, True), daemon=True).start()
-            threading.Thread(target=self.pass_on, args=(server, client, False), daemon=True).start()
-
-    def pass_on(self, one, other, upwards):
-        uploading, passed = False, 0
-        with contextlib.suppress(OSError), one, other:
-            while data := one.recv(4096):
-                uploading = uploading or (upwards and data.startswith(b"PUT") and b".parquet" in data.split(b"\r")[0])
-                if uploading and passed + len(data) > self.most:
-                    other.sendall(data[: self.most - passed])
-                    self.stalled.set()
-                    while one.recv(4096):  # until the writer is gone
-                        pass
-                    return
-                passed += len(data) if uploading else 0
-                other.sendall(data)
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this operating system has no SIGKILL")
-def test_a_writer_killed_half_way_through_an_upload_loses_nothing_and_nothing_half_is_seen(bucket, server):
-    proxy = Stalling(server, 2500)
-    environment = {**os.environ, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
-    command = [sys.executable, "-c", DRIVER, bucket, json.dumps(TINY)]
-    writer = subprocess.Popen(command, env=environment, start_new_session=True)
-    assert proxy.stalled.wait(90), "an upload was under way"
-    os.killpg(writer.pid, signal.SIGKILL)
-    writer.wait()
-    time.sleep(0.5)
-    assert [name for name in objects(bucket) if not name.startswith(claims.FOLDER)] == []
+def test_what_was_trained_when_an_upload_was_cut_off_is_uploaded_and_not_trained_again(bucket, monkeypatch):
+    image = {"profile": "smoke", "setting": "cpu:threads=1", "frames": 20, "progress": False, "keep_weights": False}
+    with monkeypatch.context() as cut_off:
+        cut_off.setattr("gpulab.training.remote.Remote.push", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            gl.train("autoencoder", store=bucket, **image)
+    assert objects(bucket) == []
     assert gl.runs(bucket).empty
-    kept = folders.read_record(next(remote(bucket).work.glob("prednet-*")))
-    frame = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", bucket, options=TINY).run(progress=False)
-    assert sorted(frame.seed) == [0, 1]
-    first = stores.record_of(frame[frame.seed == kept["seed"]].iloc[0])
-    assert first["started"] == kept["started"], "what was trained is uploaded, not trained again"
-
-
-@needs_moto
-def test_claims_in_a_bucket_are_held_by_one_and_taken_when_nobody_touches_them(bucket, monkeypatch):
-    place = InBucket(remote(bucket))
-    assert sum(Claims(place).take("run") for _ in range(5)) == 1
-    others = [Claims(place) for _ in range(3)]
-    monkeypatch.setattr("gpulab.training.remote.holder_is_gone", lambda _: False)
-    assert not any(each.take("run") for each in others)
-    place.touch("run", 1)
-    monkeypatch.setattr(claims, "STALE", 0.5)
-    time.sleep(0.7)
-    assert not any(each.take("run") for each in others), "it was touched"
-    time.sleep(0.7)
-    assert sum(each.take("run") for each in others) == 1
+    (kept,) = remote(bucket).work.glob("autoencoder-*")
+    again = gl.train("autoencoder", store=bucket, **image)
+    assert again.record == folders.read_record(kept)
+    assert objects(bucket) == [f"{kept.name}.parquet"]
+    assert gl.runs(bucket).id.tolist() == [kept.name]
 
 
 def test_a_server_that_is_not_there_is_one_sentence(monkeypatch):

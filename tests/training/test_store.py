@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import re
@@ -51,31 +52,12 @@ def test_what_is_written_is_read_back(record, tmp_path):
     assert list((tmp_path / "new" / "store" / folders.WORK).iterdir()) == []
 
 
-def test_a_run_that_is_there_already_stays(record, tmp_path):
-    write(tmp_path, numbered(record, 1, command="first"))
-    write(tmp_path, numbered(record, 1, command="second"))
-    assert folders.read_record(tmp_path / "run-1")["command"] == "first"
-
-
 def test_a_run_that_cannot_be_written_whole_leaves_nothing(record, tmp_path):
     with pytest.raises(TypeError):
         write(tmp_path, numbered(record, 1, command=object()))  # JSON has no objects
     assert not (tmp_path / "run-1").exists()
     assert [path.name for path in tmp_path.rglob("*")] == [folders.WORK]
     assert gl.runs(tmp_path).empty
-
-
-def test_a_store_that_cannot_be_written_is_named(record, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(gl.GpulabError, match="cannot be written") as error:
-        write(tmp_path / "file", numbered(record, 1))
-    assert str(tmp_path / "file") in str(error.value)
-
-
-def test_unfinished_runs_are_not_seen(record, tmp_path):
-    folder = write(tmp_path, numbered(record, 1))
-    shutil.copytree(folder, tmp_path / folders.WORK / "0123456789abcdef")
-    assert gl.runs(tmp_path).id.tolist() == ["run-1"]
 
 
 def test_the_id_depends_on_what_is_run_and_on_nothing_else(record):
@@ -145,29 +127,21 @@ def test_a_frame_has_a_row_a_run_with_the_columns_documented(record, tmp_path):
     assert row.path == str(tmp_path / "run-1")
 
 
-def test_the_machine_of_a_gpu_run_is_the_gpu(record, tmp_path):
+def test_rows_tell_machines_protocols_and_missing_losses(record, tmp_path):
     passport = {**record["passport"], "gpus": [{"name": "Titan"}]}
     write(tmp_path, numbered(record, 0, setting="cuda:tf32=off", passport=passport))
-    (row,) = gl.runs(tmp_path).itertuples()
-    assert (row.device, row.machine, row.gpu) == ("cuda", "Titan", "Titan")
-
-
-def test_runs_of_one_protocol_and_no_others_have_its_digest(record, tmp_path):
-    for seed in range(3):
-        configuration = {**record["configuration"], "learning_rate": 1e-3 if seed < 2 else 2e-3}
-        write(tmp_path, numbered(record, seed, configuration=configuration))
-    first, second, other = gl.runs(tmp_path).protocol
-    assert first == second != other
-
-
-def test_a_loss_that_is_missing_is_nan_and_the_column_holds_numbers(record, tmp_path):
-    summary = {**record["summary"], "final_loss": None, "heldout_loss": None}
-    write(tmp_path, numbered(record, 0, status="diverged", diverged_at=3, summary=summary))
+    lost = {**record["summary"], "final_loss": None, "heldout_loss": None}
+    write(tmp_path, numbered(record, 1, status="diverged", diverged_at=3, summary=lost))
+    other = {**record["configuration"], "learning_rate": 2e-3}
+    write(tmp_path, numbered(record, 2, configuration=other))
+    diverged, third, gpu = gl.runs(tmp_path).itertuples()
+    assert (gpu.device, gpu.machine, gpu.gpu) == ("cuda", "Titan", "Titan")
+    assert gpu.protocol == diverged.protocol != third.protocol
+    assert math.isnan(diverged.final_loss)
     frame = gl.runs(tmp_path)
-    assert math.isnan(frame.final_loss[0])
     assert frame.final_loss.dtype == frame.heldout_loss.dtype == float
-    write(tmp_path, numbered(record, 1))
-    assert gl.runs(tmp_path).final_loss.count() == 1
+    assert frame.final_loss.count() == 2
+    assert not frame.recorded.any()
 
 
 def test_a_store_that_is_empty_or_absent_gives_an_empty_frame_with_all_columns(tmp_path):
@@ -201,14 +175,17 @@ def test_prepared_runs_are_copied_and_not_trained_again(tmp_path, monkeypatch):
     shutil.rmtree(mine)
 
 
-def test_a_damaged_prepared_run_is_trained_again_and_left_as_it_was(tmp_path, monkeypatch):
+@pytest.mark.parametrize("trouble", ["damaged", "unreadable"])
+def test_a_prepared_run_that_is_of_no_use_is_trained_and_left_as_it_was(trouble, tmp_path, monkeypatch):
     shelf, mine = tmp_path / "shelf", tmp_path / "mine"
     gl.train("autoencoder", profile="smoke", store=shelf, progress=False)
     (run,) = gl.runs(shelf).path
     (Path(run) / folders.HISTORY).write_bytes(b"PAR1")
     before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
     monkeypatch.setenv("GPULAB_PREPARED", str(shelf))
-    with pytest.warns(UserWarning, match="trained again"):
+    if trouble == "unreadable":
+        monkeypatch.setattr(shutil, "copyfile", lambda *_: (tmp_path / "absent").read_bytes())
+    with pytest.warns(match="trained again") if trouble == "damaged" else contextlib.nullcontext():
         gl.train("autoencoder", profile="smoke", store=mine, progress=False)
     assert gl.runs(mine).status.tolist() == ["finished"]
     assert {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()} == before
@@ -228,55 +205,49 @@ def test_histories_are_put_below_each_other_with_the_columns_of_their_runs(recor
 # --- damage ------------------------------------------------------------------------------------------------
 
 
-def change(file, **changes):
-    record = json.loads(file.read_text())
-    for key, value in changes.items():
-        if value is None:
-            del record[key]
-        else:
-            record[key] = value
-    file.write_text(json.dumps(record))
+def without(field):
+    def change(folder):
+        record = json.loads((folder / "run.json").read_text())
+        del record[field]
+        (folder / "run.json").write_text(json.dumps(record))
+
+    return change
 
 
-DAMAGE = {
-    "record truncated": lambda folder: (folder / "run.json").write_bytes((folder / "run.json").read_bytes()[:200]),
-    "record empty": lambda folder: (folder / "run.json").write_bytes(b""),
-    "record binary": lambda folder: (folder / "run.json").write_bytes(bytes(range(128, 256))),
-    "record missing": lambda folder: (folder / "run.json").unlink(),
-    "record a list": lambda folder: (folder / "run.json").write_text("[1, 2]"),
-    "record of a later format": lambda folder: change(folder / "run.json", format=99),
-    "record without a seed": lambda folder: change(folder / "run.json", seed=None),
-    "record without a passport": lambda folder: change(folder / "run.json", passport=None),
-    "record without a configuration": lambda folder: change(folder / "run.json", configuration=None),
-    "record with half a passport": lambda folder: change(folder / "run.json", passport={"cpu": {}}),
+def cut(name, size):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+def written(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+DAMAGE = {  # beside what a store's check is tested with
+    "record binary": written("run.json", bytes(range(128, 256))),
+    "record a list": written("run.json", b"[1, 2]"),
+    "record of a later format": written("run.json", b'{"format": 99}'),
+    **{f"record without a {field}": without(field) for field in ("seed", "passport", "configuration", "seal")},
     "history missing": lambda folder: (folder / "history.parquet").unlink(),
-    "history empty": lambda folder: (folder / "history.parquet").write_bytes(b""),
-    "history garbage": lambda folder: (folder / "history.parquet").write_bytes(b"PAR" * 1000),
-    "history truncated": lambda folder: (folder / "history.parquet").write_bytes(
-        (folder / "history.parquet").read_bytes()[:500]
-    ),
+    "history garbage": written("history.parquet", b"PAR" * 1000),
+    "history truncated": cut("history.parquet", 500),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_run_is_reported_and_skipped(record, tmp_path, damage):
-    for seed in range(3):
-        write(tmp_path, numbered(record, seed))
-    DAMAGE[damage](tmp_path / "run-1")
-    with pytest.warns(UserWarning, match=r"1 damaged run\(s\) skipped") as warned:
+def test_damaged_runs_are_reported_and_skipped(record, tmp_path):
+    folders_ = [write(tmp_path, numbered(record, seed)) for seed in range(len(DAMAGE) + 1)]
+    before = gl.runs(tmp_path)
+    for damage, folder in zip(DAMAGE.values(), folders_, strict=False):
+        damage(folder)
+    with pytest.warns(UserWarning, match=rf"{len(DAMAGE)} damaged run\(s\) skipped") as warned:
         frame = gl.runs(tmp_path)
-    assert frame.seed.tolist() == [0, 2]
-    assert str(tmp_path / "run-1") in str(warned[0].message)
+    assert frame.seed.tolist() == [len(DAMAGE)]
+    assert frame.attrs["damaged"] == len(DAMAGE)
     assert warned[0].filename == __file__
-
-
-@pytest.mark.parametrize("damage", [damage for damage in DAMAGE if damage.startswith("history")])
-def test_histories_with_a_damaged_one_among_them_name_it(record, tmp_path, damage):
-    write(tmp_path, numbered(record, 1))
-    frame = gl.runs(tmp_path)
-    DAMAGE[damage](tmp_path / "run-1")
-    with pytest.raises(gl.DataError, match=r"run-1.history\.parquet"):
-        stores.history(frame)
+    said = str(warned[0].message)
+    for number, (damage, folder) in enumerate(zip(DAMAGE, folders_, strict=False)):
+        assert (f"{folder}/" in said) or number >= stores.MOST_NAMED, damage
+        with pytest.raises(gl.DataError, match=rf"{folder.name}.(run\.json|history\.parquet)"):
+            stores.history(before[before.id == folder.name])
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------
@@ -289,7 +260,7 @@ def resumed(file):
     return given or None
 
 
-def test_a_checkpoint_is_read_back_or_is_none(tmp_path):
+def test_a_checkpoint_is_read_back_unless_there_is_none_or_one_of_a_later_format(tmp_path, monkeypatch):
     file = folders.checkpoint_file(tmp_path, "a-run")
     assert resumed(file) is None
     for step, count in ((1, 3), (2, 4)):
@@ -299,39 +270,26 @@ def test_a_checkpoint_is_read_back_or_is_none(tmp_path):
     assert tensors["a"].tolist() == [0, 1, 2, 3]
     assert notes["step"] == 2
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-def test_a_checkpoint_of_a_later_format_is_set_aside(tmp_path, monkeypatch):
-    file = folders.checkpoint_file(tmp_path, "a-run")
-    with monkeypatch.context() as later:
-        later.setattr(folders, "CHECKPOINT_FORMAT", 99)
-        folders.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}, "ways": []})
+    monkeypatch.setattr(folders, "CHECKPOINT_FORMAT", 99)
     with pytest.warns(UserWarning, match="another version"):
         assert resumed(file) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"not tensors", bytes(100_000)])
-def test_a_damaged_checkpoint_is_set_aside_with_a_warning(tmp_path, content):
-    file = folders.checkpoint_file(tmp_path, "a-run")
-    file.parent.mkdir()
-    file.write_bytes(content)
-    with pytest.warns(UserWarning, match="damaged checkpoint"):
-        assert resumed(file) is None
-    assert not file.exists()
-    (aside,) = (tmp_path / folders.DAMAGED).iterdir()
-    assert aside.read_bytes() == content
-
-
-def test_no_bit_of_a_checkpoint_is_unguarded(tmp_path):
+def test_no_bit_of_a_checkpoint_is_unguarded_and_a_damaged_one_is_set_aside(tmp_path):
     file = folders.checkpoint_file(tmp_path, "a-run")
     folders.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}, "ways": []})
     whole = file.read_bytes()
-    for bit in range(8 * len(whole)):
-        changed = bytearray(whole)
-        changed[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(changed)
+    flipped = [bytearray(whole) for _ in range(8 * len(whole))]
+    for bit, content in enumerate(flipped):
+        content[bit // 8] ^= 1 << bit % 8
+    for content in [b"", b"not tensors", bytes(100_000), whole[:-1], *flipped]:
+        file.write_bytes(content)
         with pytest.warns(UserWarning, match="damaged checkpoint"):
             assert resumed(file) is None
+        assert not file.exists()
+        (moved,) = (tmp_path / folders.DAMAGED).iterdir()
+        assert moved.read_bytes() == content
+        moved.unlink()
 
 
 # --- what is shipped -----------------------------------------------------------------------------------------
@@ -362,13 +320,8 @@ def test_there_are_recorded_runs_of_ten_seeds(shipped, model, profile, settings)
     assert these[these.setting.isin(settings)].protocol.nunique() == 1
 
 
-def test_recorded_runs_are_marked_as_recorded_and_others_are_not(shipped, record, tmp_path):
-    assert shipped.recorded.all()
-    write(tmp_path, numbered(record, 1))
-    assert not gl.runs(tmp_path).recorded.any()
-
-
 def test_every_recorded_run_has_the_passport_of_its_machine_and_its_command(shipped):
+    assert shipped.recorded.all()
     here = gl.passport()
     for file in set(shipped.path):
         for record in records.packed_runs(Path(file)):
@@ -424,31 +377,23 @@ def test_packed_runs_are_the_runs_that_were_packed(packed):
     assert (there.seconds - here.seconds).abs().max() <= 1 / 2048, "rounded to 1/1024"
     for one, other in zip(store.itertuples(), file.itertuples(), strict=True):
         assert stores.record_of(other) == stores.record_of(one)
+    _, shared = records.read_rows(packed / "shared.parquet", [])
+    assert {name: len(shared[name]) for name in records.SHARED} == dict.fromkeys(records.SHARED, 1), "kept once"
     shutil.copy(packed / "shared.parquet", packed / "store")
     assert len(gl.runs(packed / "store")) == 6, "a store may hold packed runs beside its folders"
     (packed / "store" / "shared.parquet").unlink()
 
 
-def test_what_runs_share_is_packed_once(packed):
-    _, shared = records.read_rows(packed / "shared.parquet", [])
-    assert {name: len(shared[name]) for name in records.SHARED} == dict.fromkeys(records.SHARED, 1)
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1" * 100, None], ids=["empty", "garbage", "truncated"])
-def test_damaged_packed_runs_are_reported_and_skipped(packed, tmp_path, content):
+def test_what_is_no_file_of_whole_packed_runs_is_reported_and_skipped(packed, tmp_path):
     whole = (packed / "shared.parquet").read_bytes()
-    (tmp_path / "whole.parquet").write_bytes(whole)
-    (tmp_path / "bad.parquet").write_bytes(whole[: len(whole) // 2] if content is None else content)
-    with pytest.warns(UserWarning, match=r"bad\.parquet: cannot be read"):
-        assert len(gl.runs(tmp_path)) == 3
-
-
-def test_a_table_that_holds_no_runs_is_refused_by_name(tmp_path):
     records.write_table(tmp_path / "other.parquet", HISTORY, {"passport": {}})
-    with pytest.warns(UserWarning, match=r"other\.parquet: not a file of packed runs"):
-        assert gl.runs(tmp_path).empty
     with pytest.warns(UserWarning, match="skipped"), pytest.raises(gl.DataError, match="no runs to pack"):
         stores.pack(tmp_path, tmp_path / "b.parquet")
+    (tmp_path / "whole.parquet").write_bytes(whole)
+    for name, content in {"empty": b"", "garbage": b"PAR1" * 100, "cut": whole[: len(whole) // 2]}.items():
+        (tmp_path / f"{name}.parquet").write_bytes(content)
+    with pytest.warns(UserWarning, match=r"4 damaged.*cut\.parquet: cannot.*other\.parquet: not a file of packed runs"):
+        assert len(gl.runs(tmp_path)) == 3
 
 
 def test_nothing_is_ever_unpickled_from_a_file():
