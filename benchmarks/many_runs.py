@@ -37,10 +37,8 @@ def generate(store, count):
         record["id"] = folders.run_id({name: record[name] for name in ("experiment", "profile", "setting", "seed")})
         folder = store / record["id"]
         folder.mkdir()
-        (folder / folders.RECORD).write_bytes(records.as_json(record))
-        (folder / folders.HISTORY).write_bytes(
-            records.as_table(run.history, {"run": record["id"]}, use_dictionary=False)
-        )
+        records.write_json(folder / folders.RECORD, record)
+        records.write_table(folder / folders.HISTORY, run.history, {"run": record["id"]}, use_dictionary=False)
 
 
 def listed(store):
