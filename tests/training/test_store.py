@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -407,3 +409,12 @@ def test_nothing_is_ever_unpickled_from_a_file():
     ]
     # What a process sends its own worker, through the pipe between them.
     assert found == [("worker.py", 'pickle.loads(base64.b64decode(job["pickled"]))')]
+
+
+def test_a_column_is_as_large_as_all_its_row_groups_together(tmp_path):
+    file = tmp_path / "many.parquet"
+    pq.write_table(pa.table({"loss": range(1000)}), file, row_group_size=200, use_dictionary=False)
+    metadata = pq.read_metadata(file)
+    records.check_size(file, metadata, 2000)
+    with pytest.raises(gl.DataError, match="too large: more than 900 numbers in a column"):
+        records.check_size(file, metadata, 900)
