@@ -48,7 +48,7 @@ def watched(function, *tensors, fault=lambda tensor: tensor):
     with Watched(fault) as mode:
         out = function(*leaves)
         if out.requires_grad:
-            out.backward(drawn(*out.shape, seed=9, dtype=out.dtype))
+            out.backward(drawn(*out.shape, seed=9).to(out.dtype))
     return mode.seen
 
 
@@ -185,7 +185,7 @@ def test_other_precisions_have_a_roundoff_of_their_own(name, dtype):
     def function(x):
         return RIGHT[name](x) if name != "LSTM cell" else F.linear(x, x).tanh()
 
-    seen = [e for _, e in watched(function, drawn(24, 12, dtype=dtype)) if e.error is not None]
+    seen = [e for _, e in watched(function, drawn(24, 12).to(dtype)) if e.error is not None]
     assert seen
     assert [e for e in seen if not ratio(e) <= 1] == []
     if dtype == torch.float64:
