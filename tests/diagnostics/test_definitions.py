@@ -4,27 +4,21 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from small_steps import FaultyKernels, audited, compared, drawn
 
-import gpulab as gl
-from gpulab.diagnostics.float64_check import ForwardError, forward_error
+from gpulab.diagnostics.float64_check import ForwardError
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("two_threads")
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 TIES = torch.tensor([[3.0, 2, 3, 2, 1, 1, 3, 3], [0, 5, 5, -1, 5, 2, 2, 2]])
 
 
 def is_right(operation, args, out, **kwargs):
-    name = operation._schema.name.partition("::")[2].rstrip("_")
-    seen = forward_error(operation, name, args, kwargs, out)
+    seen = compared(operation, args, out, **kwargs)
     assert seen.error is not None
-    return seen.error <= seen.bound
+    return bool(seen.error <= seen.bound)
 
 
 def places(*rows):
@@ -117,37 +111,38 @@ def test_what_has_no_places_is_compared_as_ever():
         assert is_right(operation, (TIES,), operation(TIES))
         assert not is_right(operation, (TIES,), operation(TIES) + 1e-3)
         whole = TIES.long()
-        assert forward_error(operation, operation.__name__.split(".")[0], (whole,), {}, operation(whole)).error is None
+        assert compared(operation, (whole,), operation(whole)).error is None
 
 
 def test_a_pool_may_pass_on_any_of_its_largest_numbers():
     x = torch.tensor([[[[1.0, 5, 0, 2], [5, 3, 2, 1]]]])
     args = (x, [2, 2], [2, 2])
-    for first, second in ((1, 3), (4, 6)):
-        assert is_right(
-            aten.max_pool2d_with_indices.default, args, (torch.tensor([[[[5.0, 2]]]]), places([[[first, second]]]))
-        )
-    assert not is_right(aten.max_pool2d_with_indices.default, args, (torch.tensor([[[[5.0, 2]]]]), places([[[1, 2]]])))
-    assert not is_right(aten.max_pool2d_with_indices.default, args, (torch.tensor([[[[5.0, 3]]]]), places([[[1, 5]]])))
+    pool = aten.max_pool2d_with_indices.default
+    for largest, *where, right in [(2, 1, 3, True), (2, 4, 6, True), (2, 1, 2, False), (3, 1, 5, False)]:
+        assert is_right(pool, args, (torch.tensor([[[[5.0, largest]]]]), places([[where]]))) is right
 
 
 def test_distinct_numbers_may_come_in_any_order_with_what_belongs_to_them():
     x = torch.tensor([2.0, 7, 2, 5])
     values, inverse, counts = torch.tensor([7.0, 2, 5]), torch.tensor([1, 0, 1, 2]), torch.tensor([1, 2, 1])
     free, sorted_ = (x, False, True, True), (x, True, True, True)
-    assert is_right(aten._unique2.default, free, (values, inverse, counts))
-    assert not is_right(aten._unique2.default, sorted_, (values, inverse, counts))
-    assert is_right(aten._unique2.default, sorted_, aten._unique2.default(*sorted_))
-    assert not is_right(aten._unique2.default, free, (values, inverse.flip(0), counts))
-    assert not is_right(aten._unique2.default, free, (values, inverse, counts.flip(0) + 1))
-    assert not is_right(aten._unique2.default, free, (values[:2], inverse.clamp(max=1), counts[:2]))
+    unique = aten._unique2.default
+    assert is_right(unique, free, (values, inverse, counts))
+    assert is_right(unique, sorted_, unique(*sorted_))
+    assert not is_right(unique, sorted_, (values, inverse, counts))
+    for wrong in [
+        (values, inverse.flip(0), counts),
+        (values, inverse, counts.flip(0) + 1),
+        (values[:2], inverse.clamp(max=1), counts[:2]),
+    ]:
+        assert not is_right(unique, free, wrong)
 
 
 # --- several numbers in one place --------------------------------------------------------------------------------
 
 
 def test_of_several_numbers_written_to_one_place_any_may_stay():
-    before, index, source = normal(6), torch.tensor([0, 1, 1, 1, 2]), normal(5, seed=1)
+    before, index, source = drawn(6), torch.tensor([0, 1, 1, 1, 2]), drawn(5, seed=1)
     calls = [
         (aten.scatter.src, (before, 0, index, source)),
         (aten.index_copy.default, (before, 0, index, source)),
@@ -168,10 +163,10 @@ def test_of_several_numbers_written_to_one_place_any_may_stay():
 
 
 def test_rows_and_masks_are_written_as_well():
-    before, rows, source = normal(4, 3), torch.tensor([2, 2]), normal(2, 3, seed=1)
+    before, rows, source = drawn(4, 3), torch.tensor([2, 2]), drawn(2, 3, seed=1)
     for operation, args in (
         (aten.index_put.default, (before, [rows], source)),
-        (aten.index_put.default, (before, [None, torch.tensor([0, 2])], normal(4, 2))),
+        (aten.index_put.default, (before, [None, torch.tensor([0, 2])], drawn(4, 2))),
         (aten.index_put.default, (before, [before > 0], torch.tensor(9.0))),
         (aten.scatter.src, (before, 1, torch.tensor([[0, 0], [2, 1]]), source)),
         (aten.index_copy.default, (before, 0, rows, source)),
@@ -187,7 +182,7 @@ def test_rows_and_masks_are_written_as_well():
 
 def test_a_solution_of_least_squares_is_right_where_no_other_leaves_less():
     flat = torch.arange(1.0, 10).view(3, 3)  # of rank two
-    tall, right = normal(9, 3), normal(9, 2, seed=1)
+    tall, right = drawn(9, 3), drawn(9, 2, seed=1)
     solve = aten.linalg_lstsq.default
 
     def answer(solution):
@@ -203,12 +198,12 @@ def test_a_solution_of_least_squares_is_right_where_no_other_leaves_less():
     wrong = solution.clone()
     wrong[1, 1] *= 1.001
     assert not is_right(solve, (tall, right), answer(wrong))
-    lost = forward_error(solve, "linalg_lstsq", (tall, right), {}, answer(torch.full_like(solution, math.nan)))
+    lost = compared(solve, (tall, right), answer(torch.full_like(solution, math.nan)))
     assert lost == ForwardError(), "and of what is no number nothing is said"
 
 
 def test_bases_of_either_sign_are_right_and_those_of_another_matrix_are_not():
-    x = normal(5, 3)
+    x = drawn(5, 3)
     q, r = aten.linalg_qr.default(x)
     signs = torch.tensor([1.0, -1, -1])
     assert is_right(aten.linalg_qr.default, (x,), (q * signs, r * signs[:, None]))
@@ -226,36 +221,20 @@ def test_bases_of_either_sign_are_right_and_those_of_another_matrix_are_not():
 # --- in an audit -------------------------------------------------------------------------------------------------
 
 
-class Device(TorchDispatchMode):
-    """Stands below the watcher and gives, with one thread, another answer of one operation on float32 numbers."""
-
-    def __init__(self, name, other):
-        super().__init__()
-        self.name, self.other = name, other
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        out = operation(*args, **(kwargs or {}))
-        if operation._schema.name != f"aten::{self.name}" or torch.get_num_threads() != 1:
-            return out
-        if args[0].dtype != torch.float32:
-            return out
-        return self.other(operation, args, kwargs or {}, out)
-
-
-def from_the_end(operation, args, kwargs, out):
+def from_the_end(operation, x, *args, **kwargs):
     """Of equal numbers the last ones: the answer for the tensor turned around."""
-    turned = operation(args[0].flip(-1), *args[1:], **kwargs)
+    turned = operation(x.flip(-1), *args, **kwargs)
     if isinstance(turned, torch.Tensor):
-        return args[0].shape[-1] - 1 - turned
-    return type(out)((turned[0], args[0].shape[-1] - 1 - turned[1]))
+        return x.shape[-1] - 1 - turned
+    return type(turned)((turned[0], x.shape[-1] - 1 - turned[1]))
 
 
-def first_stays(operation, args, _kwargs, _out):
-    x, dim, index, source = args
+def first_stays(operation, x, dim, index, source):
     return operation(x, dim, index.flip(0), source.flip(0))
 
 
-def another_solution(_operation, _args, _kwargs, out):
+def another_solution(operation, *args, **kwargs):
+    out = operation(*args, **kwargs)
     return type(out)((out[0] + torch.tensor([[1.0], [-2], [1]], dtype=out[0].dtype), *out[1:]))
 
 
@@ -277,13 +256,8 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_an_audit_names_another_valid_answer_first_and_nothing_worse(name):
     other, step = STEPS[name]
-    with Device(name, other):
-        report = gl.audit(
-            lambda setting: step(torch.tensor(EQUALS, dtype=setting.dtype)),
-            "cpu:threads=2",
-            "cpu:threads=1",
-            progress=False,
-        )
+    with FaultyKernels(**{name: other}):
+        report = audited(lambda setting: step(torch.tensor(EQUALS, dtype=setting.dtype)))
     first, *others = report.findings
     assert (first.kind, first.operation) == ("another valid answer", name), str(report)
     # LAPACK's bits may be others each time, in the last digits.
@@ -293,17 +267,13 @@ def test_an_audit_names_another_valid_answer_first_and_nothing_worse(name):
 
 @pytest.mark.parametrize("name", ["topk", "argmax", "sort", "scatter"])
 def test_an_audit_names_a_wrong_answer(name):
-    def wrong(_operation, args, _kwargs, out):
+    def wrong(operation, x, *args, **kwargs):
+        out = operation(x, *args, **kwargs)
         if isinstance(out, torch.Tensor):
-            return out.roll(1) if out.is_floating_point() else (out + 1) % args[0].shape[-1]
-        return type(out)((out[0], (out[1] + 1) % args[0].shape[-1]))
+            return out.roll(1) if out.is_floating_point() else (out + 1) % x.shape[-1]
+        return type(out)((out[0], (out[1] + 1) % x.shape[-1]))
 
     step = STEPS[name][1]
-    with Device(name, wrong):
-        report = gl.audit(
-            lambda setting: step(torch.tensor([*EQUALS[:-1], 4.0], dtype=setting.dtype)),
-            "cpu:threads=2",
-            "cpu:threads=1",
-            progress=False,
-        )
+    with FaultyKernels(**{name: wrong}):
+        report = audited(lambda setting: step(torch.tensor([*EQUALS[:-1], 4.0], dtype=setting.dtype)))
     assert (report.findings[0].kind, report.findings[0].operation) == ("mismatch", name), str(report)

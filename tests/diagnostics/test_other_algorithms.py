@@ -9,33 +9,34 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-
-from gpulab.diagnostics.float64_check import forward_error
+from small_steps import compared, drawn
 
 aten = torch.ops.aten
 
 
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def ratio(operation, args, out, kwargs=None):
+def ratio(operation, args, out, **kwargs):
     """The error in units of what rounding explains, which must have been measured."""
-    name = operation._schema.name.partition("::")[2].rstrip("_")
-    seen = forward_error(operation, name, args, kwargs or {}, out)
-    assert seen.error is not None, f"{name} was not compared"
+    seen = compared(operation, args, out, **kwargs)
+    assert seen.error is not None, f"{operation} was not compared"
     assert seen.format is None
     return seen.error / seen.bound if seen.bound else math.inf if seen.error else 0.0
+
+
+def tells(operation, args, right, *wrong):
+    """Of one result that rounding explains it, and of others that it does not."""
+    assert ratio(operation, args, right) < 1
+    for result in wrong:
+        assert ratio(operation, args, result) > 1
 
 
 # --- sums, whose terms may come in any order --------------------------------------------------------------------
 
 NUMBERS = {
-    "normal": lambda n: normal(n),
-    "of one sign": lambda n: normal(n).abs(),
+    "normal": drawn,
+    "of one sign": lambda n: drawn(n).abs(),
     "in ascending order": lambda n: torch.linspace(-1, 1, n) + 1e-3,
-    "which cancel": lambda n: torch.cat([normal(n // 2), -(1 + 1e-4) * normal(n // 2)]),
-    "far from zero": lambda n: 1000 + normal(n),
+    "which cancel": lambda n: torch.cat([drawn(n // 2), -(1 + 1e-4) * drawn(n // 2)]),
+    "far from zero": lambda n: 1000 + drawn(n),
     "all equal": lambda n: torch.full((n,), 1 / 3),
 }
 
@@ -90,18 +91,17 @@ def test_running_sums_in_float32_are_right(numbers, scan):
 
 
 def test_running_products_and_logarithms_in_float32_are_right():
-    x = 1 + 0.01 * normal(20_000)
+    x = 1 + 0.01 * drawn(20_000)
     product = torch.from_numpy(np.cumprod(x.numpy(), dtype=np.float32))
     assert ratio(aten.cumprod.default, (x, 0), product) < 1
     late = product[:5000].clone()
     late[1000:] *= 1.001
     assert ratio(aten.cumprod.default, (x[:5000], 0), late) > 1
-    x = 10 * normal(5000)
+    x = 10 * drawn(5000)
     running = [x[0]]
     for value in x[1:]:
         running.append(torch.logaddexp(running[-1], value))
-    assert ratio(aten.logcumsumexp.default, (x, 0), torch.stack(running)) < 1
-    assert ratio(aten.logcumsumexp.default, (x, 0), 1.001 * torch.stack(running)) > 1
+    tells(aten.logcumsumexp.default, (x, 0), torch.stack(running), 1.001 * torch.stack(running))
 
 
 @pytest.mark.parametrize("numbers", ["normal", "of one sign", "far from zero", "all equal"])
@@ -124,8 +124,7 @@ def test_sums_by_index_in_any_order_are_right(numbers, places):
         (aten.embedding_dense_backward.default, (x[:, None], index, 50, -1, False), sums[:, None]),
     ]
     for operation, args, right in calls:
-        assert ratio(operation, args, right) < 1
-        assert ratio(operation, args, 1.01 * right) > 1
+        tells(operation, args, right, 1.01 * right)
 
 
 # --- means and variances -----------------------------------------------------------------------------------------
@@ -134,18 +133,17 @@ def test_sums_by_index_in_any_order_are_right(numbers, places):
 @pytest.mark.parametrize("offset", [0.0, 1.0, 30.0, 1000.0])
 @pytest.mark.parametrize("count", [2, 100, 10_000])
 def test_a_variance_in_one_pass_is_right_and_one_of_another_normaliser_is_not(offset, count):
-    x = offset + normal(count, 3)
+    x = offset + drawn(count, 3)
     mean = in_turn(x)[-1] / count
     by_one_pass = (in_turn(x.square())[-1] / count - mean.square()).clamp_min(0)
     for correction in (0, 1):
         right = by_one_pass * count / (count - correction)
-        named = {"correction": correction}
-        assert ratio(aten.var.correction, (x, [0]), right, named) < 1
-        assert ratio(aten.std.correction, (x, [0]), right.sqrt(), named) < 1
+        assert ratio(aten.var.correction, (x, [0]), right, correction=correction) < 1
+        assert ratio(aten.std.correction, (x, [0]), right.sqrt(), correction=correction) < 1
         if count == 100 and offset <= 30:
-            other = {"correction": 1 - correction}
-            assert ratio(aten.var.correction, (x, [0]), x.var(0, correction=correction), other) > 1
-            assert ratio(aten.std.correction, (x, [0]), x.std(0, correction=correction), other) > 1
+            other = 1 - correction
+            assert ratio(aten.var.correction, (x, [0]), x.var(0, correction=correction), correction=other) > 1
+            assert ratio(aten.std.correction, (x, [0]), x.std(0, correction=correction), correction=other) > 1
 
 
 def normalised_in_one_pass(x, dims, eps=1e-5):
@@ -158,7 +156,7 @@ def normalised_in_one_pass(x, dims, eps=1e-5):
 @pytest.mark.parametrize("offset", [0.0, 5.0, 100.0])
 @pytest.mark.parametrize("count", [2, 64])
 def test_normalisations_in_one_pass_are_right(offset, count):
-    x = offset + normal(count, 6, 8)
+    x = offset + drawn(count, 6, 8)
     batch, mean, reciprocal = normalised_in_one_pass(x[:, :, 0], (0,))
     none = (None, None)
     args = (x[:, :, 0], *none, None, None, True, 0.1, 1e-5)
@@ -172,7 +170,7 @@ def test_normalisations_in_one_pass_are_right(offset, count):
 
 @pytest.mark.parametrize("offset", [0.0, 5.0])
 def test_normalisations_of_wrong_deviation_or_with_one_wrong_number_are_wrong(offset):
-    x = offset + normal(64, 6)
+    x = offset + drawn(64, 6)
     right, mean, reciprocal = aten.native_layer_norm.default(x, [6], None, None, 1e-5)
     one_less = (x - mean) / (x.var(1, keepdim=True) + 1e-5).sqrt()
     args = (x, [6], None, None, 1e-5)
@@ -185,43 +183,38 @@ def test_normalisations_of_wrong_deviation_or_with_one_wrong_number_are_wrong(of
 def test_a_batch_norm_of_two_close_numbers_is_right():
     """Of two numbers that lie close the mean, rounded, takes away what is left of them (pytorch/pytorch#9602)."""
     for close in (1.0, 1e-2, 1e-4):
-        x = 1 + close * normal(2, 100)
+        x = 1 + close * drawn(2, 100)
         args = (x, None, None, None, None, True, 0.1, 1e-5)
         assert ratio(aten.native_batch_norm.default, args, aten.native_batch_norm.default(*args)) < 1
 
 
 def test_softmax_with_sums_in_turn_is_right():
-    x = 3 * normal(30_000)
+    x = 3 * drawn(30_000)
     shifted = x - x.max()
     total = in_turn(shifted.exp())[-1]
-    assert ratio(aten._softmax.default, (x, 0, False), shifted.exp() / total) < 1
-    assert ratio(aten._log_softmax.default, (x, 0, False), shifted - total.log()) < 1
-    assert ratio(aten._softmax.default, (x, 0, False), 1.001 * shifted.exp() / total) > 1
-    grad = normal(30_000, seed=1)
+    tells(aten._softmax.default, (x, 0, False), shifted.exp() / total, 1.001 * shifted.exp() / total)
+    tells(aten._log_softmax.default, (x, 0, False), shifted - total.log())
+    grad = drawn(30_000, seed=1)
     y = x.softmax(0)
     back = y * (grad - in_turn(grad * y)[-1])
-    assert ratio(aten._softmax_backward_data.default, (grad, y, 0, torch.float32), back) < 1
-    assert ratio(aten._softmax_backward_data.default, (grad, y, 0, torch.float32), 1.01 * back) > 1
+    tells(aten._softmax_backward_data.default, (grad, y, 0, torch.float32), back, 1.01 * back)
 
 
 def test_a_norm_with_a_sum_in_turn_is_right():
-    x = normal(100_000)
-    assert ratio(aten.linalg_vector_norm.default, (x,), in_turn(x.square())[-1].sqrt()) < 1
-    assert ratio(aten.linalg_vector_norm.default, (x,), 1.001 * x.norm()) > 1
+    x = drawn(100_000)
+    tells(aten.linalg_vector_norm.default, (x,), in_turn(x.square())[-1].sqrt(), 1.001 * x.norm())
 
 
 def test_the_gradient_of_a_normalisation_with_sums_in_turn_is_right():
-    x, grad = 5 + normal(3000, 4), 1 + normal(3000, 4, seed=1)
+    x, grad = 5 + drawn(3000, 4), 1 + drawn(3000, 4, seed=1)
     mean, reciprocal = x.mean(0), (x.var(0, correction=0) + 1e-5).rsqrt()
     standard = (x - mean) * reciprocal
     of_weight, of_bias = in_turn(grad * standard)[-1], in_turn(grad)[-1]
     of_x = reciprocal * (grad - of_bias / 3000 - standard * of_weight / 3000)
     args = (grad, x, torch.ones(4), None, None, mean, reciprocal, True, 1e-5, [True, True, True])
-    operation = aten.native_batch_norm_backward.default
-    assert ratio(operation, args, (of_x, of_weight, of_bias)) < 1
     without_mean = reciprocal * (grad - standard * of_weight / 3000)
-    assert ratio(operation, args, (without_mean, of_weight, of_bias)) > 1
-    assert ratio(operation, args, (of_x, 1.01 * of_weight, of_bias)) > 1
+    wrong = (without_mean, of_weight, of_bias), (of_x, 1.01 * of_weight, of_bias)
+    tells(aten.native_batch_norm_backward.default, args, (of_x, of_weight, of_bias), *wrong)
 
 
 # --- products ------------------------------------------------------------------------------------------------------
@@ -279,7 +272,7 @@ def by_fourier(x, w):
 @pytest.mark.parametrize("offset", [0.0, 3.0])
 @pytest.mark.parametrize("algorithm", [by_winograd(2), by_winograd(4), by_fourier], ids=["F(2)", "F(4)", "Fourier"])
 def test_convolutions_by_other_algorithms_are_right_and_a_wrong_one_is_not(algorithm, offset, channels):
-    x, w = offset + normal(2, channels, 34, 34), normal(4, channels, 3, 3, seed=1)
+    x, w = offset + drawn(2, channels, 34, 34), drawn(4, channels, 3, 3, seed=1)
     args = (x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     made = algorithm(x, w)
     assert ratio(aten.convolution.default, args, made) < 1
@@ -289,67 +282,59 @@ def test_convolutions_by_other_algorithms_are_right_and_a_wrong_one_is_not(algor
 
 @pytest.mark.parametrize("inner", [1, 10, 1000])
 def test_complex_products_of_three_real_ones_are_right(inner):
-    a, b = (torch.complex(normal(20, inner, seed=s), normal(20, inner, seed=s + 1)) for s in (0, 2))
+    a, b = (torch.complex(drawn(20, inner, seed=s), drawn(20, inner, seed=s + 1)) for s in (0, 2))
     b = b.mT.contiguous()
     first, second = a.real @ b.real, a.imag @ b.imag
     both = (a.real + a.imag) @ (b.real + b.imag)
     made = torch.complex(first - second, both - first - second)
-    assert ratio(aten.mm.default, (a, b), made) < 1
-    assert ratio(aten.mm.default, (a, b), 1.001 * made) > 1
-    assert ratio(aten.mm.default, (a, b), made.conj().resolve_conj()) > 1
+    tells(aten.mm.default, (a, b), made, 1.001 * made, made.conj().resolve_conj())
 
 
 @pytest.mark.parametrize("transform", [aten._fft_r2c.default, aten._fft_c2c.default], ids=str)
 def test_transforms_to_complex_numbers_are_compared_in_float64(transform):
-    x = normal(8, 300) if "r2c" in str(transform) else torch.complex(normal(8, 300), normal(8, 300, seed=1))
+    x = drawn(8, 300) if "r2c" in str(transform) else torch.complex(drawn(8, 300), drawn(8, 300, seed=1))
     args = (x, [1], 0, True)
     made = transform(*args)
-    assert ratio(transform, args, made) < 1
-    assert ratio(transform, args, 1.0001 * made) > 1
+    tells(transform, args, made, 1.0001 * made)
 
 
 def test_distances_by_a_product_are_right_though_they_cancel():
-    x, y = 3 + normal(64, 32), 3 + normal(50, 32, seed=1)
+    x, y = 3 + drawn(64, 32), 3 + drawn(50, 32, seed=1)
     for other in (x, y):
         squares = x.square().sum(1)[:, None] - 2 * x @ other.T + other.square().sum(1)
         made = squares.clamp_min(0).sqrt()
         assert ratio(aten._euclidean_dist.default, (x, other), made) < 1
     made[3, 4] += 0.1
-    assert ratio(aten._euclidean_dist.default, (x, y), made) > 1
-    made = squares.clamp_min(0)
-    assert ratio(aten._euclidean_dist.default, (x, y), made) > 1
+    for wrong in (made, squares.clamp_min(0)):
+        assert ratio(aten._euclidean_dist.default, (x, y), wrong) > 1
 
 
 def test_distances_by_differences_with_sums_in_turn_are_right():
-    x, y = normal(6, 5000), normal(7, 5000, seed=1)
+    x, y = drawn(6, 5000), drawn(7, 5000, seed=1)
     squares = in_turn((x[:, None] - y).square().permute(2, 0, 1))[-1]
-    assert ratio(aten._cdist_forward.default, (x, y, 2.0, 2), squares.sqrt()) < 1
-    assert ratio(aten._cdist_forward.default, (x, y, 2.0, 2), 1.001 * squares.sqrt()) > 1
+    tells(aten._cdist_forward.default, (x, y, 2.0, 2), squares.sqrt(), 1.001 * squares.sqrt())
 
 
 def test_a_long_loss_of_sequences_is_right_and_its_gradient():
     """Connectionist temporal classification: sums over paths, in logarithms, step by step."""
-    x = (3 * normal(400, 2, 20)).log_softmax(2)
+    x = (3 * drawn(400, 2, 20)).log_softmax(2)
     targets = torch.randint(1, 20, (2, 60), generator=torch.Generator().manual_seed(0))
     args = (x, targets, [400, 400], [60, 60])
     loss, alpha = aten._ctc_loss.default(*args)
-    assert ratio(aten._ctc_loss.default, args, (loss, alpha)) < 1
-    assert ratio(aten._ctc_loss.default, args, (1.001 * loss, alpha)) > 1
+    tells(aten._ctc_loss.default, args, (loss, alpha), (1.001 * loss, alpha))
     grad = torch.ones(2)
     args = (grad, *args, loss, alpha, 0)
     back = aten._ctc_loss_backward.default(*args)
-    assert ratio(aten._ctc_loss_backward.default, args, back) < 1
-    assert ratio(aten._ctc_loss_backward.default, args, 1.5 * back) > 1
+    tells(aten._ctc_loss_backward.default, args, back, 1.5 * back)
 
 
 def test_the_gradient_of_an_enlarged_image_in_any_order_is_right():
-    grad = normal(1, 2, 60, 44).abs()
+    grad = drawn(1, 2, 60, 44).abs()
     args = (grad, [60, 44], [1, 2, 5, 4], False, None, None)
     operation = aten.upsample_bilinear2d_backward.default
     made = operation(*args)
     unit = torch.eye(5 * 4).view(20, 1, 5, 4)
     shares = F.interpolate(unit, size=(60, 44), mode="bilinear")[:, 0].flatten(1)
     in_any_order = in_turn((shares * grad.flatten(2)[0, :, None]).permute(2, 0, 1))[-1].view(1, 2, 5, 4)
-    for right in (made, in_any_order):
-        assert ratio(operation, args, right) < 1
-    assert ratio(operation, args, 1.01 * made) > 1
+    tells(operation, args, made, 1.01 * made)
+    tells(operation, args, in_any_order)

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
 import torch
+from small_steps import drawn, seeded
 from torch import nn
 
 import gpulab as gl
@@ -20,9 +21,7 @@ KEY = trace_files.KEY
 
 
 def recorded(file=None):
-    torch.manual_seed(0)
-    step = gl.Step(nn.Linear(20, 30), torch.randn(5, 20, generator=torch.Generator().manual_seed(0)))
-    return gl.record(step, file=file, progress=False)
+    return gl.record(gl.Step(seeded(lambda: nn.Linear(20, 30)), drawn(5, 20)), file=file, progress=False)
 
 
 @pytest.fixture(scope="module")
