@@ -11,7 +11,6 @@ NAMES = {
     "history": "store",
     "memory_per_part": "model_parallel",
     "noise_scale": "batches",
-    "predict": "parallel",
     "profile": "protocol",
     "recorded_runs": "store",
     "runs": "store",

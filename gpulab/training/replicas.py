@@ -42,11 +42,11 @@ class Coming:
     """Numbered jobs, a line of JSON each, as they come; `line["number"]` is the number, the rest the job."""
 
     def __init__(self, lines: Iterator[str]) -> None:
-        self.lines = lines
+        self.jobs = (_numbered(json.loads(line)) for line in lines)
         self.queue: queue.SimpleQueue[tuple[int, Job] | None] | None = None  # filled by a thread, once there is one
 
     def __iter__(self) -> Iterator[tuple[int, Job]]:
-        while (item := self._read() if self.queue is None else self.queue.get()) is not None:
+        while (item := next(self.jobs, None) if self.queue is None else self.queue.get()) is not None:
             yield item
 
     def now(self) -> tuple[int, Job] | None:
@@ -61,15 +61,13 @@ class Coming:
         return None
 
     def _listen(self, into: queue.SimpleQueue[tuple[int, Job] | None]) -> None:
-        while (item := self._read()) is not None:
+        for item in self.jobs:
             into.put(item)
         into.put(None)
 
-    def _read(self) -> tuple[int, Job] | None:
-        if (line := next(self.lines, None)) is None:
-            return None
-        job = json.loads(line)
-        return job.pop("number"), job
+
+def _numbered(job: Job) -> tuple[int, Job]:
+    return job.pop("number"), job
 
 
 def result(done: run.Run, job: Job) -> dict[str, Any]:

@@ -312,26 +312,6 @@ def test_equal_shares_have_the_gradient_of_distributed_data_parallel():
     assert [answer["final_loss"] < 1e-15 for answer in answers] == [True, True]
 
 
-# --- inference -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_inference_on_two_devices_is_that_on_one(rows):
-    net = gl.models.Autoencoder((16,)).double().train()
-    images = torch.rand(rows, 1, 28, 28, dtype=torch.float64)
-    assert (parallel.predict(net, images, ["cpu", "cpu"]) - net(images)).abs().max() < 1e-14
-    assert net.training
-    with pytest.raises(gl.UsageError, match=r"devices=\[\]: expected a list"):
-        parallel.predict(net, images, [])
-
-
-def test_predictions_of_nothing_are_nothing_and_a_text_is_no_list_of_devices():
-    model = torch.nn.Linear(3, 2)
-    assert parallel.predict(model, torch.empty(0, 3), ["cpu", "cpu"]).shape == (0, 2)
-    with pytest.raises(gl.UsageError, match=r"'cpu'.*list"):
-        parallel.predict(model, torch.rand(4, 3), "cpu")
-
-
 def test_more_processes_than_cores_are_told(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     with pytest.warns(UserWarning, match="devices=3: this machine has 2 cores"):
