@@ -165,11 +165,8 @@ class Memory:
 
     def __init__(self, folder: Path, model: torch.nn.Module, workers: int, create: bool = False) -> None:
         count = sum(parameter.numel() for parameter in model.parameters())
-        files = {"pairs": (2 * count, torch.float32), "clocks": (workers, torch.int64)}
-        for name, (size, dtype) in files.items():
-            setattr(self, name, torch.from_file(str(folder / name), shared=True, size=size, dtype=dtype))
-        self.pairs: Tensor = self.pairs.view(count, 2)
-        self.clocks: Tensor
+        self.pairs = torch.from_file(str(folder / "pairs"), shared=True, size=2 * count).view(count, 2)
+        self.clocks = torch.from_file(str(folder / "clocks"), shared=True, size=workers, dtype=torch.int64)
         if create:
             with torch.no_grad():
                 flat = parameters_to_vector(model.parameters())
@@ -178,10 +175,9 @@ class Memory:
 
     def views(self, model: torch.nn.Module) -> Iterator[Tensor]:
         """The weights, in the shapes of the model's parameters."""
-        place = 0
-        for parameter in model.parameters():
-            yield self.pairs[place : place + parameter.numel(), 0].view(parameter.shape)
-            place += parameter.numel()
+        parameters = [*model.parameters()]
+        for parameter, flat in zip(parameters, self.pairs[:, 0].split([p.numel() for p in parameters]), strict=True):
+            yield flat.view(parameter.shape)
 
     def add(self, change: Tensor) -> None:
         """Change every weight, (n,), and count it: one pass over memory, without a lock."""

@@ -256,9 +256,9 @@ class DataParallel(Trainer):
     that went into waiting for the others and communicating; it takes a barrier an update.
     """
 
-    def __init__(self, plan: Plan, group: Group, timed: bool = False) -> None:
+    def __init__(self, plan: Plan, group: Group) -> None:
         super().__init__(plan)
-        self.group, self.timed = group, timed
+        self.group, self.timed = group, False
         self.times = {"wait": 0.0, "communicate": 0.0}
         self.used: list[bool] | None = None  # which parameters the loss depends on
 
@@ -270,10 +270,11 @@ class DataParallel(Trainer):
             return {name: tensor.cpu() for name, tensor in tensors.items()}, notes
 
         begun = self.group.ask(lambda: begin() if self.history else None)
-        if begun is not None and self.group.rank:
+        if begun is None:
+            for tensor in self.model.state_dict().values():
+                dist.broadcast(tensor, 0)
+        elif self.group.rank:
             self.restore(*begun)
-        for tensor in self.model.state_dict().values() if begun is None else ():
-            dist.broadcast(tensor, 0)
 
     def _can_be_captured(self, state: Any) -> bool:  # noqa: ARG002
         return False  # what is captured must not wait for others

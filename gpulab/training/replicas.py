@@ -12,9 +12,9 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,13 +29,8 @@ TELL = 0.2  # seconds between what a training says of its progress
 CHECKPOINT = 120.0  # seconds between checkpoints of each, for which all others wait; an interruption saves anyway
 
 Job = dict[str, Any]
-
-
-class Answer(Protocol):
-    """Who hears of a job, by its number: `done` and `loss` now and then, and last its `id` or an `error`."""
-
-    def __call__(self, number: int, **message: Any) -> None:
-        """Say it."""
+# Who hears of a job, by its number: `done` and `loss` now and then, and last its `id` or an `error`.
+Answer = Callable[..., None]
 
 
 class Coming:
@@ -161,7 +156,7 @@ def _turns(number: int, job: Job, answer: Answer) -> Generator[None, None, run.R
         name: value for name, value in job.items() if name not in ("store", "keep_weights", "command", "registered")
     }
     plan, command = run.planned(**{**usual, **given})
-    how = {"checkpoint_seconds": CHECKPOINT, "weights": job.get("keep_weights", True), "shared": True}
-    keep = run.Keeping.at(job.get("store"), **how)
+    weights = job.get("keep_weights", True)
+    keep = run.Keeping.at(job.get("store"), checkpoint_seconds=CHECKPOINT, weights=weights, shared=True)
     notes = {"command": job.get("command") or command, **records.registration(job.get("registered"))}
     return (yield from run.in_turns(plan, notes, keep, parallel.Group(), progress=tell))
