@@ -178,11 +178,11 @@ TORCHRUN += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 
 
-def torchrun(*arguments, cwd):
+def torchrun(*arguments, cwd, may_fail=False):
     """The output of a program that torchrun starts twice."""
     command, environment = [*TORCHRUN, *map(str, arguments)], {**os.environ, **LOOPBACK}
     done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert may_fail or done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
@@ -268,7 +268,7 @@ except gl.UsageError as error:
 
 def test_processes_with_different_trainings_do_not_share_one(tmp_path):
     (tmp_path / "others.py").write_text(OTHERS)
-    said = torchrun("others.py", cwd=tmp_path)
+    said = torchrun("others.py", cwd=tmp_path, may_fail=True)  # the first waits for one that has left
     assert "process 1 of 2 has another training to do than the first" in said
     assert "devices=3, and torchrun has started 2 processes" in said
 
