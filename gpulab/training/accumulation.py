@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpulab.diagnostics.steps import loss_of
 from gpulab.errors import GpulabError, UsageError
@@ -18,7 +18,7 @@ from gpulab.models.base import Trainable
 
 OUT_OF_MEMORY = re.compile("(?i)out of memory|not enough memory|can't allocate memory|bad_alloc|ALLOC_FAILED")
 DRAWS = (nn.modules.dropout._DropoutNd, nn.RReLU)
-EXAMPLES = (3, 2)  # on so many it is tried whether a batch can be split; on fewer where these do not fit
+EXAMPLES = 3  # on which it is tried whether a batch can be split
 
 
 class GradientAccumulation:
@@ -79,38 +79,43 @@ class GradientAccumulation:
         size = count if self.batch == "auto" else min(self.batch, count)
         while True:
             if size < count and not self._splits:
+                if isinstance(self.model, Trainable) and self.model.sequential:
+                    name = type(self.model).__name__
+                    raise UsageError(f"{name} carries a state from frame to frame: a window of frames cannot be split")
                 self._check(batch, count)
-            loss = self._attempt(batch, count, size)
-            if isinstance(loss, Tensor):
-                return loss
+            try:
+                return self._attempt(batch, count, size)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                why = str(error).partition("\n")[0]
             if size == 1:
-                raise GpulabError(f"one example of the batch alone does not fit into memory: {loss}")
-            _empty_cache()
+                raise GpulabError(f"one example of the batch alone does not fit into memory: {why}")
+            gc.collect()  # now that the error is gone, whose frames held on to tensors
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
             self.batch = size = -(-size // 2)
 
-    def _attempt(self, batch: Any, count: int, size: int) -> Tensor | str:
-        """The loss, its gradient added to what was there; or the words of an allocator that has too little memory."""
+    def _attempt(self, batch: Any, count: int, size: int) -> Tensor:
+        """The loss, its gradient added to what was there; where it fails, that is as it was."""
         before = [(parameter, parameter.grad) for parameter in self._parameters()]
         for parameter, _ in before:
             parameter.grad = None
-        done = False
+        losses = []
         try:
-            losses = []
             for start in range(0, count, size):
                 part = self._loss(_rows(batch, slice(start, start + size)), count)
                 part.backward()
                 losses.append(part.detach())
-            done = True
-            return torch.stack(losses).sum()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return str(error).partition("\n")[0]
-        finally:
+        except BaseException:
             for parameter, gradient in before:
-                if done and gradient is not None and parameter.grad is not None:
-                    gradient.data.add_(parameter.grad)
-                parameter.grad = parameter.grad if done and gradient is None else gradient
+                parameter.grad = gradient
+            raise
+        for parameter, gradient in before:
+            if gradient is not None and parameter.grad is not None:
+                gradient.data.add_(parameter.grad)
+            parameter.grad = parameter.grad if gradient is None else gradient
+        return torch.stack(losses).sum()
 
     def _loss(self, part: Any, count: int) -> Tensor:
         """What a part of a batch of so many examples adds to its loss."""
@@ -130,7 +135,6 @@ class GradientAccumulation:
     def _check(self, batch: Any, count: int) -> None:
         """Raise `UsageError`, with a name, for what does not give the same gradient in parts."""
         name = type(self.model).__name__
-        self._check_state()
         for path, module in self.model.named_modules():
             where = f"{type(module).__name__} ({path or name})"
             batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -138,22 +142,14 @@ class GradientAccumulation:
                 raise UsageError(f"{where} computes with mean and variance of the whole batch, which cannot be split")
             if isinstance(module, DRAWS) and module.training and getattr(module, "p", 1.0) > 0:
                 raise UsageError(f"{where} draws other numbers for a batch in parts: split it with p=0 or in eval()")
-        for examples in EXAMPLES:
-            try:
-                self._try(batch, count, min(examples, count))
-                break
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-            _empty_cache()
-        else:
-            warnings.warn(f"two examples do not fit: nobody has tried whether {name} can be split", stacklevel=3)
+        examples = min(EXAMPLES, count)
+        try:
+            self._try(batch, count, examples)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            warnings.warn(f"{examples} examples do not fit: nobody has tried whether {name} can be split", stacklevel=3)
         self._splits = True
-
-    def _check_state(self) -> None:
-        if isinstance(self.model, Trainable) and self.model.sequential:
-            name = type(self.model).__name__
-            raise UsageError(f"{name} carries a state from frame to frame: a window of frames cannot be split")
 
     def _try(self, batch: Any, count: int, examples: int) -> None:
         some = _rows(batch, torch.linspace(0, count - 1, examples).long())
@@ -183,8 +179,10 @@ class GradientAccumulation:
         count, parameters = sum(map(_count, parts)), self._parameters()
         total = [torch.zeros_like(parameter) for parameter in parameters]
         for part in parts:
-            found = torch.autograd.grad(self._loss(part, count), parameters, allow_unused=True)
-            total = [one if more is None else one + more for one, more in zip(total, found, strict=True)]
+            gradients = torch.autograd.grad(
+                self._loss(part, count), parameters, allow_unused=True, materialize_grads=True
+            )
+            total = [one + more for one, more in zip(total, gradients, strict=True)]
         return torch.cat([gradient.reshape(-1) for gradient in total])
 
 
@@ -214,10 +212,4 @@ def _count(batch: Any) -> int:
 
 
 def _rows(batch: Any, which: Any) -> Any:
-    return tree_map(lambda leaf: leaf[which] if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def _empty_cache() -> None:
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    return tree_map_only(Tensor, lambda tensor: tensor[which], batch)

@@ -31,8 +31,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from gpulab.data.datasets import load
+from gpulab.data.feed import Loader
 from gpulab.diagnostics.guards import guard as guarded
 from gpulab.errors import UsageError
 from gpulab.models.autoencoders import Autoencoder
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 MODES = ("lock-free", "bounded", "synchronous")
 COLUMNS = ("update", "seconds", "loss", "staleness", "overwritten")
 SIZE = (28, 28)
+as_tensor = Loader("window", Setting.parse("cpu")).window
 PARTS = ("training/parallel.py", "models/autoencoders.py", "data")  # of gpulab, on which `work` depends
 
 
@@ -126,33 +129,32 @@ def descend(
         job["model_options"] = {"memory": folder, "task": json.dumps(task)}
         answers = parallel.launch(job, workers) if processes is None else processes.do(job)
         logs = [np.load(Path(folder, f"{rank}.npy"), allow_pickle=False) for rank in range(workers)]
-        frames = [pd.DataFrame(log, columns=COLUMNS).assign(worker=rank) for rank, log in enumerate(logs)]
-        history = pd.concat(frames).astype({"update": int, "staleness": int})
-        begin = min(answer["begin"] for answer in answers)  # one clock for all processes of a machine
-        history = history.sort_values("seconds", ignore_index=True).assign(seconds=lambda row: row.seconds - begin)
-        made = len(history)
-        lost = made * len(shared.pairs) - int(shared.pairs[:, 1].double().sum())
-        with torch.no_grad():
-            for parameter, trained in zip(model.parameters(), shared.views(model), strict=True):
-                parameter.copy_(trained)
-            model.eval()
-            heldout = [model.training_loss(_scaled(w.frames), None)[0].item() for w in images.heldout(len(images))]
+        counted = int(shared.pairs[:, 1].double().sum())
+        vector_to_parameters(shared.pairs[:, 0].clone(), model.parameters())
         del shared  # the mapping of a file that is about to go
+    with torch.no_grad():
+        heldout = torch.cat([as_tensor(window.frames) for window in images.heldout(len(images))])
+        heldout_loss = model.eval().training_loss(heldout, None)[0].item()
+    frames = [pd.DataFrame(log, columns=COLUMNS).assign(worker=rank) for rank, log in enumerate(logs)]
+    begin = min(answer["begin"] for answer in answers)  # one clock for all processes of a machine
     seconds = max(answer["end"] for answer in answers) - begin
+    history = pd.concat(frames).astype({"update": int, "staleness": int})
+    history = history.sort_values("seconds", ignore_index=True).assign(seconds=lambda row: row.seconds - begin)
     weights = sum(parameter.numel() for parameter in model.parameters())
+    lost = updates * weights - counted
     summary = {
         "mode": mode,
         "seed": seed,
         "workers": workers,
         "delay": delay,
-        "updates": made,
-        "heldout_loss": math.fsum(heldout) / len(heldout),
+        "updates": updates,
+        "heldout_loss": heldout_loss,
         "seconds": seconds,
-        "updates_per_second": made / seconds,
+        "updates_per_second": updates / seconds,
         "staleness": float(history.staleness.mean()),
         "weights": weights,
         "lost": lost,
-        "lost_share": lost / (made * weights),
+        "lost_share": lost / (updates * weights),
         "overwritten_steps": float(history.overwritten.mean()),
     }
     return Descent(history, summary)
@@ -163,23 +165,19 @@ class Memory:
 
     def __init__(self, folder: Path, model: torch.nn.Module, workers: int, create: bool = False) -> None:
         count = sum(parameter.numel() for parameter in model.parameters())
-        files = {"pairs": (2 * count, torch.float32), "clocks": (workers, torch.int64)}
-        for name, (size, dtype) in files.items():
-            setattr(self, name, torch.from_file(str(folder / name), shared=True, size=size, dtype=dtype))
-        self.pairs: Tensor = self.pairs.view(count, 2)
-        self.clocks: Tensor
+        self.pairs = torch.from_file(str(folder / "pairs"), shared=True, size=2 * count).view(count, 2)
+        self.clocks = torch.from_file(str(folder / "clocks"), shared=True, size=workers, dtype=torch.int64)
         if create:
             with torch.no_grad():
-                flat = torch.nn.utils.parameters_to_vector(model.parameters())
+                flat = parameters_to_vector(model.parameters())
                 self.pairs.copy_(torch.stack([flat, torch.zeros_like(flat)], 1))
                 self.clocks.fill_(-1)  # until a worker is there
 
     def views(self, model: torch.nn.Module) -> Iterator[Tensor]:
         """The weights, in the shapes of the model's parameters."""
-        place = 0
-        for parameter in model.parameters():
-            yield self.pairs[place : place + parameter.numel(), 0].view(parameter.shape)
-            place += parameter.numel()
+        parameters = [*model.parameters()]
+        for parameter, flat in zip(parameters, self.pairs[:, 0].split([p.numel() for p in parameters]), strict=True):
+            yield flat.view(parameter.shape)
 
     def add(self, change: Tensor) -> None:
         """Change every weight, (n,), and count it: one pass over memory, without a lock."""
@@ -196,7 +194,7 @@ def work(seed: int, setting: Setting, memory: str = "", task: str = "{}") -> dic
         parameter.data = view.clone() if synchronous else view
     windows = load(what["data"], size=SIZE).windows(what["batch_size"], seed)
     frames = itertools.islice(windows, rank, what["updates"], workers)
-    batches = [_scaled(window.frames) for window in frames]
+    batches = [as_tensor(window.frames) for window in frames]
     log = []
     with parallel.join(setting, workers if synchronous else 1):
         shared.clocks[rank] = 0
@@ -209,20 +207,20 @@ def work(seed: int, setting: Setting, memory: str = "", task: str = "{}") -> dic
             read = int(shared.clocks.sum())
             loss, overwritten = _backward(model, batch, what["guard"])
             gradients: Any = [parameter.grad for parameter in model.parameters()]
-            change = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(-rate)
+            change = parameters_to_vector(gradients).mul_(-rate)
             stale = 0 if synchronous else int(shared.clocks.sum()) - read
             if not synchronous:
                 shared.add(change)
             else:
                 if workers > 1:
                     dist.all_reduce(change)
-                flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-                torch.nn.utils.vector_to_parameters(flat + change, model.parameters())
+                flat = parameters_to_vector(model.parameters()).detach()
+                vector_to_parameters(flat + change, model.parameters())
             log.append((update, time.perf_counter(), loss, stale, overwritten))  # before another may go on for it
             shared.clocks[rank] = update + 1
         end = time.perf_counter()
     if synchronous and rank == 0:  # the same in all of them
-        shared.pairs[:, 0] = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        shared.pairs[:, 0] = parameters_to_vector(model.parameters()).detach()
         shared.pairs[:, 1] = what["updates"]
     np.save(Path(memory, f"{rank}.npy"), np.array(log, dtype=float))
     return {"begin": begin, "end": end}
@@ -239,7 +237,3 @@ def _backward(model: Autoencoder, batch: Tensor, is_guarded: bool) -> tuple[floa
         loss, _, _ = model.training_loss(batch, None)
         loss.backward()
     return loss.item(), math.nan if report is None else float(bool(report.findings))
-
-
-def _scaled(frames: Any) -> Tensor:
-    return torch.from_numpy(frames).float().div(255)

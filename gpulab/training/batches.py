@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from gpulab.data.datasets import Data
+from gpulab.data.feed import Loader
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.progress import Progress
+from gpulab.settings import Setting
 from gpulab.training.step import Adam
 
 if TYPE_CHECKING:
@@ -117,23 +119,25 @@ def steps_to_target(
 
     if data.sequential:
         raise UsageError(f"{data.name} is a sequence of frames: its examples are not independent")
-    heldout = torch.cat([_scaled(window.frames) for window in data.heldout(1000)])
+    as_tensor = Loader("window", Setting.parse("cpu")).window
+    heldout = torch.cat([as_tensor(window.frames) for window in data.heldout(1000)])
     rows = []
     for size, rate in Progress([*itertools.product(batch_sizes, learning_rates)], leave=False, disable=not progress):
-        steps = _steps(copy.deepcopy(model), data, heldout, target, size, rate, seed, most)
+        batches = (as_tensor(window.frames) for window in data.windows(size, seed))
+        steps = _steps(copy.deepcopy(model), batches, heldout, target, rate, most)
         rows.append({"batch_size": size, "learning_rate": rate, "steps": steps, "examples": steps * size})
     table = pd.DataFrame(rows)
     return table.assign(best=table.steps == table.groupby("batch_size").steps.transform("min"))
 
 
 def _steps(
-    model: Trainable, data: Data, heldout: Tensor, target: float, size: int, rate: float, seed: int, most: int
+    model: Trainable, batches: Iterator[Tensor], heldout: Tensor, target: float, rate: float, most: int
 ) -> float:
     optimizer = Adam([*model.parameters()], rate)
     look = 1
-    for step, window in zip(range(1, most + 1), data.windows(size, seed), strict=False):
+    for step, images in zip(range(1, most + 1), batches, strict=False):
         optimizer.zero_grad()
-        model.training_loss(_scaled(window.frames), None)[0].backward()
+        model.training_loss(images, None)[0].backward()
         optimizer.step()
         if step == look:
             with torch.no_grad():
@@ -164,7 +168,3 @@ def fit_law(batch_sizes: Sequence[float], steps: Sequence[float]) -> tuple[float
     start = [math.log(min(steps)), math.log(batch_sizes[len(batch_sizes) // 2])]
     (least, noise), _ = curve_fit(law, np.array(batch_sizes, float), np.log(steps), p0=start)
     return round(math.exp(least), 6), round(math.exp(noise), 6)
-
-
-def _scaled(frames: Any) -> Tensor:
-    return torch.from_numpy(frames).float().div(255)

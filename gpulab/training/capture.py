@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Updates = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
@@ -26,7 +27,7 @@ class Captured:
     """
 
     def __init__(self, updates: Updates, frames: Tensor, state: Any, changed: Iterable[Tensor]) -> None:
-        self.frames, self.before = frames.clone(), _copied(state)
+        self.frames, self.before = frames.clone(), tree_map_only(Tensor, torch.clone, state)
         kept = [(tensor, tensor.detach().clone()) for tensor in changed]
         aside, current = torch.cuda.Stream(), torch.cuda.current_stream()
         aside.wait_stream(current)
@@ -47,21 +48,8 @@ class Captured:
     def __call__(self, frames: Tensor, state: Any) -> tuple[Tensor, Any]:
         """The losses and the state after a window, valid until the next call."""
         self.frames.copy_(frames)
-        for mine, given in zip(_tensors(self.before), _tensors(state), strict=True):
-            mine.copy_(given)
+        for mine, given in zip(tree_leaves(self.before), tree_leaves(state), strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given)
         self.graph.replay()
         return self.losses, self.after
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif state is not None:
-        for part in state:
-            yield from _tensors(part)
-
-
-def _copied(state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return state.clone()
-    return None if state is None else [_copied(part) for part in state]

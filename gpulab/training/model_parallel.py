@@ -7,12 +7,13 @@ for speed (a pipeline keeps all busy: Huang et al. 2019, *GPipe*, arXiv 1811.069
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from gpulab.errors import UsageError
 from gpulab.models.autoencoders import Autoencoder
@@ -54,7 +55,7 @@ def split(model: Trainable, devices: Sequence[str]) -> Trainable:
             module.to(devices[part])
             for each in module.modules():
                 each.part = part  # type: ignore[assignment]
-            module.register_forward_pre_hook(_Bring(devices[part]), with_kwargs=True)
+            module.register_forward_pre_hook(functools.partial(_bring, devices[part]), with_kwargs=True)
     first, last = devices[0], devices[-1]
     if isinstance(model, Autoencoder):
         model.register_forward_hook(lambda *call: call[-1].to(first))
@@ -80,14 +81,9 @@ def _groups(model: Trainable) -> list[list[nn.Module]]:
     raise UsageError(f"{type(model).__name__}: an Autoencoder or a PredNet can be split")
 
 
-class _Bring:
+def _bring(device: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG001
     """A hook that brings a module's inputs to its device."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        return tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
 
 
 class SplitTrainer(Trainer):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
-import itertools
 import os
 import sys
 import tempfile
@@ -177,7 +176,8 @@ def join(setting: Setting, devices: int) -> Iterator[Group]:
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     if setting.kind == "cuda":
         torch.cuda.set_device(local)
-        os.environ.update({name: os.environ.get(name, value) for name, value in NCCL.items()})
+        for name, value in NCCL.items():
+            os.environ.setdefault(name, value)
     if not dist.is_initialized():
         store, rank, _ = next(dist.rendezvous(os.environ.get(RENDEZVOUS, "env://"), rank, devices))
         # torchrun keeps its store when it restarts: there the processes that have died still have addresses.
@@ -208,8 +208,6 @@ def check_divides(plan: Plan) -> None:
         raise UsageError(f"loader {plan.factors['loader']!r} hands over one frame after another: nothing to divide")
     window = next(plan.data.windows(plan.window, plan.seed)).frames
     batches = list(model.batches(torch.from_numpy(window).to(next(model.parameters()).dtype).div(255)))
-    if not all(isinstance(batch, Tensor) for batch in batches):
-        raise UsageError(f"{name} learns from batches that are no tensors, which devices cannot share")
     largest = max(batches, key=lambda batch: batch.shape[examples(model)])
     size = largest.shape[examples(model)]
     if size < devices:
@@ -247,9 +245,6 @@ class Shares(GradientAccumulation):
             )
         return loss * (len(part) / count)
 
-    def _check_state(self) -> None:
-        """That is seen when it is tried."""
-
 
 # --- the loop --------------------------------------------------------------------------------------------
 
@@ -258,13 +253,13 @@ class DataParallel(Trainer):
     """The loop over windows in one of several processes, each of which takes its share of every batch.
 
     Weights and Adam's moments are the same bits in all of them. With `timed`, `times` has the seconds of an update
-    that went into computing, waiting for the others, and communicating; it takes a barrier an update.
+    that went into waiting for the others and communicating; it takes a barrier an update.
     """
 
-    def __init__(self, plan: Plan, group: Group, timed: bool = False) -> None:
+    def __init__(self, plan: Plan, group: Group) -> None:
         super().__init__(plan)
-        self.group, self.timed = group, timed
-        self.times = {"compute": 0.0, "wait": 0.0, "communicate": 0.0}
+        self.group, self.timed = group, False
+        self.times = {"wait": 0.0, "communicate": 0.0}
         self.used: list[bool] | None = None  # which parameters the loss depends on
 
     def share(self) -> None:
@@ -275,10 +270,11 @@ class DataParallel(Trainer):
             return {name: tensor.cpu() for name, tensor in tensors.items()}, notes
 
         begun = self.group.ask(lambda: begin() if self.history else None)
-        if begun is not None and self.group.rank:
+        if begun is None:
+            for tensor in self.model.state_dict().values():
+                dist.broadcast(tensor, 0)
+        elif self.group.rank:
             self.restore(*begun)
-        for tensor in self.model.state_dict().values() if begun is None else ():
-            dist.broadcast(tensor, 0)
 
     def _can_be_captured(self, state: Any) -> bool:  # noqa: ARG002
         return False  # what is captured must not wait for others
@@ -290,7 +286,6 @@ class DataParallel(Trainer):
 
     def _gradients(self, batch: Tensor | Feed, state: Any, fast: bool) -> tuple[Tensor, Any]:
         """Those of the whole batch; the losses are this process's part of the whole."""
-        begin = self._now()
         assert isinstance(batch, Tensor)
         along = examples(self.model)
         mine = batch.tensor_split(self.group.size, along)[self.group.rank]
@@ -300,7 +295,6 @@ class DataParallel(Trainer):
         else:  # a last batch may have fewer examples than there are devices
             self.optimizer.zero_grad()
             per_frame = batch.new_zeros(1)
-        self.times["compute"] += self._now() - begin
         self._add_up(share)
         return per_frame * share, None
 
@@ -333,20 +327,6 @@ class DataParallel(Trainer):
         if self.timed and self.setting.kind == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
-
-    @torch.no_grad()
-    def heldout_loss(self) -> float:
-        """The mean squared error per held-out frame, each process taking every so many windows of images."""
-        if self.model.sequential:  # a state goes from window to window
-            return super().heldout_loss()
-        self.model.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self.setting.device)
-        for window in itertools.islice(self.data.heldout(self.window), self.group.rank, None, self.group.size):
-            for batch in self.model.batches(self.loader.window(window.frames)):
-                _, per_frame, _ = self.model.training_loss(batch, None)
-                total += torch.stack([per_frame.double().sum(), per_frame.new_tensor(len(per_frame)).double()])
-        dist.all_reduce(total)
-        return (total[0] / total[1]).item()
 
     def outcome(self) -> dict[str, Any]:
         """As of one process, when all have ended with the same weights."""

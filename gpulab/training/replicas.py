@@ -12,9 +12,9 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,24 +29,19 @@ TELL = 0.2  # seconds between what a training says of its progress
 CHECKPOINT = 120.0  # seconds between checkpoints of each, for which all others wait; an interruption saves anyway
 
 Job = dict[str, Any]
-
-
-class Answer(Protocol):
-    """Who hears of a job, by its number: `done` and `loss` now and then, and last its `id` or an `error`."""
-
-    def __call__(self, number: int, **message: Any) -> None:
-        """Say it."""
+# Who hears of a job, by its number: `done` and `loss` now and then, and last its `id` or an `error`.
+Answer = Callable[..., None]
 
 
 class Coming:
     """Numbered jobs, a line of JSON each, as they come; `line["number"]` is the number, the rest the job."""
 
     def __init__(self, lines: Iterator[str]) -> None:
-        self.lines = lines
+        self.jobs = (_numbered(json.loads(line)) for line in lines)
         self.queue: queue.SimpleQueue[tuple[int, Job] | None] | None = None  # filled by a thread, once there is one
 
     def __iter__(self) -> Iterator[tuple[int, Job]]:
-        while (item := self._read() if self.queue is None else self.queue.get()) is not None:
+        while (item := next(self.jobs, None) if self.queue is None else self.queue.get()) is not None:
             yield item
 
     def now(self) -> tuple[int, Job] | None:
@@ -61,15 +56,13 @@ class Coming:
         return None
 
     def _listen(self, into: queue.SimpleQueue[tuple[int, Job] | None]) -> None:
-        while (item := self._read()) is not None:
+        for item in self.jobs:
             into.put(item)
         into.put(None)
 
-    def _read(self) -> tuple[int, Job] | None:
-        if (line := next(self.lines, None)) is None:
-            return None
-        job = json.loads(line)
-        return job.pop("number"), job
+
+def _numbered(job: Job) -> tuple[int, Job]:
+    return job.pop("number"), job
 
 
 def result(done: run.Run, job: Job) -> dict[str, Any]:
@@ -163,7 +156,7 @@ def _turns(number: int, job: Job, answer: Answer) -> Generator[None, None, run.R
         name: value for name, value in job.items() if name not in ("store", "keep_weights", "command", "registered")
     }
     plan, command = run.planned(**{**usual, **given})
-    how = {"checkpoint_seconds": CHECKPOINT, "weights": job.get("keep_weights", True), "shared": True}
-    keep = run.Keeping.at(job.get("store"), **how)
+    weights = job.get("keep_weights", True)
+    keep = run.Keeping.at(job.get("store"), checkpoint_seconds=CHECKPOINT, weights=weights, shared=True)
     notes = {"command": job.get("command") or command, **records.registration(job.get("registered"))}
     return (yield from run.in_turns(plan, notes, keep, parallel.Group(), progress=tell))

@@ -27,13 +27,13 @@ from gpulab.diagnostics import guards
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
-from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.training import folders, parallel
 from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.plan import Plan, plan_run
 from gpulab.training.protocol import Specification
 from gpulab.training.remote import Remote, remote
+from gpulab.training.step import told
 
 CHECKPOINT_SECONDS = 10.0
 
@@ -293,9 +293,9 @@ def in_turns(
     identity = plan.identity(passport())
     group.agree({**identity.record, "id": None}, "another training to do")
     record = folders.begun(identity, passport(), **notes)
-    if done := group.ask(lambda: _found(keep, guard, identity, keep.weights)):
-        kept, rows, weights, place = done
-        return _stored(plan, kept, rows, weights, place if group.rank == 0 else None)
+    if existing := group.ask(lambda: _existing_run(keep, guard, identity, keep.weights)):
+        run = _with_model(plan, *existing)
+        return run if group.rank == 0 else replace(run, path=None)
     folder = keep.store if group.rank == 0 else None  # of several processes the first keeps the run
     file = None if folder is None or identity.unknown else folders.checkpoint_file(folder, identity.id)
     torch.manual_seed(plan.seed)
@@ -336,37 +336,20 @@ def _last(turns: Generator[None, None, Run]) -> Run:
             return end.value
 
 
-@contextlib.contextmanager
-def _told(
-    progress: bool | Callable[[int, float], None], unit: str, total: int | None = None
-) -> Iterator[Callable[[int, float], None]]:
-    """What hears (done so far, loss), and shows it as `train`'s `progress` says."""
-    with Progress(total=total, unit=unit, leave=False, disable=progress is not True) as bar:
-
-        def tell(done: int, loss: float) -> None:
-            bar.set_postfix(loss=f"{loss:.3g}", refresh=False)
-            bar.update(done - bar.n)
-            if callable(progress):
-                progress(done, loss)
-
-        yield tell
-
-
 def _launched(plan: Plan, job: dict[str, Any], keep: Keeping, progress: bool | Callable[[int, float], None]) -> Run:
     """The run that several processes on this machine make, and put into a store."""
     parallel.check_devices(plan.setting, plan.factors["devices"])
     plan.begin()
     parallel.check_divides(plan)
-    if done := _found(keep, job["guard"], plan.identity(passport()), keep.weights):
-        return _stored(plan, *done)
+    if existing := _existing_run(keep, job["guard"], plan.identity(passport()), keep.weights):
+        return _with_model(plan, *existing)
     with contextlib.ExitStack() as stack:
         folder = keep.store or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        tell = stack.enter_context(_told(progress, "frame", plan.frames // plan.window * plan.window))
+        tell = stack.enter_context(told(progress, total=plan.frames // plan.window * plan.window, unit="frame"))
         # The trained weights come back through the store.
         job["store"] = keep.there.url if keep.there else str(folder)
         name = parallel.launch(job, plan.factors["devices"], tell)[0]
-        run = _stored(plan, *_read(folder / name))
-        run.model.fresh = False
+        run = _with_model(plan, *_read(folder / name))
         if not keep.weights:
             (folder / name / folders.WEIGHTS).unlink(missing_ok=True)
         if keep.store is None:
@@ -392,9 +375,8 @@ def _call(
     """One run of a function of the user's."""
     here, files = passport(), None
     identity = training.identity(here, setting, seed, rerun, options)
-    if done := _found(keep, guard, identity):
-        record, history, _, place = done
-        return Run(None, None, history, record, place)
+    if existing := _existing_run(keep, guard, identity):
+        return existing[0]
     if keep.store is not None and "folder" in training.takes and not identity.unknown:
         files = folders.files_folder(keep.store, identity.id, keep.resume)
     with contextlib.ExitStack() as stack:
@@ -402,7 +384,7 @@ def _call(
         notes["command"] = notes["command"] or training.command(setting, seed, rerun, options)
         record = folders.begun(identity, here, **notes)
         stack.enter_context(guards.guard() if guard else contextlib.nullcontext())
-        tell = stack.enter_context(_told(progress, "step"))
+        tell = stack.enter_context(told(progress, unit="step"))
         begin = time.perf_counter()
         metrics, rows = training.call(setting, seed, options, files, tell)
         summary = {name: (metrics or {}).get(name) for name in ("final_loss", "heldout_loss")}
@@ -417,10 +399,12 @@ def _call(
     return run
 
 
-Kept = tuple[dict[str, Any], pd.DataFrame, dict[str, Tensor] | None, Path]  # record, history, weights, folder
+Stored = tuple[Run, dict[str, Tensor] | None]  # without a model, whose weights come second
 
 
-def _found(keep: Keeping, guard: bool, identity: folders.Identity, with_weights: bool | None = None) -> Kept | None:
+def _existing_run(
+    keep: Keeping, guard: bool, identity: folders.Identity, with_weights: bool | None = None
+) -> Stored | None:
     """A run that was done before, unless it is to be done again; it is uploaded where that was cut off."""
     if keep.store is None or guard or not keep.resume:
         return None
@@ -432,15 +416,14 @@ def _found(keep: Keeping, guard: bool, identity: folders.Identity, with_weights:
     return None if folder is None else _read(folder)
 
 
-def _read(folder: Path) -> Kept:
+def _read(folder: Path) -> Stored:
     weights = folders.read_weights(folder) if (folder / folders.WEIGHTS).is_file() else None
-    return *folders.read_run(folder), weights, folder
+    record, history = folders.read_run(folder)
+    return Run(None, None, history, record, folder), weights
 
 
-def _stored(
-    plan: Plan, record: dict[str, Any], history: pd.DataFrame, weights: dict[str, Tensor] | None, folder: Path | None
-) -> Run:
-    """A run that was done before; without kept weights its model is untrained."""
+def _with_model(plan: Plan, run: Run, weights: dict[str, Tensor] | None) -> Run:
+    """A stored run with its model, which is untrained where no weights were kept."""
     if weights is not None:
         plan.model.to(dtype=plan.setting.dtype).load_state_dict(weights)
-    return Run(plan.model, plan.data, history, record, folder)
+    return replace(run, model=plan.model, data=plan.data)

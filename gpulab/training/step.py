@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -88,8 +89,8 @@ class Trainer:
         windows = self._ahead(self.data.windows(self.window, self.seed, self.windows_done))
         started = time.perf_counter() - self.seconds
         saved = time.monotonic()
-        frames = {"total": self.count * self.window, "initial": self.windows_done * self.window, "unit": "frame"}
-        with Progress(**frames, leave=False, disable=progress is not True) as bar:
+        frames: Any = {"total": self.count * self.window, "initial": self.windows_done * self.window, "unit": "frame"}
+        with told(progress, **frames) as tell:
             try:
                 while self.windows_done < self.count and self.diverged_at is None:
                     interruption = None
@@ -105,10 +106,7 @@ class Trainer:
                     self.history.append((self.windows_done, self.step, loss, self.seconds))
                     if interruption:
                         raise interruption
-                    bar.set_postfix(loss=f"{loss:.3g}", refresh=False)
-                    bar.update(self.window)
-                    if callable(progress):
-                        progress(self.windows_done * self.window, loss)
+                    tell(self.windows_done * self.window, loss)
                     if watch:
                         watch(self.model, self.step)
                     if file is not None and self.diverged_at is None and time.monotonic() - saved >= every:
@@ -253,6 +251,20 @@ class Trainer:
         self.history = [(int(window), int(step), loss, seconds) for window, step, loss, seconds in rows]
         self.step, self.seconds = notes["step"], self.history[-1][3]
         self.ways = set(notes["ways"])
+
+
+@contextlib.contextmanager
+def told(progress: bool | Callable[[int, float], None], **bar_options: Any) -> Iterator[Callable[[int, float], None]]:
+    """What hears (done so far, loss), and shows it as `train`'s `progress` says."""
+    with Progress(**bar_options, leave=False, disable=progress is not True) as bar:
+
+        def tell(done: int, loss: float) -> None:
+            bar.set_postfix(loss=f"{loss:.3g}", refresh=False)
+            bar.update(done - bar.n)
+            if callable(progress):
+                progress(done, loss)
+
+        yield tell
 
 
 def ahead(windows: Iterator[Window]) -> Iterator[Window]:

@@ -57,7 +57,7 @@ def test_more_devices_than_examples_in_the_last_batch():
     assert distance(trained(what, setting=DOUBLE), trained(what, setting=DOUBLE, devices=3)) < 1e-10
 
 
-def test_the_run_is_kept_as_another_with_its_command_and_found_again(tmp_path):
+def test_the_run_is_kept_as_another_with_its_command(tmp_path):
     seen = []
     options = {"devices": 2, "store": tmp_path, "progress": lambda done, loss: seen.append((done, loss))}
     run = trained(IMAGES, **options)
@@ -66,9 +66,6 @@ def test_the_run_is_kept_as_another_with_its_command_and_found_again(tmp_path):
     trained(IMAGES, store=tmp_path)
     frame = gl.runs(tmp_path)
     assert sorted(frame.devices) == [1, 2]
-    again = trained(IMAGES, **options)
-    assert again.record["started"] == run.record["started"]
-    assert len(seen) == 5
     assert gl.verdict(frame, factor="devices", reference=1).decision == "inconclusive"  # one pair
 
 
@@ -180,13 +177,11 @@ TORCHRUN += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 
 
-def torchrun(*arguments, cwd, **more):
+def torchrun(*arguments, cwd, may_fail=False):
     """The output of a program that torchrun starts twice."""
-    environment = {**os.environ, **LOOPBACK, **more}
-    done = subprocess.run(
-        [*TORCHRUN, *map(str, arguments)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    command, environment = [*TORCHRUN, *map(str, arguments)], {**os.environ, **LOOPBACK}
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert may_fail or done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
@@ -272,16 +267,9 @@ except gl.UsageError as error:
 
 def test_processes_with_different_trainings_do_not_share_one(tmp_path):
     (tmp_path / "others.py").write_text(OTHERS)
-    done = subprocess.run(
-        [*TORCHRUN, "others.py"],
-        cwd=tmp_path,
-        env={**os.environ, **LOOPBACK},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert "process 1 of 2 has another training to do than the first" in done.stdout
-    assert "devices=3, and torchrun has started 2 processes" in done.stdout
+    said = torchrun("others.py", cwd=tmp_path, may_fail=True)  # the first waits for one that has left
+    assert "process 1 of 2 has another training to do than the first" in said
+    assert "devices=3, and torchrun has started 2 processes" in said
 
 
 # --- against torch's own ---------------------------------------------------------------------------------
@@ -311,24 +299,15 @@ def test_equal_shares_have_the_gradient_of_distributed_data_parallel():
     assert [answer["final_loss"] < 1e-15 for answer in answers] == [True, True]
 
 
-# --- inference -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("rows", [0, 1, 5])
 def test_inference_on_two_devices_is_that_on_one(rows):
     net = gl.models.Autoencoder((16,)).double().train()
     images = torch.rand(rows, 1, 28, 28, dtype=torch.float64)
-    assert (parallel.predict(net, images, ["cpu", "cpu"]) - net(images)).abs().max() < 1e-14
+    torch.testing.assert_close(parallel.predict(net, images, ["cpu", "cpu"]), net(images), rtol=0, atol=1e-14)
     assert net.training
-    with pytest.raises(gl.UsageError, match=r"devices=\[\]: expected a list"):
-        parallel.predict(net, images, [])
-
-
-def test_predictions_of_nothing_are_nothing_and_a_text_is_no_list_of_devices():
-    model = torch.nn.Linear(3, 2)
-    assert parallel.predict(model, torch.empty(0, 3), ["cpu", "cpu"]).shape == (0, 2)
-    with pytest.raises(gl.UsageError, match=r"'cpu'.*list"):
-        parallel.predict(model, torch.rand(4, 3), "cpu")
+    for devices in ([], "cpu"):
+        with pytest.raises(gl.UsageError, match="expected a list of one or more"):
+            parallel.predict(net, images, devices)
 
 
 def test_more_processes_than_cores_are_told(monkeypatch):

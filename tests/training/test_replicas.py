@@ -59,11 +59,15 @@ def test_each_has_the_bits_that_it_has_alone(tmp_path, net, setting):
     assert results(tmp_path / "shared").equals(results(tmp_path / "alone"))
 
 
-def test_they_say_that_they_shared_and_those_alone_do_not(tmp_path):
+def test_they_say_that_they_shared_and_have_no_speed_and_those_alone_do_not(tmp_path):
     together(jobs(tmp_path, "autoencoder", [0, 1]))
     gl.train("autoencoder", seed=2, profile="smoke", store=tmp_path / "shared", progress=False)
     records = [json.loads(file.read_text()) for file in (tmp_path / "shared").glob("*/run.json")]
-    assert {record["seed"]: record.get("shared", False) for record in records} == {0: True, 1: True, 2: False}
+    said, expected = {record["seed"]: record.get("shared", False) for record in records}, {0: True, 1: True, 2: False}
+    assert said == expected
+    assert gl.runs(tmp_path / "shared").set_index("seed").frames_per_second.isna().to_dict() == expected
+    again = gl.train("autoencoder", profile="smoke", store=tmp_path / "shared", progress=False)
+    assert "sharing its GPU" in repr(again)
 
 
 def test_random_numbers_of_one_are_not_those_of_another(tmp_path, monkeypatch):
@@ -82,16 +86,9 @@ def test_random_numbers_of_one_are_not_those_of_another(tmp_path, monkeypatch):
 
 
 def test_one_that_fails_does_not_stop_the_others(tmp_path):
-    bad = {
-        "net": "autoencoder",
-        "setting": "cpu",
-        "seed": 9,
-        "data": "walk",
-        **SMOKE,
-        "store": str(tmp_path / "shared"),
-    }
-    worse = bad | {"data": None, "model_options": {"width": 3}}
-    answers = together([*jobs(tmp_path, "autoencoder", [0]), bad, worse, *jobs(tmp_path, "autoencoder", [1])])
+    bad = jobs(tmp_path, "autoencoder", [9], data="walk")
+    worse = jobs(tmp_path, "autoencoder", [9], model_options={"width": 3})
+    answers = together([*jobs(tmp_path, "autoencoder", [0]), *bad, *worse, *jobs(tmp_path, "autoencoder", [1])])
     assert "sequence of frames" in answers[1][-1]["error"]
     assert "width" in answers[2][-1]["error"]
     assert [*results(tmp_path / "shared").index] == [0, 1]
@@ -164,12 +161,9 @@ def test_jobs_that_come_later_join_in():
 
 def test_what_shares_a_gpu():
     job = {"net": "prednet", "setting": "cuda:tf32=off", "seed": 0}
+    others = [{"setting": "cpu"}, {"net": "mine.py:train"}, {"devices": 2}, {"guard": True}]
     assert may_share(job)
-    assert not may_share(job | {"setting": "cpu"})
-    assert not may_share(job | {"net": "mine.py:train"})
-    assert not may_share(job | {"devices": 2})
-    assert not may_share(job | {"guard": True})
-    assert not may_share({"pickled": "", "path": []})
+    assert not any(map(may_share, [{"pickled": "", "path": []}, *(job | other for other in others)]))
     assert Workers(1, [job]).count == 16
     assert Workers(2, [job]).count == 2
     assert Workers(1, [job | {"setting": "cpu"}]).count == 1
@@ -182,13 +176,6 @@ def test_frames_that_several_want_are_rendered_once(monkeypatch):
     for frames in zip(*streams, strict=True):
         assert all((frame == frames[0]).all() for frame in frames)
     assert sum(map(len, rendered)) == 500
-
-
-def test_a_run_that_shared_its_gpu_has_no_speed(tmp_path):
-    together(jobs(tmp_path, "autoencoder", [0]))
-    assert gl.runs(tmp_path / "shared").frames_per_second.isna().all()
-    again = gl.train("autoencoder", profile="smoke", store=tmp_path / "shared", progress=False)
-    assert "sharing its GPU" in repr(again)
 
 
 def test_one_process_answers_several_who_ask_at_once(tmp_path):

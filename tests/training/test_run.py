@@ -121,14 +121,6 @@ def test_the_held_out_loss_is_that_of_the_trained_model_on_the_held_out_part(mod
     ).all()
 
 
-@BOTH
-def test_training_makes_the_loss_smaller(model):
-    run = trained(model, frames=400, learning_rate=1e-2)
-    untrained = trained(model, frames=20, learning_rate=0.0)
-    assert run.status == "finished"
-    assert run.heldout_loss < 0.8 * untrained.heldout_loss
-
-
 class Scale(Trainable):
     """The next frame is the last one times a number: a model whose gradient can be written down."""
 
@@ -287,12 +279,20 @@ def own_run(net, **options):
     return train(net, data, **{**USUAL, "frames": 100, **options})
 
 
-def test_a_model_of_ones_own_trains(tmp_path):
-    run = own_run(Own(), store=tmp_path)
+def with_one_layer_twice():
+    net = Remembers()
+    net.outer = net.inner
+    return net
+
+
+@pytest.mark.parametrize("make", [Own, lambda: Remembers(nn.BatchNorm2d(3)), with_one_layer_twice])
+def test_a_model_of_ones_own_trains_and_is_kept(make, tmp_path):
+    net = make()
+    run = own_run(net, store=tmp_path)
     assert run.status == "finished"
-    assert run.record["experiment"] == "own"
-    assert same(own_run(Own(), store=tmp_path), run)
-    assert gl.runs(tmp_path).experiment.tolist() == ["own"]
+    assert same(own_run(net), run)
+    assert same(own_run(net, store=tmp_path), run)  # from the store
+    assert gl.runs(tmp_path).experiment.tolist() == [type(net).__name__.lower()]
 
 
 def test_a_model_of_ones_own_may_say_its_channels_and_size():
@@ -302,18 +302,6 @@ def test_a_model_of_ones_own_may_say_its_channels_and_size():
     net.channels = (1,)
     with pytest.raises(gl.UsageError, match=r"the model takes \(1, 8, 12\)"):
         train(net, profile="smoke", frames=100, progress=False)
-
-
-def test_a_model_with_batch_normalisation_trains(tmp_path):
-    net = Remembers(nn.BatchNorm2d(3))
-    assert same(own_run(net, store=tmp_path), own_run(net))
-
-
-def test_a_model_that_uses_one_layer_twice_is_kept(tmp_path):
-    net = Remembers()
-    net.outer = net.inner
-    assert same(own_run(net, store=tmp_path), own_run(net))
-    assert same(own_run(net, store=tmp_path), own_run(net))  # from the store
 
 
 def test_a_state_of_any_kind_survives_an_interruption(tmp_path):
@@ -404,11 +392,8 @@ gl.train(**json.loads(sys.argv[1]), checkpoint_seconds=0, progress=progress)
 
 
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
-    options = {
-        **TINY["prednet"],
-        **{name: value for name, value in USUAL.items() if name != "progress"},
-        "store": str(tmp_path / "killed"),
-    }
+    options = {**TINY["prednet"], **USUAL, "store": str(tmp_path / "killed")}
+    del options["progress"]
     child = subprocess.Popen([sys.executable, "-c", KILLED, json.dumps(options)], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "half way\n"
     child.kill()
@@ -514,13 +499,10 @@ def test_a_run_that_is_done_is_returned_without_training(tmp_path, setting):
 
 
 def test_weights_are_kept_only_when_asked(tmp_path):
-    run = trained(store=tmp_path, frames=20, keep_weights=False)
-    assert sorted(file.name for file in run.path.iterdir()) == ["history.parquet", "run.json"]
-    assert sorted(file.name for file in trained(seed=1, frames=20, store=tmp_path).path.iterdir()) == [
-        "history.parquet",
-        "run.json",
-        "weights.safetensors",
-    ]
+    for seed, keep in enumerate((False, True)):
+        run = trained(seed=seed, store=tmp_path, frames=20, keep_weights=keep)
+        kept = {file.name for file in run.path.iterdir()}
+        assert kept == {"history.parquet", "run.json"} | ({folders.WEIGHTS} if keep else set())
 
 
 def test_the_record_says_what_was_run_and_on_what(tmp_path):
