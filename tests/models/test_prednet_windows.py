@@ -130,9 +130,10 @@ def test_in_tf32_as_near_to_float64_as_autograd(streams):
 
 def test_pixel_by_pixel_only_where_tf32_is_allowed():
     on_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
-    for precision, allowed in (("off", False), ("on", True)):
+    for allowed in (False, True):
         with contextlib.ExitStack() as stack:
-            settings._tf32(Setting(tf32=precision == "on"), stack)
+            settings._put_back_tf32(stack)
+            settings._switch_tf32(allowed)
             assert uses_tf32(on_gpu) is allowed
             assert not uses_tf32(torch.zeros(1)), "a CPU has no TF32"
             assert not uses_tf32(types.SimpleNamespace(is_cuda=True, dtype=torch.float64))
