@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import random
 import sys
 import types
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -254,6 +256,21 @@ def ready(step: Callable[..., Any], setting: Setting) -> Iterator[Callable[[], A
         elsewhere = torch.device(setting.device) != torch.get_default_device()
         with torch.device(setting.device) if elsewhere else contextlib.nullcontext():  # which costs each operation time
             yield step
+
+
+@contextlib.contextmanager
+def seeded(setting: Setting, seed: int) -> Iterator[None]:
+    """Random numbers of torch, NumPy and Python are drawn from the seed; afterwards the caller's go on."""
+    numpys, pythons = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng([torch.device(setting.device)] if setting.kind == "cuda" else []):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpys)
+            random.setstate(pythons)
 
 
 def find_step(name: str) -> Callable[..., Any]:

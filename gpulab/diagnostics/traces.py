@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from gpulab.diagnostics import count_sketch as sk
 from gpulab.diagnostics import trace_files
 from gpulab.diagnostics.float64_check import ATTENTION, FACTORS, SAFETY
 from gpulab.diagnostics.guards import guard
-from gpulab.diagnostics.steps import ready
+from gpulab.diagnostics.steps import ready, seeded
 from gpulab.diagnostics.tracer import RESULT, Call, Operation, Tracer
 from gpulab.errors import DataError, OverwrittenWarning, UsageError
 from gpulab.passports import passport
@@ -199,10 +198,8 @@ def perform(
 ) -> Trace:
     """Do the step once under a setting, watched; the arguments are those of `Tracer`."""
     watcher = Tracer(sketches, tell, measured, results_only, change)
-    devices = [torch.device(setting.device)] if setting.kind == "cuda" else []
     with (
-        torch.random.fork_rng(devices=devices),
-        _seeded(),
+        seeded(setting, SEED),
         setting.apply(),
         ready(step, setting) as run,
         watcher.modules(),
@@ -222,20 +219,6 @@ def perform(
         for f in (report.findings if report else [])
     ]
     return Trace(str(setting), watcher.operations, [], sketches, overwritten, arithmetic=flags)
-
-
-@contextlib.contextmanager
-def _seeded() -> Iterator[None]:
-    """Random numbers that begin anew, and then go on where they were; torch's are forked around this."""
-    python, legacy = random.getstate(), np.random.get_state()
-    random.seed(SEED)
-    np.random.seed(SEED)
-    torch.manual_seed(SEED)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
 
 
 def _compare_executions(first: Trace, trace: Trace) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import json
 import math
-import random
 import shlex
 import tempfile
 import time
@@ -23,7 +22,7 @@ import numpy as np
 
 from gpulab.data.content import digest as content_of
 from gpulab.data.content import stamp
-from gpulab.diagnostics.steps import find_function
+from gpulab.diagnostics.steps import find_function, seeded
 from gpulab.errors import GpulabError, UsageError, check_name, in_one_line
 from gpulab.passports import Passport
 from gpulab.settings import Setting
@@ -143,7 +142,7 @@ class TrainingFunction:
             history.append((len(history), len(history) + 1, loss, time.perf_counter() - begin))
             tell(len(history), loss)
 
-        with _seeded(setting, seed), contextlib.ExitStack() as stack:
+        with seeded(setting, seed), contextlib.ExitStack() as stack:
             given, before = {"seed": seed, "setting": setting}, _allocated(setting)
             if "folder" in self.takes:
                 given["folder"] = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -186,23 +185,6 @@ def _unchanged(name: str, source: str, text: str) -> TrainingFunction:
     if training.source != source:
         raise GpulabError(f"{training.name} was changed while the experiment ran; run it again")
     return training
-
-
-@contextlib.contextmanager
-def _seeded(setting: Setting, seed: int) -> Iterator[None]:
-    """Random numbers of torch, NumPy and Python are drawn from the seed; afterwards the caller's go on."""
-    import torch
-
-    numpys, pythons = np.random.get_state(), random.getstate()
-    with torch.random.fork_rng([torch.cuda.current_device()] if setting.kind == "cuda" else []):
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_state(numpys)
-            random.setstate(pythons)
 
 
 def _allocated(setting: Setting) -> int | None:
