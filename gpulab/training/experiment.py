@@ -163,7 +163,10 @@ class Experiment:
         with workers:
             finished = self._train(jobs, workers, progress)
         frame = stores.runs(self.folder)
-        return frame[frame.id.isin(finished)].reset_index(drop=True)
+        # Variants of one setting and seed come as they were given: the store lists them by their ids.
+        frame = frame.assign(job=frame.id.map({run_id: job for job, run_id in enumerate(finished)}))
+        frame = frame.dropna(subset="job").sort_values(["setting", "seed", "job"], ignore_index=True)
+        return frame.drop(columns="job")
 
     def _train(self, jobs: list[dict[str, Any]], workers: Workers | RayCluster, progress: bool) -> list[str]:
         """The ids of these runs, those of which an engine has done that were missing."""

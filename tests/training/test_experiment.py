@@ -247,6 +247,14 @@ def test_jobs_are_each_variant_under_each_setting_from_each_seed(tmp_path):
     assert {name: len(exp.jobs()) for name, exp in of_profile.items()} == {"smoke": 2, "paper": 10}
 
 
+def test_variants_come_in_the_order_in_which_they_were_given(tmp_path):
+    variants = [{"flip": flip} for flip in (5, 1, 4, 2, 3)]
+    exp = gl.Experiment(
+        "autoencoder", ["cpu:threads=1"], [0], "smoke", tmp_path, options={"frames": 20}, variants=variants
+    )
+    assert exp.run(progress=False).flip.tolist() == [5, 1, 4, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
