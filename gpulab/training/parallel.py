@@ -208,6 +208,8 @@ def check_divides(plan: Plan) -> None:
         raise UsageError(f"loader {plan.factors['loader']!r} hands over one frame after another: nothing to divide")
     window = next(plan.data.windows(plan.window, plan.seed)).frames
     batches = list(model.batches(torch.from_numpy(window).to(next(model.parameters()).dtype).div(255)))
+    if not all(isinstance(batch, Tensor) for batch in batches):
+        raise UsageError(f"{name} learns from batches that are no tensors, which devices cannot share")
     largest = max(batches, key=lambda batch: batch.shape[examples(model)])
     size = largest.shape[examples(model)]
     if size < devices:
