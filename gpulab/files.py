@@ -75,7 +75,10 @@ def replacing(file: str | Path) -> Iterator[Path]:
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
+            scratch.touch()
+            mode = scratch.stat().st_mode  # as the umask has it: safetensors makes files for their owner alone
             yield scratch
+            scratch.chmod(mode)
             with open(scratch, "r+b") as stream:
                 os.fsync(stream.fileno())  # a name on the disk must not come before its content
             os.replace(scratch, file)

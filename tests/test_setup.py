@@ -372,7 +372,7 @@ def test_recorded_data_goes_into_the_wheel():
         there = ROOT / source
         assert there.is_file() or any(there.iterdir()), f"{source} is empty: git has no such folder, the build fails"
     code = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "gpulab").rglob("*.py"))
-    read = set(re.findall(r"(?:recorded_folder|read_documents)\(\"(\w+)\"", code))
+    read = set(re.findall(r"(?:recorded_folder|read_documents|recorded_table)\(\"(\w+)\"", code))
     assert {source.split("/")[1] for source in included if source.startswith("data/")} == read
 
 

@@ -37,6 +37,7 @@ NAMES = ("digits", "mnist", "mnist:DIR", "walk", "moving-digits", "video:FILE", 
 FORMS = {name.rstrip(string.ascii_uppercase) for name in NAMES} - {"jpeg:"}  # with a colon where a place follows
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
 MOST_BYTES = 1 << 31  # of MNIST's images, unpacked
+PIECE = 1 << 20  # bytes that are read of them at once
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
 SHA256 = {  # of MNIST's images, as they are downloaded
     "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
@@ -437,15 +438,21 @@ def _read_idx(file: Path) -> Bytes:
     try:
         with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
             magic, *shape = struct.unpack(">4I", stream.read(16).ljust(16, b"\0"))
-            content = stream.read(min(math.prod(shape), MOST_BYTES) + 1)
+            promised = math.prod(shape)
+            if magic != 2051 or not 0 < promised <= MOST_BYTES:
+                raise DataError(
+                    f"{file}: no IDX file of images that can be read: begins with {magic} (expected 2051) and promises "
+                    f"{shape[0]} images of {shape[1]}×{shape[2]} (1 to {MOST_BYTES:,} bytes are read)"
+                )
+            # In pieces: a stream makes room at once for all that it may read.
+            pieces = iter(functools.partial(stream.read, PIECE), b"")
+            content = b"".join(itertools.islice(pieces, promised // PIECE + 1))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file}: cannot be unpacked: {films.reason(error)}") from None
-    count, height, width = shape
-    if magic != 2051 or not 0 < len(content) == math.prod(shape):
-        held = f"{len(content):,} bytes" if len(content) <= math.prod(shape) else "more"
-        images = f"begins with {magic}, promises {count} images of {height}×{width} and holds {held}"
-        raise DataError(f"{file}: no whole IDX file of images (which begins with 2051): {images}")
-    return np.frombuffer(content, np.uint8).reshape(count, 1, height, width)
+    if len(content) != promised:
+        held = f"{len(content):,} bytes" if len(content) < promised else "more"
+        raise DataError(f"{file}: promises {shape[0]} images of {shape[1]}×{shape[2]} and holds {held}")
+    return np.frombuffer(content, np.uint8).reshape(shape[0], 1, *shape[1:])
 
 
 # --- video files and folders of frames -----------------------------------------------------------------

@@ -119,6 +119,7 @@ def guard(on: str = "raise") -> Guard:
         GpulabError: where torch forbids its hooks (inside `torch.func.grad` and what is built on it).
 
     Examples:
+        >>> import numpy as np
         >>> buffer = np.ones(3, np.float32)
         >>> x = torch.ones(3, requires_grad=True)
         >>> with warnings.catch_warnings(action="ignore"), guard(on="warn") as report:

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -13,7 +14,10 @@ from gpulab.cli import app
 from gpulab.training import cluster as clusters
 from gpulab.training import folders
 
-pytest.importorskip("ray")
+if (
+    find_spec("ray") is None
+):  # not imported here: Ray reads the environment when it is, which `clusters.ray` sets before
+    pytest.skip("Ray is not installed", allow_module_level=True)
 PATIENCE = 600  # seconds; a busy machine takes its time to start Ray
 SMALL = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}, "frames": 2000}
 DRIVER = """

@@ -5,7 +5,6 @@ python -m venv moto && moto/bin/pip install 'moto[server]' && export GPULAB_MOTO
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -98,10 +97,14 @@ def test_of_several_devices_that_share_a_training_the_first_fetches_and_uploads(
     assert again.record == run.record
 
 
+def pressed(*_):
+    raise KeyboardInterrupt
+
+
 def test_what_was_trained_when_an_upload_was_cut_off_is_uploaded_and_not_trained_again(bucket, monkeypatch):
     image = {"profile": "smoke", "setting": "cpu:threads=1", "frames": 20, "progress": False, "keep_weights": False}
     with monkeypatch.context() as cut_off:
-        cut_off.setattr("gpulab.training.remote.Remote.push", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        cut_off.setattr("gpulab.training.remote.Remote.push", pressed)
         with pytest.raises(KeyboardInterrupt):
             gl.train("autoencoder", store=bucket, **image)
     assert objects(bucket) == []
