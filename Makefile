@@ -25,7 +25,7 @@ run: $(INSTALLED) ## execute the notebooks and bind them into a report in build/
 	$(BIN)/gpulab companion --profile $(PROFILE) --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) --output build
 
 test: check ## all checks and all tests, the notebooks included
-	GPULAB_PROFILE=smoke $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder -rs
+	GPULAB_PROFILE=smoke $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder --max-worker-restart=0 -rs
 
 check: $(DEVELOPED) ## style, format and types, without the tests
 	$(BIN)/ruff check .
