@@ -14,7 +14,6 @@ from typing import Any
 import pandas as pd
 import torch
 
-from gpulab import records
 from gpulab.data.datasets import load
 from gpulab.diagnostics.guards import guard
 from gpulab.errors import OverwrittenError, UsageError
@@ -23,6 +22,7 @@ from gpulab.passports import passport
 from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.store import records
 from gpulab.training import parallel
 from gpulab.training.asynchronous import Memory, descend
 from gpulab.training.batches import fit_law, noise_scale, steps_to_target

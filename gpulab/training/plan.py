@@ -17,7 +17,7 @@ from gpulab.models import MODELS
 from gpulab.models.base import Trainable, check_weight, flip_bit
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
-from gpulab.training import folders, sources
+from gpulab.store import identities, sources
 from gpulab.training.functions import TrainingFunction
 from gpulab.training.protocol import FACTORS, Protocol, factors_of_run, protocol
 
@@ -56,7 +56,7 @@ class Plan:
         if self.factors["flip"] is not None:
             flip_bit(self.model, self.factors["flip"])
 
-    def identity(self, here: Passport) -> folders.Identity:
+    def identity(self, here: Passport) -> identities.Identity:
         """What makes this run this run, and its id; of a model of one's own after `begin`."""
         identity = {
             "experiment": self.name,
@@ -82,9 +82,9 @@ class Plan:
         modules += ["models"] if self.own else ["models/base.py", *MODEL_FILES[self.name]]
         known = {"code": sources.of_gpulab(*modules), "content": content or ""}
         if self.own:
-            known["initial"] = folders.weights_digest(self.model.state_dict())
+            known["initial"] = identities.weights_digest(self.model.state_dict())
         unknown = self.unknown + ((f"data {self.data.name!r}",) if content is None else ())
-        return folders.identified(identity, here, known, unknown)
+        return identities.identified(identity, here, known, unknown)
 
 
 def plan_run(
@@ -163,13 +163,13 @@ def _model_description(
         named = {key: value for key, value in described.items() if key not in own or value != own[key]}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in named.items()}, ()
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    weights = None if model.fresh else folders.weights_digest(model.state_dict())
+    weights = None if model.fresh else identities.weights_digest(model.state_dict())
     try:
         parts = [(name, sources.of_module(part)) for name, part in model.named_modules()]
         unknown: tuple[str, ...] = ()
     except sources.UnknownContentError as error:
         parts, unknown = [], (f"{type(net).__name__} ({error})",)
-    digest = folders.digest([shapes, repr(model), weights, parts])
+    digest = identities.digest([shapes, repr(model), weights, parts])
     return {"class": type(net).__qualname__, "digest": digest}, unknown
 
 
@@ -204,12 +204,12 @@ def _data(data: Data | str | None, model: Trainable, usual: Protocol, frames: in
 ANYWHERE = Passport(cpu={"model": ""}, gpus=[], software={"torch": "", "gpulab": ""})
 
 
-def planned(net: str | TrainingFunction, **arguments: Any) -> folders.Identity:
+def planned(net: str | TrainingFunction, **arguments: Any) -> identities.Identity:
     """What `train` would call a run with these arguments on this machine."""
     return planned_on([passport()], net, **arguments)[0]
 
 
-def planned_on(machines: list[Passport], net: str | TrainingFunction, **arguments: Any) -> list[folders.Identity]:
+def planned_on(machines: list[Passport], net: str | TrainingFunction, **arguments: Any) -> list[identities.Identity]:
     """The same on each of several machines, given by their passports."""
     if isinstance(net, TrainingFunction):
         setting, seed, rerun, options = (arguments[name] for name in ("setting", "seed", "rerun", "model_options"))

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from gpulab import records
 from gpulab.errors import GpulabError
 from gpulab.models import MODELS
 from gpulab.settings import Setting
+from gpulab.store import records
 from gpulab.training import parallel, run
 from gpulab.training.workers import TOGETHER
 

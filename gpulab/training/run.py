@@ -21,18 +21,18 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from gpulab import records
 from gpulab.data.datasets import Data
 from gpulab.diagnostics import guards
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.settings import Setting
-from gpulab.training import folders, parallel
+from gpulab.store import identities, records, run_files
+from gpulab.store.object_store import Remote, remote
+from gpulab.training import parallel
 from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.plan import Plan, plan_run
 from gpulab.training.protocol import Specification
-from gpulab.training.remote import Remote, remote
 from gpulab.training.step import told
 
 CHECKPOINT_SECONDS = 10.0
@@ -184,8 +184,8 @@ def train(
         progress: True for a bar; or called with (frames done, loss).
         command: Noted in the record; by default the command line that makes this run, where there is one.
         registered: A file in which question, endpoint, margin, seeds and stopping were laid down; its name and digest
-            are noted in the record of a run that is made now (see `gpulab.records.registration`). One that the store
-            has already stays as it is.
+            are noted in the record of a run that is made now (see `gpulab.store.records.registration`). One that the
+            store has already stays as it is.
         **factors: What a device may do otherwise: `loader`, how frames reach it (see `gpulab.data.feed`); `flip`
             changes the last bit of the initial weight of that number; `fast=False` has every gradient computed by
             autograd, which PredNet otherwise does in fewer operations, equal up to rounding, unless a guard, a trace
@@ -292,17 +292,17 @@ def in_turns(
     plan.begin()
     identity = plan.identity(passport())
     group.agree({**identity.record, "id": None}, "another training to do")
-    record = folders.begun(identity, passport(), **notes)
+    record = run_files.begun(identity, passport(), **notes)
     if existing := group.ask(lambda: _existing_run(keep, guard, identity, keep.weights)):
         run = _with_model(plan, *existing)
         return run if group.rank == 0 else replace(run, path=None)
     folder = keep.store if group.rank == 0 else None  # of several processes the first keeps the run
-    file = None if folder is None or identity.unknown else folders.checkpoint_file(folder, identity.id)
+    file = None if folder is None or identity.unknown else run_files.checkpoint_file(folder, identity.id)
     torch.manual_seed(plan.seed)
     trainer = parallel.trainer(plan, group)
     if file is not None and keep.resume and file.exists():
         spare = replace(plan, model=copy.deepcopy(plan.model))
-        if folders.resume(file, trainer.restore):
+        if run_files.resume(file, trainer.restore):
             record["resumed_at"] = trainer.windows_done
         else:  # which may have left it half restored
             plan = spare
@@ -320,7 +320,7 @@ def in_turns(
     plan.model.fresh = False
     run = Run(plan.model.cpu(), plan.data, history, record)
     if folder is not None:
-        run.path = folders.write_run(folder, record, history, plan.model.state_dict() if keep.weights else None)
+        run.path = run_files.write_run(folder, record, history, plan.model.state_dict() if keep.weights else None)
         if file is not None:
             file.unlink(missing_ok=True)
         if keep.there:
@@ -351,7 +351,7 @@ def _launched(plan: Plan, job: dict[str, Any], keep: Keeping, progress: bool | C
         name = parallel.launch(job, plan.factors["devices"], tell)[0]
         run = _with_model(plan, *_read(folder / name))
         if not keep.weights:
-            (folder / name / folders.WEIGHTS).unlink(missing_ok=True)
+            (folder / name / run_files.WEIGHTS).unlink(missing_ok=True)
         if keep.store is None:
             run.path = None
     return run
@@ -378,11 +378,11 @@ def _call(
     if existing := _existing_run(keep, guard, identity):
         return existing[0]
     if keep.store is not None and "folder" in training.takes and not identity.unknown:
-        files = folders.files_folder(keep.store, identity.id, keep.resume)
+        files = run_files.files_folder(keep.store, identity.id, keep.resume)
     with contextlib.ExitStack() as stack:
         stack.enter_context(setting.apply())
         notes["command"] = notes["command"] or training.command(setting, seed, rerun, options)
-        record = folders.begun(identity, here, **notes)
+        record = run_files.begun(identity, here, **notes)
         stack.enter_context(guards.guard() if guard else contextlib.nullcontext())
         tell = stack.enter_context(told(progress, unit="step"))
         begin = time.perf_counter()
@@ -393,7 +393,7 @@ def _call(
         record |= {"diverged_at": len(rows)} if metrics is None else {}
     run = Run(None, None, _history(rows), record)
     if keep.store is not None:
-        run.path = folders.write_run(keep.store, record, run.history, own_files=files)
+        run.path = run_files.write_run(keep.store, record, run.history, own_files=files)
         if keep.there:
             keep.there.push(run.path)
     return run
@@ -403,22 +403,22 @@ Stored = tuple[Run, dict[str, Tensor] | None]  # without a model, whose weights 
 
 
 def _existing_run(
-    keep: Keeping, guard: bool, identity: folders.Identity, with_weights: bool | None = None
+    keep: Keeping, guard: bool, identity: identities.Identity, with_weights: bool | None = None
 ) -> Stored | None:
     """A run that was done before, unless it is to be done again; it is uploaded where that was cut off."""
     if keep.store is None or guard or not keep.resume:
         return None
     if keep.there:
         keep.there.fetch(identity)
-    folder = folders.find(keep.store, identity, with_weights)
+    folder = run_files.find(keep.store, identity, with_weights)
     if keep.there and folder:
         keep.there.push(folder)
     return None if folder is None else _read(folder)
 
 
 def _read(folder: Path) -> Stored:
-    weights = folders.read_weights(folder) if (folder / folders.WEIGHTS).is_file() else None
-    record, history = folders.read_run(folder)
+    weights = run_files.read_weights(folder) if (folder / run_files.WEIGHTS).is_file() else None
+    record, history = run_files.read_run(folder)
     return Run(None, None, history, record, folder), weights
 
 

@@ -22,7 +22,7 @@ from gpulab.models import MODELS
 from gpulab.models.base import Trainable, is_plain
 from gpulab.models.prednet_windows import Windows
 from gpulab.progress import Progress
-from gpulab.training import folders
+from gpulab.store import identities, run_files
 from gpulab.training.capture import Captured
 from gpulab.training.plan import Plan
 
@@ -110,11 +110,11 @@ class Trainer:
                     if watch:
                         watch(self.model, self.step)
                     if file is not None and self.diverged_at is None and time.monotonic() - saved >= every:
-                        folders.write_checkpoint(file, *self.checkpoint())
+                        run_files.write_checkpoint(file, *self.checkpoint())
                         saved = time.monotonic()
             except KeyboardInterrupt:
                 if file is not None and self._at_a_window():
-                    folders.write_checkpoint(file, *self.checkpoint())
+                    run_files.write_checkpoint(file, *self.checkpoint())
                 raise
         torch.set_rng_state(self.random)
 
@@ -221,7 +221,7 @@ class Trainer:
                 "heldout_loss": None if diverged else heldout,
                 "seconds": self.seconds,
                 "frames_per_second": self.windows_done * self.window / self.seconds,
-                "weights": folders.weights_digest(self.model.state_dict()),
+                "weights": identities.weights_digest(self.model.state_dict()),
             },
         }
 
