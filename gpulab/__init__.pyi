@@ -37,7 +37,7 @@ from gpulab.store.listing import recorded_runs as recorded_runs
 from gpulab.store.listing import runs as runs
 from gpulab.training.experiment import Experiment as Experiment
 from gpulab.training.protocol import profile as profile
-from gpulab.training.run import train as train
+from gpulab.training.request import train as train
 from gpulab.training.seeds import seed_runs as seed_runs
 
 __version__: str

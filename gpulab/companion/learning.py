@@ -22,8 +22,7 @@ from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, decide, verdict
 from gpulab.store import records
 from gpulab.store.listing import runs
-from gpulab.training.protocol import protocol
-from gpulab.training.step import LAST_FIFTH
+from gpulab.training.protocol import LAST_FIFTH, protocol
 
 RENDERED = ("walk", "moving-digits")
 ALPHA = 0.05

@@ -30,7 +30,7 @@ from gpulab.settings import Setting
 from gpulab.store import identities
 from gpulab.store.records import machine, read_table, read_tables, recorded_folder, write_table
 from gpulab.training.plan import Plan, plan_run
-from gpulab.training.run import train
+from gpulab.training.request import train
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,13 +10,13 @@ NAMES = {
     "fit_law": "batches",
     "memory_per_part": "model_parallel",
     "noise_scale": "batches",
-    "predict": "parallel",
+    "predict": "data_parallel",
     "profile": "protocol",
     "seed_runs": "seeds",
     "slurm_script": "cluster",
     "split": "model_parallel",
     "steps_to_target": "batches",
-    "train": "run",
+    "train": "request",
 }
 
 __all__ = [*NAMES]

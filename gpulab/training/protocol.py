@@ -21,6 +21,7 @@ from gpulab.store.factors import factors_of_run as factors_of_run
 from gpulab.store.factors import whole_numbers as whole_numbers
 
 PROFILES = ("smoke", "quick", "paper")
+LAST_FIFTH = 5  # of a run's windows one in so many, the last, make its final loss
 
 
 # --- profiles --------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import gpulab as gl
 from gpulab.settings import cpu_flags
 from gpulab.store import run_files
 from gpulab.training import workers
-from gpulab.training.plan import planned
+from gpulab.training.request import planned
 
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
 BROKEN = [sys.executable, "-c", "import sys; sys.exit('boom')"]
