@@ -705,11 +705,11 @@ def ten() -> None:
         show = functools.partial(_show, folder)
         show(line)
         before = {
-            path.name: (path / "history.parquet").read_bytes() for path in sorted((folder / "store").glob("auto*"))
+            path.name: (path / "results.safetensors").read_bytes() for path in sorted((folder / "store").glob("auto*"))
         }
         runs = [folder / "store" / name for name in before]
         text = (runs[0] / "run.json").read_text()
-        flipped = bytearray((runs[7] / "history.parquet").read_bytes())
+        flipped = bytearray((runs[7] / "results.safetensors").read_bytes())
         flipped[40] ^= 4
         damages: list[tuple[str, Callable[[], Any]]] = [
             ("run.json emptied", lambda: (runs[0] / "run.json").write_text("")),
@@ -718,8 +718,11 @@ def ten() -> None:
             ("run.json of 2,000 brackets", lambda: (runs[3] / "run.json").write_text(2000 * "[")),
             ("run.json cut in half", lambda: (runs[4] / "run.json").write_text(text[: len(text) // 2])),
             ("run.json is a pipe", lambda: ((runs[5] / "run.json").unlink(), os.mkfifo(runs[5] / "run.json"))),
-            ("history.parquet gone", lambda: (runs[6] / "history.parquet").unlink()),
-            ("history.parquet with one bit flipped", lambda: (runs[7] / "history.parquet").write_bytes(flipped)),
+            ("results.safetensors gone", lambda: (runs[6] / "results.safetensors").unlink()),
+            (
+                "results.safetensors with one bit flipped",
+                lambda: (runs[7] / "results.safetensors").write_bytes(flipped),
+            ),
             ("the folder emptied", lambda: [file.unlink() for file in runs[8].iterdir()]),
             (
                 "run.json is a link to /dev/zero",
@@ -781,7 +784,11 @@ def prepare() -> None:
             commands.prepare(command, folder)
         with room() as folder:
             shutil.copytree(BASE / "command" / "html", folder / "html")
-            for form in (formats.BY_NAME["weights"], formats.BY_NAME["trace"], formats.BY_NAME["csv"]):
+            for form in (
+                formats.BY_NAME["results.safetensors of a network"],
+                formats.BY_NAME["trace"],
+                formats.BY_NAME["csv"],
+            ):
                 _read(form, folder / "read")
         tell(modules=[name for name in sys.modules if not name.startswith("__")])
 

@@ -37,7 +37,7 @@ def generate(store, count):
         folder = store / record["id"]
         folder.mkdir()
         records.write_json(folder / run_files.RECORD, record)
-        records.write_table(folder / run_files.HISTORY, run.history, {"run": record["id"]}, use_dictionary=False)
+        run_files.write_results(folder, record["id"], run.history)
 
 
 def listed(store):

@@ -1,12 +1,14 @@
 """The errors that gpulab raises on purpose. Each message names the offending value and what to do."""
 
 import contextlib
+import os
 import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+LONGEST_MESSAGE = 4000  # characters, more than any that quotes no giant
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -23,11 +25,15 @@ def printable(text: str) -> str:
 class GpulabError(Exception):
     """Something could not be done; the message says what, with the value, and what to do.
 
-    What it quotes may come from a file: its control characters are written out.
+    What it quotes may come from a file: its control characters are written out, and of a giant the middle is left out.
     """
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(printable(str(message)))
+        text = printable(str(message))
+        if len(text) > LONGEST_MESSAGE:
+            half = LONGEST_MESSAGE // 2
+            text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+        super().__init__(text)
 
 
 class UsageError(GpulabError, ValueError):
@@ -47,6 +53,15 @@ class DataError(GpulabError):
 
     def __init__(self, message: object = "") -> None:
         super().__init__(" ".join(str(message).split()))
+
+
+def check_path(path: object) -> None:
+    """Raise `DataError` for a path that no file can have, `UsageError` for one that could not be written down."""
+    check_name(path)
+    longest = max((len(os.fsencode(name)) for name in Path(str(path)).parts), default=0)
+    if "\0" in str(path) or longest > 255 or len(os.fsencode(str(path))) > 4095:
+        why = "it has a NUL in it" if "\0" in str(path) else "it is too long"
+        raise DataError(f"{path!s:.80}: no file can have this name: {why}")
 
 
 class UnsupportedError(GpulabError):

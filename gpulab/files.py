@@ -45,6 +45,8 @@ WHY = {
 @contextlib.contextmanager
 def writing(what: str | Path) -> Iterator[None]:
     """What the system refuses inside is a `GpulabError` that names the file, says why, and what to do."""
+    if "\0" in str(what):
+        raise GpulabError(f"{what}: cannot be written: its name has a NUL in it")
     try:
         yield
     except BrokenPipeError:  # whoever was reading has left

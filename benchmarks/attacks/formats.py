@@ -326,14 +326,7 @@ FORMATS = [
             knows,
         )
         for what, run in (("a network", "autoencoder"), ("a function", "fn.py"))
-        for file, knows in (("run.json", mutations.json_file), ("history.parquet", mutations.parquet))
-    ),
-    Format(
-        "weights",
-        "store/autoencoder*-seed0-*/weights.safetensors",
-        make_store,
-        functools.partial(read_store, "network"),
-        mutations.safetensors,
+        for file, knows in (("run.json", mutations.json_file), ("results.safetensors", mutations.safetensors))
     ),
     Format("checkpoint", "store/.unfinished/*.safetensors", make_checkpoint, read_checkpoint, mutations.safetensors),
     Format("packed runs", "packed.parquet", make_packed, read_packed, mutations.parquet),

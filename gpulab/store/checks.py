@@ -56,11 +56,9 @@ def check(store: str | Path | None = None, mend: bool = True, progress: bool = T
     folder = folder_of(default_store() if store is None else store)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    troubles, paths = [], [Path(entry) for entry in entries(folder)]
-    for path in Progress(paths, unit="run", leave=False, disable=not progress):
-        troubles += _of_entry(path)
-    whole = len(paths) - len(troubles)
-    troubles += [*_left_behind(folder), *_of_checkpoints(folder)]
+    paths = [Path(entry) for entry in entries(folder)]
+    of_runs = [*map(_of_entry, Progress(paths, unit="run", leave=False, disable=not progress))]
+    troubles = [*filter(None, of_runs), *_left_behind(folder), *_of_checkpoints(folder)]
     rows = [(str(path), problem, remedy, _size(path) / 1e6) for path, problem, remedy in troubles]
     for path, _, remedy in troubles if mend else ():
         if remedy == SET_ASIDE:
@@ -69,26 +67,22 @@ def check(store: str | Path | None = None, mend: bool = True, progress: bool = T
             with files.writing(path):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     frame = pd.DataFrame(rows, columns=["path", "problem", "remedy", "megabytes"])
-    frame.attrs["runs"] = whole
+    frame.attrs["runs"] = of_runs.count(None)
     return frame
 
 
 Trouble = tuple[Path, str, str]  # a path, what is wrong with it, and what is to be done with it
 
 
-def _of_entry(path: Path) -> list[Trouble]:
-    """What is wrong with a run, or with a file of packed ones: the first that is found."""
+def _of_entry(path: Path) -> Trouble | None:
+    """What is wrong with a run, or with a file of packed ones."""
     if path.is_dir() and not run_files.is_run(path):
-        return [(path, "not a run", LEFT)]
-    file = path
+        return path, "not a run", LEFT
     try:
         read_entry(str(path))
-        if (path / run_files.WEIGHTS).is_file():
-            file = path / run_files.WEIGHTS
-            run_files.read_weights(path)
     except DataError as error:
-        return [_damaged(file, error)]
-    return []
+        return _damaged(path, error)
+    return None
 
 
 def _left_behind(folder: Path) -> Iterator[Trouble]:

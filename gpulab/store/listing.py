@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpulab import files
 from gpulab.errors import DataError
 from gpulab.store import identities, records, run_files
 from gpulab.store.factors import FACTORS, factors_of_record
@@ -22,6 +21,19 @@ from gpulab.store.object_store import remote
 
 if TYPE_CHECKING:
     import pandas as pd
+    import pyarrow
+
+MOST_NAMED = 10  # of damaged runs, in one warning
+COLUMNS = [
+    *("experiment", "profile", "setting", "device", "seed", "rerun"),
+    *FACTORS,
+    *("status", "final_loss", "heldout_loss", "seconds", "frames_per_second", "weights", "gradients", "diverged_at"),
+    "registered",
+    *("machine", "cpu", "gpu", "torch", "gpulab", "data", "frame_size", "scene_seed", "speed", "frames"),
+    *("protocol", "recorded", "id", "path"),
+]
+# Empty for a run of a function, which may have options of these names.
+OPEN = {"data", "speed", "frames", *FACTORS} - {"flip"}
 
 
 def default_store() -> Path:
@@ -43,7 +55,8 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     `frame_size` (height×width), `scene_seed` and `speed` (what a rendered scene was drawn from, and how fast it moves),
     `frames`, `protocol` (a digest of model, data, length and learning rate: runs with equal ones can be compared),
     `recorded`, `id` and `path`. A damaged run is reported as a warning and skipped. Runs of a function have, after
-    these, `options` (all of them, as JSON) and a column for each option and each metric.
+    these, `options` (all of them, as JSON) and a column for each option and each metric. A run that is there twice, as
+    a folder and packed, is listed once.
 
     Args:
         store: A folder, a file of packed runs, or `s3://bucket/prefix`, from which what is new is downloaded into the
@@ -70,7 +83,7 @@ def recorded_runs() -> pd.DataFrame:
 
 def record_of(run: Any) -> dict[str, Any]:
     """The whole record of a row of `runs`."""
-    return next(record for record in _records(run.path) if record["id"] == run.id)
+    return next(record for record in read_records(run.path) if record["id"] == run.id)
 
 
 def metrics_of(run: Any) -> list[str]:
@@ -83,6 +96,12 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
     """The histories of the runs in a frame, one below the other, each row with the run's columns.
 
     `frames_seen` counts the frames, or images, up to the end of the row's window.
+
+    Args:
+        frame: From `gpulab.runs`, or some rows of it.
+
+    Raises:
+        DataError: Where the history of one is damaged; the message names it.
     """
     import numpy as np
     import pandas as pd
@@ -100,8 +119,8 @@ def history(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([histories, repeated], axis=1)
 
 
-def with_histories(frame: pd.DataFrame) -> Iterator[tuple[Any, dict[str, Any], Any]]:
-    """Each row of `runs`, the run's record, and its history as a table of pyarrow."""
+def with_histories(frame: pd.DataFrame) -> Iterator[tuple[Any, dict[str, Any], pyarrow.Table]]:
+    """Each row of `runs`, the run's record, and its history."""
     by_path = functools.cache(lambda path: {record["id"]: (record, rows) for record, rows in read_entry(path)})
     for row in frame.itertuples():
         yield row, *by_path(row.path)[row.id]
@@ -124,17 +143,32 @@ def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
     return records.pack_runs(Path(file), ((record, rows) for _, record, rows in with_histories(frame)))
 
 
-MOST_NAMED = 10  # of damaged runs, in one warning
-COLUMNS = [
-    *("experiment", "profile", "setting", "device", "seed", "rerun"),
-    *FACTORS,
-    *("status", "final_loss", "heldout_loss", "seconds", "frames_per_second", "weights", "gradients", "diverged_at"),
-    "registered",
-    *("machine", "cpu", "gpu", "torch", "gpulab", "data", "frame_size", "scene_seed", "speed", "frames"),
-    *("protocol", "recorded", "id", "path"),
-]
-# Empty for a run of a function, which may have options of these names.
-OPEN = {"data", "speed", "frames", *FACTORS} - {"flip"}
+# --- what is in a store --------------------------------------------------------------------------------------
+
+
+def entries(store: Path) -> list[str]:
+    """The paths of the runs in a store, in order, and then of its files of packed ones."""
+    if not store.is_dir():
+        return [str(store)] if os.path.lexists(store) else []
+    with os.scandir(store) as found:
+        visible = [entry for entry in found if entry.name[0] != "."]
+    folders = [entry.path for entry in visible if os.path.isdir(entry.path)]
+    packed = [entry.path for entry in visible if entry.name.endswith(".parquet") and entry.path not in folders]
+    return sorted(folders) + sorted(packed)
+
+
+def read_records(path: str) -> list[dict[str, Any]]:
+    """The record of a run, or of each in a file of packed ones; `DataError` for a damaged one."""
+    return [run_files.read_record(path)] if os.path.isdir(path) else records.packed_runs(Path(path))
+
+
+def read_entry(path: str) -> list[tuple[dict[str, Any], pyarrow.Table]]:
+    """The same, each with its history."""
+    documents = read_records(path)
+    if os.path.isdir(path):
+        return [(documents[0], run_files.read_results(Path(path), documents[0]["id"])[0])]
+    histories = records.packed_histories(Path(path)) if documents else {}
+    return [(record, histories[record["id"]]) for record in documents]
 
 
 def _frame(store: Path, recorded: bool) -> pd.DataFrame:
@@ -142,11 +176,12 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
 
     from gpulab.progress import Progress
 
-    rows: list[dict[str, Any]] = []
+    rows: dict[str, dict[str, Any]] = {}
     damaged: list[str] = []
     for entry in Progress(entries(store), unit="run", leave=False, delay=2):
         try:
-            rows += [_row(record, entry, recorded) for record in _records(entry)]
+            for record in read_records(entry):
+                rows.setdefault(record["id"], _row(record, entry, recorded))
         except DataError as error:
             if not os.path.isdir(entry) or run_files.is_run(entry):  # other folders are nobody's business
                 damaged.append(str(error))
@@ -154,39 +189,12 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
         said = "; ".join(damaged[:MOST_NAMED]) + ("; …" if len(damaged) > MOST_NAMED else "")
         warnings.warn(f"{len(damaged)} damaged run(s) skipped (gpulab check mends a store): {said}", stacklevel=3)
     numbers = dict.fromkeys(("final_loss", "heldout_loss", "seconds", "frames_per_second", "speed", "flip"), float)
-    columns = [*COLUMNS, *dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)]
-    frame = pd.DataFrame(rows, columns=columns).astype(numbers)  # JSON's null becomes NaN
+    own = dict.fromkeys(name for row in rows.values() for name in row if name not in COLUMNS)
+    frame = pd.DataFrame(list(rows.values()), columns=[*COLUMNS, *own]).astype(numbers)  # JSON's null becomes NaN
     # Runs that have the same of the others are in the order of their paths.
     frame = frame.sort_values(["experiment", "profile", "setting", "seed", "path"], ignore_index=True, kind="stable")
     frame.attrs["damaged"] = len(damaged)
     return frame
-
-
-def entries(store: Path) -> list[str]:
-    """The paths of the runs in a store, and of its files of packed ones, in order."""
-    if not store.is_dir():
-        return [str(store)] if os.path.lexists(store) else []
-    paths = [os.path.join(store, name) for name in os.listdir(store) if name[0] != "."]
-    return sorted(path for path in paths if path.endswith(".parquet") or os.path.isdir(path))
-
-
-def read_entry(path: str) -> list[tuple[dict[str, Any], Any]]:
-    """The record and the history of a run, or of each in a file of packed ones; `DataError` for a damaged one."""
-    if os.path.isdir(path):
-        record = run_files.read_record(path)
-        return [(record, run_files.read_history(Path(path), record))]
-    documents = records.packed_runs(Path(path))
-    histories = records.packed_histories(Path(path)) if documents else {}
-    return [(record, histories[record["id"]]) for record in documents]
-
-
-def _records(entry: str) -> list[dict[str, Any]]:
-    """The records of a run, or of a file of packed ones, whose histories are whole."""
-    if not os.path.isdir(entry):
-        return records.packed_runs(Path(entry))
-    record, history = run_files.read_record(entry), os.path.join(entry, run_files.HISTORY)
-    files.check_seal(history, files.read(history))
-    return [record]
 
 
 def _row(record: dict[str, Any], path: str, recorded: bool) -> dict[str, Any]:

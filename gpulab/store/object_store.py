@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpulab import files
-from gpulab.errors import GpulabError, UsageError, check_name
+from gpulab.errors import GpulabError, UsageError, check_path
 from gpulab.store import identities, records, run_files
 
 URL = re.compile(r"(s3|gs|az):[/\\]+([^/\\].*)")  # a path has lost one of its slashes
@@ -27,7 +27,7 @@ AT_ONCE = 16  # downloads
 
 def url_of(store: str | Path | None) -> str | None:
     """The address that a text or a path stands for; None for a folder."""
-    check_name(store)
+    check_path(store)
     url = URL.fullmatch(str(store))
     if not url and re.match("(s3|gs|az):", str(store)):
         raise UsageError(f"store {str(store)!r}: expected a bucket, and maybe a prefix: s3://bucket/prefix")
@@ -129,6 +129,6 @@ class Remote:
         record = run_files.read_record(folder)
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / f"{record['id']}.parquet"
-            records.pack_runs(file, [(record, run_files.read_history(folder, record))])
+            records.pack_runs(file, [(record, run_files.read_results(folder, record["id"])[0])])
             with self.reaching(), contextlib.suppress(self.api.exceptions.AlreadyExistsError):
                 self.api.put(self.store, file.name, file.read_bytes(), mode="create", use_multipart=False)

@@ -1,8 +1,9 @@
-"""One folder a run: `run.json`, `history.parquet`, and perhaps `weights.safetensors` and the run's own `files`.
+"""One run at rest: a folder with `run.json`, what was run and what came of it, and `results.safetensors`, its history.
 
-A run is written to a folder of its own and moved into place in one step, so many writers need no lock: the first to
-finish a run wins, and its copy and a later one differ in nothing but the time. Every file is sealed; one that was
-damaged since is found when it is read, and its run is set aside and trained again.
+Where weights are kept, they lie beside the history; a function's own files lie in the folder `files`. A run is written
+to a folder of its own and moved into place in one step, so many writers need no lock: the first to finish a run wins,
+and its copy and a later one differ in nothing but the time. Both files are sealed; one that was damaged since is found
+when it is read, and its run is set aside and trained again. A checkpoint is a file like the results.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from gpulab.store.identities import Identity, weights_digest
 
 if TYPE_CHECKING:
     import pandas as pd
+    import pyarrow
     import torch
 
-RECORD, HISTORY, WEIGHTS = "run.json", "history.parquet", "weights.safetensors"
+    Tensors = dict[str, torch.Tensor]
+
+RECORD, RESULTS = "run.json", "results.safetensors"
 WORK, DAMAGED = ".unfinished", ".damaged"  # folders in a store: checkpoints and half-written runs; what was set aside
 PREPARED = "GPULAB_PREPARED"  # in the environment: a store to take finished runs from, such as a lecturer's
-CHECKPOINT_FORMAT = 2
+FORMAT = 3  # of results and checkpoints
+WEIGHT = "weights."  # how the names of weights begin among the results
 RUN_NAME = re.compile(r"-seed-?\d+-[0-9a-f]{10}$")  # how the names of runs end
 LARGEST_RECORD = 1 << 24  # bytes
 
@@ -55,9 +60,8 @@ def begun(identity: Identity, here: Mapping[str, Any], **notes: str | None) -> d
 def find(store: Path, identity: Identity, with_weights: bool | None = None) -> Path | None:
     """The folder of a run that the store holds whole, and with it the trained weights if they are asked for.
 
-    With None nobody is going to read these, and they are not verified. A damaged one is set aside, and a warning says
-    so: the run is not done. Another says what cannot be known. One that the store lacks is copied from the store that
-    `$GPULAB_PREPARED` names, which is only read.
+    A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known. One that
+    the store lacks is copied from the store that `$GPULAB_PREPARED` names, which is only read.
     """
     if identity.unknown:
         what = ", ".join(identity.unknown)
@@ -65,36 +69,35 @@ def find(store: Path, identity: Identity, with_weights: bool | None = None) -> P
             f"{what}: its content cannot be known: this run is not resumed, nor taken for another", stacklevel=3
         )
     folder = store / identity.id
-    prepared = Path(os.environ.get(PREPARED) or store) / identity.id
-    if not os.path.lexists(folder) and (prepared / (WEIGHTS if with_weights else RECORD)).is_file():
+    if not os.path.lexists(folder):
         with contextlib.suppress(OSError, GpulabError):  # what cannot be copied is trained
-            _copy(prepared, store)
+            _copy(Path(os.environ.get(PREPARED) or store) / identity.id, store)
     if not os.path.lexists(folder):
         return None
     try:
-        read_run(folder)
-        has_weights = (folder / WEIGHTS).is_file()
-        if has_weights and with_weights is not None:
-            read_weights(folder)
+        weights = read_run(folder)[2]
     except DataError as error:
         if moved := set_aside(store, folder):
             warnings.warn(f"{error}; the run is trained again (set aside in {moved})", stacklevel=3)
         return None
-    return folder if has_weights or not with_weights else None
+    return None if with_weights and weights is None else folder
 
 
 def _copy(run: Path, store: Path) -> None:
+    """Copy a prepared run, if there is one, without its permissions."""
+    if not (run / RECORD).is_file():
+        return
     with _scratch(store) as scratch:
         for file in filter(Path.is_file, run.rglob("*")):
             copy = scratch / file.relative_to(run)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)  # without its permissions
+            shutil.copyfile(file, copy)
         scratch.rename(store / run.name)
 
 
 def is_run(path: str | Path) -> bool:
     """Whether a folder is a run's, or what is left of one: by a file in it, or by its name."""
-    inside = any(os.path.lexists(os.path.join(path, name)) for name in (RECORD, HISTORY, WEIGHTS))
+    inside = any(os.path.lexists(os.path.join(path, name)) for name in (RECORD, RESULTS))
     return inside or bool(RUN_NAME.search(str(path)))
 
 
@@ -113,7 +116,7 @@ def write_run(
     store: Path,
     record: dict[str, Any],
     history: pd.DataFrame,
-    weights: dict[str, torch.Tensor] | None = None,
+    weights: Tensors | None = None,
     own_files: Path | None = None,
 ) -> Path:
     """Put a run into the store in one step and return its folder.
@@ -123,11 +126,8 @@ def write_run(
     """
     folder = store / record["id"]
     with _scratch(store) as scratch, files.writing(folder):
-        # Losses do not repeat, so dictionaries gain nothing.
-        records.write_table(scratch / HISTORY, history, {"run": record["id"]}, use_dictionary=False)
         records.write_json(scratch / RECORD, record)
-        if weights is not None:
-            _write_tensors(scratch / WEIGHTS, weights, {"run": record["id"]})
+        write_results(scratch, record["id"], history, weights)
         if own_files is not None and own_files.is_dir():
             own_files.rename(scratch / "files")
         try:
@@ -138,42 +138,61 @@ def write_run(
             if find(store, Identity(record["id"], record)) is None:
                 scratch.rename(folder)
             elif weights is not None:
-                os.replace(scratch / WEIGHTS, folder / WEIGHTS)
+                _add_weights(folder, weights)
     return folder
 
 
-def read_run(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
-    """A run's record and history. Raises `DataError`, naming the file, for a damaged one."""
+def _add_weights(folder: Path, weights: Tensors) -> None:
+    """Keep the weights of a run that was kept without them, if they are those that its record tells of."""
+    record, history, existing = read_run(folder)
+    if existing is None and weights_digest(weights) == record["summary"].get("weights"):
+        write_results(folder, record["id"], history, weights)
+    elif existing is None:
+        warnings.warn(f"{folder}: trained again, it ended with other weights, which are not kept", stacklevel=4)
+
+
+def read_run(folder: Path) -> tuple[dict[str, Any], pd.DataFrame, Tensors | None]:
+    """A run's record, history, and weights where it has any. Raises `DataError`, naming the file, for a damaged one."""
     record = read_record(folder)
-    return record, read_history(folder, record).to_pandas()
+    history, weights = read_results(folder, record["id"])
+    return record, history.to_pandas(), weights
 
 
 def read_record(folder: str | Path) -> dict[str, Any]:
-    """A run's `run.json`, checked. Raises `DataError` for a damaged or foreign one."""
+    """A run's `run.json`, checked. Raises `DataError` for a damaged or foreign one, or without results beside it."""
     file = os.path.join(folder, RECORD)  # paths as objects would take as long as the reading
     record = records.read_json(file, LARGEST_RECORD)
     schemas.check(schemas.Run, record, file)
     if record["id"] != os.path.basename(folder):
         raise DataError(f"{file}: is of the run {record['id']}, in a folder of another name: a copy?")
+    if not os.path.isfile(results := os.path.join(folder, RESULTS)):
+        raise DataError(f"{results}: no such file")
     return record
 
 
-def read_history(folder: Path, record: Mapping[str, Any]) -> Any:
-    """A run's history as a table of pyarrow, one row a window: `window`, `step`, `loss`, `seconds`."""
-    file = folder / HISTORY
-    rows, notes = records.read_rows(file)
-    if notes.get("run") != record["id"]:
-        raise DataError(f"{file}: not the history of {record['id']}")
-    return records.check_history(file, rows)
+def read_results(folder: Path, run: str) -> tuple[pyarrow.Table, Tensors | None]:
+    """A run's history, one row a window: `window`, `step`, `loss`, `seconds`; and its weights where it has any."""
+    import pyarrow
+
+    file = folder / RESULTS
+    tensors, notes = read_tensors(file)
+    if notes.get("run") != run:
+        raise DataError(f"{file}: not the results of {run}")
+    weights = {name.removeprefix(WEIGHT): tensor for name, tensor in tensors.items() if name.startswith(WEIGHT)}
+    try:
+        history = pyarrow.table({name: tensors[name].numpy() for name in records.HISTORY})
+    except (KeyError, TypeError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{file}: not a history: {error!r:.200}") from None
+    return records.check_history(file, history), weights or None
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The trained weights of a run. Raises `DataError` for others than the record says."""
-    record, file = read_record(folder), folder / WEIGHTS
-    tensors, _ = _read_tensors(file)
-    if weights_digest(tensors) != record["summary"].get("weights"):
-        raise DataError(f"{file}: damaged: not the weights that {RECORD} tells of")
-    return tensors
+def write_results(folder: Path, run: str, history: pd.DataFrame, weights: Tensors | None = None) -> None:
+    """Write the results of a run into its folder, or replace them, in one step."""
+    import torch
+
+    tensors = {name: torch.tensor(history[name].to_numpy()) for name in records.HISTORY}
+    tensors |= {WEIGHT + name: tensor for name, tensor in (weights or {}).items()}
+    write_tensors(folder / RESULTS, tensors, {"run": run})
 
 
 # --- runs that are not ---------------------------------------------------------------------------------------
@@ -194,12 +213,12 @@ def files_folder(store: Path, name: str, keep: bool) -> Path:
     return folder
 
 
-def write_checkpoint(file: Path, tensors: dict[str, torch.Tensor], notes: dict[str, Any]) -> None:
-    """Replace the checkpoint in one step: one safetensors file, with JSON notes in its header."""
-    _write_tensors(file, tensors, {"gpulab": json.dumps({"format": CHECKPOINT_FORMAT, **notes})})
+def write_checkpoint(file: Path, tensors: Tensors, notes: dict[str, Any]) -> None:
+    """Replace the checkpoint in one step."""
+    write_tensors(file, tensors, notes)
 
 
-def resume(file: Path, restore: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> bool:
+def resume(file: Path, restore: Callable[[Tensors, dict[str, Any]], None]) -> bool:
     """Go on from a checkpoint, if there is one; a damaged one is set aside with a warning, and the run begins anew."""
     if not os.path.lexists(file):
         return False
@@ -213,25 +232,27 @@ def resume(file: Path, restore: Callable[[dict[str, torch.Tensor], dict[str, Any
     return True
 
 
-def read_checkpoint(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read_checkpoint(file: Path) -> tuple[Tensors, dict[str, Any]]:
     """The tensors and the notes of a checkpoint. Raises `DataError` for a damaged or foreign one."""
-    tensors, metadata = _read_tensors(file)
-    notes = files.read_json(file, metadata.get("gpulab", "null").encode())
-    if isinstance(notes, dict) and notes.get("format") != CHECKPOINT_FORMAT:
-        raise DataError(f"{file}: a checkpoint of another version of gpulab")
+    tensors, notes = read_tensors(file)
     return tensors, schemas.check(schemas.Checkpoint, notes, file)
 
 
-def _write_tensors(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+# --- the format of both --------------------------------------------------------------------------------------
+
+
+def write_tensors(file: Path, tensors: Tensors, notes: dict[str, Any]) -> None:
+    """Write tensors, in one step, as a safetensors file with JSON notes and a seal in its header."""
     from safetensors.torch import save
 
     # Cloned, because a tensor that two names share could not be stored.
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    files.write(file, files.seal(save(own, {**metadata, "seal": files.UNSEALED})))
+    metadata = {"gpulab": json.dumps({"format": FORMAT, **notes}), "seal": files.UNSEALED}
+    files.write(file, files.seal(save(own, metadata)))
 
 
-def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a safetensors file and its metadata."""
+def read_tensors(file: Path) -> tuple[Tensors, dict[str, Any]]:
+    """The tensors and the notes of such a file. Raises `DataError` for a damaged or foreign one."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -239,13 +260,17 @@ def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     files.check_seal(file, content)
     try:
         header = files.read_json(file, content[8 : 8 + int.from_bytes(content[:8], "little")])
-        return load(content), header["__metadata__"]
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        notes = files.read_json(file, header["__metadata__"]["gpulab"].encode())
+        if notes.get("format") != FORMAT:
+            raise DataError(f"{file}: of another version of gpulab")
+        return load(content), notes
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise DataError(f"{file}: not tensors: {error}") from None
 
 
 @contextlib.contextmanager
 def _scratch(store: Path) -> Iterator[Path]:
+    """A folder in the store for what is moved into place, or else removed."""
     scratch = store / WORK / files.scratch_name()
     with files.writing(f"the store {store}"):
         scratch.mkdir(parents=True)

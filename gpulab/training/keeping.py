@@ -89,6 +89,4 @@ class Keeping:
 
 def stored_run(folder: Path) -> Stored:
     """A run at rest."""
-    record, history = run_files.read_run(folder)
-    weights = run_files.read_weights(folder) if (folder / run_files.WEIGHTS).is_file() else None
-    return folder, record, history, weights
+    return folder, *run_files.read_run(folder)

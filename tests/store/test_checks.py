@@ -14,8 +14,7 @@ import torch
 
 import gpulab as gl
 from gpulab import files
-from gpulab.store import checks, run_files
-from gpulab.store import listing as stores
+from gpulab.store import checks, listing, run_files
 
 RUN = {"net": "autoencoder", "setting": "cpu:threads=1", "profile": "smoke", "frames": 20, "progress": False}
 
@@ -35,10 +34,11 @@ def changed(folder, **changes):
 
 DAMAGE = {
     "a flipped bit in the record": lambda run: flipped(run / "run.json"),
-    "a flipped bit in the history": lambda run: flipped(run / "history.parquet", 0.1),
+    "a flipped bit in the results": lambda run: flipped(run / "results.safetensors", 0.9),
     "a record cut short": lambda run: os.truncate(run / "run.json", 500),
     "no record": lambda run: (run / "run.json").unlink(),
-    "an empty history": lambda run: os.truncate(run / "history.parquet", 0),
+    "empty results": lambda run: os.truncate(run / "results.safetensors", 0),
+    "no results": lambda run: (run / "results.safetensors").unlink(),
     "an empty folder": lambda run: [file.unlink() for file in run.iterdir()],
     "a string as loss": lambda run: changed(run, summary={"final_loss": "x", "heldout_loss": 1.0, "seconds": 1.0}),
     "a list as seed": lambda run: changed(run, seed=[1]),
@@ -77,11 +77,12 @@ def test_a_store_with_every_damage_is_listed_mended_and_done_again(store, whole)
     runs = by_seed(store)
     for seed, damage in enumerate(DAMAGE.values()):
         damage(runs[seed])
-    with pytest.warns(UserWarning, match=f"{len(DAMAGE)} damaged run") as told:
+    of_results = [seed for seed, what in enumerate(DAMAGE) if what.endswith("results") and what != "no results"]
+    with pytest.warns(UserWarning, match=f"{len(DAMAGE) - len(of_results)} damaged run") as told:
         frame = gl.runs(store)
-    assert frame.seed.tolist() == [len(DAMAGE)], "the others are listed"
+    assert frame.seed.tolist() == [*of_results, len(DAMAGE)], "those are listed of which the record is whole"
     assert "\n" not in str(told[0].message)
-    assert f"{len(DAMAGE)} damaged runs cannot be read" in str(gl.verdict(frame)).splitlines()[0]
+    assert f"{len(DAMAGE) - len(of_results)} damaged runs cannot be read" in str(gl.verdict(frame)).splitlines()[0]
 
     for mend in (False, True):
         found = checks.check(store, mend=mend, progress=False)
@@ -95,7 +96,7 @@ def test_a_store_with_every_damage_is_listed_mended_and_done_again(store, whole)
     assert checks.check(store, progress=False).empty
 
 
-@pytest.mark.parametrize("damage", ["a flipped bit in the history", "no record", "a seed of 400 digits"])
+@pytest.mark.parametrize("damage", ["a flipped bit in the results", "no record", "a seed of 400 digits"])
 def test_a_damaged_run_that_is_asked_for_is_set_aside_and_done_again(store, damage):
     run = by_seed(store)[0]
     DAMAGE[damage](run)
@@ -138,32 +139,45 @@ def test_what_killed_processes_left_is_removed_and_what_can_be_resumed_is_not(st
     assert not list(store.glob(".*.part"))
 
 
-def test_damaged_weights_and_packed_runs_are_set_aside_and_the_runs_stay(store):
-    run = gl.train(**RUN, seed=100, store=store).path
-    flipped(run / "weights.safetensors")
-    stores.pack(store, store / "packed.parquet")
+def test_packed_runs_are_set_aside_and_what_is_no_run_is_left(store):
+    listing.pack(store, store / "packed.parquet")
     flipped(store / "packed.parquet", 0.2)
     (store / "notes").mkdir()
     (store / "notes" / "mine.txt").write_text("of the user's")
     found = checks.check(store, progress=False)
     assert found[["path", "remedy"]].values.tolist() == [
-        [str(run / "weights.safetensors"), checks.SET_ASIDE],
         [str(store / "notes"), checks.LEFT],
         [str(store / "packed.parquet"), checks.SET_ASIDE],
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert 100 in gl.runs(store).seed.tolist()
+        assert len(gl.runs(store)) == len(DAMAGE) + 1
+
+
+def test_pipes_devices_and_links_to_themselves_hang_nothing(store):
+    claims, work = store / ".claims", store / run_files.WORK
+    own = by_seed(store)[0] / "files"
+    for folder in (claims, work, own):
+        folder.mkdir(exist_ok=True)
+        os.mkfifo(folder / "pipe.safetensors")
+        (folder / "zero.lock").symlink_to("/dev/zero")
+        (folder / "loop").symlink_to("loop")
+    (store / "loop").symlink_to("loop")
+    found = checks.check(store, progress=False)
+    assert found.path.tolist() == [str(work / "pipe.safetensors")]
+    assert gl.train(**RUN, store=store, keep_weights=False).path == own.parent
+    experiment = gl.Experiment("autoencoder", [RUN["setting"]], 1, "smoke", store, options={"frames": 20})
+    assert experiment.run(progress=False).path.tolist() == [str(own.parent)]
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_weights_are_there_and_damaged(store, asked):
     run = gl.train(**RUN, seed=100, store=store)
-    flipped(run.path / "weights.safetensors", 0.9)
-    with pytest.warns(UserWarning, match=r"weights\.safetensors: damaged: .* trained again"):
+    flipped(run.path / "results.safetensors", 0.9)
+    with pytest.warns(UserWarning, match=r"results\.safetensors: damaged: .* trained again"):
         again = gl.train(**RUN, seed=100, store=store, keep_weights=asked)
     assert again.record["summary"]["weights"] == run.record["summary"]["weights"]
-    assert (again.path / "weights.safetensors").exists() == asked
+    assert (run_files.read_run(again.path)[2] is not None) == asked
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):

@@ -1,64 +1,23 @@
-import contextlib
-import json
+"""Stores as tables: what is in them, what is shipped, and what is packed into one file."""
+
 import math
+import os
 import re
 import shutil
-import threading
+import subprocess
+import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from small_runs import HISTORY
 
 import gpulab as gl
 from gpulab.passports import OTHERS
-from gpulab.store import identities, records, run_files
-from gpulab.store import listing as stores
-
-HISTORY = pd.DataFrame({"window": [0, 1], "step": [1, 2], "loss": [0.5, 0.25], "seconds": [0.1, 0.2]})
-
-
-@pytest.fixture(scope="module")
-def record():
-    """The record of a real run, to make others from."""
-    return gl.train("autoencoder", profile="smoke", frames=20, progress=False).record
-
-
-def numbered(record, seed, **changes):
-    return {**record, "id": f"run-{seed}", "seed": seed, **changes}
-
-
-def write(store, record, **options):
-    return run_files.write_run(store, record, HISTORY, **options)
-
-
-# --- writing and reading -----------------------------------------------------------------------------------
-
-
-def test_what_is_written_is_read_back(record, tmp_path):
-    weights = {"a": torch.arange(6.0).reshape(2, 3).T, "b": torch.tensor(3)}
-    folder = write(tmp_path / "new" / "store", numbered(record, 5), weights=weights)
-    assert folder == tmp_path / "new" / "store" / "run-5"
-    assert sorted(file.name for file in folder.iterdir()) == ["history.parquet", "run.json", "weights.safetensors"]
-    back, history = run_files.read_run(folder)
-    assert back == numbered(record, 5)
-    assert history.equals(HISTORY)
-    from safetensors.torch import load_file
-
-    assert all((tensor == weights[name]).all() for name, tensor in load_file(folder / "weights.safetensors").items())
-    assert list((tmp_path / "new" / "store" / run_files.WORK).iterdir()) == []
-
-
-def test_a_run_that_cannot_be_written_whole_leaves_nothing(record, tmp_path):
-    with pytest.raises(TypeError):
-        write(tmp_path, numbered(record, 1, command=object()))  # JSON has no objects
-    assert not (tmp_path / "run-1").exists()
-    assert [path.name for path in tmp_path.rglob("*")] == [run_files.WORK]
-    assert gl.runs(tmp_path).empty
+from gpulab.store import identities, listing, records
 
 
 def test_the_id_depends_on_what_is_run_and_on_nothing_else(record):
@@ -70,49 +29,12 @@ def test_the_id_depends_on_what_is_run_and_on_nothing_else(record):
     assert re.fullmatch(r"[a-z0-9._-]+", record["id"]), "a folder of this name can be made anywhere"
 
 
-def test_many_threads_write_at_once_and_readers_see_whole_runs_only(record, tmp_path):
-    writers, seeds = 8, 6
-    tmp_path.joinpath(run_files.WORK).mkdir()
-    finished = threading.Event()
-
-    def work(writer):
-        for seed in range(seeds):  # all write these
-            history = HISTORY.assign(loss=[float(writer), float(seed)])
-            weights = {"writer": torch.tensor([writer])}
-            run_files.write_run(tmp_path, numbered(record, seed, command=f"writer {writer}"), history, weights)
-        write(tmp_path, numbered(record, 100 + writer))  # and this one alone
-
-    def read():
-        seen = 0
-        while not finished.is_set():
-            frame = gl.runs(tmp_path)
-            assert len(frame) >= seen
-            seen = len(frame)
-            stores.history(frame)
-
-    with warnings.catch_warnings(), ThreadPoolExecutor(writers + 1) as pool:
-        warnings.simplefilter("error")
-        reader = pool.submit(read)
-        try:
-            for done in [pool.submit(work, writer) for writer in range(writers)]:
-                done.result()
-        finally:
-            finished.set()
-        reader.result()
-    frame = gl.runs(tmp_path)
-    assert frame.seed.tolist() == [*range(seeds), *range(100, 100 + writers)]
-    for row in frame[frame.seed < 100].itertuples():  # each is wholly of one writer
-        back, history = run_files.read_run(Path(row.path))
-        assert back["command"] == f"writer {int(history.loss[0])}"
-    assert list((tmp_path / run_files.WORK).iterdir()) == []
-
-
 # --- frames ----------------------------------------------------------------------------------------------
 
 
-def test_a_frame_has_a_row_a_run_with_the_columns_documented(record, tmp_path):
+def test_a_frame_has_a_row_a_run_with_the_columns_documented(written, record, tmp_path):
     for seed in (10, 9, 1):
-        write(tmp_path, numbered(record, seed))
+        written(tmp_path, seed)
     frame = gl.runs(tmp_path)
     assert frame.seed.tolist() == [1, 9, 10]
     documented = re.findall(r"`(\w+)`", gl.runs.__doc__.partition("Columns:")[2].partition("A damaged")[0])
@@ -123,23 +45,20 @@ def test_a_frame_has_a_row_a_run_with_the_columns_documented(record, tmp_path):
     assert row.final_loss == record["summary"]["final_loss"]
     assert row.weights == record["summary"]["weights"]
     assert row.machine == row.cpu == record["passport"]["cpu"]["model"]
-    assert row.torch == torch.__version__
-    assert row.gpulab == gl.__version__
+    assert (row.torch, row.gpulab) == (torch.__version__, gl.__version__)
     assert row.path == str(tmp_path / "run-1")
 
 
-def test_rows_tell_machines_protocols_and_missing_losses(record, tmp_path):
-    passport = {**record["passport"], "gpus": [{"name": "Titan"}]}
-    write(tmp_path, numbered(record, 0, setting="cuda:tf32=off", passport=passport))
+def test_rows_tell_machines_protocols_and_missing_losses(written, record, tmp_path):
+    written(tmp_path, 0, setting="cuda:tf32=off", passport={**record["passport"], "gpus": [{"name": "Titan"}]})
     lost = {**record["summary"], "final_loss": None, "heldout_loss": None}
-    write(tmp_path, numbered(record, 1, status="diverged", diverged_at=3, summary=lost))
-    other = {**record["configuration"], "learning_rate": 2e-3}
-    write(tmp_path, numbered(record, 2, configuration=other))
-    diverged, third, gpu = gl.runs(tmp_path).itertuples()
+    written(tmp_path, 1, status="diverged", diverged_at=3, summary=lost)
+    written(tmp_path, 2, configuration={**record["configuration"], "learning_rate": 2e-3})
+    frame = gl.runs(tmp_path)
+    diverged, third, gpu = frame.itertuples()
     assert (gpu.device, gpu.machine, gpu.gpu) == ("cuda", "Titan", "Titan")
     assert gpu.protocol == diverged.protocol != third.protocol
     assert math.isnan(diverged.final_loss)
-    frame = gl.runs(tmp_path)
     assert frame.final_loss.dtype == frame.heldout_loss.dtype == float
     assert frame.final_loss.count() == 2
     assert not frame.recorded.any()
@@ -148,12 +67,12 @@ def test_rows_tell_machines_protocols_and_missing_losses(record, tmp_path):
 def test_a_store_that_is_empty_or_absent_gives_an_empty_frame_with_all_columns(tmp_path):
     for store in (tmp_path, tmp_path / "absent"):
         assert gl.runs(store).empty
-        assert list(gl.runs(store).columns) == stores.COLUMNS
+        assert list(gl.runs(store).columns) == listing.COLUMNS
 
 
-def test_the_default_store_is_told_by_the_environment(record, tmp_path, monkeypatch):
-    write(tmp_path / "told", numbered(record, 1))
-    write(tmp_path / "runs", numbered(record, 2))
+def test_the_default_store_is_told_by_the_environment(written, tmp_path, monkeypatch):
+    written(tmp_path / "told", 1)
+    written(tmp_path / "runs", 2)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPULAB_STORE", str(tmp_path / "told"))
     assert gl.runs().seed.tolist() == [1]
@@ -161,136 +80,23 @@ def test_the_default_store_is_told_by_the_environment(record, tmp_path, monkeypa
     assert gl.runs().seed.tolist() == [2]
 
 
-def test_prepared_runs_are_copied_and_not_trained_again(tmp_path, monkeypatch):
-    shelf, mine = tmp_path / "shelf", tmp_path / "mine"
-    (prepared,) = gl.Experiment("autoencoder", ["cpu:threads=1"], 1, "smoke", shelf).run(progress=False).path
-    for path in Path(prepared).iterdir():
-        path.chmod(0o444)
-    Path(prepared).chmod(0o555)
-    monkeypatch.setenv("GPULAB_PREPARED", str(shelf))
-    two = gl.Experiment("autoencoder", ["cpu:threads=1"], 2, "smoke", mine).run(progress=False)
-    copied, trained = ((Path(path) / run_files.RECORD).read_bytes() for path in two.path)
-    assert (Path(prepared) / run_files.RECORD).read_bytes() == copied != trained
-    assert len(gl.runs(shelf)) == 1, "what was missing is in the store of who asked"
-    assert not any((mine / run_files.WORK).iterdir())
-    shutil.rmtree(mine)
+@pytest.mark.parametrize("store", ["a\0b", "n" * 300, "/".join(["folder"] * 1000)])
+def test_a_path_that_no_file_may_have_is_refused_by_name(store):
+    for use in (gl.runs, gl.store.check, lambda s: gl.train("autoencoder", profile="smoke", store=s, progress=False)):
+        with pytest.raises(gl.DataError, match=r"^.{1,90}: no file can have this name") as error:
+            use(store)
+        assert len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize("trouble", ["damaged", "unreadable"])
-def test_a_prepared_run_that_is_of_no_use_is_trained_and_left_as_it_was(trouble, tmp_path, monkeypatch):
-    shelf, mine = tmp_path / "shelf", tmp_path / "mine"
-    gl.train("autoencoder", profile="smoke", store=shelf, progress=False)
-    (run,) = gl.runs(shelf).path
-    (Path(run) / run_files.HISTORY).write_bytes(b"PAR1")
-    before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
-    monkeypatch.setenv("GPULAB_PREPARED", str(shelf))
-    if trouble == "unreadable":
-        monkeypatch.setattr(shutil, "copyfile", lambda *_: (tmp_path / "absent").read_bytes())
-    with pytest.warns(match="trained again") if trouble == "damaged" else contextlib.nullcontext():
-        gl.train("autoencoder", profile="smoke", store=mine, progress=False)
-    assert gl.runs(mine).status.tolist() == ["finished"]
-    assert {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()} == before
-
-
-def test_histories_are_put_below_each_other_with_the_columns_of_their_runs(record, tmp_path):
+def test_histories_are_put_below_each_other_with_the_columns_of_their_runs(written, tmp_path):
     for seed in (1, 2):
-        write(tmp_path, numbered(record, seed))
-    histories = stores.history(gl.runs(tmp_path))
+        written(tmp_path, seed)
+    histories = listing.history(gl.runs(tmp_path))
     assert histories.loss.tolist() == [0.5, 0.25, 0.5, 0.25]
     assert histories.seed.tolist() == [1, 1, 2, 2]
     assert set(histories.setting) == {"cpu"}
     assert histories.id.tolist() == ["run-1", "run-1", "run-2", "run-2"]
-    assert stores.history(gl.runs(tmp_path / "absent")).empty
-
-
-# --- damage ------------------------------------------------------------------------------------------------
-
-
-def without(field):
-    def change(folder):
-        record = json.loads((folder / "run.json").read_text())
-        del record[field]
-        (folder / "run.json").write_text(json.dumps(record))
-
-    return change
-
-
-def cut(name, size):
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
-
-
-def written(name, content):
-    return lambda folder: (folder / name).write_bytes(content)
-
-
-DAMAGE = {  # beside what a store's check is tested with
-    "record binary": written("run.json", bytes(range(128, 256))),
-    "record a list": written("run.json", b"[1, 2]"),
-    "record of a later format": written("run.json", b'{"format": 99}'),
-    **{f"record without a {field}": without(field) for field in ("seed", "passport", "configuration", "seal")},
-    "history missing": lambda folder: (folder / "history.parquet").unlink(),
-    "history garbage": written("history.parquet", b"PAR" * 1000),
-    "history truncated": cut("history.parquet", 500),
-}
-
-
-def test_damaged_runs_are_reported_and_skipped(record, tmp_path):
-    folders_ = [write(tmp_path, numbered(record, seed)) for seed in range(len(DAMAGE) + 1)]
-    before = gl.runs(tmp_path)
-    for damage, folder in zip(DAMAGE.values(), folders_, strict=False):
-        damage(folder)
-    with pytest.warns(UserWarning, match=rf"{len(DAMAGE)} damaged run\(s\) skipped") as warned:
-        frame = gl.runs(tmp_path)
-    assert frame.seed.tolist() == [len(DAMAGE)]
-    assert frame.attrs["damaged"] == len(DAMAGE)
-    assert warned[0].filename == __file__
-    said = str(warned[0].message)
-    for number, (damage, folder) in enumerate(zip(DAMAGE, folders_, strict=False)):
-        assert (f"{folder}/" in said) or number >= stores.MOST_NAMED, damage
-        with pytest.raises(gl.DataError, match=rf"{folder.name}.(run\.json|history\.parquet)"):
-            stores.history(before[before.id == folder.name])
-
-
-# --- checkpoints -------------------------------------------------------------------------------------------
-
-
-def resumed(file):
-    """What a checkpoint gives back, if anything."""
-    given = []
-    assert run_files.resume(file, lambda *parts: given.extend(parts)) == bool(given)
-    return given or None
-
-
-def test_a_checkpoint_is_read_back_unless_there_is_none_or_one_of_a_later_format(tmp_path, monkeypatch):
-    file = run_files.checkpoint_file(tmp_path, "a-run")
-    assert resumed(file) is None
-    for step, count in ((1, 3), (2, 4)):
-        notes = {"step": step, "state": {}, "ways": ["autograd"]}
-        run_files.write_checkpoint(file, {"a": torch.arange(count)}, notes)
-    tensors, notes = resumed(file)
-    assert tensors["a"].tolist() == [0, 1, 2, 3]
-    assert notes["step"] == 2
-    assert [path.name for path in file.parent.iterdir()] == [file.name]
-    monkeypatch.setattr(run_files, "CHECKPOINT_FORMAT", 99)
-    with pytest.warns(UserWarning, match="another version"):
-        assert resumed(file) is None
-
-
-def test_no_bit_of_a_checkpoint_is_unguarded_and_a_damaged_one_is_set_aside(tmp_path):
-    file = run_files.checkpoint_file(tmp_path, "a-run")
-    run_files.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}, "ways": []})
-    whole = file.read_bytes()
-    flipped = [bytearray(whole) for _ in range(8 * len(whole))]
-    for bit, content in enumerate(flipped):
-        content[bit // 8] ^= 1 << bit % 8
-    for content in [b"", b"not tensors", bytes(100_000), whole[:-1], *flipped]:
-        file.write_bytes(content)
-        with pytest.warns(UserWarning, match="damaged checkpoint"):
-            assert resumed(file) is None
-        assert not file.exists()
-        (moved,) = (tmp_path / run_files.DAMAGED).iterdir()
-        assert moved.read_bytes() == content
-        moved.unlink()
+    assert listing.history(gl.runs(tmp_path / "absent")).empty
 
 
 # --- what is shipped -----------------------------------------------------------------------------------------
@@ -340,9 +146,9 @@ def test_every_recorded_run_has_the_passport_of_its_machine_and_its_command(ship
 
 
 def test_every_recorded_history_is_whole_and_agrees_with_its_summary(shipped):
-    told = dict(list(stores.history(shipped).groupby("id")))
+    histories = dict(list(listing.history(shipped).groupby("id")))
     for row in shipped.itertuples():
-        history = told[row.id]
+        history = histories[row.id]
         assert history.window.tolist() == list(range(len(history)))
         if row.status == "finished":
             assert len(history) == row.frames // {"whitener": 200}.get(row.experiment, 20)
@@ -360,54 +166,53 @@ def test_what_is_recorded_is_small():
 # --- packed ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def packed(record, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("packed")
+@pytest.fixture
+def packed(written, record, tmp_path):
     for seed in range(3):
         summary = {**record["summary"], "final_loss": None if seed == 1 else 0.1 * seed}
-        write(folder / "store", numbered(record, seed, summary=summary, flip=seed, resumed_at=seed or None))
-    assert stores.pack(folder / "store", folder / "shared.parquet") == 3
-    return folder
+        written(tmp_path / "store", seed, summary=summary, flip=seed, resumed_at=seed or None)
+    assert listing.pack(tmp_path / "store", tmp_path / "shared.parquet") == 3
+    return tmp_path
 
 
 def test_packed_runs_are_the_runs_that_were_packed(packed):
     store, file = gl.runs(packed / "store"), gl.runs(packed / "shared.parquet")
     assert file.drop(columns="path").equals(store.drop(columns="path"))
-    here, there = stores.history(store), stores.history(file)
+    here, there = listing.history(store), listing.history(file)
     assert there.drop(columns="seconds").equals(here.drop(columns="seconds"))
     assert (there.seconds - here.seconds).abs().max() <= 1 / 2048, "rounded to 1/1024"
     for one, other in zip(store.itertuples(), file.itertuples(), strict=True):
-        assert stores.record_of(other) == stores.record_of(one)
+        assert listing.record_of(other) == listing.record_of(one)
     _, shared = records.read_rows(packed / "shared.parquet", [])
     assert {name: len(shared[name]) for name in records.SHARED} == dict.fromkeys(records.SHARED, 1), "kept once"
-    shutil.copy(packed / "shared.parquet", packed / "store")
-    assert len(gl.runs(packed / "store")) == 6, "a store may hold packed runs beside its folders"
-    (packed / "store" / "shared.parquet").unlink()
+
+
+def test_a_store_may_hold_packed_runs_and_lists_each_once(packed, written):
+    store, file = packed / "store", packed / "store" / "all.parquet"
+    shutil.rmtree(store / "run-2")
+    (packed / "shared.parquet").rename(file)
+    frame = gl.runs(store)
+    assert frame.path.tolist() == [str(store / "run-0"), str(store / "run-1"), str(file)]
+    assert len(listing.history(frame)) == 3 * len(HISTORY)
+    written(store, 3)
+    for _ in range(2):
+        assert listing.pack(store, file) == 4
+        assert gl.runs(file).seed.tolist() == [0, 1, 2, 3]
 
 
 def test_what_is_no_file_of_whole_packed_runs_is_reported_and_skipped(packed, tmp_path):
-    whole = (packed / "shared.parquet").read_bytes()
-    records.write_table(tmp_path / "other.parquet", HISTORY, {"passport": {}})
+    whole, store = (packed / "shared.parquet").read_bytes(), tmp_path / "files"
+    records.write_table(store / "other.parquet", HISTORY, {"passport": {}})
     with pytest.warns(UserWarning, match="skipped"), pytest.raises(gl.DataError, match="no runs to pack"):
-        stores.pack(tmp_path, tmp_path / "b.parquet")
-    (tmp_path / "whole.parquet").write_bytes(whole)
+        listing.pack(store, tmp_path / "b.parquet")
     for name, content in {"empty": b"", "garbage": b"PAR1" * 100, "cut": whole[: len(whole) // 2]}.items():
-        (tmp_path / f"{name}.parquet").write_bytes(content)
-    with pytest.warns(UserWarning, match=r"4 damaged.*cut\.parquet: cannot.*other\.parquet: not a file of packed runs"):
-        assert len(gl.runs(tmp_path)) == 3
-
-
-def test_nothing_is_ever_unpickled_from_a_file():
-    # What joblib does in memory and through the pipes of its processes reads no file; its `load` does.
-    in_memory = r" import cpu_count|\.externals\.loky import ProcessPoolExecutor"
-    pattern = rf"pickle\.loads?\([^\n]*|torch\.load\b|joblib(?!{in_memory})|allow_pickle=True|read_pickle"
-    found = [
-        (file.name, hit)
-        for file in Path(gl.__file__).parent.rglob("*.py")
-        for hit in re.findall(pattern, file.read_text())
-    ]
-    # What a process sends its own worker, through the pipe between them.
-    assert found == [("worker.py", 'pickle.loads(base64.b64decode(job["pickled"]))')]
+        (store / f"{name}.parquet").write_bytes(content)
+    (store / "whole.parquet").write_bytes(whole)
+    (store / "loop.parquet").symlink_to("loop.parquet")
+    (store / "loop").symlink_to("loop")
+    os.mkfifo(store / "pipe.parquet")
+    with pytest.warns(UserWarning, match=r"6 damaged.*cut\.parquet: cannot.*other\.parquet: not a file of packed runs"):
+        assert len(gl.runs(store)) == 3
 
 
 def test_a_column_is_as_large_as_all_its_row_groups_together(tmp_path):
@@ -417,3 +222,12 @@ def test_a_column_is_as_large_as_all_its_row_groups_together(tmp_path):
     records.check_size(file, metadata, 2000)
     with pytest.raises(gl.DataError, match="too large: more than 900 numbers in a column"):
         records.check_size(file, metadata, 900)
+
+
+def test_an_error_stays_readable_whatever_it_quotes(tmp_path):
+    (tmp_path / "runs.csv").write_text("setting,seed,final_loss\ncpu,0," + 200_000 * "9" + "x\n")
+    command = [sys.executable, "-m", "gpulab", "verdict", str(tmp_path / "runs.csv")]
+    said = subprocess.run(command, capture_output=True, text=True).stderr
+    assert said.startswith(f"gpulab: {tmp_path / 'runs.csv'}: column 'final_loss' is not of numbers")
+    assert said.endswith("(the header is row 1)\n")
+    assert len(said) < 5000

@@ -88,7 +88,7 @@ def test_of_several_devices_that_share_a_training_the_first_fetches_and_uploads(
     run = gl.train("autoencoder", **images)
     assert objects(bucket) == [f"{run.record['id']}.parquet"]
     assert run.path.parent == remote(bucket).work
-    assert (run.path / run_files.WEIGHTS).exists()
+    assert run_files.read_run(run.path)[2]
     assert gl.runs(bucket).devices.tolist() == [2]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
     monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", "raise SystemExit('boom')"])

@@ -96,7 +96,7 @@ class Mine(Trainable):
 def test_a_run_that_is_there_starts_no_process(tmp_path, monkeypatch):
     options = {"devices": 2, "store": tmp_path, "keep_weights": False}
     run = trained(IMAGES, **options)
-    assert not (run.path / run_files.WEIGHTS).exists()
+    assert run_files.read_run(run.path)[2] is None
     monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", DIES])
     assert trained(IMAGES, **options).record == run.record
     with pytest.raises(gl.GpulabError, match="ended with status"):

@@ -501,7 +501,7 @@ def test_weights_are_kept_only_when_asked(tmp_path):
     for seed, keep in enumerate((False, True)):
         run = trained(seed=seed, store=tmp_path, frames=20, keep_weights=keep)
         kept = {file.name for file in run.path.iterdir()}
-        assert kept == {"history.parquet", "run.json"} | ({run_files.WEIGHTS} if keep else set())
+        assert kept == {"results.safetensors", "run.json"}
 
 
 def test_the_record_says_what_was_run_and_on_what(tmp_path):
