@@ -30,7 +30,7 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
@@ -195,8 +195,7 @@ def record_products(folder: Path, command: str) -> None:
             samples[str(case)] = case.sample(on_this_gpu(case)).cpu().contiguous()
         events = [event for event in profile.events() if event.device_time and not no_products.search(event.name)]
         kernels[str(case)] = max(events, key=lambda event: event.device_time).name[:160] if events else ""
-    with files.replacing(folder / "products.safetensors") as scratch:
-        save_file(samples, scratch)
+    files.write(folder / "products.safetensors", save(samples))
     write_json(folder / "products.json", {"passport": passport(), "command": command, "kernels": kernels})
 
 

@@ -63,25 +63,20 @@ def write_nowhere(stream: IO[str]) -> None:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
-@contextlib.contextmanager
-def replacing(file: str | Path) -> Iterator[Path]:
-    """Write a file whole or not at all: to the path given, which takes its place in one step.
-
-    Its folder is made if need be. Where anything fails, the file is as it was.
+def write(file: str | Path, content: bytes) -> None:
+    """Write a file whole or not at all; its folder is made if need be.
 
     Raises:
-        GpulabError: Where it cannot be written, with what to do.
+        GpulabError: Where it cannot be written, with what to do; the file is as it was.
     """
     file = Path(file)
     scratch = file.with_name(scratch_name())
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            scratch.touch()
-            mode = scratch.stat().st_mode  # as the umask has it: safetensors makes files for their owner alone
-            yield scratch
-            scratch.chmod(mode)
-            with open(scratch, "r+b") as stream:
+            with open(scratch, "wb") as stream:
+                stream.write(content)
+                stream.flush()
                 os.fsync(stream.fileno())  # a name on the disk must not come before its content
             os.replace(scratch, file)
         finally:
@@ -100,12 +95,6 @@ def cache_folder() -> Path:
     return platformdirs.user_cache_path("gpulab")
 
 
-def write(file: str | Path, content: bytes) -> None:
-    """Write a file whole or not at all, as `replacing`."""
-    with replacing(file) as scratch:
-        scratch.write_bytes(content)
-
-
 def check_writable(file: str | Path) -> None:
     """Raise now what writing a file later would raise for its name or its folder, by a try; nothing is left."""
     file = Path(file).absolute()
@@ -121,9 +110,21 @@ def check_writable(file: str | Path) -> None:
 # --- reading -----------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def reading(file: str | Path, kind: str = "cannot be read") -> Iterator[None]:
+    """Whatever a damaged or foreign file leads the system or a library to inside is a `DataError` that names it."""
+    try:
+        yield
+    except GpulabError:
+        raise
+    except Exception as error:
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error!s:.300}"
+        raise DataError(f"{file}: {kind}: {why}") from None
+
+
 def read(file: str | Path, most: int = MOST) -> bytes:
     """The content of a regular file; `DataError`, naming it, for a pipe, a device, or one of more than `most` bytes."""
-    try:
+    with reading(file):
         status = os.stat(file)
         if not stat.S_ISREG(status.st_mode):  # a pipe without a writer would be waited for
             kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
@@ -132,8 +133,6 @@ def read(file: str | Path, most: int = MOST) -> bytes:
             raise DataError(f"{file}: cannot be read: it has {status.st_size:,} bytes, and may have {most:,}")
         with open(file, "rb") as stream:
             return stream.read()
-    except (OSError, ValueError) as error:  # the latter for a name with a NUL in it
-        raise DataError(f"{file}: cannot be read: {getattr(error, 'strerror', '') or error}") from None
 
 
 def read_json(file: str | Path, content: bytes) -> Any:

@@ -16,7 +16,7 @@ import gpulab as gl
 from gpulab import files, report
 from gpulab.companion.run import BOTH, HERE, RECORDED, NotebookFinding, Result, collect, write_report
 from gpulab.diagnostics.steps import Step
-from gpulab.store.schemas import Overwritten
+from gpulab.diagnostics.trace_files import Overwritten
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
@@ -157,8 +157,7 @@ def test_the_report_fits_every_screen_and_can_be_read_on_it(committed, browser, 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
 def test_what_is_saved_has_the_permissions_that_the_umask_leaves(pages, tmp_path):
     (tmp_path / "as usual").touch()
-    with files.replacing(pages / "tensors.bin") as scratch:
-        safetensors.torch.save_file({"a": torch.ones(2)}, scratch)
+    files.write(pages / "tensors.bin", safetensors.torch.save({"a": torch.ones(2)}))
     assert {file.stat().st_mode for file in pages.rglob("*.*")} == {(tmp_path / "as usual").stat().st_mode}
 
 

@@ -68,7 +68,7 @@ class Data(ABC):
     def content(self) -> str | None:
         """A SHA-256 (hex) of what the frames are made from; `""` if from no file, `None` if that cannot be known."""
         # Of the images of a folder the names count, too: they say in which order the frames come.
-        return content_of(self.stamps, named=len(self.stamps) > 1) if self.stamps else None
+        return content_of(self.stamps) if self.stamps else None
 
     def check_unchanged(self) -> None:
         """Raise `DataError`, naming the file, if one that is read has changed since the data were loaded."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from gpulab import files
 from gpulab.errors import DataError
@@ -31,6 +32,25 @@ TENSOR = "Tensor"  # what stands for one among an operation's arguments
 LARGEST = 1 << 27  # numbers in a column; of the largest networks that were recorded one has some 200,000
 NO_TRACE = "`gpulab record` writes one"
 OTHER_FORMAT = f"this gpulab reads format {FORMAT}: record the step again with it"
+
+
+class Overwritten(TypedDict):
+    """A tensor that the guard found overwritten."""
+
+    operation: str
+    line: str
+    why: str
+    remedy: str
+
+
+class Trace(TypedDict):
+    """The notes of a trace."""
+
+    setting: str
+    label: str
+    overwritten: list[Overwritten]
+    passport: dict[str, Any]
+    arithmetic: dict[str, Any]
 
 
 def as_json(argument: Any) -> Any:
@@ -127,7 +147,7 @@ def read(
                 raise DataError(f"{file}: a trace of another format; {OTHER_FORMAT}")
             files.check_seal(file, content)
             del notes["seal"]
-            schemas.check(schemas.Trace, notes, file)
+            schemas.check(Trace, notes, file)
             if not opened.schema_arrow.equals(_schema()):
                 raise ValueError("other columns than a trace has")
             check_size(file, opened.metadata, most or LARGEST)

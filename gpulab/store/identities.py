@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpulab import files
 from gpulab.errors import DataError
 
 if TYPE_CHECKING:
@@ -116,32 +117,24 @@ def check_unchanged(stamps: Stamps) -> None:
             raise DataError(f"{file}: was changed while it was read; run again")
 
 
-def content_of(stamps: Stamps, named: bool = False) -> str:
-    """The SHA-256 (hex) of what the files hold, in their order; a process reads the same files once.
-
-    Args:
-        stamps: The files.
-        named: Digest their names, too, and where each ends.
+def content_of(stamps: Stamps) -> str:
+    """The SHA-256 (hex) of what a file holds, or of the names and contents of several; a process reads them once.
 
     Raises:
         DataError: Where a file cannot be read, or is not what its stamp says.
     """
     check_unchanged(stamps)
-    return _content_of(tuple(stamps.items()), named)
+    return _content_of(tuple(stamps.items()))
 
 
 @functools.lru_cache(maxsize=256)  # an experiment asks for its film once a run
-def _content_of(stamps: tuple[tuple[Path, Stamp], ...], named: bool) -> str:
-    content = hashlib.sha256()
+def _content_of(stamps: tuple[tuple[Path, Stamp], ...]) -> str:
+    digests = []
     for file, _ in stamps:
-        try:
-            with open(file, "rb") as stream:
-                if named:
-                    content.update(json.dumps(file.name).encode() + hashlib.file_digest(stream, "sha256").digest())
-                else:
-                    while block := stream.read(1 << 20):
-                        content.update(block)
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror or error}") from None
+        with files.reading(file), open(file, "rb") as stream:
+            digests.append(hashlib.file_digest(stream, "sha256"))
     check_unchanged(dict(stamps))
-    return content.hexdigest()
+    if len(digests) == 1:
+        return digests[0].hexdigest()
+    named = [json.dumps(file.name).encode() + each.digest() for (file, _), each in zip(stamps, digests, strict=True)]
+    return hashlib.sha256(b"".join(named)).hexdigest()

@@ -29,9 +29,11 @@ def url_of(store: str | Path | None) -> str | None:
     """The address that a text or a path stands for; None for a folder."""
     check_path(store)
     url = URL.fullmatch(str(store))
-    if not url and re.match("(s3|gs|az):", str(store)):
+    if url:
+        return f"{url[1]}://{url[2]}".replace("\\", "/").rstrip("/")
+    if re.match("(s3|gs|az):", str(store)):
         raise UsageError(f"store {str(store)!r}: expected a bucket, and maybe a prefix: s3://bucket/prefix")
-    return f"{url[1]}://{url[2]}".replace("\\", "/").rstrip("/") if url else None
+    return None
 
 
 def remote(store: str | Path | None) -> Remote | None:
@@ -50,8 +52,7 @@ def folder_of(store: str | Path) -> Path:
 class Remote:
     """A store in object storage.
 
-    Credentials and region are those of the environment, as for the vendor's own tools: `AWS_ACCESS_KEY_ID`,
-    `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL`.
+    Credentials and region are those of the environment, as for the vendor's own tools (`AWS_ACCESS_KEY_ID`, …).
 
     Attributes:
         url: Such as `s3://bucket/prefix`.

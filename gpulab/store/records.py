@@ -32,6 +32,7 @@ SHARED = ("passport", "arithmetic", "command", "configuration")  # of a run, kep
 PLAIN = ("id", "experiment", "profile", "setting", "seed", "rerun", "status", "diverged_at", "started")
 SUMMARY = ("final_loss", "heldout_loss", "seconds", "frames_per_second", "weights")
 HISTORY = ("window", "step", "loss", "seconds")
+PACKED = "not a file of packed runs"
 
 LAID_DOWN = ("Question", "Endpoint", "Margin", "Seeds", "Stopping")  # the headings of a registration
 
@@ -86,12 +87,12 @@ def read_json(file: str | Path, most: int = files.MOST) -> dict[str, Any]:
     """A recorded JSON document of at most `most` bytes; `DataError`, naming it, for a damaged or foreign one."""
     content = files.read(file, most)
     document = files.read_json(file, content)
-    check_format(file, document, content)
+    _check_format(file, document, content)
     document.pop("seal", None)
     return document
 
 
-def check_format(file: str | Path, document: Any, content: bytes) -> None:
+def _check_format(file: str | Path, document: Any, content: bytes) -> None:
     """Raise `DataError` unless the document, whose file has this content, is one that this gpulab reads, unchanged."""
     version = document.get("format") if isinstance(document, dict) else document
     if version != FORMAT:
@@ -151,17 +152,14 @@ def read_rows(file: Path, columns: list[str] | None = None) -> tuple[pyarrow.Tab
     import pyarrow.parquet
 
     content = files.read(file)
-    try:
-        with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as opened:
-            notes = (opened.metadata.metadata or {}).get(b"gpulab")
-            if notes is None:
-                raise DataError(f"{file}: not a recording of gpulab's")
-            record = files.read_json(file, notes)
-            check_format(file, record, content)
-            check_size(file, opened.metadata)
-            rows = opened.read(columns, use_threads=False)  # threads cost more than they save
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{file}: cannot be read: {error}") from None
+    with files.reading(file), pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as opened:
+        notes = (opened.metadata.metadata or {}).get(b"gpulab")
+        if notes is None:
+            raise DataError(f"{file}: not a recording of gpulab's")
+        record = files.read_json(file, notes)
+        _check_format(file, record, content)
+        check_size(file, opened.metadata)
+        rows = opened.read(columns, use_threads=False)  # threads cost more than they save
     return rows, record
 
 
@@ -193,8 +191,15 @@ def read_tables(folder: Path) -> Iterator[tuple[pd.DataFrame, dict[str, Any]]]:
 # --- packed runs -----------------------------------------------------------------------------------------
 
 
-def pack_runs(file: Path, runs: Iterable[tuple[Mapping[str, Any], pyarrow.Table]], compressed: bool = True) -> int:
-    """Write runs, each a record and a history, into one file, and return how many they are.
+def pack_runs(file: Path, runs: Iterable[tuple[Mapping[str, Any], pyarrow.Table]]) -> int:
+    """Write runs, each a record and a history, into one file, and return how many they are."""
+    runs = list(runs)
+    files.write(file, packed(runs))
+    return len(runs)
+
+
+def packed(runs: Iterable[tuple[Mapping[str, Any], pyarrow.Table]], compressed: bool = True) -> bytes:
+    """The content of such a file.
 
     The seconds of a history are rounded to 1/1024: further digits say nothing, and are a fifth of a file. What is
     not `compressed` cannot become larger than it is, whoever wrote it.
@@ -214,20 +219,18 @@ def pack_runs(file: Path, runs: Iterable[tuple[Mapping[str, Any], pyarrow.Table]
     rows.sort(key=lambda row: (row["experiment"], row["profile"], row["setting"], row["seed"], row["id"]))
     # Losses do not repeat, so dictionaries gain nothing; splitting the bytes of numbers halves the file.
     encodings = dict(zip(HISTORY, 2 * ["DELTA_BINARY_PACKED"] + 2 * ["BYTE_STREAM_SPLIT"], strict=True))
-    write_table(
-        file,
+    return as_table(
         pyarrow.Table.from_pylist(rows),
         {name: [json.loads(value) for value in values] for name, values in shared.items()},
         **({"compression_level": 19} if compressed else {"compression": "none"}),
         use_dictionary=[*PLAIN, *SUMMARY, *SHARED, "more"],
         column_encoding={f"history_{name}.list.element": encoding for name, encoding in encodings.items()},
     )
-    return len(rows)
 
 
 def packed_runs(file: Path) -> list[dict[str, Any]]:
     """The records of the runs in a file that `pack_runs` wrote; none where it is another recording of gpulab's."""
-    try:
+    with files.reading(file, PACKED):
         table, shared = read_rows(file, [*PLAIN, *SUMMARY, *SHARED, "more"])
         if "id" in shared:
             return []
@@ -238,8 +241,6 @@ def packed_runs(file: Path) -> list[dict[str, Any]]:
             | files.read_json(file, row["more"].encode())
             for row in table.to_pylist()
         ]
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{file}: not a file of packed runs: {error!r}") from None
     return [schemas.check(schemas.Run, record, file) for record in documents]
 
 
@@ -248,26 +249,22 @@ def packed_histories(file: Path) -> dict[str, pyarrow.Table]:
     import pyarrow
 
     table, _ = read_rows(file, ["id", *(f"history_{name}" for name in HISTORY)])
-    try:
+    with files.reading(file, PACKED):
         columns = {name: table[f"history_{name}"] for name in HISTORY}
         return {
             run: check_history(file, pyarrow.table({name: lists[row].values for name, lists in columns.items()}))
             for row, run in enumerate(table["id"].to_pylist())
         }
-    except (KeyError, AttributeError, TypeError, pyarrow.ArrowException) as error:
-        raise DataError(f"{file}: not a file of packed runs: {error!r:.200}") from None
 
 
 def check_history(file: str | Path, rows: pyarrow.Table) -> pyarrow.Table:
     """A run's history as numbers; `DataError`, naming the file, for a table that is none."""
     import pyarrow as pa
 
-    try:
+    with files.reading(file, "not a history"):
         seconds = pa.float32() if rows.schema.field("seconds").type == pa.float32() else pa.float64()
         kinds = zip(HISTORY, (pa.int64(), pa.int64(), pa.float64(), seconds), strict=True)
         history = rows.select(HISTORY).cast(pa.schema(kinds))
-    except (KeyError, pa.ArrowException) as error:
-        raise DataError(f"{file}: not a history: {error!r:.200}") from None
     if history["window"].null_count or history["step"].null_count:  # a loss may be NaN, which is written so
         raise DataError(f"{file}: a history with empty cells")
     return history

@@ -179,10 +179,8 @@ def read_results(folder: Path, run: str) -> tuple[pyarrow.Table, Tensors | None]
     if notes.get("run") != run:
         raise DataError(f"{file}: not the results of {run}")
     weights = {name.removeprefix(WEIGHT): tensor for name, tensor in tensors.items() if name.startswith(WEIGHT)}
-    try:
+    with files.reading(file, "not a history"):
         history = pyarrow.table({name: tensors[name].numpy() for name in records.HISTORY})
-    except (KeyError, TypeError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{file}: not a history: {error!r:.200}") from None
     return records.check_history(file, history), weights or None
 
 
@@ -253,19 +251,16 @@ def write_tensors(file: Path, tensors: Tensors, notes: dict[str, Any]) -> None:
 
 def read_tensors(file: Path) -> tuple[Tensors, dict[str, Any]]:
     """The tensors and the notes of such a file. Raises `DataError` for a damaged or foreign one."""
-    from safetensors import SafetensorError
     from safetensors.torch import load
 
     content = files.read(file)
     files.check_seal(file, content)
-    try:
+    with files.reading(file, "not tensors"):
         header = files.read_json(file, content[8 : 8 + int.from_bytes(content[:8], "little")])
         notes = files.read_json(file, header["__metadata__"]["gpulab"].encode())
-        if notes.get("format") != FORMAT:
+        if notes["format"] != FORMAT:
             raise DataError(f"{file}: of another version of gpulab")
         return load(content), notes
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise DataError(f"{file}: not tensors: {error}") from None
 
 
 @contextlib.contextmanager

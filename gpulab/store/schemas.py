@@ -1,4 +1,4 @@
-"""What documents must hold that gpulab reads, whoever wrote them: a schema for each kind, checked in one place."""
+"""What documents must hold that gpulab reads, whoever wrote them, checked in one place."""
 
 from __future__ import annotations
 
@@ -66,25 +66,6 @@ Run = _object(
 )
 Recording = _object({"passport": Passport})  # the notes of a recorded table
 Checkpoint = _object({"step": Whole, "state": dict[str, Any], "ways": list[str]})  # the notes of one
-
-
-class Overwritten(TypedDict):
-    """A tensor that the guard found overwritten."""
-
-    operation: str
-    line: str
-    why: str
-    remedy: str
-
-
-class Trace(TypedDict):
-    """The notes of a trace."""
-
-    setting: str
-    label: str
-    overwritten: list[Overwritten]
-    passport: dict[str, Any]
-    arithmetic: dict[str, Any]
 
 
 @functools.cache

@@ -207,6 +207,7 @@ class Experiment:
                     try:
                         claim.enter_context(locks[number])
                     except Timeout:
+                        files.check_writable(locks[number].lock_file)  # a pipe would be waited for without an end
                         return False
                 try:
                     # Another may have done it since.

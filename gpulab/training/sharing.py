@@ -1,8 +1,8 @@
 """Runs for others' atlases: what of a run may be shared, and what a file of shared runs is checked for.
 
 A shared file is a file of packed runs, not compressed, in which each run holds what `SHARED` lists and nothing else:
-nothing that names a place or a person. The file is sealed, and each run has a checksum. Both show damage, not honesty:
-whoever makes up a file makes up its checksums, too.
+nothing that names a place or a person. The file is sealed, which shows damage, not honesty: whoever makes up a file
+seals it, too.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ SHARED = _kinds(
     (Words, "experiment profile setting gradients loader decoder draws"),
     (Literal["finished", "diverged"], "status"),
     (Started, "started"),
-    (Hex, "checksum code content summary.weights"),
+    (Hex, "code content summary.weights"),
     (Count, "seed rerun diverged_at resumed_at flip devices"),
     (bool, "fast captured shared"),
     (Positive, "summary.final_loss summary.heldout_loss summary.seconds summary.frames_per_second"),
@@ -107,7 +107,7 @@ SHARED = _kinds(
     (Commit, "passport.software.commit"),
 )
 REQUIRED = {
-    *("id", "checksum", "experiment", "profile", "setting", "status", "started", "seed", "rerun", "summary.seconds"),
+    *("id", "experiment", "profile", "setting", "status", "started", "seed", "rerun", "summary.seconds"),
     *(f"configuration.{name}" for name in ("model", "data", "frames", "window", "learning_rate")),
     *("passport.cpu.model", "passport.gpus", "passport.software.torch", "passport.software.gpulab"),
 }
@@ -167,11 +167,11 @@ class SharedRuns:
         if not self.runs:
             why = "; ".join(f"{count} {reason}" for reason, count in self.left_out.items())
             raise UsageError(f"{file}: no runs to share{why and ': ' + why}")
-        with files.replacing(file) as scratch:
-            records.pack_runs(scratch, self.runs, compressed=False)
-            if scratch.stat().st_size > LARGEST or len(self.runs) > MOST_RUNS:
-                raise UsageError(f"{file}: too large ({len(self.runs):,} runs); share fewer at a time")
-            return hashlib.sha256(scratch.read_bytes()).hexdigest()
+        content = records.packed(self.runs, compressed=False)
+        if len(content) > LARGEST or len(self.runs) > MOST_RUNS:
+            raise UsageError(f"{file}: too large ({len(self.runs):,} runs); share fewer at a time")
+        files.write(file, content)
+        return hashlib.sha256(content).hexdigest()
 
     def __str__(self) -> str:
         passports = dict.fromkeys(json.dumps(record["passport"], indent=1) for record, _ in self.runs)
@@ -217,7 +217,6 @@ def shared_runs(frame: pd.DataFrame) -> SharedRuns:
         system = str(passport["software"].get("os", "")).partition("-")[0]  # a kernel's name may be anything
         passport["software"] = {**passport["software"], "os": system}
         record = _allowed({"rerun": 0, **full, "passport": passport}, SHARED)
-        record["checksum"] = _checksum(record, history)
         try:
             _check(row.id, record, history)
             runs.append((record, history))
@@ -225,13 +224,6 @@ def shared_runs(frame: pd.DataFrame) -> SharedRuns:
             own = "source" in full["configuration"] or "digest" in full["configuration"].get("model_options", {})
             left_out["of a model or a function of your own" if own else str(error).partition(": ")[2]] += 1
     return SharedRuns(runs, left_out)
-
-
-def _checksum(record: Mapping[str, Any], history: pyarrow.Table) -> str:
-    """Of a run, whether it comes from a store or from a shared file, in which seconds have fewer digits."""
-    rows = history.to_pydict()
-    rows["seconds"] = [round(seconds * 1024) for seconds in rows["seconds"]]
-    return identities.digest([{name: value for name, value in _flat(record) if name != "checksum"}, rows])
 
 
 # --- merging -----------------------------------------------------------------------------------------------
@@ -284,27 +276,25 @@ def _check_size(file: Path, content: bytes) -> None:
     import pyarrow.parquet
 
     runs = unpacked = 0
-    try:
-        with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as opened:
-            if unknown := set(opened.schema_arrow.names) - COLUMNS:
-                raise DataError(f"{file}: {min(unknown)}: not a column of shared runs")
-            groups = [opened.metadata.row_group(number) for number in range(opened.num_row_groups)]
-            columns = (group.column(number) for group in groups for number in range(group.num_columns))
-            if any(column.compression != "UNCOMPRESSED" for column in columns):
-                raise DataError(f"{file}: compressed, which shared runs are not: `gpulab pack --share` writes them")
-            for batch in opened.iter_batches(batch_size=8):
-                runs, unpacked = runs + batch.num_rows, unpacked + batch.nbytes
-                if unpacked > UNPACKED or runs > MOST_RUNS:
-                    raise DataError(f"{file}: too large: more than {MOST_RUNS:,} runs or {UNPACKED:,} bytes unpacked")
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{file}: not a file of shared runs: {error}") from None
+    with (
+        files.reading(file, "not a file of shared runs"),
+        pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)) as opened,
+    ):
+        if unknown := set(opened.schema_arrow.names) - COLUMNS:
+            raise DataError(f"{file}: {min(unknown)}: not a column of shared runs")
+        groups = [opened.metadata.row_group(number) for number in range(opened.num_row_groups)]
+        columns = (group.column(number) for group in groups for number in range(group.num_columns))
+        if any(column.compression != "UNCOMPRESSED" for column in columns):
+            raise DataError(f"{file}: compressed, which shared runs are not: `gpulab pack --share` writes them")
+        for batch in opened.iter_batches(batch_size=8):
+            runs, unpacked = runs + batch.num_rows, unpacked + batch.nbytes
+            if unpacked > UNPACKED or runs > MOST_RUNS:
+                raise DataError(f"{file}: too large: more than {MOST_RUNS:,} runs or {UNPACKED:,} bytes unpacked")
 
 
 def _check(file: str | Path, record: dict[str, Any], history: pyarrow.Table) -> None:
     """Raise `DataError` for a run with anything that is not on the list, or that cannot have been."""
     schemas.check(SharedRun, dict(_flat(record)), file)
-    if record["checksum"] != _checksum(record, history):
-        raise DataError(f"{file}: {record['id']}: its checksum is that of another run")
     for wrong in itertools.chain(_wrong_identity(record), _wrong_history(record, history.to_pydict())):
         raise DataError(f"{file}: {record['id']}: {wrong}")
 

@@ -130,17 +130,11 @@ def test_without_obstore_one_sentence_says_what_to_install(monkeypatch):
         gl.runs("s3://bucket/prefix")
 
 
-def test_what_cannot_use_a_bucket_refuses_it_by_name():
+def test_an_address_is_known_as_one_and_refused_by_name_where_it_is_none_or_of_no_use():
+    assert remote(Path("s3://bucket/a/b")).url == "s3://bucket/a/b", "a path has lost a slash"
+    assert remote(Path("a/b")) is None
+    for store in ("s3://", "s3:", "gs:/"):
+        with pytest.raises(gl.UsageError, match="expected a bucket"):
+            remote(store)
     with pytest.raises(gl.UsageError, match="s3://bucket/prefix: train, experiment, runs and pack"):
         checks.check("s3://bucket/prefix")
-
-
-def test_a_path_that_has_lost_a_slash_is_still_an_address():
-    assert remote(Path("s3://bucket/a/b")).url == "s3://bucket/a/b"
-    assert remote(Path("a/b")) is None
-
-
-@pytest.mark.parametrize("store", ["s3://", "s3:", "gs:/"])
-def test_an_address_without_a_bucket_is_no_folder(store):
-    with pytest.raises(gl.UsageError, match="expected a bucket"):
-        remote(store)
