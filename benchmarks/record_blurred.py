@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 from published import windows
 
-from gpulab import passport, records
+from gpulab import passport
 from gpulab.companion.learning import blurred_loss
 from gpulab.data.datasets import Sequence, load
+from gpulab.store import records
 
 
 def best_blur(film: str) -> float:
