@@ -5,8 +5,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from companion.scale_out import atlas_plan
 from gpulab import records
-from gpulab.companion.scale_out import atlas_plan
 from gpulab.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from companion import scale_out, scale_out_figures
+from companion.scale_out import WAYS
 from gpulab import records
-from gpulab.companion import scale_out, scale_out_figures
-from gpulab.companion.scale_out import WAYS
 from gpulab.errors import UsageError
 
 ROOT = Path(__file__).parents[2]

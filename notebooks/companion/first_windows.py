@@ -13,8 +13,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from companion.benchmarks import benchmark
 from gpulab import records
-from gpulab.companion.benchmarks import benchmark
 from gpulab.data.feed import Loader
 from gpulab.errors import GpulabError
 from gpulab.models.base import Trainable

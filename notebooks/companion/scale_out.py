@@ -31,7 +31,6 @@ from gpulab.training.plan import plan_run
 from gpulab.training.run import train
 from gpulab.training.step import Adam, Trainer
 
-PARTS = ("training/parallel.py", "training/step.py", "training/plan.py", "models", "data")  # on which `times` depends
 WARM_UP = 2  # windows
 TIMES = ["seconds", "compute", "wait", "communicate"]  # of an update
 SIZES = {  # of PredNet: the channels of its layers, and of its frames height and width
@@ -141,7 +140,7 @@ def _mean_times(
     what: dict[str, Any] = {"net": "prednet", "profile": "smoke", "window": batch * frames}
     what["model_options"] = {"channels": channels, "size": frame, "batch_size": batch}
     what |= {"data_options": {"size": frame}, "frames": 2 * batch * frames}
-    job = {"net": "gpulab.companion.scale_out:times", "setting": setting, "seed": 0}
+    job = {"net": "companion.scale_out:times", "setting": setting, "seed": 0}
     answers = processes.do(job | {"model_options": {"task": json.dumps(what), "updates": updates}})
     mean = pd.DataFrame(answers).rename(columns={"update": "seconds"})[TIMES].mean()
     return {"size": size, "devices": len(answers), "batch": batch, **mean}
