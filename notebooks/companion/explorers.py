@@ -1,4 +1,4 @@
-"""The widgets of `gpulab explore` that answer by computing: two trainings, a ball on a saddle, seeds, an audit."""
+"""The widgets of the pages without code which compute: two trainings, a ball on a saddle, seeds, an audit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 from markupsafe import Markup
 from torch import Tensor, nn
 
-from gpulab.companion.explorer_figures import saddle_path, seed_by_seed, side_by_side
-from gpulab.companion.widgets import Explorer
+from companion.explorer_figures import saddle_path, seed_by_seed, side_by_side
+from companion.widgets import Explorer
 from gpulab.diagnostics.audits import audit
 from gpulab.diagnostics.comparison import check_same_step
 from gpulab.diagnostics.traces import Trace
