@@ -74,6 +74,19 @@ def test_imports_run_downwards():
     assert upwards == []
 
 
+def test_the_core_knows_nothing_of_what_comes_to_it():
+    """From these files nobody comes to an engine, to several processes, to an object store or to a search."""
+    core = [f"gpulab.training.{name}" for name in ("protocol", "plan", "loop", "run")]
+    outside = ("engines", "capture", "written_out", "replicas", "parallel", "data_parallel", "uploads", "functions")
+    reached, waiting = set(), set(core)
+    while waiting:
+        reached |= waiting
+        waiting = {other for name, other, _ in ARROWS if name in waiting} - reached
+    assert set(core) < reached
+    assert reached & {f"gpulab.training.{name}" for name in outside} == set()
+    assert [name for name in reached if name == "gpulab.store.object_store" or room(name) == "search"] == []
+
+
 @pytest.mark.parametrize("level", ["files", "rooms"])
 def test_nothing_imports_in_a_circle(level):
     arrows = {(one, other) for one, other, _ in ARROWS}
