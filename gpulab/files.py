@@ -115,9 +115,9 @@ def reading(file: str | Path, kind: str = "cannot be read") -> Iterator[None]:
     """Whatever a damaged or foreign file leads the system or a library to inside is a `DataError` that names it."""
     try:
         yield
-    except GpulabError:
-        raise
     except Exception as error:
+        if isinstance(error, GpulabError) or type(error) is MemoryError:  # this machine's, and no fault of the file
+            raise
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error!s:.300}"
         raise DataError(f"{file}: {kind}: {why}") from None
 

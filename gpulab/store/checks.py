@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import time
@@ -87,10 +88,11 @@ def _of_entry(path: Path) -> Trouble | None:
 
 def _left_behind(folder: Path) -> Iterator[Trouble]:
     """What processes that are gone left half-written; of another machine's that is known by its age."""
-    for path in [*folder.glob(".*.part"), *(folder / run_files.WORK).glob(".*.part")]:
-        if writer := SCRATCH.fullmatch(path.name):
-            gone = writer[2] == files.HERE and not psutil.pid_exists(int(writer[1]))
-            if gone or time.time() - path.lstat().st_mtime > OLD:
+    for path in [*folder.glob(".*.part"), *folder.glob("*/.*.part")]:
+        with contextlib.suppress(FileNotFoundError):  # its writer has just moved it into its place
+            old = time.time() - path.lstat().st_mtime > OLD
+            writer = SCRATCH.fullmatch(path.name)
+            if writer and (old or (writer[2] == files.HERE and not psutil.pid_exists(int(writer[1])))):
                 yield path, "left half-written by a process that is gone", REMOVED
 
 

@@ -123,7 +123,10 @@ def with_histories(frame: pd.DataFrame) -> Iterator[tuple[Any, dict[str, Any], p
     """Each row of `runs`, the run's record, and its history."""
     by_path = functools.cache(lambda path: {record["id"]: (record, rows) for record, rows in read_entry(path)})
     for row in frame.itertuples():
-        yield row, *by_path(row.path)[row.id]
+        try:
+            yield row, *by_path(row.path)[row.id]
+        except DataError as error:
+            raise DataError(f"{error}; gpulab check sets a damaged run aside") from None
 
 
 def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:

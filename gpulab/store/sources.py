@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from gpulab.store.identities import bytes_of
 
 PACKAGE = Path(__file__).parents[1]
+MAIN = ("__name__ == '__main__'", "'__main__' == __name__")
 
 
 def digest(function: Any, file: Path | None, bound: list[Any]) -> str:
@@ -138,7 +139,7 @@ def content(value: Any, inside: tuple[int, ...] = ()) -> Any:
     if isinstance(value, nn.Module):
         weights = [of(parameter.detach()) for parameter in value.parameters(recurse=False)]
         return [of_module(value, of), weights, [*map(of, value.children())]]
-    if callable(value) and not _holds(value):
+    if isinstance(value, type | functools.partial) or inspect.isroutine(value):  # of code, and what it is bound to
         return _code(value, of)
     try:
         reduce = copyreg.dispatch_table.get(type(value), lambda thing: thing.__reduce_ex__(4))
@@ -148,11 +149,6 @@ def content(value: Any, inside: tuple[int, ...] = ()) -> Any:
     if isinstance(copied, str):
         return [kind, copied]
     return [kind, *(of(list(part) if isinstance(part, Iterator) else part) for part in copied[:5])]
-
-
-def _holds(value: Any) -> bool:
-    """Whether something callable is an object of a class of the user's, which holds more than code."""
-    return not isinstance(value, type) and not inspect.isroutine(value) and not isinstance(value, functools.partial)
 
 
 def _code(thing: Any, of: Any) -> Any:
@@ -204,15 +200,11 @@ def _files_text(start: Path) -> list[tuple[str, str]]:
             tree = ast.parse(file.read_bytes())
         except (SyntaxError, ValueError):  # the import will say so
             continue
-        tree.body = [node for node in tree.body if not _is_main(node)]
+        tree.body = [n for n in tree.body if not isinstance(n, ast.If) or ast.unparse(n.test) not in MAIN]
         texts[name] = ast.unparse(tree)
         if "site-packages" not in file.parts:
             left += _beside(tree, file.parent, root)
     return sorted(texts.items())
-
-
-def _is_main(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("__name__ == '__main__'", "'__main__' == __name__")
 
 
 def _beside(tree: ast.Module, folder: Path, root: Path) -> Iterator[Path]:

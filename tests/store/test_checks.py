@@ -119,6 +119,7 @@ def test_what_killed_processes_left_is_removed_and_what_can_be_resumed_is_not(st
     (work / f".{gone.pid}-{files.HERE}-0123abcd.part").mkdir()
     (work / f".{gone.pid}-{files.HERE}-0123abcd.part" / "run.json").write_bytes(bytes(2_000_000))
     (store / f".{gone.pid}-{files.HERE}-4567abcd.part").write_bytes(bytes(1_000_000))
+    (by_seed(store)[1] / f".{gone.pid}-{files.HERE}-89ababcd.part").touch()
     (work / f".{os.getpid()}-{files.HERE}-0123abcd.part").mkdir()
     done = by_seed(store)[0].name
     for name in (done, "another-seed0-0123456789"):
@@ -126,7 +127,7 @@ def test_what_killed_processes_left_is_removed_and_what_can_be_resumed_is_not(st
         run_files.write_checkpoint(run_files.checkpoint_file(store, name), {"a": torch.ones(3)}, notes)
     found = checks.check(store, progress=False).set_index("path")
     assert sorted(Path(path).name for path in found.index) == sorted(
-        [f".{gone.pid}-{files.HERE}-0123abcd.part", f".{gone.pid}-{files.HERE}-4567abcd.part", f"{done}.safetensors"]
+        [*(f".{gone.pid}-{files.HERE}-{four}abcd.part" for four in ("0123", "4567", "89ab")), f"{done}.safetensors"]
     )
     assert set(found.remedy) == {checks.REMOVED}
     assert found.megabytes.sum() == pytest.approx(3, abs=0.1)

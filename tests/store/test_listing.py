@@ -64,13 +64,7 @@ def test_rows_tell_machines_protocols_and_missing_losses(written, record, tmp_pa
     assert not frame.recorded.any()
 
 
-def test_a_store_that_is_empty_or_absent_gives_an_empty_frame_with_all_columns(tmp_path):
-    for store in (tmp_path, tmp_path / "absent"):
-        assert gl.runs(store).empty
-        assert list(gl.runs(store).columns) == listing.COLUMNS
-
-
-def test_the_default_store_is_told_by_the_environment(written, tmp_path, monkeypatch):
+def test_a_store_may_be_told_by_the_environment_and_an_absent_one_is_empty(written, tmp_path, monkeypatch):
     written(tmp_path / "told", 1)
     written(tmp_path / "runs", 2)
     monkeypatch.chdir(tmp_path)
@@ -78,6 +72,8 @@ def test_the_default_store_is_told_by_the_environment(written, tmp_path, monkeyp
     assert gl.runs().seed.tolist() == [1]
     monkeypatch.delenv("GPULAB_STORE")
     assert gl.runs().seed.tolist() == [2]
+    assert gl.runs(tmp_path / "absent").empty
+    assert list(gl.runs(tmp_path / "absent").columns) == listing.COLUMNS
 
 
 @pytest.mark.parametrize("store", ["a\0b", "n" * 300, "/".join(["folder"] * 1000)])
