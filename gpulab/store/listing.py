@@ -155,8 +155,9 @@ def entries(store: Path) -> list[str]:
         return [str(store)] if os.path.lexists(store) else []
     with os.scandir(store) as found:
         visible = [entry for entry in found if entry.name[0] != "."]
-    folders = [entry.path for entry in visible if os.path.isdir(entry.path)]
-    packed = [entry.path for entry in visible if entry.name.endswith(".parquet") and entry.path not in folders]
+    # What is no link needs no look at it; and one at a link to itself may not raise.
+    folders = [entry.path for entry in visible if entry.is_dir(follow_symlinks=False) or os.path.isdir(entry.path)]
+    packed = {entry.path for entry in visible if entry.name.endswith(".parquet")} - {*folders}
     return sorted(folders) + sorted(packed)
 
 
