@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+LONGEST = 4000  # characters of a message, whatever value it quotes
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -23,11 +24,16 @@ def printable(text: str) -> str:
 class GpulabError(Exception):
     """Something could not be done; the message says what, with the value, and what to do.
 
-    What it quotes may come from a file: its control characters are written out.
+    What it quotes may come from a file: its control characters are written out, and of what is very long the middle is
+    left out.
     """
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(printable(str(message)))
+        text = str(message)
+        if len(text) > LONGEST:
+            left_out = len(text) - LONGEST
+            text = f"{text[: LONGEST // 2]} … ({left_out:,} characters) … {text[-LONGEST // 2 :]}"
+        super().__init__(printable(text))
 
 
 class UsageError(GpulabError, ValueError):
