@@ -785,7 +785,7 @@ def prepare() -> None:
                 _read(form, folder / "read")
         tell(modules=[name for name in sys.modules if not name.startswith("__")])
 
-    for name in ("torch", "gpulab.training.run", "gpulab.cli", "pyarrow.parquet", "hypothesis"):
+    for name in ("torch", "gpulab.training.request", "gpulab.cli", "pyarrow.parquet", "hypothesis"):
         importlib.import_module(name)
     *messages, end = attend(_quietly(work), 120, None)
     if end["end"] or not messages:

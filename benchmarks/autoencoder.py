@@ -20,8 +20,10 @@ from torch import nn
 
 import gpulab as gl
 from gpulab.settings import Setting
+from gpulab.training.capture import Captured
+from gpulab.training.engines import Engines
 from gpulab.training.plan import plan_run
-from gpulab.training.step import Trainer
+from gpulab.training.run import begin
 
 IMAGES = 20  # in a window
 
@@ -30,13 +32,14 @@ def gpulabs(setting: Setting, fast: bool) -> entrants.Step:
     """A window as `gpulab.train` does it."""
     plan = plan_run("autoencoder", setting=setting, profile="quick", fast=fast)
     plan.begin()
-    trainer, images = Trainer(plan), torch.rand(IMAGES, 1, 28, 28, device=setting.device)
+    training, images = begin(plan), torch.rand(IMAGES, 1, 28, 28, device=setting.device)
+    engine = Engines(plan, training).choose(None)
 
     def step() -> None:
-        if fast and trainer._can_be_captured(None):
-            losses, _ = trainer._replay(images, None)
+        if isinstance(engine, Captured):
+            losses, _ = engine.replay(images, None)
         else:
-            losses, _ = trainer._updates(trainer.model.batches(images), None, fast)
+            losses, _ = engine.update(training.model.batches(images), None)
         losses.tolist()
 
     return step

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from gpulab.data.datasets import Window
 from gpulab.data.feed import Loader
-from gpulab.models.base import Trainable
 from gpulab.settings import Setting
-from gpulab.training.plan import plan_run
-from gpulab.training.step import Trainer
+from gpulab.training.engines import Engines
+from gpulab.training.loop import Training
+from gpulab.training.plan import TRAINING_FILES, Plan, plan_run
+from gpulab.training.run import begin, outcome, train_to_the_end
 
 # What of gpulab a run depends on.
 GPULAB_PARTS = (
@@ -22,7 +23,7 @@ GPULAB_PARTS = (
     "data",
     "models/base.py",
     "models/prednet.py",
-    "training/step.py",
+    *TRAINING_FILES,
     "training/protocol.py",
 )
 EVERY = 10  # windows along a training, the bias is looked at
@@ -39,35 +40,40 @@ def bias_and_loss(
     sharing = "reused" if setting.kind == "cpu" else "imitated"
     plan = plan_run("prednet", setting=setting, seed=seed, profile=size, data_options={"speed": speed})
 
-    def trainer(loader: str) -> Trainer:
-        plan.begin()  # the same weights each time
-        return Trainer(dataclasses.replace(plan, window=window, factors={**plan.factors, "loader": loader}))
+    def with_loader(loader: str) -> Plan:
+        return dataclasses.replace(plan, window=window, factors={**plan.factors, "loader": loader})
 
     biases: list[float] = []
 
-    def look(model: Trainable, step: int) -> None:  # noqa: ARG001
-        done = copied.windows_done
-        if done == 0 or (done % EVERY == EVERY // 2 and done < copied.count):
-            upcoming = next(copied.data.windows(window, seed, done))
-            right, wrong = (gradient(copied, upcoming, loader) for loader in ("copied", sharing))
+    def look(training: Training) -> None:
+        done = len(training.history)
+        if done == 0 or (done % EVERY == EVERY // 2 and done < plan.frames // window):
+            upcoming = next(plan.data.windows(window, seed, done))
+            right, wrong = (gradient(plan, training, upcoming, loader) for loader in ("copied", sharing))
             biases.append(float((wrong - right).norm() / right.norm()))
 
-    copied = trainer("copied")
-    losses = {"copied": final_loss(copied, look), "shared": final_loss(trainer(sharing))}
+    losses = {
+        "copied": final_loss(with_loader("copied"), look),
+        "shared": final_loss(with_loader(sharing)),
+    }
     first, *later = biases
     return {**losses, "bias": math.fsum(later) / len(later), "bias_first": first}
 
 
-def gradient(trainer: Trainer, window: Window, loader: str) -> Tensor:
+def gradient(plan: Plan, training: Training, window: Window, loader: str) -> Tensor:
     """Of a window at the weights and the state that there are, flat."""
-    (batch,) = Loader(loader, trainer.setting).batches(trainer.model, window.frames)
-    trainer.optimizer.zero_grad()
-    trainer.model.training_loss(batch, None if window.restart else trainer.state)[0].backward()  # type: ignore[arg-type]
-    return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+    (batch,) = Loader(loader, plan.setting).batches(training.model, window.frames)
+    training.optimizer.zero_grad()
+    state = None if window.restart else training.state
+    training.model.training_loss(batch, state)[0].backward()  # type: ignore[arg-type]
+    return torch.cat([p.grad.flatten() for p in training.model.parameters() if p.grad is not None])
 
 
-def final_loss(trainer: Trainer, watch: Callable[[Trainable, int], None] | None = None) -> float:
-    """Train to the end; NaN for a training that diverged."""
-    trainer.run(None, math.inf, False, watch)
-    found = trainer.outcome()["summary"]["final_loss"]
-    return math.nan if found is None else found
+def final_loss(plan: Plan, look: Callable[[Training], None] = lambda _: None) -> float:
+    """Train to the end, with a look before the first window and after each; NaN for a training that diverged."""
+    plan.begin()  # the same weights each time
+    training = begin(plan)
+    look(training)
+    train_to_the_end(plan, training, Engines(plan, training), lambda: look(training))
+    loss = outcome(plan, training)["summary"]["final_loss"]
+    return math.nan if loss is None else loss

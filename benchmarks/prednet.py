@@ -12,6 +12,7 @@ folder, and left out where none is given.
 """
 
 import importlib
+import itertools
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,9 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gpulab as gl
 from gpulab.settings import Setting
-from gpulab.training.capture import Captured
+from gpulab.training.capture import Graph
+from gpulab.training.engines import Engines
 from gpulab.training.plan import plan_run
-from gpulab.training.step import Trainer
+from gpulab.training.run import begin
 
 SIZES = {  # batch, frames, height, width, channels
     "quick": (1, 20, 48, 64, (3, 16, 32)),
@@ -40,19 +42,20 @@ def gpulabs(size: str, setting: Setting, fast: bool) -> entrants.Step:
     options = {"channels": list(channels), "size": (height, width)}
     plan = plan_run("prednet", setting=setting, profile="quick", model_options=options, fast=fast)
     plan.begin()
-    trainer = Trainer(plan)
+    training = begin(plan)
+    engine = Engines(plan, training).uncaptured()
     frames = torch.rand(count + 1, batch, channels[0], height, width, device=setting.device)
-    _, state = trainer._updates([frames], None, fast)
+    _, state = engine.update([frames], None)
     if not (fast and setting.kind == "cuda"):
         held = [state]
 
         def step() -> None:
-            held[0] = trainer._updates([frames], held[0], fast)[1]
+            held[0] = engine.update([frames], held[0])[1]
 
         return step
-    changed = [*trainer.model.parameters(), *(t for moments in trainer.optimizer.state.values() for t in moments)]
-    captured = Captured(lambda f, s: trainer._updates([f], s, True), frames, state, changed)
-    return lambda: (captured(frames, captured.after), trainer)  # whose buffers the graph reads and writes
+    moments = itertools.chain(*training.optimizer.state.values())
+    graph = Graph(lambda f, s: engine.update([f], s), frames, state, [*training.model.parameters(), *moments])
+    return lambda: (graph(frames, graph.after), engine)  # whose buffers the graph reads and writes
 
 
 def leidos(folder: Path, size: str, setting: Setting) -> entrants.Step:

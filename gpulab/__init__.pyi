@@ -34,7 +34,7 @@ from gpulab.settings import working_threads as working_threads
 from gpulab.stats.verdicts import verdict as verdict
 from gpulab.training.experiment import Experiment as Experiment
 from gpulab.training.protocol import profile as profile
-from gpulab.training.run import train as train
+from gpulab.training.request import train as train
 from gpulab.training.seeds import seed_runs as seed_runs
 from gpulab.training.store import recorded_runs as recorded_runs
 from gpulab.training.store import runs as runs

@@ -168,7 +168,7 @@ def train(
     _check_output(picture)
     Setting.parse(setting).prepare()
     from gpulab.training import store as stores
-    from gpulab.training.run import train as train_one
+    from gpulab.training.request import train as train_one
 
     if ":" in model:
         if picture:
@@ -256,7 +256,7 @@ def experiment(
 def _job_array(exp: Any, tasks: int, cpus: float | None, gpus: float | None) -> str:
     """The script for Slurm: the same command for each task, but for how the tasks are made."""
     from gpulab.training.cluster import slurm_script
-    from gpulab.training.plan import planned
+    from gpulab.training.request import planned
 
     jobs = exp.jobs()
     for job in {job["setting"]: job for job in jobs}.values():

@@ -32,8 +32,9 @@ from gpulab.saddles.landscapes import surface
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.settings import available_settings
 from gpulab.stats.verdicts import Verdict, verdict
-from gpulab.training import parallel
-from gpulab.training.run import Keeping, in_turns, planned, under
+from gpulab.training.keeping import Keeping
+from gpulab.training.plan import plan_with_command
+from gpulab.training.run import carry_out, under
 from gpulab.training.store import recorded_runs
 
 MOST_NUMBERS = 1 << 21  # in a column of one, ten times as many as the largest network that was recorded
@@ -144,9 +145,9 @@ class TrainingExplorer(Explorer):
         net, seed = self.net.value, self.seed.value
         try:
             for chosen, rows in zip(self.settings, self.losses, strict=True):
-                plan, _ = planned(net, None, chosen.value, seed, "smoke", 0, frames=FRAMES[net])
+                plan, _ = plan_with_command(net, None, chosen.value, seed, "smoke", 0, frames=FRAMES[net])
                 note = functools.partial(lambda rows, seen, loss: rows.append((seen, loss)), rows)
-                going.append((plan, in_turns(plan, {}, Keeping(None), parallel.Group(), progress=note)))
+                going.append((plan, carry_out(plan, {}, Keeping(), progress=note)))
             while going:
                 for plan, turns in [*going]:
                     if self.stopping.is_set():

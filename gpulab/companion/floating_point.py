@@ -61,7 +61,7 @@ from gpulab.training import store as stores
 from gpulab.training.experiment import Experiment
 from gpulab.training.plan import plan_run
 from gpulab.training.protocol import FACTORS, protocol
-from gpulab.training.run import train
+from gpulab.training.request import train
 
 CPU, GPU = "cpu:threads=1", "cuda:tf32=off,deterministic=on"
 SHOWN = 40  # moments of a training at which it is compared

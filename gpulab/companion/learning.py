@@ -21,8 +21,7 @@ from gpulab.progress import Progress
 from gpulab.stats.power import parse_margin
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, decide, verdict
-from gpulab.training.protocol import protocol
-from gpulab.training.step import LAST_FIFTH
+from gpulab.training.protocol import LAST_FIFTH, protocol
 from gpulab.training.store import runs
 
 RENDERED = ("walk", "moving-digits")

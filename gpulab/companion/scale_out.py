@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import tempfile
@@ -15,7 +14,8 @@ import pandas as pd
 import torch
 
 from gpulab import records
-from gpulab.data.datasets import load
+from gpulab.data.datasets import Window, load
+from gpulab.data.feed import Loader
 from gpulab.diagnostics.guards import guard
 from gpulab.errors import OverwrittenError, UsageError
 from gpulab.models import Autoencoder
@@ -23,15 +23,19 @@ from gpulab.passports import passport
 from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import Verdict, verdict
-from gpulab.training import parallel
+from gpulab.training import loop, parallel
+from gpulab.training.adam import Adam
 from gpulab.training.asynchronous import Memory, descend
 from gpulab.training.batches import fit_law, noise_scale, steps_to_target
-from gpulab.training.model_parallel import SplitTrainer, memory_per_part
-from gpulab.training.plan import plan_run
-from gpulab.training.run import train
-from gpulab.training.step import Adam, Trainer
+from gpulab.training.data_parallel import DataParallel
+from gpulab.training.engines import Engines
+from gpulab.training.loop import Plain
+from gpulab.training.model_parallel import begin_split, memory_per_part
+from gpulab.training.plan import TRAINING_FILES, plan_run
+from gpulab.training.request import train
+from gpulab.training.run import begin, train_to_the_end
 
-PARTS = ("training/parallel.py", "training/step.py", "training/plan.py", "models", "data")  # on which `times` depends
+PARTS = ("training/parallel.py", "training/plan.py", *TRAINING_FILES, "models", "data")  # on which `times` depends
 WARM_UP = 2  # windows
 TIMES = ["seconds", "compute", "wait", "communicate"]  # of an update
 SIZES = {  # of PredNet: the channels of its layers, and of its frames height and width
@@ -153,24 +157,25 @@ def times(seed: int, setting: Setting, task: str = "{}", updates: int = 10) -> d
     with parallel.join(setting, size) as group:
         plan = plan_run(**json.loads(task), setting=setting, seed=seed, devices=size)
         plan.begin()
-        trainer = Trainer(plan) if size == 1 else parallel.DataParallel(plan, group)
+        training = begin(plan)
+        engines = Engines(plan, training)
+        engine = DataParallel(engines, group) if size > 1 else engines
         windows = plan.data.windows(plan.window, seed)
-        for _ in range(WARM_UP):
-            trainer._look(trainer._launch(next(windows)))
+
+        def timed(windows: list[Window]) -> float:
+            start = time.perf_counter()
+            for _ in loop.train(training, windows, engine):
+                pass  # each window ends with a look at the device
+            return (time.perf_counter() - start) / len(windows)
+
+        timed([next(windows) for _ in range(WARM_UP)])
         ready = [next(windows) for _ in range(updates)]
-
-        def timed() -> float:
-            begin = time.perf_counter()
-            for window in ready:
-                trainer._look(trainer._launch(window))  # which ends with a look at the device
-            return (time.perf_counter() - begin) / updates
-
-        seconds = timed()
-        if not isinstance(trainer, parallel.DataParallel):
+        seconds = timed(ready)
+        if not isinstance(engine, DataParallel):
             return {"update": seconds, "compute": seconds, "wait": 0.0, "communicate": 0.0}
-        trainer.timed, trainer.times = True, dict.fromkeys(trainer.times, 0.0)
-        whole = timed()
-        wait, communicate = (trainer.times[name] / updates for name in ("wait", "communicate"))
+        engine.timed, engine.times = True, dict.fromkeys(engine.times, 0.0)
+        whole = timed(ready)
+        wait, communicate = (engine.times[name] / updates for name in ("wait", "communicate"))
         compute = whole - wait - communicate  # the optimizer's step, too
         return {"update": seconds, "compute": compute, "wait": wait, "communicate": communicate}
 
@@ -279,16 +284,20 @@ def parts_table(devices: Sequence[str] = ("cpu", "cpu"), frames: int = 40) -> pd
     rows = []
     for name in ("autoencoder", "prednet"):
         given: dict[str, Any] = {"frames": frames, "fast": False, "profile": "smoke", "setting": devices[0]}
-        trainers: list[Trainer] = []
-        for make in (Trainer, functools.partial(SplitTrainer, devices=devices)):
+        losses = []
+        for split in (False, True):
             plan = plan_run(name, **given)
             plan.begin()
-            trainers.append(make(plan))
-            trainers[-1].run(None, 60.0, False)
-        alone, parts = trainers
-        whole, apart = (sum(loss for _, _, loss, _ in t.history) / t.windows_done for t in (alone, parts))
-        window = parts.loader.window(next(parts.data.windows(parts.window)).frames)
-        kept = memory_per_part(parts.model.train(), next(iter(parts.model.batches(window))), len(devices))
+            training = begin(plan)
+            engine = Plain(training, Loader("window", plan.setting))
+            if split:
+                training, engine = begin_split(plan, devices)
+            train_to_the_end(plan, training, engine)
+            losses.append(sum(note.loss for note in training.history) / len(training.history))
+        whole, apart = losses
+        window = next(plan.data.windows(plan.window)).frames
+        batch: Any = next(iter(engine.batches(window)))
+        kept = memory_per_part(training.model, batch, len(devices))
         for number, (device, part) in enumerate(zip(devices, kept, strict=True)):
             mib = {kind: size / 2**20 for kind, size in part.items()}
             rows.append({"network": name, "part": number, "device": device, "whole": whole, "parts": apart, **mib})

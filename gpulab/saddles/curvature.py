@@ -30,7 +30,7 @@ from gpulab.saddles.spectrum import ZERO, SpectralDensity, estimated_index, spec
 from gpulab.settings import Setting
 from gpulab.training import folders
 from gpulab.training.plan import Plan, plan_run
-from gpulab.training.run import train
+from gpulab.training.request import train
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,7 +11,7 @@ NAMES = {
     "history": "store",
     "memory_per_part": "model_parallel",
     "noise_scale": "batches",
-    "predict": "parallel",
+    "predict": "data_parallel",
     "profile": "protocol",
     "recorded_runs": "store",
     "runs": "store",
@@ -19,7 +19,7 @@ NAMES = {
     "slurm_script": "cluster",
     "split": "model_parallel",
     "steps_to_target": "batches",
-    "train": "run",
+    "train": "request",
 }
 
 __all__ = [*NAMES]

@@ -25,7 +25,7 @@ from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.progress import Progress
 from gpulab.settings import Setting
-from gpulab.training.step import Adam
+from gpulab.training.adam import Adam
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,18 +1,43 @@
-"""A window's updates as one CUDA graph: what Python launches kernel by kernel is launched at once."""
+"""An engine: a window's updates as one CUDA graph. What Python launches kernel by kernel is launched at once."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from gpulab.training.loop import Plain
 
 Updates = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
 class Captured:
+    """Computes windows as another engine does, whose updates it captures for each new shape of windows."""
+
+    def __init__(self, engine: Plain) -> None:
+        self.engine, self.ways = engine, engine.ways | {"captured"}
+        self.graph: tuple[torch.Size, Graph] | None = None  # for windows of the last shape
+
+    def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
+        """As of `Engine`; losses and state are valid until the next call."""
+        return self.replay(self.engine.loader.window(frames), state)
+
+    def replay(self, window: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """The same for a window that is on the device."""
+        model, optimizer = self.engine.model, self.engine.optimizer
+        if self.graph is None or self.graph[0] != window.shape:
+            changed = [*model.parameters(), *itertools.chain(*optimizer.state.values())]
+            graph = Graph(lambda w, s: self.engine.update(model.batches(w), s), window, state, changed)
+            self.graph = window.shape, graph
+        return self.graph[1](window, state)
+
+
+class Graph:
     """`updates(frames, state)`, captured for frames and a state of one shape: it does the same, to the same bits.
 
     Args:

@@ -171,7 +171,7 @@ class Experiment:
     def _train(self, jobs: list[dict[str, Any]], workers: Workers | RayCluster, progress: bool) -> list[str]:
         """The ids of these runs, those of which an engine has done that were missing."""
         from gpulab.progress import Progress
-        from gpulab.training.plan import ANYWHERE, planned_on
+        from gpulab.training.request import ANYWHERE, planned_on
 
         frames, machines = self.length, {setting: workers.passports(setting) for setting in self.settings}
         names = [planned_on([ANYWHERE, *machines[job["setting"]]], **job) for job in jobs]

@@ -22,17 +22,21 @@ import numpy as np
 
 from gpulab.data.content import digest as content_of
 from gpulab.data.content import stamp
+from gpulab.diagnostics import guards
 from gpulab.diagnostics.steps import find_function, seeded
 from gpulab.errors import GpulabError, UsageError, check_name, in_one_line
-from gpulab.passports import Passport
+from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
 from gpulab.training import folders
 from gpulab.training import store as stores
+from gpulab.training.keeping import Keeping
+from gpulab.training.protocol import LAST_FIFTH
+from gpulab.training.run import Run, Told, history_frame, told
 from gpulab.training.sources import UnknownContentError, content, digest, file_of, innermost, is_plain, of_gpulab, plain
 
 GIVEN = ("seed", "setting", "folder")  # parameters that gpulab fills in, by name; all others are options
 LONGEST = 4096  # characters of a path
-FIRST, LAST = "final_loss", 5  # the name of a number without one, and the share of what was yielded that is averaged
+FIRST = "final_loss"  # the name of a number without one
 NO_METRIC = {*stores.COLUMNS, "options"} - {FIRST, "heldout_loss"}
 
 
@@ -172,6 +176,43 @@ class TrainingFunction:
         return metrics, history
 
 
+def run_function(
+    training: TrainingFunction,
+    setting: Setting,
+    seed: int,
+    rerun: int,
+    options: Mapping[str, Any],
+    keeping: Keeping,
+    guard: bool,
+    progress: Told,
+    notes: dict[str, str | None],
+) -> Run:
+    """One run of a function of the user's, kept as `gpulab.train` says."""
+    here, own_files = passport(), None
+    identity = training.identity(here, setting, seed, rerun, options)
+    existing = keeping.existing_run(identity)
+    if existing:
+        folder, record, history, _ = existing
+        return Run(None, None, history, record, folder)
+    if keeping.store is not None and "folder" in training.takes and not identity.unknown:
+        own_files = folders.files_folder(keeping.store, identity.id, keeping.resume)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(setting.apply())
+        notes["command"] = notes["command"] or training.command(setting, seed, rerun, options)
+        record = folders.begun(identity, here, **notes)
+        stack.enter_context(guards.guard() if guard else contextlib.nullcontext())
+        tell = stack.enter_context(told(progress, unit="step"))
+        begin = time.perf_counter()
+        metrics, rows = training.call(setting, seed, options, own_files, tell)
+        summary = {name: (metrics or {}).get(name) for name in ("final_loss", "heldout_loss")}
+        record |= {"status": "diverged" if metrics is None else "finished", "metrics": metrics}
+        record |= {"summary": summary | {"seconds": time.perf_counter() - begin}}
+        record |= {"diverged_at": len(rows)} if metrics is None else {}
+    run = Run(None, None, history_frame(rows), record)
+    run.path = keeping.keep(record, run.history, None, own_files)
+    return run
+
+
 def is_function(net: Any) -> bool:
     """Whether something stands for a training of the user's own: a function, or the name of one."""
     import torch
@@ -221,7 +262,7 @@ def _metrics(outcome: Any, hear: Callable[[float], None]) -> dict[str, Any]:
             yielded.setdefault(name, []).append(number)
     if not yielded and returned is None:
         raise GpulabError("it yielded nothing; expected losses")
-    last = {name: values[-max(1, len(values) // LAST) :] for name, values in yielded.items()}
+    last = {name: values[-max(1, len(values) // LAST_FIFTH) :] for name, values in yielded.items()}
     means = {name: math.fsum(values) / len(values) for name, values in last.items()}
     return means | ({} if returned is None else _numbers(returned))
 

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
+from gpulab.data.feed import Loader
 from gpulab.errors import UsageError
 from gpulab.models.autoencoders import Autoencoder
 from gpulab.models.base import Trainable
 from gpulab.models.prednet import LayerState, PredNet, State
+from gpulab.training.adam import Adam
+from gpulab.training.loop import Plain, Training
 from gpulab.training.plan import Plan
-from gpulab.training.step import Adam, Trainer
 
 
 def split(model: Trainable, devices: Sequence[str]) -> Trainable:
@@ -86,13 +88,13 @@ def _bring(device: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
 
 
-class SplitTrainer(Trainer):
-    """The loop over windows for a network that is cut over devices."""
-
-    def __init__(self, plan: Plan, devices: Sequence[str]) -> None:
-        super().__init__(plan)
-        self.model, self.loader.device = split(self.model, devices), devices[0]
-        self.optimizer = Adam([p for p in self.model.parameters() if p.requires_grad], plan.learning_rate)
+def begin_split(plan: Plan, devices: Sequence[str]) -> tuple[Training, Plain]:
+    """What is planned, at its beginning, for a network that is cut over devices; and the engine that computes it."""
+    model = split(plan.model.to(dtype=plan.setting.dtype), devices)
+    training = Training(model, Adam([p for p in model.parameters() if p.requires_grad], plan.learning_rate))
+    loader = Loader(plan.factors["loader"], plan.setting)
+    loader.device = devices[0]
+    return training, Plain(training, loader)
 
 
 def memory_per_part(model: Trainable, batch: Tensor, devices: int) -> list[dict[str, int]]:

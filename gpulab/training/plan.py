@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import warnings
 from dataclasses import dataclass
@@ -15,12 +14,15 @@ from gpulab.data.datasets import Data, load
 from gpulab.errors import UsageError
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable, check_weight, flip_bit
-from gpulab.passports import Passport, passport
+from gpulab.passports import Passport
 from gpulab.settings import Setting
 from gpulab.training import folders, sources
-from gpulab.training.functions import TrainingFunction
-from gpulab.training.protocol import FACTORS, Protocol, factors_of_run, protocol
+from gpulab.training.protocol import FACTORS, Protocol, Specification, factors_of_run, protocol
 
+# What of gpulab's code its trainings are.
+TRAINING_FILES = [
+    f"training/{name}.py" for name in ("adam", "capture", "data_parallel", "engines", "loop", "written_out")
+]
 # What of gpulab's code a network is, beside what all share.
 MODEL_FILES = {
     "prednet": ["models/prednet.py", "models/prednet_windows.py", "models/prednet_kernels.py"],
@@ -78,7 +80,7 @@ class Plan:
         identity |= {name: value for name, value in factors.items() if value != FACTORS[name].usual}
         ours, emulated = type(self.data).__module__.startswith("gpulab."), self.setting.emulated
         content = self.data.content if ours else None
-        modules = ["settings.py", "data", "training/step.py", *(["numerics"] if emulated else [])]
+        modules = ["settings.py", "data", *TRAINING_FILES, *(["numerics"] if emulated else [])]
         modules += ["models"] if self.own else ["models/base.py", *MODEL_FILES[self.name]]
         known = {"code": sources.of_gpulab(*modules), "content": content or ""}
         if self.own:
@@ -134,6 +136,18 @@ def plan_run(
         own=not isinstance(net, str),
         unknown=unknown,
     )
+
+
+def plan_with_command(
+    net: Any, data: Data | str | None, setting: Setting | str, seed: int, profile: str, rerun: int, **chosen: Any
+) -> tuple[Plan, str | None]:
+    """The plan of a training, and the command line that makes it, where there is one."""
+    with torch.random.fork_rng(devices=[]):  # the random numbers of the caller are left alone
+        plan = plan_run(net, data, setting=setting, seed=seed, profile=profile, rerun=rerun, **chosen)
+    if not isinstance(net, str) or not (data is None or isinstance(data, str)):
+        return plan, None
+    given = {name: value for name, value in {"data": data, **chosen}.items() if value is not None}
+    return plan, Specification(net, str(plan.setting), seed, profile, rerun, given).command()
 
 
 def _model(net: Trainable | str, usual: Protocol, options: dict[str, Any]) -> Trainable:
@@ -198,24 +212,3 @@ def _data(data: Data | str | None, model: Trainable, usual: Protocol, frames: in
         there = f"{data.name}: {len(data)} frames to train on, fewer than the {frames} of this training"
         warnings.warn(f"{there}: they are passed over again", stacklevel=4)
     return data
-
-
-# A machine of no kind: a run has one name on it, whichever machine does it.
-ANYWHERE = Passport(cpu={"model": ""}, gpus=[], software={"torch": "", "gpulab": ""})
-
-
-def planned(net: str | TrainingFunction, **arguments: Any) -> folders.Identity:
-    """What `train` would call a run with these arguments on this machine."""
-    return planned_on([passport()], net, **arguments)[0]
-
-
-def planned_on(machines: list[Passport], net: str | TrainingFunction, **arguments: Any) -> list[folders.Identity]:
-    """The same on each of several machines, given by their passports."""
-    if isinstance(net, TrainingFunction):
-        setting, seed, rerun, options = (arguments[name] for name in ("setting", "seed", "rerun", "model_options"))
-        return [net.identity(here, Setting.parse(setting), seed, rerun, options) for here in machines]
-    own = {name for name in inspect.signature(plan_run).parameters if name != "factors"}
-    own |= {name for name, option in FACTORS.items() if option.of == "run"}
-    with torch.random.fork_rng(devices=[]):
-        plan = plan_run(net, **{name: value for name, value in arguments.items() if name in own})
-    return [plan.identity(here) for here in machines]

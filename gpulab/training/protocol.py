@@ -16,6 +16,7 @@ from typing import Any
 from gpulab.errors import UsageError
 
 PROFILES = ("smoke", "quick", "paper")
+LAST_FIFTH = 5  # of a run's windows one in so many, the last, make its final loss
 
 
 # --- profiles --------------------------------------------------------------------------------------------

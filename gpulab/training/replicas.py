@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,10 @@ from gpulab import records
 from gpulab.errors import GpulabError
 from gpulab.models import MODELS
 from gpulab.settings import Setting
-from gpulab.training import parallel, run
+from gpulab.training import run
+from gpulab.training.plan import plan_with_command
+from gpulab.training.run import Run
+from gpulab.training.uploads import keeping_in
 from gpulab.training.workers import TOGETHER
 
 TELL = 0.2  # seconds between what a training says of its progress
@@ -65,7 +67,7 @@ def _numbered(job: Job) -> tuple[int, Job]:
     return job.pop("number"), job
 
 
-def result(done: run.Run, job: Job) -> dict[str, Any]:
+def result(done: Run, job: Job) -> dict[str, Any]:
     """What is answered to a job that was done."""
     return {"id": done.record["id"]} if "store" in job else {"metrics": done.metrics}
 
@@ -75,23 +77,44 @@ def failure(error: Exception) -> dict[str, Any]:
     return {"error": str(error) if isinstance(error, GpulabError) else f"{type(error).__name__}: {error}"}
 
 
-@dataclass
-class Training:
-    """One that takes turns; what it computes goes to its `stream`, where the device has any."""
+class Replica:
+    """A training that takes turns with others; what it computes goes to its `stream`, where the device has any."""
 
-    job: Job
-    turns: Generator[None, None, run.Run]
-    stream: torch.cuda.Stream | None
+    def __init__(self, number: int, job: Job, answer: Answer, stream: torch.cuda.Stream | None) -> None:
+        self.number, self.job, self.answer, self.stream = number, job, answer, stream
+        self.interrupted, self.told = False, time.monotonic()
+        self.random = torch.get_rng_state()
+        self.turns = self._train()
 
     def turn(self) -> None:
-        """Give one window to the device, after a look at the last."""
+        """Give one window to the device, after a look at the last; random numbers are its own, whoever else draws."""
+        torch.set_rng_state(self.random)
         with torch.cuda.stream(self.stream):  # of None it is none
             next(self.turns)
+        self.random = torch.get_rng_state()
 
     def interrupt(self) -> None:
         """End it after the window that the device has; it saves a checkpoint."""
-        with torch.cuda.stream(self.stream), contextlib.suppress(KeyboardInterrupt, StopIteration, GpulabError):
-            self.turns.throw(KeyboardInterrupt)
+        self.interrupted = True
+        with contextlib.suppress(KeyboardInterrupt, StopIteration, GpulabError):
+            self.turn()
+
+    def _train(self) -> Generator[None, None, Run]:
+        job: Job = {"data": None, "seed": 0, "profile": "quick", "rerun": 0, **self.job}
+        store, weights = job.pop("store", None), job.pop("keep_weights", True)
+        command, registered = job.pop("command", None), job.pop("registered", None)
+        plan, usual_command = plan_with_command(**job)
+        keeping = keeping_in(store, checkpoint_seconds=CHECKPOINT, weights=weights)
+        notes = {"command": command or usual_command, **records.registration(registered)}
+        return (yield from run.carry_out(plan, notes, keeping, alone=False, progress=self._tell))
+
+    def _tell(self, done: int, loss: float) -> None:
+        """Hears of each window, when all is noted of it: the place to be interrupted."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        if time.monotonic() - self.told > TELL:
+            self.told = time.monotonic()
+            self.answer(self.number, done=done, loss=loss)
 
 
 def train_together(number: int, job: Job, coming: Coming, answer: Answer, most: int = TOGETHER) -> None:
@@ -115,48 +138,27 @@ def _take_turns(
     jobs: list[tuple[int, Job]], streams: list[torch.cuda.Stream | None], coming: Coming, answer: Answer
 ) -> None:
     """Do jobs and those that come, as many at once as there are streams."""
-    most, waiting, going = len(streams), collections.deque(jobs), dict[int, Training]()
+    most, waiting, going = len(streams), collections.deque(jobs), dict[int, Replica]()
     try:
         while waiting or going:
             while len(going) < most and (item := waiting.popleft() if waiting else coming.now()):
-                going[item[0]] = Training(item[1], _turns(*item, answer), streams.pop())
-            for number, training in [*going.items()]:
+                going[item[0]] = Replica(*item, answer, streams.pop())
+            for number, replica in [*going.items()]:
                 try:
-                    training.turn()
+                    replica.turn()
                     continue
                 except StopIteration as end:
-                    answer(number, **result(end.value, training.job))
+                    answer(number, **result(end.value, replica.job))
                 except torch.OutOfMemoryError as error:
                     most = max(1, len(going) - 1)
                     if len(going) > 1:
-                        waiting.append((number, training.job))
+                        waiting.append((number, replica.job))
                     else:
                         answer(number, **failure(error))
                 except Exception as error:
                     answer(number, **failure(error))
                 streams.append(going.pop(number).stream)
     except KeyboardInterrupt:
-        for training in going.values():
-            training.interrupt()
+        for replica in going.values():
+            replica.interrupt()
         raise
-
-
-def _turns(number: int, job: Job, answer: Answer) -> Generator[None, None, run.Run]:
-    """A training in turns."""
-    told = time.monotonic()
-
-    def tell(done: int, loss: float) -> None:
-        nonlocal told
-        if time.monotonic() - told > TELL:
-            told = time.monotonic()
-            answer(number, done=done, loss=loss)
-
-    usual: Job = {"data": None, "seed": 0, "profile": "quick", "rerun": 0}
-    given = {
-        name: value for name, value in job.items() if name not in ("store", "keep_weights", "command", "registered")
-    }
-    plan, command = run.planned(**{**usual, **given})
-    weights = job.get("keep_weights", True)
-    keep = run.Keeping.at(job.get("store"), checkpoint_seconds=CHECKPOINT, weights=weights, shared=True)
-    notes = {"command": job.get("command") or command, **records.registration(job.get("registered"))}
-    return (yield from run.in_turns(plan, notes, keep, parallel.Group(), progress=tell))

@@ -14,8 +14,8 @@ from gpulab.settings import Setting
 from gpulab.training import folders
 from gpulab.training.experiment import Experiment
 from gpulab.training.functions import TrainingFunction
-from gpulab.training.plan import planned
-from gpulab.training.run import train as train_one
+from gpulab.training.request import planned
+from gpulab.training.request import train as train_one
 from gpulab.training.workers import Workers
 
 if TYPE_CHECKING:

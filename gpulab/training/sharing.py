@@ -31,8 +31,7 @@ from gpulab import files, records, schemas
 from gpulab.errors import DataError, UsageError
 from gpulab.settings import Setting
 from gpulab.training import folders, store
-from gpulab.training.protocol import FACTORS, Specification, factors_of_run
-from gpulab.training.step import LAST_FIFTH
+from gpulab.training.protocol import FACTORS, LAST_FIFTH, Specification, factors_of_run
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -35,7 +35,7 @@ def worker_loop(lines: Iterator[str]) -> None:
     import pickle
 
     from gpulab.training import replicas
-    from gpulab.training.run import train  # with all that it imports, before the user's folders are looked in
+    from gpulab.training.request import train  # with all that it imports, before the user's folders are looked in
     from gpulab.training.workers import may_share
 
     # Whatever a library prints, from Python or from C, must not come between the answers.

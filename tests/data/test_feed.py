@@ -11,8 +11,9 @@ from gpulab.data.feed import LOADERS, Loader
 from gpulab.models.chainer import chainer_views
 from gpulab.passports import Passport
 from gpulab.settings import Setting
-from gpulab.training import plan as training
+from gpulab.training.plan import plan_run
 from gpulab.training.protocol import Specification
+from gpulab.training.request import planned
 
 BUFFERED = ("copied", "reused", "imitated")
 # Tiny networks: several threads would spend their time waiting for each other.
@@ -216,13 +217,13 @@ def test_an_experiment_hands_its_loader_to_every_run(tmp_path):
     run = gl.train(**job, progress=False)
     record = json.loads((run.path / "run.json").read_text())
     assert record["loader"] == "reused"
-    assert record["id"] == training.planned("prednet", setting=SETTING, seed=0, profile="smoke", **options).id
+    assert record["id"] == planned("prednet", setting=SETTING, seed=0, profile="smoke", **options).id
     again = gl.train("prednet", setting=SETTING, profile="smoke", progress=False, **options)
     assert record["summary"]["weights"] == again.record["summary"]["weights"]
-    ids = {training.planned("prednet", setting="cpu", profile="smoke", loader=loader).id for loader in LOADERS}
+    ids = {planned("prednet", setting="cpu", profile="smoke", loader=loader).id for loader in LOADERS}
     assert len(ids) == len(LOADERS)
     usual = {"setting": "cpu", "profile": "smoke"}
-    assert training.planned("prednet", **usual).id == training.planned("prednet", loader="window", **usual).id
+    assert planned("prednet", **usual).id == planned("prednet", loader="window", **usual).id
 
 
 @pytest.mark.parametrize("file", sorted(records.recorded_folder("runs").glob("*.parquet")), ids=lambda file: file.stem)
@@ -232,7 +233,7 @@ def test_a_recorded_run_says_all_that_a_plan_of_it_needs(file):
         if record["configuration"]["data"] != "mnist":  # which is downloaded
             of_each_kind[json.dumps([record[name] for name in ("setting", "configuration", "rerun")])] = record
     for record in of_each_kind.values():
-        plan = training.plan_run(**Specification.from_record(record).arguments())
+        plan = plan_run(**Specification.from_record(record).arguments())
         identity = plan.identity(Passport(record["passport"])).record
         own = {name: value for name, value in identity.items() if name not in ("id", "code", "content")}
         assert own == {name: record[name] for name in own}

@@ -7,7 +7,7 @@ from PIL import Image
 
 import gpulab as gl
 from gpulab.data.jpeg import DECODERS, SUBSAMPLINGS, compare_decoders
-from gpulab.training.plan import planned
+from gpulab.training.request import planned
 
 HERE = gl.data.available_decoders()
 FRAMES = next(gl.load("walk", frames=20, size=(24, 32)).windows(5)).frames

@@ -10,7 +10,7 @@ import torch
 import gpulab as gl
 from gpulab.data.feed import Loader
 from gpulab.models.chainer import chainer_views
-from gpulab.training.step import Adam
+from gpulab.training.adam import Adam
 
 FILE = Path(__file__).with_name("chainer_windows.npz")
 

@@ -14,8 +14,10 @@ from gpulab.models import PredNet, prednet_windows
 from gpulab.models.prednet_kernels import uses_tf32
 from gpulab.models.prednet_windows import Windows
 from gpulab.settings import Setting
+from gpulab.training import checkpoints
+from gpulab.training.engines import Engines
 from gpulab.training.plan import plan_run
-from gpulab.training.step import Trainer
+from gpulab.training.run import begin, train_to_the_end
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}
@@ -185,17 +187,15 @@ def test_a_run_says_which_way_its_gradients_were_computed():
 
 
 def test_an_interrupted_training_goes_on_to_the_same_bits():
-    plan = {"seed": 1, "profile": "smoke", "setting": "cpu:threads=1"}
+    def trained(frames, after=None):
+        plan = plan_run("prednet", seed=1, profile="smoke", setting="cpu:threads=1", frames=frames)
+        plan.begin()
+        training = begin(plan)
+        if after:
+            checkpoints.restore(training, *checkpoints.checkpoint(after))
+        train_to_the_end(plan, training, Engines(plan, training))
+        return [note.loss for note in training.history], training
 
-    def trainer():
-        fresh = plan_run("prednet", **plan)
-        fresh.begin()
-        return Trainer(fresh)
-
-    whole, first, second = trainer(), trainer(), trainer()
-    whole.run(None, 1e9, progress=False)
-    first.count = 4
-    first.run(None, 1e9, progress=False)
-    second.restore(*first.checkpoint())
-    second.run(None, 1e9, progress=False)
-    assert [row[2] for row in second.history] == [row[2] for row in whole.history]
+    whole, _ = trained(200)
+    _, half = trained(80)
+    assert trained(200, after=half)[0] == whole

@@ -11,7 +11,7 @@ import gpulab as gl
 from gpulab.search import space, trials
 from gpulab.search.space import Space
 from gpulab.search.trials import WITHIN, prune_reason
-from gpulab.training.plan import planned
+from gpulab.training.request import planned
 from gpulab.training.workers import Workers
 
 NEW = "cpu:threads=1,precision=bfloat16"

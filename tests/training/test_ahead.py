@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gpulab as gl
-from gpulab.training.step import ahead
+from gpulab.training.run import ahead
 
 
 def test_windows_come_in_order_and_none_is_lost():

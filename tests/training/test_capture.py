@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import gpulab as gl
+from gpulab.training import checkpoints
+from gpulab.training.engines import Engines
 from gpulab.training.plan import plan_run
-from gpulab.training.step import Trainer
+from gpulab.training.run import begin, train_to_the_end
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
@@ -40,20 +42,19 @@ def test_what_has_to_be_seen_is_not_captured():
 
 @pytest.mark.parametrize("model", ["autoencoder", "prednet"])
 def test_a_training_goes_on_from_a_checkpoint(model):
-    def trainer(windows):
-        plan = plan_run(model, seed=1, profile="smoke", setting="cuda:tf32=off,deterministic=on")
+    def trained(windows, after=None):
+        plan = plan_run(model, frames=20 * windows, seed=1, profile="smoke", setting="cuda:tf32=off,deterministic=on")
         plan.begin()
-        trainer = Trainer(plan)
-        trainer.count = windows
-        return trainer
+        training = begin(plan)
+        if after:
+            checkpoints.restore(training, *checkpoints.checkpoint(after))
+        train_to_the_end(plan, training, Engines(plan, training))
+        return training
 
     with gl.setting("cuda:tf32=off,deterministic=on"):
-        whole, first, second = trainer(8), trainer(4), trainer(8)
-        for each in (whole, first):
-            each.run(None, 1e9, progress=False)
-        second.restore(*first.checkpoint())
-        second.run(None, 1e9, progress=False)
-    found, expected = ([row[2] for row in each.history] for each in (second, whole))
+        whole, half = trained(8), trained(4)
+        again = trained(8, after=half)
+    found, expected = ([note.loss for note in training.history] for training in (again, whole))
     assert found == pytest.approx(expected, rel=1e-5)
 
 

@@ -15,7 +15,7 @@ import torch
 import gpulab as gl
 from gpulab.settings import cpu_flags
 from gpulab.training import folders, workers
-from gpulab.training.plan import planned
+from gpulab.training.request import planned
 
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
 BROKEN = [sys.executable, "-c", "import sys; sys.exit('boom')"]

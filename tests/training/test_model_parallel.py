@@ -7,9 +7,10 @@ import torch
 
 import gpulab as gl
 from gpulab.models import Autoencoder, PredNet
-from gpulab.training.model_parallel import SplitTrainer, memory_per_part, split
+from gpulab.training.engines import Engines
+from gpulab.training.model_parallel import begin_split, memory_per_part, split
 from gpulab.training.plan import plan_run
-from gpulab.training.step import Trainer
+from gpulab.training.run import begin, heldout_loss, train_to_the_end
 
 CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has not two CUDA GPUs")
 PLACES = [("cpu", "cpu"), pytest.param(("cuda:0", "cuda:1"), marks=CARDS)]
@@ -26,15 +27,19 @@ NETS = {
 @pytest.mark.parametrize("devices", PLACES)
 @pytest.mark.parametrize("name", NETS)
 def test_a_split_network_has_the_same_losses(name, devices):
-    def trained(make):
+    def whole_network(plan):
+        training = begin(plan)
+        return training, Engines(plan, training)
+
+    def trained(begin_with_engine):
         plan = plan_run(**NETS[name], profile="smoke", frames=100, fast=False, setting="cpu:precision=float64")
         plan.begin()
-        trainer = make(plan)
-        trainer.run(None, 60, False)
-        return [loss for _, _, loss, _ in trainer.history], trainer.heldout_loss()
+        training, engine = begin_with_engine(plan)
+        train_to_the_end(plan, training, engine)
+        return [note.loss for note in training.history], heldout_loss(plan, training.model)
 
-    whole, held = trained(Trainer)
-    parts, parts_held = trained(lambda plan: SplitTrainer(plan, devices))
+    whole, held = trained(whole_network)
+    parts, parts_held = trained(lambda plan: begin_split(plan, devices))
     assert parts == pytest.approx(whole, abs=1e-10)
     assert parts_held == pytest.approx(held, abs=1e-10)
 

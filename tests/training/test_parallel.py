@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gpulab as gl
 from gpulab.models.base import Trainable, draw_linear_
-from gpulab.training import folders, parallel
+from gpulab.training import data_parallel, folders, parallel
 
 IMAGES = {"net": "autoencoder", "model_options": {"hidden": [16], "batch_size": 7}, "frames": 100}
 FILMS = {
@@ -278,14 +278,16 @@ def test_processes_with_different_trainings_do_not_share_one(tmp_path):
 def gradients_by_both(seed, batch=6):
     """In one of two processes: the distance between our gradients and DistributedDataParallel's."""
     with parallel.join(gl.Setting.parse("cpu"), 2) as group:
+        from gpulab.training.engines import Engines
         from gpulab.training.plan import plan_run
+        from gpulab.training.run import begin
 
         net = Mine().double()
         net.draw_weights(torch.Generator().manual_seed(seed))
         plan = plan_run(net, "digits", setting="cpu:precision=float64", profile="smoke", devices=2)
-        trainer = parallel.DataParallel(plan, group)
+        engine = data_parallel.DataParallel(Engines(plan, begin(plan)), group)
         images = torch.rand(batch, 1, 28, 28, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        trainer._gradients(images, None, fast=False)
+        engine.gradients(images, None)
         theirs = DistributedDataParallel(net, find_unused_parameters=True)
         mine = images.tensor_split(2)[group.rank]
         (theirs(mine) - mine).square().mean().backward()
@@ -303,11 +305,11 @@ def test_equal_shares_have_the_gradient_of_distributed_data_parallel():
 def test_inference_on_two_devices_is_that_on_one(rows):
     net = gl.models.Autoencoder((16,)).double().train()
     images = torch.rand(rows, 1, 28, 28, dtype=torch.float64)
-    torch.testing.assert_close(parallel.predict(net, images, ["cpu", "cpu"]), net(images), rtol=0, atol=1e-14)
+    torch.testing.assert_close(data_parallel.predict(net, images, ["cpu", "cpu"]), net(images), rtol=0, atol=1e-14)
     assert net.training
     for devices in ([], "cpu"):
         with pytest.raises(gl.UsageError, match="expected a list of one or more"):
-            parallel.predict(net, images, devices)
+            data_parallel.predict(net, images, devices)
 
 
 def test_more_processes_than_cores_are_told(monkeypatch):

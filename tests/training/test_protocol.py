@@ -6,8 +6,8 @@ import pytest
 
 import gpulab as gl
 from gpulab.data.feed import LOADERS
-from gpulab.training.plan import planned
 from gpulab.training.protocol import OPTIONS, PROFILES, PROTOCOLS, Specification, factors_of_record, protocol
+from gpulab.training.request import planned
 
 
 def test_the_paper_profile_is_the_published_protocol():

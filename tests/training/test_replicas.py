@@ -96,9 +96,9 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path):
 
 def test_one_that_does_not_fit_waits_until_another_has_ended(tmp_path, monkeypatch):
     """Stands in for a GPU's memory: at most two of the trainings' windows are under way."""
-    usual, going = run.in_turns, set()
+    usual, going = run.carry_out, set()
 
-    def in_turns(plan, *args, **kwargs):
+    def carry_out(plan, *args, **kwargs):
         me = object()
         if len(going) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -108,31 +108,31 @@ def test_one_that_does_not_fit_waits_until_another_has_ended(tmp_path, monkeypat
         finally:
             going.discard(me)
 
-    monkeypatch.setattr(run, "in_turns", in_turns)
+    monkeypatch.setattr(run, "carry_out", carry_out)
     answers = together(jobs(tmp_path, "autoencoder", range(5)))
     assert all(answer[-1].keys() == {"id"} for answer in answers.values())
     assert len(results(tmp_path / "shared")) == 5
 
 
 def test_a_job_that_never_fits_says_so(tmp_path, monkeypatch):
-    def in_turns(*_, **__):
+    def carry_out(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
         yield
 
-    monkeypatch.setattr(run, "in_turns", in_turns)
+    monkeypatch.setattr(run, "carry_out", carry_out)
     answers = together(jobs(tmp_path, "autoencoder", range(3)))
     assert {"out of memory" in answer[-1]["error"] for answer in answers.values()} == {True}
 
 
 def test_an_interruption_saves_a_checkpoint_of_each_and_nothing_is_lost(tmp_path, monkeypatch):
-    usual, turns = replicas.Training.turn, itertools.count()
+    usual, turns = replicas.Replica.turn, itertools.count()
 
     def turn(self):
         if next(turns) == 20:
             raise KeyboardInterrupt
         usual(self)
 
-    monkeypatch.setattr(replicas.Training, "turn", turn)
+    monkeypatch.setattr(replicas.Replica, "turn", turn)
     with pytest.raises(KeyboardInterrupt):
         together(jobs(tmp_path, "autoencoder", range(3)))
     monkeypatch.undo()

@@ -14,8 +14,7 @@ from torch import nn
 import gpulab as gl
 from gpulab.models.base import Trainable
 from gpulab.training import folders
-from gpulab.training.plan import planned
-from gpulab.training.run import train
+from gpulab.training.request import planned, train
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 

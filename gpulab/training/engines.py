@@ -1,0 +1,69 @@
+"""Which engine computes a window: the fastest that gives what is asked for, and lets everybody see what has to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpulab.data.feed import Loader
+from gpulab.models import MODELS
+from gpulab.models.base import is_plain
+from gpulab.models.prednet_windows import Windows
+from gpulab.training.capture import Captured
+from gpulab.training.loop import Plain, Training
+from gpulab.training.plan import Plan
+from gpulab.training.written_out import WrittenOut
+
+
+class Engines:
+    """Computes each window by the engine that `choose` says, and notes in the training which it was.
+
+    Args:
+        plan: What was asked for.
+        training: What is trained.
+        alone: Whether no other training keeps the device busy.
+    """
+
+    def __init__(self, plan: Plan, training: Training, alone: bool = True) -> None:
+        self.training, self.on_gpu = training, plan.setting.kind == "cuda"
+        loader = Loader(plan.factors["loader"], plan.setting)
+        # A buffer that is reused is shown at work, not imitated; with what it is compared must differ in nothing else.
+        followed = ("window", "copied", "imitated") if self.on_gpu else ("window",)
+        self.fast = plan.factors["fast"] and loader.name in followed
+        self.plain = Plain(training, loader)
+        self.written_out = WrittenOut(training, loader, streams=alone)
+        self.captured = {engine: Captured(engine) for engine in (self.plain, self.written_out)}
+
+    def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
+        """As of `Engine`."""
+        engine = self.choose(state)
+        self.training.ways |= engine.ways
+        return engine.train_window(frames, state)
+
+    def choose(self, state: Any) -> Plain | Captured:
+        """The engine for the next window, whose state is this; another may be, once somebody watches."""
+        engine = self.uncaptured()
+        begins = self.training.model.sequential and state is None  # a graph goes on from the state before it
+        ours = type(self.training.model) in MODELS.values() and is_plain(self.training.model)
+        if self.on_gpu and self.may_be_fast() and ours and not begins:
+            return self.captured[engine]
+        return engine
+
+    def uncaptured(self) -> Plain:
+        """The same where each operation has to be launched by itself."""
+        follows = self.may_be_fast() and Windows.follows(self.training.model)
+        return self.written_out if follows else self.plain
+
+    def may_be_fast(self) -> bool:
+        """Whether nobody has to see every operation, and no frames have to go through a buffer."""
+        window = self.plain.loader.name == "window"
+        return self.fast and not _watched() and (window or Windows.follows(self.training.model))
+
+
+def _watched() -> bool:
+    """Whether a guard, a trace or an emulated arithmetic has to see every operation that autograd does."""
+    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    return bool(modes or torch._C._autograd._top_saved_tensors_default_hooks(True))

@@ -1,0 +1,93 @@
+"""Where a run is kept, and how: in a folder, or nowhere.
+
+What keeps runs otherwise derives from `Keeping`: see `uploads`, and `data_parallel` for several processes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from torch import Tensor
+
+from gpulab.training import checkpoints, folders
+from gpulab.training.loop import Training
+
+CHECKPOINT_SECONDS = 10.0
+
+# A run at rest: its folder, record and history, and the trained weights where they were kept.
+Stored = tuple[Path | None, dict[str, Any], pd.DataFrame, dict[str, Tensor] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """What `gpulab.train` was told of keeping a run.
+
+    Attributes:
+        store: The folder of all runs; None keeps nothing.
+        take_existing: Whether a run that is there already is taken.
+        resume: Whether to go on from a checkpoint.
+        checkpoint_seconds: Time between checkpoints.
+        weights: Whether the trained weights are kept.
+    """
+
+    store: Path | None = None
+    take_existing: bool = True
+    resume: bool = True
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    weights: bool = True
+
+    @property
+    def address(self) -> str | None:
+        """The store, as `gpulab.train` takes it in another process."""
+        return None if self.store is None else str(self.store)
+
+    def existing_run(self, identity: folders.Identity, with_weights: bool | None = None) -> Stored | None:
+        """A run that was done before; None where it is to be done."""
+        if self.store is None or not self.take_existing:
+            return None
+        folder = folders.find(self.store, identity, with_weights)
+        return None if folder is None else stored_run(folder)
+
+    def resumed(self, identity: folders.Identity, training: Training) -> bool:
+        """Whether the training now is where an interrupted one was, by its checkpoint; a damaged one is set aside."""
+        file = self._checkpoint_file(identity)
+        if file is None or not self.resume:
+            return False
+        return folders.resume(file, functools.partial(checkpoints.restore, training))
+
+    def save_checkpoint(self, identity: folders.Identity, training: Training) -> None:
+        """Keep a training that is between two windows."""
+        file = self._checkpoint_file(identity)
+        if file is not None:
+            folders.write_checkpoint(file, *checkpoints.checkpoint(training))
+
+    def keep(
+        self,
+        record: dict[str, Any],
+        history: pd.DataFrame,
+        weights: dict[str, Tensor] | None,
+        own_files: Path | None = None,
+    ) -> Path | None:
+        """Put a run that is done into the store, with a folder of its own files; returns its folder there."""
+        if self.store is None:
+            return None
+        folder = folders.write_run(self.store, record, history, weights if self.weights else None, own_files)
+        folders.checkpoint_file(self.store, record["id"]).unlink(missing_ok=True)
+        return folder
+
+    def _checkpoint_file(self, identity: folders.Identity) -> Path | None:
+        """None also for a run that nobody could tell from another."""
+        if self.store is None or identity.unknown:
+            return None
+        return folders.checkpoint_file(self.store, identity.id)
+
+
+def stored_run(folder: Path) -> Stored:
+    """A run at rest."""
+    record, history = folders.read_run(folder)
+    weights = folders.read_weights(folder) if (folder / folders.WEIGHTS).is_file() else None
+    return folder, record, history, weights

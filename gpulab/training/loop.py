@@ -1,0 +1,148 @@
+"""The training loop: window after window of frames, the loss, its gradient, Adam's step, and the loss noted.
+
+`train` goes through the windows. How one is computed is an *engine*: an object with a method `train_window`. `Plain` is
+the published way and the reference for all others, which give the same up to rounding, faster or on several devices:
+`gpulab.training.engines` chooses among them. Checkpoints, progress and interruptions are the runner's, which goes
+around the loop: `gpulab.training.run`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpulab.data.datasets import Window
+from gpulab.data.feed import Feed, Loader
+from gpulab.models.base import Trainable
+from gpulab.training.adam import Adam
+
+
+class WindowNote(NamedTuple):
+    """What is noted of a window: its number, updates so far, its loss per frame, seconds so far."""
+
+    window: int
+    step: int
+    loss: float
+    seconds: float
+
+
+@dataclass
+class Training:
+    """A training under way: all that must survive an interruption.
+
+    Attributes:
+        model: On the device on which it trains.
+        optimizer: Adam, with its moments.
+        state: What the network carries to the next window; None where a sequence begins.
+        step: Updates so far.
+        history: A note for each window.
+        diverged_at: The update whose loss was not finite, if there was one.
+        ways: How gradients were computed, by the names of the engines.
+        inside_window: Whether a window has begun that is not noted yet.
+    """
+
+    model: Trainable
+    optimizer: Adam
+    state: Any = None
+    step: int = 0
+    history: list[WindowNote] = field(default_factory=list)
+    diverged_at: int | None = None
+    ways: set[str] = field(default_factory=set)
+    inside_window: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """How long the training took until the end of the last window."""
+        return self.history[-1].seconds if self.history else 0.0
+
+    def note(self, losses: list[float], seconds: float) -> None:
+        """Note the losses of a window's updates: their mean, or the first that is not finite."""
+        wrong = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
+        if wrong:
+            self.diverged_at = self.step + wrong[0] + 1
+        loss = losses[wrong[0]] if wrong else math.fsum(losses) / len(losses)
+        self.step += len(losses)
+        self.history.append(WindowNote(len(self.history), self.step, loss, seconds))
+        self.inside_window = False
+
+
+class Engine(Protocol):
+    """A way to compute a window."""
+
+    def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
+        """Update the weights by the frames of a window, bytes (t, C, H, W).
+
+        Returns:
+            The mean loss per frame of each update, which a device may still compute; and the state after the window.
+        """
+
+
+def train(
+    training: Training, windows: Iterable[Window], engine: Engine, after_window: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Train on one window after another, until the last, or a loss that is not finite.
+
+    It pauses where a window has been given to the device, so that other trainings can take their turn meanwhile.
+
+    Args:
+        training: What is trained; it is at the end of the last window whenever `after_window` is called.
+        windows: What is left to train on.
+        engine: Computes the updates of a window.
+        after_window: Called after each window, when its losses are noted.
+    """
+    training.model.train()
+    began = time.perf_counter() - training.seconds
+    for window in windows:
+        training.inside_window = True
+        state = None if window.restart else training.state
+        losses, training.state = engine.train_window(window.frames, state)
+        yield
+        # One look at the device a window, since every look waits for it.
+        training.note(losses.tolist(), time.perf_counter() - began)
+        after_window()
+        if training.diverged_at is not None:
+            return
+
+
+class Plain:
+    """Computes a window as it was published: autograd's gradients, an update for each batch."""
+
+    ways = frozenset({"autograd"})
+
+    def __init__(self, training: Training, loader: Loader) -> None:
+        self.model, self.optimizer, self.loader = training.model, training.optimizer, loader
+
+    def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
+        """As of `Engine`."""
+        return self.update(self.batches(frames), state)
+
+    def batches(self, frames: np.ndarray) -> Iterable[Tensor | Feed]:
+        """What each update sees of a window, on the device: one image of many, or all frames of a film at once."""
+        return self.loader.batches(self.model, frames)
+
+    def update(self, batches: Iterable[Tensor | Feed], state: Any) -> tuple[Tensor, Any]:
+        """An update for each batch: their losses, and the state after the last."""
+        losses = []
+        for batch in batches:
+            per_frame, state = self.gradients(batch, state)
+            self.optimizer.step()
+            losses.append(per_frame.double().mean() if per_frame.device.type != "mps" else per_frame.mean())
+        return torch.stack(losses), state
+
+    def gradients(self, batch: Tensor | Feed, state: Any) -> tuple[Tensor, Any]:
+        """Put the gradients of a batch's loss into `.grad`: the loss of each frame, and the state after it.
+
+        The state comes back cut off from the graph: backpropagation through time goes no further back than a window.
+        """
+        self.optimizer.zero_grad()
+        model: Any = self.model
+        loss, per_frame, state = model.training_loss(batch, state)
+        loss.backward()
+        return per_frame, state
