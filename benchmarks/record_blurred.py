@@ -14,7 +14,8 @@ from published import windows
 
 from gpulab import passport, records
 from gpulab.companion.learning import blurred_loss
-from gpulab.data.datasets import Sequence, load
+from gpulab.data.base import Sequence
+from gpulab.data.datasets import load
 
 
 def best_blur(film: str) -> float:

@@ -20,7 +20,7 @@ from published import Arrays, Published, windows
 from stock_chainer import AUTHORS
 
 from gpulab import records
-from gpulab.data.datasets import Sequence as Frames
+from gpulab.data.base import Sequence as Frames
 from gpulab.data.datasets import load
 from gpulab.errors import UsageError
 from gpulab.passports import passport

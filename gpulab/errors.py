@@ -88,6 +88,12 @@ def extra(name: str) -> Iterator[None]:
         raise GpulabError(f"{library} is not installed: pip install 'gpulab[{name}]'") from None
 
 
+def reason(error: BaseException) -> str:
+    """What another library says of a file, in one short line that the file's text gets no control of."""
+    words = re.sub(r" <.*?>", "", str(error)).split()
+    return printable(" ".join(words))[:200] or type(error).__name__
+
+
 def in_one_line(error: BaseException, file: str | Path = "") -> str:
     """An error of foreign code as its traceback ends, and the line of `file` that led there, or the last of all.
 
