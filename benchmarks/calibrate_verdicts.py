@@ -26,7 +26,7 @@ from tqdm import tqdm
 import gpulab as gl
 from gpulab.stats import tests as inference
 from gpulab.stats.decisions import JUMP
-from gpulab.training import store
+from gpulab.store import listing
 
 HERE = Path(__file__).parent
 SEEDS = (5, 10, 30)
@@ -433,7 +433,7 @@ def published_analysis() -> pd.DataFrame:
     for (experiment, profile, setting), some in runs.groupby(["experiment", "profile", "setting"]):
         if setting not in ("cpu", "cuda:tf32=off"):
             continue
-        losses = [part.loss.to_numpy() for _, part in store.history(some).groupby("seed")]
+        losses = [part.loss.to_numpy() for _, part in listing.history(some).groupby("seed")]
         alarms = [batches_as_replicates(a, b) for a, b in combinations(losses, 2)]
         rows.append({"runs": f"recorded: {experiment}, {profile}, {setting}", "pairs": len(alarms)})
         rows[-1]["false alarms"] = np.mean(alarms)

@@ -42,8 +42,8 @@ from gpulab.numerics.emulation import emulate
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.passports import passport
 from gpulab.progress import Progress
-from gpulab.records import read_json, recorded_folder, write_json
 from gpulab.settings import setting
+from gpulab.store.records import read_json, recorded_folder, write_json
 
 FOLDER, TABLE = recorded_folder("gpu_products"), Path(__file__).with_name("products.md")
 SAMPLE = 1024  # elements of each result that are compared

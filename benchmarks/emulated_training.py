@@ -22,7 +22,7 @@ from torchvision.models import VisionTransformer
 from tqdm.auto import tqdm
 
 import gpulab as gl
-from gpulab.records import machine
+from gpulab.store.records import machine
 
 SEEDS, STEPS, BATCH = 12, 200, 32
 

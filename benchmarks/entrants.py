@@ -12,9 +12,9 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from gpulab import records
 from gpulab.passports import passport
 from gpulab.settings import Setting
+from gpulab.store import records
 
 Step = Callable[[], Any]
 RECORDS = Path(__file__).parent.parent / "data" / "speed"

@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import gpulab as gl
-from gpulab import records
 from gpulab.passports import passport
+from gpulab.store import records
 from gpulab.training.protocol import PROFILES, protocol
 
 RECORDS = Path(__file__).parent.parent / "data" / "hessian_speed"

@@ -18,9 +18,9 @@ import typer
 from torch.profiler import ProfilerActivity, profile
 
 import gpulab as gl
-from gpulab import records
 from gpulab.passports import passport
 from gpulab.settings import Setting
+from gpulab.store import records
 
 GROUPS = {  # the first that fits a name
     "weight gradients": r"wgrad|convolution_backward",

@@ -12,9 +12,8 @@ import time
 from pathlib import Path
 
 import gpulab as gl
-from gpulab import records
-from gpulab.training import folders
-from gpulab.training import store as stores
+from gpulab.store import identities, records, run_files
+from gpulab.store import listing as stores
 
 SETTINGS = [f"cpu:threads={number}" for number in range(1, 13)]
 LIST = """
@@ -34,11 +33,11 @@ def generate(store, count):
     for number in range(count):
         own = {"setting": SETTINGS[number % 12], "seed": number // 12}
         record = {**run.record, **own, "summary": {**run.record["summary"], "final_loss": (number * 7919 % 1000) / 1e3}}
-        record["id"] = folders.run_id({name: record[name] for name in ("experiment", "profile", "setting", "seed")})
+        record["id"] = identities.run_id({name: record[name] for name in ("experiment", "profile", "setting", "seed")})
         folder = store / record["id"]
         folder.mkdir()
-        records.write_json(folder / folders.RECORD, record)
-        records.write_table(folder / folders.HISTORY, run.history, {"run": record["id"]}, use_dictionary=False)
+        records.write_json(folder / run_files.RECORD, record)
+        records.write_table(folder / run_files.HISTORY, run.history, {"run": record["id"]}, use_dictionary=False)
 
 
 def listed(store):

@@ -24,9 +24,9 @@ from typing import NamedTuple
 import pandas as pd
 
 import gpulab as gl
-from gpulab import records
 from gpulab.errors import DataError, UsageError
-from gpulab.training.store import record_of, recorded_runs
+from gpulab.store import records
+from gpulab.store.listing import record_of, recorded_runs
 from gpulab.training.workers import Worker
 
 EXPERIMENTS = ("autoencoder", "prednet")

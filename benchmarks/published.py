@@ -31,7 +31,7 @@ from gpulab.data.datasets import Rendered, load
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
-from gpulab.training import folders
+from gpulab.store import run_files
 from gpulab.training.experiment import Experiment
 from gpulab.training.protocol import whole_numbers
 
@@ -276,7 +276,7 @@ def published(
         rows.extend(notes["state"]["rows"])
 
     with _threads(setting.threads):
-        folders.resume(file, restore)
+        run_files.resume(file, restore)
         yield from rows
         saved = time.monotonic()
         for whole, restart in itertools.islice(windows(source, window, every), len(rows), frames // window):
@@ -301,7 +301,7 @@ def _write_checkpoint(file: Path, state: Arrays, rows: list[dict[str, float]]) -
     import torch
 
     tensors = {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
-    folders.write_checkpoint(file, tensors, {"step": len(rows), "state": {"rows": rows}})
+    run_files.write_checkpoint(file, tensors, {"step": len(rows), "state": {"rows": rows}})
 
 
 def _threads(count: int | None) -> Any:

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 from published import windows
 
-from gpulab import passport, records
+from gpulab import passport
 from gpulab.companion.learning import blurred_loss
 from gpulab.data.base import Sequence
 from gpulab.data.datasets import load
+from gpulab.store import records
 
 
 def best_blur(film: str) -> float:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import gpulab as gl
-from gpulab.training.store import pack
+from gpulab.store.listing import pack
 
 TRAINING = f"{os.path.relpath(Path(__file__).with_name('dose_training.py'))}:bias_and_loss"
 CELLS = [{"window": window, "speed": speed} for window, speed in itertools.product((2, 5, 10, 20), (1.0, 2.0, 4.0))]

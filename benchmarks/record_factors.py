@@ -12,13 +12,13 @@ import sys
 import time
 from pathlib import Path
 
-from gpulab import records
 from gpulab.companion.floating_point import factors, step_rows, trained_levels
 from gpulab.data.datasets import load
 from gpulab.data.jpeg import compare_decoders
 from gpulab.device.operations import byte_round_trip, fused_share, repeatability
 from gpulab.errors import UsageError
 from gpulab.passports import passport
+from gpulab.store import records
 from gpulab.training.protocol import protocol
 
 

@@ -20,7 +20,7 @@ import typer
 from tqdm import tqdm
 
 import gpulab as gl
-from gpulab.records import machine, write_json
+from gpulab.store.records import machine, write_json
 
 # One pass in TF32 is left out: it makes NaN, and a factorisation that fails may be done sooner.
 WAYS = (("cuda:tf32=off", "one-pass"), ("cuda:tf32=on", "float32"), ("cuda:tf32=on", "centred"))

@@ -19,11 +19,11 @@ import pandas as pd
 from published import Arrays, Published, windows
 from stock_chainer import AUTHORS
 
-from gpulab import records
 from gpulab.data.base import Sequence as Frames
 from gpulab.data.datasets import load
 from gpulab.errors import UsageError
 from gpulab.passports import passport
+from gpulab.store import records
 from gpulab.training.protocol import protocol
 
 FOLDER = "GPULAB_CHAINER_PREDNET"  # the environment variable that names the authors' folder

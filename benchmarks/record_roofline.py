@@ -10,7 +10,7 @@ import pandas as pd
 
 from gpulab.device.rooflines import roofline
 from gpulab.passports import passport
-from gpulab.records import write_json
+from gpulab.store.records import write_json
 
 if __name__ == "__main__":
     *settings, file = sys.argv[1:]

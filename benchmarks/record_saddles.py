@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 import gpulab as gl
-from gpulab.records import write_table
 from gpulab.saddles.optimizers import OPTIMIZERS
+from gpulab.store.records import write_table
 
 # The most wanted first: network, profile, options of gpulab.saddles.curvature_along.
 CURVATURE = [

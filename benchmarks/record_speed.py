@@ -22,7 +22,7 @@ import psutil
 import gpulab as gl
 from gpulab.companion.workloads import PARTS, Row, measure_speed
 from gpulab.errors import in_one_line
-from gpulab.records import machine, write_json
+from gpulab.store.records import machine, write_json
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import torch
 
 import gpulab as gl
 from gpulab.companion import scale_out
-from gpulab.records import write_json
+from gpulab.store.records import write_json
 from gpulab.training.protocol import whole_numbers
 
 

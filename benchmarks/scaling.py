@@ -22,10 +22,10 @@ import typer
 from matplotlib.ticker import NullLocator
 
 import gpulab as gl
-from gpulab import records
 from gpulab.passports import passport
 from gpulab.plots.style import canvas, colour, finished, key, log_scale, points
 from gpulab.report import Picture
+from gpulab.store import records
 
 Shape = tuple[int, int, int, int, tuple[int, ...]]
 FACTORS = (0.5, 1.0, 2.0)

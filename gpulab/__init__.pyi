@@ -10,6 +10,7 @@ from gpulab import plots as plots
 from gpulab import saddles as saddles
 from gpulab import search as search
 from gpulab import stats as stats
+from gpulab import store as store
 from gpulab import training as training
 from gpulab.data.datasets import load as load
 from gpulab.device.rooflines import roofline as roofline
@@ -32,12 +33,12 @@ from gpulab.settings import float32_products as float32_products
 from gpulab.settings import setting as setting
 from gpulab.settings import working_threads as working_threads
 from gpulab.stats.verdicts import verdict as verdict
+from gpulab.store.listing import recorded_runs as recorded_runs
+from gpulab.store.listing import runs as runs
 from gpulab.training.experiment import Experiment as Experiment
 from gpulab.training.protocol import profile as profile
 from gpulab.training.request import train as train
 from gpulab.training.seeds import seed_runs as seed_runs
-from gpulab.training.store import recorded_runs as recorded_runs
-from gpulab.training.store import runs as runs
 
 __version__: str
 PACKAGES: tuple[str, ...]

@@ -167,7 +167,7 @@ def train(
     """Train once, from one seed under one setting. A network of gpulab's that is interrupted resumes when run again."""
     _check_output(picture)
     Setting.parse(setting).prepare()
-    from gpulab.training import store as stores
+    from gpulab.store import listing as stores
     from gpulab.training.request import train as train_one
 
     if ":" in model:
@@ -226,7 +226,7 @@ def experiment(
     """Train seeds × settings in worker processes, here or on a cluster. What is done already is skipped."""
     _check_output(picture)
     from gpulab.stats.verdicts import verdict as compare
-    from gpulab.training import store as stores
+    from gpulab.store import listing as stores
     from gpulab.training.experiment import Experiment
 
     numbers = whole_numbers(seeds, name="--seeds") if seeds else None
@@ -296,7 +296,7 @@ def reproduce(
     """
     _check_output(picture)
     from gpulab.search.reproduction import reproduce as find
-    from gpulab.training import store as stores
+    from gpulab.store import listing as stores
     from gpulab.training.functions import TrainingFunction
 
     space = {
@@ -347,10 +347,10 @@ def verdict(
     was killed or still runs has no known result: it is left out, which is said.
     """
     _check_output(picture)
-    from gpulab import records
     from gpulab.stats.tables import read_table
     from gpulab.stats.verdicts import verdict as compare
-    from gpulab.training import store as stores
+    from gpulab.store import listing as stores
+    from gpulab.store import records
 
     is_store = file.is_dir()
     if file.suffix == ".parquet":
@@ -372,8 +372,8 @@ def runs(
     csv: Annotated[bool, option("print all columns as CSV", flag="--csv")] = False,
 ) -> None:
     """List the runs in a store."""
-    from gpulab.training import store as stores
-    from gpulab.training.remote import url_of
+    from gpulab.store import listing as stores
+    from gpulab.store.object_store import url_of
 
     folder = _either(store, kept_in) or stores.default_store()
     if not recorded and not url_of(folder) and not folder.exists():
@@ -398,7 +398,7 @@ def check(
     Damaged runs are set aside, in `.damaged` inside the store, so that the next `gpulab experiment` does them again.
     What killed processes left half-written is removed.
     """
-    from gpulab.training import checks
+    from gpulab.store import checks
 
     troubles = checks.check(_either(store, kept_in), mend=not look)
     for trouble in troubles.itertuples():
@@ -422,8 +422,8 @@ def pack(
     yes: Annotated[bool, option("share without asking", flag="--yes")] = False,
 ) -> None:
     """Pack runs of a store, without weights, into one file for others: `gpulab runs FILE` reads it."""
+    from gpulab.store import listing as stores
     from gpulab.training import sharing
-    from gpulab.training import store as stores
 
     _check_output(file)
     frame = _rows_where(stores.runs(store), where)
@@ -487,7 +487,7 @@ def audit(
     for text in setting or ():
         Setting.parse(text).prepare()
     from gpulab.diagnostics import audits, steps
-    from gpulab.records import shipped
+    from gpulab.store.records import shipped
 
     if (b is None) == (len(setting or ()) != 2):
         raise UsageError("expected two traces, or a step with --setting twice")
@@ -641,7 +641,7 @@ def _save(picture: Any, file: Path) -> None:
 
 def _show(frame: Any) -> None:
     """A table of runs: their factors that are not all the same, and the metrics of functions."""
-    from gpulab.training import store as stores
+    from gpulab.store import listing as stores
     from gpulab.training.protocol import FACTORS
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]

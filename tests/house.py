@@ -8,10 +8,11 @@ PACKAGE = Path(__file__).parents[1] / "gpulab"
 PICTURE = PACKAGE.parent / "docs" / "house.svg"
 # Imports run downwards only; a line is a floor, the lowest first. A package is one room.
 FLOORS = [
-    ["_lazy", "errors", "files", "progress", "schemas", "signals"],
+    ["_lazy", "errors", "files", "progress", "signals"],
     ["report", "passports"],
-    ["numerics", "stats", "records"],
+    ["numerics", "stats"],
     ["settings"],
+    ["store"],
     ["models", "data", "device", "diagnostics"],
     ["training"],
     ["saddles", "search"],

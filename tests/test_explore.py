@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulab.records import recorded_folder
+from gpulab.store.records import recorded_folder
 
 voila = pytest.importorskip("voila")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gpulab import records
 from gpulab.companion.scale_out import atlas_plan
 from gpulab.errors import UsageError
+from gpulab.store import records
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 plan_atlas = importlib.import_module("plan_atlas")

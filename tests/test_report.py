@@ -16,7 +16,7 @@ import gpulab as gl
 from gpulab import files, report
 from gpulab.companion.run import BOTH, HERE, RECORDED, NotebookFinding, Result, collect, write_report
 from gpulab.diagnostics.steps import Step
-from gpulab.schemas import Overwritten
+from gpulab.store.schemas import Overwritten
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"

@@ -479,7 +479,7 @@ def test_a_model_of_ones_own_needs_neither_jupyter_nor_matplotlib(environment):
 
 
 def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypatch, tmp_path):
-    from gpulab import records
+    from gpulab.store import records
 
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     commands = "".join(re.findall(r"^\$ (.+\n)", ALL_PAGES, re.M))

@@ -22,8 +22,8 @@ import numpy as np
 from attacks import mutations
 
 import gpulab as gl
-from gpulab import records
-from gpulab.training import store as stores
+from gpulab.store import listing as stores
+from gpulab.store import records
 
 SETTING = "cpu:threads=1"
 FUNCTION = """
@@ -148,7 +148,7 @@ def read_checkpoint(folder: Path, facts: Facts) -> None:
 
 def make_packed(folder: Path) -> None:
     make_store(folder)
-    gl.training.store.pack(folder / "store", folder / "packed.parquet")
+    gl.store.listing.pack(folder / "store", folder / "packed.parquet")
 
 
 def read_packed(folder: Path, facts: Facts) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from gpulab.errors import printable
 from gpulab.stats.verdicts import Verdict
-from gpulab.training.store import recorded_runs
+from gpulab.store.listing import recorded_runs
 
 CHECKS: dict[str, tuple[str, Callable[[Any], str]]] = {}  # of each exercise: what an answer is, and its check
 

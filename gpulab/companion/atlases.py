@@ -19,15 +19,15 @@ from matplotlib.ticker import MaxNLocator
 import gpulab.stats.tests as inference
 from gpulab.errors import UsageError
 from gpulab.plots.style import BESIDE, FAINT, INK, canvas, colour, finished, key
-from gpulab.records import recorded_folder
 from gpulab.report import Picture, Report
 from gpulab.report import table as html_table
 from gpulab.stats.meta import ALPHA, MetaAnalysis, meta_analysis
 from gpulab.stats.pairs import pair
 from gpulab.stats.verdicts import p_text
+from gpulab.store.listing import recorded_runs, runs
+from gpulab.store.records import recorded_folder
 from gpulab.training.protocol import FACTORS
 from gpulab.training.sharing import atlas_folder
-from gpulab.training.store import recorded_runs, runs
 
 PLAIN = ("cpu", "cpu:threads=1", "cuda:tf32=off", "cuda:tf32=off,deterministic=on", "cuda")  # references, in order
 FEWEST = 5  # seeds, below which a standard error is too uncertain to weigh a machine with

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from gpulab import records
 from gpulab.errors import GpulabError
+from gpulab.store import records
 
 # The folder of a clone, in which this file lies two levels down; or what an installed package has of it.
 FOLDERS = (Path(__file__).parents[2] / "benchmarks", records.PACKAGE / "recorded")

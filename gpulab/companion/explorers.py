@@ -24,7 +24,6 @@ from gpulab.diagnostics.comparison import check_same_step
 from gpulab.diagnostics.traces import Trace
 from gpulab.errors import DataError, GpulabError, in_one_line, printable
 from gpulab.files import MOST_UPLOADED
-from gpulab.records import recorded_folder
 from gpulab.report import Picture, paragraphs
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
 from gpulab.saddles.escapes import trajectory
@@ -32,10 +31,11 @@ from gpulab.saddles.landscapes import surface
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.settings import available_settings
 from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.store.listing import recorded_runs
+from gpulab.store.records import recorded_folder
 from gpulab.training.keeping import Keeping
 from gpulab.training.plan import plan_with_command
 from gpulab.training.run import carry_out, under
-from gpulab.training.store import recorded_runs
 
 MOST_NUMBERS = 1 << 21  # in a column of one, ten times as many as the largest network that was recorded
 MORE_MEMORY = 2 << 30  # bytes that reading and comparing may take

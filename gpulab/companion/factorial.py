@@ -18,7 +18,6 @@ import pandas as pd
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 from numpy.typing import ArrayLike
 
-from gpulab import records
 from gpulab.companion.anomaly import SPEED_COLOURS, window_finding
 from gpulab.companion.findings import SIZES, CheckedSentences, Part, listed
 from gpulab.companion.learning import ALL, BEAT, blurred_losses
@@ -27,7 +26,7 @@ from gpulab.plots.style import INK, ON_CPU, ON_GPU, Look, canvas, finished, is_r
 from gpulab.report import Picture
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import decide, p_text, verdict
-from gpulab.training import store
+from gpulab.store import listing, records
 
 FULL = "160x120"  # the published size
 HANDED = {"reused": "as published", "copied": "frames copied", "shared": "memory shared"}
@@ -98,7 +97,7 @@ def published_runs() -> pd.DataFrame:
     More columns: `film`; `condition`, the device and how frames were handed over; `full`, whether at the published
     size; `machine`. `protocol` and `options` are left out, since the condition is part of them.
     """
-    runs = described(store.runs(records.recorded_folder("published")).assign(recorded=True))
+    runs = described(listing.runs(records.recorded_folder("published")).assign(recorded=True))
     return runs.sort_values(["full", "film"], ascending=False, kind="stable", ignore_index=True)  # the walk first
 
 
@@ -176,7 +175,7 @@ def round_trips(frame: pd.DataFrame) -> pd.DataFrame:
     trips = trips.assign(condition="GPU, " + trips.loader.map(HANDED))[
         ["id", "film", "condition", "seed", "round_trip"]
     ]
-    losses = store.history(frame[frame.id.isin(trips.id)])[["id", "window", "loss"]].merge(trips, on="id")
+    losses = listing.history(frame[frame.id.isin(trips.id)])[["id", "window", "loss"]].merge(trips, on="id")
     kept, left_out = (losses[losses.round_trip == tripped] for tripped in (True, False))
     both = kept.merge(left_out, on=["film", "condition", "seed", "window"])
     both["same"] = both.loss_x == both.loss_y
@@ -235,7 +234,7 @@ def recorded_dose() -> pd.DataFrame:
 
     As `gpulab.runs`, with the `ratio` of the losses, shared over copied; `bias` and `bias_first` are relative.
     """
-    runs = store.runs(records.recorded_folder("dose"))
+    runs = listing.runs(records.recorded_folder("dose"))
     return runs.assign(ratio=runs.shared / runs.copied, recorded=True)
 
 

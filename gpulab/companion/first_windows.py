@@ -13,12 +13,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from gpulab import records
 from gpulab.companion.benchmarks import benchmark
 from gpulab.data.feed import Loader
 from gpulab.errors import GpulabError
 from gpulab.models.base import Trainable
 from gpulab.settings import Setting
+from gpulab.store import records
 from gpulab.training.plan import plan_run
 
 

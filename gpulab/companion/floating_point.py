@@ -25,7 +25,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gpulab import records
 from gpulab.companion.findings import SAME, SIZES, WORDS, CheckedSentences, Part, listed, span
 from gpulab.companion.first_windows import FirstWindow
 from gpulab.data.jpeg import available_decoders
@@ -57,7 +56,8 @@ from gpulab.report import Picture, Report, draw
 from gpulab.report import table as html_table
 from gpulab.settings import Setting, cpu_flags
 from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
-from gpulab.training import store as stores
+from gpulab.store import listing as stores
+from gpulab.store import records
 from gpulab.training.experiment import Experiment
 from gpulab.training.plan import plan_run
 from gpulab.training.protocol import FACTORS, protocol

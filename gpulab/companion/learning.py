@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from gpulab import records
 from gpulab.data.datasets import Sequence, load
 from gpulab.progress import Progress
 from gpulab.stats.power import parse_margin
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, decide, verdict
+from gpulab.store import records
+from gpulab.store.listing import runs
 from gpulab.training.protocol import LAST_FIFTH, protocol
-from gpulab.training.store import runs
 
 RENDERED = ("walk", "moving-digits")
 ALPHA = 0.05
@@ -148,7 +148,7 @@ def motion_finding(frame: pd.DataFrame) -> str:
     """How many of these runs beat repeating the last frame, in a sentence.
 
     Examples:
-        >>> from gpulab.training.store import recorded_runs
+        >>> from gpulab.store.listing import recorded_runs
         >>> print(motion_finding(recorded_runs().query("experiment == 'autoencoder'")))
         No run here predicts frames of a rendered film.
     """

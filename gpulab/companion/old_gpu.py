@@ -13,7 +13,6 @@ import pandas as pd
 import torch
 from matplotlib.axes import Axes
 
-from gpulab import records
 from gpulab.companion.findings import CheckedSentences, Part, listed
 from gpulab.companion.first_windows import FirstWindow
 from gpulab.data.jpeg import available_decoders, decode_jpeg, encode_jpeg
@@ -36,7 +35,8 @@ from gpulab.report import Picture
 from gpulab.search.reproduction import Reproduction
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
-from gpulab.training.store import history
+from gpulab.store import records
+from gpulab.store.listing import history
 
 USUAL, MARGINS = "one-pass under cuda:tf32=off", ("0.25sd", "0.5sd")  # what the cures are held against
 ARITHMETIC = ("emulate", "order", "tf32", "precision", "covariance")  # what changes how a search's trial computes

@@ -13,7 +13,6 @@ from typing import Any
 import pandas as pd
 import torch
 
-from gpulab import records
 from gpulab.data.datasets import Window, load
 from gpulab.data.feed import Loader
 from gpulab.diagnostics.guards import guard
@@ -23,6 +22,7 @@ from gpulab.passports import passport
 from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.store import records
 from gpulab.training import loop, parallel
 from gpulab.training.adam import Adam
 from gpulab.training.asynchronous import Memory, descend

@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from gpulab import records
 from gpulab.companion.findings import SIZES, CheckedSentences, Part, listed
 from gpulab.errors import UsageError
 from gpulab.plots.style import (
@@ -29,6 +28,7 @@ from gpulab.plots.style import (
 )
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.store import records
 
 PHASES = {"forward": "#56B4E9", "backward": "#D55E00", "update": FAINT}
 HOUR = 3600

@@ -26,8 +26,8 @@ from gpulab.device.rooflines import roofline, timed
 from gpulab.diagnostics.steps import Step
 from gpulab.errors import GpulabError, UsageError, in_one_line
 from gpulab.passports import passport
-from gpulab.records import machine
 from gpulab.settings import Setting
+from gpulab.store.records import machine
 from gpulab.training.accumulation import GradientAccumulation
 from gpulab.training.protocol import PROFILES
 

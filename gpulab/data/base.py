@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpulab.data.content import Stamps, check_unchanged, digest
 from gpulab.errors import DataError
+from gpulab.store.identities import Stamps, check_unchanged, content_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -40,7 +40,7 @@ class Data(ABC):
     def content(self) -> str | None:
         """A SHA-256 (hex) of what the frames are made from; `""` if from no file, `None` if that cannot be known."""
         # Of the images of a folder the names count, too: they say in which order the frames come.
-        return digest(self.stamps, named=len(self.stamps) > 1) if self.stamps else None
+        return content_of(self.stamps, named=len(self.stamps) > 1) if self.stamps else None
 
     def check_unchanged(self) -> None:
         """Raise `DataError`, naming the file, if one that is read has changed since the data were loaded."""

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from gpulab.data import images
-from gpulab.data.base import HELD_OUT, Bytes
-from gpulab.data.base import Data as Data
+from gpulab.data.base import HELD_OUT, Bytes, Data
 from gpulab.data.base import Sequence as Sequence
 from gpulab.data.base import Window as Window
 from gpulab.data.films import Folder, Video

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpulab.data import pictures
 from gpulab.data.base import HELD_OUT, Bytes, Sequence
-from gpulab.data.content import Stamps, stamp
 from gpulab.errors import DataError, reason
+from gpulab.store.identities import Stamps, stamp
 
 if TYPE_CHECKING:
     import PIL.Image

@@ -20,9 +20,9 @@ from gpulab.diagnostics.twins import outcome
 from gpulab.errors import UsageError
 from gpulab.numerics.call_sites import UncompiledDispatchMode
 from gpulab.passports import passport
-from gpulab.records import machine
 from gpulab.report import Report
 from gpulab.settings import Setting, arithmetic
+from gpulab.store.records import machine
 
 MULTIPLIES = re.compile(r"attention|rnn|lstm|gru|linear|conv|mm$|fft|cdist")  # what should have a formula
 

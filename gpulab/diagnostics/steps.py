@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from gpulab.errors import UsageError, in_one_line
-from gpulab.records import shipped
 from gpulab.settings import Setting
+from gpulab.store.records import shipped
 
 
 @dataclass(frozen=True)

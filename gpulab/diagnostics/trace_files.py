@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab import files, schemas
+from gpulab import files
 from gpulab.errors import DataError
-from gpulab.records import check_size
+from gpulab.store import schemas
+from gpulab.store.records import check_size
 
 if TYPE_CHECKING:
     import pyarrow

@@ -121,8 +121,3 @@ def check_weight(model: nn.Module, weight: int | None) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     if weight is not None and not (type(weight) is int and 0 <= weight < count):
         raise UsageError(f"flip {weight!r}: expected the number of a weight, from 0 to {count - 1}")
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    """The bits of a tensor, for a digest."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

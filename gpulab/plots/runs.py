@@ -100,7 +100,7 @@ def curves(
     """The loss of every run while it learns, a thin line each, and the median over seeds; reruns are left out.
 
     Args:
-        histories: From `gpulab.training.history`, of one experiment.
+        histories: From `gpulab.store.history`, of one experiment.
         baseline: A loss to draw as a reference line.
         baseline_label: What it is.
         factor: What colours stand for: `setting` or `loader`.

@@ -23,12 +23,12 @@ from gpulab.errors import DataError, UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.progress import Progress
-from gpulab.records import machine, read_table, read_tables, recorded_folder, write_table
 from gpulab.saddles.hessians import hessian
 from gpulab.saddles.operators import check_count
 from gpulab.saddles.spectrum import ZERO, SpectralDensity, estimated_index, spectral_density
 from gpulab.settings import Setting
-from gpulab.training import folders
+from gpulab.store import identities
+from gpulab.store.records import machine, read_table, read_tables, recorded_folder, write_table
 from gpulab.training.plan import Plan, plan_run
 from gpulab.training.request import train
 
@@ -143,7 +143,7 @@ def _along_training(
     here = passport()
     plan.begin()
     planned = plan.identity(here)
-    identity = {**planned.record, "id": folders.run_id({**planned.record, "looked": options})}
+    identity = {**planned.record, "id": identities.run_id({**planned.record, "looked": options})}
     file = None if store is None else Path(store) / f"{identity['id']}.parquet"
     if file is not None and file.is_file():
         try:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from gpulab.errors import DataError, UsageError
 from gpulab.passports import passport
 from gpulab.progress import Progress
-from gpulab.records import machine, read_tables, recorded_folder
 from gpulab.report import Report
 from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.hessians import Batch
@@ -31,6 +30,7 @@ from gpulab.saddles.operators import check_count
 from gpulab.saddles.optimizers import SETTLED, Factory, Law, build, name_of, step_ratio
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting
+from gpulab.store.records import machine, read_tables, recorded_folder
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -43,8 +43,8 @@ from gpulab.search.trials import (
 from gpulab.settings import Setting
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import p_text
-from gpulab.training import store as stores
-from gpulab.training.remote import folder_of
+from gpulab.store import listing as stores
+from gpulab.store.object_store import folder_of
 from gpulab.training.seeds import check_numbers, check_runs_here, trainings
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from gpulab.stats.pairs import check_runs
 from gpulab.stats.power import DIVERGED_APART
 from gpulab.stats.tests import clopper_pearson_upper
 from gpulab.stats.verdicts import verdict
-from gpulab.training import store as stores
+from gpulab.store import listing as stores
 from gpulab.training.functions import TrainingFunction
 from gpulab.training.protocol import FACTORS, Specification
 

@@ -26,7 +26,7 @@ from typing import Any
 from gpulab.errors import GpulabError, UsageError, extra
 from gpulab.passports import Passport
 from gpulab.settings import Setting
-from gpulab.training.remote import remote
+from gpulab.store.object_store import remote
 from gpulab.training.workers import Worker, as_text, outcome
 
 DEATHS = 5  # of nodes under a run, after which it counts as failed

@@ -28,7 +28,8 @@ from torch import Tensor
 from gpulab.data.feed import Feed
 from gpulab.errors import GpulabError, UsageError
 from gpulab.passports import passport
-from gpulab.training import checkpoints, folders, parallel, run
+from gpulab.store import identities, run_files
+from gpulab.training import checkpoints, parallel, run
 from gpulab.training.accumulation import GradientAccumulation
 from gpulab.training.engines import Engines
 from gpulab.training.keeping import Keeping, Stored, stored_run
@@ -175,13 +176,13 @@ class GroupKeeping(Keeping):
     keeping: Keeping
     group: Group
 
-    def existing_run(self, identity: folders.Identity, with_weights: bool | None = None) -> Stored | None:
+    def existing_run(self, identity: identities.Identity, with_weights: bool | None = None) -> Stored | None:
         """As of `Keeping`, when all agree on what there is to do."""
         self.group.agree({**identity.record, "id": None}, "another training to do")
         stored = self.group.ask(lambda: self.keeping.existing_run(identity, with_weights))
         return stored if self.group.rank == 0 or stored is None else (None, *stored[1:])
 
-    def resumed(self, identity: folders.Identity, training: Training) -> bool:
+    def resumed(self, identity: identities.Identity, training: Training) -> bool:
         """All begin where the first does: with its weights, or at its checkpoint."""
         if self.group.rank == 0:
             self.keeping.resumed(identity, training)
@@ -198,7 +199,7 @@ class GroupKeeping(Keeping):
             checkpoints.restore(training, *begun)
         return begun is not None
 
-    def save_checkpoint(self, identity: folders.Identity, training: Training) -> None:
+    def save_checkpoint(self, identity: identities.Identity, training: Training) -> None:
         """As of `Keeping`."""
         if self.group.rank == 0:
             self.keeping.save_checkpoint(identity, training)
@@ -250,7 +251,7 @@ def launched(plan: Plan, job: dict[str, Any], keeping: Keeping, progress: run.To
         name = parallel.launch(job | {"store": keeping.address or str(store)}, devices, tell)[0]
         done = run.with_model(plan, stored_run(store / name))
         if not keeping.weights:
-            (store / name / folders.WEIGHTS).unlink(missing_ok=True)
+            (store / name / run_files.WEIGHTS).unlink(missing_ok=True)
     return done if keeping.store else replace(done, path=None)
 
 

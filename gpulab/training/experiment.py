@@ -18,11 +18,11 @@ from filelock import SoftFileLease, Timeout
 from gpulab import files
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import Setting
-from gpulab.training import folders
-from gpulab.training import store as stores
+from gpulab.store import identities, run_files
+from gpulab.store import listing as stores
+from gpulab.store.object_store import remote
 from gpulab.training.functions import TrainingFunction, is_function
 from gpulab.training.protocol import Specification, protocol
-from gpulab.training.remote import remote
 from gpulab.training.workers import INSIDE, Workers
 
 if TYPE_CHECKING:
@@ -236,9 +236,9 @@ class Experiment:
             )
         return [done for done in run_ids if done]
 
-    def _done(self, names: list[folders.Identity]) -> str | None:
+    def _done(self, names: list[identities.Identity]) -> str | None:
         """The id of a run in the store, which has a name for no machine and one for each that might have done it."""
         if self.how.get("guard") or not self.how.get("resume", True):
             return None
-        find = self.remote.has if self.remote else functools.partial(folders.find, self.folder)
+        find = self.remote.has if self.remote else functools.partial(run_files.find, self.folder)
         return next((identity.id for identity in names[1:] if find(identity)), None)

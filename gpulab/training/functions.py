@@ -20,19 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from gpulab.data.content import digest as content_of
-from gpulab.data.content import stamp
 from gpulab.diagnostics import guards
 from gpulab.diagnostics.steps import find_function, seeded
 from gpulab.errors import GpulabError, UsageError, check_name, in_one_line
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
-from gpulab.training import folders
-from gpulab.training import store as stores
+from gpulab.store import identities, run_files
+from gpulab.store import listing as stores
+from gpulab.store.sources import UnknownContentError, content, digest, file_of, innermost, is_plain, of_gpulab, plain
 from gpulab.training.keeping import Keeping
 from gpulab.training.protocol import LAST_FIFTH
 from gpulab.training.run import Run, Told, history_frame, told
-from gpulab.training.sources import UnknownContentError, content, digest, file_of, innermost, is_plain, of_gpulab, plain
 
 GIVEN = ("seed", "setting", "folder")  # parameters that gpulab fills in, by name; all others are options
 LONGEST = 4096  # characters of a path
@@ -99,7 +97,7 @@ class TrainingFunction:
 
     def identity(
         self, here: Passport, setting: Setting, seed: int, rerun: int, options: Mapping[str, Any]
-    ) -> folders.Identity:
+    ) -> identities.Identity:
         """What makes a run of it this run, and its id. An option that names a file stands for what is in it."""
         own = {"experiment": self.name, "profile": self.profile, "setting": str(setting), "seed": seed, "rerun": rerun}
         identity = {**own, "configuration": {"source": self.source, "options": self.plain_options(options)}}
@@ -108,15 +106,15 @@ class TrainingFunction:
             known["content"] = "".join(self._contents(options))
         except UnknownContentError as error:
             unknown += (f"an option of {self.name} ({error})",)
-        return folders.identified(identity, here, known, unknown)
+        return identities.identified(identity, here, known, unknown)
 
     def _contents(self, options: Mapping[str, Any]) -> Iterator[str]:
         """Digests of the files that options name, and of what is in options that are not plain."""
         for name, value in {**self.options, **options}.items():
             if isinstance(value, str | Path) and 0 < len(str(value)) < LONGEST and Path(value).is_file():
-                yield f"{name}:{content_of({Path(value): stamp(Path(value))})} "
+                yield f"{name}:{identities.content_of({Path(value): identities.stamp(Path(value))})} "
             elif not is_plain(value):
-                yield f"{name}:{folders.digest(content(value))} "
+                yield f"{name}:{identities.digest(content(value))} "
 
     def command(self, setting: Setting, seed: int, rerun: int, options: Mapping[str, Any]) -> str | None:
         """The command line that makes a run, where there is one."""
@@ -195,11 +193,11 @@ def run_function(
         folder, record, history, _ = existing
         return Run(None, None, history, record, folder)
     if keeping.store is not None and "folder" in training.takes and not identity.unknown:
-        own_files = folders.files_folder(keeping.store, identity.id, keeping.resume)
+        own_files = run_files.files_folder(keeping.store, identity.id, keeping.resume)
     with contextlib.ExitStack() as stack:
         stack.enter_context(setting.apply())
         notes["command"] = notes["command"] or training.command(setting, seed, rerun, options)
-        record = folders.begun(identity, here, **notes)
+        record = run_files.begun(identity, here, **notes)
         stack.enter_context(guards.guard() if guard else contextlib.nullcontext())
         tell = stack.enter_context(told(progress, unit="step"))
         begin = time.perf_counter()

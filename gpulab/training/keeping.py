@@ -13,7 +13,8 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from gpulab.training import checkpoints, folders
+from gpulab.store import identities, run_files
+from gpulab.training import checkpoints
 from gpulab.training.loop import Training
 
 CHECKPOINT_SECONDS = 10.0
@@ -45,25 +46,25 @@ class Keeping:
         """The store, as `gpulab.train` takes it in another process."""
         return None if self.store is None else str(self.store)
 
-    def existing_run(self, identity: folders.Identity, with_weights: bool | None = None) -> Stored | None:
+    def existing_run(self, identity: identities.Identity, with_weights: bool | None = None) -> Stored | None:
         """A run that was done before; None where it is to be done."""
         if self.store is None or not self.take_existing:
             return None
-        folder = folders.find(self.store, identity, with_weights)
+        folder = run_files.find(self.store, identity, with_weights)
         return None if folder is None else stored_run(folder)
 
-    def resumed(self, identity: folders.Identity, training: Training) -> bool:
+    def resumed(self, identity: identities.Identity, training: Training) -> bool:
         """Whether the training now is where an interrupted one was, by its checkpoint; a damaged one is set aside."""
         file = self._checkpoint_file(identity)
         if file is None or not self.resume:
             return False
-        return folders.resume(file, functools.partial(checkpoints.restore, training))
+        return run_files.resume(file, functools.partial(checkpoints.restore, training))
 
-    def save_checkpoint(self, identity: folders.Identity, training: Training) -> None:
+    def save_checkpoint(self, identity: identities.Identity, training: Training) -> None:
         """Keep a training that is between two windows."""
         file = self._checkpoint_file(identity)
         if file is not None:
-            folders.write_checkpoint(file, *checkpoints.checkpoint(training))
+            run_files.write_checkpoint(file, *checkpoints.checkpoint(training))
 
     def keep(
         self,
@@ -75,19 +76,19 @@ class Keeping:
         """Put a run that is done into the store, with a folder of its own files; returns its folder there."""
         if self.store is None:
             return None
-        folder = folders.write_run(self.store, record, history, weights if self.weights else None, own_files)
-        folders.checkpoint_file(self.store, record["id"]).unlink(missing_ok=True)
+        folder = run_files.write_run(self.store, record, history, weights if self.weights else None, own_files)
+        run_files.checkpoint_file(self.store, record["id"]).unlink(missing_ok=True)
         return folder
 
-    def _checkpoint_file(self, identity: folders.Identity) -> Path | None:
+    def _checkpoint_file(self, identity: identities.Identity) -> Path | None:
         """None also for a run that nobody could tell from another."""
         if self.store is None or identity.unknown:
             return None
-        return folders.checkpoint_file(self.store, identity.id)
+        return run_files.checkpoint_file(self.store, identity.id)
 
 
 def stored_run(folder: Path) -> Stored:
     """A run at rest."""
-    record, history = folders.read_run(folder)
-    weights = folders.read_weights(folder) if (folder / folders.WEIGHTS).is_file() else None
+    record, history = run_files.read_run(folder)
+    weights = run_files.read_weights(folder) if (folder / run_files.WEIGHTS).is_file() else None
     return folder, record, history, weights

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from gpulab.data.datasets import Data, load
+from gpulab.data.base import Data
+from gpulab.data.datasets import load
 from gpulab.errors import UsageError
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable, check_weight, flip_bit
 from gpulab.passports import Passport
 from gpulab.settings import Setting
-from gpulab.training import folders, sources
+from gpulab.store import identities, sources
 from gpulab.training.protocol import FACTORS, Protocol, Specification, factors_of_run, protocol
 
 # What of gpulab's code its trainings are.
@@ -58,7 +59,7 @@ class Plan:
         if self.factors["flip"] is not None:
             flip_bit(self.model, self.factors["flip"])
 
-    def identity(self, here: Passport) -> folders.Identity:
+    def identity(self, here: Passport) -> identities.Identity:
         """What makes this run this run, and its id; of a model of one's own after `begin`."""
         identity = {
             "experiment": self.name,
@@ -84,9 +85,9 @@ class Plan:
         modules += ["models"] if self.own else ["models/base.py", *MODEL_FILES[self.name]]
         known = {"code": sources.of_gpulab(*modules), "content": content or ""}
         if self.own:
-            known["initial"] = folders.weights_digest(self.model.state_dict())
+            known["initial"] = identities.weights_digest(self.model.state_dict())
         unknown = self.unknown + ((f"data {self.data.name!r}",) if content is None else ())
-        return folders.identified(identity, here, known, unknown)
+        return identities.identified(identity, here, known, unknown)
 
 
 def plan_run(
@@ -177,13 +178,13 @@ def _model_description(
         named = {key: value for key, value in described.items() if key not in own or value != own[key]}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in named.items()}, ()
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    weights = None if model.fresh else folders.weights_digest(model.state_dict())
+    weights = None if model.fresh else identities.weights_digest(model.state_dict())
     try:
         parts = [(name, sources.of_module(part)) for name, part in model.named_modules()]
         unknown: tuple[str, ...] = ()
     except sources.UnknownContentError as error:
         parts, unknown = [], (f"{type(net).__name__} ({error})",)
-    digest = folders.digest([shapes, repr(model), weights, parts])
+    digest = identities.digest([shapes, repr(model), weights, parts])
     return {"class": type(net).__qualname__, "digest": digest}, unknown
 
 

@@ -1,7 +1,6 @@
-"""What is trained: profiles, the options of a run, and the one specification of a run.
+"""What is trained: profiles, and the one specification of a run, with the options of `gpulab.store.factors`.
 
-The store, the command line, experiments and searches all read `Specification` and `OPTIONS`. A new option, or a
-new factor, is one entry in `OPTIONS`, and the line of code in which it acts.
+The command line, experiments and searches all read `Specification`.
 """
 
 from __future__ import annotations
@@ -9,11 +8,17 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpulab.errors import UsageError
+from gpulab.store.factors import DATA_OPTIONS, model_options_of
+from gpulab.store.factors import FACTORS as FACTORS
+from gpulab.store.factors import OPTIONS as OPTIONS
+from gpulab.store.factors import factors_of_record as factors_of_record
+from gpulab.store.factors import factors_of_run as factors_of_run
+from gpulab.store.factors import whole_numbers as whole_numbers
 
 PROFILES = ("smoke", "quick", "paper")
 LAST_FIFTH = 5  # of a run's windows one in so many, the last, make its final loss
@@ -99,144 +104,6 @@ def protocol(model: str, name: str) -> Protocol:
     return PROTOCOLS[model][name]
 
 
-# --- options ---------------------------------------------------------------------------------------------
-
-
-def whole_numbers(text: str, separator: str = ",", count: int | None = None, name: str = "") -> list[int]:
-    """The numbers in a text such as `3,16,32`; `UsageError` for anything else."""
-    try:
-        numbers = [int(part) for part in text.replace("×", "x").split(separator)]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 0 or (count and len(numbers) != count):
-        raise UsageError(f"{name} {text!r}: expected whole numbers separated by {separator!r}".lstrip())
-    return numbers
-
-
-@dataclass(frozen=True)
-class Option:
-    """One thing that may be chosen for a run: an argument of `gpulab.train`, an option of the commands.
-
-    Attributes:
-        help: What the command line says of it.
-        kind: The type of its value on the command line.
-        default: What the help says of it where it is left out.
-        of: Where `gpulab.train` takes it: as an argument of its own (`run`), in `data_options`, in
-            `model_options`, or in both of these (`data and model`).
-        usual: Its value where nothing is said. Runs record a factor only when it has another one.
-        factor: Whether a device may do it otherwise and what is to be learned stays the same. A factor is a column
-            of `gpulab.runs`, and runs that differ in nothing else can be compared.
-        choices: The values that there are, if they can be listed.
-        parse: From the command line's text to the value, and `show` back.
-        flag: Whether the commands have an option of this name; `--option` sets those of a model that have none.
-    """
-
-    help: str
-    kind: type = str
-    of: str = "run"
-    default: str = ""
-    usual: Any = None
-    factor: bool = False
-    choices: tuple[Any, ...] = ()
-    parse: Callable[[Any], Any] = lambda value: value
-    show: Callable[[Any], str] = str
-    flag: bool = True
-
-    def says_nothing(self, value: Any) -> bool:
-        """Whether a value is what holds where nothing is said."""
-        return value is None or value == self.usual or (value is False and not self.usual)
-
-
-DATA_NAMES = "digits, mnist, mnist:DIR, walk, moving-digits, video:FILE, frames:DIR; or jpeg: and one of these"
-OPTIONS: dict[str, Option] = {
-    "data": Option(DATA_NAMES, default="the profile's"),
-    "frames": Option("how many to train on", kind=int, default="the profile's"),
-    "window": Option("frames, or images, between two looks at the loss", kind=int, default="the profile's"),
-    "size": Option(
-        "height×width of the frames, such as 48x64",
-        of="data and model",
-        parse=lambda text: tuple(whole_numbers(text, "x", 2, "--size")),
-        show=lambda size: "x".join(map(str, size)),
-    ),
-    "channels": Option(
-        "PredNet's channels, such as 3,16,32",
-        of="model",
-        parse=lambda text: whole_numbers(text, name="--channels"),
-        show=lambda channels: ",".join(map(str, channels)),
-    ),
-    "speed": Option("of the motion in walk and moving-digits", float, "data"),
-    "grey": Option("read a video or a folder with one channel", bool, "data"),
-    "learning_rate": Option("Adam's", kind=float, default="0.001"),
-    "loader": Option(
-        "how frames reach the device: window, or one by one through a buffer: copied, reused, imitated",
-        usual="window",
-        factor=True,
-        choices=("window", "copied", "reused", "imitated"),
-    ),
-    "decoder": Option(
-        "who decodes jpeg:NAME: pillow, torchvision, av or nvjpeg", default="pillow", of="data", factor=True
-    ),
-    "quality": Option("of the frames of jpeg:NAME, 1 to 100", int, "data", default="75"),
-    "subsampling": Option("of the colours of jpeg:NAME: 4:4:4, 4:2:2 or 4:2:0", of="data"),
-    "flip": Option("number of the initial weight whose last bit is changed", int, factor=True),
-    "fast": Option(
-        "whether gradients are computed in fewer operations, equal up to rounding, where that can be done",
-        kind=bool,
-        usual=True,
-        factor=True,
-        choices=(True, False),
-    ),
-    "draws": Option(
-        "whose generator draws the initial weights: cpu or device",
-        usual="cpu",
-        factor=True,
-        choices=("cpu", "device"),
-    ),
-    "devices": Option("how many devices share each batch, a process each", int, default="1", usual=1, factor=True),
-    "covariance": Option("how the whitener computes it", of="model", factor=True, flag=False),
-    "truncation": Option(
-        "what PredNet's backpropagation through time is cut off from: loss or state",
-        of="model",
-        usual="state",  # where a record does not say
-        factor=True,
-        flag=False,
-    ),
-}
-DATA_OPTIONS = [name for name, option in OPTIONS.items() if "data" in option.of]
-FACTORS = {name: option for name, option in OPTIONS.items() if option.factor}
-
-
-def factors_of_run(**given: Any) -> dict[str, Any]:
-    """The factors that `gpulab.train` takes as arguments of its own, checked, each with its value.
-
-    Raises:
-        UsageError: For an unknown factor, or a value that there is not.
-    """
-    own = {name: option for name, option in FACTORS.items() if option.of == "run"}
-    if unknown := sorted(given.keys() - own):
-        raise UsageError(f"no factor {unknown[0]!r}; there are {', '.join(own)}")
-    for name, value in given.items():
-        if (choices := own[name].choices) and value not in choices:
-            raise UsageError(f"{name} {value!r}: expected one of {', '.join(map(str, choices))}")
-    return {name: given.get(name, option.usual) for name, option in own.items()}
-
-
-def factors_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Every factor of a recorded run, the usual ones, too."""
-    model = _model_options(record)
-    return {
-        name: model.get(name) if option.of == "model" else record.get(name, option.usual)
-        for name, option in FACTORS.items()
-    }
-
-
-def _model_options(record: Mapping[str, Any]) -> dict[str, Any]:
-    options = dict(record["configuration"].get("model_options", {}))
-    if record["experiment"] == "prednet" and "channels" in options:
-        options.setdefault("truncation", OPTIONS["truncation"].usual)
-    return options
-
-
 # --- the specification -----------------------------------------------------------------------------------
 
 
@@ -287,7 +154,7 @@ class Specification:
                 (data if option.of == "data" else options)[name] = record[name]
         if done["data"].startswith(("video:", "frames:")) and done["model_options"].get("channels", [3])[0] == 1:
             data["grey"] = True
-        options |= {"data_options": data, "model_options": _model_options(record)}
+        options |= {"data_options": data, "model_options": model_options_of(record)}
         names = ("setting", "seed", "profile")
         return cls(record["experiment"], **{n: record[n] for n in names}, rerun=record.get("rerun", 0), options=options)
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from gpulab import records
 from gpulab.errors import GpulabError
 from gpulab.models import MODELS
 from gpulab.settings import Setting
+from gpulab.store import records
 from gpulab.training import run
 from gpulab.training.plan import plan_with_command
 from gpulab.training.run import Run

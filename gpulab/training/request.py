@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from gpulab import records
-from gpulab.data.datasets import Data
+from gpulab.data.base import Data
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import Passport, passport
 from gpulab.settings import Setting
-from gpulab.training import data_parallel, folders, parallel
+from gpulab.store import identities, records
+from gpulab.training import data_parallel, parallel
 from gpulab.training.engines import Engines
 from gpulab.training.functions import TrainingFunction, is_function, run_function
 from gpulab.training.keeping import CHECKPOINT_SECONDS
@@ -92,8 +92,8 @@ def train(
         progress: True for a bar; or called with (frames done, loss).
         command: Noted in the record; by default the command line that makes this run, where there is one.
         registered: A file in which question, endpoint, margin, seeds and stopping were laid down; its name and digest
-            are noted in the record of a run that is made now (see `gpulab.records.registration`). One that the store
-            has already stays as it is.
+            are noted in the record of a run that is made now (see `gpulab.store.records.registration`). One that the
+            store has already stays as it is.
         **factors: What a device may do otherwise: `loader`, how frames reach it (see `gpulab.data.feed`); `flip`
             changes the last bit of the initial weight of that number; `fast=False` has every gradient computed by
             autograd, which PredNet otherwise does in fewer operations, equal up to rounding, unless a guard, a trace
@@ -150,12 +150,12 @@ def train(
 ANYWHERE = Passport(cpu={"model": ""}, gpus=[], software={"torch": "", "gpulab": ""})
 
 
-def planned(net: str | TrainingFunction, **arguments: Any) -> folders.Identity:
+def planned(net: str | TrainingFunction, **arguments: Any) -> identities.Identity:
     """What `train` would call a run with these arguments on this machine."""
     return planned_on([passport()], net, **arguments)[0]
 
 
-def planned_on(machines: list[Passport], net: str | TrainingFunction, **arguments: Any) -> list[folders.Identity]:
+def planned_on(machines: list[Passport], net: str | TrainingFunction, **arguments: Any) -> list[identities.Identity]:
     """The same on each of several machines, given by their passports."""
     if isinstance(net, TrainingFunction):
         setting, seed, rerun, options = (arguments[name] for name in ("setting", "seed", "rerun", "model_options"))

@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from gpulab.data.datasets import Data, Window
+from gpulab.data.base import Data, Window
 from gpulab.data.feed import Loader
 from gpulab.diagnostics import guards
 from gpulab.errors import UsageError
@@ -31,7 +31,8 @@ from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.progress import Progress
 from gpulab.settings import Setting
-from gpulab.training import folders, loop
+from gpulab.store import identities, run_files
+from gpulab.training import loop
 from gpulab.training.adam import Adam
 from gpulab.training.engines import Engines
 from gpulab.training.keeping import Keeping, Stored
@@ -165,7 +166,7 @@ def carry_out(
     existing = keeping.existing_run(identity, keeping.weights)
     if existing:
         return with_model(plan, existing)
-    record = folders.begun(identity, passport(), **notes)
+    record = run_files.begun(identity, passport(), **notes)
     torch.manual_seed(plan.seed)
     training = begin(plan)
     if keeping.resumed(identity, training):
@@ -302,7 +303,7 @@ def outcome(plan: Plan, training: Training) -> dict[str, Any]:
             "heldout_loss": None if diverged else heldout,
             "seconds": training.seconds,
             "frames_per_second": len(training.history) * plan.window / training.seconds,
-            "weights": folders.weights_digest(training.model.state_dict()),
+            "weights": identities.weights_digest(training.model.state_dict()),
         },
     }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
-from gpulab.training import folders
+from gpulab.store import run_files
 from gpulab.training.experiment import Experiment
 from gpulab.training.functions import TrainingFunction
 from gpulab.training.request import planned
@@ -102,8 +102,8 @@ def trainings(count: int) -> Iterator[Metrics]:
             return workers.train(job, lambda *_: None)
         # A run that is there needs no worker, whose process takes seconds to start.
         store = Path(job["store"])
-        run = folders.find(store, planned(**job)) or store / workers.train(job, lambda *_: None)
-        record = folders.read_record(run)
+        run = run_files.find(store, planned(**job)) or store / workers.train(job, lambda *_: None)
+        record = run_files.read_record(run)
         return {} if record["status"] == "diverged" else record.get("metrics") or record["summary"]
 
     def metrics(jobs: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:

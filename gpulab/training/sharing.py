@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field, StringConstraints, conlist, with_config
 from typing_extensions import TypedDict
 
-from gpulab import files, records, schemas
+from gpulab import files
 from gpulab.errors import DataError, UsageError
 from gpulab.settings import Setting
-from gpulab.training import folders, store
+from gpulab.store import identities, listing, records, schemas
 from gpulab.training.protocol import FACTORS, LAST_FIFTH, Specification, factors_of_run
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def shared_runs(frame: pd.DataFrame) -> SharedRuns:
         3
     """
     runs, left_out = [], Counter[str]()
-    for row, full, history in store.with_histories(frame):
+    for row, full, history in listing.with_histories(frame):
         passport = {**full["passport"], "gpus": [_allowed(gpu, GPU) for gpu in full["passport"]["gpus"]]}
         system = str(passport["software"].get("os", "")).partition("-")[0]  # a kernel's name may be anything
         passport["software"] = {**passport["software"], "os": system}
@@ -231,7 +231,7 @@ def _checksum(record: Mapping[str, Any], history: pyarrow.Table) -> str:
     """Of a run, whether it comes from a store or from a shared file, in which seconds have fewer digits."""
     rows = history.to_pydict()
     rows["seconds"] = [round(seconds * 1024) for seconds in rows["seconds"]]
-    return folders.digest([{name: value for name, value in _flat(record) if name != "checksum"}, rows])
+    return identities.digest([{name: value for name, value in _flat(record) if name != "checksum"}, rows])
 
 
 # --- merging -----------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def merge(file: str | Path, folder: str | Path) -> int:
         raise DataError(f"{file}: {name} is in it {most} times")
     for record in shared:
         _check(file, record, histories[record["id"]])
-    present = set(store.runs(folder).id)
+    present = set(listing.runs(folder).id)
     if known := [record["id"] for record in shared if record["id"] in present]:
         raise DataError(f"{file}: {len(known)} of {len(shared)} runs are in {folder} already, such as {known[0]}")
     digest = hashlib.sha256(content).hexdigest()
@@ -324,7 +324,7 @@ def _wrong_identity(record: Mapping[str, Any]) -> Iterator[str]:
     names = ("experiment", "profile", "setting", "seed", "rerun", "configuration", *OWN)
     identity = {name: record[name] for name in names if record.get(name) is not None}
     known = {name: record[name] for name in ("code", "content") if name in record}
-    if record["id"] != folders.identified(identity, record["passport"], known).id:
+    if record["id"] != identities.identified(identity, record["passport"], known).id:
         yield "its id is not that of what it says was run, on which chip, with which torch and gpulab"
     if setting.kind != "cpu" and not record["passport"]["gpus"]:
         yield f"ran under {setting}, on a machine without a GPU"

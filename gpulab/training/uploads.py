@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from gpulab.training import folders
+from gpulab.store import identities
+from gpulab.store.object_store import Remote, remote
 from gpulab.training.keeping import Keeping, Stored
-from gpulab.training.remote import Remote, remote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Uploading(Keeping):
         """As of `Keeping`."""
         return self.objects.url
 
-    def existing_run(self, identity: folders.Identity, with_weights: bool | None = None) -> Stored | None:
+    def existing_run(self, identity: identities.Identity, with_weights: bool | None = None) -> Stored | None:
         """As of `Keeping`, downloaded if need be; a run whose upload was cut off is uploaded."""
         if self.take_existing:
             self.objects.fetch(identity)

@@ -8,7 +8,7 @@ import torch
 
 import gpulab as gl
 from gpulab.companion import learning
-from gpulab.records import recorded_folder
+from gpulab.store.records import recorded_folder
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 
 import gpulab as gl
 from gpulab.errors import UsageError
-from gpulab.records import recorded_folder
 from gpulab.stats.meta import meta_analysis
+from gpulab.store.records import recorded_folder
 from gpulab.training.sharing import merge, shared_runs
 
 OFF, ON, CUDNN = "cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off"

@@ -11,7 +11,7 @@ import gpulab as gl
 from gpulab.companion import explorers
 from gpulab.diagnostics import trace_files
 from gpulab.files import MOST_UPLOADED
-from gpulab.records import recorded_folder
+from gpulab.store.records import recorded_folder
 
 LOSS = torch.nn.functional.mse_loss
 

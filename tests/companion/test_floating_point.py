@@ -5,12 +5,12 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab import records
 from gpulab.companion import floating_point as module
 from gpulab.companion.benchmarks import benchmark
 from gpulab.companion.floating_point import FLIPPED, MEASURED, OTHER_SEED, Factor, factors, level
 from gpulab.numerics.cuda_random import cuda_threads, same_draws
-from gpulab.training import store as stores
+from gpulab.store import listing as stores
+from gpulab.store import records
 
 record_factors = benchmark("record_factors").record_factors
 SMALL = {"profile": "smoke", "frames": 20, "progress": False}
@@ -156,7 +156,7 @@ def test_what_is_kept_is_not_made_again_and_a_recording_is_read_as_recorded(monk
     folder, store = tmp_path / "factors", tmp_path / "runs"
     record_factors(folder / "here.json", store, "autoencoder", seeds=2, command="python record", **SMALL)
     stores.pack(store, folder / "runs.parquet")
-    monkeypatch.setattr("gpulab.records.DATA", tmp_path)
+    monkeypatch.setattr("gpulab.store.records.DATA", tmp_path)
     (record,) = records.read_documents("factors")
     assert record["command"] == "python record"
     before = {file: file.stat().st_mtime_ns for file in store.glob("*/run.json")}

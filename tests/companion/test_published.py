@@ -17,7 +17,7 @@ import gpulab as gl
 from gpulab.companion.benchmarks import FOLDERS, benchmark
 from gpulab.data.datasets import load
 from gpulab.settings import Setting
-from gpulab.training.store import record_of
+from gpulab.store.listing import record_of
 
 published, record_published, stock_chainer = map(benchmark, ("published", "record_published", "stock_chainer"))
 SCRIPTS = FOLDERS[0]

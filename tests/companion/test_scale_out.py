@@ -7,10 +7,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gpulab import records
 from gpulab.companion import scale_out, scale_out_figures
 from gpulab.companion.scale_out import WAYS
 from gpulab.errors import UsageError
+from gpulab.store import records
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab import records
 from gpulab.companion import speed, workloads
 from gpulab.companion.benchmarks import benchmark
 from gpulab.errors import GpulabError, UsageError
 from gpulab.report import Picture
+from gpulab.store import records
 
 boosted_trees, texts = benchmark("boosted_trees"), benchmark("text_classifier")
 CPU = "cpu:threads=1"

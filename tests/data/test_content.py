@@ -9,7 +9,7 @@ import pytest
 from test_datasets import SMALL, noise, write_idx, write_images, write_video
 
 import gpulab as gl
-from gpulab.data import content
+from gpulab.store import identities
 
 CLIP, OTHER = noise(12, 24, 32, 3), noise(24, 24, 32, 3)[12:]
 
@@ -17,14 +17,14 @@ CLIP, OTHER = noise(12, 24, 32, 3), noise(24, 24, 32, 3)[12:]
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were read for a digest."""
-    content._digest.cache_clear()
+    identities._content_of.cache_clear()
     seen, real = [], open
 
     def counted(file, *mode):
         seen.append(os.path.basename(file))
         return real(file, *mode)
 
-    monkeypatch.setattr(content, "open", counted, raising=False)
+    monkeypatch.setattr(identities, "open", counted, raising=False)
     return seen
 
 

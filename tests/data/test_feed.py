@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab import records
 from gpulab.data.feed import LOADERS, Loader
 from gpulab.models.chainer import chainer_views
 from gpulab.passports import Passport
 from gpulab.settings import Setting
+from gpulab.store import records
 from gpulab.training.plan import plan_run
 from gpulab.training.protocol import Specification
 from gpulab.training.request import planned

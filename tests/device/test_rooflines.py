@@ -4,7 +4,7 @@ import torch
 
 import gpulab as gl
 from gpulab.device import rooflines as speed
-from gpulab.records import write_json
+from gpulab.store.records import write_json
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
@@ -111,7 +111,7 @@ def test_a_recorded_roofline_is_read_back_with_its_machine(small, tmp_path, monk
     (tmp_path / "runs").mkdir()
     record = {"passport": gl.passport(), "command": "the command", "rows": small.to_dict("records")}
     write_json(tmp_path / "rooflines" / "here.json", record)
-    monkeypatch.setattr("gpulab.records.DATA", tmp_path)
+    monkeypatch.setattr("gpulab.store.records.DATA", tmp_path)
     back = gl.device.recorded_rooflines()
     assert set(back.machine) == {gl.passport()["cpu"]["model"]}, "the setting was the CPU's, whatever else is there"
     pd.testing.assert_frame_equal(back[small.columns], small)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import gpulab as gl
 from gpulab.numerics.arithmetic import CHIPS, PRECISIONS, arithmetic_of
 from gpulab.numerics.emulation import emulate
-from gpulab.records import read_json
+from gpulab.store.records import read_json
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 products = importlib.import_module("compare_products")

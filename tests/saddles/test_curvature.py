@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab import records as recordings
 from gpulab.saddles import curvature as trajectories
 from gpulab.saddles.curvature import read_curvature, row_spectra
 from gpulab.saddles.spectrum import ZERO
-from gpulab.training.checks import check
+from gpulab.store import records as recordings
+from gpulab.store.checks import check
 
 SMALL = {"profile": "smoke", "frames": 40, "snapshots": 2, "steps": 8, "probes": 2, "evaluated": 20, "progress": False}
 SETTINGS = ["cpu:threads=1", "cpu:precision=float64", "cpu:emulate=bfloat16"]

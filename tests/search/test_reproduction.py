@@ -34,7 +34,7 @@ def old(store):
     given = {"model_options": {"hidden": [16, 4]}, "store": store, "keep_weights": False, **QUIET}
     for seed in range(12):
         gl.train("autoencoder", None, "cpu:threads=1", seed, "smoke", **given)
-    return gl.training.runs(store)
+    return gl.store.runs(store)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_the_flag_is_the_answer_and_no_learning_rate_is(by_flag):
 
 def test_a_row_is_what_the_verdict_says_of_those_runs(by_flag, old, store):
     """The table, against the runs that the store has, judged without a search."""
-    runs = gl.training.runs(store)
+    runs = gl.store.runs(store)
     new = runs[(runs.setting == NEW) & (runs.protocol == old.protocol[0])]
     (wanted,) = gl.verdict(pd.concat([old, new]), reference="cpu:threads=1").table.to_dict("records")
     row = by_flag.table.loc[0]

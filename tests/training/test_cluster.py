@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import gpulab as gl
 from gpulab.cli import app
+from gpulab.store import run_files
 from gpulab.training import cluster as clusters
-from gpulab.training import folders
 
 if (
     find_spec("ray") is None
@@ -70,7 +70,7 @@ def test_a_node_that_dies_loses_no_finished_run_and_its_others_are_run_again(tmp
             assert time.monotonic() < ended
             time.sleep(0.02)
             before = {path: path.stat().st_mtime_ns for path in store.glob("prednet-*")}
-            claimed, saved = [*store.glob(".claims/*")], [*store.glob(f"{folders.WORK}/prednet*")]
+            claimed, saved = [*store.glob(".claims/*")], [*store.glob(f"{run_files.WORK}/prednet*")]
         cluster.remove_node(second, allow_graceful=False)
         errors = driver.communicate(timeout=PATIENCE)[1]
         assert driver.returncode == 0, errors
@@ -80,7 +80,7 @@ def test_a_node_that_dies_loses_no_finished_run_and_its_others_are_run_again(tmp
     runs = gl.runs(store).sort_values("seed", ignore_index=True)
     assert runs.seed.tolist() == [0, 1, 2, 3]
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    resumed = [folders.read_record(path).get("resumed_at") for path in runs.path]
+    resumed = [run_files.read_record(path).get("resumed_at") for path in runs.path]
     assert any(resumed), "another node went on from the dead one's checkpoint"
     assert not list(store.glob(".claims/*"))
     for seed in (0, 3):

@@ -14,7 +14,8 @@ import torch
 
 import gpulab as gl
 from gpulab.settings import cpu_flags
-from gpulab.training import folders, workers
+from gpulab.store import run_files
+from gpulab.training import workers
 from gpulab.training.request import planned
 
 TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}}
@@ -56,7 +57,7 @@ def test_a_worker_gives_the_bits_that_training_here_gives(done):
 def test_the_threads_of_workers_do_not_leak_into_this_process(done):
     _, frame, before, after = done
     assert before == after
-    records = [folders.read_record(Path(path)) for path in frame.path]
+    records = [run_files.read_record(Path(path)) for path in frame.path]
     assert [record["arithmetic"]["threads"] for record in records] == [1, 1, 1, 1]
 
 
@@ -152,7 +153,7 @@ def test_two_workers_and_reruns(tmp_path):
 @pytest.mark.skipif("avx512f" not in cpu_flags(), reason="running as AVX2 shows on an AVX-512 CPU only")
 def test_workers_are_started_with_the_instruction_set_of_their_setting(tmp_path):
     frame = experiment(tmp_path, ["cpu:isa=avx2"], seeds=1).run(progress=False)
-    assert folders.read_record(Path(frame.path[0]))["arithmetic"]["cpu_capability"] == "AVX2"
+    assert run_files.read_record(Path(frame.path[0]))["arithmetic"]["cpu_capability"] == "AVX2"
 
 
 INTERRUPTED = """
@@ -175,14 +176,14 @@ def test_an_interrupted_experiment_saves_a_checkpoint_ends_its_workers_and_goes_
     command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), json.dumps(options)]
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(f"{folders.WORK}/*.safetensors")):
+    while not list(tmp_path.glob(f"{run_files.WORK}/*.safetensors")):
         assert parent.poll() is None, parent.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.01)
     parent.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in parent.communicate(timeout=60)[1]
     assert gl.runs(tmp_path).empty
-    (checkpoint,) = tmp_path.glob(f"{folders.WORK}/*.safetensors")
+    (checkpoint,) = tmp_path.glob(f"{run_files.WORK}/*.safetensors")
     before = checkpoint.read_bytes()
     time.sleep(0.2)
     assert checkpoint.read_bytes() == before, "no worker goes on by itself"

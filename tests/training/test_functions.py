@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.training import folders, workers
-from gpulab.training import store as stores
+from gpulab.store import listing as stores
+from gpulab.store import run_files
+from gpulab.training import workers
 from gpulab.training.functions import TrainingFunction
 
 QUIET = {"progress": False}
@@ -129,10 +130,10 @@ def test_a_usual_training_becomes_runs_that_a_verdict_compares(write, monkeypatc
     assert (run.record["id"], run.final_loss) == (frame.id[1], frame.final_loss[1])
     assert run.metrics["accuracy"] == frame.accuracy[1]
     assert "accuracy" in repr(run)
-    gl.training.store.pack("runs", "packed.parquet")
+    gl.store.listing.pack("runs", "packed.parquet")
     packed = gl.runs("packed.parquet")
     assert packed.drop(columns="path").equals(gl.runs("runs").drop(columns="path"))
-    assert gl.training.history(packed).loss.tolist() == frame.final_loss.tolist()
+    assert gl.store.history(packed).loss.tolist() == frame.final_loss.tolist()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no fork")
@@ -191,7 +192,7 @@ def test_what_is_yielded_is_history_and_what_is_returned_at_its_end_counts_too(t
     assert heard == [(step + 1, 10.0 - step) for step in range(10)]
     (row,) = gl.runs(tmp_path).itertuples()
     assert (row.score, row.right, row.rate) == (7.0, True, 8.5)
-    assert gl.training.history(gl.runs(tmp_path)).frames_seen.tolist() == list(range(1, 11))
+    assert gl.store.history(gl.runs(tmp_path)).frames_seen.tolist() == list(range(1, 11))
 
 
 @pytest.mark.parametrize("value", [math.inf, [1.0, math.nan, 2.0], {"loss": 1.0, "other": math.nan}])
@@ -206,7 +207,7 @@ def test_what_is_not_finite_is_a_diverged_run_that_is_kept(value, tmp_path):
     assert frame.other.isna().tolist() == [False, True]
     json.loads((run.path / "run.json").read_text(), parse_constant=pytest.fail)
     assert len(run.history), "down to the loss that it ended with"
-    assert gl.training.store.pack(tmp_path, tmp_path / "packed.parquet") == 2
+    assert gl.store.listing.pack(tmp_path, tmp_path / "packed.parquet") == 2
 
 
 @pytest.mark.parametrize(
@@ -390,7 +391,7 @@ def test_a_folder_survives_a_killed_run_and_is_kept_with_the_run(write, tmp_path
     frame = experiment.run(progress=False)
     assert frame.final_loss.tolist() == [4.0], "it went on after the fourth step"
     assert (tmp_path / frame.path[0] / "files" / "done").read_text() == "6"
-    assert not list((tmp_path / "runs" / folders.WORK).iterdir())
+    assert not list((tmp_path / "runs" / run_files.WORK).iterdir())
 
 
 DEAF = "import pathlib, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\npathlib.Path('began').touch()\n"

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gpulab as gl
 from gpulab.models.base import Trainable, draw_linear_
-from gpulab.training import data_parallel, folders, parallel
+from gpulab.store import run_files
+from gpulab.training import data_parallel, parallel
 
 IMAGES = {"net": "autoencoder", "model_options": {"hidden": [16], "batch_size": 7}, "frames": 100}
 FILMS = {
@@ -95,7 +96,7 @@ class Mine(Trainable):
 def test_a_run_that_is_there_starts_no_process(tmp_path, monkeypatch):
     options = {"devices": 2, "store": tmp_path, "keep_weights": False}
     run = trained(IMAGES, **options)
-    assert not (run.path / folders.WEIGHTS).exists()
+    assert not (run.path / run_files.WEIGHTS).exists()
     monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", DIES])
     assert trained(IMAGES, **options).record == run.record
     with pytest.raises(gl.GpulabError, match="ended with status"):
@@ -208,7 +209,7 @@ def test_a_worker_killed_half_way_is_restarted_from_the_last_checkpoint_with_the
     for store in ("killed", "whole"):
         torchrun("--max-restarts", 1, file, store, cwd=tmp_path)
     (killed,), (whole,) = (
-        [folders.read_run(p.parent) for p in (tmp_path / s).glob("*/run.json")] for s in ("killed", "whole")
+        [run_files.read_run(p.parent) for p in (tmp_path / s).glob("*/run.json")] for s in ("killed", "whole")
     )
     # It died after three windows of three updates; the checkpoint is of the third, or the second.
     assert killed[0]["resumed_at"] in (2, 3)
@@ -243,7 +244,7 @@ def test_two_nodes_train_one_network_and_need_no_common_folder(tmp_path):
     said = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert sum("kept in" in out for out, _ in said) == 1
-    (run,) = [folders.read_record(file.parent) for file in tmp_path.glob("*/*/run.json")]
+    (run,) = [run_files.read_record(file.parent) for file in tmp_path.glob("*/*/run.json")]
     assert run["devices"] == 2
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import gpulab as gl
-from gpulab import records
+from gpulab.store import records
 
 REGISTERED = Path(__file__).parents[2] / "data" / "registered"
 PLAN = "# A plan\n\n" + "".join(f"## {heading}\nWords.\n\n" for heading in records.LAID_DOWN)
@@ -25,7 +25,7 @@ def test_every_run_made_under_a_registration_keeps_its_digest(plan, tmp_path):
     gl.Experiment("autoencoder", ["cpu:threads=1"], **options).run(progress=False)
     gl.train(lambda seed: seed / 2, store=tmp_path / "store", registered=plan, progress=False)
     gl.train("autoencoder", seed=1, profile="smoke", store=tmp_path / "store", progress=False)
-    gl.training.store.pack(tmp_path / "store", tmp_path / "packed.parquet")
+    gl.store.listing.pack(tmp_path / "store", tmp_path / "packed.parquet")
     digest = hashlib.sha256(plan.read_bytes()).hexdigest()
     for runs in (gl.runs(tmp_path / "store"), gl.runs(tmp_path / "packed.parquet")):
         made_under = set(runs[runs.seed == 0].registered)

@@ -13,7 +13,7 @@ from torch import nn
 
 import gpulab as gl
 from gpulab.models.base import Trainable
-from gpulab.training import folders
+from gpulab.store import run_files
 from gpulab.training.request import planned, train
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
@@ -355,7 +355,7 @@ def test_a_diverged_run_that_could_not_be_stored_has_diverged_at_the_same_step_w
 
     options = {"learning_rate": 1e38, "store": tmp_path, "checkpoint_seconds": 0}
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "write_run", full)
+        patch.setattr(run_files, "write_run", full)
         with pytest.raises(OSError, match="no space"):
             trained(**options)
     again = trained(**options)
@@ -401,21 +401,21 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
     resumed = train(**options, progress=False)
     assert resumed.record["resumed_at"] == 5
     assert same(resumed, reference())
-    assert list((tmp_path / "killed" / folders.WORK).iterdir()) == []
+    assert list((tmp_path / "killed" / run_files.WORK).iterdir()) == []
     assert len(gl.runs(tmp_path / "killed")) == 1
 
 
 @BOTH
 def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(model, tmp_path):
     interrupted(lambda progress: trained(model, store=tmp_path, **progress), after=80)
-    assert len(list((tmp_path / folders.WORK).glob("*.safetensors"))) == 1
+    assert len(list((tmp_path / run_files.WORK).glob("*.safetensors"))) == 1
     told = []
     resumed = trained(model, store=tmp_path, progress=lambda done, loss: told.append((done, loss)))
     assert resumed.record["resumed_at"] == 4
     assert [done for done, _ in told] == [100, 120, 140, 160, 180, 200]
     assert [loss for _, loss in told] == resumed.history.loss[4:].tolist()
     assert same(resumed, reference(model))
-    assert list((tmp_path / folders.WORK).iterdir()) == []
+    assert list((tmp_path / run_files.WORK).iterdir()) == []
 
 
 @BOTH
@@ -460,7 +460,7 @@ def test_a_run_can_be_interrupted_again_and_again(tmp_path):
 
 def test_a_truncated_checkpoint_is_reported_and_the_run_starts_anew(tmp_path):
     interrupted(lambda progress: trained(store=tmp_path, **progress), after=80)
-    (file,) = (tmp_path / folders.WORK).glob("*.safetensors")
+    (file,) = (tmp_path / run_files.WORK).glob("*.safetensors")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.warns(UserWarning, match="damaged checkpoint") as warned:
         run = trained(store=tmp_path)
@@ -501,7 +501,7 @@ def test_weights_are_kept_only_when_asked(tmp_path):
     for seed, keep in enumerate((False, True)):
         run = trained(seed=seed, store=tmp_path, frames=20, keep_weights=keep)
         kept = {file.name for file in run.path.iterdir()}
-        assert kept == {"history.parquet", "run.json"} | ({folders.WEIGHTS} if keep else set())
+        assert kept == {"history.parquet", "run.json"} | ({run_files.WEIGHTS} if keep else set())
 
 
 def test_the_record_says_what_was_run_and_on_what(tmp_path):

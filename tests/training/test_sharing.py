@@ -17,9 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import gpulab as gl
-from gpulab import files, records
+from gpulab import files
 from gpulab.errors import DataError, UsageError
-from gpulab.training import folders, sharing
+from gpulab.store import records, run_files
+from gpulab.training import sharing
 from gpulab.training.sharing import merge, shared_runs
 
 PRIVATE = ["anna-laptop", "anna", "/home/anna", "/srv/secret/film.mp4", "~/notes.txt"]
@@ -74,11 +75,11 @@ def test_every_shipped_run_of_our_networks_makes_the_round_trip_to_another_folde
     before, after = (some.sort_values("id", ignore_index=True)[columns] for some in (frame, there))
     assert before.equals(after)
     one = there.iloc[0]
-    record = gl.training.store.record_of(one)
+    record = gl.store.listing.record_of(one)
     assert record["contribution"] == digest
     assert record["command"].startswith("gpulab train prednet --profile quick --setting")
-    twin = gl.training.store.history(frame[frame.id == one.id])
-    assert (gl.training.store.history(there[there.id == one.id]).loss.to_numpy() == twin.loss.to_numpy()).all()
+    twin = gl.store.listing.history(frame[frame.id == one.id])
+    assert (gl.store.listing.history(there[there.id == one.id]).loss.to_numpy() == twin.loss.to_numpy()).all()
 
 
 def test_what_is_recorded_on_every_kind_of_machine_can_be_shared():
@@ -92,7 +93,7 @@ def planted(store, record, history, change):
     """A run in a store, with what others should not see in it."""
     record = copy.deepcopy(record)
     change(record)
-    folders.write_run(store, record, history)
+    run_files.write_run(store, record, history)
     return gl.runs(store)
 
 
@@ -109,7 +110,7 @@ def everywhere(record):
 @pytest.fixture
 def one(frame):
     row = frame[frame.device == "cpu"].iloc[0]
-    (_, record, rows), *_ = gl.training.store.with_histories(frame[frame.id == row.id])
+    (_, record, rows), *_ = gl.store.listing.with_histories(frame[frame.id == row.id])
     return {**record, "format": records.FORMAT}, rows.to_pandas()
 
 

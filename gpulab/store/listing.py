@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpulab import files, records
+from gpulab import files
 from gpulab.errors import DataError
-from gpulab.training import folders
-from gpulab.training.protocol import FACTORS, factors_of_record
-from gpulab.training.remote import remote
+from gpulab.store import identities, records, run_files
+from gpulab.store.factors import FACTORS, factors_of_record
+from gpulab.store.object_store import remote
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,7 +112,7 @@ def pack(store: str | Path | pd.DataFrame, file: str | Path) -> int:
 
     Args:
         store: A folder, or another file of packed runs; or the rows of `gpulab.runs` that are to be packed.
-        file: Where to write; `gpulab.runs(file)` and `gpulab.training.history` read it.
+        file: Where to write; `gpulab.runs(file)` and `gpulab.store.history` read it.
 
     Raises:
         DataError: Where there are no runs.
@@ -148,7 +148,7 @@ def _frame(store: Path, recorded: bool) -> pd.DataFrame:
         try:
             rows += [_row(record, entry, recorded) for record in _records(entry)]
         except DataError as error:
-            if not os.path.isdir(entry) or folders.is_run(entry):  # other folders are nobody's business
+            if not os.path.isdir(entry) or run_files.is_run(entry):  # other folders are nobody's business
                 damaged.append(str(error))
     if damaged:
         said = "; ".join(damaged[:MOST_NAMED]) + ("; …" if len(damaged) > MOST_NAMED else "")
@@ -173,8 +173,8 @@ def entries(store: Path) -> list[str]:
 def read_entry(path: str) -> list[tuple[dict[str, Any], Any]]:
     """The record and the history of a run, or of each in a file of packed ones; `DataError` for a damaged one."""
     if os.path.isdir(path):
-        record = folders.read_record(path)
-        return [(record, folders.read_history(Path(path), record))]
+        record = run_files.read_record(path)
+        return [(record, run_files.read_history(Path(path), record))]
     documents = records.packed_runs(Path(path))
     histories = records.packed_histories(Path(path)) if documents else {}
     return [(record, histories[record["id"]]) for record in documents]
@@ -184,7 +184,7 @@ def _records(entry: str) -> list[dict[str, Any]]:
     """The records of a run, or of a file of packed ones, whose histories are whole."""
     if not os.path.isdir(entry):
         return records.packed_runs(Path(entry))
-    record, history = folders.read_record(entry), os.path.join(entry, folders.HISTORY)
+    record, history = run_files.read_record(entry), os.path.join(entry, run_files.HISTORY)
     files.check_seal(history, files.read(history))
     return [record]
 
@@ -205,7 +205,7 @@ def _row(record: dict[str, Any], path: str, recorded: bool) -> dict[str, Any]:
         "torch": passport["software"]["torch"],
         "gpulab": passport["software"]["gpulab"],
         **(_of_function(record) if "source" in configuration else _of_network(configuration)),
-        "protocol": folders.digest(_learned(record))[:8],
+        "protocol": identities.digest(_learned(record))[:8],
         "recorded": recorded,
         "path": path,
     }
@@ -234,7 +234,7 @@ def _of_function(record: dict[str, Any]) -> dict[str, Any]:
 
 def _learned(record: dict[str, Any]) -> dict[str, Any]:
     """What was to be learned, which a factor among the options of a model should not change."""
-    configuration = folders.of_content(record["configuration"], record)
+    configuration = identities.of_content(record["configuration"], record)
     if "source" in configuration:
         return {"source": configuration["source"], **({"content": record["content"]} if "content" in record else {})}
     options = {name: value for name, value in configuration.get("model_options", {}).items() if name not in FACTORS}

@@ -8,7 +8,6 @@ damaged since is found when it is read, and its run is set aside and trained aga
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -17,13 +16,14 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpulab import files, records, schemas
+from gpulab import files
 from gpulab.errors import DataError, GpulabError
 from gpulab.settings import arithmetic
+from gpulab.store import records, schemas
+from gpulab.store.identities import Identity, weights_digest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,65 +35,6 @@ PREPARED = "GPULAB_PREPARED"  # in the environment: a store to take finished run
 CHECKPOINT_FORMAT = 2
 RUN_NAME = re.compile(r"-seed-?\d+-[0-9a-f]{10}$")  # how the names of runs end
 LARGEST_RECORD = 1 << 24  # bytes
-
-
-# --- what a run is called --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What makes a run this run.
-
-    Attributes:
-        id: Its name, which depends on what was run, on what, and on nothing else.
-        record: What is recorded of it from the beginning, `id` included.
-        unknown: What cannot be told from something else of its name: such a run is never taken for another.
-    """
-
-    id: str
-    record: dict[str, Any]
-    unknown: tuple[str, ...] = ()
-
-
-def identified(
-    identity: dict[str, Any],
-    here: Mapping[str, Any],
-    known: Mapping[str, str] | None = None,
-    unknown: tuple[str, ...] = (),
-) -> Identity:
-    """An identity with its id, which is another on another chip or torch.
-
-    `here` is the passport, `known` has digests of what names in the identity stand for, which are recorded, too.
-    """
-    known = {name: digest for name, digest in (known or {}).items() if digest}
-    named = {**identity, "configuration": of_content(identity["configuration"], known), **known}
-    named["chip"] = here["cpu"]["model"] if identity["setting"].startswith("cpu") else here["gpus"]
-    named |= {key: here["software"][key] for key in ("torch", "gpulab")}
-    if unknown:
-        named["unknown"] = uuid.uuid4().hex
-    name = run_id(named)
-    return Identity(name, {"id": name, **identity, **known}, unknown)
-
-
-def run_id(identity: dict[str, Any]) -> str:
-    """A name for a run that depends on this and on nothing else."""
-    words = (identity["experiment"], identity["profile"], identity["setting"], f"seed{identity['seed']}")
-    # A file may have no longer name than 255 bytes on most systems.
-    short = "-".join(re.sub(r"[^a-z0-9.]+", "_", str(word).lower()) for word in words)[:200]
-    return f"{short}-{digest(identity)[:10]}"
-
-
-def of_content(configuration: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration in which a film or a folder of frames goes by its content instead of by its place."""
-    by_path = re.match(r"(jpeg:)*(video|frames):", configuration.get("data", ""))
-    if not record.get("content") or not by_path:
-        return configuration
-    return {**configuration, "data": by_path[0] + record["content"]}
-
-
-def digest(document: Any) -> str:
-    """The SHA-256 of a JSON document, whatever the order of its names."""
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 # --- runs that are done ------------------------------------------------------------------------------------
@@ -233,17 +174,6 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     if weights_digest(tensors) != record["summary"].get("weights"):
         raise DataError(f"{file}: damaged: not the weights that {RECORD} tells of")
     return tensors
-
-
-def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The SHA-256 of weights by name: equal for equal bits."""
-    from gpulab.models.base import bytes_of
-
-    sha = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        sha.update(name.encode())
-        sha.update(bytes_of(tensor))
-    return sha.hexdigest()
 
 
 # --- runs that are not ---------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import torch
 
 import gpulab as gl
 from gpulab import files
-from gpulab.training import checks, folders
-from gpulab.training import store as stores
+from gpulab.store import checks, run_files
+from gpulab.store import listing as stores
 
 RUN = {"net": "autoencoder", "setting": "cpu:threads=1", "profile": "smoke", "frames": 20, "progress": False}
 
@@ -88,7 +88,7 @@ def test_a_store_with_every_damage_is_listed_mended_and_done_again(store, whole)
         assert sorted(found.path) == sorted(str(runs[seed]) for seed in range(len(DAMAGE)))
         assert set(found.remedy) == {checks.SET_ASIDE}
         assert found.attrs["runs"] == 1
-    assert len(list((store / folders.DAMAGED).iterdir())) == len(DAMAGE), "nothing is deleted"
+    assert len(list((store / run_files.DAMAGED).iterdir())) == len(DAMAGE), "nothing is deleted"
     experiment = gl.Experiment("autoencoder", [RUN["setting"]], len(DAMAGE) + 1, "smoke", store, options={"frames": 20})
     again = experiment.run(progress=False)
     pd.testing.assert_frame_equal(without_times(again), without_times(gl.runs(whole)))
@@ -99,7 +99,7 @@ def test_a_store_with_every_damage_is_listed_mended_and_done_again(store, whole)
 def test_a_damaged_run_that_is_asked_for_is_set_aside_and_done_again(store, damage):
     run = by_seed(store)[0]
     DAMAGE[damage](run)
-    with pytest.warns(UserWarning, match=rf"{run}.*trained again \(set aside in {store / folders.DAMAGED}"):
+    with pytest.warns(UserWarning, match=rf"{run}.*trained again \(set aside in {store / run_files.DAMAGED}"):
         assert gl.train(**RUN, store=store, keep_weights=False).path == run
     assert 0 in by_seed(store)
 
@@ -115,7 +115,7 @@ def test_texts_of_strangers_are_shown_as_they_are(store):
 def test_what_killed_processes_left_is_removed_and_what_can_be_resumed_is_not(store):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    work = store / folders.WORK
+    work = store / run_files.WORK
     work.mkdir(exist_ok=True)
     (work / f".{gone.pid}-{files.HERE}-0123abcd.part").mkdir()
     (work / f".{gone.pid}-{files.HERE}-0123abcd.part" / "run.json").write_bytes(bytes(2_000_000))
@@ -124,7 +124,7 @@ def test_what_killed_processes_left_is_removed_and_what_can_be_resumed_is_not(st
     done = by_seed(store)[0].name
     for name in (done, "another-seed0-0123456789"):
         notes = {"step": 1, "state": {}, "ways": ["autograd"]}
-        folders.write_checkpoint(folders.checkpoint_file(store, name), {"a": torch.ones(3)}, notes)
+        run_files.write_checkpoint(run_files.checkpoint_file(store, name), {"a": torch.ones(3)}, notes)
     found = checks.check(store, progress=False).set_index("path")
     assert sorted(Path(path).name for path in found.index) == sorted(
         [f".{gone.pid}-{files.HERE}-0123abcd.part", f".{gone.pid}-{files.HERE}-4567abcd.part", f"{done}.safetensors"]

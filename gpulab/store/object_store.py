@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpulab import files, records
+from gpulab import files
 from gpulab.errors import GpulabError, UsageError, check_name
-from gpulab.training import folders
+from gpulab.store import identities, records, run_files
 
 URL = re.compile(r"(s3|gs|az):[/\\]+([^/\\].*)")  # a path has lost one of its slashes
 AT_ONCE = 16  # downloads
@@ -83,7 +83,7 @@ class Remote:
         except (self.api.exceptions.BaseError, PermissionError) as error:
             raise GpulabError(f"{self.url}: cannot be reached: {str(error).splitlines()[0]}") from None
 
-    def has(self, identity: folders.Identity) -> bool:
+    def has(self, identity: identities.Identity) -> bool:
         """Whether the store holds a run."""
         with self.reaching(), contextlib.suppress(FileNotFoundError):
             self.api.head(self.store, f"{identity.id}.parquet")
@@ -108,14 +108,14 @@ class Remote:
             list(Progress(downloads, total=len(missing), unit="run", leave=False, delay=2))
         return self.objects
 
-    def fetch(self, identity: folders.Identity) -> None:
+    def fetch(self, identity: identities.Identity) -> None:
         """Put a run that the store holds into `work`, unless it is there."""
         if (self.work / identity.id).exists():
             return
         with tempfile.TemporaryDirectory() as scratch:
             if file := self._download(f"{identity.id}.parquet", Path(scratch)):
                 (record,) = records.packed_runs(file)
-                folders.write_run(self.work, record, records.packed_histories(file)[record["id"]].to_pandas())
+                run_files.write_run(self.work, record, records.packed_histories(file)[record["id"]].to_pandas())
 
     def _download(self, name: str, folder: Path) -> Path | None:
         """The file of that name in a folder, with the content of the object; None where there is no object."""
@@ -126,9 +126,9 @@ class Remote:
 
     def push(self, folder: Path) -> None:
         """Upload a run of `work`; one that is there stays as it is."""
-        record = folders.read_record(folder)
+        record = run_files.read_record(folder)
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / f"{record['id']}.parquet"
-            records.pack_runs(file, [(record, folders.read_history(folder, record))])
+            records.pack_runs(file, [(record, run_files.read_history(folder, record))])
             with self.reaching(), contextlib.suppress(self.api.exceptions.AlreadyExistsError):
                 self.api.put(self.store, file.name, file.read_bytes(), mode="create", use_multipart=False)

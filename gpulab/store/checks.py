@@ -13,9 +13,9 @@ import psutil
 
 from gpulab import files
 from gpulab.errors import DataError
-from gpulab.training import folders
-from gpulab.training.remote import folder_of
-from gpulab.training.store import default_store, entries, read_entry
+from gpulab.store import run_files
+from gpulab.store.listing import default_store, entries, read_entry
+from gpulab.store.object_store import folder_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,7 +64,7 @@ def check(store: str | Path | None = None, mend: bool = True, progress: bool = T
     rows = [(str(path), problem, remedy, _size(path) / 1e6) for path, problem, remedy in troubles]
     for path, _, remedy in troubles if mend else ():
         if remedy == SET_ASIDE:
-            folders.set_aside(folder, path)
+            run_files.set_aside(folder, path)
         elif remedy == REMOVED:
             with files.writing(path):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -78,14 +78,14 @@ Trouble = tuple[Path, str, str]  # a path, what is wrong with it, and what is to
 
 def _of_entry(path: Path) -> list[Trouble]:
     """What is wrong with a run, or with a file of packed ones: the first that is found."""
-    if path.is_dir() and not folders.is_run(path):
+    if path.is_dir() and not run_files.is_run(path):
         return [(path, "not a run", LEFT)]
     file = path
     try:
         read_entry(str(path))
-        if (path / folders.WEIGHTS).is_file():
-            file = path / folders.WEIGHTS
-            folders.read_weights(path)
+        if (path / run_files.WEIGHTS).is_file():
+            file = path / run_files.WEIGHTS
+            run_files.read_weights(path)
     except DataError as error:
         return [_damaged(file, error)]
     return []
@@ -93,7 +93,7 @@ def _of_entry(path: Path) -> list[Trouble]:
 
 def _left_behind(folder: Path) -> Iterator[Trouble]:
     """What processes that are gone left half-written; of another machine's that is known by its age."""
-    for path in [*folder.glob(".*.part"), *(folder / folders.WORK).glob(".*.part")]:
+    for path in [*folder.glob(".*.part"), *(folder / run_files.WORK).glob(".*.part")]:
         if writer := SCRATCH.fullmatch(path.name):
             gone = writer[2] == files.HERE and not psutil.pid_exists(int(writer[1]))
             if gone or time.time() - path.lstat().st_mtime > OLD:
@@ -102,12 +102,12 @@ def _left_behind(folder: Path) -> Iterator[Trouble]:
 
 def _of_checkpoints(folder: Path) -> Iterator[Trouble]:
     """What is wrong with checkpoints and with the files of unfinished runs."""
-    for path in (folder / folders.WORK).glob("[!.]*"):
-        if (folder / path.name.removesuffix(".safetensors") / folders.RECORD).is_file():
+    for path in (folder / run_files.WORK).glob("[!.]*"):
+        if (folder / path.name.removesuffix(".safetensors") / run_files.RECORD).is_file():
             yield path, "of a run that is done", REMOVED
         elif path.suffix == ".safetensors":
             try:
-                folders.read_checkpoint(path)
+                run_files.read_checkpoint(path)
             except DataError as error:
                 yield _damaged(path, error)
 

@@ -3,7 +3,7 @@ import functools
 import pytest
 
 import gpulab as gl
-from gpulab.training import sources
+from gpulab.store import sources
 from gpulab.training.functions import TrainingFunction
 
 PACKAGE = {

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab import records
 from gpulab.passports import OTHERS
-from gpulab.training import folders
-from gpulab.training import store as stores
+from gpulab.store import identities, records, run_files
+from gpulab.store import listing as stores
 
 HISTORY = pd.DataFrame({"window": [0, 1], "step": [1, 2], "loss": [0.5, 0.25], "seconds": [0.1, 0.2]})
 
@@ -34,7 +33,7 @@ def numbered(record, seed, **changes):
 
 
 def write(store, record, **options):
-    return folders.write_run(store, record, HISTORY, **options)
+    return run_files.write_run(store, record, HISTORY, **options)
 
 
 # --- writing and reading -----------------------------------------------------------------------------------
@@ -45,42 +44,42 @@ def test_what_is_written_is_read_back(record, tmp_path):
     folder = write(tmp_path / "new" / "store", numbered(record, 5), weights=weights)
     assert folder == tmp_path / "new" / "store" / "run-5"
     assert sorted(file.name for file in folder.iterdir()) == ["history.parquet", "run.json", "weights.safetensors"]
-    back, history = folders.read_run(folder)
+    back, history = run_files.read_run(folder)
     assert back == numbered(record, 5)
     assert history.equals(HISTORY)
     from safetensors.torch import load_file
 
     assert all((tensor == weights[name]).all() for name, tensor in load_file(folder / "weights.safetensors").items())
-    assert list((tmp_path / "new" / "store" / folders.WORK).iterdir()) == []
+    assert list((tmp_path / "new" / "store" / run_files.WORK).iterdir()) == []
 
 
 def test_a_run_that_cannot_be_written_whole_leaves_nothing(record, tmp_path):
     with pytest.raises(TypeError):
         write(tmp_path, numbered(record, 1, command=object()))  # JSON has no objects
     assert not (tmp_path / "run-1").exists()
-    assert [path.name for path in tmp_path.rglob("*")] == [folders.WORK]
+    assert [path.name for path in tmp_path.rglob("*")] == [run_files.WORK]
     assert gl.runs(tmp_path).empty
 
 
 def test_the_id_depends_on_what_is_run_and_on_nothing_else(record):
     identity = {"experiment": "prednet", "profile": "quick", "setting": "cuda:tf32=off", "seed": 3, "extra": {"a": 1}}
-    name = folders.run_id(identity)
+    name = identities.run_id(identity)
     assert re.fullmatch(r"prednet-quick-cuda_tf32_off-seed3-[0-9a-f]{10}", name)
-    assert folders.run_id(dict(reversed(identity.items()))) == name
-    assert len({folders.run_id({**identity, key: 7}) for key in identity} | {name}) == 6
+    assert identities.run_id(dict(reversed(identity.items()))) == name
+    assert len({identities.run_id({**identity, key: 7}) for key in identity} | {name}) == 6
     assert re.fullmatch(r"[a-z0-9._-]+", record["id"]), "a folder of this name can be made anywhere"
 
 
 def test_many_threads_write_at_once_and_readers_see_whole_runs_only(record, tmp_path):
     writers, seeds = 8, 6
-    tmp_path.joinpath(folders.WORK).mkdir()
+    tmp_path.joinpath(run_files.WORK).mkdir()
     finished = threading.Event()
 
     def work(writer):
         for seed in range(seeds):  # all write these
             history = HISTORY.assign(loss=[float(writer), float(seed)])
             weights = {"writer": torch.tensor([writer])}
-            folders.write_run(tmp_path, numbered(record, seed, command=f"writer {writer}"), history, weights)
+            run_files.write_run(tmp_path, numbered(record, seed, command=f"writer {writer}"), history, weights)
         write(tmp_path, numbered(record, 100 + writer))  # and this one alone
 
     def read():
@@ -103,9 +102,9 @@ def test_many_threads_write_at_once_and_readers_see_whole_runs_only(record, tmp_
     frame = gl.runs(tmp_path)
     assert frame.seed.tolist() == [*range(seeds), *range(100, 100 + writers)]
     for row in frame[frame.seed < 100].itertuples():  # each is wholly of one writer
-        back, history = folders.read_run(Path(row.path))
+        back, history = run_files.read_run(Path(row.path))
         assert back["command"] == f"writer {int(history.loss[0])}"
-    assert list((tmp_path / folders.WORK).iterdir()) == []
+    assert list((tmp_path / run_files.WORK).iterdir()) == []
 
 
 # --- frames ----------------------------------------------------------------------------------------------
@@ -170,10 +169,10 @@ def test_prepared_runs_are_copied_and_not_trained_again(tmp_path, monkeypatch):
     Path(prepared).chmod(0o555)
     monkeypatch.setenv("GPULAB_PREPARED", str(shelf))
     two = gl.Experiment("autoencoder", ["cpu:threads=1"], 2, "smoke", mine).run(progress=False)
-    copied, trained = ((Path(path) / folders.RECORD).read_bytes() for path in two.path)
-    assert (Path(prepared) / folders.RECORD).read_bytes() == copied != trained
+    copied, trained = ((Path(path) / run_files.RECORD).read_bytes() for path in two.path)
+    assert (Path(prepared) / run_files.RECORD).read_bytes() == copied != trained
     assert len(gl.runs(shelf)) == 1, "what was missing is in the store of who asked"
-    assert not any((mine / folders.WORK).iterdir())
+    assert not any((mine / run_files.WORK).iterdir())
     shutil.rmtree(mine)
 
 
@@ -182,7 +181,7 @@ def test_a_prepared_run_that_is_of_no_use_is_trained_and_left_as_it_was(trouble,
     shelf, mine = tmp_path / "shelf", tmp_path / "mine"
     gl.train("autoencoder", profile="smoke", store=shelf, progress=False)
     (run,) = gl.runs(shelf).path
-    (Path(run) / folders.HISTORY).write_bytes(b"PAR1")
+    (Path(run) / run_files.HISTORY).write_bytes(b"PAR1")
     before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
     monkeypatch.setenv("GPULAB_PREPARED", str(shelf))
     if trouble == "unreadable":
@@ -258,28 +257,28 @@ def test_damaged_runs_are_reported_and_skipped(record, tmp_path):
 def resumed(file):
     """What a checkpoint gives back, if anything."""
     given = []
-    assert folders.resume(file, lambda *parts: given.extend(parts)) == bool(given)
+    assert run_files.resume(file, lambda *parts: given.extend(parts)) == bool(given)
     return given or None
 
 
 def test_a_checkpoint_is_read_back_unless_there_is_none_or_one_of_a_later_format(tmp_path, monkeypatch):
-    file = folders.checkpoint_file(tmp_path, "a-run")
+    file = run_files.checkpoint_file(tmp_path, "a-run")
     assert resumed(file) is None
     for step, count in ((1, 3), (2, 4)):
         notes = {"step": step, "state": {}, "ways": ["autograd"]}
-        folders.write_checkpoint(file, {"a": torch.arange(count)}, notes)
+        run_files.write_checkpoint(file, {"a": torch.arange(count)}, notes)
     tensors, notes = resumed(file)
     assert tensors["a"].tolist() == [0, 1, 2, 3]
     assert notes["step"] == 2
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    monkeypatch.setattr(folders, "CHECKPOINT_FORMAT", 99)
+    monkeypatch.setattr(run_files, "CHECKPOINT_FORMAT", 99)
     with pytest.warns(UserWarning, match="another version"):
         assert resumed(file) is None
 
 
 def test_no_bit_of_a_checkpoint_is_unguarded_and_a_damaged_one_is_set_aside(tmp_path):
-    file = folders.checkpoint_file(tmp_path, "a-run")
-    folders.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}, "ways": []})
+    file = run_files.checkpoint_file(tmp_path, "a-run")
+    run_files.write_checkpoint(file, {"a": torch.arange(3)}, {"step": 1, "state": {}, "ways": []})
     whole = file.read_bytes()
     flipped = [bytearray(whole) for _ in range(8 * len(whole))]
     for bit, content in enumerate(flipped):
@@ -289,7 +288,7 @@ def test_no_bit_of_a_checkpoint_is_unguarded_and_a_damaged_one_is_set_aside(tmp_
         with pytest.warns(UserWarning, match="damaged checkpoint"):
             assert resumed(file) is None
         assert not file.exists()
-        (moved,) = (tmp_path / folders.DAMAGED).iterdir()
+        (moved,) = (tmp_path / run_files.DAMAGED).iterdir()
         assert moved.read_bytes() == content
         moved.unlink()
 

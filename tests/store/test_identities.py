@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.training import folders, sources
+from gpulab.store import run_files, sources
 
 SMALL = {"profile": "smoke", "setting": "cpu:threads=1", "progress": False}
 CLIP = {
@@ -56,7 +56,7 @@ def test_a_checkpoint_is_not_resumed_on_another_film(tmp_path):
     clip, store = film(tmp_path / "clip.mp4", 40), tmp_path / "runs"
     with pytest.raises(KeyboardInterrupt):
         gl.train("prednet", f"video:{clip}", store=store, **CLIP | {"progress": stopping})
-    assert len(list((store / folders.WORK).glob("*.safetensors"))) == 1
+    assert len(list((store / run_files.WORK).glob("*.safetensors"))) == 1
     film(clip, 200)
     assert "resumed_at" not in gl.train("prednet", f"video:{clip}", store=store, **CLIP).record
 
@@ -187,7 +187,7 @@ def test_what_cannot_be_known_is_trained_again_and_said(mine, tmp_path):
     assert len(gl.runs(tmp_path)) == 2, "both are kept"
     with pytest.warns(UserWarning, match="cannot be known"), pytest.raises(KeyboardInterrupt):
         path_of(mine(noise=Closed()), tmp_path, progress=stopping)
-    assert not list((tmp_path / folders.WORK).iterdir()), "no checkpoint that nobody could go on from"
+    assert not list((tmp_path / run_files.WORK).iterdir()), "no checkpoint that nobody could go on from"
 
 
 def test_data_of_a_class_of_somebody_elses_are_never_taken_for_others(tmp_path):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpulab.models.base import bytes_of
+from gpulab.store.identities import bytes_of
 
 PACKAGE = Path(__file__).parents[1]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import gpulab as gl
-from gpulab.training import checks, folders
-from gpulab.training import store as stores
-from gpulab.training.remote import remote
+from gpulab.store import checks, run_files
+from gpulab.store import listing as stores
+from gpulab.store.object_store import remote
 
 MOTO = os.environ.get("GPULAB_MOTO") or shutil.which("moto_server")
 pytest.importorskip("obstore")
@@ -88,7 +88,7 @@ def test_of_several_devices_that_share_a_training_the_first_fetches_and_uploads(
     run = gl.train("autoencoder", **images)
     assert objects(bucket) == [f"{run.record['id']}.parquet"]
     assert run.path.parent == remote(bucket).work
-    assert (run.path / folders.WEIGHTS).exists()
+    assert (run.path / run_files.WEIGHTS).exists()
     assert gl.runs(bucket).devices.tolist() == [2]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
     monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", "raise SystemExit('boom')"])
@@ -104,14 +104,14 @@ def pressed(*_):
 def test_what_was_trained_when_an_upload_was_cut_off_is_uploaded_and_not_trained_again(bucket, monkeypatch):
     image = {"profile": "smoke", "setting": "cpu:threads=1", "frames": 20, "progress": False, "keep_weights": False}
     with monkeypatch.context() as cut_off:
-        cut_off.setattr("gpulab.training.remote.Remote.push", pressed)
+        cut_off.setattr("gpulab.store.object_store.Remote.push", pressed)
         with pytest.raises(KeyboardInterrupt):
             gl.train("autoencoder", store=bucket, **image)
     assert objects(bucket) == []
     assert gl.runs(bucket).empty
     (kept,) = remote(bucket).work.glob("autoencoder-*")
     again = gl.train("autoencoder", store=bucket, **image)
-    assert again.record == folders.read_record(kept)
+    assert again.record == run_files.read_record(kept)
     assert objects(bucket) == [f"{kept.name}.parquet"]
     assert gl.runs(bucket).id.tolist() == [kept.name]
 

@@ -15,15 +15,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpulab import files, schemas
+from gpulab import files
 from gpulab.errors import DataError, UsageError
+from gpulab.store import schemas
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow
 
 FORMAT = 2
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 DATA = PACKAGE.parent / "data" if (PACKAGE.parent / "data").is_dir() else PACKAGE / "recorded"
 LARGEST = 1 << 28  # numbers in a column
 
