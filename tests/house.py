@@ -18,6 +18,7 @@ FLOORS = [
     ["saddles", "search"],
     ["plots"],
     ["companion"],
+    ["options", "terminal"],
     ["cli", "pytest_plugin"],
     ["__main__"],
 ]

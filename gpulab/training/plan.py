@@ -81,7 +81,7 @@ class Plan:
         identity |= {name: value for name, value in factors.items() if value != FACTORS[name].usual}
         ours, emulated = type(self.data).__module__.startswith("gpulab."), self.setting.emulated
         content = self.data.content if ours else None
-        modules = ["settings.py", "data", *TRAINING_FILES, *(["numerics"] if emulated else [])]
+        modules = ["settings.py", "numerics/tf32.py", "data", *TRAINING_FILES, *(["numerics"] if emulated else [])]
         modules += ["models"] if self.own else ["models/base.py", *MODEL_FILES[self.name]]
         known = {"code": sources.of_gpulab(*modules), "content": content or ""}
         if self.own:

@@ -417,7 +417,9 @@ def test_a_larger_number_of_trials_goes_further(few, tmp_path):
         ({"search": {"flag": ["yes"]}}, "'yes' where the original is False"),
         ({"search": {"a": (3.0, 2.0)}}, r"\(low, high\)"),
         ({"search": {"a": (0.0, 2.0)}}, "all must be numbers above 0"),
-        ({"search": {"depth": [2]}}, "'depth' can be changed; there are a, b, flag, threads"),
+        ({"search": {"depth": [2]}}, "'depth' can be changed; there are a, b, flag, state, note, threads"),
+        ({"search": {"state": [2]}}, "'state' is a column of the search's own table"),
+        ({"search": {"a": [2.0], "note": ["x"]}}, "'note' is a column of the search's own table"),
         ({"search": {"tf32": ["off"]}}, "'tf32' has a meaning on cuda only"),
         ({"search": {"precision": ["int8"]}}, "precision='int8' must be one of"),
         ({"margin": "big"}, "'big'"),
@@ -438,7 +440,7 @@ def test_a_larger_number_of_trials_goes_further(few, tmp_path):
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused_before_anything_trains(wrong, named, plain, tmp_path):
-    def never(setting, seed, a=1.0, b=1, flag=False):
+    def never(setting, seed, a=1.0, b=1, flag=False, state=1, note="a"):
         raise AssertionError
 
     given = {"target": plain, "search": {"a": [2.0]}, "setting": "cpu:threads=1", "train": never} | wrong

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import gpulab as gl
+from gpulab.errors import printable
 from gpulab.passports import OTHERS
 from gpulab.store import identities, records, run_files
 from gpulab.store import listing as stores
@@ -417,3 +418,11 @@ def test_a_column_is_as_large_as_all_its_row_groups_together(tmp_path):
     records.check_size(file, metadata, 2000)
     with pytest.raises(gl.DataError, match="too large: more than 900 numbers in a column"):
         records.check_size(file, metadata, 900)
+
+
+@pytest.mark.parametrize("store", ["a\0b", 300 * "x"], ids=["NUL", "long"])
+def test_a_path_that_can_be_no_store_is_one_clear_line(store):
+    for use in (gl.runs, lambda store: gl.train("autoencoder", profile="smoke", frames=20, store=store)):
+        with pytest.raises(gl.GpulabError, match=r": (the name is too long|embedded null)") as error:
+            use(store)
+        assert str(error.value).startswith(printable(store))
