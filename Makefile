@@ -22,7 +22,7 @@ help: ## list the commands
 	@echo "          ONLY=$(ONLY) (such as 04 or 03,04)  PYTHON=$(PYTHON) (3.11, 3.12 or 3.13)"
 
 run: $(INSTALLED) ## execute the notebooks and bind them into a report in build/
-	$(BIN)/gpulab companion --profile $(PROFILE) --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) --output build
+	$(BIN)/python -m companion --profile $(PROFILE) --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) --output build
 
 test: check ## all checks and all tests, the notebooks included
 	GPULAB_PROFILE=smoke $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder --max-worker-restart=0 -rs

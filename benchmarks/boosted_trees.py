@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from gpulab.companion.workloads import REPEATS, Row, clocked, summary
+from companion.workloads import REPEATS, Row, clocked, summary
 from gpulab.settings import Setting
 
 TABLE_ROWS = {"smoke": 2_000, "quick": 50_000, "paper": 1_000_000}

@@ -2,7 +2,7 @@
 
 python benchmarks/budgets.py --profile smoke --profile quick --device cpu
 
-Time: the wall clock of `gpulab companion`, into an empty folder, and of each notebook in it. Memory:
+Time: the wall clock of `python -m companion`, into an empty folder, and of each notebook in it. Memory:
 the largest sum, over all processes of one notebook, that the companion saw. The start of `import
 gpulab` and `gpulab --help` is the median of seven processes after one that warms the file cache.
 """
@@ -41,7 +41,7 @@ def start_seconds(command):
 def companion(profile, device, only):
     """(seconds in all, the results of the notebooks) of one execution into an empty folder."""
     with tempfile.TemporaryDirectory() as output:
-        command = [*GPULAB, "companion", "--profile", profile, "--device", device, "--output", output]
+        command = [sys.executable, "-m", "companion", "--profile", profile, "--device", device, "--output", output]
         seconds = timed([*command, "--only", only] if only else command)
         return seconds, json.loads((Path(output) / "report" / "results.json").read_text(encoding="utf-8"))
 
@@ -74,7 +74,7 @@ def table(profiles, device, only):
             (f"`{result['name']}`, {profile}", result["seconds"], result["peak_memory_bytes"]) for result in results
         ]
         peak = max(result["peak_memory_bytes"] for result in results)
-        rows.append((f"`gpulab companion`, {profile}: all of these and the report", seconds, peak))
+        rows.append((f"`python -m companion`, {profile}: all of these and the report", seconds, peak))
     here = passport()
     cpu, software = here["cpu"], here["software"]
     gpus = "".join(f", {gpu['name']}" for gpu in here["gpus"]) or ", no GPU"

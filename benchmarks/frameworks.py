@@ -30,8 +30,8 @@ import numpy as np
 import pandas as pd
 
 import gpulab as gl
-from gpulab.companion.first_windows import FirstWindow
-from gpulab.companion.workloads import REPEATS, Row
+from companion.first_windows import FirstWindow
+from companion.workloads import REPEATS, Row
 from gpulab.errors import GpulabError, UsageError
 from gpulab.passports import LIBRARIES as DISTRIBUTIONS
 from gpulab.settings import Setting

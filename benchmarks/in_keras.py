@@ -12,7 +12,7 @@ import numpy.typing as npt
 import same_start
 from same_start import batches, begun, computed, weights_of
 
-from gpulab.companion.first_windows import Computed
+from companion.first_windows import Computed
 from gpulab.errors import GpulabError
 from gpulab.settings import Setting
 from gpulab.training.plan import Plan

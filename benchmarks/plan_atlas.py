@@ -4,7 +4,7 @@
 
 The times are those of the recorded runs in `data/runs`. Where several runs shared a GPU their records overlap in time,
 which says how many did, and so what a run costs of a GPU. The price of a GPU's hour is yours to give. What is recorded
-is what notebook 08 shows: `gpulab.companion.atlas_plan`.
+is what notebook 08 shows: `companion.atlas_plan`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from published import windows
 
+from companion.learning import blurred_loss
 from gpulab import passport
-from gpulab.companion.learning import blurred_loss
 from gpulab.data.base import Sequence
 from gpulab.data.datasets import load
 from gpulab.store import records

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpulab.companion.floating_point import factors, step_rows, trained_levels
+from companion.floating_point import factors, step_rows, trained_levels
 from gpulab.data.datasets import load
 from gpulab.data.jpeg import compare_decoders
 from gpulab.device.operations import byte_round_trip, fused_share, repeatability
@@ -34,7 +34,7 @@ def record_factors(
     command: str | None = None,
     progress: bool = True,
 ) -> None:
-    """Measure on this machine what `gpulab.companion.factor_table` shows of it elsewhere.
+    """Measure on this machine what `companion.factor_table` shows of it elsewhere.
 
     Args:
         file: JSON, for all but the runs.

@@ -20,7 +20,7 @@ import pandas as pd
 import psutil
 
 import gpulab as gl
-from gpulab.companion.workloads import PARTS, Row, measure_speed
+from companion.workloads import PARTS, Row, measure_speed
 from gpulab.errors import in_one_line
 from gpulab.store.records import machine, write_json
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpulab.companion.first_windows import Computed
+from companion.first_windows import Computed
 from gpulab.data.feed import Loader
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import OPTIONS, Setting

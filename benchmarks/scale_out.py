@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 
 import gpulab as gl
-from gpulab.companion import scale_out
+from companion import scale_out
 from gpulab.store.records import write_json
 from gpulab.training.protocol import whole_numbers
 

@@ -26,7 +26,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpulab.companion.workloads import VOCABULARY, Row, TextNet, clocked
+from companion.workloads import VOCABULARY, Row, TextNet, clocked
 from gpulab.device.rooflines import timed
 from gpulab.errors import GpulabError, in_one_line
 from gpulab.settings import Setting

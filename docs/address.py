@@ -1,7 +1,8 @@
 """Where the repository is public: `python docs/address.py github.com/OWNER/NAME` puts buttons into the README.
 
 They open this repository in Binder and Colab, and CITATION.cff names it. Each notebook has a cell
-below its title that does nothing but on Colab: there it installs gpulab, with the torch that is there if that will do.
+below its title that does nothing but on Colab: there it fetches what lies beside the notebook, and installs
+gpulab, with the torch that is there if that will do.
 """
 
 import json
@@ -11,11 +12,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FIRST = "00_start_here.ipynb"
-CELL = """# On Colab only: install gpulab, with the torch that is there if it is new enough.
+CELL = """# On Colab only: fetch the notebooks, and install gpulab, with the torch that is there if it is new enough.
 import sys
 
 if "google.colab" in sys.modules:
-    %pip install -q "gpulab[notebooks] @ git+https://{address}" """.rstrip()
+    !test -d /content/gpulab || git clone -q https://{address} /content/gpulab
+    %cd -q /content/gpulab/notebooks
+    %pip install -q "..[notebooks]" """.rstrip()
 
 
 def settle(address, root=ROOT):

@@ -12,8 +12,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import FixedLocator, NullLocator
 
+import companion
 import gpulab as gl
-from gpulab.companion.findings import listed
+from companion.findings import listed
 from gpulab.plots.style import BESIDE, INK, ON_CPU, ON_GPU, canvas, points
 from gpulab.report import Picture
 
@@ -33,10 +34,10 @@ def short_runs():
 
 def pairs():
     """A row a run: `row` (where, on what, how long), `seed`, `memory`, `times` (final loss over that of repeating)."""
-    published = gl.companion.published_runs()
+    published = companion.published_runs()
     published = published[~published.condition.str.endswith("no round trip")].assign(code="authors", speed=2.0)
-    port = pd.concat([gl.companion.longer_runs().query("setting == 'cuda:tf32=off'"), short_runs()], ignore_index=True)
-    port = port.assign(film="walk", size=port.profile.map(PORT), repeat_loss=gl.companion.repeat_losses(port))
+    port = pd.concat([companion.longer_runs().query("setting == 'cuda:tf32=off'"), short_runs()], ignore_index=True)
+    port = port.assign(film="walk", size=port.profile.map(PORT), repeat_loss=companion.repeat_losses(port))
     runs = pd.concat([published, port.assign(code=port.profile)], ignore_index=True)
     device = runs.device.map({"cuda": "GPU", "cpu": "CPU"})
     # As published: on a GPU each frame is copied, on a CPU none is.
@@ -81,7 +82,7 @@ def paired(runs):
 
 def verdicts():
     """What the verdicts are on the mean loss of the port's short trainings, for the caption."""
-    table = gl.companion.anomaly_table(short_runs())
+    table = companion.anomaly_table(short_runs())
     table = table[table.metric == "final loss of all seeds"]
     said = []
     for profile, rows in table.groupby("profile", sort=False):
@@ -93,9 +94,9 @@ def verdicts():
 
 def devices():
     """What the verdicts are on a CPU against a GPU where each frame has a memory of its own, for the front page."""
-    runs = gl.companion.title_runs().query("experiment == 'prednet' and gradients == 'written out'")
+    runs = companion.title_runs().query("experiment == 'prednet' and gradients == 'written out'")
     runs = runs[(runs.profile == "paper") & ~runs.setting.str.endswith("again")]
-    table = gl.companion.learning_table(runs, factor="setting", reference="cuda:tf32=off").set_index("metric")
+    table = companion.learning_table(runs, factor="setting", reference="cuda:tf32=off").set_index("metric")
     every, learned = table.loc["final loss of all seeds"], table.loc["final loss of the seeds that learned"]
     stuck = table.loc["share of seeds that did not learn"]
     return (

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from typer.main import get_command
 
+from companion.__main__ import app as notebooks
 from gpulab.cli import app
 
 PAGE = Path(__file__).with_name("command_line.md")
@@ -30,14 +31,17 @@ def tables():
     commands = get_command(app).commands
     of_experiment = _options(commands["experiment"]).items()
     of_a_run = dict(item for item in _options(commands["train"]).items() if item in of_experiment)
+    beside = get_command(notebooks)
+    every = {f"gpulab {name}": command for name, command in commands.items()} | {"python -m companion": beside}
+    every |= {f"python -m companion {name}": command for name, command in beside.commands.items()}
     lines = ["| command | what it does | options |", "|---|---|---|"]
-    for name, command in commands.items():
+    for name, command in every.items():
         words = "".join(f" {p.name.upper()}" for p in command.params if p.param_type_name == "argument")
-        takes_these = name in ("train", "experiment")
+        takes_these = name in ("gpulab train", "gpulab experiment")
         own = [f"`{flag}`" for flag in _options(command) if not takes_these or flag not in of_a_run]
         more = ", and those of a run" if takes_these else ""
         what = " ".join(command.help.partition("\n\n")[0].split())
-        lines.append(_row(f"`gpulab {name}{words}`", what, " ".join(own) + more))
+        lines.append(_row(f"`{name}{words}`", what, " ".join(own) + more))
     lines += ["", "| option of a run | what it says | by default |", "|---|---|---|"]
     lines += [_row(f"`{flag}`", *told) for flag, told in of_a_run.items()]
     return "\n".join(lines) + "\n"

@@ -13,8 +13,9 @@ from docutils.nodes import SkipNode
 from docutils.utils.math.latex2mathml import tex2mathml
 from PIL import Image
 
+import companion
 import gpulab
-from gpulab.companion.run import PICTURE
+from companion.run import PICTURE
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#:]+)(#[^)\s]+)?\)")
@@ -125,7 +126,7 @@ def reference(source):
     """Write a page for each package, with an entry for each public name, in full where the name comes first."""
     seen, folder = {}, source / "reference"
     folder.mkdir(exist_ok=True)
-    for package in [gpulab, *(getattr(gpulab, name) for name in gpulab.PACKAGES)]:
+    for package in [gpulab, companion, *(getattr(gpulab, name) for name in gpulab.PACKAGES)]:
         name = package.__name__
         here = f"\n.. currentmodule:: {name}\n\n"
         page = f"{name}\n{'=' * len(name)}\n\n.. automodule:: {name}\n{here}"

@@ -1,6 +1,5 @@
 """The public names and where they come from: for editors, type checkers and `__init__.py`, which imports them late."""
 
-from gpulab import companion as companion
 from gpulab import data as data
 from gpulab import device as device
 from gpulab import diagnostics as diagnostics

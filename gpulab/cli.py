@@ -14,7 +14,7 @@ import typer
 import typer.core
 
 from gpulab import __version__, files, signals
-from gpulab.errors import DataError, GpulabError, UsageError, extra, in_one_line
+from gpulab.errors import DataError, GpulabError, UsageError, in_one_line
 from gpulab.options import (
     MARGIN,
     SETTING,
@@ -43,16 +43,17 @@ from gpulab.terminal import printing, save_plot, say, say_csv, say_rows, say_run
 from gpulab.training.protocol import Specification, whole_numbers
 
 
-class _Commands(typer.core.TyperGroup):
+class Commands(typer.core.TyperGroup):
     """Saves what was done when Ctrl-C comes, and says how to go on."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
         with signals.Raising("gpulab: interrupted; run the same command again to go on"):
             return super().invoke(ctx)
 
 
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     help="Does the device change what a neural network learns? Train, compare and see.",
     no_args_is_help=True,
     add_completion=False,
@@ -417,58 +418,14 @@ def audit(
         raise typer.Exit(1)
 
 
-_say = say  # as the two commands call it that the notebooks' companion has
-
-
-@app.command()
-def companion(
-    profile: Profile = "quick",
-    device: Annotated[str, option("auto, cpu, cuda, mps or xpu")] = "auto",
-    only: Annotated[str | None, option("notebooks whose names begin so, such as 04 or 03,04")] = None,
-    output: Annotated[Path, option("folder for the executed notebooks and the report")] = Path("build"),
-    notebooks: Annotated[Path, option("folder of the notebooks")] = Path("notebooks"),
-    store: Annotated[Path | None, option("folder in which runs are kept", "OUTPUT/runs")] = None,
-    in_place: Annotated[bool, option("execute the notebooks themselves, to commit them", flag="--in-place")] = False,
-) -> None:
-    """Execute the notebooks and bind them into one report. Exit status 1 when one of them failed."""
-    from gpulab.companion import run as binding
-
-    if in_place:
-        for file in binding.execute_in_place(notebooks, only):
-            _say(f"executed: {file}")
-        return
-    results = binding.execute(notebooks, output, profile, device, only, store)
-    report = binding.write_report(results, output, profile)
-    failed = [result.name for result in results if result.error]
-    for name in failed:
-        _say(f"failed: {name}", sys.stderr)
-    _say(f"report: {report}")
-    if failed:
-        raise typer.Exit(1)
-
-
-@app.command()
-def explore(
-    port: Annotated[int, option("0 for any that is free", min=0, max=65535)] = 8866,
-    host: Annotated[str, option("the address to listen on; others can reach 0.0.0.0")] = "127.0.0.1",
-    token: Annotated[str | None, option("what lets in", "a new one each time")] = None,
-    pages: Annotated[int | None, option("open at the same time", "what the free memory holds", min=1)] = None,
-    no_open: Annotated[bool, option("leave the browser alone", flag="--no-open")] = False,
-) -> None:
-    """Serve pages without code, to be explored in a browser: bits, a saddle, trainings, verdicts, audits."""
-    with extra("notebooks"):
-        from gpulab.companion import explore as exploring
-    exploring.serve(host, port, token, pages, not no_open, lambda address: _say(f"{address}\nCtrl-C ends it."))
-
-
-def main() -> None:
+def main(commands: typer.Typer = app) -> None:
     """Run the command line; an error of gpulab's own is one line, and the exit status says which."""
     with contextlib.suppress(AttributeError):  # where a terminal has no ×
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.formatwarning = lambda message, *_, **__: files.printable(f"gpulab: {message}\n")
     try:
         try:
-            app()
+            commands()
         finally:
             for stream in (sys.stderr, sys.stdout):
                 with printing(stream):

@@ -17,6 +17,9 @@ os.environ.setdefault("GPULAB_PROFILE", "smoke")  # the kernels of the notebooks
 # Threads that wait by spinning starve the other test processes. No setdefault: pytest has imported gpulab for its
 # plugin, and gpulab has set its own value.
 os.environ["GOMP_SPINCOUNT"] = "0"
+# Other processes find the notebooks' `companion`, as this one does.
+COMPANION = str(Path(__file__).parents[1] / "notebooks")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [COMPANION, os.environ.get("PYTHONPATH")]))
 
 LONGEST = (
     "test_browser.py",

@@ -17,7 +17,6 @@ FLOORS = [
     ["training"],
     ["saddles", "search"],
     ["plots"],
-    ["companion"],
     ["options", "terminal"],
     ["cli", "pytest_plugin"],
     ["__main__"],

@@ -65,6 +65,7 @@ def lab(browser, tmp_path_factory):  # noqa: ARG001 - without a browser there is
     """The address of a JupyterLab with a copy of the notebooks, and their folder."""
     home = tmp_path_factory.mktemp("lab")
     shutil.copytree(ROOT / "notebooks", home / "notebooks", ignore=shutil.ignore_patterns("runs", ".*"))
+    shutil.copytree(ROOT / "benchmarks", home / "benchmarks")  # some of whose scripts the notebooks call
     (home / "config" / "labconfig").mkdir(parents=True)
     (home / "config" / "labconfig" / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
     folders = {f"JUPYTER_{name.upper()}_DIR": str(home / name) for name in ("config", "data", "runtime")}

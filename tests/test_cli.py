@@ -451,7 +451,6 @@ FAILURES = {  # what cannot be done, and what is named
     "train prednet --profile smoke --data video:missing.mp4": "missing",
     "runs missing": "missing",
     "pack missing packed.parquet": "missing",
-    "companion --notebooks missing": "missing",
     "train autoencoder --profile smoke --frames 20 --store a-file": "a-file",
     "train autoencoder --profile smoke --frames 20 --store a-file/b": "a-file",
 }

@@ -1,4 +1,4 @@
-"""`gpulab explore` as a class would meet it: who is let in, what is answered, and how soon, in a real browser.
+"""The pages without code as a class would meet them: who is let in, what is answered, how soon, in a real browser.
 
 What was seen is kept in build/screenshots/. Without Voilà, Playwright or Chromium the part that needs it is skipped.
 """
@@ -31,12 +31,13 @@ SLOWEST = 3.0  # seconds; how soon it really is, is printed
 
 
 class Server:
-    """`gpulab explore` on a free port."""
+    """The pages on a free port."""
 
     def __init__(self, home, *options):
-        command = [sys.executable, "-m", "gpulab", "explore", "--port", "0", "--no-open", *options]
+        command = [sys.executable, "-m", "companion", "explore", "--port", "0", "--no-open", *options]
         folders = {f"JUPYTER_{name}_DIR": str(home / name) for name in ("CONFIG", "RUNTIME")}
-        environment = os.environ | folders | {"IPYTHONDIR": str(home / "ipython"), "PYTHONPATH": str(ROOT)}
+        packages = os.pathsep.join([str(ROOT), str(ROOT / "notebooks")])
+        environment = os.environ | folders | {"IPYTHONDIR": str(home / "ipython"), "PYTHONPATH": packages}
         self.process = subprocess.Popen(
             command, cwd=home, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -111,7 +112,7 @@ def test_the_start_lists_the_pages(server):
 
 
 def test_no_link_of_a_notebook_leads_to_what_is_not_handed_out():
-    from gpulab.companion import explore
+    from companion import explore
 
     for notebook in sorted(explore.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")):
         cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
@@ -134,7 +135,7 @@ def test_where_all_places_are_taken_a_sentence_says_so(server):
 
 def test_a_token_must_be_one_and_a_taken_port_is_named(tmp_path, server):
     def run(*options):
-        command = [sys.executable, "-m", "gpulab", "explore", "--no-open", *options]
+        command = [sys.executable, "-m", "companion", "explore", "--no-open", *options]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
     assert "--token '': expected one that others cannot guess" in run("--token", "").stderr
@@ -149,9 +150,9 @@ def test_without_voila_a_sentence_says_what_to_install(python):
         """
         import sys
         sys.modules["voila"] = None
-        sys.argv = ["gpulab", "explore"]
-        import gpulab.cli
-        gpulab.cli.main()
+        sys.argv = ["companion", "explore"]
+        import runpy
+        runpy.run_module("companion", run_name="__main__", alter_sys=True)
     """,
         check=False,
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from house import ARROWS, FILES, FLOOR, PICTURE, picture, room
 
+import companion
 import gpulab as gl
 
 PACKAGE = Path(gl.__file__).parent
@@ -25,7 +26,7 @@ def test_importing_gpulab_is_light(python):
 
 
 def packages():
-    return [gl, *(getattr(gl, name) for name in gl.PACKAGES)]
+    return [gl, companion, *(getattr(gl, name) for name in gl.PACKAGES)]
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.__name__)
@@ -44,6 +45,12 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_no_module_bears_the_name_of_a_public_function(package):
     modules = {path.stem for path in Path(package.__file__).parent.iterdir()} - set(gl.PACKAGES)
     assert set(package.__all__) & modules == set()
+
+
+def test_gpulab_knows_nothing_of_the_notebooks_companion():
+    files = [file for file in PACKAGE.rglob("*") if file.suffix in (".py", ".pyi", ".html", ".css")]
+    assert len(files) > len(FILES)
+    assert [file.name for file in files if "companion" in file.read_text(encoding="utf-8")] == []
 
 
 # --- the house -------------------------------------------------------------------------------------------
@@ -65,6 +72,19 @@ def test_imports_run_downwards():
         if FLOOR[room(other)] > FLOOR[room(name)]
     )
     assert upwards == []
+
+
+def test_the_core_knows_nothing_of_what_comes_to_it():
+    """From these files nobody comes to an engine, to several processes, to an object store or to a search."""
+    core = [f"gpulab.training.{name}" for name in ("protocol", "plan", "loop", "run")]
+    outside = ("engines", "capture", "written_out", "replicas", "parallel", "data_parallel", "uploads", "functions")
+    reached, waiting = set(), set(core)
+    while waiting:
+        reached |= waiting
+        waiting = {other for name, other, _ in ARROWS if name in waiting} - reached
+    assert set(core) < reached
+    assert reached & {f"gpulab.training.{name}" for name in outside} == set()
+    assert [name for name in reached if name == "gpulab.store.object_store" or room(name) == "search"] == []
 
 
 @pytest.mark.parametrize("level", ["files", "rooms"])

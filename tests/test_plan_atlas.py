@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gpulab.companion.scale_out import atlas_plan
+from companion.scale_out import atlas_plan
 from gpulab.errors import UsageError
 from gpulab.store import records
 

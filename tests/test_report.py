@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 
 import gpulab as gl
+from companion.run import BOTH, HERE, RECORDED, NotebookFinding, Result, collect, write_report
 from gpulab import files, report
-from gpulab.companion.run import BOTH, HERE, RECORDED, NotebookFinding, Result, collect, write_report
 from gpulab.diagnostics.steps import Step
 from gpulab.store.schemas import Overwritten
 

@@ -56,7 +56,7 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
 }
 
-# What is needed though nothing in gpulab/ imports it.
+# What is needed though nothing in gpulab/ or notebooks/ imports it.
 NEEDED_UNSEEN = {
     "cloudpickle": "hands a function of one's own to another process",
     "ipykernel": "runs the notebooks",
@@ -90,7 +90,7 @@ def third_party(folder):
     found = {}
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files, folder
-    own = {"gpulab", *(name for file in files for name in (file.stem, file.parent.name))}
+    own = {"gpulab", "companion", *(name for file in files for name in (file.stem, file.parent.name))}
     for file in files:
         for name in imported(file.read_text(encoding="utf-8"), str(file)) - own - sys.stdlib_module_names:
             found[canonicalize_name(DISTRIBUTIONS.get(name, name))] = str(file.relative_to(ROOT))
@@ -101,7 +101,7 @@ def names(requirements):
     return {canonicalize_name(requirement.name) for requirement in requirements}
 
 
-@pytest.mark.parametrize("folder", ["gpulab", "tests", "benchmarks", "docs"])
+@pytest.mark.parametrize("folder", ["gpulab", "notebooks", "tests", "benchmarks", "docs"])
 def test_python_files_import_only_what_pyproject_lists(folder):
     extras = {
         name: texts for name, texts in PROJECT["optional-dependencies"].items() if folder != "gpulab" or name != "dev"
@@ -116,13 +116,14 @@ def test_notebooks_import_only_what_gpulab_depends_on():
         for cell in nbformat.read(file, 4).cells:
             lines = cell.source.splitlines() if cell.cell_type == "code" else []
             code = "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!")))
-            found = imported(code, str(file)) - sys.stdlib_module_names - {"gpulab"}
+            found = imported(code, str(file)) - sys.stdlib_module_names - {"gpulab", "companion"}
             needed = {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in found}
             assert needed <= names(RUNTIME + NOTEBOOKS), file.name
 
 
 def test_every_dependency_is_used():
-    assert names(RUNTIME + NOTEBOOKS) - third_party("gpulab").keys() - NEEDED_UNSEEN.keys() == set()
+    imported_here = third_party("gpulab") | third_party("notebooks")
+    assert names(RUNTIME + NOTEBOOKS) - imported_here.keys() - NEEDED_UNSEEN.keys() == set()
     assert NEEDED_UNSEEN.keys() <= names(NOTEBOOKS)
 
 
@@ -217,6 +218,7 @@ def test_ci_runs_make_test_with_a_browser_and_nothing_else():
 def test_pages_name_only_commands_that_exist():
     from typer.main import get_command
 
+    from companion.__main__ import app as notebooks
     from gpulab.cli import app
 
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
@@ -227,6 +229,13 @@ def test_pages_name_only_commands_that_exist():
     for name, arguments in used:
         options = {option for parameter in commands[name].params for option in parameter.opts}
         assert set(re.findall(r"(?<!\S)--[a-z-]+", arguments)) <= options, f"gpulab {name}{arguments}"
+    beside = get_command(notebooks)
+    used = re.findall(r"python -m companion((?: [a-z]+)?)([^`\n]*)", ALL_PAGES)
+    assert {name.strip() for name, _ in used} == {"", *beside.commands}
+    for name, arguments in used:
+        command = beside.commands[name.strip()] if name else beside
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", arguments)) <= options, f"companion{name}{arguments}"
 
 
 def test_the_tables_of_commands_are_those_of_the_commands():
@@ -333,12 +342,16 @@ def test_an_address_leads_the_buttons_there_and_installs_on_colab_only(tmp_path,
     assert len(notebook.cells) == before + 1
     transformer = pytest.importorskip("IPython.core.inputtransformer2")  # which ipykernel brings
     code, ran = transformer.TransformerManager().transform_cell(notebook.cells[1].source), []
-    shell = types.SimpleNamespace(run_line_magic=lambda *words: ran.append(words))
+    shell = types.SimpleNamespace(run_line_magic=lambda *words: ran.append(words), system=ran.append)
     exec(code, {"get_ipython": lambda: shell})
     assert ran == []
     monkeypatch.setitem(sys.modules, "google.colab", types.ModuleType("colab"))
     exec(code, {"get_ipython": lambda: shell})
-    assert ran == [("pip", 'install -q "gpulab[notebooks] @ git+https://github.com/other/thing"')]
+    assert ran == [
+        "test -d /content/gpulab || git clone -q https://github.com/other/thing /content/gpulab",
+        ("cd", "-q /content/gpulab/notebooks"),
+        ("pip", 'install -q "..[notebooks]"'),
+    ]
     with pytest.raises(SystemExit, match="expected an address"):
         address.settle("example.org/thing", tmp_path)
 
@@ -346,7 +359,7 @@ def test_an_address_leads_the_buttons_there_and_installs_on_colab_only(tmp_path,
 def test_readme_says_how_long_the_notebooks_take():
     for profile in ("quick", "smoke"):
         (minutes, seconds) = re.findall(
-            rf"^\| `gpulab companion`, {profile}: .+?\| (\d+) min (\d+) s", DOCS["costs.md"], re.M
+            rf"^\| `python -m companion`, {profile}: .+?\| (\d+) min (\d+) s", DOCS["costs.md"], re.M
         )[0]
         assert f"about {round(int(minutes) + int(seconds) / 60)}" in README
 
@@ -371,19 +384,23 @@ def test_recorded_data_goes_into_the_wheel():
     for source in included:
         there = ROOT / source
         assert there.is_file() or any(there.iterdir()), f"{source} is empty: git has no such folder, the build fails"
-    code = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "gpulab").rglob("*.py"))
+    sources = [file for folder in ("gpulab", "notebooks") for file in (ROOT / folder).rglob("*.py")]
+    code = "".join(file.read_text(encoding="utf-8") for file in sources)
     read = set(re.findall(r"(?:recorded_folder|read_documents|recorded_table)\(\"(\w+)\"", code))
     assert {source.split("/")[1] for source in included if source.startswith("data/")} == read
 
 
 OUTSIDE = """
-import gpulab as gl
+import sys
 from pathlib import Path
+sys.path.insert(0, {notebooks!r})
+import companion
+import gpulab as gl
 assert Path(gl.__file__).is_relative_to({environment!r}), gl.__file__
 runs = gl.train("autoencoder", profile="smoke", progress=False)
-print(gl.__version__, len(gl.recorded_runs()), len(gl.companion.atlas()), len(gl.companion.published_runs()))
-print(gl.verdict(gl.companion.longer_runs().query("loader == 'window'"), reference="cuda:tf32=off").decisions)
-print(gl.companion.measure_speed("trees", ["cpu"], "smoke").part, gl.companion.published_network())
+print(gl.__version__, len(gl.recorded_runs()), len(companion.atlas()), len(companion.published_runs()))
+print(gl.verdict(companion.longer_runs().query("loader == 'window'"), reference="cuda:tf32=off").decisions)
+print(companion.measure_speed("trees", ["cpu"], "smoke").part, companion.published_network())
 """
 
 
@@ -409,6 +426,7 @@ def environment(tmp_path):
 
 def test_a_wheel_works_where_there_is_no_clone(tmp_path, environment):
     """Built as a release would be, and put into an environment of its own, which borrows what gpulab depends on."""
+    import companion
     import gpulab as gl
 
     folder, library, said = environment
@@ -425,8 +443,9 @@ def test_a_wheel_works_where_there_is_no_clone(tmp_path, environment):
     subprocess.run([*pip, "install", "--no-deps", "--no-compile", "--target", str(library), str(wheel)], check=True)
     (library / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
     assert said("-m", "gpulab", "--version") == f"gpulab {gl.__version__}\n"
-    numbers = f"{gl.__version__} {len(gl.recorded_runs())} {len(gl.companion.atlas())}"
-    assert said("-c", OUTSIDE.format(environment=str(folder))).startswith(numbers)
+    numbers = f"{gl.__version__} {len(gl.recorded_runs())} {len(companion.atlas())}"
+    code = OUTSIDE.format(environment=str(folder), notebooks=str(ROOT / "notebooks"))
+    assert said("-c", code).startswith(numbers)
 
 
 OWN_MODEL = """
@@ -453,7 +472,7 @@ print(gl.audit(step, "cpu", "cpu:emulate=bfloat16", progress=False))
 rows = [(setting, seed, seed + (setting == "cuda")) for setting in ("cpu", "cuda") for seed in range(8)]
 print(gl.verdict(pd.DataFrame(rows, columns=["setting", "seed", "final_loss"])).decisions)
 print(gl.hessian(net, lambda: net(batch).square().mean()) @ torch.ones(19))
-for drawn in (lambda: gl.plots.losses, lambda: gl.companion.bit_explorer, lambda: gl.load("digits")):
+for drawn in (lambda: gl.plots.losses, lambda: gl.load("digits")):
     try:
         drawn()
     except gl.GpulabError as error:
@@ -475,7 +494,7 @@ def test_a_model_of_ones_own_needs_neither_jupyter_nor_matplotlib(environment):
     lines = said("-c", OWN_MODEL.format(absent=absent)).splitlines()
     assert lines[0] == "guarded"
     install = "is not installed: pip install 'gpulab[notebooks]'"
-    assert lines[-3:] == [f"{library} {install}" for library in ("matplotlib", "ipywidgets", "PIL")]
+    assert lines[-2:] == [f"{library} {install}" for library in ("matplotlib", "PIL")]
 
 
 def test_what_the_examples_read_goes_into_the_wheel_and_is_found_there(monkeypatch, tmp_path):
@@ -508,7 +527,7 @@ def test_budgets_find_their_marks():
 @pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.name)
 def test_benchmarks_import_what_is_there(script):
     for node in ast.walk(ast.parse(script.read_bytes())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "gpulab":
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("gpulab", "companion"):
             module = importlib.import_module(node.module)
             for name in node.names:
                 assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), name.name

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import companion
 import gpulab as gl
 
 for library in ("sphinx", "myst_nb", "furo"):
@@ -112,7 +113,7 @@ def test_every_picture_has_words(pages):
 
 
 def test_every_public_name_has_an_entry(site, pages):
-    for package in [gl, *(getattr(gl, name) for name in gl.PACKAGES)]:
+    for package in [gl, companion, *(getattr(gl, name) for name in gl.PACKAGES)]:
         anchors = pages[site / "reference" / f"{package.__name__}.html"].anchors
         for name in {*package.__all__} - {*gl.PACKAGES}:
             assert {f"{package.__name__}.{name}", f"module-{package.__name__}.{name}"} & anchors, name

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from gpulab.data import images
-from gpulab.data.base import HELD_OUT, Bytes, Data
-from gpulab.data.base import Sequence as Sequence
-from gpulab.data.base import Window as Window
+from gpulab.data.base import HELD_OUT, Bytes, Data, Sequence
 from gpulab.data.films import Folder, Video
 from gpulab.data.jpeg import Recompressed
 from gpulab.data.scenes import MovingDigits, Walk

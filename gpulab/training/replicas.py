@@ -22,6 +22,7 @@ from gpulab.models import MODELS
 from gpulab.settings import Setting
 from gpulab.store import records
 from gpulab.training import run
+from gpulab.training.engines import Engines
 from gpulab.training.plan import plan_with_command
 from gpulab.training.run import Run
 from gpulab.training.uploads import keeping_in
@@ -106,7 +107,7 @@ class Replica:
         plan, usual_command = plan_with_command(**job)
         keeping = keeping_in(store, checkpoint_seconds=CHECKPOINT, weights=weights)
         notes = {"command": command or usual_command, **records.registration(registered)}
-        return (yield from run.carry_out(plan, notes, keeping, alone=False, progress=self._tell))
+        return (yield from run.carry_out(plan, notes, keeping, Engines, alone=False, progress=self._tell))
 
     def _tell(self, done: int, loss: float) -> None:
         """Hears of each window, when all is noted of it: the place to be interrupted."""

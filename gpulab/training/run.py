@@ -34,7 +34,6 @@ from gpulab.settings import Setting
 from gpulab.store import identities, run_files
 from gpulab.training import loop
 from gpulab.training.adam import Adam
-from gpulab.training.engines import Engines
 from gpulab.training.keeping import Keeping, Stored
 from gpulab.training.loop import Engine, Training
 from gpulab.training.plan import Plan
@@ -141,7 +140,7 @@ def carry_out(
     plan: Plan,
     notes: dict[str, str | None],
     keeping: Keeping,
-    make_engine: MakeEngine = Engines,
+    make_engine: MakeEngine,
     *,
     alone: bool = True,
     guard: bool = False,
@@ -154,7 +153,7 @@ def carry_out(
         plan: What to train.
         notes: Texts that the record keeps beside what identifies the run, such as its `command`.
         keeping: Where the run is kept.
-        make_engine: Makes what computes windows.
+        make_engine: Makes what computes windows, such as `engines.Engines`.
         alone: Whether no other training keeps the device busy; where one does, its speed is not that of this one.
         guard, watch, progress: As of `gpulab.train`.
 

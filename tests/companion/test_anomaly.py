@@ -6,19 +6,20 @@ import pandas as pd
 import pytest
 import torch
 
+import companion
 import gpulab as gl
-from gpulab.companion import learning
+from companion import learning
 from gpulab.store.records import recorded_folder
 
 
 @pytest.fixture(scope="module")
 def window():
-    return gl.companion.first_window(["cpu"], "prednet", profile="smoke")
+    return companion.first_window(["cpu"], "prednet", profile="smoke")
 
 
 @pytest.fixture(scope="module")
 def control():
-    return gl.companion.first_window(["cpu"], "autoencoder", profile="smoke")
+    return companion.first_window(["cpu"], "autoencoder", profile="smoke")
 
 
 def test_the_forward_losses_agree_and_the_gradient_does_not(window, control):
@@ -29,7 +30,7 @@ def test_the_forward_losses_agree_and_the_gradient_does_not(window, control):
 
 
 def test_the_gradient_is_that_of_training():
-    step = gl.companion.FirstWindow("prednet", "copied", seed=3, profile="smoke", frames=5)
+    step = companion.FirstWindow("prednet", "copied", seed=3, profile="smoke", frames=5)
     computed = step.gradient("cpu")
     model, data = gl.models.PredNet(channels=(3, 8, 16), size=(24, 32)), gl.load("walk", frames=200, size=(24, 32))
     model.draw_weights(torch.Generator().manual_seed(3))
@@ -43,7 +44,7 @@ def test_the_gradient_is_that_of_training():
 
 def test_the_audit_names_the_overwritten_frame():
     traces = [
-        gl.record(gl.companion.FirstWindow("prednet", loader, profile="smoke", frames=3), label=loader, progress=False)
+        gl.record(companion.FirstWindow("prednet", loader, profile="smoke", frames=3), label=loader, progress=False)
         for loader in ("copied", "reused")
     ]
     report = gl.audit(*traces)
@@ -91,7 +92,7 @@ def test_a_seed_that_learned_one_way_only_or_diverged_did_not_learn(loader, loss
 def test_the_table_has_every_decision_with_and_without_correction_and_against_the_registered_margin():
     frame = pd.concat([runs("copied", COPIED), runs("reused", WORSE)])
     slow, fast = frame, frame.assign(speed=2.0)
-    table = gl.companion.anomaly_table(pd.concat([slow, fast]))
+    table = companion.anomaly_table(pd.concat([slow, fast]))
     assert table.metric.tolist() == [*learning.METRICS] * 2
     (alone,) = table.query("metric == @learning.LEARNED and speed == 1").to_dict("records")
     assert (alone["p"], alone["p_holm"]) == (2 / 2**7, 8 * 2 / 2**7), "two speeds, four metrics"
@@ -99,23 +100,23 @@ def test_the_table_has_every_decision_with_and_without_correction_and_against_th
     spread = pd.Series(COPIED[:-1]).std()
     assert alone["registered_margin"] == pytest.approx(0.25 * spread)
     assert alone["margin"] < alone["registered_margin"]
-    better = frame.final_loss < gl.companion.repeat_losses(frame)
+    better = frame.final_loss < companion.repeat_losses(frame)
     assert (alone["beat"], alone["beat_reference"]) == (better.sum(), better[frame.loader == "copied"].sum()) == (2, 2)
 
 
 def test_the_finding_follows_from_the_tables(window, control):
-    finding = gl.companion.anomaly_finding(
-        window, gl.companion.anomaly_table(pd.concat([runs("copied", COPIED), runs("reused", WORSE)]))
+    finding = companion.anomaly_finding(
+        window, companion.anomaly_table(pd.concat([runs("copied", COPIED), runs("reused", WORSE)]))
     )
     assert "19 of 19 forward losses of the window have the same bits, the gradient is off" in str(finding)
     said = "final loss of the seeds that learned: inconclusive at speed 1 (2 times, higher in 7 of 7 seeds)"
     assert any(said in line for line in finding.statistics()), "four tests, each p times four"
     assert "neither network has learned motion" not in str(finding)
     assert "computes a wrong gradient" in str(finding)
-    dull = gl.companion.anomaly_table(pd.concat([runs("copied", [1.0] * 7 + [1.1]), runs("reused", [2.0] * 7 + [2.1])]))
-    assert "neither network has learned motion." in str(gl.companion.anomaly_finding(window, dull))
+    dull = companion.anomaly_table(pd.concat([runs("copied", [1.0] * 7 + [1.1]), runs("reused", [2.0] * 7 + [2.1])]))
+    assert "neither network has learned motion." in str(companion.anomaly_finding(window, dull))
     same = pd.concat([runs("copied", COPIED, weights="w"), runs("reused", COPIED, weights="w")])
-    text = str(gl.companion.anomaly_finding(control, gl.companion.anomaly_table(same)))
+    text = str(companion.anomaly_finding(control, companion.anomaly_table(same)))
     assert "agrees to the last bit" in text
     assert "frames reused: the same bits in every seed" in text
     assert "wrong gradient" not in text
@@ -124,7 +125,7 @@ def test_the_finding_follows_from_the_tables(window, control):
 def test_the_figure_counts_the_seeds_that_shared_memory_made_worse():
     both = pd.concat([runs("copied", COPIED), runs("reused", WORSE)]).assign(device="cpu")
     said = "Sharing memory gave the higher loss for 88% of the seeds, by size and speed"
-    assert gl.companion.shared_memory(both).figure._suptitle.get_text() == said
+    assert companion.shared_memory(both).figure._suptitle.get_text() == said
 
 
 def test_recorded_runs_answer_for_both_sizes():

@@ -5,9 +5,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import companion
 import gpulab as gl
+from companion.meta import meta_analysis
 from gpulab.errors import UsageError
-from gpulab.stats.meta import meta_analysis
 from gpulab.store.records import recorded_folder
 from gpulab.training.sharing import merge, shared_runs
 
@@ -38,7 +39,7 @@ def spread(mean, sd, seeds):
 
 
 def test_a_machine_has_its_effect_and_interval(row):
-    table = gl.companion.atlas_table(machine(row, "NVIDIA A100", spread(0.02, 0.01, 9)))
+    table = companion.atlas_table(machine(row, "NVIDIA A100", spread(0.02, 0.01, 9)))
     assert len(table) == 1
     (found,) = table.itertuples()
     assert (found.setting, found.reference, found.seeds, found.pooled) == (ON, OFF, 9, True)
@@ -52,9 +53,9 @@ def test_machines_are_pooled_by_their_errors_and_not_by_a_vote(row):
     plus = [machine(row, f"NVIDIA {n}", spread(0.03, 0.09, 6)) for n in "ABC"]
     exact = machine(row, "NVIDIA D", spread(0.0, 0.002, 40))
     runs = pd.concat([*plus, exact], ignore_index=True)
-    verdict = gl.companion.atlas_verdict(runs)
+    verdict = companion.atlas_verdict(runs)
     (found,) = verdict.pooled.itertuples()
-    table = gl.companion.atlas_table(runs)
+    table = companion.atlas_table(runs)
     known = meta_analysis(table.effect, table.error)
     assert (found.effect, found.low, found.high, found.tau) == (known.effect, known.low, known.high, known.tau)
     assert found.studies == 4
@@ -65,7 +66,7 @@ def test_machines_are_pooled_by_their_errors_and_not_by_a_vote(row):
 def test_machines_that_disagree_widen_the_interval_and_are_told(row):
     ways = [(-0.05, "A"), (0.05, "B"), (0.02, "C"), (-0.03, "D")]
     runs = pd.concat([machine(row, name, spread(mean, 0.01, 12)) for mean, name in ways], ignore_index=True)
-    verdict = gl.companion.atlas_verdict(runs)
+    verdict = companion.atlas_verdict(runs)
     (found,) = verdict.pooled.itertuples()
     assert found.i2 > 0.9
     assert 0.03 < found.tau < 0.07
@@ -76,7 +77,7 @@ def test_machines_that_disagree_widen_the_interval_and_are_told(row):
 
 
 def test_with_one_machine_there_is_nothing_to_pool(row):
-    verdict = gl.companion.atlas_verdict(machine(row, "NVIDIA A100", spread(0.02, 0.01, 9)))
+    verdict = companion.atlas_verdict(machine(row, "NVIDIA A100", spread(0.02, 0.01, 9)))
     assert verdict.pooled.empty
     assert "one machine, Intel Xeon + NVIDIA A100, torch 2.11.0, so there is nothing to pool" in str(verdict)
     assert "nothing to pool" in verdict.plot().alt
@@ -84,7 +85,7 @@ def test_with_one_machine_there_is_nothing_to_pool(row):
 
 def test_without_pairs_there_is_nothing_to_compare(row):
     for frame in (pd.DataFrame([row]), pd.DataFrame([row])[:0]):
-        verdict = gl.companion.atlas_verdict(frame)
+        verdict = companion.atlas_verdict(frame)
         assert "nothing to compare" in str(verdict)
         assert "nothing to compare" in verdict.html()
         with pytest.raises(UsageError, match="nothing to draw"):
@@ -94,7 +95,7 @@ def test_without_pairs_there_is_nothing_to_compare(row):
 def test_same_bits_and_few_seeds_are_shown_and_not_pooled(row):
     runs = [machine(row, name, spread(0.02, 0.01, 8)) for name in "AB"]
     runs += [machine(row, "SAME", [0.0] * 8), machine(row, "FEW", spread(0.5, 0.01, 4))]
-    verdict = gl.companion.atlas_verdict(pd.concat(runs, ignore_index=True))
+    verdict = companion.atlas_verdict(pd.concat(runs, ignore_index=True))
     assert verdict.pooled.studies.tolist() == [2]
     assert verdict.pooled.effect[0] == pytest.approx(0.02)
     text = str(verdict)
@@ -105,7 +106,7 @@ def test_same_bits_and_few_seeds_are_shown_and_not_pooled(row):
 def test_diverged_runs_are_counted(row):
     runs = machine(row, "NVIDIA A100", spread(0.02, 0.01, 9))
     runs.loc[runs.index[1], ["status", "final_loss"]] = "diverged", math.nan
-    verdict = gl.companion.atlas_verdict(runs)
+    verdict = companion.atlas_verdict(runs)
     assert verdict.machines.diverged.tolist() == [1]
     assert verdict.machines.seeds.tolist() == [8]
     assert f"Diverged, and in no effect: 0 under {OFF}, 1 under {ON}" in str(verdict)
@@ -119,14 +120,14 @@ def test_only_runs_that_differ_in_nothing_else_are_paired(row, more):
     other = runs.setting == ON
     for name, value in more.items():
         runs.loc[other, name] = value
-    assert gl.companion.atlas_table(runs).empty
+    assert companion.atlas_table(runs).empty
 
 
 def test_a_reference_may_be_of_another_device(row):
     runs = machine(row, "A", spread(0.02, 0.01, 9))
     runs.loc[runs.setting == OFF, ["setting", "device"]] = "cpu", "cpu"
-    assert gl.companion.atlas_table(runs).empty  # of a kind of device each by itself
-    table = gl.companion.atlas_table(runs, reference="cpu")
+    assert companion.atlas_table(runs).empty  # of a kind of device each by itself
+    table = companion.atlas_table(runs, reference="cpu")
     assert table.effect.tolist() == pytest.approx([0.02])
 
 
@@ -136,13 +137,13 @@ def test_several_settings_are_corrected_for_their_number(row):
         machine(row, name, spread(mean, 0.01, 12), setting) for setting, mean in effects.items() for name in "ABCDE"
     ]
     runs = pd.concat(runs, ignore_index=True).drop_duplicates(["gpu", "setting", "seed"])
-    pooled = gl.companion.atlas_verdict(runs).pooled.set_index("setting")
+    pooled = companion.atlas_verdict(runs).pooled.set_index("setting")
     assert pooled.p_holm[ON] == pytest.approx(2 * pooled.p[ON])
 
 
 def test_a_change_on_all_machines_is_said_and_drawn(row):
     runs = pd.concat([machine(row, name, spread(0.1, 0.01, 8)) for name in "ABC"], ignore_index=True)
-    verdict = gl.companion.atlas_verdict(runs)
+    verdict = companion.atlas_verdict(runs)
     assert "over 3 machines changes the final loss, +11 % [" in str(verdict)
     picture = verdict.plot()
     assert "1 pooled, 1 shown to change the loss" in picture.alt
@@ -155,12 +156,12 @@ def test_a_change_on_all_machines_is_said_and_drawn(row):
 
 def test_what_was_merged_is_in_the_atlas(monkeypatch, tmp_path):
     monkeypatch.setenv("GPULAB_ATLAS", str(tmp_path / "atlas"))
-    shipped = gl.companion.atlas()
+    shipped = companion.atlas()
     assert set(shipped.id) == {*gl.recorded_runs().id, *gl.runs(recorded_folder("atlas")).id}
     gl.train("autoencoder", profile="smoke", store=tmp_path / "store", progress=False)
     shared_runs(gl.runs(tmp_path / "store")).save(tmp_path / "mine.parquet")
     merge(tmp_path / "mine.parquet", tmp_path / "atlas")
-    both = gl.companion.atlas()
+    both = companion.atlas()
     assert len(both) == len(shipped) + 1
     assert both.recorded.all()
-    assert len(gl.companion.atlas_table(both)) == len(gl.companion.atlas_table(shipped)) > 10
+    assert len(companion.atlas_table(both)) == len(companion.atlas_table(shipped)) > 10

@@ -1,5 +1,7 @@
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -7,8 +9,8 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 import gpulab as gl
-from gpulab.companion import run
-from gpulab.companion.run import Result, collect, execute, execute_in_place, find_notebooks, write_report
+from companion import run
+from companion.run import Result, collect, execute, execute_in_place, find_notebooks, write_report
 
 PARAMETERS = 'profile = "quick"  # a size\nstore = "runs"'
 FINDING = (
@@ -119,7 +121,7 @@ def test_a_notebook_is_executed_where_it_lies(notebooks):
 def test_an_executed_notebook_keeps_pictures_of_widgets_and_leaves_bars_out():
     view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
     outputs = [new_output("display_data", {**view, **more}) for more in ({}, {"text/html": "<img>"})]
-    notebook = new_notebook(cells=[new_code_cell("gl.companion.bit_explorer()", outputs=outputs)])
+    notebook = new_notebook(cells=[new_code_cell("companion.bit_explorer()", outputs=outputs)])
     run.tidy(notebook)
     assert [output.data for output in notebook.cells[0].outputs] == [{"text/html": "<img>"}]
 
@@ -141,3 +143,10 @@ def test_what_cannot_be_executed_is_named(notebooks, tmp_path):
     for profile, device in (("huge", "cpu"), ("smoke", "tpu")):
         with pytest.raises(gl.UsageError, match=r"huge|tpu"):
             execute(notebooks, tmp_path, profile, device)
+
+
+def test_the_command_names_what_is_missing_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "companion", "--notebooks", "missing"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "gpulab: missing: no such folder; run this where the notebooks are\n"

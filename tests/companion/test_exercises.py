@@ -12,8 +12,9 @@ import pandas as pd
 import pytest
 import torch
 
+import companion
 import gpulab as gl
-from gpulab.companion.exercises import CHECKS, LEVELS
+from companion.exercises import CHECKS, LEVELS
 
 ROOT = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = {file.name[:2]: file for file in sorted(ROOT.glob("[0-9][0-9]_*.ipynb"))}
@@ -51,13 +52,13 @@ def solved(request, tmp_path_factory):
     answers, names = {}, {}
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(tmp_path_factory.mktemp("solutions")):
         patch.setenv("GPULAB_PROFILE", "smoke")
-        real = gl.companion.check
-        patch.setattr(gl.companion, "check", lambda name, answer: answers.update({name: answer}) or real(name, answer))
+        real = companion.check
+        patch.setattr(companion, "check", lambda name, answer: answers.update({name: answer}) or real(name, answer))
         said = {}
         for code in cells(ROOT / "solutions" / f"{request.param}_solutions.ipynb", "code"):
             before, _, last = code.rpartition("\n")
             exec(compile(before, "solution", "exec"), names)
-            if last.startswith("gl.companion.check("):
+            if last.startswith("companion.check("):
                 checked = eval(compile(last, "solution", "eval"), names)
                 said[checked.exercise] = checked
             else:
@@ -73,7 +74,7 @@ def test_each_solution_passes_and_a_wrong_answer_is_told_why(solved):
         assert checked.passed, checked
         assert str(checked).startswith(f"{name}. {'Open' if name.endswith('3') else 'Right'}: ")
         expected, mistaken = WRONG[name]
-        wrong = gl.companion.check(name, mistaken(answers[name]))
+        wrong = companion.check(name, mistaken(answers[name]))
         assert not wrong.passed, (name, expected)
         assert str(wrong).startswith(f"{name}. Not yet: ")
         assert expected in wrong.said, (name, wrong.said)
@@ -132,8 +133,8 @@ NUMBERS |= {"is too large": 9, "is too small": 5, "is a text": "8", "is no numbe
 
 @pytest.mark.parametrize(("said", "answer"), NUMBERS.items())
 def test_a_number_that_is_wrong_is_told_how(said, answer):
-    assert said in gl.companion.check("00-1", answer).said
-    assert gl.companion.check("00-1", torch.tensor(8)).passed
+    assert said in companion.check("00-1", answer).said
+    assert companion.check("00-1", torch.tensor(8)).passed
 
 
 CODES = torch.randn(50, 24, generator=torch.Generator().manual_seed(0)) * 0.003 + 0.5
@@ -160,7 +161,7 @@ STRANGE += [(None, None), (Spiteful(), Spiteful()), {"cpu": Spiteful(), "cuda": 
 @pytest.mark.parametrize("name", CHECKS)
 def test_strange_answers_are_told_what_was_expected(name):
     for answer in STRANGE:
-        checked = gl.companion.check(name, answer)
+        checked = companion.check(name, answer)
         assert not checked.passed
         assert CHECKS[name][0] in checked.said
         assert len(checked.said) < 500
@@ -170,4 +171,4 @@ def test_strange_answers_are_told_what_was_expected(name):
 def test_an_unknown_exercise_names_those_there_are():
     for name in ("01-4", "1-1", 12, None, Spiteful()):
         with pytest.raises(gl.UsageError, match=r"expected one of 0\d-1, .+"):
-            gl.companion.check(name, 1)
+            companion.check(name, 1)

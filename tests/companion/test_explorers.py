@@ -1,4 +1,4 @@
-"""The widgets of `gpulab explore`: a control that is moved changes the picture, and no upload breaks anything."""
+"""The widgets of the pages without code: a control that is moved changes the picture, and no upload breaks anything."""
 
 import datetime
 import pickle
@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+import companion
 import gpulab as gl
-from gpulab.companion import explorers
+from companion import explorers
 from gpulab.diagnostics import trace_files
 from gpulab.files import MOST_UPLOADED
 from gpulab.store.records import recorded_folder
@@ -28,7 +29,7 @@ def changes(explorer, control, value, part="image"):
 
 @pytest.fixture(scope="module")
 def saddle():
-    return gl.companion.saddle_explorer()
+    return companion.saddle_explorer()
 
 
 MOVES = {"turn": 30, "tilt": 60, "step": 25, "optimizer": "rmsprop", "format": "float64", "rate": 0.1, "push": 0.1}
@@ -72,7 +73,7 @@ def test_a_trajectory_that_leaves_the_finite_numbers_ends_there():
 
 @pytest.fixture(scope="module")
 def seeds():
-    return gl.companion.seeds_explorer()
+    return companion.seeds_explorer()
 
 
 def test_a_false_difference_appears_and_vanishes(seeds):
@@ -111,7 +112,7 @@ def test_another_order_changes_what_is_seen_but_not_the_end(seeds):
 def training(monkeypatch):
     monkeypatch.setattr(explorers, "FRAMES", {"autoencoder": 100, "prednet": 400})
     monkeypatch.setattr(explorers, "DRAW_SECONDS", 0.0)
-    explorer = gl.companion.training_explorer()
+    explorer = companion.training_explorer()
     yield explorer
     explorer.stop()
 
@@ -150,7 +151,7 @@ def test_a_training_can_be_stopped_and_another_one_begun(training):
 
 @pytest.fixture(scope="module")
 def audit():
-    return gl.companion.audit_explorer()
+    return companion.audit_explorer()
 
 
 @pytest.fixture(scope="module")

@@ -7,27 +7,28 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import companion
 import gpulab as gl
-from gpulab.companion import factorial
-from gpulab.companion.benchmarks import FOLDERS, benchmark
-from gpulab.companion.factorial import dose_finding, dose_response, dose_table, rank_correlation
-from gpulab.companion.learning import ALL, BEAT
+from companion import factorial
+from companion.benchmarks import SCRIPTS, benchmark
+from companion.factorial import dose_finding, dose_response, dose_table, rank_correlation
+from companion.learning import ALL, BEAT
 from gpulab.stats.verdicts import p_text
 
 REUSED, SHARED = "GPU, as published", "GPU, memory shared"
 CPU = "cpu:threads=1"
-TRAINING = f"{FOLDERS[0]}/dose_training.py:bias_and_loss"
+TRAINING = f"{SCRIPTS}/dose_training.py:bias_and_loss"
 CELLS = np.arange(12)
 
 
 @pytest.fixture(scope="module")
 def recorded():
-    return gl.companion.published_runs()
+    return companion.published_runs()
 
 
 @pytest.fixture(scope="module")
 def table(recorded):
-    return gl.companion.published_table(recorded)
+    return companion.published_table(recorded)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_recorded_runs_are_the_registered_ones(recorded):
     for _, seeds in walk[walk.round_trip].groupby("condition").seed:
         assert sorted(seeds) == list(range(100, 100 + len(seeds)))  # in ascending order, none left out
     assert ((recorded.final_loss < recorded.repeat_loss) == recorded.beats_repeating).all()
-    assert np.allclose(gl.companion.repeat_losses(walk), walk.repeat_loss, rtol=1e-6)
+    assert np.allclose(companion.repeat_losses(walk), walk.repeat_loss, rtol=1e-6)
 
 
 def test_the_table_counts_seeds_by_hand(recorded, table):
@@ -79,7 +80,7 @@ def test_a_factor_that_does_nothing_is_no_difference():
     rng = np.random.default_rng(0)
     losses = rng.uniform(0.005, 0.02, 16)
     same = pd.concat([runs(losses=losses), runs(loader="shared", losses=losses * rng.uniform(0.999, 1.001, 16))])
-    table = gl.companion.published_table(same)
+    table = companion.published_table(same)
     assert list(table.decision) == ["inconclusive", "equivalent"]  # of 16 seeds up to 17 % could change sides
 
 
@@ -90,7 +91,7 @@ def test_the_correction_is_over_the_films_of_an_endpoint():
         losses = rng.uniform(0.005, 0.02, 16)
         moved = losses + rng.normal(0, 0.004, 16)
         parts += [runs(losses=losses, film=film), runs(loader="shared", losses=moved, film=film)]
-    table = gl.companion.published_table(pd.concat(parts))
+    table = companion.published_table(pd.concat(parts))
     for _, some in table.groupby("endpoint"):
         assert len(some) == 3
         smallest = some.p.idxmin()
@@ -104,7 +105,7 @@ def test_half_size_is_judged_apart():
     losses = np.linspace(0.008, 0.012, 16)
     cells = [("cpu", "reused", 2.0), ("cpu", "copied", 1.0), ("cuda", "reused", 1.0), ("cuda", "shared", 2.0)]
     frame = pd.concat(runs(device, loader, losses * k, size="80x56") for device, loader, k in cells)
-    table = gl.companion.published_table(frame)
+    table = companion.published_table(frame)
     assert set(table.family) == {"four cells"}
     of_loss = table[table.endpoint == factorial.LOSS].set_index(["condition", "reference"]).decision
     assert of_loss["CPU, frames copied", REUSED] == "equivalent"
@@ -131,16 +132,16 @@ def test_in_short_has_every_registered_pair_and_those_that_go_the_other_way(tabl
 
 
 def test_the_figure_and_the_page_show_what_is_there(recorded, table, longer):
-    picture = gl.companion.published_figure(recorded)
+    picture = companion.published_figure(recorded)
     assert len(picture.png()) > 5000
     first = table[(table.family == "one line, on a GPU") & (table.endpoint == factorial.LOSS)]
     assert f"ends worse in {first.worse.sum()} of {first.seeds.sum()} pairs" in picture.alt
-    trips, window = gl.companion.round_trips(recorded), gl.companion.first_window(["cpu"], profile="smoke")
-    port = gl.companion.anomaly_table(
+    trips, window = companion.round_trips(recorded), companion.first_window(["cpu"], profile="smoke")
+    port = companion.anomaly_table(
         gl.recorded_runs().query("loader != 'window' and profile == 'quick' and device == 'cpu'")
     )
-    dose, windows = gl.companion.recorded_dose(), gl.companion.recorded_windows()
-    page = gl.companion.published_page(window, table, trips, dose, windows, longer, port)
+    dose, windows = companion.recorded_dose(), companion.recorded_windows()
+    page = companion.published_page(window, table, trips, dose, windows, longer, port)
     said, statistics = str(page), "\n".join(page.statistics())
     row = table[table.endpoint == factorial.LOSS].iloc[0]
     assert f"{row.ratio:.2f} times as high (median), higher for {row.worse} of {row.seeds} seeds" in statistics
@@ -172,7 +173,7 @@ def test_a_cell_is_trained_as_gpulab_trains_and_its_bias_is_that_of_the_first_wi
     for loader, name in (("copied", "copied"), ("reused", "shared")):
         run = gl.train("prednet", setting=CPU, seed=3, profile="smoke", loader=loader, progress=False)
         assert run.record["summary"]["final_loss"] == found[name]
-    (window,) = gl.companion.first_window([CPU], "prednet", seed=3, profile="smoke").itertuples()
+    (window,) = companion.first_window([CPU], "prednet", seed=3, profile="smoke").itertuples()
     assert found["bias_first"] == pytest.approx(window.gradient_difference, rel=1e-4)
     assert found["bias"] > 0
 
@@ -228,7 +229,7 @@ def test_cells_are_counted_whole_and_by_the_geometric_mean_of_their_seeds():
     assert len(table) == 12
     assert table.ratio.to_numpy() == pytest.approx(2 ** (1 / 3))
     assert table.bias[0] == pytest.approx(0.051)
-    runs = gl.companion.recorded_dose()
+    runs = companion.recorded_dose()
     assert (runs.status == "finished").all()
     for _, recorded in dose_table(runs).groupby(["size", "setting"]):
         assert len(recorded) == 12

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import companion
 import gpulab as gl
 
 
@@ -35,39 +36,39 @@ def judged(shift, seeds=12, spread=1.0, weights=None, **options):
 def test_every_decision_has_its_words(shift, spread, decision, said):
     verdict = judged(shift, spread=spread)
     assert verdict.decision == decision
-    assert f"b against a: {said}" in str(gl.companion.finding({"Here": verdict}))
+    assert f"b against a: {said}" in str(companion.finding({"Here": verdict}))
 
 
 def test_the_same_bits_are_called_so_and_one_setting_alone_is_not_compared():
     same = judged(0.0, spread=0.0, weights="w")
-    assert str(gl.companion.finding({"Here": same})) == "Here: b against a: the same bits in every seed."
+    assert str(companion.finding({"Here": same})) == "Here: b against a: the same bits in every seed."
     alone = gl.verdict(pd.DataFrame({"setting": ["a"] * 3, "seed": [0, 1, 2], "final_loss": [1.0, 2.0, 3.0]}))
-    assert "nothing to compare" in str(gl.companion.finding({"Here": alone}))
+    assert "nothing to compare" in str(companion.finding({"Here": alone}))
 
 
 def test_runs_that_diverged_are_counted():
     frame = pd.DataFrame({"setting": ["a"] * 12 + ["b"] * 12, "seed": [*range(12)] * 2})
     frame["final_loss"] = np.where((frame.setting == "b") & (frame.seed < 10), np.nan, 1.0 + frame.seed)
     frame["status"] = np.where(frame.final_loss.isna(), "diverged", "finished")
-    text = str(gl.companion.finding({"Here": gl.verdict(frame, reference="a")}))
+    text = str(companion.finding({"Here": gl.verdict(frame, reference="a")}))
     assert text == "Here: b against a: 10 of its runs diverged, and 0 of the others."
 
 
 def test_the_statistics_are_behind_a_fold_and_text_is_escaped():
     verdict = judged(5.0, spread=1e-9)
-    page = gl.companion.finding({"A <b>": verdict, "Said": "1 < 2"}).html()
+    page = companion.finding({"A <b>": verdict, "Said": "1 < 2"}).html()
     before, fold = page.split("<details>")
     assert "A &lt;b&gt;" in before
     assert "1 &lt; 2" in before
     assert "standard deviation" not in before
     assert "standard deviation" in fold
-    assert "<details>" not in gl.companion.finding({"Said": "nothing else"}).html()
+    assert "<details>" not in companion.finding({"Said": "nothing else"}).html()
 
 
 def test_a_table_says_a_sentence_for_each_family():
-    longer = gl.companion.longer_runs().query("setting == 'cuda:tf32=off'")
-    table = gl.companion.learning_table(longer, factor="loader", reference="window")
-    ((heading, (sentence,)),) = gl.companion.finding([("Memory", table)]).sentences()
+    longer = companion.longer_runs().query("setting == 'cuda:tf32=off'")
+    table = companion.learning_table(longer, factor="loader", reference="window")
+    ((heading, (sentence,)),) = companion.finding([("Memory", table)]).sentences()
     assert heading == "Memory"
     (loss,) = table[table.metric == "final loss of all seeds"].relative
     assert f"the loss is {1 + loss:.3g} times as high" in sentence

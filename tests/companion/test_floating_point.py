@@ -4,10 +4,11 @@ import pandas as pd
 import pytest
 import torch
 
+import companion
 import gpulab as gl
-from gpulab.companion import floating_point as module
-from gpulab.companion.benchmarks import benchmark
-from gpulab.companion.floating_point import FLIPPED, MEASURED, OTHER_SEED, Factor, factors, level
+from companion import floating_point as module
+from companion.benchmarks import benchmark
+from companion.floating_point import FLIPPED, MEASURED, OTHER_SEED, Factor, factors, level
 from gpulab.numerics.cuda_random import cuda_threads, same_draws
 from gpulab.store import listing as stores
 from gpulab.store import records
@@ -25,19 +26,19 @@ NETS = {
 
 
 def test_a_flipped_bit_begins_as_one_bit_and_is_drawn():
-    table = gl.companion.growth("prednet", seeds=2, **GROWTH)
+    table = companion.growth("prednet", seeds=2, **GROWTH)
     first = table[(table.change == "one bit of one weight") & (table.step == 0)]
     weights = sum(p.numel() for p in NETS["prednet"].parameters())
     assert first.changed.tolist() == pytest.approx([1 / weights] * 2)
     assert (table[table.change == "float64"].query("step == 0").distance == 0).all()
     assert (table[table.change == OTHER_SEED].distance > 1).all()
-    picture = gl.companion.growth_figure(table)
+    picture = companion.growth_figure(table)
     assert len(picture.png()) < 150_000
     assert "one bit of one weight" in picture.alt
 
 
 def test_nothing_changed_stays_nothing():
-    table = gl.companion.growth("autoencoder", seeds=1, changes={"nothing": {}}, **GROWTH)
+    table = companion.growth("autoencoder", seeds=1, changes={"nothing": {}}, **GROWTH)
     assert table.change.unique().tolist() == ["nothing"]
     assert (table[["distance", "changed", "ulps"]] == 0).all(axis=None)
     assert table.step.tolist() == [0, 20, 40]
@@ -56,7 +57,7 @@ def test_the_flipped_weight_is_the_first_of_its_layer(net):
 
 
 def test_the_shares_are_those_that_the_threads_explain():
-    table = gl.companion.shared_draws((128, 784))
+    table = companion.shared_draws((128, 784))
     for card in table:
         assert table.loc[card, card] == 1
         assert table.loc["T4", card] == pytest.approx(same_draws("T4", card, 128 * 784) / (128 * 784), abs=1e-5)
@@ -73,7 +74,7 @@ def test_two_cards_draw_the_layers_alike_that_are_small_enough():
 
 @pytest.mark.parametrize(("cards", "same_bits"), [(("T4", "H100"), 0), (("H100", "H200"), 2)])  # as many threads
 def test_their_trainings_are_pairs_for_a_verdict(cards, same_bits, tmp_path):
-    runs = gl.companion.runs_drawn_by(tmp_path, cards, seeds=2, frames=40, progress=False)
+    runs = companion.runs_drawn_by(tmp_path, cards, seeds=2, frames=40, progress=False)
     (row,) = gl.verdict(runs, factor="card", reference=cards[0]).table.itertuples()
     assert (row.card, row.seeds, row.same_bits) == (cards[1], 2, same_bits)
 
@@ -85,7 +86,7 @@ def test_their_trainings_are_pairs_for_a_verdict(cards, same_bits, tmp_path):
 def report(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "STEP_SEEDS", 1)
-        return gl.companion.factor_table("prednet", seeds=2, store=tmp_path_factory.mktemp("factors"), **SMALL)
+        return companion.factor_table("prednet", seeds=2, store=tmp_path_factory.mktemp("factors"), **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +161,7 @@ def test_what_is_kept_is_not_made_again_and_a_recording_is_read_as_recorded(monk
     (record,) = records.read_documents("factors")
     assert record["command"] == "python record"
     before = {file: file.stat().st_mtime_ns for file in store.glob("*/run.json")}
-    report = gl.companion.factor_table("autoencoder", seeds=2, store=store, **SMALL)
+    report = companion.factor_table("autoencoder", seeds=2, store=store, **SMALL)
     assert before == {file: file.stat().st_mtime_ns for file in store.glob("*/run.json")} != {}
     mine, theirs = (
         report.table[report.table.source == source].set_index("factor") for source in ("made here", "recorded")
@@ -168,18 +169,18 @@ def test_what_is_kept_is_not_made_again_and_a_recording_is_read_as_recorded(monk
     columns = ["step_moved", "step_error", "effect", "same_bits", "decision"]
     pd.testing.assert_frame_equal(mine[columns], theirs[columns])
     for name in MEASURED:
-        assert (gl.companion.recorded_measurements(name).machine == gl.passport()["cpu"]["model"]).all()
+        assert (companion.recorded_measurements(name).machine == gl.passport()["cpu"]["model"]).all()
 
 
 def test_nonsense_is_refused(tmp_path):
     with pytest.raises(gl.UsageError, match="seeds=0"):
-        gl.companion.growth(seeds=0)
+        companion.growth(seeds=0)
     with pytest.raises(gl.UsageError, match="'rounding': expected one of conversions"):
-        gl.companion.recorded_measurements("rounding")
+        companion.recorded_measurements("rounding")
     with pytest.raises(gl.UsageError, match="kind 'tpu'"):
         record_factors(tmp_path / "x.json", tmp_path, kind="tpu")
     with pytest.raises(gl.UsageError, match="perceptron"):
-        gl.companion.factor_table("perceptron", store=tmp_path)
+        companion.factor_table("perceptron", store=tmp_path)
 
 
 def test_a_level_is_named_by_what_is_not_as_usual():

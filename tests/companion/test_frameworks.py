@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.companion.benchmarks import FOLDERS, benchmark
+from companion.benchmarks import SCRIPTS, benchmark
 
 SIZE = {"size": "smoke"}
-SCRIPTS = FOLDERS[0]
 frameworks, same_start = benchmark("frameworks"), benchmark("same_start")
 NETWORKS = ("autoencoder", "prednet")
 

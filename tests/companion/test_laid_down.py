@@ -8,10 +8,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+import companion
 import gpulab as gl
-from gpulab.companion import factorial
-from gpulab.companion.factorial import BEATS, LOSS, dose_finding
-from gpulab.companion.learning import ALL, BEAT, LEARNED, STUCK
+from companion import factorial
+from companion.factorial import BEATS, LOSS, dose_finding
+from companion.learning import ALL, BEAT, LEARNED, STUCK
 
 pytestmark = pytest.mark.slow  # films of 50,000 frames are rendered for the thresholds
 HERE = Path(__file__).parents[2]
@@ -42,11 +43,11 @@ def trend(runs):
 
 def recorded_claims():
     """Of each row of the table its runs, and what they say."""
-    companion, runs = gl.companion, gl.recorded_runs().query("experiment == 'prednet'")
+    runs = gl.recorded_runs().query("experiment == 'prednet'")
     registered = [ALL, STUCK, LEARNED]
     for of_size in ("profile == 'quick' and device == 'cpu'", "profile == 'paper'"):
         some = runs.query(f"{of_size} and loader != 'window'")
-        yield some, said(gl.companion.anomaly_table(some), registered)
+        yield some, said(companion.anomaly_table(some), registered)
     published = companion.published_runs()
     table = companion.published_table(published)
     for full in (True, False):
@@ -106,10 +107,10 @@ def test_the_table_has_the_times_and_decisions_of_the_recordings():
 
 def test_the_registered_pairs_are_counted_as_on_the_page_of_notebook_05():
     card = (HERE / "data/README.md").read_text(encoding="utf-8")
-    table = gl.companion.published_table(gl.companion.published_runs())
-    memory = gl.companion.longer_runs().query("setting == 'cuda:tf32=off'")
-    longer = gl.companion.learning_table(memory, factor="loader", reference="window")
-    port = gl.companion.anomaly_table(gl.recorded_runs().query("loader != 'window'"))
+    table = companion.published_table(companion.published_runs())
+    memory = companion.longer_runs().query("setting == 'cuda:tf32=off'")
+    longer = companion.learning_table(memory, factor="loader", reference="window")
+    port = companion.anomaly_table(gl.recorded_runs().query("loader != 'window'"))
     (pairs,) = [line for line in card.splitlines() if line.startswith("The decisions are today's")]
     on_the_page = factorial._short(table, longer, port)[0]
     assert re.findall(r"\d+ of \d+", pairs) == re.findall(r"\d+ of \d+", on_the_page)

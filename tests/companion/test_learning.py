@@ -4,8 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import companion
 import gpulab as gl
-from gpulab.companion import findings, learning
+from companion import findings, learning
 
 OFF = "cuda:tf32=off"
 
@@ -52,7 +53,7 @@ def test_the_finding_counts_the_runs(frame):
 
 
 def test_recorded_films_differ_in_the_film_alone():
-    films = gl.companion.recorded_films()
+    films = companion.recorded_films()
     cells = pd.crosstab(films.seed, films.scene_seed)
     assert (cells == 1).all(axis=None)
     assert cells.shape >= (5, 5)
@@ -86,7 +87,7 @@ def test_any_factor_has_a_table_whose_reference_and_other_columns_are_its_own():
     assert table.loc[("xpu", learning.ALL), "worse"] == 8
     assert table.loc[("xpu", learning.LEARNED), "seeds"] == 7, "one seed has a dead colour"
     assert table.loc[("xpu", learning.BEAT), "difference"] == pytest.approx(-7 / 8)
-    text = "\n".join(gl.companion.finding({"It": table.reset_index()}).statistics())
+    text = "\n".join(companion.finding({"It": table.reset_index()}).statistics())
     assert "final loss of the seeds that learned: equivalent at speed 1 (1 times, higher in 0 of 7 seeds)." in text
     assert "final loss of all seeds: different at speed 1" in text
 
@@ -98,7 +99,7 @@ def test_equal_amounts_are_said_once():
 
 
 def test_runs_for_the_title_question_differ_in_the_device_alone():
-    title = gl.companion.title_runs()
+    title = companion.title_runs()
     published = title[title.profile == "paper"]
     for _, runs in published.groupby("experiment"):
         for name in ("protocol", "torch", "machine", "loader", "fast"):
@@ -108,7 +109,7 @@ def test_runs_for_the_title_question_differ_in_the_device_alone():
 
 
 def test_on_a_gpu_no_difference_is_seen_between_the_gradient_written_out_and_that_of_autograd():
-    title = gl.companion.title_runs().query("experiment == 'prednet' and device == 'cuda'")
+    title = companion.title_runs().query("experiment == 'prednet' and device == 'cuda'")
     for _, runs in title.fillna({"gradients": "autograd"}).groupby("setting"):
         (row,) = gl.verdict(runs, factor="gradients", reference="autograd").table.itertuples()
         assert row.seeds == 16
@@ -117,13 +118,13 @@ def test_on_a_gpu_no_difference_is_seen_between_the_gradient_written_out_and_tha
 
 
 def test_rounding_denormal_numbers_to_zero_changes_nothing_at_the_quick_size():
-    quick = gl.companion.title_runs().query("profile == 'quick'")
+    quick = companion.title_runs().query("profile == 'quick'")
     (row,) = gl.verdict(quick, reference="cpu:threads=1").table.itertuples()
     assert (row.setting, row.same_bits, row.seeds) == ("cpu:threads=1,denormals=off", 16, 16)
 
 
 def test_the_long_runs_differ_in_one_thing_at_a_time_and_one_family_of_eight_changes_no_decision():
-    longer = gl.companion.longer_runs()
+    longer = companion.longer_runs()
     assert set(longer.frames) == {50_000}
     for name in ("experiment", "profile", "data", "speed", "frame_size", "torch", "machine", "status"):
         assert longer[name].nunique() == 1, name
@@ -137,7 +138,7 @@ def test_the_long_runs_differ_in_one_thing_at_a_time_and_one_family_of_eight_cha
 
 
 def test_cpu_runs_for_the_title_question_are_of_one_kind_of_machine():
-    title = gl.companion.title_runs()
+    title = companion.title_runs()
     published = title.query("experiment == 'prednet' and profile == 'paper' and device == 'cpu'")
     assert sorted(published.seed) == [*range(31), 35]
     for name in ("cpu", "torch", "protocol", "setting", "gradients"):

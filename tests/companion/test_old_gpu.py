@@ -4,8 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import companion
 import gpulab as gl
-from gpulab.companion import old_gpu
+from companion import old_gpu
 from gpulab.models.autoencoders import COVARIANCES, EPSILON
 
 CPU, TF32 = "cpu:threads=1", "cpu:threads=1,tf32=on,emulate=ampere"
@@ -13,7 +14,7 @@ CPU, TF32 = "cpu:threads=1", "cpu:threads=1,tf32=on,emulate=ampere"
 
 @pytest.fixture(scope="module")
 def spectrum():
-    return gl.companion.covariance_spectrum([CPU, TF32], seeds=range(6))
+    return companion.covariance_spectrum([CPU, TF32], seeds=range(6))
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +58,18 @@ def test_a_negative_eigenvalue_below_epsilon_is_a_nan_at_the_first_update(spectr
 
 
 def test_the_table_counts_runs_that_became_nan(here):
-    table = gl.companion.cards_table(here).set_index("setting")
+    table = companion.cards_table(here).set_index("setting")
     assert (table.loc[CPU, "diverged"], table.loc[TF32, "diverged"]) == (0, 6)
     assert table.seeds.tolist() == [6, 6]
     assert table.loc[CPU, "final_loss"] == pytest.approx(here[here.setting == CPU].final_loss.mean())
 
 
 def test_an_h200_did_what_the_emulation_does(recorded):
-    table = gl.companion.cards_table(recorded).set_index(["setting", "covariance"])
+    table = companion.cards_table(recorded).set_index(["setting", "covariance"])
     assert table.loc[("cuda:tf32=on", "one-pass"), "diverged"] > 0.9 * table.loc[("cuda:tf32=on", "one-pass"), "seeds"]
     assert table.diverged.sum() == table.loc[("cuda:tf32=on", "one-pass"), "diverged"]
-    report = gl.companion.recorded_cards_audit()
-    emulated = gl.audit(gl.companion.FirstWindow("whitener", seed=7, frames=50), CPU, TF32, progress=False)
+    report = companion.recorded_cards_audit()
+    emulated = gl.audit(companion.FirstWindow("whitener", seed=7, frames=50), CPU, TF32, progress=False)
     for found in (report.findings[0], emulated.findings[0]):
         assert (found.kind, found.operation) == ("reduced precision", "mm")
         assert "codes.T @ codes" in found.line
@@ -76,7 +77,7 @@ def test_an_h200_did_what_the_emulation_does(recorded):
 
 
 def test_prices_are_medians_between_their_quartiles():
-    table = gl.companion.recorded_prices()
+    table = companion.recorded_prices()
     assert (table.ms_low <= table.ms).all()
     assert (table.ms <= table.ms_high).all()
 
@@ -85,8 +86,8 @@ def test_the_finding_says_what_the_numbers_say(here, recorded, store):
     old = here[here.setting == CPU]
     search = {"learning_rate": [2e-3], "tf32": ["off"]}
     found = gl.reproduce(old, search, TF32, margin="1sd", store=store, progress=False)
-    report, conversions = gl.companion.recorded_cards_audit(), gl.companion.recorded_measurements("conversions")
-    finding = gl.companion.cards_finding(pd.concat([here, recorded]), report, found, conversions)
+    report, conversions = companion.recorded_cards_audit(), companion.recorded_measurements("conversions")
+    finding = companion.cards_finding(pd.concat([here, recorded]), report, found, conversions)
     text = str(finding)
     assert f"0 of 6 seeds under {CPU}, here." in text
     assert f"6 of 6 seeds under {TF32}, here." in text
@@ -120,9 +121,9 @@ def test_the_figures_are_small_and_say_what_they_show(spectrum, here, recorded):
     both = pd.concat([here, recorded.query("covariance == 'one-pass' and seed < 6")])
     fast = both.setting.isin([TF32, "cuda:tf32=on"])
     pictures = {
-        "of the new card's": gl.companion.divergence(both[~fast], both[fast]),
-        "6 seeds": gl.companion.spectrum(spectrum),
-        "NVIDIA H200": gl.companion.prices(gl.companion.recorded_prices()),
+        "of the new card's": companion.divergence(both[~fast], both[fast]),
+        "6 seeds": companion.spectrum(spectrum),
+        "NVIDIA H200": companion.prices(companion.recorded_prices()),
     }
     for words, picture in pictures.items():
         assert words in picture.alt

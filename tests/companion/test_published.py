@@ -13,14 +13,14 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
+import companion
 import gpulab as gl
-from gpulab.companion.benchmarks import FOLDERS, benchmark
+from companion.benchmarks import SCRIPTS, benchmark
 from gpulab.data.datasets import load
 from gpulab.settings import Setting
 from gpulab.store.listing import record_of
 
 published, record_published, stock_chainer = map(benchmark, ("published", "record_published", "stock_chainer"))
-SCRIPTS = FOLDERS[0]
 SMALL = {"frames": 160, "size": "32x24", "channels": "3,8,16", "speed": 2.0}
 
 
@@ -39,7 +39,7 @@ def run(net, folder, seed=3, setting="cpu", **options):
 
 def test_what_is_missing_is_named_with_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.delenv("GPULAB_CHAINER_PREDNET", raising=False)
-    told = gl.companion.published_network()
+    told = companion.published_network()
     assert told.startswith("Skipped: the authors' net.py")
     assert "GPULAB_CHAINER_PREDNET" in told
     monkeypatch.delitem(stock_chainer.sys.modules, "chainer", raising=False)
@@ -79,7 +79,7 @@ def test_one_reused_buffer_changes_the_gradient_and_not_the_first_losses(net):
     assert (first["same_losses"], second["same_losses"]) == (19, 0)
     assert first["gradient_difference"] > 1e-3
     assert all(row["gradient_difference"] == 0 and row["same_losses"] == row["losses"] for row in same)
-    assert "19 of 19 forward losses have the same bits; the gradient is off" in gl.companion.published_network(net)
+    assert "19 of 19 forward losses have the same bits; the gradient is off" in companion.published_network(net)
 
 
 def test_gradients_are_those_that_chainer_gave_on_its_own_python(net, shared):

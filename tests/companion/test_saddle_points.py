@@ -3,6 +3,7 @@ import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
+import companion
 import gpulab as gl
 
 EXACT, TF32 = "cpu:precision=float64", "cpu:emulate=tf32"
@@ -43,39 +44,39 @@ def by(optimizer, escapes, **columns):
 
 
 def test_it_counts_what_left_and_what_was_held(escapes):
-    lines = gl.companion.saddle_finding(escapes).statistics()
+    lines = companion.saddle_finding(escapes).statistics()
     assert any(line.startswith("Pushed off the saddle (made here): 2 of 2 left, after ") for line in lines)
     line = next(line for line in lines if line.startswith("sgd (made here, after 90 to 90 steps): 2 of 4 left, "))
     assert line.endswith(f"after {90 / 80:.2f} times the expected steps (median); stayed under {EXACT} at 30.")
-    held = gl.companion.saddle_finding(escapes.assign(left=False, held=True, steps=np.nan))
+    held = companion.saddle_finding(escapes.assign(left=False, held=True, steps=np.nan))
     assert f"sgd (made here): 0 of 4 left; stayed under {EXACT} at 30, {TF32} at 30." in held.statistics()
     assert "in every arithmetic" not in str(held)
 
 
 def test_the_optimiser_decides_only_where_it_does(escapes):
     adam = by("adam", escapes, learning_rate=1e-3, left=True, steps=50.0)
-    (_, said), *_ = gl.companion.saddle_finding(pd.concat([escapes, adam])).sentences()
+    (_, said), *_ = companion.saddle_finding(pd.concat([escapes, adam])).sentences()
     assert said[0].startswith("It is the optimiser that decides")
     assert said[1:] == ["adam at 0.001 leaves in every arithmetic.", f"sgd at 30 stays under {EXACT} (0 of 2 left)."]
     alike = by("adam", escapes, learning_rate=1e-3)
-    assert "It is the optimiser that decides" not in str(gl.companion.saddle_finding(pd.concat([escapes, alike])))
-    assert "It is the optimiser that decides" not in str(gl.companion.saddle_finding(adam))
+    assert "It is the optimiser that decides" not in str(companion.saddle_finding(pd.concat([escapes, alike])))
+    assert "It is the optimiser that decides" not in str(companion.saddle_finding(adam))
 
 
 def test_the_criterion_is_counted_on_both_sides(escapes):
     known = by("adam", escapes).assign(step_ratio=[0.5, 2.0, 3.0, 0.1])
-    text = str(gl.companion.saddle_finding(known))
+    text = str(companion.saddle_finding(known))
     above = known.step_ratio > 1
     assert f"above half a last place of the weights, {known.left[above].sum()} of 2 left" in text
     assert f"below, {known.left[~above].sum()} of 2." in text
     assert "within a factor of 10.0 of it" in text, "that with a tenth of a place, which left"
-    assert "exceptions" not in str(gl.companion.saddle_finding(known.assign(step_ratio=known.left + 0.5)))
-    assert "last place" not in str(gl.companion.saddle_finding(escapes))
+    assert "exceptions" not in str(companion.saddle_finding(known.assign(step_ratio=known.left + 0.5)))
+    assert "last place" not in str(companion.saddle_finding(escapes))
 
 
 def test_weights_in_float64_are_told_apart(escapes):
     control = by("sgd", escapes, master_weights=True, left=True, steps=300.0)
-    finding = gl.companion.saddle_finding(pd.concat([escapes, control]))
+    finding = companion.saddle_finding(pd.concat([escapes, control]))
     assert "weights in float64, 2 of 2 leave after all: what is rounded away is the update." in str(finding)
     text = "\n".join(finding.statistics())
     line = next(line for line in text.splitlines() if line.startswith(f"With the gradients of {EXACT}, but weights in"))
@@ -87,35 +88,35 @@ def test_weights_in_float64_are_told_apart(escapes):
 def test_minibatches_are_compared_with_all_data_in_the_same_arithmetic(escapes):
     line = "sgd at 30 with batches of 10 (made here, after 50 to 50 steps): 4 of 4 left, "
     both = escapes[(escapes.setting == TF32) & (escapes.perturbation == 0)].groupby("batch_size").steps.median()
-    assert f"{line}{both[10] / both[0]:.1f} times as late" in "".join(gl.companion.saddle_finding(escapes).statistics())
+    assert f"{line}{both[10] / both[0]:.1f} times as late" in "".join(companion.saddle_finding(escapes).statistics())
     other = escapes.assign(learning_rate=escapes.learning_rate.where(escapes.batch_size > 0, 1.0))
-    assert f"{line[:-2]}." in gl.companion.saddle_finding(other).statistics()
+    assert f"{line[:-2]}." in companion.saddle_finding(other).statistics()
 
 
 def test_the_answer_follows_the_steps(escapes):
     batched = escapes.batch_size > 0
     same = escapes.assign(steps=escapes.steps.where(~batched, 1000 + 300 * escapes.seed))
-    assert "the arithmetic hardly matters" in str(gl.companion.saddle_finding(same))
+    assert "the arithmetic hardly matters" in str(companion.saddle_finding(same))
     apart = same.assign(steps=same.steps.where(~(batched & (same.setting == TF32)), 3000))
-    assert "the arithmetic matters here as much as the seed" in str(gl.companion.saddle_finding(apart))
+    assert "the arithmetic matters here as much as the seed" in str(companion.saddle_finding(apart))
     third = same[batched & (same.setting == TF32)].assign(setting="cpu", left=False, steps=np.nan)
-    assert "not under cpu." in str(gl.companion.saddle_finding(pd.concat([same, third])))
+    assert "not under cpu." in str(companion.saddle_finding(pd.concat([same, third])))
 
 
 def test_curvature_has_its_correlation_and_verdicts():
-    first, shares, _ = gl.companion.saddle_finding(curvature=curvature()).sentences()
+    first, shares, _ = companion.saddle_finding(curvature=curvature()).sentences()
     assert first[0] == "Loss and share of ways down"
     assert first[1][0].startswith("autoencoder, quick size (recorded): rank correlation +")
     assert shares[0] == "Share of ways down, at the end of training"
     within = "no difference that matters (less than 0.097 % of the mean), with 8 seeds"
     assert shares[1] == [f"autoencoder, quick size: cuda against cpu: {within}."]
-    _, moved, _ = gl.companion.saddle_finding(curvature=curvature(shift=0.01)).sentences()
+    _, moved, _ = companion.saddle_finding(curvature=curvature(shift=0.01)).sentences()
     assert "higher in 8 of 8 seeds" in moved[1][0]
 
 
 def test_training_time_is_told_from_what_holds_at_a_step():
     def said(frame):
-        finding = gl.companion.saddle_finding(curvature=frame)
+        finding = companion.saddle_finding(curvature=frame)
         return finding.sentences()[0][1][0]
 
     time_alone = curvature()  # at a step all losses are the same
@@ -132,22 +133,22 @@ def test_recorded_correlations_of_a_step_are_those_of_scipy():
     frame = gl.saddles.recorded_curvature()
     steps = frame[(frame.experiment == "autoencoder")].groupby("step")
     by_hand = [f"{spearmanr(some.loss, some.index_fraction).statistic:+.2f} at step {step}" for step, some in steps]
-    text = "\n".join(gl.companion.saddle_finding(curvature=frame).statistics())
+    text = "\n".join(companion.saddle_finding(curvature=frame).statistics())
     assert f"rank correlation of all trainings {', '.join(by_hand)}." in text
 
 
 def test_how_rough_the_law_is_comes_from_the_escapes(escapes):
     left = [{"left": True, "learning_rate": rate, "steps": times * 80.0} for rate, times in ((1e-5, 1), (1e-2, 15))]
     adam = pd.concat([by("adam", escapes, **columns) for columns in left])
-    text = str(gl.companion.saddle_finding(pd.concat([escapes, adam])))
+    text = str(companion.saddle_finding(pd.concat([escapes, adam])))
     assert "adam took 8.0 times the steps that are expected" in text
     assert "(median of 8 escapes; quartiles 1.0 to 15.0; by learning rate 1.0 at 1e-05 and 15.0 at 0.01)" in text
-    assert "times the steps that are expected" not in str(gl.companion.saddle_finding(escapes)), (
+    assert "times the steps that are expected" not in str(companion.saddle_finding(escapes)), (
         "gradient descent has a law"
     )
 
 
 def test_one_setting_is_not_compared_and_nothing_is_refused():
-    assert "against" not in str(gl.companion.saddle_finding(curvature=curvature().query("setting == 'cpu'")))
+    assert "against" not in str(companion.saddle_finding(curvature=curvature().query("setting == 'cpu'")))
     with pytest.raises(gl.UsageError, match="expected escapes, curvature, or both"):
-        gl.companion.saddle_finding()
+        companion.saddle_finding()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gpulab.companion import scale_out, scale_out_figures
-from gpulab.companion.scale_out import WAYS
+from companion import scale_out, scale_out_figures
+from companion.scale_out import WAYS
 from gpulab.errors import UsageError
 from gpulab.store import records
 

@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 import torch
 
+import companion
 import gpulab as gl
-from gpulab.companion import speed, workloads
-from gpulab.companion.benchmarks import benchmark
+from companion import speed, workloads
+from companion.benchmarks import benchmark
 from gpulab.errors import GpulabError, UsageError
 from gpulab.report import Picture
 from gpulab.store import records
@@ -39,7 +40,7 @@ def measured():
     """Every section on the CPU, small."""
     # JAX chooses its threads once in a process, which other tests share.
     settings = {part: "cpu" if part == "libraries" else CPU for part in workloads.PARTS}
-    return {part: gl.companion.measure_speed(part, [setting], "smoke") for part, setting in settings.items()}
+    return {part: companion.measure_speed(part, [setting], "smoke") for part, setting in settings.items()}
 
 
 # --- what is measured ------------------------------------------------------------------------------------
@@ -58,14 +59,14 @@ def test_every_row_has_a_number_or_says_why_not(part, measured):
 @pytest.mark.parametrize("setting", SETTINGS[1:])
 @pytest.mark.parametrize("part", workloads.PARTS)
 def test_every_section_runs_on_what_else_there_is(part, setting):
-    frame = gl.companion.measure_speed(part, [setting], "smoke")
+    frame = companion.measure_speed(part, [setting], "smoke")
     assert (frame.value.notna() | frame.note.ne("")).all()
     assert not frame.note.str.contains("failed").any()
 
 
 def test_a_section_leaves_threads_and_random_numbers_as_they_were():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    gl.companion.measure_speed("inference", ["cpu:threads=2"], "smoke")
+    companion.measure_speed("inference", ["cpu:threads=2"], "smoke")
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -73,10 +74,10 @@ def test_a_section_leaves_threads_and_random_numbers_as_they_were():
 @pytest.mark.parametrize(
     ("asked", "refused"),
     [
-        (lambda: gl.companion.measure_speed("flops"), "'flops', 'quick': expected one of step"),
-        (lambda: gl.companion.measure_speed("step", size="huge"), "'huge'"),
-        (lambda: gl.companion.workload("VGG"), "'VGG'"),
-        (lambda: gl.companion.cost_table(pd.DataFrame(), {"cpu": 0.1, "gpu": 0}), "expected a price above 0"),
+        (lambda: companion.measure_speed("flops"), "'flops', 'quick': expected one of step"),
+        (lambda: companion.measure_speed("step", size="huge"), "'huge'"),
+        (lambda: companion.workload("VGG"), "'VGG'"),
+        (lambda: companion.cost_table(pd.DataFrame(), {"cpu": 0.1, "gpu": 0}), "expected a price above 0"),
     ],
 )
 def test_what_there_is_not_is_refused(asked, refused):
@@ -92,7 +93,7 @@ def test_what_was_measured_is_what_was_asked_for(measured):
     parts = measured["memory"].pivot_table("value", "way", "unit")
     assert parts.MB["4 parts"] < parts.MB["2 parts"] < parts.MB["1 part"]
     assert parts["off the gradient"].max() < 1e-5
-    judged = gl.companion.precision_verdict(measured["text"])
+    judged = companion.precision_verdict(measured["text"])
     assert judged.reference == "float32"
     assert (judged.table.seeds == texts.SEEDS).all()
 
@@ -178,7 +179,7 @@ def test_a_claim_is_a_ratio_of_medians_here_before_recorded():
             rows("inference", {"1 device": 800.0, "2 devices": 1600.0}, unit="images/s", **GPU),
         ]
     )
-    table = gl.companion.claims_table(frame).set_index("claim")
+    table = companion.claims_table(frame).set_index("claim")
     assert table.times["text classification is faster on a GPU"] == 10
     assert table.measured["text classification is faster on a GPU"] == "10×"
     assert "(recorded)" in table.to["text classification is faster on a GPU"]
@@ -187,17 +188,17 @@ def test_a_claim_is_a_ratio_of_medians_here_before_recorded():
     assert table.times["tensor cores train faster in mixed precision"] == 2
     assert table.measured["compilation makes training faster"] == "not measured on a GPU: cannot be compiled here"
     assert "not measured on a CPU; not measured on a GPU" in table.measured["gradient-boosted trees are faster on GPUs"]
-    assert len(gl.companion.claims_table(frame, "paper")) == len(speed.CLAIMS)
+    assert len(companion.claims_table(frame, "paper")) == len(speed.CLAIMS)
 
 
 def test_the_crossover_lies_where_the_lines_meet():
     widths = (16, 64, 256, 1024)
     cpu = rows("small", {str(width): width / 1e6 for width in widths}, **HERE)
     gpu = rows("small", {str(width): 100 / 1e6 for width in widths}, **GPU)
-    assert gl.companion.crossover(pd.concat([cpu, gpu])) == pytest.approx(100)
-    assert math.isnan(gl.companion.crossover(cpu))
-    assert math.isnan(gl.companion.crossover(pd.concat([cpu, gpu.assign(value=1e-9)])))
-    assert math.isnan(gl.companion.crossover(pd.concat([cpu, gpu.assign(value=1.0)])))
+    assert companion.crossover(pd.concat([cpu, gpu])) == pytest.approx(100)
+    assert math.isnan(companion.crossover(cpu))
+    assert math.isnan(companion.crossover(pd.concat([cpu, gpu.assign(value=1e-9)])))
+    assert math.isnan(companion.crossover(pd.concat([cpu, gpu.assign(value=1.0)])))
 
 
 def test_the_cost_is_time_by_price_and_breaks_even_at_the_speedup():
@@ -208,7 +209,7 @@ def test_the_cost_is_time_by_price_and_breaks_even_at_the_speedup():
             rows("text", {"float32": 3600.0}, unit="J", **GPU),
         ]
     )
-    table = gl.companion.cost_table(frame, {"cpu": 0.1, "gpu": 1.0}).set_index("setting")
+    table = companion.cost_table(frame, {"cpu": 0.1, "gpu": 1.0}).set_index("setting")
     assert table.per_thousand.to_dict() == pytest.approx({"cpu": 1.0, "cuda:tf32=off": 1.0})
     assert table.breaks_even["cuda:tf32=off"] == pytest.approx(10)
     assert table.watt_hours["cuda:tf32=off"] == 1
@@ -218,21 +219,21 @@ def test_the_cost_is_time_by_price_and_breaks_even_at_the_speedup():
 def test_backends_are_told_apart_by_the_passport():
     card = {"kind": "cuda", "name": "a card", "compute_capability": "9.0"}
     software = {"cuda": "13.0", "rocm": None}
-    found = gl.companion.backends({"gpus": [card], "software": software}).set_index("backend").devices
+    found = companion.backends({"gpus": [card], "software": software}).set_index("backend").devices
     assert found.to_dict() == dict.fromkeys(["ROCm", "Metal", "XPU"], "none here") | {"CUDA": "a card, capability 9.0"}
     amd = {"gpus": [card, {"kind": "xpu", "name": "another"}], "software": {"cuda": None, "rocm": "6.4"}}
-    found = gl.companion.backends(amd).set_index("backend").devices
+    found = companion.backends(amd).set_index("backend").devices
     assert found["CUDA"] == "none here"
     assert (found["ROCm"], found["XPU"]) == ("a card, capability 9.0", "another")
 
 
 def test_the_finding_names_what_was_recorded_and_what_was_claimed(measured):
     here = pd.concat(measured.values())
-    ((place, _),) = alone = gl.companion.speed_finding(here).sentences()
+    ((place, _),) = alone = companion.speed_finding(here).sentences()
     assert place == "On this CPU"
-    assert gl.companion.speed_finding(here.assign(setting="mps")).parts[0][0] == "On this GPU"
+    assert companion.speed_finding(here.assign(setting="mps")).parts[0][0] == "On this GPU"
     recorded = rows("text", {"float32": 100.0}, **{**HERE, "recorded": True})
-    both = gl.companion.speed_finding(pd.concat([here, recorded, rows("text", {"float32": 20.0}, **GPU)]))
+    both = companion.speed_finding(pd.concat([here, recorded, rows("text", {"float32": 20.0}, **GPU)]))
     assert both.sentences()[:1] == alone
     (claim,) = dict(both.sentences())["What was claimed, recorded on a GPU"]
     assert claim.startswith("Text classification is faster on a GPU: yes, 5× (quick size). Claimed: 198.2 s")
@@ -242,7 +243,7 @@ def test_what_an_update_spends_its_time_on(monkeypatch):
     rows = [{"setting": "cuda", "size": "paper", "what": w, "ms": ms} for w, ms in (("convolutions", 3), ("copies", 1))]
     documents = [{"machine": "a GPU", "kernels": rows}, {"workloads": []}]
     monkeypatch.setattr(records, "read_documents", lambda _: documents)
-    picture = gl.companion.kernels()
+    picture = companion.kernels()
     assert "75% to 75%" in picture.alt
     assert {text.get_text() for text in picture.figure.axes[0].texts} == {"75%", "25%", "4 ms"}
 
@@ -251,10 +252,10 @@ def test_every_figure_says_what_it_shows(measured):
     widths = {"16": 1.0, "64": 2.0, "256": 4.0}
     small = pd.concat([rows("small", widths, **HERE), rows("small", dict.fromkeys(widths, 2.0), **GPU)])
     figures = [
-        gl.companion.shares(measured["step"]),
-        gl.companion.ladder(measured["text"]),
-        gl.companion.small_work(small),
-        gl.companion.scaling(gl.device.recorded_rooflines()),
+        companion.shares(measured["step"]),
+        companion.ladder(measured["text"]),
+        companion.small_work(small),
+        companion.scaling(gl.device.recorded_rooflines()),
     ]
     assert all(isinstance(figure, Picture) for figure in figures)
     assert "up to a width of about 64" in figures[2].alt
@@ -270,7 +271,7 @@ def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     records.write_json(tmp_path / "speed" / "prednet.json", {"rows": []})
     monkeypatch.setattr(records, "DATA", tmp_path)
-    found = gl.companion.recorded_speed()
+    found = companion.recorded_speed()
     assert found.recorded.all()
     assert found.way[found.part == "small"].tolist() == list(map(str, workloads.WIDTHS["smoke"]))
     assert (found.value[found.part == "small"] > 0).all()
@@ -281,7 +282,7 @@ def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
 
 
 def test_what_is_recorded_is_whole():
-    found = gl.companion.recorded_speed()
+    found = companion.recorded_speed()
     assert (found.value.notna() | found.note.fillna("").ne("")).all()
     assert set(found.part) <= set(workloads.PARTS)
     assert not found.duplicated(["part", "what", "way", "unit", "seed", "size", "setting", "machine"]).any()

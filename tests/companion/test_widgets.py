@@ -10,6 +10,7 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 from torch.nn.functional import mse_loss
 
+import companion
 import gpulab as gl
 from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN
 
@@ -20,7 +21,7 @@ def pattern(explorer):
 
 @pytest.mark.parametrize("x", [-0.1, 0.0, 1e-45, 3e38])
 def test_a_typed_number_is_shown_with_its_bits(x):
-    explorer = gl.companion.bit_explorer(1.0)
+    explorer = companion.bit_explorer(1.0)
     explorer.number.value = x
     stored = torch.tensor([x], dtype=torch.float32)
     assert pattern(explorer) == f"{int(stored.view(torch.int32)) & 0xFFFFFFFF:032b}"
@@ -29,7 +30,7 @@ def test_a_typed_number_is_shown_with_its_bits(x):
 
 @pytest.mark.parametrize("bit", [0, 8, 31])
 def test_a_clicked_bit_changes_the_number_and_nothing_else(bit):
-    explorer = gl.companion.bit_explorer(0.75)
+    explorer = companion.bit_explorer(0.75)
     before = pattern(explorer)
     explorer.bits[bit].click()
     after = pattern(explorer)
@@ -42,7 +43,7 @@ def test_a_clicked_bit_changes_the_number_and_nothing_else(bit):
 
 
 def test_what_is_no_number_is_not_sent_to_the_page():
-    explorer = gl.companion.bit_explorer(1.5)
+    explorer = companion.bit_explorer(1.5)
     for bit in explorer.bits[1:9]:
         if bit.description == "0":
             bit.click()  # exponent all ones, fraction not zero
@@ -52,7 +53,7 @@ def test_what_is_no_number_is_not_sent_to_the_page():
 
 
 def test_the_answer_is_the_rounded_number():
-    explorer = gl.companion.bit_explorer(1 / 3)
+    explorer = companion.bit_explorer(1 / 3)
     explorer.format.value = "float8_e5m2"
     for mode in ("nearest", "truncate"):
         explorer.rounding.value = mode
@@ -68,7 +69,7 @@ def luminance(colour):
 
 
 def test_every_bit_has_its_colour_and_can_be_read():
-    explorer = gl.companion.bit_explorer(-math.pi)
+    explorer = companion.bit_explorer(-math.pi)
     colours = [bit.style.get_state()["button_color"] for bit in explorer.bits]  # which is what the page is sent
     ones = [colour for colour, bit in zip(colours, explorer.bits, strict=True) if bit.description == "1"]
     assert set(ones) == {SIGN, EXPONENT, FRACTION}
@@ -79,15 +80,13 @@ def test_every_bit_has_its_colour_and_can_be_read():
 
 @pytest.mark.parametrize("x", [-0.1, 0.0, 1e-45, -3e38])
 def test_the_meaning_of_the_bits_multiplies_to_the_number(x):
-    sign, power, fraction = (
-        meaning.value.partition("</span> ")[2] for meaning in gl.companion.bit_explorer(x).meanings
-    )
+    sign, power, fraction = (meaning.value.partition("</span> ")[2] for meaning in companion.bit_explorer(x).meanings)
     exponent = float(power.removeprefix("× 2").translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")))
     assert float(torch.tensor({"+": 1, "−": -1}[sign] * float(fraction) * 2**exponent)) == pytest.approx(x, rel=1e-7)
 
 
 def test_the_slice_is_shown_at_its_own_size_with_words():
-    explorer = gl.companion.slice_explorer(
+    explorer = companion.slice_explorer(
         gl.saddles.landscape(torch.nn.Linear(2, 1), mse_loss, (torch.eye(2), torch.ones(2, 1)))
     )
     element = r'<img alt="The loss along .+?" src="data:image/png;base64,(.+?)" width="(\d+)"'
@@ -96,7 +95,7 @@ def test_the_slice_is_shown_at_its_own_size_with_words():
 
 
 def test_without_a_kernel_there_is_the_still_picture():
-    data, _ = gl.companion.bit_explorer(0.1)._repr_mimebundle_()
+    data, _ = companion.bit_explorer(0.1)._repr_mimebundle_()
     assert data["text/html"].startswith('<img alt="Bits of 0.1')
     assert "application/vnd.jupyter.widget-view+json" in data
 

@@ -15,7 +15,7 @@ import sys
 
 import numpy as np
 
-from gpulab.companion.benchmarks import benchmark
+from companion.benchmarks import benchmark
 
 
 def scene(count, height, width):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+import companion
 import gpulab as gl
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, covariance, whiten
 
@@ -129,7 +130,7 @@ def test_products_kept_in_float32_are_those_without_an_emulation_and_flags_are_p
 
 
 def test_the_audit_names_the_product_and_where_it_turns_nan():
-    step = gl.companion.FirstWindow("whitener", seed=7, frames=50)
+    step = companion.FirstWindow("whitener", seed=7, frames=50)
     report = gl.audit(step, CPU, TF32, progress=False)
     first = report.findings[0]
     assert (first.kind, first.operation, first.phase) == ("reduced precision", "mm", "forward")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import companion
 import gpulab as gl
 from gpulab.numerics.arithmetic import CHIPS, PRECISIONS, arithmetic_of
 from gpulab.numerics.emulation import emulate
@@ -98,7 +99,7 @@ def test_convolutions_of_an_h200_are_reproduced_bit_for_bit(case):
 
 
 def test_the_formats_alone_explain_what_tf32_and_bfloat16_do_and_tf32_that_is_allowed_is_not_always_used():
-    recorded = gl.companion.recorded_products()
+    recorded = companion.recorded_products()
     short = recorded[recorded.used.isin(("tf32", "bfloat16"))]
     assert (short["least explained"] >= 0.99).all(), short.to_string()
     assert set(short[short.operation == "gradient of the weight"].rounding) == {"nearest", "away", "truncate"}
@@ -138,7 +139,7 @@ def test_a_comparison_can_tell_a_wrong_emulation():
 
 def test_the_tables_are_those_of_the_recorded_products():
     """The notebook shows what the comparison finds here and now, in a few kernels; sums may differ by the library."""
-    recorded = gl.companion.recorded_products().set_index(["operation", "asked", "result", "used", "rounding"])
+    recorded = companion.recorded_products().set_index(["operation", "asked", "result", "used", "rounding"])
     normal = {case: SAMPLES[case] for case in cases() if case.operation == MATRIX and case.inputs == "normal"}
     made = products.summarize(compare_products(normal, ARITHMETIC)).set_index(recorded.index.names)
     shown = ["cases", "median error", "least explained", "bit for bit, tensor core's sums"]

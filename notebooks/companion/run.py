@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import html
 import json
 import os
@@ -15,11 +16,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
 
 from gpulab import files, signals
 from gpulab.errors import DataError, GpulabError, UsageError, extra, in_one_line
 from gpulab.training.protocol import PROFILES
+
+if TYPE_CHECKING:
+    import jinja2
 
 KERNEL = "python3"
 QUIET = ["--log-level=ERROR"]  # a kernel warns of its own local connection each time it starts
@@ -262,11 +268,10 @@ def tidy(notebook: Any) -> None:
 def write_report(results: list[Result], output: Path, profile: str) -> Path:
     """One page that needs no other file: what was found here and elsewhere, what failed, the figures, the passport."""
     from gpulab.passports import passport
-    from gpulab.report import render
 
     folder = output / "report"
     page = render(
-        "companion.html",
+        "report.html",
         results=results,
         summary=SUMMARY,
         failed=[result for result in results if result.error],
@@ -283,6 +288,19 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
         del row["figures"]
     files.write(folder / "results.json", (json.dumps(rows, indent=1) + "\n").encode())
     return report.resolve()
+
+
+def render(template: str, **values: Any) -> Markup:
+    """A page of `companion/templates`, in gpulab's style. Whatever is not `Markup` is escaped."""
+    return Markup(_templates().get_template(template).render(values))
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    import jinja2
+
+    loader = jinja2.ChoiceLoader([jinja2.PackageLoader("companion"), jinja2.PackageLoader("gpulab")])
+    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 from markupsafe import Markup
 
-from gpulab.companion.learning import ALL, BEAT, FAMILY, LEARNED, METRICS, STUCK
+from companion.learning import ALL, BEAT, FAMILY, LEARNED, METRICS, STUCK
 from gpulab.report import Report, paragraphs
 from gpulab.stats.verdicts import DECISIONS, Verdict
 

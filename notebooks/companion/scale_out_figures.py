@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from gpulab.companion.findings import span
-from gpulab.companion.scale_out import descent_curves
+from companion.findings import span
+from companion.scale_out import descent_curves
 from gpulab.plots.style import (
     FAINT,
     INK,
@@ -33,7 +33,7 @@ PLACE = ["recorded", "machine", "setting", "size"]
 def scaling_lines(frame: pd.DataFrame) -> Picture:
     """How many times as much several devices do, against the ideal line: strong scaling beside weak.
 
-    The frame is from `gpulab.companion.scaling_table` and `recorded_scale_out`.
+    The frame is from `companion.scaling_table` and `recorded_scale_out`.
     """
     figure, panels = canvas(2, height=4.0, share_rows=True)
     most = int(frame.devices.max())
@@ -100,7 +100,7 @@ def descent_losses(histories: pd.DataFrame) -> Picture:
 def batch_law(table: pd.DataFrame, found: pd.DataFrame) -> Picture:
     """Updates to a target against the batch size, and what they cost in examples, with the law and the noise scale.
 
-    The frames are those from `gpulab.companion.large_batches`.
+    The frames are those from `companion.large_batches`.
     """
     figure, panels = canvas(2, height=3.8)
     sizes = np.geomspace(table.batch_size.min(), table.batch_size.max(), 100)

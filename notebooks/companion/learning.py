@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from gpulab.data.datasets import Sequence, load
+from gpulab.data.base import Sequence
+from gpulab.data.datasets import load
 from gpulab.progress import Progress
 from gpulab.stats.power import parse_margin
 from gpulab.stats.tests import holm

@@ -18,9 +18,9 @@ import pandas as pd
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 from numpy.typing import ArrayLike
 
-from gpulab.companion.anomaly import SPEED_COLOURS, window_finding
-from gpulab.companion.findings import SIZES, CheckedSentences, Part, listed
-from gpulab.companion.learning import ALL, BEAT, blurred_losses
+from companion.anomaly import SPEED_COLOURS, window_finding
+from companion.findings import SIZES, CheckedSentences, Part, listed
+from companion.learning import ALL, BEAT, blurred_losses
 from gpulab.errors import UsageError
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, Look, canvas, finished, is_recorded, key, origin_keys, points
 from gpulab.report import Picture
@@ -340,7 +340,7 @@ def published_page(
     """What was claimed, what was wrong, how one knows and what remains unknown, on one page.
 
     Args:
-        window: From `gpulab.companion.first_window`: the gradient in our own port.
+        window: From `companion.first_window`: the gradient in our own port.
         table, trips, dose: From `published_table`, `round_trips` and `recorded_dose`.
         windows: From `recorded_windows`: gradients of the published code on both devices.
         longer: From `learning_table`, of `longer_runs`: shared memory against a frame's own.

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from gpulab.companion.findings import SIZES, CheckedSentences, Part, listed
+from companion.findings import SIZES, CheckedSentences, Part, listed
 from gpulab.errors import UsageError
 from gpulab.plots.style import (
     FAINT,
@@ -78,7 +78,7 @@ BACKENDS = {
 
 
 def recorded_speed() -> pd.DataFrame:
-    """What other machines measured, as `gpulab.companion.measure_speed`; `recorded` is True.
+    """What other machines measured, as `companion.measure_speed`; `recorded` is True.
 
     Examples:
         >>> bool(recorded_speed().recorded.all())

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from gpulab.companion.benchmarks import benchmark
+from companion.benchmarks import benchmark
 from gpulab.data.feed import Loader
 from gpulab.errors import GpulabError
 from gpulab.models.base import Trainable

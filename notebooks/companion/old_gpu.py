@@ -13,8 +13,8 @@ import pandas as pd
 import torch
 from matplotlib.axes import Axes
 
-from gpulab.companion.findings import CheckedSentences, Part, listed
-from gpulab.companion.first_windows import FirstWindow
+from companion.findings import CheckedSentences, Part, listed
+from companion.first_windows import FirstWindow
 from gpulab.data.jpeg import available_decoders, decode_jpeg, encode_jpeg
 from gpulab.diagnostics.audits import Audit, audit
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covariance
@@ -116,7 +116,7 @@ def cards_finding(
         runs: Those made here and the recorded ones. The verdicts are those on the recorded runs.
         report: The audit of a first step.
         reproduction: What the search for the old losses found.
-        conversions: What `gpulab.companion.recorded_measurements("conversions")` has, with those made here.
+        conversions: What `companion.recorded_measurements("conversions")` has, with those made here.
     """
     became = []
     for row in cards_table(runs[runs.covariance == "one-pass"]).itertuples():
@@ -253,7 +253,7 @@ def spectrum(frame: pd.DataFrame) -> Picture:
 
 
 def prices(frame: pd.DataFrame) -> Picture:
-    """The time of a step in float32, and in TF32 with either cure, from `gpulab.companion.recorded_prices`."""
+    """The time of a step in float32, and in TF32 with either cure, from `companion.recorded_prices`."""
     figure, (axes,) = canvas(1, height=1.2 + 0.45 * len(frame))
     slowest = frame.ms.max()
     beside: Look = {"xytext": (9, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import pandas as pd
 
-from gpulab.companion.findings import SIZES, CheckedSentences, in_words, listed
+from companion.findings import SIZES, CheckedSentences, in_words, listed
 from gpulab.errors import UsageError
 from gpulab.stats.verdicts import p_text, verdict
 

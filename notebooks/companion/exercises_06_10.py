@@ -7,9 +7,9 @@ from typing import Any
 import pandas as pd
 import torch
 
-from gpulab.companion.answers import choice, exercise, fields, near, need, number, pair, recorded, shown, table
-from gpulab.companion.scale_out import batch_gains
-from gpulab.companion.speed import cost_table, on_gpu, recorded_speed
+from companion.answers import choice, exercise, fields, near, need, number, pair, recorded, shown, table
+from companion.scale_out import batch_gains
+from companion.speed import cost_table, on_gpu, recorded_speed
 from gpulab.device.placements import Placement
 from gpulab.settings import Setting
 from gpulab.stats.power import parse_margin, seeds_needed

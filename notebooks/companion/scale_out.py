@@ -13,7 +13,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from gpulab.data.datasets import Window, load
+from gpulab.data.base import Window
+from gpulab.data.datasets import load
 from gpulab.data.feed import Loader
 from gpulab.diagnostics.guards import guard
 from gpulab.errors import OverwrittenError, UsageError
@@ -145,7 +146,7 @@ def _mean_times(
     what: dict[str, Any] = {"net": "prednet", "profile": "smoke", "window": batch * frames}
     what["model_options"] = {"channels": channels, "size": frame, "batch_size": batch}
     what |= {"data_options": {"size": frame}, "frames": 2 * batch * frames}
-    job = {"net": "gpulab.companion.scale_out:times", "setting": setting, "seed": 0}
+    job = {"net": "companion.scale_out:times", "setting": setting, "seed": 0}
     answers = processes.do(job | {"model_options": {"task": json.dumps(what), "updates": updates}})
     mean = pd.DataFrame(answers).rename(columns={"update": "seconds"})[TIMES].mean()
     return {"size": size, "devices": len(answers), "batch": batch, **mean}

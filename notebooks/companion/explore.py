@@ -1,4 +1,4 @@
-"""`gpulab explore`: pages without code, each a widget of gpulab's own in a kernel of its own, served by Voilà.
+"""Pages without code, each a widget of gpulab's own in a kernel of its own, served by Voilà.
 
 Whoever has the token can open a page and move what is on it, and nothing else: a browser may send no code, the server
 hands out no file of the machine's but the notebooks and the pages and code that they link to, and what the kernels hold
@@ -32,15 +32,15 @@ from traitlets.config import Config
 from voila.app import Voila
 from voila.tornado.handler import TornadoVoilaHandler
 
-from gpulab.companion.run import KERNEL
+import gpulab
+from companion.run import KERNEL, render
 from gpulab.errors import GpulabError, UsageError
 from gpulab.files import MOST_UPLOADED
-from gpulab.report import render
 
 PAGE_BYTES = 600 << 20  # of memory that a page may need; what it took while it trained was 490 MB of its own
 IDLE_SECONDS = 600  # without a move, after which a page is put to sleep
-TEMPLATES = Path(__file__).parents[1] / "templates"
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = Path(__file__).parents[1]
+TEMPLATES = (NOTEBOOKS / "companion" / "templates" / "explore", Path(gpulab.__file__).parent / "templates")
 READABLE = (  # in a clone; its pages link to others, and show pictures
     r"/(notebooks/(?:solutions/)?\d\d_\w+\.ipynb|notebooks/solutions|[A-Z]+\.md|"
     r"(?:docs|data|benchmarks|gpulab)/[\w/-]+\.(?:md|py|svg|png))"
@@ -56,7 +56,7 @@ POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-an
 
 @dataclass(frozen=True)
 class Page:
-    """A page: its title, what of `gpulab.companion` it shows, two sentences, and the notebook that explains it."""
+    """A page: its title, what of `companion` it shows, two sentences, and the notebook that explains it."""
 
     title: str
     call: str
@@ -66,11 +66,10 @@ class Page:
 
     def source(self) -> nbformat.NotebookNode:
         """The page as Voilà wants it: a notebook of one cell."""
-        cell = nbformat.v4.new_code_cell(f"import gpulab as gl\n\ngl.companion.{self.call}()")
+        cell = nbformat.v4.new_code_cell(f"import companion\n\ncompanion.{self.call}()")
         kernel = {"name": KERNEL, "display_name": "Python 3", "language": "python"}
-        about = asdict(self) | {"in_clone": (NOTEBOOKS / f"{self.notebook}.ipynb").is_file()}
         bounds = {"most_bytes": MOST_UPLOADED, "idle_minutes": IDLE_SECONDS // 60}
-        metadata = {"kernelspec": kernel, "title": self.title, "page": about, **bounds}
+        metadata = {"kernelspec": kernel, "title": self.title, "page": asdict(self), **bounds}
         return nbformat.v4.new_notebook(cells=[cell], metadata=metadata)
 
 
@@ -236,7 +235,7 @@ class Explore(Voila):
     def setup_template_dirs(self) -> None:
         """Those of Voilà, and before them ours."""
         super().setup_template_dirs()
-        self.template_paths = [str(TEMPLATES / "explore"), str(TEMPLATES), *self.template_paths]
+        self.template_paths = [*map(str, TEMPLATES), *self.template_paths]
 
     def init_handlers(self) -> list[Any]:
         """The pages, and what they need."""

@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gpulab.companion.findings import SAME, SIZES, WORDS, CheckedSentences, Part, listed, span
-from gpulab.companion.first_windows import FirstWindow
+from companion.findings import SAME, SIZES, WORDS, CheckedSentences, Part, listed, span
+from companion.first_windows import FirstWindow
 from gpulab.data.jpeg import available_decoders
 from gpulab.device.operations import measure
 from gpulab.errors import GpulabError, UsageError
@@ -397,7 +397,7 @@ class FactorTable(Report):
     table: pd.DataFrame
     verdicts: dict[tuple[str, str], Verdict]  # behind it, by source and base
 
-    plots = "gpulab.companion.floating_point"
+    plots = "companion.floating_point"
 
     def finding(self, *sources: str) -> CheckedSentences:
         """What the verdicts allow one to say, a sentence a machine; of some sources if they are named."""

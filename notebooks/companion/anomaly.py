@@ -12,9 +12,9 @@ from typing import Any
 import pandas as pd
 from matplotlib.ticker import NullFormatter
 
-from gpulab.companion.findings import CheckedSentences, Part
-from gpulab.companion.first_windows import FirstWindow
-from gpulab.companion.learning import learning_table
+from companion.findings import CheckedSentences, Part
+from companion.first_windows import FirstWindow
+from companion.learning import learning_table
 from gpulab.models.base import Trainable
 from gpulab.plots.style import INK, Look, canvas, finished, origin_keys, points
 from gpulab.report import Picture

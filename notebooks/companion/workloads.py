@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpulab.companion.benchmarks import benchmark
+from companion.benchmarks import benchmark
 from gpulab.device.memory import memory_watch
 from gpulab.device.placements import place
 from gpulab.device.rooflines import roofline, timed

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpulab.companion.answers import (
+from companion.answers import (
     choice,
     decisions,
     exercise,
@@ -22,7 +22,7 @@ from gpulab.companion.answers import (
     shown,
     table,
 )
-from gpulab.companion.learning import missing_colour_losses, repeat_losses
+from companion.learning import missing_colour_losses, repeat_losses
 from gpulab.device.rooflines import UNDER_THE_ROOF, recorded_rooflines
 from gpulab.diagnostics.audits import Audit
 from gpulab.models import Autoencoder

@@ -1,4 +1,4 @@
-"""The widgets of `gpulab explore` that answer by computing: two trainings, a ball on a saddle, seeds, an audit."""
+"""The widgets of the pages without code which compute: two trainings, a ball on a saddle, seeds, an audit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 from markupsafe import Markup
 from torch import Tensor, nn
 
-from gpulab.companion.explorer_figures import saddle_path, seed_by_seed, side_by_side
-from gpulab.companion.widgets import Explorer
+from companion.explorer_figures import saddle_path, seed_by_seed, side_by_side
+from companion.widgets import Explorer
 from gpulab.diagnostics.audits import audit
 from gpulab.diagnostics.comparison import check_same_step
 from gpulab.diagnostics.traces import Trace
@@ -33,6 +33,7 @@ from gpulab.settings import available_settings
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.store.listing import recorded_runs
 from gpulab.store.records import recorded_folder
+from gpulab.training.engines import Engines
 from gpulab.training.keeping import Keeping
 from gpulab.training.plan import plan_with_command
 from gpulab.training.run import carry_out, under
@@ -147,7 +148,7 @@ class TrainingExplorer(Explorer):
             for chosen, rows in zip(self.settings, self.losses, strict=True):
                 plan, _ = plan_with_command(net, None, chosen.value, seed, "smoke", 0, frames=FRAMES[net])
                 note = functools.partial(lambda rows, seen, loss: rows.append((seen, loss)), rows)
-                going.append((plan, carry_out(plan, {}, Keeping(), progress=note)))
+                going.append((plan, carry_out(plan, {}, Keeping(), Engines, progress=note)))
             while going:
                 for plan, turns in [*going]:
                     if self.stopping.is_set():

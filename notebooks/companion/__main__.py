@@ -1,0 +1,67 @@
+"""`python -m companion` executes the notebooks and binds a report; `python -m companion explore` serves pages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpulab import cli, signals
+from gpulab.errors import extra
+from gpulab.options import Profile, option
+from gpulab.terminal import say
+
+NOTEBOOKS = Path(__file__).parents[1]
+
+app = typer.Typer(cls=cli.Commands, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True)
+def execute(
+    context: typer.Context,
+    profile: Profile = "quick",
+    device: Annotated[str, option("auto, cpu, cuda, mps or xpu")] = "auto",
+    only: Annotated[str | None, option("notebooks whose names begin so, such as 04 or 03,04")] = None,
+    output: Annotated[Path, option("folder for the executed notebooks and the report")] = Path("build"),
+    notebooks: Annotated[Path, option("folder of the notebooks", "in which companion lies")] = NOTEBOOKS,
+    store: Annotated[Path | None, option("folder in which runs are kept", "OUTPUT/runs")] = None,
+    in_place: Annotated[bool, option("execute the notebooks themselves, to commit them", flag="--in-place")] = False,
+) -> None:
+    """Execute the notebooks and bind them into one report. Exit status 1 when one of them failed."""
+    if context.invoked_subcommand:
+        return
+    from companion import run
+
+    if in_place:
+        for file in run.execute_in_place(notebooks, only):
+            say(f"executed: {file}")
+        return
+    results = run.execute(notebooks, output, profile, device, only, store)
+    report = run.write_report(results, output, profile)
+    failed = [result.name for result in results if result.error]
+    for name in failed:
+        say(f"failed: {name}", sys.stderr)
+    say(f"report: {report}")
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def explore(
+    port: Annotated[int, option("0 for any that is free", min=0, max=65535)] = 8866,
+    host: Annotated[str, option("the address to listen on; others can reach 0.0.0.0")] = "127.0.0.1",
+    token: Annotated[str | None, option("what lets in", "a new one each time")] = None,
+    pages: Annotated[int | None, option("open at the same time", "what the free memory holds", min=1)] = None,
+    no_open: Annotated[bool, option("leave the browser alone", flag="--no-open")] = False,
+) -> None:
+    """Serve pages without code, to be explored in a browser: bits, a saddle, trainings, verdicts, audits."""
+    with extra("notebooks"):
+        from companion.explore import serve
+    serve(host, port, token, pages, not no_open, lambda address: say(f"{address}\nCtrl-C ends it."))
+
+
+if __name__ == "__main__":
+    signals.leave_quietly()
+    cli.main(app)
