@@ -68,10 +68,6 @@ class Target:
 
 def checked_target(target: Any, metric: str) -> pd.DataFrame:
     """The first runs of one setting, one a seed, all finished; `UsageError` for anything else."""
-    import pandas as pd
-
-    if isinstance(target, pd.DataFrame) and "setting" not in target:
-        target = target.assign(setting="the target")
     runs = check_runs(target, metric, "setting", "seed")
     first = runs[runs["rerun"] == 0]
     if len(settings := sorted(set(first.setting))) > 1:

@@ -86,7 +86,8 @@ def _read_parquet(content: bytes) -> pd.DataFrame:
         table = file.read(names, use_threads=False)
     for name in texts:
         _check_size(0, table[name].to_pandas().map(lambda text: len(str(text))).astype(float).sum())
-    return table.cast(pyarrow.schema(plain, schema.metadata)).to_pandas()
+    frame = table.cast(pyarrow.schema(plain, schema.metadata)).to_pandas()
+    return frame.reset_index(drop=frame.index.names == [None])
 
 
 def _check_distinct(names: list[str]) -> None:

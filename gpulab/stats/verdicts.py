@@ -25,10 +25,7 @@ import gpulab.stats.tests as inference
 from gpulab.errors import UsageError
 from gpulab.report import Report
 from gpulab.report import table as html_table
-from gpulab.stats.decisions import COLUMNS, compare_levels, is_identical, may_diverge_apart
-from gpulab.stats.decisions import DECISIONS as DECISIONS
-from gpulab.stats.decisions import decide as decide
-from gpulab.stats.pairs import check_one_protocol as check_one_protocol
+from gpulab.stats.decisions import COLUMNS, DECISIONS, compare_levels, is_identical, may_diverge_apart
 from gpulab.stats.pairs import finished, is_yes_or_no, pair
 
 SURE = 10  # seeds, from which on the number that would settle it is more than a guess

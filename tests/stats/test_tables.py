@@ -95,7 +95,7 @@ def test_parquet_and_truth_values(tmp_path):
         {"setting": ["cpu"] * 8 + ["cuda"] * 8, "seed": [*range(8)] * 2, "learned": [True] * 8 + [False] * 8}
     )
     frame.to_parquet(tmp_path / "runs.parquet")
-    frame.astype({"setting": "category"}).set_index("seed").to_parquet(tmp_path / "indexed.parquet")
+    frame.astype({"setting": "category"}).set_index("setting").to_parquet(tmp_path / "indexed.parquet")
     frame.to_csv(tmp_path / "runs.csv")
     for name in ("runs.parquet", "indexed.parquet", "runs.csv"):
         read = read_table(tmp_path / name, "learned")
