@@ -23,14 +23,11 @@ FORMS = {name.rstrip(string.ascii_uppercase) for name in NAMES} - {"jpeg:"}  # w
 class Rendered(Sequence):
     """One of the project's own scenes, of any length."""
 
+    content = ""  # the frames come from no file
+
     def __init__(self, name: str, scene: Walk | MovingDigits, frames: int, held: int) -> None:
         super().__init__(name, 3, scene.size, frames, held)
         self.scene = scene
-
-    @property
-    def content(self) -> str:
-        """Nothing: the frames come from no file."""
-        return ""
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """Frames `start` to `stop`, without it endlessly."""

@@ -76,18 +76,7 @@ class Folder(Sequence):
 
 
 def count_frames(file: Path, grey: bool) -> int:
-    """How many frames a film shows, by a look at every packet; no more than the first frame is decoded.
-
-    Args:
-        file: The film.
-        grey: Whether grey is asked for; without it a grey film is refused.
-
-    Returns:
-        The number of frames.
-
-    Raises:
-        DataError: For what is no film, is shorter than its container declares, or is grey unasked.
-    """
+    """How many frames a film shows, by a look at every packet; `DataError` for one that is cut, or grey unasked."""
     import av
 
     try:

@@ -18,11 +18,7 @@ FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # EPS would start Ghostscript
 
 
 def opened(file: Path | IO[bytes], formats: Collection[str] = FORMATS) -> PIL.Image.Image:
-    """An image whose header is read, and its pixels not yet.
-
-    Raises:
-        ValueError: For one of more than `MOST_PIXELS`; and whatever Pillow raises for what is no image.
-    """
+    """An image whose header is read, and its pixels not yet; `ValueError` for one of more than `MOST_PIXELS`."""
     from PIL import Image
 
     with warnings.catch_warnings():
