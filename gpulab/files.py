@@ -70,6 +70,7 @@ def replacing(file: str | Path) -> Iterator[Path]:
     Raises:
         GpulabError: Where it cannot be written, with what to do.
     """
+    check_path(file)
     file = Path(file)
     scratch = file.with_name(scratch_name())
     with writing(file):

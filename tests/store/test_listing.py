@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import gpulab as gl
+from gpulab import files
 from gpulab.errors import printable
 from gpulab.passports import OTHERS
 from gpulab.store import identities, records, run_files
@@ -420,9 +421,22 @@ def test_a_column_is_as_large_as_all_its_row_groups_together(tmp_path):
         records.check_size(file, metadata, 900)
 
 
-@pytest.mark.parametrize("store", ["a\0b", 300 * "x"], ids=["NUL", "long"])
-def test_a_path_that_can_be_no_store_is_one_clear_line(store):
-    for use in (gl.runs, lambda store: gl.train("autoencoder", profile="smoke", frames=20, store=store)):
-        with pytest.raises(gl.GpulabError, match=r": (the name is too long|embedded null)") as error:
-            use(store)
-        assert str(error.value).startswith(printable(store))
+@pytest.mark.parametrize("path", ["a\0b", 300 * "x"], ids=["NUL", "long"])
+def test_a_path_that_can_be_none_is_one_clear_line(path):
+    for use in (
+        gl.runs,
+        lambda path: gl.train("autoencoder", profile="smoke", frames=20, store=path),
+        lambda path: gl.train("autoencoder", profile="smoke", frames=20, registered=path),
+        lambda path: gl.train(f"{path}.py:train"),
+        lambda path: files.write(path, b""),
+    ):
+        with pytest.raises(gl.GpulabError, match=r"(?i)(name is|name) too long|embedded null") as error:
+            use(path)
+        assert printable(path) in str(error.value)
+
+
+def test_a_long_text_as_an_option_of_a_function_is_no_path():
+    def train(seed, prompt=""):
+        return float(seed + len(prompt))
+
+    assert gl.train(train, model_options={"prompt": 300 * "x"}, progress=False).metrics["final_loss"] == 300
