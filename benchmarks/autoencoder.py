@@ -23,7 +23,7 @@ from gpulab.settings import Setting
 from gpulab.training.capture import Captured
 from gpulab.training.engines import Engines
 from gpulab.training.plan import plan_run
-from gpulab.training.run import begin
+from gpulab.training.run import set_up
 
 IMAGES = 20  # in a window
 
@@ -31,8 +31,8 @@ IMAGES = 20  # in a window
 def gpulabs(setting: Setting, fast: bool) -> entrants.Step:
     """A window as `gpulab.train` does it."""
     plan = plan_run("autoencoder", setting=setting, profile="quick", fast=fast)
-    plan.begin()
-    training, images = begin(plan), torch.rand(IMAGES, 1, 28, 28, device=setting.device)
+    plan.draw_weights()
+    training, images = set_up(plan), torch.rand(IMAGES, 1, 28, 28, device=setting.device)
     engine = Engines(plan, training).choose(None)
 
     def step() -> None:

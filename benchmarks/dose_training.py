@@ -15,7 +15,7 @@ from gpulab.settings import Setting
 from gpulab.training.engines import Engines
 from gpulab.training.loop import Training
 from gpulab.training.plan import TRAINING_FILES, Plan, plan_run
-from gpulab.training.run import begin, outcome, train_to_the_end
+from gpulab.training.run import outcome, set_up, train_to_the_end
 
 # What of gpulab a run depends on.
 GPULAB_PARTS = (
@@ -71,8 +71,8 @@ def gradient(plan: Plan, training: Training, window: Window, loader: str) -> Ten
 
 def final_loss(plan: Plan, look: Callable[[Training], None] = lambda _: None) -> float:
     """Train to the end, with a look before the first window and after each; NaN for a training that diverged."""
-    plan.begin()  # the same weights each time
-    training = begin(plan)
+    plan.draw_weights()  # the same weights each time
+    training = set_up(plan)
     look(training)
     train_to_the_end(plan, training, Engines(plan, training), lambda: look(training))
     loss = outcome(plan, training)["summary"]["final_loss"]

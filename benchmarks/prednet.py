@@ -27,7 +27,7 @@ from gpulab.settings import Setting
 from gpulab.training.capture import Graph
 from gpulab.training.engines import Engines
 from gpulab.training.plan import plan_run
-from gpulab.training.run import begin
+from gpulab.training.run import set_up
 
 SIZES = {  # batch, frames, height, width, channels
     "quick": (1, 20, 48, 64, (3, 16, 32)),
@@ -41,8 +41,8 @@ def gpulabs(size: str, setting: Setting, fast: bool) -> entrants.Step:
     batch, count, height, width, channels = SIZES[size]
     options = {"channels": list(channels), "size": (height, width)}
     plan = plan_run("prednet", setting=setting, profile="quick", model_options=options, fast=fast)
-    plan.begin()
-    training = begin(plan)
+    plan.draw_weights()
+    training = set_up(plan)
     engine = Engines(plan, training).uncaptured()
     frames = torch.rand(count + 1, batch, channels[0], height, width, device=setting.device)
     _, state = engine.update([frames], None)

@@ -55,7 +55,7 @@ def begun(net: str, seed: int, setting: Setting, size: str, **model_options: Any
             f"{', '.join(honoured)} (float32 or float64)"
         )
     plan = plan_run(net, setting=setting, seed=seed, profile=size, model_options=model_options)
-    plan.begin()
+    plan.draw_weights()
     return plan
 
 

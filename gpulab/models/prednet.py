@@ -174,7 +174,7 @@ class PredNet(Trainable):
     ) -> tuple[Tensor, Tensor, State | None]:
         """Predict every frame of the batch but the first, each from the frames before it.
 
-        The loss is the sum over the window of the mean squared errors.
+        The loss, the sum of mean squared errors, is written here, in `_published_loop`, and in `prednet_windows`.
         """
         if self.begins_anew:
             state = None

@@ -41,7 +41,8 @@ class Windows:
         net: One that it `follows`.
         frames: Of the shape, on the device and of the type of those to come.
         shared: As if all frames of a window lay in one memory (see `gpulab.data.feed`): gradients, and they alone, are
-            of an error to the last frame.
+            of an error to the last frame, because `mse_loss` saves the frame that it compares with. (A loss that saves
+            something else is spoilt otherwise, or, as that of absolute errors, not at all.)
         streams: Whether kernels of this network run beside each other on a GPU: not where other networks keep it busy.
 
     Examples:

@@ -141,7 +141,7 @@ def _along_training(
 ) -> pd.DataFrame:
     """The rows of one training: those that are kept, or new ones."""
     here = passport()
-    plan.begin()
+    plan.draw_weights()
     planned = plan.identity(here)
     identity = {**planned.record, "id": identities.run_id({**planned.record, "looked": options})}
     file = None if store is None else Path(store) / f"{identity['id']}.parquet"

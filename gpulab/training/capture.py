@@ -17,7 +17,11 @@ Updates = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
 class Captured:
-    """Computes windows as another engine does, whose updates it captures for each new shape of windows."""
+    """Computes windows as another engine does, whose updates it captures for each new shape of windows.
+
+    Of that engine it uses `update` and the window on the device: one that overrides `batches` to change frames, or
+    parameters' buffers, cannot be captured.
+    """
 
     def __init__(self, engine: Plain) -> None:
         self.engine, self.ways = engine, engine.ways | {"captured"}

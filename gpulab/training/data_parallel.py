@@ -32,7 +32,7 @@ from gpulab.store import identities, run_files
 from gpulab.training import checkpoints, parallel, run
 from gpulab.training.accumulation import GradientAccumulation
 from gpulab.training.engines import Engines
-from gpulab.training.keeping import Keeping, Stored, stored_run
+from gpulab.training.keeping import Keeping, StoredRun, stored_run
 from gpulab.training.loop import Plain, Training
 from gpulab.training.parallel import Group
 from gpulab.training.plan import Plan
@@ -109,15 +109,15 @@ class DataParallel(Plain):
     def __init__(self, engines: Engines, group: Group) -> None:
         super().__init__(engines.training, engines.plain.loader)
         self.engines, self.group, self.timed = engines, group, False
-        self.mine: Plain = engines.plain  # computes this process's share
+        self.inner: Plain = engines.plain  # computes this process's share
         self.times = {"wait": 0.0, "communicate": 0.0}
         self.used: list[bool] | None = None  # which parameters the loss depends on
 
     def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:  # noqa: ARG002
         """As of `Engine`; no state goes from batch to batch, and what waits for others cannot be captured."""
-        self.mine = self.engines.uncaptured()
-        self.engines.training.ways |= self.mine.ways
-        losses, _ = self.update(self.mine.batches(frames), None)
+        self.inner = self.engines.uncaptured()
+        self.engines.training.ways |= self.inner.ways
+        losses, _ = self.update(self.inner.batches(frames), None)
         dist.all_reduce(losses)
         return losses, None
 
@@ -125,10 +125,10 @@ class DataParallel(Plain):
         """Those of the whole batch; the losses are this process's part of the whole."""
         assert isinstance(batch, Tensor)
         along = examples(self.model)
-        mine = batch.tensor_split(self.group.size, along)[self.group.rank]
-        share = mine.shape[along] / batch.shape[along]
+        part = batch.tensor_split(self.group.size, along)[self.group.rank]
+        share = part.shape[along] / batch.shape[along]
         if share:
-            per_frame, _ = self.mine.gradients(mine, state)
+            per_frame, _ = self.inner.gradients(part, state)
         else:  # a last batch may have fewer examples than there are devices
             self.optimizer.zero_grad()
             per_frame = batch.new_zeros(1)
@@ -176,16 +176,16 @@ class GroupKeeping(Keeping):
     keeping: Keeping
     group: Group
 
-    def existing_run(self, identity: identities.Identity, with_weights: bool | None = None) -> Stored | None:
+    def existing_run(self, identity: identities.Identity, with_weights: bool | None = None) -> StoredRun | None:
         """As of `Keeping`, when all agree on what there is to do."""
         self.group.agree({**identity.record, "id": None}, "another training to do")
         stored = self.group.ask(lambda: self.keeping.existing_run(identity, with_weights))
-        return stored if self.group.rank == 0 or stored is None else (None, *stored[1:])
+        return stored if self.group.rank == 0 or stored is None else stored._replace(folder=None)
 
-    def resumed(self, identity: identities.Identity, training: Training) -> bool:
+    def resume(self, identity: identities.Identity, training: Training) -> bool:
         """All begin where the first does: with its weights, or at its checkpoint."""
         if self.group.rank == 0:
-            self.keeping.resumed(identity, training)
+            self.keeping.resume(identity, training)
 
         def of_the_first() -> Any:
             tensors, notes = checkpoints.checkpoint(training)
@@ -239,7 +239,7 @@ def launched(plan: Plan, job: dict[str, Any], keeping: Keeping, progress: run.To
     """
     devices = plan.factors["devices"]
     parallel.check_devices(plan.setting, devices)
-    plan.begin()
+    plan.draw_weights()
     check_divides(plan)
     existing = keeping.existing_run(plan.identity(passport()), keeping.weights)
     if existing:

@@ -30,12 +30,12 @@ class Engines:
     def __init__(self, plan: Plan, training: Training, alone: bool = True) -> None:
         self.training, self.on_gpu = training, plan.setting.kind == "cuda"
         loader = Loader(plan.factors["loader"], plan.setting)
-        # A buffer that is reused is shown at work, not imitated; with what it is compared must differ in nothing else.
+        # On a CPU a buffer that is reused is shown at work, by autograd; so is what that is compared with.
         followed = ("window", "copied", "imitated") if self.on_gpu else ("window",)
         self.fast = plan.factors["fast"] and loader.name in followed
         self.plain = Plain(training, loader)
         self.written_out = WrittenOut(training, loader, streams=alone)
-        self.captured = {engine: Captured(engine) for engine in (self.plain, self.written_out)}
+        self.captured: dict[Plain, Captured] = {}  # by the engine whose updates each captures
 
     def train_window(self, frames: np.ndarray, state: Any) -> tuple[Tensor, Any]:
         """As of `Engine`."""
@@ -46,14 +46,15 @@ class Engines:
     def choose(self, state: Any) -> Plain | Captured:
         """The engine for the next window, whose state is this; another may be, once somebody watches."""
         engine = self.uncaptured()
-        begins = self.training.model.sequential and state is None  # a graph goes on from the state before it
+        # A graph is captured for a state of tensors; with None, a sequence begins.
+        begins = self.training.model.sequential and state is None
         ours = type(self.training.model) in MODELS.values() and is_plain(self.training.model)
         if self.on_gpu and self.may_be_fast() and ours and not begins:
-            return self.captured[engine]
+            return self.captured.setdefault(engine, Captured(engine))
         return engine
 
     def uncaptured(self) -> Plain:
-        """The same where each operation has to be launched by itself."""
+        """The engine for the next window where each operation is launched by itself."""
         follows = self.may_be_fast() and Windows.follows(self.training.model)
         return self.written_out if follows else self.plain
 

@@ -193,7 +193,7 @@ def run_function(
         folder, record, history, _ = existing
         return Run(None, None, history, record, folder)
     if keeping.store is not None and "folder" in training.takes and not identity.unknown:
-        own_files = run_files.files_folder(keeping.store, identity.id, keeping.resume)
+        own_files = run_files.files_folder(keeping.store, identity.id, keeping.use_checkpoints)
     with contextlib.ExitStack() as stack:
         stack.enter_context(setting.apply())
         notes["command"] = notes["command"] or training.command(setting, seed, rerun, options)

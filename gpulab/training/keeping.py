@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 from torch import Tensor
@@ -19,8 +19,14 @@ from gpulab.training.loop import Training
 
 CHECKPOINT_SECONDS = 10.0
 
-# A run at rest: its folder, record and history, and the trained weights where they were kept.
-Stored = tuple[Path | None, dict[str, Any], pd.DataFrame, dict[str, Tensor] | None]
+
+class StoredRun(NamedTuple):
+    """A run at rest."""
+
+    folder: Path | None
+    record: dict[str, Any]
+    history: pd.DataFrame
+    weights: dict[str, Tensor] | None  # where they were kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +36,14 @@ class Keeping:
     Attributes:
         store: The folder of all runs; None keeps nothing.
         take_existing: Whether a run that is there already is taken.
-        resume: Whether to go on from a checkpoint.
+        use_checkpoints: Whether to go on from one.
         checkpoint_seconds: Time between checkpoints.
         weights: Whether the trained weights are kept.
     """
 
     store: Path | None = None
     take_existing: bool = True
-    resume: bool = True
+    use_checkpoints: bool = True
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     weights: bool = True
 
@@ -46,17 +52,20 @@ class Keeping:
         """The store, as `gpulab.train` takes it in another process."""
         return None if self.store is None else str(self.store)
 
-    def existing_run(self, identity: identities.Identity, with_weights: bool | None = None) -> Stored | None:
-        """A run that was done before; None where it is to be done."""
+    def existing_run(self, identity: identities.Identity, with_weights: bool | None = None) -> StoredRun | None:
+        """A run that was done before; None where it is to be done.
+
+        `with_weights` asks for one whose trained weights were kept; with None nobody reads them.
+        """
         if self.store is None or not self.take_existing:
             return None
         folder = run_files.find(self.store, identity, with_weights)
         return None if folder is None else stored_run(folder)
 
-    def resumed(self, identity: identities.Identity, training: Training) -> bool:
-        """Whether the training now is where an interrupted one was, by its checkpoint; a damaged one is set aside."""
+    def resume(self, identity: identities.Identity, training: Training) -> bool:
+        """Take a training to where an interrupted one was; False without a checkpoint. A damaged one is set aside."""
         file = self._checkpoint_file(identity)
-        if file is None or not self.resume:
+        if file is None or not self.use_checkpoints:
             return False
         return run_files.resume(file, functools.partial(checkpoints.restore, training))
 
@@ -87,8 +96,8 @@ class Keeping:
         return run_files.checkpoint_file(self.store, identity.id)
 
 
-def stored_run(folder: Path) -> Stored:
+def stored_run(folder: Path) -> StoredRun:
     """A run at rest."""
     record, history = run_files.read_run(folder)
     weights = run_files.read_weights(folder) if (folder / run_files.WEIGHTS).is_file() else None
-    return folder, record, history, weights
+    return StoredRun(folder, record, history, weights)

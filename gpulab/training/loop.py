@@ -1,9 +1,8 @@
 """The training loop: window after window of frames, the loss, its gradient, Adam's step, and the loss noted.
 
 `train` goes through the windows. How one is computed is an *engine*: an object with a method `train_window`. `Plain` is
-the published way and the reference for all others, which give the same up to rounding, faster or on several devices:
-`gpulab.training.engines` chooses among them. Checkpoints, progress and interruptions are the runner's, which goes
-around the loop: `gpulab.training.run`.
+the published way and the reference for all others, which give the same up to rounding, faster or on several devices;
+`engines` chooses among them. Checkpoints, progress and interruptions go around the loop, in `run`.
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ class Training:
     """A training under way: all that must survive an interruption.
 
     Attributes:
-        model: On the device on which it trains.
-        optimizer: Adam, with its moments.
+        model: On its device, with the weights that it begins from.
+        learning_rate: Adam's.
+        optimizer: Adam, which has seen nothing yet.
         state: What the network carries to the next window; None where a sequence begins.
         step: Updates so far.
         history: A note for each window.
@@ -49,7 +49,7 @@ class Training:
     """
 
     model: Trainable
-    optimizer: Adam
+    learning_rate: float
     state: Any = None
     step: int = 0
     history: list[WindowNote] = field(default_factory=list)
@@ -57,10 +57,9 @@ class Training:
     ways: set[str] = field(default_factory=set)
     inside_window: bool = False
 
-    @property
-    def seconds(self) -> float:
-        """How long the training took until the end of the last window."""
-        return self.history[-1].seconds if self.history else 0.0
+    def __post_init__(self) -> None:
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = Adam(trained, self.learning_rate)
 
     def note(self, losses: list[float], seconds: float) -> None:
         """Note the losses of a window's updates: their mean, or the first that is not finite."""
@@ -89,7 +88,8 @@ def train(
 ) -> Iterator[None]:
     """Train on one window after another, until the last, or a loss that is not finite.
 
-    It pauses where a window has been given to the device, so that other trainings can take their turn meanwhile.
+    A generator: it trains as one goes through it, and pauses where a window has been given to the device, so that other
+    trainings can take their turn meanwhile.
 
     Args:
         training: What is trained; it is at the end of the last window whenever `after_window` is called.
@@ -98,7 +98,8 @@ def train(
         after_window: Called after each window, when its losses are noted.
     """
     training.model.train()
-    began = time.perf_counter() - training.seconds
+    seconds_before = training.history[-1].seconds if training.history else 0.0
+    began = time.perf_counter() - seconds_before
     for window in windows:
         training.inside_window = True
         state = None if window.restart else training.state
@@ -114,7 +115,7 @@ def train(
 class Plain:
     """Computes a window as it was published: autograd's gradients, an update for each batch."""
 
-    ways = frozenset({"autograd"})
+    ways = frozenset({"autograd"})  # what the record says of how gradients were computed
 
     def __init__(self, training: Training, loader: Loader) -> None:
         self.model, self.optimizer, self.loader = training.model, training.optimizer, loader

@@ -20,7 +20,6 @@ from gpulab.errors import UsageError
 from gpulab.models.autoencoders import Autoencoder
 from gpulab.models.base import Trainable
 from gpulab.models.prednet import LayerState, PredNet, State
-from gpulab.training.adam import Adam
 from gpulab.training.loop import Plain, Training
 from gpulab.training.plan import Plan
 
@@ -91,7 +90,7 @@ def _bring(device: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
 def begin_split(plan: Plan, devices: Sequence[str]) -> tuple[Training, Plain]:
     """What is planned, at its beginning, for a network that is cut over devices; and the engine that computes it."""
     model = split(plan.model.to(dtype=plan.setting.dtype), devices)
-    training = Training(model, Adam([p for p in model.parameters() if p.requires_grad], plan.learning_rate))
+    training = Training(model, plan.learning_rate)
     loader = Loader(plan.factors["loader"], plan.setting)
     loader.device = devices[0]
     return training, Plain(training, loader)

@@ -51,8 +51,8 @@ class Plan:
     own: bool = False  # whether the model is one that somebody else wrote
     unknown: tuple[str, ...] = ()  # what of the model cannot be known by its content
 
-    def begin(self) -> None:
-        """Give the model the weights that training starts from."""
+    def draw_weights(self) -> None:
+        """Give the model the weights that training starts from: those of the seed, unless it holds loaded ones."""
         if self.model.fresh:
             device = self.setting.device if self.factors["draws"] == "device" else "cpu"
             self.model.draw_weights(torch.Generator(device).manual_seed(self.seed))
@@ -120,6 +120,12 @@ def plan_run(
         raise UsageError(f"learning_rate={rate!r}: expected a number, 0 or above")
     model = _model(net, usual, model_options or {})
     check_weight(model, chosen["flip"])
+    batch_size = getattr(model, "batch_size", 1)
+    if chosen["loader"] != "window" and batch_size > 1:
+        raise UsageError(
+            f"loader {chosen['loader']!r} hands over one frame after another, and {type(model).__name__} sees "
+            f"{batch_size} at a time: give it batch_size=1, or loader 'window'"
+        )
     described, unknown = _model_description(net, model, usual, model_options or {})
     return Plan(
         name=name,

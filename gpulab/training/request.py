@@ -112,7 +112,7 @@ def train(
         ('finished', 20)
     """
     notes = {"command": command, **records.registration(registered)}
-    how = {"resume": resume, "checkpoint_seconds": checkpoint_seconds, "weights": keep_weights}
+    how = {"use_checkpoints": resume, "checkpoint_seconds": checkpoint_seconds, "weights": keep_weights}
     keeping = keeping_in(store, take_existing=resume and not guard, **how)
     chosen = {"frames": frames, "learning_rate": learning_rate, "window": window, **factors}
     if isinstance(net, TrainingFunction) or is_function(net):

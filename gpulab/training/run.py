@@ -33,8 +33,7 @@ from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.store import identities, run_files
 from gpulab.training import loop
-from gpulab.training.adam import Adam
-from gpulab.training.keeping import Keeping, Stored
+from gpulab.training.keeping import Keeping, StoredRun
 from gpulab.training.loop import Engine, Training
 from gpulab.training.plan import Plan
 from gpulab.training.protocol import LAST_FIFTH
@@ -158,17 +157,17 @@ def carry_out(
         guard, watch, progress: As of `gpulab.train`.
 
     Returns:
-        The run.
+        The run, as the value of the generator's end (`StopIteration.value`).
     """
-    plan.begin()
+    plan.draw_weights()
     identity = plan.identity(passport())
     existing = keeping.existing_run(identity, keeping.weights)
     if existing:
         return with_model(plan, existing)
     record = run_files.begun(identity, passport(), **notes)
     torch.manual_seed(plan.seed)
-    training = begin(plan)
-    if keeping.resumed(identity, training):
+    training = set_up(plan)
+    if keeping.resume(identity, training):
         record["resumed_at"] = len(training.history)
     with guards.guard() if guard else contextlib.nullcontext(), told(progress, **bar_of(plan, training)) as tell:
         saved = time.monotonic()
@@ -201,7 +200,7 @@ def carry_out(
     return run
 
 
-def with_model(plan: Plan, stored: Stored) -> Run:
+def with_model(plan: Plan, stored: StoredRun) -> Run:
     """A run at rest with its model, which is untrained where no weights were kept."""
     folder, record, history, weights = stored
     if weights is not None:
@@ -217,16 +216,15 @@ def history_frame(rows: list[Any]) -> pd.DataFrame:
 # --- around the loop ---------------------------------------------------------------------------------------
 
 
-def begin(plan: Plan) -> Training:
-    """What is planned, at its beginning: the network on its device, and an optimiser that has seen nothing."""
-    model = plan.model.to(plan.setting.device, plan.setting.dtype)
-    return Training(model, Adam([p for p in model.parameters() if p.requires_grad], plan.learning_rate))
+def set_up(plan: Plan) -> Training:
+    """What is planned, with the network on its device, whose weights have been drawn already."""
+    return Training(plan.model.to(plan.setting.device, plan.setting.dtype), plan.learning_rate)
 
 
 def windows(plan: Plan, training: Training) -> Iterator[Window]:
     """What is left to train on."""
     done, count = len(training.history), plan.frames // plan.window
-    return itertools.islice(_ahead(plan, plan.data.windows(plan.window, plan.seed, done)), count - done)
+    return itertools.islice(_for_device(plan, plan.data.windows(plan.window, plan.seed, done)), count - done)
 
 
 def train_to_the_end(
@@ -264,23 +262,23 @@ def _can_go_on(training: Training) -> bool:
     return between and not changing and training.diverged_at is None
 
 
-def _ahead(plan: Plan, windows: Iterator[Window]) -> Iterator[Window]:
+def _for_device(plan: Plan, made: Iterator[Window]) -> Iterator[Window]:
     """The windows; where a device computes, the next is made meanwhile, by several threads."""
     if plan.setting.kind == "cpu":
-        return windows
+        return made
     plan.data.threads = min(4, os.cpu_count() or 1)
-    return ahead(windows)
+    return ahead(made)
 
 
-def ahead(windows: Iterator[Window]) -> Iterator[Window]:
+def ahead(made: Iterator[Window]) -> Iterator[Window]:
     """The same, each made while this thread waits for a device to be done with the one before."""
     with ThreadPoolExecutor(1) as pool:
-        upcoming = pool.submit(next, windows, None)
+        upcoming = pool.submit(next, made, None)
         while True:
             window = upcoming.result()
             if window is None:
                 return
-            upcoming = pool.submit(next, windows, None)
+            upcoming = pool.submit(next, made, None)
             yield window
 
 
@@ -300,8 +298,8 @@ def outcome(plan: Plan, training: Training) -> dict[str, Any]:
             # JSON has no NaN.
             "final_loss": None if diverged else math.fsum(last) / len(last),
             "heldout_loss": None if diverged else heldout,
-            "seconds": training.seconds,
-            "frames_per_second": len(training.history) * plan.window / training.seconds,
+            "seconds": training.history[-1].seconds,
+            "frames_per_second": len(training.history) * plan.window / training.history[-1].seconds,
             "weights": identities.weights_digest(training.model.state_dict()),
         },
     }
@@ -313,7 +311,7 @@ def heldout_loss(plan: Plan, model: Trainable) -> float:
     model.eval()
     loader = Loader("window", plan.setting)
     state, errors = None, []
-    for window in _ahead(plan, plan.data.heldout(plan.window)):
+    for window in _for_device(plan, plan.data.heldout(plan.window)):
         state = None if window.restart else state
         for batch in model.batches(loader.window(window.frames)):
             _, per_frame, state = model.training_loss(batch, state)

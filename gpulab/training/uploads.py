@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpulab.store import identities
 from gpulab.store.object_store import Remote, remote
-from gpulab.training.keeping import Keeping, Stored
+from gpulab.training.keeping import Keeping, StoredRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,13 @@ class Uploading(Keeping):
         """As of `Keeping`."""
         return self.objects.url
 
-    def existing_run(self, identity: identities.Identity, with_weights: bool | None = None) -> Stored | None:
+    def existing_run(self, identity: identities.Identity, with_weights: bool | None = None) -> StoredRun | None:
         """As of `Keeping`, downloaded if need be; a run whose upload was cut off is uploaded."""
         if self.take_existing:
             self.objects.fetch(identity)
         stored = super().existing_run(identity, with_weights)
         if stored:
-            self._upload(stored[0])
+            self._upload(stored.folder)
         return stored
 
     def keep(

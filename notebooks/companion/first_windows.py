@@ -46,7 +46,7 @@ class FirstWindow:
     ) -> None:
         with torch.random.fork_rng(devices=[]):
             self.plan = plan_run(net, seed=seed, profile=profile, loader=loader, **options)
-        self.plan.begin()
+        self.plan.draw_weights()
         self.frames = next(self.plan.data.windows(self.plan.window, seed)).frames[:frames]
         self.loader = loader
 

@@ -34,7 +34,7 @@ from gpulab.training.loop import Plain
 from gpulab.training.model_parallel import begin_split, memory_per_part
 from gpulab.training.plan import TRAINING_FILES, plan_run
 from gpulab.training.request import train
-from gpulab.training.run import begin, train_to_the_end
+from gpulab.training.run import set_up, train_to_the_end
 
 PARTS = ("training/parallel.py", "training/plan.py", *TRAINING_FILES, "models", "data")  # on which `times` depends
 WARM_UP = 2  # windows
@@ -157,8 +157,8 @@ def times(seed: int, setting: Setting, task: str = "{}", updates: int = 10) -> d
     size = int(os.environ["WORLD_SIZE"])
     with parallel.join(setting, size) as group:
         plan = plan_run(**json.loads(task), setting=setting, seed=seed, devices=size)
-        plan.begin()
-        training = begin(plan)
+        plan.draw_weights()
+        training = set_up(plan)
         engines = Engines(plan, training)
         engine = DataParallel(engines, group) if size > 1 else engines
         windows = plan.data.windows(plan.window, seed)
@@ -288,8 +288,8 @@ def parts_table(devices: Sequence[str] = ("cpu", "cpu"), frames: int = 40) -> pd
         losses = []
         for split in (False, True):
             plan = plan_run(name, **given)
-            plan.begin()
-            training = begin(plan)
+            plan.draw_weights()
+            training = set_up(plan)
             engine = Plain(training, Loader("window", plan.setting))
             if split:
                 training, engine = begin_split(plan, devices)

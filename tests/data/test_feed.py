@@ -126,6 +126,13 @@ def test_a_frame_is_read_when_it_is_asked_for():
 # --- training --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("net", ["whitener", "prednet"])
+def test_frames_one_by_one_are_refused_where_an_update_sees_several_at_a_time(net):
+    options = {} if net == "whitener" else {"model_options": {"batch_size": 2}}
+    with pytest.raises(gl.UsageError, match=r"loader 'copied' hands over one frame after another, and .* sees"):
+        plan_run(net, profile="smoke", loader="copied", **options)
+
+
 @pytest.mark.parametrize(
     ("kind", "precision", "same"),
     [

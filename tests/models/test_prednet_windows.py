@@ -16,7 +16,7 @@ from gpulab.settings import Setting
 from gpulab.training import checkpoints
 from gpulab.training.engines import Engines
 from gpulab.training.plan import plan_run
-from gpulab.training.run import begin, train_to_the_end
+from gpulab.training.run import set_up, train_to_the_end
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}
@@ -187,8 +187,8 @@ def test_a_run_says_which_way_its_gradients_were_computed():
 def test_an_interrupted_training_goes_on_to_the_same_bits():
     def trained(frames, after=None):
         plan = plan_run("prednet", seed=1, profile="smoke", setting="cpu:threads=1", frames=frames)
-        plan.begin()
-        training = begin(plan)
+        plan.draw_weights()
+        training = set_up(plan)
         if after:
             checkpoints.restore(training, *checkpoints.checkpoint(after))
         train_to_the_end(plan, training, Engines(plan, training))

@@ -7,7 +7,7 @@ import gpulab as gl
 from gpulab.training import checkpoints
 from gpulab.training.engines import Engines
 from gpulab.training.plan import plan_run
-from gpulab.training.run import begin, train_to_the_end
+from gpulab.training.run import set_up, train_to_the_end
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
@@ -44,8 +44,8 @@ def test_what_has_to_be_seen_is_not_captured():
 def test_a_training_goes_on_from_a_checkpoint(model):
     def trained(windows, after=None):
         plan = plan_run(model, frames=20 * windows, seed=1, profile="smoke", setting="cuda:tf32=off,deterministic=on")
-        plan.begin()
-        training = begin(plan)
+        plan.draw_weights()
+        training = set_up(plan)
         if after:
             checkpoints.restore(training, *checkpoints.checkpoint(after))
         train_to_the_end(plan, training, Engines(plan, training))

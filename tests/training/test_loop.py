@@ -14,14 +14,14 @@ from gpulab.data.feed import Loader
 from gpulab.training import loop
 from gpulab.training.loop import Plain
 from gpulab.training.plan import plan_run
-from gpulab.training.run import begin, train_to_the_end, windows
+from gpulab.training.run import set_up, train_to_the_end, windows
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_autoencoder.ipynb"
 
 
 def planned(model, **options):
     plan = plan_run(model, profile="smoke", frames=100, setting="cpu:precision=float64", **options)
-    plan.begin()
+    plan.draw_weights()
     return plan
 
 
@@ -30,7 +30,7 @@ def test_it_is_the_loop_that_everybody_writes(model):
     plan = planned(model)
     net, losses, state = copy.deepcopy(plan.model).double(), [], None
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    for window in windows(plan, begin(plan)):
+    for window in windows(plan, set_up(plan)):
         of_window = []
         for batch in net.batches(torch.from_numpy(window.frames).double() / 255):
             optimizer.zero_grad()
@@ -39,7 +39,7 @@ def test_it_is_the_loop_that_everybody_writes(model):
             optimizer.step()
             of_window.append(per_frame.mean().item())
         losses.append(sum(of_window) / len(of_window))
-    training = begin(plan)
+    training = set_up(plan)
     train_to_the_end(plan, training, Plain(training, Loader("window", plan.setting)))
     assert [note.loss for note in training.history] == pytest.approx(losses, rel=1e-6)
     assert [note.window for note in training.history] == [0, 1, 2, 3, 4]
@@ -61,7 +61,7 @@ class Telling:
 
 def test_an_engine_is_an_object_with_one_method():
     plan = planned("prednet")
-    training, engine, seen = begin(plan), Telling([1.0], [2.0], [3.0], [4.0], [5.0]), []
+    training, engine, seen = set_up(plan), Telling([1.0], [2.0], [3.0], [4.0], [5.0]), []
     train_to_the_end(plan, training, engine, lambda: seen.append((training.step, training.inside_window)))
     assert engine.states == [None, 1, 2, 3, 4], "the state goes from window to window"
     assert seen == [(1, False), (2, False), (3, False), (4, False), (5, False)]
@@ -70,7 +70,7 @@ def test_an_engine_is_an_object_with_one_method():
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_ends_it_where_it_came(wrong):
     plan = planned("autoencoder")
-    training = begin(plan)
+    training = set_up(plan)
     train_to_the_end(plan, training, Telling([1.0, 3.0], [1.0, wrong, -wrong], [1.0]))
     assert (training.diverged_at, training.step) == (4, 5)
     assert training.history[0].loss == 2.0
@@ -80,7 +80,7 @@ def test_a_loss_that_is_not_finite_ends_it_where_it_came(wrong):
 
 def test_between_two_windows_others_take_their_turn():
     plan = planned("prednet")
-    training = begin(plan)
+    training = set_up(plan)
     turns = loop.train(training, windows(plan, training), Telling([1.0], [2.0], [3.0], [4.0], [5.0]))
     for window in range(5):
         next(turns)

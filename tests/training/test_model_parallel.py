@@ -10,7 +10,7 @@ from gpulab.models import Autoencoder, PredNet
 from gpulab.training.engines import Engines
 from gpulab.training.model_parallel import begin_split, memory_per_part, split
 from gpulab.training.plan import plan_run
-from gpulab.training.run import begin, heldout_loss, train_to_the_end
+from gpulab.training.run import heldout_loss, set_up, train_to_the_end
 
 CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has not two CUDA GPUs")
 PLACES = [("cpu", "cpu"), pytest.param(("cuda:0", "cuda:1"), marks=CARDS)]
@@ -28,12 +28,12 @@ NETS = {
 @pytest.mark.parametrize("name", NETS)
 def test_a_split_network_has_the_same_losses(name, devices):
     def whole_network(plan):
-        training = begin(plan)
+        training = set_up(plan)
         return training, Engines(plan, training)
 
     def trained(begin_with_engine):
         plan = plan_run(**NETS[name], profile="smoke", frames=100, fast=False, setting="cpu:precision=float64")
-        plan.begin()
+        plan.draw_weights()
         training, engine = begin_with_engine(plan)
         train_to_the_end(plan, training, engine)
         return [note.loss for note in training.history], heldout_loss(plan, training.model)

@@ -281,12 +281,12 @@ def gradients_by_both(seed, batch=6):
     with parallel.join(gl.Setting.parse("cpu"), 2) as group:
         from gpulab.training.engines import Engines
         from gpulab.training.plan import plan_run
-        from gpulab.training.run import begin
+        from gpulab.training.run import set_up
 
         net = Mine().double()
         net.draw_weights(torch.Generator().manual_seed(seed))
         plan = plan_run(net, "digits", setting="cpu:precision=float64", profile="smoke", devices=2)
-        engine = data_parallel.DataParallel(Engines(plan, begin(plan)), group)
+        engine = data_parallel.DataParallel(Engines(plan, set_up(plan)), group)
         images = torch.rand(batch, 1, 28, 28, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         engine.gradients(images, None)
         theirs = DistributedDataParallel(net, find_unused_parameters=True)
