@@ -14,7 +14,8 @@ import typer
 from gpulab import files
 from gpulab.errors import UsageError
 from gpulab.settings import Setting
-from gpulab.training.protocol import OPTIONS, Specification
+from gpulab.store.factors import OPTIONS
+from gpulab.training.protocol import Specification
 
 if TYPE_CHECKING:
     import pandas as pd

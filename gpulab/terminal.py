@@ -54,7 +54,7 @@ def say_csv(frame: pd.DataFrame) -> None:
 def say_runs(frame: pd.DataFrame) -> None:
     """Print a table of runs: their factors that are not all the same, and the metrics of functions."""
     from gpulab.store import listing as stores
-    from gpulab.training.protocol import FACTORS
+    from gpulab.store.factors import FACTORS
 
     differing = [name for name in ("rerun", *FACTORS) if frame[name].nunique(dropna=False) > 1]
     of_functions = [name for name in frame.columns if name not in (*stores.COLUMNS, "options", "loss")]

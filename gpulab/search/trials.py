@@ -17,8 +17,9 @@ from gpulab.stats.power import DIVERGED_APART
 from gpulab.stats.tests import clopper_pearson_upper
 from gpulab.stats.verdicts import verdict
 from gpulab.store import listing as stores
+from gpulab.store.factors import FACTORS
 from gpulab.training.functions import TrainingFunction
-from gpulab.training.protocol import FACTORS, Specification
+from gpulab.training.protocol import Specification
 
 if TYPE_CHECKING:
     import pandas as pd
