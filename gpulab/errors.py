@@ -31,8 +31,8 @@ class GpulabError(Exception):
     def __init__(self, message: object = "") -> None:
         text = str(message)
         if len(text) > LONGEST:
-            left_out = len(text) - LONGEST
-            text = f"{text[: LONGEST // 2]} … ({left_out:,} characters) … {text[-LONGEST // 2 :]}"
+            half = LONGEST // 2 - 20  # with what stands between them not longer than that
+            text = f"{text[:half]} … ({len(text) - 2 * half:,} characters) … {text[-half:]}"
         super().__init__(printable(text))
 
 

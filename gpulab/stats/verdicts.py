@@ -136,7 +136,7 @@ def verdict(
 
     Raises:
         UsageError: for what is no table of runs, a margin or alpha out of range, an unknown reference, mixed protocols,
-            a finished run without a finite number, and two first runs of one seed and level.
+            a finished run without a finite number, two first runs of one seed and level, and more than 1,000 levels.
 
     Examples:
         >>> import pandas as pd
