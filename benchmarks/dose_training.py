@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gpulab.data.datasets import Window
+from gpulab.data.base import Window
 from gpulab.data.feed import Loader
 from gpulab.settings import Setting
 from gpulab.training.engines import Engines

@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import stock_chainer
 
-from gpulab.data.datasets import Rendered, Sequence, load
+from gpulab.data.base import Sequence
+from gpulab.data.datasets import Rendered, load
 from gpulab.errors import GpulabError, UsageError
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict

@@ -14,7 +14,8 @@ from published import windows
 
 from companion.learning import blurred_loss
 from gpulab import passport
-from gpulab.data.datasets import Sequence, load
+from gpulab.data.base import Sequence
+from gpulab.data.datasets import load
 from gpulab.store import records
 
 

@@ -19,7 +19,7 @@ import pandas as pd
 from published import Arrays, Published, windows
 from stock_chainer import AUTHORS
 
-from gpulab.data.datasets import Sequence as Frames
+from gpulab.data.base import Sequence as Frames
 from gpulab.data.datasets import load
 from gpulab.errors import UsageError
 from gpulab.passports import passport

@@ -23,12 +23,12 @@ from gpulab.errors import OverwrittenError as OverwrittenError
 from gpulab.errors import OverwrittenWarning as OverwrittenWarning
 from gpulab.errors import UsageError as UsageError
 from gpulab.numerics.emulation import emulate as emulate
+from gpulab.numerics.tf32 import float32_products as float32_products
 from gpulab.passports import passport as passport
 from gpulab.saddles.hessians import hessian as hessian
 from gpulab.search.reproduction import reproduce as reproduce
 from gpulab.settings import Setting as Setting
 from gpulab.settings import available_settings as available_settings
-from gpulab.settings import float32_products as float32_products
 from gpulab.settings import setting as setting
 from gpulab.settings import working_threads as working_threads
 from gpulab.stats.verdicts import verdict as verdict

@@ -1,14 +1,13 @@
 """The errors that gpulab raises on purpose. Each message names the offending value and what to do."""
 
 import contextlib
-import os
 import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-LONGEST_MESSAGE = 4000  # characters, more than any that quotes no giant
+LONGEST = 4000  # characters of a message, whatever value it quotes
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -25,15 +24,16 @@ def printable(text: str) -> str:
 class GpulabError(Exception):
     """Something could not be done; the message says what, with the value, and what to do.
 
-    What it quotes may come from a file: its control characters are written out, and of a giant the middle is left out.
+    What it quotes may come from a file: its control characters are written out, and of what is very long the middle is
+    left out.
     """
 
     def __init__(self, message: object = "") -> None:
-        text = printable(str(message))
-        if len(text) > LONGEST_MESSAGE:
-            half = LONGEST_MESSAGE // 2
-            text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
-        super().__init__(text)
+        text = str(message)
+        if len(text) > LONGEST:
+            half = LONGEST // 2 - 20  # with what stands between them not longer than that
+            text = f"{text[:half]} … ({len(text) - 2 * half:,} characters) … {text[-half:]}"
+        super().__init__(printable(text))
 
 
 class UsageError(GpulabError, ValueError):
@@ -53,15 +53,6 @@ class DataError(GpulabError):
 
     def __init__(self, message: object = "") -> None:
         super().__init__(" ".join(str(message).split()))
-
-
-def check_path(path: object) -> None:
-    """Raise `DataError` for a path that no file can have, `UsageError` for one that could not be written down."""
-    check_name(path)
-    longest = max((len(os.fsencode(name)) for name in Path(str(path)).parts), default=0)
-    if "\0" in str(path) or longest > 255 or len(os.fsencode(str(path))) > 4095:
-        why = "it has a NUL in it" if "\0" in str(path) else "it is too long"
-        raise DataError(f"{path!s:.80}: no file can have this name: {why}")
 
 
 class UnsupportedError(GpulabError):
@@ -95,6 +86,12 @@ def extra(name: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         library = str(error.name).partition(".")[0]
         raise GpulabError(f"{library} is not installed: pip install 'gpulab[{name}]'") from None
+
+
+def reason(error: BaseException) -> str:
+    """What another library says of a file, in one short line that the file's text gets no control of."""
+    words = re.sub(r" <.*?>", "", str(error)).split()
+    return printable(" ".join(words))[:200] or type(error).__name__
 
 
 def in_one_line(error: BaseException, file: str | Path = "") -> str:

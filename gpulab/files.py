@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import xxhash
 
-from gpulab.errors import DataError, GpulabError, printable
+from gpulab.errors import DataError, GpulabError, check_name, printable
 
 HERE = xxhash.xxh32_hexdigest(platform.node().encode())  # this machine, in the names of what it is writing
 SEAL, DIGITS = b"sealed by xxh3 ", 32
@@ -69,6 +69,7 @@ def write(file: str | Path, content: bytes) -> None:
     Raises:
         GpulabError: Where it cannot be written, with what to do; the file is as it was.
     """
+    check_path(file)
     file = Path(file)
     scratch = file.with_name(scratch_name())
     with writing(file):
@@ -105,6 +106,18 @@ def check_writable(file: str | Path) -> None:
         scratch = next(folder for folder in file.parents if folder.exists()) / scratch_name()
         scratch.touch()  # permissions alone do not tell: root has them all, and /proc takes no files
         scratch.unlink()
+
+
+def check_path(path: str | Path) -> None:
+    """Raise `GpulabError` for what can be the path of no file: too long a name, one with a NUL in it, or no UTF-8."""
+    check_name(path)
+    try:
+        os.stat(path)
+    except ValueError as error:
+        raise GpulabError(f"{path}: {error}") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise GpulabError(f"{path}: {WHY[errno.ENAMETOOLONG]}") from None
 
 
 # --- reading -----------------------------------------------------------------------------------------------

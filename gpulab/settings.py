@@ -48,6 +48,8 @@ def _put_back(stack: ExitStack) -> None:
     import torch
     from torch.backends import cudnn
 
+    from gpulab.numerics import tf32
+
     def algorithms() -> tuple[bool, bool]:
         return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
@@ -64,49 +66,7 @@ def _put_back(stack: ExitStack) -> None:
         os.environ.pop(WORKSPACE, None)
         os.environ.update({} if workspace is None else {WORKSPACE: workspace})
 
-    _put_back_tf32(stack)
-
-
-def _put_back_tf32(stack: ExitStack) -> None:
-    """For both of torch's interfaces; what has not changed is left alone, for writing a value pins it."""
-    import torch
-
-    backends: Any = torch.backends
-    # What `set_float32_matmul_precision` sets as well.
-    every = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul)
-    old, new = _old_interface_to_tf32(), [backend.fp32_precision for backend in every]
-
-    @stack.callback
-    def put_back() -> None:
-        if old is not None and old != _old_interface_to_tf32():
-            backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, precision = old
-            if old != _old_interface_to_tf32():  # None, too, where it was switched after "medium"
-                torch.set_float32_matmul_precision(precision)
-        for backend, precision in zip(every, new, strict=True):
-            if backend.fp32_precision != precision:
-                backend.fp32_precision = precision
-
-
-def _old_interface_to_tf32() -> tuple[bool, bool, str] | None:
-    """What it says; None, because it refuses to be read, once the new one has been used."""
-    import torch
-    from torch.backends import cuda, cudnn
-
-    try:
-        return cuda.matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
-def _switch_tf32(allowed: bool) -> None:
-    import torch
-
-    backends: Any = torch.backends
-    if _old_interface_to_tf32() is None:
-        for backend in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
-            backend.fp32_precision = "tf32" if allowed else "ieee"
-    else:  # this sets the new interface as well, so that both can still be read
-        backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = allowed
+    stack.enter_context(tf32.tf32_restored())
 
 
 def _switch_denormals(kept: bool, stack: ExitStack) -> None:
@@ -341,12 +301,14 @@ class Setting:
         from joblib import cpu_count  # a container's quota counts, which torch does not see
         from torch.backends import cudnn
 
+        from gpulab.numerics import tf32
+
         usual = torch.get_num_threads()
         threads = self.threads or min(usual, cpu_count())
         if threads != usual:
             torch.set_num_threads(threads)
         if self.tf32 is not None:
-            _switch_tf32(self.tf32)
+            tf32.switch_tf32(self.tf32)
         if self.cudnn is not None:
             cudnn.enabled = self.cudnn
         if self.denormals is not None:
@@ -364,9 +326,7 @@ class Setting:
 
             stack.enter_context(emulate(self.emulate or "float32", order=self.order))
         if self.float32 is not None:
-            from gpulab.numerics.call_sites import Float32Lines
-
-            stack.enter_context(Float32Lines(self.float32.split("+"), float32_products))
+            stack.enter_context(tf32.Float32Lines(self.float32.split("+")))
         if self.kind == "cuda":
             stack.enter_context(torch.cuda.device(self.device))
 
@@ -416,32 +376,6 @@ def setting(text: str | Setting) -> AbstractContextManager[Setting]:
         torch.float32
     """
     return _UnenteredSetting(Setting.parse(text))
-
-
-@contextlib.contextmanager
-def float32_products() -> Iterator[None]:
-    """Inside the `with` block matrix products and convolutions keep float32, whatever the setting allows.
-
-    For the one line of a training that needs all digits, while the rest may use TF32 or emulated arithmetic. The
-    gradients of what is computed inside are computed later, as the setting says.
-
-    Examples:
-        >>> import torch
-        >>> x = torch.tensor([[1.0, 1 / 3]])
-        >>> with setting("cpu:emulate=tf32"):
-        ...     with float32_products():
-        ...         inside = (x @ x.T).item()
-        ...     inside, (x @ x.T).item()
-        (1.1111111640930176, 1.1110568046569824)
-    """
-    from gpulab.numerics.emulation import emulate, emulating
-
-    with ExitStack() as stack:
-        _put_back_tf32(stack)
-        _switch_tf32(False)
-        if emulating():
-            stack.enter_context(emulate("float32"))
-        yield
 
 
 def available_settings(device: str = "auto") -> list[str]:

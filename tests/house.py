@@ -17,6 +17,7 @@ FLOORS = [
     ["training"],
     ["saddles", "search"],
     ["plots"],
+    ["options", "terminal"],
     ["cli", "pytest_plugin"],
     ["__main__"],
 ]

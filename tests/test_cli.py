@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 import gpulab as gl
-from gpulab.cli import _how
+from gpulab.options import how_to_train
 from gpulab.settings import cpu_flags
 from gpulab.store import listing as stores
 from gpulab.store import run_files
@@ -70,7 +70,7 @@ def test_the_version_is_told_and_help_says_what_holds_where_nothing_is_said(sess
 
 
 def test_what_is_not_asked_for_does_not_keep_runs_from_sharing_a_gpu():
-    how = _how(fresh=False, checkpoint_seconds=None, guard=False, registered=None)
+    how = how_to_train(fresh=False, checkpoint_seconds=None, guard=False, registered=None)
     assert may_share({"net": "prednet", "setting": "cuda:tf32=off", **how})
     assert not may_share({"net": "prednet", "setting": "cuda:tf32=off", **how | {"guard": True}})
 
@@ -138,26 +138,26 @@ def test_a_table_from_elsewhere_gets_its_verdict_and_picture(python, tmp_path):
     assert "name its columns by metric=, factor= and block= (--metric, --factor and --block)" in unknown
 
 
-def test_a_store_and_packed_runs_get_their_verdict(session):
+def test_runs_are_listed_with_what_differs_and_a_store_or_packed_runs_get_their_verdict(session):
     trained = [
         [*SMOKE, "--seed", str(seed), "--setting", setting] for seed in (0, 1) for setting in ("cpu", "cpu:threads=1")
     ]
-    *_, of_store, of_file = session(
-        *trained, ["pack", "runs", "packed.parquet"], ["verdict", "runs"], ["verdict", "packed.parquet"]
+    *_, of_store, of_file, _, every, some = session(
+        *trained,
+        ["pack", "runs", "packed.parquet"],
+        ["verdict", "runs"],
+        ["verdict", "packed.parquet"],
+        [*SMOKE, "--loader", "reused"],
+        ["runs"],
+        ["runs", "--where", "loader=reused", "--where", "seed=0"],
     )
     assert "cpu:threads=1 against cpu, 2 seeds" in of_store
     assert of_file == of_store
-
-
-def test_a_list_has_a_column_for_what_differs(session):
-    *_, every, some = session(
-        SMOKE, [*SMOKE, "--loader", "reused"], ["runs"], ["runs", "--where", "loader=reused", "--where", "seed=0"]
-    )
     assert ["loader" in text for text in (every, some)] == [True, False]
     assert "1 runs" in some
 
 
-def test_an_experiment_is_run_and_compared(session, tmp_path):
+def test_an_experiment_is_run_compared_done_again_and_drawn(session, tmp_path):
     experiment = ["experiment", *SMOKE[1:], "--seeds", "2", "--setting", "cpu", "--setting", "cpu:threads=1"]
     (text,) = session(experiment)
     assert "4 runs" in text
@@ -167,16 +167,13 @@ def test_an_experiment_is_run_and_compared(session, tmp_path):
     assert str(gl.verdict(frame)) in text
     command = run_files.read_record(Path(frame.path[3]))["command"]
     assert command == "gpulab train autoencoder --profile smoke --setting cpu:threads=1 --seed 1 --frames 40"
-
-
-def test_an_experiment_is_done_again_and_drawn(session, tmp_path):
     (tmp_path / "own.py").write_text("def train(seed):\n    print(seed, file=open('calls', 'a'))\n    return 1.0\n")
-    arguments = ["experiment", "own.py:train", "--seeds", "2", "--setting", "cpu:threads=1"]
+    own = ["experiment", "own.py:train", "--seeds", "2", "--setting", "cpu:threads=1"]
     calls = []
-    for commands in ([[], []], [["--fresh"], ["--guard"], ["--picture", "runs.png"]]):
-        session(*([*arguments, *more] for more in commands))
+    for more in ([], [], ["--fresh"], ["--guard"], ["--picture", "runs.png"]):
+        session([*own, *more])
         calls.append(len((tmp_path / "calls").read_text().splitlines()))
-    assert calls == [2, 6]
+    assert calls == [2, 2, 4, 6, 6]
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -203,16 +200,12 @@ def test_the_smallest_change_is_searched_and_drawn(session, tmp_path):
     assert table.confirmed.tolist() == [False, True]
 
 
-def test_recorded_runs_are_listed_as_csv_and_a_reader_may_leave_early(tmp_path):
+def test_recorded_runs_are_listed_as_csv_and_nothing_of_the_current_folder_is_imported(tmp_path):
     (tmp_path / "queue.py").write_text("raise SystemExit('nothing that lies in the current folder is imported')")
     command = [*COMMAND, "runs", "--recorded", "--csv"]
     table = pd.read_csv(io.StringIO(subprocess.check_output(command, cwd=tmp_path, text=True)))
     assert table.recorded.all()
     assert len(table) == len(gl.recorded_runs())
-    leaving = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    leaving.stdout.close()
-    assert leaving.communicate()[1] == b""
-    assert leaving.returncode == 0
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to be heard")
@@ -240,7 +233,10 @@ def test_an_experiment_whose_bar_nobody_reads_goes_on(tmp_path, seeds, status):
         assert "3 runs" in (tmp_path / "said").read_text()
 
 
-@pytest.mark.parametrize(("arguments", "status"), [(SMOKE, 0), (["runs", "no-such"], 1), (["train", "nonsense"], 2)])
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(SMOKE, 0), (["runs", "--recorded", "--csv"], 0), (["runs", "no-such"], 1), (["train", "nonsense"], 2)],
+)
 def test_a_command_that_nobody_reads_keeps_its_exit_status(tmp_path, arguments, status):
     reading, writing = os.pipe()
     os.close(reading)
@@ -310,7 +306,7 @@ main()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
-@pytest.mark.parametrize("moment", ["typer", "pandas", "_say_csv", "_shutdown"])
+@pytest.mark.parametrize("moment", ["typer", "pandas", "say_csv", "_shutdown"])
 def test_ctrl_c_is_quiet_at_any_moment(python, moment):
     done = python(AT_A_MOMENT, moment, "runs", "--recorded", "--csv", check=False)
     assert done.returncode == 130
@@ -602,7 +598,7 @@ def test_a_name_that_is_not_utf8_is_refused_before_it_is_written_into_a_store(py
 def test_names_are_shown_as_they_are_and_move_no_cursor(python, tmp_path):
     name = "[bold]\x1b[31m$red$.py"
     (tmp_path / name).write_text("def train(seed):\n    return {'[link=x]\\x07': float(seed)}\n")
-    code = ONE_BY_ONE.replace("\nos.chdir", "\ngpulab.cli.MOST_DRAWN = 1\nos.chdir", 1)
+    code = ONE_BY_ONE.replace("\nos.chdir", "\ngpulab.terminal.MOST_DRAWN = 1\nos.chdir", 1)
     train = ["train", f"{name}:train", "--seed"]
     commands = [[*train, "0"], ["runs"], [*train, "1"], ["runs"], ["runs", "--csv"]]
     answers = answers_of(python, tmp_path, commands, code, columns="300")

@@ -9,20 +9,17 @@ import contextlib
 import functools
 import io
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gpulab.data import pictures
-from gpulab.data.films import reason
-from gpulab.errors import DataError, GpulabError, UsageError, extra
+from gpulab.data.base import Bytes, Data, Sequence
+from gpulab.errors import DataError, GpulabError, UsageError, extra, reason
 
 if TYPE_CHECKING:
     import pandas as pd
-
-Bytes = npt.NDArray[np.uint8]
 
 SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
 CHANNELS = {1: ("grey",), 3: ("red", "green", "blue")}
@@ -136,6 +133,33 @@ def compare_decoders(frames: Bytes, quality: int = 75, subsampling: str = "4:2:0
         for channel, apart in zip(CHANNELS[frames.shape[1]], differences, strict=True):
             rows.append((name, channel, apart.size, float((apart > 0).mean()), float(apart.mean()), int(apart.max())))
     return pd.DataFrame(rows, columns=["decoder", "channel", "pixels", "differ", "mean", "largest"])
+
+
+class Recompressed(Sequence):
+    """Another sequence, each frame encoded as a JPEG file and decoded again by a decoder."""
+
+    def __init__(self, inner: Data, quality: int = 75, subsampling: str = "4:2:0", decoder: str = "pillow") -> None:
+        # What cannot be is told now.
+        decode_jpeg(encode_jpeg(np.zeros((3, 8, 8), np.uint8), quality, subsampling), decoder)
+        if not isinstance(inner, Sequence):
+            raise UsageError(f"data 'jpeg:{inner.name}': expected a sequence of frames after jpeg:, such as jpeg:walk")
+        super().__init__(f"jpeg:{inner.name}", inner.channels, inner.size, inner.frames, inner.held)
+        self.inner, self.quality, self.subsampling, self.stamps = inner, quality, subsampling, inner.stamps
+        self.decoder: str = decoder
+
+    @property
+    def content(self) -> str | None:
+        """That of the inner data."""
+        return self.inner.content
+
+    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+        """Frames `start` to `stop`, encoded and decoded as they are asked for."""
+        for frame in self.inner.stream(start, stop):
+            yield decode_jpeg(encode_jpeg(frame, self.quality, self.subsampling), self.decoder)
+
+    def options(self) -> dict[str, Any]:
+        """What makes the inner data, and how its frames are encoded."""
+        return self.inner.options() | {"quality": self.quality, "subsampling": self.subsampling}
 
 
 # --- the decoders ----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from gpulab.errors import UsageError, in_one_line
+from gpulab.files import check_path
 from gpulab.settings import Setting
 from gpulab.store.records import shipped
 
@@ -293,6 +294,7 @@ def find_function(name: str, what: str) -> Callable[..., Any]:
     where, _, attribute = name.rpartition(":")
     if not where or not attribute.isidentifier():
         raise UsageError(f"{what} {name!r}: expected module:name or file.py:name, such as my_training:{what}")
+    check_path(where)
     try:
         if where.endswith(".py"):
             module = _module_of(shipped(where).resolve())

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.data.films import reason
-from gpulab.errors import DataError
-from gpulab.files import printable, read
+from gpulab.errors import DataError, printable, reason
+from gpulab.files import read
 
 GATES = "ifco"
 MOST_BYTES = 1 << 31  # of a file, packed and unpacked

@@ -1,4 +1,4 @@
-"""Which line of the user's code an operation belongs to, forward and backward; and lines that keep float32."""
+"""Which line of the user's code an operation belongs to, forward and backward."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import inspect
 import linecache
 import os
 import sys
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -48,22 +46,6 @@ class UncompiledDispatchMode(TorchDispatchMode):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.__torch_dispatch__ = inspect.unwrap(cls.__torch_dispatch__)  # type: ignore[method-assign]
-
-
-class Float32Lines(UncompiledDispatchMode):
-    """Has the operations of some lines, `file.py:12`, and their gradients done `inside` of a context."""
-
-    def __init__(self, lines: Collection[str], inside: Callable[[], AbstractContextManager[Any]]) -> None:
-        super().__init__()
-        self.lines, self.inside, self.callers = set(lines), inside, Callers()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
-        _, _, line = self.callers.of_this()
-        if ":".join(line.split(":", 2)[:2]) not in self.lines:
-            return operation(*args, **(kwargs or {}))
-        with self.inside():
-            return operation(*args, **(kwargs or {}))
 
 
 def _users_line() -> str:

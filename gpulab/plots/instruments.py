@@ -21,7 +21,7 @@ from gpulab.report import Picture, draw
 from gpulab.saddles.curvature import row_spectra
 from gpulab.saddles.landscapes import Landscape, Surface
 from gpulab.saddles.spectrum import ZERO
-from gpulab.stats.verdicts import check_one_protocol
+from gpulab.stats.pairs import check_one_protocol
 
 SHOWN_FORMATS = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 SIGN, EXPONENT, FRACTION = "#B84D00", "#007A59", "#0072B2"  # dark enough for white letters

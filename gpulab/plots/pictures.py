@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gpulab.data.datasets import Data
+from gpulab.data.base import Data
 from gpulab.plots import style
 from gpulab.report import Picture
 from gpulab.training.run import Run

@@ -12,7 +12,8 @@ from matplotlib.ticker import MaxNLocator
 from gpulab.plots import style
 from gpulab.plots.style import BESIDE, FAINT, INK, Look
 from gpulab.report import Picture
-from gpulab.stats.verdicts import Verdict, check_one_protocol
+from gpulab.stats.pairs import check_one_protocol
+from gpulab.stats.verdicts import Verdict
 
 
 def losses(frame: pd.DataFrame) -> Picture:

@@ -15,9 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gpulab.errors import UsageError
+from gpulab.numerics.tf32 import float32_products
 from gpulab.progress import Progress
 from gpulab.saddles.operators import Operator, check_count, check_products, check_square, check_symmetric
-from gpulab.settings import float32_products
 
 PIECE = 4_096  # so many products are added up in float32
 WHICH = ("smallest", "largest", "both")

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gpulab.errors import DataError, UsageError
-from gpulab.settings import float32_products
+from gpulab.numerics.tf32 import float32_products
 
 AT_ONCE = 64  # columns of a matrix that is written out
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpulab.errors import GpulabError
+from gpulab.errors import GpulabError, UsageError
 from gpulab.report import Report
 from gpulab.report import table as html_table
 from gpulab.search.space import Point, Space
@@ -173,6 +173,8 @@ def reproduce(
     arguments, originals = recorded_training(old.runs, metric) if train is None else own_training(train, old.runs)
     arguments["store"] = str(folder_of(stores.default_store() if store is None else store))
     space = Space(search, originals, parsed)
+    if taken := sorted(space.original.keys() & {*UNTRIED, "trial", "changes", "distance", "p_equivalent_holm"}):
+        raise UsageError(f"search: {taken[0]!r} is a column of the search's own table; call that option otherwise")
     check_runs_here(parsed)
     points, table = _search(old, space, arguments, trials, workers, progress)
     confirmed = bool(table.confirmed.any())

@@ -24,20 +24,15 @@ Point = dict[str, Any]  # a value for each dimension
 class Dimension:
     """One parameter that may change.
 
-    Attributes:
-        name: The parameter's.
-        values: What it is, and then what else it could be, each tried alone; of a range the doublings and halvings
-            of the original in it, and its ends.
-        ends: Of a range, within which combinations are drawn.
-        by_ratio: Whether distances are those of logarithms.
-        is_option: Whether it is an option of the setting.
+    Its `values` are what it is, and then what else it could be, each tried alone; of a range the doublings and
+    halvings of the original in it, and its ends.
     """
 
     name: str
     values: tuple[Any, ...]
-    ends: tuple[float, float] | None = None
-    by_ratio: bool = False
-    is_option: bool = False
+    ends: tuple[float, float] | None = None  # of a range, within which combinations are drawn
+    by_ratio: bool = False  # whether distances are those of logarithms
+    is_option: bool = False  # of the setting
 
     @property
     def original(self) -> Any:
@@ -116,11 +111,7 @@ class Space:
     """The parameters that a search may change under a new setting, options of that setting among them."""
 
     def __init__(self, search: Any, originals: Mapping[str, Any], setting: Setting) -> None:
-        """Check what the user's `search` says of the parameters that are in `originals`.
-
-        Raises:
-            UsageError: For what makes no sense.
-        """
+        """Check what the user's `search` says of the parameters that are in `originals`, or of the setting."""
         if not isinstance(search, Mapping) or not search:
             raise UsageError(f"search {search!r}: expected what may change, such as {{'learning_rate': [1e-4, 3e-4]}}")
         self.setting = setting
@@ -138,11 +129,7 @@ class Space:
     def candidates(self, limit: Callable[[], float]) -> Iterator[Point]:
         """The points in the order in which a search tries them, each once: the same order in every process.
 
-        Nothing changed, then one parameter at a time, nearest first, then combinations: nearest first, or where they
-        cannot be listed, as a Halton sequence spreads them.
-
-        Args:
-            limit: Says whenever it is asked how near a point must be to the original to be worth a try.
+        `limit` says whenever it is asked how near a point must be to the original to be worth a try.
         """
         from scipy.stats import qmc
 

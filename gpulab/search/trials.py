@@ -17,8 +17,9 @@ from gpulab.stats.power import DIVERGED_APART
 from gpulab.stats.tests import clopper_pearson_upper
 from gpulab.stats.verdicts import verdict
 from gpulab.store import listing as stores
+from gpulab.store.factors import FACTORS
 from gpulab.training.functions import TrainingFunction
-from gpulab.training.protocol import FACTORS, Specification
+from gpulab.training.protocol import Specification
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,10 +69,6 @@ class Target:
 
 def checked_target(target: Any, metric: str) -> pd.DataFrame:
     """The first runs of one setting, one a seed, all finished; `UsageError` for anything else."""
-    import pandas as pd
-
-    if isinstance(target, pd.DataFrame) and "setting" not in target:
-        target = target.assign(setting="the target")
     runs = check_runs(target, metric, "setting", "seed")
     first = runs[runs["rerun"] == 0]
     if len(settings := sorted(set(first.setting))) > 1:
@@ -138,10 +135,7 @@ def changed_arguments(arguments: Mapping[str, Any], changes: Mapping[str, Any]) 
 def verdicts_on(target: Target, losses_of: Callable[[Sequence[int]], dict[int, float]], earlier: int) -> dict[str, Any]:
     """What a row of the table has of a change: looks at its losses, and where they are equivalent, at fresh ones.
 
-    Args:
-        target: What they are compared with.
-        losses_of: Trains from some seeds with the change; NaN for a run that diverged.
-        earlier: How many changes had fresh seeds before this one, for the level that it is held to.
+    `earlier` is how many changes had fresh seeds before this one, which says to what level it is held.
     """
     seeds, looked_at, losses = target.seeds, FIRST_LOOK, dict[int, float]()
     while looked_at < len(seeds):
@@ -161,11 +155,7 @@ def verdicts_on(target: Target, losses_of: Callable[[Sequence[int]], dict[int, f
 
 
 def prune_reason(row: Mapping[str, Any], seeds: int) -> str:
-    """Why a trial, a row of a verdict, cannot become equivalent on so many seeds, or very nearly cannot; else empty.
-
-    With one run diverged alone too many, no further seed can help. And when a t interval of the
-    difference at 99.9 % lies outside the margin, hardly.
-    """
+    """Why a trial, a row of a verdict, cannot become equivalent on so many seeds, or hardly; else empty."""
     from scipy.stats import t
 
     count, diverged, difference = row["seeds"], row["one_diverged"], row["difference"]

@@ -16,6 +16,7 @@ from gpulab.errors import UsageError
 
 OWN = ("status", "rerun", "weights", "reference", "other", "difference")  # columns with a meaning of their own
 STATES = {"finished", "crashed", "failed", "killed", "running", "preempted", "preempting", "pending"}
+MOST_LEVELS = 1000  # of a factor, each of which takes some 30 ms
 TINY, HUGE = 1e-75, 1e75  # beyond, float64 does not hold fourth powers, which kurtosis is of
 
 
@@ -152,6 +153,12 @@ def pair(
         ends = ", ".join(sorted(set(unfinished["status"])))
         unended = f"; none of {len(unfinished)} is finished or diverged, but {ends}" if len(unfinished) else ""
         raise UsageError(f"no runs to compare{f' with {reference!r}' if reference is not None else ''}{unended}")
+    if len(levels) > MOST_LEVELS:
+        some = ", ".join(map(repr, levels[:3]))
+        raise UsageError(
+            f"factor {factor!r} has {len(levels):,} levels ({some}, …), and may have {MOST_LEVELS:,}: choose another "
+            "column, or fewer rows"
+        )
     if reference is None:
         reference = "cpu" if "cpu" in levels else levels[0]
     elif reference not in levels:  # on the command line a number is text

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow
+import pyarrow.parquet
 from pandas.api.types import is_bool_dtype
 
 from gpulab import files
 from gpulab.errors import DataError
 from gpulab.stats.pairs import NAME_THEM, find_column, run_states
+
+MOST_CELLS, MOST_BYTES = 1 << 25, 1 << 28  # of a Parquet file, unpacked
 
 
 def read_table(file: str | Path, metric: str) -> pd.DataFrame:
@@ -43,16 +45,19 @@ def read_table(file: str | Path, metric: str) -> pd.DataFrame:
     try:
         content, comma = files.read(file), False
         if file.suffix == ".parquet":
-            frame = pd.read_parquet(io.BytesIO(content))
+            frame = _read_parquet(content)
         else:
             frame, comma = _read_text(content.decode("utf-8-sig"))
-    except (OSError, ValueError, csv.Error, pyarrow.ArrowException) as error:  # of pandas' all are ValueErrors
-        raise DataError(f"{file}: cannot be read as a table: {' '.join(str(error).split())}") from None
+    except DataError:
+        raise
+    except Exception as error:  # almost anything, where what pandas notes in a Parquet file is damaged
+        why = error if isinstance(error, ValueError) else repr(error)
+        raise DataError(f"{file}: cannot be read as a table: {why}") from None
     if frame.empty:
         raise DataError(f"{file}: no runs in it; expected a header and a row per run")
     cells = frame[metric := find_column(frame.columns, metric, NAME_THEM)].dropna().infer_objects()
     if not is_bool_dtype(cells):
-        text = cells.astype(str).str.strip()
+        text = cells.map(str).str.strip()
         numbers = pd.to_numeric(text.str.replace(",", ".") if comma else text, errors="coerce")
         if len(wrong := text[numbers.isna() & (text.str.lower() != "nan")]):
             where = f"row {wrong.index[0] + 2} has {wrong.iloc[0]!r}"
@@ -64,13 +69,43 @@ def read_table(file: str | Path, metric: str) -> pd.DataFrame:
     return frame
 
 
+def _read_parquet(content: bytes) -> pd.DataFrame:
+    """The columns that are no lists or records; `ValueError` for a table that would fill the memory."""
+    source = pyarrow.BufferReader(content)
+    with pyarrow.parquet.ParquetFile(source) as file:
+        schema, metadata = file.schema_arrow, file.metadata
+    # Not by `row_group(…).column(…)`, which at a flipped bit may end the process.
+    sizes = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
+    _check_size(metadata.num_rows * metadata.num_columns, sum(sizes))
+    columns = [each for each in schema if not pyarrow.types.is_nested(each.type)]
+    plain = [each.with_type(getattr(each.type, "value_type", each.type)) for each in columns]  # no dictionaries
+    _check_distinct(names := [each.name for each in plain])
+    # A text that stands in many cells is in the file once, and here, too, until it is known how long all are together.
+    texts = [each.name for each in plain if each.type in (pyarrow.string(), pyarrow.large_string(), pyarrow.binary())]
+    with pyarrow.parquet.ParquetFile(source, read_dictionary=texts) as file:
+        table = file.read(names, use_threads=False)
+    for name in texts:
+        _check_size(0, table[name].to_pandas().map(lambda text: len(str(text))).astype(float).sum())
+    frame = table.cast(pyarrow.schema(plain, schema.metadata)).to_pandas()
+    return frame.reset_index(drop=frame.index.names == [None])
+
+
+def _check_distinct(names: list[str]) -> None:
+    if twice := sorted({name for name in names if name and names.count(name) > 1}):
+        raise ValueError(f"more than one column is called {', '.join(twice)}")
+
+
+def _check_size(cells: int, size: float) -> None:
+    if cells > MOST_CELLS or size > MOST_BYTES:
+        raise ValueError(f"it is too large: more than {MOST_CELLS:,} cells, or {MOST_BYTES:,} bytes")
+
+
 def _read_text(text: str) -> tuple[pd.DataFrame, bool]:
     """The table, and whether its decimals may have a comma."""
     first_line = text.partition("\n")[0]
     separator = max(",;\t", key=lambda mark: len(next(csv.reader([first_line], delimiter=mark), [])))
     header = [name.strip() for name in next(csv.reader([first_line], delimiter=separator), [])]
-    if twice := sorted({name for name in header if name and header.count(name) > 1}):
-        raise ValueError(f"more than one column is called {', '.join(twice)}")
+    _check_distinct(header)
     # Of the words that pandas takes for nothing, None is a fine name for a level and NaN is a loss.
     nothing = {"keep_default_na": False, "na_values": [""]}
     options = {"skipinitialspace": True, "index_col": False, "low_memory": False}

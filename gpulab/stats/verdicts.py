@@ -25,10 +25,7 @@ import gpulab.stats.tests as inference
 from gpulab.errors import UsageError
 from gpulab.report import Report
 from gpulab.report import table as html_table
-from gpulab.stats.decisions import COLUMNS, compare_levels, is_identical, may_diverge_apart
-from gpulab.stats.decisions import DECISIONS as DECISIONS
-from gpulab.stats.decisions import decide as decide
-from gpulab.stats.pairs import check_one_protocol as check_one_protocol
+from gpulab.stats.decisions import COLUMNS, DECISIONS, compare_levels, is_identical, may_diverge_apart
 from gpulab.stats.pairs import finished, is_yes_or_no, pair
 
 SURE = 10  # seeds, from which on the number that would settle it is more than a guess
@@ -139,7 +136,7 @@ def verdict(
 
     Raises:
         UsageError: for what is no table of runs, a margin or alpha out of range, an unknown reference, mixed protocols,
-            a finished run without a finite number, and two first runs of one seed and level.
+            a finished run without a finite number, two first runs of one seed and level, and more than 1,000 levels.
 
     Examples:
         >>> import pandas as pd

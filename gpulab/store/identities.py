@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import re
+import stat
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,12 +102,16 @@ Stamps = Mapping[Path, Stamp]
 
 
 def stamp(file: Path) -> Stamp:
-    """The size, the time of writing (ns) and the inode of a file; `DataError` where it is missing."""
+    """The size, the time of writing (ns) and the inode of a file; `DataError` where it is missing, or no file."""
     try:
         status = file.stat()
-    except (OSError, ValueError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        raise DataError(f"{file}: {'no such file' if missing else f'cannot be read: {error}'}") from None
+    except FileNotFoundError:
+        raise DataError(f"{file}: no such file") from None
+    except (OSError, ValueError) as error:  # too long a name, or one with a NUL in it
+        raise DataError(f"{file}: cannot be read: {getattr(error, 'strerror', error)}") from None
+    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+        raise DataError(f"{file}: cannot be read: not a file, but {kind}")
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 

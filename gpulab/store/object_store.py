@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpulab import files
-from gpulab.errors import GpulabError, UsageError, check_path
+from gpulab.errors import GpulabError, UsageError
 from gpulab.store import identities, records, run_files
 
 URL = re.compile(r"(s3|gs|az):[/\\]+([^/\\].*)")  # a path has lost one of its slashes
@@ -27,12 +27,12 @@ AT_ONCE = 16  # downloads
 
 def url_of(store: str | Path | None) -> str | None:
     """The address that a text or a path stands for; None for a folder."""
-    check_path(store)
     url = URL.fullmatch(str(store))
     if url:
         return f"{url[1]}://{url[2]}".replace("\\", "/").rstrip("/")
     if re.match("(s3|gs|az):", str(store)):
         raise UsageError(f"store {str(store)!r}: expected a bucket, and maybe a prefix: s3://bucket/prefix")
+    files.check_path(str(store))
     return None
 
 

@@ -70,7 +70,7 @@ def registration(file: str | Path | None) -> dict[str, str]:
     try:
         content = Path(file).read_bytes()
         headings = re.findall(r"^## (.+?)\s*$", content.decode(), re.MULTILINE)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # the latter for what is no UTF-8, or a name with a NUL in it
         raise UsageError(f"registration {str(file)!r}: cannot be read: {error}") from None
     missing = [heading for heading in LAID_DOWN if heading not in headings]
     if missing:

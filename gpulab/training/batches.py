@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.data.datasets import Data
+from gpulab.data.base import Data
 from gpulab.data.feed import Loader
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable

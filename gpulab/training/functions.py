@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import math
+import os
 import shlex
 import tempfile
 import time
@@ -33,7 +34,6 @@ from gpulab.training.protocol import LAST_FIFTH
 from gpulab.training.run import Run, Told, history_frame, told
 
 GIVEN = ("seed", "setting", "folder")  # parameters that gpulab fills in, by name; all others are options
-LONGEST = 4096  # characters of a path
 FIRST = "final_loss"  # the name of a number without one
 NO_METRIC = {*stores.COLUMNS, "options"} - {FIRST, "heldout_loss"}
 
@@ -111,7 +111,7 @@ class TrainingFunction:
     def _contents(self, options: Mapping[str, Any]) -> Iterator[str]:
         """Digests of the files that options name, and of what is in options that are not plain."""
         for name, value in {**self.options, **options}.items():
-            if isinstance(value, str | Path) and 0 < len(str(value)) < LONGEST and Path(value).is_file():
+            if isinstance(value, str | Path) and os.path.isfile(value):  # a text that is too long for a path is none
                 yield f"{name}:{identities.content_of({Path(value): identities.stamp(Path(value))})} "
             elif not is_plain(value):
                 yield f"{name}:{identities.digest(content(value))} "

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.data.datasets import Window
+from gpulab.data.base import Window
 from gpulab.data.feed import Feed, Loader
 from gpulab.models.base import Trainable
 from gpulab.training.adam import Adam

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from gpulab.data.datasets import Data, load
+from gpulab.data.base import Data
+from gpulab.data.datasets import load
 from gpulab.errors import UsageError
 from gpulab.models import MODELS
 from gpulab.models.base import Trainable, check_weight, flip_bit
@@ -80,7 +81,7 @@ class Plan:
         identity |= {name: value for name, value in factors.items() if value != FACTORS[name].usual}
         ours, emulated = type(self.data).__module__.startswith("gpulab."), self.setting.emulated
         content = self.data.content if ours else None
-        modules = ["settings.py", "data", *TRAINING_FILES, *(["numerics"] if emulated else [])]
+        modules = ["settings.py", "numerics/tf32.py", "data", *TRAINING_FILES, *(["numerics"] if emulated else [])]
         modules += ["models"] if self.own else ["models/base.py", *MODEL_FILES[self.name]]
         known = {"code": sources.of_gpulab(*modules), "content": content or ""}
         if self.own:

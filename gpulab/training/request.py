@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpulab.data.datasets import Data
+from gpulab.data.base import Data
 from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.passports import Passport, passport

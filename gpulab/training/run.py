@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from gpulab.data.datasets import Data, Window
+from gpulab.data.base import Data, Window
 from gpulab.data.feed import Loader
 from gpulab.diagnostics import guards
 from gpulab.errors import UsageError

@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from gpulab import cli, signals
-from gpulab.cli import Profile, option
 from gpulab.errors import extra
+from gpulab.options import Profile, option
+from gpulab.terminal import say
 
 NOTEBOOKS = Path(__file__).parents[1]
 
-app = typer.Typer(cls=cli._Commands, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=cli.Commands, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -35,14 +36,14 @@ def execute(
 
     if in_place:
         for file in run.execute_in_place(notebooks, only):
-            cli._say(f"executed: {file}")
+            say(f"executed: {file}")
         return
     results = run.execute(notebooks, output, profile, device, only, store)
     report = run.write_report(results, output, profile)
     failed = [result.name for result in results if result.error]
     for name in failed:
-        cli._say(f"failed: {name}", sys.stderr)
-    cli._say(f"report: {report}")
+        say(f"failed: {name}", sys.stderr)
+    say(f"report: {report}")
     if failed:
         raise typer.Exit(1)
 
@@ -58,7 +59,7 @@ def explore(
     """Serve pages without code, to be explored in a browser: bits, a saddle, trainings, verdicts, audits."""
     with extra("notebooks"):
         from companion.explore import serve
-    serve(host, port, token, pages, not no_open, lambda address: cli._say(f"{address}\nCtrl-C ends it."))
+    serve(host, port, token, pages, not no_open, lambda address: say(f"{address}\nCtrl-C ends it."))
 
 
 if __name__ == "__main__":

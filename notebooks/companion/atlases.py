@@ -17,11 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 import gpulab.stats.tests as inference
+from companion.meta import ALPHA, MetaAnalysis, meta_analysis
 from gpulab.errors import UsageError
 from gpulab.plots.style import BESIDE, FAINT, INK, canvas, colour, finished, key
 from gpulab.report import Picture, Report
 from gpulab.report import table as html_table
-from gpulab.stats.meta import ALPHA, MetaAnalysis, meta_analysis
 from gpulab.stats.pairs import pair
 from gpulab.stats.verdicts import p_text
 from gpulab.store.listing import recorded_runs, runs
@@ -112,7 +112,7 @@ class AtlasVerdict(Report):
 
     Attributes:
         machines: From `atlas_table`.
-        pooled: A row for each comparison with two machines or more: what `gpulab.stats.meta.MetaAnalysis` says, and
+        pooled: A row for each comparison with two machines or more: what `companion.meta.MetaAnalysis` says, and
             `p_holm`, its p corrected for the number of rows (Holm).
     """
 

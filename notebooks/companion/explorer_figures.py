@@ -28,7 +28,8 @@ from gpulab.plots.style import (
 )
 from gpulab.report import Picture
 from gpulab.saddles.landscapes import Surface
-from gpulab.stats.verdicts import DECISIONS, Verdict
+from gpulab.stats.decisions import DECISIONS
+from gpulab.stats.verdicts import Verdict
 
 DECIDED = dict(zip(DECISIONS, (RED, "#CC7711", FAINT, GREEN), strict=True))
 

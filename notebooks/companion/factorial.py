@@ -24,8 +24,9 @@ from companion.learning import ALL, BEAT, blurred_losses
 from gpulab.errors import UsageError
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, Look, canvas, finished, is_recorded, key, origin_keys, points
 from gpulab.report import Picture
+from gpulab.stats.decisions import decide
 from gpulab.stats.tests import holm
-from gpulab.stats.verdicts import decide, p_text, verdict
+from gpulab.stats.verdicts import p_text, verdict
 from gpulab.store import listing, records
 
 FULL = "160x120"  # the published size

@@ -11,7 +11,8 @@ from markupsafe import Markup
 
 from companion.learning import ALL, BEAT, FAMILY, LEARNED, METRICS, STUCK
 from gpulab.report import Report, paragraphs
-from gpulab.stats.verdicts import DECISIONS, Verdict
+from gpulab.stats.decisions import DECISIONS
+from gpulab.stats.verdicts import Verdict
 
 Part: TypeAlias = "Verdict | pd.DataFrame | str | list[str]"
 SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest size", "motion": "profile motion"}

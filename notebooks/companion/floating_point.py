@@ -55,7 +55,8 @@ from gpulab.progress import Progress
 from gpulab.report import Picture, Report, draw
 from gpulab.report import table as html_table
 from gpulab.settings import Setting, cpu_flags
-from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
+from gpulab.stats.decisions import DECISIONS
+from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.store import listing as stores
 from gpulab.store import records
 from gpulab.training.experiment import Experiment

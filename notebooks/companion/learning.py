@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from gpulab.data.datasets import Sequence, load
+from gpulab.data.base import Sequence
+from gpulab.data.datasets import load
 from gpulab.progress import Progress
+from gpulab.stats.decisions import decide
 from gpulab.stats.power import parse_margin
 from gpulab.stats.tests import holm
-from gpulab.stats.verdicts import Verdict, decide, verdict
+from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.store import records
 from gpulab.store.listing import runs
 from gpulab.training.protocol import LAST_FIFTH, protocol

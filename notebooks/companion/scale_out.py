@@ -13,7 +13,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from gpulab.data.datasets import Window, load
+from gpulab.data.base import Window
+from gpulab.data.datasets import load
 from gpulab.data.feed import Loader
 from gpulab.diagnostics.guards import guard
 from gpulab.errors import OverwrittenError, UsageError

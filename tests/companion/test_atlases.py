@@ -7,8 +7,8 @@ import pytest
 
 import companion
 import gpulab as gl
+from companion.meta import meta_analysis
 from gpulab.errors import UsageError
-from gpulab.stats.meta import meta_analysis
 from gpulab.store.records import recorded_folder
 from gpulab.training.sharing import merge, shared_runs
 

@@ -71,7 +71,7 @@ def test_what_is_known_is_not_read_again_and_what_is_touched_is(tmp_path, reads)
 
 def test_images_are_known_by_their_arrays_and_scenes_come_from_no_file(tmp_path):
     write_idx(tmp_path / "one" / "train-images-idx3-ubyte.gz", noise(30, 28, 28))
-    write_idx(tmp_path / "two" / "raw" / "train-images-idx3-ubyte", noise(30, 28, 28))
+    write_idx(tmp_path / "two" / "train-images-idx3-ubyte", noise(30, 28, 28))
     write_idx(tmp_path / "three" / "train-images-idx3-ubyte", noise(30, 28, 28) // 2)
     one, two, three = (gl.load(f"mnist:{tmp_path / name}").content for name in ("one", "two", "three"))
     assert one == two != three
@@ -92,14 +92,12 @@ def test_the_content_of_somebodys_own_data_is_not_known():
 
 @pytest.mark.parametrize("how", ["replaced", "rewritten", "removed"])
 @pytest.mark.parametrize("kind", ["video", "frames", "jpeg"])
-def test_a_file_that_is_changed_while_it_is_read_is_named(tmp_path, kind, how):
+def test_a_file_that_was_changed_since_it_was_loaded_is_named(tmp_path, kind, how):
     film, folder = write_video(tmp_path / "a.mkv", CLIP), write_images(tmp_path / "images", CLIP)
     data = load(folder if kind == "frames" else film)
     if kind == "jpeg":
         data = gl.load(f"jpeg:video:{film}", size=SMALL)
     data.check_unchanged()
-    frames = data.stream()
-    next(frames)
     file = folder / "009.png" if kind == "frames" else film
     if how == "replaced":
         shutil.copy(file, tmp_path / "new")
@@ -108,10 +106,7 @@ def test_a_file_that_is_changed_while_it_is_read_is_named(tmp_path, kind, how):
         os.utime(file, ns=(10**18, 10**18))
     else:
         file.unlink()
-    words = (
-        "no such file|cannot be read|No such file" if how == "removed" else "was changed while it was read; run again"
-    )
-    for check in (data.check_unchanged, lambda: list(frames), lambda: data.content):
-        with pytest.raises(gl.DataError, match=words) as error:
+    words = "no such file" if how == "removed" else "was changed while it was read; run again"
+    for check in (data.check_unchanged, lambda: data.content):
+        with pytest.raises(gl.DataError, match=f"{file}: {words}"):
             check()
-        assert str(file) in str(error.value)

@@ -1,6 +1,5 @@
 """The gradient that is written out against autograd's."""
 
-import contextlib
 import types
 
 import numpy as np
@@ -8,11 +7,11 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab import settings
 from gpulab.data.feed import Loader
 from gpulab.models import PredNet, prednet_windows
 from gpulab.models.prednet_kernels import uses_tf32
 from gpulab.models.prednet_windows import Windows
+from gpulab.numerics.tf32 import switch_tf32, tf32_restored
 from gpulab.settings import Setting
 from gpulab.training import checkpoints
 from gpulab.training.engines import Engines
@@ -133,9 +132,8 @@ def test_in_tf32_as_near_to_float64_as_autograd(streams):
 def test_pixel_by_pixel_only_where_tf32_is_allowed():
     on_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
     for allowed in (False, True):
-        with contextlib.ExitStack() as stack:
-            settings._put_back_tf32(stack)
-            settings._switch_tf32(allowed)
+        with tf32_restored():
+            switch_tf32(allowed)
             assert uses_tf32(on_gpu) is allowed
             assert not uses_tf32(torch.zeros(1)), "a CPU has no TF32"
             assert not uses_tf32(types.SimpleNamespace(is_cuda=True, dtype=torch.float64))

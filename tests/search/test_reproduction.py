@@ -138,9 +138,14 @@ def plain():
     return gl.seed_runs(moved, "cpu:threads=2", seeds=14, **QUIET)
 
 
-@pytest.fixture(scope="module")
-def few(plain):
-    return plain[:6]
+@pytest.fixture
+def search(plain, tmp_path):
+    """Search for what gives the first six runs of `plain` again, by a function."""
+
+    def search(space, train=moved, target=plain[:6], setting="cpu:threads=1", store=tmp_path, **options):
+        return gl.reproduce(target, space, setting, train, store=store, **options, **QUIET)
+
+    return search
 
 
 def test_seed_runs_are_the_runs_that_a_verdict_takes(lines):
@@ -159,24 +164,21 @@ def test_seed_runs_are_the_runs_that_a_verdict_takes(lines):
     assert fast.final_loss[1] != lines.final_loss[1]
 
 
-def test_where_nothing_need_change_one_trial_says_so(few, tmp_path):
-    found = gl.reproduce(few, {"a": [2.0]}, "cpu:threads=2", moved, store=tmp_path, **QUIET)
+def test_where_nothing_need_change_one_trial_says_so(search):
+    found = search({"a": [2.0]}, setting="cpu:threads=2")
     assert (found.best, found.confirmed, len(found.table)) == ({}, True, 1)
     assert "Nothing need change" in str(found)
 
 
-def test_parallel_gives_the_table_of_serial_and_a_trial_that_raises_fails_alone(few, tmp_path):
+def test_parallel_gives_the_table_of_serial_and_a_trial_that_raises_fails_alone(search, tmp_path):
     def brittle(setting, seed, a=1.0):
         if a == 2.0:
             raise KeyError(f"no {a}")
         return moved(setting, seed, a)
 
-    space, new = {"a": (0.7, 4)}, "cpu:threads=1"
     one, two = (
-        gl.reproduce(few, space, new, brittle, trials=6, workers=workers, store=tmp_path / str(workers), **QUIET)
-        for workers in (1, 2)
+        search({"a": (0.7, 4)}, brittle, trials=6, workers=workers, store=tmp_path / str(workers)) for workers in (1, 2)
     )
-    assert two.table.note.tolist() == one.table.note.tolist()
     pd.testing.assert_frame_equal(one.table, two.table)
     assert str(one) == str(two)
     assert one.table.a[:4].tolist() == [1.0, 0.7, 2.0, 4.0]
@@ -187,13 +189,11 @@ def test_parallel_gives_the_table_of_serial_and_a_trial_that_raises_fails_alone(
     assert "1 trial(s) failed; the first, a 1 → 2: KeyError" in one.finding
 
 
-def test_a_combination_is_found_where_it_is_nearer_than_any_single_change(few, tmp_path):
-    nearer = {"a": [1.5, 2.0, 4.0], "b": [3]}
-    found = gl.reproduce(few, nearer, "cpu:threads=1", moved, store=tmp_path, **QUIET)
+def test_a_combination_is_found_where_it_is_nearer_than_any_single_change(search):
+    found = search({"a": [1.5, 2.0, 4.0], "b": [3]})
     assert found.best == {"a": 4.0}, "a combination of the same distance is not smaller"
     assert found.table.distance[found.chosen] == 3, "steps along the list"
-    further = {"a": [1.2, 1.5, 2.0, 3.0, 4.0], "b": [3]}
-    found = gl.reproduce(few, further, "cpu:threads=1", moved, store=tmp_path, **QUIET)
+    found = search({"a": [1.2, 1.5, 2.0, 3.0, 4.0], "b": [3]})
     assert found.best == {"a": 2.0, "b": 3}, "4 steps, where a = 4 alone takes 5"
     assert found.table.distance.tolist() == [0, 1, 1, 2, 3, 4, 5, 2, 3, 4]
     assert found.table[found.table.confirmed].a.tolist() == [4.0, 2.0]
@@ -229,13 +229,13 @@ def test_ranges_are_drawn_by_ratio_and_never_further_than_what_is_worth_a_try():
     assert max(map(ranges.distance, near)) < 1.5
 
 
-def test_a_value_that_json_changes_stays_what_it_is(few, tmp_path):
+def test_a_value_that_json_changes_stays_what_it_is(search):
     def train(setting, seed, kernel=(3, 3)):
         assert isinstance(kernel, tuple)
         return moved(setting, seed, 4.0 if kernel == (5, 5) else 1.0)
 
     for _ in range(2):  # searched, and read
-        found = gl.reproduce(few, {"kernel": [(5, 5)]}, "cpu:threads=1", train, store=tmp_path, **QUIET)
+        found = search({"kernel": [(5, 5)]}, train)
         assert found.best == {"kernel": (5, 5)}
         assert "kernel 1 of 1" in found.finding
 
@@ -268,8 +268,7 @@ def test_distances():
     assert [repr(value) for value in dimensions["width"].values] == ["2.0", "1.0", "3.0"], "of the original's kind"
 
 
-def test_pruning_spares_trainings_and_changes_no_answer(plain, tmp_path, monkeypatch):
-    space = {"a": [1.5, 4.0], "flag": [True]}
+def test_pruning_spares_trainings_and_changes_no_answer(search, plain, monkeypatch):
     calls = {"pruned": 0, "finished": 0}
     for name in calls:
 
@@ -277,7 +276,7 @@ def test_pruning_spares_trainings_and_changes_no_answer(plain, tmp_path, monkeyp
             calls[name] += 1
             return moved(setting, seed, a, 1, flag)
 
-        found = gl.reproduce(plain, space, "cpu:threads=1", counted, store=tmp_path / name, **QUIET)
+        found = search({"a": [1.5, 4.0], "flag": [True]}, counted, plain)
         assert found.best == {"a": 4.0}
         assert found.confirmed
         assert set(found.table.state) == {name, "finished"}
@@ -300,14 +299,14 @@ def test_a_change_that_makes_no_difference_on_average_is_not_pruned_away():
     assert pruned <= 1
 
 
-def test_luck_on_the_seeds_of_the_search_is_not_confirmed(plain, tmp_path):
+def test_luck_on_the_seeds_of_the_search_is_not_confirmed(search, plain):
     """Equal on the first seven seeds, which the search sees, and off by a standard deviation on the others."""
 
     def lucky(setting, seed, knob=0):
         luck = knob and seed < 7
         return moved(gl.Setting.parse("cpu:threads=2"), seed) + (0.0 if luck else 1.0) + 1e-3 * (-1) ** seed
 
-    found = gl.reproduce(plain, {"knob": [1, 2, 3]}, "cpu:threads=1", lucky, alpha=0.2, store=tmp_path, **QUIET)
+    found = search({"knob": [1, 2, 3]}, lucky, plain, alpha=0.2)
     assert found.best == {"knob": 1}
     assert not found.confirmed
     assert found.table.fresh_alpha.tolist()[1:] == [0.2 / 2, 0.2 / 4, 0.2 / 8]
@@ -316,14 +315,13 @@ def test_luck_on_the_seeds_of_the_search_is_not_confirmed(plain, tmp_path):
     assert found.finding.startswith("Not confirmed: ")
 
 
-def test_diverging_runs_are_seen_early_counted_and_drawn(lines, tmp_path):
+def test_diverging_runs_are_seen_early_counted_and_drawn(search, lines):
     def wild(setting, seed, learning_rate=50.0, late=False):
         if late:
             yield 3.0 + seed
         yield from fit(setting, seed, learning_rate, steps=100)
 
-    space = {"learning_rate": [40.0, 0.1], "late": [True]}
-    found = gl.reproduce(lines, space, "cpu:threads=1", wild, store=tmp_path, **QUIET)
+    found = search({"learning_rate": [40.0, 0.1], "late": [True]}, wild, lines)
     assert found.table.state.tolist()[:2] == ["pruned", "pruned"]
     assert found.table.diverged.tolist()[:2] == [3, 3]
     assert found.table.note[0] == "3 of 3 seeds diverged"
@@ -340,15 +338,15 @@ def test_an_error_of_arithmetic_is_a_diverged_run(error):
     assert gl.seed_runs(train, seeds=2, **QUIET).status.tolist() == ["diverged", "diverged"]
 
 
-def test_when_every_trial_fails_the_first_error_is_told(few, tmp_path):
+def test_when_every_trial_fails_the_first_error_is_told(search):
     def broken(setting, seed, a=1.0):
         raise RuntimeError("no data")
 
     with pytest.raises(gl.GpulabError, match=r"every trial failed \(2\); the first: RuntimeError: no data"):
-        gl.reproduce(few, {"a": [2.0]}, "cpu:threads=1", broken, store=tmp_path, **QUIET)
+        search({"a": [2.0]}, broken)
 
 
-def test_what_failed_is_tried_again_when_the_search_is_called_again(few, tmp_path):
+def test_what_failed_is_tried_again_when_the_search_is_called_again(search, tmp_path):
     flaw, log = tmp_path / "flaw", tmp_path / "log"
     flaw.touch()
 
@@ -359,7 +357,7 @@ def test_what_failed_is_tried_again_when_the_search_is_called_again(few, tmp_pat
         return moved(setting, seed, a)
 
     for last in ("failed", "finished"):
-        found = gl.reproduce(few, {"a": [4.0]}, "cpu:threads=1", brittle, store=tmp_path, **QUIET)
+        found = search({"a": [4.0]}, brittle)
         assert found.table.state.tolist() == ["finished", last]
         flaw.unlink(missing_ok=True)
     assert found.best == {"a": 4.0}
@@ -371,35 +369,29 @@ def test_what_failed_is_tried_again_when_the_search_is_called_again(few, tmp_pat
 
 
 @pytest.mark.parametrize("left", [0, 17])
-def test_whatever_runs_a_kill_leaves_the_search_trains_the_others_and_ends_alike(few, tmp_path, left):
+def test_whatever_runs_a_kill_leaves_the_search_trains_the_others_and_ends_alike(search, tmp_path, left):
     log = tmp_path / "log"
 
     def train(setting, seed, a=1.0):
         note(log, a, seed)
         return moved(setting, seed, a)
 
-    def again():
-        return gl.reproduce(few, {"a": (0.9, 4.0)}, "cpu:threads=1", train, trials=6, store=tmp_path, **QUIET).table
-
-    table, runs = again(), sorted(tmp_path.glob("*-seed*"))
+    table, runs = search({"a": (0.9, 4.0)}, train, trials=6).table, sorted(tmp_path.glob("*-seed*"))
     trained = log.read_text().splitlines()
     assert len(runs) == len(trained) == len(set(trained)) > 20
     for run in runs[left:]:
         shutil.rmtree(run)
-    pd.testing.assert_frame_equal(again(), table)
+    pd.testing.assert_frame_equal(search({"a": (0.9, 4.0)}, train, trials=6).table, table)
     assert len(log.read_text().splitlines()) == 2 * len(runs) - left
 
 
-def test_a_larger_number_of_trials_goes_further(few, tmp_path):
-    space = {"a": [1.2, 1.5, 2.0, 4.0]}
-    first = gl.reproduce(few, space, "cpu:threads=1", moved, store=tmp_path, trials=2, **QUIET)
+def test_a_larger_number_of_trials_goes_further(search):
+    first, second = (search({"a": [1.2, 1.5, 2.0, 4.0]}, trials=trials) for trials in (2, 9))
     assert (len(first.table), first.best, first.smaller_left) == (2, None, 3)
     assert "3 in the space left untried" in first.finding
-    second = gl.reproduce(few, space, "cpu:threads=1", moved, store=tmp_path, trials=9, **QUIET)
     assert second.best == {"a": 4.0}
-    pd.testing.assert_frame_equal(
-        second.table[:2].drop(columns="p_equivalent_holm"), first.table.drop(columns="p_equivalent_holm")
-    )
+    of_both = [name for name in first.table if name != "p_equivalent_holm"]
+    pd.testing.assert_frame_equal(second.table[:2][of_both], first.table[of_both])
 
 
 # --- bad input ------------------------------------------------------------------------------------------
@@ -417,7 +409,9 @@ def test_a_larger_number_of_trials_goes_further(few, tmp_path):
         ({"search": {"flag": ["yes"]}}, "'yes' where the original is False"),
         ({"search": {"a": (3.0, 2.0)}}, r"\(low, high\)"),
         ({"search": {"a": (0.0, 2.0)}}, "all must be numbers above 0"),
-        ({"search": {"depth": [2]}}, "'depth' can be changed; there are a, b, flag, threads"),
+        ({"search": {"depth": [2]}}, "'depth' can be changed; there are a, b, flag, state, note, threads"),
+        ({"search": {"state": [2]}}, "'state' is a column of the search's own table"),
+        ({"search": {"a": [2.0], "note": ["x"]}}, "'note' is a column of the search's own table"),
         ({"search": {"tf32": ["off"]}}, "'tf32' has a meaning on cuda only"),
         ({"search": {"precision": ["int8"]}}, "precision='int8' must be one of"),
         ({"margin": "big"}, "'big'"),
@@ -438,7 +432,7 @@ def test_a_larger_number_of_trials_goes_further(few, tmp_path):
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused_before_anything_trains(wrong, named, plain, tmp_path):
-    def never(setting, seed, a=1.0, b=1, flag=False):
+    def never(setting, seed, a=1.0, b=1, flag=False, state=1, note="a"):
         raise AssertionError
 
     given = {"target": plain, "search": {"a": [2.0]}, "setting": "cpu:threads=1", "train": never} | wrong

@@ -1,11 +1,12 @@
-import math
-
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 import gpulab as gl
 from gpulab.errors import DataError, UsageError
+from gpulab.stats.pairs import MOST_LEVELS
 from gpulab.stats.tables import read_table
 
 # As Weights & Biases' table of runs exports it: every cell in quotes, configuration and summary by their plain names.
@@ -33,11 +34,14 @@ LOCAL,cpu-0,root,"a, b"
 
 @pytest.fixture
 def table(tmp_path):
-    """Read some text as a table; bytes are written as they are."""
+    """Read some text as a table; bytes and Arrow's tables are written as they are."""
 
-    def read(text, metric="loss", name="runs.csv"):
-        file = tmp_path / name
-        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    def read(content, metric="loss"):
+        file = tmp_path / ("runs.parquet" if isinstance(content, pa.Table) else "runs.csv")
+        if isinstance(content, pa.Table):
+            pyarrow.parquet.write_table(content, file)
+        else:
+            file.write_bytes(content if isinstance(content, bytes) else content.encode())
         return read_table(file, metric)
 
     return read
@@ -53,17 +57,17 @@ def test_an_export_of_weights_and_biases(table):
     assert "Diverged runs: 1 (cuda 1)" in str(verdict)
     assert "did not finish: 1 (cuda 1 crashed); if it was the device that stopped them, what is left" in str(verdict)
     assert gl.verdict(frame, metric="val/loss", factor="device").table.equals(verdict.table)
+    with pytest.raises(UsageError, match=r"1 finished run\(s\) have no finite loss: index \[0\]"):
+        gl.verdict(table(WANDB.replace('"0.32"', '""')), "loss", "device")
 
 
 @pytest.mark.parametrize("index", [True, False])
 def test_an_export_of_mlflow(table, index):
-    text = MLFLOW if index else "\n".join(line.partition(",")[2] for line in MLFLOW.splitlines())
-    frame = table(text)
+    frame = table(MLFLOW if index else "\n".join(line.partition(",")[2] for line in MLFLOW.splitlines()))
     verdict = gl.verdict(frame, metric="loss", block="seed", factor="setting")
     assert verdict.table.seeds.tolist() == [1]
     assert "did not finish: 1 (cuda 1 failed)" in str(verdict)
-    for name in ("metrics.loss", "params.seed", "params.setting"):
-        assert name in frame, "columns keep their names"
+    assert {"metrics.loss", "params.seed", "params.setting"} <= set(frame.columns), "columns keep their names"
 
 
 @pytest.mark.parametrize(
@@ -83,8 +87,7 @@ def test_text_of_every_kind(table, text):
     assert list(frame.columns) == ["seed", "setting", "loss"]
     assert frame.setting.tolist() == ["cpu", "cpu", "cuda", "cuda"]
     assert frame.loss.tolist()[:2] == [0.5, 0.001]
-    verdict = gl.verdict(frame, "loss")
-    assert verdict.table[["diverged", "seeds"]].values.tolist() == [[2, 0]]
+    assert gl.verdict(frame, "loss").table[["diverged", "seeds"]].values.tolist() == [[2, 0]]
 
 
 def test_parquet_and_truth_values(tmp_path):
@@ -92,59 +95,88 @@ def test_parquet_and_truth_values(tmp_path):
         {"setting": ["cpu"] * 8 + ["cuda"] * 8, "seed": [*range(8)] * 2, "learned": [True] * 8 + [False] * 8}
     )
     frame.to_parquet(tmp_path / "runs.parquet")
+    frame.astype({"setting": "category"}).set_index("setting").to_parquet(tmp_path / "indexed.parquet")
     frame.to_csv(tmp_path / "runs.csv")
-    for name in ("runs.parquet", "runs.csv"):
+    for name in ("runs.parquet", "indexed.parquet", "runs.csv"):
         read = read_table(tmp_path / name, "learned")
         assert gl.verdict(read, "learned").table.equals(gl.verdict(frame, "learned").table)
 
 
-def test_a_level_may_be_called_none(table):
+def test_levels_may_be_called_none_and_those_that_are_numbers_are_named_by_text(table):
     frame = table("seed,setting,loss\n0,None,1\n1,None,2\n0,half,1\n1,half,2\n")
     assert gl.verdict(frame, "loss").reference == "None"
-
-
-def test_levels_that_are_numbers_are_named_by_text():
     frame = pd.DataFrame({"bits": [16] * 3 + [32] * 3, "seed": [0, 1, 2] * 2, "loss": np.arange(6.0)})
     assert gl.verdict(frame, "loss", "bits", reference="32").reference == 32
 
 
-def test_a_run_that_finished_without_a_number_is_refused(table):
-    frame = table(WANDB.replace('"0.32"', '""'))
-    with pytest.raises(UsageError, match=r"1 finished run\(s\) have no finite loss: index \[0\]"):
-        gl.verdict(frame, "loss", "device")
-    assert math.isnan(frame["val/loss"][0])
+SMALL = {"setting": ["cpu", "cuda"], "seed": [0, 0], "loss": [0.5, 0.6]}
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "words"),
+    ("content", "error", "words"),
     [
         ("", DataError, "cannot be read as a table: No columns"),
         ("setting,seed,loss\n", DataError, "no runs in it; expected a header and a row per run"),
         ("los,seed,lss\n1,2,3\n", UsageError, "no column 'loss'; there are los, seed, lss"),
-        (
-            "seed,train/loss,val/loss\n1,2,3\n",
-            UsageError,
-            "'loss' could be any of train/loss, val/loss; give the whole",
-        ),
+        ("train/loss,val/loss\n1,2\n", UsageError, "'loss' could be any of train/loss, val/loss; give the whole"),
         ("seed,loss,seed\n1,2,3\n", DataError, "more than one column is called seed"),
-        (
-            "seed,loss\n0,0.5\n1,oops\n",
-            DataError,
-            r"'loss' is not of numbers: row 3 has 'oops' \(the header is row 1\)",
-        ),
+        ("seed,loss\n0,0.5\n1,oops\n", DataError, r"of numbers: row 3 has 'oops' \(the header is row 1\)"),
         ('seed,loss\n0,0.5\n1,"1,234.5"\n', DataError, r"row 3 has '1,234\.5'"),
         ("seed,loss\n0,0.5,7,8\n1,2\n3,4,5,6,7,8\n", DataError, "cannot be read as a table"),
         (b"seed,loss\n\xff\xfe,1\n", DataError, "cannot be read as a table: 'utf-8' codec"),
+        (f"seed,loss\n0,{'x' * 200_000}\n", DataError, r"row 2 has 'xxx.* characters\).*the header is row 1"),
+        (pa.table(SMALL | {"loss": [b"\xff", b"1"]}), DataError, "of numbers: row 2 has"),
+        (pa.table(SMALL | {"loss": [[1.0], [2.0]]}), UsageError, "no column 'loss'; there are setting, seed"),
+        (pa.table([[1.0], [2.0]], ["loss", "loss"]), DataError, "more than one column is called loss"),
     ],
 )
-def test_untidy_text_is_one_clear_line(table, text, error, words):
+def test_untidy_tables_are_one_clear_line(table, content, error, words):
     with pytest.raises(error, match=words) as raised:
-        table(text)
+        table(content)
     assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 5000
 
 
-def test_what_is_no_parquet_is_one_clear_line(table, tmp_path):
+def test_what_is_no_parquet_is_one_clear_line(tmp_path):
+    (tmp_path / "runs.parquet").write_text("nonsense")
     with pytest.raises(DataError, match="cannot be read as a table"):
-        table("nonsense", name="runs.parquet")
+        read_table(tmp_path / "runs.parquet", "loss")
     with pytest.raises(DataError, match="cannot be read: not a file, but a folder"):
         read_table(tmp_path, "loss")
+
+
+@pytest.mark.parametrize("word", [b"pandas_type", b"numpy_type", b"index_columns", b"columns", b"float64"])
+def test_a_flipped_bit_in_what_pandas_notes_is_one_clear_line(table, word):
+    whole = pa.Table.from_pandas(pd.DataFrame(SMALL, pd.Index([3, 4], name="id")))
+    damaged = whole.schema.metadata[b"pandas"].replace(word, word[:-1] + bytes([word[-1] ^ 1]))
+    with pytest.raises(DataError, match=r"runs\.parquet: cannot be read as a table") as error:
+        table(whole.replace_schema_metadata({b"pandas": damaged}))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "column", [pa.array(["x" * 1_000_000] * 7_000).dictionary_encode(), pa.nulls(1 << 25)], ids=["texts", "cells"]
+)
+def test_a_small_file_cannot_ask_for_much_memory(tmp_path, python, column):
+    """20 kB that held 7 GB of text, and one of many cells."""
+    content = pa.table({"setting": column, "loss": pa.nulls(len(column), pa.float64())})
+    pyarrow.parquet.write_table(content, tmp_path / "runs.parquet", compression="zstd", store_schema=False)
+    code = """
+    import resource, sys
+    import gpulab as gl
+    from gpulab.stats.tables import read_table
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        read_table(sys.argv[1], "loss")
+    except gl.DataError as error:
+        print(error)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000
+    """
+    assert "it is too large: more than" in python(code, tmp_path / "runs.parquet").stdout
+
+
+def test_a_factor_of_too_many_levels_is_named():
+    frame = pd.DataFrame({"name": map(str, range(MOST_LEVELS + 1)), "seed": 0, "loss": 0.5})
+    with pytest.raises(UsageError, match=r"factor 'name' has 1,001 levels \('0', '1', '2', …\), and may have 1,000"):
+        gl.verdict(frame, "loss", "name")

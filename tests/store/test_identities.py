@@ -191,7 +191,7 @@ def test_what_cannot_be_known_is_trained_again_and_said(mine, tmp_path):
 
 
 def test_data_of_a_class_of_somebody_elses_are_never_taken_for_others(tmp_path):
-    class Brighter(gl.data.datasets.Images):
+    class Brighter(gl.data.images.Images):
         def windows(self, length, seed=0, start=0):
             yield from super().windows(length, seed, start)
 

@@ -4,8 +4,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -16,6 +14,8 @@ import torch
 from small_runs import HISTORY
 
 import gpulab as gl
+from gpulab import files
+from gpulab.errors import printable
 from gpulab.passports import OTHERS
 from gpulab.store import identities, listing, records
 
@@ -220,10 +220,22 @@ def test_a_column_is_as_large_as_all_its_row_groups_together(tmp_path):
         records.check_size(file, metadata, 900)
 
 
-def test_an_error_stays_readable_whatever_it_quotes(tmp_path):
-    (tmp_path / "runs.csv").write_text("setting,seed,final_loss\ncpu,0," + 200_000 * "9" + "x\n")
-    command = [sys.executable, "-m", "gpulab", "verdict", str(tmp_path / "runs.csv")]
-    said = subprocess.run(command, capture_output=True, text=True).stderr
-    assert said.startswith(f"gpulab: {tmp_path / 'runs.csv'}: column 'final_loss' is not of numbers")
-    assert said.endswith("(the header is row 1)\n")
-    assert len(said) < 5000
+@pytest.mark.parametrize("path", ["a\0b", 300 * "x"], ids=["NUL", "long"])
+def test_a_path_that_can_be_none_is_one_clear_line(path):
+    for use in (
+        gl.runs,
+        lambda path: gl.train("autoencoder", profile="smoke", frames=20, store=path),
+        lambda path: gl.train("autoencoder", profile="smoke", frames=20, registered=path),
+        lambda path: gl.train(f"{path}.py:train"),
+        lambda path: files.write(path, b""),
+    ):
+        with pytest.raises(gl.GpulabError, match=r"(?i)(name is|name) too long|embedded null") as error:
+            use(path)
+        assert printable(path) in str(error.value)
+
+
+def test_a_long_text_as_an_option_of_a_function_is_no_path():
+    def train(seed, prompt=""):
+        return float(seed + len(prompt))
+
+    assert gl.train(train, model_options={"prompt": 300 * "x"}, progress=False).metrics["final_loss"] == 300

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from statsmodels.stats.meta_analysis import combine_effects
 
-from gpulab.stats.meta import meta_analysis
+from companion.meta import meta_analysis
 
 # Thirteen trials of the BCG vaccine (Colditz et al. 1994; van Houwelingen, Arends, Stijnen 2002): with tuberculosis
 # and without, vaccinated and not.

@@ -1,0 +1,126 @@
+"""What data are: streams of frames of any length, or sets of images, as bytes, with a training and a held-out part."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gpulab.errors import DataError
+from gpulab.store.identities import Stamps, check_unchanged, content_of
+
+Bytes = npt.NDArray[np.uint8]
+
+HELD_OUT = 10  # one frame in this many is held out, where the data's length is given
+
+
+class Window(NamedTuple):
+    """`frames` (t, C, H, W) of bytes to train on; `restart` says that the state begins anew."""
+
+    frames: Bytes
+    restart: bool
+
+
+class Data(ABC):
+    """A data set, in two parts, of frames of `channels` and `size` (height, width)."""
+
+    name: str
+    channels: int
+    size: tuple[int, int]
+    sequential: bool
+    decoder: str | None = None  # of JPEG frames: part of how they arrive, not of what is learned
+    threads: int = 0  # that may make frames ahead, for a device that would wait for them
+    stamps: Stamps = {}  # of the files that are read later, as they were when the data were loaded
+
+    @property
+    def content(self) -> str | None:
+        """A SHA-256 (hex) of what the frames are made from; `""` if from no file, `None` if that cannot be known."""
+        # Of the images of a folder the names count, too: they say in which order the frames come.
+        return content_of(self.stamps) if self.stamps else None
+
+    def check_unchanged(self) -> None:
+        """Raise `DataError`, naming the file, if one that is read has changed since the data were loaded."""
+        check_unchanged(self.stamps)
+
+    @abstractmethod
+    def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:
+        """Training windows from number `start` on, endlessly; `length` frames are new in each."""
+
+    @abstractmethod
+    def heldout(self, length: int) -> Iterator[Window]:
+        """The held-out frames, once, in windows."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many frames or images there are to train on."""
+
+    def options(self) -> dict[str, Any]:
+        """What, besides the name, makes this data: JSON-ready, for the record of a run."""
+        return {"size": list(self.size)}
+
+    def __repr__(self) -> str:
+        noun, held = "frames" if self.sequential else "images", self.options()["heldout"]
+        shape = f"{self.channels}×{self.size[0]}×{self.size[1]}"
+        return f"{self.name}: {len(self):,} {noun} of {shape} to train on, {held:,} held out"
+
+
+class Sequence(Data):
+    """Frames in order, (C, H, W) each: `frames` to train on, then `held` that are held out.
+
+    As in the published loop, the first window of a pass has `length` frames, and each later one begins with
+    the last frame of the one before. A sequence shorter than the training is passed over again.
+    """
+
+    sequential = True
+
+    def __init__(self, name: str, channels: int, size: tuple[int, int], frames: int, held: int) -> None:
+        self.name, self.channels, self.size = name, channels, size
+        self.frames, self.held = frames, held
+
+    def __len__(self) -> int:
+        return self.frames
+
+    @abstractmethod
+    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+        """Frames `start` to `stop` in order, training part and held-out part together."""
+
+    def windows(self, length: int, seed: int = 0, start: int = 0) -> Iterator[Window]:  # noqa: ARG002
+        """Windows in order, endlessly, whatever the seed."""
+        in_a_pass = self.frames // length
+        if in_a_pass == 0:
+            raise DataError(f"{self.name}: {self.frames} frames to train on; a window needs {length}")
+        for number in itertools.chain([start % in_a_pass], itertools.repeat(0)):
+            yield from self._pass(length, number, in_a_pass, 0)
+
+    def heldout(self, length: int) -> Iterator[Window]:
+        """The held-out frames in windows, the state beginning anew at the first."""
+        if self.held < 2:
+            raise DataError(f"{self.name}: {self.held} held-out frames; a prediction needs 2")
+        length = min(length, self.held)
+        yield from self._pass(length, 0, self.held // length, self.frames)
+
+    def repeat_loss(self, length: int = 20) -> float:
+        """The mean squared error, of frames in [0, 1], of repeating the last held-out frame: to be beaten."""
+        frames = (window.frames / 255 for window in self.heldout(length))
+        return float(np.concatenate([np.square(np.diff(part, axis=0)).mean((1, 2, 3)) for part in frames]).mean())
+
+    def missing_colour_loss(self, length: int = 20) -> float:
+        """The least mean squared error, over the held-out frames, that a network with one dead output channel has."""
+        squares = [np.square(window.frames / 255).mean((0, 2, 3)) for window in self.heldout(length)]
+        return float(np.mean(squares, axis=0).min() / self.channels)
+
+    def options(self) -> dict[str, Any]:
+        """The size and the numbers of frames."""
+        return super().options() | {"frames": self.frames, "heldout": self.held}
+
+    def _pass(self, length: int, first: int, stop: int, offset: int) -> Iterator[Window]:
+        """Windows number `first` to `stop` of the frames from `offset` on, with `length` new frames each."""
+        frames = self.stream(offset + max(0, first * length - 1), offset + stop * length)
+        window = [next(frames)] if first else []
+        for number in range(first, stop):
+            window = [*window[-1:], *itertools.islice(frames, length)]
+            yield Window(np.stack(window), restart=number == 0)
