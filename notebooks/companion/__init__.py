@@ -3,12 +3,11 @@
 from gpulab._lazy import attach
 
 HOMES = {
-    "anomaly": "anomaly_finding anomaly_table first_window shared_memory",
+    "anomaly": "anomaly_finding anomaly_table dose_finding dose_response first_window published_figure published_page "
+    "published_runs published_table recorded_dose round_trips shared_memory",
     "atlases": "atlas atlas_table atlas_verdict",
     "exercises": "check",
     "explorers": "audit_explorer saddle_explorer seeds_explorer training_explorer",
-    "factorial": "dose_finding dose_response published_figure published_page published_runs published_table "
-    "recorded_dose round_trips",
     "findings": "finding",
     "floating_point": "FactorTable factor_table growth growth_figure recorded_measurements recorded_products "
     "runs_drawn_by shared_draws",
@@ -18,9 +17,9 @@ HOMES = {
     "recorded_prices spectrum",
     "first_windows": "FirstWindow published_network recorded_windows",
     "saddle_points": "saddle_finding",
-    "scale_out": "atlas_plan batch_gains descent_curves descent_runs descent_verdict device_counts large_batches "
-    "parts_table recorded_scale_out same_end scaling_table what_the_guard_says",
-    "scale_out_figures": "batch_law descent_losses scale_finding scaling_lines update_shares",
+    "scale_out": "atlas_plan batch_gains batch_law descent_curves descent_losses descent_runs descent_verdict "
+    "device_counts large_batches parts_table recorded_scale_out same_end scale_finding scaling_lines scaling_table "
+    "update_shares what_the_guard_says",
     "speed": "backends claims_table cost_table crossover kernels ladder precision_verdict recorded_speed scaling "
     "shares small_work speed_finding speed_table",
     "widgets": "bit_explorer slice_explorer",

@@ -1,47 +1,96 @@
-"""The anomaly: what one reused buffer does to a gradient, and to what is learned from it.
+"""Notebook 05, the anomaly: what one reused buffer does to a gradient, and to what is learned from it.
 
 The loop that the paper's authors published (`main.py` of github.com/eijwat/prednet_in_chainer_py3) fills one NumPy
 buffer per frame and wraps it for the device. Where wrapping does not copy, the gradient of every step is taken against
-the window's last frame.
+the window's last frame. Their experiment was run in its own code, one thing changed at a time: what is compared, on
+which seeds and films, and by which tests, was laid down in `data/README.md` before the runs. For dose and response,
+`benchmarks/record_dose.py` trained in cells, a length of window and a speed of motion each, every seed once on copied
+frames and once on shared memory. A cell is what is counted: its seeds see one film, and are shared by all cells.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+from numpy.typing import ArrayLike
 
-from companion.findings import CheckedSentences, Part
+from companion.findings import SIZES, CheckedSentences, Part, listed
 from companion.first_windows import FirstWindow
-from companion.learning import learning_table
+from companion.learning import ALL, ALPHA, BEAT, blurred_losses, corrected, learning_table
+from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
-from gpulab.plots.style import INK, Look, canvas, finished, origin_keys, points
+from gpulab.plots.style import INK, ON_CPU, ON_GPU, Look, canvas, finished, is_recorded, key, origin_keys, points
 from gpulab.report import Picture
+from gpulab.stats.verdicts import p_text, verdict
+from gpulab.store import listing, records
 
 FAR = 1000  # roundings: a gradient so far off is wrong
 PLAIN = "copied"
 SPEED_COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#222222")
+FULL = "160x120"  # the published size
+HANDED = {"reused": "as published", "copied": "frames copied", "shared": "memory shared"}
+BEATS, LOSS = "share that beats repeating the last frame", "final loss"
+ORDER = ("GPU, as published", "CPU, frames copied", "GPU, memory shared", "CPU, as published")  # in the figure
+METRICS = {BEATS: ("beats_repeating", 0.1), LOSS: ("final_loss", 0.25)}  # and the margin: a share, or in sd
+KIND = ["size", "setting", "machine"]  # of an experiment on dose and response
+CELL = [*KIND, "window", "speed"]
+MARKS = "osD^v"  # of the lengths of a window
+FEWEST = 5  # cells, whose ranks an interval needs
+COLUMNS = "family film size condition reference endpoint seeds decision difference low high ratio worse margin p p_holm"
+COLUMNS += " p_equivalent uncorrected beat beat_reference beat_blurred machine machine_reference"
+CLAIM = (
+    "Pietrowski et al. (2021, arXiv 2109.01451): PredNet reaches a lower loss on a GPU than on a CPU in the same "
+    "number of steps, an autoencoder does not. Retracted in version 4: the difference came with the library, Chainer, "
+    "and the authors' port to PyTorch does not show it. They suspect a bug and do not say which."
+)
+LINE = (
+    "The published loop puts each new frame into the same NumPy array, over the last one, and hands it on with "
+    "xp.asarray, which copies it on a GPU and does not on a CPU. The network is trained on windows of 20 frames, with "
+    "one update after each. The loss of a frame is computed while that frame is still there, and is right. The "
+    "gradient is computed after the twentieth, when every step finds the twentieth frame in memory, and is wrong. An "
+    "autoencoder takes its gradient after each image, and the authors' port loads whole clips: neither is touched. Nor "
+    "are Chainer 1 and 2, whose squared error kept the difference of prediction and frame for the gradient; since 3.0 "
+    "it keeps the two arrays. The cure is to copy each frame."
+)
+MEASURE = (
+    "By the loss, which is the mean squared error of predicted frames; and by whether it is below that of repeating "
+    "the last frame, the laziest prediction. Seeds, films and tests were laid down before the runs; the data "
+    "card says when."
+)
+UNKNOWN = (
+    "Whether this line made the published difference, or all of it: it is enough to make one. Their network was "
+    "run unchanged, in Chainer 7.8.1, by a loop with the operations of theirs. They name 7.8.0, which differs in what "
+    "it knows of CuPy alone; in it their own script gives, on a CPU and with one NumPy, the same bits in its first "
+    "updates. Which release made the paper's numbers is not said. Their film, from body-worn cameras, and "
+    "their machines were not at hand. Their GPUs used cuDNN, which today's CuPy does not have for Chainer; whether "
+    "that matters is not known."
+)
+HEADINGS = {
+    "one line, on a GPU": "In the losses: the published code on a GPU, one line changed, so that frames share memory",
+    "one line, on a CPU": "The same on a CPU",
+    "four cells": "Is it the device? The same code with device and memory crossed, at half the size",
+}
+
+
+# --- in our own port -------------------------------------------------------------------------------------
 
 
 def first_window(
     settings: list[str], net: str | Trainable = "prednet", seed: int = 0, profile: str = "quick"
 ) -> pd.DataFrame:
-    """The first window with the buffer reused against copied.
+    """The first window with the buffer reused against copied, a row for each setting.
 
-    Args:
-        settings: Under which to compute, a row for each.
-        net: A model's name, or a network, trained or not.
-        seed: Of the weights, where a name is given.
-        profile: How large.
+    `net` is a model's name, whose weights are drawn from `seed`, or a network, trained or not. `same_losses` counts the
+    forward losses with the same bits, of `losses`; `gradient_difference` is relative, and `rounding` the relative
+    distance of the copied gradient to that in float64, for scale.
 
-    Returns:
-        `same_losses` counts the forward losses with the same bits, of `losses`; `gradient_difference` is
-        relative, and `rounding` the relative distance of the copied gradient to that in float64, for scale.
-
-    Examples:
-        >>> first_window(["cpu"], "autoencoder", profile="smoke").gradient_difference.tolist()
-        [0.0]
+    >>> first_window(["cpu"], "autoencoder", profile="smoke").gradient_difference.tolist()
+    [0.0]
     """
     copied, reused = (FirstWindow(net, loader, seed, profile) for loader in (PLAIN, "reused"))
     exact = copied.gradient("cpu:precision=float64")
@@ -80,12 +129,9 @@ def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> CheckedSentenc
 
 
 def shared_memory(frame: pd.DataFrame) -> Picture:
-    """Each seed's loss with shared memory against its loss with copied frames, by size and speed of motion.
+    """Each seed's loss with shared memory against its loss with copied frames: above the diagonal, sharing was worse.
 
-    Above the diagonal, sharing was worse.
-
-    Args:
-        frame: Runs with the loader `copied` and with `reused` or `imitated`.
+    The frame has runs with the loader `copied` and with `reused` or `imitated`.
     """
     groups = list(frame.groupby(["profile", "device"], sort=False))[:2]
     figure, panels = canvas(len(groups), height=3.7)
@@ -113,3 +159,377 @@ def shared_memory(frame: pd.DataFrame) -> Picture:
     headline = f"Sharing memory gave the higher loss for {seeds} of the seeds, by size and speed"
     alt = "Final loss with shared memory against final loss with copied frames, one point a seed."
     return finished(figure, headline, alt, origin_keys(frame), columns=1)
+
+
+# --- the published network -------------------------------------------------------------------------------
+
+
+class RegisteredPair(NamedTuple):
+    """What is held against what, as registered; the films, or the comparisons, of a family are tested together."""
+
+    family: str
+    condition: str
+    reference: str
+    full: bool  # at the published size, or at half of it
+
+
+REGISTERED = (
+    RegisteredPair("one line, on a GPU", "GPU, memory shared", "GPU, as published", True),
+    RegisteredPair("one line, on a CPU", "CPU, as published", "CPU, frames copied", True),
+    RegisteredPair("four cells", "CPU, frames copied", "GPU, as published", False),
+    RegisteredPair("four cells", "CPU, as published", "GPU, memory shared", False),
+    RegisteredPair("four cells", "CPU, as published", "CPU, frames copied", False),
+)
+
+
+def published_runs() -> pd.DataFrame:
+    """The recorded runs of the authors' network in Chainer, as `gpulab.runs`.
+
+    More columns: `film`; `condition`, the device and how frames were handed over; `full`, whether at the published
+    size.
+    """
+    runs = described(listing.runs(records.recorded_folder("published")).assign(recorded=True))
+    return runs.sort_values(["full", "film"], ascending=False, kind="stable", ignore_index=True)  # the walk first
+
+
+def described(frame: pd.DataFrame) -> pd.DataFrame:
+    """Runs of `benchmarks/published.py`, with the columns that `published_runs` has."""
+    device = frame.device.map({"cpu": "CPU", "cuda": "GPU"})
+    tripped = (frame.device == "cuda") & ~frame.round_trip.astype(bool)
+    condition = device + ", " + frame.loader.map(HANDED) + tripped.map({True: ", no round trip", False: ""})
+    film = frame.data.map(lambda name: Path(name).stem)
+    upright = frame["size"].str.split("x").str[::-1].str.join("x")  # the authors write the width first
+    frame = frame.assign(film=film, condition=condition, full=frame["size"] == FULL, frame_size=upright, scene_seed=0)
+    return frame.drop(columns=["protocol", "options"], errors="ignore")
+
+
+def published_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """Every registered comparison that the `published_runs` allow, corrected by Holm within each family and endpoint.
+
+    A row for each comparison, film and endpoint: `decision` after the correction, `difference` (condition minus
+    reference) with its interval `low`, `high`; `ratio`, the median over seeds of the losses' ratio; `worse`, the seeds
+    whose loss is higher; `beat` and `beat_reference`, the seeds that beat repeating the last frame; `beat_blurred`,
+    those of the reference that beat it blurred.
+    """
+    rows = []
+    for comparison in REGISTERED:
+        for film, some in frame[frame.full == comparison.full].groupby("film", sort=False):
+            if {comparison.condition, comparison.reference} <= set(some.condition):
+                rows += [_compared_on(some, comparison, endpoint) | {"film": film} for endpoint in METRICS]
+    table = corrected(pd.DataFrame(rows), ["family", "endpoint"])
+    return table.assign(p_equivalent=table.p_equivalent_holm)[COLUMNS.split()]
+
+
+def _compared_on(frame: pd.DataFrame, comparison: RegisteredPair, endpoint: str) -> dict[str, Any]:
+    """One endpoint of one comparison on one film, on the seeds that both have."""
+    both = [frame[frame.condition == name] for name in (comparison.reference, comparison.condition)]
+    paired = pd.concat(both)
+    paired = paired[paired.seed.isin(both[0].seed) & paired.seed.isin(both[1].seed)]
+    usual, changed = (paired[paired.condition == name] for name in (comparison.reference, comparison.condition))
+    metric, margin = METRICS[endpoint]
+    if endpoint == LOSS:  # as registered: of the sample itself
+        margin *= float(usual.final_loss.std())
+    alike = paired.drop(columns=["setting", "loader"])
+    judged = verdict(alike, metric, "condition", margin=margin, reference=comparison.reference)
+    (level,) = judged.table.rename(columns={"decision": "uncorrected"}).to_dict("records")
+    losses = paired.pivot_table(index="seed", columns="condition", values="final_loss").dropna()
+    ratio = losses[comparison.condition] / losses[comparison.reference]
+    real_films = records.read_json(records.recorded_folder("published") / "blurred.json")["blurred"]
+    blurred = blurred_losses(usual).fillna(usual.film.map(real_films))
+    return {
+        **level,
+        **comparison._asdict(),
+        "size": usual["size"].iloc[0],
+        "endpoint": endpoint,
+        "ratio": ratio.median(),
+        "worse": int((ratio > 1).sum()),
+        "beat": int(changed.beats_repeating.sum()),
+        "beat_reference": int(usual.beats_repeating.sum()),
+        "beat_blurred": (usual.final_loss < blurred).sum() if blurred.notna().all() else np.nan,
+        "machine": ", ".join(sorted(set(changed.machine))),
+        "machine_reference": ", ".join(sorted(set(usual.machine))),
+    }
+
+
+def round_trips(frame: pd.DataFrame) -> pd.DataFrame:
+    """The `published_runs` on a GPU with the round trip to the CPU after each update, against the same without.
+
+    A row for each film and condition: `seeds` run both ways, their `windows`, and those whose loss has the `same_bits`.
+    """
+    trips = frame[(frame.device == "cuda") & frame.full].astype({"round_trip": bool})
+    trips = trips.assign(condition="GPU, " + trips.loader.map(HANDED))[
+        ["id", "film", "condition", "seed", "round_trip"]
+    ]
+    losses = listing.history(frame[frame.id.isin(trips.id)])[["id", "window", "loss"]].merge(trips, on="id")
+    kept, left_out = (losses[losses.round_trip == tripped] for tripped in (True, False))
+    both = kept.merge(left_out, on=["film", "condition", "seed", "window"])
+    both["same"] = both.loss_x == both.loss_y
+    counts = {"seeds": ("seed", "nunique"), "windows": ("same", "size"), "same_bits": ("same", "sum")}
+    return both.groupby(["film", "condition"], sort=False).agg(**counts).reset_index()
+
+
+def published_figure(frame: pd.DataFrame) -> Picture:
+    """Each seed's final loss in `published_runs` over the loss of repeating the last frame, seeds joined."""
+    shown = frame[~frame.condition.str.endswith("no round trip")].assign(
+        times=frame.final_loss / frame.repeat_loss, panel=frame.film + ", " + frame["size"].str.replace("x", "×")
+    )
+    places: list[float] = []
+    labels: list[str] = []
+    figure, (axes,) = canvas(1, height=4.4)
+    start = 0.0
+    for name, some in shown.sort_values("full", ascending=False, kind="stable").groupby("panel", sort=False):
+        times = some.pivot(index="condition", columns="seed", values="times")
+        times = times.reindex([condition for condition in ORDER if condition in times.index])
+        columns = start + np.arange(len(times))
+        for _, seed in times.items():
+            axes.plot(columns[seed.notna()], seed.dropna(), color=INK, lw=0.5, alpha=0.35, zorder=1)
+        for place, (condition, part) in zip(columns, times.iterrows(), strict=True):
+            tint = ON_GPU if str(condition).startswith("GPU") else ON_CPU
+            points(axes, np.full(len(part), place), part, tint, True, s=18)
+            labels.append(str(condition).replace(",", "").replace(" ", "\n"))
+        across = axes.get_xaxis_transform()
+        axes.text(columns.mean(), 1.02, str(name), transform=across, ha="center", fontsize=9)
+        places += columns.tolist()
+        start += len(times) + 0.6
+    axes.axhline(1, color=INK, lw=0.8, ls="--", zorder=1)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 1.4, 2.0, 3.0, 5.0, 7.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(places, labels, fontsize=8)
+    axes.set_xlim(-0.6, start - 1)
+    axes.set_ylabel("final loss / loss of repeating the last frame")
+    full = shown[shown.full].pivot(index=["film", "seed"], columns="condition", values="final_loss")
+    pairs = full[["GPU, memory shared", "GPU, as published"]].dropna()
+    worse = (pairs["GPU, memory shared"] > pairs["GPU, as published"]).sum()
+    title = f"With one line different, the published network ends worse in {worse} of {len(pairs)} pairs at 160×120"
+    keys = [key("repeating the last frame", color=INK, ls="--", lw=0.8), *origin_keys(shown)]
+    alt = "Final loss of each seed over the loss of repeating the last frame, by film and condition, seeds joined."
+    return finished(figure, title, alt, keys, columns=3)
+
+
+# --- dose and response -----------------------------------------------------------------------------------
+
+
+def recorded_dose() -> pd.DataFrame:
+    """The recorded runs of `benchmarks/record_dose.py`, a row for a seed in a cell: its `bias`, and the `ratio` of the
+    losses.
+    """
+    runs = listing.runs(records.recorded_folder("dose"))
+    return runs.assign(ratio=runs.shared / runs.copied, recorded=True)
+
+
+def dose_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row a cell of `recorded_dose`: how many `seeds`, their mean `bias`, the geometric mean of their `ratio`."""
+    seen = frame.assign(ratio=np.log(frame.ratio)).groupby(CELL)
+    table = seen.agg(seeds=("seed", "nunique"), bias=("bias", "mean"), ratio=("ratio", "mean")).reset_index()
+    return table.assign(ratio=np.exp(table.ratio))
+
+
+def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float, float, float]:
+    """Spearman's rank correlation of pairs, x and y of shape (n,), and its 95 % interval.
+
+    By Fisher's z with the variance (1 + ρ²/2) / (n − 3) of Bonett, Wright 2000, *Sample size requirements for
+    estimating Pearson, Kendall and Spearman correlations*. Where all ranks agree, the interval is that of ranks of
+    which two neighbours are exchanged: the formula's own would have no width.
+    """
+    from scipy.stats import norm, spearmanr
+
+    x, y = np.asarray(x, float), np.asarray(y, float)
+    if len(x) < FEWEST or min(np.ptp(x), np.ptp(y)) == 0:
+        raise UsageError(f"{len(x)} pairs: expected at least {FEWEST}, not all the same")
+    rho = float(spearmanr(x, y).statistic)
+    most = 1 - 12 / (len(x) * (len(x) ** 2 - 1))
+    z = math.atanh(max(-most, min(rho, most)))
+    reach = norm.ppf(1 - ALPHA / 2) * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))
+    return rho, math.tanh(z - reach), math.tanh(z + reach)
+
+
+def dose_finding(frame: pd.DataFrame) -> CheckedSentences:
+    """Whether the bias predicts the loss, in a sentence for each size and setting of `recorded_dose`."""
+    said, numbers = [], []
+    for (size, setting, machine), runs in frame.groupby(KIND, sort=False):
+        cells = dose_table(runs)
+        rho, low, high = rank_correlation(cells.bias, cells.ratio)
+        alone = [rank_correlation(one.bias, one.ratio)[0] for _, one in runs.groupby("seed")]
+        trend = "the loss is higher" if low > 0 else "the loss is lower" if high < 0 else "no trend is shown either way"
+        where = f"{SIZES[size]}, {setting} ({machine})"
+        said.append(
+            f"{where}: with shared memory the loss is higher in {(cells.ratio > 1).sum()} of {len(cells)} cells; where "
+            f"the gradient is further off, {trend}."
+        )
+        numbers.append(
+            f"{where}, {cells.seeds.max()} seeds in {len(cells)} cells: the loss is {cells.ratio.min():.2f} to "
+            f"{cells.ratio.max():.2f} times as high, where the gradient is off by {cells.bias.min():.0%} to "
+            f"{cells.bias.max():.0%}. The rank correlation of the cells is {rho:+.2f} (95 % interval {low:+.2f} to "
+            f"{high:+.2f}), in single seeds {min(alone):+.2f} to {max(alone):+.2f}."
+        )
+    return CheckedSentences([("Dose and response, in our own port", said)], numbers)
+
+
+def dose_response(frame: pd.DataFrame) -> Picture:
+    """The ratio of the final losses over the bias of the gradient: a faint point a seed, a large one a cell."""
+    groups = [(kind, runs, dose_table(runs)) for kind, runs in frame.groupby(KIND, sort=False)]
+    figure, panels = canvas(len(groups), height=3.9)
+    tints = dict(zip(sorted(frame.speed.unique()), SPEED_COLOURS, strict=False))
+    marks = dict(zip(sorted(frame.window.unique()), MARKS, strict=False))
+    for axes, ((size, setting, _), runs, cells) in zip(panels, groups, strict=True):
+        axes.axhline(1, color=INK, lw=0.8, ls="--", zorder=1)
+        faint: Look = {"s": 12, "alpha": 0.5, "linewidths": 0}
+        for part, look in ((runs, faint), (cells, {"s": 60, "hollow": is_recorded(runs).any()})):
+            for (window, speed), some in part.groupby(["window", "speed"]):
+                points(axes, some.bias, some.ratio, tints[speed], marker=marks[window], **look)
+        axes.set(xscale="log", yscale="log", xlabel="bias of the gradient (relative)")
+        axes.set_title(f"{size} size, {setting}", fontsize=9)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
+    panels[0].set_ylabel("final loss, shared over copied")
+    worse = pd.concat([cells.ratio > 1 for *_, cells in groups])
+    rho = " and ".join(f"{rank_correlation(cells.bias, cells.ratio)[0]:+.2f}" for *_, cells in groups)
+    keys = [key(f"speed {speed:g}", color=tint, marker="o", ls="") for speed, tint in tints.items()]
+    keys += [key(f"windows of {window}", color=INK, marker=mark, ls="") for window, mark in marks.items()]
+    ended = f"Sharing memory ended worse in {worse.sum()} of {len(worse)} cells"
+    headline = f"{ended}; rank correlation with the bias {rho}"
+    alt = "Ratio of the final losses, shared over copied, against the bias of the gradient, by window and speed."
+    return finished(figure, headline, alt, [*keys, *origin_keys(frame)], columns=4)
+
+
+# --- in words --------------------------------------------------------------------------------------------
+
+
+def published_page(
+    window: pd.DataFrame,
+    table: pd.DataFrame,
+    trips: pd.DataFrame,
+    dose: pd.DataFrame,
+    windows: pd.DataFrame,
+    longer: pd.DataFrame,
+    port: pd.DataFrame,
+) -> CheckedSentences:
+    """What was claimed, what was wrong, how one knows and what remains unknown, on one page.
+
+    From `first_window`, `published_table`, `round_trips`, `recorded_dose`, `recorded_windows`, `learning_table` of
+    `longer_runs` by loader, and `anomaly_table`.
+    """
+    first = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")]
+    by_dose = dose_finding(dose)
+    parts: list[tuple[str, Part]] = [
+        ("Claimed", CLAIM),
+        ("What was wrong", LINE),
+        ("In short", _short(table, longer, port)),
+        ("How it is measured", MEASURE),
+        ("In the first gradient", _gradients(first)),
+    ]
+    numbers = [f"First window of our own port, here: {window_finding(row)}" for row in window.itertuples()]
+    numbers += [f"First window of the published code: {'; '.join(map(_in_chainer, first.itertuples()))}."]
+    for family, rows in table.groupby("family", sort=False):
+        pairs = rows.groupby(["condition", "reference"], sort=False)
+        parts.append((HEADINGS[family], [_over_films(pair) for _, pair in pairs]))
+        films = rows.groupby(["condition", "reference", "film"], sort=False)
+        numbers += [f"{family}: {_compared([*pair.itertuples()])}" for _, pair in films]
+    same, counted = trips.same_bits.sum(), trips.windows.sum()
+    bits = "the same bits" if same == counted else f"the same bits in {same:,} of {counted:,} only"
+    parts += [
+        ("Our own port to PyTorch, which keeps the one array", port),
+        ("Does longer training close the gap? Our own port, ten times as long", _longer(longer)),
+        *by_dose.parts,
+        (
+            "Is it another step? On a GPU the loop takes the network to the CPU and back at each update",
+            f"With and without it the losses of {counted:,} windows have {bits} ({trips.seeds.sum()} pairs of runs).",
+        ),
+        ("Not known", UNKNOWN),
+    ]
+    return CheckedSentences(parts, [*numbers, *by_dose.numbers])
+
+
+def _gradients(first: pd.DataFrame) -> list[str]:
+    """How far gradients are apart whose frames have memory of their own, or share it, or one does and the other not."""
+    sharing = [cells.isin(["cpu reused", "cuda shared"]) for cells in (first.of, first.against)]
+    unlike = sharing[0] != sharing[1]
+    apart, alike = first.gradient_difference[unlike], first.gradient_difference[~unlike]
+    same, losses = first.same_losses[unlike].sum(), first.losses[unlike].sum()
+    return [
+        f"Where frames are handed over alike, a CPU and a GPU agree to {alike.max():.4%}. With shared "
+        f"memory and without they differ by {apart.max():.1%}, on a CPU and on a GPU.",
+        f"The losses of that window do not tell: {same} of {losses} have the same bits.",
+    ]
+
+
+def _short(table: pd.DataFrame, longer: pd.DataFrame, port: pd.DataFrame) -> list[str]:
+    """Sentences: in how many of all registered pairs of runs the memory decides, and in how many the device."""
+    losses = table[table.endpoint == LOSS]
+    same_device = losses.condition.str[:3] == losses.reference.str[:3]
+    of_our_port = f"{_pairs(longer[longer.metric == ALL])} of our port after 50,000 frames"
+    pairs = [f"{_pairs(losses[same_device])} of the authors' code", of_our_port]
+    # Where all bits are the same, the device copied: the memory does not differ.
+    asked = port[(port.experiment == "prednet") & (port.metric == ALL) & (port.same_bits < port.seeds)]
+    for profile, rows in asked.groupby("profile", sort=False):
+        counts = ", ".join(f"{decision} at {n}" for decision, n in rows.decision.value_counts(sort=False).items())
+        pairs.append(f"{_pairs(rows)} of our port at the {SIZES[profile]} (of {len(rows)} speeds {counts})")
+    ended = f"sharing it ends worse in {listed(pairs)}."
+    said = [
+        f"Of the pairs laid down beforehand in which only the memory differs, {ended}",
+        f"Where only the device differs, the CPU does in {_pairs(losses[~same_device])}.",
+    ]
+    if not (losses["size"].eq(FULL) & losses.condition.str.startswith("CPU")).any():
+        said.append(
+            "At the published size the authors' code was trained on a GPU alone, which imitates a CPU's sharing."
+        )
+    return said
+
+
+def _pairs(rows: pd.DataFrame) -> str:
+    return f"{rows.worse.sum()} of {rows.seeds.sum()}"
+
+
+def _in_chainer(row: Any) -> str:
+    names = (
+        f"{kind} {HANDED[loader]}" for kind, loader in (cell.split(",")[0].split() for cell in (row.of, row.against))
+    )
+    off = f"differs by {row.gradient_difference:.1g}" if row.gradient_difference else "has the same bits"
+    return " against ".join(names).replace("cuda", "GPU").replace("cpu", "CPU") + f" {off}"
+
+
+def _over_films(rows: pd.DataFrame) -> str:
+    """One comparison, of all its films together."""
+    loss, share = (rows[rows.endpoint == endpoint] for endpoint in (LOSS, BEATS))
+    seeds, ratios = loss.seeds.sum(), sorted({f"{loss.ratio.min():.2f}", f"{loss.ratio.max():.2f}"}, key=float)
+    films = f" on {len(loss)} films" if len(loss) > 1 else ""
+    known = share[share.beat_blurred.notna() & (share.beat_reference > 0)]
+    by_film = ", ".join(f"{row.beat_blurred:.0f} of {row.beat_reference} ({row.film})" for row in known.itertuples())
+    blurred = f" Of those that do, {by_film} beat a blurred copy of it, too." if len(known) else ""
+    return (
+        f"{loss.condition.iloc[0]}, against {loss.reference.iloc[0]}: the loss is {' to '.join(ratios)} times as high, "
+        f"higher for {loss.worse.sum()} of {seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))}); "
+        f"{share.beat.sum()} instead of {share.beat_reference.sum()} of {seeds} beat repeating the last frame.{blurred}"
+    )
+
+
+def _longer(table: pd.DataFrame) -> str:
+    share, loss = (next(table[table.metric == metric].itertuples()) for metric in (BEAT, ALL))
+    return (
+        f"After 50,000 frames the loss with shared memory is {1 + loss.relative:.2f} times as high, higher for "
+        f"{loss.worse} of {loss.seeds} seeds ({loss.decision}); {share.beat - share.beat_reference} instead of "
+        f"{share.beat_reference} of {share.seeds} beat repeating the last frame."
+    )
+
+
+def _compared(rows: list[Any]) -> str:
+    """One comparison on one film."""
+    share, loss = (next(row for row in rows if row.endpoint == endpoint) for endpoint in METRICS)
+    where = dict.fromkeys((share.machine_reference, share.machine))
+    known = share.beat_blurred == share.beat_blurred
+    blurred = f", {share.beat_blurred:g} of {share.seeds} a blurred copy of it" if known else ""
+    return (
+        f"{share.film} at {share.size.replace('x', '×')}, {share.seeds} seeds ({', '.join(where)}): {share.reference}, "
+        f"{share.beat_reference} of {share.seeds} beat repeating the last frame{blurred}; {share.condition}, "
+        f"{share.beat} of {share.seeds} beat repeating ({_decided(share)}). The loss is "
+        f"{loss.ratio:.2f} times as high (median), higher for {loss.worse} of {loss.seeds} seeds ({_decided(loss)})."
+    )
+
+
+def _decided(row: Any) -> str:
+    p = row.p_equivalent if row.decision == "equivalent" else row.p_holm
+    return f"{row.decision}, p = {p_text(p)}"

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 import gpulab.stats.tests as inference
@@ -44,15 +43,11 @@ def atlas() -> pd.DataFrame:
 def atlas_table(frame: pd.DataFrame, reference: str | None = None) -> pd.DataFrame:
     """Machines × settings: how far each setting moves the final loss there, from the same seeds.
 
-    Args:
-        frame: Runs, from `atlas` or `gpulab.runs`.
-        reference: A setting; by default, for each kind of device, a plain one that the machine ran.
-
-    Returns:
-        A row for each machine (its chips and version of torch) and setting: `experiment`, `profile`, `protocol`,
-        `variant` (other factors that were not as usual), `reference`, `setting`, `machine`, `seeds`, `effect` with
-        `low`, `high` (95 %, Student's) and standard `error`, `same_bits` (seeds with identical weights), `diverged` and
-        `reference_diverged` (of the seeds of both), and `pooled`: whether it counts in `atlas_verdict`.
+    `reference` is a setting; by default, for each kind of device, a plain one that the machine ran. A row for each
+    machine (its chips and version of torch) and setting: `experiment`, `profile`, `protocol`, `variant` (other factors
+    that were not as usual), `reference`, `setting`, `machine`, `seeds`, `effect` with `low`, `high` (95 %, Student's)
+    and standard `error`, `same_bits` (seeds with identical weights), `diverged` and `reference_diverged` (of the seeds
+    of both), and `pooled`: whether it counts in `atlas_verdict`.
     """
     frame = frame[(frame.rerun == 0) & ~(frame.final_loss <= 0)]
     usual = {name: factor.usual for name, factor in FACTORS.items()}
@@ -110,10 +105,8 @@ def _effects(frame: pd.DataFrame, reference: str) -> Iterator[dict[str, Any]]:
 class AtlasVerdict(Report):
     """What a setting changes over machines. `print` says it, `plot()` draws it, a notebook shows both.
 
-    Attributes:
-        machines: From `atlas_table`.
-        pooled: A row for each comparison with two machines or more: what `companion.meta.MetaAnalysis` says, and
-            `p_holm`, its p corrected for the number of rows (Holm).
+    `machines` is from `atlas_table`. `pooled` has a row for each comparison with two machines or more: what
+    `companion.meta.MetaAnalysis` says, and `p_holm`, its p corrected for the number of rows (Holm).
     """
 
     machines: pd.DataFrame
@@ -128,8 +121,7 @@ class AtlasVerdict(Report):
     def plot(self) -> Picture:
         """A forest plot: each machine and setting with its effect and interval, and below them the pooled diamond.
 
-        A diamond is as wide as the interval of the mean over machines; the line through it is where another machine is
-        expected. Hollow: not pooled. The scale is that of what is pooled; a longer interval leaves the figure.
+        Hollow: not pooled. The scale is that of what is pooled; a longer interval leaves the figure.
         """
         if self.machines.empty:
             raise UsageError("no machine has the same seeds under two settings: there is nothing to draw")
@@ -144,14 +136,10 @@ class AtlasVerdict(Report):
 def atlas_verdict(frame: pd.DataFrame, reference: str | None = None) -> AtlasVerdict:
     """Say over machines what each setting changes: a random-effects meta-analysis, not a vote.
 
-    The machines' effects are weighed by their standard errors and by tau, how far apart the machines are. Machines
-    with fewer than five seeds are shown and not pooled; neither are those where a setting changed not one bit of any
-    run: there is no error to weigh them by, and the question is what it changes where it changes something. Versions
-    of torch count as machines of their own.
-
-    Args:
-        frame: Runs, from `atlas` or `gpulab.runs`.
-        reference: As in `atlas_table`.
+    The machines' effects are weighed by their standard errors and by tau, how far apart the machines are. Machines with
+    fewer than five seeds are shown and not pooled; neither are those where a setting changed not one bit of any run:
+    there is no error to weigh them by, and the question is what it changes where it changes something. Versions of
+    torch count as machines of their own. `reference` is as in `atlas_table`.
     """
     table = atlas_table(frame, reference)
     rows = []
@@ -206,9 +194,6 @@ def _sentence(key: Any, rows: pd.DataFrame, pooled: dict[str, Any] | None) -> st
     return f"{text}."
 
 
-# --- the figure --------------------------------------------------------------------------------------------
-
-
 def _forest(verdict: AtlasVerdict) -> Picture:
     pooled = {tuple(row[name] for name in EFFECT): row for row in verdict.pooled.to_dict("records")}
     groups = [*verdict.machines.groupby(EFFECT)]
@@ -231,9 +216,15 @@ def _forest(verdict: AtlasVerdict) -> Picture:
             names.append(row.machine)
         if group in pooled:
             at += 1
-            _diamond(axes, at, pooled[group])
+            mean = pooled[group]
+            low, middle, high = in_percent([mean["low"], mean["effect"], mean["high"]])
+            expected = in_percent([mean["predicted_low"], mean["predicted_high"]])
+            axes.plot(expected, [at, at], color=INK, lw=0.9, zorder=2)
+            axes.fill([low, middle, high, middle], [at, at - 0.32, at, at + 0.32], color=INK, lw=0.5, zorder=3)
+            said = f"  {percent(mean['effect'], mean['low'], mean['high'])}, I² {mean['i2']:.0%}"
+            axes.annotate(said, (1, at), fontsize=7, fontweight="bold", **BESIDE)
             places.append(at)
-            names.append(f"{pooled[group]['studies']} machines")
+            names.append(f"{mean['studies']} machines")
         at += 1.4
     axes.set_ylim(at - 0.7, -0.7)
     axes.set_yticks(places, names, fontsize=7)
@@ -270,11 +261,3 @@ def _forest(verdict: AtlasVerdict) -> Picture:
 def in_percent(effects: Any) -> np.ndarray:
     """Differences of logarithms as changes in per cent."""
     return 100 * np.expm1(np.asarray(effects, float))
-
-
-def _diamond(axes: Axes, at: float, row: dict[str, float]) -> None:
-    low, middle, high = in_percent([row["low"], row["effect"], row["high"]])
-    axes.plot(in_percent([row["predicted_low"], row["predicted_high"]]), [at, at], color=INK, lw=0.9, zorder=2)
-    axes.fill([low, middle, high, middle], [at, at - 0.32, at, at + 0.32], color=INK, lw=0.5, zorder=3)
-    said = f"  {percent(row['effect'], row['low'], row['high'])}, I² {row['i2']:.0%}"
-    axes.annotate(said, (1, at), fontsize=7, fontweight="bold", **BESIDE)

@@ -34,20 +34,11 @@ class Checked(Report):
 def check(exercise: str, answer: Any) -> Checked:
     """Whether an answer to an exercise of a notebook is right; if it is not, what is wrong with it.
 
-    Args:
-        exercise: Its name, such as "05-2": of notebook 05 the second.
-        answer: What the exercise asks for. It is looked at, and nothing in it is run.
+    `exercise` is a name such as "05-2", of notebook 05 the second. The answer is looked at, and nothing in it is run.
+    Of an open exercise only the form can pass, and then `Open` is said and not `Right`.
 
-    Returns:
-        `passed`, and what is `said`. Of an open exercise only the form can pass, and then `Open` is said and not
-        `Right`.
-
-    Raises:
-        UsageError: For an exercise that there is not.
-
-    Examples:
-        >>> check("05-1", (210, 210)).passed
-        False
+    >>> check("05-1", (210, 210)).passed
+    False
     """
     if not isinstance(exercise, str) or exercise not in CHECKS:
         raise UsageError(f"exercise {shown(exercise)}: expected one of {', '.join(sorted(CHECKS))}")

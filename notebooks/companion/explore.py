@@ -66,7 +66,8 @@ class Page:
 
     def source(self) -> nbformat.NotebookNode:
         """The page as Voilà wants it: a notebook of one cell."""
-        cell = nbformat.v4.new_code_cell(f"import companion\n\ncompanion.{self.call}()")
+        found = f"import sys\n\nsys.path.append({str(NOTEBOOKS)!r})"  # a page lies elsewhere
+        cell = nbformat.v4.new_code_cell(f"{found}\n\nimport companion\n\ncompanion.{self.call}()")
         kernel = {"name": KERNEL, "display_name": "Python 3", "language": "python"}
         bounds = {"most_bytes": MOST_UPLOADED, "idle_minutes": IDLE_SECONDS // 60}
         metadata = {"kernelspec": kernel, "title": self.title, "page": asdict(self), **bounds}
@@ -117,8 +118,8 @@ def serve(
 ) -> None:
     """Serve the pages until a signal comes; `tell` is called with the address, token included, once they can be opened.
 
-    Port 0 is any that is free. By default the token is one that nobody can guess, and as many `pages` may be open at
-    the same time as the free memory holds.
+    By default the token is one that nobody can guess, and as many `pages` may be open at a time as the free memory
+    holds.
     """
     if token is not None and not token.strip():
         raise UsageError("--token '': expected one that others cannot guess")

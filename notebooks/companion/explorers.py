@@ -7,30 +7,35 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ipywidgets
 import numpy as np
+import pandas as pd
 import psutil
 import torch
 from markupsafe import Markup
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
-from companion.explorer_figures import saddle_path, seed_by_seed, side_by_side
 from companion.widgets import Explorer
 from gpulab.diagnostics.audits import audit
 from gpulab.diagnostics.comparison import check_same_step
 from gpulab.diagnostics.traces import Trace
 from gpulab.errors import DataError, GpulabError, in_one_line, printable
 from gpulab.files import MOST_UPLOADED
+from gpulab.plots import style
+from gpulab.plots.decisions import GREEN, RED, decided
+from gpulab.plots.style import FAINT, INK, ON_GPU, Look
 from gpulab.report import Picture, paragraphs
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
 from gpulab.saddles.escapes import trajectory
-from gpulab.saddles.landscapes import surface
+from gpulab.saddles.landscapes import Surface, surface
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.settings import available_settings
-from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.stats.verdicts import DECISIONS, Verdict, verdict
 from gpulab.store.listing import recorded_runs
 from gpulab.store.records import recorded_folder
 from gpulab.training.engines import Engines
@@ -67,6 +72,7 @@ COMPARISONS = {
         ("copied", "imitated"),
     ),
 }
+DECIDED = dict(zip(DECISIONS, (RED, "#CC7711", FAINT, GREEN), strict=True))
 
 
 def _row(*widgets: ipywidgets.Widget) -> ipywidgets.HBox:
@@ -84,10 +90,8 @@ def _player(slider: ipywidgets.IntSlider, step: int = 1, interval: int = 250) ->
 class TrainingExplorer(Explorer):
     """Two settings under which the same network is trained from the same weights; losses are drawn as they come.
 
-    Examples:
-        >>> explorer = TrainingExplorer()
-        >>> explorer.settings[1].value
-        'cpu:emulate=tf32'
+    >>> TrainingExplorer().settings[1].value
+    'cpu:emulate=tf32'
     """
 
     thread: threading.Thread | None = None  # in which the training goes on, until it is done or `stopping` is set
@@ -194,12 +198,10 @@ def small_saddle() -> CriticalPoint:
 class SaddleExplorer(Explorer):
     """A ball that an optimiser rolls down from a saddle, in an arithmetic, on a surface that can be turned.
 
-    Examples:
-        >>> explorer = SaddleExplorer()
-        >>> explorer.optimizer.value = "sgd"
-        >>> explorer.step.value = 200
-        >>> "after 200 steps the ball is" in explorer.image.value
-        True
+    >>> explorer = SaddleExplorer()
+    >>> explorer.step.value = 200
+    >>> "after 200 steps the ball is" in explorer.image.value
+    True
     """
 
     def __init__(self) -> None:
@@ -235,11 +237,10 @@ class SaddleExplorer(Explorer):
 class SeedsExplorer(Explorer):
     """Recorded runs that come in one seed at a time, and the verdict on those that are in.
 
-    Examples:
-        >>> explorer = SeedsExplorer()
-        >>> explorer.seeds.value = 10
-        >>> explorer.verdicts[10].decision
-        'different but negligible'
+    >>> explorer = SeedsExplorer()
+    >>> explorer.seeds.value = 10
+    >>> explorer.verdicts[10].decision
+    'different but negligible'
     """
 
     def __init__(self) -> None:
@@ -292,9 +293,8 @@ class SeedsExplorer(Explorer):
 class AuditExplorer(ipywidgets.VBox):
     """An uploaded trace, compared with the recorded one of the same step; or two, with one another.
 
-    Examples:
-        >>> "not a trace" in AuditExplorer().compare([("mine.trace", b"anything")])
-        True
+    >>> "not a trace" in AuditExplorer().compare([("mine.trace", b"anything")])
+    True
     """
 
     def __init__(self) -> None:
@@ -361,6 +361,89 @@ def at_most(more: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+# --- their figures ---------------------------------------------------------------------------------------
+
+
+def side_by_side(settings: Sequence[str], losses: Sequence[Sequence[tuple[int, float]]], total: int) -> Picture:
+    """Two trainings that go on at the same time: their (frames seen, loss) so far of `total`, and how far apart."""
+    figure, (left, right) = style.canvas(2, height=3.4)
+    tints = style.colour(settings[0]), style.colour(settings[1])
+    looks: tuple[Look, Look] = {"lw": 3.5}, {"lw": 1.5, "ls": (0, (4, 3))}
+    for tint, look, setting, rows in zip(tints, looks, settings, losses, strict=True):
+        left.plot(*np.reshape(rows, (-1, 2)).T, color=tint, label=setting, **look)
+    both = [(seen, abs(a - b)) for (seen, a), (_, b) in zip(*losses, strict=False)]
+    seen, apart = np.reshape(both, (-1, 2)).T
+    right.plot(seen, np.where(apart > 0, apart, np.nan), color=INK, lw=1.3, marker=".", ms=4)
+    right.set(yscale="log", ylim=(1e-10, 1))
+    right.set_yticks([10.0**n for n in range(-10, 1, 2)], map(style.power_of_ten, range(-10, 1, 2)))
+    right.minorticks_off()
+    if len(apart):
+        style.loss_scale(left)
+    else:
+        left.set_yticks([])
+    for axes in (left, right):
+        axes.set(xlim=(0, total))
+        axes.set_xlabel("frames or images seen", fontsize=9)
+        axes.tick_params(labelsize=8)
+    left.set_ylabel("loss (mean squared error)", fontsize=9)
+    right.set_ylabel("difference of the losses", fontsize=9)
+    headline = "Nothing is trained yet"
+    if len(apart):
+        latest = f"{apart[-1]:.1e}" if apart[-1] else "nothing"
+        headline = f"After {seen[-1]:,.0f} of {total:,} the losses are {latest} apart"
+    alt = f"The losses of two trainings, under {settings[0]} and {settings[1]}, and their difference. {headline}."
+    return style.finished(figure, headline, alt, left.get_legend_handles_labels()[0])
+
+
+def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
+    """The difference and its interval as seeds come in, by how many are in, coloured by what was decided."""
+    counts = sorted(verdicts)
+    rows = pd.concat([verdicts[count].table for count in counts]).assign(count=counts)
+    figure, (axes,) = style.canvas(1, height=3.6)
+    axes.fill_between(counts, -rows.margin, rows.margin, color=FAINT, alpha=0.18, lw=0, step="mid", zorder=0)
+    axes.axhline(0, color=INK, lw=0.8, zorder=1)
+    for decision, some in rows.groupby("decision"):
+        axes.vlines(some["count"], some.low, some.high, color=DECIDED[decision], lw=2.2, zorder=2)
+        axes.plot(some["count"], some.difference, ls="", marker="o", ms=5, color=DECIDED[decision], zorder=3)
+    reach = 1.2 * np.nanmax(rows[["low", "high", "difference"]].abs())  # of the margin what there is room for
+    axes.set(xlim=(0.5, max(counts[-1], 10) + 0.5), ylim=(-reach, reach) if reach > 0 else None)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    latest = verdicts[counts[-1]]
+    metric = style.metric_label(latest.metric, latest.runs.get("experiment", ())).replace(" (", "\n(")
+    axes.set_xlabel(f"{latest.block}s that are in")
+    axes.set_ylabel(f"difference in {metric}", fontsize=8)
+    headline = f"After {len(latest.pairs)} {latest.block}s: {decided(latest)}"
+    alt = f"The mean difference and its interval against the number of {latest.block}s. {headline}."
+    keys = [style.key(each, color=DECIDED[each], marker="o", lw=2.2) for each in DECIDED if each in set(rows.decision)]
+    return style.finished(figure, headline, alt, [*keys, style.margin_key(float(rows.margin.iloc[-1]))], columns=3)
+
+
+def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, tilt: float, how: str) -> Picture:
+    """The way of a ball up to a step on the loss around a saddle, seen from `turn` and `tilt` degrees."""
+    gone = path[: step + 1]
+    ball, top = gone.iloc[-1], 1.8 * surface.loss
+    low = surface.losses[:, len(surface.along) // 2] <= 1.3 * surface.loss  # what rises further would hide the rest
+    figure = Figure(figsize=(7.2, 4.8))
+    axes: Any = figure.add_axes((0.02, 0.02, 0.94, 0.9), projection="3d", computed_zorder=False)
+    height = np.minimum(surface.losses[low], top)
+    x, y = np.meshgrid(surface.along, surface.across[low])
+    axes.plot_surface(x, y, height, cmap="cividis", rcount=40, ccount=40, lw=0, alpha=0.9, zorder=1)
+    axes.plot(gone.along, gone.across, gone.loss, color="white", lw=3, zorder=2)
+    axes.plot(gone.along, gone.across, gone.loss, color=ON_GPU, lw=1.6, zorder=3)
+    axes.plot([0], [0], [surface.loss], marker="+", ms=9, color=INK, zorder=4)
+    axes.plot([ball.along], [ball.across], [ball.loss], marker="o", ms=10, color=ON_GPU, markeredgecolor=INK, zorder=5)
+    axes.view_init(elev=tilt, azim=turn)
+    axes.set_box_aspect((2.2, 1.4, 1.0), zoom=0.95)
+    axes.set(zlim=(0, top), xlim=surface.along[[0, -1]], ylim=(y.min(), y.max()))
+    axes.set_xlabel("along the least curvature", fontsize=8)
+    axes.set_ylabel("along the greatest", fontsize=8)
+    axes.set_zlabel("loss", fontsize=8)
+    axes.tick_params(labelsize=7)
+    away = f"{math.hypot(ball.along, ball.across):.2g} from the saddle, at a loss of {ball.loss:.2g}"
+    headline = f"{how}: after {len(gone) - 1} steps the ball is {away}"
+    return style.finished(figure, headline, f"The loss around a saddle, and the way of a ball on it. {headline}.")
 
 
 audit_explorer, saddle_explorer = AuditExplorer, SaddleExplorer

@@ -22,6 +22,7 @@ WORDS = {
     "equivalent": "no difference that matters{within}, with {seeds} {block}s",
     "different but negligible": "different, by too little to matter{within}",
     "inconclusive": "{seeds} {block}s do not settle it{needed}",
+    "different": "different, with {seeds} {block}s",
 }
 
 
@@ -66,16 +67,13 @@ class CheckedSentences(Report):
 def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]]) -> CheckedSentences:
     """A sentence for each of several results, under a heading of its own.
 
-    Args:
-        parts: By heading, or in pairs with one: a verdict, a table of `learning_table`, or a sentence or several, said
-            as they are.
+    A part is a verdict, a table of `learning_table`, or a sentence or several, said as they are.
 
-    Examples:
-        >>> table = {"setting": ["cpu"] * 6 + ["cuda"] * 6, "seed": [*range(6)] * 2}
-        >>> losses = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
-        >>> import gpulab as gl
-        >>> print(finding({"A card": gl.verdict(pd.DataFrame({**table, "final_loss": losses}))}))
-        A card: cuda against cpu: 1.8 times as high, higher in 6 of 6 seeds.
+    >>> import gpulab as gl
+    >>> losses = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
+    >>> runs = pd.DataFrame({"setting": ["cpu"] * 6 + ["cuda"] * 6, "seed": [*range(6)] * 2, "final_loss": losses})
+    >>> print(finding({"A card": gl.verdict(runs)}))
+    A card: cuda against cpu: 1.8 times as high, higher in 6 of 6 seeds.
     """
     return CheckedSentences([*(parts.items() if isinstance(parts, Mapping) else parts)])
 
@@ -87,9 +85,6 @@ def in_words(part: Part) -> list[str]:
     if isinstance(part, pd.DataFrame):
         return [_family(*each) for each in part.groupby([*FAMILY], sort=False)]
     return [part] if isinstance(part, str) else part
-
-
-# --- a verdict ---------------------------------------------------------------------------------------------
 
 
 def _verdict(judged: Verdict) -> str:
@@ -125,9 +120,6 @@ def _moved(row: pd.Series, judged: Verdict) -> str:
 def _higher(row: pd.Series, judged: Verdict) -> str:
     moved = judged.pairs[judged.pairs[judged.factor] == row[judged.factor]].difference
     return f"higher in {(moved > 0).sum()} of {row.seeds} {judged.block}s"
-
-
-# --- a table of what was learned ---------------------------------------------------------------------------
 
 
 def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
@@ -193,9 +185,6 @@ def _decisions(metric: str, rows: pd.DataFrame) -> list[str]:
     if metric == BEAT and not rows.beat.any():
         parts.append("neither network has learned motion here")
     return parts
-
-
-# --- words -------------------------------------------------------------------------------------------------
 
 
 def _speeds(rows: pd.DataFrame) -> str:

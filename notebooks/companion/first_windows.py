@@ -25,13 +25,12 @@ from gpulab.training.plan import plan_run
 class FirstWindow:
     """A step on the first window of a training, its frames handed over by a `loader`: see `gpulab.data.feed`.
 
-    For `gpulab.audit` and `gpulab.record` it is a step like any other. `gradient(setting)` returns what
-    the step computes. `net` is a name, whose weights are drawn from `seed`, or a trained network.
-    `frames` cuts the window short. Nothing is updated. `options` are those of `gpulab.train` that change
-    what the step begins with: `data`, `data_options`, `flip`, `draws`, and the `setting` whose device draws.
+    For `gpulab.audit` and `gpulab.record` it is a step like any other; nothing is updated. `net` is a name, whose
+    weights are drawn from `seed`, or a trained network. `frames` cuts the window short. `options` are those of
+    `gpulab.train` that change what the step begins with: `data`, `data_options`, `flip`, `draws`, and the `setting`
+    whose device draws.
 
-    >>> step = FirstWindow("autoencoder", "reused", profile="smoke")
-    >>> step.gradient("cpu").losses.shape
+    >>> FirstWindow("autoencoder", "reused", profile="smoke").gradient("cpu").losses.shape
     torch.Size([20])
     """
 
@@ -99,9 +98,6 @@ class Computed:
         }
 
 
-# --- the published network -------------------------------------------------------------------------------
-
-
 def recorded_windows() -> pd.DataFrame:
     """What `benchmarks/record_published.py` recorded: as its `published_windows`, with the `machine`."""
     documents = records.read_documents("published")
@@ -114,8 +110,7 @@ def recorded_windows() -> pd.DataFrame:
 def published_network(net: str | Path | None = None) -> str:
     """The first window of the authors' own network on a CPU, buffer reused against copied, in a sentence.
 
-    Where something is missing, the sentence says that it was skipped, and how to get it. `net` is their folder, as of
-    `published_windows` in `benchmarks/record_published.py`.
+    Where Chainer or `net`, their folder, is missing, the sentence says that it was skipped, and how to get it.
     """
     try:
         (row,) = benchmark("record_published").published_windows(net, profile="smoke").itertuples()

@@ -36,21 +36,8 @@ from gpulab.numerics.cuda_random import cuda_uniform
 from gpulab.numerics.formats import ulp_distance
 from gpulab.numerics.sums import bit_of, first_bit
 from gpulab.passports import passport
-from gpulab.plots.style import (
-    BESIDE,
-    FAINT,
-    INK,
-    ON_CPU,
-    ON_GPU,
-    Look,
-    canvas,
-    decades,
-    finished,
-    key,
-    point_key,
-    points,
-    power_of_ten,
-)
+from gpulab.plots import style
+from gpulab.plots.style import BESIDE, FAINT, INK, ON_CPU, ON_GPU, Look
 from gpulab.progress import Progress
 from gpulab.report import Picture, Report, draw
 from gpulab.report import table as html_table
@@ -91,15 +78,14 @@ def growth(
 ) -> pd.DataFrame:
     """The distance between two trainings of the same seed, one of them changed a little, as they go on.
 
-    `changes` names options of `gpulab.train` that one of the two has. Without it they are the last bit of
-    one initial weight, and float64, which differs from float32 by every rounding of the training. The
-    distance between one seed and the next is there for scale. A row per change, seed and moment, the
-    beginning included: `network`, `change`, `seed`, `step` (updates so far), `distance` of all weights
-    (Euclidean, relative), `changed` (the share of weights with other bits), `ulps` (the median over the
-    weights of the float32 numbers between the two). All are computed under `cpu:threads=1`.
+    `changes` names options of `gpulab.train` that one of the two has; without it they are the last bit of one initial
+    weight, and float64. The distance between one seed and the next is there for scale. A row per change, seed and
+    moment: `network`, `change`, `seed`, `step` (updates so far), `distance` of all weights (Euclidean, relative),
+    `changed` (the share of weights with other bits), `ulps` (the median over the weights of the float32 numbers between
+    the two).
 
-    Source: Summers, Dinneen 2021, *Nondeterminism and instability in neural network optimization* (arXiv
-    2103.04514): one changed bit in the initial weights makes as much variability as any other source.
+    Source: Summers, Dinneen 2021, *Nondeterminism and instability in neural network optimization* (arXiv 2103.04514):
+    one changed bit in the initial weights makes as much variability as any other source.
 
     >>> table = growth("autoencoder", seeds=1, profile="smoke", frames=40, progress=False)
     >>> one_bit = table[table.change == "one bit of one weight"]
@@ -167,13 +153,13 @@ def growth_figure(frame: pd.DataFrame) -> Picture:
     tints = dict(zip(frame.change.unique(), CHANGE_COLOURS, strict=False))
     first = frame.change.iloc[0]
     grown = []
-    figure, panels = canvas(len(networks), height=3.6, share_rows=True)
+    figure, panels = style.canvas(len(networks), height=3.6, share_rows=True)
     for axes, network in zip(panels, networks, strict=True):
         of_network = frame[frame.network == network]
         for (change, _), line in of_network[of_network.distance > 0].groupby(["change", "seed"], sort=False):
             axes.plot(line.step, line.distance, color=tints[change], lw=1.1, alpha=0.85)
         axes.axhline(2.0**-24, color=FAINT, lw=0.8, ls=":")
-        decades(axes.yaxis, 8)
+        style.decades(axes.yaxis, 8)
         axes.set_title(network, fontsize=9)
         axes.set_xlabel("updates of the weights")
         ends = (
@@ -183,11 +169,11 @@ def growth_figure(frame: pd.DataFrame) -> Picture:
         grown.append(f"{network} {times:,.0f}-fold" if times >= 2 else f"{network} not")
     panels[0].set_ylabel("distance of the weights, relative")
     panels[-1].annotate(" one\n rounding", (1, 2.0**-24), fontsize=7, **BESIDE)
-    keys = [key(change, color=tint) for change, tint in tints.items()]
+    keys = [style.key(change, color=tint) for change, tint in tints.items()]
     keys[0].set_label(f"{first} (a line for each of {frame.seed.nunique()} seeds)")
     alt = f"Relative distance of the weights of two trainings against updates, for {', '.join(tints)}."
     headline = f"{first[0].upper()}{first[1:]}: the difference grew in {', in '.join(grown)}"
-    return finished(figure, headline, alt, keys, columns=3)
+    return style.finished(figure, headline, alt, keys, columns=3)
 
 
 # --- what two GPUs draw from one seed --------------------------------------------------------------------
@@ -196,9 +182,8 @@ def growth_figure(frame: pd.DataFrame) -> Picture:
 def shared_draws(shape: Sequence[int], cards: Sequence[str] = CARDS, seed: int = 0) -> pd.DataFrame:
     """The share of the numbers of one seeded draw that two GPUs have in common, drawn here as each of them would.
 
-    Examples:
-        >>> shared_draws((1000, 1000), ("T4", "H100")).round(2).loc["T4", "H100"].item()
-        0.04
+    >>> shared_draws((1000, 1000), ("T4", "H100")).round(2).loc["T4", "H100"].item()
+    0.04
     """
     drawn = {card: cuda_uniform(seed, shape, card) for card in cards}
     shares = [[(drawn[card] == drawn[other]).double().mean().item() for other in cards] for card in cards]
@@ -208,8 +193,8 @@ def shared_draws(shape: Sequence[int], cards: Sequence[str] = CARDS, seed: int =
 def drawn_autoencoder(card: str, seed: int) -> Autoencoder:
     """An autoencoder whose weights a card has drawn, each layer's from a seed of its own; biases are zero.
 
-    Uniform, with a variance of 1 / inputs as LeCun's: a GPU's uniform numbers are known to the last bit, its normal
-    ones come through a logarithm and a sine of its own.
+    Uniform, with LeCun's variance 1 / inputs: a GPU's uniform numbers are known to the last bit, its normal ones are
+    not.
     """
     net = Autoencoder()
     state = net.state_dict()
@@ -229,10 +214,7 @@ def runs_drawn_by(
     frames: int = 400,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Trainings on this CPU from the weights that each card would draw, kept in a store and resumed from it.
-
-    As `gpulab.runs` has them, with a column `card`, one that `gpulab.numerics.cuda_uniform` knows, for a verdict.
-    """
+    """Trainings on this CPU from the weights that each card would draw, as `gpulab.runs` with a column `card`."""
     options: dict[str, Any] = {"setting": CPU, "profile": "smoke", "frames": frames, "store": store, "progress": False}
     made = []
     jobs = [*itertools.product(cards, range(seeds))]
@@ -388,11 +370,11 @@ class FactorTable(Report):
     """Factors, each changed alone; `table` has a row per factor and place where it was measured.
 
     `factor`, `change` (in words), `base`; `source` (`made here` or `recorded`), `emulated`, `machine`, `profile`. One
-    step, of a few seeds the one that moves most: `loss_bit` (the first bit in which the loss of any frame differs on
-    any of them, see `gpulab.numerics.first_bit`), `step_moved` (relative distance of the gradients), `gradient_bit`
-    (the bit that this reaches), `step_error` and `base_error` (relative distances to the base's gradient in float64).
-    The final loss: `seeds`, `effect` (mean difference) with its interval `low`, `high`, and `largest` (of any seed), in
-    standard deviations between seeds; `same_bits` (seeds whose trained weights are identical); `decision`.
+    step, of a few seeds the one that moves most: `loss_bit` (the first bit in which the loss of any frame differs, see
+    `gpulab.numerics.first_bit`), `step_moved` (relative distance of the gradients), `gradient_bit` (the bit that this
+    reaches), `step_error` and `base_error` (relative distances to the base's gradient in float64). The final loss:
+    `seeds`, `effect` (mean difference) with its interval `low`, `high`, and `largest` (of any seed), in standard
+    deviations between seeds; `same_bits` (seeds whose trained weights are identical); `decision`.
     """
 
     table: pd.DataFrame
@@ -453,22 +435,9 @@ def factor_table(
 ) -> FactorTable:
     """Change each factor alone, from the same weights, and say what it does to a step and to the final loss.
 
-    This machine measures what it can: one step of a few seeds, and `seeds` trainings per level. What other machines
-    measured is added. Decisions are those of `gpulab.verdict`, corrected for the number of factors with the same base
-    (Holm).
-
-    Args:
-        net: A model's name.
-        profile: `smoke` takes a minute on two cores, `quick` several times that.
-        seeds: How many trainings per level.
-        frames: How many to train on, instead of the profile's.
-        store: Where the trainings are kept and resumed from.
-        progress: Whether to show bars.
-
-    Examples:
-        >>> table = factor_table("autoencoder", "smoke", seeds=2, frames=20, progress=False).table
-        >>> table[table.base == "cpu:threads=1"].set_index("factor").loc["determinism", "same_bits"].item()
-        2
+    This machine measures what it can: one step of a few seeds, and `seeds` trainings per level, kept in a `store`. What
+    other machines measured is added. Decisions are those of `gpulab.verdict`, corrected for the number of factors with
+    the same base (Holm). `smoke` takes a minute on two cores, `quick` several times that.
     """
     every = factors(net, profile)
     here = [factor for factor in every if factor.runs_here()]
@@ -521,69 +490,47 @@ def _judged(
 
 
 def recorded_measurements(name: str) -> pd.DataFrame:
-    """One of the tables that other machines recorded, with the column `machine`.
-
-    Args:
-        name: `conversions`, `repeatability`, `fused` or `decoders`: see `byte_round_trip`, `repeatability`,
-            `fused_operations` and `compare_decoders`.
-
-    Raises:
-        UsageError: For another name.
-
-    Examples:
-        >>> "machine" in recorded_measurements("conversions")
-        True
-    """
+    """A table that other machines recorded, of `gpulab.device`: one of `MEASURED`, with the column `machine`."""
     if name not in MEASURED:
         raise UsageError(f"measurement {name!r}: expected one of {', '.join(MEASURED)}")
     return records.recorded_table("factors", name)
 
 
 def recorded_products() -> pd.DataFrame:
-    """How much of an NVIDIA H200's products the emulation of them explains, as `benchmarks/compare_products.py` found.
-
-    For normal numbers, a row for each operation, format asked for and format used: see `benchmarks/products.md`.
-
-    Examples:
-        >>> table = recorded_products()
-        >>> bool((table["least explained"][table.used == "tf32"] > 0.99).all())
-        True
-    """
+    """How much of an H200's products the emulation of them explains: see `benchmarks/products.md`."""
     comparison = records.read_json(records.recorded_folder("gpu_products") / "comparison.json")
     return pd.DataFrame(comparison["table"]).drop(columns="inputs")
 
 
 @draw.register
 def factor_effects(report: FactorTable) -> Picture:
-    """Each factor changed alone, a row each: what it does to one step, and to each seed's final loss.
+    """Each factor changed alone: how far it moves the gradient of one step, and the final loss of each seed.
 
-    In a row stand the places where it was measured. Left, how far the gradient of the first step moves; a tick marks
-    what rounding alone does to it. Right, how far the final loss of each seed moves, in standard deviations between
-    seeds. What keeps its bits stands at the left edge.
+    A tick marks what rounding alone does to the gradient. What keeps its bits stands at the left edge.
     """
     table, names = report.table, []
     count = table.factor.nunique()
-    figure, (left, right) = canvas(2, height=1.9 + 0.55 * count, share_rows=True)
+    figure, (left, right) = style.canvas(2, height=1.9 + 0.55 * count, share_rows=True)
     for place, (factor, rows) in enumerate(table.groupby("factor", sort=False)):
         aside = (np.arange(len(rows)) - (len(rows) - 1) / 2) * min(0.28, 0.8 / len(rows))
         for height, row in zip(place + aside, rows.itertuples(), strict=True):
             tint = _tint(row.base)
             look: Look = {"marker": "^" if row.emulated else "o", "hollow": row.source == RECORDED}
             left.scatter(row.base_error, height, marker="|", s=50, color=FAINT, zorder=2)
-            points(left, max(row.step_moved, SAME_STEP), height, tint, s=26, **look)
+            style.points(left, max(row.step_moved, SAME_STEP), height, tint, s=26, **look)
             right.annotate(f" {row.decision}", (1.0, height), fontsize=7, color=tint, **BESIDE)
             judged = report.verdicts[row.source, row.base]
             moved = judged.pairs.difference[judged.pairs.change == row.change].dropna().abs()
             in_sd = np.maximum(moved / (judged.between_seeds or math.nan), SAME_LOSS)
-            points(right, in_sd, np.full(len(moved), height), tint, s=14, linewidths=0.9, **look)
+            style.points(right, in_sd, np.full(len(moved), height), tint, s=14, linewidths=0.9, **look)
         changed = ", ".join(dict.fromkeys(map(_changed, rows.base, rows.change)))
         names.append(f"{factor}\n{textwrap.fill(changed, 24)}")
         for axes in (left, right) if place % 2 else ():
             axes.axhspan(place - 0.5, place + 0.5, color=FAINT, alpha=0.12, lw=0, zorder=0)
     above: Look = {"va": "center", "fontsize": 8, "annotation_clip": False}
     for axes, edge in ((left, SAME_STEP), (right, SAME_LOSS)):
-        decades(axes.xaxis, 7)
-        power: Any = lambda x, _, edge=edge: "" if x <= edge else power_of_ten(round(np.log10(x)))  # noqa: E731
+        style.decades(axes.xaxis, 7)
+        power: Any = lambda x, _, edge=edge: "" if x <= edge else style.power_of_ten(round(np.log10(x)))  # noqa: E731
         axes.xaxis.set_major_formatter(power)
         axes.annotate("same bits", (edge, -0.7), ha="left", **above)
         axes.tick_params(axis="both", labelsize=8)
@@ -598,19 +545,19 @@ def factor_effects(report: FactorTable) -> Picture:
     right.annotate(" sd between seeds", (1, -0.7), ha="left", **above)
     right.set_xlabel("change of a seed's final loss (sd)", fontsize=8)
     right.tick_params(axis="y", left=False)
-    keys = [key("rounding alone: distance of the base from float64", ls="", marker="|", color=FAINT, ms=8)]
-    keys.append(point_key("made here", ms=5))
+    keys = [style.key("rounding alone: distance of the base from float64", ls="", marker="|", color=FAINT, ms=8)]
+    keys.append(style.point_key("made here", ms=5))
     if machines := ", ".join(sorted(set(table.machine[table.source == RECORDED]))):
-        keys.append(point_key(f"recorded on {machines}", hollow=True, ms=5))
+        keys.append(style.point_key(f"recorded on {machines}", hollow=True, ms=5))
     if table.emulated.any():
-        keys.append(point_key("emulated", marker="^", ms=5))
+        keys.append(style.point_key("emulated", marker="^", ms=5))
     for kind in sorted(set(table.base.str.partition(":")[0])):
         label = "changed on a CPU" if kind == "cpu" else "changed on a GPU"
-        keys.append(key(label, ls="", marker="s", ms=5, color=_tint(kind)))
+        keys.append(style.key(label, ls="", marker="s", ms=5, color=_tint(kind)))
     decided = ", ".join(f"{n} {decision}" for decision, n in table.decision.value_counts().items())
     headline = f"Each factor alone, effect on the final loss: {decided}"
     alt = f"For each of {count} factors, how far one step and the final losses move. {headline}."
-    return finished(figure, headline, alt, keys, size=7.5)
+    return style.finished(figure, headline, alt, keys, size=7.5)
 
 
 def _changed(base: str, change: str) -> str:

@@ -64,15 +64,13 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataF
     """`learning_verdicts` for every experiment, size, setting, loader and speed in a frame of runs.
 
     The metrics and speeds of one experiment, size, setting and loader are one family: its p values have Holm's
-    correction, those of differences and those of equivalence each for themselves.
-
-    Returns:
-        A row each: `metric`, `seeds`, `decision` after the correction, `difference` (level minus reference) with its
-        interval `low`, `high`; `margin`; both over the reference's mean (`relative`, `margin_relative`); `p`, `p_holm`;
-        `uncorrected`, the decision without the correction; `registered`, that against the margin as it was registered,
-        a quarter of the sample's standard deviation itself (`registered_margin`); `worse` (seeds whose metric is
-        higher), `same_bits` (seeds whose trained weights are identical), `beat` and `beat_reference` (runs that beat
-        repeating the last frame: all, and the reference's).
+    correction, those of differences and those of equivalence each for themselves. A row each: `metric`, `seeds`,
+    `decision` after the correction, `difference` (level minus reference) with its interval `low`, `high`; `margin`;
+    both over the reference's mean (`relative`, `margin_relative`); `p`, `p_holm`; `uncorrected`, the decision without
+    the correction; `registered`, that against the margin as it was registered, a quarter of the sample's standard
+    deviation itself (`registered_margin`); `worse` (seeds whose metric is higher), `same_bits` (seeds whose trained
+    weights are identical), `beat` and `beat_reference` (runs that beat repeating the last frame: all, and the
+    reference's).
     """
     rows, fixed = [], [name for name in FAMILY if name != factor]
     groups = list(frame.groupby([*fixed, "data", "speed"], dropna=False))
@@ -84,12 +82,18 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataF
         for metric, judged in learning_verdicts(some, factor, reference, plateau, repeat).items():
             rows += [{**common, "metric": metric, **level} for level in _levels(judged)]
     table = pd.DataFrame(rows)
-    family = table.groupby([*FAMILY], dropna=False)
-    for name in ("different", "equivalent"):
-        table[f"p_{name}_holm"] = family[f"p_{name}"].transform(holm)
-    table["p_diverged_holm"] = (table.p_diverged * family.seeds.transform("size")).clip(upper=1.0)
+    size = table.groupby([*FAMILY], dropna=False).seeds.transform("size")
+    table["p_diverged_holm"] = (table.p_diverged * size).clip(upper=1.0)
+    return corrected(table, [*FAMILY])[[*FAMILY, *COLUMNS.split()]]
+
+
+def corrected(table: pd.DataFrame, family: list[str]) -> pd.DataFrame:
+    """Levels of verdicts with Holm's correction within each family, and what is decided after it."""
+    families = table.groupby(family, dropna=False)
+    holm_of = {f"p_{name}_holm": families[f"p_{name}"].transform(holm) for name in ("different", "equivalent")}
+    table = table.assign(**holm_of)
     table["decision"] = [decide(row, ALPHA) for row in table.itertuples()]
-    return table.rename(columns={"p_different": "p", "p_different_holm": "p_holm"})[[*FAMILY, *COLUMNS.split()]]
+    return table.rename(columns={"p_different": "p", "p_different_holm": "p_holm"})
 
 
 def _levels(judged: Verdict) -> list[dict[str, Any]]:
@@ -109,13 +113,7 @@ def _levels(judged: Verdict) -> list[dict[str, Any]]:
 
 
 def false_alarms(families: int) -> str:
-    """How likely luck alone makes at least one of several families of tests say `different`, each corrected within.
-
-    Examples:
-        >>> print(false_alarms(10))
-        10 families of tests at alpha 5 %. If nothing differed anywhere, at least one of them would still say so with a
-        probability of 40 % where they are independent, and of at most 50 % in any case.
-    """
+    """How likely luck alone makes at least one of several families of tests say `different`, each corrected within."""
     independent, most = 1 - (1 - ALPHA) ** families, min(1.0, families * ALPHA)
     return (
         f"{families} families of tests at alpha {ALPHA:.0%}. If nothing differed anywhere, at least one of them would "
@@ -127,11 +125,7 @@ def false_alarms(families: int) -> str:
 def repeat_losses(frame: pd.DataFrame) -> pd.Series:
     """For each run the loss of repeating the last frame, over the frames that its `final_loss` is the mean of.
 
-    Args:
-        frame: From `gpulab.runs`.
-
-    Returns:
-        Mean squared errors of frames in [0, 1]; NaN where no film was rendered.
+    Mean squared errors of frames in [0, 1]; NaN where no film was rendered.
     """
     return _of_film(frame, _repeat_loss)
 
@@ -149,10 +143,9 @@ def missing_colour_losses(frame: pd.DataFrame) -> pd.Series:
 def motion_finding(frame: pd.DataFrame) -> str:
     """How many of these runs beat repeating the last frame, in a sentence.
 
-    Examples:
-        >>> from gpulab.store.listing import recorded_runs
-        >>> print(motion_finding(recorded_runs().query("experiment == 'autoencoder'")))
-        No run here predicts frames of a rendered film.
+    >>> from gpulab.store.listing import recorded_runs
+    >>> print(motion_finding(recorded_runs().query("experiment == 'autoencoder'")))
+    No run here predicts frames of a rendered film.
     """
     known = repeat_losses(frame)
     better, sharper = (int((frame.final_loss < limit).sum()) for limit in (known, blurred_losses(frame)))
@@ -167,14 +160,9 @@ def motion_finding(frame: pd.DataFrame) -> str:
 
 
 def recorded_films() -> pd.DataFrame:
-    """Recorded runs of PredNet from several seeds on several films, for `gpulab.stats.variance_components`.
+    """Recorded runs of PredNet from several seeds on several films: other towns, ways and people of the walk.
 
-    Films are other towns, ways and people of the walk. `gpulab.recorded_runs` does not have these runs. The column
-    `protocol` is left out, since a film is part of it.
-
-    Examples:
-        >>> bool((recorded_films().groupby("seed").scene_seed.nunique() > 1).all())
-        True
+    The column `protocol` is left out, since a film is part of it.
     """
     return runs(records.recorded_folder("films")).assign(recorded=True).drop(columns="protocol")
 
@@ -184,11 +172,7 @@ def title_runs() -> pd.DataFrame:
 
     What was run again has a setting of its own, such as `cuda:tf32=off again`, so that it can be compared with the
     first time. `gradients` is None for those that autograd computed. PredNet's seeds from 27 on were run on a CPU under
-    the registration that `registered` names. `gpulab.recorded_runs` does not have these runs.
-
-    Examples:
-        >>> sorted(title_runs().experiment.unique())
-        ['autoencoder', 'prednet']
+    the registration that `registered` names.
     """
     later = runs(records.recorded_folder("registered") / "stuck-seeds-on-a-cpu.parquet").query("device == 'cpu'")
     frame = pd.concat([runs(records.recorded_folder("title")), later], ignore_index=True).assign(recorded=True)
@@ -198,12 +182,7 @@ def title_runs() -> pd.DataFrame:
 def longer_runs() -> pd.DataFrame:
     """Recorded PredNets of the published size, trained on ten times the published number of frames.
 
-    With a frame's own memory and with shared memory (the loaders `window` and `imitated`), with and without TF32; these
-    runs are in none of the other frames.
-
-    Examples:
-        >>> longer_runs().frames.unique().tolist()
-        [50000]
+    With a frame's own memory and with shared memory (the loaders `window` and `imitated`), with and without TF32.
     """
     return runs(records.recorded_folder("longer")).assign(recorded=True)
 

@@ -18,19 +18,8 @@ from companion.first_windows import FirstWindow
 from gpulab.data.jpeg import available_decoders, decode_jpeg, encode_jpeg
 from gpulab.diagnostics.audits import Audit, audit
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covariance
-from gpulab.plots.style import (
-    FAINT,
-    INK,
-    Look,
-    canvas,
-    colour,
-    dashes,
-    finished,
-    grid,
-    loss_scale,
-    metric_label,
-    points,
-)
+from gpulab.plots import style
+from gpulab.plots.style import FAINT, INK, Look
 from gpulab.report import Picture
 from gpulab.search.reproduction import Reproduction
 from gpulab.settings import Setting
@@ -48,16 +37,12 @@ def covariance_spectrum(
 ) -> pd.DataFrame:
     """The eigenvalues of the covariance that the whitener computes from its first batch, before any training.
 
-    The covariance is computed under each of the settings, from the weights of each seed, in each of the ways; its
-    eigenvalues are computed in float64.
+    From the weights of each seed, computed under each of the settings, in each of the `ways`; the eigenvalues in
+    float64. A row each: `setting`, `covariance` (one of `ways`), `seed`, `rank` (1 for the largest) and `eigenvalue`.
 
-    Returns:
-        Columns `setting`, `covariance` (one of `ways`), `seed`, `rank` (1 for the largest) and `eigenvalue`.
-
-    Examples:
-        >>> spectra = covariance_spectrum(["cpu", "cpu:emulate=tf32"], seeds=[7], ways=["one-pass"])
-        >>> (spectra.eigenvalue < 0).groupby(spectra.setting).any().tolist()
-        [False, True]
+    >>> spectra = covariance_spectrum(["cpu", "cpu:emulate=tf32"], seeds=[7], ways=["one-pass"])
+    >>> (spectra.eigenvalue < 0).groupby(spectra.setting).any().tolist()
+    [False, True]
     """
     rows = []
     for setting, seed in itertools.product(settings, seeds):
@@ -77,22 +62,13 @@ def covariance_spectrum(
 def recorded_prices() -> pd.DataFrame:
     """What a step of a large whitener cost on the machines that recorded it: a row for each setting and covariance.
 
-    `ms` is the median of so many `rounds`, in milliseconds a step; `ms_low` and `ms_high` are the quartiles.
-
-    Examples:
-        >>> bool((recorded_prices().ms > 0).all())
-        True
+    `ms` is the median, in milliseconds a step; `ms_low` and `ms_high` are the quartiles.
     """
     return records.recorded_table("precision", "prices")
 
 
 def recorded_cards_audit() -> Audit:
-    """The audit of the whitener's first step on an H200, in float32 against TF32, from the recorded traces.
-
-    Examples:
-        >>> recorded_cards_audit().kind
-        'reduced precision'
-    """
+    """The audit of the whitener's first step on an H200, in float32 against TF32, from the recorded traces."""
     folder = records.recorded_folder("precision")
     return audit(folder / "whitener-cuda-tf32-off.trace", folder / "whitener-cuda-tf32-on.trace")
 
@@ -112,11 +88,8 @@ def cards_finding(
 ) -> CheckedSentences:
     """What runs of the whitener, an audit, a search, recorded prices and ways to read a byte allow one to say.
 
-    Args:
-        runs: Those made here and the recorded ones. The verdicts are those on the recorded runs.
-        report: The audit of a first step.
-        reproduction: What the search for the old losses found.
-        conversions: What `companion.recorded_measurements("conversions")` has, with those made here.
+    The verdicts are on the recorded runs; `conversions` are `recorded_measurements("conversions")` with those made
+    here.
     """
     became = []
     for row in cards_table(runs[runs.covariance == "one-pass"]).itertuples():
@@ -174,7 +147,7 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
 
     Emulated runs are dashed, recorded ones thin. Above, a row a setting, a tick where a run became NaN.
     """
-    figure, panels = canvas(2, height=3.9, share_rows=True)
+    figure, panels = style.canvas(2, height=3.9, share_rows=True)
     counts = []
     for axes, frame, name in zip(panels, (old, new), ("old card", "new card"), strict=True):
         lost = frame[frame.status == "diverged"]
@@ -185,7 +158,7 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
         axes.set(xscale="log", xlabel="updates")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.margins(y=0.3)
-        loss_scale(axes)
+        style.loss_scale(axes)
         axes.legend(fontsize=7, frameon=False, loc="lower left")
     last = max(axes.get_xlim()[1] for axes in panels)
     for axes in panels:
@@ -193,18 +166,23 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
     if (new.status == "diverged").any():
         ticks = "a tick: at this update\na run became NaN\n(or so many)"
         panels[1].annotate(ticks, (0.99, 0.68), xycoords="axes fraction", ha="right", va="center", fontsize=7)
-    panels[0].set_ylabel(metric_label("loss", new.experiment), fontsize=9)
+    panels[0].set_ylabel(style.metric_label("loss", new.experiment), fontsize=9)
     alt = (
         f"Loss against updates, a line for each run. Of the old card's runs {counts[0]} became NaN, of the new "
         f"card's {counts[1]}, each marked by a tick at the update where it did."
     )
-    return finished(figure, "One network, one seed after another, on two cards' arithmetic", alt)
+    return style.finished(figure, "One network, one seed after another, on two cards' arithmetic", alt)
 
 
 def _draw_runs(axes: Axes, setting: str, runs: pd.DataFrame, height: float) -> None:
     """The runs of one setting, and at a height a tick at each update where one became NaN, with how many if several."""
     recorded, emulated = bool(runs.recorded.iloc[0]), Setting.parse(setting).emulated
-    line: Look = {"color": colour(setting), "lw": 0.6 if recorded else 1.0, "ls": dashes(setting), "alpha": 0.7}
+    line: Look = {
+        "color": style.colour(setting),
+        "lw": 0.6 if recorded else 1.0,
+        "ls": style.dashes(setting),
+        "alpha": 0.7,
+    }
     for _, run in history(runs).groupby("id"):
         finite = run[np.isfinite(run.loss)]
         axes.plot(finite.step, finite.loss, **line)
@@ -212,7 +190,7 @@ def _draw_runs(axes: Axes, setting: str, runs: pd.DataFrame, height: float) -> N
     axes.plot([], [], label=f"{setting}, {where}", **line)
     across = axes.get_xaxis_transform()
     for update, count in runs.diverged_at[runs.status == "diverged"].astype(float).value_counts().items():
-        axes.vlines(update, height - 0.04, height, color=colour(setting), lw=1.2, transform=across)
+        axes.vlines(update, height - 0.04, height, color=style.colour(setting), lw=1.2, transform=across)
         many = f"{count}" if count > 1 else ""
         axes.annotate(many, (update, height + 0.01), xycoords=across, ha="center", fontsize=7)
 
@@ -222,7 +200,7 @@ def spectrum(frame: pd.DataFrame) -> Picture:
 
     Below −ε, the dotted line, a covariance has no Cholesky factor.
     """
-    figure, (left, right) = canvas(2, height=3.8, share_rows=True)
+    figure, (left, right) = style.canvas(2, height=3.8, share_rows=True)
     smallest = frame.groupby(["setting", "covariance", "seed"]).eigenvalue.min()
     worst = smallest.idxmin()[2]
     names = []
@@ -231,7 +209,7 @@ def spectrum(frame: pd.DataFrame) -> Picture:
         tint = WAY_COLOURS[way] if emulated else INK
         names.append(f"{way}\n{'emulated' if emulated else 'float32'}")
         one, low = rows[rows.seed == worst], smallest[setting, way]
-        left.plot(one["rank"], one.eigenvalue, ls=dashes(setting), lw=1.2, color=tint, label=f"{way}, {setting}")
+        left.plot(one["rank"], one.eigenvalue, ls=style.dashes(setting), lw=1.2, color=tint, label=f"{way}, {setting}")
         aside = np.linspace(-0.2, 0.2, len(low)) if len(low) > 1 else np.zeros(1)
         right.scatter(place + aside, low, s=20, color=tint, zorder=3)
     for axes in (left, right):
@@ -249,17 +227,17 @@ def spectrum(frame: pd.DataFrame) -> Picture:
         f"Eigenvalues of the covariance of one batch by rank, and the smallest one for each of "
         f"{seeds} seeds, by setting and way of computing; below minus {EPSILON:g} there is no factor."
     )
-    return finished(figure, headline, alt, left.get_legend_handles_labels()[0])
+    return style.finished(figure, headline, alt, left.get_legend_handles_labels()[0])
 
 
 def prices(frame: pd.DataFrame) -> Picture:
     """The time of a step in float32, and in TF32 with either cure, from `companion.recorded_prices`."""
-    figure, (axes,) = canvas(1, height=1.2 + 0.45 * len(frame))
+    figure, (axes,) = style.canvas(1, height=1.2 + 0.45 * len(frame))
     slowest = frame.ms.max()
     beside: Look = {"xytext": (9, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
     for place, row in enumerate(frame.itertuples()):
         axes.plot([row.ms_low, row.ms_high], [place, place], color=INK, lw=2, zorder=2)
-        points(axes, row.ms, place, colour(row.setting), hollow=True, s=42, linewidths=1.6)
+        style.points(axes, row.ms, place, style.colour(row.setting), hollow=True, s=42, linewidths=1.6)
         axes.annotate(f"{row.ms:.1f} ms, {slowest / row.ms:.2f}×", (row.ms, place), **beside)
     axes.set_yticks(range(len(frame)), frame.setting + ", " + frame.covariance, fontsize=8)
     axes.set(xlim=(0, 1.25 * slowest), ylim=(len(frame) - 0.5, -0.5))
@@ -268,7 +246,7 @@ def prices(frame: pd.DataFrame) -> Picture:
     times = slowest / frame[frame.ms < slowest].ms
     headline = f"{times.min():.2g} to {times.max():.2g} times as fast as the slowest" if len(times) else "One way alone"
     alt = f"Milliseconds a step on {machines} for float32 and for TF32 with either cure."
-    return finished(figure, f"{headline}, recorded on {machines}", alt)
+    return style.finished(figure, f"{headline}, recorded on {machines}", alt)
 
 
 def decoded(frame: np.ndarray) -> Picture:
@@ -279,11 +257,11 @@ def decoded(frame: np.ndarray) -> Picture:
     differences = [np.abs(picture.astype(int) - pictures[0]) for picture in pictures]
     largest = max(1, *(difference.max() for difference in differences))
     height, width = frame.shape[1:]
-    figure, places = grid(2, len(names), height=2 * 7.2 / len(names) * height / width + 0.8)
+    figure, places = style.grid(2, len(names), height=2 * 7.2 / len(names) * height / width + 0.8)
     for (above, below), name, picture, apart in zip(places.T, names, pictures, differences, strict=True):
         above.imshow(picture.transpose(1, 2, 0), interpolation="nearest")
         above.set_title(name, fontsize=8)
         below.imshow(apart.max(0), cmap="magma", vmin=0, vmax=largest, interpolation="nearest")
         below.set_title(f"{(apart > 0).mean():.0%} of the values differ, by up to {apart.max()}", fontsize=8)
     headline = f"One JPEG file, {len(names)} decoders; below, the difference from {names[0]}'s pixels"
-    return finished(figure, headline, f"A frame decoded by {', '.join(names)}, and the differences between them.")
+    return style.finished(figure, headline, f"A frame decoded by {', '.join(names)}, and the differences between them.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import html
 import json
 import os
@@ -16,16 +15,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup
 
 from gpulab import files, signals
 from gpulab.errors import DataError, GpulabError, UsageError, extra, in_one_line
 from gpulab.training.protocol import PROFILES
-
-if TYPE_CHECKING:
-    import jinja2
 
 KERNEL = "python3"
 QUIET = ["--log-level=ERROR"]  # a kernel warns of its own local connection each time it starts
@@ -51,10 +47,7 @@ class NotebookFinding:
 
 @dataclass
 class Result:
-    """What came of one notebook: its first heading, its findings, and what Python warned of.
-
-    Figures are base64 PNG (`png`) with alternative text (`alt`) and the heading above them (`section`).
-    """
+    """What came of one notebook. Figures are base64 `png` with their `alt`, and the `section` that they stand in."""
 
     name: str
     title: str
@@ -90,10 +83,7 @@ def find_notebooks(folder: Path, only: str | None) -> list[Path]:
 def execute(
     notebooks: Path, output: Path, profile: str, device: str, only: str | None = None, store: Path | None = None
 ) -> list[Result]:
-    """Execute notebooks one after the other; one that fails does not stop the others.
-
-    The executed copies go to `output`/notebooks, the runs they make to `store` (`output`/runs).
-    """
+    """Execute notebooks one after the other into `output`/notebooks; one that fails does not stop the others."""
     from gpulab.progress import Progress
 
     if profile not in PROFILES:
@@ -159,11 +149,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def _run(notebook: Any, folder: Path, **environment: str) -> None:
-    """Execute a notebook's cells in a folder; what came until an error is in the notebook.
-
-    Raises:
-        GpulabError: With the cell that failed, or with the last words of a kernel that died.
-    """
+    """Execute a notebook's cells in a folder. `GpulabError` names the cell that failed, or a kernel's last words."""
     import nbclient
 
     client = nbclient.NotebookClient(
@@ -292,23 +278,16 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
 
 def render(template: str, **values: Any) -> Markup:
     """A page of `companion/templates`, in gpulab's style. Whatever is not `Markup` is escaped."""
-    return Markup(_templates().get_template(template).render(values))
-
-
-@functools.cache
-def _templates() -> jinja2.Environment:
     import jinja2
 
     loader = jinja2.ChoiceLoader([jinja2.PackageLoader("companion"), jinja2.PackageLoader("gpulab")])
-    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    return Markup(templates.get_template(template).render(values))
 
 
 @contextlib.contextmanager
 def _peak_memory() -> Iterator[list[int]]:
-    """The largest memory that all processes below this one held at one time.
-
-    Where the system tells (Linux), what processes share is counted once, by proportional set size.
-    """
+    """The largest memory that all processes below this one held at one time; on Linux, shared memory counts once."""
     import psutil
 
     peak, stop = [0], threading.Event()

@@ -20,19 +20,12 @@ MADE = {True: "recorded", False: "made here"}
 
 
 def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame | None = None) -> CheckedSentences:
-    """What is known about escapes and curvature, or one of them.
+    """What is known about escapes (the `table` of `gpulab.saddles.escape_table`) and curvature (`curvature_along`), or
+    one.
 
-    Args:
-        escapes: The `table` of `gpulab.saddles.escape_table`.
-        curvature: From `gpulab.saddles.curvature_along`.
-
-    Raises:
-        UsageError: Where both are missing.
-
-    Examples:
-        >>> import gpulab
-        >>> saddle_finding(curvature=gpulab.saddles.recorded_curvature()).parts[0][0]
-        'Loss and share of ways down'
+    >>> import gpulab
+    >>> saddle_finding(curvature=gpulab.saddles.recorded_curvature()).parts[0][0]
+    'Loss and share of ways down'
     """
     if escapes is None and curvature is None:
         raise UsageError("saddle_finding: expected escapes, curvature, or both")
@@ -43,9 +36,6 @@ def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame 
     if curvature is not None:
         _say_curvature(curvature, parts, numbers)
     return CheckedSentences([(heading, said) for heading, said in parts if said], numbers)
-
-
-# --- escapes ---------------------------------------------------------------------------------------------
 
 
 def _say_escapes(table: pd.DataFrame, parts: Parts, numbers: list[str]) -> None:
@@ -163,9 +153,6 @@ def _origin(rows: pd.DataFrame) -> str:
 def _late(rows: pd.DataFrame) -> str:
     left = rows[rows.left & (rows.expected > 1)]
     return f", after {(left.steps / left.expected).median():.2f} times the expected steps (median)" if len(left) else ""
-
-
-# --- curvature -------------------------------------------------------------------------------------------
 
 
 def _say_curvature(frame: pd.DataFrame, parts: Parts, numbers: list[str]) -> None:

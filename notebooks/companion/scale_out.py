@@ -1,4 +1,4 @@
-"""Many devices: data-parallel training measured, lock-free descent judged, networks in parts, the limit of batches."""
+"""Notebook 08, many devices: data-parallel training, lock-free descent, networks in parts, the limit of batches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
+from companion.findings import span
 from gpulab.data.base import Window
 from gpulab.data.datasets import load
 from gpulab.data.feed import Loader
@@ -20,7 +22,10 @@ from gpulab.diagnostics.guards import guard
 from gpulab.errors import OverwrittenError, UsageError
 from gpulab.models import Autoencoder
 from gpulab.passports import passport
+from gpulab.plots import style
+from gpulab.plots.style import FAINT, INK, Look
 from gpulab.progress import Progress
+from gpulab.report import Picture
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.store import records
@@ -49,6 +54,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "lock-free": {"mode": "lock-free"},
     "bounded, delay 4": {"mode": "bounded", "delay": 4},
 }
+MARKERS = {"small": "o", "quick": "s", "paper": "D"}  # of PredNet's sizes
+DOES = {"compute": "#56B4E9", "wait": "#E69F00", "communicate": "#D55E00"}  # a device during an update
+TINTS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # of ways to descend
+PLACE = ["recorded", "machine", "setting", "size"]
 
 
 # --- data-parallel ---------------------------------------------------------------------------------------
@@ -57,11 +66,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def device_counts(device: str = "auto") -> dict[str, list[int]]:
     """How many devices can be compared under which settings: processes on a CPU; GPUs where there are two or more.
 
-    `device` asks for the `cpu` alone, or for `cuda` alone where it can be had.
-
-    Examples:
-        >>> device_counts("cpu")
-        {'cpu:threads=1': [1, 2]}
+    >>> device_counts("cpu")
+    {'cpu:threads=1': [1, 2]}
     """
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     on_gpu = {"cuda:tf32=off": [count for count in (1, 2, 4, 8) if count <= gpus]} if gpus > 1 else {}
@@ -72,9 +78,8 @@ def same_end(devices: Iterable[int] = (2,), setting: str = "cpu", **options: Any
     """How far training on several devices ends from one, in float32 and float64.
 
     A row for each precision and number of devices: `network`, `setting`, `precision`, `devices`, `weights` (the largest
-    difference of a weight), `final_loss` and `heldout_loss` (the differences), `machine`, and `recorded`, which is
-    False. `options` are those of `gpulab.train`; by default a small autoencoder with batches of 7 images, which do not
-    divide.
+    difference of a weight), `final_loss` and `heldout_loss` (the differences), `machine`, `recorded`. `options` are
+    those of `gpulab.train`; by default a small autoencoder with batches of 7 images, which do not divide.
     """
     usual = {"net": "autoencoder", "model_options": {"hidden": [16], "batch_size": 7}, "frames": 200}
     rows = []
@@ -103,20 +108,11 @@ def scaling_table(
 ) -> pd.DataFrame:
     """How long an update of PredNet takes on one device and on several, and where the time goes.
 
-    Args:
-        devices: Numbers of devices to compare, each with the first.
-        setting: `cpu` or `cuda`, with its options.
-        sizes: Of PredNet: `small`, `quick` and `paper`.
-        batch_size: Films in a batch: of all devices (strong scaling), and of each of them (weak).
-        frames: Of a film.
-        updates: That are timed, twice: once as they are, once with a barrier before the devices communicate.
-        progress: Whether to show a bar.
-
-    Returns:
-        A row for each kind of `scaling`, `size` and number of `devices`: `batch`; `seconds` of an update; with the
-        barrier, the mean device's seconds to `compute`, to `wait` for the slowest and to `communicate`;
-        `frames_per_second`; its `speedup` over the first number of devices, and that over the `ideal`, `efficiency`;
-        `setting`, `machine`, and `recorded`, which is False.
+    `batch_size` counts films, of so many `frames`, in a batch of all devices (strong scaling), and of each of them
+    (weak). `updates` are timed twice: as they are, and with a barrier before the devices communicate. A row for each
+    kind of `scaling`, `size` and number of `devices`: `batch`; `seconds` of an update; with the barrier, the mean
+    device's seconds to `compute`, to `wait` for the slowest and to `communicate`; `frames_per_second`; its `speedup`
+    over the first number of devices, and that over the `ideal`, `efficiency`; `setting`, `machine`, `recorded`.
     """
     if unknown := set(sizes) - SIZES.keys():
         raise UsageError(f"sizes {', '.join(sorted(unknown))}: expected some of {', '.join(SIZES)}")
@@ -182,24 +178,16 @@ def times(seed: int, setting: Setting, task: str = "{}", updates: int = 10) -> d
 
 
 def recorded_scale_out(table: str = "scaling") -> pd.DataFrame:
-    """What `benchmarks/scale_out.py` recorded on other machines; `recorded` is True.
-
-    `table` is `scaling`, as of `scaling_table`; `ends`, as of `same_end`; or `parts`, as of `parts_table`.
-
-    Examples:
-        >>> recorded_scale_out("ends").machine.unique().tolist()
-        ['NVIDIA H200']
-    """
+    """What `benchmarks/scale_out.py` recorded elsewhere: `scaling`, `ends` (of `same_end`) or `parts`."""
     return records.recorded_table("scale_out", table)
 
 
 def atlas_plan(price: float) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
-    """What the whole atlas costs on 1, 8 and 64 GPUs, as `benchmarks/plan_atlas.py` worked it out and recorded it.
+    """What the whole atlas costs, as `benchmarks/plan_atlas.py` worked it out, at this price of a GPU for an hour.
 
-    Returns:
-        What the recorded runs took, a row an experiment; the plan at this price of one GPU for one hour, a row a number
-        of `gpus`: `hours_low`, `hours_high`, `money_low`, `money_high` and `idle`, the share of the paid time (of the
-        high guess) in which GPUs have nothing left to do; and in sentences, where its assumptions end.
+    What the recorded runs took, a row an experiment; the plan, a row a number of `gpus`: `hours_low`, `hours_high`,
+    `money_low`, `money_high` and `idle`, the share of the paid time (of the high guess) in which GPUs have nothing left
+    to do; and in sentences, where its assumptions end.
     """
     if not price > 0:
         raise UsageError(f"price={price}: expected more than 0")
@@ -223,8 +211,7 @@ def descent_runs(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Gradient descent by several processes in each way, from each seed: what came out, and every update.
 
-    `options` are those of `gpulab.training.descend`. The first frame has its `summary`, the second its `history`, with
-    `way` and `seed`.
+    `options` are those of `gpulab.training.descend`. Its `summary` and its `history`, with `way` and `seed`.
     """
     summaries, histories = [], []
     jobs = [(seed, name) for seed in seeds for name in ways]  # the ways take turns
@@ -245,8 +232,7 @@ def descent_verdict(summaries: pd.DataFrame, metric: str = "heldout_loss") -> Ve
 def descent_curves(histories: pd.DataFrame, pieces: int = 20) -> pd.DataFrame:
     """The loss per step and per second: the updates of each way and seed in so many pieces of equal number.
 
-    A row for each way and piece: `step` (updates so far, of all workers) and `seconds` at its middle, and `loss`, all
-    means over the seeds.
+    A row for each way and piece: `step` (updates so far) and `seconds` at its middle, and `loss`, means over the seeds.
     """
     ordered = histories.sort_values("seconds")
     step = ordered.groupby(["way", "seed"]).cumcount()
@@ -280,7 +266,7 @@ def parts_table(devices: Sequence[str] = ("cpu", "cpu"), frames: int = 40) -> pd
     """An autoencoder and a PredNet on one device and cut over several: the same losses, less memory on each.
 
     A row for each network and part: `network`, `part`, `device`, `whole` and `parts` (the mean loss of training on one
-    device and in parts), MiB of `weights`, `optimizer` and `activations` in a step, `machine`, `recorded` (False).
+    device and in parts), MiB of `weights`, `optimizer` and `activations` in a step, `machine`, `recorded`.
     """
     rows = []
     for name in ("autoencoder", "prednet"):
@@ -318,12 +304,11 @@ def large_batches(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Steps to a target against the batch size, and the noise scale of the gradient beside it.
 
-    Returns:
-        Of each seed and batch size the best learning rate's row of `gpulab.training.steps_to_target`, with `law`: the
-        steps by S_min (1 + B / batch), fitted to those that reached the target. And of each seed `least_steps` (S_min)
-        and `critical_batch` (B) of that law, and `law_off`, by what share it misses a measured number at most; beside
-        them `noise_begin` and `noise_target`: the simple noise scale of the fresh network, and of the one that reached
-        the target with the largest batch.
+    Of each seed and batch size the best learning rate's row of `gpulab.training.steps_to_target`, with `law`: the steps
+    by S_min (1 + B / batch), fitted to those that reached the target. And of each seed `least_steps` (S_min) and
+    `critical_batch` (B) of that law, and `law_off`, by what share it misses a measured number at most; `noise_begin`
+    and `noise_target`: the simple noise scale of the fresh network, and of the one that the largest batch brought to
+    the target.
     """
     data, tables, found = load("digits", size=(28, 28)), [], []
     for seed in seeds:
@@ -357,11 +342,160 @@ def batch_gains(
     A row for each number of devices: `batch`, `steps` (over those of one device, by S_min (1 + B / batch)), `speedup`
     and `price`, how many times one device's time is paid for.
 
-    Examples:
-        >>> batch_gains(8.0, 8, (1, 2)).speedup.round(2).tolist()
-        [1.0, 1.33]
+    >>> batch_gains(8.0, 8, (1, 2)).speedup.round(2).tolist()
+    [1.0, 1.33]
     """
     table = pd.DataFrame({"devices": list(devices)})
     table["batch"] = batch_size * table.devices
     table["steps"] = (1 + critical_batch / table.batch) / (1 + critical_batch / batch_size)
     return table.assign(speedup=1 / table.steps, price=table.devices * table.steps)
+
+
+# --- figures and the finding ------------------------------------------------------------------------------
+
+
+def scaling_lines(frame: pd.DataFrame) -> Picture:
+    """How many times as much several devices do, against the ideal line: strong scaling beside weak."""
+    figure, panels = style.canvas(2, height=4.0, share_rows=True)
+    most = int(frame.devices.max())
+    low = min(1.0, frame.speedup.min())
+    titles = {"strong": "strong: one batch, divided", "weak": "weak: a batch for each"}
+    for axes, (scaling, title) in zip(panels, titles.items(), strict=True):
+        for (recorded, machine, setting, size), rows in frame[frame.scaling == scaling].groupby(PLACE, sort=False):
+            where = f"{machine}{' (recorded)' if recorded else ', here'}"
+            label = f"PredNet {size}, {setting}, {where}"
+            style.setting_line(axes, rows.devices, rows.speedup, setting, label, recorded, MARKERS[size])
+        axes.plot([1, most], [1, most], color=FAINT, lw=1, ls="--", zorder=1, label="ideal")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        ticks = sorted({1, *frame.devices})
+        axes.set_xticks(ticks, map(str, ticks))
+        axes.set_xlabel("devices")
+        axes.set_title(title, fontsize=9)
+    panels[0].yaxis.set_major_formatter("{x:g}")
+    panels[0].set_ylim(0.85 * low, 1.15 * most)
+    panels[0].set_ylabel("speedup over one device")
+    headline = f"{most} devices do {_span(frame[frame.devices == most].speedup, '.2f')} times what one does"
+    alt = f"Speedup against the number of devices, strong and weak scaling, beside the ideal line. {headline}."
+    keys, _ = panels[0].get_legend_handles_labels()
+    return style.finished(figure, headline, alt, keys, columns=1 if len(keys) < 5 else 2, size=7.5)
+
+
+def update_shares(frame: pd.DataFrame) -> Picture:
+    """What share of an update several devices compute, wait and communicate; of the same frame."""
+    table = frame[frame.devices > 1].sort_values([*PLACE, "scaling", "devices"], kind="stable", ignore_index=True)
+    where = (table.machine + ", recorded").where(table.recorded, "here")
+    names = (
+        table["size"] + ", " + table.scaling + ", " + table.devices.map("{} × ".format) + table.setting + ", " + where
+    )
+    parts = table[[*DOES]].set_axis(names)
+    computing = (parts.compute / parts.sum(axis=1)).tolist()
+    headline = f"Devices compute {_span(computing, '.0%')} of an update, and wait or communicate the rest"
+    alt = f"Shares of computing, waiting, communicating. {headline}."
+    label = "share of an update (right: a whole one, unobserved)"
+    return style.stacked_shares(parts, table.seconds, DOES, label, headline, alt)
+
+
+def descent_losses(histories: pd.DataFrame) -> Picture:
+    """The loss per update and per second of each way in `descent_runs`: a thin line a seed, a thick one their mean."""
+    figure, panels = style.canvas(2, height=3.6, share_rows=True)
+    tints = dict(zip(dict.fromkeys(histories.way), TINTS, strict=False))
+    mean = descent_curves(histories)
+    curves: list[tuple[pd.DataFrame, Look]] = [
+        (descent_curves(rows), {"lw": 0.5, "alpha": 0.4}) for _, rows in histories.groupby("seed")
+    ]
+    for axes, column in zip(panels, ("step", "seconds"), strict=True):
+        for curve, look in [*curves, (mean, {"lw": 1.8})]:
+            for way, rows in curve.groupby("way"):
+                axes.plot(rows[column], rows.loss, color=tints[way], **look)
+        axes.set(xlabel="updates of all workers" if column == "step" else "seconds", xlim=(0, None))
+    panels[0].set_ylabel("loss of a batch (mean squared error)")
+    style.log_scale(panels[0].yaxis, mean.loss.min(), mean.loss.max())
+    seconds = histories.groupby(["way", "seed"]).seconds.max().groupby("way").mean()
+    first = f"{seconds.idxmin()} is done first, in {seconds.min():.2g} s"
+    headline = f"As many updates: {first}, the last in {seconds.max():.2g} s"
+    alt = f"Loss per update and per second of {', '.join(tints)} gradient descent. {headline}."
+    return style.finished(figure, headline, alt, [style.key(way, color=tint, lw=1.8) for way, tint in tints.items()], 3)
+
+
+def batch_law(table: pd.DataFrame, found: pd.DataFrame) -> Picture:
+    """Updates to a target against the batch size, and what they cost in examples, with the law and the noise scale."""
+    figure, panels = style.canvas(2, height=3.8)
+    sizes = np.geomspace(table.batch_size.min(), table.batch_size.max(), 100)
+    middle = found.median()
+    marks = {
+        "noise at first": (middle.noise_begin, ":"),
+        "noise at the target": (middle.noise_target, "--"),
+        "critical batch": (middle.critical_batch, "-"),
+    }
+    for axes, column, tint in zip(panels, ("steps", "examples"), ("#0072B2", "#D55E00"), strict=True):
+        for row in found.itertuples():
+            steps = row.least_steps * (1 + row.critical_batch / sizes)
+            axes.plot(sizes, steps if column == "steps" else steps * sizes, color=tint, lw=1.2)
+        style.points(axes, table.batch_size, table[column], tint)
+        for size, dash in marks.values():
+            if np.isfinite(size):
+                axes.axvline(size, color=INK, lw=0.9, ls=dash, zorder=1)
+        axes.set(xscale="log", yscale="log", xlabel="batch size")
+        axes.set_ylabel(f"{'updates' if column == 'steps' else column} to the target")
+        axes.xaxis.set_major_formatter("{x:,g}")
+        style.log_scale(axes.yaxis, table[column].min(), table[column].max())
+    panels[0].axhline(middle.least_steps, color=FAINT, lw=0.9, ls=":")
+    fewest = f"fewest: {middle.least_steps:.0f}"
+    panels[0].annotate(fewest, (sizes[0], middle.least_steps), va="bottom", fontsize=8, color=INK)
+    seen = {name: (f"{size:,.0f}" if np.isfinite(size) else "none seen", dash) for name, (size, dash) in marks.items()}
+    keys = [style.key(f"{name}: {size}", color=INK, ls=dash, lw=0.9) for name, (size, dash) in seen.items()]
+    critical = middle.critical_batch
+    headline = f"A batch of {critical:.0f} takes twice the fewest updates, and twice the fewest examples"
+    alt = f"Updates and examples to a target loss against the batch size, with the fitted law. {headline}."
+    return style.finished(figure, headline, alt, keys, 3)
+
+
+def scale_finding(ends: pd.DataFrame, scaling: pd.DataFrame, summaries: pd.DataFrame, found: pd.DataFrame) -> str:
+    """What was measured here, then what was recorded, in sentences: `found` is the second of `large_batches`."""
+    apart = ends.groupby("precision").weights.max()
+    lines = [
+        f"Training on {span(ends.devices)} devices ends where it does on one: no weight is off by more than "
+        f"{apart.float32:.1e} in float32 and {apart.float64:.1e} in float64."
+    ]
+    recorded = style.is_recorded(scaling)
+    lines += [f"Here, {line}" for line in _scaling_sentences(scaling[~recorded])]
+    mean = summaries.groupby("way")[["updates_per_second", "staleness", "lost_share", "lost"]].mean()
+    for way in mean.index.drop("synchronous"):
+        row, usual = mean.loc[way], mean.loc["synchronous"]
+        lines.append(
+            f"Descent {way}: {row.updates_per_second / usual.updates_per_second:.2f} times the synchronous updates a "
+            f"second; a gradient is {row.staleness:.2f} updates old when it is applied, and of a weight's updates "
+            f"{row.lost_share:.1%} are overwritten by another worker's."
+        )
+    middle = found.median()
+    lines.append(
+        f"A batch of {middle.critical_batch:.0f} images takes twice the fewest updates ({middle.least_steps:.0f}) "
+        f"by the law, which misses a measured number by up to {found.law_off.max():.0%}; "
+        f"the gradient's noise scale is {middle.noise_begin:.0f} at first, and {middle.noise_target:.0f} at the target."
+    )
+    for (machine, setting), rows in scaling[recorded].groupby(["machine", "setting"], sort=False):
+        lines += [f"Recorded on {machine}, {setting}: {line}" for line in _scaling_sentences(rows)]
+    return "\n".join(lines)
+
+
+def _scaling_sentences(scaling: pd.DataFrame) -> list[str]:
+    """What the most devices bring, a sentence a size."""
+    lines = []
+    for size, rows in scaling.groupby("size", sort=False):
+        last = rows[rows.devices == rows.devices.max()].set_index("scaling")
+        strong, weak = last.loc["strong"], last.loc["weak"]
+        total = strong[[*DOES]].sum()
+        lines.append(
+            f"{strong.devices} devices train a {size} PredNet on {strong.speedup:.2f} times the frames a second of one "
+            f"where they divide a batch of {strong.batch}, {weak.speedup:.2f} times where each has as large a batch. "
+            f"Of an update of a divided batch {strong.wait / total:.0%} is waiting and "
+            f"{strong.communicate / total:.0%} communication."
+        )
+    return lines
+
+
+def _span(values: Iterable[float], form: str) -> str:
+    """The least to the most, or the one that there is."""
+    low, high = (format(value, form) for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"

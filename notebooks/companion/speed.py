@@ -14,18 +14,8 @@ from matplotlib.axes import Axes
 
 from companion.findings import SIZES, CheckedSentences, Part, listed
 from gpulab.errors import UsageError
-from gpulab.plots.style import (
-    FAINT,
-    INK,
-    canvas,
-    colour,
-    finished,
-    level_colours,
-    log_scale,
-    points,
-    setting_line,
-    stacked_shares,
-)
+from gpulab.plots import style
+from gpulab.plots.style import FAINT, INK
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict, verdict
 from gpulab.store import records
@@ -74,16 +64,8 @@ BACKENDS = {
 }
 
 
-# --- tables ----------------------------------------------------------------------------------------------
-
-
 def recorded_speed() -> pd.DataFrame:
-    """What other machines measured, as `companion.measure_speed`; `recorded` is True.
-
-    Examples:
-        >>> bool(recorded_speed().recorded.all())
-        True
-    """
+    """What other machines measured, as `companion.measure_speed`; `recorded` is True."""
     return records.recorded_table("speed", "workloads").astype({"value": float, "spread": float, "seed": "Int64"})
 
 
@@ -128,13 +110,9 @@ def _side(frame: pd.DataFrame, claim: Claim, device: str, way: str) -> tuple[flo
 def cost_table(frame: pd.DataFrame, per_hour: Mapping[str, float]) -> pd.DataFrame:
     """What one trained text classifier costs, in float32, where an hour on a `cpu` and on a `gpu` costs so much.
 
-    Returns:
-        A row a machine, setting and size: `seconds` (the median over seeds), `per_hour`, `per_thousand` (the price of
-        a thousand trained models), `watt_hours` of one (NaN where nobody counts), and `breaks_even`: how many times as
-        dear as the cheapest CPU of that size an hour may be until a model costs the same.
-
-    Raises:
-        UsageError: For a price that is missing or not positive.
+    A row a machine, setting and size: `seconds` (the median over seeds), `per_hour`, `per_thousand` (the price of a
+    thousand trained models), `watt_hours` of one (NaN where nobody counts), and `breaks_even`: how many times as dear
+    as the cheapest CPU of that size an hour may be until a model costs the same.
     """
     if any(not per_hour.get(kind, 0) > 0 for kind in ("cpu", "gpu")):
         raise UsageError(f"per_hour={dict(per_hour)}: expected a price above 0 for 'cpu' and for 'gpu'")
@@ -171,13 +149,7 @@ def crossover(frame: pd.DataFrame) -> float:
 
 
 def backends(passport: Mapping[str, Any]) -> pd.DataFrame:
-    """CUDA, ROCm, Metal and XPU: what a passport (`gpulab.passport`) says of each, and what is not measured there.
-
-    Examples:
-        >>> import gpulab as gl
-        >>> backends(gl.passport()).backend.tolist()
-        ['CUDA', 'ROCm', 'Metal', 'XPU']
-    """
+    """CUDA, ROCm, Metal and XPU: what a passport (`gpulab.passport`) says of each, and what is not measured there."""
     rocm, rows = passport["software"].get("rocm"), []
     for name, (kind, missing) in BACKENDS.items():
         version = {"CUDA": passport["software"].get("cuda"), "ROCm": rocm}.get(name)
@@ -248,26 +220,23 @@ def _phases(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(where=_where(frame)).pivot_table("value", ["what", "where"], "way", sort=False)[[*PHASES]]
 
 
-# --- figures ---------------------------------------------------------------------------------------------
-
-
 def scaling(frame: pd.DataFrame) -> Picture:
     """Rates of matrix products against their size: filled from `gpulab.roofline`, hollow from `recorded_rooflines`."""
-    figure, (axes,) = canvas(1, height=3.8)
+    figure, (axes,) = style.canvas(1, height=3.8)
     frame = frame[frame.kind == "matrix"].reset_index(drop=True)
     edge = frame.operation.str.extract(r"(\d+)$").astype(int)
     frame = frame.assign(edge=edge, machine=frame.get("machine", np.nan)).sort_values("edge", kind="stable")
     for (machine, setting), rows in frame.groupby(["machine", "setting"], dropna=False, sort=False):
         recorded = isinstance(machine, str)
         label = f"{setting}, {machine} (recorded)" if recorded else f"{setting}, here"
-        setting_line(axes, rows.edge, rows.gflops, str(setting), label, recorded)
+        style.setting_line(axes, rows.edge, rows.gflops, str(setting), label, recorded)
     _widths(axes, frame.edge)
     axes.set(yscale="log", xlabel="edge of the matrices", ylabel="rate (Gflop/s)")
     axes.yaxis.set_major_formatter("{x:,g}")
     best = frame.groupby(["edge", on_gpu(frame)]).gflops.max().unstack().dropna()
     ahead = best.index[best[True] > best[False]] if best.shape[1] == 2 else []
     headline = f"At an edge of {ahead[0]:,} a GPU has overtaken the CPU" if len(ahead) else "One kind of device leads"
-    return finished(figure, headline, f"Rate of square matrix products against their edge. {headline}.")
+    return style.finished(figure, headline, f"Rate of square matrix products against their edge. {headline}.")
 
 
 def shares(frame: pd.DataFrame) -> Picture:
@@ -278,7 +247,7 @@ def shares(frame: pd.DataFrame) -> Picture:
     alt = f"Shares of forward pass, backpropagation and update. {headline}."
     table = table.set_axis([", ".join(pair) for pair in table.index])
     label = "share of a training step (right: the whole step)"
-    return stacked_shares(table, table.sum(axis=1), PHASES, label, headline, alt)
+    return style.stacked_shares(table, table.sum(axis=1), PHASES, label, headline, alt)
 
 
 def kernels() -> Picture:
@@ -294,30 +263,30 @@ def kernels() -> Picture:
     headline = f"Convolutions, weight gradients apart, are {share.min():.0%} to {share.max():.0%} of an update's work"
     alt = f"Shares of an update of PredNet by kind of work. {headline}."
     label = "share of its kernels' time (right: the sum; on a GPU some run beside others)"
-    tints = level_colours("what", [*table])
-    return stacked_shares(table / 1e3, table.sum(axis=1) / 1e3, tints, label, headline, alt)
+    tints = style.level_colours("what", [*table])
+    return style.stacked_shares(table / 1e3, table.sum(axis=1) / 1e3, tints, label, headline, alt)
 
 
 def small_work(frame: pd.DataFrame) -> Picture:
     """The time of an update of three layers against their width, and where a CPU and another device take the same."""
-    figure, (axes,) = canvas(1, height=3.6)
+    figure, (axes,) = style.canvas(1, height=3.6)
     frame = frame[frame.part == "small"].assign(
         width=lambda rows: rows.way.astype(int), ms=lambda rows: 1e3 * rows.value
     )
     for (recorded, machine, setting), rows in frame.groupby(PLACE[:3], sort=False):
         ms = rows.groupby("width").ms.median()
-        setting_line(
+        style.setting_line(
             axes, ms.index, ms, setting, f"{setting}, {machine}{' (recorded)' if recorded else ', here'}", recorded
         )
     _widths(axes, frame.width)
-    log_scale(axes.yaxis, frame.ms.min(), frame.ms.max())
+    style.log_scale(axes.yaxis, frame.ms.min(), frame.ms.max())
     axes.set(xlabel="width of each of three layers, 32 examples", ylabel="one update (ms)")
     cross = crossover(frame)
     headline = "The same device leads at every width" if on_gpu(frame).any() else "A CPU alone: no GPU was recorded"
     if cross == cross:
         axes.axvline(cross, color=INK, lw=0.8, ls=":")
         headline = f"The CPU is faster up to a width of about {cross:.0f}"
-    return finished(figure, headline, f"Milliseconds of an update against the width of the network. {headline}.")
+    return style.finished(figure, headline, f"Milliseconds of an update against the width of the network. {headline}.")
 
 
 def ladder(frame: pd.DataFrame) -> Picture:
@@ -331,10 +300,10 @@ def ladder(frame: pd.DataFrame) -> Picture:
     steps = [
         step for _, place in frame.groupby(PLACE, sort=False) for step in place.groupby([*PLACE, "way"], sort=False)
     ]
-    figure, (axes,) = canvas(1, height=0.9 + 0.21 * len(steps))
+    figure, (axes,) = style.canvas(1, height=0.9 + 0.21 * len(steps))
     names = []
     for height, ((recorded, machine, setting, size, way), rows) in enumerate(steps):
-        points(axes, rows.times, np.full(len(rows), height), colour(setting), hollow=recorded, s=18)
+        style.points(axes, rows.times, np.full(len(rows), height), style.colour(setting), hollow=recorded, s=18)
         if rows.times.isna().all():
             axes.annotate(rows.note.iloc[0], (1.02, height), va="center", fontsize=7, color=INK)
         names.append(f"{way}, {size}, {setting}, {'recorded on ' + machine if recorded else 'here'}")
@@ -346,7 +315,7 @@ def ladder(frame: pd.DataFrame) -> Picture:
     _, machine, _, _, best = medians.idxmax()
     headline = f"The most gained: {best} on {machine}, {medians.max():.2f} times as fast as float32"
     headline = "Nothing trains faster than float32" if best == "float32" else headline
-    return finished(figure, headline, f"Speed of training in each precision over float32. {headline}.")
+    return style.finished(figure, headline, f"Speed of training in each precision over float32. {headline}.")
 
 
 def _widths(axes: Axes, widths: pd.Series) -> None:

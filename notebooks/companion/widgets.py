@@ -51,16 +51,10 @@ class Explorer(ipywidgets.VBox):
 class BitExplorer(Explorer):
     """The bits of a number, to be clicked; below them what a format makes of it by a rounding.
 
-    In a notebook that no kernel runs, the still picture `gpulab.plots.bits` stands there instead.
-
-    Args:
-        x: The number to begin with.
-
-    Examples:
-        >>> explorer = BitExplorer(1.0)
-        >>> explorer.bits[-1].click()
-        >>> explorer.number.value
-        1.0000001192092896
+    >>> explorer = BitExplorer(1.0)
+    >>> explorer.bits[-1].click()
+    >>> explorer.number.value
+    1.0000001192092896
     """
 
     def __init__(self, x: float = 0.1) -> None:
@@ -137,17 +131,7 @@ def _in_words(sign: str, exponent: str, fraction: str) -> tuple[str, str, str]:
 class SliceExplorer(Explorer):
     """The loss along a line through a network's weights, which a slider turns from the steepest way down to that up.
 
-    Sliders are `angle`, in degrees, and `reach`, a multiple of the landscape's extent.
-
-    Args:
-        landscape: From `gpulab.saddles.landscape`.
-
-    Examples:
-        >>> import gpulab
-        >>> layer, batch = torch.nn.Linear(3, 1), (torch.randn(9, 3), torch.randn(9, 1))
-        >>> around = gpulab.saddles.landscape(layer, torch.nn.functional.mse_loss, batch)
-        >>> explorer = SliceExplorer(around)
-        >>> explorer.angle.value = 90
+    Of a `gpulab.saddles.landscape`. Sliders are `angle`, in degrees, and `reach`, a multiple of the landscape's extent.
     """
 
     def __init__(self, landscape: Landscape) -> None:

@@ -52,12 +52,7 @@ class Row(NamedTuple):
 
 
 class TextNet(nn.Module):
-    """Scores of texts for each class: words are embedded, read by an LSTM or a Transformer encoder, and averaged.
-
-    Examples:
-        >>> TextNet("LSTM", classes=3, width=8)(torch.tensor([[5, 7, 0]])).shape
-        torch.Size([1, 3])
-    """
+    """Scores of texts for each class: words are embedded, read by an LSTM or a Transformer encoder, and averaged."""
 
     def __init__(self, kind: str, classes: int, width: int, layers: int = 2) -> None:
         super().__init__()
@@ -80,12 +75,7 @@ class TextNet(nn.Module):
 
 
 def workload(name: str, size: str = "quick") -> Step:
-    """A training step of `resnet18`, of an `LSTM` or of a `Transformer` encoder, on random input.
-
-    Examples:
-        >>> workload("LSTM", "smoke")(Setting.parse("cpu")).shape
-        torch.Size([])
-    """
+    """A training step of `resnet18`, of an `LSTM` or of a `Transformer` encoder, on random input."""
     if name not in NETWORKS or size not in PROFILES:
         raise UsageError(f"{name!r}, {size!r}: expected one of {', '.join(NETWORKS)}, and of {', '.join(PROFILES)}")
     generator = torch.Generator().manual_seed(0)
@@ -100,9 +90,6 @@ def workload(name: str, size: str = "quick") -> Step:
             count, length, width = TEXTS[size]
             model, inputs = TextNet(name, 10, width), torch.randint(1, VOCABULARY, (count, length), generator=generator)
     return Step(model, (inputs, torch.randint(10, (count,), generator=generator)), F.cross_entropy)
-
-
-# --- sections --------------------------------------------------------------------------------------------
 
 
 def step(setting: Setting, size: str) -> Iterator[Row]:
@@ -269,13 +256,8 @@ PARTS = (*SECTIONS, *IN_BENCHMARKS)
 def measure_speed(part: str, settings: Iterable[Setting | str] = ("cpu",), size: str = "quick") -> pd.DataFrame:
     """Measure one section of notebook 07, one of `PARTS`, under each setting, at the size of a profile.
 
-    Returns:
-        A row a number: `part`, `what`, `way`, `value`, `unit`, `spread` (the interquartile range over the median),
-        `seed`, `note` (why there is no number), `size`, `setting`, `machine`, and `recorded`, which is False.
-
-    Raises:
-        UsageError: For an unknown part or size.
-        GpulabError: For a setting that cannot run here, and where a section's script is not there.
+    A row a number: `part`, `what`, `way`, `value`, `unit`, `spread` (the interquartile range over the median), `seed`,
+    `note` (why there is no number), `size`, `setting`, `machine`, and `recorded`, which is False.
     """
     if part not in PARTS or size not in PROFILES:
         raise UsageError(f"{part!r}, {size!r}: expected one of {', '.join(PARTS)}, and of {', '.join(PROFILES)}")

@@ -1,5 +1,7 @@
 """Notebook 02: how one bit grows, what GPUs draw, and each factor changed alone."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
@@ -146,6 +148,9 @@ def test_it_is_said_in_words_and_drawn(report):
     assert "smallest size" in finding.parts[0][0]
     assert "2 seeds, in standard deviations between seeds: " in finding.statistics()[0]
     assert len(report.plot().png()) < 150_000
+    moved = replace(report, table=report.table.assign(decision="different", same_bits=0)).finding("made here")
+    assert "determinism" in str(moved)
+    assert str(moved).endswith(": different, with 2 seeds.")
     shown, _ = report._repr_mimebundle_()
     assert "made here, emulated" in shown["text/plain"]
     assert "<table" in shown["text/html"]

@@ -10,8 +10,8 @@ import pytest
 
 import companion
 import gpulab as gl
-from companion import factorial
-from companion.factorial import BEATS, LOSS, dose_finding
+from companion import anomaly
+from companion.anomaly import BEATS, LOSS, dose_finding
 from companion.learning import ALL, BEAT, LEARNED, STUCK
 
 pytestmark = pytest.mark.slow  # films of 50,000 frames are rendered for the thresholds
@@ -51,7 +51,7 @@ def recorded_claims():
     published = companion.published_runs()
     table = companion.published_table(published)
     for full in (True, False):
-        some = table[(table["size"] == factorial.FULL) == full]
+        some = table[(table["size"] == anomaly.FULL) == full]
         yield published[published.full == full], said(some, [BEATS, LOSS], "endpoint")
     trips = companion.round_trips(published)
     same = "the same bits" if (trips.same_bits == trips.windows).all() else "other bits"
@@ -112,8 +112,8 @@ def test_the_registered_pairs_are_counted_as_on_the_page_of_notebook_05():
     longer = companion.learning_table(memory, factor="loader", reference="window")
     port = companion.anomaly_table(gl.recorded_runs().query("loader != 'window'"))
     (pairs,) = [line for line in card.splitlines() if line.startswith("The decisions are today's")]
-    on_the_page = factorial._short(table, longer, port)[0]
+    on_the_page = anomaly._short(table, longer, port)[0]
     assert re.findall(r"\d+ of \d+", pairs) == re.findall(r"\d+ of \d+", on_the_page)
-    walk = table[(table.film == "walk") & (table["size"] == factorial.FULL)].iloc[0]
+    walk = table[(table.film == "walk") & (table["size"] == anomaly.FULL)].iloc[0]
     assert f"Of the {walk.beat_reference} runs on the walk" in pairs
     assert f"beat repeating the last frame, {walk.beat_blurred:.0f} beat it blurred." in pairs

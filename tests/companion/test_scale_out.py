@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from companion import scale_out, scale_out_figures
+from companion import scale_out
 from companion.scale_out import WAYS
 from gpulab.errors import UsageError
 from gpulab.store import records
@@ -119,15 +119,15 @@ def gpu(scaling):
 def test_every_figure_says_what_it_shows(scaling, descents, batches):
     both = pd.concat([scaling, gpu(scaling)])
     figures = {
-        "2 devices do ": scale_out_figures.scaling_lines(both),
-        "Devices compute 50%": scale_out_figures.update_shares(gpu(scaling)),
-        "As many updates: ": scale_out_figures.descent_losses(descents[1]),
-        f"A batch of {batches[1].critical_batch[0]:.0f} takes": scale_out_figures.batch_law(*batches),
+        "2 devices do ": scale_out.scaling_lines(both),
+        "Devices compute 50%": scale_out.update_shares(gpu(scaling)),
+        "As many updates: ": scale_out.descent_losses(descents[1]),
+        f"A batch of {batches[1].critical_batch[0]:.0f} takes": scale_out.batch_law(*batches),
     }
     for words, figure in figures.items():
         assert words in figure.alt
         assert len(figure.png()) < 300_000
-    assert "2.00 times what one does" in scale_out_figures.scaling_lines(gpu(scaling)).alt
+    assert "2.00 times what one does" in scale_out.scaling_lines(gpu(scaling)).alt
 
 
 def test_the_finding_has_its_numbers_from_the_tables(scaling, descents, batches):
@@ -135,14 +135,14 @@ def test_the_finding_has_its_numbers_from_the_tables(scaling, descents, batches)
     ends = pd.DataFrame(
         [{"precision": "float32", "weights": 2e-7, **row}, {"precision": "float64", "weights": 3e-16, **row}]
     )
-    here = scale_out_figures.scale_finding(ends, scaling, descents[0], batches[1])
+    here = scale_out.scale_finding(ends, scaling, descents[0], batches[1])
     strong = scaling.query("scaling == 'strong' and devices == 2").iloc[0]
     assert "no weight is off by more than 2.0e-07 in float32 and 3.0e-16 in float64" in here
     assert f"Here, 2 devices train a small PredNet on {strong.speedup:.2f} times the frames a second" in here
     assert "Recorded" not in here
     lost = descents[0].groupby("way").lost_share.mean()
     assert f"{lost['lock-free']:.1%} are overwritten" in here
-    both = scale_out_figures.scale_finding(ends, pd.concat([scaling, gpu(scaling)]), descents[0], batches[1])
+    both = scale_out.scale_finding(ends, pd.concat([scaling, gpu(scaling)]), descents[0], batches[1])
     assert both.startswith(here)
     assert "Recorded on a GPU, cuda:tf32=off: 2 devices train a paper PredNet on 2.00 times" in both
     assert "25% is waiting and 25% communication" in both

@@ -9,9 +9,9 @@ import pytest
 
 import companion
 import gpulab as gl
-from companion import factorial
+from companion import anomaly
+from companion.anomaly import dose_finding, dose_response, dose_table, rank_correlation
 from companion.benchmarks import SCRIPTS, benchmark
-from companion.factorial import dose_finding, dose_response, dose_table, rank_correlation
 from companion.learning import ALL, BEAT
 from gpulab.stats.verdicts import p_text
 
@@ -44,7 +44,7 @@ def runs(device="cuda", loader="reused", losses=(), film="walk", size="160x120",
         beats_repeating=losses < repeat, repeat_loss=repeat, device=device, loader=loader, data=film, setting=device
     )
     frame = frame.assign(size=size, round_trip=round_trip, frames=5000, speed=2.0, status="finished", recorded=True)
-    return factorial.described(frame.assign(machine=device, experiment="published", profile="own", rerun=0))
+    return anomaly.described(frame.assign(machine=device, experiment="published", profile="own", rerun=0))
 
 
 def test_recorded_runs_are_the_registered_ones(recorded):
@@ -63,7 +63,7 @@ def test_recorded_runs_are_the_registered_ones(recorded):
 def test_the_table_counts_seeds_by_hand(recorded, table):
     walk = recorded[(recorded.film == "walk") & recorded.full & recorded.round_trip]
     losses = walk.pivot_table(index="seed", columns="loader", values="final_loss").dropna()
-    share, loss = table[(table.film == "walk") & (table.family == factorial.REGISTERED[0].family)].itertuples()
+    share, loss = table[(table.film == "walk") & (table.family == anomaly.REGISTERED[0].family)].itertuples()
     assert (share.seeds, loss.seeds) == (len(losses), len(losses))
     assert loss.worse == (losses.shared > losses.reused).sum()
     assert loss.ratio == pytest.approx((losses.shared / losses.reused).median())
@@ -98,7 +98,7 @@ def test_the_correction_is_over_the_films_of_an_endpoint():
         assert some.p_holm[smallest] == pytest.approx(min(1, 3 * some.p[smallest]))
     assert set(table.film) == {"walk", "a", "b"}
     assert table[table.film != "walk"].beat_blurred.isna().all()
-    assert "seeds on 3 films" in factorial._over_films(table)
+    assert "seeds on 3 films" in anomaly._over_films(table)
 
 
 def test_half_size_is_judged_apart():
@@ -107,7 +107,7 @@ def test_half_size_is_judged_apart():
     frame = pd.concat(runs(device, loader, losses * k, size="80x56") for device, loader, k in cells)
     table = companion.published_table(frame)
     assert set(table.family) == {"four cells"}
-    of_loss = table[table.endpoint == factorial.LOSS].set_index(["condition", "reference"]).decision
+    of_loss = table[table.endpoint == anomaly.LOSS].set_index(["condition", "reference"]).decision
     assert of_loss["CPU, frames copied", REUSED] == "equivalent"
     assert of_loss["CPU, as published", SHARED] == "equivalent"
     assert of_loss["CPU, as published", "CPU, frames copied"] == "different"
@@ -118,23 +118,23 @@ def test_in_short_has_every_registered_pair_and_those_that_go_the_other_way(tabl
     port = pd.DataFrame(rows, columns=["profile", "worse", "same_bits", "decision"])
     copies = port.assign(worse=0, same_bits=32)  # a GPU copies whatever the loader: there the memory does not differ
     port = pd.concat([port, copies]).assign(experiment="prednet", metric=ALL, seeds=32)
-    first, devices, size = factorial._short(table, longer, port)
-    one_line = table[(table.endpoint == factorial.LOSS) & (table.family != "four cells")]
-    cpu = table[(table.endpoint == factorial.LOSS) & (table.reference == "CPU, frames copied")]
+    first, devices, size = anomaly._short(table, longer, port)
+    one_line = table[(table.endpoint == anomaly.LOSS) & (table.family != "four cells")]
+    cpu = table[(table.endpoint == anomaly.LOSS) & (table.reference == "CPU, frames copied")]
     counts = [pd.concat([one_line, cpu])[name].sum() for name in ("worse", "seeds")]
     assert f"{counts[0]} of {counts[1]} of the authors' code, 15 of 16 of our port after 50,000 frames, " in first
     assert "62 of 64 of our port at the published size (of 2 speeds inconclusive at 1, different at 1)" in first
     assert "28 of 32 of our port at the quick size (of 1 speeds equivalent at 1)." in first
     assert devices.startswith("Where only the device differs")
     assert "on a GPU alone" in size
-    full_on_cpu = table.assign(condition=table.condition.where(table["size"] != factorial.FULL, "CPU, as published"))
-    assert "on a GPU alone" not in "".join(factorial._short(full_on_cpu, longer, port))
+    full_on_cpu = table.assign(condition=table.condition.where(table["size"] != anomaly.FULL, "CPU, as published"))
+    assert "on a GPU alone" not in "".join(anomaly._short(full_on_cpu, longer, port))
 
 
 def test_the_figure_and_the_page_show_what_is_there(recorded, table, longer):
     picture = companion.published_figure(recorded)
     assert len(picture.png()) > 5000
-    first = table[(table.family == "one line, on a GPU") & (table.endpoint == factorial.LOSS)]
+    first = table[(table.family == "one line, on a GPU") & (table.endpoint == anomaly.LOSS)]
     assert f"ends worse in {first.worse.sum()} of {first.seeds.sum()} pairs" in picture.alt
     trips, window = companion.round_trips(recorded), companion.first_window(["cpu"], profile="smoke")
     port = companion.anomaly_table(
@@ -143,12 +143,12 @@ def test_the_figure_and_the_page_show_what_is_there(recorded, table, longer):
     dose, windows = companion.recorded_dose(), companion.recorded_windows()
     page = companion.published_page(window, table, trips, dose, windows, longer, port)
     said, statistics = str(page), "\n".join(page.statistics())
-    row = table[table.endpoint == factorial.LOSS].iloc[0]
+    row = table[table.endpoint == anomaly.LOSS].iloc[0]
     assert f"{row.ratio:.2f} times as high (median), higher for {row.worse} of {row.seeds} seeds" in statistics
     for row in table[table.decision == "equivalent"].itertuples():
         assert f"({row.decision}, p = {p_text(row.p_equivalent)})" in statistics
     assert f"higher for {first.worse.sum()} of {first.seeds.sum()} seeds" in said
-    walk = table[(table.film == "walk") & (table["size"] == factorial.FULL)].iloc[0]
+    walk = table[(table.film == "walk") & (table["size"] == anomaly.FULL)].iloc[0]
     assert f"Of those that do, {walk.beat_blurred:.0f} of {walk.beat_reference} (walk), " in said
     assert "<b>Claimed.</b>" in page.html()
     assert f"the losses of {trips.windows.sum():,} windows have the same bits ({trips.seeds.sum()} pairs" in said
