@@ -190,9 +190,9 @@ def test_a_solution_of_least_squares_is_right_where_no_other_leaves_less():
 
     for rank in ("gelsy", "gelsd"):
         solution = solve(flat, flat, driver=rank)[0]
-        assert is_right(solve, (flat, flat), answer(solution), driver=rank)
-        assert is_right(solve, (flat, flat), answer(solution + torch.tensor([[1.0], [-2], [1]])), driver=rank)
-        assert not is_right(solve, (flat, flat), answer(solution + torch.tensor([[1.0], [-2], [1.1]])), driver=rank)
+        for move, right_still in [([[0.0], [0], [0]], True), ([[1.0], [-2], [1]], True), ([[1.0], [-2], [1.1]], False)]:
+            moved = answer(solution + torch.tensor(move))
+            assert is_right(solve, (flat, flat), moved, driver=rank) is right_still
     solution = solve(tall, right)[0]
     assert is_right(solve, (tall, right), answer(solution))
     wrong = solution.clone()
@@ -216,6 +216,10 @@ def test_bases_of_either_sign_are_right_and_those_of_another_matrix_are_not():
         values, vectors = aten._linalg_eigh.default(symmetric, side)
         assert is_right(aten._linalg_eigh.default, (symmetric, side), (values, vectors * signs))
         assert not is_right(aten._linalg_eigh.default, (symmetric, side), (values.flip(0), vectors))
+        assert not is_right(aten._linalg_eigh.default, (symmetric, side), (values, vectors + 0.01))
+    batch = drawn(3, 6, 6)
+    for operation in (aten.linalg_qr.default, aten._linalg_svd.default, aten.linalg_eig.default):
+        assert is_right(operation, (batch,), operation(batch))
 
 
 # --- in an audit -------------------------------------------------------------------------------------------------
@@ -238,8 +242,20 @@ def another_solution(operation, *args, **kwargs):
     return type(out)((out[0] + torch.tensor([[1.0], [-2], [1]], dtype=out[0].dtype), *out[1:]))
 
 
+def other_signs(operation, *args, **kwargs):
+    """Eigenvectors, singular vectors or a basis with the signs of another library."""
+    first, *middle, last = operation(*args, **kwargs)
+    signs = (-1.0) ** torch.arange(8)
+    if operation._schema.name == "aten::_linalg_eigh":
+        return first, last * signs
+    return first * signs[: first.shape[-1]], *middle, last * signs[: last.shape[-2], None]
+
+
 EQUALS = [3.0, 2, 3, 2, 1, 1, 3, 3]
 STEPS = {
+    "_linalg_eigh": (other_signs, lambda x: torch.linalg.eigh(x.outer(x) + x.cumsum(0).diag()).eigenvectors),
+    "_linalg_svd": (other_signs, lambda x: torch.linalg.svd(x.view(4, 2)).U),
+    "linalg_qr": (other_signs, lambda x: torch.linalg.qr(x.view(4, 2)).Q),
     "topk": (from_the_end, lambda x: x.topk(2).indices.double()),
     "argmax": (from_the_end, lambda x: torch.arange(8.0)[x[None].argmax(-1)]),
     "max": (from_the_end, lambda x: x.max(-1).indices.double()),
