@@ -27,22 +27,18 @@ def places(*rows):
 
 # --- places of numbers ---------------------------------------------------------------------------------------------
 
+
+def answers(*texts):
+    """The places in each row: a word for a row, a digit for a place."""
+    return [torch.tensor([[int(digit) for digit in row] for row in text.split()]) for text in texts]
+
+
 # The operation, its arguments after the tensor, the places of two right answers, and wrong ones.
 SELECTIONS = {
-    "topk": (
-        aten.topk.default,
-        (2, 1),
-        [places([0, 2], [1, 2]), places([7, 6], [4, 1])],
-        [places([0, 0], [1, 2]), places([0, 1], [1, 2]), places([0, 8], [1, 2])],
-    ),
-    "topk without order": (
-        aten.topk.default,
-        (3, 1, False, False),
-        [places([4, 5, 1], [3, 0, 5]), places([3, 5, 4], [7, 0, 3])],
-        [places([4, 5, 0], [3, 0, 5])],
-    ),
+    "topk": (aten.topk.default, (2, 1), answers("02 12", "76 41"), answers("00 12", "01 12", "08 12")),
+    "topk without order": (aten.topk.default, (3, 1, False, False), answers("451 305", "354 703"), answers("450 305")),
     "max": (aten.max.dim, (1, False), [places(0, 1), places(7, 4)], [places(1, 1)]),
-    "min": (aten.min.dim, (1, True), [places([4], [3]), places([5], [3])], [places([4], [0])]),
+    "min": (aten.min.dim, (1, True), answers("4 3", "5 3"), answers("4 0")),
     "median": (aten.median.dim, (1,), [places(1, 5), places(3, 7)], [places(4, 5)]),
     "nanmedian": (aten.nanmedian.dim, (1,), [places(1, 5), places(3, 6)], [places(1, 1)]),
     "kthvalue": (aten.kthvalue.default, (2, 1), [places(4, 0), places(5, 0)], [places(4, 3)]),
@@ -51,20 +47,14 @@ SELECTIONS = {
     "sort": (
         aten.sort.default,
         (1,),
-        [
-            places([4, 5, 1, 3, 0, 2, 6, 7], [3, 0, 5, 6, 7, 1, 2, 4]),
-            places([5, 4, 3, 1, 7, 6, 2, 0], [3, 0, 7, 6, 5, 4, 2, 1]),
-        ],
-        [
-            places([4, 4, 1, 3, 0, 2, 6, 7], [3, 0, 5, 6, 7, 1, 2, 4]),
-            places([4, 1, 5, 3, 0, 2, 6, 7], [3, 0, 5, 6, 7, 1, 2, 4]),
-        ],
+        answers("45130267 30567124", "54317620 30765421"),
+        answers("44130267 30567124", "41530267 30567124"),
     ),
     "cummax": (
         aten.cummax.default,
         (1,),
-        [places([0, 0, 2, 2, 2, 2, 6, 7], [0, 1, 2, 2, 4, 4, 4, 4]), places([0] * 8, [0] + [1] * 7)],
-        [places([0, 1, 2, 2, 2, 2, 6, 7], [0] + [1] * 7)],
+        answers("00222267 01224444", "00000000 01111111"),
+        answers("01222267 01111111"),
     ),
 }
 
