@@ -573,25 +573,20 @@ def test_where_a_nan_was_put_in_nobody_is_blamed():
 # --- what is no data ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def seeded_kernel():
-    """An operation of one's own that hands its backward pass a seed, as fused attention does."""
+def test_a_seed_that_a_kernel_keeps_for_its_backward_pass_is_no_data():
+    """As fused attention keeps one; here an operation of one's own."""
     seeds = itertools.count()
-    library = torch.library.Library("gpulab_test", "FRAGMENT")
-    library.define("attend(Tensor x) -> (Tensor output, Tensor philox_seed)")
-    library.define("attend_backward(Tensor gradient, Tensor philox_seed) -> Tensor")
-    library.impl("attend", lambda x: (2 * x, torch.tensor(next(seeds))), "CPU")
-    library.impl("attend_backward", lambda gradient, philox_seed: 2 * gradient, "CPU")  # noqa: ARG005
-    yield torch.ops.gpulab_test
-    library._destroy()
+    with torch.library._scoped_library("gpulab_test", "FRAGMENT") as library:
+        library.define("attend(Tensor x) -> (Tensor output, Tensor philox_seed)")
+        library.define("back(Tensor gradient, Tensor philox_seed) -> Tensor")
+        library.impl("attend", lambda x: (2 * x, torch.tensor(next(seeds))), "CPU")
+        library.impl("back", lambda gradient, philox_seed: 2 * gradient, "CPU")  # noqa: ARG005
 
+        def step():
+            output, seed = torch.ops.gpulab_test.attend(drawn(4, 3))
+            return output.sum() + torch.ops.gpulab_test.back(output, philox_seed=seed).sum()
 
-def test_a_seed_that_a_kernel_keeps_for_its_backward_pass_is_no_data(seeded_kernel):
-    def step():
-        output, seed = seeded_kernel.attend(drawn(4, 3))
-        return output.sum() + seeded_kernel.attend_backward(output, philox_seed=seed).sum()
-
-    assert faults(audited(step)) == []
+        assert faults(audited(step)) == []
 
 
 # --- rounded factors: errors that go one way --------------------------------------------------------------------
@@ -630,13 +625,8 @@ def small_cnn(middle):
     return gl.Step(net, (drawn(8, 3, 12, 12), labels(8)), F.cross_entropy)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.last = nn.LSTM(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.last(noisy(self.lstm(x)[0]))
+def recurrent():
+    return nn.Sequential(nn.LSTM(8, 16), Own(lambda out: noisy(out[0])), nn.Linear(16, 4))
 
 
 def ten_per_mille(h):
@@ -652,7 +642,7 @@ def test_a_convolution_in_tf32_comes_first_in_a_network_with_batch_normalisation
     assert sum(shares) == pytest.approx(1, abs=0.3), "what sketches and squares tell"
 
 
-@pytest.mark.parametrize("step", [small_cnn(noisy), gl.Step(seeded(Recurrent), drawn(5, 4, 8))], ids=["CNN", "LSTM"])
+@pytest.mark.parametrize("step", [small_cnn(noisy), gl.Step(seeded(recurrent), drawn(5, 4, 8))], ids=["CNN", "LSTM"])
 def test_what_does_not_repeat_in_its_last_bits_comes_after_tf32_with_its_size_and_first_where_it_is_all(step):
     report = audited(step, A, "cpu:emulate=tf32")
     assert report.kind == "reduced precision"
