@@ -157,19 +157,9 @@ class Own(nn.Module):
         return self.function(x)
 
 
-class Middle(nn.Sequential):
-    """A function between two layers."""
-
-    def __init__(self, function):
-        super().__init__(nn.Linear(20, 30), nn.Linear(30, 5))
-        self.function = function
-
-    def forward(self, x):
-        return self[1](self.function(self[0](x)))
-
-
 def with_a_function(function):
-    return gl.Step(seeded(lambda: Middle(function)), drawn(8, 20))
+    """A step of a network with the function between two layers."""
+    return gl.Step(seeded(lambda: nn.Sequential(nn.Linear(20, 30), Own(function), nn.Linear(30, 5))), drawn(8, 20))
 
 
 def normalised(h, momentum):
@@ -426,7 +416,7 @@ def test_traces_of_different_steps_data_weights_or_functions_are_refused():
         with pytest.raises(gl.DataError, match=words):
             gl.audit(trace, recorded(step))
     both = [recorded(with_a_function(lambda h, how=how: F.gelu(h, approximate=how))) for how in ("none", "tanh")]
-    with pytest.raises(gl.DataError, match=r"gelu in Middle is called with approximate='none' in one and .*'tanh'"):
+    with pytest.raises(gl.DataError, match=r"gelu in 1 is called with approximate='none' in one and .*'tanh'"):
         gl.audit(*both)
 
 

@@ -177,24 +177,24 @@ def without_an_argument():
     seeded(lambda: nn.Linear(4, 2))(torch.ones(3, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("step", [two_backwards, no_backward, with_checkpoint, without_an_argument])
+def copying_a_network_with_buffers(setting):
+    """Which sets a tensor to another memory: no arithmetic, and nothing that float64 could repeat."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    copy.deepcopy(net).to(setting.dtype)(drawn(2, 1, 5, 5).to(setting.dtype)).square().sum().backward()
+
+
+STEPS = [two_backwards, no_backward, with_checkpoint, without_an_argument, copying_a_network_with_buffers]
+
+
+@pytest.mark.parametrize("step", STEPS)
 def test_any_function_of_one_step_can_be_recorded(step):
     trace = recorded(step)
     assert all(op.repeats is not False for op in trace.operations)
+    assert [op.name for op in trace.operations if op.ratio is not None and not op.ratio <= 1] == []
     assert ("backward" in {op.phase for op in trace.operations}) is (step is not no_backward)
-    assert {op.dtype for op in trace.reference} == {"float64"}
+    assert {op.dtype for op in trace.reference if "float" in op.dtype} == {"float64"}
     assert len(trace.reference) == len(trace.operations)
     assert step is not two_backwards or len(named(trace, "mm", "backward")) == 2
-
-
-def test_a_step_may_copy_a_network_with_buffers():
-    """Which sets a tensor to another memory: no arithmetic, and nothing that float64 could repeat."""
-    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
-
-    def step(setting):
-        copy.deepcopy(net).to(setting.dtype)(drawn(2, 1, 5, 5).to(setting.dtype)).square().sum().backward()
-
-    assert [op.name for op in recorded(step).operations if op.ratio is not None and not op.ratio <= 1] == []
 
 
 def test_a_step_is_called_with_its_setting_or_without():
