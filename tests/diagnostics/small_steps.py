@@ -1,5 +1,7 @@
 """Small steps, their audits, and kernels that are wrong: what several files of this folder share."""
 
+import math
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,6 +40,11 @@ def under_b():
 def compared(operation, args, out, **kwargs):
     """An operation's results beside those of float64."""
     return forward_error(operation, operation._schema.name.partition("::")[2].rstrip("_"), args, kwargs, out)
+
+
+def ratio(seen):
+    """An error in units of what rounding explains."""
+    return seen.error / seen.bound if seen.bound else math.inf if seen.error else 0.0
 
 
 class FaultyKernels(TorchDispatchMode):

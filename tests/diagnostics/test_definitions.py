@@ -27,22 +27,18 @@ def places(*rows):
 
 # --- places of numbers ---------------------------------------------------------------------------------------------
 
+
+def answers(*texts):
+    """The places in each row: a word for a row, a digit for a place."""
+    return [torch.tensor([[int(digit) for digit in row] for row in text.split()]) for text in texts]
+
+
 # The operation, its arguments after the tensor, the places of two right answers, and wrong ones.
 SELECTIONS = {
-    "topk": (
-        aten.topk.default,
-        (2, 1),
-        [places([0, 2], [1, 2]), places([7, 6], [4, 1])],
-        [places([0, 0], [1, 2]), places([0, 1], [1, 2]), places([0, 8], [1, 2])],
-    ),
-    "topk without order": (
-        aten.topk.default,
-        (3, 1, False, False),
-        [places([4, 5, 1], [3, 0, 5]), places([3, 5, 4], [7, 0, 3])],
-        [places([4, 5, 0], [3, 0, 5])],
-    ),
+    "topk": (aten.topk.default, (2, 1), answers("02 12", "76 41"), answers("00 12", "01 12", "08 12")),
+    "topk without order": (aten.topk.default, (3, 1, False, False), answers("451 305", "354 703"), answers("450 305")),
     "max": (aten.max.dim, (1, False), [places(0, 1), places(7, 4)], [places(1, 1)]),
-    "min": (aten.min.dim, (1, True), [places([4], [3]), places([5], [3])], [places([4], [0])]),
+    "min": (aten.min.dim, (1, True), answers("4 3", "5 3"), answers("4 0")),
     "median": (aten.median.dim, (1,), [places(1, 5), places(3, 7)], [places(4, 5)]),
     "nanmedian": (aten.nanmedian.dim, (1,), [places(1, 5), places(3, 6)], [places(1, 1)]),
     "kthvalue": (aten.kthvalue.default, (2, 1), [places(4, 0), places(5, 0)], [places(4, 3)]),
@@ -51,20 +47,14 @@ SELECTIONS = {
     "sort": (
         aten.sort.default,
         (1,),
-        [
-            places([4, 5, 1, 3, 0, 2, 6, 7], [3, 0, 5, 6, 7, 1, 2, 4]),
-            places([5, 4, 3, 1, 7, 6, 2, 0], [3, 0, 7, 6, 5, 4, 2, 1]),
-        ],
-        [
-            places([4, 4, 1, 3, 0, 2, 6, 7], [3, 0, 5, 6, 7, 1, 2, 4]),
-            places([4, 1, 5, 3, 0, 2, 6, 7], [3, 0, 5, 6, 7, 1, 2, 4]),
-        ],
+        answers("45130267 30567124", "54317620 30765421"),
+        answers("44130267 30567124", "41530267 30567124"),
     ),
     "cummax": (
         aten.cummax.default,
         (1,),
-        [places([0, 0, 2, 2, 2, 2, 6, 7], [0, 1, 2, 2, 4, 4, 4, 4]), places([0] * 8, [0] + [1] * 7)],
-        [places([0, 1, 2, 2, 2, 2, 6, 7], [0] + [1] * 7)],
+        answers("00222267 01224444", "00000000 01111111"),
+        answers("01222267 01111111"),
     ),
 }
 
@@ -190,9 +180,9 @@ def test_a_solution_of_least_squares_is_right_where_no_other_leaves_less():
 
     for rank in ("gelsy", "gelsd"):
         solution = solve(flat, flat, driver=rank)[0]
-        assert is_right(solve, (flat, flat), answer(solution), driver=rank)
-        assert is_right(solve, (flat, flat), answer(solution + torch.tensor([[1.0], [-2], [1]])), driver=rank)
-        assert not is_right(solve, (flat, flat), answer(solution + torch.tensor([[1.0], [-2], [1.1]])), driver=rank)
+        for move, right_still in [([[0.0], [0], [0]], True), ([[1.0], [-2], [1]], True), ([[1.0], [-2], [1.1]], False)]:
+            moved = answer(solution + torch.tensor(move))
+            assert is_right(solve, (flat, flat), moved, driver=rank) is right_still
     solution = solve(tall, right)[0]
     assert is_right(solve, (tall, right), answer(solution))
     wrong = solution.clone()
@@ -216,6 +206,10 @@ def test_bases_of_either_sign_are_right_and_those_of_another_matrix_are_not():
         values, vectors = aten._linalg_eigh.default(symmetric, side)
         assert is_right(aten._linalg_eigh.default, (symmetric, side), (values, vectors * signs))
         assert not is_right(aten._linalg_eigh.default, (symmetric, side), (values.flip(0), vectors))
+        assert not is_right(aten._linalg_eigh.default, (symmetric, side), (values, vectors + 0.01))
+    batch = drawn(3, 6, 6)
+    for operation in (aten.linalg_qr.default, aten._linalg_svd.default, aten.linalg_eig.default):
+        assert is_right(operation, (batch,), operation(batch))
 
 
 # --- in an audit -------------------------------------------------------------------------------------------------
@@ -238,8 +232,20 @@ def another_solution(operation, *args, **kwargs):
     return type(out)((out[0] + torch.tensor([[1.0], [-2], [1]], dtype=out[0].dtype), *out[1:]))
 
 
+def other_signs(operation, *args, **kwargs):
+    """Eigenvectors, singular vectors or a basis with the signs of another library."""
+    first, *middle, last = operation(*args, **kwargs)
+    signs = (-1.0) ** torch.arange(8)
+    if operation._schema.name == "aten::_linalg_eigh":
+        return first, last * signs
+    return first * signs[: first.shape[-1]], *middle, last * signs[: last.shape[-2], None]
+
+
 EQUALS = [3.0, 2, 3, 2, 1, 1, 3, 3]
 STEPS = {
+    "_linalg_eigh": (other_signs, lambda x: torch.linalg.eigh(x.outer(x) + x.cumsum(0).diag()).eigenvectors),
+    "_linalg_svd": (other_signs, lambda x: torch.linalg.svd(x.view(4, 2)).U),
+    "linalg_qr": (other_signs, lambda x: torch.linalg.qr(x.view(4, 2)).Q),
     "topk": (from_the_end, lambda x: x.topk(2).indices.double()),
     "argmax": (from_the_end, lambda x: torch.arange(8.0)[x[None].argmax(-1)]),
     "max": (from_the_end, lambda x: x.max(-1).indices.double()),

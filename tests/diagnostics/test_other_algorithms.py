@@ -3,30 +3,31 @@
 The algorithms are written down here in float32: a CPU has few of them.
 """
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_steps import compared, drawn
+from small_steps import compared, drawn, ratio
 
 aten = torch.ops.aten
 
 
-def ratio(operation, args, out, **kwargs):
+def measured(operation, args, out, **kwargs):
     """The error in units of what rounding explains, which must have been measured."""
     seen = compared(operation, args, out, **kwargs)
     assert seen.error is not None, f"{operation} was not compared"
     assert seen.format is None
-    return seen.error / seen.bound if seen.bound else math.inf if seen.error else 0.0
+    return ratio(seen)
 
 
 def tells(operation, args, right, *wrong):
     """Of one result that rounding explains it, and of others that it does not."""
-    assert ratio(operation, args, right) < 1
+    assert measured(operation, args, right) < 1
     for result in wrong:
-        assert ratio(operation, args, result) > 1
+        assert measured(operation, args, result) > 1
 
 
 # --- sums, whose terms may come in any order --------------------------------------------------------------------
@@ -68,15 +69,15 @@ def test_a_sum_or_mean_in_any_order_is_right(numbers, order):
     """But for 50,000 numbers that are next to equal and that no library adds up in turn: they would round alike."""
     x = NUMBERS[numbers](5000 if numbers in ("far from zero", "all equal") else 50_000)
     total = ORDERS[order](x)
-    assert ratio(aten.sum.default, (x,), total) < 1
-    assert ratio(aten.mean.default, (x,), total / len(x)) < 1
+    assert measured(aten.sum.default, (x,), total) < 1
+    assert measured(aten.mean.default, (x,), total / len(x)) < 1
 
 
 @pytest.mark.parametrize("numbers", ["normal", "of one sign", "far from zero"])
 def test_a_sum_that_misses_a_part_or_is_divided_by_another_number_is_wrong(numbers):
     x = NUMBERS[numbers](1000)
-    assert ratio(aten.sum.default, (x,), x[:-3].sum()) > 1
-    assert ratio(aten.mean.default, (x,), x.sum() / 999) > 1 or numbers == "normal"
+    assert measured(aten.sum.default, (x,), x[:-3].sum()) > 1
+    assert measured(aten.mean.default, (x,), x.sum() / 999) > 1 or numbers == "normal"
 
 
 @pytest.mark.parametrize(
@@ -84,24 +85,19 @@ def test_a_sum_that_misses_a_part_or_is_divided_by_another_number_is_wrong(numbe
 )
 def test_running_sums_in_float32_are_right(numbers, scan):
     x = NUMBERS[numbers](50_000)
-    assert ratio(aten.cumsum.default, (x, 0), scan(x)) < 1
+    assert measured(aten.cumsum.default, (x, 0), scan(x)) < 1
     wrong = scan(x)
     wrong[513:] += 0.02 * float(wrong.norm()) / math.sqrt(len(x))
-    assert ratio(aten.cumsum.default, (x, 0), wrong) > 1 or numbers != "of one sign"
+    assert measured(aten.cumsum.default, (x, 0), wrong) > 1 or numbers != "of one sign"
 
 
-def test_running_products_and_logarithms_in_float32_are_right():
+def test_running_products_in_float32_are_right():
     x = 1 + 0.01 * drawn(20_000)
     product = torch.from_numpy(np.cumprod(x.numpy(), dtype=np.float32))
-    assert ratio(aten.cumprod.default, (x, 0), product) < 1
+    assert measured(aten.cumprod.default, (x, 0), product) < 1
     late = product[:5000].clone()
     late[1000:] *= 1.001
-    assert ratio(aten.cumprod.default, (x[:5000], 0), late) > 1
-    x = 10 * drawn(5000)
-    running = [x[0]]
-    for value in x[1:]:
-        running.append(torch.logaddexp(running[-1], value))
-    tells(aten.logcumsumexp.default, (x, 0), torch.stack(running), 1.001 * torch.stack(running))
+    assert measured(aten.cumprod.default, (x[:5000], 0), late) > 1
 
 
 @pytest.mark.parametrize("numbers", ["normal", "of one sign", "far from zero", "all equal"])
@@ -136,14 +132,15 @@ def test_a_variance_in_one_pass_is_right_and_one_of_another_normaliser_is_not(of
     x = offset + drawn(count, 3)
     mean = in_turn(x)[-1] / count
     by_one_pass = (in_turn(x.square())[-1] / count - mean.square()).clamp_min(0)
-    for correction in (0, 1):
+    for correction, (operation, power) in itertools.product(
+        (0, 1), ((aten.var.correction, 1), (aten.std.correction, 0.5))
+    ):
         right = by_one_pass * count / (count - correction)
-        assert ratio(aten.var.correction, (x, [0]), right, correction=correction) < 1
-        assert ratio(aten.std.correction, (x, [0]), right.sqrt(), correction=correction) < 1
+        assert measured(operation, (x, [0]), right**power, correction=correction) < 1
         if count == 100 and offset <= 30:
-            other = 1 - correction
-            assert ratio(aten.var.correction, (x, [0]), x.var(0, correction=correction), correction=other) > 1
-            assert ratio(aten.std.correction, (x, [0]), x.std(0, correction=correction), correction=other) > 1
+            assert (
+                measured(operation, (x, [0]), x.var(0, correction=correction) ** power, correction=1 - correction) > 1
+            )
 
 
 def normalised_in_one_pass(x, dims, eps=1e-5):
@@ -160,12 +157,12 @@ def test_normalisations_in_one_pass_are_right(offset, count):
     batch, mean, reciprocal = normalised_in_one_pass(x[:, :, 0], (0,))
     none = (None, None)
     args = (x[:, :, 0], *none, None, None, True, 0.1, 1e-5)
-    assert ratio(aten.native_batch_norm.default, args, (batch, mean[0], reciprocal[0])) < 1
+    assert measured(aten.native_batch_norm.default, args, (batch, mean[0], reciprocal[0])) < 1
     layer = normalised_in_one_pass(x, (1, 2))
-    assert ratio(aten.native_layer_norm.default, (x, [6, 8], *none, 1e-5), layer) < 1
+    assert measured(aten.native_layer_norm.default, (x, [6, 8], *none, 1e-5), layer) < 1
     group, mean, reciprocal = normalised_in_one_pass(x.view(count, 3, 16), (2,))
     result = group.view(x.shape), mean[..., 0], reciprocal[..., 0]
-    assert ratio(aten.native_group_norm.default, (x, *none, count, 6, 8, 3, 1e-5), result) < 1
+    assert measured(aten.native_group_norm.default, (x, *none, count, 6, 8, 3, 1e-5), result) < 1
 
 
 @pytest.mark.parametrize("offset", [0.0, 5.0])
@@ -174,10 +171,10 @@ def test_normalisations_of_wrong_deviation_or_with_one_wrong_number_are_wrong(of
     right, mean, reciprocal = aten.native_layer_norm.default(x, [6], None, None, 1e-5)
     one_less = (x - mean) / (x.var(1, keepdim=True) + 1e-5).sqrt()
     args = (x, [6], None, None, 1e-5)
-    assert ratio(aten.native_layer_norm.default, args, (one_less, mean, reciprocal)) > 1
+    assert measured(aten.native_layer_norm.default, args, (one_less, mean, reciprocal)) > 1
     wrong = right.clone()
     wrong[3, 4] += 0.01
-    assert ratio(aten.native_layer_norm.default, args, (wrong, mean, reciprocal)) > 1
+    assert measured(aten.native_layer_norm.default, args, (wrong, mean, reciprocal)) > 1
 
 
 def test_a_batch_norm_of_two_close_numbers_is_right():
@@ -185,36 +182,7 @@ def test_a_batch_norm_of_two_close_numbers_is_right():
     for close in (1.0, 1e-2, 1e-4):
         x = 1 + close * drawn(2, 100)
         args = (x, None, None, None, None, True, 0.1, 1e-5)
-        assert ratio(aten.native_batch_norm.default, args, aten.native_batch_norm.default(*args)) < 1
-
-
-def test_softmax_with_sums_in_turn_is_right():
-    x = 3 * drawn(30_000)
-    shifted = x - x.max()
-    total = in_turn(shifted.exp())[-1]
-    tells(aten._softmax.default, (x, 0, False), shifted.exp() / total, 1.001 * shifted.exp() / total)
-    tells(aten._log_softmax.default, (x, 0, False), shifted - total.log())
-    grad = drawn(30_000, seed=1)
-    y = x.softmax(0)
-    back = y * (grad - in_turn(grad * y)[-1])
-    tells(aten._softmax_backward_data.default, (grad, y, 0, torch.float32), back, 1.01 * back)
-
-
-def test_a_norm_with_a_sum_in_turn_is_right():
-    x = drawn(100_000)
-    tells(aten.linalg_vector_norm.default, (x,), in_turn(x.square())[-1].sqrt(), 1.001 * x.norm())
-
-
-def test_the_gradient_of_a_normalisation_with_sums_in_turn_is_right():
-    x, grad = 5 + drawn(3000, 4), 1 + drawn(3000, 4, seed=1)
-    mean, reciprocal = x.mean(0), (x.var(0, correction=0) + 1e-5).rsqrt()
-    standard = (x - mean) * reciprocal
-    of_weight, of_bias = in_turn(grad * standard)[-1], in_turn(grad)[-1]
-    of_x = reciprocal * (grad - of_bias / 3000 - standard * of_weight / 3000)
-    args = (grad, x, torch.ones(4), None, None, mean, reciprocal, True, 1e-5, [True, True, True])
-    without_mean = reciprocal * (grad - standard * of_weight / 3000)
-    wrong = (without_mean, of_weight, of_bias), (of_x, 1.01 * of_weight, of_bias)
-    tells(aten.native_batch_norm_backward.default, args, (of_x, of_weight, of_bias), *wrong)
+        assert measured(aten.native_batch_norm.default, args, aten.native_batch_norm.default(*args)) < 1
 
 
 # --- products ------------------------------------------------------------------------------------------------------
@@ -275,27 +243,9 @@ def test_convolutions_by_other_algorithms_are_right_and_a_wrong_one_is_not(algor
     x, w = offset + drawn(2, channels, 34, 34), drawn(4, channels, 3, 3, seed=1)
     args = (x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     made = algorithm(x, w)
-    assert ratio(aten.convolution.default, args, made) < 1
+    assert measured(aten.convolution.default, args, made) < 1
     made[0, 0, 5, 7] += 0.05 * w.norm()
-    assert ratio(aten.convolution.default, args, made) > 1
-
-
-@pytest.mark.parametrize("inner", [1, 10, 1000])
-def test_complex_products_of_three_real_ones_are_right(inner):
-    a, b = (torch.complex(drawn(20, inner, seed=s), drawn(20, inner, seed=s + 1)) for s in (0, 2))
-    b = b.mT.contiguous()
-    first, second = a.real @ b.real, a.imag @ b.imag
-    both = (a.real + a.imag) @ (b.real + b.imag)
-    made = torch.complex(first - second, both - first - second)
-    tells(aten.mm.default, (a, b), made, 1.001 * made, made.conj().resolve_conj())
-
-
-@pytest.mark.parametrize("transform", [aten._fft_r2c.default, aten._fft_c2c.default], ids=str)
-def test_transforms_to_complex_numbers_are_compared_in_float64(transform):
-    x = drawn(8, 300) if "r2c" in str(transform) else torch.complex(drawn(8, 300), drawn(8, 300, seed=1))
-    args = (x, [1], 0, True)
-    made = transform(*args)
-    tells(transform, args, made, 1.0001 * made)
+    assert measured(aten.convolution.default, args, made) > 1
 
 
 def test_distances_by_a_product_are_right_though_they_cancel():
@@ -303,38 +253,79 @@ def test_distances_by_a_product_are_right_though_they_cancel():
     for other in (x, y):
         squares = x.square().sum(1)[:, None] - 2 * x @ other.T + other.square().sum(1)
         made = squares.clamp_min(0).sqrt()
-        assert ratio(aten._euclidean_dist.default, (x, other), made) < 1
+        assert measured(aten._euclidean_dist.default, (x, other), made) < 1
     made[3, 4] += 0.1
     for wrong in (made, squares.clamp_min(0)):
-        assert ratio(aten._euclidean_dist.default, (x, y), wrong) > 1
+        assert measured(aten._euclidean_dist.default, (x, y), wrong) > 1
 
 
-def test_distances_by_differences_with_sums_in_turn_are_right():
+# --- one right result and wrong ones -------------------------------------------------------------------------------
+
+
+def algorithms():
+    """Operation, arguments, what another right algorithm makes of them, and wrong results."""
+    x = 10 * drawn(5000)
+    running = torch.stack([*itertools.accumulate(x, torch.logaddexp)])
+    yield aten.logcumsumexp.default, (x, 0), running, 1.001 * running
+
+    x = drawn(100_000)
+    yield aten.linalg_vector_norm.default, (x,), in_turn(x.square())[-1].sqrt(), 1.001 * x.norm()
+
+    x, grad = 3 * drawn(30_000), drawn(30_000, seed=1)
+    shifted, y = x - x.max(), x.softmax(0)
+    total, back = in_turn(shifted.exp())[-1], y * (grad - in_turn(grad * y)[-1])
+    yield aten._softmax.default, (x, 0, False), shifted.exp() / total, 1.001 * shifted.exp() / total
+    yield aten._log_softmax.default, (x, 0, False), shifted - total.log()
+    yield aten._softmax_backward_data.default, (grad, y, 0, torch.float32), back, 1.01 * back
+
+    x, grad = 5 + drawn(3000, 4), 1 + drawn(3000, 4, seed=1)
+    mean, reciprocal = x.mean(0), (x.var(0, correction=0) + 1e-5).rsqrt()
+    standard = (x - mean) * reciprocal
+    of_weight, of_bias = in_turn(grad * standard)[-1], in_turn(grad)[-1]
+    of_x = reciprocal * (grad - of_bias / 3000 - standard * of_weight / 3000)
+    args = (grad, x, torch.ones(4), None, None, mean, reciprocal, True, 1e-5, [True, True, True])
+    without_mean = reciprocal * (grad - standard * of_weight / 3000)
+    wrong = (without_mean, of_weight, of_bias), (of_x, 1.01 * of_weight, of_bias)
+    yield aten.native_batch_norm_backward.default, args, (of_x, of_weight, of_bias), *wrong
+
+    for inner in (1, 10, 1000):  # complex products of three real ones
+        a, b = (torch.complex(drawn(20, inner, seed=s), drawn(20, inner, seed=s + 1)) for s in (0, 2))
+        b = b.mT.contiguous()
+        first, second = a.real @ b.real, a.imag @ b.imag
+        both = (a.real + a.imag) @ (b.real + b.imag)
+        made = torch.complex(first - second, both - first - second)
+        yield aten.mm.default, (a, b), made, 1.001 * made, made.conj().resolve_conj()
+
+    for transform, x in (
+        (aten._fft_r2c.default, drawn(8, 300)),
+        (aten._fft_c2c.default, torch.complex(*drawn(2, 8, 300))),
+    ):
+        made = transform(x, [1], 0, True)
+        yield transform, (x, [1], 0, True), made, 1.0001 * made
+
     x, y = drawn(6, 5000), drawn(7, 5000, seed=1)
-    squares = in_turn((x[:, None] - y).square().permute(2, 0, 1))[-1]
-    tells(aten._cdist_forward.default, (x, y, 2.0, 2), squares.sqrt(), 1.001 * squares.sqrt())
+    distances = in_turn((x[:, None] - y).square().permute(2, 0, 1))[-1].sqrt()
+    yield aten._cdist_forward.default, (x, y, 2.0, 2), distances, 1.001 * distances
 
-
-def test_a_long_loss_of_sequences_is_right_and_its_gradient():
-    """Connectionist temporal classification: sums over paths, in logarithms, step by step."""
+    # Connectionist temporal classification: sums over paths, in logarithms, step by step.
     x = (3 * drawn(400, 2, 20)).log_softmax(2)
     targets = torch.randint(1, 20, (2, 60), generator=torch.Generator().manual_seed(0))
     args = (x, targets, [400, 400], [60, 60])
     loss, alpha = aten._ctc_loss.default(*args)
-    tells(aten._ctc_loss.default, args, (loss, alpha), (1.001 * loss, alpha))
-    grad = torch.ones(2)
-    args = (grad, *args, loss, alpha, 0)
+    yield aten._ctc_loss.default, args, (loss, alpha), (1.001 * loss, alpha)
+    args = (torch.ones(2), *args, loss, alpha, 0)
     back = aten._ctc_loss_backward.default(*args)
-    tells(aten._ctc_loss_backward.default, args, back, 1.5 * back)
+    yield aten._ctc_loss_backward.default, args, back, 1.5 * back
 
-
-def test_the_gradient_of_an_enlarged_image_in_any_order_is_right():
     grad = drawn(1, 2, 60, 44).abs()
     args = (grad, [60, 44], [1, 2, 5, 4], False, None, None)
-    operation = aten.upsample_bilinear2d_backward.default
-    made = operation(*args)
-    unit = torch.eye(5 * 4).view(20, 1, 5, 4)
-    shares = F.interpolate(unit, size=(60, 44), mode="bilinear")[:, 0].flatten(1)
+    made = aten.upsample_bilinear2d_backward.default(*args)
+    shares = F.interpolate(torch.eye(5 * 4).view(20, 1, 5, 4), size=(60, 44), mode="bilinear")[:, 0].flatten(1)
     in_any_order = in_turn((shares * grad.flatten(2)[0, :, None]).permute(2, 0, 1))[-1].view(1, 2, 5, 4)
-    tells(operation, args, made, 1.01 * made)
-    tells(operation, args, in_any_order)
+    yield aten.upsample_bilinear2d_backward.default, args, made, 1.01 * made
+    yield aten.upsample_bilinear2d_backward.default, args, in_any_order
+
+
+@pytest.mark.parametrize("call", list(algorithms()), ids=lambda call: str(call[0]))
+def test_another_algorithm_is_right_and_what_is_a_little_off_is_not(call):
+    tells(*call)

@@ -131,24 +131,17 @@ class Nested(nn.Module):
     def __init__(self):
         super().__init__()
         self.shared = nn.Linear(3, 3)
-        self.parts = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh()), self.shared])
+        self.parts = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), self.shared)
 
     def forward(self, x):
-        for part in self.parts:
-            x = part(x)
-        return F.softmax(self.shared(x), 1)
+        return F.softmax(self.shared(self.parts(x)), 1)
 
 
 def test_modules_are_named_by_their_path_and_one_that_is_called_twice_by_its_first():
     trace = recorded(gl.Step(seeded(Nested), drawn(2, 3)))
     forward = [(op.name, op.module) for op in trace.operations if op.phase == "forward" and op.name != "t"]
-    assert forward[:5] == [
-        ("addmm", "parts.0.0"),
-        ("tanh", "parts.0.1"),
-        ("addmm", "shared"),
-        ("addmm", "shared"),
-        ("_softmax", "Nested"),
-    ]
+    once = ("addmm", "shared")
+    assert forward[:5] == [("addmm", "parts.0.0"), ("tanh", "parts.0.1"), once, once, ("_softmax", "Nested")]
     assert {op.module for op in named(trace, "mm", "backward")} == {"shared", "parts.0.0"}
     assert [op.module for op in named(trace, "tanh_backward", "backward")] == ["parts.0.1"]
 
@@ -184,24 +177,24 @@ def without_an_argument():
     seeded(lambda: nn.Linear(4, 2))(torch.ones(3, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("step", [two_backwards, no_backward, with_checkpoint, without_an_argument])
+def copying_a_network_with_buffers(setting):
+    """Which sets a tensor to another memory: no arithmetic, and nothing that float64 could repeat."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    copy.deepcopy(net).to(setting.dtype)(drawn(2, 1, 5, 5).to(setting.dtype)).square().sum().backward()
+
+
+STEPS = [two_backwards, no_backward, with_checkpoint, without_an_argument, copying_a_network_with_buffers]
+
+
+@pytest.mark.parametrize("step", STEPS)
 def test_any_function_of_one_step_can_be_recorded(step):
     trace = recorded(step)
     assert all(op.repeats is not False for op in trace.operations)
+    assert [op.name for op in trace.operations if op.ratio is not None and not op.ratio <= 1] == []
     assert ("backward" in {op.phase for op in trace.operations}) is (step is not no_backward)
-    assert {op.dtype for op in trace.reference} == {"float64"}
+    assert {op.dtype for op in trace.reference if "float" in op.dtype} == {"float64"}
     assert len(trace.reference) == len(trace.operations)
     assert step is not two_backwards or len(named(trace, "mm", "backward")) == 2
-
-
-def test_a_step_may_copy_a_network_with_buffers():
-    """Which sets a tensor to another memory: no arithmetic, and nothing that float64 could repeat."""
-    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
-
-    def step(setting):
-        copy.deepcopy(net).to(setting.dtype)(drawn(2, 1, 5, 5).to(setting.dtype)).square().sum().backward()
-
-    assert [op.name for op in recorded(step).operations if op.ratio is not None and not op.ratio <= 1] == []
 
 
 def test_a_step_is_called_with_its_setting_or_without():
@@ -211,28 +204,21 @@ def test_a_step_is_called_with_its_setting_or_without():
     assert settings == [under, under, exact, exact, exact]
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "step", nn.Linear(2, 2).weight])
-def test_what_is_no_step_is_refused(wrong):
-    with pytest.raises(gl.UsageError, match="a function that does one step"):
-        recorded(wrong)
-
-
-@pytest.mark.parametrize("step", [lambda: None, lambda: torch.arange(3) + 1, lambda: torch.empty(0) + 1])
-def test_a_step_without_floating_point_numbers_is_refused(step):
-    with pytest.raises(gl.UsageError, match="nothing to compare"):
-        recorded(step)
+def test_what_is_no_step_is_refused():
+    for wrong in (None, 3, "step", nn.Linear(2, 2).weight):
+        with pytest.raises(gl.UsageError, match="a function that does one step"):
+            recorded(wrong)
+    for without_numbers in (lambda: None, lambda: torch.arange(3) + 1, lambda: torch.empty(0) + 1):
+        with pytest.raises(gl.UsageError, match="nothing to compare"):
+            recorded(without_numbers)
 
 
 # --- nothing is left behind ---------------------------------------------------------------------------------
 
 
-class Breaks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-
+class Breaks(nn.Linear):
     def forward(self, x):
-        self.inner(x)
+        super().forward(x)
         raise ValueError("in the middle")
 
 
@@ -249,7 +235,7 @@ def state():
 
 
 def test_an_error_in_a_step_reaches_the_caller_and_leaves_nothing_behind():
-    breaking, step = gl.Step(nn.Sequential(Breaks()), torch.ones(1, 2)), dropout_step()
+    breaking, step = gl.Step(nn.Sequential(Breaks(2, 2)), torch.ones(1, 2)), dropout_step()
     before = state()
     with pytest.raises(ValueError, match="in the middle"):
         recorded(breaking, "cpu:threads=1")
@@ -263,7 +249,7 @@ def test_a_module_whose_error_is_caught_does_not_lend_its_name_to_the_next():
     class Catches(nn.Module):
         def __init__(self):
             super().__init__()
-            self.breaks, self.after = Breaks(), nn.Linear(2, 2)
+            self.breaks, self.after = Breaks(2, 2), nn.Linear(2, 2)
 
         def forward(self, x):
             with contextlib.suppress(ValueError):
@@ -271,7 +257,7 @@ def test_a_module_whose_error_is_caught_does_not_lend_its_name_to_the_next():
             return self.after(x)
 
     trace = recorded(gl.Step(Catches(), torch.ones(1, 2)))
-    assert [op.module for op in named(trace, "addmm")] == ["breaks.inner", "after"]
+    assert [op.module for op in named(trace, "addmm")] == ["breaks", "after"]
 
 
 class BackwardInBackward(torch.autograd.Function):
@@ -409,7 +395,7 @@ def test_an_operation_without_a_kernel_for_float64_is_done_in_float32():
 
 def test_dropout_draws_the_same_and_is_marked_as_random():
     trace = recorded(dropout_step())
-    assert [op.name for op in trace.operations if op.random]
+    assert {op.repeats for op in trace.operations if op.random} == {None}
     assert all(op.repeats is not False for op in trace.operations)
 
 
