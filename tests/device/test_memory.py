@@ -15,9 +15,9 @@ from gpulab.device.memory import BEFORE, NO_TENSOR, leaks
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
 
-def trained(model, loss, steps, device="cpu", kept=None, make=torch.optim.Adam):
+def trained(model, loss, steps, device="cpu", kept=None):
     """Watch a training of so many steps; `kept(value)` is what somebody keeps of each."""
-    optimizer = make(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     with memory_watch(device) as watch:
         for _ in range(steps):
             optimizer.zero_grad()
@@ -73,6 +73,7 @@ def test_the_peak_of_a_chain_of_products_is_that_of_the_closed_form(layers):
 
 def test_adams_moments_come_once_and_are_no_leak():
     model = network()
+    model.without_memory = nn.LazyLinear(3), torch.eye(3).to_sparse(), torch.empty(3, device="meta")  # are left alone
     count = sum(p.numel() for p in model.parameters())
     watch = trained(model, squared, 20)
     assert watch.leaks.empty
@@ -98,12 +99,9 @@ def test_a_list_that_keeps_losses_with_their_graphs_is_a_leak_with_its_line():
     assert watch.leaks[line] == pytest.approx(4 * (64 * 200 + 1), rel=0.2)
     assert f"A leak, 51.2 kB more a step: {line}" in str(watch)
     assert "keep loss.item() or x.detach()" in str(watch)
-
-
-def test_losses_that_are_kept_after_backward_are_a_small_leak():
-    leaks = trained(network(), squared, 8, kept=[].append).leaks
-    assert leaks.tolist() == [4.0]
-    assert leaks.index[0].endswith("return model(x).square().mean()")
+    small = trained(network(), squared, 8, kept=[].append).leaks  # of losses whose graphs are freed
+    assert small.tolist() == [4.0]
+    assert small.index[0].endswith("return model(x).square().mean()")
 
 
 def test_what_reference_cycles_hold_is_no_leak():
@@ -147,13 +145,10 @@ def test_gpulabs_own_training_can_be_watched():
 
 
 def test_gradients_are_the_same_bits_and_the_graph_is_freed_as_ever():
-    torch.manual_seed(0)
-    model, x = network(), torch.ones(64, 50)
-    squared(model).backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
+    model = network()
+    expected = torch.autograd.grad(squared(model), list(model.parameters()))
     with memory_watch():
-        hidden = model[0](x)
+        hidden = model[0](torch.ones(64, 50))
         squared(model).backward()
         freed = weakref.ref(hidden.untyped_storage())
         del hidden
@@ -161,21 +156,11 @@ def test_gradients_are_the_same_bits_and_the_graph_is_freed_as_ever():
     assert all(torch.equal(p.grad, want) for p, want in zip(model.parameters(), expected, strict=True))
 
 
-def test_torchs_check_of_versions_is_kept():
-    weight = torch.ones(3, requires_grad=True)
-    with memory_watch():
-        out = weight.exp()
-        out.add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
-
-
 def test_what_numpy_holds_is_not_seen_and_that_is_said():
     with memory_watch() as watch:
         held = [np.ones(10_000_000, np.float32)]
         watch.step()
-    assert watch.peak_bytes - before_bytes(watch) < 1000
-    assert held
+    assert watch.peak_bytes - before_bytes(watch) < 1000 < held[0].nbytes
     assert "1 steps are too few to see a leak" in str(watch)
     assert "Not seen: NumPy's memory" in str(watch)
 
@@ -194,12 +179,6 @@ def test_what_a_loaders_thread_made_is_seen_when_it_is_used():
     assert leaks.iloc[0] == pytest.approx(2 * 64 * 50 * 4, rel=0.01)
 
 
-@pytest.mark.parametrize("strange", [nn.LazyLinear(3), torch.eye(3).to_sparse(), torch.empty(3, device="meta")])
-def test_what_has_no_memory_here_is_left_alone(strange):
-    assert trained(network(), squared, 4).leaks.empty
-    assert strange is not None
-
-
 def test_after_the_watch_nothing_of_it_is_left():
     before = len(_global_optimizer_post_hooks)
     with pytest.raises(ValueError, match="of the program"), memory_watch() as watch:
@@ -208,9 +187,6 @@ def test_after_the_watch_nothing_of_it_is_left():
     peak = watch.peak_bytes
     assert torch.ones(10**6).sum() == 10**6
     assert watch.peak_bytes == peak
-
-
-def test_a_device_that_cannot_be_watched_is_refused():
     with pytest.raises(gl.UsageError, match="'mps'"), memory_watch("mps"):
         pass
 

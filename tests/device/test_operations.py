@@ -37,12 +37,8 @@ def test_an_operation_that_does_not_repeat_itself_is_counted(monkeypatch):
     assert row.spread == 3.0
 
 
-@pytest.fixture(scope="module")
-def table():
-    return byte_round_trip().set_index(["way", "format"])
-
-
-def test_the_numbers_are_those_of_numpy(table):
+def test_the_numbers_are_those_of_numpy_and_a_conversion_that_loses_bytes_is_seen(monkeypatch):
+    table = byte_round_trip().set_index(["way", "format"])
     assert len(table) == 5 * len(FORMATS) == len(table.index.unique())
     pixels = np.arange(256, dtype=np.float32)
     divided, multiplied = pixels / np.float32(255), pixels * np.float32(1 / 255)
@@ -50,14 +46,9 @@ def test_the_numbers_are_those_of_numpy(table):
     assert table.loc[("x / 255", "float32"), "as_division"] == 256
     assert table.loc[("x * (1 / 255)", "float32"), "returned"] == (np.rint(multiplied * 255) == pixels).sum()
     assert table.loc[("x * (1 / 255)", "float32"), "cut"] == (np.trunc(multiplied * np.float32(255)) == pixels).sum()
-
-
-def test_a_conversion_that_loses_bytes_is_seen(monkeypatch):
     monkeypatch.setattr(operations, "_to_numbers", lambda x, _, dtype: {"lossy": (x // 2 * 2).to(dtype) / 255})
     assert byte_round_trip().set_index("format").loc["float32", "returned"] == 128
 
-
-# --- in a process of its own -------------------------------------------------------------------------------
 
 LIGHT = """
 import os
@@ -81,14 +72,11 @@ def variables(tmp_path, monkeypatch):
     return importlib.import_module("light").variables
 
 
-def test_a_setting_that_needs_a_process_gets_one_with_its_variables(variables):
+def test_a_setting_that_needs_a_process_gets_one_with_its_variables_and_what_goes_wrong_there_is_told(variables):
     environment = Setting.parse(NEEDY).environment()
     assert measure(variables, NEEDY, names=[*environment, "nothing"]) == {**environment, "nothing": None}
     assert "ATEN_CPU_CAPABILITY" not in os.environ
     assert measure(variables, "cpu", names=[*environment]) == dict.fromkeys(environment), "others are measured here"
-
-
-def test_what_goes_wrong_in_the_process_is_told(variables):
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         measure(variables, NEEDY, nonsense=1)
     with pytest.raises(gl.GpulabError, match=r"(?s)'cpu:isa=avx2': its process ended: .*SIGABRT"):

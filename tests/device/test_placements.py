@@ -42,20 +42,15 @@ def test_one_product_is_counted():
         "launches": 1e-6,
     }
     assert found.gflops == pytest.approx(2 * EDGE**3 / found.seconds / 1e9)
-    assert found.reached == pytest.approx(found.gflops / found.ceiling)
     assert found.ceiling == pytest.approx(1000), "the larger of the two float32 ceilings; it stands right of the ridge"
 
 
 @pytest.mark.parametrize(
-    ("frame", "bound"),
-    [
-        (ceilings(), "launches"),
-        (ceilings(launch=1e-12), "arithmetic"),
-        (ceilings(launch=1e-12, bandwidth=10.0), "memory"),
-    ],
+    ("bound", "options"),
+    [("launches", {}), ("arithmetic", {"launch": 1e-12}), ("memory", {"launch": 1e-12, "bandwidth": 10.0})],
 )
-def test_what_takes_longest_at_its_ceiling_is_the_bound(frame, bound):
-    found = place(product(), frame, repeats=2)
+def test_what_takes_longest_at_its_ceiling_is_the_bound(bound, options):
+    found = place(product(), ceilings(**options), repeats=2)
     assert found.bound == bound
     assert f"bound by {bound}" in str(found)
 
@@ -121,12 +116,6 @@ def test_flop_are_those_of_torchs_counter(loss):
     assert found.operations > 20
 
 
-def test_a_product_without_a_formula_is_named():
-    found = place(lambda: torch.fft.fft(torch.ones(8, dtype=torch.complex64)), ceilings(), repeats=2)
-    assert found.unknown == ("_fft_c2c",)
-    assert "torch has no formula: the FLOP of _fft_c2c" in str(found)
-
-
 def test_a_step_is_left_as_it_was_and_begins_without_gradients():
     model = nn.Linear(4, 2)
     before = [p.clone() for p in model.parameters()]
@@ -139,23 +128,15 @@ def test_a_step_is_left_as_it_was_and_begins_without_gradients():
     assert found.operations == counter.operations - 2, "the two tensors of the batch are there already"
 
 
-def test_a_setting_measures_its_roofline(monkeypatch):
+def test_a_setting_measures_its_roofline_and_other_ceilings_are_refused(monkeypatch):
     asked = []
     monkeypatch.setattr(placements, "roofline", lambda *a, **_: asked.append(a) or ceilings(setting="cpu:threads=1"))
     assert place(product(), "cpu:threads=1", repeats=2).setting == "cpu:threads=1"
     assert asked == [("cpu:threads=1",)]
-
-
-@pytest.mark.parametrize(
-    ("frame", "words"),
-    [
-        (pd.concat([ceilings(), ceilings(setting="cuda")]), "ceilings of cpu, cuda: expected those of one setting"),
-        (ceilings().assign(machine="NVIDIA H200"), "ceilings of NVIDIA H200"),
-    ],
-)
-def test_other_ceilings_are_refused(frame, words):
-    with pytest.raises(gl.UsageError, match=words):
-        place(product(), frame)
+    with pytest.raises(gl.UsageError, match="ceilings of cpu, cuda: expected those of one setting"):
+        place(product(), pd.concat([ceilings(), ceilings(setting="cuda")]))
+    with pytest.raises(gl.UsageError, match="ceilings of NVIDIA H200"):
+        place(product(), ceilings().assign(machine="NVIDIA H200"))
 
 
 def test_the_report_is_drawn_and_shown():
@@ -169,7 +150,10 @@ def test_the_report_is_drawn_and_shown():
     assert "operations" in found.html()
 
 
-def test_a_step_without_products_has_a_picture_too():
+def test_a_step_whose_products_are_none_or_have_no_formula():
+    found = place(lambda: torch.fft.fft(torch.ones(8, dtype=torch.complex64)), ceilings(), repeats=2)
+    assert found.unknown == ("_fft_c2c",)
+    assert "torch has no formula: the FLOP of _fft_c2c" in str(found)
     x = torch.ones(1000)
     found = place(lambda: x + 1, ceilings(), repeats=2)
     assert (found.flop, found.gflops) == ({}, 0.0)

@@ -19,6 +19,8 @@ def small():
 
 
 def test_a_roofline_has_a_row_an_operation_with_the_columns_documented(small):
+    with pytest.raises(gl.UsageError, match="repeats"):
+        gl.roofline("cpu", repeats=1)
     documented = {"operation", "kind", "flop", "bytes", "intensity", "seconds", "spread", "gflops", "setting"}
     assert set(small.columns) == documented | {"gigabytes_per_second", "precision"}
     assert set(small.kind) == {"memory", "matrix", "network", "precision", "launch"}
@@ -57,12 +59,9 @@ def test_products_are_measured_in_every_precision(small):
     assert set(small[~small.kind.isin(["matrix", "precision"])].precision) == {""}
 
 
-def test_a_launch_takes_less_than_anything_that_computes(small):
-    (launch,) = small[small.kind == "launch"].itertuples()
-    assert 1e-7 < launch.seconds < small[small.operation == "PredNet (quick), gates"].seconds.iloc[0]
-
-
-def test_other_precisions_and_launches_are_no_ceilings_of_a_setting(small):
+def test_other_precisions_and_short_launches_are_no_ceilings_of_a_setting(small):
+    (launch,) = small.seconds[small.kind == "launch"]
+    assert 1e-7 < launch < small[small.operation == "PredNet (quick), gates"].seconds.iloc[0]
     more = small.assign(gflops=small.gflops.where(small.kind != "precision", 1e9))
     more.loc[more.kind == "launch", "gigabytes_per_second"] = 1e9
     pd.testing.assert_frame_equal(gl.device.bounds(more), gl.device.bounds(small))
@@ -80,34 +79,31 @@ def test_on_cuda_there_is_tf32():
     assert set(frame[frame.kind == "matrix"].precision) == {"float32"}
 
 
-def test_too_few_repeats_are_refused():
-    with pytest.raises(gl.UsageError, match="repeats"):
-        gl.roofline("cpu", repeats=1)
-
-
 def device(setting, bandwidth, peak, layers):
     """A roofline with known ceilings: GB/s, GFLOP/s, and layers of (intensity, GFLOP/s)."""
-    rows = [{"operation": "copy", "kind": "memory", "gigabytes_per_second": bandwidth, "gflops": 0.0, "intensity": 0.0}]
-    rows += [{"operation": "product", "kind": "matrix", "gigabytes_per_second": 1.0, "gflops": peak, "intensity": 99.0}]
-    for number, (intensity, gflops) in enumerate(layers):
-        row = {"operation": f"layer {number}", "kind": "network", "gigabytes_per_second": gflops / intensity}
-        rows.append({**row, "gflops": gflops, "intensity": intensity})
-    return pd.DataFrame(rows).assign(setting=setting)
+    rows = [("copy", "memory", bandwidth, 0.0, 0.0), ("product", "matrix", 1.0, peak, 99.0)]
+    rows += [(f"layer {n}", "network", rate / share, rate, share) for n, (share, rate) in enumerate(layers)]
+    columns = ["operation", "kind", "gigabytes_per_second", "gflops", "intensity"]
+    return pd.DataFrame(rows, columns=columns).assign(setting=setting)
 
 
 def test_a_layer_left_of_the_ridge_is_bound_by_memory_and_right_of_it_by_arithmetic():
     slow = device("cpu", bandwidth=10, peak=100, layers=[(0.5, 4.0), (20.0, 50.0)])
     fast = device("cuda", bandwidth=1000, peak=50_000, layers=[(0.5, 100.0), (20.0, 5000.0)])
-    found = gl.device.bounds(pd.concat([slow, fast])).to_dict("records")
-    assert found == [
-        {"operation": "layer 0", "setting": "cpu", "intensity": 0.5, "ridge": 10, "bound": "memory", "reached": 0.8},
-        {"operation": "layer 1", "setting": "cpu", "intensity": 20, "ridge": 10, "bound": "arithmetic", "reached": 0.5},
-        {"operation": "layer 0", "setting": "cuda", "intensity": 0.5, "ridge": 50, "bound": "memory", "reached": 0.2},
-        {"operation": "layer 1", "setting": "cuda", "intensity": 20, "ridge": 50, "bound": "memory", "reached": 0.25},
+    found = gl.device.bounds(pd.concat([slow, fast]))
+    assert list(found) == ["operation", "setting", "intensity", "ridge", "bound", "reached"]
+    assert found.values.tolist() == [
+        ["layer 0", "cpu", 0.5, 10, "memory", 0.8],
+        ["layer 1", "cpu", 20, 10, "arithmetic", 0.5],
+        ["layer 0", "cuda", 0.5, 50, "memory", 0.2],
+        ["layer 1", "cuda", 20, 50, "memory", 0.25],
     ]
 
 
-def test_a_recorded_roofline_is_read_back_with_its_machine(small, tmp_path, monkeypatch):
+def test_recorded_rooflines_are_shipped_and_one_is_read_back_with_its_machine(small, tmp_path, monkeypatch):
+    shipped = gl.device.recorded_rooflines()
+    assert "NVIDIA H200" in set(shipped.machine)
+    assert set(gl.device.bounds(shipped[shipped.machine == "NVIDIA H200"]).bound) <= {"memory", "arithmetic"}
     (tmp_path / "runs").mkdir()
     record = {"passport": gl.passport(), "command": "the command", "rows": small.to_dict("records")}
     write_json(tmp_path / "rooflines" / "here.json", record)
@@ -115,10 +111,3 @@ def test_a_recorded_roofline_is_read_back_with_its_machine(small, tmp_path, monk
     back = gl.device.recorded_rooflines()
     assert set(back.machine) == {gl.passport()["cpu"]["model"]}, "the setting was the CPU's, whatever else is there"
     pd.testing.assert_frame_equal(back[small.columns], small)
-
-
-def test_recorded_rooflines_are_shipped_and_can_be_read():
-    shipped = gl.device.recorded_rooflines()
-    assert {"machine", "setting", "operation", "gflops"} <= set(shipped.columns)
-    assert "NVIDIA H200" in set(shipped.machine)
-    assert set(gl.device.bounds(shipped[shipped.machine == "NVIDIA H200"]).bound) <= {"memory", "arithmetic"}

@@ -17,6 +17,9 @@ import numpy as np
 
 from companion.benchmarks import benchmark
 
+CHANNELS, SIZE = [3, 4, 8], [12, 16]  # height and width
+WINDOWS, FRAMES = 3, 6  # so many windows of so many frames (their --bprop)
+
 
 def scene(count, height, width):
     """Smooth waves that drift, as bytes: another speed and direction in each colour."""
@@ -34,19 +37,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("net", help="the authors' net.py, or its folder")
     parser.add_argument("output")
-    parser.add_argument("--channels", type=int, nargs="+", default=[3, 4, 8])
-    parser.add_argument("--size", type=int, nargs=2, default=[12, 16], help="height and width")
-    parser.add_argument("--window", type=int, default=6, help="frames (their --bprop)")
-    parser.add_argument("--windows", type=int, default=3)
     asked = parser.parse_args()
-    authors = benchmark("published").Published(asked.net, size=asked.size, channels=asked.channels, loader="copied")
+    authors = benchmark("published").Published(asked.net, size=SIZE, channels=CHANNELS, loader="copied")
     weights = {name: parameter.data for name, parameter in sorted(authors.model.namedparams())}
-    frames = scene(asked.windows * asked.window, *asked.size)
+    frames = scene(WINDOWS * FRAMES, *SIZE)
     seen = frames.astype(np.float32) / np.float32(255)
     kept = {"frames": frames, "weights": flat(weights)}
     authors.restart(seen[0])
-    for number in range(asked.windows):
-        begin, end = number * asked.window, (number + 1) * asked.window
+    for number in range(WINDOWS):
+        begin, end = number * FRAMES, (number + 1) * FRAMES
         gradients = []
         losses = authors.window(seen[max(1, begin) : end], lambda: gradients.append(authors.gradients()))  # noqa: B023
         kept |= {f"losses{number}": np.array(losses, np.float32), f"gradient{number}": flat(gradients[0])}

@@ -1,8 +1,10 @@
 import itertools
 import math
+import re
 
 import pytest
 import torch
+from networks_drawn import drawn, weights
 
 import gpulab as gl
 
@@ -15,14 +17,6 @@ def small():
 
 def video(count, batch=1, size=(8, 12), channels=3, dtype=torch.float64):
     return torch.rand(count, batch, channels, *size, generator=torch.Generator().manual_seed(2), dtype=dtype)
-
-
-def equal(states, others, tolerance=0.0):
-    for one, other in zip(itertools.chain(*states), itertools.chain(*others), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
-
-
-# --- shapes and states -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -43,23 +37,10 @@ def test_there_is_a_prediction_in_0_to_1_after_every_frame(channels, size, kerne
 
 
 @torch.no_grad()
-def test_frames_in_pieces_with_the_state_carried_are_frames_at_once():
-    net, frames = small(), video(6)
-    whole, after = net(frames)
-    first, state = net(frames[:3])
-    second, state = net(frames[3:], state)
-    assert (torch.cat([first, second]) == whole).all()
-    equal(state, after)
-    assert not torch.allclose(net(frames[3:])[0], second), "without the state it is another prediction"
-
-
-@torch.no_grad()
 def test_a_batch_is_its_members_one_by_one():
     net, frames = small(), video(5, batch=2)
-    together, _ = net(frames)
-    for member in range(2):
-        alone, _ = net(frames[:, member : member + 1])
-        torch.testing.assert_close(together[:, member : member + 1], alone, rtol=0, atol=1e-12)
+    alone = [net(member)[0] for member in frames.split(1, dim=1)]
+    torch.testing.assert_close(net(frames)[0], torch.cat(alone, dim=1), rtol=0, atol=1e-12)
 
 
 def test_the_loss_is_carried_from_window_to_window_with_the_state():
@@ -68,11 +49,10 @@ def test_the_loss_is_carried_from_window_to_window_with_the_state():
     _, first, state = net.training_loss(frames[:5], None)
     _, second, state = net.training_loss(frames[4:], state)
     assert (torch.cat([first, second]) == whole).all()
-    equal(state, after)
+    for one, other in zip(itertools.chain(*state), itertools.chain(*after), strict=True):
+        assert (one == other).all()
+    assert not torch.allclose(net.training_loss(frames[4:], None)[1], second), "without the state it is another"
     assert not any(part.requires_grad for part in [whole, *itertools.chain(*state)]), "they are cut off from the graph"
-
-
-# --- loss ------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -85,46 +65,29 @@ def test_the_published_loss_is_the_sum_of_the_squared_errors_of_the_next_frame()
     assert objective.item() == pytest.approx(expected.sum().item(), rel=1e-12)
 
 
-def test_the_gradient_is_that_of_finite_differences():
-    net, frames = small(), video(4)
-    parameters = list(net.parameters())
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():  # peepholes and biases that matter
-        for parameter in parameters:
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    net.training_loss(frames, None)[0].backward()
-    for _ in range(3):
-        directions = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parameters]
-        slope = sum((p.grad * d).sum() for p, d in zip(parameters, directions, strict=True)).item()
-        losses = []
-        with torch.no_grad():
-            for move in (1e-6, -2e-6, 1e-6):
-                for parameter, direction in zip(parameters, directions, strict=True):
-                    parameter += move * direction
-                losses.append(net.training_loss(frames, None)[0].item())
-        assert slope == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-5)
-
-
-# --- initial weights -------------------------------------------------------------------------------------
-
-
-def groups(net, area):
+def groups(net, kernel_size):
     """The weights by the convolution that they would be in the authors' code, and how many numbers each reads."""
+    if isinstance(net, gl.models.Autoencoder):
+        yield from ((layer.weight, layer.in_features) for layer in net.layers if isinstance(layer, torch.nn.Linear))
+        return
     for conv in (*net.conv_a, *net.conv_p):
-        yield conv.weight, conv.in_channels * area
+        yield conv.weight, conv.in_channels * kernel_size**2
     for cell in net.lstm:
         for group in cell.gates.weight.split(cell.groups, dim=1):
             if group.numel():
-                yield group, group.shape[1] * area
+                yield group, group.shape[1] * kernel_size**2
         for name in ("peep_i", "peep_f", "peep_o"):
             yield getattr(cell, name), getattr(cell, name).numel()
 
 
-@pytest.mark.parametrize("kernel_size", [3, 5])
+@pytest.mark.parametrize("kernel_size", [3, 5, None])
 def test_published_weights_are_lecun_normal_and_biases_zero(kernel_size):
-    net = gl.models.PredNet((3, 48, 96), (64, 96), kernel_size=kernel_size)
+    if kernel_size:
+        net = gl.models.PredNet((3, 48, 96), (64, 96), kernel_size=kernel_size)
+    else:
+        net = gl.models.Autoencoder((500, 200))
     scaled = []
-    for weight, fan_in in groups(net, kernel_size**2):
+    for weight, fan_in in groups(net, kernel_size):
         values = weight.detach().flatten() * math.sqrt(fan_in)
         scaled.append(values)
         count = len(values)  # mean and standard deviation within five standard errors
@@ -137,80 +100,59 @@ def test_published_weights_are_lecun_normal_and_biases_zero(kernel_size):
     assert all((parameter == 0).all() for name, parameter in net.named_parameters() if "bias" in name)
 
 
-def test_the_drawn_weights_depend_on_the_generator_alone():
-    def drawn(net, seed=5):
-        net.draw_weights(torch.Generator().manual_seed(seed))
-        return torch.cat([parameter.detach().float().flatten() for parameter in net.parameters()])
-
-    plain = gl.models.PredNet((3, 4), (8, 12))
+@pytest.mark.parametrize("make", [lambda: gl.models.PredNet((3, 4), (8, 12)), lambda: gl.models.Autoencoder((6, 3))])
+def test_the_drawn_weights_depend_on_the_generator_alone(make):
+    plain = make()
+    assert (weights(plain) == weights(make())).all(), "a network is the same whenever it is made"
     reference = drawn(plain)
     torch.manual_seed(123)
     with gl.setting("cpu:precision=float64,threads=1"):
-        made_inside = gl.models.PredNet((3, 4), (8, 12))
+        made_inside = make()
         assert next(made_inside.parameters()).dtype == torch.float64
         assert (drawn(made_inside) == reference).all()
     assert (drawn(plain.to(torch.float64)) == reference).all()
     assert (drawn(plain.to(torch.bfloat16)) == reference.to(torch.bfloat16)).all()
-    assert not (drawn(plain, seed=6) == reference).all()
-    fresh = [torch.cat([p.detach().flatten() for p in gl.models.PredNet((3, 4), (8, 12)).parameters()]) for _ in "ab"]
-    assert (fresh[0] == fresh[1]).all(), "a network is the same whenever it is made"
+    assert not (drawn(make(), seed=6) == reference).all()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 def test_a_gpu_gets_the_weights_that_a_cpu_gets_and_predicts_the_same():
-    host, device = (
-        gl.models.PredNet((3, 8, 16), (24, 32)),
-        gl.models.PredNet((3, 8, 16), (24, 32)).to("cuda"),
-    )
-    for net in (host, device):
-        net.draw_weights(torch.Generator().manual_seed(5))
-    for one, other in zip(host.parameters(), device.parameters(), strict=True):
-        assert (one == other.cpu()).all()
+    host = gl.models.PredNet((3, 8, 16), (24, 32))
+    device = gl.models.PredNet((3, 8, 16), (24, 32)).to("cuda")
+    assert (drawn(host) == drawn(device).cpu()).all()
     frames = video(6, 1, (24, 32), dtype=torch.float32)
     with torch.no_grad(), gl.setting("cuda:tf32=off"):
         torch.testing.assert_close(device(frames.cuda())[0].cpu(), host(frames)[0], rtol=0, atol=1e-5)
 
 
-# --- errors ----------------------------------------------------------------------------------------------
+def test_a_size_that_does_not_halve_is_refused_with_sizes_that_do():
+    for channels, size, *offered in (
+        ((3, 4, 5), (30, 41), "(28, 40)", "(32, 44)", "multiples of 4"),
+        ((3, 4), (7, 8), "(6, 8)", "(8, 8)", "multiples of 2"),
+        ((3, 4, 5, 6), (1, 1), "(8, 8)", "multiples of 8"),
+        ((3,), (0, 4), "(1, 4)"),
+        ((3, 4), (-4, 4), "(2, 4)"),
+    ):
+        with pytest.raises(gl.UsageError) as error:
+            gl.models.PredNet(channels, size)
+        assert [word for word in (f"size={size}", *offered) if word not in str(error.value)] == []
 
 
-@pytest.mark.parametrize(
-    ("channels", "size", "offered"),
-    [
-        ((3, 4, 5), (30, 41), ["(28, 40)", "(32, 44)", "multiples of 4"]),
-        ((3, 4), (7, 8), ["(6, 8)", "(8, 8)", "multiples of 2"]),
-        ((3, 4, 5, 6), (1, 1), ["(8, 8)", "multiples of 8"]),
-        ((3,), (0, 4), ["(1, 4)"]),
-        ((3, 4), (-4, 4), ["(2, 4)"]),
-    ],
-)
-def test_a_size_that_does_not_halve_is_refused_with_sizes_that_do(channels, size, offered):
-    with pytest.raises(gl.UsageError) as error:
-        gl.models.PredNet(channels, size)
-    assert [word for word in (f"size={size}", *offered) if word not in str(error.value)] == []
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"truncation": ""}, "''.*'loss' or 'state'"),
-        ({"truncation": "none"}, "'none'.*'loss' or 'state'"),
-        ({"channels": ()}, "channels"),
-        ({"channels": (3, 0)}, r"\(3, 0\)"),
+def test_other_nonsense_is_refused():
+    for options, named in (
+        *(({"truncation": wrong}, f"'{wrong}'.*'loss' or 'state'") for wrong in ("", "none")),
+        *(({"channels": wrong}, f"channels={re.escape(str(wrong))}") for wrong in ((), (3, 0))),
         *(({"kernel_size": wrong}, "kernel_size=") for wrong in (0, 2, 11, 3.5, "3")),
         ({"batch_size": 0}, "batch_size=0"),
-    ],
-)
-def test_other_nonsense_is_refused(options, named):
-    with pytest.raises(gl.UsageError, match=named):
-        gl.models.PredNet(**{"channels": (3, 4), "size": (8, 8), **options})
+    ):
+        with pytest.raises(gl.UsageError, match=named):
+            gl.models.PredNet(**{"channels": (3, 4), "size": (8, 8), **options})
 
 
-@pytest.mark.parametrize("shape", [(5, 1, 1, 8, 12), (5, 1, 3, 12, 8), (3, 8, 12)])
-def test_frames_of_another_shape_are_refused_with_the_shape_expected(shape):
-    with pytest.raises(gl.UsageError, match=r"expected \(T, B, 3, 8, 12\)") as error:
-        small()(torch.zeros(shape, dtype=torch.float64))
-    assert str(shape) in str(error.value)
+def test_frames_of_another_shape_are_refused_with_the_shape_expected():
+    for shape in ((5, 1, 1, 8, 12), (5, 1, 3, 12, 8), (3, 8, 12)):
+        with pytest.raises(gl.UsageError, match=rf"{re.escape(str(shape))}.*expected \(T, B, 3, 8, 12\)"):
+            small()(torch.zeros(shape, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +161,6 @@ def test_frames_of_another_shape_are_refused_with_the_shape_expected(shape):
         [gl.models.PredNet((3, 4), (12, 16), truncation=truncation) for truncation in ("loss", "state")],
         [gl.models.Autoencoder((8,), batch_size=size) for size in (1, 4)],
     ],
-    ids=["truncation", "batch_size"],
 )
 def test_networks_that_differ_in_one_option_are_other_runs(networks):
     ids = {gl.train(net, profile="smoke", frames=20, progress=False).record["id"] for net in networks}

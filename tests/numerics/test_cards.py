@@ -1,7 +1,5 @@
 """An emulated card uses TF32 where the program allows it, as the card would."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -11,14 +9,6 @@ import gpulab as gl
 from gpulab.numerics.arithmetic import CHIPS
 from gpulab.numerics.emulation import emulate
 from gpulab.settings import TF32_CARDS
-
-
-@contextlib.contextmanager
-def allowed(matmul=True, convolution=True):
-    """A program that allows TF32, or does not."""
-    with gl.setting("cpu"):  # which puts everything back
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, convolution
-        yield
 
 
 def short():
@@ -52,12 +42,10 @@ def test_a_card_uses_tf32_where_the_program_allows_it(chip):
         for precision, expected in (("highest", False), ("high", has), ("medium", has)):
             torch.set_float32_matmul_precision(precision)
             assert short() == (expected, False)
-    with allowed(), emulate(CHIPS[chip]):
-        assert short() == (has, has)
-    with allowed(False, False), emulate(CHIPS[chip]):
-        assert short() == (has, has), "what is given as an arithmetic holds"
-    with allowed(False, False), emulate("tf32"):
-        assert short() == (True, True), "what is asked for by its name, too"
+    for how, allowed, expected in ((CHIPS[chip], True, has), (CHIPS[chip], False, has), ("tf32", False, True)):
+        with gl.setting("cpu"), emulate(how):
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+            assert short() == (expected, expected), "what is given as an arithmetic, or asked for by its name, holds"
 
 
 NEW_INTERFACE = """
@@ -66,14 +54,12 @@ import gpulab as gl
 
 x = torch.full((1, 1, 1, 1), 1 + 3 * 2.0**-12)
 one, conv = torch.ones(1, 1, 1, 1), torch.nn.functional.conv2d
+matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
 for backend, precision in (
-    ("", "ieee"), ("cuda.matmul", "tf32"), ("cudnn.conv", "tf32"), ("cuda.matmul", "ieee"), ("cudnn.conv", "ieee")
+    (torch.backends, "ieee"), (matmul, "tf32"), (convolution, "tf32"), (matmul, "ieee"), (convolution, "ieee")
 ):
     with gl.emulate("ampere"):
-        place = torch.backends
-        for name in backend.split(".") if backend else ():
-            place = getattr(place, name)
-        place.fp32_precision = precision
+        backend.fp32_precision = precision
         print((x[0, 0] @ one[0, 0] != x).item(), (conv(x, one) != x).item())
 for text in ("cpu:tf32=on,emulate=ampere", "cpu:tf32=off,emulate=ampere"):
     with gl.setting(text):

@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from exact_numbers import draw, float32_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,24 +18,10 @@ from gpulab.numerics.emulation import emulate
 from gpulab.numerics.formats import FORMATS, round_to
 from gpulab.settings import TF32_CARDS
 
-RELATIVE = {
-    "tf32": 2.0**-10,
-    "bfloat16": 2.0**-7,
-    "float16": 2.0**-10,
-    "float8_e4m3fn": 2.0**-3,
-    "float8_e5m2": 2.0**-2,
-}
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
 
 def apart(a, b):
     return float((a.double() - b.double()).norm() / b.double().norm())
 
-
-# --- formats: every way to multiply matrices ---------------------------------------------------------------
 
 A, B, V = draw(6, 5), draw(5, 4, seed=1), draw(5, seed=2)
 BATCH, OTHER = draw(3, 6, 5, seed=3), draw(3, 5, 4, seed=4)
@@ -76,34 +63,31 @@ def test_factors_are_rounded_and_of_results_those_in_sixteen_bits(product, name)
         assert not torch.equal(result, product(lambda x: x))
 
 
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(("name", "relative"), [("float8_e4m3fn", 2.0**-3), ("float8_e5m2", 2.0**-2)])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_eight_bit_formats_use_their_range_whatever_the_scale(name, scale):
+def test_eight_bit_formats_use_their_range_whatever_the_scale(name, relative, scale):
     a, b = draw(40, 30) * scale, draw(30, 20, seed=1)
     with emulate(name):
         made = a @ b
-    assert 0.05 * RELATIVE[name] < apart(made, a.double() @ b.double()) < RELATIVE[name]
-    with emulate(name):
         assert torch.equal(torch.zeros(3, 3) @ torch.ones(3, 3), torch.zeros(3, 3))
         assert torch.empty(0, 3).matmul(torch.empty(3, 2)).shape == (0, 2)
+    assert 0.05 * relative < apart(made, a.double() @ b.double()) < relative
 
 
 def test_the_backward_pass_is_emulated_and_the_gradient_of_a_bias_is_a_plain_sum():
-    layer, x = nn.Linear(30, 20), draw(8, 30).requires_grad_()
-    flow = draw(8, 20, seed=1)
-    with emulate("tf32"):
-        layer(x).backward(flow)
-    assert torch.equal(x.grad, round_to(flow, "tf32") @ round_to(layer.weight.detach(), "tf32"))
-    assert torch.equal(layer.weight.grad, round_to(flow, "tf32").T @ round_to(x.detach(), "tf32"))
-    assert torch.equal(layer.bias.grad, flow.sum(0))
-    layer, x = nn.Conv2d(3, 4, 3), draw(2, 3, 8, 7).requires_grad_()
-    flow = draw(2, 4, 6, 5, seed=1)
-    with emulate("tf32"):
-        layer(x).backward(flow)
-    weight, short = round_to(layer.weight.detach(), "tf32"), round_to(flow, "tf32")
-    assert torch.equal(x.grad, nn.grad.conv2d_input(x.shape, weight, short))
-    assert torch.equal(layer.weight.grad, nn.grad.conv2d_weight(round_to(x.detach(), "tf32"), weight.shape, short))
-    assert apart(layer.bias.grad, flow.double().sum((0, 2, 3))) < 1e-6
+    for layer, x in ((nn.Linear(30, 20), draw(8, 30)), (nn.Conv2d(3, 4, 3), draw(2, 3, 8, 7))):
+        flow = draw(*layer(x).shape, seed=1)
+        with emulate("tf32"):
+            layer(x.requires_grad_()).backward(flow)
+        weight, short, given = (round_to(t.detach(), "tf32") for t in (layer.weight, flow, x))
+        if x.ndim == 2:
+            expected = short @ weight, short.T @ given
+            assert torch.equal(layer.bias.grad, flow.sum(0))
+        else:
+            expected = nn.grad.conv2d_input(x.shape, weight, short), nn.grad.conv2d_weight(given, weight.shape, short)
+        assert torch.equal(x.grad, expected[0])
+        assert torch.equal(layer.weight.grad, expected[1])
+        assert apart(layer.bias.grad, flow.double().sum([0, *range(2, x.ndim)])) < 1e-6
 
 
 def test_chips_round_as_their_libraries_do():
@@ -135,14 +119,12 @@ def test_other_types_and_float32_on_old_cards_are_left_alone(dtype):
             assert torch.equal(a @ b, plain)
 
 
-def test_subnormal_numbers_are_zero_where_they_are_flushed():
-    tiny = torch.tensor([[2.0**-140, 1.0]])
-    with emulate("float32_ftz"):
-        assert tiny @ torch.tensor([[2.0**100], [0.0]]) == 0
-    assert tiny @ torch.tensor([[2.0**100], [0.0]]) == 2.0**-40
+def test_subnormal_numbers_are_zero_where_they_are_flushed_and_there_alone():
+    tiny, large = torch.tensor([[2.0**-140, 1.0]]), torch.tensor([[2.0**100], [0.0]])
+    for name, expected in (("float32_ftz", 0.0), ("float32", 2.0**-40)):
+        with emulate(name):
+            assert tiny @ large == expected
 
-
-# --- whole layers ------------------------------------------------------------------------------------------
 
 LAYERS = {
     "LSTM": lambda: nn.LSTM(8, 8, num_layers=2),
@@ -186,14 +168,12 @@ def test_distances_between_points_go_through_a_product():
     assert apart(torch.cdist(x, y), exact) < 1e-2
 
 
-def test_products_that_no_rounding_reaches_are_named():
-    q = draw(1, 2, 4, 8)
-    operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with (
-        pytest.raises(gl.GpulabError, match="inside _scaled_dot_product_flash_attention_for_cpu: write it"),
-        emulate("tf32"),
-    ):
-        operation(q, q, q)
+def test_products_that_are_not_emulated_are_named():
+    q, attention = draw(1, 2, 4, 8), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with pytest.raises(gl.GpulabError, match=f"inside {attention.__name__}: write it"), emulate("tf32"):
+        attention(q, q, q)
+    with pytest.raises(gl.GpulabError, match="this one runs over 3"), emulate(order="pairwise"):
+        F.conv3d(draw(1, 2, 4, 4, 4), draw(3, 2, 2, 2, 2, seed=1))
 
 
 def test_a_second_derivative_passes_through():
@@ -202,17 +182,6 @@ def test_a_second_derivative_passes_through():
         (first,) = torch.autograd.grad((x @ weight).pow(3).sum(), weight, create_graph=True)
         (second,) = torch.autograd.grad(first.pow(2).sum(), weight)
     assert second.isfinite().all()
-
-
-# --- orders ------------------------------------------------------------------------------------------------
-
-
-def float32_of(value):
-    """The float32 number nearest to a fraction, ties to even."""
-    near = np.float32(float(value))
-    around = [np.nextafter(near, np.float32(side)) for side in (-np.inf, np.inf)]
-    even = {n: int(n.view(np.uint32)) & 1 for n in (near, *around)}
-    return min((near, *around), key=lambda n: (abs(Fraction(float(n)) - value), even[n]))
 
 
 def sequential(a, b):
@@ -266,10 +235,9 @@ def vectors(count, spread, seed):
 def test_orders_are_those_of_exact_arithmetic(count, spread):
     for seed in range(5):
         a, b = vectors(count, spread, seed)
-        assert (
-            sequential(a.tolist(), b.tolist()) == arithmetic_of(order="sequential").summed(a[None], b[:, None]).item()
-        )
-        assert pairwise(a.tolist(), b.tolist()) == arithmetic_of(order="pairwise").summed(a[None], b[:, None]).item()
+        for order, definition in (("sequential", sequential), ("pairwise", pairwise)):
+            made = arithmetic_of(order=order).summed(a[None], b[:, None]).item()
+            assert definition(a.tolist(), b.tolist()) == made
 
 
 @pytest.mark.parametrize("spread", [0, 6, 25, 70])
@@ -317,12 +285,7 @@ GEOMETRIES = itertools.product((1, 2), (1, 2, 3), (0, 1, 2), (1, 2), (1, 2), (Fa
 @pytest.mark.parametrize("order", [*ORDERS, "split-3", "tensor-core+split-2"])
 def test_convolutions_of_every_geometry_in_every_order_match_float64(order):
     name, tolerance = ("tf32", 5e-3) if "tensor" in order else ("float32", 1e-5)
-    convolve = {
-        (1, False): F.conv1d,
-        (2, False): F.conv2d,
-        (1, True): F.conv_transpose1d,
-        (2, True): F.conv_transpose2d,
-    }
+    plain, backwards = (F.conv1d, F.conv2d), (F.conv_transpose1d, F.conv_transpose2d)
     for sides, stride, padding, dilation, groups, transposed in GEOMETRIES:
         x = draw(2, 4, *[6, 5][:sides]).requires_grad_()
         shape = (4, 6 // groups) if transposed else (6, 4 // groups)
@@ -330,7 +293,7 @@ def test_convolutions_of_every_geometry_in_every_order_match_float64(order):
         options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
         if transposed and stride > 1:
             options["output_padding"] = 1
-        function = convolve[sides, transposed]
+        function = (backwards if transposed else plain)[sides - 1]
         right = function(x.double(), weight.double(), bias.double(), **options)
         flow = draw(*right.shape, seed=3)
         expected = right, *torch.autograd.grad(right, (x, weight, bias), flow.double())
@@ -340,12 +303,6 @@ def test_convolutions_of_every_geometry_in_every_order_match_float64(order):
         for got, wanted in zip(made, expected, strict=True):
             assert got.shape == wanted.shape
             assert apart(got.detach(), wanted.detach()) < tolerance, (options, transposed)
-
-
-def test_orders_of_three_dimensional_convolutions_are_refused():
-    x, weight = draw(1, 2, 4, 4, 4), draw(3, 2, 2, 2, 2, seed=1)
-    with pytest.raises(gl.GpulabError, match="this one runs over 3"), emulate(order="pairwise"):
-        F.conv3d(x, weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -359,9 +316,6 @@ def test_sixteen_bit_numbers_take_the_tensor_cores_of_old_cards_too(dtype):
     assert torch.equal(result, how.summed(a.float(), b.float()).to(dtype))
 
 
-# --- nesting -----------------------------------------------------------------------------------------------
-
-
 def test_an_inner_emulation_replaces_the_outer_one_and_leaves_it_in_place():
     with emulate("bfloat16"):
         outer = A @ B
@@ -371,13 +325,9 @@ def test_an_inner_emulation_replaces_the_outer_one_and_leaves_it_in_place():
                 assert torch.equal(A @ B, PLAIN)
         assert torch.equal(A @ B, outer)
     assert torch.equal(inner, round_to(A, "tf32") @ round_to(B, "tf32"))
-    assert torch.equal(A @ B, PLAIN)
-
-
-def test_an_error_inside_ends_the_emulation():
     with pytest.raises(ZeroDivisionError), emulate("tf32"):
         _ = 1 / 0
-    assert torch.equal(A @ B, PLAIN)
+    assert torch.equal(A @ B, PLAIN), "also after an error inside"
     assert torch.backends.mha.get_fastpath_enabled()
 
 
@@ -413,34 +363,22 @@ def test_training_under_emulation_is_another_run_and_the_same_each_time():
     assert 0 < abs(first - plain) < 0.1 * plain, "eleven bits are enough for this network"
 
 
-# --- bad input ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("call", "named"),
+    ("options", "named"),
     [
-        ({"name": "tf23"}, ["'tf23'", *FORMATS, *CHIPS]),
-        ({"name": "tf32", "order": "sideways"}, ["'sideways'", *ORDERS, "split-N"]),
-        ({"name": "tf32", "order": ""}, ["''", *ORDERS]),
-        ({"name": "tf32", "order": "split-0"}, ["'split-0'", "1 to 9999"]),
-        ({"name": "tf32", "order": "split-4+sequential"}, ["'split-4+sequential'"]),
-        ({"name": "pascal", "order": "tensor-core"}, ["no tensor cores for pascal", "tf32, ampere or hopper"]),
+        ("emulate=tf23", ["'tf23'", *FORMATS, *CHIPS]),
+        ("order=sideways", ["'sideways'", *ORDERS, "split-N"]),
+        ("emulate=tf32,order=split-0", ["'split-0'", "1 to 9999"]),
+        ("emulate=tf32,order=split-4+sequential", ["'split-4+sequential'"]),
+        ("emulate=pascal,order=tensor-core", ["no tensor cores for pascal", "tf32, ampere or hopper"]),
     ],
-    ids=str,
 )
-def test_unknown_names_are_refused_naming_what_there_is(call, named):
-    with pytest.raises(gl.UsageError) as error, emulate(**call):
+def test_unknown_names_are_refused_naming_what_there_is(options, named):
+    with pytest.raises(gl.UsageError) as error, gl.setting(f"cpu:{options}"):
         pass
     assert [word for word in named if word not in str(error.value)] == []
-
-
-@pytest.mark.parametrize("text", ["cpu:emulate=tf23", "cpu:order=sideways"])
-def test_a_setting_with_an_unknown_arithmetic_is_refused_when_applied(text):
-    with pytest.raises(gl.UsageError, match=r"there are the formats|expected sequential"), gl.setting(text):
+    with pytest.raises(gl.UsageError, match="''"), emulate("tf32", order=""):
         pass
-
-
-# --- on a GPU ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")

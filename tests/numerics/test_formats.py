@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from exact_numbers import draw
 
 import gpulab as gl
 from gpulab.numerics import formats as numerics
@@ -83,14 +84,14 @@ def test_flushing_takes_subnormal_numbers_for_zero_and_no_others():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_shape_and_strides_of_any_tensor_and_the_argument_stays(name):
-    given = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    given = draw(4, 6)
     before = given.clone()
-    assert torch.equal(round_to(given.T, name), round_to(given, name).T)
-    assert torch.equal(round_to(given[:, ::2], name), round_to(given, name)[:, ::2])
-    assert round_to(given[0, 0], name).shape == ()
-    assert round_to(given[:0], name).shape == (0, 6)
-    assert round_to(given, name).dtype == torch.float32
+    for view in (lambda x: x.T, lambda x: x[:, ::2], lambda x: x[0, 0], lambda x: x[:0]):
+        assert torch.equal(round_to(view(given), name), view(round_to(given, name)))
     assert torch.equal(given, before)
+    assert torch.equal(round_to(torch._efficientzerotensor(3), name).clone(), torch.zeros(3)), (
+        "as forward mode has them"
+    )
 
 
 def test_other_formats_modes_and_types_are_refused():
@@ -99,22 +100,19 @@ def test_other_formats_modes_and_types_are_refused():
             round_to(torch.ones(3), name, mode)
     with pytest.raises(gl.UsageError, match="must be float32, and these are float64"):
         round_to(torch.ones(3, dtype=torch.float64), "tf32")
+    for one, other in (("float32", "float16"), ("int32", "int32"), ("float64", "float64")):
+        with pytest.raises(gl.UsageError, match=f"these are {one} and {other}"):
+            gl.numerics.ulp_distance(*(torch.zeros(2, dtype=getattr(torch, kind)) for kind in (one, other)))
 
 
-# --- distances --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_a_distance_counts_the_numbers_between(dtype):
-    at = torch.tensor([1.0, -3.5, 1e-3, 0.0, torch.finfo(dtype).max / 2], dtype=dtype)
-    up = at
-    for steps in range(1, 6):
-        up = torch.nextafter(up, torch.full_like(up, torch.inf))
-        assert gl.numerics.ulp_distance(at, up).tolist() == [steps] * 5
-        assert gl.numerics.ulp_distance(up, at).tolist() == [steps] * 5
-
-
-def test_special_values_and_shapes_of_distances():
+def test_a_distance_counts_the_numbers_between_special_values_among_them():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        at = torch.tensor([1.0, -3.5, 1e-3, 0.0, torch.finfo(dtype).max / 2], dtype=dtype)
+        up = at
+        for steps in range(1, 6):
+            up = torch.nextafter(up, torch.full_like(up, torch.inf))
+            assert gl.numerics.ulp_distance(at, up).tolist() == [steps] * 5
+            assert gl.numerics.ulp_distance(up, at).tolist() == [steps] * 5
     smallest, nan, inf = torch.tensor(2.0**-149), torch.tensor(torch.nan), torch.tensor(torch.inf)
     most = torch.iinfo(torch.int64).max
     distances = [(-smallest, smallest, 2), (0 * smallest, -0 * smallest, 0), (-smallest, 0 * smallest, 1)]
@@ -124,20 +122,11 @@ def test_special_values_and_shapes_of_distances():
     assert gl.numerics.ulp_distance(torch.ones(3, 1), torch.ones(4)).shape == (3, 4)
 
 
-@pytest.mark.parametrize(("one", "other"), [("float32", "float16"), ("int32", "int32"), ("float64", "float64")])
-def test_distances_between_other_types_are_refused(one, other):
-    with pytest.raises(gl.UsageError, match=f"these are {one} and {other}"):
-        gl.numerics.ulp_distance(torch.zeros(2).to(getattr(torch, one)), torch.zeros(2).to(getattr(torch, other)))
-
-
-# --- telling that numbers were rounded --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8, 1e30], ids=str)
 @pytest.mark.parametrize("count", [64, 100, 1000, 100_000])
 def test_rounded_numbers_are_told_from_full_ones(count, scale):
     for seed in range(5 if count < 10_000 else 1):
-        x = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * scale
+        x = draw(count, seed=seed) * scale
         assert rounded_format(x) is None
         assert rounded_format(x.relu()) is None
         assert rounded_format(round_to(x, "tf32")) == "tf32"
@@ -151,11 +140,8 @@ def test_rounded_numbers_are_told_from_full_ones(count, scale):
 def test_few_numbers_give_no_false_alarm(count):
     generator = torch.Generator().manual_seed(0)
     assert {rounded_format(torch.randn(count, generator=generator)) for _ in range(300)} == {None}
-
-
-def test_infinities_and_nan_do_not_hide_a_rounding():
-    x = round_to(torch.randn(100, generator=torch.Generator().manual_seed(0)), "tf32")
-    assert rounded_format(torch.cat([x, torch.tensor([np.inf, -np.inf, np.nan, 0.0, 1e-42])])) == "tf32"
+    unusual = torch.tensor([np.inf, -np.inf, np.nan, 0.0, 1e-42])  # which hide no rounding
+    assert rounded_format(torch.cat([round_to(draw(100), "tf32"), unusual])) == "tf32"
 
 
 SHORT_BY_NATURE = {
@@ -178,9 +164,3 @@ SHORT_BY_NATURE = {
 def test_what_is_short_by_nature_was_not_rounded(name, count):
     whole = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(0)).float()
     assert rounded_format(SHORT_BY_NATURE[name](whole)) is None
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_zeros_without_memory_stay_zeros(name):
-    """As forward mode has them."""
-    assert torch.equal(round_to(torch._efficientzerotensor(3), name).clone(), torch.zeros(3))

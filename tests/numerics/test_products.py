@@ -18,10 +18,8 @@ from gpulab.store.records import read_json
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 products = importlib.import_module("compare_products")
-FORWARD, TO_INPUT, TO_WEIGHT = products.FORWARD, products.TO_INPUT, products.TO_WEIGHT
-INPUTS, MATRIX, Case, cases, compare_products = (
-    getattr(products, name) for name in ("INPUTS", "MATRIX", "Case", "cases", "compare_products")
-)
+FORWARD, TO_INPUT, TO_WEIGHT, MATRIX = products.FORWARD, products.TO_INPUT, products.TO_WEIGHT, products.MATRIX
+INPUTS, Case, cases, compare_products = products.INPUTS, products.Case, products.cases, products.compare_products
 SAMPLES, ARITHMETIC = products.recorded_samples(), products.found_arithmetic()
 NOTES = read_json(products.FOLDER / "products.json")
 
@@ -69,11 +67,9 @@ def test_matrix_products_of_an_h200_are_reproduced_bit_for_bit(name, shape, inpu
 
 
 # cuDNN's kernels for Hopper run through 32 channels at a time; those for Ampere, some through all, round ties away.
-HOPPER, AMPERE = (
-    replace(CHIPS["hopper"], order="tensor-core"),
-    replace(CHIPS["hopper"], order="tensor-core", tile=None),
-)
-AMPERE = replace(AMPERE, roundings=CHIPS["ampere"].roundings)
+HOPPER = replace(CHIPS["hopper"], order="tensor-core")
+AMPERE = replace(HOPPER, tile=None, roundings=CHIPS["ampere"].roundings)
+BFLOAT16 = replace(PRECISIONS["bfloat16"], order="tensor-core", tile=32)
 CONVOLUTIONS = {
     Case(FORWARD, 1, "normal", "tf32"): HOPPER,
     Case(FORWARD, 2, "normal", "tf32"): AMPERE,
@@ -84,12 +80,8 @@ CONVOLUTIONS = {
     Case(TO_INPUT, 0, "normal", "tf32", channels_last=True): HOPPER,
     Case(TO_WEIGHT, 3, "normal", "tf32", channels_last=True): HOPPER,
     Case(TO_WEIGHT, 3, "positive", "tf32", channels_last=True): HOPPER,
-    Case(FORWARD, 3, "positive", "bfloat16", "bfloat16", True): replace(
-        PRECISIONS["bfloat16"], order="tensor-core", tile=32
-    ),
-    Case(TO_INPUT, 2, "positive", "bfloat16", "bfloat16", True): replace(
-        PRECISIONS["bfloat16"], order="tensor-core", tile=32
-    ),
+    Case(FORWARD, 3, "positive", "bfloat16", "bfloat16", True): BFLOAT16,
+    Case(TO_INPUT, 2, "positive", "bfloat16", "bfloat16", True): BFLOAT16,
 }
 
 
@@ -122,17 +114,13 @@ def test_numbers_of_one_sign_drift_as_they_are_summed_which_only_the_sums_explai
     assert row.equal_exact == 1
 
 
-def test_the_slices_of_a_sum_are_searched_for():
+def test_the_slices_of_a_sum_are_searched_for_and_a_comparison_can_tell_a_wrong_emulation():
     case = Case(MATRIX, 0, "normal", "tf32")
     found = products.closest_arithmetic(case, SAMPLES[case])
     assert (found.format, found.slices) == ("tf32", SLICES["tf32"][0])
     assert products.share_equal(case.emulated(found), SAMPLES[case]) == 1
-
-
-def test_a_comparison_can_tell_a_wrong_emulation():
     case = Case(MATRIX, 1, "normal", "tf32")
-    wrong = replace(PRECISIONS["tf32"], roundings=("truncate",) * 3)
-    sample = SAMPLES[case]
+    wrong, sample = replace(PRECISIONS["tf32"], roundings=("truncate",) * 3), SAMPLES[case]
     assert products.explained(sample, case.emulated(wrong), case.exact()) < 0
     assert not torch.equal(case.emulated(arithmetic_of("tf32", "tensor-core")), sample), "one sum, not 14"
 

@@ -6,49 +6,27 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from exact_numbers import draw, float32_of
 
 import gpulab as gl
 from gpulab.numerics.sums import bit_of
 
 
-def random(count, seed=0):
-    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
-
-
-# --- bits ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", range(1, 24))
-def test_the_first_bit_is_the_one_that_was_changed(place):
-    x = torch.tensor(1.0)
-    assert gl.numerics.first_bit(x, gl.models.flip_bit(one(), 0, 23 - place).weight) == place
-
-
-def one():
+def test_the_first_bit_is_the_one_that_was_changed():
     layer = torch.nn.Linear(1, 1)
-    torch.nn.init.ones_(layer.weight)
-    return layer
-
-
-def test_a_carry_does_not_hide_that_two_numbers_are_neighbours():
+    for bit in range(23):
+        torch.nn.init.ones_(layer.weight)
+        assert gl.numerics.first_bit(1.0, gl.models.flip_bit(layer, 0, bit).weight) == 23 - bit
     below = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0))
-    assert gl.numerics.first_bit(2.0, below) == 23
+    assert gl.numerics.first_bit(2.0, below) == 23, "a carry does not hide that two numbers are neighbours"
     assert gl.numerics.first_bit(1.0, -1.0) == 0
     assert gl.numerics.first_bit(0.1, 0.1) is None
-
-
-@pytest.mark.parametrize("power", [1, 10, 23, 30])
-def test_a_relative_difference_reaches_its_bit(power):
-    assert bit_of(2.0**-power) == power
-    assert bit_of(1.5 * 2.0**-power) == power
+    assert all(bit_of(size * 2.0**-power) == power for power in (1, 10, 23, 30) for size in (1, 1.5))
     assert bit_of(3.0) == 0
 
 
-# --- sums ------------------------------------------------------------------------------------------------
-
-
 def test_each_order_is_the_order_that_it_says():
-    x = random(1000)
+    x = draw(1000)
     table = gl.numerics.summation(x).set_index("order")
     assert table.loc["sequential", "sum"] == np.add.accumulate(x.numpy())[-1]
     assert table.loc["backwards", "sum"] == np.add.accumulate(x.numpy()[::-1])[-1]
@@ -60,40 +38,26 @@ def test_each_order_is_the_order_that_it_says():
         assert pd.isna(row.first_bit) if bit is None else row.first_bit == bit
 
 
-def test_whole_numbers_have_one_sum_in_every_order():
+def test_random_orders_differ_and_repeat_and_whole_numbers_have_one_sum_in_all():
     x = torch.arange(1000, dtype=torch.float32)
     assert (gl.numerics.summation(x).ulps == 0).all()
-    assert gl.numerics.shuffled_sums(x, 20).unique().tolist() == [499500.0]
-
-
-def test_random_orders_differ_and_repeat():
-    x = random(1000)
-    sums = gl.numerics.shuffled_sums(x, 50)
+    y = draw(1000)
+    sums = gl.numerics.shuffled_sums(y, 50)
     assert len(sums.unique()) > 1
-    assert (sums == gl.numerics.shuffled_sums(x, 50)).all()
-    assert (sums.double() - math.fsum(x.tolist())).abs().max() < 1e-3
-
-
-@pytest.mark.parametrize("x", [torch.zeros(2, 2), torch.zeros(0), torch.zeros(3, dtype=torch.float64)])
-def test_what_is_not_a_row_of_float32_is_refused(x):
-    with pytest.raises(gl.UsageError, match="expected float32 in one row"):
-        gl.numerics.summation(x)
-
-
-# --- fused multiply-add ----------------------------------------------------------------------------------
+    assert (sums == gl.numerics.shuffled_sums(y, 50)).all()
+    assert (sums.double() - math.fsum(y.tolist())).abs().max() < 1e-3
+    assert gl.numerics.shuffled_sums(x, 20).unique().tolist() == [499500.0]
+    for other in (torch.zeros(2, 2), torch.zeros(0), x.double()):
+        with pytest.raises(gl.UsageError, match="expected float32 in one row"):
+            gl.numerics.summation(other)
 
 
 def rounded_once(a, b, c):
-    """float32 of an exact value: the nearer of the two float32 numbers beside it, ties to even."""
-    exact = Fraction(a) * Fraction(b) + Fraction(c)
-    guess = np.float32(float(exact))
-    near = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
-    even = {n: int(n.view(np.int32)) & 1 for n in near}
-    return min(near, key=lambda n: (abs(Fraction(float(n)) - exact), even[n]))
+    return float32_of(Fraction(a) * Fraction(b) + Fraction(c))
 
 
 def test_fma_rounds_once():
-    a, b, c = random(2000, 1), random(2000, 2), random(2000, 3)
+    a, b, c = (draw(2000, seed=seed) for seed in (1, 2, 3))
     made = gl.numerics.fma(a, b, c)
     expected = [rounded_once(*triple) for triple in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
     assert made.tolist() == expected
@@ -104,12 +68,10 @@ def test_fma_where_rounding_twice_in_float64_would_err():
     """Cancellation and halfway cases: a sum in float64, rounded to float32, would be wrong here."""
     tiny, one, half = 2.0**-100, 1.0, 2.0**-24
     cases = [(one, one + 2.0**-23, half * tiny), (one, half, one), (one + 2.0**-12, one - 2.0**-12, -one)]
-    halfway = 1.0 + 2.0**-23
-    cases += [(halfway, half, sign * tiny) for sign in (1, -1)] + [
-        (half, one, one + sign * 2.0**-23) for sign in (1, -1)
-    ]
-    # (1 + 2^-24) exactly between two float32 numbers, and a third term far below float64's last place
-    cases += [((1 + 2.0**-12), (2.0**-12), sign * tiny) for sign in (1, -1)]
+    for sign in (1, -1):
+        cases += [(one + 2.0**-23, half, sign * tiny), (half, one, one + sign * 2.0**-23)]
+        # (1 + 2^-24) exactly between two float32 numbers, and a third term far below float64's last place
+        cases.append((1 + 2.0**-12, 2.0**-12, sign * tiny))
     for a, b, c in cases:
         for signs in itertools.product((1, -1), repeat=2):
             triple = [a * signs[0], b, c * signs[1]]

@@ -104,12 +104,9 @@ def test_the_roofline_names_the_least_used_layer():
         assert title(picture) == told
 
 
-def test_bits_have_a_box_each():
+def test_bits_have_a_box_each_and_named_sums_are_marked():
     (axes,) = gl.plots.bits(-3.0).figure.axes
     assert len(axes.patches) == 32 + 19 + 16 + 16 + 8 + 8
-
-
-def test_named_sums_are_marked():
     x = torch.rand(100, generator=torch.Generator().manual_seed(0))
     table = gl.numerics.summation(x)
     picture = gl.plots.sums(gl.numerics.shuffled_sums(x), table)
@@ -118,13 +115,10 @@ def test_named_sums_are_marked():
     assert sorted(labels.split(", ")) == sorted(", ".join(table.order[table.order != "exact"]).split(", "))
 
 
-def test_frames_are_shown_in_two_rows():
+def test_frames_and_predictions_are_shown_beside_what_they_should_be():
     picture = gl.plots.frames(gl.load("walk", frames=100, size=(24, 32)), every=10)
     assert [len(axes.images) for axes in picture.figure.axes] == [1] * 10
     assert len(picture.png()) < 100_000
-
-
-def test_predictions_and_reconstructions_are_shown_beside_what_they_should_be():
     for net, rows in (("prednet", 4), ("autoencoder", 3)):
         run = gl.train(net, setting="cpu", profile="smoke", frames=20, progress=False)
         picture = gl.plots.sample(run)
@@ -150,9 +144,6 @@ def test_a_name_with_dollars_is_no_mathematics(runs):
     assert style.finished(axes.figure, "powers", "").png()
     assert all(label.get_parse_math() for label in axes.get_xticklabels())
     assert style.power_of_ten(-12) == "10⁻¹²"
-
-
-# --- the visual language ---------------------------------------------------------------------------------
 
 
 def test_a_setting_has_one_colour_and_dashes_where_it_is_emulated(runs):
@@ -194,13 +185,6 @@ def test_alike_colours_would_be_found():
     assert lab(["white"], "usual")[0] == pytest.approx([100, 0, 0], abs=0.1)
 
 
-def test_a_loss_is_that_of_a_frame_or_of_an_image():
-    assert style.metric_label("loss", ["prednet"] * 2) == "loss (mean squared error per frame)"
-    assert style.metric_label("final_loss", ["autoencoder", "whitener"]) == "final loss (mean squared error per image)"
-    assert style.metric_label("loss", ["prednet", "autoencoder"]) == "loss (mean squared error)"
-    assert style.metric_label("accuracy", ["prednet"]) == "accuracy"
-
-
 def test_names_at_the_ends_of_lines_are_kept_apart():
     _, (axes,) = style.canvas(1, height=3)
     axes.plot([0, 1], [1, 10])
@@ -210,14 +194,21 @@ def test_names_at_the_ends_of_lines_are_kept_apart():
     assert heights == pytest.approx({"low": 0.0, "beside": 0.07, "high": 0.5})
 
 
-@pytest.mark.parametrize(("low", "high", "scale"), [(0.0, 9.0, "linear"), (1.0, 3.0, "linear"), (1.0, 9.0, "log")])
-def test_an_axis_is_logarithmic_where_ratios_matter(low, high, scale):
-    _, (axes,) = style.canvas(1, height=2)
-    style.log_scale(axes.xaxis, low, high)
-    assert axes.get_xscale() == scale
-    axes.plot([0, 1], [low, high])
-    style.loss_scale(axes)
-    assert axes.get_yscale() == ("log" if low else "linear")
+def test_an_axis_is_logarithmic_where_ratios_matter_and_says_of_what_a_loss_is():
+    for low, high, scale in ((0.0, 9.0, "linear"), (1.0, 3.0, "linear"), (1.0, 9.0, "log")):
+        _, (axes,) = style.canvas(1, height=2)
+        style.log_scale(axes.xaxis, low, high)
+        assert axes.get_xscale() == scale
+        axes.plot([0, 1], [low, high])
+        style.loss_scale(axes)
+        assert axes.get_yscale() == ("log" if low else "linear")
+    for metric, models, label in (
+        ("loss", ["prednet"] * 2, "loss (mean squared error per frame)"),
+        ("final_loss", ["autoencoder", "whitener"], "final loss (mean squared error per image)"),
+        ("loss", ["prednet", "autoencoder"], "loss (mean squared error)"),
+        ("accuracy", ["prednet"], "accuracy"),
+    ):
+        assert style.metric_label(metric, models) == label
 
 
 def test_a_picture_is_a_small_png_with_words(tmp_path):

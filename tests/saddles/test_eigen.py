@@ -2,17 +2,10 @@ import math
 
 import pytest
 import torch
+from saddle_problems import symmetric
 
 import gpulab as gl
 from gpulab.saddles import eigen as krylov
-
-
-def symmetric(values, seed=0):
-    """A dense float64 matrix with these eigenvalues."""
-    generator = torch.Generator().manual_seed(seed)
-    turn = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator, dtype=torch.float64)).Q
-    matrix = turn @ torch.diag(torch.as_tensor(values, dtype=torch.float64)) @ turn.T
-    return (matrix + matrix.T) / 2
 
 
 def wanted(values, k, which):
@@ -61,31 +54,27 @@ def test_repeated_and_zero_eigenvalues_are_found_as_often_as_they_occur(name, wh
 
 
 @pytest.mark.parametrize("which", krylov.WHICH)
-@pytest.mark.parametrize("n", [1, 2, 3, 12])
-def test_every_eigenvalue_of_a_small_matrix(n, which):
-    values = torch.linspace(-1, 2, n, dtype=torch.float64)
-    for k in range(1, n + 1):
+def test_every_eigenvalue_of_a_small_matrix(which):
+    for n, k in [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3), *((12, k) for k in range(1, 13))]:
+        values = torch.linspace(-1, 2, n, dtype=torch.float64)
         pairs = gl.saddles.lanczos(symmetric(values), k, which)
         assert (pairs.values - wanted(values, k, which)).abs().max() < 1e-10
 
 
 def test_a_restart_keeps_what_was_found():
     values = torch.linspace(0, 1, 200, dtype=torch.float64)
-    counted = Counted(torch.diag(values))
-    pairs = gl.saddles.lanczos(counted, 2)
+    products = 0
+
+    class Counted(torch.Tensor):
+        def __matmul__(self, vectors):
+            nonlocal products
+            products += vectors.shape[1]
+            return self.as_subclass(torch.Tensor) @ vectors
+
+    pairs = gl.saddles.lanczos(torch.diag(values).as_subclass(Counted), 2)
     assert pairs.converged
     assert (pairs.values - values[:2]).abs().max() < 1e-8
-    assert counted.products == pairs.products > 80, "there were restarts, and all products are counted"
-
-
-class Counted:
-    def __init__(self, matrix):
-        self.matrix, self.products = matrix, 0
-        self.shape, self.dtype, self.device = matrix.shape, matrix.dtype, matrix.device
-
-    def __matmul__(self, vectors):
-        self.products += 1 if vectors.ndim == 1 else vectors.shape[1]
-        return self.matrix @ vectors
+    assert products == pairs.products > 80, "there were restarts, and all products are counted"
 
 
 def test_too_few_products_are_told():
@@ -93,26 +82,20 @@ def test_too_few_products_are_told():
     assert not pairs.converged
     assert "NOT converged" in repr(pairs)
     assert pairs.products <= 64
-    assert pairs.residuals.max() > 0
 
 
-def test_the_same_seed_gives_the_same_bits():
-    A = symmetric(torch.linspace(-1, 1, 60))
+def test_a_seed_gives_the_same_bits_and_vectors_are_orthogonal_whatever_the_arithmetic_of_the_setting():
+    A = symmetric(torch.linspace(-1, 1, 100)).float()
     one, same, other = (gl.saddles.lanczos(A, 2, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(one.vectors, same.vectors)
     assert not torch.equal(one.vectors, other.vectors)
-
-
-def test_vectors_are_orthogonal_whatever_the_arithmetic_of_the_setting():
-    A = symmetric(torch.linspace(-1, 1, 100)).float()
     with gl.setting("cpu:emulate=bfloat16"):
         vectors = gl.saddles.lanczos(A, 4, tolerance=0.02).vectors
     assert (vectors.T @ vectors - torch.eye(4)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("matrix", "options", "error", "words"),
-    [
+def test_what_cannot_be_is_one_clear_line():
+    for matrix, options, error, words in (
         (torch.eye(4)[:3], {}, gl.UsageError, r"\(3, 4\): expected \(n, n\)"),
         (torch.eye(4).int(), {}, gl.UsageError, "torch.int32: expected torch.float32"),
         (torch.eye(4), {"k": 5}, gl.UsageError, "k=5: expected a whole number from 1 to 4"),
@@ -123,9 +106,7 @@ def test_vectors_are_orthogonal_whatever_the_arithmetic_of_the_setting():
         (torch.ones(40, 40).triu(), {}, gl.DataError, "not symmetric"),
         (torch.full((4, 4), math.nan), {}, gl.DataError, "H @ v has 8 values that are not finite"),
         ("a matrix", {}, gl.UsageError, "shape str: expected"),
-    ],
-)
-def test_what_cannot_be_is_one_clear_line(matrix, options, error, words):
-    with pytest.raises(error, match=words) as caught:
-        gl.saddles.lanczos(matrix, **options)
-    assert "\n" not in str(caught.value)
+    ):
+        with pytest.raises(error, match=words) as caught:
+            gl.saddles.lanczos(matrix, **options)
+        assert "\n" not in str(caught.value)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from saddle_problems import DOUBLE, TOKENS, Model, rand, symmetric
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -13,26 +14,6 @@ import gpulab as gl
 from gpulab.errors import DataError, UnsupportedError, UsageError
 from gpulab.saddles.hessians import FORWARD, METHODS, REVERSE
 from gpulab.saddles.operators import check_symmetric
-
-DOUBLE = torch.float64
-TOKENS = torch.tensor([[1, 2, 2], [0, 6, 1]])
-
-
-def rand(*shape, seed=1):
-    return torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
-
-
-class Model(nn.Module):
-    """Layers and tensors by name, and what to do with them."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
-
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
 
 
 def on_rows(function, **parts):
@@ -73,6 +54,7 @@ def overlapping():
 
 
 def frozen():
+    """Tied, too."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     model[2].weight = model[0].weight
     model[0].bias.requires_grad_(False)
@@ -129,6 +111,10 @@ def normed(norm):
     return lambda: (nn.Sequential(norm(nn.Linear(3, 4)), nn.Tanh()), rand(5, 3))
 
 
+def seeded_noise(s, x):
+    return torch.tanh(s.layer(x + torch.randn(5, 3, generator=torch.Generator().manual_seed(3), dtype=DOUBLE)))
+
+
 MODELS = {
     "tied language model": language_model,
     "transposed": lambda: two_layers(lambda s: s.w, lambda s: s.w.t(), w=rand(4, 3)),
@@ -153,6 +139,7 @@ MODELS = {
     "empty constant": lambda: joined(empty(0), lambda h: h),
     "empty rows": lambda: joined(lambda h: h[:0], empty(0), lambda h: h**2, lambda h: h[:0].flatten()),
     "cached": of_layer(cached),
+    "noise from a seed of its own": of_layer(seeded_noise),
     "experts": by_expert,
     "checkpointed": of_layer(checkpointed),
     "weight norm": normed(parametrizations.weight_norm),
@@ -194,15 +181,18 @@ def products_by_differences(model, loss, vectors, step=1e-5):
     return torch.stack(columns, 1)
 
 
-@pytest.mark.parametrize("method", [FORWARD, REVERSE])
-@pytest.mark.parametrize("name", MODELS)
-def test_products_are_differences_of_gradients(name, method):
-    model, loss = problem(MODELS[name])
-    H = gl.hessian(model, loss, method=method)
+def check_products(H, model, loss):
     V = rand(H.shape[0], 2)
     expected = products_by_differences(model, loss, V)
     assert expected.norm() > 1e-3
     assert (H @ V - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("method", [FORWARD, REVERSE])
+@pytest.mark.parametrize("name", MODELS)
+def test_products_are_differences_of_gradients(name, method):
+    model, loss = problem(MODELS[name])
+    check_products(gl.hessian(model, loss, method=method), model, loss)
 
 
 @pytest.mark.parametrize("name", LEFT_TO_AUTOGRAD)
@@ -210,9 +200,7 @@ def test_what_cannot_be_followed_is_left_to_autograd(name):
     model, loss = problem(LEFT_TO_AUTOGRAD[name])
     H = gl.hessian(model, loss)
     assert H.method == REVERSE
-    V = rand(H.shape[0], 2)
-    expected = products_by_differences(model, loss, V)
-    assert (H @ V - expected).norm() < 1e-6 * expected.norm()
+    check_products(H, model, loss)
     with pytest.raises((UnsupportedError, DataError)):
         gl.hessian(model, loss, method=FORWARD)
 
@@ -231,9 +219,7 @@ def test_what_stands_for_padding_is_a_constant(tied, method):
         found = torch.where((TOKENS == 1)[..., None], padding, F.embedding(TOKENS, model[0].weight))
         return F.cross_entropy(model[1:](found).flatten(0, 1), TOKENS.flatten())
 
-    V = rand(H.shape[0], 2)
-    expected = products_by_differences(model, loss, V)
-    assert (H @ V - expected).norm() < 1e-6 * expected.norm()
+    check_products(H, model, loss)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -271,51 +257,34 @@ def looked_up(**options):
     return lambda: (nn.Sequential(nn.Embedding(7, 4, **options), nn.Linear(4, 2)), TOKENS)
 
 
-def with_statistics():
-    return nn.Sequential(nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4, track_running_stats=True)).train(), rand(2, 3, 5)
-
-
+ASYMMETRIC = r"not symmetric: uᵀAv and vᵀAu differ by .*: what torch computes as the gradient is not that of the loss"
+NORMALIZED = nn.Sequential(nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4, track_running_stats=True))
 REFUSED = {
-    "dropout": (
-        of_layer(lambda s, x: F.dropout(s.layer(x), 0.5)),
-        UsageError,
-        r"the loss is [\d.]+ at first and [\d.]+ then: it draws random numbers; call model.eval",
+    r"the loss is [\d.]+ at first and [\d.]+ then: it draws random numbers; call model.eval": of_layer(
+        lambda s, x: F.dropout(s.layer(x), 0.5)
     ),
-    "noise": (
-        of_layer(lambda s, x: s.layer(x) + torch.randn(5, 4, generator=OWN)),
-        UsageError,
-        "or draw them beforehand",
+    "or draw them beforehand": of_layer(lambda s, x: s.layer(x) + torch.randn(5, 4, generator=OWN)),
+    "1.running_mean changes each time that the loss is computed: call model.eval": lambda: (
+        copy.deepcopy(NORMALIZED),
+        rand(2, 3, 5),
     ),
-    "statistics": (
-        with_statistics,
-        UsageError,
-        "1.running_mean changes each time that the loss is computed: call model.eval",
-    ),
-    "renormalized": (looked_up(max_norm=0.1), UsageError, "0.weight changes each time"),
-    "sparse": (looked_up(sparse=True), UsageError, "sparse gradients: .* sparse=False"),
-    "by frequency": (
-        looked_up(scale_grad_by_freq=True),
-        DataError,
-        r"not symmetric: uᵀAv and vᵀAu differ by .*: what torch computes as the gradient is not that of the loss",
-    ),
-    "wrong backward": (
-        of_layer(lambda s, x: Rolled.apply(s.layer(x))),
-        DataError,
-        "not symmetric: .* backward functions of your own",
-    ),
-    "square root of zero": (
-        lambda: on_rows(lambda s, x: (x * s.w).square().sum().sqrt(), w=torch.zeros(3)),
-        DataError,
-        "values that are not finite: .* or has no derivative here",
+    "0.weight changes each time": looked_up(max_norm=0.1),
+    "sparse gradients: .* sparse=False": looked_up(sparse=True),
+}
+NO_GRADIENT = {
+    ASYMMETRIC: looked_up(scale_grad_by_freq=True),
+    "not symmetric: .* backward functions of your own": of_layer(lambda s, x: Rolled.apply(s.layer(x))),
+    "values that are not finite: .* or has no derivative here": lambda: on_rows(
+        lambda s, x: (x * s.w).square().sum().sqrt(), w=torch.zeros(3)
     ),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 @pytest.mark.parametrize("method", ["auto", REVERSE])
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_hessian_is_refused_by_name(name, method, dtype):
-    make, error, message = REFUSED[name]
+@pytest.mark.parametrize("message", REFUSED | NO_GRADIENT)
+def test_what_has_no_hessian_is_refused_by_name(message, method, dtype):
+    make, error = (REFUSED | NO_GRADIENT)[message], UsageError if message in REFUSED else DataError
     torch.manual_seed(0)
     model, x = make()
     model, x = model.to(dtype), x.to(dtype) if x.is_floating_point() else x
@@ -343,27 +312,23 @@ def test_parameters_that_the_loss_holds_itself_are_refused(method):
     torch.testing.assert_close(H.dense(), plain.dense() + torch.diag(12 * weights**2), rtol=0, atol=1e-12)
 
 
-def test_noise_from_a_seed_of_its_own_is_a_constant():
-    def function(s, x):
-        return torch.tanh(s.layer(x + torch.randn(5, 3, generator=torch.Generator().manual_seed(3))))
-
-    model, loss = problem(of_layer(function))
-    V = rand(16, 2)
-    expected = products_by_differences(model, loss, V)
-    torch.testing.assert_close(gl.hessian(model, loss) @ V, expected, rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_the_rest_of_the_model_stays_where_it_was_too(method):
+def test_the_operator_stays_where_it_was_made_and_the_model_as_it_was(method):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
-    x = rand(5, 3)
-    options = {"parameters": "0", "method": method}
-    H = gl.hessian(model, lambda: checkpoint(model, x, use_reentrant=False).square().mean(), **options)
+    x, state = rand(5, 3), copy.deepcopy(model.state_dict())
+
+    def loss():
+        return checkpoint(model, x, use_reentrant=False).square().mean()
+
+    H = gl.hessian(model, loss, parameters="0", method=method)
     before = H @ rand(16)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.add_(1)
     assert torch.equal(H @ rand(16), before)
+    assert not torch.allclose(gl.hessian(model, loss, parameters="0", method=method) @ rand(16), before)
 
 
 def test_tied_parameters_go_by_any_of_their_names():
@@ -373,15 +338,13 @@ def test_tied_parameters_go_by_any_of_their_names():
     assert H.shape == (28, 28)
 
 
-def symmetric(n):
-    matrix = rand(n, n)
-    return matrix + matrix.T
+SPREAD = torch.linspace(-20, 20, 200)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e-200])
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 def test_asymmetry_is_told_from_rounding(dtype, scale):
-    A, vectors = (scale * symmetric(200)).to(dtype), rand(200, 2).to(dtype)
+    A, vectors = (scale * symmetric(SPREAD)).to(dtype), rand(200, 2).to(dtype)
     check_symmetric(A, vectors, A @ vectors)
     if not A.any():  # too small for the type
         return
@@ -391,7 +354,7 @@ def test_asymmetry_is_told_from_rounding(dtype, scale):
 
 
 def test_products_that_are_nothing_but_rounding_are_symmetric():
-    A, B = symmetric(200).float(), symmetric(200).float() * 3
+    A, B = symmetric(SPREAD).float(), symmetric(SPREAD, 1).float() * 3
 
     class Cancelling:
         """A (B + C) v − (A B v + A C v), which is zero."""

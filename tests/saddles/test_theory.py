@@ -63,76 +63,44 @@ def test_theory_agrees_with_the_dense_hessian_for_every_set_of_components(name):
         assert float(objective.detach()) == pytest.approx(saddle.loss, abs=1e-12 * scale)
 
 
-def test_the_best_components_are_the_only_minimum():
-    points = {saddle.components: saddle for saddle in saddles(PROBLEMS["distinct"]) if len(saddle.mixing) == 2}
-    assert len(points) == 1 + 3 + 3
-    best = min(points.values(), key=lambda saddle: saddle.loss)
-    assert best.components == (0, 1)
-    assert [saddle.components for saddle in points.values() if saddle.index == 0] == [(0, 1)]
-
-
-def test_real_digits():
-    data = next(gl.load("digits").windows(500)).frames.reshape(500, -1) / 255.0
-    data -= data.mean(0)  # many pixels are always black: moments of zero
-    saddle = gl.saddles.linear_autoencoder_saddle(data, [1, 2, 3])
-    assert (saddle.moments == 0).any()
-    assert saddle.hessian().gradient.norm() < 1e-12
-    assert saddle.index == 3
-
-
-def test_any_matrix_of_numbers_will_do():
+def test_any_matrix_of_numbers_will_do_and_a_saddle_says_what_it_is():
     rows = [[1, 2], [3, 5], [0, 1]]
     of_list, of_array = (
         gl.saddles.linear_autoencoder_saddle(data, [1]) for data in (rows, np.array(rows, dtype=np.float16))
     )
     assert of_list.loss == of_array.loss
     assert of_list.model.encoder.weight.dtype == torch.float64
-
-
-def test_a_saddle_says_what_it_is():
     text = repr(gl.saddles.linear_autoencoder_saddle(PROBLEMS["distinct"], [0, 2]))
     assert "components held: 0, 2" in text
     assert "index 1" in text
     assert "held: none" in repr(gl.saddles.linear_autoencoder_saddle(PROBLEMS["distinct"], []))
 
 
-@pytest.mark.parametrize(
-    ("components", "hidden", "message"),
-    [
-        ([3], None, "component 3: the data have 3, numbered from 0 to 2"),
-        ([-1], None, "component -1"),
-        ([1, 1], None, "each can be held once"),
-        ([0.5], None, "whole numbers"),
-        ("one", None, "whole numbers"),
-        (3, None, "sequence of whole numbers"),
-        ([0, 1], 1, "hidden=1: expected a whole number from 2"),
-        ([], 0, "hidden=0"),
-        ([0], 1.5, "hidden=1.5"),
-    ],
-)
-def test_wrong_components(components, hidden, message):
-    with pytest.raises(gl.UsageError, match=message):
-        gl.saddles.linear_autoencoder_saddle(PROBLEMS["distinct"], components, hidden=hidden)
+WRONG_DATA = [
+    (torch.zeros(3), r"shape \(3,\)"),
+    (torch.zeros(0, 3), r"shape \(0, 3\)"),
+    (torch.tensor([[1.0, math.nan], [math.inf, 0.0]]), "2 of 4 values are not finite"),
+    ("digits", "data of type str"),
+]
+WRONG_COMPONENTS = [
+    ([3], None, "component 3: the data have 3, numbered from 0 to 2"),
+    ([-1], None, "component -1"),
+    ([1, 1], None, "each can be held once"),
+    ([0.5], None, "whole numbers"),
+    ("one", None, "whole numbers"),
+    (3, None, "sequence of whole numbers"),
+    ([0, 1], 1, "hidden=1: expected a whole number from 2"),
+    ([], 0, "hidden=0"),
+    ([0], 1.5, "hidden=1.5"),
+]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (torch.zeros(3), r"shape \(3,\)"),
-        (torch.zeros(0, 3), r"shape \(0, 3\)"),
-        (torch.tensor([[1.0, math.nan], [math.inf, 0.0]]), "2 of 4 values are not finite"),
-        ("digits", "data of type str"),
-    ],
-)
-def test_wrong_data(data, message):
-    with pytest.raises(gl.DataError, match=message):
-        gl.saddles.linear_autoencoder_saddle(data, [0])
-
-
-def test_the_linear_autoencoder_is_linear():
-    net = gl.models.LinearAutoencoder(features=4, hidden=2)
-    x, y = torch.randn(3, 4), torch.randn(3, 4)
-    assert torch.allclose(net(x) + net(y), net(x + y), atol=1e-6)
-    assert [tuple(p.shape) for p in net.parameters()] == [(2, 4), (4, 2)]
+def test_wrong_data_and_components_are_refused():
+    for data, message in WRONG_DATA:
+        with pytest.raises(gl.DataError, match=message):
+            gl.saddles.linear_autoencoder_saddle(data, [0])
+    for components, hidden, message in WRONG_COMPONENTS:
+        with pytest.raises(gl.UsageError, match=message):
+            gl.saddles.linear_autoencoder_saddle(PROBLEMS["distinct"], components, hidden=hidden)
     with pytest.raises(gl.UsageError, match="hidden=0"):
         gl.models.LinearAutoencoder(4, 0)

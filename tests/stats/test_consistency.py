@@ -1,5 +1,6 @@
 """Whatever the table of runs: interval, p value, decision and words of a verdict say the same, or one clear line."""
 
+import functools
 import math
 import re
 import warnings
@@ -7,14 +8,10 @@ import warnings
 import numpy as np
 import pandas as pd
 import pytest
+from stats_runs import runs_of
 
 import gpulab as gl
-
-
-def runs(losses, **columns):
-    """Runs from a list of losses per setting, seeds counted from 0."""
-    rows = [(name, seed, loss) for name, some in losses.items() for seed, loss in enumerate(some)]
-    return pd.DataFrame(rows, columns=["setting", "seed", "final_loss"]).assign(**columns)
+from gpulab.stats.verdicts import p_text
 
 
 def pair_of(n=10, seed=0, by=0.1):
@@ -36,7 +33,7 @@ def random_runs(generator):
         else:
             moved = size * (generator.random(n) < generator.choice([0.2, 1.0]))
             losses[f"s{level}"] = (base + moved + noise * generator.standard_normal(n)).round(generator.choice([1, 12]))
-    frame = runs(losses)
+    frame = runs_of(losses)
     if generator.random() < 0.4:
         gone = (generator.random(len(frame)) < 0.3) & (frame.setting == f"s{generator.integers(levels)}")
         frame.loc[gone, "final_loss"] = math.nan
@@ -88,26 +85,21 @@ def test_no_verdict_contradicts_itself(part):
 
 
 def test_a_corrected_p_is_called_so_and_an_interval_of_another_level_shows_it():
-    one = gl.verdict(runs(pair_of()))
+    one = gl.verdict(runs_of(pair_of()))
     assert " p = " in str(one)
     assert "corrected" not in str(one)
-    three = gl.verdict(runs(pair_of() | {f"s{k}": pair_of(seed=0, by=0.1 + k)["cuda"] for k in range(2)}))
+    three = gl.verdict(runs_of(pair_of() | {f"s{k}": pair_of(seed=0, by=0.1 + k)["cuda"] for k in range(2)}))
     assert three.table.confidence.tolist() == pytest.approx([1 - 0.05 / 3] * 3)
     assert re.search(r"\] \(98\.3 %\), corrected p = .*; equivalence \[.*\] \(96\.7 %\), corrected p = ", str(three))
 
 
 def test_numbers_are_written_on_their_own_side_of_the_limit():
-    from gpulab.stats.verdicts import p_text
-
     assert p_text(0.0501, 0.05) == "0.0501"
     assert p_text(0.0499, 0.05) == p_text(0.05, 0.05) == "0.05"
     assert p_text(0.049, 0.05) == "0.049"
 
 
-# --- how many seeds would settle it ------------------------------------------------------------------
-
-
-def lost_seeds(generator, n, share, noise=1e-3):
+def lost_seeds(generator, n, share, noise):
     base = 0.1 * generator.random(n)
     return {"cpu": base, "cuda": base + noise * generator.standard_normal(n) + (generator.random(n) < share)}
 
@@ -118,42 +110,32 @@ def settled_share(draw, n, repeats=24, margin=0.3):
     for repeat in range(repeats):
         generator = np.random.default_rng(repeat)
         first = draw(generator, n)
-        (needed,) = gl.verdict(runs(first), margin=margin).table.seeds_needed
+        (needed,) = gl.verdict(runs_of(first), margin=margin).table.seeds_needed
         if needed < 2000:
             more = draw(generator, int(needed) - n)
             both = {name: np.concatenate([first[name], more[name]]) for name in first}
-            settled.append(gl.verdict(runs(both), margin=margin).decision != "inconclusive")
+            settled.append(gl.verdict(runs_of(both), margin=margin).decision != "inconclusive")
     return np.mean(settled), len(settled)
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda generator, n: lost_seeds(generator, n, 0.25),
-        lambda generator, n: lost_seeds(generator, n, 0.0, noise=0.6),
-    ],
-    ids=["a quarter lost", "noise"],
-)
-def test_the_seeds_that_would_settle_it_do(draw):
-    share, tried = settled_share(draw, 12)
+@pytest.mark.parametrize(("share", "noise"), [(0.25, 1e-3), (0.0, 0.6)], ids=["a quarter lost", "noise"])
+def test_the_seeds_that_would_settle_it_do(share, noise):
+    settled, tried = settled_share(functools.partial(lost_seeds, share=share, noise=noise), 12)
     assert tried >= 12
-    assert 0.65 < share < 0.97, "about the power of 0.8"
+    assert 0.65 < settled < 0.97, "about the power of 0.8"
 
 
 def test_lost_seeds_call_for_more_seeds_and_not_for_none():
     for kept, lost in ((1.0, 0.0), (0.1, 1.1)):
-        seen = runs({"cpu": [kept] * 12, "cuda": [kept] * 9 + [lost] * 3})
+        seen = runs_of({"cpu": [kept] * 12, "cuda": [kept] * 9 + [lost] * 3})
         verdict = gl.verdict(seen)
         assert verdict.decision == "inconclusive"
         assert 12 < verdict.table.seeds_needed[0] < 100
         assert "seeds would settle it" in str(verdict)
 
 
-# --- untidy tables -----------------------------------------------------------------------------------
-
-
 def test_a_reference_without_spread_has_no_margin_in_sd():
-    verdict = gl.verdict(runs({"cpu": [0.1] * 10, "cuda": np.linspace(0, 1, 10), "xpu": [0.1] * 10}))
+    verdict = gl.verdict(runs_of({"cpu": [0.1] * 10, "cuda": np.linspace(0, 1, 10), "xpu": [0.1] * 10}))
     assert verdict.between_seeds == 0
     assert verdict.table.margin.isna().all()
     assert verdict.decisions == {"cuda": "different", "xpu": "equivalent"}
@@ -164,7 +146,7 @@ def test_a_reference_without_spread_has_no_margin_in_sd():
 
 @pytest.mark.parametrize("name", ["experiment", "profile", "frames", "protocol"])
 def test_a_column_that_tells_protocols_apart_elsewhere_may_be_compared(name):
-    frame = runs(pair_of())
+    frame = runs_of(pair_of())
     expected = gl.verdict(frame).table
     for role, old in (("factor", "setting"), ("block", "seed"), ("metric", "final_loss")):
         other = gl.verdict(frame.rename(columns={old: name}), **{role: name})
@@ -174,7 +156,7 @@ def test_a_column_that_tells_protocols_apart_elsewhere_may_be_compared(name):
 
 
 def test_runs_that_did_not_finish_are_left_out_and_said():
-    frame = runs(pair_of(), status=["finished"] * 17 + ["crashed", "FINISHED", "Running"])
+    frame = runs_of(pair_of(), status=["finished"] * 17 + ["crashed", "FINISHED", "Running"])
     frame.loc[17, "final_loss"] = math.nan
     verdict = gl.verdict(frame)
     assert (verdict.table.seeds[0], verdict.table.left_out[0], len(verdict.unfinished)) == (8, 2, 2)
@@ -187,38 +169,32 @@ def test_runs_that_did_not_finish_are_left_out_and_said():
 
 
 def test_the_index_may_carry_the_columns_or_their_names():
-    frame = runs(pair_of())
+    frame = runs_of(pair_of())
     expected = gl.verdict(frame).table
     for other in (frame.set_index(["setting", "seed"]), frame.set_index("seed", drop=False)):
         pd.testing.assert_frame_equal(gl.verdict(other).table, expected)
 
 
 @pytest.mark.parametrize(
-    ("names", "numbers"),
-    [("category", "object"), ("object", "Float64"), ("string[pyarrow]", "double[pyarrow]")],
+    ("names", "numbers"), [("category", "object"), ("object", "Float64"), ("string[pyarrow]", "double[pyarrow]")]
 )
-def test_the_types_of_columns_do_not_matter(names, numbers):
-    frame = runs(pair_of(), machine=math.nan)
+def test_the_types_and_names_of_columns_do_not_matter(names, numbers):
+    frame = runs_of(pair_of(), machine=math.nan)
     frame["seed"] = "s" + frame.seed.astype(str)
     verdict = gl.verdict(frame.astype({"setting": names, "seed": names, "final_loss": numbers}))
     pd.testing.assert_frame_equal(verdict.table, gl.verdict(frame).table, check_dtype=False)
     assert str(verdict) == str(gl.verdict(frame))
+    assert "xpu" not in str(gl.verdict(frame.astype({"setting": pd.CategoricalDtype(["xpu", "cpu", "cuda"])})))
+    strange = {"setting": "the setting", "seed": "my seed!", "final_loss": "loss (nats)"}
+    renamed = gl.verdict(frame.rename(columns=strange), "loss (nats)", "the setting", "my seed!")
+    assert renamed.decision == verdict.decision
+    assert renamed.plot().png()
 
 
 def test_so_many_levels_that_no_test_can_show_a_difference_are_told_so():
-    verdict = gl.verdict(runs({f"s{k}": pair_of(seed=k)["cpu"] for k in range(40)}))
+    verdict = gl.verdict(runs_of({f"s{k}": pair_of(seed=k)["cpu"] for k in range(40)}))
     assert "10 seeds cannot show a difference at alpha 0.05 with so many tests, 11 can" in str(verdict)
     assert verdict.table.low.isna().all()
-
-
-def test_unused_categories_and_strange_names_are_no_trouble():
-    frame = runs(pair_of())
-    frame["setting"] = pd.Categorical(frame.setting, ["xpu", "cpu", "cuda"])
-    assert "xpu" not in str(gl.verdict(frame))
-    names = {"setting": "the setting", "seed": "my seed!", "final_loss": "loss (nats)"}
-    renamed = gl.verdict(frame.rename(columns=names), "loss (nats)", "the setting", "my seed!")
-    assert renamed.decision == gl.verdict(frame).decision
-    assert renamed.plot().png()
 
 
 @pytest.mark.parametrize(
@@ -236,15 +212,31 @@ def test_unused_categories_and_strange_names_are_no_trouble():
         (lambda f: f, {"block": "setting"}, "'setting' stands for two of metric, factor and block"),
         (lambda f: f.rename(columns={"seed": "a.x"}), {"block": "x", "factor": "a.x"}, "'a.x' stands for two of"),
         (lambda f: f, {"metric": "finalloss"}, "no column 'finalloss'; there are setting, seed, final_loss"),
+        (lambda f: f.assign(machine="a"), {"metric": "machine"}, "'machine' is of type"),
+        (lambda f: f.assign(weights="a"), {"metric": "weights"}, "'weights' has a meaning of its own"),
+        (lambda f: f, {"reference": "mps"}, "'mps'.*cpu.*cuda"),
+        *(
+            (lambda f: f, {"margin": margin}, r"expected a number above 0, or such as '0\.25sd'")
+            for margin in [0, math.nan, math.inf, True, "-1sd", "0.25"]
+        ),
+        *((lambda f: f, {"alpha": alpha}, "alpha") for alpha in [0, 0.5, math.nan, "5%"]),
         (lambda f: f.rename(columns={"setting": "margin"}), {"factor": "margin"}, "'margin' is also a column of the"),
         (lambda f: f.rename(columns={"seed": "other"}), {"block": "other"}, "'other' has a meaning of its own"),
         (lambda f: f.assign(rerun=math.nan), {}, "'rerun' has no number in 20 rows"),
         (lambda f: f.assign(final_loss=f.final_loss.astype(str)), {}, "of type str; expected numbers"),
         (lambda f: f.assign(setting=f.setting.where(f.seed > 0)), {}, "'setting' is empty in 2 rows"),
+        (lambda f: f.assign(status="finished").replace(f.final_loss[12], math.inf), {}, r"1 finished .*: index \[12\]"),
+        (
+            lambda f: f.assign(status="finished", final_loss=math.nan),
+            {},
+            "nor has any other; if yours is called otherwise",
+        ),
+        (lambda f: pd.concat([f.assign(machine=m) for m in "ab"]), {}, "'cpu' seed 0 was run more than once, on a, b"),
+        (lambda f: pd.concat([f, f[-1:]]), {}, "setting 'cuda' seed 9 was run more than once; keep one"),
     ],
 )
 def test_nonsense_is_one_clear_line(spoil, options, words):
     with pytest.raises(gl.UsageError, match=words) as error:
-        gl.verdict(spoil(runs(pair_of())), **options)
+        gl.verdict(spoil(runs_of(pair_of())), **options)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 250

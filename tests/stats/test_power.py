@@ -1,8 +1,8 @@
 import math
 
 import numpy as np
-import pandas as pd
 import pytest
+from stats_runs import BASE, TINY, WIDE, runs_of, shifted
 from statsmodels.stats.power import TTestPower
 
 import gpulab as gl
@@ -26,11 +26,6 @@ def test_the_seeds_needed_reach_the_power_in_simulation(ratio):
     assert 0.73 < rate(lambda differences: inference.equivalence_p(differences, 1.0), m, 0.0) < 0.93
 
 
-def test_the_seeds_needed_are_those_of_the_t_test_and_one():
-    n, _ = needed(2.0, 1.0, power=0.9)
-    assert n == math.ceil(TTestPower().solve_power(0.5, power=0.9, alpha=0.05)) + 1
-
-
 @pytest.mark.parametrize("n", [6, 7, 12, 27])
 @pytest.mark.parametrize("alpha", [0.05, 0.05 / 2])
 def test_the_smallest_difference_that_is_shown_is_shown_four_times_in_five(n, alpha):
@@ -50,7 +45,8 @@ def test_the_smallest_share_that_is_shown_is_shown_four_times_in_five():
     assert 0.76 < np.mean([inference.sign_flip_p(some) <= 0.05 for some in switched]) < 0.84
 
 
-def test_a_margin_in_sd_is_that_of_a_verdict_from_as_many_seeds():
+def test_the_seeds_of_a_t_test_and_one_and_a_margin_in_sd_as_a_verdict_has_it():
+    assert needed(2.0, 1.0, power=0.9)[0] == math.ceil(TTestPower().solve_power(0.5, power=0.9, alpha=0.05)) + 1
     losses = np.random.default_rng(21).standard_normal(12)
     margins = margins_by_seeds("0.5sd", losses)
     assert margins[SEEDS == 12] == pytest.approx(0.5 * inference.sd_lower_limit(losses))
@@ -58,14 +54,7 @@ def test_a_margin_in_sd_is_that_of_a_verdict_from_as_many_seeds():
 
 
 def test_the_seeds_needed_from_a_frame():
-    base = np.array([0.31, 0.12, 0.22, 0.54, 0.43, 0.65, 0.17, 0.28, 0.39, 0.58])
-    tiny = 1e-6 * np.array([1, -2, 3, -1, 2, -3, 1.5, 0, -0.5, 1])
-    wide = np.array([0.3, -0.3, 0.2, -0.1, 0.4, -0.5, 0.1, 0.2, -0.2, 0.0])
-    losses = {"cpu": base, "a": base + tiny, "b": base + wide}
-    runs = pd.concat(
-        pd.DataFrame({"setting": setting, "seed": range(10), "final_loss": values})
-        for setting, values in losses.items()
-    )
+    runs = runs_of({"cpu": BASE, "a": shifted(TINY), "b": shifted(WIDE)})
     table = gl.stats.seeds_needed(runs)
     assert table.setting.tolist() == ["a", "a", "b", "b"]
     assert table.power.tolist() == [0.8, 0.9, 0.8, 0.9]

@@ -54,13 +54,10 @@ def test_the_components_agree_with_analysis_of_variance():
     assert "Reruns: 30 in 30 of 30 cells." in str(found)
 
 
-def test_without_reruns_two_sources_cannot_be_told_apart():
+def test_what_cannot_be_told_apart_and_seeds_that_are_left_out_are_said():
     components = gl.stats.variance_components(simulated(14, reruns=1))
     assert components.table.source.tolist() == ["seed", "setting", "seed × setting, rerun"]
     assert "cannot be told apart" in str(components)
-
-
-def test_seeds_that_did_not_finish_everywhere_are_left_out_of_the_components_and_said():
     runs = simulated(15)
     runs.loc[(runs.seed == 2) & (runs.setting == "s1"), "final_loss"] = math.nan
     assert "1 seed(s) did not finish under every setting" in str(gl.stats.variance_components(runs))

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
+from stats_runs import BASE, TINY, WIDE, runs_of, shifted
 
 import gpulab as gl
 from gpulab.stats import tests as inference
@@ -20,9 +21,8 @@ def frame(*rows, **columns):
 
 def levels(**losses):
     """Runs from a list of losses per setting, seeds counted from 0."""
-    return frame(
-        *((name, seed, loss, f"{name}{seed}") for name, some in losses.items() for seed, loss in enumerate(some))
-    )
+    rows = runs_of(losses).assign(weights=lambda runs: runs.setting + runs.seed.astype(str))
+    return frame(*rows.itertuples(index=False))
 
 
 THREE = frame(
@@ -35,18 +35,11 @@ THREE = frame(
     ("cuda", 0, 0.30, "f"),
     ("cuda", 1, 0.18, "g"),
 )
-BASE = [0.31, 0.12, 0.22, 0.54, 0.43, 0.65, 0.17, 0.28, 0.39, 0.58]
-TINY = [1e-6, -2e-6, 3e-6, -1e-6, 2e-6, -3e-6, 1.5e-6, 0.0, -0.5e-6, 1e-6]
-WIDE = [0.3, -0.3, 0.2, -0.1, 0.4, -0.5, 0.1, 0.2, -0.2, 0.0]
 
 
 def row(verdict, level="cuda"):
     (numbers,) = verdict.table[verdict.table[verdict.factor] == level].to_dict("records")
     return numbers
-
-
-def shifted(by, base=BASE):
-    return list(np.array(base) + by)
 
 
 def test_settings_are_compared_seed_by_seed():
@@ -89,7 +82,6 @@ def test_settings_are_compared_seed_by_seed():
 def test_decisions(by, margin, decision):
     verdict = gl.verdict(levels(cpu=BASE, cuda=shifted(by)), margin=margin)
     assert verdict.decision == decision
-    assert verdict.decisions == {"cuda": decision}
     assert f"cuda against cpu, 10 seeds: {decision}" in str(verdict)
 
 
@@ -106,49 +98,31 @@ def test_holms_correction_by_hand():
     assert c < b < a
     assert verdict.table.p_equivalent_holm.tolist() == pytest.approx([max(2 * b, a), 2 * b, 3 * c])
     assert verdict.decision == "different", "one level that differs decides the whole"
-
-
-def test_the_whole_is_equivalent_only_when_each_is():
-    assert gl.verdict(levels(cpu=BASE, a=BASE, b=shifted(TINY))).decision == "equivalent"
     verdict = gl.verdict(levels(cpu=BASE, a=BASE, b=BASE[:1]))
     assert verdict.decisions == {"a": "equivalent", "b": "inconclusive"}
-    assert verdict.decision == "inconclusive"
-
-
-def test_a_margin_in_sd_is_taken_at_the_limit_of_the_sd():
-    verdict = gl.verdict(levels(cpu=BASE, cuda=shifted(TINY)), margin=" .5 sd")
-    assert row(verdict)["margin"] == pytest.approx(0.5 * inference.sd_lower_limit(BASE))
-    assert verdict.between_seeds == pytest.approx(np.std(BASE, ddof=1))
-
-
-def test_five_seeds_cannot_show_a_difference_and_six_can():
-    five = gl.verdict(levels(cpu=BASE[:5], cuda=shifted(9.0)[:5]))
-    assert five.decision == "inconclusive"
-    assert "5 seeds cannot show a difference at alpha 0.05, 6 can" in str(five)
-    assert gl.verdict(levels(cpu=BASE[:6], cuda=shifted(9.0)[:6])).decision == "different"
+    assert verdict.decision == "inconclusive", "the whole is equivalent only when each is"
 
 
 @pytest.mark.parametrize("n", [10, 40])
-def test_the_order_of_the_runs_does_not_matter(n):
+def test_the_order_of_the_runs_does_not_matter_nor_the_precision_of_numbers(n):
     generator = np.random.default_rng(8)
     losses = generator.standard_normal(n)
     runs = levels(cpu=losses, a=losses + generator.standard_normal(n) / 3, b=losses)
     first, second = gl.verdict(runs), gl.verdict(runs.sample(frac=1, random_state=1))
     for level in ("a", "b"):
         assert row(first, level) == pytest.approx(row(second, level), nan_ok=True)
+    single = gl.verdict(runs.astype({"final_loss": "float32"}))  # is compared in double
+    exact = np.float32(runs.final_loss[n : 2 * n]).astype(float) - np.float32(losses).astype(float)
+    assert row(single, "a")["difference"] == pytest.approx(exact.mean(), rel=1e-12)
 
 
-def test_the_reference_is_cpu_or_the_first():
+def test_any_factor_reference_and_block_can_be_compared():
     assert gl.verdict(levels(cuda=BASE, cpu=BASE)).reference == "cpu"
     assert gl.verdict(levels(cuda=BASE, xpu=BASE)).reference == "cuda"
     assert gl.verdict(levels(cuda=BASE, xpu=BASE), reference="xpu").reference == "xpu"
-
-
-def test_any_factor_and_block_can_be_compared():
     runs = levels(copied=BASE, reused=shifted(0.2)).rename(columns={"setting": "loader", "seed": "film"})
     runs["film"] = "film " + runs.film.astype(str)
     verdict = gl.verdict(runs, factor="loader", block="film")
-    assert verdict.decisions == {"reused": "different"}
     assert "reused against copied, 10 films: different" in str(verdict)
     numbered = runs.assign(loader=runs.loader.map({"copied": 16, "reused": 32}))
     assert gl.verdict(numbered, factor="loader", block="film").decisions == {32: "different"}
@@ -166,18 +140,13 @@ def test_a_metric_of_yes_and_no_is_mcnemars_test(kind):
     assert verdict.decision == "different"
 
 
-def test_few_seeds_of_which_none_switched_are_no_proof_of_equal_rates():
+def test_yes_and_no_have_a_share_of_the_seeds_for_margin_and_few_seeds_prove_no_equal_rates():
     verdict = gl.verdict(levels(cpu=[0.0, 1.0] * 5, cuda=[0.0, 1.0] * 5), margin=0.1)
     assert verdict.decision == "inconclusive"
     assert row(verdict)["p_equivalent"] == pytest.approx(0.9**10)
     assert row(verdict)["seeds_needed"] == 29  # 0.9 ** 29 < 0.05 < 0.9 ** 28
-    many = levels(cpu=[0.0, 1.0] * 15, cuda=[0.0, 1.0] * 15)
-    assert gl.verdict(many, margin=0.1).decision == "equivalent"
     switched = levels(cpu=[0.0, 1.0] * 30, cuda=[1.0, 1.0] + [0.0, 1.0] * 29)
     assert row(gl.verdict(switched, margin=0.1))["p_equivalent"] == pytest.approx(stats.binom.cdf(1, 60, 0.1))
-
-
-def test_a_margin_of_yes_and_no_is_a_share_of_the_seeds():
     runs = levels(cpu=[0.0, 1.0] * 15, cuda=[0.0, 1.0] * 15)
     usual = gl.verdict(runs)
     assert (usual.margin, usual.decision) == (0.1, "equivalent")
@@ -203,29 +172,22 @@ def test_the_same_weights_are_not_tested():
     assert row(gl.verdict(runs))["p_different"] == 1
 
 
-def test_what_could_undo_a_mean_is_said():
-    text = str(gl.verdict(levels(cpu=BASE, cuda=shifted(0.1))))
-    unseen = 1 - 0.05 ** (1 / 10)
-    assert (
-        f"Only jumps that none of these seeds made could undo this mean: of {-0.1 * (1 - unseen) / unseen:.2g}" in text
-    )
-    assert f"in {unseen:.0%} of all seeds" in text
-
-
-def test_numbers_in_single_precision_are_compared_in_double():
-    single = gl.verdict(levels(cpu=BASE, cuda=shifted(1e-7)).astype({"final_loss": "float32"}))
-    exact = np.float32(shifted(1e-7)).astype(float) - np.float32(BASE).astype(float)
-    assert row(single)["difference"] == pytest.approx(exact.mean(), rel=1e-12)
-
-
 def test_the_words_follow_from_the_numbers_and_a_notebook_is_shown_them_with_table_and_figure():
     verdict = gl.verdict(levels(cpu=BASE, cuda=shifted(TINY)))
     text, numbers = str(verdict), row(verdict)
+    half = row(gl.verdict(verdict.runs, margin=" .5 sd"))["margin"]
+    assert half == pytest.approx(0.5 * inference.sd_lower_limit(BASE))
+    assert verdict.between_seeds == pytest.approx(np.std(BASE, ddof=1))
     assert f"equivalent within ±{numbers['margin']:.2g}; " in text
     assert f"difference {numbers['difference']:.2g} [{numbers['low']:.2g}, {numbers['high']:.2g}]" in text
     assert f"p = {numbers['p_different']:.2g}" in text
     assert "0 of 10 seeds moved by more than the margin; up to 26% of seeds could" in text
     assert "Diverged runs: 0." in text
+    unseen = 1 - 0.05 ** (1 / 10)
+    jumps = f"Only jumps that none of these seeds made could undo this mean: of {-0.1 * (1 - unseen) / unseen:.2g}"
+    moved = str(gl.verdict(levels(cpu=BASE, cuda=shifted(0.1))))
+    assert jumps in moved
+    assert f"in {unseen:.0%} of all seeds" in moved
     bundle, _ = verdict._repr_mimebundle_()
     assert bundle["text/plain"] == text
     for piece in ("equivalent within", "<table", "p different holm", "data:image/png;base64,", "alt="):
@@ -284,9 +246,9 @@ def test_the_seeds_that_would_settle_it_are_said():
     assert f"; about {needed:.0f} seeds would settle it" in str(verdict)
     five = gl.verdict(levels(cpu=BASE[:5], cuda=shifted(WIDE)[:5]))
     assert "; very roughly " in str(five)
+    assert "5 seeds cannot show a difference at alpha 0.05, 6 can" in str(five)
+    assert gl.verdict(levels(cpu=BASE[:6], cuda=shifted(9.0)[:6])).decision == "different"
 
-
-# --- reruns and diverged runs ------------------------------------------------------------------------
 
 RERUNS = pd.concat(
     [
@@ -327,6 +289,12 @@ def test_diverging_more_often_is_different_whatever_the_metric_says():
     assert row(verdict)["p_diverged_holm"] == 2 * row(verdict)["p_diverged"], "the differences are tested, too"
     assert "different in how often they diverge; difference 0" in str(verdict)
     assert "Diverged: 7, under cpu 0 (corrected p = 0.031)" in str(verdict)
+    # a rare divergence costs the other test nothing
+    four = row(gl.verdict(levels(cpu=BASE, cuda=[*shifted(0.3)[:6], *[math.nan] * 4])))
+    assert four["p_different_holm"] == four["p_different"] == 2 / 2**6
+    six = row(gl.verdict(levels(cpu=BASE + BASE, cuda=[*shifted(0.3), *BASE[:4], *[math.nan] * 6])))
+    assert six["p_diverged"] == 2 / 2**6
+    assert six["p_different_holm"] == 2 * six["p_different"], "two tests that could give an alarm"
 
 
 def test_what_may_diverge_more_often_is_not_equivalent():
@@ -340,14 +308,6 @@ def test_what_may_diverge_more_often_is_not_equivalent():
     assert same.decision == "equivalent", "a seed that diverges under both tells no difference"
 
 
-def test_a_rare_divergence_costs_the_other_test_nothing():
-    four = row(gl.verdict(levels(cpu=BASE, cuda=[*shifted(0.3)[:6], *[math.nan] * 4])))
-    assert four["p_different_holm"] == four["p_different"] == 2 / 2**6
-    six = row(gl.verdict(levels(cpu=BASE + BASE, cuda=[*shifted(0.3), *BASE[:4], *[math.nan] * 6])))
-    assert six["p_diverged"] == 2 / 2**6
-    assert six["p_different_holm"] == 2 * six["p_different"], "two tests that could give an alarm"
-
-
 def test_every_run_of_a_level_may_diverge_and_then_has_no_metric_even_where_there_is_a_number():
     verdict = gl.verdict(levels(cpu=BASE, cuda=[math.nan] * 10))
     assert (verdict.decision, row(verdict)["seeds"]) == ("different", 0)
@@ -357,64 +317,20 @@ def test_every_run_of_a_level_may_diverge_and_then_has_no_metric_even_where_ther
     assert row(gl.verdict(runs))["largest_difference"] == 0
 
 
-# --- too little, or wrong ----------------------------------------------------------------------------
-
-
-def test_one_seed_is_no_evidence():
+def test_one_seed_or_setting_and_none_in_common_are_no_evidence():
     verdict = gl.verdict(THREE[THREE.seed == 0])
     assert verdict.decision == "inconclusive"
     assert "one seed is no evidence" in str(verdict)
     assert "The spread between seeds under cpu is unknown: fewer than two finished." in str(verdict)
     assert verdict.largest == pytest.approx(0.2)
-    assert math.isnan(verdict.between_seeds)
     assert math.isnan(verdict.ratio)
     assert verdict.plot().png()
-
-
-def test_settings_without_a_seed_in_common_and_one_alone_are_not_compared():
     verdict = gl.verdict(frame(("cpu", 0, 0.1, "a"), ("cpu", 1, 0.3, "b"), ("cuda", 2, 0.2, "c")))
     assert (row(verdict)["seeds"], row(verdict)["left_out"]) == (0, 3)
     assert "no seed in common" in str(verdict)
     alone = gl.verdict(THREE[THREE.setting == "cpu"])
     assert (len(alone.table), alone.largest, alone.decision) == (0, 0, "inconclusive")
-    assert "nothing to compare" in str(alone)
     assert "nothing to compare" in alone.html()
-
-
-def test_two_runs_of_one_seed_and_setting_are_not_compared():
-    with pytest.raises(gl.UsageError, match=r"'cpu' seed 0 was run more than once, on a machine, another"):
-        gl.verdict(pd.concat([THREE, THREE.assign(machine="another")]))
-    with pytest.raises(gl.UsageError, match=r"setting 'cuda' seed 1 was run more than once; keep one"):
-        gl.verdict(pd.concat([THREE, THREE[-1:]]))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"reference": "mps"}, r"'mps'.*cpu:threads=1.*cuda"),
-        *(
-            ({"margin": margin}, r"expected a number above 0, or such as '0\.25sd'")
-            for margin in [0, math.nan, math.inf, True, "-1sd", "0.25"]
-        ),
-        *(({"alpha": alpha}, "alpha") for alpha in [0, 0.5, math.nan, "5%"]),
-        ({"metric": "beauty"}, "no column 'beauty'; there are setting, seed"),
-        ({"metric": "machine"}, "'machine' is of type"),
-        ({"metric": "weights"}, "'weights' has a meaning of its own"),
-    ],
-    ids=str,
-)
-def test_what_is_malformed_or_missing_is_refused(options, words):
-    with pytest.raises(gl.UsageError, match=words):
-        gl.verdict(THREE, **options)
-
-
-def test_a_finished_run_without_a_number_is_not_passed_over():
-    runs = levels(cpu=BASE, cuda=BASE)
-    runs.loc[12, "final_loss"] = math.inf
-    with pytest.raises(gl.UsageError, match=r"1 finished run\(s\) have no finite final_loss: index \[12\]"):
-        gl.verdict(runs)
-    with pytest.raises(gl.UsageError, match=r"nor has any other; if yours is called otherwise, say metric='its name'"):
-        gl.verdict(runs.assign(final_loss=math.nan, loss=1.0))
 
 
 def test_losses_without_any_difference_are_no_quiet_equivalence():
@@ -424,9 +340,6 @@ def test_losses_without_any_difference_are_no_quiet_equivalence():
     assert doubt in str(gl.verdict(levels(cpu=BASE, cuda=BASE)))
     assert doubt not in str(gl.verdict(levels(cpu=BASE, cuda=[*BASE[:-1], BASE[-1] + 1e-9])))
     assert doubt not in str(gl.verdict(levels(cpu=BASE, cuda=BASE).assign(weights="the same")))
-
-
-# --- the figure --------------------------------------------------------------------------------------
 
 
 def test_the_figure_shows_every_seed_and_every_difference():

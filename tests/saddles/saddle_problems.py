@@ -1,0 +1,46 @@
+"""What several files here begin with: data, matrices and networks whose Hessians are known."""
+
+import torch
+from torch import nn
+
+import gpulab as gl
+
+DOUBLE = torch.float64
+FLOAT64 = "cpu:precision=float64"
+TOKENS = torch.tensor([[1, 2, 2], [0, 6, 1]])
+
+
+def rand(*shape, seed=1):
+    return torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+
+
+def scaled_data(samples, *scales):
+    """Independent normal numbers, a column for each standard deviation."""
+    return rand(samples, len(scales), seed=0) * torch.tensor(scales)
+
+
+SIX_SCALES = scaled_data(100, 2.0, 1.6, 1.2, 0.9, 0.6, 0.3)
+
+
+def symmetric(values, seed=0):
+    """A dense float64 matrix with these eigenvalues."""
+    turn = torch.linalg.qr(rand(len(values), len(values), seed=seed)).Q
+    matrix = turn @ torch.diag(torch.as_tensor(values, dtype=DOUBLE)) @ turn.T
+    return (matrix + matrix.T) / 2
+
+
+def escape(saddle, setting=FLOAT64, **options):
+    return gl.saddles.escape(saddle.model, saddle, setting, progress=False, **options)
+
+
+class Model(nn.Module):
+    """Layers and tensors by name, and what to do with them."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
