@@ -172,7 +172,7 @@ def default_flags():
 CPU_SETTINGS = ["cpu", "cpu:threads=1", "cpu:deterministic=on", "cpu:deterministic=off", "cpu:precision=float64"]
 CPU_SETTINGS += ["cpu:denormals=off", "cpu:threads=2,denormals=off"]
 CPU_SETTINGS += ["cpu:threads=2,deterministic=on,precision=bfloat16", "cpu:emulate=hopper,order=tensor-core+split-2"]
-CUDA_SETTINGS = ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on,tf32=off"]
+CUDA_SETTINGS = ["cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:tf32=off,deterministic=on"]
 
 
 @pytest.mark.parametrize("user", ["default_flags", "unusual_flags"])

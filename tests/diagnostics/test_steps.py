@@ -34,7 +34,7 @@ def performed(step, setting="cpu"):
         loss = once()
     assert everything(step.model) == before
     for name, parameter in step.model.named_parameters():
-        assert torch.equal(once.parameters[name], parameter.to(once.parameters[name].dtype)), "as it was before"
+        assert torch.equal(once.parameters[name], parameter.to(once.parameters[name])), "as it was before"
     return loss, {name: parameter.grad for name, parameter in once.parameters.items()}
 
 
