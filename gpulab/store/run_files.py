@@ -223,7 +223,8 @@ def resume(file: Path, restore: Callable[[Tensors, dict[str, Any]], None]) -> bo
     try:
         restore(*read_checkpoint(file))
     except Exception as error:  # whatever a checkpoint of another training leads to
-        why = str(error) if isinstance(error, DataError) else f"{file}: not a checkpoint of this run ({error!r:.200})"
+        named = str(file) in str(error)
+        why = str(error) if named else f"{file}: not a checkpoint of this run ({error!r:.200})"
         moved = set_aside(file.parents[1], file)
         warnings.warn(f"{why}; a damaged checkpoint: the run starts anew (set aside in {moved})", stacklevel=3)
         return False
