@@ -46,12 +46,12 @@ class Engines:
     def choose(self, state: Any) -> Plain | Captured:
         """The engine for the next window, whose state is this; another may be, once somebody watches."""
         engine = self.uncaptured()
+        if not self.on_gpu or not self.may_be_fast():
+            return engine
         # A graph is captured for a state of tensors; with None, a sequence begins.
         begins = self.training.model.sequential and state is None
         ours = type(self.training.model) in MODELS.values() and is_plain(self.training.model)
-        if self.on_gpu and self.may_be_fast() and ours and not begins:
-            return self.captured.setdefault(engine, Captured(engine))
-        return engine
+        return self.captured.setdefault(engine, Captured(engine)) if ours and not begins else engine
 
     def uncaptured(self) -> Plain:
         """The engine for the next window where each operation is launched by itself."""
