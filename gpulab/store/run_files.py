@@ -57,7 +57,7 @@ def begun(identity: Identity, here: Mapping[str, Any], **notes: str | None) -> d
     }
 
 
-def find(store: Path, identity: Identity, with_weights: bool | None = False) -> Path | None:
+def find(store: Path, identity: Identity, with_weights: bool = False) -> Path | None:
     """The folder of a run that the store holds whole, and with it the trained weights if they are asked for.
 
     A damaged one is set aside, and a warning says so: the run is not done. Another says what cannot be known. One that

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -176,7 +175,7 @@ class GroupKeeping(Keeping):
     keeping: Keeping
     group: Group
 
-    def existing_run(self, identity: identities.Identity, with_weights: bool | None = None) -> StoredRun | None:
+    def existing_run(self, identity: identities.Identity, with_weights: bool = False) -> StoredRun | None:
         """As of `Keeping`, when all agree on what there is to do."""
         self.group.agree({**identity.record, "id": None}, "another training to do")
         stored = self.group.ask(lambda: self.keeping.existing_run(identity, with_weights))
@@ -204,16 +203,10 @@ class GroupKeeping(Keeping):
         if self.group.rank == 0:
             self.keeping.save_checkpoint(identity, training)
 
-    def keep(
-        self,
-        record: dict[str, Any],
-        history: pd.DataFrame,
-        weights: dict[str, Tensor] | None,
-        own_files: Path | None = None,
-    ) -> Path | None:
+    def keep(self, run: StoredRun, own_files: Path | None = None) -> Path | None:
         """As of `Keeping`, when all have ended with the same weights."""
-        self.group.agree(record["summary"]["weights"], "other weights")
-        return self.keeping.keep(record, history, weights, own_files) if self.group.rank == 0 else None
+        self.group.agree(run.record["summary"]["weights"], "other weights")
+        return self.keeping.keep(run, own_files) if self.group.rank == 0 else None
 
 
 def in_group(plan: Plan, keeping: Keeping, group: Group) -> tuple[Keeping, run.MakeEngine]:

@@ -29,7 +29,7 @@ from gpulab.settings import Setting
 from gpulab.store import identities, run_files
 from gpulab.store import listing as stores
 from gpulab.store.sources import UnknownContentError, content, digest, file_of, innermost, is_plain, of_gpulab, plain
-from gpulab.training.keeping import Keeping
+from gpulab.training.keeping import Keeping, StoredRun
 from gpulab.training.protocol import LAST_FIFTH
 from gpulab.training.run import Run, Told, history_frame, told
 
@@ -207,7 +207,7 @@ def run_function(
         record |= {"summary": summary | {"seconds": time.perf_counter() - begin}}
         record |= {"diverged_at": len(rows)} if metrics is None else {}
     run = Run(None, None, history_frame(rows), record)
-    run.path = keeping.keep(record, run.history, None, own_files)
+    run.path = keeping.keep(StoredRun(None, record, run.history, None), own_files)
     return run
 
 

@@ -21,9 +21,9 @@ CHECKPOINT_SECONDS = 10.0
 
 
 class StoredRun(NamedTuple):
-    """A run at rest."""
+    """A run at rest, or on its way there."""
 
-    folder: Path | None
+    folder: Path | None  # in the store
     record: dict[str, Any]
     history: pd.DataFrame
     weights: dict[str, Tensor] | None  # where they were kept
@@ -52,11 +52,8 @@ class Keeping:
         """The store, as `gpulab.train` takes it in another process."""
         return None if self.store is None else str(self.store)
 
-    def existing_run(self, identity: identities.Identity, with_weights: bool | None = None) -> StoredRun | None:
-        """A run that was done before; None where it is to be done.
-
-        `with_weights` asks for one whose trained weights were kept; with None nobody reads them.
-        """
+    def existing_run(self, identity: identities.Identity, with_weights: bool = False) -> StoredRun | None:
+        """A run that was done before, and whose trained weights were kept if they are asked for; else None."""
         if self.store is None or not self.take_existing:
             return None
         folder = run_files.find(self.store, identity, with_weights)
@@ -75,18 +72,13 @@ class Keeping:
         if file is not None:
             run_files.write_checkpoint(file, *checkpoints.checkpoint(training))
 
-    def keep(
-        self,
-        record: dict[str, Any],
-        history: pd.DataFrame,
-        weights: dict[str, Tensor] | None,
-        own_files: Path | None = None,
-    ) -> Path | None:
+    def keep(self, run: StoredRun, own_files: Path | None = None) -> Path | None:
         """Put a run that is done into the store, with a folder of its own files; returns its folder there."""
         if self.store is None:
             return None
-        folder = run_files.write_run(self.store, record, history, weights if self.weights else None, own_files)
-        run_files.checkpoint_file(self.store, record["id"]).unlink(missing_ok=True)
+        weights = run.weights if self.weights else None
+        folder = run_files.write_run(self.store, run.record, run.history, weights, own_files)
+        run_files.checkpoint_file(self.store, run.record["id"]).unlink(missing_ok=True)
         return folder
 
     def _checkpoint_file(self, identity: identities.Identity) -> Path | None:

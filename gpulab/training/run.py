@@ -196,7 +196,7 @@ def carry_out(
     plan.data.check_unchanged()
     plan.model.fresh = False
     run = Run(plan.model.cpu(), plan.data, history_frame(training.history), record)
-    run.path = keeping.keep(record, run.history, plan.model.state_dict())
+    run.path = keeping.keep(StoredRun(None, record, run.history, plan.model.state_dict()))
     return run
 
 

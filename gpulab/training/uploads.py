@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-from torch import Tensor
-
 from gpulab.store import identities
 from gpulab.store.object_store import Remote, remote
 from gpulab.training.keeping import Keeping, StoredRun
@@ -25,7 +22,7 @@ class Uploading(Keeping):
         """As of `Keeping`."""
         return self.objects.url
 
-    def existing_run(self, identity: identities.Identity, with_weights: bool | None = None) -> StoredRun | None:
+    def existing_run(self, identity: identities.Identity, with_weights: bool = False) -> StoredRun | None:
         """As of `Keeping`, downloaded if need be; a run whose upload was cut off is uploaded."""
         if self.take_existing:
             self.objects.fetch(identity)
@@ -34,15 +31,9 @@ class Uploading(Keeping):
             self._upload(stored.folder)
         return stored
 
-    def keep(
-        self,
-        record: dict[str, Any],
-        history: pd.DataFrame,
-        weights: dict[str, Tensor] | None,
-        own_files: Path | None = None,
-    ) -> Path | None:
+    def keep(self, run: StoredRun, own_files: Path | None = None) -> Path | None:
         """As of `Keeping`, and uploaded, without the weights."""
-        folder = super().keep(record, history, weights, own_files)
+        folder = super().keep(run, own_files)
         self._upload(folder)
         return folder
 
