@@ -22,8 +22,7 @@ from gpulab.stats.decisions import decide
 from gpulab.stats.power import parse_margin
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, verdict
-from gpulab.store import records
-from gpulab.store.listing import runs
+from gpulab.store.listing import recorded_runs
 from gpulab.training.protocol import LAST_FIFTH, protocol
 
 RENDERED = ("walk", "moving-digits")
@@ -164,7 +163,7 @@ def recorded_films() -> pd.DataFrame:
 
     The column `protocol` is left out, since a film is part of it.
     """
-    return runs(records.recorded_folder("films")).assign(recorded=True).drop(columns="protocol")
+    return recorded_runs("films").drop(columns="protocol")
 
 
 def title_runs() -> pd.DataFrame:
@@ -174,8 +173,7 @@ def title_runs() -> pd.DataFrame:
     first time. `gradients` is None for those that autograd computed. PredNet's seeds from 27 on were run on a CPU under
     the registration that `registered` names.
     """
-    later = runs(records.recorded_folder("registered") / "stuck-seeds-on-a-cpu.parquet").query("device == 'cpu'")
-    frame = pd.concat([runs(records.recorded_folder("title")), later], ignore_index=True).assign(recorded=True)
+    frame = pd.concat([recorded_runs("title"), recorded_runs("stuck").query("device == 'cpu'")], ignore_index=True)
     return frame.assign(setting=frame.setting + frame["rerun"].map({0: "", 1: " again"}), rerun=0)
 
 
@@ -184,7 +182,7 @@ def longer_runs() -> pd.DataFrame:
 
     With a frame's own memory and with shared memory (the loaders `window` and `imitated`), with and without TF32.
     """
-    return runs(records.recorded_folder("longer")).assign(recorded=True)
+    return recorded_runs("longer")
 
 
 def _of_film(frame: pd.DataFrame, loss: Callable[..., float]) -> pd.Series:
