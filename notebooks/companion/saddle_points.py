@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
 
-from companion.findings import SIZES, CheckedSentences, in_words, listed
+from companion.findings import SIZES, CheckedSentences, Part, finding, in_words, listed
 from gpulab.errors import UsageError
 from gpulab.stats.verdicts import p_text, verdict
 
-Parts: TypeAlias = "list[tuple[str, str | list[str]]]"  # of a finding, by heading
 SHUFFLES = 9999
 FEWEST = 5  # seeds: four have 24 orders, too few to show a correlation at 5 %
 COMPARED = {"index_fraction": "share of ways down", "smallest": "steepest way down"}
@@ -29,16 +27,16 @@ def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame 
     """
     if escapes is None and curvature is None:
         raise UsageError("saddle_finding: expected escapes, curvature, or both")
-    parts: Parts = []
+    parts: list[tuple[str, Part]] = []
     numbers: list[str] = []
     if escapes is not None:
         _say_escapes(escapes, parts, numbers)
     if curvature is not None:
         _say_curvature(curvature, parts, numbers)
-    return CheckedSentences([(heading, said) for heading, said in parts if said], numbers)
+    return finding(parts, numbers)
 
 
-def _say_escapes(table: pd.DataFrame, parts: Parts, numbers: list[str]) -> None:
+def _say_escapes(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: list[str]) -> None:
     whole, master = table.batch_size == 0, table.master_weights.astype(bool)
     unmoved = whole & (table.perturbation == 0)
     alone = table[unmoved & ~master]
@@ -54,8 +52,9 @@ def _say_escapes(table: pd.DataFrame, parts: Parts, numbers: list[str]) -> None:
     freed = table[master & whole].merge(alone.loc[~alone.left, kind].drop_duplicates())
     if len(freed):
         so = ": what is rounded away is the update" if freed.left.all() else ""
-        text = f"With the same gradients, but weights in float64, {_left(freed)} leave after all{so}."
-        parts.append(("Why they stay", text))
+        parts.append(
+            ("Why they stay", f"With the same gradients, but weights in float64, {_left(freed)} leave after all{so}.")
+        )
     for (_, setting, optimizer, _), rows in freed.groupby(kind):
         numbers.append(
             f"With the gradients of {setting}, but weights in float64, {optimizer} leaves where it stayed "
@@ -114,7 +113,7 @@ def _law(table: pd.DataFrame) -> Iterator[str]:
         )
 
 
-def _say_batches(table: pd.DataFrame, parts: Parts, numbers: list[str]) -> None:
+def _say_batches(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: list[str]) -> None:
     """What the same minibatches do in different arithmetic: the article's explanation."""
     stuck = [setting for setting, rows in table.groupby("setting", sort=False) if not rows.left.any()]
     steps = table.pivot_table(index=["batch_size", "seed"], columns="setting", values="steps").dropna()
@@ -155,8 +154,8 @@ def _late(rows: pd.DataFrame) -> str:
     return f", after {(left.steps / left.expected).median():.2f} times the expected steps (median)" if len(left) else ""
 
 
-def _say_curvature(frame: pd.DataFrame, parts: Parts, numbers: list[str]) -> None:
-    correlations = []
+def _say_curvature(frame: pd.DataFrame, parts: list[tuple[str, Part]], numbers: list[str]) -> None:
+    correlations: list[str] = []
     for (network, size, recorded), rows in frame.groupby(["experiment", "profile", "recorded"], sort=False):
         where = f"{network}, {SIZES[size]} ({MADE[recorded]})"
         known = rows.dropna(subset=["loss", "index_fraction"])
