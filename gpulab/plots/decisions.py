@@ -168,8 +168,6 @@ def changes(reproduction: Reproduction) -> Picture:
     if widest > FAR:  # linear inside one margin, and logarithmic beyond
         axes.set_xscale("symlog", linthresh=1.0, linscale=0.8)
         axes.set_xlim(-3 * widest, 3 * widest)
-        powers = [10.0**n for n in range(int(np.ceil(np.log10(3 * widest))))][-3:]
-        axes.set_xticks([*(-power for power in reversed(powers)), 0, *powers])
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     names = shown.changes.where(shown.distance > 0, "nothing changed")

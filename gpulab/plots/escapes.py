@@ -47,9 +47,8 @@ def escape_law(table: pd.DataFrame) -> Picture:
         tint=on_cpu.map({True: ON_CPU, False: ON_GPU}),
     )
     low, high = min(1e-8, shown.x.min() / 5), 3.0
-    line = np.geomspace(low, 1, 50)
     figure, (axes,) = style.canvas(1, height=4.2)
-    axes.plot(line, np.log(1 / line), color=INK, lw=1, zorder=1)
+    axes.plot([low, 1], [np.log(1 / low), 0], color=INK, lw=1, zorder=1)
     axes.annotate("theory: ln(r/δ)  ", (low**0.7, np.log(low**-0.7)), ha="right", va="top", fontsize=8)
     for row in shown[shown.left].itertuples():
         marker = "s" if row.batch_size else "^" if row.emulated else "o"
@@ -161,9 +160,8 @@ def escape_phases(table: pd.DataFrame) -> Picture:
         rates = own.learning_rate
         axes.set(xlim=(rates.min() / 4, rates.max() * 4), ylim=(min(low, 0.1), max(high, 10)))
         axes.set(title=optimizer, xlabel="learning rate")
-    first = next(iter(panels.values()))
-    below: Look = {"transform": first.get_yaxis_transform(), "ha": "right", "va": "top", "fontsize": 7.5}
-    first.text(0.98, 1 / 1.3, "rounded away", **below)
+    below: Look = BESIDE | {"ha": "right", "va": "top", "fontsize": 7.5}
+    next(iter(panels.values())).annotate("rounded away", (0.98, 1 / 1.3), **below)
     right = int((shown.left == (shown.step_ratio > 1)).sum())
     headline = f"{right} of {len(shown)} trainings follow the criterion: steps above the line leave, those below stay"
     keys = [*style.setting_keys(shown, shapes=True, ms=5), *style.origin_keys(shown, ms=5.5)]

@@ -105,10 +105,9 @@ def audit(report: Audit) -> Picture:
     errors = table[["so_far_a", "so_far_b"]]
     drawn = errors.replace(0, np.nan)
     first, second = style.colour(report.a.setting), style.colour(report.b.setting)
-    second = INK if second == first else second
-    lines: tuple[Look, Look] = {"color": first, "lw": 1.4}, {"color": second, "lw": 1.0, "ls": "--"}
+    dashed: Look = {"color": INK if second == first else second, "lw": 1.0, "ls": "--"}
     figure, (axes,) = style.canvas(1, height=3.8)
-    for side, trace, line in zip("ab", (report.a, report.b), lines, strict=True):
+    for side, trace, line in (("a", report.a, {"color": first, "lw": 1.4}), ("b", report.b, dashed)):
         bound, explained = table[f"bound_{side}"].replace(0, np.nan), "rounding explains" if side == "a" else None
         axes.scatter(table.index, bound, s=4, color=FAINT, zorder=1, label=explained)
         axes.plot(table.index, drawn[f"so_far_{side}"], alpha=0.9, label=f"{trace.title}, so far", **line)
@@ -289,9 +288,8 @@ def saddle_surface(surface: Surface) -> Picture:
     left.axhline(0, color=DOWN, lw=1.4)
     left.axvline(0, color=UP, lw=1.4)
     left.set(xlabel="along the least curvature (distance of the weights)", ylabel="along the greatest curvature")
-    bar = figure.colorbar(filled, ax=left, format=lambda value, _: f"{value:.3g}", shrink=0.85)
+    bar = figure.colorbar(filled, ax=left, label="loss", format=lambda value, _: f"{value:.3g}", shrink=0.85)
     bar.ax.tick_params(labelsize=7)
-    bar.set_label("loss", fontsize=8)
     least, greatest = losses[len(across) // 2], losses[:, len(along) // 2]
     slices = (along, least, DOWN, "least"), (across, greatest, UP, "greatest")
     for (places, values, tint, name), curvature in zip(slices, surface.curvatures, strict=True):

@@ -19,11 +19,8 @@ from gpulab.stats.verdicts import Verdict
 def losses(frame: pd.DataFrame) -> Picture:
     """Each seed's loss under each setting, the same seeds joined by thin lines.
 
-    Args:
-        frame: Runs of one experiment and profile, from `gpulab.runs` or `gpulab.recorded_runs`.
-
-    Raises:
-        UsageError: Where the frame mixes experiments, profiles or protocols.
+    The frame is from `gpulab.runs` or `gpulab.recorded_runs`; `UsageError` where it mixes experiments, profiles or
+    protocols.
     """
     check_one_protocol(frame)
     frame = frame[frame.rerun == 0].astype({"final_loss": float})
@@ -92,11 +89,8 @@ def curves(
 ) -> Picture:
     """The loss of every run while it learns, a thin line each, and the median over seeds; reruns are left out.
 
-    Args:
-        histories: From `gpulab.store.history`, of one experiment.
-        baseline: A loss to draw as a reference line.
-        baseline_label: What it is.
-        factor: What colours stand for: `setting` or `loader`.
+    The histories of one experiment are from `gpulab.store.history`. A `baseline` is a loss that is drawn as a dotted
+    line, with its label. Colours stand for a `factor`: `setting` or `loader`.
     """
     histories = histories[histories.rerun == 0]
     figure, (axes,) = style.canvas(1, height=3.6)

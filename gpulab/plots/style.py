@@ -94,9 +94,8 @@ def colour(setting: str) -> str:
 
 def shape(setting: str) -> str:
     """The marker that a setting has where colour alone does not tell."""
-    return SHAPES.get(setting) or (
-        "^" if Setting.parse(setting).emulated else "osDhp"[zlib.crc32(setting.encode()) % 5]
-    )
+    other = "^" if Setting.parse(setting).emulated else "osDhp"[zlib.crc32(setting.encode()) % 5]
+    return SHAPES.get(setting, other)
 
 
 def level_colours(factor: str, levels: Sequence[Any]) -> dict[Any, str]:

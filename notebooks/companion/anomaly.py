@@ -34,6 +34,7 @@ FAR = 1000  # roundings: a gradient so far off is wrong
 PLAIN = "copied"
 SPEED_COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#222222")
 FULL = "160x120"  # the published size
+KINDS = {"cpu": "CPU", "cuda": "GPU"}
 HANDED = {"reused": "as published", "copied": "frames copied", "shared": "memory shared"}
 BEATS, LOSS = "share that beats repeating the last frame", "final loss"
 ORDER = ("GPU, as published", "CPU, frames copied", "GPU, memory shared", "CPU, as published")  # in the figure
@@ -193,7 +194,7 @@ def published_runs() -> pd.DataFrame:
 
 def described(frame: pd.DataFrame) -> pd.DataFrame:
     """Runs of `benchmarks/published.py`, with the columns that `published_runs` has."""
-    device = frame.device.map({"cpu": "CPU", "cuda": "GPU"})
+    device = frame.device.map(KINDS)
     tripped = (frame.device == "cuda") & ~frame.round_trip.astype(bool)
     condition = device + ", " + frame.loader.map(HANDED) + tripped.map({True: ", no round trip", False: ""})
     film = frame.data.map(lambda name: Path(name).stem)
@@ -404,44 +405,48 @@ def published_page(
     From `first_window`, `published_table`, `round_trips`, `recorded_dose`, `recorded_windows`, `learning_table` of
     `longer_runs` by loader, and `anomaly_table`.
     """
-    first = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")]
+    first = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")].copy()
+    ways = {f"{device} {loader}": f"{kind} {how}" for device, kind in KINDS.items() for loader, how in HANDED.items()}
+    of, against = (cells.str.partition(",")[0] for cells in (first.of, first.against))
+    first["ways"] = of.map(ways) + " against " + against.map(ways)
+    shared = ["cpu reused", "cuda shared"]  # with memory that all frames share
+    unlike = first[first.of.isin(shared) != first.against.isin(shared)]
+    alike = first.drop(unlike.index)
     by_dose = dose_finding(dose)
     parts: dict[str, Part] = {
         "Claimed": CLAIM,
         "What was wrong": LINE,
         "In short": _short(table, longer, port),
         "How it is measured": MEASURE,
-        "In the first gradient": _gradients(first),
+        "In the first gradient": [
+            f"Where frames are handed over alike, a CPU and a GPU agree to {alike.gradient_difference.max():.4%}. With "
+            f"shared memory and without they differ by {unlike.gradient_difference.max():.1%}, on a CPU and on a GPU.",
+            f"The losses of that window do not tell: {unlike.same_losses.sum()} of {unlike.losses.sum()} have the same "
+            "bits.",
+        ],
     }
     numbers = [f"First window of our own port, here: {window_finding(row)}" for row in window.itertuples()]
-    numbers += [f"First window of the published code: {'; '.join(map(_in_chainer, first.itertuples()))}."]
+    off = first.gradient_difference.map(lambda off: f" differs by {off:.1g}" if off else " has the same bits")
+    numbers += [f"First window of the published code: {'; '.join(first.ways + off)}."]
     for family, rows in table.groupby("family", sort=False):
         pairs = rows.groupby(["condition", "reference"], sort=False)
         parts[HEADINGS[family]] = [_over_films(pair) for _, pair in pairs]
         films = rows.groupby(["condition", "reference", "film"], sort=False)
         numbers += [f"{family}: {_compared(pair.set_index('endpoint'))}" for _, pair in films]
+    share, loss = (longer.set_index("metric").loc[metric] for metric in (BEAT, ALL))
     same, counted = trips.same_bits.sum(), trips.windows.sum()
     bits = "the same bits" if same == counted else f"the same bits in {same:,} of {counted:,} only"
     parts["Our own port to PyTorch, which keeps the one array"] = port
-    parts["Does longer training close the gap? Our own port, ten times as long"] = _longer(longer)
+    parts["Does longer training close the gap? Our own port, ten times as long"] = (
+        f"After 50,000 frames the loss with shared memory is {1 + loss.relative:.2f} times as high, higher for "
+        f"{loss.worse} of {loss.seeds} seeds ({loss.decision}); {share.beat - share.beat_reference} instead of "
+        f"{share.beat_reference} of {share.seeds} beat repeating the last frame."
+    )
     parts |= dict(by_dose.parts)
     parts["Is it another step? On a GPU the loop takes the network to the CPU and back at each update"] = (
         f"With and without it the losses of {counted:,} windows have {bits} ({trips.seeds.sum()} pairs of runs)."
     )
     return finding(parts | {"Not known": UNKNOWN}, [*numbers, *by_dose.numbers])
-
-
-def _gradients(first: pd.DataFrame) -> list[str]:
-    """How far gradients are apart whose frames have memory of their own, or share it, or one does and the other not."""
-    sharing = [cells.isin(["cpu reused", "cuda shared"]) for cells in (first.of, first.against)]
-    unlike = sharing[0] != sharing[1]
-    apart, alike = first.gradient_difference[unlike], first.gradient_difference[~unlike]
-    same, losses = first.same_losses[unlike].sum(), first.losses[unlike].sum()
-    return [
-        f"Where frames are handed over alike, a CPU and a GPU agree to {alike.max():.4%}. With shared "
-        f"memory and without they differ by {apart.max():.1%}, on a CPU and on a GPU.",
-        f"The losses of that window do not tell: {same} of {losses} have the same bits.",
-    ]
 
 
 def _short(table: pd.DataFrame, longer: pd.DataFrame, port: pd.DataFrame) -> list[str]:
@@ -471,14 +476,6 @@ def _pairs(rows: pd.DataFrame) -> str:
     return f"{rows.worse.sum()} of {rows.seeds.sum()}"
 
 
-def _in_chainer(row: Any) -> str:
-    names = (
-        f"{kind} {HANDED[loader]}" for kind, loader in (cell.split(",")[0].split() for cell in (row.of, row.against))
-    )
-    off = f"differs by {row.gradient_difference:.1g}" if row.gradient_difference else "has the same bits"
-    return " against ".join(names).replace("cuda", "GPU").replace("cpu", "CPU") + f" {off}"
-
-
 def _over_films(rows: pd.DataFrame) -> str:
     """One comparison, of all its films together."""
     loss, share = (rows[rows.endpoint == endpoint] for endpoint in (LOSS, BEATS))
@@ -491,15 +488,6 @@ def _over_films(rows: pd.DataFrame) -> str:
         f"{loss.condition.iloc[0]}, against {loss.reference.iloc[0]}: the loss is {span(loss.ratio, '.2f')} times as "
         f"high, higher for {loss.worse.sum()} of {seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))}); "
         f"{share.beat.sum()} instead of {share.beat_reference.sum()} of {seeds} beat repeating the last frame.{blurred}"
-    )
-
-
-def _longer(table: pd.DataFrame) -> str:
-    share, loss = (table.set_index("metric").loc[metric] for metric in (BEAT, ALL))
-    return (
-        f"After 50,000 frames the loss with shared memory is {1 + loss.relative:.2f} times as high, higher for "
-        f"{loss.worse} of {loss.seeds} seeds ({loss.decision}); {share.beat - share.beat_reference} instead of "
-        f"{share.beat_reference} of {share.seeds} beat repeating the last frame."
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.axes import Axes
 
 from companion.findings import CheckedSentences, Part, finding, listed
 from companion.first_windows import FirstWindow
@@ -152,8 +151,20 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
     counts = []
     for axes, frame, name in zip(panels, (old, new), ("old card", "new card"), strict=True):
         counts.append(f"{(frame.status == 'diverged').sum()} of {len(frame)}")
+        across = axes.get_xaxis_transform()
         for row, (setting, runs) in enumerate(frame.groupby("setting", sort=False)):
-            _draw_runs(axes, str(setting), runs, 0.92 - 0.1 * row)
+            recorded, emulated, tint = runs.recorded.any(), Setting.parse(setting).emulated, style.colour(setting)
+            where = f"recorded on {runs.machine.iloc[0]}" if recorded else "emulated here" if emulated else "here"
+            line: Look = {"color": tint, "lw": 0.6 if recorded else 1.0, "ls": style.dashes(setting), "alpha": 0.7}
+            losses = history(runs)
+            style.run_lines(
+                axes, losses[np.isfinite(losses.loss)], "step", "loss", ["setting", "id"], {setting: tint}, **line
+            )
+            axes.plot([], [], label=f"{setting}, {where}", **line)
+            for update, count in runs.diverged_at[runs.status == "diverged"].astype(float).value_counts().items():
+                axes.vlines(update, 0.88 - 0.1 * row, 0.92 - 0.1 * row, color=tint, lw=1.2, transform=across)
+                many = f"{count}" if count > 1 else ""
+                axes.annotate(many, (update, 0.93 - 0.1 * row), xycoords=across, ha="center", fontsize=7)
         axes.set(title=f"{name}: {counts[-1]} runs became NaN", xscale="log", xlabel="updates")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.margins(y=0.3)
@@ -173,21 +184,6 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
     return style.finished(figure, "One network, one seed after another, on two cards' arithmetic", alt)
 
 
-def _draw_runs(axes: Axes, setting: str, runs: pd.DataFrame, height: float) -> None:
-    """The runs of one setting, and at a height a tick at each update where one became NaN, with how many if several."""
-    recorded, emulated, tint = bool(runs.recorded.iloc[0]), Setting.parse(setting).emulated, style.colour(setting)
-    line: Look = {"color": tint, "lw": 0.6 if recorded else 1.0, "ls": style.dashes(setting), "alpha": 0.7}
-    lines = history(runs)
-    style.run_lines(axes, lines[np.isfinite(lines.loss)], "step", "loss", ["setting", "id"], {setting: tint}, **line)
-    where = f"recorded on {runs.machine.iloc[0]}" if recorded else "emulated here" if emulated else "here"
-    axes.plot([], [], label=f"{setting}, {where}", **line)
-    across = axes.get_xaxis_transform()
-    for update, count in runs.diverged_at[runs.status == "diverged"].astype(float).value_counts().items():
-        axes.vlines(update, height - 0.04, height, color=tint, lw=1.2, transform=across)
-        many = f"{count}" if count > 1 else ""
-        axes.annotate(many, (update, height + 0.01), xycoords=across, ha="center", fontsize=7)
-
-
 def spectrum(frame: pd.DataFrame) -> Picture:
     """The eigenvalues of one seed's covariance, and the smallest of each seed's, from `covariance_spectrum`.
 
@@ -203,8 +199,7 @@ def spectrum(frame: pd.DataFrame) -> Picture:
         names.append(f"{way}\n{'emulated' if emulated else 'float32'}")
         one, low = rows[rows.seed == worst], smallest[setting, way]
         left.plot(one["rank"], one.eigenvalue, ls=style.dashes(setting), lw=1.2, color=tint, label=f"{way}, {setting}")
-        aside = np.linspace(-0.2, 0.2, len(low)) if len(low) > 1 else np.zeros(1)
-        right.scatter(place + aside, low, s=20, color=tint, zorder=3)
+        style.points(right, place + style.spread(len(low), 0.2), low, tint, s=20)
     for axes in (left, right):
         axes.axhline(-EPSILON, color=INK, lw=0.9, ls=":")
         axes.axhline(0, color=FAINT, lw=0.8)

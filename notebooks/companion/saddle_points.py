@@ -42,7 +42,16 @@ def _say_escapes(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: li
     alone = table[unmoved & ~master]
     here = alone[~alone.recorded.astype(bool)]
     parts.append(("What leaves a saddle", _deciding(here if len(here) else alone)))
-    parts.append(("When", [*_criterion(alone[alone.step_ratio.notna()])]))
+    known = alone[alone.step_ratio.notna()]
+    if len(known):
+        above = known.step_ratio > 1
+        wrong = known.step_ratio[known.left != above]
+        near = f" The exceptions are within a factor of {np.maximum(wrong, 1 / wrong).max():.1f} of it."
+        said = (
+            f"Where the optimiser's step is above half a last place of the weights, {_left(known[above])} left; "
+            f"where it is below, {_left(known[~above])}.{near if len(wrong) else ''}"
+        )
+        parts.append(("When", said))
     parts.append(("How rough the law of an adaptive optimiser is", [*_law(table[unmoved])]))
     for (_, optimizer), rows in alone.groupby(["recorded", "optimizer"], sort=False):
         stayed = [f"{setting} at {_rates(some)}" for setting, some in rows[~rows.left].groupby("setting", sort=False)]
@@ -86,18 +95,6 @@ def _deciding(alone: pd.DataFrame) -> list[str]:
     said = ["It is the optimiser that decides what an arithmetic does at a saddle."] if free and held else []
     said += [f"{listed(free)} {'leaves' if len(free) == 1 else 'leave'} in every arithmetic."] if free else []
     return said + held
-
-
-def _criterion(known: pd.DataFrame) -> Iterator[str]:
-    """Whether those left whose steps, `step_ratio`, are not rounded away."""
-    if len(known):
-        above = known.step_ratio > 1
-        wrong = known.step_ratio[known.left != above]
-        near = f" The exceptions are within a factor of {np.maximum(wrong, 1 / wrong).max():.1f} of it."
-        yield (
-            f"Where the optimiser's step is above half a last place of the weights, {_left(known[above])} left; "
-            f"where it is below, {_left(known[~above])}.{near if len(wrong) else ''}"
-        )
 
 
 def _law(table: pd.DataFrame) -> Iterator[str]:
@@ -176,25 +173,14 @@ def _say_curvature(frame: pd.DataFrame, parts: list[tuple[str, Part]], numbers: 
 
 
 def _correlation(rows: pd.DataFrame) -> str:
-    """The rank correlation of loss and share, over all snapshots and at a fixed step.
+    """The rank correlation of loss and share, over all snapshots and at a fixed step, with its p by exchanging seeds.
 
     Both fall in a training, so that snapshots of many steps correlate whatever the share has to do with the loss.
     """
     every = rows.loss.corr(rows.index_fraction, method="spearman", min_periods=3)
     trainings = rows.groupby(["setting", "seed"]).ngroups
     said = f"rank correlation {every:+.2f} over {len(rows)} snapshots of {trainings} trainings."
-    seeds, r, p = _at_a_step(rows)
-    if seeds < FEWEST:
-        return f"{said} At a fixed step {seeds} seeds say nothing: it may be training time alone."
-    found = "shown, so it is not training time alone" if p <= 0.05 else "not shown, so training time may be all of it"
-    return f"{said} At a fixed step, over {seeds} seeds, {r:+.2f} on average (p = {p_text(p)}): {found}."
-
-
-def _at_a_step(rows: pd.DataFrame) -> tuple[int, float, float]:
-    """How many seeds, their rank correlation at a step (the mean over steps), and its p by exchanging seeds.
-
-    What settings made of one seed is averaged: they are no replications.
-    """
+    # What settings made of one seed is averaged: they are no replications.
     table = rows.pivot_table(index="step", columns="seed", values=["loss", "index_fraction"]).dropna(axis=1)
     scores = []
     for name in ("loss", "index_fraction"):
@@ -202,7 +188,12 @@ def _at_a_step(rows: pd.DataFrame) -> tuple[int, float, float]:
         centred = ranks.sub(ranks.mean(axis=1), axis=0)
         scores.append(centred.div(np.sqrt((centred**2).sum(axis=1)), axis=0).fillna(0.0).to_numpy())
     products = scores[0].T @ scores[1] / len(table)
-    places = np.arange(len(products))
+    seeds, r = len(products), products.trace()
+    if seeds < FEWEST:
+        return f"{said} At a fixed step {seeds} seeds say nothing: it may be training time alone."
+    places = np.arange(seeds)
     shuffled = np.random.default_rng(0).permuted(np.tile(places, (SHUFFLES, 1)), axis=1)
-    r, by_luck = products.trace(), products[shuffled, places].sum(axis=1)
-    return len(products), r, (1 + (abs(by_luck) >= abs(r) - 1e-12).sum()) / (1 + SHUFFLES)
+    by_luck = products[shuffled, places].sum(axis=1)
+    p = (1 + (abs(by_luck) >= abs(r) - 1e-12).sum()) / (1 + SHUFFLES)
+    found = "shown, so it is not training time alone" if p <= 0.05 else "not shown, so training time may be all of it"
+    return f"{said} At a fixed step, over {seeds} seeds, {r:+.2f} on average (p = {p_text(p)}): {found}."
