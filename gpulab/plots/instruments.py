@@ -123,8 +123,7 @@ def audit(report: Audit) -> Picture:
         axes.set_ylim(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30))
     axes.set(xlabel="operation, in the order of the step", ylabel="error against float64, relative")
     headline = f"First finding: {report.kind}; the largest error against float64 is {errors.max(axis=None):.1e}"
-    sides = f"{report.a.title} and {report.b.title}"
-    alt = f"Relative error against float64 along the operations of a step, under {sides}."
+    alt = f"Relative error against float64 along a step's operations, under {report.a.title} and {report.b.title}."
     return style.finished(figure, headline, alt, axes.get_legend_handles_labels()[0], columns=4)
 
 
@@ -158,11 +157,11 @@ def index_against_loss(frame: pd.DataFrame) -> Picture:
         correlation = some.loss.corr(some.index_fraction, method="spearman")
         correlations.append(f"{network}: rank correlation {correlation:+.2f}")
     panels[0].set_ylabel("directions that lead down\n(share of all)")
-    words = "; ".join(correlations)
-    alt = f"The share of negative curvature directions against the loss, all steps of trainings together. {words}."
+    headline = f"Index against loss, all steps together. {'; '.join(correlations)}"
+    alt = "The share of negative curvature directions against the loss, all steps of trainings together."
     keys = [*style.setting_keys(measured, shapes=True), *style.origin_keys(measured)]
     keys.append(style.key("before training (of the medians)", ls="", marker="x", color=INK))
-    return style.finished(figure, f"Index against loss, all steps together. {words}", alt, keys, columns=3)
+    return style.finished(figure, headline, alt, keys, columns=3)
 
 
 def curvature_over_time(frame: pd.DataFrame) -> Picture:
