@@ -19,15 +19,15 @@ import pandas as pd
 from matplotlib.ticker import LogLocator
 from numpy.typing import ArrayLike
 
+import gpulab as gl
 from companion.findings import SIZES, CheckedSentences, Part, finding, listed, span
 from companion.first_windows import FirstWindow
 from companion.learning import ALL, ALPHA, BEAT, blurred_losses, corrected, learning_table
-from gpulab.errors import UsageError
 from gpulab.models.base import Trainable
 from gpulab.plots import style
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, Look
 from gpulab.report import Picture
-from gpulab.stats.verdicts import p_text, verdict
+from gpulab.stats.verdicts import p_text
 from gpulab.store import listing, records
 
 FAR = 1000  # roundings: a gradient so far off is wrong
@@ -230,7 +230,7 @@ def _compared_on(frame: pd.DataFrame, comparison: RegisteredPair, endpoint: str)
     if endpoint == LOSS:  # as registered: of the sample itself
         margin *= float(usual.final_loss.std())
     alike = paired.drop(columns=["setting", "loader"])
-    judged = verdict(alike, metric, "condition", margin=margin, reference=comparison.reference)
+    judged = gl.verdict(alike, metric, "condition", margin=margin, reference=comparison.reference)
     (level,) = judged.table.rename(columns={"decision": "uncorrected"}).to_dict("records")
     losses = paired.pivot_table(index="seed", columns="condition", values="final_loss").dropna()
     ratio = losses[comparison.condition] / losses[comparison.reference]
@@ -331,7 +331,7 @@ def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float, float, float]:
 
     x, y = np.asarray(x, float), np.asarray(y, float)
     if len(x) < FEWEST or min(np.ptp(x), np.ptp(y)) == 0:
-        raise UsageError(f"{len(x)} pairs: expected at least {FEWEST}, not all the same")
+        raise gl.UsageError(f"{len(x)} pairs: expected at least {FEWEST}, not all the same")
     rho = float(spearmanr(x, y).statistic)
     most = 1 - 12 / (len(x) * (len(x) ** 2 - 1))
     z = math.atanh(max(-most, min(rho, most)))

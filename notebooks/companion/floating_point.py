@@ -25,30 +25,27 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import gpulab as gl
 from companion.findings import SIZES, WORDS, CheckedSentences, Part, by_decision, finding, listed, span
 from companion.first_windows import FirstWindow
 from gpulab.data.jpeg import available_decoders
 from gpulab.device.operations import measure
-from gpulab.errors import GpulabError, UsageError
 from gpulab.models.autoencoders import Autoencoder
 from gpulab.models.base import Trainable
 from gpulab.numerics.cuda_random import cuda_uniform
 from gpulab.numerics.formats import ulp_distance
 from gpulab.numerics.sums import bit_of, first_bit
-from gpulab.passports import passport
 from gpulab.plots import style
 from gpulab.plots.style import BESIDE, FAINT, INK, ON_CPU, ON_GPU, Look
 from gpulab.progress import Progress
 from gpulab.report import Picture, Report, draw
 from gpulab.report import table as html_table
-from gpulab.settings import Setting, cpu_flags
-from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.settings import cpu_flags
+from gpulab.stats.verdicts import Verdict
 from gpulab.store import listing as stores
 from gpulab.store import records
-from gpulab.training.experiment import Experiment
 from gpulab.training.plan import plan_run
 from gpulab.training.protocol import FACTORS, protocol
-from gpulab.training.request import train
 
 CPU, GPU = "cpu:threads=1", "cuda:tf32=off,deterministic=on"
 SHOWN = 40  # moments of a training at which it is compared
@@ -92,7 +89,7 @@ def growth(
     True
     """
     if seeds < 1:
-        raise UsageError(f"seeds={seeds!r}: expected one or more")
+        raise gl.UsageError(f"seeds={seeds!r}: expected one or more")
     if changes is None:
         one_bit = {"flip": flipped(net, profile)}
         changes = {"one bit of one weight": one_bit, "float64": {"setting": "cpu:precision=float64"}}
@@ -131,7 +128,7 @@ def _snapshots(net: str, moments: set[int], options: dict[str, Any]) -> dict[int
         if next(windows) in moments:
             snapshots[step] = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().float()
 
-    train(net, watch=watch, **options)
+    gl.train(net, watch=watch, **options)
     return snapshots
 
 
@@ -214,7 +211,7 @@ def runs_drawn_by(
     made = []
     jobs = [*itertools.product(cards, range(seeds))]
     for card, seed in Progress(jobs, unit="run", leave=False, disable=not progress):
-        run = train(drawn_autoencoder(card, seed), "digits", seed=seed, **options)
+        run = gl.train(drawn_autoencoder(card, seed), "digits", seed=seed, **options)
         made.append({"card": card, "id": run.record["id"]})
     kept = stores.runs(store).drop(columns="protocol")  # which tells initial weights apart, and with them the cards
     return pd.DataFrame(made).merge(kept, on="id")
@@ -234,15 +231,15 @@ class Factor:
 
     def runs_here(self) -> bool:
         """Whether this machine can do both."""
-        decoder, change = _flat(self.change).get("decoder"), Setting.parse(self.change["setting"])
+        decoder, change = _flat(self.change).get("decoder"), gl.Setting.parse(self.change["setting"])
         if decoder and decoder not in available_decoders():
             return False
         if change.isa:  # the older instructions are another setting on a newer CPU only
             return {"avx2", "avx512f"} <= cpu_flags()
         try:
-            Setting.parse(self.base["setting"]).check()
+            gl.Setting.parse(self.base["setting"]).check()
             change.check()
-        except GpulabError:
+        except gl.GpulabError:
             return False
         return True
 
@@ -321,7 +318,7 @@ def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> l
         step_error, base_error = (float(((side - truth).norm(dim=1) / size)[most]) for side in (b, a))
         pairs = zip(base["losses"].flatten(), change["losses"].flatten(), strict=True)
         differing = [bit for a, b in pairs if (bit := first_bit(a, b)) is not None]
-        emulated = Setting.parse(factor.change["setting"]).emulated
+        emulated = gl.Setting.parse(factor.change["setting"]).emulated
         rows.append(
             {"factor": factor.name, "change": level(factor.change), "base": level(factor.base), "emulated": emulated}
             | {"loss_bit": min(differing, default=None), "gradient_bit": bit_of(step_moved)}
@@ -338,12 +335,12 @@ def trained_levels(
     names: list[str] = []
     for side in {level(side): side for side in levels}.values():
         variant = {name: value for name, value in side.items() if name != "setting"}
-        exp = Experiment(net, [side["setting"]], seeds, profile, variants=[variant], **options)
-        if exp.workers > 1 or Setting.parse(side["setting"]).isa:
+        exp = gl.Experiment(net, [side["setting"]], seeds, profile, variants=[variant], **options)
+        if exp.workers > 1 or gl.Setting.parse(side["setting"]).isa:
             names += exp.run(progress).id.tolist()
         else:
             bar = Progress(exp.jobs(), desc=level(side), unit="run", leave=False, disable=not progress)
-            names += [train(**job, progress=False).record["id"] for job in bar]
+            names += [gl.train(**job, progress=False).record["id"] for job in bar]
     runs = stores.runs(exp.folder)
     return runs[runs.id.isin(names)]
 
@@ -434,7 +431,7 @@ def factor_table(
     steps = step_rows(here, net, profile, progress)
     options = {"store": store, "options": {} if frames is None else {"frames": frames}}
     runs = trained_levels(here, net, profile, seeds, options, progress)
-    judged = [_judged(steps, runs, here, MADE_HERE, profile, passport())]
+    judged = [_judged(steps, runs, here, MADE_HERE, profile, gl.passport())]
     kept = stores.recorded_runs("factors")
     for record in records.read_measured("factors"):
         if record["network"] == net:
@@ -470,7 +467,7 @@ def _judged(
     for base, options in {level(factor.base): factor.base for factor in chosen}.items():
         levels = [options, *(factor.change for factor in chosen if factor.base == options)]
         compared = pd.concat([_of_level(runs, each) for each in levels], ignore_index=True)
-        verdicts[source, base] = judged = verdict(compared, factor="change", reference=base)
+        verdicts[source, base] = judged = gl.verdict(compared, factor="change", reference=base)
         effect = judged.table[["change", "seeds", "same_bits", "decision"]].assign(base=base)
         in_sd = judged.table[[*IN_SD.values()]].div(judged.between_seeds or math.nan).to_numpy()
         effects.append(effect.assign(**dict(zip(IN_SD, in_sd.T, strict=True))))
@@ -482,7 +479,7 @@ def _judged(
 def recorded_measurements(name: str) -> pd.DataFrame:
     """A table that other machines recorded, of `gpulab.device`: one of `MEASURED`, with the column `machine`."""
     if name not in MEASURED:
-        raise UsageError(f"measurement {name!r}: expected one of {', '.join(MEASURED)}")
+        raise gl.UsageError(f"measurement {name!r}: expected one of {', '.join(MEASURED)}")
     return records.recorded_table("factors", name)
 
 

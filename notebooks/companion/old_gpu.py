@@ -12,18 +12,17 @@ import numpy as np
 import pandas as pd
 import torch
 
+import gpulab as gl
 from companion.findings import CheckedSentences, Part, finding, listed
 from companion.first_windows import FirstWindow
 from gpulab.data.jpeg import available_decoders, decode_jpeg, encode_jpeg
-from gpulab.diagnostics.audits import Audit, audit
+from gpulab.diagnostics.audits import Audit
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covariance
 from gpulab.plots import style
 from gpulab.plots.pictures import in_rows
 from gpulab.plots.style import FAINT, INK, Look
 from gpulab.report import Picture
 from gpulab.search.reproduction import Reproduction
-from gpulab.settings import Setting
-from gpulab.stats.verdicts import verdict
 from gpulab.store import records
 from gpulab.store.listing import history
 
@@ -46,7 +45,7 @@ def covariance_spectrum(
     """
     rows = []
     for setting, seed in itertools.product(settings, seeds):
-        parsed, step = Setting.parse(setting), FirstWindow("whitener", seed=seed, profile=profile)
+        parsed, step = gl.Setting.parse(setting), FirstWindow("whitener", seed=seed, profile=profile)
         net = step.plan.model
         assert isinstance(net, Whitener)
         images = torch.from_numpy(step.frames[: net.batch_size]).float().div(255)
@@ -70,7 +69,7 @@ def recorded_prices() -> pd.DataFrame:
 def recorded_cards_audit() -> Audit:
     """The audit of the whitener's first step on an H200, in float32 against TF32, from the recorded traces."""
     folder = records.recorded_folder("traces")
-    return audit(folder / "whitener-cuda-tf32-off.trace", folder / "whitener-cuda-tf32-on.trace")
+    return gl.audit(folder / "whitener-cuda-tf32-off.trace", folder / "whitener-cuda-tf32-on.trace")
 
 
 def cards_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -98,7 +97,7 @@ def cards_finding(
     first = report.findings[0]
     named = runs[runs.recorded].assign(way=lambda frame: frame.covariance + " under " + frame.setting)
     cured = named[(named.way == USUAL) | ((named.setting == "cuda:tf32=on") & (named.covariance != "one-pass"))]
-    verdicts = [verdict(cured, factor="way", margin=margin, reference=USUAL) for margin in MARGINS]
+    verdicts = [gl.verdict(cured, factor="way", margin=margin, reference=USUAL) for margin in MARGINS]
     cures = []
     for row in verdicts[0].table.itertuples():
         within = listed(f"{judged.decisions[row.way]} within {judged.margin}" for judged in verdicts)
@@ -153,7 +152,7 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
         counts.append(f"{(frame.status == 'diverged').sum()} of {len(frame)}")
         across = axes.get_xaxis_transform()
         for row, (setting, runs) in enumerate(frame.groupby("setting", sort=False)):
-            recorded, emulated, tint = runs.recorded.any(), Setting.parse(setting).emulated, style.colour(setting)
+            recorded, emulated, tint = runs.recorded.any(), gl.Setting.parse(setting).emulated, style.colour(setting)
             where = f"recorded on {runs.machine.iloc[0]}" if recorded else "emulated here" if emulated else "here"
             line: Look = {"color": tint, "lw": 0.6 if recorded else 1.0, "ls": style.dashes(setting), "alpha": 0.7}
             losses = history(runs)
@@ -194,7 +193,7 @@ def spectrum(frame: pd.DataFrame) -> Picture:
     worst = smallest.idxmin()[2]
     names = []
     for place, ((setting, way), rows) in enumerate(frame.groupby(["setting", "covariance"], sort=False)):
-        emulated = Setting.parse(setting).emulated
+        emulated = gl.Setting.parse(setting).emulated
         tint = WAY_COLOURS[way] if emulated else INK
         names.append(f"{way}\n{'emulated' if emulated else 'float32'}")
         one, low = rows[rows.seed == worst], smallest[setting, way]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
+import gpulab as gl
 from companion.findings import SIZES, CheckedSentences, Part, finding, in_words, listed
-from gpulab.errors import UsageError
-from gpulab.stats.verdicts import p_text, verdict
+from gpulab.stats.verdicts import p_text
 
 SHUFFLES = 9999
 FEWEST = 5  # seeds: four have 24 orders, too few to show a correlation at 5 %
@@ -26,7 +26,7 @@ def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame 
     'Loss and share of ways down'
     """
     if escapes is None and curvature is None:
-        raise UsageError("saddle_finding: expected escapes, curvature, or both")
+        raise gl.UsageError("saddle_finding: expected escapes, curvature, or both")
     parts: list[tuple[str, Part]] = []
     numbers: list[str] = []
     if escapes is not None:
@@ -166,7 +166,7 @@ def _say_curvature(frame: pd.DataFrame, parts: list[tuple[str, Part]], numbers: 
         for (network, size), rows in frame.groupby(["experiment", "profile"], sort=False):
             ended = rows[rows.final].drop_duplicates(["setting", "seed"])
             if ended.setting.nunique() > 1:
-                judged = verdict(ended, metric=metric)
+                judged = gl.verdict(ended, metric=metric)
                 said += [f"{network}, {SIZES[size]}: {sentence}" for sentence in in_words(judged)]
                 numbers += [f"{network}, {SIZES[size]}, {name}:", *str(judged).splitlines()]
         parts.append((f"{name.capitalize()}, at the end of training", said))

@@ -15,20 +15,16 @@ import numpy as np
 import pandas as pd
 import torch
 
+import gpulab as gl
 from companion.findings import span
 from gpulab.data.base import Window
-from gpulab.data.datasets import load
 from gpulab.data.feed import Loader
-from gpulab.diagnostics.guards import guard
-from gpulab.errors import OverwrittenError, UsageError
 from gpulab.models import Autoencoder
-from gpulab.passports import passport
 from gpulab.plots import style
 from gpulab.plots.style import FAINT, INK
 from gpulab.progress import Progress
 from gpulab.report import Picture
-from gpulab.settings import Setting
-from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.stats.verdicts import Verdict
 from gpulab.store import records
 from gpulab.training import loop, parallel
 from gpulab.training.adam import Adam
@@ -39,7 +35,6 @@ from gpulab.training.engines import Engines
 from gpulab.training.loop import Plain
 from gpulab.training.model_parallel import begin_split, memory_per_part
 from gpulab.training.plan import TRAINING_FILES, plan_run
-from gpulab.training.request import train
 from gpulab.training.run import set_up, train_to_the_end
 
 PARTS = ("training/parallel.py", "training/plan.py", *TRAINING_FILES, "models", "data")  # on which `times` depends
@@ -87,9 +82,9 @@ def same_end(devices: Iterable[int] = (2,), setting: str = "cpu", **options: Any
     for precision in ("float32", "float64"):
         under = f"{setting}{',' if ':' in setting else ':'}precision={precision}"
         given: dict[str, Any] = {**usual, "profile": "smoke", "setting": under, "progress": False, **options}
-        alone = train(**given)
+        alone = gl.train(**given)
         for count in devices:
-            run = train(**given, devices=count)
+            run = gl.train(**given, devices=count)
             pairs = zip(run.model.parameters(), alone.model.parameters(), strict=True)
             weights = max((one - other).abs().max().item() for one, other in pairs)
             row = {"network": given["net"], "setting": setting, "precision": precision, "devices": count}
@@ -116,7 +111,7 @@ def scaling_table(
     over the first number of devices, and that over the `ideal`, `efficiency`; `setting`, `machine`, `recorded`.
     """
     if unknown := set(sizes) - SIZES.keys():
-        raise UsageError(f"sizes {', '.join(sorted(unknown))}: expected some of {', '.join(SIZES)}")
+        raise gl.UsageError(f"sizes {', '.join(sorted(unknown))}: expected some of {', '.join(SIZES)}")
     rows = []
     for count in Progress(list(devices), leave=False, disable=not progress):
         with parallel.Processes(setting, count) as processes:
@@ -147,7 +142,7 @@ def _mean_times(
     return {"size": size, "devices": len(answers), "batch": batch, **mean}
 
 
-def times(seed: int, setting: Setting, task: str = "{}", updates: int = 10) -> dict[str, float]:
+def times(seed: int, setting: gl.Setting, task: str = "{}", updates: int = 10) -> dict[str, float]:
     """Seconds of an update in one of the processes of `scaling_table`, which calls it."""
     size = int(os.environ["WORLD_SIZE"])
     with parallel.join(setting, size) as group:
@@ -189,7 +184,7 @@ def atlas_plan(price: float) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
     to do; and in sentences, where its assumptions end.
     """
     if not price > 0:
-        raise UsageError(f"price={price}: expected more than 0")
+        raise gl.UsageError(f"price={price}: expected more than 0")
     (document,) = records.read_measured("atlas_plan")
     plan = pd.DataFrame(document["plan"])
     for guess in ("low", "high"):
@@ -199,7 +194,7 @@ def atlas_plan(price: float) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
 
 def _here(frame: pd.DataFrame, setting: str) -> pd.DataFrame:
     """With this machine's name, and that it was not recorded."""
-    return frame.assign(machine=records.machine(passport(), Setting.parse(setting).kind), recorded=False)
+    return frame.assign(machine=records.machine(gl.passport(), gl.Setting.parse(setting).kind), recorded=False)
 
 
 # --- lock-free -------------------------------------------------------------------------------------------
@@ -225,7 +220,7 @@ def descent_runs(
 def descent_verdict(summaries: pd.DataFrame, metric: str = "heldout_loss") -> Verdict:
     """Whether a way ends elsewhere than synchronous descent, over the seeds: also of `updates_per_second`."""
     frame = summaries[["way", "seed", metric]]
-    return verdict(frame, metric, factor="way", block="seed", reference="synchronous")
+    return gl.verdict(frame, metric, factor="way", block="seed", reference="synchronous")
 
 
 def descent_curves(histories: pd.DataFrame, pieces: int = 20) -> pd.DataFrame:
@@ -249,11 +244,11 @@ def what_the_guard_says() -> str:
         for parameter, view in zip(model.parameters(), mine.views(model), strict=True):
             parameter.data = view
         try:
-            with guard():
+            with gl.guard():
                 loss, _, _ = model.training_loss(images, None)
                 theirs.add(torch.full((len(theirs.pairs),), 1e-3))
                 loss.backward()
-        except OverwrittenError as error:
+        except gl.OverwrittenError as error:
             return str(error)
     return "nothing"
 
@@ -307,7 +302,7 @@ def large_batches(
     and `noise_target`: the simple noise scale of the fresh network, and of the one that the largest batch brought to
     the target.
     """
-    data, tables, found = load("digits", size=(28, 28)), [], []
+    data, tables, found = gl.load("digits", size=(28, 28)), [], []
     for seed in seeds:
         model = Autoencoder((32,))
         model.draw_weights(torch.Generator().manual_seed(seed))

@@ -12,12 +12,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+import gpulab as gl
 from companion.findings import SIZES, CheckedSentences, Part, finding, listed
-from gpulab.errors import UsageError
 from gpulab.plots import style
 from gpulab.plots.style import FAINT, INK
 from gpulab.report import Picture
-from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.stats.verdicts import Verdict
 from gpulab.store import records
 
 PHASES = {"forward": "#56B4E9", "backward": "#D55E00", "update": FAINT}
@@ -115,7 +115,7 @@ def cost_table(frame: pd.DataFrame, per_hour: Mapping[str, float]) -> pd.DataFra
     as the cheapest CPU of that size an hour may be until a model costs the same.
     """
     if any(not per_hour.get(kind, 0) > 0 for kind in ("cpu", "gpu")):
-        raise UsageError(f"per_hour={dict(per_hour)}: expected a price above 0 for 'cpu' and for 'gpu'")
+        raise gl.UsageError(f"per_hour={dict(per_hour)}: expected a price above 0 for 'cpu' and for 'gpu'")
     trained = frame[(frame.part == "text") & (frame.way == "float32") & frame.unit.isin(["s", "J"])]
     by = ["size", "machine", "setting", "recorded"]
     table = trained.pivot_table("value", by, "unit", "median", sort=False)
@@ -135,7 +135,7 @@ def precision_verdict(frame: pd.DataFrame) -> Verdict:
     """What the precision does to the loss of the text classifier of one machine, setting and size, against float32."""
     losses = frame[(frame.part == "text") & (frame.unit == "loss") & ~frame.way.str.contains("compiled")]
     named = losses.rename(columns={"way": "precision", "value": "final_loss"})
-    return verdict(named[["precision", "seed", "final_loss"]], factor="precision", reference="float32")
+    return gl.verdict(named[["precision", "seed", "final_loss"]], factor="precision", reference="float32")
 
 
 def crossover(frame: pd.DataFrame) -> float:
