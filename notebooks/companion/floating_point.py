@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import re
-import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gpulab as gl
@@ -285,14 +283,14 @@ def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
     return every if net == "prednet" else [factor for factor in every if factor.name != "image decoder"]
 
 
-def first_step(setting: str, net: str, profile: str, seeds: int, file: str, options: dict[str, Any]) -> None:
-    """Write the first step's `losses` (seeds, frames) and `gradient` (seeds, weights) to a safetensors file."""
+def first_step(setting: str, net: str, profile: str, seeds: int, options: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The first step's `losses` (seeds, frames) and `gradient` (seeds, weights)."""
     losses, gradients = [], []
     for seed in range(seeds):
         computed = FirstWindow(net, seed=seed, profile=profile, setting=setting, **options).gradient(setting)
         losses.append(computed.losses.float())
         gradients.append(torch.cat([g.reshape(-1) for _, g in sorted(computed.gradient.items())]))
-    save_file({"losses": torch.stack(losses), "gradient": torch.stack(gradients)}, file)
+    return {"losses": torch.stack(losses).numpy(), "gradient": torch.stack(gradients).numpy()}
 
 
 def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> list[dict[str, Any]]:
@@ -302,10 +300,8 @@ def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> l
     def steps_under(level_json: str) -> dict[str, Tensor]:
         options = json.loads(level_json)
         setting = options.pop("setting")
-        with tempfile.TemporaryDirectory() as scratch:
-            file = str(Path(scratch) / "step.safetensors")
-            measure(first_step, setting, net=net, profile=profile, seeds=STEP_SEEDS, file=file, options=options)
-            return load_file(file)
+        steps = measure(first_step, setting, net=net, profile=profile, seeds=STEP_SEEDS, options=options)
+        return {name: torch.from_numpy(numbers) for name, numbers in steps.items()}
 
     rows = []
     for factor in Progress(chosen, unit="factor", leave=False, disable=not progress):
