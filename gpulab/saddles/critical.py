@@ -26,7 +26,7 @@ from gpulab.errors import UsageError
 from gpulab.progress import Progress
 from gpulab.saddles.eigen import KrylovSpace
 from gpulab.saddles.hessians import Batch, Hessian, Loss, hessian
-from gpulab.saddles.operators import check_count
+from gpulab.saddles.operators import check_count, trained
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -159,7 +159,7 @@ def find_critical_point(
 
     searched = copy.deepcopy(model).double()
     batch = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, batch)
-    parameters = [parameter for parameter in searched.parameters() if parameter.requires_grad]
+    parameters = trained(searched)
     damping, norm, stuck = 1e-2, 0.0, False  # the norm of H: the largest |λ| met so far
     rows: list[dict[str, float]] = []
     with Progress(total=max_steps, unit="step", leave=False, disable=not progress) as bar:
