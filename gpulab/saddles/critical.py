@@ -182,10 +182,12 @@ def find_critical_point(
                 gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
                 after = sum(float(gradient.square().sum()) for gradient in gradients)
                 gain = (size - after) / max(promised, TINY) if math.isfinite(after) else -math.inf
+                if gain < 0.25:
+                    damping *= 4
+                elif gain > 0.75:
+                    damping = max(damping * (1 / 6), 1e-12)
                 if gain > 1e-4:
-                    damping = max(damping * (4 if gain < 0.25 else 1 / 6 if gain > 0.75 else 1), 1e-12)
                     break
-                damping *= 4
             else:
                 vector_to_parameters(weights, parameters)
                 stuck = True

@@ -66,13 +66,11 @@ def trajectory(
         descent = Descent(saddle, parsed, optimizer, learning_rate)
         plane = torch.stack([saddle.direction, saddle.steepest]).to(descent.saddle)
         descent.move_to(descent.saddle + perturbation * plane[0])
-        for batch in itertools.islice(descent.batches(), steps + 1):
-            loss, gradients = descent.gradient(batch)
-            row = [*(plane @ (descent.flat(descent.weights) - descent.saddle)).tolist(), float(loss)]
+        for loss, displacement in itertools.islice(descent.walk(), steps + 1):
+            row = [*(plane @ displacement).tolist(), float(loss)]
             if not all(map(math.isfinite, row)):
                 break
             rows.append(row)
-            descent.step(gradients)
     return pd.DataFrame(rows, columns=["along", "across", "loss"])
 
 
@@ -109,6 +107,14 @@ class Descent:
         )
         self.saddle = self.flat(trained(saddle.model))
         self.values, self.directions = (tensor.to(self.float64_device) for tensor in saddle.unstable)
+        self.moved: list[float] = []  # of each step, the share of the weights that it changed
+
+    def walk(self) -> Iterator[tuple[Tensor, Float[Tensor, " n"]]]:
+        """Make steps without end; before each, the loss and the displacement from the saddle."""
+        for batch in self.batches():
+            loss, gradients = self.gradient(batch)
+            yield loss, self.flat(self.weights) - self.saddle
+            self._step(gradients)
 
     def noise(self) -> Float[Tensor, " m"]:
         """The displacement along each unstable direction that stands for the errors made at the saddle.
@@ -158,15 +164,14 @@ class Descent:
         self._round()
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor]) -> float:
-        """One step of the optimiser; the share of the weights that it changed."""
+    def _step(self, gradients: Sequence[Tensor]) -> None:
         before = [weight.clone() for weight in self.weights]
         for weight, gradient in zip(self.weights, gradients, strict=True):
             weight.grad = gradient.to(weight)
         self.optimizer.step()
         self._round()
         changed = [(weight != old).sum() for weight, old in zip(self.weights, before, strict=True)]
-        return int(torch.stack(changed).sum()) / len(self.saddle)
+        self.moved.append(int(torch.stack(changed).sum()) / len(self.saddle))
 
     def _round(self) -> None:
         """Round the master weights, if there are any, to what the gradients are computed with."""

@@ -187,11 +187,11 @@ def escape(
             steps = LONGEST if math.isnan(expected) else math.ceil(min(PATIENCE * expected + more, LONGEST))
         descent.move_to(begin)
         ratio = step_ratio(optimizer, learning_rate, descent.weights, descent.gradient(next(descent.batches()))[1])
-        rows, moved = [], []
+        rows: list[list[float]] = []
         with Progress(total=steps, unit="step", leave=False, disable=not progress) as bar:
-            for batch in descent.batches():
-                loss, gradients = descent.gradient(batch)
-                displacement = descent.flat(descent.weights) - descent.saddle
+            for loss, displacement in descent.walk():
+                if batch_size is None and descent.moved[-patience:] == [0.0] * patience:
+                    break
                 unstable = descent.unstable(displacement)
                 row = [displacement.norm(), unstable.norm(), unstable[0].abs(), loss.double().to(displacement.device)]
                 rows.append(torch.stack(row).tolist())
@@ -201,15 +201,14 @@ def escape(
                     )
                 if rows[-1][1] > radius or len(rows) > steps:
                     break
-                moved.append(descent.step(gradients))
-                if batch_size is None and moved[-patience:] == [0.0] * patience:
-                    break
                 bar.update()
     history = pd.DataFrame(rows, columns=["distance", "unstable", "along", "loss"]).rename_axis("step").reset_index()
     beyond = history.step[history.unstable > radius]
     options = str(parsed), name, master_weights, learning_rate, batch_size, seed, perturbation, radius
-    measured = float(noise.norm()), float(start.norm()), expected, expected_rate, moved[0] if moved else math.nan, ratio
-    return Escape(*options, saddle.curvature, history, int(beyond.iloc[0]) if len(beyond) else None, *measured)
+    theory = float(noise.norm()), float(start.norm()), expected, expected_rate
+    left = int(beyond.iloc[0]) if len(beyond) else None
+    moved = descent.moved[0] if descent.moved else math.nan
+    return Escape(*options, saddle.curvature, history, left, *theory, moved, ratio)
 
 
 def _patience(optimizer: str) -> int:
@@ -289,28 +288,26 @@ def escape_table(
         raise UsageError(f"learning_rate={learning_rate!r}: optimizers={optimizers!r} has its own learning rates")
     rates = optimizers if isinstance(optimizers, Mapping) else {name: [learning_rate] for name in optimizers}
     chosen = [(optimizer, rate) for optimizer, every_rate in rates.items() for rate in every_rate]
-    count = len(every_seed) * len(settings) * len(chosen) * len(perturbations) * len(batch_sizes)
-    if not count:
+    starts = {
+        seed: saddle.mixed(seed) if isinstance(saddle, LinearAutoencoderSaddle) else saddle for seed in every_seed
+    }
+    asked = list(itertools.product(starts.items(), settings, chosen, perturbations, batch_sizes))
+    if not asked:
         raise UsageError("settings, optimizers, perturbations, batch_sizes and seeds: each needs one or more")
-    same: dict[str, Any] = {"steps": steps, "radius": radius, "master_weights": master_weights, "progress": False}
+    options: dict[str, Any] = {"steps": steps, "radius": radius, "master_weights": master_weights, "progress": False}
     rows, paths = [], []
-    with Progress(total=count, unit="escape", leave=False, disable=not progress) as bar:
-        for seed in every_seed:
-            start = saddle.mixed(seed) if isinstance(saddle, LinearAutoencoderSaddle) else saddle
-            for setting, (optimizer, rate), push, size in itertools.product(
-                settings, chosen, perturbations, batch_sizes
-            ):
-                bar.set_postfix_str(str(setting))
-                same |= {"optimizer": optimizer, "learning_rate": rate, "perturbation": push, "batch_size": size}
-                result = escape(start.model, start, setting, seed=seed, **same)
-                parsed = Setting.parse(setting)
-                row = {name: value for name, value in vars(result).items() if name != "history"}
-                row |= {"batch_size": size or 0, "steps": math.nan if result.steps is None else result.steps}
-                row |= {"law": result.law, "left": result.left, "held": result.held, "recorded": False}
-                row |= {"emulated": parsed.emulated, "machine": machine(here, parsed.kind)}
-                rows.append(row)
-                paths.append(result.history.assign(**{key: row[key] for key in KEYS}))
-                bar.update()
+    with Progress(asked, unit="escape", leave=False, disable=not progress) as bar:
+        for (seed, start), setting, (optimizer, rate), push, size in bar:
+            bar.set_postfix_str(str(setting))
+            options |= {"optimizer": optimizer, "learning_rate": rate, "perturbation": push, "batch_size": size}
+            result = escape(start.model, start, setting, seed=seed, **options)
+            parsed = Setting.parse(setting)
+            row = {name: value for name, value in vars(result).items() if name != "history"}
+            row |= {"batch_size": size or 0, "steps": math.nan if result.steps is None else result.steps}
+            row |= {"law": result.law, "left": result.left, "held": result.held, "recorded": False}
+            row |= {"emulated": parsed.emulated, "machine": machine(here, parsed.kind)}
+            rows.append(row)
+            paths.append(result.history.assign(**{key: row[key] for key in KEYS}))
     return EscapeTable(pd.DataFrame(rows), pd.concat(paths, ignore_index=True))
 
 

@@ -157,7 +157,9 @@ def _floats(result: Any) -> bool:
     return isinstance(result, Tensor) and result.is_floating_point()
 
 
-# Rules. Functions that steps keep must not hold the tensors of an operation that they do not need.
+# Rules: each is given the builder and the arguments of an operation, and returns the variable that is the tangent of
+# its result, a list where there are several, or NotImplemented, which leaves the operation to torch. Functions that
+# steps keep must not hold the tensors of an operation that they do not need.
 
 
 def reshaped(b: Builder, x: Tensor, *_: Any) -> Any:
