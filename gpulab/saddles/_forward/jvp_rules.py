@@ -82,7 +82,7 @@ class Builder:
         return self.weighted(*[(coefficient, self.tangent(argument)) for coefficient, argument in terms])
 
     def weighted(self, *terms: tuple[Coefficient, int | None]) -> int | None:
-        """The same of variables."""
+        """The sum of coefficients times variables, broadcast to the shape of the result."""
         present = [(coefficient, variable) for coefficient, variable in terms if variable is not None]
         if not present:
             return None
@@ -91,7 +91,7 @@ class Builder:
         return self.steps_of(function, [variable for _, variable in present], 1)[0]
 
     def add(self, *variables: int | None, shape: Sequence[int] | None = None) -> int | None:
-        """The sum of variables that all have the shape of the result, or another one."""
+        """The sum of variables of one shape, that of the result unless it is given."""
         present = [variable for variable in variables if variable is not None]
         if len(present) < 2:
             return present[0] if present else None
@@ -189,7 +189,7 @@ def along(b: Builder, x: Tensor, *arguments: Any, **options: Any) -> Any:
 
 
 def joined(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Constants have the tangent zero."""
+    """Constants among them have the tangent zero."""
     function, dim = b.function, dim % b.results.ndim + 1
     if function is aten.cat.default:  # which lets numbers of any shape join that are none
         tensors = [tensor for tensor in tensors if tensor.shape != (0,)]
@@ -230,7 +230,7 @@ def added(b: Builder, x: Any, y: Any, *, alpha: float = 1) -> Any:
 
 
 def looked_up(b: Builder, weight: Tensor, indices: Tensor, padding: int = -1, *_: Any) -> Any:
-    """What stands for padding is a constant to torch."""
+    """Rows of an embedding; the one that stands for padding is a constant to torch."""
     padded = (indices == padding)[..., None]
     return b.apply(lambda t: t[:, indices].masked_fill_(padded, 0), weight)
 

@@ -63,8 +63,8 @@ class LinearMap:
         if k not in self.graphs:
             self.graphs[k] = self._graph(tangents)
         graph, inputs, outputs = self.graphs[k]
-        for mine, tangent in zip(inputs, tangents, strict=True):
-            mine.copy_(tangent)
+        for graph_input, tangent in zip(inputs, tangents, strict=True):
+            graph_input.copy_(tangent)
         graph.replay()
         return outputs
 
