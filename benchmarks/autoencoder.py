@@ -1,7 +1,7 @@
 """Training the autoencoder one image at a time: gpulab's plain and fast paths beside the loop that everybody writes.
 
-    python benchmarks/autoencoder.py cpu:threads=1 cpu:threads=2 --record data/speed/autoencoder-my-cpu.json
-    python benchmarks/autoencoder.py cuda:tf32=off --record data/speed/autoencoder-my-gpu.json
+    python benchmarks/autoencoder.py cpu:threads=1 cpu:threads=2 --record data/measured/autoencoder-my-cpu.json
+    python benchmarks/autoencoder.py cuda:tf32=off --record data/measured/autoencoder-my-gpu.json
     python benchmarks/autoencoder.py --write benchmarks/autoencoder.md    # from what is recorded
 
 A step is a window of 20 images that lie on the device, an update for each, and one look at the losses. The usual loop
@@ -92,7 +92,7 @@ def table(found: list[dict[str, Any]]) -> str:
 def main(
     settings: Annotated[list[str] | None, typer.Argument()] = None,
     rounds: int = 25,
-    record: Annotated[Path | None, typer.Option(help="JSON file, such as data/speed/autoencoder-my-gpu.json")] = None,
+    record: Annotated[Path | None, typer.Option(help="such as data/measured/autoencoder-my-gpu.json")] = None,
     write: Annotated[Path | None, typer.Option(help="Markdown file, from all that is recorded")] = None,
 ) -> None:
     rows: list[dict[str, Any]] = []

@@ -1,13 +1,13 @@
 """Products of a real GPU beside the emulated ones: how much of what the chip does does the emulation explain?
 
 A case is one matrix product or convolution on inputs that any machine can make again from their seed. What a GPU
-computed is kept in `data/gpu_products`, so that every machine can compare.
+computed is kept in `data/measured/products-*`, so that every machine can compare.
 
-python benchmarks/compare_products.py --record data/gpu_products    # on a machine with an NVIDIA GPU
+python benchmarks/compare_products.py --record data/measured/products-my-gpu.json    # on a machine with an NVIDIA GPU
 python benchmarks/compare_products.py --find    # anywhere, for minutes: the arithmetic that fits what is recorded
 python benchmarks/compare_products.py --write    # anywhere: compare with what is recorded, write the tables
 
-`--write` writes `benchmarks/products.md`, and what notebook 02 shows into `data/gpu_products/comparison.json`.
+`--write` writes `benchmarks/products.md`, and what notebook 02 shows into `data/measured/products-comparison.json`.
 
 References:
     The method of Fasi, Higham, Mikaitis, Pranesh 2021 (PeerJ Computer Science 7:e330).
@@ -18,8 +18,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,12 +38,11 @@ from gpulab.errors import GpulabError
 from gpulab.numerics.arithmetic import CHIPS, PRECISIONS, Arithmetic
 from gpulab.numerics.emulation import emulate
 from gpulab.numerics.formats import FORMATS, MODES, round_to
-from gpulab.passports import passport
 from gpulab.progress import Progress
 from gpulab.settings import setting
-from gpulab.store.records import read_json, recorded_folder, write_json
+from gpulab.store.records import measured, read_json, recorded_folder, write_json
 
-FOLDER, TABLE = recorded_folder("gpu_products"), Path(__file__).with_name("products.md")
+RECORDED, TABLE = recorded_folder("measured") / "products-nvidia-h200.json", Path(__file__).with_name("products.md")
 SAMPLE = 1024  # elements of each result that are compared
 MOST_SLICES = 64  # so many sums are tried
 # (rows, summed, columns) of a matrix product; (images, channels, height, width) and (channels, size, stride) of a
@@ -183,7 +180,7 @@ def on_this_gpu(case: Case) -> Tensor:
         return case.compute(first, second).float()
 
 
-def record_products(folder: Path, command: str) -> None:
+def record_products(file: Path) -> None:
     """Compute every case on this machine's NVIDIA GPU; keep samples of the results, kernels' names, the passport."""
     if not torch.cuda.is_available():
         raise GpulabError("products are recorded on an NVIDIA GPU, and torch finds none here")
@@ -195,13 +192,13 @@ def record_products(folder: Path, command: str) -> None:
             samples[str(case)] = case.sample(on_this_gpu(case)).cpu().contiguous()
         events = [event for event in profile.events() if event.device_time and not no_products.search(event.name)]
         kernels[str(case)] = max(events, key=lambda event: event.device_time).name[:160] if events else ""
-    files.write(folder / "products.safetensors", save(samples))
-    write_json(folder / "products.json", {"passport": passport(), "command": command, "kernels": kernels})
+    files.write(file.with_suffix(".safetensors"), save(samples))
+    write_json(file, measured("cuda", kernels={"case": [*kernels], "kernel": [*kernels.values()]}))
 
 
 def recorded_samples() -> dict[Case, Tensor]:
     """What the GPU computed: a sample of every case, as float64."""
-    samples = load_file(FOLDER / "products.safetensors")
+    samples = load_file(RECORDED.with_suffix(".safetensors"))
     return {case: samples[str(case)].double() for case in cases()}
 
 
@@ -231,26 +228,27 @@ def closest_arithmetic(case: Case, result: Tensor) -> Arithmetic:
 
 
 def find_kernels() -> None:
-    """Search for the arithmetic of every recorded kernel, minutes long, and keep it in `found.json`.
+    """Search for the arithmetic of every recorded kernel, minutes long, and keep it in `products-found.json`.
 
     A library chooses its kernel by the shape, not by the numbers: normal ones are searched with, and stand for all.
     """
-    kept, found = ("format", "roundings", "order", "slices", "tile"), {}
+    kept, found = ("format", "order", "slices", "tile"), []
     for case, result in Progress(recorded_samples().items(), unit="kernel"):
         if case.inputs == INPUTS[0]:
             how = closest_arithmetic(case, result)
-            found[str(case)] = {name: getattr(how, name) for name in kept}
-    files.write(FOLDER / "found.json", (json.dumps(found, indent=1) + "\n").encode())
+            rounding = how.roundings[0]  # of products, convolutions and gradients alike
+            found.append({"case": str(case), "rounding": rounding, **{name: getattr(how, name) for name in kept}})
+    write_json(RECORDED.with_name("products-found.json"), measured("cpu", found=found))
 
 
 def found_arithmetic() -> dict[Case, Arithmetic]:
     """The arithmetic of every case, as `find_kernels` has found it."""
-    found = json.loads((FOLDER / "found.json").read_text(encoding="utf-8"))
+    found = {fit.pop("case"): fit for fit in read_json(RECORDED.with_name("products-found.json"))["found"]}
     arithmetic = {}
     for case in cases():
-        fit = found[str(replace(case, inputs=INPUTS[0]))]
-        fit |= {"result": case.result, "roundings": tuple(fit["roundings"])}
-        arithmetic[case] = replace(PRECISIONS[fit["format"]], **fit)
+        fit = dict(found[str(replace(case, inputs=INPUTS[0]))])
+        roundings = 3 * (fit.pop("rounding"),)
+        arithmetic[case] = replace(PRECISIONS[fit["format"]], result=case.result, roundings=roundings, **fit)
     return arithmetic
 
 
@@ -347,20 +345,19 @@ convolutions over few places, a product of 8192 terms returned in bfloat16.
 
 
 def main(
-    record: Annotated[Path | None, typer.Option(help="record this machine's GPU into this folder")] = None,
+    record: Annotated[Path | None, typer.Option(help="record this machine's GPU into this file")] = None,
     find: Annotated[bool, typer.Option("--find", help="search for the recorded kernels' arithmetic")] = False,
     write: Annotated[bool, typer.Option("--write", help="write the tables")] = False,
 ) -> None:
     """Record, or compare what is recorded."""
-    command = shlex.join(["python", *sys.argv])
     if record is not None:
-        record_products(record, command)
+        record_products(record)
         return
     if find:
         find_kernels()
         return
     frame = compare_products(recorded_samples(), found_arithmetic())
-    notes = read_json(FOLDER / "products.json")
+    notes = read_json(RECORDED)
     gpu = notes["passport"]["gpus"][0]["name"]
     text = f"# Emulated products beside those of an {gpu}\n\n"
     text += f"Recorded by `{notes['command']}`, compared by `python benchmarks/compare_products.py --write`.\n"
@@ -370,8 +367,8 @@ def main(
     if write:
         TABLE.write_text(text, encoding="utf-8")
         table = json.loads(summarize(frame[frame.inputs == INPUTS[0]]).to_json(orient="records"))
-        document = {"gpu": gpu, "inputs": INPUTS[0], "passport": passport(), "command": command, "table": table}
-        write_json(FOLDER / "comparison.json", document)
+        document = measured("cpu", gpu=gpu, inputs=INPUTS[0], comparison=table)
+        write_json(RECORDED.with_name("products-comparison.json"), document)
 
 
 def markdown(frame: pd.DataFrame) -> str:

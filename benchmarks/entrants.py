@@ -1,8 +1,6 @@
 """Training steps beside each other in one process: `race` is what the benchmarks of training have in common."""
 
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,12 +10,11 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from gpulab.passports import passport
 from gpulab.settings import Setting
 from gpulab.store import records
 
 Step = Callable[[], Any]
-RECORDS = Path(__file__).parent.parent / "data" / "speed"
+RECORDS = Path(__file__).parent.parent / "data" / "measured"
 WARM_UP, STEPS = 3, 3  # steps, in each round
 
 
@@ -89,9 +86,7 @@ def keep(
 ) -> None:
     """Print what was measured under a setting, record it, and write the table of all that is recorded."""
     if setting:
-        here = passport()
-        command = shlex.join(["python", f"benchmarks/{program}.py", *sys.argv[1:]])
-        document |= {"passport": here, "command": command, "machine": records.machine(here, setting.kind)}
+        document = records.measured(setting.kind, **document)
         print(table([document]).partition("| machine")[2])
         if record:
             records.write_json(record, document)

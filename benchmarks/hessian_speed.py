@@ -1,8 +1,8 @@
 """gpulab's Hessian beside curvlinops, hessian-eigenthings and PyHessian: time, memory and accuracy.
 
     pip install curvlinops-for-pytorch==3.0.1 hessian-eigenthings==1.0.0a5 PyHessian==0.1
-    python benchmarks/hessian_speed.py --size quick --record data/hessian_speed/my-cpu.json
-    python benchmarks/hessian_speed.py --device cuda --products 40 --steps 10 --record data/hessian_speed/my-gpu.json
+    python benchmarks/hessian_speed.py --size quick --record data/measured/hessian_speed-my-cpu.json
+    python benchmarks/hessian_speed.py --device cuda --steps 10 --record data/measured/hessian_speed-my-gpu.json
     python benchmarks/hessian_speed.py --write benchmarks/hessian_speed.md    # from what is recorded
 
 The loss is that of one window of frames of the PredNet of a profile, in float32 without TF32. Each library is called as
@@ -19,7 +19,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import multiprocessing
-import shlex
 import statistics
 import sys
 import tempfile
@@ -38,11 +37,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import gpulab as gl
-from gpulab.passports import passport
 from gpulab.store import records
 from gpulab.training.protocol import PROFILES, protocol
 
-RECORDS = Path(__file__).parent.parent / "data" / "hessian_speed"
+RECORDS = Path(__file__).parent.parent / "data" / "measured"
 # Only this benchmark needs them: they are no dependency of gpulab, and imported by name.
 PIP = {  # distribution -> module, version
     "curvlinops-for-pytorch": ("curvlinops", "3.0.1"),
@@ -580,15 +578,12 @@ def main(
             sys.exit(f"{', '.join(missing)} cannot be imported: pip install {pip}")
         names = [*wanted, *(name for name in GRADIENTS if device == "cuda" or "CUDA" not in name)]
         turns = {"products": min(rounds, products), "blocks": 5, "density": densities}
-        # How this process was called, with the record where records are kept.
-        place = str(Path("data") / RECORDS.name / record.name)
-        command = shlex.join(["python", *[place if word == str(record) else word for word in sys.argv]])
         rows: list[dict[str, Any]] = []
         for one in sizes:
             rows += measure(one, frames, device, names, count=products, blocks=block or [10], steps=steps, rounds=turns)
-            content = {"command": command, "device": device, "passport": dict(passport()), "rows": rows}
-            records.write_json(record, content)
-    files = sorted({file.resolve() for file in [*RECORDS.glob("*.json"), *([record] if record else [])]})
+            records.write_json(record, records.measured(device, device=device, rows=rows))
+    kept = RECORDS.glob("hessian_speed-*.json")
+    files = sorted({file.resolve() for file in [*kept, *([record] if record else [])]})
     text = table([records.read_json(file) for file in files])
     print(text)
     if write is not None:

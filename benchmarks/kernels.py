@@ -1,13 +1,11 @@
 """What an update of PredNet spends its time on, kernel by kernel, in groups: what stands in the way of the peak.
 
-    python benchmarks/kernels.py cuda:tf32=off cuda:tf32=on --size paper --record data/speed/kernels-my-gpu.json
+    python benchmarks/kernels.py cuda:tf32=off cuda:tf32=on --size paper --record data/measured/kernels-my-gpu.json
 
 A window of the fast path as `prednet.py` trains it, under torch's profiler; on a CPU the time of operations.
 """
 
 import re
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +16,6 @@ import typer
 from torch.profiler import ProfilerActivity, profile
 
 import gpulab as gl
-from gpulab.passports import passport
 from gpulab.settings import Setting
 from gpulab.store import records
 
@@ -61,7 +58,7 @@ def measure(size: str, setting: Setting) -> list[dict[str, Any]]:
 def main(
     settings: list[str],
     size: Annotated[list[str] | None, typer.Option(help="quick, paper or kitti; several times")] = None,
-    record: Annotated[Path | None, typer.Option(help="JSON file, such as data/speed/kernels-my-gpu.json")] = None,
+    record: Annotated[Path | None, typer.Option(help="JSON file, such as data/measured/kernels-my-gpu.json")] = None,
 ) -> None:
     rows = []
     for text in settings:
@@ -69,11 +66,7 @@ def main(
             rows += [row for one in size or ["quick"] for row in measure(one, setting)]
     print(pd.DataFrame(rows).to_string())
     if record:
-        here = passport()
-        machine = records.machine(here, settings[0].partition(":")[0])
-        command = shlex.join(["python", "benchmarks/kernels.py", *sys.argv[1:]])
-        document = {"passport": here, "machine": machine, "command": command, "kernels": rows}
-        records.write_json(record, document)
+        records.write_json(record, records.measured(settings[0].partition(":")[0], rows=rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the whole atlas costs: settings × seeds of both experiments by the paper's protocol, in hours and in money.
 
-    python benchmarks/plan_atlas.py --price 3 --write benchmarks/atlas_plan.md --record data/scale_out/atlas_plan.json
+    python benchmarks/plan_atlas.py --price 3 --write benchmarks/atlas_plan.md
+    python benchmarks/plan_atlas.py --price 3 --record data/measured/atlas_plan-my-cpu.json
 
 The times are those of the recorded runs in `data/runs`. Where several runs shared a GPU their records overlap in time,
 which says how many did, and so what a run costs of a GPU. The price of a GPU's hour is yours to give. What is recorded
@@ -14,7 +15,6 @@ import heapq
 import itertools
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
@@ -266,9 +266,8 @@ def main():
     if given.record:
         tables = {"rates": rates_table(rates), "plan": plan}
         document = {name: table.to_dict("records") for name, table in tables.items()}
-        document |= {"kind": "atlas plan", "price": given.price, "limits": atlas_limits(beside, **size)}
-        document |= {"beside": beside, "passport": gl.passport(), "command": " ".join(sys.argv)}
-        records.write_json(given.record, document)
+        document |= {"price": given.price, "beside": beside, "limits": atlas_limits(beside, **size)}
+        records.write_json(given.record, records.measured("cpu", **document))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     git clone https://github.com/leido/pytorch-prednet; git clone https://github.com/eijwat/prednet_in_pytorch
     python benchmarks/prednet.py cpu:threads=2 --size quick --leido pytorch-prednet --authors prednet_in_pytorch
-    python benchmarks/prednet.py cuda:tf32=on --size paper --size kitti --record data/speed/prednet-my-gpu.json
+    python benchmarks/prednet.py cuda:tf32=on --size paper --size kitti --record data/measured/prednet-my-gpu.json
     python benchmarks/prednet.py --write benchmarks/prednet.md    # from what is recorded
 
 A step is the forward and the backward pass through a window and Adam's update, on random frames that lie on the
@@ -157,7 +157,7 @@ def main(
     leido: Annotated[Path | None, typer.Option(help="folder of leido/pytorch-prednet")] = None,
     authors: Annotated[Path | None, typer.Option(help="folder of eijwat/prednet_in_pytorch")] = None,
     rounds: int = 15,
-    record: Annotated[Path | None, typer.Option(help="JSON file, such as data/speed/prednet-my-gpu.json")] = None,
+    record: Annotated[Path | None, typer.Option(help="such as data/measured/prednet-my-gpu.json")] = None,
     write: Annotated[Path | None, typer.Option(help="Markdown file, from all that is recorded")] = None,
 ) -> None:
     rows: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
 """Audit the networks of `networks.py` between two settings on this machine; keep traces and a summary.
 
-python benchmarks/record_audits.py cpu cuda:tf32=off --output data/audits
+python benchmarks/record_audits.py cpu cuda:tf32=off --output data
 
 With --recorded, the settings but the first are not run but read from traces that another machine kept.
 """
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,16 +20,17 @@ import typer
 import gpulab as gl
 from gpulab.diagnostics.audits import Audit
 from gpulab.passports import Passport
+from gpulab.store import records
 
 
 def main(
     settings: Annotated[list[str], typer.Argument(help="the first against each of the others")],
-    output: Path = Path("data/audits"),
+    output: Path = Path("data"),
     only: Annotated[str, typer.Option(help="networks, separated by commas")] = ",".join(networks.NETWORKS),
     keep: Annotated[str, typer.Option(help="settings whose traces are kept, separated by semicolons")] = "",
     recorded: Annotated[Path | None, typer.Option(help="a folder with traces NETWORK-SETTING.trace")] = None,
 ) -> None:
-    """Write OUTPUT/audits.json, and OUTPUT/NETWORK-SETTING.trace for what is to be kept."""
+    """Write OUTPUT/measured/audits-here.json, and OUTPUT/traces/NETWORK-SETTING.trace for what is to be kept."""
     reference, *others = settings
     rows = []
     for name in only.split(","):
@@ -47,10 +46,10 @@ def main(
             rows.append(_row(name, gl.audit(first, second), time.perf_counter() - started))
             print(json.dumps(rows[-1])[:400], flush=True)
             if setting in keep.split(";"):
-                second.save(output / file)
-    output.mkdir(parents=True, exist_ok=True)
-    document = {"command": shlex.join(["python", *sys.argv]), "passport": dict(gl.passport()), "audits": rows}
-    (output / "audits.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                second.save(output / "traces" / file)
+    kinds = {gl.Setting.parse(setting).kind for setting in settings}
+    document = records.measured("cpu" if kinds == {"cpu"} else "cuda", rows=rows)
+    records.write_json(output / "measured" / "audits-here.json", document)
 
 
 def _row(name: str, report: Audit, seconds: float) -> dict[str, object]:

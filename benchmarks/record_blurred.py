@@ -1,6 +1,6 @@
 """What the last frame, blurred, would lose on the real films of the published network's runs: it takes no motion.
 
-python benchmarks/record_blurred.py data/published/blurred.json films/pavement.mp4 films/people.mp4
+python benchmarks/record_blurred.py data/measured/blurred-my-cpu.json films/pavement.mp4 films/people.mp4
 
 Over the windows that a final loss is the mean of: the last fifth of 250, of every fifth frame, at 160×120.
 """
@@ -13,7 +13,6 @@ import numpy as np
 from published import windows
 
 from companion.learning import blurred_loss
-from gpulab import passport
 from gpulab.data.base import Sequence
 from gpulab.data.datasets import load
 from gpulab.store import records
@@ -35,7 +34,6 @@ def best_blur(film: str) -> float:
 
 if __name__ == "__main__":
     file, *films = sys.argv[1:]
-    blurred = {Path(film).stem: best_blur(film) for film in films}
-    print(blurred)
-    command = "python benchmarks/record_blurred.py " + " ".join(sys.argv[1:])
-    records.write_json(Path(file), {"blurred": blurred, "passport": passport(), "command": command})
+    rows = [{"film": Path(film).stem, "loss": best_blur(film)} for film in films]
+    print(rows)
+    records.write_json(Path(file), records.measured("cpu", rows=rows))

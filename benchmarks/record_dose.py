@@ -1,7 +1,7 @@
 """Record on this machine whether the bias of a gradient predicts the loss, over lengths of window and speeds of motion.
 
-python benchmarks/record_dose.py cpu:threads=1 --output data/dose/my-cpu.parquet --seeds 8 --minutes 30
-python benchmarks/record_dose.py cuda:tf32=off --output data/dose/my-gpu.parquet --size paper --workers 6
+python benchmarks/record_dose.py cpu:threads=1 --output data/studies/dose-my-cpu.parquet --seeds 8 --minutes 30
+python benchmarks/record_dose.py cuda:tf32=off --output data/studies/dose-my-gpu.parquet --size paper --workers 6
 
 A cell is a length and a speed. In each of the twelve a seed is trained twice: on copied frames, and on shared memory.
 Seeds are done whole, one after the other, until the next would not end within the minutes; what is in the store is not
@@ -25,7 +25,7 @@ CELLS = [{"window": window, "speed": speed} for window, speed in itertools.produ
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("setting", help="such as cpu:threads=1 or cuda:tf32=off")
-    parser.add_argument("--output", type=Path, required=True, help="Parquet file, such as data/dose/NAME.parquet")
+    parser.add_argument("--output", type=Path, required=True, help="such as data/studies/dose-NAME.parquet")
     parser.add_argument("--store", type=Path, default=Path("runs/dose"), help="folder of the runs")
     parser.add_argument("--size", default="quick", help="smoke, quick or paper")
     parser.add_argument("--seeds", type=int, default=8)

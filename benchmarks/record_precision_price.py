@@ -1,15 +1,13 @@
 """What a step of the whitened autoencoder costs in float32, in TF32, and in TF32 with one product kept in float32.
 
-python benchmarks/record_precision_price.py data/precision/my-machine.json
+python benchmarks/record_precision_price.py data/measured/precision-my-gpu.json
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,7 @@ import typer
 from tqdm import tqdm
 
 import gpulab as gl
-from gpulab.store.records import machine, write_json
+from gpulab.store.records import measured, write_json
 
 # One pass in TF32 is left out: it makes NaN, and a factorisation that fails may be done sooner.
 WAYS = (("cuda:tf32=off", "one-pass"), ("cuda:tf32=on", "float32"), ("cuda:tf32=on", "centred"))
@@ -47,16 +45,9 @@ def main(
     rows = [_row(*way, times[way]) for way in ways]
     for row in rows:
         print(json.dumps(row))
-    document = {
-        "command": shlex.join(["python", *sys.argv]),
-        "passport": dict(gl.passport()),
-        "machine": machine(gl.passport(), gl.Setting.parse(ways[0][0]).kind),
-        "hidden": hidden,
-        "code": code,
-        "steps": steps,
-        "prices": [row | {"rounds": rounds, "batch_size": batch_size} for row in rows],
-    }
-    write_json(output, document)
+    rows = [row | {"rounds": rounds, "batch_size": batch_size} for row in rows]
+    device = gl.Setting.parse(ways[0][0]).kind
+    write_json(output, measured(device, hidden=hidden, code=code, steps=steps, rows=rows))
 
 
 class _Training:

@@ -1,6 +1,6 @@
 """Hold the first windows of the published network against one another, on a CPU and on a GPU, and keep that.
 
-    python benchmarks/record_published.py prednet_in_chainer_py3/PredNet data/published/windows-nvidia-h200.json
+    python benchmarks/record_published.py prednet_in_chainer_py3/PredNet data/measured/windows-nvidia-h200.json
 
 What is compared was registered in data/README.md; the runs themselves are made by `published.py`.
 """
@@ -22,7 +22,6 @@ from stock_chainer import AUTHORS
 from gpulab.data.base import Sequence as Frames
 from gpulab.data.datasets import load
 from gpulab.errors import UsageError
-from gpulab.passports import passport
 from gpulab.store import records
 from gpulab.training.protocol import protocol
 
@@ -140,5 +139,4 @@ if __name__ == "__main__":
     net, file, *profile = sys.argv[1:]
     table = published_windows(net, PAIRS, count=3, seed=100, profile=(profile or ["paper"])[0], speed=2.0)
     print(table.to_string())
-    command = "python benchmarks/record_published.py " + " ".join(sys.argv[1:])
-    records.write_json(Path(file), {"windows": table.to_dict("list"), "passport": passport(), "command": command})
+    records.write_json(Path(file), records.measured("cuda", rows=table.to_dict("list")))

@@ -1,7 +1,7 @@
 """Measure everything that notebook 07 shows on this machine, and keep it with its passport.
 
-    python benchmarks/record_speed.py cpu:threads=2 --write data/speed/my-cpu.json
-    python benchmarks/record_speed.py cuda:tf32=off --write data/speed/my-gpu.json
+    python benchmarks/record_speed.py cpu:threads=2 --write data/measured/speed-my-cpu.json
+    python benchmarks/record_speed.py cuda:tf32=off --write data/measured/speed-my-gpu.json
 
 What this machine lacks is kept as a row that says so. `--parts` measures some sections only.
 How many cores other programs used meanwhile is kept, too.
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shlex
-import sys
 import time
 from pathlib import Path
 
@@ -22,7 +20,7 @@ import psutil
 import gpulab as gl
 from companion.workloads import PARTS, Row, measure_speed
 from gpulab.errors import in_one_line
-from gpulab.store.records import machine, write_json
+from gpulab.store import records
 
 
 def main() -> None:
@@ -52,7 +50,7 @@ def main() -> None:
 
 def measured(part: str, setting: str, size: str) -> tuple[pd.DataFrame, float]:
     """The rows of a section, and how many cores other programs used meanwhile."""
-    this = machine(gl.passport(), gl.Setting.parse(setting).kind)
+    this = records.machine(gl.passport(), gl.Setting.parse(setting).kind)
 
     def used() -> tuple[float, float, float]:
         all_cores, me = psutil.cpu_times(), psutil.Process()
@@ -73,13 +71,10 @@ def measured(part: str, setting: str, size: str) -> tuple[pd.DataFrame, float]:
 
 def write(file: Path, frame: pd.DataFrame, others: dict[str, float]) -> None:
     """All that there is so far, so that a recording that is cut off leaves a whole file."""
-    rows = frame.drop(columns=["machine", "recorded"]).astype(object)
-    document = {"passport": dict(gl.passport()), "machine": frame.machine[0], "cores_of_others": others}
-    document |= {
-        "command": shlex.join(["python", *sys.argv]),
-        "workloads": rows.where(rows.notna(), None).to_dict("records"),
-    }
-    write_json(file, document)
+    table = frame.drop(columns=["machine", "recorded"]).astype(object)
+    rows = table.where(table.notna(), None).to_dict("records")
+    device = frame.setting[0].partition(":")[0]
+    records.write_json(file, records.measured(device, cores_of_others=others, rows=rows))
 
 
 if __name__ == "__main__":

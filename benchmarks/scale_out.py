@@ -1,13 +1,12 @@
 """One training on several devices: whether it ends as on one, and how an update scales, strong and weak.
 
-    python benchmarks/scale_out.py cpu:threads=1 --devices 1,2 --size small --record data/scale_out/my-cpu.json
+    python benchmarks/scale_out.py cpu:threads=1 --devices 1,2 --size small --record data/measured/scale_out-my-cpu.json
     python benchmarks/scale_out.py cuda:tf32=off --devices 1,2,4 --size paper --write benchmarks/scale_out_cuda.md
 
 The sizes are PredNet's: small (24×32), quick (48×64) and paper (120×160, four layers).
 """
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 
 import gpulab as gl
 from companion import scale_out
-from gpulab.store.records import write_json
+from gpulab.store.records import measured, write_json
 from gpulab.training.protocol import whole_numbers
 
 
@@ -29,7 +28,7 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=10)
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--write", type=Path, help="a file of Markdown")
-    parser.add_argument("--record", type=Path, help="JSON file, such as data/scale_out/my-cpu.json")
+    parser.add_argument("--record", type=Path, help="JSON file, such as data/measured/scale_out-my-cpu.json")
     given = parser.parse_args()
     counts = whole_numbers(given.devices, name="--devices")
     here = gl.passport()
@@ -58,11 +57,10 @@ def main() -> None:
     if given.write:
         given.write.write_text("\n".join(["# Many devices", "", *lines, ""]), encoding="utf-8")
     if given.record:
-        document = {"passport": dict(here), "machine": scaling.machine[0]}
-        document["command"] = shlex.join(["python", *sys.argv])
-        for name, table in {"scaling": scaling, "ends": pd.concat(ends), "parts": parts}.items():
-            document[name] = table.drop(columns=["machine", "recorded"], errors="ignore").to_dict("records")
-        write_json(given.record, document)
+        tables = {"scaling": scaling, "ends": pd.concat(ends), "parts": parts}
+        for name, table in tables.items():
+            tables[name] = table.drop(columns=["machine", "recorded"], errors="ignore").to_dict("records")
+        write_json(given.record, measured(given.setting.partition(":")[0], **tables))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """How the time and the memory of training PredNet grow with frames, channels, window and replicas.
 
-    python benchmarks/scaling.py cpu:threads=2 --record data/speed/scaling-my-cpu.json
-    python benchmarks/scaling.py cuda:tf32=on --size paper --record data/speed/scaling-my-gpu.json --replicas
+    python benchmarks/scaling.py cpu:threads=2 --record data/measured/scaling-my-cpu.json
+    python benchmarks/scaling.py cuda:tf32=on --size paper --record data/measured/scaling-my-gpu.json --replicas
     python benchmarks/scaling.py --plot benchmarks    # a picture of each record
 
 One of them changes at a time, from the size named. Plain and fast path take turns, as in `prednet.py`; replicas are
 measured as in `replicas.py`. Memory is the most that a GPU's allocator gave.
 """
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +20,6 @@ import typer
 from matplotlib.ticker import NullLocator
 
 import gpulab as gl
-from gpulab.passports import passport
 from gpulab.plots.style import canvas, colour, finished, key, log_scale, points
 from gpulab.report import Picture
 from gpulab.store import records
@@ -113,17 +110,14 @@ def main(
     size: Annotated[str, typer.Option(help="quick or paper")] = "quick",
     rounds: int = 5,
     many: Annotated[bool, typer.Option("--replicas", help="also networks that share a GPU")] = False,
-    record: Annotated[Path | None, typer.Option(help="JSON file, such as data/speed/scaling-my-gpu.json")] = None,
+    record: Annotated[Path | None, typer.Option(help="JSON file, such as data/measured/scaling-my-gpu.json")] = None,
     plot: Annotated[Path | None, typer.Option(help="folder for a picture of each record")] = None,
 ) -> None:
     if setting:
-        rows, here = measure(setting, size, rounds, many), passport()
-        command = shlex.join(["python", "benchmarks/scaling.py", *sys.argv[1:]])
-        machine = records.machine(here, setting.partition(":")[0])
-        document = {"passport": here, "command": command, "machine": machine, "size": size, "rows": rows}
+        rows = measure(setting, size, rounds, many)
         print(pd.DataFrame(rows).to_string())
         if record:
-            records.write_json(record, document)
+            records.write_json(record, records.measured(setting.partition(":")[0], size=size, rows=rows))
     for file in sorted(entrants.RECORDS.glob("scaling-*.json")) if plot else ():
         picture(records.read_json(file)).save(plot / f"{file.stem}.png")
 

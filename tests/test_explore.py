@@ -256,7 +256,7 @@ def test_an_upload_is_audited_or_refused_in_a_sentence(opened, tmp_path):
     assert said.inner_text() == "large.trace: it has 100,000,000 bytes, and may have 8,388,608"
     upload({"name": "<img src=x onerror=alert(1)>", "mimeType": "", "buffer": b"no trace"})
     page.wait_for_function("document.body.innerText.includes('not a trace')")
-    upload(recorded_folder("audits") / "resnet18-cuda-tf32-off.trace")
+    upload(recorded_folder("traces") / "resnet18-cuda-tf32-off.trace")
     page.wait_for_function("document.body.innerText.includes('operations and 123 results were matched')")
     assert complaints == []
     page.screenshot(path=SHOTS / "explore-audit.png", full_page=True)

@@ -49,7 +49,7 @@ def test_the_rates_are_those_of_the_recorded_runs():
 
 
 def test_what_is_recorded_for_notebook_08_is_what_the_recorded_runs_give():
-    document = records.read_json(records.recorded_folder("scale_out") / "atlas_plan.json")
+    (document,) = records.read_measured("atlas_plan")
     rates = plan_atlas.atlas_rates()
     plan = plan_atlas.atlas_plan(2.0, document["beside"], rates=rates)
     recorded_rates, recorded_plan, limits = atlas_plan(2.0)

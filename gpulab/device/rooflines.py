@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from gpulab.errors import UsageError
 from gpulab.progress import Progress
 from gpulab.settings import Setting, arithmetic
-from gpulab.store.records import machine, read_documents
+from gpulab.store.records import recorded_table
 
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31, "mps": 2**29, "xpu": 2**30}
 LARGEST_MATRIX = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 4096}
@@ -91,12 +91,7 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
 
 def recorded_rooflines() -> pd.DataFrame:
     """The rooflines shipped with gpulab, as `roofline`, with the column `machine`."""
-    frames = [pd.DataFrame()]
-    for record in read_documents("rooflines"):
-        rows = pd.DataFrame(record["rows"])
-        kinds = rows.setting.str.partition(":")[0]
-        frames.append(rows.assign(machine=[machine(record["passport"], kind) for kind in kinds]))
-    return pd.concat(frames, ignore_index=True)
+    return recorded_table("rooflines").drop(columns="recorded")
 
 
 class Counted(NamedTuple):

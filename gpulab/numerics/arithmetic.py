@@ -90,7 +90,7 @@ PRECISIONS |= {n: Arithmetic(n, n, result=n, block=16, step=64) for n in ("bfloa
 PRECISIONS |= {n: Arithmetic(n, n, block=32, fraction=13, kept=14, step=128) for n in ("float8_e4m3fn", "float8_e5m2")}
 # Generations of cards. Only from Ampere on do tensor cores take float32 numbers, as TF32. Blocks and bits are
 # those of Fasi et al. 2021 and Xie et al. 2025. Roundings and tiles are what cuBLAS's and cuDNN's kernels for
-# each generation were found to do on an H200, which runs both; for hopper, blocks and bits as well (data/gpu_products).
+# each generation were found to do on an H200, which runs both; for hopper, blocks and bits as well (data/measured).
 CHIPS = {
     "pascal": Arithmetic("pascal", half_block=0),
     "turing": Arithmetic("turing", half_block=8, fraction=24),

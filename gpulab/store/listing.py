@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpulab.errors import DataError
+from gpulab.errors import DataError, UsageError
 from gpulab.store import identities, records, run_files
 from gpulab.store.factors import FACTORS, factors_of_record
 from gpulab.store.object_store import remote
@@ -68,17 +68,29 @@ def runs(store: str | Path | None = None) -> pd.DataFrame:
     """
     store = default_store() if store is None else store
     bucket = remote(store)
-    return _frame(bucket.pull() if bucket else Path(store), recorded=False)
+    return _frame(entries(bucket.pull() if bucket else Path(store)), recorded=False)
 
 
-def recorded_runs() -> pd.DataFrame:
+def recorded_runs(study: str | None = None) -> pd.DataFrame:
     """The runs that are shipped with gpulab, as `runs`; each has the passport of its machine.
+
+    Args:
+        study: Instead, the runs of a question of its own, such as `longer`: those in `data/studies/STUDY-*.parquet`.
+
+    Raises:
+        UsageError: For a study that there is none of; the message names those that there are.
 
     Examples:
         >>> bool(recorded_runs().recorded.all())
         True
     """
-    return _frame(records.recorded_folder("runs"), recorded=True)
+    if study is None:
+        return _frame(entries(records.recorded_folder("runs")), recorded=True)
+    files = sorted(records.recorded_folder("studies").glob("*.parquet"))
+    names = [file.stem.partition("-")[0] for file in files]
+    if study not in names:
+        raise UsageError(f"study {study!r}: expected one of {', '.join(dict.fromkeys(names))}")
+    return _frame([str(file) for file, name in zip(files, names, strict=True) if name == study], recorded=True)
 
 
 def record_of(run: Any) -> dict[str, Any]:
@@ -175,14 +187,14 @@ def read_entry(path: str) -> list[tuple[dict[str, Any], pyarrow.Table]]:
     return [(record, histories[record["id"]]) for record in documents]
 
 
-def _frame(store: Path, recorded: bool) -> pd.DataFrame:
+def _frame(paths: list[str], recorded: bool) -> pd.DataFrame:
     import pandas as pd
 
     from gpulab.progress import Progress
 
     rows: dict[str, dict[str, Any]] = {}
     damaged: list[str] = []
-    for entry in Progress(entries(store), unit="run", leave=False, delay=2):
+    for entry in Progress(paths, unit="run", leave=False, delay=2):
         try:
             for record in read_records(entry):
                 rows.setdefault(record["id"], _row(record, entry, recorded))

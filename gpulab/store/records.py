@@ -10,6 +10,8 @@ import hashlib
 import io
 import json
 import re
+import shlex
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpulab import files
 from gpulab.errors import DataError, UsageError
+from gpulab.passports import passport
 from gpulab.store import schemas
 
 if TYPE_CHECKING:
@@ -100,17 +103,32 @@ def _check_format(file: str | Path, document: Any, content: bytes) -> None:
     files.check_seal(file, content)
 
 
-def read_documents(name: str) -> list[dict[str, Any]]:
-    """All JSON documents in the folder `data/NAME`."""
-    return [read_json(file) for file in sorted(recorded_folder(name).glob("*.json"))]
+def measured(device: str, **tables: Any) -> dict[str, Any]:
+    """What this machine measured on a device, to be kept by `write_json` in `data/measured/KIND-MACHINE.json`.
+
+    Args:
+        device: Its kind, such as `cpu`.
+        tables: Each a list of rows, or a list for each column; `rows`, where there is one only. Other values, too.
+
+    Returns:
+        These, with the `passport`, the name of the `machine` and the `command` that is running.
+    """
+    here = passport()
+    command = shlex.join(["python", *sys.argv])
+    return {"machine": machine(here, device), "command": command, "passport": here, **tables}
 
 
-def recorded_table(folder: str, name: str) -> pd.DataFrame:
-    """The rows that the JSON documents in `data/FOLDER` keep under a name, with the `machine` that recorded them."""
+def read_measured(kind: str) -> list[dict[str, Any]]:
+    """What was measured of a kind: the documents `data/measured/KIND-*.json`."""
+    return [read_json(file) for file in sorted(recorded_folder("measured").glob(f"{kind}-*.json"))]
+
+
+def recorded_table(kind: str, table: str = "rows") -> pd.DataFrame:
+    """A table of all that was measured of a kind, with the `machine` that recorded each row."""
     import pandas as pd
 
-    documents = [document for document in read_documents(folder) if name in document]
-    tables = [pd.DataFrame(document[name]).assign(machine=document["machine"]) for document in documents]
+    documents = [document for document in read_measured(kind) if table in document]
+    tables = [pd.DataFrame(document[table]).assign(machine=document["machine"]) for document in documents]
     return pd.concat(tables, ignore_index=True).assign(recorded=True)
 
 

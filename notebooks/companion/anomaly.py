@@ -188,7 +188,7 @@ def published_runs() -> pd.DataFrame:
     More columns: `film`; `condition`, the device and how frames were handed over; `full`, whether at the published
     size.
     """
-    runs = described(listing.runs(records.recorded_folder("published")).assign(recorded=True))
+    runs = described(listing.recorded_runs("published"))
     return runs.sort_values(["full", "film"], ascending=False, kind="stable", ignore_index=True)  # the walk first
 
 
@@ -234,7 +234,7 @@ def _compared_on(frame: pd.DataFrame, comparison: RegisteredPair, endpoint: str)
     (level,) = judged.table.rename(columns={"decision": "uncorrected"}).to_dict("records")
     losses = paired.pivot_table(index="seed", columns="condition", values="final_loss").dropna()
     ratio = losses[comparison.condition] / losses[comparison.reference]
-    real_films = records.read_json(records.recorded_folder("published") / "blurred.json")["blurred"]
+    real_films = records.recorded_table("blurred").set_index("film").loss
     blurred = blurred_losses(usual).fillna(usual.film.map(real_films))
     return {
         **level,
@@ -315,8 +315,8 @@ def recorded_dose() -> pd.DataFrame:
     """The recorded runs of `benchmarks/record_dose.py`, a row for a seed in a cell: its `bias`, and the `ratio` of the
     losses.
     """
-    runs = listing.runs(records.recorded_folder("dose"))
-    return runs.assign(ratio=runs.shared / runs.copied, recorded=True)
+    runs = listing.recorded_runs("dose")
+    return runs.assign(ratio=runs.shared / runs.copied)
 
 
 def dose_table(frame: pd.DataFrame) -> pd.DataFrame:

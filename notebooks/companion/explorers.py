@@ -337,7 +337,7 @@ class AuditExplorer(ipywidgets.VBox):
 
 def recorded_twin(trace: Trace) -> Trace:
     """The recorded trace of the same step as this one. Raises `DataError` where there is none."""
-    for file in sorted(recorded_folder("audits").glob("*.trace")):
+    for file in sorted(recorded_folder("traces").glob("*.trace")):
         recorded = Trace.load(file)
         with contextlib.suppress(DataError):
             check_same_step(trace, recorded)

@@ -100,11 +100,7 @@ class Computed:
 
 def recorded_windows() -> pd.DataFrame:
     """What `benchmarks/record_published.py` recorded: as its `published_windows`, with the `machine`."""
-    documents = records.read_documents("published")
-    frames = [
-        pd.DataFrame(d["windows"]).assign(machine=records.machine(d["passport"])) for d in documents if "windows" in d
-    ]
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+    return records.recorded_table("windows").drop(columns="recorded")
 
 
 def published_network(net: str | Path | None = None) -> str:

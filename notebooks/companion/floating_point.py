@@ -445,8 +445,8 @@ def factor_table(
     options = {"store": store, "options": {} if frames is None else {"frames": frames}}
     runs = trained_levels(here, net, profile, seeds, options, progress)
     judged = [_judged(steps, runs, here, MADE_HERE, profile, passport())]
-    kept = stores.runs(records.recorded_folder("factors")).assign(recorded=True)
-    for record in records.read_documents("factors"):
+    kept = stores.recorded_runs("factors")
+    for record in records.read_measured("factors"):
         if record["network"] == net:
             there = record["passport"]
             same = (kept.cpu == there["cpu"]["model"]) & (kept.torch == there["software"]["torch"])
@@ -498,8 +498,7 @@ def recorded_measurements(name: str) -> pd.DataFrame:
 
 def recorded_products() -> pd.DataFrame:
     """How much of an H200's products the emulation of them explains: see `benchmarks/products.md`."""
-    comparison = records.read_json(records.recorded_folder("gpu_products") / "comparison.json")
-    return pd.DataFrame(comparison["table"]).drop(columns="inputs")
+    return records.recorded_table("products", "comparison").drop(columns=["inputs", "machine", "recorded"])
 
 
 @draw.register

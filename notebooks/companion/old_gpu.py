@@ -1,6 +1,6 @@
 """An old card and a new one: why a covariance fails in TF32, what the cure costs, and what one may say of it.
 
-The network is `gpulab.models.Whitener`. What an H200 did with it is kept in `data/runs` and `data/precision`.
+The network is `gpulab.models.Whitener`. What an H200 did with it is kept in `data/runs`, `measured` and `traces`.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def recorded_prices() -> pd.DataFrame:
 
     `ms` is the median, in milliseconds a step; `ms_low` and `ms_high` are the quartiles.
     """
-    return records.recorded_table("precision", "prices")
+    return records.recorded_table("precision")
 
 
 def recorded_cards_audit() -> Audit:
     """The audit of the whitener's first step on an H200, in float32 against TF32, from the recorded traces."""
-    folder = records.recorded_folder("precision")
+    folder = records.recorded_folder("traces")
     return audit(folder / "whitener-cuda-tf32-off.trace", folder / "whitener-cuda-tf32-on.trace")
 
 

@@ -191,7 +191,7 @@ def atlas_plan(price: float) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
     """
     if not price > 0:
         raise UsageError(f"price={price}: expected more than 0")
-    document = records.read_json(records.recorded_folder("scale_out") / "atlas_plan.json")
+    (document,) = records.read_measured("atlas_plan")
     plan = pd.DataFrame(document["plan"])
     for guess in ("low", "high"):
         plan[f"money_{guess}"] = plan[f"hours_{guess}"] * plan.gpus * price

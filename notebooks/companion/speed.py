@@ -1,6 +1,6 @@
 """How much faster, where the time goes, what it costs: tables, figures and the finding of notebook 07.
 
-What is measured stands in `workloads`; what other machines measured is kept in `data/speed`.
+What is measured stands in `workloads`; what other machines measured is kept in `data/measured`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ BACKENDS = {
 
 def recorded_speed() -> pd.DataFrame:
     """What other machines measured, as `companion.measure_speed`; `recorded` is True."""
-    return records.recorded_table("speed", "workloads").astype({"value": float, "spread": float, "seed": "Int64"})
+    return records.recorded_table("speed").astype({"value": float, "spread": float, "seed": "Int64"})
 
 
 def speed_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -255,7 +255,7 @@ def kernels() -> Picture:
 
     The fast path of `gpulab.train`; how far it is from a machine's peak stands in `benchmarks/prednet.md`.
     """
-    rows = records.recorded_table("speed", "kernels")
+    rows = records.recorded_table("kernels")
     rows = rows.assign(name=rows[["machine", "setting", "size"]].agg(", ".join, axis=1))
     table = rows.pivot_table("ms", "name", "what", sort=False).fillna(0)
     table = table[table.sum().sort_values(ascending=False).index]

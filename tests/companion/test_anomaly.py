@@ -9,7 +9,6 @@ import torch
 import companion
 import gpulab as gl
 from companion import learning
-from gpulab.store.records import recorded_folder
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +142,8 @@ def test_recorded_runs_answer_for_both_sizes():
 
 
 def test_what_backpropagation_is_cut_off_from_changes_no_verdict():
-    """The sentences of data/README.md on `truncation/`."""
-    recorded = gl.runs(recorded_folder("truncation") / "prednet-quick.parquet")
+    """What data/README.md says of the study `truncation`."""
+    recorded = gl.recorded_runs("truncation")
     plateau = gl.load("walk", frames=1000, size=(48, 64)).missing_colour_loss()
     recorded["stuck"] = recorded.final_loss >= plateau
     for _, of_loader in recorded.groupby("loader"):

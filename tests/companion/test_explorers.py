@@ -164,7 +164,7 @@ def trace(tmp_path_factory):
 
 
 def resnet():
-    return (recorded_folder("audits") / "resnet18-cuda-tf32-off.trace").read_bytes()
+    return (recorded_folder("traces") / "resnet18-cuda-tf32-off.trace").read_bytes()
 
 
 class Malicious:

@@ -241,8 +241,7 @@ def test_the_finding_names_what_was_recorded_and_what_was_claimed(measured):
 
 def test_what_an_update_spends_its_time_on(monkeypatch):
     rows = [{"setting": "cuda", "size": "paper", "what": w, "ms": ms} for w, ms in (("convolutions", 3), ("copies", 1))]
-    documents = [{"machine": "a GPU", "kernels": rows}, {"workloads": []}]
-    monkeypatch.setattr(records, "read_documents", lambda _: documents)
+    monkeypatch.setattr(records, "read_measured", lambda _: [{"machine": "a GPU", "rows": rows}])
     picture = companion.kernels()
     assert "75% to 75%" in picture.alt
     assert {text.get_text() for text in picture.figure.axes[0].texts} == {"75%", "25%", "4 ms"}
@@ -263,13 +262,12 @@ def test_every_figure_says_what_it_shows(measured):
 
 
 def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
-    file = tmp_path / "speed" / "here.json"
+    file = tmp_path / "measured" / "speed-here.json"
     script = [sys.executable, str(ROOT / "benchmarks" / "record_speed.py"), CPU, "--sizes", "smoke"]
     done = subprocess.run(
         [*script, "--parts", "small", "transfer", "--write", str(file)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    records.write_json(tmp_path / "speed" / "prednet.json", {"rows": []})
     monkeypatch.setattr(records, "DATA", tmp_path)
     found = companion.recorded_speed()
     assert found.recorded.all()

@@ -4,7 +4,7 @@ import torch
 
 import gpulab as gl
 from gpulab.device import rooflines as speed
-from gpulab.store.records import write_json
+from gpulab.store.records import measured, write_json
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 
@@ -104,9 +104,7 @@ def test_recorded_rooflines_are_shipped_and_one_is_read_back_with_its_machine(sm
     shipped = gl.device.recorded_rooflines()
     assert "NVIDIA H200" in set(shipped.machine)
     assert set(gl.device.bounds(shipped[shipped.machine == "NVIDIA H200"]).bound) <= {"memory", "arithmetic"}
-    (tmp_path / "runs").mkdir()
-    record = {"passport": gl.passport(), "command": "the command", "rows": small.to_dict("records")}
-    write_json(tmp_path / "rooflines" / "here.json", record)
+    write_json(tmp_path / "measured" / "rooflines-here.json", measured("cpu", rows=small.to_dict("records")))
     monkeypatch.setattr("gpulab.store.records.DATA", tmp_path)
     back = gl.device.recorded_rooflines()
     assert set(back.machine) == {gl.passport()["cpu"]["model"]}, "the setting was the CPU's, whatever else is there"

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -6,9 +5,11 @@ import pytest
 import gpulab as gl
 from gpulab.diagnostics.float64_check import PRODUCTS
 from gpulab.diagnostics.steps import find_step
+from gpulab.store.records import recorded_table
 
 ROOT = Path(__file__).parents[2]
-RECORDED = sorted((ROOT / "data" / "audits").glob("*.trace"))
+TRACES = ROOT / "data" / "traces"
+RECORDED = sorted(file for file in TRACES.glob("*.trace") if not file.name.startswith("whitener"))
 
 
 def network_of(trace):
@@ -41,8 +42,7 @@ def test_this_cpu_and_a_recorded_gpu_differ_by_nothing_unexplained(file):
 
 
 def test_the_recorded_gpu_rounds_the_factors_of_every_network_where_tf32_is_on():
-    document = json.loads((ROOT / "data" / "audits" / "audits.json").read_text(encoding="utf-8"))
-    rows = {(row["network"], row["b"]): row["findings"] for row in document["audits"]}
+    rows = {(row.network, row.b): row.findings for row in recorded_table("audits").itertuples()}
     assert {network for network, _ in rows} == set(map(network_of, RECORDED))
     for network, _ in rows:
         assert "reduced precision" in rows[network, "cuda:tf32=on"]
@@ -52,8 +52,7 @@ def test_the_recorded_gpu_rounds_the_factors_of_every_network_where_tf32_is_on()
 
 def test_what_becomes_nan_under_one_setting_alone_comes_first():
     """In the recorded step of the whitener two layers make more of the difference than the product that ends in NaN."""
-    folder = ROOT / "data" / "precision"
-    report = gl.audit(folder / "whitener-cuda-tf32-off.trace", folder / "whitener-cuda-tf32-on.trace")
+    report = gl.audit(TRACES / "whitener-cuda-tf32-off.trace", TRACES / "whitener-cuda-tf32-on.trace")
     first, second, *_ = report.findings
     assert (first.kind, first.operation, first.module) == ("reduced precision", "mm", "Whitener")
     assert "becomes NaN in linalg_cholesky_ex" in first.detail

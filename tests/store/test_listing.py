@@ -151,6 +151,29 @@ def test_every_recorded_history_is_whole_and_agrees_with_its_summary(shipped):
             assert history.loss[-(len(history) // 5) :].mean() == pytest.approx(row.final_loss, rel=1e-12), row.id
 
 
+def test_the_runs_of_a_study_are_apart_from_the_others(shipped):
+    studies = ["dose", "factors", "films", "longer", "published", "stuck", "title", "truncation"]
+    for study in studies:
+        frame = gl.recorded_runs(study)
+        assert len(frame)
+        assert frame.recorded.all()
+        assert not set(frame.id) & set(shipped.id)
+    with pytest.raises(gl.UsageError, match=f"study 'titles': expected one of {', '.join(studies)}"):
+        gl.recorded_runs("titles")
+
+
+def test_what_was_measured_says_where_and_by_which_command():
+    files = sorted(records.recorded_folder("measured").glob("*.json"))
+    kinds = {file.stem.partition("-")[0] for file in files}
+    assert {"audits", "factors", "products", "rooflines", "speed"} <= kinds
+    for kind in kinds:
+        for document in records.read_measured(kind):
+            assert "benchmarks/" in document["command"]
+            if "found" not in document:  # of whose search no passport was kept
+                devices = ("cpu", "")
+                assert document["machine"] in {records.machine(document["passport"], device) for device in devices}
+
+
 def test_what_is_recorded_is_small():
     sizes = {
         name: sum(f.stat().st_size for f in (records.DATA / name).rglob("*") if f.is_file()) for name in (".", "runs")

@@ -55,6 +55,6 @@ def test_recorded_runs_were_made_under_the_registrations_that_are_here():
     files = [*REGISTERED.glob("*.md")]
     assert files
     for file in files:
-        runs = gl.runs(file.with_suffix(".parquet"))
+        runs = gl.runs(records.recorded_folder("studies") / f"{file.stem}.parquet")
         assert len(runs)
         assert set(runs.registered) == {records.registration(file)["registered"]}, "changed since"

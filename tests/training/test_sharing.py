@@ -70,8 +70,8 @@ def test_every_shipped_run_of_our_networks_makes_the_round_trip_to_another_folde
 
 
 def test_what_is_recorded_on_every_kind_of_machine_can_be_shared():
-    for name in ("runs", "title", "longer"):
-        some = gl.runs(records.recorded_folder(name))
+    for name in (None, "title", "longer"):
+        some = gl.recorded_runs(name)
         some = some.groupby(["experiment", "profile", "setting", "loader", "torch"]).head(1)
         assert not shared_runs(some).left_out, name
 
