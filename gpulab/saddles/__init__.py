@@ -2,8 +2,9 @@
 
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
 from gpulab.saddles.curvature import curvature_along, recorded_curvature
+from gpulab.saddles.descents import trajectory
 from gpulab.saddles.eigen import lanczos
-from gpulab.saddles.escapes import Escape, EscapeTable, escape, escape_table, recorded_escapes, trajectory
+from gpulab.saddles.escapes import Escape, EscapeTable, escape, escape_table, recorded_escapes
 from gpulab.saddles.hessians import Hessian, hessian
 from gpulab.saddles.landscapes import Landscape, Surface, landscape, surface
 from gpulab.saddles.spectrum import SpectralDensity, index, most_negative, spectral_density, trace

@@ -26,7 +26,7 @@ from gpulab.errors import UsageError
 from gpulab.progress import Progress
 from gpulab.saddles.eigen import KrylovSpace
 from gpulab.saddles.hessians import Batch, Hessian, Loss, hessian
-from gpulab.saddles.operators import check_count
+from gpulab.saddles.operators import check_count, trained
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -159,7 +159,7 @@ def find_critical_point(
 
     searched = copy.deepcopy(model).double()
     batch = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, batch)
-    parameters = [parameter for parameter in searched.parameters() if parameter.requires_grad]
+    parameters = trained(searched)
     damping, norm, stuck = 1e-2, 0.0, False  # the norm of H: the largest |λ| met so far
     rows: list[dict[str, float]] = []
     with Progress(total=max_steps, unit="step", leave=False, disable=not progress) as bar:
@@ -182,10 +182,12 @@ def find_critical_point(
                 gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
                 after = sum(float(gradient.square().sum()) for gradient in gradients)
                 gain = (size - after) / max(promised, TINY) if math.isfinite(after) else -math.inf
+                if gain < 0.25:
+                    damping *= 4
+                elif gain > 0.75:
+                    damping = max(damping * (1 / 6), 1e-12)
                 if gain > 1e-4:
-                    damping = max(damping * (4 if gain < 0.25 else 1 / 6 if gain > 0.75 else 1), 1e-12)
                     break
-                damping *= 4
             else:
                 vector_to_parameters(weights, parameters)
                 stuck = True

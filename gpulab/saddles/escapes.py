@@ -9,25 +9,22 @@ is, the optimiser decides (`gpulab.saddles.optimizers`).
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from gpulab.errors import DataError, UsageError
 from gpulab.passports import passport
 from gpulab.progress import Progress
 from gpulab.report import Report
-from gpulab.saddles.critical import CriticalPoint
-from gpulab.saddles.hessians import Batch
-from gpulab.saddles.operators import check_count
-from gpulab.saddles.optimizers import SETTLED, Factory, Law, build, name_of, step_ratio
+from gpulab.saddles.descents import Descent, Saddle, check_start
+from gpulab.saddles.operators import check_count, trained
+from gpulab.saddles.optimizers import SETTLED, Factory, step_ratio
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting
 from gpulab.store.records import machine, read_tables, recorded_folder
@@ -35,12 +32,7 @@ from gpulab.store.records import machine, read_tables, recorded_folder
 if TYPE_CHECKING:
     import pandas as pd
 
-Saddle = LinearAutoencoderSaddle | CriticalPoint
-
 RADIUS = 0.1
-GROWTH = 0.05  # η λ where no learning rate is given, unless that is too large for the steepest upward direction
-FORGOTTEN = 1e-4  # batches whose push has become this small beside the first one's are not looked at
-ADAPTIVE = 1e-3  # the learning rate where none is given and no law makes one: Adam's usual one
 UNMOVED = 10  # steps without any change after which gradient descent is held for good; with a memory, SETTLED
 PATIENCE = 3  # times the expected steps that are made where `steps` does not say how many
 LONGEST = 100_000
@@ -169,24 +161,22 @@ def escape(
     """
     import pandas as pd
 
-    parsed, name = Setting.parse(setting), name_of(optimizer)
-    _check(model, saddle, batch_size)
-    if learning_rate is None:
-        scaled = not name.startswith(("sgd", "momentum"))
-        learning_rate = ADAPTIVE if scaled else min(GROWTH / -saddle.curvature, 1 / float(saddle.eigenvalues[-1]))
+    parsed = Setting.parse(setting)
+    check_start(model, saddle, batch_size)
     for option, number in (("learning_rate", learning_rate), ("radius", radius)):
-        if not 0 < number < math.inf:
+        if number is not None and not 0 < number < math.inf:
             raise UsageError(f"{option}={number!r}: expected a number above 0")
     if not 0 <= perturbation < math.inf:
         raise UsageError(f"perturbation={perturbation!r}: expected a distance, 0 or more")
     if steps is not None:
         check_count("steps", steps)
-    learning_rate, patience = float(learning_rate), _patience(name)
     with parsed.apply():
-        descent = _Descent(saddle, parsed, optimizer, learning_rate, batch_size, seed, master_weights)
+        descent = Descent(saddle, parsed, optimizer, learning_rate, batch_size, seed, master_weights)
+        name, learning_rate = descent.name, float(descent.rate)
+        patience = _patience(name)
         noise = descent.noise()
         values, directions = (tensor.cpu() for tensor in saddle.unstable)
-        begin = descent.flat(_trained(model)).cpu() + perturbation * saddle.direction.cpu()
+        begin = descent.flat(trained(model)).cpu() + perturbation * saddle.direction.cpu()
         start = noise + (directions * (begin - descent.saddle.cpu())[:, None]).sum(0)
         expected, expected_rate = math.nan, math.nan
         if law := descent.law:
@@ -197,11 +187,11 @@ def escape(
             steps = LONGEST if math.isnan(expected) else math.ceil(min(PATIENCE * expected + more, LONGEST))
         descent.move_to(begin)
         ratio = step_ratio(optimizer, learning_rate, descent.weights, descent.gradient(next(descent.batches()))[1])
-        rows, moved = [], []
+        rows: list[list[float]] = []
         with Progress(total=steps, unit="step", leave=False, disable=not progress) as bar:
-            for batch in descent.batches():
-                loss, gradients = descent.gradient(batch)
-                displacement = descent.flat(descent.weights) - descent.saddle
+            for loss, displacement in descent.walk():
+                if batch_size is None and descent.moved[-patience:] == [0.0] * patience:
+                    break
                 unstable = descent.unstable(displacement)
                 row = [displacement.norm(), unstable.norm(), unstable[0].abs(), loss.double().to(displacement.device)]
                 rows.append(torch.stack(row).tolist())
@@ -211,61 +201,19 @@ def escape(
                     )
                 if rows[-1][1] > radius or len(rows) > steps:
                     break
-                moved.append(descent.step(gradients))
-                if batch_size is None and moved[-patience:] == [0.0] * patience:
-                    break
                 bar.update()
     history = pd.DataFrame(rows, columns=["distance", "unstable", "along", "loss"]).rename_axis("step").reset_index()
     beyond = history.step[history.unstable > radius]
     options = str(parsed), name, master_weights, learning_rate, batch_size, seed, perturbation, radius
-    measured = float(noise.norm()), float(start.norm()), expected, expected_rate, moved[0] if moved else math.nan, ratio
-    return Escape(*options, saddle.curvature, history, int(beyond.iloc[0]) if len(beyond) else None, *measured)
+    theory = float(noise.norm()), float(start.norm()), expected, expected_rate
+    left = int(beyond.iloc[0]) if len(beyond) else None
+    moved = descent.moved[0] if descent.moved else math.nan
+    return Escape(*options, saddle.curvature, history, left, *theory, moved, ratio)
 
 
-def trajectory(
-    saddle: Saddle,
-    setting: str | Setting = "cpu",
-    *,
-    optimizer: str | Factory = "sgd",
-    learning_rate: float = 0.1,
-    steps: int = 300,
-    perturbation: float = 0.0,
-) -> pd.DataFrame:
-    """The way that an optimiser goes from a saddle, in the plane of the least and the greatest curvature.
-
-    Args:
-        saddle, setting, optimizer, learning_rate, perturbation: As for `gpulab.saddles.escape`.
-        steps: How many to make; fewer, where the weights leave the finite numbers.
-
-    Returns:
-        A row per step: the distances from the saddle `along` the direction of the least curvature and `across`, along
-        that of the greatest, both signed, and the `loss`.
-
-    Examples:
-        >>> import gpulab
-        >>> saddle = gpulab.saddles.linear_autoencoder_saddle(torch.diag(torch.tensor([4.0, 3.0, 2.0])), [1])
-        >>> path = trajectory(saddle, "cpu:precision=float64", perturbation=0.01)
-        >>> bool(path.loss.iloc[-1] < path.loss.iloc[0])
-        True
-    """
-    import pandas as pd
-
-    check_count("steps", steps)
-    parsed = Setting.parse(setting)
-    _check(saddle.model, saddle, None)
-    rows = []
-    with parsed.apply():
-        descent = _Descent(saddle, parsed, optimizer, learning_rate, None, 0, False)
-        plane = torch.stack([saddle.direction, saddle.steepest]).to(descent.saddle)
-        descent.move_to(descent.saddle + perturbation * plane[0])
-        for batch in itertools.islice(descent.batches(), steps + 1):
-            loss, gradients = descent.gradient(batch)
-            row = [*(plane @ (descent.flat(descent.weights) - descent.saddle)).tolist(), float(loss)]
-            if not all(map(math.isfinite, row)):
-                break
-            rows.append(row)
-            descent.step(gradients)
-    return pd.DataFrame(rows, columns=["along", "across", "loss"])
+def _patience(optimizer: str) -> int:
+    """How many steps without any change show that an optimiser stays for good."""
+    return UNMOVED if optimizer == "sgd" else SETTLED
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -340,28 +288,26 @@ def escape_table(
         raise UsageError(f"learning_rate={learning_rate!r}: optimizers={optimizers!r} has its own learning rates")
     rates = optimizers if isinstance(optimizers, Mapping) else {name: [learning_rate] for name in optimizers}
     chosen = [(optimizer, rate) for optimizer, every_rate in rates.items() for rate in every_rate]
-    count = len(every_seed) * len(settings) * len(chosen) * len(perturbations) * len(batch_sizes)
-    if not count:
+    starts = {
+        seed: saddle.mixed(seed) if isinstance(saddle, LinearAutoencoderSaddle) else saddle for seed in every_seed
+    }
+    asked = list(itertools.product(starts.items(), settings, chosen, perturbations, batch_sizes))
+    if not asked:
         raise UsageError("settings, optimizers, perturbations, batch_sizes and seeds: each needs one or more")
-    same: dict[str, Any] = {"steps": steps, "radius": radius, "master_weights": master_weights, "progress": False}
+    options: dict[str, Any] = {"steps": steps, "radius": radius, "master_weights": master_weights, "progress": False}
     rows, paths = [], []
-    with Progress(total=count, unit="escape", leave=False, disable=not progress) as bar:
-        for seed in every_seed:
-            start = saddle.mixed(seed) if isinstance(saddle, LinearAutoencoderSaddle) else saddle
-            for setting, (optimizer, rate), push, size in itertools.product(
-                settings, chosen, perturbations, batch_sizes
-            ):
-                bar.set_postfix_str(str(setting))
-                same |= {"optimizer": optimizer, "learning_rate": rate, "perturbation": push, "batch_size": size}
-                result = escape(start.model, start, setting, seed=seed, **same)
-                parsed = Setting.parse(setting)
-                row = {name: value for name, value in vars(result).items() if name != "history"}
-                row |= {"batch_size": size or 0, "steps": math.nan if result.steps is None else result.steps}
-                row |= {"law": result.law, "left": result.left, "held": result.held, "recorded": False}
-                row |= {"emulated": parsed.emulated, "machine": machine(here, parsed.kind)}
-                rows.append(row)
-                paths.append(result.history.assign(**{key: row[key] for key in KEYS}))
-                bar.update()
+    with Progress(asked, unit="escape", leave=False, disable=not progress) as bar:
+        for (seed, start), setting, (optimizer, rate), push, size in bar:
+            bar.set_postfix_str(str(setting))
+            options |= {"optimizer": optimizer, "learning_rate": rate, "perturbation": push, "batch_size": size}
+            result = escape(start.model, start, setting, seed=seed, **options)
+            parsed = Setting.parse(setting)
+            row = {name: value for name, value in vars(result).items() if name != "history"}
+            row |= {"batch_size": size or 0, "steps": math.nan if result.steps is None else result.steps}
+            row |= {"law": result.law, "left": result.left, "held": result.held, "recorded": False}
+            row |= {"emulated": parsed.emulated, "machine": machine(here, parsed.kind)}
+            rows.append(row)
+            paths.append(result.history.assign(**{key: row[key] for key in KEYS}))
     return EscapeTable(pd.DataFrame(rows), pd.concat(paths, ignore_index=True))
 
 
@@ -376,131 +322,3 @@ def recorded_escapes() -> pd.DataFrame:
 
     parts = [table.assign(recorded=True) for table, _ in read_tables(recorded_folder("saddles") / "escapes")]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["setting", "steps", "recorded"])
-
-
-# --- one descent -----------------------------------------------------------------------------------------
-
-
-class _Descent:
-    """A training from a saddle, in the arithmetic that is in force."""
-
-    def __init__(
-        self,
-        saddle: Saddle,
-        setting: Setting,
-        optimizer: str | Factory,
-        rate: float,
-        batch_size: int | None,
-        seed: int,
-        master_weights: bool,
-    ) -> None:
-        self.objective, self.rate, self.batch_size, self.seed = saddle.objective, rate, batch_size, seed
-        self.net = copy.deepcopy(saddle.model).to(setting.device, setting.dtype)
-        self.parameters = _trained(self.net)
-        self.float64_device = "cpu" if setting.kind == "mps" else setting.device  # an Apple GPU has no float64
-        self.weights = self.parameters  # those that the optimiser moves
-        if master_weights:
-            self.weights = [nn.Parameter(p.detach().to(self.float64_device, torch.float64)) for p in self.parameters]
-        self.optimizer = build(optimizer, self.weights, rate)
-        self.law = Law.of(self.optimizer)
-        self.inputs, self.targets = (
-            tensor.to(setting.device, setting.dtype if tensor.is_floating_point() else None) for tensor in saddle.batch
-        )
-        self.saddle = self.flat(_trained(saddle.model))
-        self.values, self.directions = (tensor.to(self.float64_device) for tensor in saddle.unstable)
-
-    def noise(self) -> Float[Tensor, " m"]:
-        """The displacement along each unstable direction that stands for the errors made at the saddle.
-
-        A step moves by −η g. What moved n steps ago has grown by ρⁿ since, so that the first ones count most.
-        """
-        self.move_to(self.saddle)
-        pushes = torch.zeros_like(self.values)
-        stored = self.unstable(self.flat(self.weights) - self.saddle)
-        if self.batch_size is not None and (self.law is None or math.isfinite(self.law.longest)):
-            return torch.full_like(stored, math.nan).cpu()
-        for number, batch in enumerate(self.batches()):
-            # The gradient at weights that were rounded has −λ times their displacement in it.
-            error = self.unstable(self.flat(self.gradient(batch)[1])) - self.values * stored
-            if self.batch_size is None:
-                return (stored + error / self.values).cpu()
-            assert self.law is not None
-            weight = self.law.impulse(-self.values) * self.law.growth(-self.values) ** -(number + 1)
-            pushes -= self.rate * error * weight
-            if float(weight.max()) < FORGOTTEN:
-                break
-        return (stored + pushes).cpu()
-
-    def batches(self) -> Iterator[Batch]:
-        """The data in an order drawn from the seed, over and over; each pass has its own."""
-        count = len(self.inputs)
-        for number in itertools.count():
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-            order = torch.randperm(count, generator=generator).to(self.inputs.device)
-            if self.batch_size is None:
-                yield from itertools.repeat((self.inputs[order], self.targets[order]))
-            else:  # whole batches only: a few samples left over would be noisier than all the others
-                for chosen in order[: count - count % self.batch_size].split(self.batch_size):
-                    yield self.inputs[chosen], self.targets[chosen]
-
-    def gradient(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The loss of a batch and its gradients."""
-        loss = self.objective(self.net, batch)
-        return loss.detach(), torch.autograd.grad(loss, self.parameters)
-
-    @torch.no_grad()
-    def move_to(self, weights: Float[Tensor, " n"]) -> None:
-        """Put the network at these weights."""
-        # Copied, not views of one vector: where a weight lies in memory may decide how a product of it is rounded.
-        for weight, piece in zip(self.weights, weights.split([w.numel() for w in self.weights]), strict=True):
-            weight.copy_(piece.view_as(weight))
-        self._round()
-
-    @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor]) -> float:
-        """One step of the optimiser; the share of the weights that it changed."""
-        before = [weight.clone() for weight in self.weights]
-        for weight, gradient in zip(self.weights, gradients, strict=True):
-            weight.grad = gradient.to(weight)
-        self.optimizer.step()
-        self._round()
-        changed = [(weight != old).sum() for weight, old in zip(self.weights, before, strict=True)]
-        return int(torch.stack(changed).sum()) / len(self.saddle)
-
-    def _round(self) -> None:
-        """Round the master weights, if there are any, to what the gradients are computed with."""
-        if self.weights is not self.parameters:
-            for parameter, weight in zip(self.parameters, self.weights, strict=True):
-                parameter.copy_(weight)
-
-    def unstable(self, vector: Float[Tensor, " n"]) -> Float[Tensor, " m"]:
-        """The parts of a vector along the directions that lead down."""
-        return (self.directions * vector[:, None]).sum(0)
-
-    def flat(self, tensors: Iterable[Tensor]) -> Float[Tensor, " n"]:
-        """One vector of tensors, in float64."""
-        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.float64_device).double()
-
-
-def _patience(optimizer: str) -> int:
-    return UNMOVED if optimizer == "sgd" else SETTLED
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _check(model: nn.Module, saddle: Saddle, batch_size: int | None) -> None:
-    """`UsageError` for a point, a model or a batch size with which there is no escape."""
-    if not len(saddle.unstable[0]):
-        least = saddle.curvature
-        raise UsageError(f"no direction leads down: the least curvature is {least:.3g}, and there is no escape")
-    if isinstance(saddle, CriticalPoint) and not saddle.found:
-        raise UsageError(f"this is a {saddle.kind}, no critical point: {saddle.message}")
-    if wrong := [part for part in saddle.batch if not isinstance(part, Tensor)]:
-        raise UsageError(f"the data of the saddle are a {type(wrong[0]).__name__}: expected tensors")
-    shapes = [[tuple(parameter.shape) for parameter in _trained(net)] for net in (model, saddle.model)]
-    if shapes[0] != shapes[1]:
-        raise UsageError(f"a model with weights {shapes[0]}: those of the saddle are {shapes[1]}")
-    if batch_size is not None:
-        check_count("batch_size", batch_size, len(saddle.batch[0]))

@@ -19,7 +19,7 @@ from gpulab.report import Report
 from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.eigen import lanczos
 from gpulab.saddles.hessians import Batch, Loss, hessian
-from gpulab.saddles.operators import check_count
+from gpulab.saddles.operators import check_count, trained
 from gpulab.saddles.spectrum import most_negative
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 
@@ -157,7 +157,7 @@ def surface(saddle: LinearAutoencoderSaddle | CriticalPoint, extent: float = 1.0
     along = np.linspace(-extent, extent, 2 * places + 1)
     across = along * np.sqrt(min(1.0, -curvatures[0] / curvatures[1]))
     model = copy.deepcopy(saddle.model)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = trained(model)
     centre = parameters_to_vector(parameters)
     losses = np.empty((len(across), len(along)))
     for row, column in np.ndindex(losses.shape):

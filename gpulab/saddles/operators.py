@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpulab.errors import DataError, UsageError
 from gpulab.numerics.tf32 import float32_products
@@ -84,6 +84,11 @@ def dense(A: Operator) -> Float[Tensor, "n n"]:
     if apart > (1e-2 if A.dtype == torch.float32 else 1e-6) * scale:
         raise DataError(f"the operator is not symmetric: two elements differ by {apart:.3g}, of {scale:.3g}")
     return (matrix + matrix.T) / 2
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a model that require gradients."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def graph_nodes(result: Tensor) -> Iterator[Any]:

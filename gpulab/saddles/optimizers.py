@@ -63,14 +63,14 @@ def build(optimizer: str | Factory, weights: Sequence[Tensor], rate: float) -> o
     return built
 
 
-def name_of(optimizer: str | Factory) -> str:
-    """A name for tables: the one given, or the class of what a function makes with what is unusual about it.
+def name_of(optimizer: str | Factory, built: optim.Optimizer) -> str:
+    """A name for tables: the one given, or the class of what a function built with what is unusual about it.
 
     Examples:
-        >>> name_of("momentum"), name_of(functools.partial(torch.optim.Adam, eps=1e-4))
-        ('momentum', 'adam(eps=0.0001)')
+        >>> small_steps = functools.partial(torch.optim.Adam, eps=1e-4)
+        >>> name_of(small_steps, small_steps([torch.zeros(2)]))
+        'adam(eps=0.0001)'
     """
-    built = build(optimizer, [nn.Parameter(torch.zeros(1, 1))], 1.0)
     if isinstance(optimizer, str):
         return optimizer
     usual = inspect.signature(type(built)).parameters

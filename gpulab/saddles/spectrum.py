@@ -54,15 +54,13 @@ class SpectralDensity:
         nodes = self.nodes[self.weights > 0]
         return float(nodes.min()), float(nodes.max())
 
-    def density(self, width: float | None = None) -> tuple[Array, Array, Array]:
+    def density(self) -> tuple[Array, Array, Array]:
         """A grid (1000,), the density of eigenvalues there, and its standard error.
 
-        The density integrates to one. Each node is a normal curve, whose standard deviation is the `width`: by default
-        a hundredth of the spectrum's range.
+        The density integrates to one. Each node is a normal curve with a width of a hundredth of the spectrum's range.
         """
         low, high = self.extremes
-        if width is None:
-            width = max((high - low) / 100, 1e-3 * max(abs(low), abs(high)), 1e-12)
+        width = max((high - low) / 100, 1e-3 * max(abs(low), abs(high)), 1e-12)
         grid = np.linspace(low - 4 * width, high + 4 * width, 1_000)
         curves = self.weights[:, None] * np.exp(-0.5 * ((grid[:, None] - self.nodes[:, None]) / width) ** 2)
         return grid, *_mean(curves.sum(-1) / (width * math.sqrt(2 * math.pi)))
@@ -210,7 +208,6 @@ def index(
     H: Operator,
     *,
     exact: bool | None = None,
-    tolerance: float | None = None,
     probes: int = 10,
     steps: int = 100,
     seed: int = 0,
@@ -222,10 +219,10 @@ def index(
         H: As for `gpulab.saddles.lanczos`, whose errors are raised too.
         exact: Whether to count in the matrix itself, by default up to a thousand columns, or to estimate from
             `gpulab.saddles.spectral_density`; the error is of the probes' spread and what the second half of steps did.
-        tolerance: An eigenvalue within this share of the largest |λ| counts as zero: by default n · eps of the
-            operator's type for the matrix, and 1e-2 for an estimate, because closer to zero, where networks have most
-            eigenvalues, the signs of nodes are chance. Compare only what has the same tolerance.
         probes, steps, seed, progress: Of the estimate.
+
+    An eigenvalue counts as zero within a share of the largest |λ|: n · eps of the operator's type in the matrix, and
+    1e-2 in an estimate, because closer to zero, where networks have most eigenvalues, the signs of nodes are chance.
 
     Examples:
         >>> index(torch.diag(torch.tensor([3.0, -1.0, 0.0, -2.0])))
@@ -233,22 +230,17 @@ def index(
     """
     n = check_square(H)
     exact = n <= SMALL if exact is None else exact
-    if tolerance is None:
-        tolerance = n * torch.finfo(H.dtype).eps if exact else ZERO
-    if not 0 <= tolerance < 1:
-        raise UsageError(f"tolerance={tolerance!r}: expected a number from 0 to 1")
-    if exact:
-        values = torch.linalg.eigvalsh(dense(H))
-        threshold = tolerance * float(values.abs().max())
-        negative, zero = int((values < -threshold).sum()), int((values.abs() <= threshold).sum())
-        return Index(negative, 0.0, True, zero, n, threshold)
-    return estimated_index(spectral_density(H, probes=probes, steps=steps, seed=seed, progress=progress), tolerance)
+    if not exact:
+        return estimated_index(spectral_density(H, probes=probes, steps=steps, seed=seed, progress=progress))
+    values = torch.linalg.eigvalsh(dense(H))
+    threshold = n * torch.finfo(H.dtype).eps * float(values.abs().max())
+    negative, zero = int((values < -threshold).sum()), int((values.abs() <= threshold).sum())
+    return Index(negative, 0.0, True, zero, n, threshold)
 
 
-def estimated_index(spectrum: SpectralDensity, tolerance: float = ZERO) -> Index:
+def estimated_index(spectrum: SpectralDensity) -> Index:
     """The index that a density implies: see `index`."""
-    n = spectrum.size
-    threshold = tolerance * max(abs(end) for end in spectrum.extremes)
+    n, threshold = spectrum.size, ZERO * max(abs(end) for end in spectrum.extremes)
     negative, up_to = spectrum.mass_below(-threshold), spectrum.mass_below(threshold)
     earlier = negative if spectrum.halfway is None else spectrum.halfway.mass_below(-threshold)
     error = math.hypot(negative.error, negative.value - earlier.value)

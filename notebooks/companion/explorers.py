@@ -31,7 +31,7 @@ from gpulab.plots.decisions import GREEN, RED, decided
 from gpulab.plots.style import FAINT, INK, ON_GPU, Look
 from gpulab.report import Picture, paragraphs
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
-from gpulab.saddles.escapes import trajectory
+from gpulab.saddles.descents import trajectory
 from gpulab.saddles.landscapes import Surface, surface
 from gpulab.saddles.optimizers import OPTIMIZERS
 from gpulab.settings import available_settings

@@ -37,8 +37,8 @@ class Combination:
         None where that would not fit into one kernel, or need more constants than there are.
         """
         outer = self.coefficients[position]
-        more = isinstance(outer, Tensor) and sum(isinstance(c, Tensor) for c in inner.coefficients) > 1
-        if more or inner.shape != self.shape or self.inputs + inner.inputs - 1 > MOST_INPUTS:
+        new_constants = isinstance(outer, Tensor) and sum(isinstance(c, Tensor) for c in inner.coefficients) > 1
+        if new_constants or inner.shape != self.shape or self.inputs + inner.inputs - 1 > MOST_INPUTS:
             return None
         products = [_product(outer, coefficient) for coefficient in inner.coefficients]
         return Combination([*self.coefficients[:position], *products, *self.coefficients[position + 1 :]], self.shape)
@@ -51,18 +51,18 @@ class Combination:
         while tangents[0].is_cuda and len(terms) > 1 and isinstance(terms[1][1], Tensor):
             (v, c), (w, d), *terms = terms
             total = _kernel(False)(v, c, w, d) if total is None else _kernel(True)(v, c, w, d, total)
-        mine = total is not None  # whether it is memory of its own, that can be added to
+        owned = total is not None  # whether it is memory of its own, that can be added to
         for tangent, coefficient in terms:
             if total is None:
-                total, mine = (tangent, False) if coefficient is None else (tangent * coefficient, True)
+                total, owned = (tangent, False) if coefficient is None else (tangent * coefficient, True)
                 continue
-            fits = mine and total.shape == shape
+            fits = owned and total.shape == shape
             if isinstance(coefficient, Tensor):
                 total = total.addcmul_(tangent, coefficient) if fits else torch.addcmul(total, tangent, coefficient)
             else:
                 scale = 1 if coefficient is None else coefficient
                 total = total.add_(tangent, alpha=scale) if fits else torch.add(total, tangent, alpha=scale)
-            mine = True
+            owned = True
         assert total is not None
         return total if total.shape == shape else total.expand(shape)
 

@@ -57,19 +57,18 @@ class Geometry:
         return Geometry(self.stride, padding, self.dilation) if set(self.stride) == {1} and min(padding) >= 0 else None
 
 
+@dataclass(eq=False)
 class Convolution:
-    """One of the three maps, with one factor fixed.
+    """One of the three maps, with one factor fixed."""
 
-    `which` is what the map makes of its two factors (see `Geometry.apply`), in the `shape` given. `varies`
-    says which of them is the tangent (0 or 1); the other one is `constant`. The result is cut into `pieces`
-    along the batch. With a `bias`, a second tangent is added to the output.
-    """
-
-    def __init__(
-        self, geometry: Geometry, which: str, varies: int, constant: Tensor, shape: Sequence[int], bias: bool = False
-    ) -> None:
-        self.geometry, self.which, self.varies, self.bias = geometry, which, varies, bias
-        self.constant, self.shape, self.pieces, self.order = constant, tuple(shape), 1, 0
+    geometry: Geometry
+    which: str  # what the map makes of its two factors: see `Geometry.apply`
+    varies: int  # which of them is the tangent, 0 or 1
+    constant: Tensor  # the other one
+    shape: tuple[int, ...]  # of what it makes
+    bias: bool = False  # whether a second tangent is added to the output
+    pieces: int = 1  # into which the result is cut along the batch
+    order: int = 0  # the number of the constant
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -6,7 +6,6 @@ torch's forward mode: those that work element by element once, at the capture, a
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,7 +82,7 @@ class Builder:
         return self.weighted(*[(coefficient, self.tangent(argument)) for coefficient, argument in terms])
 
     def weighted(self, *terms: tuple[Coefficient, int | None]) -> int | None:
-        """The same of variables."""
+        """The sum of coefficients times variables, broadcast to the shape of the result."""
         present = [(coefficient, variable) for coefficient, variable in terms if variable is not None]
         if not present:
             return None
@@ -92,7 +91,7 @@ class Builder:
         return self.steps_of(function, [variable for _, variable in present], 1)[0]
 
     def add(self, *variables: int | None, shape: Sequence[int] | None = None) -> int | None:
-        """The sum of variables that all have the shape of the result, or another one."""
+        """The sum of variables of one shape, that of the result unless it is given."""
         present = [variable for variable in variables if variable is not None]
         if len(present) < 2:
             return present[0] if present else None
@@ -124,14 +123,14 @@ class ByTorch:
         """Itself, if torch can do it; or of an operation element by element, the sum of tangents times factors."""
         for index in self.indices:  # torch cannot write tangents where elements share memory
             self.flat[index] = self.flat[index].contiguous()
-        zeros = [torch.zeros_like(self.flat[index])[None] for index in self.indices]
+        zeros = [torch.zeros_like(self.flat[index]) for index in self.indices]
         try:
             if self.shape is None:
-                self(*zeros)
+                self(*[zero[None] for zero in zeros])
                 return self
             # A factor is the tangent of the result for ones as that of an argument.
             ones = [[*zeros[:i], torch.ones_like(zero), *zeros[i + 1 :]] for i, zero in enumerate(zeros)]
-            return Combination([self(*tangents)[0][0] for tangents in ones], self.shape)
+            return Combination([self._directional(*tangents)[0] for tangents in ones], self.shape)
         except RuntimeError as error:
             raise UnsupportedError(f"{self.function}: {str(error).partition(chr(10))[0]}") from error
 
@@ -158,7 +157,9 @@ def _floats(result: Any) -> bool:
     return isinstance(result, Tensor) and result.is_floating_point()
 
 
-# Rules. Functions that steps keep must not hold the tensors of an operation that they do not need.
+# Rules: each is given the builder and the arguments of an operation, and returns the variable that is the tangent of
+# its result, a list where there are several, or NotImplemented, which leaves the operation to torch. Functions that
+# steps keep must not hold the tensors of an operation that they do not need.
 
 
 def reshaped(b: Builder, x: Tensor, *_: Any) -> Any:
@@ -176,25 +177,19 @@ def permuted(b: Builder, x: Tensor, dims: Sequence[int]) -> Any:
     return b.apply(lambda tangent: tangent.permute(order), x)
 
 
-def transposed(b: Builder, x: Tensor, i: int = 0, j: int = -1) -> Any:  # `t` has no arguments
-    dims = list(range(x.ndim))
-    if dims:
-        dims[i], dims[j] = dims[j], dims[i]
-    return permuted(b, x, dims)
-
-
 def along(b: Builder, x: Tensor, *arguments: Any, **options: Any) -> Any:
-    """Operations whose argument `dim` has to be one more."""
+    """Operations whose dimensions have to be one more."""
     function, schema = b.function, b.function._schema.arguments[1:]
-    filled = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    filled |= dict(zip([argument.name for argument in schema], arguments, strict=False)) | options
-    filled["dim"] = filled["dim"] % max(x.ndim, 1) + 1
-    values = [filled[argument.name] for argument in schema]
-    return b.steps_of(lambda tangent: function(tangent, *values), [b.tangent(x)], len(as_list(b.results)))
+    values = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    values |= dict(zip([argument.name for argument in schema], arguments, strict=False)) | options
+    for name in values.keys() & {"dim", "dim0", "dim1"}:
+        values[name] = values[name] % max(x.ndim, 1) + 1
+    ordered = [values[argument.name] for argument in schema]
+    return b.steps_of(lambda tangent: function(tangent, *ordered), [b.tangent(x)], len(as_list(b.results)))
 
 
 def joined(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Constants have the tangent zero."""
+    """Constants among them have the tangent zero."""
     function, dim = b.function, dim % b.results.ndim + 1
     if function is aten.cat.default:  # which lets numbers of any shape join that are none
         tensors = [tensor for tensor in tensors if tensor.shape != (0,)]
@@ -234,14 +229,8 @@ def added(b: Builder, x: Any, y: Any, *, alpha: float = 1) -> Any:
     return b.combine((None, x), (None if scale == 1 else scale, y))
 
 
-def index_filled(b: Builder, x: Tensor, dim: int, index: Tensor, value: Tensor) -> Any:
-    """By torch's own vectorized rule all of k tangents are filled alike."""
-    filled = torch.zeros_like(x).index_fill(dim, index, 1)
-    return b.combine((1 - filled, x), (filled, value))
-
-
 def looked_up(b: Builder, weight: Tensor, indices: Tensor, padding: int = -1, *_: Any) -> Any:
-    """What stands for padding is a constant to torch."""
+    """Rows of an embedding; the one that stands for padding is a constant to torch."""
     padded = (indices == padding)[..., None]
     return b.apply(lambda t: t[:, indices].masked_fill_(padded, 0), weight)
 
@@ -253,26 +242,22 @@ def squared_error_backward(b: Builder, g: Tensor, x: Tensor, y: Tensor, reductio
 
 def max_pooled(b: Builder, x: Tensor, *_: Any) -> Any:
     """The places of the largest are constants."""
-    if x.ndim != 4:
-        return NotImplemented
-    shape, largest = b.results[0].shape, b.results[1].flatten(2)
+    shape, largest = b.results[0].shape, b.results[1].flatten(-2)
 
     def gather(tangent: Tensor) -> Tensor:
         indices = largest.expand(len(tangent), *largest.shape)
-        return tangent.flatten(3).gather(3, indices).reshape(len(tangent), *shape)
+        return tangent.flatten(-2).gather(-1, indices).reshape(len(tangent), *shape)
 
     return [b.apply(gather, x), None]
 
 
 def max_pool_backward(b: Builder, g: Tensor, x: Tensor, *arguments: Any) -> Any:
-    if g.ndim != 4 and b.tangent(g) is not None:
-        return NotImplemented
-    shape, largest = x.shape, arguments[-1].flatten(2)
+    shape, largest = x.shape, arguments[-1].flatten(-2)
 
     def scatter(tangent: Tensor) -> Tensor:
         indices = largest.expand(len(tangent), *largest.shape)
-        zeros = tangent.new_zeros(*indices.shape[:3], math.prod(shape[2:]))
-        return zeros.scatter_add_(3, indices, tangent.flatten(3)).reshape(len(tangent), *shape)
+        zeros = tangent.new_zeros(*indices.shape[:-1], shape[-2] * shape[-1])
+        return zeros.scatter_add_(-1, indices, tangent.flatten(-2)).reshape(len(tangent), *shape)
 
     return b.apply(scatter, g)
 
@@ -310,18 +295,18 @@ def convolution_backward(b: Builder, g: Tensor, x: Tensor, w: Tensor, sizes: Any
     return [*made, b.apply(BiasGradient(g.ndim), g) if options[-1][2] else None]
 
 
-COPIES = aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default
-VIEWS = (
-    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
-    *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
-)
-SLICES = (
-    *(aten.slice.Tensor, aten.select.int, aten.unbind.int),
-    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor),
+COPIES = aten.detach.default, aten.clone.default
+VIEWS = aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim
+ALONG = (
+    *(aten.slice.Tensor, aten.select.int, aten.transpose.int),
+    *(aten.unbind.int, aten.split.Tensor, aten.unsafe_split.Tensor),
 )
 REDUCTIONS = aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim
-# Besides those of which torch says so.
-POINTWISE = aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default
+# Element by element, besides those of which torch says so.
+POINTWISE = (
+    *(aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default),
+    aten.index_fill.int_Tensor,
+)
 BY_RESULT: dict[Any, Callable[[Tensor], Tensor]] = {
     aten.relu.default: lambda y: (y > 0).to(y.dtype),
     aten.sigmoid.default: lambda y: y * (1 - y),
@@ -330,15 +315,14 @@ BY_RESULT: dict[Any, Callable[[Tensor], Tensor]] = {
 RULES: dict[Any, Callable[..., Any]] = {  # rule(builder, *arguments, **options)
     **dict.fromkeys(COPIES, lambda b, x, **_: b.tangent(x)),
     **dict.fromkeys(VIEWS, reshaped),
-    **dict.fromkeys(SLICES, along),
+    **dict.fromkeys(ALONG, along),
     **dict.fromkeys(REDUCTIONS, reduced),
     aten.expand.default: expanded,
     aten.permute.default: permuted,
-    **dict.fromkeys((aten.t.default, aten.transpose.int), transposed),
+    aten.t.default: lambda b, x: b.apply(lambda tangent: tangent.transpose(1, -1), x),
     **dict.fromkeys((aten.cat.default, aten.stack.default), joined),
     **dict.fromkeys((aten.upsample_nearest2d.default, aten.upsample_nearest2d_backward.default), upsampled),
     aten.embedding.default: looked_up,
-    aten.index_fill.int_Tensor: index_filled,
     **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), added),
     aten.copy.default: lambda b, x, y, *_: b.combine((None, y)) if x.dtype == y.dtype else NotImplemented,
     aten.neg.default: lambda b, x: b.combine((-1, x)),

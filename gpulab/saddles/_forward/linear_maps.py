@@ -63,8 +63,8 @@ class LinearMap:
         if k not in self.graphs:
             self.graphs[k] = self._graph(tangents)
         graph, inputs, outputs = self.graphs[k]
-        for mine, tangent in zip(inputs, tangents, strict=True):
-            mine.copy_(tangent)
+        for graph_input, tangent in zip(inputs, tangents, strict=True):
+            graph_input.copy_(tangent)
         graph.replay()
         return outputs
 
@@ -102,27 +102,18 @@ def optimized(steps: Sequence[Step], results: Results) -> list[Step]:
     number_constants([step.function for step in steps if isinstance(step.function, Convolution)])
     steps = batched_by_weight(steps, constants)
     steps = summed_in_one_batch(steps, results, constants)
-    return with_last_uses(fused(steps, results), results)
+    return fused(steps, results)
 
 
 def without_the_unused(steps: Sequence[Step], results: Results) -> list[Step]:
-    """Only the steps that some result depends on."""
+    """Only the steps that some result depends on, each of which lets go of what no later one needs."""
     needed, used = set(results), []
     for step in reversed(steps):
         if not needed.isdisjoint(step.outputs):
-            needed.update(step.inputs)
-            used.append(step)
+            variables = dict.fromkeys((*step.inputs, *step.outputs))
+            used.append(replace(step, last=tuple(number for number in variables if number not in needed)))
+            needed.update(variables)
     return used[::-1]
-
-
-def with_last_uses(steps: Sequence[Step], results: Results) -> list[Step]:
-    """The same steps, which let go of what no later one needs."""
-    needed, marked = set(results), []
-    for step in reversed(steps):
-        touched = dict.fromkeys((*step.inputs, *step.outputs))
-        marked.append(replace(step, last=tuple(number for number in touched if number not in needed)))
-        needed.update(touched)
-    return marked[::-1]
 
 
 def batched_by_weight(steps: Sequence[Step], constants: Constants) -> list[Step]:
