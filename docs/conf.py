@@ -1,7 +1,6 @@
 """The site: `make site`. Sphinx reads what this gathers in its source folder; nothing of that is written by hand."""
 
 import base64
-import html
 import inspect
 import io
 import itertools
@@ -15,7 +14,8 @@ from PIL import Image
 
 import companion
 import gpulab
-from companion.run import PICTURE
+from companion.run import figure
+from gpulab.report import DPI, image
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#:]+)(#[^)\s]+)?\)")
@@ -105,10 +105,9 @@ def gallery(source):
                 text = cell.source
                 for section in re.findall(r"^##+ (.+)", text, re.M):
                     there = there.partition("#")[0] + f"#{slug(section)}"
-            shown = [output.get("data", {}).get("text/html", "") for output in cell.get("outputs", [])]
-            for picture in PICTURE.finditer("".join(shown)):
-                name, png = next(names), base64.b64decode(picture["png"])
-                alt = re.sub(r"([\\`*_\[\]<>&$])", r"\\\1", html.unescape(picture["alt"]))
+            for drawn in filter(None, map(figure, cell.get("outputs", []))):
+                name, png = next(names), base64.b64decode(drawn["png"])
+                alt = re.sub(r"([\\`*_\[\]<>&$])", r"\\\1", drawn["alt"])
                 page += f"- [![{alt}]({name}) {section}]({there})\n"
                 small = Image.open(io.BytesIO(png)).convert("RGB")
                 small.thumbnail((640, 640))
@@ -120,6 +119,17 @@ def gallery(source):
                         atlas.write(f"\n{text}\n\n![{alt}](../gallery/full-{name})\n\n[In the notebook]({there})\n")
         page += "```\n"
     (folder / "index.md").write_text(page, encoding="utf-8")
+
+
+def name_pictures(source):
+    """Give each figure of a notebook its words as alternative text, which myst-nb leaves out of an `image/png`."""
+    for file in (source / "notebooks").rglob("*.ipynb"):
+        notebook = nbformat.read(file, 4)
+        for output in itertools.chain.from_iterable(cell.get("outputs", []) for cell in notebook.cells):
+            drawn = figure(output)
+            if drawn:
+                output.data = {"text/html": image(base64.b64decode(drawn["png"]), drawn["alt"], DPI)}
+        nbformat.write(notebook, file)
 
 
 def reference(source):
@@ -156,6 +166,7 @@ def gather(source):
         else:
             copy.write_bytes(page.read_bytes())
     gallery(source)
+    name_pictures(source)
     reference(source)
 
 

@@ -1,5 +1,6 @@
 """The notebooks as slides: `make slides`. A deck is one file that needs no network; a slide is one thought."""
 
+import base64
 import re
 import sys
 from importlib.resources import files
@@ -9,6 +10,9 @@ import nbformat
 from docutils.utils.math.latex2mathml import tex2mathml
 from nbconvert import SlidesExporter
 
+from companion.run import figure
+from gpulab.report import DPI, image
+
 ROOT = Path(__file__).parents[1]
 WORDS = 60  # that a slide may have
 LINES, COLUMNS = 15, 80  # of code and what it prints
@@ -17,7 +21,6 @@ LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\((?!https?:)[^()\s]+\)")
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", re.S)
 CODE = re.compile(r"(`[^`]+`)")
 FOLDED = re.compile(r"<details>.*?</details>|^\*(?:Takes|Words).*\*$", re.S | re.M)
-PICTURE = re.compile(r"<img [^>]*>")
 PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.S)
 BLOCK = re.compile(r"\n\s*\n(?![ \t])")
 SENTENCE = re.compile(r"(?<=[a-z0-9)*`%][.?!])\s+(?=[A-Z`*\[(])")
@@ -80,14 +83,16 @@ def thoughts(block):
 
 
 def shown(cell):
-    """What a code cell has for the audience: its pictures and findings, or its few lines with what they print."""
+    """What a code cell has for the audience: its figures, else its findings, or its few lines with what they print."""
+    figures = [*filter(None, map(figure, cell.outputs))]
+    if figures:
+        yield from (image(base64.b64decode(drawn["png"]), drawn["alt"], DPI) for drawn in figures)
+        return
     code = f"```python\n{cell.source}\n```"
     for output in cell.outputs:
         data = output.get("data", {})
         page, text = data.get("text/html", ""), output.get("text") or data.get("text/plain", "")
-        if pictures := PICTURE.findall(page):
-            yield from pictures
-        elif "<table" in page:  # what pandas breaks into parts is too wide to be read from a chair
+        if "<table" in page:  # what pandas breaks into parts is too wide to be read from a chair
             if page.count("<tr") <= ROWS + 1 and "\\\n" not in text:
                 yield page
         elif page and (paragraphs := PARAGRAPH.findall(FOLDED.sub("", page))):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 DPI = 200  # twice what a page shows, for modern screens
 PAGE_DPI = 100
+IN_WORDS = "In words"  # above what a figure shows, as text
 # A white card with a margin, which stands on a dark page too.
 STYLE = "max-width: 100%; height: auto; background: white; border-radius: 6px"
 
@@ -57,16 +58,35 @@ class Picture:
         """Write the figure to a PNG file, whole or not at all; its folder is made if need be."""
         files.write(file, self.png())
 
-    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """HTML, since JupyterLab shows an `image/png` with no alternative text."""
-        return {"text/html": self.html(), "text/plain": self.alt}, {}
+    def show(self, **instead: Any) -> None:
+        """Show the figure in a notebook, and below it a fold with its words.
+
+        An `image/png` is what every viewer shows; but JupyterLab and others show it without its alternative text. Where
+        a page can show what stands `instead`, by its type, it does.
+        """
+        from IPython.display import display
+
+        png = self.png()
+        about = {"width": _page_width(png, DPI), "alt": self.alt, "vscode_altText": self.alt}
+        still = {"image/png": base64.b64encode(png).decode(), "text/plain": self.alt}
+        display(still | instead, metadata={"image/png": about}, raw=True)
+        heading = f"{IN_WORDS}, before anything is moved" if instead else IN_WORDS
+        fold = Markup("<details><summary>{}</summary><p>{}</p></details>").format(heading, self.alt)
+        display({"text/html": fold, "text/plain": f"{heading}: {self.alt}"}, raw=True)
+
+    def _ipython_display_(self) -> None:
+        self.show()
+
+
+def _page_width(png: bytes, dpi: int) -> int:
+    """How wide a PNG of so many dots an inch is on a page."""
+    return int.from_bytes(png[16:20], "big") * PAGE_DPI // dpi  # a PNG begins with its size
 
 
 def image(png: bytes, alt: str, dpi: int) -> Markup:
     """An element that shows a PNG, and needs no other file."""
-    width = int.from_bytes(png[16:20], "big") * PAGE_DPI // dpi  # a PNG begins with its size
     element = Markup('<img alt="{}" src="data:image/png;base64,{}" width="{}" style="{}">')
-    return element.format(alt, base64.b64encode(png).decode(), width, STYLE)
+    return element.format(alt, base64.b64encode(png).decode(), _page_width(png, dpi), STYLE)
 
 
 @functools.singledispatch
@@ -86,16 +106,34 @@ class Report:
             importlib.import_module(self.plots)
         return draw(self)
 
-    def html(self) -> str:
-        """The result as a piece of HTML: `Markup`, in which every text is escaped."""
+    def words(self) -> Markup:
+        """The result without a picture as a piece of HTML, in which every text is escaped."""
         return paragraphs(str(self).splitlines())
+
+    def picture(self) -> Picture | None:
+        """What a notebook and a page show below the words, if anything."""
+        return None
+
+    def html(self) -> Markup:
+        """The result as a piece of HTML that needs no other file: its words, then its picture."""
+        picture = self.picture()
+        return self.words() + (picture.html() if picture else "")
 
     def save(self, file: str | Path, title: str = "gpulab") -> None:
         """Write the result to an HTML file of its own, whole or not at all."""
-        files.write(file, render("page.html", title=title, body=Markup(self.html())).encode())
+        files.write(file, render("page.html", title=title, body=self.html()).encode())
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {"text/plain": str(self), "text/html": self.html()}, {}
+        return {"text/plain": str(self), "text/html": self.words()}, {}
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        data, metadata = self._repr_mimebundle_()
+        display(data, metadata=metadata, raw=True)
+        picture = self.picture()
+        if picture:
+            picture.show()
 
 
 @functools.cache

@@ -98,3 +98,21 @@ def browser():
         pytest.skip("no chromium is installed: what a browser shows is not tested")
     with playwright.sync_playwright() as driver:
         yield driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def outputs_of():
+    """What a notebook's cell puts out that ends with this value."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.display import display
+    from IPython.utils.capture import capture_output
+
+    InteractiveShell.instance()
+
+    def outputs(value):
+        with capture_output() as captured:
+            display(value)
+        return captured.outputs
+
+    yield outputs
+    InteractiveShell.clear_instance()

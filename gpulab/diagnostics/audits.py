@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from markupsafe import Markup
 
 from gpulab import report
 from gpulab.diagnostics.attribution import ranked
@@ -102,8 +103,19 @@ class Audit(report.Report):
     def __repr__(self) -> str:
         return str(self)
 
-    def html(self) -> str:
-        """The picture, the findings, and all operations."""
+    def words(self) -> Markup:
+        """The findings and all operations."""
+        return self._page(Markup())
+
+    def picture(self) -> report.Picture:
+        """Each operation's error, under the one setting and the other."""
+        return self.plot()
+
+    def html(self) -> Markup:
+        """The picture between the headline and the findings, and all operations."""
+        return self._page(self.plot().html())
+
+    def _page(self, picture: str) -> Markup:
         import pandas as pd
 
         findings = pd.DataFrame(
@@ -124,7 +136,7 @@ class Audit(report.Report):
         return report.render(
             "audit.html",
             headline=self._headline(),
-            picture=self.plot().html(),
+            picture=picture,
             findings=report.table(findings),
             more=len(self.findings) - MOST_FINDINGS,
             count=len(self.pairs),

@@ -27,8 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
 from gpulab.errors import GpulabError, UsageError
-from gpulab.report import Report
+from gpulab.report import Picture, Report
 from gpulab.report import table as html_table
 from gpulab.search.space import Point, Space
 from gpulab.search.trials import (
@@ -95,10 +97,14 @@ class Reproduction(Report):
     def __str__(self) -> str:
         return self.finding
 
-    def html(self) -> str:
-        """Sentences, table and figure."""
+    def words(self) -> Markup:
+        """Sentences and table."""
         columns = ["changes", "distance", "state", "decision", "seeds", "diverged", "difference", "p_equivalent_holm"]
-        return super().html() + html_table(self.table[[*columns, "confirmed"]]) + self.plot().html()
+        return super().words() + html_table(self.table[[*columns, "confirmed"]])
+
+    def picture(self) -> Picture:
+        """Where each change of the search ended."""
+        return self.plot()
 
 
 def reproduce(

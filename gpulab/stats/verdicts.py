@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 
 import gpulab.stats.power as planning
 import gpulab.stats.tests as inference
 from gpulab.errors import UsageError
-from gpulab.report import Report
+from gpulab.report import Picture, Report
 from gpulab.report import table as html_table
 from gpulab.stats.decisions import COLUMNS, DECISIONS, compare_levels, is_identical, may_diverge_apart
 from gpulab.stats.pairs import finished, is_yes_or_no, pair
@@ -95,13 +96,17 @@ class Verdict(Report):
     def __str__(self) -> str:
         return _in_words(self)
 
-    def html(self) -> str:
-        """Sentences, table and figure."""
+    def words(self) -> Markup:
+        """Sentences and table."""
         if not len(self.table):
-            return super().html()
+            return super().words()
         columns = [self.factor, "decision", "seeds", "difference", "low", "high", "p_different_holm"]
         columns += ["p_equivalent_holm", "margin", "largest_difference", "same_bits", "diverged"]
-        return super().html() + html_table(self.table[columns], small=True) + self.plot().html()
+        return super().words() + html_table(self.table[columns], small=True)
+
+    def picture(self) -> Picture | None:
+        """Every run and every difference; nothing where there is nothing to compare."""
+        return self.plot() if len(self.table) else None
 
 
 def verdict(

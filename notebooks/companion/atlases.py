@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
 import gpulab.stats.tests as inference
@@ -123,10 +124,13 @@ class AtlasVerdict(Report):
             raise UsageError("no machine has the same seeds under two settings: there is nothing to draw")
         return _forest(self)
 
-    def html(self) -> str:
-        """Sentences, table and figure."""
-        figure = self.plot().html() if len(self.machines) else ""
-        return super().html() + html_table(self.machines.drop(columns=["protocol"])) + figure
+    def words(self) -> Markup:
+        """Sentences and table."""
+        return super().words() + html_table(self.machines.drop(columns=["protocol"]))
+
+    def picture(self) -> Picture | None:
+        """The forest plot, where there is something to compare."""
+        return self.plot() if len(self.machines) else None
 
 
 def atlas_verdict(frame: pd.DataFrame, reference: str | None = None) -> AtlasVerdict:

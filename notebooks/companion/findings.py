@@ -44,7 +44,7 @@ class CheckedSentences(Report):
             lines.append(f"{heading}:{below}")
         return "\n".join(lines)
 
-    def html(self) -> str:
+    def words(self) -> Markup:
         """The sentences, and the statistics in an element that unfolds."""
         said = Markup()
         for heading, sentences in self.sentences():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,12 @@ from gpulab.stats.decisions import decide
 from gpulab.stats.power import parse_margin
 from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.store import records
 from gpulab.store.listing import recorded_runs
 from gpulab.training.protocol import LAST_FIFTH, protocol
 
 RENDERED = ("walk", "moving-digits")
+FILM = ("data", "frames", "frame_size", "scene_seed", "speed")  # what a film is rendered from
 ALPHA = 0.05
 # What runs are judged by. All but the first, which needs no threshold of ours, were laid down in data/README.md before
 # the runs on the anomaly were made; for a CPU against a GPU they were not.
@@ -126,17 +128,17 @@ def repeat_losses(frame: pd.DataFrame) -> pd.Series:
 
     Mean squared errors of frames in [0, 1]; NaN where no film was rendered.
     """
-    return _of_film(frame, _repeat_loss)
+    return _of_film(frame, "repeat")
 
 
 def blurred_losses(frame: pd.DataFrame) -> pd.Series:
     """The same for the last frame blurred, by the Gaussian that is best: what can be had without any motion."""
-    return _of_film(frame, _blurred_loss)
+    return _of_film(frame, "blurred")
 
 
 def missing_colour_losses(frame: pd.DataFrame) -> pd.Series:
     """For each run the least loss of a network with a dead colour; infinite where no film was rendered."""
-    return _of_film(frame, _missing_colour_loss).fillna(math.inf)
+    return _of_film(frame, "missing_colour").fillna(math.inf)
 
 
 def motion_finding(frame: pd.DataFrame) -> str:
@@ -185,11 +187,23 @@ def longer_runs() -> pd.DataFrame:
     return recorded_runs("longer")
 
 
-def _of_film(frame: pd.DataFrame, loss: Callable[..., float]) -> pd.Series:
-    """For each run a loss of the film that it was trained on; NaN where none was rendered."""
-    films = [frame[name] for name in ("data", "frames", "frame_size", "scene_seed", "speed")]
-    values = [loss(*film) if film[0] in RENDERED else math.nan for film in zip(*films, strict=True)]
+def _of_film(frame: pd.DataFrame, loss: str) -> pd.Series:
+    """For each run one of `LOSSES_OF_A_FILM` of the film that it was trained on; NaN where none was rendered."""
+    films = zip(*(frame[name] for name in FILM), strict=True)
+    values = [film_loss(loss, *film) if film[0] in RENDERED else math.nan for film in films]
     return pd.Series(values, frame.index, dtype=float)
+
+
+def film_loss(loss: str, *film: Any) -> float:
+    """One of `LOSSES_OF_A_FILM`: as recorded for the films of the recorded runs, which take long to render."""
+    recorded = _recorded_losses().get(film)
+    return float(recorded[loss]) if recorded else LOSSES_OF_A_FILM[loss](*film)
+
+
+@functools.cache
+def _recorded_losses() -> dict[tuple[Any, ...], dict[str, Any]]:
+    rows = records.recorded_table("films").to_dict("records")
+    return {tuple(row[name] for name in FILM): row for row in rows}
 
 
 @functools.cache
@@ -222,6 +236,9 @@ def _blurred_loss(*film: Any) -> float:
 @functools.cache
 def _missing_colour_loss(*film: Any) -> float:
     return _film(*film).missing_colour_loss()
+
+
+LOSSES_OF_A_FILM = {"repeat": _repeat_loss, "blurred": _blurred_loss, "missing_colour": _missing_colour_loss}
 
 
 def blurred_loss(frames: np.ndarray, next_frames: np.ndarray) -> float:

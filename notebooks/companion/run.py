@@ -21,13 +21,13 @@ from markupsafe import Markup
 
 from gpulab import files, signals
 from gpulab.errors import DataError, GpulabError, UsageError, extra, in_one_line
+from gpulab.report import IN_WORDS
 from gpulab.training.protocol import PROFILES
 
 KERNEL = "python3"
 QUIET = ["--log-level=ERROR"]  # a kernel warns of its own local connection each time it starts
 CELL_SECONDS = 4 * 3600  # a cell that takes longer hangs
 HERE, RECORDED, BOTH = "here", "recorded", "both"  # where the numbers of a finding were made
-PICTURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="data:image/png;base64,(?P<png>[^"]*)"')  # as `Picture.html` says
 SUMMARY = {  # of a report: what is said of each
     HERE: ("Found here", "On this machine, when this report was made."),
     RECORDED: ("Recorded elsewhere", "On other machines, by runs that come with gpulab."),
@@ -202,7 +202,7 @@ def collect(notebook: Any, result: Result) -> None:
             *_, section = section, *re.findall(r"^##+ (.+)", cell.source, re.M)
             continue
         outputs = cell.get("outputs", [])
-        result.figures += [{**figure, "section": section} for figure in filter(None, map(_figure, outputs))]
+        result.figures += [{**drawn, "section": section} for drawn in filter(None, map(figure, outputs))]
         said = "".join(output.text for output in outputs if output.get("name") == "stderr")
         result.warnings += [w for w in re.findall(r"\b\w*Warning: .+", said) if w not in result.warnings]
         tags = cell.metadata.get("tags", [])
@@ -210,14 +210,18 @@ def collect(notebook: Any, result: Result) -> None:
             result.findings += _findings(outputs, next((tag for tag in tags if tag in (HERE, RECORDED)), BOTH))
 
 
-def _figure(output: Any) -> dict[str, str] | None:
+def figure(output: Any) -> dict[str, str] | None:
+    """The figure that a cell put out, as base64 `png` with its words as `alt`; None where it is none."""
     data = output.get("data", {})
-    if picture := PICTURE.match(data.get("text/html", "")):
-        return {"png": picture["png"], "alt": html.unescape(picture["alt"])}
-    if "image/png" in data:
-        alt = output.metadata.get("image/png", {}).get("alt") or data.get("text/plain", "")
-        return {"png": data["image/png"].replace("\n", ""), "alt": alt}
-    return None
+    if "image/png" not in data:
+        return None
+    alt = output.metadata.get("image/png", {}).get("alt") or data.get("text/plain", "")
+    return {"png": data["image/png"].replace("\n", ""), "alt": alt}
+
+
+def _is_fold_of_figure(output: Any) -> bool:
+    """Whether this is what `Picture.show` puts below a figure: its words again."""
+    return output.get("data", {}).get("text/plain", "").startswith(IN_WORDS)
 
 
 def _findings(outputs: list[Any], origin: str) -> Iterator[NotebookFinding]:
@@ -225,7 +229,7 @@ def _findings(outputs: list[Any], origin: str) -> Iterator[NotebookFinding]:
     for output in outputs:
         data = output.get("data", {})
         text = output.get("text", "") if output.get("name") == "stdout" else data.get("text/plain", "")
-        if _figure(output) or not text.strip():
+        if figure(output) or _is_fold_of_figure(output) or not text.strip():
             continue
         paragraphs = re.split(r"\n\n+|(?<=[.:;])\n(?=\S)", text.strip())
         findings = [NotebookFinding(origin, re.sub(r"\n(?=\S)", " ", paragraph)) for paragraph in paragraphs]
@@ -247,7 +251,7 @@ def tidy(notebook: Any) -> None:
         for output in outputs:
             data = output.get("data", {})
             widget = data.pop("application/vnd.jupyter.widget-view+json", None)
-            if output.get("name") != "stderr" and (widget is None or "text/html" in data):  # its still picture
+            if output.get("name") != "stderr" and (widget is None or "image/png" in data):  # its still picture
                 cell.outputs.append(output)
 
 

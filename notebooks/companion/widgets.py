@@ -35,10 +35,10 @@ class Explorer(ipywidgets.VBox):
         """What stands there without a kernel."""
         raise NotImplementedError
 
-    def _repr_mimebundle_(self, **options: Any) -> Any:
+    def _ipython_display_(self) -> None:
         """The widget, and the picture for those who cannot run it."""
-        still, about = self.picture()._repr_mimebundle_()
-        return super()._repr_mimebundle_(**options) | still, about
+        view = "application/vnd.jupyter.widget-view+json"
+        self.picture().show(**{view: self._repr_mimebundle_()[view]})
 
 
 class BitExplorer(Explorer):

@@ -7,6 +7,7 @@ import pytest
 import companion
 import gpulab as gl
 from companion import findings, learning
+from gpulab.store import records
 
 OFF = "cuda:tf32=off"
 
@@ -43,6 +44,23 @@ def test_a_dead_colour_costs_what_the_film_says(frame):
     (usual,) = losses[(frame.scene_seed == 0) & (frame.speed == 1)]
     assert usual == film.missing_colour_loss()
     assert np.isinf(losses[frame.experiment == "autoencoder"]).all()
+
+
+def test_what_was_recorded_of_a_film_is_what_it_gives_when_it_is_rendered():
+    films = records.recorded_table("films")
+    small = films[(films.frames == 1000) | (films.frame_size == "56x80")]
+    assert len(small) >= 8
+    for row in small.to_dict("records"):
+        film = tuple(row[name] for name in learning.FILM)
+        for loss, measure in learning.LOSSES_OF_A_FILM.items():
+            assert measure(*film) == pytest.approx(row[loss], rel=1e-6)
+
+
+def test_every_film_of_recorded_runs_is_recorded():
+    runs = pd.concat([gl.recorded_runs(), companion.longer_runs(), companion.title_runs(), companion.published_runs()])
+    films = runs[runs.data.isin(learning.RENDERED)][[*learning.FILM]].drop_duplicates()
+    recorded = records.recorded_table("films")[[*learning.FILM]]
+    assert set(films.itertuples(index=False, name=None)) <= set(recorded.itertuples(index=False, name=None))
 
 
 def test_the_finding_counts_the_runs(frame):

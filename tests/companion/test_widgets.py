@@ -94,10 +94,10 @@ def test_the_slice_is_shown_at_its_own_size_with_words():
     assert Image.open(io.BytesIO(base64.b64decode(png))).width == int(width)
 
 
-def test_without_a_kernel_there_is_the_still_picture():
-    data, _ = companion.bit_explorer(0.1)._repr_mimebundle_()
-    assert data["text/html"].startswith('<img alt="Bits of 0.1')
-    assert "application/vnd.jupyter.widget-view+json" in data
+def test_without_a_kernel_there_is_the_still_picture(outputs_of):
+    figure, fold = outputs_of(companion.bit_explorer(0.1))
+    assert set(figure.data) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
+    assert fold.data["text/plain"].startswith("In words, before anything is moved: Bits of 0.1")
 
 
 def test_an_unknown_format_is_refused():

@@ -1,5 +1,6 @@
 """What figures say and show, drawn from tables made by hand."""
 
+import base64
 import io
 import re
 from xml.etree import ElementTree
@@ -8,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from markupsafe import escape
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from PIL import Image
@@ -217,13 +219,21 @@ def test_a_picture_is_a_small_png_with_words(tmp_path):
     assert Image.open(tmp_path / "new" / "bits.png").mode == "P"
     wide = Image.open(io.BytesIO(picture.png())).width
     assert wide > 1200
-    bundle, _ = picture._repr_mimebundle_()
-    image = ElementTree.fromstring(re.sub(">$", "/>", bundle["text/html"]))
-    assert image.attrib["alt"] == bundle["text/plain"] == picture.alt
+    image = ElementTree.fromstring(re.sub(">$", "/>", picture.html()))
+    assert image.attrib["alt"] == picture.alt
     assert image.attrib["src"].startswith("data:image/png;base64,")
     assert int(image.attrib["width"]) == wide // 2, "drawn twice as fine as it is shown"
     assert "background: white" in image.attrib["style"], "ink stays readable on a dark page"
-    assert set(bundle) == {"text/html", "text/plain"}, "JupyterLab would show an image/png without alternative text"
+
+
+def test_a_notebook_shows_a_png_and_below_it_a_fold_with_its_words(outputs_of):
+    figure, fold = outputs_of(gl.plots.bits(0.1, ["float32"]))
+    assert set(figure.data) == {"image/png", "text/plain"}, "where there is HTML too, JupyterLab shows that"
+    width, _ = Image.open(io.BytesIO(base64.b64decode(figure.data["image/png"]))).size
+    assert figure.metadata["image/png"]["width"] == width // 2, "drawn twice as fine as it is shown"
+    words = figure.data["text/plain"]
+    assert fold.data["text/html"] == f"<details><summary>In words</summary><p>{escape(words)}</p></details>"
+    assert figure.metadata["image/png"]["alt"] == words
 
 
 def test_rows_put_below_each_other_may_bear_the_same_numbers(runs):
