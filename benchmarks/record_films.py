@@ -1,4 +1,4 @@
-"""The losses that need no network, of each film that recorded runs saw; `companion.repeat_losses` reads them.
+"""The losses that need no network, of each film of recorded runs, which `companion.repeat_losses` and its like read.
 
 python benchmarks/record_films.py data/measured/films-NAME.json
 
@@ -20,8 +20,8 @@ from gpulab.store import records
 def main(file: str) -> None:
     runs = [gl.recorded_runs(), companion.longer_runs(), companion.title_runs(), companion.recorded_films()]
     runs += [companion.published_runs(), companion.atlas()]
-    films = pd.concat(runs)[[*FILM]].drop_duplicates().sort_values([*FILM])
-    films = films[films.data.isin(RENDERED)]
+    rendered = [frame[frame.data.isin(RENDERED)] for frame in runs]
+    films = pd.concat(rendered)[[*FILM]].drop_duplicates().sort_values([*FILM])
     rows = [
         dict(zip(FILM, film, strict=True)) | {name: loss(*film) for name, loss in LOSSES_OF_A_FILM.items()}
         for film in Progress([*films.itertuples(index=False, name=None)], unit="film")

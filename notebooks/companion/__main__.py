@@ -27,6 +27,7 @@ def execute(
     output: Annotated[Path, option("folder for the executed notebooks and the report")] = Path("build"),
     notebooks: Annotated[Path, option("folder of the notebooks", "in which companion lies")] = NOTEBOOKS,
     store: Annotated[Path | None, option("folder in which runs are kept", "OUTPUT/runs")] = None,
+    jobs: Annotated[int | None, option("notebooks at a time", "2 where cores and memory allow", min=1)] = None,
     in_place: Annotated[bool, option("execute the notebooks themselves, to commit them", flag="--in-place")] = False,
 ) -> None:
     """Execute the notebooks and bind them into one report. Exit status 1 when one of them failed."""
@@ -38,7 +39,7 @@ def execute(
         for file in run.execute_in_place(notebooks, only):
             say(f"executed: {file}")
         return
-    results = run.execute(notebooks, output, profile, device, only, store)
+    results = run.execute(notebooks, output, profile, device, only, store, jobs)
     report = run.write_report(results, output, profile)
     failed = [result.name for result in results if result.error]
     for name in failed:

@@ -10,12 +10,11 @@ import os
 import re
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -23,6 +22,9 @@ from gpulab import files, signals
 from gpulab.errors import DataError, GpulabError, UsageError, extra, in_one_line
 from gpulab.report import IN_WORDS
 from gpulab.training.protocol import PROFILES
+
+if TYPE_CHECKING:
+    import psutil
 
 KERNEL = "python3"
 QUIET = ["--log-level=ERROR"]  # a kernel warns of its own local connection each time it starts
@@ -33,6 +35,9 @@ SUMMARY = {  # of a report: what is said of each
     RECORDED: ("Recorded elsewhere", "On other machines, by runs that come with gpulab."),
     BOTH: ("Here and elsewhere", "Numbers made here, beside recorded ones; the notebooks say which are which."),
 }
+TIMED = ("01", "07", "08")  # how notebooks begin that time things, beside which nothing else is executed
+LAST = ("10",)  # and that read what the others have left in the store
+NOTEBOOK_BYTES = 3 << 29  # of memory that a notebook may need, its worker processes included
 FOLD = re.compile(r"<details>.*?</summary>(.*?)</details>", re.S)  # as `companion.finding` has its statistics
 
 
@@ -79,11 +84,38 @@ def find_notebooks(folder: Path, only: str | None) -> list[Path]:
     return [file for file in notebooks if not prefixes or file.name.startswith(tuple(prefixes))]
 
 
+def usual_jobs() -> int:
+    """How many notebooks are executed at the same time unless one says: two, where cores and free memory allow it."""
+    from joblib import cpu_count  # a container's quota counts
+
+    return max(1, min(2, cpu_count(), free_memory() // NOTEBOOK_BYTES))
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free, on this machine and in this control group (Linux, version 2)."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no such group, or one without a limit ("max")
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
+    return free
+
+
 @extra("notebooks")
 def execute(
-    notebooks: Path, output: Path, profile: str, device: str, only: str | None = None, store: Path | None = None
+    notebooks: Path,
+    output: Path,
+    profile: str,
+    device: str,
+    only: str | None = None,
+    store: Path | None = None,
+    jobs: int | None = None,
 ) -> list[Result]:
-    """Execute notebooks one after the other into `output`/notebooks; one that fails does not stop the others."""
+    """Execute notebooks into `output`/notebooks, `jobs` at a time; one that fails does not stop the others.
+
+    Those that time things have the machine for themselves, but for the profile `smoke`, which says nothing of speed.
+    """
     from gpulab.progress import Progress
 
     if profile not in PROFILES:
@@ -96,14 +128,35 @@ def execute(
         files.check_writable(output / "notebooks" / source.name)
     files.check_writable(output / "report" / "index.html")
     parameters = {"profile": profile, "device": device, "store": str((store or output / "runs").resolve())}
-    results = []
+    alone = LAST if profile == "smoke" else TIMED + LAST
+    places = asyncio.Semaphore(jobs or usual_jobs())
     form = "{l_bar}{bar}| {n_fmt}/{total_fmt} {elapsed} {postfix}"
-    for file in (bar := Progress(sources, unit="notebook", bar_format=form)):
-        bar.set_postfix_str(name := files.printable(file.stem))
-        results.append(result := _execute_one(file, output / "notebooks" / file.name, parameters))
+    bar = Progress(total=len(sources), unit="notebook", bar_format=form)
+    running: list[str] = []
+
+    async def execute_in_turn(source: Path) -> Result:
+        name = files.printable(source.stem)
+        async with places:
+            running.append(name)
+            bar.set_postfix_str(", ".join(running))
+            result = await _execute_one(source, output / "notebooks" / source.name, parameters)
+        running.remove(name)
         state, memory = "FAILED" if result.error else "ok", f"{result.peak_memory_bytes / 2**20:.0f} MiB"
         bar.write(f"{name}: {state}, {result.seconds:.0f} s, peak memory {memory}", file=sys.stderr)
-    return results
+        bar.set_postfix_str(", ".join(running), refresh=False)
+        bar.update()
+        return result
+
+    async def execute_all() -> list[Result]:
+        beside_others = [source for source in sources if not source.name.startswith(alone)]
+        results = await asyncio.gather(*map(execute_in_turn, beside_others))
+        for source in sources:
+            if source not in beside_others:
+                results.append(await execute_in_turn(source))
+        return sorted(results, key=lambda result: result.name)
+
+    with bar, asyncio.Runner(loop_factory=_Loop) as runner:
+        return runner.run(execute_all())
 
 
 @extra("notebooks")
@@ -114,7 +167,8 @@ def execute_in_place(notebooks: Path, only: str | None = None) -> list[Path]:
         files.check_writable(file)
         notebook = _read(file)
         try:
-            _run(notebook, file.parent)
+            with asyncio.Runner(loop_factory=_Loop) as runner:
+                runner.run(_run(notebook, file.parent))
         except GpulabError as error:
             raise GpulabError(f"{file}: {error}") from None
         _write(notebook, file)
@@ -148,20 +202,26 @@ class _Loop(asyncio.SelectorEventLoop):
         raise RuntimeError("as in a thread")
 
 
-def _run(notebook: Any, folder: Path, **environment: str) -> None:
-    """Execute a notebook's cells in a folder. `GpulabError` names the cell that failed, or a kernel's last words."""
+async def _run(
+    notebook: Any, folder: Path, started: Callable[[int], object] = lambda _: None, **environment: str
+) -> None:
+    """Execute a notebook's cells in a folder. `GpulabError` names the cell that failed, or a kernel's last words.
+
+    `started` hears the kernel's process id.
+    """
     import nbclient
 
-    client = nbclient.NotebookClient(
+    client: Any = nbclient.NotebookClient(
         notebook,
         resources={"metadata": {"path": str(folder)}},
         timeout=CELL_SECONDS,
         kernel_name=KERNEL,
         extra_arguments=QUIET,
+        on_notebook_start=lambda **_: started(client.km.provisioner.pid),
     )
-    with tempfile.TemporaryFile("w+", errors="replace") as words, asyncio.Runner(loop_factory=_Loop) as runner:
+    with tempfile.TemporaryFile("w+", errors="replace") as words:
         try:
-            runner.run(client.async_execute(env={**os.environ, **environment}, stderr=words))
+            await client.async_execute(env={**os.environ, **environment}, stderr=words)
         except nbclient.exceptions.CellExecutionError as failure:
             last = max(cell.get("execution_count") or 0 for cell in notebook.cells)
             raise GpulabError(f"cell {last}: {failure.ename}: {failure.evalue}") from None
@@ -171,22 +231,22 @@ def _run(notebook: Any, folder: Path, **environment: str) -> None:
             raise GpulabError(f"{type(failure).__name__}: {failure}{': ' * bool(said)}{said}") from None
 
 
-def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Result:
+async def _execute_one(source: Path, target: Path, parameters: dict[str, Any]) -> Result:
     import papermill
 
     executed, error = papermill.iorw.load_notebook_node(str(source)), None
     started = time.perf_counter()
-    with _peak_memory() as peak:
+    async with _peak_memory() as memory:
         try:
             accepted = papermill.inspect_notebook(source)
             given = {name: value for name, value in parameters.items() if name in accepted}
             parameterize = papermill.parameterize.parameterize_notebook
             executed = parameterize(executed, given, kernel_name=KERNEL, language="python")
-            _run(executed, source.parent, GPULAB_PROFILE=parameters["profile"])
+            await _run(executed, source.parent, memory.watch, GPULAB_PROFILE=parameters["profile"])
         except (GpulabError, ValueError) as failure:  # such as a notebook that says no language
             error = str(failure)
     seconds = time.perf_counter() - started
-    result = Result(source.stem, source.stem, seconds, peak[0], error, target, [], [])
+    result = Result(source.stem, source.stem, seconds, memory.peak, error, target, [], [])
     collect(executed, result)
     _write(executed, target)
     return result
@@ -289,26 +349,39 @@ def render(template: str, **values: Any) -> Markup:
     return Markup(templates.get_template(template).render(values))
 
 
-@contextlib.contextmanager
-def _peak_memory() -> Iterator[list[int]]:
-    """The largest memory that all processes below this one held at one time; on Linux, shared memory counts once."""
-    import psutil
+class _Memory:
+    """What a process and those below it hold; on Linux, memory that they share counts once."""
 
-    peak, stop = [0], threading.Event()
+    def __init__(self) -> None:
+        self.peak = 0
+        self.process: psutil.Process | None = None
 
-    def watch() -> None:
-        while not stop.wait(0.25):
+    def watch(self, process_id: int) -> None:
+        """Look at this one from now on."""
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            self.process = psutil.Process(process_id)
+
+    async def look(self) -> None:
+        """Look again and again, and keep the largest sum."""
+        import psutil
+
+        while True:
             total = 0
-            for process in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error):
+                for process in [self.process, *self.process.children(recursive=True)] if self.process else []:
                     memory = process.memory_full_info()
                     total += getattr(memory, "pss", memory.rss)
-            peak[0] = max(peak[0], total)
+            self.peak = max(self.peak, total)
+            await asyncio.sleep(0.25)
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+
+@contextlib.asynccontextmanager
+async def _peak_memory() -> AsyncIterator[_Memory]:
+    memory = _Memory()
+    watcher = asyncio.create_task(memory.look())
     try:
-        yield peak
+        yield memory
     finally:
-        stop.set()
-        watcher.join()
+        watcher.cancel()

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import re
 import subprocess
@@ -95,7 +96,7 @@ def test_the_report_needs_no_other_file_and_has_a_caption_for_each_figure(tmp_pa
 def test_the_bar_of_a_training_that_diverged_is_no_failure(tmp_path):
     code = "import gpulab as gl\ngl.train('autoencoder', profile='smoke', learning_rate=1e30).status"
     notebook = new_notebook(cells=[new_code_cell(code)])
-    run._run(notebook, tmp_path)
+    asyncio.run(run._run(notebook, tmp_path))
     assert notebook.cells[0].outputs[-1].data["text/plain"] == "'diverged'"
     bars = [part.state for part in dict(notebook.metadata.widgets).popitem()[1].state.values()]
     styles = [bar["bar_style"] for bar in bars if "bar_style" in bar]
