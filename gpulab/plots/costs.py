@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 
 from gpulab.device.placements import Placement
 from gpulab.device.rooflines import UNDER_THE_ROOF, bounds
@@ -18,11 +17,8 @@ ROOFED = {"matrix": ("o", "matrix products"), "network": ("D", "layers of networ
 def roofline(frame: pd.DataFrame) -> Picture:
     """Measured rates against arithmetic intensity, under each device's measured ceilings.
 
-    Args:
-        frame: From `gpulab.roofline` or `gpulab.device.recorded_rooflines`.
-
-    References:
-        Williams, Waterman, Patterson 2009, *Roofline: an insightful visual performance model* (CACM 52).
+    The frame is from `gpulab.roofline` or `gpulab.device.recorded_rooflines`. Source: Williams, Waterman, Patterson
+    2009, *Roofline: an insightful visual performance model* (CACM 52).
     """
     figure, (axes,) = style.canvas(1, height=4.4)
     frame = frame[frame.kind.isin(UNDER_THE_ROOF)]
@@ -54,24 +50,9 @@ def roofline(frame: pd.DataFrame) -> Picture:
 
 @draw.register
 def placement(step: Placement) -> Picture:
-    """A step under the roof of its device, and beside it what its bytes, FLOP and launches take at their ceilings."""
-    figure, (left, right) = style.canvas(2, height=3.4)
-    _roof(left, step)
-    names = ["measured", *step.at_least]
-    milliseconds = 1e3 * np.array([step.seconds, *step.at_least.values()])
-    bars = right.barh(names, milliseconds, color=[INK, *[style.colour(step.setting)] * 3], height=0.6)
-    right.bar_label(bars, [f" {value:.3g}" for value in milliseconds], fontsize=8)
-    right.invert_yaxis()
-    right.set_xlim(0, 1.2 * milliseconds.max())
-    right.set_xlabel("ms for one step; below, at least, each alone", fontsize=9)
-    headline = f"Bound by {step.bound}: {step.reached:.0%} of the roof, launches {step.launch_share:.0%} of the time"
-    alt = f"A step under the roofline of {step.setting}, and the time of its parts at their ceilings. {headline}."
-    return style.finished(figure, headline, alt)
-
-
-def _roof(axes: Axes, step: Placement) -> None:
-    """The roofs of the precisions that the device was measured in, and the step's point."""
+    """A step under the roofs of its device, and beside it what its bytes, FLOP and launches take at their ceilings."""
     frame, tint = step.roofline, style.colour(step.setting)
+    figure, (left, right) = style.canvas(2, height=3.4)
     bandwidth = frame[frame.kind == "memory"].gigabytes_per_second.max()
     peaks = frame[frame.precision != ""].groupby("precision").gflops.max().sort_values()
     middle = max(step.intensity, 1e-3)
@@ -79,12 +60,18 @@ def _roof(axes: Axes, step: Placement) -> None:
     above = 0.0
     for precision, peak in peaks.items():
         look: Look = {"color": tint, "lw": 1.6} if precision in step.flop else {"color": FAINT, "lw": 0.8}
-        axes.plot(intensities, np.minimum(bandwidth * intensities, peak), **look)
+        left.plot(intensities, np.minimum(bandwidth * intensities, peak), **look)
         above = max(peak, 1.5 * above)  # where labels would lie on each other
-        axes.annotate(precision, (intensities[-1], above), ha="right", va="bottom", fontsize=7, color=look["color"])
+        left.annotate(precision, (intensities[-1], above), ha="right", va="bottom", fontsize=7, color=look["color"])
     if step.flop:
-        style.points(axes, [step.intensity], [step.gflops], ON_GPU if tint == INK else INK, marker="*", s=110)
-        axes.plot([step.intensity] * 2, [step.gflops, step.ceiling], color=INK, lw=0.8, ls=":")
-    axes.set(xscale="log", yscale="log")
-    axes.set_xlabel("flop per byte moved (star: the step)", fontsize=9)
-    axes.set_ylabel("rate (Gflop/s)", fontsize=9)
+        style.points(left, [step.intensity], [step.gflops], ON_GPU if tint == INK else INK, marker="*", s=110)
+        left.plot([step.intensity] * 2, [step.gflops, step.ceiling], color=INK, lw=0.8, ls=":")
+    left.set(xscale="log", yscale="log", xlabel="flop per byte moved (star: the step)", ylabel="rate (Gflop/s)")
+    milliseconds = 1e3 * np.array([step.seconds, *step.at_least.values()])
+    bars = right.barh(["measured", *step.at_least], milliseconds, color=[INK, *[tint] * 3], height=0.6)
+    right.bar_label(bars, [f" {value:.3g}" for value in milliseconds], fontsize=8)
+    right.invert_yaxis()
+    right.set(xlim=(0, 1.2 * milliseconds.max()), xlabel="ms for one step; below, at least, each alone")
+    headline = f"Bound by {step.bound}: {step.reached:.0%} of the roof, launches {step.launch_share:.0%} of the time"
+    alt = f"A step under the roofline of {step.setting}, and the time of its parts at their ceilings."
+    return style.finished(figure, headline, alt)

@@ -7,7 +7,6 @@ import textwrap
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from gpulab.plots import style
@@ -18,6 +17,7 @@ from gpulab.search.trials import WITHIN
 from gpulab.stats.verdicts import Verdict
 
 GREEN, RED = "#117733", "#CC3311"  # of no setting: colours here say how a change was judged
+BROKEN = r"^(?=.{19})([^:]*:|.{1,18}[,\s])"  # where a level that is longer goes on in a second line
 ROWS = 24  # of a search, more than which nobody reads
 FAR = 12  # margins
 LOOKS: dict[str, tuple[str, str, float]] = {  # of a trial: colour, marker, size
@@ -39,17 +39,15 @@ def estimation(verdict: Verdict) -> Picture:
     are crosses at the right edge. Right, the differences from the reference in standard deviations
     between seeds (in the metric's units where there is no such spread), their mean with its
     interval, as a thicker line the one that equivalence is decided by, and the margin as a band.
-
-    References:
-        Gardner, Altman 1986, *Confidence intervals rather than P values* (BMJ 292).
+    Source: Gardner, Altman 1986, *Confidence intervals rather than P values* (BMJ 292).
     """
     factor, block, table = verdict.factor, verdict.block, verdict.table
     levels = [verdict.reference, *table[factor]]
     rows = {level: row for row, level in enumerate(levels)}
     tints = style.level_colours(factor, levels)
     blocks = sorted(verdict.runs[block].unique())
-    offsets = np.linspace(-0.2, 0.2, len(blocks)) if len(blocks) > 1 else [0.0]
-    aside = dict(zip(blocks, offsets, strict=True))  # how far from its row a seed is drawn, the same in every row
+    # How far from its row a seed is drawn, the same in every row.
+    aside = dict(zip(blocks, style.spread(len(blocks), 0.2), strict=True))
     dots: Look = {"s": 20 if len(blocks) <= 40 else 5, "linewidths": 1.0, "alpha": 0.9}
     figure, (left, right) = style.canvas(2, height=1.9 + 0.4 * len(levels), share_rows=True)
 
@@ -75,14 +73,11 @@ def estimation(verdict: Verdict) -> Picture:
         left.scatter(np.full(len(some), 0.97), some.height, color=tints[level], **edge)
     if diverged.any():
         left.margins(x=0.12)  # room for the crosses
-    left.set_xlabel(style.metric_label(verdict.metric, experiments), fontsize=8)
-    left.set_yticks(range(len(levels)), [_broken(str(level)) for level in levels], fontsize=8)
-    left.set_ylim(len(levels) - 0.5, -0.5)
+    left.set_yticks(range(len(levels)), [re.sub(BROKEN, r"\1\n", str(level), count=1) for level in levels])
+    left.set(ylim=(len(levels) - 0.5, -0.5), xlabel=style.metric_label(verdict.metric, experiments))
 
     unit = verdict.between_seeds if verdict.between_seeds > 0 else 1.0
     margin = float(table.margin.iloc[0]) if len(table) else np.nan
-    if margin == margin:
-        right.axvspan(-margin / unit, margin / unit, color=FAINT, alpha=0.18, lw=0, zorder=0)
     right.axvline(0, color=INK, lw=0.8, zorder=1)
     hollow = dict(zip(runs[factor], runs.recorded, strict=True))
     pairs = verdict.pairs[verdict.pairs.difference.notna()]
@@ -91,26 +86,23 @@ def estimation(verdict: Verdict) -> Picture:
         some, place = pairs[pairs[factor] == level], rows[level]
         heights = place - 0.08 + 0.8 * some[block].map(aside)
         style.points(right, some.difference / unit, heights, tints[level], hollow[level], **dots)
-        for ends, width in ((("low", "high"), 1.0), (("equivalent_low", "equivalent_high"), 3.2)):
-            at = [row[end] / unit for end in ends]
-            right.plot(at, [place + 0.33] * 2, color=INK, lw=width, zorder=4, solid_capstyle="butt")
-        right.plot(
-            [row["difference"] / unit], [place + 0.33], marker="D", ms=4, color=INK, mec="white", mew=0.5, zorder=5
-        )
         largest = f"largest {row['largest_difference'] / unit:.2g}" if row["largest_difference"] else "exactly the same"
-        said = f" {row['decision']}\n {largest}"
-        right.annotate(said, (1.0, place), fontsize=7, **BESIDE)
+        right.annotate(f" {row['decision']}\n {largest}", (1.0, place), fontsize=7, **BESIDE)
+    below = table[factor].map(rows).astype(float) + 0.33
+    for low, high, width in (("low", "high", 1.0), ("equivalent_low", "equivalent_high", 3.2)):
+        right.hlines(below, table[low] / unit, table[high] / unit, color=INK, lw=width, zorder=4)
+    right.plot(table.difference / unit, below, ls="", marker="D", ms=4, color=INK, mec="white", mew=0.5, zorder=5)
     right.margins(x=0.08)
+    bands = []
     if margin == margin:  # a margin is the message: it is seen whole, and what lies around it
+        bands.append(style.margin_band(right, margin, unit))
         reach = max(*np.abs(right.get_xlim()), 1.6 * margin / unit)
         right.set_xlim(-reach, reach)
     right.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
     unit_name = f"sd between {block}s" if verdict.between_seeds > 0 else style.metric_label(verdict.metric, experiments)
-    right.set_xlabel(f"difference ({unit_name})", fontsize=8)
+    right.set_xlabel(f"difference ({unit_name})")
     right.tick_params(axis="y", left=False)
     right.spines["left"].set_visible(False)
-    for axes in (left, right):
-        axes.tick_params(axis="x", labelsize=8)
 
     on = " on " if "machine" in runs else ""
     keys: list[Any] = [*style.origin_keys(runs, f"a {block}, made here{on}", f"a {block}, recorded{on}", ms=5)]
@@ -123,17 +115,9 @@ def estimation(verdict: Verdict) -> Picture:
     if table.equivalent_low.notna().any():
         inside = f"{100 * table.equivalent_confidence.iloc[0]:.3g}% interval: for equivalent, within the margin"
         keys.append(style.key(inside, color=INK, lw=3.2))
-    if margin == margin:
-        keys.append(style.margin_key(margin))
-    headline, names = decided(verdict), ", ".join(map(str, levels))
     differences = f"the differences from {verdict.reference} with intervals and the margin"
-    alt = f"{verdict.metric} of each {block} under {names}, and {differences}. {headline}."
-    return style.finished(figure, headline, alt, keys)
-
-
-def _broken(label: str, width: int = 18) -> str:
-    """A long level on two lines, broken after a colon or comma."""
-    return label if len(label) <= width else re.sub(r"^([^:]*:|.{1,18}[,\s])", r"\1\n", label, count=1)
+    alt = f"{verdict.metric} of each {block} under {', '.join(map(str, levels))}, and {differences}."
+    return style.finished(figure, decided(verdict), alt, [*keys, *bands])
 
 
 def decided(verdict: Verdict) -> str:
@@ -170,7 +154,7 @@ def changes(reproduction: Reproduction) -> Picture:
     rows = dict(zip(shown.index, range(len(shown)), strict=True))
 
     figure, (axes,) = style.canvas(1, height=1.6 + 0.26 * len(shown))
-    axes.axvspan(-1, 1, color=FAINT, alpha=0.18, lw=0, zorder=0)
+    band = style.margin_band(axes, reproduction.margin, reproduction.margin)
     axes.axvline(0, color=INK, lw=0.8, zorder=1)
     for look, some in shown.groupby("look"):
         tint, marker, size = LOOKS[str(look)]
@@ -179,11 +163,17 @@ def changes(reproduction: Reproduction) -> Picture:
         axes.plot([drawn.low, drawn.high], [drawn.index.map(rows)] * 2, color=tint, lw=1.2, zorder=2)
         axes.scatter(drawn.difference, drawn.index.map(rows), **dots)
         axes.scatter(np.full(len(edge), 0.98), edge.index.map(rows), transform=axes.get_yaxis_transform(), **dots)
-    _margin_scale(axes, shown.loc[~shown.lost, measures].to_numpy())
+    widest = max(1.0, np.nanmax(np.abs(shown.loc[~shown.lost, measures].to_numpy()), initial=0.0))
+    axes.set_xlim(-1.3 * widest, 1.3 * widest)
+    if widest > FAR:  # linear inside one margin, and logarithmic beyond
+        axes.set_xscale("symlog", linthresh=1.0, linscale=0.8)
+        axes.set_xlim(-3 * widest, 3 * widest)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     names = shown.changes.where(shown.distance > 0, "nothing changed")
     axes.set_yticks(range(len(shown)), [textwrap.fill(name, 44) for name in names], fontsize=7)
-    axes.set_ylim(len(shown) - 0.4, -0.6)
-    axes.set_xlabel("difference from the target, in margins (rows: the least change first)", fontsize=9)
+    label = "difference from the target, in margins (rows: the least change first)"
+    axes.set(ylim=(len(shown) - 0.4, -0.6), xlabel=label)
 
     if reproduction.best is None:
         headline = "No change gives the old losses again"
@@ -194,25 +184,11 @@ def changes(reproduction: Reproduction) -> Picture:
     headline += f" ({len(table)} tried)"
     alt = (
         f"The difference in {reproduction.metric} from {reproduction.target} that each of {len(shown)} changes left "
-        f"under {reproduction.setting}, the least change first, with the margin as a band. {headline}."
+        f"under {reproduction.setting}, the least change first, with the margin as a band."
     )
     keys = [
         style.key(f"{look} ({count})", ls="", color=tint, marker=marker, ms=size**0.5 * 0.9)
         for look, (tint, marker, size) in LOOKS.items()
         if (count := int((shown.look == look).sum()))
     ]
-    return style.finished(figure, headline, alt, [*keys, style.margin_key(reproduction.margin)], columns=4)
-
-
-def _margin_scale(axes: Axes, ends: np.ndarray) -> None:
-    """Linear where nothing is further than `FAR` margins, else linear inside one margin and logarithmic beyond."""
-    widest = max(1.0, np.nanmax(np.abs(ends), initial=0.0))
-    if widest > FAR:
-        axes.set_xscale("symlog", linthresh=1.0, linscale=0.8)
-        axes.set_xlim(-3 * widest, 3 * widest)
-        powers = [10.0**n for n in range(int(np.ceil(np.log10(3 * widest))))][-3:]
-        axes.set_xticks([*(-power for power in reversed(powers)), 0, *powers])
-    else:
-        axes.set_xlim(-1.3 * widest, 1.3 * widest)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
+    return style.finished(figure, headline, alt, [*keys, band], columns=4)

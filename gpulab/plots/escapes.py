@@ -34,13 +34,8 @@ def escape_law(table: pd.DataFrame) -> Picture:
 
     Steps are counted in units of 1/ln(1 + ηλ), or of 1/ln ρ with momentum, so that every learning rate and every
     saddle has the same line, ln(r/δ). A cross never left, and stands where theory expects it to have done so.
-    Optimisers that scale their steps have no such law, and are left out.
-
-    Args:
-        table: The `table` of `gpulab.saddles.escape_table`, or `gpulab.saddles.recorded_escapes`.
-
-    Raises:
-        UsageError: Where no escape has that law.
+    Optimisers that scale their steps have no such law, and are left out; `UsageError` where that leaves none. The
+    table is that of `gpulab.saddles.escape_table`, or `recorded_escapes`.
     """
     table = table[table.expected_rate.notna()]
     if table.empty:
@@ -52,9 +47,8 @@ def escape_law(table: pd.DataFrame) -> Picture:
         tint=on_cpu.map({True: ON_CPU, False: ON_GPU}),
     )
     low, high = min(1e-8, shown.x.min() / 5), 3.0
-    line = np.geomspace(low, 1, 50)
     figure, (axes,) = style.canvas(1, height=4.2)
-    axes.plot(line, np.log(1 / line), color=INK, lw=1, zorder=1)
+    axes.plot([low, 1], [np.log(1 / low), 0], color=INK, lw=1, zorder=1)
     axes.annotate("theory: ln(r/δ)  ", (low**0.7, np.log(low**-0.7)), ha="right", va="top", fontsize=8)
     for row in shown[shown.left].itertuples():
         marker = "s" if row.batch_size else "^" if row.emulated else "o"
@@ -68,11 +62,12 @@ def escape_law(table: pd.DataFrame) -> Picture:
     axes.set(xlim=(low, high), xlabel="displacement at the start, relative to the radius (δ/r)")
     axes.set(ylim=(-1, np.log(1 / low) * 1.05), ylabel="steps until it left × ln(1 + ηλ)")
     alone = shown[(shown.perturbation == 0) & (shown.batch_size == 0) & np.isfinite(shown.time)]
-    for name, some in alone.groupby(alone.setting.map(_number_format)):  # which arithmetic rounded it off the saddle
+    parsed = map(Setting.parse, alone.setting)
+    numbers = [each.precision or each.emulate or ("tf32" if each.tf32 else "float32") for each in parsed]
+    for name, some in alone.groupby(numbers):  # which arithmetic rounded it off the saddle
         above = (some.x.median(), some.time.quantile(0.9))
         axes.annotate(name, above, xytext=(6, 10), textcoords="offset points", fontsize=8, zorder=5)
     pushed = ~table.emulated.astype(bool) & (table.batch_size == 0) & (table.perturbation > 0)
-    machines = ", ".join(sorted(set(table.machine[table.recorded.astype(bool)])))
     dot: Look = {"ls": "", "marker": "o", "ms": 6}
     marks = (
         (on_cpu.any(), style.key("on a CPU", color=ON_CPU, **dot)),
@@ -81,45 +76,33 @@ def escape_law(table: pd.DataFrame) -> Picture:
         (table.emulated.any(), style.point_key("emulated", marker="^", ms=5.5)),
         ((table.batch_size > 0).any(), style.point_key("minibatches", marker="s", ms=5.5)),
         (not table.left.all(), style.key("never left, at its expected time", **(CROSS | {"ms": 7}))),
-        (table.recorded.any(), style.point_key(f"recorded on {machines}", hollow=True, ms=5.5)),
     )
     keys = [mark for drawn, mark in marks if drawn]
+    keys += style.origin_keys(table[table.recorded.astype(bool)], ms=5.5)
     timed = table[table.left & (table.expected > 1)]
     ratio = (timed.steps / timed.expected).median()
     words = [f"{len(timed)} escapes took {ratio:.2f} times what theory expects (median)"] if len(timed) else []
     if not table.left.all():
         words.append(f"{int((~table.left).sum())} never left")
-    headline = "; ".join(words)
-    alt = f"Escape times against the initial displacement, with the line ln(r/δ). {headline}."
-    return style.finished(figure, headline, alt, keys, columns=3, size=7.5)
+    alt = "Escape times against the initial displacement, with the line ln(r/δ)."
+    return style.finished(figure, "; ".join(words), alt, keys, columns=3, size=7.5)
 
 
-def _number_format(setting: str) -> str:
-    """The numbers that a setting computes in, or emulates."""
-    parsed = Setting.parse(setting)
-    return parsed.precision or parsed.emulate or ("tf32" if parsed.tf32 else "float32")
-
-
-def escape_paths(paths: pd.DataFrame, radius: float | None = None) -> Picture:
+def escape_paths(paths: pd.DataFrame, radius: float) -> Picture:
     """The way out of the saddle as training goes on, a line for each escape and a panel for each optimiser.
 
     Drawn is the displacement along the directions that lead down, whose logarithm grows by ln(1 + ηλ) a step of
     gradient descent. Dashed where the arithmetic is emulated, dotted (their running median) for minibatches beside
-    others, dashed and dotted where the weights are kept in float64.
-
-    Args:
-        paths: The `paths` of `gpulab.saddles.escape_table`.
-        radius: The distance at which a network has left, as a line.
+    others, dashed and dotted where the weights are kept in float64. The paths are those of
+    `gpulab.saddles.escape_table`; a line marks the `radius`, at which a network has left.
     """
     settings = list(paths.setting.unique())
     batches, master = paths.batch_size > 0, paths.master_weights.astype(bool)
     batch_line = "-" if batches.all() else ":"
-    figure, panels = _panel_each(paths.optimizer.unique(), 1.2, 2.7)
-    ends = []
-    for (optimizer, setting, kept, batch_size, *_), path in paths.groupby(
-        ["optimizer", "setting", "master_weights", "batch_size", "learning_rate", "perturbation", "seed"], sort=False
-    ):
-        ends.append((path.unstable.iloc[0], path.unstable.iloc[-1]))
+    figure, panels = _panel_each(paths.optimizer.unique(), "displacement along the ways down")
+    by = ["optimizer", "setting", "master_weights", "batch_size", "learning_rate", "perturbation", "seed"]
+    escapes = paths.groupby(by, sort=False)
+    for (optimizer, setting, kept, batch_size, *_), path in escapes:
         path = path[path.unstable > FLOOR]
         height, width, line = path.unstable, 1.2, MASTER if kept else style.dashes(setting)
         if batch_size:
@@ -128,22 +111,14 @@ def escape_paths(paths: pd.DataFrame, radius: float | None = None) -> Picture:
         panels[optimizer].plot(path.step, height, color=style.colour(setting), lw=width, ls=line, alpha=0.9)
     for optimizer, axes in panels.items():
         rates = ", ".join(f"{rate:.3g}" for rate in paths.learning_rate[paths.optimizer == optimizer].unique())
-        axes.set_title(f"{optimizer}, learning rate {rates}" if len(panels) > 1 else "", fontsize=9)
-        if radius:
-            axes.axhline(radius, color=FAINT, lw=0.9)
+        axes.axhline(radius, color=FAINT, lw=0.9)
         style.decades(axes.yaxis)
-        axes.set(xlabel="steps" if len(panels) > 1 else "steps of the optimiser")
-    if radius:
-        [*panels.values()][:2][-1].annotate(" left", (1, radius), fontsize=8, **BESIDE)
-    for axes in [*panels.values()][::2]:
-        axes.set_ylabel("displacement along the ways down", fontsize=9)
-    left = sum(last > (radius or 10 * max(first, FLOOR)) for first, last in ends)
-    headline = f"{left} of {len(ends)} trainings leave the saddle"
+        axes.set(title=f"{optimizer}, learning rate {rates}", xlabel="steps of the optimiser")
+    [*panels.values()][:2][-1].annotate(" left", (1, radius), fontsize=8, **BESIDE)
+    left = (escapes.tail(1).unstable > radius).sum()
+    headline = f"{left} of {escapes.ngroups} trainings leave the saddle"
     look: Look = {"ls": "-"} if batches.all() else {}
     keys = style.setting_keys(paths, **look)
-    for mark in keys:
-        if mark.get_linestyle() == "--":
-            mark.set_label(f"{mark.get_label()} (emulated)")
     if batches.any():
         keys.append(style.key("minibatches, running median", color=INK, ls=batch_line))
     if master.any():
@@ -156,20 +131,15 @@ def escape_phases(table: pd.DataFrame) -> Picture:
 
     A panel for each optimiser. Upwards, the length of the step that it settles to at the saddle, relative to half of
     what separates the weights from the next numbers of their format: below the line, steps are rounded away. A disc
-    left, a cross never did; lines join learning rates, dashed where the arithmetic is emulated.
-
-    Args:
-        table: The `table` of `gpulab.saddles.escape_table`, or `gpulab.saddles.recorded_escapes`; only those that
-            nothing pushed, no minibatch either, and whose step was measured.
-
-    Raises:
-        UsageError: Where there is none.
+    left, a cross never did; lines join learning rates, dashed where the arithmetic is emulated. The table is as for
+    `escape_law`; only those are drawn that nothing pushed, no minibatch either, and whose step was measured, and
+    `UsageError` says that there are none.
     """
     alone = (table.batch_size == 0) & (table.perturbation == 0) & ~table.master_weights.astype(bool)
     shown = table[alone & (table.step_ratio > 0)]
     if shown.empty:
         raise UsageError("no training without a push, without minibatches and with a measured step_ratio to draw")
-    figure, panels = _panel_each(shown.optimizer.unique(), 1.3, 2.5)
+    figure, panels = _panel_each(shown.optimizer.unique(), "step / half a last place")
     low, high = shown.step_ratio.min() / 4, shown.step_ratio.max() * 4
     for optimizer, axes in panels.items():
         own = shown[shown.optimizer == optimizer]
@@ -189,27 +159,25 @@ def escape_phases(table: pd.DataFrame) -> Picture:
         style.decades(axes.xaxis, 6)
         rates = own.learning_rate
         axes.set(xlim=(rates.min() / 4, rates.max() * 4), ylim=(min(low, 0.1), max(high, 10)))
-        axes.set_title(optimizer, fontsize=9)
-        axes.set_xlabel("learning rate", fontsize=8)
-    for axes in [*panels.values()][::2]:
-        axes.set_ylabel("step / half a last place", fontsize=8)
-    first = next(iter(panels.values()))
-    below: Look = {"transform": first.get_yaxis_transform(), "ha": "right", "va": "top", "fontsize": 7.5}
-    first.text(0.98, 1 / 1.3, "rounded away", **below)
+        axes.set(title=optimizer, xlabel="learning rate")
+    below: Look = BESIDE | {"ha": "right", "va": "top", "fontsize": 7.5}
+    next(iter(panels.values())).annotate("rounded away", (0.98, 1 / 1.3), **below)
     right = int((shown.left == (shown.step_ratio > 1)).sum())
     headline = f"{right} of {len(shown)} trainings follow the criterion: steps above the line leave, those below stay"
     keys = [*style.setting_keys(shown, shapes=True, ms=5), *style.origin_keys(shown, ms=5.5)]
     if not shown.left.all():
         keys.append(style.key("never left", **CROSS))
-    alt = f"Steps relative to half a last place against the learning rate, for {', '.join(panels)}. {headline}."
+    alt = f"Steps relative to half a last place against the learning rate, for {', '.join(panels)}."
     return style.finished(figure, headline, alt, keys, size=7.5)
 
 
-def _panel_each(optimizers: Iterable[str], above: float, height: float) -> tuple[Figure, dict[str, Axes]]:
-    """A panel for each optimiser, in two columns; `above` and `height` of a row in inches."""
+def _panel_each(optimizers: Iterable[str], label: str) -> tuple[Figure, dict[str, Axes]]:
+    """A panel for each optimiser, in two columns."""
     names = list(optimizers)
     rows = math.ceil(len(names) / 2)
-    figure, panels = style.canvas(min(2, len(names)), height=above + height * rows, share_rows=True, rows=rows)
+    figure, panels = style.canvas(min(2, len(names)), height=1.3 + 2.6 * rows, share_rows=True, rows=rows)
     for axes in panels[len(names) :]:
         axes.set_axis_off()
+    for axes in panels[::2]:
+        axes.set_ylabel(label)
     return figure, dict(zip(names, panels, strict=False))

@@ -36,22 +36,16 @@ def bits(x: float, formats: Sequence[str] | None = None) -> Picture:
     """The bits of a number in float32, and after it was rounded to each format, as that format stores them.
 
     A box is a bit; filled ones are 1. Fractions begin in one column: what a format drops is missing on the right.
+    `formats` are names, by default the usual six; `UsageError` for an unknown one.
 
-    Args:
-        x: The number.
-        formats: Names, by default the usual six.
-
-    Raises:
-        UsageError: For an unknown format.
-
-    Examples:
-        >>> bits(0.1, ["float32", "bfloat16"]).alt
-        'Bits of 0.1: sign, exponent and fraction in float32, bfloat16. 0.1 in float32, and rounded to shorter formats.'
+    >>> bits(0.1, ["float32", "bfloat16"]).alt
+    'Bits of 0.1: sign, exponent and fraction in float32, bfloat16. 0.1 in float32, and rounded to shorter formats.'
     """
     names = SHOWN_FORMATS if formats is None else tuple(formats)
     if unknown := [name for name in names if name not in FORMATS]:
         raise UsageError(f"format {unknown[0]!r}: expected one of {', '.join(FORMATS)}")
-    figure, ((axes,),) = style.grid(1, 1, height=0.7 + 0.4 * len(names))
+    figure, (axes,) = style.canvas(1, height=0.7 + 0.4 * len(names))
+    axes.set_axis_off()
     for row, name in enumerate(names):
         sign, exponent, fraction = format_bits(x, name)
         for place, bit in [(0, sign), *enumerate(exponent, 9 - len(exponent)), *enumerate(fraction, 9)]:
@@ -75,9 +69,7 @@ def bits(x: float, formats: Sequence[str] | None = None) -> Picture:
 def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
     """How far sums of the same numbers are from the exact one.
 
-    Args:
-        shuffled: Sums in random orders, from `gpulab.numerics.shuffled_sums`.
-        table: Sums in named orders, from `gpulab.numerics.summation`.
+    Those in random orders are from `gpulab.numerics.shuffled_sums`, those in named orders from `summation`.
     """
     exact = np.float64(table.set_index("order").loc["exact", "sum"])
     ulp = np.spacing(np.float32(exact)).astype(float)
@@ -88,16 +80,15 @@ def sums(shuffled: Tensor, table: pd.DataFrame) -> Picture:
     figure, (axes,) = style.canvas(1, height=3.6)
     axes.bar(values, counts, width=0.8, color=style.colour("cpu:threads=1"))
     axes.axvline(0, color=INK, lw=1, ls="--")
-    white = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-    label: Look = {"va": "center", "fontsize": 7.5, "bbox": white}
+    label: Look = {"va": "center", "fontsize": 7.5, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0}}
     for height, place in enumerate(np.unique(places)):
         level = counts.max() * (1.12 + 0.11 * height)
         axes.plot([place, place], [0, level], color=ON_GPU, lw=0.8, zorder=0)
         side = "right" if place > values.mean() else "left"
         axes.annotate(f"  {', '.join(named.order[places == place])}  ", (place, level), ha=side, **label)
         axes.plot(place, level, marker="o", ms=4, color=ON_GPU, zorder=5)
-    axes.set_xlabel("distance from the exact sum (units in the last place of float32)")
-    axes.set_ylabel(f"how many of {len(away)} random orders")
+    distance = "distance from the exact sum (units in the last place of float32)"
+    axes.set(xlabel=distance, ylabel=f"how many of {len(away)} random orders")
     right = (away == 0).mean()
     headline = f"{len(values)} different sums of the same numbers; {right:.0%} of the orders give the exact one"
     alt = f"Histogram of the error of {len(away)} sums in random order, with named orders marked."
@@ -114,10 +105,9 @@ def audit(report: Audit) -> Picture:
     errors = table[["so_far_a", "so_far_b"]]
     drawn = errors.replace(0, np.nan)
     first, second = style.colour(report.a.setting), style.colour(report.b.setting)
-    second = INK if second == first else second
-    lines: tuple[Look, Look] = {"color": first, "lw": 1.4}, {"color": second, "lw": 1.0, "ls": "--"}
+    dashed: Look = {"color": INK if second == first else second, "lw": 1.0, "ls": "--"}
     figure, (axes,) = style.canvas(1, height=3.8)
-    for side, trace, line in zip("ab", (report.a, report.b), lines, strict=True):
+    for side, trace, line in (("a", report.a, {"color": first, "lw": 1.4}), ("b", report.b, dashed)):
         bound, explained = table[f"bound_{side}"].replace(0, np.nan), "rounding explains" if side == "a" else None
         axes.scatter(table.index, bound, s=4, color=FAINT, zorder=1, label=explained)
         axes.plot(table.index, drawn[f"so_far_{side}"], alpha=0.9, label=f"{trace.title}, so far", **line)
@@ -133,21 +123,15 @@ def audit(report: Audit) -> Picture:
         axes.set_ylim(max(1e-17, drawn.min(axis=None) / 30), max(1e-4, drawn.max(axis=None) * 30))
     axes.set(xlabel="operation, in the order of the step", ylabel="error against float64, relative")
     headline = f"First finding: {report.kind}; the largest error against float64 is {errors.max(axis=None):.1e}"
-    sides = f"{report.a.title} and {report.b.title}"
-    alt = f"Relative error against float64 along the operations of a step, under {sides}."
+    alt = f"Relative error against float64 along a step's operations, under {report.a.title} and {report.b.title}."
     return style.finished(figure, headline, alt, axes.get_legend_handles_labels()[0], columns=4)
 
 
 def index_against_loss(frame: pd.DataFrame) -> Picture:
     """The share of directions that lead down against the loss, at each snapshot of each training.
 
-    Small points are seeds. Lines join the medians over them; their beginning is a cross.
-
-    Args:
-        frame: From `gpulab.saddles.curvature_along` or `gpulab.saddles.recorded_curvature`, one network or two.
-
-    Raises:
-        UsageError: Where no row has numbers.
+    Small points are seeds. Lines join the medians over them; their beginning is a cross. The frame is from
+    `gpulab.saddles.curvature_along` or `recorded_curvature`, of one network or two.
     """
     measured = _measured(frame)
     networks, correlations = list(measured.experiment.unique())[:2], []
@@ -169,28 +153,23 @@ def index_against_loss(frame: pd.DataFrame) -> Picture:
         style.log_scale(axes.xaxis, some.loss.min(), some.loss.max())
         style.decades(axes.yaxis, 6)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-        axes.set_xlabel(f"{network}: {style.metric_label('loss', [network])}", fontsize=8)
+        axes.set_xlabel(f"{network}: {style.metric_label('loss', [network])}")
         correlation = some.loss.corr(some.index_fraction, method="spearman")
         correlations.append(f"{network}: rank correlation {correlation:+.2f}")
-    panels[0].set_ylabel("directions that lead down (share of all)", fontsize=9)
-    words = "; ".join(correlations)
-    alt = f"The share of negative curvature directions against the loss, all steps of trainings together. {words}."
+    panels[0].set_ylabel("directions that lead down\n(share of all)")
+    headline = f"Index against loss, all steps together. {'; '.join(correlations)}"
+    alt = "The share of negative curvature directions against the loss, all steps of trainings together."
     keys = [*style.setting_keys(measured, shapes=True), *style.origin_keys(measured)]
     keys.append(style.key("before training (of the medians)", ls="", marker="x", color=INK))
-    return style.finished(figure, f"Index against loss, all steps together. {words}", alt, keys, columns=3)
+    return style.finished(figure, headline, alt, keys, columns=3)
 
 
 def curvature_over_time(frame: pd.DataFrame) -> Picture:
     """The steepest ways up and down along trainings: the largest and the most negative eigenvalue.
 
     At each snapshot the settings stand beside each other: the median over the seeds, their range as a bar, and a small
-    point a seed; a cross where one diverged.
-
-    Args:
-        frame: From `gpulab.saddles.curvature_along` or `gpulab.saddles.recorded_curvature`, of one network.
-
-    Raises:
-        UsageError: Where no row has numbers, or the frame mixes networks or protocols.
+    point a seed; a cross where one diverged. The frame is from `gpulab.saddles.curvature_along` or
+    `recorded_curvature`; `UsageError` where no row has numbers, or where it mixes networks or protocols.
     """
     measured = _measured(frame)
     check_one_protocol(measured)
@@ -215,8 +194,7 @@ def curvature_over_time(frame: pd.DataFrame) -> Picture:
             axes.plot(lost["at"], lost.value, ls="", marker="X", ms=8, color=INK, zorder=5)
         style.log_scale(axes.xaxis, 1, measured.step.max() + 1)
         style.log_scale(axes.yaxis, values[values > 0].min(), values[values > 0].max())
-        axes.set_xlabel("updates + 1", fontsize=9)
-        axes.set_ylabel(label, fontsize=8.5)
+        axes.set(xlabel="updates + 1", ylabel=label)
     first, last = measured[measured.step == measured.step.min()], measured[measured.final]
     ratio = (-last.smallest / last.largest).median() / (-first.smallest / first.largest).median()
     headline = (
@@ -227,7 +205,7 @@ def curvature_over_time(frame: pd.DataFrame) -> Picture:
     keys.append(style.key("median and range of the seeds", color=INK, lw=0.9))
     if (measured.status == "diverged").any():
         keys.append(style.key("diverged", ls="", marker="X", color=INK))
-    alt = f"Largest and most negative eigenvalue of the Hessian over updates. {headline}."
+    alt = "Largest and most negative eigenvalue of the Hessian over updates."
     return style.finished(figure, headline, alt, keys, columns=3)
 
 
@@ -235,13 +213,8 @@ def spectra(frame: pd.DataFrame) -> Picture:
     """The Hessian's spectrum at each snapshot of trainings, one ridge above the other.
 
     Linear around zero and logarithmic beyond; in the grey band signs cannot be told. Heights are the logarithm of
-    how many there are, from one up; the bar is a hundred times. Thick lines are means over seeds.
-
-    Args:
-        frame: From `gpulab.saddles.curvature_along` or `gpulab.saddles.recorded_curvature`, of one network.
-
-    Raises:
-        UsageError: Where no row has numbers, or the frame mixes networks or protocols.
+    how many there are, from one up; the bar is a hundred times. Thick lines are means over seeds. The frame is as for
+    `curvature_over_time`.
     """
     measured = _measured(frame)
     check_one_protocol(measured)
@@ -277,23 +250,20 @@ def spectra(frame: pd.DataFrame) -> Picture:
     axes.plot([axis[-1]] * 2, [0.3, 0.3 + 2 / tallest], color=INK, lw=1.2)
     axes.annotate(" × 100", (axis[-1], 0.3 + 1 / tallest), fontsize=7.5, va="center", annotation_clip=False)
     axes.axvspan(-place(grey), place(grey), color=FAINT, alpha=0.15, lw=0, zorder=-99)
-    axes.set_yticks([-row * ROOM for row in range(len(steps))], [f"{step:,}" for step in steps], fontsize=8)
+    axes.set_yticks([-row * ROOM for row in range(len(steps))], [f"{step:,}" for step in steps])
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    axes.set_ylabel("updates", fontsize=9)
     powers = 10.0 ** np.arange(np.ceil(np.log10(band)), np.floor(np.log10(max(high, -low))) + 1)
     ticks = np.array([*-powers[powers <= -low][::-1], 0.0, *powers[powers <= high]])
-    axes.set_xticks(place(ticks), [f"{tick:g}".replace("-", "−") for tick in ticks], fontsize=8)
-    axes.set_xlabel("eigenvalue (grey: too close to zero to tell its sign)", fontsize=9)
+    axes.set_xticks(place(ticks), [f"{tick:g}".replace("-", "−") for tick in ticks])
+    axes.set(xlabel="eigenvalue (grey: too close to zero to tell its sign)", ylabel="updates")
     seeds, zero = measured.seed.nunique(), measured[measured.final].zero_fraction.mean()
     headline = (
         f"{measured.experiment.iloc[0]}, {seeds} seed{'s' if seeds > 1 else ''}: "
         f"at the end {100 * (1 - zero):.2g} % of the eigenvalues stand out from zero"
     )
-    alt = f"Spectra of the Hessian along trainings, as ridgelines over the updates. {headline}."
-    return style.finished(
-        figure, headline, alt, [*style.setting_keys(measured), *style.origin_keys(measured, marker="")]
-    )
+    keys = [*style.setting_keys(measured), *style.origin_keys(measured, marker="")]
+    return style.finished(figure, headline, "Spectra of the Hessian along trainings, as ridgelines over updates.", keys)
 
 
 def _measured(frame: pd.DataFrame) -> pd.DataFrame:
@@ -307,9 +277,6 @@ def saddle_surface(surface: Surface) -> Picture:
     """The loss around a saddle, over the directions of the least and of the greatest curvature.
 
     Right, the loss along each of the two; dashed, what the curvature at the saddle alone would make of it.
-
-    Args:
-        surface: From `gpulab.saddles.surface`.
     """
     along, across, losses, loss = surface.along, surface.across, surface.losses, surface.loss
     figure, (left, right) = style.canvas(2, height=3.7)
@@ -319,11 +286,9 @@ def saddle_surface(surface: Surface) -> Picture:
     left.plot(0, 0, **HERE)
     left.axhline(0, color=DOWN, lw=1.4)
     left.axvline(0, color=UP, lw=1.4)
-    left.set_xlabel("along the least curvature (distance of the weights)", fontsize=8)
-    left.set_ylabel("along the greatest curvature", fontsize=8)
-    bar = figure.colorbar(filled, ax=left, format=lambda value, _: f"{value:.3g}", shrink=0.85)
+    left.set(xlabel="along the least curvature (distance of the weights)", ylabel="along the greatest curvature")
+    bar = figure.colorbar(filled, ax=left, label="loss", format=lambda value, _: f"{value:.3g}", shrink=0.85)
     bar.ax.tick_params(labelsize=7)
-    bar.set_label("loss", fontsize=8)
     least, greatest = losses[len(across) // 2], losses[:, len(along) // 2]
     slices = (along, least, DOWN, "least"), (across, greatest, UP, "greatest")
     for (places, values, tint, name), curvature in zip(slices, surface.curvatures, strict=True):
@@ -332,8 +297,7 @@ def saddle_surface(surface: Surface) -> Picture:
     right.plot(0, loss, zorder=5, **HERE)
     low, high = losses.min(), max(least.max(), greatest.max())
     right.set_ylim(low - 0.08 * (high - low), high + 0.25 * (high - low))
-    right.set_xlabel("distance of the weights from the saddle", fontsize=8)
-    right.set_ylabel("loss", fontsize=8)
+    right.set(xlabel="distance of the weights from the saddle", ylabel="loss")
     title = "curvature (dashed: it alone)"
     right.legend(fontsize=7.5, frameon=False, loc="upper center", title=title, title_fontsize=7.5)
     alt = f"{surface}. Left, contours of the loss; right, the loss along two directions."
@@ -343,10 +307,7 @@ def saddle_surface(surface: Surface) -> Picture:
 def landscape_slice(landscape: Landscape, line: pd.DataFrame, angle: float = 0.0) -> Picture:
     """The loss along a line through a network's weights, beside what curvature alone would make of it.
 
-    Args:
-        landscape: From `gpulab.saddles.landscape`.
-        line: Its `slice` at that angle.
-        angle: In degrees, of the line: 0 is the steepest way down, 90 the steepest way up.
+    The `line` is the landscape's `slice` at an `angle`: at 0 degrees the steepest way down, at 90 the steepest way up.
     """
     curvature = landscape.curvature(angle)
     figure, (axes,) = style.canvas(1, height=3.6)
@@ -359,4 +320,4 @@ def landscape_slice(landscape: Landscape, line: pd.DataFrame, angle: float = 0.0
     axes.legend(fontsize=8, frameon=False)
     gain = 1 - line.loss.min() / landscape.loss
     headline = f"At {angle:g}° the curvature is {curvature:.2g}; the lowest loss on the line is {gain:.1%} lower"
-    return style.finished(figure, headline, f"The loss along a line through the weights. {headline}.")
+    return style.finished(figure, headline, "The loss along a line through the weights.")

@@ -10,7 +10,7 @@ from matplotlib.artist import Artist
 from matplotlib.ticker import MaxNLocator
 
 from gpulab.plots import style
-from gpulab.plots.style import BESIDE, FAINT, INK, Look
+from gpulab.plots.style import FAINT, INK, Look
 from gpulab.report import Picture
 from gpulab.stats.pairs import check_one_protocol
 from gpulab.stats.verdicts import Verdict
@@ -19,11 +19,8 @@ from gpulab.stats.verdicts import Verdict
 def losses(frame: pd.DataFrame) -> Picture:
     """Each seed's loss under each setting, the same seeds joined by thin lines.
 
-    Args:
-        frame: Runs of one experiment and profile, from `gpulab.runs` or `gpulab.recorded_runs`.
-
-    Raises:
-        UsageError: Where the frame mixes experiments, profiles or protocols.
+    The frame is from `gpulab.runs` or `gpulab.recorded_runs`; `UsageError` where it mixes experiments, profiles or
+    protocols.
     """
     check_one_protocol(frame)
     frame = frame[frame.rerun == 0].astype({"final_loss": float})
@@ -55,43 +52,35 @@ def differences(verdict: Verdict) -> Picture:
     """How far each level of a verdict, such as each setting, moves each seed's loss, beside how far seeds are apart.
 
     On one linear scale, with the margin as a band. The largest change stands beside its row.
-
-    Args:
-        verdict: From `gpulab.verdict`.
     """
     factor, metric, reference = verdict.factor, verdict.metric, verdict.reference
     again = verdict.reruns.assign(**{factor: f"{reference} again"})
     pairs = pd.concat([verdict.pairs, again], ignore_index=True)
-    levels = [*verdict.table[factor], *again[factor].unique()]
     tints = style.level_colours(factor, [reference, *verdict.table[factor]])
     hollow = bool(style.is_recorded(verdict.runs).all())
-    figure, (axes,) = style.canvas(1, height=1.5 + 0.4 * (len(levels) + 1))
-    axes.axvline(0, color=INK, lw=0.8, zorder=1)
-    for place, level in enumerate(levels):
+    rows = []
+    for level in [*verdict.table[factor], *again[factor].unique()]:
         shown = pairs.difference[pairs[factor] == level].dropna().astype(float)
-        heights = place + (np.linspace(-0.15, 0.15, len(shown)) if len(shown) > 1 else np.zeros(len(shown)))
-        style.points(axes, shown, heights, tints.get(level, tints[reference]), hollow, s=18, alpha=0.9)
         largest = shown.abs().max()
         said = f"largest {largest:.2g}" if largest > 0 else "exactly the same" if largest == 0 else "no pair"
-        axes.annotate(f" {said}", (1, place), fontsize=8, **BESIDE)
+        rows.append(style.Row(level, shown, tints.get(level, tints[reference]), hollow, said))
+    levels = [row.name for row in rows]
+    rows.append(style.Row("one seed against another", (), INK, words=f"standard deviation {verdict.between_seeds:.2g}"))
+    unit = style.metric_label(metric, verdict.runs.get("experiment", ()))
+    label = f"change of the same seed against {reference}: {unit}"
+    figure, axes = style.rows_of_points(rows, label, reference=0)
     base = verdict.runs[verdict.runs[factor] == reference][metric].to_numpy(float)
     between = (base[:, None] - base)[~np.eye(len(base), dtype=bool)]
     axes.scatter(between, np.full(len(between), len(levels)), color=INK, s=40, alpha=0.5, marker="|", zorder=3)
-    axes.annotate(f" standard deviation {verdict.between_seeds:.2g}", (1, len(levels)), fontsize=8, **BESIDE)
-    margin = verdict.table.margin.max()
     keys: list[Artist] = [*style.origin_keys(verdict.runs)]
+    margin = verdict.table.margin.max()
     if margin > 0:
-        axes.axvspan(-margin, margin, color=FAINT, alpha=0.3, lw=0, zorder=0)
-        keys.append(style.margin_key(margin))
+        keys.append(style.margin_band(axes, margin))
     axes.xaxis.set_major_locator(MaxNLocator(6, symmetric=True))
-    axes.set_yticks(range(len(levels) + 1), [*levels, "one seed against another"], fontsize=8)
-    axes.set(ylim=(len(levels) + 0.6, -0.6))
-    unit = style.metric_label(metric, verdict.runs.get("experiment", ()))
-    axes.set_xlabel(f"change of the same seed against {reference}: {unit}", fontsize=8)
     headline = f"The largest change of setting is {verdict.ratio:.2g} of the spread between seeds"
     if np.isnan(verdict.ratio):
         headline = "One seed has no spread to compare with"
-    alt = f"Change of {metric} against {reference} for {', '.join(levels)}, and between seeds. {headline}."
+    alt = f"Change of {metric} against {reference} for {', '.join(levels)}, and between seeds."
     return style.finished(figure, headline, alt, keys)
 
 
@@ -100,27 +89,24 @@ def curves(
 ) -> Picture:
     """The loss of every run while it learns, a thin line each, and the median over seeds; reruns are left out.
 
-    Args:
-        histories: From `gpulab.store.history`, of one experiment.
-        baseline: A loss to draw as a reference line.
-        baseline_label: What it is.
-        factor: What colours stand for: `setting` or `loader`.
+    The histories of one experiment are from `gpulab.store.history`. A `baseline` is a loss that is drawn as a dotted
+    line, with its label. Colours stand for a `factor`: `setting` or `loader`.
     """
     histories = histories[histories.rerun == 0]
     figure, (axes,) = style.canvas(1, height=3.6)
     levels = style.setting_order(histories) if factor == "setting" else list(histories[factor].unique())
-    colours = style.level_colours(factor, levels)
+    tints = style.level_colours(factor, levels)
 
     def smooth(losses: pd.Series) -> pd.Series:
         return losses.rolling(max(1, len(losses) // 60), min_periods=1).mean()
 
-    for _, run in histories.groupby("id"):
-        axes.plot(run.frames_seen, smooth(run.loss), color=colours[run[factor].iloc[0]], lw=0.6, alpha=0.5)
-    ends: list[tuple[str, float, Look]] = []
-    for level, runs in histories.groupby(factor):
-        middle = smooth(runs.groupby("frames_seen").loss.median())
-        axes.plot(middle.index, middle, color=colours[level], lw=2)
-        ends.append((str(level), middle.iloc[-1], {"color": colours[level], "lw": 2}))
+    medians = histories.groupby([factor, "frames_seen"], as_index=False).loss.median()
+    medians["loss"] = medians.groupby(factor).loss.transform(smooth)
+    runs = histories.assign(loss=histories.groupby("id").loss.transform(smooth))
+    style.run_lines(axes, runs, "frames_seen", "loss", [factor, "id"], tints, lw=0.6, alpha=0.5)
+    style.run_lines(axes, medians, "frames_seen", "loss", [factor], tints, lw=2)
+    last = medians.groupby(factor).loss.last()
+    ends: list[tuple[str, float, Look]] = [(str(at), loss, {"color": tints[at], "lw": 2}) for at, loss in last.items()]
     if baseline is not None:
         axes.axhline(baseline, color=INK, lw=1, ls=":")
         ends.append((baseline_label, baseline, {"color": INK, "lw": 1, "ls": ":"}))
@@ -131,5 +117,5 @@ def curves(
     last = histories.groupby("id").loss.last()
     counts = f"{len(levels)} {factor}{'s' if len(levels) > 1 else ''} × {histories.seed.nunique()} seeds"
     headline = f"{counts}: the runs end {last.max() / last.min():.1f}-fold apart"
-    alt = f"Loss against frames seen, one line for each of {len(last)} runs, coloured by {factor}. {headline}."
+    alt = f"Loss against frames seen, one line for each of {len(last)} runs, coloured by {factor}."
     return style.finished(figure, headline, alt)

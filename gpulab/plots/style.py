@@ -7,8 +7,8 @@ Runs made here are filled, recorded ones hollow, emulated ones dashed. Every see
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -56,21 +56,13 @@ LOSSES = {"final_loss": "final loss", "heldout_loss": "held-out loss", "loss": "
 
 def canvas(panels: int, height: float, share_rows: bool = False, rows: int = 1) -> tuple[Figure, Sequence[Axes]]:
     """A figure as wide as a page, `height` in inches, with panels side by side, in one row or more."""
-    with sns.axes_style("ticks"):
+    with sns.axes_style("ticks"), sns.plotting_context(rc={"axes.labelsize": 9}):
         figure = Figure(figsize=(7.2, height), layout="constrained")
         axes = list(figure.subplots(rows, panels, squeeze=False, sharey=share_rows).flat)
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(which="both", labelsize=8)
     return figure, axes
-
-
-def grid(rows: int, columns: int, height: float) -> tuple[Figure, np.ndarray]:
-    """A figure as wide as a page, `height` in inches, with places for pictures in rows and no axes."""
-    figure = Figure(figsize=(7.2, height), layout="constrained")
-    places = figure.subplots(rows, columns, squeeze=False)
-    for axes in places.flat:
-        axes.set_axis_off()
-    return figure, places
 
 
 def finished(
@@ -80,18 +72,15 @@ def finished(
     figure.suptitle(title, fontsize=10)
     if keys := list(keys):
         figure.legend(handles=keys, fontsize=size, frameon=False, loc="outside lower center", ncols=columns)
-    _show_as_written(figure)
-    return Picture(figure, alt if title in alt else f"{alt} {title}.")
-
-
-def _show_as_written(figure: Figure) -> None:
-    """Show a `$` in a name as that: only the numbers of a logarithmic axis are mathematics."""
-    for text in figure.findobj(Text):
+    for text in figure.findobj(Text):  # a `$` in a name is shown as that
         text.set_parse_math(False)
-    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
-        if isinstance(axis.get_major_formatter(), LogFormatter):
-            for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
-                tick.label1.set_parse_math(True)
+    for axes in figure.axes:
+        axes.title.set_fontsize(9)
+        for axis in (axes.xaxis, axes.yaxis):
+            if isinstance(axis.get_major_formatter(), LogFormatter):  # whose numbers alone are mathematics
+                for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+                    tick.label1.set_parse_math(True)
+    return Picture(figure, alt if title in alt else f"{alt} {title}.")
 
 
 # --- colours and marks -----------------------------------------------------------------------------------
@@ -105,9 +94,8 @@ def colour(setting: str) -> str:
 
 def shape(setting: str) -> str:
     """The marker that a setting has where colour alone does not tell."""
-    return SHAPES.get(setting) or (
-        "^" if Setting.parse(setting).emulated else "osDhp"[zlib.crc32(setting.encode()) % 5]
-    )
+    other = "^" if Setting.parse(setting).emulated else "osDhp"[zlib.crc32(setting.encode()) % 5]
+    return SHAPES.get(setting, other)
 
 
 def level_colours(factor: str, levels: Sequence[Any]) -> dict[Any, str]:
@@ -141,11 +129,9 @@ def points(axes: Axes, x: Any, y: Any, tint: str, hollow: bool = False, **look: 
     axes.scatter(x, y, **{"s": 30, "color": face, "edgecolors": tint, "linewidths": 1.2, "zorder": 3, **look})
 
 
-def setting_line(axes: Axes, x: Any, y: Any, setting: str, label: str, hollow: bool = False, marker: str = "o") -> None:
-    """A line with its points in a setting's colour, and its name for the key; hollow for what was recorded."""
-    tint = colour(setting)
-    face = "white" if hollow else tint
-    axes.plot(x, y, label=label, color=tint, lw=1.2, marker=marker, ms=5.5, mfc=face, mew=1.2, zorder=3)
+def spread(count: int, reach: float = 0.15) -> np.ndarray:
+    """How far beside its row each of so many points stands; one alone stands in it."""
+    return np.linspace(-reach, reach, count) * (count > 1)
 
 
 def key(label: str, **look: Any) -> Line2D:
@@ -159,9 +145,15 @@ def point_key(label: str, hollow: bool = False, **look: Any) -> Line2D:
     return key(label, **{"ls": "", "marker": "o", "markeredgecolor": INK, "markerfacecolor": face, **look})
 
 
+def margin_band(axes: Axes, margin: float, unit: float = 1.0) -> Patch:
+    """Draw the band of a margin, on an axis that counts in so large a unit; its key."""
+    axes.axvspan(-margin / unit, margin / unit, color=FAINT, alpha=0.22, lw=0, zorder=0)
+    return margin_key(margin)
+
+
 def margin_key(margin: float) -> Patch:
     """The band of a margin."""
-    return Patch(color=FAINT, alpha=0.3, lw=0, label=f"margin, ±{margin:.2g}")
+    return Patch(color=FAINT, alpha=0.22, lw=0, label=f"margin, ±{margin:.2g}")
 
 
 def setting_keys(frame: pd.DataFrame, shapes: bool = False, **look: Any) -> list[Line2D]:
@@ -174,12 +166,13 @@ def setting_keys(frame: pd.DataFrame, shapes: bool = False, **look: Any) -> list
 
 def origin_keys(
     frame: pd.DataFrame, here: str = "made here, on ", elsewhere: str = "recorded on ", **look: Any
-) -> Iterator[Line2D]:
+) -> list[Line2D]:
     """What is filled and what is hollow, with the machines where it was made."""
-    recorded = is_recorded(frame)
+    recorded, keys = is_recorded(frame), []
     for hollow in sorted(recorded.unique()):
         machines = sorted(set(map(str, frame.machine[recorded == hollow].dropna()))) if "machine" in frame else []
-        yield point_key((elsewhere if hollow else here) + ", ".join(machines), hollow, **look)
+        keys.append(point_key((elsewhere if hollow else here) + ", ".join(machines), hollow, **look))
+    return keys
 
 
 # --- axes ------------------------------------------------------------------------------------------------
@@ -205,26 +198,22 @@ def end_labels(axes: Axes, labels: Sequence[tuple[str, float, Look]], gap: float
         axes.text(1.05, above, name, va="center", fontsize=8, **at)
 
 
-def loss_scale(axes: Axes) -> None:
-    """The vertical axis logarithmic where the losses span a factor of two or more, with plain numbers at the ticks."""
-    low, high = axes.dataLim.intervaly
-    if not low > 0 or high / low < 2:
-        return
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    if high / low < 30:
-        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
-    axes.tick_params(axis="y", which="minor", labelsize=8)
-
-
-def log_scale(axis: XAxis | YAxis, low: float, high: float, fine: float = 100, numbers: str = "{x:,g}") -> None:
-    """Logarithmic where the values span a factor of four or more; ticks at 1, 2 and 5 where it is less than `fine`."""
-    if not low > 0 or high / low < 4:
+def log_scale(
+    axis: XAxis | YAxis, low: float, high: float, fine: float = 100, numbers: str = "{x:,g}", least: float = 4
+) -> None:
+    """Logarithmic where the values span a factor of `least` or more; ticks at 1, 2 and 5 where it is below `fine`."""
+    if not low > 0 or high / low < least:
         return
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if high / low < fine else (1.0,)))
     axis.set_major_formatter(numbers)
     axis.set_minor_locator(NullLocator())
+
+
+def loss_scale(axes: Axes) -> None:
+    """The vertical axis logarithmic where the losses that are drawn span a factor of two or more."""
+    low, high = axes.dataLim.intervaly
+    log_scale(axes.yaxis, low, high, fine=30, numbers="{x:g}", least=2)
 
 
 def power_of_ten(exponent: int) -> str:
@@ -237,6 +226,57 @@ def decades(axis: XAxis | YAxis, ticks: int = 9) -> None:
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(LogLocator(10, numticks=ticks))
     axis.set_minor_formatter(NullFormatter())
+
+
+# --- shapes of many figures ------------------------------------------------------------------------------
+
+
+def named_lines(axes: Axes, frame: pd.DataFrame, x: str, y: str) -> None:
+    """A line with its points for each `name`, in the colour of its `setting`; hollow where it was `recorded`.
+
+    A column `marker` has the shape of the points where it is not a disc.
+    """
+    for name, rows in frame.groupby("name", sort=False):
+        first = rows.iloc[0]
+        tint, marker = colour(first.setting), first.get("marker", "o")
+        face = "white" if first.recorded else tint
+        axes.plot(rows[x], rows[y], label=name, color=tint, lw=1.2, marker=marker, ms=5.5, mfc=face, mew=1.2, zorder=3)
+
+
+def run_lines(
+    axes: Axes, frame: pd.DataFrame, x: str, y: str, by: Sequence[str], tints: Mapping[Any, str], **look: Any
+) -> None:
+    """A line for each group `by` some columns, in the colour of what the first of them says."""
+    for (level, *_), rows in frame.groupby([*by], sort=False):
+        axes.plot(rows[x], rows[y], **{"color": tints[level], **look})
+
+
+class Row(NamedTuple):
+    """Values that stand in a row of a figure, a point each, and words to their right."""
+
+    name: str
+    values: Any
+    tint: str
+    hollow: bool = False
+    words: str = ""
+
+
+def rows_of_points(rows: Sequence[Row], label: str, reference: float, room: float = 0.4) -> tuple[Figure, Axes]:
+    """A row for each name with every value as a point, around a line; `room` for a row is in inches.
+
+    Words stand right of the axes, or in the row where its values are NaN.
+    """
+    figure, (axes,) = canvas(1, height=1.3 + room * len(rows))
+    axes.axvline(reference, color=INK, lw=0.8, zorder=1)
+    size = 8 if room > 0.3 else 7
+    for place, row in enumerate(rows):
+        if count := len(row.values):
+            points(axes, row.values, place + spread(count), row.tint, row.hollow, s=18, alpha=0.9)
+        inside = count and np.isnan(row.values).all()
+        axes.annotate(f" {row.words}", (0 if inside else 1, place), fontsize=size, **BESIDE)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=size)
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=label)
+    return figure, axes
 
 
 def stacked_shares(
@@ -254,7 +294,6 @@ def stacked_shares(
     for row, seconds in enumerate(whole):
         axes.annotate(f"{1e3 * seconds:.3g} ms", (1.01, row), va="center", fontsize=8, annotation_clip=False)
     axes.invert_yaxis()
-    axes.tick_params(axis="y", labelsize=8)
     axes.set(xlim=(0, 1), xlabel=label, ylabel="")
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     return finished(figure, headline, alt, axes.get_legend_handles_labels()[0], 3)

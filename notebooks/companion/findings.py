@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -64,10 +64,11 @@ class CheckedSentences(Report):
         return [*lines, *self.numbers]
 
 
-def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]]) -> CheckedSentences:
-    """A sentence for each of several results, under a heading of its own.
+def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]], numbers: Sequence[str] = ()) -> CheckedSentences:
+    """A sentence for each of several results, under a heading of its own; `numbers` are lines behind the fold.
 
-    A part is a verdict, a table of `learning_table`, or a sentence or several, said as they are.
+    A part is a verdict, a table of `learning_table`, or a sentence or several, said as they are; an empty list of them
+    is left out.
 
     >>> import gpulab as gl
     >>> losses = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
@@ -75,7 +76,8 @@ def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]]) -> CheckedSe
     >>> print(finding({"A card": gl.verdict(runs)}))
     A card: cuda against cpu: 1.8 times as high, higher in 6 of 6 seeds.
     """
-    return CheckedSentences([*(parts.items() if isinstance(parts, Mapping) else parts)])
+    pairs = parts.items() if isinstance(parts, Mapping) else parts
+    return CheckedSentences([(heading, part) for heading, part in pairs if not isinstance(part, list) or part], numbers)
 
 
 def in_words(part: Part) -> list[str]:
@@ -87,14 +89,20 @@ def in_words(part: Part) -> list[str]:
     return [part] if isinstance(part, str) else part
 
 
+def by_decision(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The rows of a table for each decision, from the same bits to different."""
+    same = (table.same_bits == table.seeds) & (table.seeds > 0)
+    said = table.decision.mask(same, SAME)
+    for decision in (SAME, *reversed(DECISIONS)):
+        if (said == decision).any():
+            yield decision, table[said == decision]
+
+
 def _verdict(judged: Verdict) -> str:
     if not len(judged.table):
         return f"only {judged.reference} was run, so there is nothing to compare."
-    same = (judged.table.same_bits == judged.table.seeds) & (judged.table.seeds > 0)
-    said = judged.table.decision.mask(same, SAME)
     parts, against = [], f" against {judged.reference}"
-    for decision in sorted(set(said), key=[SAME, *reversed(DECISIONS)].index):
-        rows = judged.table[said == decision]
+    for decision, rows in by_decision(judged.table):
         if decision == "different":
             parts += [f"{row[judged.factor]}{against}: {_moved(row, judged)}" for _, row in rows.iterrows()]
             continue
@@ -206,10 +214,11 @@ def _once(words: Iterable[Any]) -> str:
     return listed(each if len(set(each)) > 1 else each[:1])
 
 
-def span(numbers: pd.Series) -> str:
-    """Whole numbers as one, or from the least to the largest."""
-    least, most = int(numbers.min()), int(numbers.max())
-    return f"{least}" if least == most else f"{least} to {most}"
+def span(numbers: Iterable[float], form: str = ".0f") -> str:
+    """Numbers from the least to the largest, or the one that there is."""
+    values = sorted(numbers)
+    least, most = format(values[0], form), format(values[-1], form)
+    return least if least == most else f"{least} to {most}"
 
 
 def listed(words: Iterable[Any]) -> str:

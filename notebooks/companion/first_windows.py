@@ -13,11 +13,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+import gpulab as gl
 from companion.benchmarks import benchmark
 from gpulab.data.feed import Loader
-from gpulab.errors import GpulabError
 from gpulab.models.base import Trainable
-from gpulab.settings import Setting
 from gpulab.store import records
 from gpulab.training.plan import plan_run
 
@@ -49,7 +48,7 @@ class FirstWindow:
         self.frames = next(self.plan.data.windows(self.plan.window, seed)).frames[:frames]
         self.loader = loader
 
-    def prepared(self, setting: Setting) -> Callable[[], Computed]:
+    def prepared(self, setting: gl.Setting) -> Callable[[], Computed]:
         """The step with its model in place, so that an audit does not see the model being copied; call it once."""
         model = copy.deepcopy(self.plan.model).to(setting.device, setting.dtype)
         batches = Loader(self.loader, setting).batches(model, self.frames)
@@ -65,13 +64,13 @@ class FirstWindow:
 
         return once
 
-    def __call__(self, setting: Setting) -> Computed:
+    def __call__(self, setting: gl.Setting) -> Computed:
         """Do the step."""
         return self.prepared(setting)()
 
-    def gradient(self, setting: Setting | str = "cpu") -> Computed:
+    def gradient(self, setting: gl.Setting | str = "cpu") -> Computed:
         """The losses and the gradient under a setting, on the CPU in float64."""
-        parsed = Setting.parse(setting)
+        parsed = gl.Setting.parse(setting)
         with parsed.apply():
             computed = self(parsed)
         gradient = {name: g.detach().to("cpu").double() for name, g in computed.gradient.items()}
@@ -110,7 +109,7 @@ def published_network(net: str | Path | None = None) -> str:
     """
     try:
         (row,) = benchmark("record_published").published_windows(net, profile="smoke").itertuples()
-    except GpulabError as missing:
+    except gl.GpulabError as missing:
         return f"Skipped: {missing}."
     version = importlib.metadata.version("chainer")
     return (

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import re
-import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,34 +21,29 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from companion.findings import SAME, SIZES, WORDS, CheckedSentences, Part, listed, span
+import gpulab as gl
+from companion.findings import SIZES, WORDS, CheckedSentences, Part, by_decision, finding, listed, span
 from companion.first_windows import FirstWindow
 from gpulab.data.jpeg import available_decoders
 from gpulab.device.operations import measure
-from gpulab.errors import GpulabError, UsageError
 from gpulab.models.autoencoders import Autoencoder
 from gpulab.models.base import Trainable
 from gpulab.numerics.cuda_random import cuda_uniform
 from gpulab.numerics.formats import ulp_distance
 from gpulab.numerics.sums import bit_of, first_bit
-from gpulab.passports import passport
 from gpulab.plots import style
 from gpulab.plots.style import BESIDE, FAINT, INK, ON_CPU, ON_GPU, Look
 from gpulab.progress import Progress
 from gpulab.report import Picture, Report, draw
 from gpulab.report import table as html_table
-from gpulab.settings import Setting, cpu_flags
-from gpulab.stats.decisions import DECISIONS
-from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.settings import cpu_flags
+from gpulab.stats.verdicts import Verdict
 from gpulab.store import listing as stores
 from gpulab.store import records
-from gpulab.training.experiment import Experiment
 from gpulab.training.plan import plan_run
 from gpulab.training.protocol import FACTORS, protocol
-from gpulab.training.request import train
 
 CPU, GPU = "cpu:threads=1", "cuda:tf32=off,deterministic=on"
 SHOWN = 40  # moments of a training at which it is compared
@@ -93,7 +87,7 @@ def growth(
     True
     """
     if seeds < 1:
-        raise UsageError(f"seeds={seeds!r}: expected one or more")
+        raise gl.UsageError(f"seeds={seeds!r}: expected one or more")
     if changes is None:
         one_bit = {"flip": flipped(net, profile)}
         changes = {"one bit of one weight": one_bit, "float64": {"setting": "cpu:precision=float64"}}
@@ -110,8 +104,8 @@ def growth(
             rows += _distances(net, name, seed, bases[-1], snapshots)
         else:
             bases.append(snapshots)
-    for seed, (base, following) in enumerate(itertools.pairwise(bases)):
-        rows += _distances(net, OTHER_SEED, seed, base, following)
+    for seed, pair in enumerate(itertools.pairwise(bases)):
+        rows += _distances(net, OTHER_SEED, seed, *pair)
     return pd.DataFrame(rows)
 
 
@@ -132,7 +126,7 @@ def _snapshots(net: str, moments: set[int], options: dict[str, Any]) -> dict[int
         if next(windows) in moments:
             snapshots[step] = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().float()
 
-    train(net, watch=watch, **options)
+    gl.train(net, watch=watch, **options)
     return snapshots
 
 
@@ -151,20 +145,16 @@ def growth_figure(frame: pd.DataFrame) -> Picture:
     """The distance between two trainings as they go on, from `growth` of one network or two: a line for each seed."""
     networks = list(frame.network.unique())[:2]
     tints = dict(zip(frame.change.unique(), CHANGE_COLOURS, strict=False))
-    first = frame.change.iloc[0]
-    grown = []
+    first, grown = frame.change.iloc[0], []
     figure, panels = style.canvas(len(networks), height=3.6, share_rows=True)
     for axes, network in zip(panels, networks, strict=True):
-        of_network = frame[frame.network == network]
-        for (change, _), line in of_network[of_network.distance > 0].groupby(["change", "seed"], sort=False):
-            axes.plot(line.step, line.distance, color=tints[change], lw=1.1, alpha=0.85)
+        lines = frame[(frame.network == network) & (frame.distance > 0)]
+        style.run_lines(axes, lines, "step", "distance", ["change", "seed"], tints, lw=1.1, alpha=0.85)
         axes.axhline(2.0**-24, color=FAINT, lw=0.8, ls=":")
         style.decades(axes.yaxis, 8)
-        axes.set_title(network, fontsize=9)
-        axes.set_xlabel("updates of the weights")
-        ends = (
-            of_network[of_network.change == first].sort_values("step").groupby("seed").distance.agg(["first", "last"])
-        )
+        axes.set(title=network, xlabel="updates of the weights")
+        of_first = frame[(frame.network == network) & (frame.change == first)].sort_values("step")
+        ends = of_first.groupby("seed").distance.agg(["first", "last"])
         times = (ends["last"] / ends["first"]).median()
         grown.append(f"{network} {times:,.0f}-fold" if times >= 2 else f"{network} not")
     panels[0].set_ylabel("distance of the weights, relative")
@@ -219,7 +209,7 @@ def runs_drawn_by(
     made = []
     jobs = [*itertools.product(cards, range(seeds))]
     for card, seed in Progress(jobs, unit="run", leave=False, disable=not progress):
-        run = train(drawn_autoencoder(card, seed), "digits", seed=seed, **options)
+        run = gl.train(drawn_autoencoder(card, seed), "digits", seed=seed, **options)
         made.append({"card": card, "id": run.record["id"]})
     kept = stores.runs(store).drop(columns="protocol")  # which tells initial weights apart, and with them the cards
     return pd.DataFrame(made).merge(kept, on="id")
@@ -239,15 +229,15 @@ class Factor:
 
     def runs_here(self) -> bool:
         """Whether this machine can do both."""
-        decoder, change = _flat(self.change).get("decoder"), Setting.parse(self.change["setting"])
+        decoder, change = _flat(self.change).get("decoder"), gl.Setting.parse(self.change["setting"])
         if decoder and decoder not in available_decoders():
             return False
         if change.isa:  # the older instructions are another setting on a newer CPU only
             return {"avx2", "avx512f"} <= cpu_flags()
         try:
-            Setting.parse(self.base["setting"]).check()
+            gl.Setting.parse(self.base["setting"]).check()
             change.check()
-        except GpulabError:
+        except gl.GpulabError:
             return False
         return True
 
@@ -293,14 +283,14 @@ def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
     return every if net == "prednet" else [factor for factor in every if factor.name != "image decoder"]
 
 
-def first_step(setting: str, net: str, profile: str, seeds: int, file: str, options: dict[str, Any]) -> None:
-    """Write the first step's `losses` (seeds, frames) and `gradient` (seeds, weights) to a safetensors file."""
+def first_step(setting: str, net: str, profile: str, seeds: int, options: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The first step's `losses` (seeds, frames) and `gradient` (seeds, weights)."""
     losses, gradients = [], []
     for seed in range(seeds):
         computed = FirstWindow(net, seed=seed, profile=profile, setting=setting, **options).gradient(setting)
         losses.append(computed.losses.float())
         gradients.append(torch.cat([g.reshape(-1) for _, g in sorted(computed.gradient.items())]))
-    save_file({"losses": torch.stack(losses), "gradient": torch.stack(gradients)}, file)
+    return {"losses": torch.stack(losses).numpy(), "gradient": torch.stack(gradients).numpy()}
 
 
 def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> list[dict[str, Any]]:
@@ -310,23 +300,21 @@ def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> l
     def steps_under(level_json: str) -> dict[str, Tensor]:
         options = json.loads(level_json)
         setting = options.pop("setting")
-        with tempfile.TemporaryDirectory() as scratch:
-            file = str(Path(scratch) / "step.safetensors")
-            measure(first_step, setting, net=net, profile=profile, seeds=STEP_SEEDS, file=file, options=options)
-            return load_file(file)
+        steps = measure(first_step, setting, net=net, profile=profile, seeds=STEP_SEEDS, options=options)
+        return {name: torch.from_numpy(numbers) for name, numbers in steps.items()}
 
     rows = []
     for factor in Progress(chosen, unit="factor", leave=False, disable=not progress):
         levels = factor.base | {"setting": "cpu:precision=float64"}, factor.base, factor.change
         exact, base, change = (steps_under(json.dumps(options, sort_keys=True)) for options in levels)
-        distances = []
-        for truth, a, b in zip(exact["gradient"], base["gradient"], change["gradient"], strict=True):
-            moved, off, base_off = (b - a).norm() / a.norm(), (b - truth).norm(), (a - truth).norm()
-            distances.append([float(moved), float(off / truth.norm()), float(base_off / truth.norm())])
-        step_moved, step_error, base_error = max(distances, key=lambda distance: distance[0])
+        truth, a, b = (step["gradient"] for step in (exact, base, change))
+        moved, size = (b - a).norm(dim=1) / a.norm(dim=1), truth.norm(dim=1)
+        most = int(moved.argmax())
+        step_moved = float(moved[most])
+        step_error, base_error = (float(((side - truth).norm(dim=1) / size)[most]) for side in (b, a))
         pairs = zip(base["losses"].flatten(), change["losses"].flatten(), strict=True)
         differing = [bit for a, b in pairs if (bit := first_bit(a, b)) is not None]
-        emulated = Setting.parse(factor.change["setting"]).emulated
+        emulated = gl.Setting.parse(factor.change["setting"]).emulated
         rows.append(
             {"factor": factor.name, "change": level(factor.change), "base": level(factor.base), "emulated": emulated}
             | {"loss_bit": min(differing, default=None), "gradient_bit": bit_of(step_moved)}
@@ -343,12 +331,12 @@ def trained_levels(
     names: list[str] = []
     for side in {level(side): side for side in levels}.values():
         variant = {name: value for name, value in side.items() if name != "setting"}
-        exp = Experiment(net, [side["setting"]], seeds, profile, variants=[variant], **options)
-        if exp.workers > 1 or Setting.parse(side["setting"]).isa:
+        exp = gl.Experiment(net, [side["setting"]], seeds, profile, variants=[variant], **options)
+        if exp.workers > 1 or gl.Setting.parse(side["setting"]).isa:
             names += exp.run(progress).id.tolist()
         else:
             bar = Progress(exp.jobs(), desc=level(side), unit="run", leave=False, disable=not progress)
-            names += [train(**job, progress=False).record["id"] for job in bar]
+            names += [gl.train(**job, progress=False).record["id"] for job in bar]
     runs = stores.runs(exp.folder)
     return runs[runs.id.isin(names)]
 
@@ -385,26 +373,21 @@ class FactorTable(Report):
     def finding(self, *sources: str) -> CheckedSentences:
         """What the verdicts allow one to say, a sentence a machine; of some sources if they are named."""
         table = self.table[self.table.source.isin(sources)] if sources else self.table
-        same = table.same_bits == table.seeds
-        table = table.assign(said=table.decision.where(~same, SAME))
-        table["name"] = table.factor + table.emulated.map({True: " (emulated)", False: ""})
-        parts: list[tuple[str, Part]] = []
+        table = table.assign(name=table.factor + table.emulated.map({True: " (emulated)", False: ""}))
+        parts: dict[str, Part] = {}
         numbers = []
         for (source, machine, profile), rows in table.groupby(["source", "machine", "profile"], sort=False):
-            where = f"{source.capitalize()} on {machine}"
-            said = []
-            for decision in (SAME, *DECISIONS[::-1]):
-                if len(some := rows.name[rows.said == decision]):
-                    words = WORDS[decision].format(block="seed", seeds=span(rows.seeds), needed="", within="")
-                    said.append(f"{listed(some)}: {words}")
-            parts.append((f"{where}, {SIZES[profile]}", f"{'; '.join(said)}."))
-            moved = []
-            for row in rows[rows.said != SAME].itertuples():
+            where, seeds = f"{source.capitalize()} on {machine}", span(rows.seeds)
+            said, moved = [], []
+            for decision, some in by_decision(rows):
+                words = WORDS[decision].format(block="seed", seeds=seeds, needed="", within="")
+                said.append(f"{listed(some['name'])}: {words}")
+            parts[f"{where}, {SIZES[profile]}"] = f"{'; '.join(said)}."
+            for row in rows[rows.same_bits != rows.seeds].itertuples():
                 interval = f" [{row.low:.1g}, {row.high:.1g}]" if row.low == row.low else ""  # few seeds have none
                 moved.append(f"{row.name} {row.effect:+.1g}{interval}")
-            unit = "in standard deviations between seeds"
-            numbers.append(f"{where}, {span(rows.seeds)} seeds, {unit}: {'; '.join(moved)}.")
-        return CheckedSentences(parts, numbers)
+            numbers.append(f"{where}, {seeds} seeds, in standard deviations between seeds: {'; '.join(moved)}.")
+        return finding(parts, numbers)
 
     def __str__(self) -> str:
         return str(self.finding())
@@ -444,7 +427,7 @@ def factor_table(
     steps = step_rows(here, net, profile, progress)
     options = {"store": store, "options": {} if frames is None else {"frames": frames}}
     runs = trained_levels(here, net, profile, seeds, options, progress)
-    judged = [_judged(steps, runs, here, MADE_HERE, profile, passport())]
+    judged = [_judged(steps, runs, here, MADE_HERE, profile, gl.passport())]
     kept = stores.recorded_runs("factors")
     for record in records.read_measured("factors"):
         if record["network"] == net:
@@ -480,7 +463,7 @@ def _judged(
     for base, options in {level(factor.base): factor.base for factor in chosen}.items():
         levels = [options, *(factor.change for factor in chosen if factor.base == options)]
         compared = pd.concat([_of_level(runs, each) for each in levels], ignore_index=True)
-        verdicts[source, base] = judged = verdict(compared, factor="change", reference=base)
+        verdicts[source, base] = judged = gl.verdict(compared, factor="change", reference=base)
         effect = judged.table[["change", "seeds", "same_bits", "decision"]].assign(base=base)
         in_sd = judged.table[[*IN_SD.values()]].div(judged.between_seeds or math.nan).to_numpy()
         effects.append(effect.assign(**dict(zip(IN_SD, in_sd.T, strict=True))))
@@ -492,7 +475,7 @@ def _judged(
 def recorded_measurements(name: str) -> pd.DataFrame:
     """A table that other machines recorded, of `gpulab.device`: one of `MEASURED`, with the column `machine`."""
     if name not in MEASURED:
-        raise UsageError(f"measurement {name!r}: expected one of {', '.join(MEASURED)}")
+        raise gl.UsageError(f"measurement {name!r}: expected one of {', '.join(MEASURED)}")
     return records.recorded_table("factors", name)
 
 
@@ -507,55 +490,51 @@ def factor_effects(report: FactorTable) -> Picture:
 
     A tick marks what rounding alone does to the gradient. What keeps its bits stands at the left edge.
     """
-    table, names = report.table, []
-    count = table.factor.nunique()
+    tints = report.table.base.str.startswith("cuda").map({True: ON_GPU, False: ON_CPU})
+    table = report.table.assign(recorded=report.table.source == RECORDED, tint=tints)
+    count, names = table.factor.nunique(), []
     figure, (left, right) = style.canvas(2, height=1.9 + 0.55 * count, share_rows=True)
     for place, (factor, rows) in enumerate(table.groupby("factor", sort=False)):
         aside = (np.arange(len(rows)) - (len(rows) - 1) / 2) * min(0.28, 0.8 / len(rows))
+        left.scatter(rows.base_error, place + aside, marker="|", s=50, color=FAINT, zorder=2)
         for height, row in zip(place + aside, rows.itertuples(), strict=True):
-            tint = _tint(row.base)
-            look: Look = {"marker": "^" if row.emulated else "o", "hollow": row.source == RECORDED}
-            left.scatter(row.base_error, height, marker="|", s=50, color=FAINT, zorder=2)
-            style.points(left, max(row.step_moved, SAME_STEP), height, tint, s=26, **look)
-            right.annotate(f" {row.decision}", (1.0, height), fontsize=7, color=tint, **BESIDE)
+            look: Look = {"marker": "^" if row.emulated else "o", "hollow": row.recorded}
+            style.points(left, max(row.step_moved, SAME_STEP), height, row.tint, s=26, **look)
+            right.annotate(f" {row.decision}", (1.0, height), fontsize=7, color=row.tint, **BESIDE)
             judged = report.verdicts[row.source, row.base]
             moved = judged.pairs.difference[judged.pairs.change == row.change].dropna().abs()
             in_sd = np.maximum(moved / (judged.between_seeds or math.nan), SAME_LOSS)
-            style.points(right, in_sd, np.full(len(moved), height), tint, s=14, linewidths=0.9, **look)
+            style.points(right, in_sd, np.full(len(moved), height), row.tint, s=14, linewidths=0.9, **look)
         changed = ", ".join(dict.fromkeys(map(_changed, rows.base, rows.change)))
         names.append(f"{factor}\n{textwrap.fill(changed, 24)}")
         for axes in (left, right) if place % 2 else ():
             axes.axhspan(place - 0.5, place + 0.5, color=FAINT, alpha=0.12, lw=0, zorder=0)
     above: Look = {"va": "center", "fontsize": 8, "annotation_clip": False}
-    for axes, edge in ((left, SAME_STEP), (right, SAME_LOSS)):
-        style.decades(axes.xaxis, 7)
-        power: Any = lambda x, _, edge=edge: "" if x <= edge else style.power_of_ten(round(np.log10(x)))  # noqa: E731
-        axes.xaxis.set_major_formatter(power)
+    for axes, edge, powers, label in (
+        (left, SAME_STEP, range(-9, 2, 2), "change of one step's gradient (relative)"),
+        (right, SAME_LOSS, range(-6, 3, 2), "change of a seed's final loss (sd)"),
+    ):
+        style.decades(axes.xaxis)
+        axes.set_xticks([10.0**power for power in powers])
         axes.annotate("same bits", (edge, -0.7), ha="left", **above)
-        axes.tick_params(axis="both", labelsize=8)
-    left.set_xlim(1e-11, 30)
-    left.set_xlabel("change of one step's gradient (relative)", fontsize=8)
+        axes.set(xlim=(edge / 3, 100), xlabel=label)
     left.set_yticks(range(count), names)
     left.set_ylim(count - 0.4, -0.55)
-    right.set_xlim(SAME_LOSS / 3, 100)
     right.axvline(0.25, color=FAINT, lw=0.9, ls=":")
     right.axvline(1, color=INK, lw=0.9, ls="--")
     right.annotate("margin ", (0.25, -0.7), ha="right", **above)
     right.annotate(" sd between seeds", (1, -0.7), ha="left", **above)
-    right.set_xlabel("change of a seed's final loss (sd)", fontsize=8)
     right.tick_params(axis="y", left=False)
     keys = [style.key("rounding alone: distance of the base from float64", ls="", marker="|", color=FAINT, ms=8)]
-    keys.append(style.point_key("made here", ms=5))
-    if machines := ", ".join(sorted(set(table.machine[table.source == RECORDED]))):
-        keys.append(style.point_key(f"recorded on {machines}", hollow=True, ms=5))
+    keys += style.origin_keys(table, ms=5)
     if table.emulated.any():
         keys.append(style.point_key("emulated", marker="^", ms=5))
-    for kind in sorted(set(table.base.str.partition(":")[0])):
-        label = "changed on a CPU" if kind == "cpu" else "changed on a GPU"
-        keys.append(style.key(label, ls="", marker="s", ms=5, color=_tint(kind)))
+    for kind, tint in (("CPU", ON_CPU), ("GPU", ON_GPU)):
+        if (tints == tint).any():
+            keys.append(style.key(f"changed on a {kind}", ls="", marker="s", ms=5, color=tint))
     decided = ", ".join(f"{n} {decision}" for decision, n in table.decision.value_counts().items())
     headline = f"Each factor alone, effect on the final loss: {decided}"
-    alt = f"For each of {count} factors, how far one step and the final losses move. {headline}."
+    alt = f"For each of {count} factors, how far one step and the final losses move."
     return style.finished(figure, headline, alt, keys, size=7.5)
 
 
@@ -565,7 +544,3 @@ def _changed(base: str, change: str) -> str:
     if before[0] != after[0]:
         return change
     return ", ".join(part for part in after[1:] if part not in before) or f"without {', '.join(before[1:])}"
-
-
-def _tint(base: str) -> str:
-    return ON_GPU if base.startswith("cuda") else ON_CPU

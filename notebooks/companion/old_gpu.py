@@ -11,19 +11,18 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.axes import Axes
 
-from companion.findings import CheckedSentences, Part, listed
+import gpulab as gl
+from companion.findings import CheckedSentences, Part, finding, listed
 from companion.first_windows import FirstWindow
 from gpulab.data.jpeg import available_decoders, decode_jpeg, encode_jpeg
-from gpulab.diagnostics.audits import Audit, audit
+from gpulab.diagnostics.audits import Audit
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, Whitener, covariance
 from gpulab.plots import style
+from gpulab.plots.pictures import in_rows
 from gpulab.plots.style import FAINT, INK, Look
 from gpulab.report import Picture
 from gpulab.search.reproduction import Reproduction
-from gpulab.settings import Setting
-from gpulab.stats.verdicts import verdict
 from gpulab.store import records
 from gpulab.store.listing import history
 
@@ -46,7 +45,7 @@ def covariance_spectrum(
     """
     rows = []
     for setting, seed in itertools.product(settings, seeds):
-        parsed, step = Setting.parse(setting), FirstWindow("whitener", seed=seed, profile=profile)
+        parsed, step = gl.Setting.parse(setting), FirstWindow("whitener", seed=seed, profile=profile)
         net = step.plan.model
         assert isinstance(net, Whitener)
         images = torch.from_numpy(step.frames[: net.batch_size]).float().div(255)
@@ -70,7 +69,7 @@ def recorded_prices() -> pd.DataFrame:
 def recorded_cards_audit() -> Audit:
     """The audit of the whitener's first step on an H200, in float32 against TF32, from the recorded traces."""
     folder = records.recorded_folder("traces")
-    return audit(folder / "whitener-cuda-tf32-off.trace", folder / "whitener-cuda-tf32-on.trace")
+    return gl.audit(folder / "whitener-cuda-tf32-off.trace", folder / "whitener-cuda-tf32-on.trace")
 
 
 def cards_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -96,36 +95,36 @@ def cards_finding(
         where = f"recorded on {row.machine}" if row.recorded else "here"
         became.append(f"{row.diverged} of {row.seeds} seeds under {row.setting}, {where}.")
     first = report.findings[0]
-    blamed = f"The audit blames {first.operation} ({first.phase}), {first.kind}, at {first.line}."
     named = runs[runs.recorded].assign(way=lambda frame: frame.covariance + " under " + frame.setting)
     cured = named[(named.way == USUAL) | ((named.setting == "cuda:tf32=on") & (named.covariance != "one-pass"))]
-    verdicts = [verdict(cured, factor="way", margin=margin, reference=USUAL) for margin in MARGINS]
+    verdicts = [gl.verdict(cured, factor="way", margin=margin, reference=USUAL) for margin in MARGINS]
     cures = []
     for row in verdicts[0].table.itertuples():
         within = listed(f"{judged.decisions[row.way]} within {judged.margin}" for judged in verdicts)
         cures.append(f"{row.way}: {row.diverged} of {row.seeds} seeds became NaN; {within}.")
-    parts: list[tuple[str, Part]] = [
-        ("One-pass covariance became NaN", became),
-        ("The operation", blamed),
-        (f"The cures, against {USUAL}", cures),
-    ]
+    parts: dict[str, Part] = {
+        "One-pass covariance became NaN": became,
+        "The operation": f"The audit blames {first.operation} ({first.phase}), {first.kind}, at {first.line}.",
+        f"The cures, against {USUAL}": cures,
+    }
     for machine, rows in recorded_prices().groupby("machine"):
         ms = rows.set_index(["setting", "covariance"]).ms
-        text = (
+        parts[f"The price, on {machine}"] = (
             f"A step of a large one takes {ms['cuda:tf32=off', 'one-pass']:.1f} ms in float32; in TF32 "
             f"{ms['cuda:tf32=on', 'centred']:.1f} ms centred, and {ms['cuda:tf32=on', 'float32']:.1f} ms with the one "
             "product kept in float32."
         )
-        parts.append((f"The price, on {machine}", text))
-    parts.append((f"The old losses, within {reproduction.margin_asked}", [*_outcomes(reproduction)]))
+    parts[f"The old losses, within {reproduction.margin_asked}"] = [*_outcomes(reproduction)]
     whole = (conversions.returned == 256).mean()
-    bytes_read = [f"All 256 return as they were in {whole:.0%} of the ways, formats and devices tried."]
     divided = conversions.query("machine != 'here' and way == 'x / 255' and format == 'float32'")
-    for row in divided.itertuples():
-        same = f"{row.as_division} of 256 have the bits of a division on this CPU"
-        bytes_read.append(f"x / 255 on {row.machine}: {same}.")
-    parts.append(("Bytes of an image", bytes_read))
-    return CheckedSentences(parts, [line for judged in verdicts for line in str(judged).splitlines()])
+    parts["Bytes of an image"] = [
+        f"All 256 return as they were in {whole:.0%} of the ways, formats and devices tried.",
+        *(
+            f"x / 255 on {row.machine}: {row.as_division} of 256 have the bits of a division on this CPU."
+            for row in divided.itertuples()
+        ),
+    ]
+    return finding(parts, [line for judged in verdicts for line in str(judged).splitlines()])
 
 
 def _outcomes(reproduction: Reproduction) -> Iterator[str]:
@@ -150,12 +149,22 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
     figure, panels = style.canvas(2, height=3.9, share_rows=True)
     counts = []
     for axes, frame, name in zip(panels, (old, new), ("old card", "new card"), strict=True):
-        lost = frame[frame.status == "diverged"]
-        counts.append(f"{len(lost)} of {len(frame)}")
+        counts.append(f"{(frame.status == 'diverged').sum()} of {len(frame)}")
+        across = axes.get_xaxis_transform()
         for row, (setting, runs) in enumerate(frame.groupby("setting", sort=False)):
-            _draw_runs(axes, str(setting), runs, 0.92 - 0.1 * row)
-        axes.set_title(f"{name}: {counts[-1]} runs became NaN", fontsize=9)
-        axes.set(xscale="log", xlabel="updates")
+            recorded, emulated, tint = runs.recorded.any(), gl.Setting.parse(setting).emulated, style.colour(setting)
+            where = f"recorded on {runs.machine.iloc[0]}" if recorded else "emulated here" if emulated else "here"
+            line: Look = {"color": tint, "lw": 0.6 if recorded else 1.0, "ls": style.dashes(setting), "alpha": 0.7}
+            losses = history(runs)
+            style.run_lines(
+                axes, losses[np.isfinite(losses.loss)], "step", "loss", ["setting", "id"], {setting: tint}, **line
+            )
+            axes.plot([], [], label=f"{setting}, {where}", **line)
+            for update, count in runs.diverged_at[runs.status == "diverged"].astype(float).value_counts().items():
+                axes.vlines(update, 0.88 - 0.1 * row, 0.92 - 0.1 * row, color=tint, lw=1.2, transform=across)
+                many = f"{count}" if count > 1 else ""
+                axes.annotate(many, (update, 0.93 - 0.1 * row), xycoords=across, ha="center", fontsize=7)
+        axes.set(title=f"{name}: {counts[-1]} runs became NaN", xscale="log", xlabel="updates")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.margins(y=0.3)
         style.loss_scale(axes)
@@ -166,33 +175,12 @@ def divergence(old: pd.DataFrame, new: pd.DataFrame) -> Picture:
     if (new.status == "diverged").any():
         ticks = "a tick: at this update\na run became NaN\n(or so many)"
         panels[1].annotate(ticks, (0.99, 0.68), xycoords="axes fraction", ha="right", va="center", fontsize=7)
-    panels[0].set_ylabel(style.metric_label("loss", new.experiment), fontsize=9)
+    panels[0].set_ylabel(style.metric_label("loss", new.experiment))
     alt = (
         f"Loss against updates, a line for each run. Of the old card's runs {counts[0]} became NaN, of the new "
         f"card's {counts[1]}, each marked by a tick at the update where it did."
     )
     return style.finished(figure, "One network, one seed after another, on two cards' arithmetic", alt)
-
-
-def _draw_runs(axes: Axes, setting: str, runs: pd.DataFrame, height: float) -> None:
-    """The runs of one setting, and at a height a tick at each update where one became NaN, with how many if several."""
-    recorded, emulated = bool(runs.recorded.iloc[0]), Setting.parse(setting).emulated
-    line: Look = {
-        "color": style.colour(setting),
-        "lw": 0.6 if recorded else 1.0,
-        "ls": style.dashes(setting),
-        "alpha": 0.7,
-    }
-    for _, run in history(runs).groupby("id"):
-        finite = run[np.isfinite(run.loss)]
-        axes.plot(finite.step, finite.loss, **line)
-    where = f"recorded on {runs.machine.iloc[0]}" if recorded else "emulated here" if emulated else "here"
-    axes.plot([], [], label=f"{setting}, {where}", **line)
-    across = axes.get_xaxis_transform()
-    for update, count in runs.diverged_at[runs.status == "diverged"].astype(float).value_counts().items():
-        axes.vlines(update, height - 0.04, height, color=style.colour(setting), lw=1.2, transform=across)
-        many = f"{count}" if count > 1 else ""
-        axes.annotate(many, (update, height + 0.01), xycoords=across, ha="center", fontsize=7)
 
 
 def spectrum(frame: pd.DataFrame) -> Picture:
@@ -205,13 +193,12 @@ def spectrum(frame: pd.DataFrame) -> Picture:
     worst = smallest.idxmin()[2]
     names = []
     for place, ((setting, way), rows) in enumerate(frame.groupby(["setting", "covariance"], sort=False)):
-        emulated = Setting.parse(setting).emulated
+        emulated = gl.Setting.parse(setting).emulated
         tint = WAY_COLOURS[way] if emulated else INK
         names.append(f"{way}\n{'emulated' if emulated else 'float32'}")
         one, low = rows[rows.seed == worst], smallest[setting, way]
         left.plot(one["rank"], one.eigenvalue, ls=style.dashes(setting), lw=1.2, color=tint, label=f"{way}, {setting}")
-        aside = np.linspace(-0.2, 0.2, len(low)) if len(low) > 1 else np.zeros(1)
-        right.scatter(place + aside, low, s=20, color=tint, zorder=3)
+        style.points(right, place + style.spread(len(low), 0.2), low, tint, s=20)
     for axes in (left, right):
         axes.axhline(-EPSILON, color=INK, lw=0.9, ls=":")
         axes.axhline(0, color=FAINT, lw=0.8)
@@ -232,16 +219,15 @@ def spectrum(frame: pd.DataFrame) -> Picture:
 
 def prices(frame: pd.DataFrame) -> Picture:
     """The time of a step in float32, and in TF32 with either cure, from `companion.recorded_prices`."""
-    figure, (axes,) = style.canvas(1, height=1.2 + 0.45 * len(frame))
     slowest = frame.ms.max()
-    beside: Look = {"xytext": (9, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
-    for place, row in enumerate(frame.itertuples()):
-        axes.plot([row.ms_low, row.ms_high], [place, place], color=INK, lw=2, zorder=2)
-        style.points(axes, row.ms, place, style.colour(row.setting), hollow=True, s=42, linewidths=1.6)
-        axes.annotate(f"{row.ms:.1f} ms, {slowest / row.ms:.2f}×", (row.ms, place), **beside)
-    axes.set_yticks(range(len(frame)), frame.setting + ", " + frame.covariance, fontsize=8)
-    axes.set(xlim=(0, 1.25 * slowest), ylim=(len(frame) - 0.5, -0.5))
-    axes.set_xlabel(f"milliseconds a step (median and quartiles), batches of {frame.batch_size.iloc[0]:,} images")
+    rows = [
+        style.Row(f"{setting}, {way}", [ms], style.colour(setting), True, f"{ms:.1f} ms, {slowest / ms:.2f}×")
+        for setting, way, ms in frame[["setting", "covariance", "ms"]].itertuples(index=False)
+    ]
+    label = f"milliseconds a step (median and quartiles), batches of {frame.batch_size.iloc[0]:,} images"
+    figure, axes = style.rows_of_points(rows, label, reference=slowest)
+    axes.hlines(range(len(frame)), frame.ms_low, frame.ms_high, color=INK, lw=2, zorder=2)
+    axes.set_xlim(0)
     machines = ", ".join(sorted(frame.machine.unique()))
     times = slowest / frame[frame.ms < slowest].ms
     headline = f"{times.min():.2g} to {times.max():.2g} times as fast as the slowest" if len(times) else "One way alone"
@@ -253,15 +239,12 @@ def decoded(frame: np.ndarray) -> Picture:
     """A frame (3, H, W) of bytes as each decoder makes it of the same JPEG file, and how far it is from the first."""
     names = available_decoders()
     file = encode_jpeg(frame)
-    pictures = [decode_jpeg(file, name) for name in names]
-    differences = [np.abs(picture.astype(int) - pictures[0]) for picture in pictures]
-    largest = max(1, *(difference.max() for difference in differences))
-    height, width = frame.shape[1:]
-    figure, places = style.grid(2, len(names), height=2 * 7.2 / len(names) * height / width + 0.8)
-    for (above, below), name, picture, apart in zip(places.T, names, pictures, differences, strict=True):
-        above.imshow(picture.transpose(1, 2, 0), interpolation="nearest")
-        above.set_title(name, fontsize=8)
-        below.imshow(apart.max(0), cmap="magma", vmin=0, vmax=largest, interpolation="nearest")
-        below.set_title(f"{(apart > 0).mean():.0%} of the values differ, by up to {apart.max()}", fontsize=8)
+    pictures = torch.from_numpy(np.stack([decode_jpeg(file, name) for name in names])).float() / 255
+    apart = (pictures - pictures[0]).abs()
+    titles = [
+        f"{name}\n{(off > 0).float().mean():.0%} differ, by up to {255 * off.max():.0f} of 255"
+        for name, off in zip(names, apart, strict=True)
+    ]
+    rows = {"decoded": pictures, "difference": apart.amax(1, keepdim=True) / apart.max().clamp(min=1 / 255)}
     headline = f"One JPEG file, {len(names)} decoders; below, the difference from {names[0]}'s pixels"
-    return style.finished(figure, headline, f"A frame decoded by {', '.join(names)}, and the differences between them.")
+    return in_rows(rows, titles, headline)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
 
-from companion.findings import SIZES, CheckedSentences, in_words, listed
-from gpulab.errors import UsageError
-from gpulab.stats.verdicts import p_text, verdict
+import gpulab as gl
+from companion.findings import SIZES, CheckedSentences, Part, finding, in_words, listed
+from gpulab.stats.verdicts import p_text
 
-Parts: TypeAlias = "list[tuple[str, str | list[str]]]"  # of a finding, by heading
 SHUFFLES = 9999
 FEWEST = 5  # seeds: four have 24 orders, too few to show a correlation at 5 %
 COMPARED = {"index_fraction": "share of ways down", "smallest": "steepest way down"}
@@ -28,23 +26,32 @@ def saddle_finding(escapes: pd.DataFrame | None = None, curvature: pd.DataFrame 
     'Loss and share of ways down'
     """
     if escapes is None and curvature is None:
-        raise UsageError("saddle_finding: expected escapes, curvature, or both")
-    parts: Parts = []
+        raise gl.UsageError("saddle_finding: expected escapes, curvature, or both")
+    parts: list[tuple[str, Part]] = []
     numbers: list[str] = []
     if escapes is not None:
         _say_escapes(escapes, parts, numbers)
     if curvature is not None:
         _say_curvature(curvature, parts, numbers)
-    return CheckedSentences([(heading, said) for heading, said in parts if said], numbers)
+    return finding(parts, numbers)
 
 
-def _say_escapes(table: pd.DataFrame, parts: Parts, numbers: list[str]) -> None:
+def _say_escapes(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: list[str]) -> None:
     whole, master = table.batch_size == 0, table.master_weights.astype(bool)
     unmoved = whole & (table.perturbation == 0)
     alone = table[unmoved & ~master]
     here = alone[~alone.recorded.astype(bool)]
     parts.append(("What leaves a saddle", _deciding(here if len(here) else alone)))
-    parts.append(("When", [*_criterion(alone[alone.step_ratio.notna()])]))
+    known = alone[alone.step_ratio.notna()]
+    if len(known):
+        above = known.step_ratio > 1
+        wrong = known.step_ratio[known.left != above]
+        near = f" The exceptions are within a factor of {np.maximum(wrong, 1 / wrong).max():.1f} of it."
+        said = (
+            f"Where the optimiser's step is above half a last place of the weights, {_left(known[above])} left; "
+            f"where it is below, {_left(known[~above])}.{near if len(wrong) else ''}"
+        )
+        parts.append(("When", said))
     parts.append(("How rough the law of an adaptive optimiser is", [*_law(table[unmoved])]))
     for (_, optimizer), rows in alone.groupby(["recorded", "optimizer"], sort=False):
         stayed = [f"{setting} at {_rates(some)}" for setting, some in rows[~rows.left].groupby("setting", sort=False)]
@@ -54,8 +61,9 @@ def _say_escapes(table: pd.DataFrame, parts: Parts, numbers: list[str]) -> None:
     freed = table[master & whole].merge(alone.loc[~alone.left, kind].drop_duplicates())
     if len(freed):
         so = ": what is rounded away is the update" if freed.left.all() else ""
-        text = f"With the same gradients, but weights in float64, {_left(freed)} leave after all{so}."
-        parts.append(("Why they stay", text))
+        parts.append(
+            ("Why they stay", f"With the same gradients, but weights in float64, {_left(freed)} leave after all{so}.")
+        )
     for (_, setting, optimizer, _), rows in freed.groupby(kind):
         numbers.append(
             f"With the gradients of {setting}, but weights in float64, {optimizer} leaves where it stayed "
@@ -89,18 +97,6 @@ def _deciding(alone: pd.DataFrame) -> list[str]:
     return said + held
 
 
-def _criterion(known: pd.DataFrame) -> Iterator[str]:
-    """Whether those left whose steps, `step_ratio`, are not rounded away."""
-    if len(known):
-        above = known.step_ratio > 1
-        wrong = known.step_ratio[known.left != above]
-        near = f" The exceptions are within a factor of {np.maximum(wrong, 1 / wrong).max():.1f} of it."
-        yield (
-            f"Where the optimiser's step is above half a last place of the weights, {_left(known[above])} left; "
-            f"where it is below, {_left(known[~above])}.{near if len(wrong) else ''}"
-        )
-
-
 def _law(table: pd.DataFrame) -> Iterator[str]:
     """How many times as many steps as its law expects an optimiser took that divides a gradient by its size."""
     adaptive = table[table.left & table.optimizer.isin(["adam", "rmsprop"]) & (table.expected > 1)]
@@ -114,7 +110,7 @@ def _law(table: pd.DataFrame) -> Iterator[str]:
         )
 
 
-def _say_batches(table: pd.DataFrame, parts: Parts, numbers: list[str]) -> None:
+def _say_batches(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: list[str]) -> None:
     """What the same minibatches do in different arithmetic: the article's explanation."""
     stuck = [setting for setting, rows in table.groupby("setting", sort=False) if not rows.left.any()]
     steps = table.pivot_table(index=["batch_size", "seed"], columns="setting", values="steps").dropna()
@@ -155,8 +151,8 @@ def _late(rows: pd.DataFrame) -> str:
     return f", after {(left.steps / left.expected).median():.2f} times the expected steps (median)" if len(left) else ""
 
 
-def _say_curvature(frame: pd.DataFrame, parts: Parts, numbers: list[str]) -> None:
-    correlations = []
+def _say_curvature(frame: pd.DataFrame, parts: list[tuple[str, Part]], numbers: list[str]) -> None:
+    correlations: list[str] = []
     for (network, size, recorded), rows in frame.groupby(["experiment", "profile", "recorded"], sort=False):
         where = f"{network}, {SIZES[size]} ({MADE[recorded]})"
         known = rows.dropna(subset=["loss", "index_fraction"])
@@ -170,32 +166,21 @@ def _say_curvature(frame: pd.DataFrame, parts: Parts, numbers: list[str]) -> Non
         for (network, size), rows in frame.groupby(["experiment", "profile"], sort=False):
             ended = rows[rows.final].drop_duplicates(["setting", "seed"])
             if ended.setting.nunique() > 1:
-                judged = verdict(ended, metric=metric)
+                judged = gl.verdict(ended, metric=metric)
                 said += [f"{network}, {SIZES[size]}: {sentence}" for sentence in in_words(judged)]
                 numbers += [f"{network}, {SIZES[size]}, {name}:", *str(judged).splitlines()]
         parts.append((f"{name.capitalize()}, at the end of training", said))
 
 
 def _correlation(rows: pd.DataFrame) -> str:
-    """The rank correlation of loss and share, over all snapshots and at a fixed step.
+    """The rank correlation of loss and share, over all snapshots and at a fixed step, with its p by exchanging seeds.
 
     Both fall in a training, so that snapshots of many steps correlate whatever the share has to do with the loss.
     """
     every = rows.loss.corr(rows.index_fraction, method="spearman", min_periods=3)
     trainings = rows.groupby(["setting", "seed"]).ngroups
     said = f"rank correlation {every:+.2f} over {len(rows)} snapshots of {trainings} trainings."
-    seeds, r, p = _at_a_step(rows)
-    if seeds < FEWEST:
-        return f"{said} At a fixed step {seeds} seeds say nothing: it may be training time alone."
-    found = "shown, so it is not training time alone" if p <= 0.05 else "not shown, so training time may be all of it"
-    return f"{said} At a fixed step, over {seeds} seeds, {r:+.2f} on average (p = {p_text(p)}): {found}."
-
-
-def _at_a_step(rows: pd.DataFrame) -> tuple[int, float, float]:
-    """How many seeds, their rank correlation at a step (the mean over steps), and its p by exchanging seeds.
-
-    What settings made of one seed is averaged: they are no replications.
-    """
+    # What settings made of one seed is averaged: they are no replications.
     table = rows.pivot_table(index="step", columns="seed", values=["loss", "index_fraction"]).dropna(axis=1)
     scores = []
     for name in ("loss", "index_fraction"):
@@ -203,7 +188,12 @@ def _at_a_step(rows: pd.DataFrame) -> tuple[int, float, float]:
         centred = ranks.sub(ranks.mean(axis=1), axis=0)
         scores.append(centred.div(np.sqrt((centred**2).sum(axis=1)), axis=0).fillna(0.0).to_numpy())
     products = scores[0].T @ scores[1] / len(table)
-    places = np.arange(len(products))
+    seeds, r = len(products), products.trace()
+    if seeds < FEWEST:
+        return f"{said} At a fixed step {seeds} seeds say nothing: it may be training time alone."
+    places = np.arange(seeds)
     shuffled = np.random.default_rng(0).permuted(np.tile(places, (SHUFFLES, 1)), axis=1)
-    r, by_luck = products.trace(), products[shuffled, places].sum(axis=1)
-    return len(products), r, (1 + (abs(by_luck) >= abs(r) - 1e-12).sum()) / (1 + SHUFFLES)
+    by_luck = products[shuffled, places].sum(axis=1)
+    p = (1 + (abs(by_luck) >= abs(r) - 1e-12).sum()) / (1 + SHUFFLES)
+    found = "shown, so it is not training time alone" if p <= 0.05 else "not shown, so training time may be all of it"
+    return f"{said} At a fixed step, over {seeds} seeds, {r:+.2f} on average (p = {p_text(p)}): {found}."

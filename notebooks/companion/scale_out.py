@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -14,20 +15,16 @@ import numpy as np
 import pandas as pd
 import torch
 
+import gpulab as gl
 from companion.findings import span
 from gpulab.data.base import Window
-from gpulab.data.datasets import load
 from gpulab.data.feed import Loader
-from gpulab.diagnostics.guards import guard
-from gpulab.errors import OverwrittenError, UsageError
 from gpulab.models import Autoencoder
-from gpulab.passports import passport
 from gpulab.plots import style
-from gpulab.plots.style import FAINT, INK, Look
+from gpulab.plots.style import FAINT, INK
 from gpulab.progress import Progress
 from gpulab.report import Picture
-from gpulab.settings import Setting
-from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.stats.verdicts import Verdict
 from gpulab.store import records
 from gpulab.training import loop, parallel
 from gpulab.training.adam import Adam
@@ -38,7 +35,6 @@ from gpulab.training.engines import Engines
 from gpulab.training.loop import Plain
 from gpulab.training.model_parallel import begin_split, memory_per_part
 from gpulab.training.plan import TRAINING_FILES, plan_run
-from gpulab.training.request import train
 from gpulab.training.run import set_up, train_to_the_end
 
 PARTS = ("training/parallel.py", "training/plan.py", *TRAINING_FILES, "models", "data")  # on which `times` depends
@@ -86,14 +82,14 @@ def same_end(devices: Iterable[int] = (2,), setting: str = "cpu", **options: Any
     for precision in ("float32", "float64"):
         under = f"{setting}{',' if ':' in setting else ':'}precision={precision}"
         given: dict[str, Any] = {**usual, "profile": "smoke", "setting": under, "progress": False, **options}
-        alone = train(**given)
+        alone = gl.train(**given)
         for count in devices:
-            run = train(**given, devices=count)
-            pairs = zip(run.model.state_dict().values(), alone.model.state_dict().values(), strict=True)
+            run = gl.train(**given, devices=count)
+            pairs = zip(run.model.parameters(), alone.model.parameters(), strict=True)
+            weights = max((one - other).abs().max().item() for one, other in pairs)
             row = {"network": given["net"], "setting": setting, "precision": precision, "devices": count}
-            row["weights"] = max((one - other).abs().max().item() for one, other in pairs)
-            row |= {name: abs(getattr(run, name) - getattr(alone, name)) for name in ("final_loss", "heldout_loss")}
-            rows.append(row)
+            losses = {name: abs(getattr(run, name) - getattr(alone, name)) for name in ("final_loss", "heldout_loss")}
+            rows.append({**row, "weights": weights, **losses})
     return _here(pd.DataFrame(rows), setting)
 
 
@@ -115,23 +111,21 @@ def scaling_table(
     over the first number of devices, and that over the `ideal`, `efficiency`; `setting`, `machine`, `recorded`.
     """
     if unknown := set(sizes) - SIZES.keys():
-        raise UsageError(f"sizes {', '.join(sorted(unknown))}: expected some of {', '.join(SIZES)}")
+        raise gl.UsageError(f"sizes {', '.join(sorted(unknown))}: expected some of {', '.join(SIZES)}")
     rows = []
     for count in Progress(list(devices), leave=False, disable=not progress):
         with parallel.Processes(setting, count) as processes:
             for size in sizes:
                 strong = _mean_times(processes, setting, size, batch_size, frames, updates)
-                weak = strong
-                if count > 1:
-                    weak = _mean_times(processes, setting, size, batch_size * count, frames, updates)
+                larger = batch_size * count
+                weak = _mean_times(processes, setting, size, larger, frames, updates) if count > 1 else strong
                 rows += [{"scaling": "strong", **strong}, {"scaling": "weak", **weak}]
     table = pd.DataFrame(rows).sort_values(["scaling", "size", "devices"], kind="stable", ignore_index=True)
     table["frames_per_second"] = table.batch * frames / table.seconds
-    alone = table.groupby(["scaling", "size"])[["frames_per_second", "devices"]].transform("first")
-    table["speedup"] = table.frames_per_second / alone.frames_per_second
-    table["ideal"] = table.devices / alone.devices
-    table["efficiency"] = table.speedup / table.ideal
-    return _here(table.assign(setting=setting), setting)
+    kinds = table.groupby(["scaling", "size"])
+    table["speedup"] = table.frames_per_second / kinds.frames_per_second.transform("first")
+    table["ideal"] = table.devices / kinds.devices.transform("first")
+    return _here(table.assign(efficiency=table.speedup / table.ideal, setting=setting), setting)
 
 
 def _mean_times(
@@ -139,16 +133,16 @@ def _mean_times(
 ) -> dict[str, Any]:
     """What `times` finds, the mean of the devices, and for what."""
     channels, frame = SIZES[size]
-    what: dict[str, Any] = {"net": "prednet", "profile": "smoke", "window": batch * frames}
-    what["model_options"] = {"channels": channels, "size": frame, "batch_size": batch}
-    what |= {"data_options": {"size": frame}, "frames": 2 * batch * frames}
+    model = {"channels": channels, "size": frame, "batch_size": batch}
+    length = {"window": batch * frames, "frames": 2 * batch * frames}
+    what = {"net": "prednet", "profile": "smoke", "model_options": model, "data_options": {"size": frame}, **length}
     job = {"net": "companion.scale_out:times", "setting": setting, "seed": 0}
     answers = processes.do(job | {"model_options": {"task": json.dumps(what), "updates": updates}})
     mean = pd.DataFrame(answers).rename(columns={"update": "seconds"})[TIMES].mean()
     return {"size": size, "devices": len(answers), "batch": batch, **mean}
 
 
-def times(seed: int, setting: Setting, task: str = "{}", updates: int = 10) -> dict[str, float]:
+def times(seed: int, setting: gl.Setting, task: str = "{}", updates: int = 10) -> dict[str, float]:
     """Seconds of an update in one of the processes of `scaling_table`, which calls it."""
     size = int(os.environ["WORLD_SIZE"])
     with parallel.join(setting, size) as group:
@@ -190,7 +184,7 @@ def atlas_plan(price: float) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
     to do; and in sentences, where its assumptions end.
     """
     if not price > 0:
-        raise UsageError(f"price={price}: expected more than 0")
+        raise gl.UsageError(f"price={price}: expected more than 0")
     (document,) = records.read_measured("atlas_plan")
     plan = pd.DataFrame(document["plan"])
     for guess in ("low", "high"):
@@ -200,7 +194,7 @@ def atlas_plan(price: float) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
 
 def _here(frame: pd.DataFrame, setting: str) -> pd.DataFrame:
     """With this machine's name, and that it was not recorded."""
-    return frame.assign(machine=records.machine(passport(), Setting.parse(setting).kind), recorded=False)
+    return frame.assign(machine=records.machine(gl.passport(), gl.Setting.parse(setting).kind), recorded=False)
 
 
 # --- lock-free -------------------------------------------------------------------------------------------
@@ -214,7 +208,7 @@ def descent_runs(
     `options` are those of `gpulab.training.descend`. Its `summary` and its `history`, with `way` and `seed`.
     """
     summaries, histories = [], []
-    jobs = [(seed, name) for seed in seeds for name in ways]  # the ways take turns
+    jobs = [*itertools.product(seeds, ways)]  # the ways take turns
     with parallel.Processes("cpu:threads=1", options.setdefault("workers", 2)) as processes:
         for seed, name in Progress(jobs, leave=False, disable=not progress):
             descent = descend(seed=seed, processes=processes, **{**ways[name], **options})
@@ -226,7 +220,7 @@ def descent_runs(
 def descent_verdict(summaries: pd.DataFrame, metric: str = "heldout_loss") -> Verdict:
     """Whether a way ends elsewhere than synchronous descent, over the seeds: also of `updates_per_second`."""
     frame = summaries[["way", "seed", metric]]
-    return verdict(frame, metric, factor="way", block="seed", reference="synchronous")
+    return gl.verdict(frame, metric, factor="way", block="seed", reference="synchronous")
 
 
 def descent_curves(histories: pd.DataFrame, pieces: int = 20) -> pd.DataFrame:
@@ -235,9 +229,9 @@ def descent_curves(histories: pd.DataFrame, pieces: int = 20) -> pd.DataFrame:
     A row for each way and piece: `step` (updates so far) and `seconds` at its middle, and `loss`, means over the seeds.
     """
     ordered = histories.sort_values("seconds")
-    step = ordered.groupby(["way", "seed"]).cumcount()
-    length = ordered.groupby(["way", "seed"]).seconds.transform("size")
-    ordered = ordered.assign(step=step, piece=step * pieces // length)
+    runs = ordered.groupby(["way", "seed"])
+    step = runs.cumcount()
+    ordered = ordered.assign(step=step, piece=step * pieces // runs.seconds.transform("size"))
     return ordered.groupby(["way", "piece"])[["step", "seconds", "loss"]].mean().reset_index()
 
 
@@ -250,11 +244,11 @@ def what_the_guard_says() -> str:
         for parameter, view in zip(model.parameters(), mine.views(model), strict=True):
             parameter.data = view
         try:
-            with guard():
+            with gl.guard():
                 loss, _, _ = model.training_loss(images, None)
                 theirs.add(torch.full((len(theirs.pairs),), 1e-3))
                 loss.backward()
-        except OverwrittenError as error:
+        except gl.OverwrittenError as error:
             return str(error)
     return "nothing"
 
@@ -270,10 +264,9 @@ def parts_table(devices: Sequence[str] = ("cpu", "cpu"), frames: int = 40) -> pd
     """
     rows = []
     for name in ("autoencoder", "prednet"):
-        given: dict[str, Any] = {"frames": frames, "fast": False, "profile": "smoke", "setting": devices[0]}
         losses = []
         for split in (False, True):
-            plan = plan_run(name, **given)
+            plan = plan_run(name, frames=frames, fast=False, profile="smoke", setting=devices[0])
             plan.draw_weights()
             training = set_up(plan)
             engine = Plain(training, Loader("window", plan.setting))
@@ -281,13 +274,12 @@ def parts_table(devices: Sequence[str] = ("cpu", "cpu"), frames: int = 40) -> pd
                 training, engine = begin_split(plan, devices)
             train_to_the_end(plan, training, engine)
             losses.append(sum(note.loss for note in training.history) / len(training.history))
-        whole, apart = losses
-        window = next(plan.data.windows(plan.window)).frames
-        batch: Any = next(iter(engine.batches(window)))
+        common = {"network": name, "whole": losses[0], "parts": losses[1]}
+        batch: Any = next(iter(engine.batches(next(plan.data.windows(plan.window)).frames)))
         kept = memory_per_part(training.model, batch, len(devices))
         for number, (device, part) in enumerate(zip(devices, kept, strict=True)):
             mib = {kind: size / 2**20 for kind, size in part.items()}
-            rows.append({"network": name, "part": number, "device": device, "whole": whole, "parts": apart, **mib})
+            rows.append({"network": name, "part": number, "device": device, **common, **mib})
     return _here(pd.DataFrame(rows), devices[0])
 
 
@@ -310,7 +302,7 @@ def large_batches(
     and `noise_target`: the simple noise scale of the fresh network, and of the one that the largest batch brought to
     the target.
     """
-    data, tables, found = load("digits", size=(28, 28)), [], []
+    data, tables, found = gl.load("digits", size=(28, 28)), [], []
     for seed in seeds:
         model = Autoencoder((32,))
         model.draw_weights(torch.Generator().manual_seed(seed))
@@ -318,19 +310,19 @@ def large_batches(
         best = table.sort_values("steps").drop_duplicates("batch_size").sort_values("batch_size", ignore_index=True)
         reached = best.dropna(subset="steps")
         least, critical = fit_law(reached.batch_size.tolist(), reached.steps.tolist())
+        best["law"] = least * (1 + critical / best.batch_size)
         examples = torch.from_numpy(next(data.windows(1024, seed + 1)).frames).float() / 255
-        row: dict[str, Any] = {"seed": seed, "least_steps": least, "critical_batch": critical}
-        row["law_off"] = (least * (1 + critical / reached.batch_size) / reached.steps - 1).abs().max()
-        row["noise_begin"] = noise_scale(model, examples, 16).scale
+        noise_begin = noise_scale(model, examples, 16).scale
         last = reached.iloc[-1]
         optimizer = Adam([*model.parameters()], last.learning_rate)
         for _, window in zip(range(int(last.steps)), data.windows(int(last.batch_size), seed), strict=False):
             optimizer.zero_grad()
             model.training_loss(torch.from_numpy(window.frames).float() / 255, None)[0].backward()
             optimizer.step()
-        row["noise_target"] = noise_scale(model, examples, 16).scale
-        tables.append(best.assign(seed=seed, law=least * (1 + critical / best.batch_size)).drop(columns="best"))
-        found.append(row)
+        row = {"seed": seed, "least_steps": least, "critical_batch": critical}
+        row |= {"law_off": (best.law / best.steps - 1).abs().max(), "noise_begin": noise_begin}
+        found.append(row | {"noise_target": noise_scale(model, examples, 16).scale})
+        tables.append(best.assign(seed=seed).drop(columns="best"))
     return pd.concat(tables, ignore_index=True), pd.DataFrame(found)
 
 
@@ -358,25 +350,22 @@ def scaling_lines(frame: pd.DataFrame) -> Picture:
     """How many times as much several devices do, against the ideal line: strong scaling beside weak."""
     figure, panels = style.canvas(2, height=4.0, share_rows=True)
     most = int(frame.devices.max())
-    low = min(1.0, frame.speedup.min())
+    ticks = sorted({1, *frame.devices})
+    where = frame.machine + frame.recorded.map({True: " (recorded)", False: ", here"})
+    name = "PredNet " + frame["size"] + ", " + frame.setting + ", " + where
+    frame = frame.assign(name=name, marker=frame["size"].map(MARKERS))
     titles = {"strong": "strong: one batch, divided", "weak": "weak: a batch for each"}
     for axes, (scaling, title) in zip(panels, titles.items(), strict=True):
-        for (recorded, machine, setting, size), rows in frame[frame.scaling == scaling].groupby(PLACE, sort=False):
-            where = f"{machine}{' (recorded)' if recorded else ', here'}"
-            label = f"PredNet {size}, {setting}, {where}"
-            style.setting_line(axes, rows.devices, rows.speedup, setting, label, recorded, MARKERS[size])
+        style.named_lines(axes, frame[frame.scaling == scaling], "devices", "speedup")
         axes.plot([1, most], [1, most], color=FAINT, lw=1, ls="--", zorder=1, label="ideal")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
-        ticks = sorted({1, *frame.devices})
         axes.set_xticks(ticks, map(str, ticks))
-        axes.set_xlabel("devices")
-        axes.set_title(title, fontsize=9)
+        axes.set(title=title, xlabel="devices")
     panels[0].yaxis.set_major_formatter("{x:g}")
-    panels[0].set_ylim(0.85 * low, 1.15 * most)
-    panels[0].set_ylabel("speedup over one device")
-    headline = f"{most} devices do {_span(frame[frame.devices == most].speedup, '.2f')} times what one does"
-    alt = f"Speedup against the number of devices, strong and weak scaling, beside the ideal line. {headline}."
+    panels[0].set(ylim=(0.85 * min(1.0, frame.speedup.min()), 1.15 * most), ylabel="speedup over one device")
+    headline = f"{most} devices do {span(frame[frame.devices == most].speedup, '.2f')} times what one does"
+    alt = "Speedup against the number of devices, strong and weak scaling, beside the ideal line."
     keys, _ = panels[0].get_legend_handles_labels()
     return style.finished(figure, headline, alt, keys, columns=1 if len(keys) < 5 else 2, size=7.5)
 
@@ -385,15 +374,15 @@ def update_shares(frame: pd.DataFrame) -> Picture:
     """What share of an update several devices compute, wait and communicate; of the same frame."""
     table = frame[frame.devices > 1].sort_values([*PLACE, "scaling", "devices"], kind="stable", ignore_index=True)
     where = (table.machine + ", recorded").where(table.recorded, "here")
-    names = (
-        table["size"] + ", " + table.scaling + ", " + table.devices.map("{} × ".format) + table.setting + ", " + where
-    )
+    devices = table.devices.map("{} × ".format) + table.setting
+    names = table["size"] + ", " + table.scaling + ", " + devices + ", " + where
     parts = table[[*DOES]].set_axis(names)
     computing = (parts.compute / parts.sum(axis=1)).tolist()
-    headline = f"Devices compute {_span(computing, '.0%')} of an update, and wait or communicate the rest"
-    alt = f"Shares of computing, waiting, communicating. {headline}."
+    headline = f"Devices compute {span(computing, '.0%')} of an update, and wait or communicate the rest"
     label = "share of an update (right: a whole one, unobserved)"
-    return style.stacked_shares(parts, table.seconds, DOES, label, headline, alt)
+    return style.stacked_shares(
+        parts, table.seconds, DOES, label, headline, "Shares of computing, waiting, communicating."
+    )
 
 
 def descent_losses(histories: pd.DataFrame) -> Picture:
@@ -401,20 +390,17 @@ def descent_losses(histories: pd.DataFrame) -> Picture:
     figure, panels = style.canvas(2, height=3.6, share_rows=True)
     tints = dict(zip(dict.fromkeys(histories.way), TINTS, strict=False))
     mean = descent_curves(histories)
-    curves: list[tuple[pd.DataFrame, Look]] = [
-        (descent_curves(rows), {"lw": 0.5, "alpha": 0.4}) for _, rows in histories.groupby("seed")
-    ]
+    seeds = pd.concat(descent_curves(rows).assign(seed=seed) for seed, rows in histories.groupby("seed"))
     for axes, column in zip(panels, ("step", "seconds"), strict=True):
-        for curve, look in [*curves, (mean, {"lw": 1.8})]:
-            for way, rows in curve.groupby("way"):
-                axes.plot(rows[column], rows.loss, color=tints[way], **look)
+        style.run_lines(axes, seeds, column, "loss", ["way", "seed"], tints, lw=0.5, alpha=0.4)
+        style.run_lines(axes, mean, column, "loss", ["way"], tints, lw=1.8)
         axes.set(xlabel="updates of all workers" if column == "step" else "seconds", xlim=(0, None))
     panels[0].set_ylabel("loss of a batch (mean squared error)")
     style.log_scale(panels[0].yaxis, mean.loss.min(), mean.loss.max())
     seconds = histories.groupby(["way", "seed"]).seconds.max().groupby("way").mean()
     first = f"{seconds.idxmin()} is done first, in {seconds.min():.2g} s"
     headline = f"As many updates: {first}, the last in {seconds.max():.2g} s"
-    alt = f"Loss per update and per second of {', '.join(tints)} gradient descent. {headline}."
+    alt = f"Loss per update and per second of {', '.join(tints)} gradient descent."
     return style.finished(figure, headline, alt, [style.key(way, color=tint, lw=1.8) for way, tint in tints.items()], 3)
 
 
@@ -423,48 +409,49 @@ def batch_law(table: pd.DataFrame, found: pd.DataFrame) -> Picture:
     figure, panels = style.canvas(2, height=3.8)
     sizes = np.geomspace(table.batch_size.min(), table.batch_size.max(), 100)
     middle = found.median()
-    marks = {
-        "noise at first": (middle.noise_begin, ":"),
-        "noise at the target": (middle.noise_target, "--"),
-        "critical batch": (middle.critical_batch, "-"),
-    }
+    marks = (
+        ("noise at first", middle.noise_begin, ":"),
+        ("noise at the target", middle.noise_target, "--"),
+        ("critical batch", middle.critical_batch, "-"),
+    )
     for axes, column, tint in zip(panels, ("steps", "examples"), ("#0072B2", "#D55E00"), strict=True):
         for row in found.itertuples():
             steps = row.least_steps * (1 + row.critical_batch / sizes)
             axes.plot(sizes, steps if column == "steps" else steps * sizes, color=tint, lw=1.2)
         style.points(axes, table.batch_size, table[column], tint)
-        for size, dash in marks.values():
-            if np.isfinite(size):
-                axes.axvline(size, color=INK, lw=0.9, ls=dash, zorder=1)
-        axes.set(xscale="log", yscale="log", xlabel="batch size")
-        axes.set_ylabel(f"{'updates' if column == 'steps' else column} to the target")
+        for _, size, dash in marks:
+            axes.axvline(size if np.isfinite(size) else np.nan, color=INK, lw=0.9, ls=dash, zorder=1)
+        label = f"{'updates' if column == 'steps' else column} to the target"
+        axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel=label)
         axes.xaxis.set_major_formatter("{x:,g}")
         style.log_scale(axes.yaxis, table[column].min(), table[column].max())
     panels[0].axhline(middle.least_steps, color=FAINT, lw=0.9, ls=":")
     fewest = f"fewest: {middle.least_steps:.0f}"
     panels[0].annotate(fewest, (sizes[0], middle.least_steps), va="bottom", fontsize=8, color=INK)
-    seen = {name: (f"{size:,.0f}" if np.isfinite(size) else "none seen", dash) for name, (size, dash) in marks.items()}
-    keys = [style.key(f"{name}: {size}", color=INK, ls=dash, lw=0.9) for name, (size, dash) in seen.items()]
+    keys = [
+        style.key(f"{name}: {f'{size:,.0f}' if np.isfinite(size) else 'none seen'}", color=INK, ls=dash, lw=0.9)
+        for name, size, dash in marks
+    ]
     critical = middle.critical_batch
     headline = f"A batch of {critical:.0f} takes twice the fewest updates, and twice the fewest examples"
-    alt = f"Updates and examples to a target loss against the batch size, with the fitted law. {headline}."
+    alt = "Updates and examples to a target loss against the batch size, with the fitted law."
     return style.finished(figure, headline, alt, keys, 3)
 
 
 def scale_finding(ends: pd.DataFrame, scaling: pd.DataFrame, summaries: pd.DataFrame, found: pd.DataFrame) -> str:
     """What was measured here, then what was recorded, in sentences: `found` is the second of `large_batches`."""
     apart = ends.groupby("precision").weights.max()
+    recorded = style.is_recorded(scaling)
     lines = [
         f"Training on {span(ends.devices)} devices ends where it does on one: no weight is off by more than "
-        f"{apart.float32:.1e} in float32 and {apart.float64:.1e} in float64."
+        f"{apart.float32:.1e} in float32 and {apart.float64:.1e} in float64.",
+        *(f"Here, {line}" for line in _scaling_sentences(scaling[~recorded])),
     ]
-    recorded = style.is_recorded(scaling)
-    lines += [f"Here, {line}" for line in _scaling_sentences(scaling[~recorded])]
-    mean = summaries.groupby("way")[["updates_per_second", "staleness", "lost_share", "lost"]].mean()
-    for way in mean.index.drop("synchronous"):
-        row, usual = mean.loc[way], mean.loc["synchronous"]
+    mean = summaries.groupby("way")[["updates_per_second", "staleness", "lost_share"]].mean()
+    usual = mean.updates_per_second["synchronous"]
+    for way, row in mean.drop("synchronous").iterrows():
         lines.append(
-            f"Descent {way}: {row.updates_per_second / usual.updates_per_second:.2f} times the synchronous updates a "
+            f"Descent {way}: {row.updates_per_second / usual:.2f} times the synchronous updates a "
             f"second; a gradient is {row.staleness:.2f} updates old when it is applied, and of a weight's updates "
             f"{row.lost_share:.1%} are overwritten by another worker's."
         )
@@ -493,9 +480,3 @@ def _scaling_sentences(scaling: pd.DataFrame) -> list[str]:
             f"{strong.communicate / total:.0%} communication."
         )
     return lines
-
-
-def _span(values: Iterable[float], form: str) -> str:
-    """The least to the most, or the one that there is."""
-    low, high = (format(value, form) for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"

@@ -12,12 +12,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from companion.findings import SIZES, CheckedSentences, Part, listed
-from gpulab.errors import UsageError
+import gpulab as gl
+from companion.findings import SIZES, CheckedSentences, Part, finding, listed
 from gpulab.plots import style
 from gpulab.plots.style import FAINT, INK
 from gpulab.report import Picture
-from gpulab.stats.verdicts import Verdict, verdict
+from gpulab.stats.verdicts import Verdict
 from gpulab.store import records
 
 PHASES = {"forward": "#56B4E9", "backward": "#D55E00", "update": FAINT}
@@ -115,7 +115,7 @@ def cost_table(frame: pd.DataFrame, per_hour: Mapping[str, float]) -> pd.DataFra
     as the cheapest CPU of that size an hour may be until a model costs the same.
     """
     if any(not per_hour.get(kind, 0) > 0 for kind in ("cpu", "gpu")):
-        raise UsageError(f"per_hour={dict(per_hour)}: expected a price above 0 for 'cpu' and for 'gpu'")
+        raise gl.UsageError(f"per_hour={dict(per_hour)}: expected a price above 0 for 'cpu' and for 'gpu'")
     trained = frame[(frame.part == "text") & (frame.way == "float32") & frame.unit.isin(["s", "J"])]
     by = ["size", "machine", "setting", "recorded"]
     table = trained.pivot_table("value", by, "unit", "median", sort=False)
@@ -135,7 +135,7 @@ def precision_verdict(frame: pd.DataFrame) -> Verdict:
     """What the precision does to the loss of the text classifier of one machine, setting and size, against float32."""
     losses = frame[(frame.part == "text") & (frame.unit == "loss") & ~frame.way.str.contains("compiled")]
     named = losses.rename(columns={"way": "precision", "value": "final_loss"})
-    return verdict(named[["precision", "seed", "final_loss"]], factor="precision", reference="float32")
+    return gl.verdict(named[["precision", "seed", "final_loss"]], factor="precision", reference="float32")
 
 
 def crossover(frame: pd.DataFrame) -> float:
@@ -174,30 +174,29 @@ def speed_finding(frame: pd.DataFrame) -> CheckedSentences:
     mine = here[~on_gpu(here)] if not on_gpu(here).all() else here
     shares = _phases(mine)
     back = [f"{share:.0%} ({row[0]})" for row, share in (shares.backward / shares.sum(axis=1)).items()]
-    text = mine[mine.part == "text"].groupby(["way", "unit"]).value.median()
-    parts: list[tuple[str, Part]] = [
-        (f"On this {'GPU' if on_gpu(mine).all() else 'CPU'}", f"Backpropagation takes {listed(back)} of a step.")
-    ]
-    numbers = [
-        f"A text classifier trains in {text['float32', 's']:.3g} s here; right on {text['float32', 'accuracy']:.0%} "
-        f"of unseen texts, and {text['most frequent class', 'accuracy']:.0%} are of the most frequent class.",
-    ]
+    device = "GPU" if on_gpu(mine).all() else "CPU"
+    parts: dict[str, Part] = {f"On this {device}": f"Backpropagation takes {listed(back)} of a step."}
     for machine, rows in recorded[on_gpu(recorded)].groupby("machine"):
         seconds = _on_both(pd.concat([mine, rows]))
         less = int((seconds[False] < seconds[True]).sum())
         small = f"An update of three layers takes less time here than there at {less} of {len(seconds)} widths."
-        parts.append((f"Small networks, against {machine}", small))
+        parts[f"Small networks, against {machine}"] = small
         both = pd.concat([recorded[~on_gpu(recorded)], rows])
         claims = pd.concat([claims_table(both, size).assign(size=SIZES[size]) for size in ("quick", "paper")])
         said = []
         for (claim, claimed), measured in claims.dropna(subset="times").groupby(["claim", "claimed"], sort=False):
             answers = [
-                f"{'yes' if t > 1 else 'no'}, {t:.3g}× ({size})"
-                for t, size in zip(measured.times, measured["size"], strict=True)
+                f"{'yes' if times > 1 else 'no'}, {times:.3g}× ({size})"
+                for times, size in measured[["times", "size"]].itertuples(index=False)
             ]
             said.append(f"{claim[0].upper()}{claim[1:]}: {'; '.join(answers)}. Claimed: {claimed}.")
-        parts += [(f"What was claimed, recorded on {machine}", said)] if said else []
-    return CheckedSentences(parts, numbers)
+        parts[f"What was claimed, recorded on {machine}"] = said
+    text = mine[mine.part == "text"].groupby(["way", "unit"]).value.median()
+    number = (
+        f"A text classifier trains in {text['float32', 's']:.3g} s here; right on {text['float32', 'accuracy']:.0%} "
+        f"of unseen texts, and {text['most frequent class', 'accuracy']:.0%} are of the most frequent class."
+    )
+    return finding(parts, [number])
 
 
 def on_gpu(frame: pd.DataFrame) -> pd.Series:
@@ -224,19 +223,18 @@ def scaling(frame: pd.DataFrame) -> Picture:
     """Rates of matrix products against their size: filled from `gpulab.roofline`, hollow from `recorded_rooflines`."""
     figure, (axes,) = style.canvas(1, height=3.8)
     frame = frame[frame.kind == "matrix"].reset_index(drop=True)
-    edge = frame.operation.str.extract(r"(\d+)$").astype(int)
-    frame = frame.assign(edge=edge, machine=frame.get("machine", np.nan)).sort_values("edge", kind="stable")
-    for (machine, setting), rows in frame.groupby(["machine", "setting"], dropna=False, sort=False):
-        recorded = isinstance(machine, str)
-        label = f"{setting}, {machine} (recorded)" if recorded else f"{setting}, here"
-        style.setting_line(axes, rows.edge, rows.gflops, str(setting), label, recorded)
-    _widths(axes, frame.edge)
+    edge = frame.operation.str.extract(r"(\d+)$", expand=False).astype(int)
+    machine = frame.get("machine", pd.Series(np.nan, frame.index))
+    name = frame.setting + (", " + machine + " (recorded)").fillna(", here")
+    frame = frame.assign(edge=edge, name=name, recorded=machine.notna()).sort_values("edge", kind="stable")
+    style.named_lines(axes, frame, "edge", "gflops")
+    _widths(axes, edge)
     axes.set(yscale="log", xlabel="edge of the matrices", ylabel="rate (Gflop/s)")
     axes.yaxis.set_major_formatter("{x:,g}")
     best = frame.groupby(["edge", on_gpu(frame)]).gflops.max().unstack().dropna()
     ahead = best.index[best[True] > best[False]] if best.shape[1] == 2 else []
     headline = f"At an edge of {ahead[0]:,} a GPU has overtaken the CPU" if len(ahead) else "One kind of device leads"
-    return style.finished(figure, headline, f"Rate of square matrix products against their edge. {headline}.")
+    return style.finished(figure, headline, "Rate of square matrix products against their edge.")
 
 
 def shares(frame: pd.DataFrame) -> Picture:
@@ -244,9 +242,9 @@ def shares(frame: pd.DataFrame) -> Picture:
     table = _phases(frame)
     back = table.backward / table.sum(axis=1)
     headline = f"Backpropagation takes {back.min():.0%} to {back.max():.0%} of a step"
-    alt = f"Shares of forward pass, backpropagation and update. {headline}."
-    table = table.set_axis([", ".join(pair) for pair in table.index])
+    table = table.set_axis(table.index.map(", ".join))
     label = "share of a training step (right: the whole step)"
+    alt = "Shares of forward pass, backpropagation and update."
     return style.stacked_shares(table, table.sum(axis=1), PHASES, label, headline, alt)
 
 
@@ -256,37 +254,34 @@ def kernels() -> Picture:
     The fast path of `gpulab.train`; how far it is from a machine's peak stands in `benchmarks/prednet.md`.
     """
     rows = records.recorded_table("kernels")
-    rows = rows.assign(name=rows[["machine", "setting", "size"]].agg(", ".join, axis=1))
-    table = rows.pivot_table("ms", "name", "what", sort=False).fillna(0)
+    rows = rows.assign(name=rows[["machine", "setting", "size"]].agg(", ".join, axis=1), seconds=rows.ms / 1e3)
+    table = rows.pivot_table("seconds", "name", "what", sort=False).fillna(0)
     table = table[table.sum().sort_values(ascending=False).index]
     share = table["convolutions"] / table.sum(axis=1)
     headline = f"Convolutions, weight gradients apart, are {share.min():.0%} to {share.max():.0%} of an update's work"
-    alt = f"Shares of an update of PredNet by kind of work. {headline}."
     label = "share of its kernels' time (right: the sum; on a GPU some run beside others)"
     tints = style.level_colours("what", [*table])
-    return style.stacked_shares(table / 1e3, table.sum(axis=1) / 1e3, tints, label, headline, alt)
+    alt = "Shares of an update of PredNet by kind of work."
+    return style.stacked_shares(table, table.sum(axis=1), tints, label, headline, alt)
 
 
 def small_work(frame: pd.DataFrame) -> Picture:
     """The time of an update of three layers against their width, and where a CPU and another device take the same."""
     figure, (axes,) = style.canvas(1, height=3.6)
-    frame = frame[frame.part == "small"].assign(
-        width=lambda rows: rows.way.astype(int), ms=lambda rows: 1e3 * rows.value
-    )
-    for (recorded, machine, setting), rows in frame.groupby(PLACE[:3], sort=False):
-        ms = rows.groupby("width").ms.median()
-        style.setting_line(
-            axes, ms.index, ms, setting, f"{setting}, {machine}{' (recorded)' if recorded else ', here'}", recorded
-        )
-    _widths(axes, frame.width)
-    style.log_scale(axes.yaxis, frame.ms.min(), frame.ms.max())
+    rows = frame[frame.part == "small"]
+    where = rows.recorded.map({True: " (recorded)", False: ", here"})
+    rows = rows.assign(width=rows.way.astype(int), ms=1e3 * rows.value, name=rows.setting + ", " + rows.machine + where)
+    medians = rows.groupby(["name", "setting", "recorded", "width"], sort=False, as_index=False).ms.median()
+    style.named_lines(axes, medians.sort_values("width", kind="stable"), "width", "ms")
+    _widths(axes, rows.width)
+    style.log_scale(axes.yaxis, rows.ms.min(), rows.ms.max())
     axes.set(xlabel="width of each of three layers, 32 examples", ylabel="one update (ms)")
     cross = crossover(frame)
-    headline = "The same device leads at every width" if on_gpu(frame).any() else "A CPU alone: no GPU was recorded"
+    headline = "The same device leads at every width" if on_gpu(rows).any() else "A CPU alone: no GPU was recorded"
     if cross == cross:
         axes.axvline(cross, color=INK, lw=0.8, ls=":")
         headline = f"The CPU is faster up to a width of about {cross:.0f}"
-    return style.finished(figure, headline, f"Milliseconds of an update against the width of the network. {headline}.")
+    return style.finished(figure, headline, "Milliseconds of an update against the width of the network.")
 
 
 def ladder(frame: pd.DataFrame) -> Picture:
@@ -294,28 +289,22 @@ def ladder(frame: pd.DataFrame) -> Picture:
     absent = frame.note.fillna("").ne("") & ~frame.recorded  # of what was recorded only what there is
     frame = frame[(frame.part == "text") & ((frame.unit == "s") | absent)]
     usual = frame[frame.way == "float32"].groupby(PLACE, as_index=False).value.median()
-    frame = frame.merge(usual.rename(columns={"value": "usual"}), on=PLACE).assign(
-        times=lambda row: row.usual / row.value
-    )
-    steps = [
-        step for _, place in frame.groupby(PLACE, sort=False) for step in place.groupby([*PLACE, "way"], sort=False)
-    ]
-    figure, (axes,) = style.canvas(1, height=0.9 + 0.21 * len(steps))
-    names = []
-    for height, ((recorded, machine, setting, size, way), rows) in enumerate(steps):
-        style.points(axes, rows.times, np.full(len(rows), height), style.colour(setting), hollow=recorded, s=18)
-        if rows.times.isna().all():
-            axes.annotate(rows.note.iloc[0], (1.02, height), va="center", fontsize=7, color=INK)
-        names.append(f"{way}, {size}, {setting}, {'recorded on ' + machine if recorded else 'here'}")
-    axes.axvline(1, color=FAINT, lw=0.8)
-    axes.set_yticks(range(len(names)), names, fontsize=7)
-    axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="times as fast as the median in float32 there (a point a seed)")
+    frame = frame.merge(usual.rename(columns={"value": "usual"}), on=PLACE)
+    frame["times"] = frame.usual / frame.value
+    rows = []
+    for _, place in frame.groupby(PLACE, sort=False):
+        for (recorded, machine, setting, size, way), some in place.groupby([*PLACE, "way"], sort=False):
+            name = f"{way}, {size}, {setting}, {'recorded on ' + machine if recorded else 'here'}"
+            words = some.note.iloc[0] if some.times.isna().all() else ""
+            rows.append(style.Row(name, some.times, style.colour(setting), recorded, words))
+    label = "times as fast as the median in float32 there (a point a seed)"
+    figure, axes = style.rows_of_points(rows, label, reference=1, room=0.21)
     axes.set_xlim(0)
     medians = frame.groupby([*PLACE, "way"]).times.median()
     _, machine, _, _, best = medians.idxmax()
     headline = f"The most gained: {best} on {machine}, {medians.max():.2f} times as fast as float32"
     headline = "Nothing trains faster than float32" if best == "float32" else headline
-    return style.finished(figure, headline, f"Speed of training in each precision over float32. {headline}.")
+    return style.finished(figure, headline, "Speed of training in each precision over float32.")
 
 
 def _widths(axes: Axes, widths: pd.Series) -> None:

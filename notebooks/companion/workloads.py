@@ -19,14 +19,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import gpulab as gl
 from companion.benchmarks import benchmark
 from gpulab.device.memory import memory_watch
 from gpulab.device.placements import place
-from gpulab.device.rooflines import roofline, timed
-from gpulab.diagnostics.steps import Step
-from gpulab.errors import GpulabError, UsageError, in_one_line
-from gpulab.passports import passport
-from gpulab.settings import Setting
+from gpulab.device.rooflines import timed
+from gpulab.errors import in_one_line
 from gpulab.store.records import machine
 from gpulab.training.accumulation import GradientAccumulation
 from gpulab.training.protocol import PROFILES
@@ -74,10 +72,10 @@ class TextNet(nn.Module):
         return self.scores((read * there).sum(1) / there.sum(1))
 
 
-def workload(name: str, size: str = "quick") -> Step:
+def workload(name: str, size: str = "quick") -> gl.Step:
     """A training step of `resnet18`, of an `LSTM` or of a `Transformer` encoder, on random input."""
     if name not in NETWORKS or size not in PROFILES:
-        raise UsageError(f"{name!r}, {size!r}: expected one of {', '.join(NETWORKS)}, and of {', '.join(PROFILES)}")
+        raise gl.UsageError(f"{name!r}, {size!r}: expected one of {', '.join(NETWORKS)}, and of {', '.join(PROFILES)}")
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -89,10 +87,10 @@ def workload(name: str, size: str = "quick") -> Step:
         else:
             count, length, width = TEXTS[size]
             model, inputs = TextNet(name, 10, width), torch.randint(1, VOCABULARY, (count, length), generator=generator)
-    return Step(model, (inputs, torch.randint(10, (count,), generator=generator)), F.cross_entropy)
+    return gl.Step(model, (inputs, torch.randint(10, (count,), generator=generator)), F.cross_entropy)
 
 
-def step(setting: Setting, size: str) -> Iterator[Row]:
+def step(setting: gl.Setting, size: str) -> Iterator[Row]:
     """What forward pass, backpropagation and update of each network take."""
     for name in NETWORKS:
         work = workload(name, size)
@@ -108,7 +106,7 @@ def step(setting: Setting, size: str) -> Iterator[Row]:
             yield Row(name, way, *summary(taken))
 
 
-def inference(setting: Setting, size: str) -> Iterator[Row]:
+def inference(setting: gl.Setting, size: str) -> Iterator[Row]:
     """Images a second through resnet18: a copy on each of several GPUs, or for each of several CPU cores."""
     work, threads, cores = workload("resnet18", size), torch.get_num_threads(), setting.kind == "cpu"
     numbered = setting.kind not in ("cpu", "mps")  # of which there may be several
@@ -136,7 +134,7 @@ def inference(setting: Setting, size: str) -> Iterator[Row]:
         yield Row("resnet18", way, count * calls * len(images[0]) / middle, "images/s", spread)
 
 
-def transfer(setting: Setting, size: str) -> Iterator[Row]:
+def transfer(setting: gl.Setting, size: str) -> Iterator[Row]:
     """Batches of images for resnet18: there already, moved from either kind of memory first, or moved meanwhile."""
     if setting.kind == "cpu":
         yield Row("images", note="a CPU computes in the host's own memory: there is nothing to move")
@@ -168,7 +166,7 @@ def transfer(setting: Setting, size: str) -> Iterator[Row]:
         yield Row("images", "overlapped", *_repeated(setting, size, overlapped))
 
 
-def small(setting: Setting, size: str) -> Iterator[Row]:
+def small(setting: gl.Setting, size: str) -> Iterator[Row]:
     """An update of a network of three layers on 32 examples, from narrow to wide."""
     for width in WIDTHS[size]:
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3))).to(setting.device)
@@ -182,7 +180,7 @@ def small(setting: Setting, size: str) -> Iterator[Row]:
         yield Row("three layers", str(width), *_repeated(setting, size, update))
 
 
-def memory(setting: Setting, size: str) -> Iterator[Row]:
+def memory(setting: gl.Setting, size: str) -> Iterator[Row]:
     """What a batch holds at its peak and how long it takes, as a whole and in parts; and one that does not fit."""
     work = workload("Transformer", "quick" if size == "smoke" else size)  # so large that it is not all parameters
     model, batch = work.model.to(setting.device), tuple(part.to(setting.device) for part in work.batch)
@@ -222,7 +220,7 @@ def memory(setting: Setting, size: str) -> Iterator[Row]:
         gradient(backward := GradientAccumulation(model, F.cross_entropy, "auto"))
         fitted = count if backward.batch == "auto" else backward.batch
         yield Row("Transformer", "limited", float(fitted), f"of {count} at a time")
-    except (GpulabError, RuntimeError) as error:
+    except (gl.GpulabError, RuntimeError) as error:
         yield Row("Transformer", "limited", note=in_one_line(error)[:120])
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -231,10 +229,10 @@ def memory(setting: Setting, size: str) -> Iterator[Row]:
 @functools.cache
 def ceilings(setting: str) -> pd.DataFrame:
     """The roofline of a setting, `gpulab.roofline`'s, measured once a process."""
-    return roofline(setting, repeats=3, progress=False)
+    return gl.roofline(setting, repeats=3, progress=False)
 
 
-def roof(setting: Setting, size: str) -> Iterator[Row]:
+def roof(setting: gl.Setting, size: str) -> Iterator[Row]:
     """Where a step of each network stands under the roofline of its device."""
     for name in NETWORKS:
         found = place(workload(name, size), ceilings(str(setting)), REPEATS[size])
@@ -246,24 +244,24 @@ def roof(setting: Setting, size: str) -> Iterator[Row]:
             yield Row(name, found.bound, value, unit)
 
 
-SECTIONS: dict[str, Callable[[Setting, str], Iterator[Row]]] = {
+SECTIONS: dict[str, Callable[[gl.Setting, str], Iterator[Row]]] = {
     section.__name__: section for section in (step, roof, small, transfer, memory, inference)
 }
 IN_BENCHMARKS = {"libraries": "frameworks", "trees": "boosted_trees", "text": "text_classifier"}  # and their scripts
 PARTS = (*SECTIONS, *IN_BENCHMARKS)
 
 
-def measure_speed(part: str, settings: Iterable[Setting | str] = ("cpu",), size: str = "quick") -> pd.DataFrame:
+def measure_speed(part: str, settings: Iterable[gl.Setting | str] = ("cpu",), size: str = "quick") -> pd.DataFrame:
     """Measure one section of notebook 07, one of `PARTS`, under each setting, at the size of a profile.
 
     A row a number: `part`, `what`, `way`, `value`, `unit`, `spread` (the interquartile range over the median), `seed`,
     `note` (why there is no number), `size`, `setting`, `machine`, and `recorded`, which is False.
     """
     if part not in PARTS or size not in PROFILES:
-        raise UsageError(f"{part!r}, {size!r}: expected one of {', '.join(PARTS)}, and of {', '.join(PROFILES)}")
+        raise gl.UsageError(f"{part!r}, {size!r}: expected one of {', '.join(PARTS)}, and of {', '.join(PROFILES)}")
     section = SECTIONS[part] if part in SECTIONS else getattr(benchmark(IN_BENCHMARKS[part]), part)
-    here, frames = passport(), []
-    for setting in map(Setting.parse, settings):
+    here, frames = gl.passport(), []
+    for setting in map(gl.Setting.parse, settings):
         with setting.apply(), torch.random.fork_rng(devices=[]):
             frame = pd.DataFrame(section(setting, size), columns=Row._fields)
         frames.append(frame.assign(size=size, setting=str(setting), machine=machine(here, setting.kind)))
@@ -272,7 +270,7 @@ def measure_speed(part: str, settings: Iterable[Setting | str] = ("cpu",), size:
     return rows.assign(recorded=False).astype({"value": float, "spread": float, "seed": "Int64"})
 
 
-def _repeated(setting: Setting, size: str, work: Callable[[], Any]) -> tuple[float, str, float]:
+def _repeated(setting: gl.Setting, size: str, work: Callable[[], Any]) -> tuple[float, str, float]:
     """The median seconds of one call, the unit and the spread."""
     seconds, spread = timed(setting, work, REPEATS[size])
     return seconds, "s", spread
@@ -287,7 +285,7 @@ def _all_of(pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Iter
         pass
 
 
-def clocked(setting: Setting, work: Callable[[], Any]) -> tuple[float, Any]:
+def clocked(setting: gl.Setting, work: Callable[[], Any]) -> tuple[float, Any]:
     """How long it takes until the device is done, and what it gives."""
     wait = getattr(torch, setting.kind).synchronize
     wait()

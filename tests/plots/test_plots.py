@@ -196,6 +196,28 @@ def test_names_at_the_ends_of_lines_are_kept_apart():
     assert heights == pytest.approx({"low": 0.0, "beside": 0.07, "high": 0.5})
 
 
+def test_rows_of_points_have_their_words_beside_them_or_in_their_place():
+    rows = [style.Row("a", [1.0, 2.0], "red", words="twice"), style.Row("b", [np.nan], "red", True, "not measured")]
+    _, axes = style.rows_of_points(rows, "times", reference=1)
+    assert [(text.get_text().strip(), text.xy) for text in axes.texts] == [("twice", (1, 0)), ("not measured", (0, 1))]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
+    first, second = axes.collections
+    assert first.get_offsets().data.tolist() == [[1.0, -0.15], [2.0, 0.15]]
+    assert second.get_facecolor()[0, :3].tolist() == [1, 1, 1], "white, as what was recorded"
+    assert style.spread(1).tolist() == [0]
+
+
+def test_a_line_for_each_name_is_hollow_where_it_was_recorded():
+    frame = pd.DataFrame({"name": ["b", "a", "b"], "setting": "cpu", "recorded": [True, False, True], "x": [1, 2, 3]})
+    _, (axes,) = style.canvas(1, height=2)
+    style.named_lines(axes, frame.assign(marker="s"), "x", "x")
+    assert [(line.get_label(), list(line.get_xdata())) for line in axes.lines] == [("b", [1, 3]), ("a", [2])]
+    assert [line.get_markerfacecolor() for line in axes.lines] == ["white", gl.plots.colour("cpu")]
+    assert axes.lines[0].get_marker() == "s"
+    style.run_lines(axes, frame, "x", "x", ["setting", "name"], {"cpu": "red"}, lw=3)
+    assert [(line.get_color(), line.get_lw()) for line in axes.lines[2:]] == [("red", 3.0)] * 2
+
+
 def test_an_axis_is_logarithmic_where_ratios_matter_and_says_of_what_a_loss_is():
     for low, high, scale in ((0.0, 9.0, "linear"), (1.0, 3.0, "linear"), (1.0, 9.0, "log")):
         _, (axes,) = style.canvas(1, height=2)
