@@ -7,8 +7,6 @@ python benchmarks/emulated_training.py --report benchmarks/emulated_training her
 
 from __future__ import annotations
 
-import json
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +20,7 @@ from torchvision.models import VisionTransformer
 from tqdm.auto import tqdm
 
 import gpulab as gl
-from gpulab.store.records import machine
+from gpulab.store import records
 
 SEEDS, STEPS, BATCH = 12, 200, 32
 
@@ -66,8 +64,8 @@ def report(files: list[Path], stem: Path) -> None:
     """Curves and verdicts of what was trained, beside each other."""
     import matplotlib.pyplot as plt
 
-    documents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    runs = pd.DataFrame([run for document in documents for run in document["runs"]])
+    documents = [records.read_json(file) for file in files]
+    runs = pd.DataFrame([run for document in documents for run in document["rows"]])
     runs["final_loss"] = [sum(losses[-STEPS // 5 :]) / (STEPS // 5) for losses in runs.losses]
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, dpi=100)
     pairs = [("cpu", "cpu:tf32=on,emulate=ampere", "emulated"), ("cuda:tf32=off", "cuda:tf32=on", "real")]
@@ -106,13 +104,8 @@ def main(
     images, labels = digits()
     jobs = tqdm([(setting, seed) for setting in names for seed in range(SEEDS)], unit="training")
     runs = [{"setting": s, "seed": seed, "losses": train(s, seed, images, labels)} for s, seed in jobs]
-    document = {
-        "command": shlex.join(["python", "benchmarks/emulated_training.py", *names]),
-        "machine": machine(gl.passport()),
-        "passport": gl.passport(),
-        "runs": runs,
-    }
-    output.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    device = "cpu" if all(name.startswith("cpu") for name in names) else "cuda"
+    records.write_json(output, records.measured(device, rows=runs))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 import gpulab.stats.tests as inference
 from companion.meta import ALPHA, MetaAnalysis, meta_analysis
 from gpulab.errors import UsageError
-from gpulab.plots.style import BESIDE, FAINT, INK, canvas, colour, finished, key
+from gpulab.plots.style import BESIDE, FAINT, INK, Look, canvas, colour, finished, key
 from gpulab.report import Picture, Report
 from gpulab.report import table as html_table
 from gpulab.stats.pairs import pair
@@ -51,14 +51,10 @@ def atlas_table(frame: pd.DataFrame, reference: str | None = None) -> pd.DataFra
     of both), and `pooled`: whether it counts in `atlas_verdict`.
     """
     frame = frame[(frame.rerun == 0) & ~(frame.final_loss <= 0)]
-    usual = {name: factor.usual for name, factor in FACTORS.items()}
+    given = frame[[*FACTORS]].astype(object).where(frame[[*FACTORS]].notna(), None)
     changed = [
-        ", ".join(
-            f"{name}={value}"
-            for name, value in zip(usual, values, strict=True)
-            if value is not None and value == value and value != usual[name]
-        )
-        for values in frame[list(usual)].itertuples(index=False)
+        ", ".join(f"{name}={value}" for name, value in row.items() if not FACTORS[name].says_nothing(value))
+        for row in given.to_dict("records")
     ]
     frame = frame.assign(variant=changed, machine=[*map(_machine, frame.cpu, frame.gpu, frame.torch)])
     alike = ["experiment", "profile", "protocol", "variant", "machine"]
@@ -190,11 +186,9 @@ def _sentence(key: Any, rows: pd.DataFrame, pooled: dict[str, Any] | None) -> st
     if len(few):
         seeds = ", ".join(f"{row.machine} ({row.seeds})" for row in few.itertuples())
         text += f". Fewer than {FEWEST} seeds, not pooled: {seeds}"
-    lost = {
-        name: int(rows[column].sum()) for name, column in zip(key[4:], ("reference_diverged", "diverged"), strict=True)
-    }
-    if any(lost.values()):
-        text += f". Diverged, and in no effect: {', '.join(f'{n} under {name}' for name, n in lost.items())}"
+    (before, after), (reference, setting) = rows[["reference_diverged", "diverged"]].sum(), key[4:]
+    if before or after:
+        text += f". Diverged, and in no effect: {before} under {reference}, {after} under {setting}"
     return f"{text}."
 
 
@@ -245,19 +239,16 @@ def _forest(verdict: AtlasVerdict) -> Picture:
     count = verdict.machines.machine.nunique()
     shown = int((verdict.pooled.p_holm <= ALPHA).sum())
     headline = f"{len(groups)} comparisons on {count} machine{'s' * (count > 1)}: "
-    headline += (
-        f"{len(pooled)} pooled, {shown or 'none'} shown to change the loss"
-        if pooled
-        else "each on one only, nothing to pool"
-    )
-    keys = [key("a machine, 95 % interval", color=FAINT, marker="o", ms=4.5, lw=1.4)]
+    look: Look = {"marker": "o", "ms": 4.5}
+    keys = [key("a machine, 95 % interval", color=FAINT, lw=1.4, **look)]
     if not verdict.machines.pooled.all():
-        keys.append(
-            key("not pooled: too few seeds, or the same bits", ls="", marker="o", mfc="white", mec=FAINT, ms=4.5)
-        )
+        keys.append(key("not pooled: too few seeds, or the same bits", ls="", mfc="white", mec=FAINT, **look))
     if pooled:
+        headline += f"{len(pooled)} pooled, {shown or 'none'} shown to change the loss"
         keys.append(key("over machines, interval of the mean", ls="", marker="D", color=INK, ms=6))
         keys.append(key("where another machine is expected", color=INK, lw=0.9))
+    else:
+        headline += "each on one only, nothing to pool"
     alt = "A forest plot: how far each setting moves the final loss on each machine, and over machines. "
     return finished(figure, headline, alt + headline + ".", keys)
 

@@ -127,40 +127,23 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="gpulab-") as folder:
         for name, page in PAGES.items():
             nbformat.write(page.source(), Path(folder) / f"{name}.ipynb")
-        server = Explore(config=Config(_settings(folder, host, token, pages)))
+        config = Config()
+        config.Voila.update(root_dir=folder, connection_dir_root=folder, ip=host, token=token, log_level=logging.ERROR)
+        config.Voila.config_file_paths = []  # no file of the user's can tell otherwise
+        config.Voila.tornado_settings = {
+            "websocket_max_message_size": 2 * MOST_UPLOADED + (1 << 20),
+            "headers": {"Content-Security-Policy": POLICY, "Referrer-Policy": "same-origin"},
+        }
+        config.VoilaConfiguration.update(
+            allow_template_override="NO", extension_allowlist=EXTENSIONS, multi_kernel_manager_class=Kernels
+        )
+        config.VoilaExecutor.cell_error_instruction = "Reload the page."
+        config.Kernels.most = pages or max(1, psutil.virtual_memory().available // PAGE_BYTES)
+        config.MappingKernelManager.update(cull_idle_timeout=IDLE_SECONDS, cull_interval=60, cull_connected=True)
+        server = Explore(config=config)
         server.initialize([])
         server.port, server.open_browser, server.tell = port, open_browser, tell
         server.start()
-
-
-def _settings(folder: str, host: str, token: str, pages: int | None) -> dict[str, dict[str, Any]]:
-    """What Voilà and Jupyter are told; no file of the user's can tell them otherwise."""
-    return {
-        "Voila": {
-            "root_dir": folder,
-            "connection_dir_root": folder,
-            "ip": host,
-            "token": token,
-            "config_file_paths": [],
-            "log_level": logging.ERROR,
-            "tornado_settings": {
-                "websocket_max_message_size": 2 * MOST_UPLOADED + (1 << 20),
-                "headers": {"Content-Security-Policy": POLICY, "Referrer-Policy": "same-origin"},
-            },
-        },
-        "VoilaConfiguration": {
-            "allow_template_override": "NO",
-            "extension_allowlist": EXTENSIONS,
-            "multi_kernel_manager_class": Kernels,
-        },
-        "VoilaExecutor": {"cell_error_instruction": "Reload the page."},
-        "Kernels": {"most": pages or max(1, psutil.virtual_memory().available // PAGE_BYTES)},
-        "MappingKernelManager": {
-            "cull_idle_timeout": IDLE_SECONDS,
-            "cull_interval": min(60, IDLE_SECONDS),
-            "cull_connected": True,
-        },
-    }
 
 
 class Kernels(AsyncMappingKernelManager):

@@ -9,7 +9,6 @@ from typing import Any
 
 import ipywidgets
 import torch
-from markupsafe import Markup
 
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.numerics.sums import format_bits
@@ -21,22 +20,16 @@ PARTS = {"sign": (SIGN, 1), "exponent": (EXPONENT, 8), "fraction": (FRACTION, 23
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def shown(picture: Picture, box: str | None = "tight") -> Markup:
-    """A picture, quickly, as an element of a page; without a `box` it has the size of its figure, whatever is on it."""
-    drawn = io.BytesIO()
-    # In all its colours: to find 256 would take as long as to draw.
-    picture.figure.savefig(drawn, format="png", dpi=PAGE_DPI, bbox_inches=box, facecolor="white")
-    return image(drawn.getvalue(), picture.alt, PAGE_DPI)
-
-
 class Explorer(ipywidgets.VBox):
     """Widgets that a still `picture` stands for where no kernel runs; `draw` shows it in `image`."""
 
     image: ipywidgets.HTML
 
     def draw(self, _: Any = None) -> None:
-        """Show the picture as it is now, in the size of its figure."""
-        self.image.value = shown(self.picture(), box=None)
+        """Show the picture as it is now, quickly: in all its colours, for to find 256 would take as long as to draw."""
+        picture, drawn = self.picture(), io.BytesIO()
+        picture.figure.savefig(drawn, format="png", dpi=PAGE_DPI, facecolor="white")
+        self.image.value = image(drawn.getvalue(), picture.alt, PAGE_DPI)
 
     def picture(self) -> Picture:
         """What stands there without a kernel."""
@@ -72,7 +65,6 @@ class BitExplorer(Explorer):
             self.meanings.append(ipywidgets.HTML())
             groups.append(ipywidgets.VBox([self.meanings[-1], ipywidgets.HBox(bits, layout=wrapped)]))
         self.answer = ipywidgets.HTML()
-        self.busy = False  # a change is being shown, and is not another one
         rows = [ipywidgets.HBox(row, layout=wrapped) for row in ([self.number, self.format, self.rounding], groups)]
         super().__init__([*rows, self.answer])
         self.number.observe(self._typed, "value")
@@ -87,16 +79,15 @@ class BitExplorer(Explorer):
         return bits(self.x)
 
     def _typed(self, _: Any = None) -> None:
-        if not self.busy:
-            self.x = torch.tensor(self.number.value, dtype=torch.float32).item()
-            self._show()
+        self.x = torch.tensor(self.number.value, dtype=torch.float32).item()
+        self._show()
 
     def _clicked(self, clicked: ipywidgets.Button) -> None:
         clicked.description = "10"[int(clicked.description)]
         pattern = int("".join(bit.description for bit in self.bits), 2)
         (self.x,) = struct.unpack("f", struct.pack("I", pattern))
         if math.isfinite(self.x):  # infinity and NaN are no numbers that a page could be sent
-            self.busy, self.number.value, self.busy = True, self.x, False
+            self.number.value = self.x
         self._show()
 
     def _show(self, _: Any = None) -> None:
@@ -141,16 +132,13 @@ class SliceExplorer(Explorer):
         self.image = ipywidgets.HTML()
         super().__init__([ipywidgets.HBox([self.angle, self.reach]), self.image])
         for slider in (self.angle, self.reach):
-            slider.observe(self._show, "value")
-        self._show()
+            slider.observe(self.draw, "value")
+        self.draw()
 
     def picture(self) -> Picture:
         """The slice that the sliders ask for."""
         line = self.landscape.slice(self.angle.value, self.reach.value * self.landscape.extent)
         return landscape_slice(self.landscape, line, self.angle.value)
-
-    def _show(self, _: Any = None) -> None:
-        self.image.value = shown(self.picture())
 
 
 bit_explorer, slice_explorer = BitExplorer, SliceExplorer

@@ -140,8 +140,8 @@ def test_the_tables_are_those_of_the_recorded_products():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to record")
 def test_recording_without_a_gpu_says_so(tmp_path):
     with pytest.raises(gl.GpulabError, match="recorded on an NVIDIA GPU"):
-        products.record_products(tmp_path / "made", "command")
-    assert not (tmp_path / "made").exists()
+        products.record_products(tmp_path / "made.json")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
