@@ -115,7 +115,7 @@ def set_aside(store: Path, path: Path) -> Path | None:
 def write_run(
     store: Path,
     record: dict[str, Any],
-    history: pd.DataFrame,
+    history: Mapping[str, Any],
     weights: Tensors | None = None,
     own_files: Path | None = None,
 ) -> Path:
@@ -184,11 +184,12 @@ def read_results(folder: Path, run: str) -> tuple[pyarrow.Table, Tensors | None]
     return records.check_history(file, history), weights or None
 
 
-def write_results(folder: Path, run: str, history: pd.DataFrame, weights: Tensors | None = None) -> None:
+def write_results(folder: Path, run: str, history: Mapping[str, Any], weights: Tensors | None = None) -> None:
     """Write the results of a run into its folder, or replace them, in one step."""
+    import numpy as np
     import torch
 
-    tensors = {name: torch.tensor(history[name].to_numpy()) for name in records.HISTORY}
+    tensors = {name: torch.tensor(np.asarray(history[name])) for name in records.HISTORY}
     tensors |= {WEIGHT + name: tensor for name, tensor in (weights or {}).items()}
     write_tensors(folder / RESULTS, tensors, {"run": run})
 

@@ -244,7 +244,7 @@ def launched(plan: Plan, job: dict[str, Any], keeping: Keeping, progress: run.To
         name = parallel.launch(job | {"store": keeping.address or str(store)}, devices, tell)[0]
         done = run.with_model(plan, stored_run(store / name))
         if not keeping.weights:
-            run_files.write_results(store / name, name, done.history)
+            run_files.write_results(store / name, name, done.columns)
     return done if keeping.store else replace(done, path=None)
 
 

@@ -31,7 +31,7 @@ from gpulab.store import listing as stores
 from gpulab.store.sources import UnknownContentError, content, digest, file_of, innermost, is_plain, of_gpulab, plain
 from gpulab.training.keeping import Keeping, StoredRun
 from gpulab.training.protocol import LAST_FIFTH
-from gpulab.training.run import Run, Told, history_frame, told
+from gpulab.training.run import Run, Told, history_columns, told
 
 GIVEN = ("seed", "setting", "folder")  # parameters that gpulab fills in, by name; all others are options
 FIRST = "final_loss"  # the name of a number without one
@@ -206,8 +206,8 @@ def run_function(
         record |= {"status": "diverged" if metrics is None else "finished", "metrics": metrics}
         record |= {"summary": summary | {"seconds": time.perf_counter() - begin}}
         record |= {"diverged_at": len(rows)} if metrics is None else {}
-    run = Run(None, None, history_frame(rows), record)
-    run.path = keeping.keep(StoredRun(None, record, run.history, None), own_files)
+    run = Run(None, None, history_columns(rows), record)
+    run.path = keeping.keep(StoredRun(None, record, run.columns, None), own_files)
     return run
 
 

@@ -6,11 +6,11 @@ What keeps runs otherwise derives from `Keeping`: see `uploads`, and `data_paral
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pandas as pd
 from torch import Tensor
 
 from gpulab.store import identities, run_files
@@ -18,6 +18,7 @@ from gpulab.training import checkpoints
 from gpulab.training.loop import Training
 
 CHECKPOINT_SECONDS = 10.0
+History = Mapping[str, Any]  # the columns of a history: arrays, or those of a data frame
 
 
 class StoredRun(NamedTuple):
@@ -25,7 +26,7 @@ class StoredRun(NamedTuple):
 
     folder: Path | None  # in the store
     record: dict[str, Any]
-    history: pd.DataFrame
+    history: History
     weights: dict[str, Tensor] | None  # where they were kept
 
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -33,10 +33,15 @@ from gpulab.progress import Progress
 from gpulab.settings import Setting
 from gpulab.store import identities, run_files
 from gpulab.training import loop
-from gpulab.training.keeping import Keeping, StoredRun
+from gpulab.training.keeping import History, Keeping, StoredRun
 from gpulab.training.loop import Engine, Training
 from gpulab.training.plan import Plan
 from gpulab.training.protocol import LAST_FIFTH
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+HISTORY_TYPES = ("int64", "int64", "float64", "float32")  # of `WindowNote`
 
 
 @dataclass
@@ -46,17 +51,26 @@ class Run:
     Attributes:
         model: The trained network, on the CPU; None where a function of your own trained.
         data: What it learned from; None likewise.
-        history: A row for each window: `window`, `step` (updates so far), `loss` (mean squared error per frame,
-            averaged over the window), `seconds`.
+        columns: The history, column by column.
         record: Everything that is written to the store's `run.json`.
         path: The run's folder, where it was kept.
     """
 
     model: Any
     data: Any
-    history: pd.DataFrame
+    columns: History
     record: dict[str, Any]
     path: Path | None = None
+
+    @functools.cached_property
+    def history(self) -> pd.DataFrame:
+        """A row for each window.
+
+        `window`, `step` (updates so far), `loss` (mean squared error per frame, averaged over the window), `seconds`.
+        """
+        import pandas as pd  # not for every process that trains: it takes a third of the time that torch takes to load
+
+        return pd.DataFrame({name: self.columns[name] for name in loop.WindowNote._fields})
 
     @property
     def status(self) -> str:
@@ -195,22 +209,23 @@ def carry_out(
         record |= {"shared": True, "summary": record["summary"] | {"frames_per_second": None}}
     plan.data.check_unchanged()
     plan.model.fresh = False
-    run = Run(plan.model.cpu(), plan.data, history_frame(training.history), record)
-    run.path = keeping.keep(StoredRun(None, record, run.history, plan.model.state_dict()))
+    run = Run(plan.model.cpu(), plan.data, history_columns(training.history), record)
+    run.path = keeping.keep(StoredRun(None, record, run.columns, plan.model.state_dict()))
     return run
 
 
 def with_model(plan: Plan, stored: StoredRun) -> Run:
     """A run at rest with its model, which is untrained where no weights were kept."""
-    folder, record, history, weights = stored
+    folder, record, columns, weights = stored
     if weights is not None:
         plan.model.to(dtype=plan.setting.dtype).load_state_dict(weights)
-    return Run(plan.model, plan.data, history, record, folder)
+    return Run(plan.model, plan.data, columns, record, folder)
 
 
-def history_frame(rows: list[Any]) -> pd.DataFrame:
-    """The history of a run, a row a window."""
-    return pd.DataFrame(rows, columns=loop.WindowNote._fields).astype({"seconds": "float32"})
+def history_columns(rows: Sequence[Any]) -> History:
+    """The history of a run, given a row a window."""
+    columns = zip(loop.WindowNote._fields, zip(*rows, strict=True) if rows else [()] * 4, HISTORY_TYPES, strict=True)
+    return {name: np.array(values, kind) for name, values, kind in columns}
 
 
 # --- around the loop ---------------------------------------------------------------------------------------

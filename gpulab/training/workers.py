@@ -132,7 +132,7 @@ def outcome(messages: Iterable[dict[str, Any]], tell: Callable[[int, float], Non
 
 
 class Workers:
-    """One worker a thread, replaced when the setting changes or it has died; and one for those that share a GPU.
+    """One worker a thread, replaced when a setting needs another process, or it has died; one for what shares a GPU.
 
     `count` of them train at the same time. With one, trainings that may share a GPU do so.
     """
@@ -155,7 +155,7 @@ class Workers:
             if self.stopped:
                 raise GpulabError("interrupted")
             worker = self.all.get(key)
-            if worker and (worker.setting != setting or worker.process.poll() is not None):
+            if worker and (not _may_follow(worker.setting, setting) or worker.process.poll() is not None):
                 worker.close()
                 worker = None
             worker = self.all[key] = worker or Worker(setting, self.beside)
@@ -181,6 +181,19 @@ class Workers:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _may_follow(before: str, setting: str) -> bool:
+    """Whether a process that trained under one setting may train under another.
+
+    On a CPU, where both want the same environment and neither switches denormal numbers, which each thread keeps for
+    itself. On a GPU libraries remember what they chose.
+    """
+    if before == setting:
+        return True
+    first, second = Setting.parse(before), Setting.parse(setting)
+    on_cpu = first.kind == second.kind == "cpu" and first.denormals is None and second.denormals is None
+    return on_cpu and first.environment() == second.environment()
 
 
 def may_share(job: dict[str, Any]) -> bool:

@@ -7,9 +7,8 @@ import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -19,6 +18,9 @@ from gpulab.data.feed import Loader
 from gpulab.models.base import Trainable
 from gpulab.store import records
 from gpulab.training.plan import plan_run
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class FirstWindow:

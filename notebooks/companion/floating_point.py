@@ -25,7 +25,7 @@ from torch import Tensor
 
 import gpulab as gl
 from companion.findings import SIZES, WORDS, CheckedSentences, Part, by_decision, finding, listed, span
-from companion.first_windows import FirstWindow
+from companion.in_workers import first_step
 from gpulab.data.jpeg import available_decoders
 from gpulab.device.operations import measure
 from gpulab.models.autoencoders import Autoencoder
@@ -281,16 +281,6 @@ def factors(net: str = "prednet", profile: str = "quick") -> list[Factor]:
         Factor("the device itself", on_gpu, {"setting": CPU}, "cuda"),
     ]
     return every if net == "prednet" else [factor for factor in every if factor.name != "image decoder"]
-
-
-def first_step(setting: str, net: str, profile: str, seeds: int, options: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The first step's `losses` (seeds, frames) and `gradient` (seeds, weights)."""
-    losses, gradients = [], []
-    for seed in range(seeds):
-        computed = FirstWindow(net, seed=seed, profile=profile, setting=setting, **options).gradient(setting)
-        losses.append(computed.losses.float())
-        gradients.append(torch.cat([g.reshape(-1) for _, g in sorted(computed.gradient.items())]))
-    return {"losses": torch.stack(losses).numpy(), "gradient": torch.stack(gradients).numpy()}
 
 
 def step_rows(chosen: list[Factor], net: str, profile: str, progress: bool) -> list[dict[str, Any]]:

@@ -37,6 +37,7 @@ SUMMARY = {  # of a report: what is said of each
 }
 TIMED = ("01", "07", "08")  # how notebooks begin that time things, beside which nothing else is executed
 LAST = ("10",)  # and that read what the others have left in the store
+LONGEST = ("06", "08", "04")  # these begin first, so that none of them is left running alone at the end
 NOTEBOOK_BYTES = 3 << 29  # of memory that a notebook may need, its worker processes included
 FOLD = re.compile(r"<details>.*?</summary>(.*?)</details>", re.S)  # as `companion.finding` has its statistics
 
@@ -139,7 +140,7 @@ def execute(
         files.check_writable(output / "notebooks" / source.name)
     files.check_writable(output / "report" / "index.html")
     parameters = {"profile": profile, "device": device, "store": str((store or output / "runs").resolve())}
-    alone = LAST if profile == "smoke" else TIMED + LAST
+    alone = () if profile == "smoke" else TIMED + LAST
     shares = shares_of_cores(jobs)
     form = "{l_bar}{bar}| {n_fmt}/{total_fmt} {elapsed} {postfix}"
     bar = Progress(total=len(sources), unit="notebook", bar_format=form)
@@ -159,6 +160,7 @@ def execute(
 
     async def execute_all() -> list[Result]:
         waiting = [source for source in sources if not source.name.startswith(alone)]
+        waiting.sort(key=lambda source: (source.name.startswith(LAST), not source.name.startswith(LONGEST)))
 
         async def execute_next(cores: set[int]) -> list[Result]:
             return [await execute_on(cores, waiting.pop(0)) for _ in iter(lambda: len(waiting), 0)]

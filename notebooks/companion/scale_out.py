@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ import torch
 
 import gpulab as gl
 from companion.findings import span
-from gpulab.data.base import Window
 from gpulab.data.feed import Loader
 from gpulab.models import Autoencoder
 from gpulab.plots import style
@@ -26,19 +23,16 @@ from gpulab.progress import Progress
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict
 from gpulab.store import records
-from gpulab.training import loop, parallel
+from gpulab.training import parallel
 from gpulab.training.adam import Adam
 from gpulab.training.asynchronous import Memory, descend
 from gpulab.training.batches import fit_law, noise_scale, steps_to_target
-from gpulab.training.data_parallel import DataParallel
-from gpulab.training.engines import Engines
 from gpulab.training.loop import Plain
 from gpulab.training.model_parallel import begin_split, memory_per_part
 from gpulab.training.plan import TRAINING_FILES, plan_run
 from gpulab.training.run import set_up, train_to_the_end
 
 PARTS = ("training/parallel.py", "training/plan.py", *TRAINING_FILES, "models", "data")  # on which `times` depends
-WARM_UP = 2  # windows
 TIMES = ["seconds", "compute", "wait", "communicate"]  # of an update
 SIZES = {  # of PredNet: the channels of its layers, and of its frames height and width
     "small": ([3, 8, 16], [24, 32]),
@@ -136,39 +130,10 @@ def _mean_times(
     model = {"channels": channels, "size": frame, "batch_size": batch}
     length = {"window": batch * frames, "frames": 2 * batch * frames}
     what = {"net": "prednet", "profile": "smoke", "model_options": model, "data_options": {"size": frame}, **length}
-    job = {"net": "companion.scale_out:times", "setting": setting, "seed": 0}
+    job = {"net": "companion.in_workers:times", "setting": setting, "seed": 0}
     answers = processes.do(job | {"model_options": {"task": json.dumps(what), "updates": updates}})
     mean = pd.DataFrame(answers).rename(columns={"update": "seconds"})[TIMES].mean()
     return {"size": size, "devices": len(answers), "batch": batch, **mean}
-
-
-def times(seed: int, setting: gl.Setting, task: str = "{}", updates: int = 10) -> dict[str, float]:
-    """Seconds of an update in one of the processes of `scaling_table`, which calls it."""
-    size = int(os.environ["WORLD_SIZE"])
-    with parallel.join(setting, size) as group:
-        plan = plan_run(**json.loads(task), setting=setting, seed=seed, devices=size)
-        plan.draw_weights()
-        training = set_up(plan)
-        engines = Engines(plan, training)
-        engine = DataParallel(engines, group) if size > 1 else engines
-        windows = plan.data.windows(plan.window, seed)
-
-        def timed(windows: list[Window]) -> float:
-            start = time.perf_counter()
-            for _ in loop.train(training, windows, engine):
-                pass  # each window ends with a look at the device
-            return (time.perf_counter() - start) / len(windows)
-
-        timed([next(windows) for _ in range(WARM_UP)])
-        ready = [next(windows) for _ in range(updates)]
-        seconds = timed(ready)
-        if not isinstance(engine, DataParallel):
-            return {"update": seconds, "compute": seconds, "wait": 0.0, "communicate": 0.0}
-        engine.timed, engine.times = True, dict.fromkeys(engine.times, 0.0)
-        whole = timed(ready)
-        wait, communicate = (engine.times[name] / updates for name in ("wait", "communicate"))
-        compute = whole - wait - communicate  # the optimizer's step, too
-        return {"update": seconds, "compute": compute, "wait": wait, "communicate": communicate}
 
 
 def recorded_scale_out(table: str = "scaling") -> pd.DataFrame:
