@@ -61,13 +61,14 @@ class Picture:
     def show(self, **instead: Any) -> None:
         """Show the figure in a notebook, and below it a fold with its words.
 
-        An `image/png` is what every viewer shows; but JupyterLab and others show it without its alternative text. Where
-        a page can show what stands `instead`, by its type, it does.
+        An `image/png` is what every viewer shows. Its words are also its plain text and in its metadata, where VS Code
+        and nbconvert find the alternative text; JupyterLab shows a PNG without any. Where a page can show what stands
+        `instead`, by its type, it does.
         """
         from IPython.display import display
 
         png = self.png()
-        about = {"width": _page_width(png, DPI), "alt": self.alt, "vscode_altText": self.alt}
+        about = {"width": _page_width(png, DPI), "alt": self.alt}
         still = {"image/png": base64.b64encode(png).decode(), "text/plain": self.alt}
         display(still | instead, metadata={"image/png": about}, raw=True)
         heading = f"{IN_WORDS}, before anything is moved" if instead else IN_WORDS

@@ -98,9 +98,10 @@ class Experiment:
 
     def jobs(self) -> list[dict[str, Any]]:
         """The arguments of each training, ordered by setting."""
-        where = {"keep_weights": False, "store": str(self.folder), **self.how}
+        kept = {"store": str(self.folder), **self.how}
+        usual = {"keep_weights": False}  # for a verdict they are of no use, unless `options` ask for them
         return [
-            self._arguments(setting, seed, rerun, {**self.options, **variant}) | where
+            usual | self._arguments(setting, seed, rerun, {**self.options, **variant}) | kept
             for setting in self.settings
             for variant in self.variants
             for rerun in range(self.reruns)

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import gpulab as gl
 from companion import run
 from companion.run import Result, collect, execute, execute_in_place, find_notebooks, write_report
 
+KERNEL = {"kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3"}}
 PARAMETERS = 'profile = "quick"  # a size\nstore = "runs"'
 FINDING = (
     "import os, sys, warnings\nprint(profile, os.environ['GPULAB_PROFILE'], store != 'runs')\n"
@@ -22,7 +24,6 @@ FINDING = (
 
 @pytest.fixture
 def notebooks(tmp_path):
-    metadata = {"kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3"}}
     cells = [
         new_markdown_cell("# What is it?"),
         new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}),
@@ -32,8 +33,8 @@ def notebooks(tmp_path):
     ]
     folder = tmp_path / "notebooks"
     folder.mkdir()
-    nbformat.write(new_notebook(cells=cells, metadata=metadata), folder / "01_one.ipynb")
-    nbformat.write(new_notebook(cells=cells[1:2], metadata=metadata), folder / "02_two.ipynb")
+    nbformat.write(new_notebook(cells=cells, metadata=KERNEL), folder / "01_one.ipynb")
+    nbformat.write(new_notebook(cells=cells[1:2], metadata=KERNEL), folder / "02_two.ipynb")
     (folder / "notes.ipynb").write_text("not one of them")
     return folder
 
@@ -91,6 +92,34 @@ def test_the_report_needs_no_other_file_and_has_a_caption_for_each_figure(tmp_pa
     targets = re.findall(r'(?:href|src)="([^"]*)"', text)
     ids = {f"#{name}" for name in re.findall(r' id="([^"]*)"', text)}
     assert {target for target in targets if not target.startswith("data:")} <= ids
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot share its cores out")
+def test_notebooks_beside_each_other_have_cores_of_their_own(tmp_path):
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("one core cannot be shared out")
+    (tmp_path / "notebooks").mkdir()
+    source = "import os\nprint(sorted(os.sched_getaffinity(0)))"
+    for name in ("02_two", "05_five", "07_seven"):
+        cells = [new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})]
+        cells += [new_code_cell(source, metadata={"tags": ["finding", "here"]})]
+        nbformat.write(new_notebook(cells=cells, metadata=KERNEL), tmp_path / "notebooks" / f"{name}.ipynb")
+    seen = {
+        profile: [
+            json.loads(result.said(run.HERE)[0])
+            for result in execute(tmp_path / "notebooks", tmp_path / profile, profile, "cpu", jobs=2)
+        ]
+        for profile in ("quick", "smoke")
+    }
+    assert sorted(seen["quick"][0] + seen["quick"][1]) == cores
+    assert seen["quick"][2] == cores, "what times things has the machine for itself"
+    assert len(seen["smoke"][2]) < len(cores), "but not where it says nothing of speed"
+
+
+def test_no_more_notebooks_are_executed_at_a_time_than_there_are_cores(notebooks, tmp_path):
+    with pytest.raises(gl.UsageError, match="jobs=5000: at most one notebook a core"):
+        execute(notebooks, tmp_path, "smoke", "cpu", jobs=5000)
 
 
 def test_the_bar_of_a_training_that_diverged_is_no_failure(tmp_path):

@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pandas as pd
-import pytest
 
 import companion
 import gpulab as gl
@@ -14,7 +13,6 @@ from companion import anomaly
 from companion.anomaly import BEATS, LOSS, dose_finding
 from companion.learning import ALL, BEAT, LEARNED, STUCK
 
-pytestmark = pytest.mark.slow  # films of 50,000 frames are rendered for the thresholds
 HERE = Path(__file__).parents[2]
 METRICS = {
     BEATS: "beat repeating",
