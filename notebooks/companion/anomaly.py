@@ -146,7 +146,7 @@ def shared_memory(frame: pd.DataFrame) -> Picture:
         (shared,) = set(losses.columns) - {PLAIN}
         for (speed, recorded), pairs in losses.dropna().groupby(["speed", "recorded"]):
             marker, tint = looks[speed]
-            look: Look = {"marker": marker, "s": 24, "linewidths": None, "label": f"speed {speed:g}"}
+            look: Look = {"marker": marker, "s": 24, "linewidths": None, "zorder": 3 if recorded else 4}
             style.points(axes, pairs[PLAIN], pairs[shared], tint, recorded, **look)
             higher.append((pairs[shared] > pairs[PLAIN]).mean())
         ends = runs.final_loss.min() * 0.8, runs.final_loss.max() * 1.25
@@ -155,7 +155,11 @@ def shared_memory(frame: pd.DataFrame) -> Picture:
         style.log_scale(axes.yaxis, *ends, numbers="{x:g}")
         axes.set(xlim=ends, ylim=ends, xlabel="final loss, frames copied", ylabel=f"final loss, buffer {shared}")
         axes.set_title(f"{profile} size, {device}: {shared} against copied")
-    panels[-1].legend(fontsize=8, frameon=False, loc="lower right")
+    speeds = [
+        style.point_key(f"speed {speed:g}", marker=marker, markerfacecolor=tint, markeredgecolor=tint)
+        for speed, (marker, tint) in looks.items()
+    ]
+    panels[-1].legend(handles=speeds, fontsize=8, frameon=False, loc="lower right")
     headline = f"Sharing memory gave the higher loss for {span(higher, '.0%')} of the seeds, by size and speed"
     alt = "Final loss with shared memory against final loss with copied frames, one point a seed."
     return style.finished(figure, headline, alt, style.origin_keys(frame), columns=1)
