@@ -110,7 +110,9 @@ def _verdict(judged: Verdict) -> str:
         needed = f"; about {most:.0f} would" if most == most else ""
         within = _within(rows.margin_relative)
         words = WORDS[decision].format(block=judged.block, seeds=span(rows.seeds), needed=needed, within=within)
-        if decision == "inconclusive" and len(rows) == 1:
+        if rows.seeds.max() == 1:
+            words = f"one {judged.block} is no evidence"
+        elif decision == "inconclusive" and len(rows) == 1:
             words = f"{_higher(rows.iloc[0], judged)}, but {words}"
         parts.append(f"{listed(rows[judged.factor])}{against}: {words}")
     return "; ".join(parts) + "."

@@ -152,6 +152,12 @@ def motion_finding(frame: pd.DataFrame) -> str:
     better, sharper = (int((frame.final_loss < limit).sum()) for limit in (known, blurred_losses(frame)))
     if not (of := int(known.notna().sum())):
         return "No run here predicts frames of a rendered film."
+    if of == 1:
+        sharp, blurred = ("beats" if count else "does not beat" for count in (better, sharper))
+        return (
+            f"The one run here {sharp} repeating the last frame, and {blurred} repeating it blurred, which knows nothing "
+            "of motion."
+        )
     if not better:
         return f"No network has learned motion here: none of {of} runs beats repeating the last frame."
     return (

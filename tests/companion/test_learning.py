@@ -66,6 +66,8 @@ def test_every_film_of_recorded_runs_is_recorded():
 def test_the_finding_counts_the_runs(frame):
     prednet = frame[frame.experiment == "prednet"]
     assert learning.motion_finding(prednet).endswith("none of 3 runs beats repeating the last frame.")
+    one = learning.motion_finding(prednet[:1].assign(final_loss=1e-9))
+    assert one.startswith("The one run here beats repeating the last frame, and beats repeating it blurred")
     text = learning.motion_finding(prednet.assign(final_loss=[1e-9, 1.0, np.nan]))
     assert text.startswith("1 of 3 runs beat repeating the last frame, and 1 of 3 beat repeating it blurred")
 
