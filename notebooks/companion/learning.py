@@ -155,8 +155,8 @@ def motion_finding(frame: pd.DataFrame) -> str:
     if of == 1:
         sharp, blurred = ("beats" if count else "does not beat" for count in (better, sharper))
         return (
-            f"The one run here {sharp} repeating the last frame, and {blurred} repeating it blurred, which knows nothing "
-            "of motion."
+            f"The one run here {sharp} repeating the last frame, and {blurred} repeating it blurred, "
+            "which knows nothing of motion."
         )
     if not better:
         return f"No network has learned motion here: none of {of} runs beats repeating the last frame."
