@@ -136,13 +136,13 @@ class ByTorch:
 
     def __call__(self, *tangents: Tensor) -> tuple[Tensor, ...]:
         """Tangents of the results, k at a time."""
+        return torch.func.vmap(self._directional)(*tangents)
+
+    def _directional(self, *tangents: Tensor) -> tuple[Tensor, ...]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own rules
             warnings.simplefilter("ignore", DeprecationWarning)
-            return torch.func.vmap(self._directional)(*tangents)
-
-    def _directional(self, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return torch.func.jvp(self._call, tuple(self.flat[index] for index in self.indices), tangents)[1]
+            return torch.func.jvp(self._call, tuple(self.flat[index] for index in self.indices), tangents)[1]
 
     def _call(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         changed = list(self.flat)
