@@ -152,7 +152,7 @@ def test_every_recorded_history_is_whole_and_agrees_with_its_summary(shipped):
 
 
 def test_the_runs_of_a_study_are_apart_from_the_others(shipped):
-    studies = ["dose", "factors", "films", "longer", "published", "stuck", "title", "truncation"]
+    studies = ["dose", "factors", "films", "longer", "published", "reused", "stuck", "title", "truncation"]
     for study in studies:
         frame = gl.recorded_runs(study)
         assert len(frame)
