@@ -13,10 +13,10 @@ DEVELOPED := $(VENV)/.developed
 UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check attack lab site slides clean
+.PHONY: help run test test-all check attack lab site slides clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "Settings: PROFILE=$(PROFILE) (smoke, quick, paper)  DEVICE=$(DEVICE) (auto, cpu, cuda, mps, xpu)"
 	@echo "          ONLY=$(ONLY) (such as 04 or 03,04)  PYTHON=$(PYTHON) (3.11, 3.12 or 3.13)"
@@ -24,8 +24,13 @@ help: ## list the commands
 run: $(INSTALLED) ## execute the notebooks and bind them into a report in build/
 	$(BIN)/python -m companion --profile $(PROFILE) --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) --output build
 
-test: check ## all checks and all tests, the notebooks included
-	GPULAB_PROFILE=smoke $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder --max-worker-restart=0 -rs
+TESTS := GPULAB_PROFILE=smoke $(BIN)/python -m pytest -n auto --dist loadscope --max-worker-restart=0 -rs
+
+test: check ## style, types, and the tests for every day: under ten minutes
+	$(TESTS) -m "not slow"
+
+test-all: $(DEVELOPED) ## all the other tests: browser, all notebooks, site, slides, attack, clusters: half an hour
+	$(TESTS) -m slow
 
 check: $(DEVELOPED) ## style, format and types, without the tests
 	$(BIN)/ruff check .

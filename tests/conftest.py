@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,29 +20,19 @@ os.environ["GOMP_SPINCOUNT"] = "0"
 COMPANION = str(Path(__file__).parents[1] / "notebooks")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [COMPANION, os.environ.get("PYTHONPATH")]))
 
-LONGEST = (
-    "test_browser.py",
-    "test_explore.py",
-    "test_cluster.py",
-    "test_planted_faults.py",
-    "test_cli.py",
-    "test_parallel.py",
-    "test_frameworks.py",
-    "test_site.py",
-    "test_slides.py",
-)
+# Of the notebooks, `make test` executes those that daily work breaks; `make test-all` the others.
+EVERY_DAY = ("00_start_here", "03_autoencoder", "05_the_anomaly", "10_verdict")
+OTHER_NOTEBOOKS = pytest.mark.slow("a notebook that daily work seldom breaks")
 
 
-def pytest_collection_modifyitems(config, items):
-    """The longest files come first, so that none is left to one process alone at the end.
-
-    Where a browser runs the notebooks, nbval need not do it again.
-    """
-    items.sort(key=lambda item: item.path.name not in LONGEST)
-    in_browser = any(item.path.name == "test_browser.py" for item in items)
-    if in_browser and shutil.which("chromium") and find_spec("playwright"):
-        config.hook.pytest_deselected(items=[item for item in items if isinstance(item, IPyNbCell)])
-        items[:] = [item for item in items if not isinstance(item, IPyNbCell)]
+def pytest_collection_modifyitems(items):
+    """A test that `make test` leaves to `make test-all` says why: `@pytest.mark.slow("starts a browser")`."""
+    for item in items:
+        if isinstance(item, IPyNbCell) and item.path.stem not in EVERY_DAY:
+            item.add_marker(OTHER_NOTEBOOKS)
+        for mark in item.iter_markers("slow"):
+            if not mark.args:
+                raise pytest.UsageError(f"{item.nodeid}: say why it is slow, in a few words: slow('starts a browser').")
 
 
 class Scheduling(LoadScopeScheduling):

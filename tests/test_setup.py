@@ -207,10 +207,10 @@ def test_binder_overrides_what_jupyterlab_can_be_told():
         }
 
 
-def test_ci_runs_make_test_with_a_browser_and_nothing_else():
+def test_ci_runs_both_test_commands_with_a_browser_and_nothing_else():
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    here, browser, test = [line for line in lines if line and not line.startswith("#")][1:]
-    assert (here, test) == ('cd "$(dirname "$0")/.."', "make test")
+    here, browser, *tests = [line for line in lines if line and not line.startswith("#")][1:]
+    assert (here, *tests) == ('cd "$(dirname "$0")/.."', "make test", "make test-all")
     assert browser.startswith("command -v chromium || ")
     assert browser.endswith(" || true")
 
@@ -221,8 +221,8 @@ def test_pages_name_only_commands_that_exist():
     from companion.__main__ import app as notebooks
     from gpulab.cli import app
 
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-    assert set(re.findall(r"(?:^|`)make ([a-z]+)", ALL_PAGES, re.M)) <= targets
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", ALL_PAGES, re.M)) <= targets
     commands = get_command(app).commands
     used = re.findall(r"(?:^\$ |(?<!^\| )`|\\)gpulab ([a-z]+)([^`\n]*)", ALL_PAGES, re.M)
     assert {name for name, _ in used} == commands.keys()
@@ -480,7 +480,7 @@ for drawn in (lambda: gl.plots.losses, lambda: gl.load("digits")):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow("links all of torch into an environment of its own")
 def test_a_model_of_ones_own_needs_neither_jupyter_nor_matplotlib(environment):
     """In an environment that has what `pip install gpulab` brings, and nothing else, from the files installed here."""
     _, library, said = environment

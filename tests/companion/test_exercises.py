@@ -66,7 +66,7 @@ def solved(request, tmp_path_factory):
     return request.param, answers, said
 
 
-@pytest.mark.slow
+@pytest.mark.slow("executes a notebook of solutions")
 def test_each_solution_passes_and_a_wrong_answer_is_told_why(solved):
     number, answers, said = solved
     assert list(answers) == [f"{number}-{n}" for n in LEVELS]

@@ -55,7 +55,7 @@ def test_a_training_follows_torchs(library, net, seed):
     assert other.final_loss == pytest.approx(usual.final_loss, rel=near)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains in other frameworks")
 @pytest.mark.parametrize("truncation", ["loss", "state"])
 def test_the_second_window_is_cut_off_from_the_first_where_torchs_is(library, truncation):
     plan = same_start.begun("prednet", 0, gl.Setting.parse("cpu:precision=float64"), "smoke", truncation=truncation)

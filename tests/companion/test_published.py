@@ -146,7 +146,7 @@ def our_updates(net, clip, loader, monkeypatch):
     return losses, {name.removeprefix("model/"): array for name, array in state.items() if name.startswith("model/")}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains in Chainer")
 @pytest.mark.parametrize("variable", ["", "GPULAB_CHAINER_PYTHON"])
 def test_the_authors_own_script_gives_the_same_bits(net, clip, variable, monkeypatch):
     """In this Python; and in one without gpulab, with the authors' versions, whose place a variable has."""
@@ -159,7 +159,7 @@ def test_the_authors_own_script_gives_the_same_bits(net, clip, variable, monkeyp
     assert all(np.array_equal(our_weights[name], weights[name]) for name in weights)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains in Chainer")
 def test_before_chainer_3_the_reused_buffer_changed_nothing(net, clip, monkeypatch):
     """Its mean squared error kept the difference of its inputs; since 3.0 it keeps the inputs, and subtracts later."""
     if "GPULAB_CHAINER_2_PYTHON" not in os.environ:

@@ -16,7 +16,7 @@ def network_of(trace):
     return trace.name.partition("-cuda")[0]
 
 
-SLOW = {"vit_b_16": [pytest.mark.slow]}  # 86 million weights
+SLOW = {"vit_b_16": [pytest.mark.slow("86 million weights")]}
 
 
 @pytest.mark.parametrize(
