@@ -1,0 +1,114 @@
+"""Every public function refuses nonsense: an error of `errors.py` that names the value, and never another one."""
+
+import inspect
+import math
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpulab as gl
+from gpulab.errors import printable
+
+NET, BATCH = torch.nn.Linear(4, 2), torch.ones(3, 4)
+STEP = gl.Step(NET, (BATCH, torch.ones(3, 2)), torch.nn.functional.mse_loss)
+HESSIAN = gl.hessian(NET, lambda: NET(BATCH).square().mean())
+TABLE = pd.DataFrame(
+    {"setting": setting, "seed": seed, "final_loss": seed + shift}
+    for setting, shift in (("cpu", 0), ("cuda", 1))
+    for seed in range(8)
+)
+FRAME = np.zeros((3, 8, 8), np.uint8)
+
+
+def own(seed, setting):
+    """A training of one's own."""
+    return float(seed)
+
+
+def problem():
+    model = gl.models.LinearAutoencoder(6, 2)
+    return model, gl.saddles.linear_autoencoder_saddle(torch.rand(20, 6).double(), [0])
+
+
+# A right call of each; each text and each number in it is replaced by nonsense, one at a time.
+CALLS = {
+    gl.load: {"name": "walk", "frames": 20, "size": (24, 32), "speed": 1.0},
+    gl.audit: {"step": STEP, "a": "cpu", "b": "cpu:threads=1"},
+    gl.record: {"step": STEP, "setting": "cpu", "on": "cpu"},
+    gl.guard: {"on": "raise"},
+    gl.emulate: {"name": "tf32", "order": "pairwise"},
+    gl.setting: {"text": "cpu"},
+    gl.profile: {"name": "smoke"},
+    gl.available_settings: {"device": "cpu"},
+    gl.recorded_runs: {"study": "dose"},
+    gl.roofline: {"setting": "cpu", "repeats": 1},
+    gl.verdict: {"frame": TABLE, "metric": "final_loss", "factor": "setting", "block": "seed", "alpha": 0.05},
+    gl.hessian: {"model": NET, "loss": lambda: NET(BATCH).sum(), "method": "auto", "at_once": 1, "parameters": "weight"},
+    gl.train: {"net": "autoencoder", "data": "digits", "setting": "cpu", "profile": "smoke", "frames": 20},
+    gl.Experiment: {"model": own, "settings": ["cpu"], "seeds": 2, "workers": 1, "reruns": 1},
+    gl.seed_runs: {"train": own, "setting": "cpu", "seeds": 1, "workers": 1},
+    gl.numerics.round_to: {"x": BATCH, "name": "tf32", "mode": "nearest"},
+    gl.numerics.format_bits: {"x": 1.0, "name": "tf32", "mode": "nearest"},
+    gl.numerics.cuda_uniform: {"seed": 0, "shape": (3,), "card": "T4"},
+    gl.numerics.same_draws: {"card": "T4", "other": "T4", "numbers": 3},
+    gl.numerics.shuffled_sums: {"x": BATCH.flatten(), "count": 3},
+    gl.numerics.product_errors: {"names": ("tf32",), "size": 4},
+    gl.stats.seeds_needed: {"frame": TABLE, "metric": "final_loss", "factor": "setting", "alpha": 0.05, "power": 0.8},
+    gl.stats.variance_components: {"frame": TABLE, "metric": "final_loss", "factor": "setting", "block": "seed"},
+    gl.saddles.lanczos: {"H": HESSIAN, "k": 1, "which": "smallest", "max_products": 100},
+    gl.saddles.most_negative: {"H": HESSIAN, "max_products": 100},
+    gl.saddles.spectral_density: {"H": HESSIAN, "probes": 2, "steps": 3},
+    gl.saddles.trace: {"H": HESSIAN, "probes": 3},
+    gl.saddles.index: {"H": HESSIAN, "exact": False, "probes": 2, "steps": 3},
+    gl.models.flip_bit: {"model": NET, "weight": 0, "bit": 0},
+    gl.models.Autoencoder: {"hidden": (4,), "size": (8, 8), "batch_size": 1},
+    gl.models.PredNet: {"channels": (1, 2), "size": (4, 4), "kernel_size": 3, "truncation": "loss", "batch_size": 1},
+    gl.models.Whitener: {"hidden": 4, "code": 2, "batch_size": 3, "covariance": "one-pass"},
+    gl.models.LinearAutoencoder: {"features": 4, "hidden": 2},
+    gl.device.place: {"step": STEP, "ceilings": "cpu", "repeats": 1},
+    gl.training.split: {"model": gl.models.Autoencoder(), "devices": ["cpu"]},
+    gl.training.fit_law: {"batch_sizes": [1, 2, 4], "steps": [4, 3, 2]},
+    gl.training.descend: {"mode": "lock-free", "workers": 2, "updates": 4, "batch_size": 2, "learning_rate": 1.0},
+    gl.training.GradientAccumulation: {"model": NET, "batch": 4, "reduction": "mean"},
+    gl.data.decode_jpeg: {"file": b"", "decoder": "pillow"},
+    gl.data.encode_jpeg: {"frame": FRAME, "quality": 75, "subsampling": "4:2:0"},
+}
+NONSENSE = {
+    str: st.text(min_size=1).map(lambda text: f"no such {text}"),
+    int: st.integers(max_value=-1),
+    float: st.sampled_from([math.nan, -1.0, -math.inf]),
+}
+QUIET = {"progress": False}
+
+
+def pieces():
+    for function, arguments in CALLS.items():
+        for name, value in arguments.items():
+            if type(value) in NONSENSE:
+                yield pytest.param(function, name, NONSENSE[type(value)], id=f"{function.__name__}-{name}")
+
+
+def call(function, arguments):
+    quiet = QUIET if "progress" in inspect.signature(function).parameters else {}
+    result = function(**arguments, **quiet)
+    if hasattr(result, "__enter__"):
+        with result:
+            pass
+
+
+@pytest.mark.parametrize(("function", "name", "nonsense"), pieces())
+def test_nonsense_is_refused_by_value(function, name, nonsense):
+    @settings(max_examples=5, deadline=None, database=None)
+    @given(nonsense)
+    def refused(value):
+        with pytest.raises(gl.GpulabError) as error:
+            call(function, CALLS[function] | {name: value})
+        told = str(error.value)
+        assert any(shown in told for shown in (repr(value), str(value), printable(str(value)), f"{value:,}" if isinstance(value, int) else repr(value)))
+
+    refused()
