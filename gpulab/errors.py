@@ -48,6 +48,12 @@ def check_name(name: object) -> None:
         raise UsageError(f"{name}: this name is not UTF-8, and cannot be written down: rename it") from None
 
 
+def check_count(name: str, value: Any, most: int | None = None) -> None:
+    """Raise `UsageError` unless `value` is a whole number from 1 to `most`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
+        raise UsageError(f"{name}={value!r}: expected a whole number from 1{'' if most is None else f' to {most:,}'}")
+
+
 class DataError(GpulabError):
     """An input file or folder is missing, damaged or of the wrong kind; the message names it, in one line."""
 

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-import re
+import string
 
 import numpy as np
 import pandas as pd
@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpulab as gl
-from gpulab.errors import printable
 
 NET, BATCH = torch.nn.Linear(4, 2), torch.ones(3, 4)
 STEP = gl.Step(NET, (BATCH, torch.ones(3, 2)), torch.nn.functional.mse_loss)
@@ -25,14 +24,9 @@ TABLE = pd.DataFrame(
 FRAME = np.zeros((3, 8, 8), np.uint8)
 
 
-def own(seed, setting):
+def own(seed):
     """A training of one's own."""
     return float(seed)
-
-
-def problem():
-    model = gl.models.LinearAutoencoder(6, 2)
-    return model, gl.saddles.linear_autoencoder_saddle(torch.rand(20, 6).double(), [0])
 
 
 # A right call of each; each text and each number in it is replaced by nonsense, one at a time.
@@ -43,17 +37,22 @@ CALLS = {
     gl.guard: {"on": "raise"},
     gl.emulate: {"name": "tf32", "order": "pairwise"},
     gl.setting: {"text": "cpu"},
-    gl.profile: {"name": "smoke"},
     gl.available_settings: {"device": "cpu"},
     gl.recorded_runs: {"study": "dose"},
-    gl.roofline: {"setting": "cpu", "repeats": 1},
+    gl.roofline: {"setting": "cpu"},
     gl.verdict: {"frame": TABLE, "metric": "final_loss", "factor": "setting", "block": "seed", "alpha": 0.05},
-    gl.hessian: {"model": NET, "loss": lambda: NET(BATCH).sum(), "method": "auto", "at_once": 1, "parameters": "weight"},
+    gl.hessian: {
+        "model": NET,
+        "loss": lambda: NET(BATCH).sum(),
+        "method": "auto",
+        "at_once": 1,
+        "parameters": "weight",
+    },
     gl.train: {"net": "autoencoder", "data": "digits", "setting": "cpu", "profile": "smoke", "frames": 20},
     gl.Experiment: {"model": own, "settings": ["cpu"], "seeds": 2, "workers": 1, "reruns": 1},
     gl.seed_runs: {"train": own, "setting": "cpu", "seeds": 1, "workers": 1},
     gl.numerics.round_to: {"x": BATCH, "name": "tf32", "mode": "nearest"},
-    gl.numerics.format_bits: {"x": 1.0, "name": "tf32", "mode": "nearest"},
+    gl.numerics.format_bits: {"x": BATCH[0, 0], "name": "tf32", "mode": "nearest"},
     gl.numerics.cuda_uniform: {"seed": 0, "shape": (3,), "card": "T4"},
     gl.numerics.same_draws: {"card": "T4", "other": "T4", "numbers": 3},
     gl.numerics.shuffled_sums: {"x": BATCH.flatten(), "count": 3},
@@ -79,18 +78,19 @@ CALLS = {
     gl.data.encode_jpeg: {"frame": FRAME, "quality": 75, "subsampling": "4:2:0"},
 }
 NONSENSE = {
-    str: st.text(min_size=1).map(lambda text: f"no such {text}"),
+    str: st.text(string.ascii_letters, min_size=1).map(lambda text: f"no such {text}"),
     int: st.integers(max_value=-1),
     float: st.sampled_from([math.nan, -1.0, -math.inf]),
 }
 QUIET = {"progress": False}
 
 
-def pieces():
-    for function, arguments in CALLS.items():
-        for name, value in arguments.items():
-            if type(value) in NONSENSE:
-                yield pytest.param(function, name, NONSENSE[type(value)], id=f"{function.__name__}-{name}")
+PIECES = [
+    pytest.param(function, name, NONSENSE[type(value)], id=f"{function.__name__}-{name}")
+    for function, arguments in CALLS.items()
+    for name, value in arguments.items()
+    if type(value) in NONSENSE
+]
 
 
 def call(function, arguments):
@@ -101,14 +101,13 @@ def call(function, arguments):
             pass
 
 
-@pytest.mark.parametrize(("function", "name", "nonsense"), pieces())
+@pytest.mark.parametrize(("function", "name", "nonsense"), PIECES)
 def test_nonsense_is_refused_by_value(function, name, nonsense):
     @settings(max_examples=5, deadline=None, database=None)
     @given(nonsense)
     def refused(value):
         with pytest.raises(gl.GpulabError) as error:
             call(function, CALLS[function] | {name: value})
-        told = str(error.value)
-        assert any(shown in told for shown in (repr(value), str(value), printable(str(value)), f"{value:,}" if isinstance(value, int) else repr(value)))
+        assert str(value) in str(error.value).replace(",", "")
 
     refused()

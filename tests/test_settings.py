@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import time
 from types import SimpleNamespace
 
 import psutil
@@ -106,25 +105,19 @@ def test_the_order_of_options_and_spaces_do_not_matter(device):
     ("text", "named"),
     [
         ("", ["''", "cpu", "cuda"]),
-        ("gpu", ["'gpu'", "cpu", "cuda", "mps", "xpu"]),
-        ("CPU", ["'CPU'", "cpu"]),
+        ("CPU", ["'CPU'", "cpu", "cuda", "mps", "xpu"]),
         ("cpu:", ["'cpu:'"]),
         ("cpu:2", ["'cpu:2'", "threads"]),
         ("cuda:-1", ["'cuda:-1'", "tf32"]),
-        ("cpu:threads", ["''", "1 to 9999"]),
         ("cpu:threads=0", ["'0'", "1 to 9999"]),
         ("cpu:threads=10000", ["'10000'", "1 to 9999"]),
         ("cpu:threads=1,threads=2", ["'threads'", "twice"]),
         ("cpu:threads=1,", ["''", "threads, isa"]),
         ("cpu:isa=avx", ["'avx'", "sse4, avx2, avx512"]),
-        ("cpu:precision=float16", ["'float16'", "float32, float64, bfloat16"]),
-        ("cpu:deterministic=yes", ["'yes'", "on, off"]),
         ("cpu:float32=model.py", ["'model.py'", "model.py:12"]),
         ("cpu:colour=red", ["'colour'", "threads, isa, tf32, cudnn, denormals, deterministic, precision"]),
         ("cpu:tf32=off,emulate=tf32", ["'tf32'", "cuda only", "emulate=ampere or hopper"]),
-        ("xpu:cudnn=off", ["'cudnn'", "cuda only"]),
         ("cuda:threads=1", ["'threads'", "cpu only"]),
-        ("cpu:emulate=", ["'cpu:emulate='", "emulate=tf32"]),
         ("cpu:precision=bfloat16,order=pairwise", ["float32", "leave precision away"]),
         (None, ["None", "cpu"]),
     ],
@@ -214,31 +207,24 @@ def test_a_setting_that_is_not_in_force_names_the_cure():
         gl.Setting("cpu:threads=1")
 
 
-def test_nested_settings_are_undone_one_by_one():
+def test_a_setting_is_in_force_inside_and_nested_ones_are_undone_one_by_one():
     before = flags()
-    with gl.setting("cpu:threads=1,precision=float64"):
+    with gl.setting("cpu:threads=1,deterministic=on,precision=float64") as outside:
         outer = flags()
-        with gl.setting("cpu:threads=2,deterministic=on,precision=bfloat16") as inner:
+        assert torch.get_num_threads() == arithmetic()["threads"] == 1
+        assert torch.are_deterministic_algorithms_enabled()
+        assert arithmetic()["deterministic"]
+        assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (True, False)
+        assert torch.zeros(1).dtype == outside.dtype == torch.float64
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        with gl.setting("cpu:threads=2,precision=bfloat16") as inner:
             assert (torch.get_num_threads(), torch.zeros(1).dtype) == (2, inner.dtype) == (2, torch.bfloat16)
-            assert torch.are_deterministic_algorithms_enabled()
+            assert torch.are_deterministic_algorithms_enabled(), "an option that is not named leaves a flag as it is"
         assert flags() == outer
         with pytest.raises(gl.GpulabError), gl.setting("cuda:77"):
             pass
         assert flags() == outer
     assert flags() == before
-
-
-def test_a_setting_is_in_force_inside():
-    with gl.setting("cpu:threads=1,deterministic=on,precision=float64") as inside:
-        assert torch.get_num_threads() == 1
-        assert torch.are_deterministic_algorithms_enabled()
-        assert torch.backends.cudnn.deterministic
-        assert not torch.backends.cudnn.benchmark
-        assert torch.zeros(1).dtype == inside.dtype == torch.float64
-        assert {key: arithmetic()[key] for key in ("threads", "deterministic")} == {"threads": 1, "deterministic": True}
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    with gl.setting("cpu:deterministic=on"), gl.setting("cpu"):
-        assert torch.are_deterministic_algorithms_enabled(), "an option that is not named leaves a flag as it is"
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -269,15 +255,6 @@ def test_threads_that_cannot_be_switched_are_named(monkeypatch):
     with gl.setting("cpu:threads=1,denormals=off"):
         assert denormal_products() == 0
     assert flags_and_denormals() == before
-
-
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_the_precision_of_products_that_a_program_sets_inside_is_restored(precision):
-    before = flags()
-    with gl.setting("cpu"):
-        torch.set_float32_matmul_precision(precision)
-        assert flags() != before
-    assert flags() == before
 
 
 USED_BEFORE = [
@@ -350,8 +327,7 @@ def test_as_many_threads_work_as_are_asked_for(threads):
     a = torch.randn(1000, 1000)
 
     def work():
-        end = time.perf_counter() + 0.5
-        while time.perf_counter() < end:
+        for _ in range(60):
             a @ a
 
     with gl.setting(f"cpu:threads={threads}"):

@@ -17,7 +17,7 @@ from gpulab.diagnostics import count_sketch as sk
 from gpulab.diagnostics.steps import PreparedStep, ready
 from gpulab.diagnostics.tracer import EMPTY, OVERWRITES
 from gpulab.diagnostics.twins import outcome
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, check_count
 from gpulab.numerics.call_sites import UncompiledDispatchMode
 from gpulab.passports import passport
 from gpulab.report import Report
@@ -123,6 +123,7 @@ def place(
         >>> found.flop, found.bound
         ({'float32': 256}, 'launches')
     """
+    check_count("repeats", repeats)
     frame = roofline(ceilings, progress=progress) if isinstance(ceilings, Setting | str) else ceilings
     settings = list(frame.setting.unique())
     if len(settings) != 1:

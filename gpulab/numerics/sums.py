@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, check_count
 from gpulab.numerics.emulation import emulate
 from gpulab.numerics.formats import FORMATS, round_to, ulp_distance
 
@@ -92,6 +92,7 @@ def shuffled_sums(x: Tensor, count: int = 1000, seed: int = 0) -> Tensor:
         >>> len(shuffled_sums(torch.ones(10), 5).unique())
         1
     """
+    check_count("count", count)
     numbers = _checked_numbers(x).numpy()
     generator = np.random.default_rng(seed)
     # NumPy's accumulate adds in float32, one after the other.
@@ -155,6 +156,7 @@ def product_errors(names: tuple[str, ...] = ("float32", "tf32", "bfloat16"), siz
     """
     import pandas as pd
 
+    check_count("size", size)
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, size, size, generator=generator)
     exact = a.double() @ b.double()

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map_only
 
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, check_count
 from gpulab.progress import Progress
 from gpulab.saddles.eigen import KrylovSpace
 from gpulab.saddles.hessians import Batch, Hessian, Loss, hessian
-from gpulab.saddles.operators import check_count, trained
+from gpulab.saddles.operators import trained
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from gpulab.data.feed import Loader
-from gpulab.errors import DataError, UsageError
+from gpulab.errors import DataError, UsageError, check_count
 from gpulab.models.base import Trainable
 from gpulab.passports import passport
 from gpulab.progress import Progress
 from gpulab.saddles.hessians import hessian
-from gpulab.saddles.operators import check_count
 from gpulab.saddles.spectrum import ZERO, SpectralDensity, estimated_index, spectral_density
 from gpulab.settings import Setting
 from gpulab.store import identities

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, check_count
 from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.hessians import Batch
-from gpulab.saddles.operators import check_count, trained
+from gpulab.saddles.operators import trained
 from gpulab.saddles.optimizers import Factory, Law, build, name_of
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting

@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, check_count
 from gpulab.numerics.tf32 import float32_products
 from gpulab.progress import Progress
-from gpulab.saddles.operators import Operator, check_count, check_products, check_square, check_symmetric
+from gpulab.saddles.operators import Operator, check_products, check_square, check_symmetric
 
 PIECE = 4_096  # so many products are added up in float32
 WHICH = ("smallest", "largest", "both")

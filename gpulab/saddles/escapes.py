@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gpulab.errors import DataError, UsageError
+from gpulab.errors import DataError, UsageError, check_count
 from gpulab.passports import passport
 from gpulab.progress import Progress
 from gpulab.report import Report
 from gpulab.saddles.descents import Descent, Saddle, check_start
-from gpulab.saddles.operators import check_count, trained
+from gpulab.saddles.operators import trained
 from gpulab.saddles.optimizers import SETTLED, Factory, step_ratio
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 from gpulab.settings import Setting

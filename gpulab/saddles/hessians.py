@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
-from gpulab.errors import DataError, UnsupportedError, UsageError
+from gpulab.errors import DataError, UnsupportedError, UsageError, check_count
 from gpulab.saddles._forward import linearize_gradient
-from gpulab.saddles.operators import check_count, check_symmetric, graph_nodes
+from gpulab.saddles.operators import check_symmetric, graph_nodes
 
 Loss = Callable[..., Tensor]
 Batch = tuple[Any, Any]

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.stateless import _reparametrize_module
 
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, check_count
 from gpulab.report import Report
 from gpulab.saddles.critical import CriticalPoint
 from gpulab.saddles.eigen import lanczos
 from gpulab.saddles.hessians import Batch, Loss, hessian
-from gpulab.saddles.operators import check_count, trained
+from gpulab.saddles.operators import trained
 from gpulab.saddles.spectrum import most_negative
 from gpulab.saddles.theory import LinearAutoencoderSaddle
 

@@ -36,12 +36,6 @@ def check_square(A: Operator) -> int:
     return shape[0]
 
 
-def check_count(name: str, value: Any, most: int | None = None) -> None:
-    """`UsageError` unless `value` is a whole number from 1 to `most`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
-        raise UsageError(f"{name}={value!r}: expected a whole number from 1{'' if most is None else f' to {most:,}'}")
-
-
 def check_products(products: Float[Tensor, "n k"]) -> None:
     """`DataError` when a product is not finite."""
     if not products.isfinite().all():

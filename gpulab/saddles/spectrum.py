@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gpulab.errors import DataError, UsageError
+from gpulab.errors import DataError, UsageError, check_count
 from gpulab.numerics.tf32 import float32_products
 from gpulab.progress import Progress
 from gpulab.saddles.eigen import lanczos
-from gpulab.saddles.operators import Operator, check_count, check_square, check_symmetric, dense, random_signs
+from gpulab.saddles.operators import Operator, check_square, check_symmetric, dense, random_signs
 
 Array = np.ndarray
 SMALL = 1_000  # the index of a matrix of this size is counted in the matrix itself

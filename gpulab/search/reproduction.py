@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from gpulab.errors import GpulabError, UsageError
+from gpulab.errors import GpulabError, UsageError, check_count
 from gpulab.report import Picture, Report
 from gpulab.report import table as html_table
 from gpulab.search.space import Point, Space
@@ -47,7 +47,7 @@ from gpulab.stats.tests import holm
 from gpulab.stats.verdicts import p_text
 from gpulab.store import listing as stores
 from gpulab.store.object_store import folder_of
-from gpulab.training.seeds import check_numbers, check_runs_here, trainings
+from gpulab.training.seeds import check_runs_here, trainings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -173,7 +173,8 @@ def reproduce(
         >>> found.best, found.confirmed
         ({'precision': 'float32'}, True)
     """
-    check_numbers(trials=trials, workers=workers)
+    check_count("trials", trials)
+    check_count("workers", workers)
     parsed = Setting.parse(setting)
     old = Target(target, metric, margin, alpha)
     arguments, originals = recorded_training(old.runs, metric) if train is None else own_training(train, old.runs)

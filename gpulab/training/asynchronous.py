@@ -36,7 +36,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from gpulab.data.datasets import load
 from gpulab.data.feed import Loader
 from gpulab.diagnostics.guards import guard as guarded
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, check_count
 from gpulab.models.autoencoders import Autoencoder
 from gpulab.settings import Setting
 from gpulab.training import parallel
@@ -110,8 +110,9 @@ def descend(
     if (mode == "bounded") != (type(delay) is int and delay >= 0):
         raise UsageError(f"delay={delay!r} with mode {mode!r}: bounded takes a whole number from 0, the others none")
     for name, value in {"workers": workers, "updates": updates, "batch_size": batch_size}.items():
-        if type(value) is not int or value < 1:
-            raise UsageError(f"{name}={value!r}: expected a whole number from 1")
+        check_count(name, value)
+    if not 0 < learning_rate < math.inf:
+        raise UsageError(f"learning_rate={learning_rate!r}: expected a number above 0")
     if processes is not None and processes.devices != workers:
         raise UsageError(f"workers={workers} with {processes.devices} processes: expected as many")
     if updates % workers:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import SoftFileLease, Timeout
 
 from gpulab import files
-from gpulab.errors import GpulabError, UsageError
+from gpulab.errors import GpulabError, UsageError, check_count
 from gpulab.settings import Setting
 from gpulab.store import identities, run_files
 from gpulab.store import listing as stores
@@ -93,8 +93,10 @@ class Experiment:
         store = stores.default_store() if self.store is None else self.store
         self.remote = remote(store)
         self.folder: Any = self.remote.url if self.remote else Path(store)
-        if not (self.settings and self.seeds and self.variants) or self.reruns < 1 or self.workers < 1:
-            raise UsageError("an experiment needs settings, seeds, variants, reruns and workers, at least one of each")
+        check_count("reruns", self.reruns)
+        check_count("workers", self.workers)
+        if not (self.settings and self.seeds and self.variants):
+            raise UsageError(f"settings={self.settings}, seeds={seeds!r}: an experiment needs one of each at least")
 
     def jobs(self) -> list[dict[str, Any]]:
         """The arguments of each training, ordered by setting."""

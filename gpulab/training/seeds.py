@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpulab.errors import UsageError
+from gpulab.errors import UsageError, check_count
 from gpulab.settings import Setting
 from gpulab.store import run_files
 from gpulab.training.experiment import Experiment
@@ -64,11 +64,11 @@ def seed_runs(
 
     from gpulab.progress import Progress
 
-    check_numbers(workers=workers)
+    check_count("workers", workers)
     parsed = Setting.parse(setting)
-    seeds = list(range(seeds) if isinstance(seeds, int) else seeds)
+    asked, seeds = seeds, list(range(seeds) if isinstance(seeds, int) else seeds)
     if not seeds:
-        raise UsageError("seeds: at least one is needed")
+        raise UsageError(f"seeds={asked!r}: at least one is needed")
     if store is not None:
         return Experiment(train, [str(parsed)], seeds, store=store, workers=workers, options=changes).run(progress)
     check_runs_here(parsed)
@@ -125,10 +125,3 @@ def check_runs_here(setting: Setting) -> None:
     """Raise where the machine cannot run a setting; an instruction set is for a fresh process to check."""
     if setting.isa is None:
         setting.check()
-
-
-def check_numbers(**numbers: int) -> None:
-    """Raise `UsageError` for one that is not a whole number from 1."""
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name}={value!r}: expected a whole number from 1")
