@@ -84,6 +84,7 @@ def test_findings_and_figures_are_taken_apart_into_a_report_that_needs_no_other_
     assert {target for target in targets if not target.startswith("data:")} <= ids
 
 
+@pytest.mark.slow("starts a kernel for each of six notebooks")
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot share its cores out")
 def test_notebooks_beside_each_other_have_cores_of_their_own(tmp_path):
     cores = sorted(os.sched_getaffinity(0))

@@ -69,6 +69,7 @@ def test_an_h200_did_what_the_emulation_does(recorded):
     assert report.findings[0].op.error == pytest.approx(emulated.findings[0].op.error, rel=1e-3)
 
 
+@pytest.mark.slow("searches for the old losses")
 def test_the_finding_says_what_the_numbers_say(here, recorded, store):
     old = here[here.setting == CPU]
     search = {"learning_rate": [2e-3], "tf32": ["off"]}
@@ -103,11 +104,13 @@ def test_a_change_that_settles_nothing_is_not_counted_as_a_failure():
 def test_the_figures_count_what_they_show(spectrum, here, recorded):
     both = pd.concat([here, recorded.query("covariance == 'one-pass' and seed < 6")])
     fast = both.setting.isin([TF32, "cuda:tf32=on"])
-    lost = (both.status == "diverged")[fast].sum()
-    assert f"Of the old card's runs 0 of 12 became NaN, of the new card's {lost} of 12" in (
-        companion.divergence(both[~fast], both[fast]).alt
-    )
-    assert "in one pass 6 of 6 covariances" in companion.spectrum(spectrum).figure._suptitle.get_text()
+    became = (both.status == "diverged")[fast].sum()
+    words = f"Of the old card's runs 0 of 12 became NaN, of the new card's {became} of 12"
+    assert words in companion.divergence(both[~fast], both[fast]).alt
+    failing = (spectrum.setting == TF32) & (spectrum.covariance == "one-pass") & (spectrum.seed < 4)
+    moved = spectrum.assign(eigenvalue=spectrum.eigenvalue - 1e-3 * failing)
+    said = "in one pass 4 of 6 covariances have an eigenvalue too negative"
+    assert said in companion.spectrum(moved).figure._suptitle.get_text()
     prices = companion.recorded_prices()
     assert (prices.ms_low <= prices.ms).all()
     assert (prices.ms <= prices.ms_high).all()
