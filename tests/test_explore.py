@@ -117,7 +117,8 @@ def test_a_token_must_be_one_and_without_voila_it_is_said_what_to_install(monkey
     with pytest.raises(explore.UsageError, match="--token ''"):
         explore.serve("127.0.0.1", 0, " ", None, False)
     monkeypatch.setitem(sys.modules, "voila", None)
-    monkeypatch.delitem(sys.modules, "companion.explore")
+    for loaded in [name for name in sys.modules if name.startswith(("voila.", "companion.explore"))]:
+        monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.delattr("companion.explore")
     with pytest.raises(explore.GpulabError, match=r"voila is not installed: pip install 'gpulab\[notebooks\]'"):
         __main__.explore()

@@ -147,6 +147,8 @@ def test_it_is_said_in_words(report):
     moved = replace(report, table=report.table.assign(decision="different", same_bits=0)).finding("made here")
     assert "determinism" in str(moved)
     assert str(moved).endswith(": different, with 2 seeds.")
+    decided = report.table.decision.value_counts()
+    assert f"effect on the final loss: {decided.iloc[0]} {decided.index[0]}" in report.plot().alt
     shown, _ = report._repr_mimebundle_()
     assert "made here, emulated" in shown["text/plain"]
     assert "<table" in shown["text/html"]
