@@ -1,4 +1,4 @@
-"""The pages without code as a class would meet them: who is let in, what is answered, how soon, in a real browser.
+"""The pages without code as a class would meet them: who is let in, what is answered, in a real browser.
 
 What was seen is kept in build/screenshots/. Without Voilà, Playwright or Chromium the part that needs it is skipped.
 """
@@ -6,10 +6,8 @@ What was seen is kept in build/screenshots/. Without Voilà, Playwright or Chrom
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -18,44 +16,42 @@ import pytest
 
 from gpulab.store.records import recorded_folder
 
-voila = pytest.importorskip("voila")
+pytest.importorskip("voila")
 
 ROOT = Path(__file__).parent.parent
 SHOTS = ROOT / "build" / "screenshots"
-PAGES = ("training", "bits", "saddle", "seeds", "audit")
+PAGES = ["training", "bits", "saddle", "seeds", "audit"]
+COMMAND = [sys.executable, "-m", "companion", "explore", "--no-open"]
 READY = "main .jupyter-widgets:is(.widget-dropdown, .widget-upload)"
 SEEN = """() => [...document.querySelectorAll("main .jupyter-widgets :is(img, .widget-html-content)")]
     .map(part => part.localName == "img" ? part.src : part.innerText).join()"""
 MOVES = {"training": (1, 3), "bits": (0, 1), "saddle": (0, 5), "seeds": (1, 2)}  # controls that are moved on each page
-SLOWEST = 3.0  # seconds; how soon it really is, is printed
+SERVER = pytest.mark.slow("starts a server and a browser")
 
 
 class Server:
     """The pages on a free port."""
 
     def __init__(self, home, *options):
-        command = [sys.executable, "-m", "companion", "explore", "--port", "0", "--no-open", *options]
         folders = {f"JUPYTER_{name}_DIR": str(home / name) for name in ("CONFIG", "RUNTIME")}
         packages = os.pathsep.join([str(ROOT), str(ROOT / "notebooks")])
         environment = os.environ | folders | {"IPYTHONDIR": str(home / "ipython"), "PYTHONPATH": packages}
-        self.process = subprocess.Popen(
-            command, cwd=home, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        how = {"cwd": home, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen([*COMMAND, "--port", "0", *options], **how)
         line = self.process.stdout.readline()
         self.address, self.token = re.fullmatch(r"(http://127\.0\.0\.1:\d+)/\?token=(\S+)\n", line).groups()
 
-    def get(self, path, token=None):
+    def get(self, path, token):
         """The status and the text of a page."""
-        query = f"?token={token}" if token else ""
         try:
-            with urllib.request.urlopen(f"{self.address}/{path}{query}", timeout=60) as answer:
+            with urllib.request.urlopen(f"{self.address}/{path}?token={token}", timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
     def end(self):
         self.process.terminate()
-        return self.process.communicate(timeout=60)[0]
+        self.process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -65,50 +61,67 @@ def server(tmp_path_factory):
     server.end()
 
 
-@pytest.mark.parametrize("path", ["", "audit", "notebooks/06_saddle_points.ipynb"])
-@pytest.mark.parametrize("token", [None, "wrong", "%00"])
-def test_without_the_token_nobody_is_let_in(server, path, token):
-    status, text = server.get(path, token)
-    assert status == 403
-    assert "The address lacks the right token" in text
-    assert server.token not in text
-
-
 ELSEWHERE = (
     *("login", "api/kernels", "api/contents/bits.ipynb", "audit.ipynb", "notebooks/../pyproject.toml"),
     *("pyproject.toml", "docs/../data/README.md", "notebooks/own.ipynb", "docs/%2e%2e/README.md", "tests/conftest.py"),
     *("voila/tree", "voila/files/bits.ipynb", "voila/render/bits.ipynb", "voila/static/../../../../etc/passwd"),
 )
+READ = {
+    "": "".join(f'<a href="/{name}">' for name in PAGES),
+    "notebooks/06_saddle_points.ipynb": "saddle",
+    "notebooks/solutions": 'href="/notebooks/solutions/00_solutions.ipynb"',
+    "docs/glossary.md": "<td>Hessian</td>",
+    "docs/house.svg": "<svg",
+    "gpulab/training/parallel.py": "import",
+}
 
 
-@pytest.mark.parametrize("path", ELSEWHERE)
-def test_nothing_else_is_served(server, path):
-    status, text = server.get(path, server.token)
-    assert status in (403, 404)
-    assert "root:" not in text
-
-
-@pytest.mark.parametrize(
-    ("path", "shown"),
-    [
-        ("notebooks/06_saddle_points.ipynb", "saddle"),
-        ("notebooks/solutions", 'href="/notebooks/solutions/00_solutions.ipynb"'),
-        ("notebooks/solutions/00_solutions.ipynb", "00-1. Right"),
-        ("docs/glossary.md", "<td>Hessian</td>"),
-        ("docs/house.svg", "<svg"),
-        ("gpulab/training/parallel.py", "import"),
-    ],
-)
-def test_what_a_page_and_a_notebook_link_to_can_be_read(server, path, shown):
-    status, text = server.get(path, server.token)
-    assert status == 200
-    assert shown in text
-
-
-def test_the_start_lists_the_pages(server):
-    text = server.get("", server.token)[1]
-    assert re.findall(r'<a href="/(\w+)">', text) == [*PAGES]
+@SERVER
+def test_who_has_the_token_can_read_what_is_linked_and_nobody_anything_else(server):
+    for path, shown in READ.items():
+        status, text = server.get(path, server.token)
+        links = "".join(re.findall(r'<a href="/\w+">', text))
+        assert (status, shown in (text if path else links)) == (200, True), path
+    for path in ("", "audit", "notebooks/06_saddle_points.ipynb"):
+        for token in ("", "wrong", "%00"):
+            status, text = server.get(path, token)
+            assert (status, "The address lacks the right token" in text) == (403, True), (path, token)
+            assert server.token not in text
+    for path in ELSEWHERE:
+        status, text = server.get(path, server.token)
+        assert status in (403, 404), path
+        assert "root:" not in text
     assert server.get("notebooks/99_none.ipynb", server.token)[0] == 404
+
+
+@SERVER
+def test_where_all_places_are_taken_a_sentence_says_so(server):
+    status, text = server.get("bits", server.token)
+    assert (status, "bit_explorer" in text) == (200, False), "no source is shown"
+    status, text = server.get("saddle", server.token)
+    assert (status, "All 1 places are taken" in text) == (503, True)
+    assert "tries again every five seconds" in text
+
+
+@SERVER
+def test_a_taken_port_is_named_in_a_line(tmp_path, server):
+    port = server.address.rpartition(":")[2]
+    taken = subprocess.run([*COMMAND, "--port", port], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (taken.returncode, taken.stderr.count("\n")) == (1, 1)
+    assert f"127.0.0.1:{port}: " in taken.stderr
+
+
+def test_a_token_must_be_one_and_without_voila_it_is_said_what_to_install(monkeypatch):
+    from companion import __main__, explore
+
+    with pytest.raises(explore.UsageError, match="--token ''"):
+        explore.serve("127.0.0.1", 0, " ", None, False)
+    monkeypatch.setitem(sys.modules, "voila", None)
+    for loaded in [name for name in sys.modules if name.startswith(("voila.", "companion.explore"))]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.delattr("companion.explore")
+    with pytest.raises(explore.GpulabError, match=r"voila is not installed: pip install 'gpulab\[notebooks\]'"):
+        __main__.explore()
 
 
 def test_no_link_of_a_notebook_leads_to_what_is_not_handed_out():
@@ -124,42 +137,6 @@ def test_no_link_of_a_notebook_leads_to_what_is_not_handed_out():
             assert re.fullmatch(explore.READABLE, f"/{path}"), f"{notebook.name}: {link}"
 
 
-def test_where_all_places_are_taken_a_sentence_says_so(server):
-    status, text = server.get("bits", server.token)
-    assert (status, "bit_explorer" in text) == (200, False), "no source is shown"
-    status, text = server.get("saddle", server.token)
-    assert status == 503
-    assert "All 1 places are taken" in text
-    assert "tries again every five seconds" in text
-
-
-def test_a_token_must_be_one_and_a_taken_port_is_named(tmp_path, server):
-    def run(*options):
-        command = [sys.executable, "-m", "companion", "explore", "--no-open", *options]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-
-    assert "--token '': expected one that others cannot guess" in run("--token", "").stderr
-    port = server.address.rpartition(":")[2]
-    taken = run("--port", port)
-    assert (taken.returncode, taken.stderr.count("\n")) == (1, 1)
-    assert f"127.0.0.1:{port}: " in taken.stderr
-
-
-def test_without_voila_a_sentence_says_what_to_install(python):
-    done = python(
-        """
-        import sys
-        sys.modules["voila"] = None
-        sys.argv = ["companion", "explore"]
-        import runpy
-        runpy.run_module("companion", run_name="__main__", alter_sys=True)
-    """,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr == "gpulab: voila is not installed: pip install 'gpulab[notebooks]'\n"
-
-
 # --- in a browser ------------------------------------------------------------------------------------------
 
 
@@ -171,36 +148,28 @@ def classroom(browser, tmp_path_factory):  # noqa: ARG001 - without a browser th
 
 
 @pytest.fixture
-def opened(classroom, browser):
-    """Open a page: it, and what the browser complained of."""
-    pages = []
-
-    def open_page(name, **how):
-        page = browser.new_page(viewport={"width": 1366, "height": 768}, **how)
-        pages.append(page)
-        page.set_default_timeout(60_000)
-        complaints = []
-        page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on(
-            "request", lambda r: r.url.startswith((classroom.address, "data:", "blob:")) or complaints.append(r.url)
-        )
-        page.goto(f"{classroom.address}/{name}?token={classroom.token}")
-        page.wait_for_selector(READY)
-        return page, complaints
-
-    yield open_page
-    for page in pages:
-        page.goto("about:blank")  # which ends its kernel
-        page.close()
+def page(request, classroom, browser):
+    """The page of a name; nothing but the server is asked for anything, and the browser has nothing to complain of."""
+    page, complaints = browser.new_page(viewport={"width": 1366, "height": 768}), []
+    page.set_default_timeout(60_000)
+    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda r: r.url.startswith((classroom.address, "data:", "blob:")) or complaints.append(r.url))
+    page.goto(f"{classroom.address}/{request.param}?token={classroom.token}")
+    page.wait_for_selector(READY)
+    yield page
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / f"explore-{request.param}.png", full_page=True)
+    page.goto("about:blank")  # which ends its kernel
+    page.close()
+    assert complaints == []
 
 
-def answered(page, act):
-    """The seconds until the page shows something else."""
-    before, start = page.evaluate(SEEN), time.perf_counter()
+def wait_for_answer(page, act):
+    """Until the page shows something else."""
+    before = page.evaluate(SEEN)
     act()
     page.wait_for_function(f"before => ({SEEN})() != before", arg=before, polling="raf")
-    return time.perf_counter() - start
 
 
 def move(control):
@@ -210,41 +179,30 @@ def move(control):
         control.press("ArrowRight")
 
 
-def try_moves(name, page, complaints):
-    """Move what is on a page, and look at it."""
+@SERVER
+@pytest.mark.parametrize(("page", "moved"), MOVES.items(), indirect=["page"], ids=MOVES)
+def test_a_page_answers_a_move(page, moved):
     controls = page.locator("main .jupyter-widgets :is(select, [role=slider])").all()
-    times = [answered(page, lambda at=at: move(controls[at])) for at in MOVES[name] for _ in range(3)]
-    print(f"{name}: median {1000 * statistics.median(times):.0f} ms, worst {1000 * max(times):.0f} ms")
-    assert max(times) < SLOWEST
-    assert complaints == []
+    for control in [controls[at] for at in moved for _ in range(2)]:
+        wait_for_answer(page, lambda control=control: move(control))
     assert page.evaluate("[...document.images].every(image => image.alt && image.naturalWidth)")
     assert page.title() == page.locator("h1").inner_text()
-    SHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SHOTS / f"explore-{name}.png", full_page=True)
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    page.screenshot(path=SHOTS / f"explore-{name}-phone.png", full_page=True)
 
 
-@pytest.mark.parametrize("name", ["saddle", "seeds"])
-def test_a_page_answers_a_move(name, opened):
-    try_moves(name, *opened(name))
-
-
-def test_trainings_stream_and_stop(opened):
-    page, complaints = opened("training")
-    try_moves("training", page, complaints)
-    assert answered(page, page.get_by_role("button", name="Train").click) < SLOWEST
+@SERVER
+@pytest.mark.parametrize("page", ["training"], indirect=True)
+def test_trainings_stream_and_stop(page):
+    wait_for_answer(page, page.get_by_role("button", name="Train").click)
     page.wait_for_function("/After [0-9,]+ of/.test(document.querySelector('main img').alt)")
-    assert answered(page, page.get_by_role("button", name="Stop").click) < SLOWEST
+    wait_for_answer(page, page.get_by_role("button", name="Stop").click)
     assert page.locator("main .widget-html-content").first.inner_text() == "Stopped."
-    assert complaints == []
 
 
-def test_an_upload_is_audited_or_refused_in_a_sentence(opened, tmp_path):
-    page, complaints = opened("audit")
-    said = page.locator(".gpulab-upload .widget-html-content")
-
+@SERVER
+@pytest.mark.parametrize("page", ["audit"], indirect=True)
+def test_an_upload_is_audited_or_refused_in_a_sentence(page, tmp_path):
     def upload(file):
         with page.expect_file_chooser() as chooser:
             page.get_by_role("button", name="Upload").click()
@@ -253,13 +211,12 @@ def test_an_upload_is_audited_or_refused_in_a_sentence(opened, tmp_path):
     large = tmp_path / "large.trace"
     large.write_bytes(bytes(100_000_000))
     upload(large)
-    assert said.inner_text() == "large.trace: it has 100,000,000 bytes, and may have 8,388,608"
+    said = page.locator(".gpulab-upload .widget-html-content").inner_text()
+    assert said == "large.trace: it has 100,000,000 bytes, and may have 8,388,608"
     upload({"name": "<img src=x onerror=alert(1)>", "mimeType": "", "buffer": b"no trace"})
     page.wait_for_function("document.body.innerText.includes('not a trace')")
     upload(recorded_folder("traces") / "resnet18-cuda-tf32-off.trace")
     page.wait_for_function("document.body.innerText.includes('operations and 123 results were matched')")
-    assert complaints == []
-    page.screenshot(path=SHOTS / "explore-audit.png", full_page=True)
 
 
 EXECUTE = """async code => {
@@ -276,9 +233,9 @@ EXECUTE = """async code => {
 }"""
 
 
-def test_bits_answer_and_a_browser_cannot_have_code_executed(opened, tmp_path):
-    page, complaints = opened("bits")
-    try_moves("bits", page, complaints)
+@SERVER
+@pytest.mark.parametrize("page", ["bits"], indirect=True)
+def test_a_browser_cannot_have_code_executed(page, tmp_path):
     heard = page.evaluate(EXECUTE, f"open({json.dumps(str(tmp_path / 'made'))}, 'w').close()")
     assert "kernel_info_reply" in heard
     assert "execute_reply" not in heard

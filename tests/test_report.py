@@ -3,7 +3,6 @@
 import dataclasses
 import html.parser
 import os
-import re
 from pathlib import Path
 
 import nbformat
@@ -68,16 +67,12 @@ def pages(tmp_path_factory):
     audit = gl.audit(*traces)
     assert audit.faulty
     audit.save(folder / "audit.html")
-    rows = [
-        {HOSTILE: seed, "loss" + HOSTILE: seed * 0.1 + n, "f" + HOSTILE: f"{n}{HOSTILE}"}
-        for seed in range(8)
-        for n in (0, 1)
-    ]
-    columns = {"metric": "loss" + HOSTILE, "factor": "f" + HOSTILE, "block": HOSTILE}
+    metric, factor = "loss" + HOSTILE, "f" + HOSTILE
+    rows = [{HOSTILE: seed, metric: seed * 0.1 + n, factor: f"{n}{HOSTILE}"} for seed in range(8) for n in (0, 1)]
+    columns = {"metric": metric, "factor": factor, "block": HOSTILE}
     gl.verdict(pd.DataFrame(rows), **columns).save(folder / "verdict.html", HOSTILE)
     gl.stats.variance_components(pd.DataFrame(rows), **columns).save(folder / "components.html", HOSTILE)
-    figure = {"png": 'AAAA"><script>', "alt": HOSTILE}
-    figure["section"] = HOSTILE
+    figure = {"png": 'AAAA"><script>', "alt": HOSTILE, "section": HOSTILE}
     findings = [NotebookFinding(origin, HOSTILE, [HOSTILE]) for origin in (HERE, RECORDED, BOTH)]
     notebook = folder / f"{HOSTILE.replace('/', '')}.ipynb"
     result = Result(HOSTILE, HOSTILE, 1.0, 1, HOSTILE, notebook, findings, [figure], [HOSTILE])
@@ -98,31 +93,24 @@ def test_pieces_of_html_stay_escaped_when_they_are_added():
     assert Page(piece).text.count(HOSTILE) == 4
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_nothing_is_wider_than_a_telephone(pages, browser, name):
-    page = browser.new_page(viewport={"width": 390, "height": 800})
-    page.goto((pages / name).as_uri())
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
+def test_what_is_saved_has_the_permissions_that_the_umask_leaves(pages, tmp_path):
+    (tmp_path / "as usual").touch()
+    files.write(pages / "tensors.bin", safetensors.torch.save({"a": torch.ones(2)}))
+    assert {file.stat().st_mode for file in pages.rglob("*.*")} == {(tmp_path / "as usual").stat().st_mode}
 
 
-def test_a_dark_screen_has_a_dark_page_and_paper_a_white_one(pages, browser):
-    page = browser.new_page(color_scheme="dark")
-    page.goto((pages / "report/index.html").as_uri())
-    colour = "getComputedStyle(document.body).backgroundColor"
-    assert max(map(int, re.findall(r"\d+", page.evaluate(colour)))) < 64
-    page.emulate_media(media="print", color_scheme="dark")
-    assert page.evaluate(colour) == "rgb(255, 255, 255)"
+def test_a_message_writes_control_characters_out_and_keeps_its_ends_whatever_long_value_it_quotes():
+    assert str(gl.UsageError("\x1b[31mred\x07\ud800\u202e.csv: no")) == "\\x1b[31mred\\x07\\ud800\\u202e.csv: no"
+    message = str(gl.DataError(f"table.csv: {'x' * 200_000}: expected a number"))
+    assert len(message) < 4000
+    assert message.startswith("table.csv: xxx")
+    assert message.endswith("xxx: expected a number")
+    assert " … (196," in message
+    assert str(gl.GpulabError(message)) == message, "as one process hands it to another"
 
 
-@pytest.fixture(scope="module")
-def committed(tmp_path_factory):
-    """The report of the notebooks as they are committed."""
-    results = []
-    for file in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
-        results.append(Result(file.stem, file.stem, 60.0, 2**30, None, file, [], []))
-        collect(nbformat.read(file, as_version=4), results[-1])
-    return write_report(results, tmp_path_factory.mktemp("committed"), "quick")
-
+# --- in a browser ------------------------------------------------------------------------------------------
 
 CONTRASTS = """() => {  // of each text with what is behind it, as WCAG counts
     const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
@@ -142,34 +130,31 @@ CONTRASTS = """() => {  // of each text with what is behind it, as WCAG counts
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 800, 1366])
-def test_the_report_fits_every_screen_and_can_be_read_on_it(committed, browser, width, scheme):
+@pytest.mark.slow("starts a browser")
+def test_nothing_is_wider_than_a_telephone(pages, browser):
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    for name in PAGES:
+        page.goto((pages / name).as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
+
+
+@pytest.mark.slow("starts a browser")
+@pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("light", 1366), ("dark", 800)])
+def test_the_report_of_the_committed_notebooks_can_be_read_on_every_screen_and_on_paper(
+    browser, width, scheme, tmp_path
+):
+    results = []
+    for file in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+        results.append(Result(file.stem, file.stem, 60.0, 2**30, None, file, [], []))
+        collect(nbformat.read(file, as_version=4), results[-1])
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    page.goto(committed.as_uri())
+    page.goto(write_report(results, tmp_path, "quick").as_uri())
     page.screenshot(path=ROOT / "build" / "screenshots" / f"report-{width}-{scheme}.png", full_page=True)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("img:not([alt]), img[alt='']").count() == 0
     assert page.locator("img").count() > 20
     assert [(ratio, node) for ratio, node in page.evaluate(CONTRASTS) if ratio < 4.5] == []
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
-def test_what_is_saved_has_the_permissions_that_the_umask_leaves(pages, tmp_path):
-    (tmp_path / "as usual").touch()
-    files.write(pages / "tensors.bin", safetensors.torch.save({"a": torch.ones(2)}))
-    assert {file.stat().st_mode for file in pages.rglob("*.*")} == {(tmp_path / "as usual").stat().st_mode}
-
-
-def test_messages_write_control_characters_out():
-    for error in (gl.GpulabError, gl.UsageError, gl.DataError):
-        assert str(error("\x1b[31mred\x07\ud800\u202e.csv: no")) == "\\x1b[31mred\\x07\\ud800\\u202e.csv: no"
-
-
-def test_a_message_keeps_its_ends_whatever_long_value_it_quotes():
-    message = str(gl.DataError(f"table.csv: {'x' * 200_000}: expected a number"))
-    assert len(message) < 4000
-    assert message.startswith("table.csv: xxx")
-    assert message.endswith("xxx: expected a number")
-    assert " … (196," in message
-    assert str(gl.GpulabError(message)) == message, "as one process hands it to another"
+    colour = "Math.max(...getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g))"
+    assert (page.evaluate(colour) < 64) == (scheme == "dark")
+    page.emulate_media(media="print", color_scheme=scheme)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

@@ -10,6 +10,8 @@ pytest.importorskip(
     "sphinx_revealjs", reason="reveal.js is not installed: no slides are made (pip install gpulab[site])"
 )
 
+pytestmark = pytest.mark.slow("starts a browser")
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PROJECTOR = {"width": 1280, "height": 720}

@@ -1,17 +1,16 @@
-import asyncio
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from typer.testing import CliRunner
 
 import gpulab as gl
 from companion import run
+from companion.__main__ import app
 from companion.run import Result, collect, execute, execute_in_place, find_notebooks, write_report
 
 KERNEL = {"kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3"}}
@@ -62,30 +61,21 @@ FOLDED = "<p>Alone</p><details><summary>The statistics</summary><p>p = 1</p><p>1
 
 
 @pytest.mark.parametrize(("tag", "origin"), [("here", run.HERE), ("recorded", run.RECORDED), ("other", run.BOTH)])
-def test_a_finding_is_taken_apart_and_its_tag_says_where_its_numbers_were_made(tag, origin):
+def test_findings_and_figures_are_taken_apart_into_a_report_that_needs_no_other_file(tag, origin, tmp_path):
     shown = new_output("execute_result", {"text/plain": FOUND, "text/html": FOLDED})
+    pictures = [{"image/png": "AAAA", "text/plain": "A hill."}, {"image/png": "BB", "text/plain": "1 < 2"}]
     cells = [
         new_markdown_cell("# Why?\n\nThat is why.\n\n## A part"),
         new_code_cell("1 + 1", outputs=[new_output("stream", name="stdout", text="2, recorded")]),
         new_code_cell("found", metadata={"tags": ["finding", tag]}, outputs=[shown]),
+        new_code_cell("gl.plot()", outputs=[new_output("display_data", picture) for picture in pictures]),
     ]
-    result = Result("01", "", 0.0, 0, None, Path("01.ipynb"), [], [])
+    result = Result("01", "", 0.0, 0, None, tmp_path / "01.ipynb", [], [])
     collect(new_notebook(cells=cells), result)
     assert result.title == "Why?"
     said = ["Alone: nothing.", "Paper: three things:\n  one, two\n  three.", "Two settings: 1 < 2.", "But not twice."]
     assert result.said(origin) == said
     assert [finding.statistics for finding in result.findings] == [[], [], [], ["p = 1", "1 < 2"]]
-
-
-def test_the_report_needs_no_other_file_and_has_a_caption_for_each_figure(tmp_path):
-    pictures = [
-        {"image/png": "AAAA", "text/plain": "A hill."},
-        {"image/png": "BB", "text/plain": "1 < 2"},
-    ]
-    outputs = [new_output("display_data", picture) for picture in pictures]
-    cells = [new_markdown_cell("# Why?\n## A part"), new_code_cell("gl.plot()", outputs=outputs)]
-    result = Result("01", "", 0.0, 0, None, tmp_path / "01.ipynb", [], [])
-    collect(new_notebook(cells=cells), result)
     assert [(figure["png"], figure["alt"]) for figure in result.figures] == [("AAAA", "A hill."), ("BB", "1 < 2")]
     text = write_report([result], tmp_path, "smoke").read_text()
     assert text.count("<figcaption><b>A part.</b> ") == 2
@@ -94,6 +84,7 @@ def test_the_report_needs_no_other_file_and_has_a_caption_for_each_figure(tmp_pa
     assert {target for target in targets if not target.startswith("data:")} <= ids
 
 
+@pytest.mark.slow("starts a kernel for each of six notebooks")
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot share its cores out")
 def test_notebooks_beside_each_other_have_cores_of_their_own(tmp_path):
     cores = sorted(os.sched_getaffinity(0))
@@ -117,32 +108,13 @@ def test_notebooks_beside_each_other_have_cores_of_their_own(tmp_path):
     assert len(seen["smoke"][2]) < len(cores), "but not where it says nothing of speed"
 
 
-def test_no_more_notebooks_are_executed_at_a_time_than_there_are_cores(notebooks, tmp_path):
-    with pytest.raises(gl.UsageError, match="jobs=5000: at most one notebook a core"):
-        execute(notebooks, tmp_path, "smoke", "cpu", jobs=5000)
-
-
-def test_the_bar_of_a_training_that_diverged_is_no_failure(tmp_path):
-    code = "import gpulab as gl\ngl.train('autoencoder', profile='smoke', learning_rate=1e30).status"
-    notebook = new_notebook(cells=[new_code_cell(code)])
-    asyncio.run(run._run(notebook, tmp_path))
-    assert notebook.cells[0].outputs[-1].data["text/plain"] == "'diverged'"
-    bars = [part.state for part in dict(notebook.metadata.widgets).popitem()[1].state.values()]
-    styles = [bar["bar_style"] for bar in bars if "bar_style" in bar]
-    assert styles
-    assert "danger" not in styles
-
-
-def test_a_kernel_that_dies_is_reported_with_its_last_words(notebooks, tmp_path):
+def test_a_kernel_that_dies_is_reported_with_its_last_words_and_others_are_executed_where_they_lie(notebooks, tmp_path):
     cells = [new_code_cell("import os; os.write(2, b'out of luck'); os._exit(3)")]
     nbformat.write(new_notebook(cells=cells), notebooks / "03_three.ipynb")
     (result,) = execute(notebooks, tmp_path / "build", "smoke", "cpu", only="03")
     assert result.error == "DeadKernelError: Kernel died: out of luck"
     with pytest.raises(gl.GpulabError, match=r"03_three.ipynb: DeadKernelError"):
         execute_in_place(notebooks, "03")
-
-
-def test_a_notebook_is_executed_where_it_lies(notebooks):
     assert execute_in_place(notebooks, "02") == [notebooks / "02_two.ipynb"]
     (cell,) = nbformat.read(notebooks / "02_two.ipynb", as_version=4).cells
     assert (cell.source, cell.execution_count) == (PARAMETERS, 1)
@@ -158,25 +130,28 @@ def test_an_executed_notebook_keeps_pictures_of_widgets_and_leaves_bars_out():
 
 def test_what_cannot_be_executed_is_named(notebooks, tmp_path):
     assert [file.stem for file in find_notebooks(notebooks, None)] == ["01_one", "02_two"]
-    with pytest.raises(gl.UsageError, match="no notebook begins with '07'; there are 01_one, 02_two"):
-        find_notebooks(notebooks, "01,07")
-    with pytest.raises(gl.GpulabError, match="no such folder"):
-        find_notebooks(tmp_path / "missing", None)
-    with pytest.raises(gl.GpulabError, match="holds no notebooks"):
-        find_notebooks(tmp_path, None)
-    (notebooks / "03_three.ipynb").write_text("{")
-    with pytest.raises(gl.DataError, match=r"03_three.ipynb: not a notebook"):
-        execute(notebooks, tmp_path, "smoke", "cpu")
-    with pytest.raises(gl.GpulabError, match="cannot be written: a part of its path is a file"):
-        execute(notebooks, notebooks / "03_three.ipynb", "smoke", "cpu", only="01")
-    assert not (tmp_path / "notebooks" / "notebooks").exists()
-    for profile, device in (("huge", "cpu"), ("smoke", "tpu")):
-        with pytest.raises(gl.UsageError, match=r"huge|tpu"):
-            execute(notebooks, tmp_path, profile, device)
+    torn = tmp_path / "torn" / "03_three.ipynb"
+    torn.parent.mkdir()
+    torn.write_text("{")
+    out, usual = tmp_path / "build", {"profile": "smoke", "device": "cpu"}
+    for refused, named in (
+        (lambda: find_notebooks(notebooks, "01,07"), "no notebook begins with '07'; there are 01_one, 02_two"),
+        (lambda: find_notebooks(tmp_path / "missing", None), "missing: no such folder; run this where the notebooks"),
+        (lambda: find_notebooks(tmp_path, None), "holds no notebooks"),
+        (lambda: execute(torn.parent, out, **usual), "03_three.ipynb: not a notebook"),
+        (lambda: execute(notebooks, torn, **usual), "cannot be written: a part of its path is a file"),
+        (lambda: execute(notebooks, out, **usual, jobs=5000), "jobs=5000: at most one notebook a core"),
+        (lambda: execute(notebooks, out, "huge", "cpu"), "huge"),
+        (lambda: execute(notebooks, out, "smoke", "tpu"), "tpu"),
+    ):
+        with pytest.raises(gl.GpulabError, match=named):
+            refused()
+    assert not out.exists()
 
 
-def test_the_command_names_what_is_missing_in_one_line(tmp_path):
-    command = [sys.executable, "-m", "companion", "--notebooks", "missing"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "gpulab: missing: no such folder; run this where the notebooks are\n"
+def test_the_command_says_what_failed_and_what_it_wrote(notebooks, tmp_path, monkeypatch):
+    results = [Result(name, name, 1.0, 1, error, Path(name), [], []) for name, error in (("01", "no"), ("02", None))]
+    monkeypatch.setattr(run, "execute", lambda *_: results)
+    done = CliRunner().invoke(app, ["--notebooks", str(notebooks), "--output", str(tmp_path)])
+    assert (done.exit_code, done.stderr) == (1, "failed: 01\n")
+    assert done.stdout == f"report: {tmp_path / 'report' / 'index.html'}\n"

@@ -131,9 +131,9 @@ NUMBERS = {"half a chance": 7, "the sign": -8, "look at the units": 8000, "per c
 NUMBERS |= {"is too large": 9, "is too small": 5, "is a text": "8", "is no number": True, "holds 2": np.ones(2)}
 
 
-@pytest.mark.parametrize(("said", "answer"), NUMBERS.items())
-def test_a_number_that_is_wrong_is_told_how(said, answer):
-    assert said in companion.check("00-1", answer).said
+def test_a_number_that_is_wrong_is_told_how():
+    for said, answer in NUMBERS.items():
+        assert said in companion.check("00-1", answer).said
     assert companion.check("00-1", torch.tensor(8)).passed
 
 

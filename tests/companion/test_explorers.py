@@ -1,17 +1,20 @@
-"""The widgets of the pages without code: a control that is moved changes the picture, and no upload breaks anything."""
+"""The widgets: what is moved changes what is said and drawn, and no upload breaks anything."""
 
 import datetime
+import math
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 
 import companion
 import gpulab as gl
 from companion import explorers
 from gpulab.diagnostics import trace_files
 from gpulab.files import MOST_UPLOADED
+from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN
 from gpulab.store.records import recorded_folder
 
 LOSS = torch.nn.functional.mse_loss
@@ -24,21 +27,115 @@ def changes(explorer, control, value, part="image"):
     return getattr(explorer, part).value != before
 
 
+# --- the bits of a number ----------------------------------------------------------------------------------
+
+
+def pattern(explorer):
+    return "".join(bit.description for bit in explorer.bits)
+
+
+@pytest.mark.parametrize("x", [-0.1, 0.0, 1e-45, -3e38])
+def test_a_typed_number_is_shown_with_its_bits_and_what_they_mean(x):
+    explorer = companion.bit_explorer(1.0)
+    explorer.number.value = x
+    stored = torch.tensor([x], dtype=torch.float32)
+    assert pattern(explorer) == f"{int(stored.view(torch.int32)) & 0xFFFFFFFF:032b}"
+    assert f"{stored.item():.12g}" in explorer.answer.value
+    sign, power, fraction = (meaning.value.partition("</span> ")[2] for meaning in explorer.meanings)
+    exponent = float(power.removeprefix("× 2").translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")))
+    assert float(torch.tensor({"+": 1, "−": -1}[sign] * float(fraction) * 2**exponent)) == pytest.approx(x, rel=1e-7)
+
+
+@pytest.mark.parametrize("bit", [0, 8, 31])
+def test_a_clicked_bit_changes_the_number_and_nothing_else(bit):
+    explorer = companion.bit_explorer(0.75)
+    before = pattern(explorer)
+    explorer.bits[bit].click()
+    after = pattern(explorer)
+    assert [n for n in range(32) if before[n] != after[n]] == [bit]
+    assert explorer.number.value == explorer.x
+    stored = torch.tensor([explorer.x], dtype=torch.float32).view(torch.int32)
+    assert f"{int(stored) & 0xFFFFFFFF:032b}" == after
+    explorer.bits[bit].click()
+    assert explorer.number.value == 0.75
+
+
+def test_what_is_no_number_is_not_sent_to_the_page():
+    explorer = companion.bit_explorer(1.5)
+    for bit in explorer.bits[1:9]:
+        if bit.description == "0":
+            bit.click()  # exponent all ones, fraction not zero
+    assert math.isnan(explorer.x)
+    assert math.isfinite(explorer.number.value)
+    assert "nan" in explorer.answer.value
+
+
+def test_the_answer_is_the_rounded_number():
+    explorer = companion.bit_explorer(1 / 3)
+    explorer.format.value = "float8_e5m2"
+    for mode in ("nearest", "truncate"):
+        explorer.rounding.value = mode
+        rounded = gl.numerics.round_to(torch.tensor([1 / 3]), "float8_e5m2", mode).item()
+        assert f"<b>{rounded:.12g}</b>" in explorer.answer.value
+
+
+def luminance(colour):
+    """The relative luminance of a CSS colour, as the Web Content Accessibility Guidelines 2 define it."""
+    parts = np.array(to_rgb(colour))
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return linear @ [0.2126, 0.7152, 0.0722]
+
+
+def test_every_bit_has_its_colour_and_can_be_read():
+    explorer = companion.bit_explorer(-math.pi)
+    colours = [bit.style.get_state()["button_color"] for bit in explorer.bits]  # which is what the page is sent
+    ones = [colour for colour, bit in zip(colours, explorer.bits, strict=True) if bit.description == "1"]
+    assert set(ones) == {SIGN, EXPONENT, FRACTION}
+    for bit in explorer.bits:
+        light, dark = sorted(map(luminance, (bit.style.button_color, bit.style.text_color)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+def test_without_a_kernel_there_is_the_still_picture(outputs_of):
+    figure, fold = outputs_of(companion.bit_explorer(0.1))
+    assert set(figure.data) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
+    assert fold.data["text/plain"].startswith("In words, before anything is moved: Bits of 0.1")
+
+
+FORMATS = {"float32": torch.int32, "float16": torch.int16, "bfloat16": torch.int16}
+FORMATS |= {"float8_e4m3fn": torch.uint8, "float8_e5m2": torch.uint8}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_bits_are_those_that_torch_stores_and_tf32_lacks_the_last(name):
+    dtype = getattr(torch, name)
+    for x in (-0.1, 1e-7):
+        stored = torch.tensor([x]).to(dtype)
+        parts = gl.numerics.format_bits(x, name)
+        width = 8 * stored.element_size()
+        assert "".join(parts) == f"{int(stored.view(FORMATS[name])) & (1 << width) - 1:0{width}b}"
+        assert len(parts[0]) == 1
+        assert len(parts[2]) == -round(math.log2(torch.finfo(dtype).eps))
+    sign, exponent, fraction = gl.numerics.format_bits(1 / 3, "tf32")
+    assert (sign, exponent, len(fraction)) == (*gl.numerics.format_bits(1 / 3)[:2], 10)
+    with pytest.raises(gl.UsageError, match="'float4': expected one of float32"):
+        gl.plots.bits(1.0, ["float4"])
+
+
 # --- a ball on a saddle ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saddle():
-    return companion.saddle_explorer()
 
 
 MOVES = {"turn": 30, "tilt": 60, "step": 25, "optimizer": "rmsprop", "format": "float64", "rate": 0.1, "push": 0.1}
 
 
-@pytest.mark.parametrize(("name", "value"), MOVES.items())
-def test_every_control_of_the_saddle_changes_the_picture(saddle, name, value):
-    assert changes(saddle, getattr(saddle, name), value)
+def test_every_control_of_the_saddle_and_of_a_slice_changes_the_picture():
+    saddle, step = companion.saddle_explorer(), (torch.eye(2), torch.ones(2, 1))
+    for name, value in MOVES.items():
+        assert changes(saddle, getattr(saddle, name), value), name
     assert 'alt="The loss around a saddle' in saddle.image.value
+    cut = companion.slice_explorer(gl.saddles.landscape(torch.nn.Linear(2, 1), LOSS, step))
+    assert changes(cut, cut.angle, 45)
+    assert changes(cut, cut.reach, 0.1)
 
 
 def test_where_every_step_is_rounded_away_the_ball_stays():
@@ -52,7 +149,7 @@ def test_where_every_step_is_rounded_away_the_ball_stays():
         assert leaves.loss.iloc[-1] == pytest.approx(saddle.loss / 4, abs=0.01)
 
 
-def test_a_trajectory_is_that_of_the_escape():
+def test_a_trajectory_is_that_of_the_escape_and_ends_where_it_leaves_the_finite_numbers():
     saddle = explorers.small_saddle()
     options = {"optimizer": "momentum", "learning_rate": 0.05, "perturbation": 1e-3}
     path = gl.saddles.trajectory(saddle, "cpu:precision=float64", **options)
@@ -60,10 +157,7 @@ def test_a_trajectory_is_that_of_the_escape():
     same = path[: len(history)]
     np.testing.assert_allclose(np.hypot(same.along, same.across), history.distance, rtol=1e-12)
     np.testing.assert_allclose(same.loss, history.loss, rtol=1e-12)
-
-
-def test_a_trajectory_that_leaves_the_finite_numbers_ends_there():
-    path = gl.saddles.trajectory(explorers.small_saddle(), "cpu", learning_rate=10.0, perturbation=0.1)
+    path = gl.saddles.trajectory(saddle, "cpu", learning_rate=10.0, perturbation=0.1)
     assert 1 < len(path) < 100
     assert np.isfinite(path).all(axis=None)
 
@@ -97,7 +191,7 @@ def test_every_comparison_has_the_verdict_of_all_its_runs(seeds, name):
     assert seeds.verdicts[seeds.seeds.max].table.equals(whole.table)
 
 
-def test_another_order_changes_what_is_seen_but_not_the_end(seeds):
+def test_another_order_changes_what_is_seen(seeds):
     seeds.seeds.value = 8
     before = seeds.verdicts[8].table.difference.iloc[0]
     assert changes(seeds, seeds.order, seeds.order.value + 1)
@@ -172,31 +266,24 @@ class Malicious:
         return (exec, ("raise SystemExit('executed')",))
 
 
-HOSTILE = {
-    "nothing": (lambda: b"", "not a trace"),
-    "a pickle": (lambda: pickle.dumps(Malicious()), "not a trace"),
-    "cut short": (lambda: resnet()[:-1000], "damaged trace"),
-    "a flipped bit": (lambda: resnet()[:9000] + bytes([resnet()[9000] ^ 1]) + resnet()[9001:], "checksum"),
-}
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_upload_is_answered_in_a_sentence(audit, kind):
-    make, said = HOSTILE[kind]
-    answer = str(audit.compare([("theirs.trace", make())]))
-    assert answer.startswith("<p>theirs.trace: ")
-    assert said in answer
-    assert len(answer) < 300
-
-
-def test_a_trace_that_unpacks_into_too_much_is_refused(audit, tmp_path):
+def test_a_hostile_upload_is_answered_in_a_sentence(audit, tmp_path):
     notes, rows, sketches = trace_files.read("resnet18", resnet())
     sketches[rows[0]["outputs"][0]] = np.zeros(10_000_000)
-    trace_files.write(tmp_path / "bomb.trace", notes, rows, sketches)
-    bomb = (tmp_path / "bomb.trace").read_bytes()
+    trace_files.write(tmp_path / "bomb.trace", notes, rows, sketches)  # which unpacks into too much
+    bomb, flipped = (tmp_path / "bomb.trace").read_bytes(), bytearray(resnet())
+    flipped[9000] ^= 1
     assert len(bomb) < MOST_UPLOADED
-    answer = audit.compare([("theirs.trace", bomb)])
-    assert answer == "<p>theirs.trace: too large: more than 2097152 numbers in a column</p>"
+    for content, said in (
+        (b"", "not a trace"),
+        (pickle.dumps(Malicious()), "not a trace"),
+        (resnet()[:-1000], "damaged trace"),
+        (bytes(flipped), "checksum"),
+        (bomb, "too large: more than 2097152 numbers in a column"),
+    ):
+        answer = str(audit.compare([("theirs.trace", content)]))
+        assert answer.startswith("<p>theirs.trace: ")
+        assert said in answer
+        assert len(answer) < 300
 
 
 def test_a_name_is_shown_and_nothing_else(audit, tmp_path, monkeypatch):
@@ -213,35 +300,14 @@ def test_a_name_is_shown_and_nothing_else(audit, tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_trace_is_compared_with_the_recorded_one_of_its_step(audit):
+def test_a_trace_is_compared_with_the_recorded_one_of_its_step_or_two_are_asked_for(audit, trace):
     answer = audit.compare([("mine.trace", resnet())])
     assert "cuda:tf32=off (mine.trace) against cuda:tf32=off (recorded)" in answer
     assert "<img alt=" in answer
-
-
-def test_without_a_recorded_one_two_are_asked_for_and_compared(audit, trace):
     assert "no recorded trace is of this step; upload two" in audit.compare([("mine.trace", trace)])
     assert "all is well" in audit.compare([("mine.trace", trace), ("theirs.trace", trace)])
     assert "3 files: expected one trace, or two" in audit.compare([("a", trace)] * 3)
     assert "of different steps" in audit.compare([("mine.trace", trace), ("theirs.trace", resnet())])
-
-
-def test_a_trace_with_nan_and_with_html_in_it_is_audited(audit, tmp_path):
-    class Broken(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = torch.nn.ModuleDict({"<b>bold<": torch.nn.Linear(3, 1)})
-
-        def forward(self, x):
-            return torch.log(self.inner["<b>bold<"](x) - 1e6)
-
-    step = gl.Step(Broken(), (torch.ones(2, 3), torch.ones(2, 1)), LOSS)
-    gl.record(step, "cpu", tmp_path / "nan.trace", label="<i>nan</i>", progress=False)
-    content = (tmp_path / "nan.trace").read_bytes()
-    answer = audit.compare([("nan.trace", content), ("nan.trace", content)])
-    assert "&lt;i&gt;nan&lt;/i&gt;" in answer
-    assert "<i>" not in answer
-    assert "<b>" not in answer
 
 
 def test_memory_is_bounded_while_a_strangers_file_is_read(audit, monkeypatch):

@@ -39,19 +39,15 @@ def test_every_decision_has_its_words(shift, spread, decision, said):
     assert f"b against a: {said}" in str(companion.finding({"Here": verdict}))
 
 
-def test_the_same_bits_are_called_so_and_one_setting_alone_is_not_compared():
+def test_same_bits_a_setting_alone_and_runs_that_diverged_have_words_of_their_own():
     same = judged(0.0, spread=0.0, weights="w")
     assert str(companion.finding({"Here": same})) == "Here: b against a: the same bits in every seed."
-    alone = gl.verdict(pd.DataFrame({"setting": ["a"] * 3, "seed": [0, 1, 2], "final_loss": [1.0, 2.0, 3.0]}))
-    assert "nothing to compare" in str(companion.finding({"Here": alone}))
-
-
-def test_runs_that_diverged_are_counted():
     frame = pd.DataFrame({"setting": ["a"] * 12 + ["b"] * 12, "seed": [*range(12)] * 2})
     frame["final_loss"] = np.where((frame.setting == "b") & (frame.seed < 10), np.nan, 1.0 + frame.seed)
     frame["status"] = np.where(frame.final_loss.isna(), "diverged", "finished")
     text = str(companion.finding({"Here": gl.verdict(frame, reference="a")}))
     assert text == "Here: b against a: 10 of its runs diverged, and 0 of the others."
+    assert "nothing to compare" in str(companion.finding({"Here": gl.verdict(frame[:12])}))
 
 
 def test_the_statistics_are_behind_a_fold_and_text_is_escaped():

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 import companion
 import gpulab as gl
@@ -81,6 +82,7 @@ def recorded_claims():
     yield copied, said(companion.learning_table(copied, "setting", "cpu:threads=1"), [BEAT, *registered])
 
 
+@pytest.mark.slow("judges all that was registered once more")
 def test_the_table_has_the_times_and_decisions_of_the_recordings():
     card = (HERE / "data/README.md").read_text(encoding="utf-8")
     lines = card.partition("## What was laid down before the runs\n")[2].partition("\n\n")[0].splitlines()[2:]

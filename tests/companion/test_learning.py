@@ -33,19 +33,16 @@ def test_what_is_repeated_is_what_the_final_loss_is_of(frame):
     assert losses.dropna().nunique() == 3, "each film and speed has its own"
 
 
-def test_a_blurred_frame_is_a_better_guess_than_a_sharp_one(frame):
+def test_a_blurred_frame_is_a_better_guess_than_a_sharp_one_and_a_dead_colour_costs_what_the_film_says(frame):
     walks = frame[frame.experiment == "prednet"]
     assert (learning.blurred_losses(walks) < learning.repeat_losses(walks)).all()
-
-
-def test_a_dead_colour_costs_what_the_film_says(frame):
     losses = learning.missing_colour_losses(frame)
-    film = gl.load("walk", frames=200, size=(24, 32))
     (usual,) = losses[(frame.scene_seed == 0) & (frame.speed == 1)]
-    assert usual == film.missing_colour_loss()
+    assert usual == gl.load("walk", frames=200, size=(24, 32)).missing_colour_loss()
     assert np.isinf(losses[frame.experiment == "autoencoder"]).all()
 
 
+@pytest.mark.slow("renders films")
 def test_what_was_recorded_of_a_film_is_what_it_gives_when_it_is_rendered():
     films = records.recorded_table("films")
     small = films[(films.frames == 1000) | (films.frame_size == "56x80")]
@@ -54,13 +51,6 @@ def test_what_was_recorded_of_a_film_is_what_it_gives_when_it_is_rendered():
         film = tuple(row[name] for name in learning.FILM)
         for loss, measure in learning.LOSSES_OF_A_FILM.items():
             assert measure(*film) == pytest.approx(row[loss], rel=1e-6)
-
-
-def test_every_film_of_recorded_runs_is_recorded():
-    runs = pd.concat([gl.recorded_runs(), companion.longer_runs(), companion.title_runs(), companion.published_runs()])
-    films = runs[runs.data.isin(learning.RENDERED)][[*learning.FILM]].drop_duplicates()
-    recorded = records.recorded_table("films")[[*learning.FILM]]
-    assert set(films.itertuples(index=False, name=None)) <= set(recorded.itertuples(index=False, name=None))
 
 
 def test_the_finding_counts_the_runs(frame):
@@ -72,35 +62,15 @@ def test_the_finding_counts_the_runs(frame):
     assert text.startswith("1 of 3 runs beat repeating the last frame, and 1 of 3 beat repeating it blurred")
 
 
-def test_recorded_films_differ_in_the_film_alone():
-    films = companion.recorded_films()
-    cells = pd.crosstab(films.seed, films.scene_seed)
-    assert (cells == 1).all(axis=None)
-    assert cells.shape >= (5, 5)
-    for name in ("setting", "machine", "profile", "frames", "frame_size", "speed", "loader", "torch"):
-        assert films[name].nunique() == 1, name
-    components = gl.stats.variance_components(films, factor="scene_seed")
-    assert {"seed", "scene_seed"} < set(components.table.source)
-
-
-def test_most_recorded_networks_of_the_motion_profile_beat_repeating_the_last_frame():
-    recorded = gl.recorded_runs().query("profile == 'motion'")
-    assert len(recorded) >= 10
-    assert (recorded.final_loss < learning.repeat_losses(recorded)).mean() > 0.5
-
-
-def test_any_factor_has_a_table_whose_reference_and_other_columns_are_its_own():
+def test_any_factor_has_a_table_and_equal_amounts_are_said_once():
     common = {"experiment": "prednet", "profile": "smoke", "loader": "copied", "data": "walk", "speed": 1.0}
     common |= {"scene_seed": 0, "frame_size": "24x32", "frames": 200, "status": "finished", "rerun": 0}
-    losses = [0.008, 0.009, 0.0095, 0.0085, 0.0092, 0.2, 0.0088, 0.0091]
-    rows = [
-        {"setting": setting, "seed": seed, "final_loss": loss + shift, "weights": f"{seed}{shift}"}
-        for setting, shift in {"cpu": 0.0, "cuda": 0.0, "xpu": 0.01}.items()
-        for seed, loss in enumerate(losses)
-    ]
-    table = learning.learning_table(pd.DataFrame(rows).assign(**common), "setting", "cpu").set_index(
-        ["setting", "metric"]
-    )
+    losses = np.array([0.008, 0.009, 0.0095, 0.0085, 0.0092, 0.2, 0.0088, 0.0091])
+    of_setting = {"cpu": losses, "cuda": losses, "xpu": losses + 0.01}
+    frame = pd.DataFrame(of_setting).rename_axis("seed").reset_index()
+    frame = frame.melt("seed", var_name="setting", value_name="final_loss")
+    frame = frame.assign(weights=frame.final_loss.map(str), **common)
+    table = learning.learning_table(frame, "setting", "cpu").set_index(["setting", "metric"])
     same = table.loc["cuda"]
     assert (same.decision == "equivalent").all(), "the same bits are not tested"
     assert same.p.isna().all()
@@ -110,56 +80,49 @@ def test_any_factor_has_a_table_whose_reference_and_other_columns_are_its_own():
     text = "\n".join(companion.finding({"It": table.reset_index()}).statistics())
     assert "final loss of the seeds that learned: equivalent at speed 1 (1 times, higher in 0 of 7 seeds)." in text
     assert "final loss of all seeds: different at speed 1" in text
-
-
-def test_equal_amounts_are_said_once():
     rows = pd.DataFrame({"speed": [1.0, 2.0], "decision": "equivalent", "difference": 0.0, "worse": 0, "seeds": 9})
     said = ["equivalent at speed 1 and 2 (+0 points, higher in 0 of 9 seeds)"]
     assert findings._decisions(learning.STUCK, rows) == said
 
 
-def test_runs_for_the_title_question_differ_in_the_device_alone():
-    title = companion.title_runs()
-    published = title[title.profile == "paper"]
-    for _, runs in published.groupby("experiment"):
-        for name in ("protocol", "torch", "machine", "loader", "fast"):
-            assert runs[runs.device == "cuda"][name].nunique(dropna=False) == 1, name
-        assert runs.protocol.nunique() == runs.torch.nunique() == runs.cpu.nunique() == 1
+def test_recorded_runs_differ_in_what_they_are_recorded_for_alone():
+    films, longer, title = companion.recorded_films(), companion.longer_runs(), companion.title_runs()
+    title = title[title.profile == "paper"]
+    prednet = title.query("experiment == 'prednet' and device == 'cpu'")
+    same = "profile torch machine "
+    for runs, columns in (
+        (films, same + "setting frames frame_size speed loader"),
+        (longer, same + "experiment data speed frame_size status"),
+        (prednet, same + "protocol setting gradients cpu"),
+        *((some, "protocol torch cpu") for _, some in title.groupby("experiment")),
+        *((some, same + "protocol loader fast") for _, some in title[title.device == "cuda"].groupby("experiment")),
+    ):
+        for name in columns.split():
+            assert runs[name].nunique(dropna=False) == 1, name
+    assert (pd.crosstab(films.seed, films.scene_seed) == 1).all(axis=None)
     assert not title.duplicated(["experiment", "profile", "setting", "seed", "gradients"]).any()
+    assert sorted(prednet.seed) == [*range(31), 35]
+    assert set(longer.frames) == {50_000}
+    cells = longer.groupby(["setting", "loader"]).seed.nunique().to_dict()
+    assert cells == dict.fromkeys([(OFF, "imitated"), (OFF, "window"), ("cuda:tf32=on", "window")], 16)
 
 
 def test_on_a_gpu_no_difference_is_seen_between_the_gradient_written_out_and_that_of_autograd():
-    title = companion.title_runs().query("experiment == 'prednet' and device == 'cuda'")
-    for _, runs in title.fillna({"gradients": "autograd"}).groupby("setting"):
+    title = companion.title_runs()
+    for _, runs in title.query("experiment == 'prednet' and device == 'cuda'").groupby("setting"):
+        runs = runs.fillna({"gradients": "autograd"})
         (row,) = gl.verdict(runs, factor="gradients", reference="autograd").table.itertuples()
         assert row.seeds == 16
         assert row.decision in ("equivalent", "inconclusive")
         assert row.largest_difference < runs.final_loss.std()
-
-
-def test_rounding_denormal_numbers_to_zero_changes_nothing_at_the_quick_size():
-    quick = companion.title_runs().query("profile == 'quick'")
-    (row,) = gl.verdict(quick, reference="cpu:threads=1").table.itertuples()
+    (row,) = gl.verdict(title.query("profile == 'quick'"), reference="cpu:threads=1").table.itertuples()
     assert (row.setting, row.same_bits, row.seeds) == ("cpu:threads=1,denormals=off", 16, 16)
 
 
-def test_the_long_runs_differ_in_one_thing_at_a_time_and_one_family_of_eight_changes_no_decision():
+def test_one_family_of_eight_changes_no_decision_on_the_long_runs():
     longer = companion.longer_runs()
-    assert set(longer.frames) == {50_000}
-    for name in ("experiment", "profile", "data", "speed", "frame_size", "torch", "machine", "status"):
-        assert longer[name].nunique() == 1, name
-    cells = longer.groupby(["setting", "loader"]).seed.nunique().to_dict()
-    assert cells == dict.fromkeys([(OFF, "imitated"), (OFF, "window"), ("cuda:tf32=on", "window")], 16)
     memory = learning.learning_table(longer[longer.setting == OFF], "loader", "window")
     tf32 = learning.learning_table(longer[longer.loader == "window"], "setting", OFF)
     together = learning.holm(pd.concat([memory.p, tf32.p], ignore_index=True))
     assert ((together < 0.05) == (pd.concat([memory.decision, tf32.decision]) == "different").to_numpy()).all()
     assert together[together < 0.05].max() < 0.0003
-
-
-def test_cpu_runs_for_the_title_question_are_of_one_kind_of_machine():
-    title = companion.title_runs()
-    published = title.query("experiment == 'prednet' and profile == 'paper' and device == 'cpu'")
-    assert sorted(published.seed) == [*range(31), 35]
-    for name in ("cpu", "torch", "protocol", "setting", "gradients"):
-        assert published[name].nunique() == 1, name

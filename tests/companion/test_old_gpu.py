@@ -35,26 +35,19 @@ def recorded():
     return gl.recorded_runs().query("experiment == 'whitener'")
 
 
-def test_the_spectrum_has_every_eigenvalue_once_largest_first(spectrum):
+def test_only_one_pass_in_tf32_loses_its_smallest_eigenvalues_and_below_epsilon_becomes_nan(spectrum, here):
     groups = spectrum.groupby(["setting", "covariance", "seed"])
     assert len(groups) == 2 * len(COVARIANCES) * 6
     for _, one in groups:
         assert one["rank"].tolist() == list(range(1, 25))
         assert (np.diff(one.eigenvalue) <= 0).all()
-
-
-def test_only_one_pass_in_tf32_loses_its_smallest_eigenvalues(spectrum):
-    smallest = spectrum.groupby(["setting", "covariance", "seed"]).eigenvalue.min().unstack("seed")
+    smallest = groups.eigenvalue.min().unstack("seed")
     exact = smallest.loc[CPU, "centred"]
     for setting, way in smallest.index:
         off = (smallest.loc[setting, way] / exact - 1).abs().max()
         assert (off > 0.5) == ((setting, way) == (TF32, "one-pass")), (setting, way, off)
-
-
-def test_a_negative_eigenvalue_below_epsilon_is_a_nan_at_the_first_update(spectrum, here):
-    smallest = spectrum[spectrum.setting == TF32].groupby(["covariance", "seed"]).eigenvalue.min()["one-pass"]
     lost = here[here.setting == TF32].set_index("seed").diverged_at == 1
-    assert (lost == (smallest < -EPSILON)).all()
+    assert (lost == (smallest.loc[TF32, "one-pass"] < -EPSILON)).all()
 
 
 def test_the_table_counts_runs_that_became_nan(here):
@@ -76,12 +69,7 @@ def test_an_h200_did_what_the_emulation_does(recorded):
     assert report.findings[0].op.error == pytest.approx(emulated.findings[0].op.error, rel=1e-3)
 
 
-def test_prices_are_medians_between_their_quartiles():
-    table = companion.recorded_prices()
-    assert (table.ms_low <= table.ms).all()
-    assert (table.ms <= table.ms_high).all()
-
-
+@pytest.mark.slow("searches for the old losses")
 def test_the_finding_says_what_the_numbers_say(here, recorded, store):
     old = here[here.setting == CPU]
     search = {"learning_rate": [2e-3], "tf32": ["off"]}
@@ -93,11 +81,7 @@ def test_the_finding_says_what_the_numbers_say(here, recorded, store):
     assert f"6 of 6 seeds under {TF32}, here." in text
     assert "37 of 40 seeds under cuda:tf32=on, recorded on NVIDIA H200." in text
     assert "The audit blames mm (forward), reduced precision" in text
-    assert (
-        "The cures, against one-pass under cuda:tf32=off:\n  centred under cuda:tf32=on: 0 of 40 seeds became NaN"
-        in text
-    )
-    assert "The old losses, within 1sd:\n" in text
+    assert "centred under cuda:tf32=on: 0 of 40 seeds became NaN" in text
     assert "Of 1 retunings of the training 0 gave the old losses back, 0 did not, 1 left it open." in text
     assert "Of 1 changes of the arithmetic 1 gave the old losses back, 0 did not, 0 left it open." in text
     assert "All 256 return as they were in 100% of the ways, formats and devices tried." in text
@@ -117,14 +101,17 @@ def test_a_change_that_settles_nothing_is_not_counted_as_a_failure():
     assert said == "Of 5 retunings of the training 1 gave the old losses back, 2 did not, 2 left it open."
 
 
-def test_the_figures_are_small_and_say_what_they_show(spectrum, here, recorded):
+def test_the_figures_count_what_they_show(spectrum, here, recorded):
     both = pd.concat([here, recorded.query("covariance == 'one-pass' and seed < 6")])
     fast = both.setting.isin([TF32, "cuda:tf32=on"])
-    pictures = {
-        "of the new card's": companion.divergence(both[~fast], both[fast]),
-        "6 seeds": companion.spectrum(spectrum),
-        "NVIDIA H200": companion.prices(companion.recorded_prices()),
-    }
-    for words, picture in pictures.items():
-        assert words in picture.alt
-        assert 3_000 < len(picture.png()) < 150_000
+    became = (both.status == "diverged")[fast].sum()
+    words = f"Of the old card's runs 0 of 12 became NaN, of the new card's {became} of 12"
+    assert words in companion.divergence(both[~fast], both[fast]).alt
+    failing = (spectrum.setting == TF32) & (spectrum.covariance == "one-pass") & (spectrum.seed < 4)
+    moved = spectrum.assign(eigenvalue=spectrum.eigenvalue - 1e-3 * failing)
+    said = "in one pass 4 of 6 covariances have an eigenvalue too negative"
+    assert said in companion.spectrum(moved).figure._suptitle.get_text()
+    prices = companion.recorded_prices()
+    assert (prices.ms_low <= prices.ms).all()
+    assert (prices.ms <= prices.ms_high).all()
+    assert "NVIDIA H200" in companion.prices(prices).alt

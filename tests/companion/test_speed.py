@@ -14,7 +14,6 @@ import gpulab as gl
 from companion import speed, workloads
 from companion.benchmarks import benchmark
 from gpulab.errors import GpulabError, UsageError
-from gpulab.report import Picture
 from gpulab.store import records
 
 boosted_trees, texts = benchmark("boosted_trees"), benchmark("text_classifier")
@@ -37,55 +36,31 @@ def rows(part, values, unit="s", what="work", size="quick", note="", **where):
 
 @pytest.fixture(scope="module")
 def measured():
-    """Every section on the CPU, small."""
-    # JAX chooses its threads once in a process, which other tests share.
-    settings = {part: "cpu" if part == "libraries" else CPU for part in workloads.PARTS}
-    return {part: companion.measure_speed(part, [setting], "smoke") for part, setting in settings.items()}
+    """Some sections on the CPU, small."""
+    return {part: companion.measure_speed(part, [CPU], "smoke") for part in ("step", "memory", "text")}
 
 
 # --- what is measured ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("measures every section")
 @pytest.mark.parametrize("part", workloads.PARTS)
-def test_every_row_has_a_number_or_says_why_not(part, measured):
-    frame = measured[part]
-    assert len(frame)
+def test_every_section_gives_numbers_or_says_why_not_on_all_there_is(part):
+    # JAX chooses its threads once in a process, which other tests share.
+    settings = ["cpu" if part == "libraries" and setting == CPU else setting for setting in SETTINGS]
+    frame = companion.measure_speed(part, settings, "smoke")
+    assert set(frame.setting) == set(settings)
     assert (frame.value.notna() ^ frame.note.ne("")).all()
     assert np.isfinite(frame.value.dropna()).all()
-    assert set(frame.part) == {part}
+    assert not frame.note.str.contains("failed").any()
     assert not frame.recorded.any()
 
 
-@pytest.mark.parametrize("setting", SETTINGS[1:])
-@pytest.mark.parametrize("part", workloads.PARTS)
-def test_every_section_runs_on_what_else_there_is(part, setting):
-    frame = companion.measure_speed(part, [setting], "smoke")
-    assert (frame.value.notna() | frame.note.ne("")).all()
-    assert not frame.note.str.contains("failed").any()
-
-
-def test_a_section_leaves_threads_and_random_numbers_as_they_were():
+def test_what_was_measured_is_what_was_asked_for(measured):
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    companion.measure_speed("inference", ["cpu:threads=2"], "smoke")
+    companion.measure_speed("small", ["cpu:threads=2"], "smoke")
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(
-    ("asked", "refused"),
-    [
-        (lambda: companion.measure_speed("flops"), "'flops', 'quick': expected one of step"),
-        (lambda: companion.measure_speed("step", size="huge"), "'huge'"),
-        (lambda: companion.workload("VGG"), "'VGG'"),
-        (lambda: companion.cost_table(pd.DataFrame(), {"cpu": 0.1, "gpu": 0}), "expected a price above 0"),
-    ],
-)
-def test_what_there_is_not_is_refused(asked, refused):
-    with pytest.raises(UsageError, match=refused):
-        asked()
-
-
-def test_what_was_measured_is_what_was_asked_for(measured):
     seconds = measured["step"].pivot_table("value", "what", "way")
     assert (seconds > 0).all(axis=None)
     assert set(seconds.columns) == set(speed.PHASES)
@@ -112,7 +87,7 @@ def test_the_classifier_learns_and_a_seed_repeats_itself():
     assert once["accuracy"] > 1.2 * float((some[3] == some[1].mode().values).float().mean())
 
 
-def test_texts_held_out_are_not_trained_on():
+def test_texts_held_out_are_not_trained_on_and_words_are_numbered_alike_whatever_their_case():
     whole, packages = texts.docstrings()
     assert len(whole) > 1000
     assert set(packages) == set(texts.PACKAGES)
@@ -120,6 +95,10 @@ def test_texts_held_out_are_not_trained_on():
     assert len(words) + len(held_words) == len(whole)
     assert len(held_words) == len(held_labels) == math.ceil(len(whole) / 5)
     assert labels.unique().tolist() == list(range(len(texts.PACKAGES)))
+    numbers = texts.as_words(["Return THE value", "return the value, the", ""], 3)
+    assert torch.equal(numbers[0], numbers[1])
+    assert (numbers[:, 0] > 0).all()
+    assert numbers[2, 1:].tolist() == [0, 0], "an empty text is one word"
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "Transformer"])
@@ -130,21 +109,7 @@ def test_places_without_a_word_do_not_count(kind):
     assert not torch.allclose(net(short), net(torch.tensor([[5, 7, 8]])))
 
 
-def test_words_are_numbered_alike_whatever_their_case_and_an_empty_text_is_one_word():
-    numbers = texts.as_words(["Return THE value", "return the value, the", ""], 3)
-    assert torch.equal(numbers[0], numbers[1])
-    assert (numbers[:, 0] > 0).all()
-    assert numbers[2, 1:].tolist() == [0, 0]
-
-
-def test_without_xgboost_a_row_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "xgboost", None)
-    (row,) = boosted_trees.trees(gl.Setting.parse(CPU), "smoke")
-    assert row.value is None
-    assert "gpulab[trees]" in row.note
-
-
-def test_newsgroups_without_a_network_are_refused_in_a_sentence(monkeypatch):
+def test_what_cannot_be_had_here_is_said_in_a_sentence(monkeypatch):
     import sklearn.datasets
 
     def offline(**_):
@@ -153,15 +118,24 @@ def test_newsgroups_without_a_network_are_refused_in_a_sentence(monkeypatch):
     monkeypatch.setattr(sklearn.datasets, "fetch_20newsgroups", offline)
     with pytest.raises(GpulabError, match="20 Newsgroups cannot be had here"):
         texts.newsgroups()
-
-
-def test_a_format_that_the_device_is_slow_in_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgboost", None)
+    (row,) = boosted_trees.trees(gl.Setting.parse(CPU), "smoke")
+    assert row.value is None
+    assert "gpulab[trees]" in row.note
     seconds = iter([1.0, 1.5, 50.0])
     monkeypatch.setattr(texts, "timed", lambda *_: (next(seconds), 0.0))
     found = texts.precisions(gl.Setting.parse(CPU))
     assert found["bfloat16"] == ""
-    assert "50 times" in found["float16"]
+    assert "50 times" in found["float16"], "a format that the device is slow in"
     assert "Ampere" in found["tf32"]
+    for asked, named in (
+        (lambda: companion.measure_speed("flops"), "'flops', 'quick': expected one of step"),
+        (lambda: companion.measure_speed("step", size="huge"), "'huge'"),
+        (lambda: companion.workload("VGG"), "'VGG'"),
+        (lambda: companion.cost_table(pd.DataFrame(), {"cpu": 0.1, "gpu": 0}), "expected a price above 0"),
+    ):
+        with pytest.raises(UsageError, match=named):
+            asked()
 
 
 # --- what is made of it ----------------------------------------------------------------------------------
@@ -239,28 +213,27 @@ def test_the_finding_names_what_was_recorded_and_what_was_claimed(measured):
     assert claim.startswith("Text classification is faster on a GPU: yes, 5× (quick size). Claimed: 198.2 s")
 
 
-def test_what_an_update_spends_its_time_on(monkeypatch):
-    rows = [{"setting": "cuda", "size": "paper", "what": w, "ms": ms} for w, ms in (("convolutions", 3), ("copies", 1))]
-    monkeypatch.setattr(records, "read_measured", lambda _: [{"machine": "a GPU", "rows": rows}])
-    picture = companion.kernels()
+def test_figures_say_the_numbers_of_their_tables(monkeypatch):
+    times = [{"setting": "cuda", "size": "paper", "what": "convolutions", "ms": 3}]
+    times.append(times[0] | {"what": "copies", "ms": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "read_measured", lambda _: [{"machine": "a GPU", "rows": times}])
+        picture = companion.kernels()
     assert "75% to 75%" in picture.alt
     assert {text.get_text() for text in picture.figure.axes[0].texts} == {"75%", "25%", "4 ms"}
-
-
-def test_every_figure_says_what_it_shows(measured):
+    phases = rows("step", {"forward": 1.0, "backward": 2.0, "update": 1.0}, **HERE)
+    assert "Backpropagation takes 50% to 50% of a step" in companion.shares(phases).alt
+    trained = rows("text", {"float32": [2.0, 2.0], "bfloat16": 1.0}, **GPU)
+    assert "The most gained: bfloat16 on a GPU, 2.00 times as fast" in companion.ladder(trained).alt
     widths = {"16": 1.0, "64": 2.0, "256": 4.0}
     small = pd.concat([rows("small", widths, **HERE), rows("small", dict.fromkeys(widths, 2.0), **GPU)])
-    figures = [
-        companion.shares(measured["step"]),
-        companion.ladder(measured["text"]),
-        companion.small_work(small),
-        companion.scaling(gl.device.recorded_rooflines()),
-    ]
-    assert all(isinstance(figure, Picture) for figure in figures)
-    assert "up to a width of about 64" in figures[2].alt
-    assert len(figures[0].png()) < 300_000
+    assert "up to a width of about 64" in companion.small_work(small).alt
+    on_gpu = gl.device.recorded_rooflines().query("setting == 'cuda:tf32=off'")
+    on_cpu = on_gpu.assign(setting="cpu", gflops=on_gpu.gflops / 2)
+    assert "At an edge of 16 a GPU has overtaken the CPU" in companion.scaling(pd.concat([on_cpu, on_gpu])).alt
 
 
+@pytest.mark.slow("starts a process that measures")
 def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
     file = tmp_path / "measured" / "speed-here.json"
     script = [sys.executable, str(ROOT / "benchmarks" / "record_speed.py"), CPU, "--sizes", "smoke"]
@@ -274,9 +247,7 @@ def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
     assert found.way[found.part == "small"].tolist() == list(map(str, workloads.WIDTHS["smoke"]))
     assert (found.value[found.part == "small"] > 0).all()
     assert found.note[found.part == "transfer"].str.contains("nothing to move").all()
-    document = records.read_json(file)
-    assert document["command"].endswith(f"--write {file}")
-    assert document["cores_of_others"].keys() == {"smoke small", "smoke transfer"}
+    assert records.read_json(file)["cores_of_others"].keys() == {"smoke small", "smoke transfer"}
 
 
 def test_what_is_recorded_is_whole():

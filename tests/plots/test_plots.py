@@ -1,6 +1,5 @@
 """What figures say and show, drawn from tables made by hand."""
 
-import base64
 import io
 import re
 from xml.etree import ElementTree
@@ -55,7 +54,6 @@ def test_losses_join_the_seeds(runs):
     assert title(picture) == "From seed to seed the loss varies up to 8.0-fold; along a line it hardly moves"
     assert "1 diverged" in {text.get_text() for text in axes.texts}
     assert words(picture) == ["made here, on cpu, cpu:", "recorded on cuda"]
-    assert axes.get_yscale() == "log"
     with pytest.raises(gl.UsageError, match="the frame mixes"):
         gl.plots.losses(pd.concat([runs, runs.assign(experiment="autoencoder")]))
 
@@ -71,22 +69,21 @@ def test_differences_are_those_of_the_verdict(runs):
     same, moved, _, between = (points.get_offsets()[:, 0] for points in axes.collections)
     assert set(same) == {0.0}
     assert np.allclose(np.sort(moved), 0.001 * np.arange(1, 9))
-    assert axes.get_xscale() == "linear"
     assert between.max() == pytest.approx(0.7) == -between.min()
     spread = f"standard deviation {runs.final_loss[:8].std():.2g}"
     said = [text.get_text().strip() for text in axes.texts]
     assert said == ["exactly the same", "largest 0.008", "exactly the same", spread]
-    assert "mean squared error per frame" in axes.get_xlabel()
     one = gl.verdict(runs[runs.seed == 0].assign(loader=runs.setting), factor="loader", reference="cpu")
     assert title(gl.plots.differences(one)) == "One seed has no spread to compare with"
 
 
 def test_curves_leave_reruns_out():
-    history = pd.DataFrame({"loss": [0.4, 0.2, 0.1], "frames_seen": [20, 40, 60]}).assign(
-        experiment="prednet", setting="cpu", seed=0, rerun=0, id="a", recorded=False, machine="m"
-    )
-    more = [history.assign(id="b", seed=1, loss=history.loss / 2), history.assign(id="c", rerun=1)]
-    picture = gl.plots.curves(pd.concat([history, *more]), baseline=0.3, baseline_label="repeating")
+    usual = {"experiment": "prednet", "setting": "cpu", "recorded": False, "machine": "m", "frames_seen": [20, 40, 60]}
+    runs = [
+        pd.DataFrame(usual).assign(id=name, seed=seed, rerun=rerun, loss=np.array([0.4, 0.2, 0.1]) / (1 + seed))
+        for name, seed, rerun in (("a", 0, 0), ("b", 1, 0), ("c", 0, 1))
+    ]
+    picture = gl.plots.curves(pd.concat(runs), baseline=0.3, baseline_label="repeating")
     (axes,) = picture.figure.axes
     assert [list(line.get_xdata()) for line in axes.lines[:3]] == [[20, 40, 60]] * 3
     assert list(axes.lines[2].get_ydata()) == pytest.approx([0.3, 0.15, 0.075]), "the median of both"
@@ -120,11 +117,10 @@ def test_bits_have_a_box_each_and_named_sums_are_marked():
 def test_frames_and_predictions_are_shown_beside_what_they_should_be():
     picture = gl.plots.frames(gl.load("walk", frames=100, size=(24, 32)), every=10)
     assert [len(axes.images) for axes in picture.figure.axes] == [1] * 10
-    assert len(picture.png()) < 100_000
-    for net, rows in (("prednet", 4), ("autoencoder", 3)):
+    for net, panels in (("prednet", 4 * 5), ("autoencoder", 3 * 8)):
         run = gl.train(net, setting="cpu", profile="smoke", frames=20, progress=False)
         picture = gl.plots.sample(run)
-        assert len(picture.figure.axes) == rows * (5 if net == "prednet" else 8)
+        assert len(picture.figure.axes) == panels
         assert "Mean squared error of these" in title(picture)
     for tensor in run.model.state_dict().values():
         tensor.mul_(1e-5)
@@ -179,12 +175,8 @@ def test_settings_can_be_told_apart_by_all_eyes(eyes):
     first = [names.index(name) for name in ("cpu", "cpu:threads=1", "cuda:tf32=off", "cuda:tf32=on")]
     assert apart[np.ix_(first, first)][np.triu_indices(4, 1)].min() > 15, "these stand in most figures"
     assert np.linalg.norm(places - lab(["white"], eyes), axis=1).min() > 30
-
-
-def test_alike_colours_would_be_found():
-    assert np.linalg.norm(np.diff(lab(["red", "lime"], "usual"), axis=0)) == pytest.approx(170.6, abs=0.5)
-    assert np.linalg.norm(np.diff(lab(["#AA6E00", "#7C8500"], "deutan"), axis=0)) < 15
     assert lab(["white"], "usual")[0] == pytest.approx([100, 0, 0], abs=0.1)
+    assert np.linalg.norm(np.diff(lab(["#AA6E00", "#7C8500"], "deutan"), axis=0)) < 15, "alike colours would be found"
 
 
 def test_names_at_the_ends_of_lines_are_kept_apart():
@@ -202,9 +194,8 @@ def test_rows_of_points_have_their_words_beside_them_or_in_their_place():
     assert [(text.get_text().strip(), text.xy) for text in axes.texts] == [("twice", (1, 0)), ("not measured", (0, 1))]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
     first, second = axes.collections
-    assert first.get_offsets().data.tolist() == [[1.0, -0.15], [2.0, 0.15]]
+    assert first.get_offsets()[:, 0].tolist() == [1.0, 2.0]
     assert second.get_facecolor()[0, :3].tolist() == [1, 1, 1], "white, as what was recorded"
-    assert style.spread(1).tolist() == [0]
 
 
 def test_a_line_for_each_name_is_hollow_where_it_was_recorded():
@@ -213,9 +204,6 @@ def test_a_line_for_each_name_is_hollow_where_it_was_recorded():
     style.named_lines(axes, frame.assign(marker="s"), "x", "x")
     assert [(line.get_label(), list(line.get_xdata())) for line in axes.lines] == [("b", [1, 3]), ("a", [2])]
     assert [line.get_markerfacecolor() for line in axes.lines] == ["white", gl.plots.colour("cpu")]
-    assert axes.lines[0].get_marker() == "s"
-    style.run_lines(axes, frame, "x", "x", ["setting", "name"], {"cpu": "red"}, lw=3)
-    assert [(line.get_color(), line.get_lw()) for line in axes.lines[2:]] == [("red", 3.0)] * 2
 
 
 def test_an_axis_is_logarithmic_where_ratios_matter_and_says_of_what_a_loss_is():
@@ -235,24 +223,19 @@ def test_an_axis_is_logarithmic_where_ratios_matter_and_says_of_what_a_loss_is()
         assert style.metric_label(metric, models) == label
 
 
-def test_a_picture_is_a_small_png_with_words(tmp_path):
+def test_a_picture_is_a_png_with_words_which_a_notebook_folds_below_it(tmp_path, outputs_of):
     picture = gl.plots.bits(0.1, ["float32"])
     picture.save(tmp_path / "new" / "bits.png")
     assert Image.open(tmp_path / "new" / "bits.png").mode == "P"
     wide = Image.open(io.BytesIO(picture.png())).width
-    assert wide > 1200
     image = ElementTree.fromstring(re.sub(">$", "/>", picture.html()))
     assert image.attrib["alt"] == picture.alt
     assert image.attrib["src"].startswith("data:image/png;base64,")
     assert int(image.attrib["width"]) == wide // 2, "drawn twice as fine as it is shown"
     assert "background: white" in image.attrib["style"], "ink stays readable on a dark page"
-
-
-def test_a_notebook_shows_a_png_and_below_it_a_fold_with_its_words(outputs_of):
-    figure, fold = outputs_of(gl.plots.bits(0.1, ["float32"]))
+    figure, fold = outputs_of(picture)
     assert set(figure.data) == {"image/png", "text/plain"}, "where there is HTML too, JupyterLab shows that"
-    width, _ = Image.open(io.BytesIO(base64.b64decode(figure.data["image/png"]))).size
-    assert figure.metadata["image/png"]["width"] == width // 2, "drawn twice as fine as it is shown"
+    assert figure.metadata["image/png"]["width"] == wide // 2
     words = figure.data["text/plain"]
     assert fold.data["text/html"] == f"<details><summary>In words</summary><p>{escape(words)}</p></details>"
     assert figure.metadata["image/png"]["alt"] == words
