@@ -230,16 +230,8 @@ def another_solution(operation, *args, **kwargs):
     return type(out)((out[0] + torch.tensor([[1.0], [-2], [1]], dtype=out[0].dtype), *out[1:]))
 
 
-def other_signs(operation, *args, **kwargs):
-    """Singular vectors with the signs of another library."""
-    first, middle, last = operation(*args, **kwargs)
-    signs = torch.tensor([1.0, -1])
-    return first * signs, middle, last * signs[:, None]
-
-
 EQUALS = [3.0, 2, 3, 2, 1, 1, 3, 3]
 STEPS = {
-    "_linalg_svd": (other_signs, lambda x: torch.linalg.svd(x.view(4, 2), full_matrices=False).U),
     "topk": (from_the_end, lambda x: x.topk(2).indices.double()),
     "median": (from_the_end, lambda x: x.median(-1).indices.double()),
     "scatter": (first_stays, lambda x: x.scatter(0, torch.tensor([0, 1, 1, 1, 2]), x.new_tensor([1, 2, 3, 4, 5]))),

@@ -300,14 +300,6 @@ def test_nothing_is_said_of_what_has_no_twin():
         assert (seen.error, seen.bound, seen.format) == (None, None, None)
 
 
-def test_examining_changes_neither_arguments_nor_results():
-    a, b = drawn(4, 4), drawn(4, 4, seed=1)
-    made = a.clone().add_(b)
-    copies = a.clone(), b.clone(), made.clone()
-    compared(aten.add_.Tensor, (a, b), made)
-    assert all(torch.equal(now, then) for now, then in zip((a, b, made), copies, strict=True))
-
-
 # --- short formats --------------------------------------------------------------------------------------------
 
 ALIKE = {"float16": ["tf32", "float16"]}  # but for its range, float16 rounds as TF32 does
@@ -343,13 +335,6 @@ def test_also_in_convolutions_forward_and_backward(format_, mode):
         assert not seen.rounded_before
 
 
-def test_factors_that_were_rounded_before_are_told_apart_from_a_kernel_that_rounds():
-    a, b = round_to(drawn(9, 30), "bfloat16"), drawn(30, 9, seed=1)
-    seen = compared(aten.mm.default, (a, b), a @ b)
-    assert (seen.format, seen.rounded_before) == ("bfloat16", True)
-    assert ratio(seen) <= 1
-
-
 def test_distances_by_a_product_in_tf32_are_told_apart_from_a_wrong_kernel():
     x, y = drawn(64, 32), drawn(40, 32, seed=1)
     operation = aten._euclidean_dist.default
@@ -370,14 +355,6 @@ def test_a_right_product_of_few_numbers_is_not_taken_for_a_short_format():
         a, b = drawn(1, 3000, seed=seed).abs(), drawn(3000, 1, seed=seed + 1000).abs()
         alarms += compared(aten.mm.default, (a, b), a @ b).format is not None
     assert alarms <= 3
-
-
-def test_a_wrong_product_is_not_excused_as_a_short_format():
-    a, b = drawn(9, 30), drawn(30, 9, seed=1)
-    wrong = (a @ b) * (1 + 1e-3 * drawn(9, 9, seed=2))
-    seen = compared(aten.mm.default, (a, b), wrong)
-    assert seen.format is None
-    assert ratio(seen) > 10
 
 
 def test_a_factorisation_that_failed_is_no_error_whatever_it_left():

@@ -165,14 +165,6 @@ def test_normalisations_in_one_pass_are_right(offset, count):
     assert measured(aten.native_group_norm.default, (x, *none, count, 6, 8, 3, 1e-5), result) < 1
 
 
-def test_a_batch_norm_of_two_close_numbers_is_right():
-    """Of two numbers that lie close the mean, rounded, takes away what is left of them (pytorch/pytorch#9602)."""
-    for close in (1.0, 1e-2, 1e-4):
-        x = 1 + close * drawn(2, 100)
-        args = (x, None, None, None, None, True, 0.1, 1e-5)
-        assert measured(aten.native_batch_norm.default, args, aten.native_batch_norm.default(*args)) < 1
-
-
 # --- products ------------------------------------------------------------------------------------------------------
 
 # Lavin and Gray 2016 (arXiv 1509.09308): the transforms of input, kernel and result for tiles of 4 × 4 results.

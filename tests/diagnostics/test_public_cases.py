@@ -22,6 +22,19 @@ ON_A_CPU = [
 ]
 
 
+def test_each_of_sixty_cases_has_a_name_a_thread_a_cause_and_an_expected_answer():
+    assert len({one.name for one in CASES}) == len(CASES) >= 60
+    for one in CASES:
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", one.thread)
+        assert re.fullmatch(r"[^\n|]{20,115}\.", one.cause)
+        assert one.kind in (*KINDS, public_cases.ANOTHER_ANSWER)
+        re.compile(one.operation)
+        cuda, cpu = one.pairs
+        kinds = [gl.Setting.parse(setting).kind for setting in cpu or ()]
+        assert kinds == ["cpu"] * len(kinds)
+        assert kinds or [gl.Setting.parse(setting) for setting in cuda]
+
+
 @pytest.mark.parametrize("one", ON_A_CPU)
 def test_the_first_line_answers_the_question(one):
     row = public_cases.examined(one, one.pairs[1])
