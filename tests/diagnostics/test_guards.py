@@ -431,7 +431,7 @@ LAYERS += [nn.RReLU(), nn.RReLU(inplace=True), nn.PReLU(), nn.Hardswish(inplace=
 LAYERS += [nn.GroupNorm(1, 3), nn.Dropout2d(), nn.AdaptiveMaxPool2d(2), nn.MaxPool2d(2)]
 LAYERS += [way(nn.Conv2d(3, 3, 1)) for way in (parametrizations.spectral_norm, parametrizations.weight_norm)]
 FUNCTIONS = {
-    **{f"{type(layer).__name__} {layer.training}": layer for layer in LAYERS},
+    **{f"{type(layer).__name__} {number}": layer for number, layer in enumerate(LAYERS)},
     "sparse": lambda x: torch.sparse.mm(torch.eye(4).to_sparse(), x[0, 0]),
     "complex numbers": lambda x: (torch.fft.fft(x).conj() * x).abs(),
     "indices": lambda x: x[0, torch.tensor([0, 2])] * x[1, :2],
