@@ -280,6 +280,7 @@ def labels(count):
 
 
 LINEAR, LSTM = seeded(lambda: nn.Linear(4, 2)), seeded(lambda: nn.LSTM(8, 6, 2))
+CONVOLUTION = gl.Step(seeded(lambda: nn.Conv2d(3, 8, 3)), drawn(4, 3, 12, 12))
 VISION = seeded(lambda: VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=3))
 TF32, SHORT = "cpu:emulate=tf32", "cpu:precision=bfloat16"
 EXPLAINED = {
@@ -297,7 +298,7 @@ EXPLAINED = {
     "an empty batch": (gl.Step(LINEAR, torch.empty(0, 4)), B),
     "a NaN that was put in": (gl.Step(LINEAR, torch.full((3, 4), torch.nan)), B),
     "new memory": (new_memory, B),
-    "another order of sums": (gl.Step(LSTM, drawn(3, 4, 8)), "cpu:emulate=pascal,order=pairwise"),
+    "another order of sums": (CONVOLUTION, "cpu:emulate=pascal,order=pairwise"),
     **{
         f"{name} under {b}": (step, b)
         for b in (B, TF32, SHORT)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
-from gpulab.diagnostics.count_sketch import SKETCH, sketch
+from gpulab.diagnostics.count_sketch import BLOCK, SKETCH, factors, sketch
 from gpulab.diagnostics.steps import find_step
 from gpulab.diagnostics.tracer import RESULT, Operation, _is_random
 from gpulab.diagnostics.traces import aligned
@@ -440,11 +440,14 @@ def test_distances_between_sketches_are_those_between_tensors():
     assert 0.6 < min(ratios) < max(ratios) < 1.4
 
 
-def test_one_wrong_number_among_many_is_seen_in_full():
-    x = drawn(100_000)
+@pytest.mark.parametrize("count", [100_000, BLOCK + 9])
+def test_one_wrong_number_among_many_is_seen_in_full(count):
+    x = drawn(count)
     wrong = x.clone()
-    wrong[777] += 5
+    wrong[-3] += 5
     assert np.linalg.norm(sketch(wrong) - sketch(x)) == pytest.approx(5, rel=1e-6)
+    assert factors(x, 3, 0.5).unique().tolist() == [0.5, 1.5]
+    assert factors(x, 3, 0.5).shape == x.shape
 
 
 # --- aligning ---------------------------------------------------------------------------------------------------
