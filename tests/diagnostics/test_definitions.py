@@ -217,10 +217,8 @@ def test_bases_of_either_sign_are_right_and_those_of_another_matrix_are_not():
 
 def from_the_end(operation, x, *args, **kwargs):
     """Of equal numbers the last ones: the answer for the tensor turned around."""
-    turned = operation(x.flip(-1), *args, **kwargs)
-    if isinstance(turned, torch.Tensor):
-        return x.shape[-1] - 1 - turned
-    return type(turned)((turned[0], x.shape[-1] - 1 - turned[1]))
+    values, places = turned = operation(x.flip(-1), *args, **kwargs)
+    return type(turned)((values, x.shape[-1] - 1 - places))
 
 
 def first_stays(operation, x, dim, index, source):
@@ -232,24 +230,9 @@ def another_solution(operation, *args, **kwargs):
     return type(out)((out[0] + torch.tensor([[1.0], [-2], [1]], dtype=out[0].dtype), *out[1:]))
 
 
-def other_signs(operation, *args, **kwargs):
-    """Eigenvectors, singular vectors or a basis with the signs of another library."""
-    first, *middle, last = operation(*args, **kwargs)
-    signs = (-1.0) ** torch.arange(8)
-    if operation._schema.name == "aten::_linalg_eigh":
-        return first, last * signs
-    return first * signs[: first.shape[-1]], *middle, last * signs[: last.shape[-2], None]
-
-
 EQUALS = [3.0, 2, 3, 2, 1, 1, 3, 3]
 STEPS = {
-    "_linalg_eigh": (other_signs, lambda x: torch.linalg.eigh(x.outer(x) + x.cumsum(0).diag()).eigenvectors),
-    "_linalg_svd": (other_signs, lambda x: torch.linalg.svd(x.view(4, 2)).U),
-    "linalg_qr": (other_signs, lambda x: torch.linalg.qr(x.view(4, 2)).Q),
     "topk": (from_the_end, lambda x: x.topk(2).indices.double()),
-    "argmax": (from_the_end, lambda x: torch.arange(8.0)[x[None].argmax(-1)]),
-    "max": (from_the_end, lambda x: x.max(-1).indices.double()),
-    "sort": (from_the_end, lambda x: torch.arange(8.0)[x.argsort()]),
     "median": (from_the_end, lambda x: x.median(-1).indices.double()),
     "scatter": (first_stays, lambda x: x.scatter(0, torch.tensor([0, 1, 1, 1, 2]), x.new_tensor([1, 2, 3, 4, 5]))),
     "linalg_lstsq": (
@@ -271,12 +254,12 @@ def test_an_audit_names_another_valid_answer_first_and_nothing_worse(name):
     assert not report.faulty
 
 
-@pytest.mark.parametrize("name", ["topk", "argmax", "sort", "scatter"])
+@pytest.mark.parametrize("name", ["topk", "scatter"])
 def test_an_audit_names_a_wrong_answer(name):
     def wrong(operation, x, *args, **kwargs):
         out = operation(x, *args, **kwargs)
         if isinstance(out, torch.Tensor):
-            return out.roll(1) if out.is_floating_point() else (out + 1) % x.shape[-1]
+            return out.roll(1)
         return type(out)((out[0], (out[1] + 1) % x.shape[-1]))
 
     step = STEPS[name][1]

@@ -108,15 +108,10 @@ def test_every_product_is_bounded_by_the_number_of_its_terms(operation, args, in
 RIGHT = {
     "exp": lambda x: x.exp(),
     "log near 1": lambda x: (1 + 1e-5 * x).log(),
-    "log1p": lambda x: (1e-3 * x).log1p(),
     "tanh near saturation": lambda x: (x + 8).tanh(),
-    "sigmoid near saturation": lambda x: (x + 14).sigmoid(),
     "gelu": F.gelu,
-    "silu": F.silu,
-    "softplus": F.softplus,
     "a sum that cancels": lambda x: torch.cat([x, -x * (1 + 1e-6)]).sum(),
     "a mean off zero": lambda x: (x + 1000).mean(0),
-    "variance off zero": lambda x: (x + 100).var(0),
     "norm": lambda x: torch.linalg.vector_norm(x),
     "cumsum": lambda x: x.cumsum(0),
     "prod": lambda x: (1 + 0.01 * x).prod(),
@@ -131,25 +126,18 @@ RIGHT = {
     "batch norm": lambda x: F.batch_norm(x + 5, torch.zeros(12), torch.ones(12), training=True),
     "batch norm in use": lambda x: F.batch_norm(x, torch.ones(12), torch.ones(12)),
     "group norm": lambda x: F.group_norm(x[..., None], 3),
-    "max": lambda x: x.max(1).values,
     "sort of what is close": lambda x: (1 + 1e-7 * x).sort(0).values,
     "clamp at an edge": lambda x: (1 + 1e-7 * x).clamp(max=1.0),
     "relu at zero": lambda x: (x.round() * 0 + x.detach().round()).relu() + 0 * x,
     "max pooling": lambda x: F.max_pool2d(x[None], 3, 2, 1),
-    "max pooling of ties": lambda x: F.max_pool2d(x.round()[None], 3),
     "average pooling": lambda x: F.avg_pool2d(x[None], 3, 2, 1),
-    "adaptive pooling": lambda x: F.adaptive_avg_pool2d(x[None], 5),
     "bilinear": lambda x: F.interpolate(x[None, None], size=(71, 53), mode="bilinear"),
     "bilinear, large": lambda x: F.interpolate(x.repeat(12, 20)[None, None], size=(499, 223), mode="bilinear"),
-    "bicubic": lambda x: F.interpolate(x[None, None], size=(31, 17), mode="bicubic"),
     "nearest": lambda x: F.interpolate(x[None, None], scale_factor=1.7),
     "embedding": lambda x: F.embedding(torch.arange(300) % 24, x),
     "embedding of few words": lambda x: F.embedding(torch.arange(300) % 7, x),
     "index_add": lambda x: torch.zeros(3, 12).index_add(0, torch.arange(len(x)) % 3, x),
-    "scatter_add": lambda x: torch.zeros(3, 12).scatter_add(0, torch.arange(len(x))[:, None].expand(-1, 12) % 3, x),
-    "index_put": lambda x: torch.zeros(3, 12).index_put((torch.arange(len(x)) % 3,), x, accumulate=True),
     "LSTM cell": lambda x: torch.nn.LSTMCell(12, 5)(x)[0],
-    "GRU cell": lambda x: torch.nn.GRUCell(12, 5)(x),
     "attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, -1, 12)] * 3),
     "attention, causal": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, -1, 12)] * 3, is_causal=True),
     "a layer": lambda x: F.linear(x, x).tanh(),
@@ -159,15 +147,13 @@ RIGHT = {
     "transposed convolution": lambda x: F.conv_transpose2d(x[None, None], drawn(1, 3, 3, 3), stride=2),
     "depthwise convolution": lambda x: F.conv1d(x[None], drawn(len(x), 1, 3), groups=len(x)),
     "complex numbers": lambda x: (torch.complex(x, 2 * x) @ torch.complex(x.T, x.T)).abs(),
-    "eigenvectors": lambda x: torch.linalg.eigh(x.T @ x).eigenvectors.abs(),
-    "singular vectors": lambda x: torch.linalg.svd(x, full_matrices=False).U.abs(),
 }
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30], ids=str)
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_stays_within_what_rounding_explains(name, scale):
-    if scale != 1 and name in ("norm", "eigenvectors", "singular vectors", "complex numbers", "layer norm"):
+    if scale != 1 and name in ("norm", "complex numbers", "layer norm"):
         pytest.skip("its squares are too small for float32: the error is one of range")
     torch.manual_seed(0)
     seen = watched(RIGHT[name], scale * drawn(24, 12))
@@ -230,19 +216,13 @@ def test_what_is_wrong_is_noticed(name):
     assert min(map(ratio, errors)) > 1
 
 
-def test_one_wrong_number_among_many_is_noticed():
+@pytest.mark.parametrize("wrong", [1.0, math.nan, math.inf])
+def test_one_wrong_number_among_many_is_noticed(wrong):
     x = drawn(100, 100)
-    wrong = x.relu()
-    wrong[3, 7] += 1.0
-    assert ratio(compared(aten.relu.default, (x,), wrong)) > 1000
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_number_that_is_not_finite_where_it_should_be_is_infinitely_wrong(value):
-    x = drawn(10)
-    made = x.exp()
-    made[3] = value
-    assert not math.isfinite(compared(aten.exp.default, (x,), made).error)
+    for operation in (aten.relu.default, aten.exp.default):
+        made = operation(x)
+        made[3, 7] += wrong
+        assert not ratio(compared(operation, (x,), made)) <= 1000
 
 
 # --- special numbers ------------------------------------------------------------------------------------------
@@ -284,8 +264,7 @@ def test_a_kernel_that_takes_subnormal_numbers_for_zero_is_named():
 
 def test_where_nothing_large_is_lost_flushing_is_rounding():
     scores = 30 * drawn(64) - 30
-    made = flushed(scores.softmax(0))
-    seen = compared(aten._softmax.default, (scores, 0, False), made)
+    seen = compared(aten._softmax.default, (scores, 0, False), flushed(scores.softmax(0)))
     assert seen.format is None
     assert ratio(seen) <= 1
 
@@ -309,14 +288,6 @@ def test_nan_and_infinity_that_were_put_in_are_no_errors():
         assert seen.error is None or ratio(seen) <= 1
 
 
-def test_complex_numbers_are_compared_with_those_of_twice_the_precision():
-    x = torch.complex(drawn(50), drawn(50, seed=1))
-    for operation, made in ((aten.abs.default, x.abs()), (aten.exp.default, x.exp())):
-        seen = compared(operation, (x,), made)
-        assert 0 < seen.error <= seen.bound
-        assert ratio(compared(operation, (x,), 1.00001 * made)) > 1
-
-
 def test_nothing_is_said_of_what_has_no_twin():
     whole = torch.arange(4)
     for operation, args in [
@@ -327,14 +298,6 @@ def test_nothing_is_said_of_what_has_no_twin():
     ]:
         seen = compared(operation, args, operation(*args))
         assert (seen.error, seen.bound, seen.format) == (None, None, None)
-
-
-def test_examining_changes_neither_arguments_nor_results():
-    a, b = drawn(4, 4), drawn(4, 4, seed=1)
-    made = a.clone().add_(b)
-    copies = a.clone(), b.clone(), made.clone()
-    compared(aten.add_.Tensor, (a, b), made)
-    assert all(torch.equal(now, then) for now, then in zip((a, b, made), copies, strict=True))
 
 
 # --- short formats --------------------------------------------------------------------------------------------
@@ -372,13 +335,6 @@ def test_also_in_convolutions_forward_and_backward(format_, mode):
         assert not seen.rounded_before
 
 
-def test_factors_that_were_rounded_before_are_told_apart_from_a_kernel_that_rounds():
-    a, b = round_to(drawn(9, 30), "bfloat16"), drawn(30, 9, seed=1)
-    seen = compared(aten.mm.default, (a, b), a @ b)
-    assert (seen.format, seen.rounded_before) == ("bfloat16", True)
-    assert ratio(seen) <= 1
-
-
 def test_distances_by_a_product_in_tf32_are_told_apart_from_a_wrong_kernel():
     x, y = drawn(64, 32), drawn(40, 32, seed=1)
     operation = aten._euclidean_dist.default
@@ -399,14 +355,6 @@ def test_a_right_product_of_few_numbers_is_not_taken_for_a_short_format():
         a, b = drawn(1, 3000, seed=seed).abs(), drawn(3000, 1, seed=seed + 1000).abs()
         alarms += compared(aten.mm.default, (a, b), a @ b).format is not None
     assert alarms <= 3
-
-
-def test_a_wrong_product_is_not_excused_as_a_short_format():
-    a, b = drawn(9, 30), drawn(30, 9, seed=1)
-    wrong = (a @ b) * (1 + 1e-3 * drawn(9, 9, seed=2))
-    seen = compared(aten.mm.default, (a, b), wrong)
-    assert seen.format is None
-    assert ratio(seen) > 10
 
 
 def test_a_factorisation_that_failed_is_no_error_whatever_it_left():

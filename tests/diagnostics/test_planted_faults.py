@@ -11,24 +11,44 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 plant_faults = importlib.import_module("plant_faults")
 
 
-def test_there_are_two_hundred_faults_of_every_kind_and_no_two_alike():
-    faults = plant_faults.faults()
-    assert len(faults) >= 200
-    assert len({fault.what for fault in faults}) == len(faults)
+FAULTS = plant_faults.faults()
+
+
+SAMPLE = {
+    "tanh in layers: NaN",
+    "mm of layers in TF32",
+    "softer in layers",
+    "a temperature in layers",
+    "other tensor in layers",
+    "a bias without gradient in layers",
+    "of a module, backward in layers",
+    "one number in layers",
+    "reversed labels in layers",
+    "running mean",
+}
+
+
+def test_there_are_two_hundred_faults_and_no_two_alike():
+    assert len({fault.what for fault in FAULTS}) == len(FAULTS) >= 200
 
 
 def test_a_fault_whose_cause_is_not_found_is_a_fault():
-    fault = next(fault for fault in plant_faults.faults() if fault.what == "forgotten factor in layers")
-    report = plant_faults.examined(fault)
+    report = plant_faults.examined(next(fault for fault in FAULTS if fault.what == "forgotten factor in layers"))
     assert report.kind == "cause not found"
     assert report.faulty
 
 
+def test_planted_faults_of_ten_kinds_are_found_named_and_placed():
+    table = plant_faults.sweep([fault for fault in FAULTS if fault.what in SAMPLE])
+    assert set(table.what) == SAMPLE
+    assert table[["detected", "kind", "place"]].all(axis=None), table.to_string()
+
+
+@pytest.mark.slow("an audit for each of some forty faults")
 def test_every_planted_fault_is_found_and_nearly_all_are_named_and_placed():
     """Of the benchmark's table a sixth, with each group; its kernels are wrong in six ways, each in another one."""
-    faults = plant_faults.faults()
-    some = [fault for number, fault in enumerate(faults) if (number + number // 6) % 6 == 3]
-    assert {fault.group for fault in some} == {fault.group for fault in faults}
+    some = [fault for number, fault in enumerate(FAULTS) if (number + number // 6) % 6 == 3]
+    assert {fault.group for fault in some} == {fault.group for fault in FAULTS}
     assert {fault.what.rpartition(": ")[2] for fault in some} >= set(plant_faults.WRONG)
     table = plant_faults.sweep(some)
     print(plant_faults.rates(table).to_string(float_format="{:.0%}".format))
@@ -40,5 +60,5 @@ def test_every_planted_fault_is_found_and_nearly_all_are_named_and_placed():
 
 @pytest.mark.parametrize("network", plant_faults.NETWORKS)
 def test_a_right_step_is_never_suspected(network):
-    table = plant_faults.right_steps(network, range(3))
+    table = plant_faults.right_steps(network, range(2))
     assert set(table.kind) == {"rounding"}, table[table.kind != "rounding"].report.tolist()

@@ -16,11 +16,19 @@ def network_of(trace):
     return trace.name.partition("-cuda")[0]
 
 
-SLOW = {"vit_b_16": [pytest.mark.slow("86 million weights")]}
+SMALL = ("lstm", "transformer")
 
 
 @pytest.mark.parametrize(
-    "file", [pytest.param(file, marks=SLOW.get(network_of(file), []), id=network_of(file)) for file in RECORDED]
+    "file",
+    [
+        pytest.param(
+            file,
+            marks=[pytest.mark.slow("a network of full size")] * (network_of(file) not in SMALL),
+            id=network_of(file),
+        )
+        for file in RECORDED
+    ],
 )
 def test_this_cpu_and_a_recorded_gpu_differ_by_nothing_unexplained(file):
     """The trace was made by an NVIDIA H200 with another version of torch, from the same step."""

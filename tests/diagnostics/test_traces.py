@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
-from gpulab.diagnostics.count_sketch import SKETCH, sketch
+from gpulab.diagnostics.count_sketch import BLOCK, SKETCH, factors, sketch
 from gpulab.diagnostics.steps import find_step
 from gpulab.diagnostics.tracer import RESULT, Operation, _is_random
 from gpulab.diagnostics.traces import aligned
@@ -32,10 +32,6 @@ class Tiny(nn.Module):
 
 def tiny_step():
     return gl.Step(seeded(Tiny), (drawn(4, 3), drawn(4, 2)), F.mse_loss)
-
-
-def dropout_step():
-    return gl.Step(seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout())), drawn(2, 4))
 
 
 def named(trace, name, phase="forward"):
@@ -90,20 +86,24 @@ def test_the_reference_is_the_same_step_in_float64_and_the_machine_is_named():
         )
 
 
-def test_operations_that_write_say_what_they_changed():
+def test_operations_that_write_say_what_they_changed_and_are_measured_from_what_they_were_given():
     def step(setting):
         x = drawn(100).to(setting.dtype)
         x.mul_(2)
         y = torch.zeros(100, dtype=setting.dtype)
         y.copy_(x)
-        return y.add_(1)
+        torch._foreach_add_([x, x.clone()], 0.1)
+        return y.sigmoid_()
 
     trace = recorded(step)
-    (doubled,), (copied,), (added,) = named(trace, "mul"), named(trace, "copy"), named(trace, "add")
+    doubled, copied, listed, flat = (named(trace, name)[0] for name in ("mul", "copy", "_foreach_add", "sigmoid"))
     assert doubled.changed == doubled.outputs
     assert doubled.outputs != doubled.inputs
     assert (copied.inputs, copied.changed) == (doubled.outputs, []), "what was there before does not matter"
-    assert added.inputs == copied.outputs
+    assert flat.inputs == copied.outputs
+    for op in (doubled, listed, flat):
+        assert op.ratio <= 1
+        assert 0 < op.bound < 1e-5
 
 
 def test_arguments_are_named_as_in_the_schema_and_are_json():
@@ -131,26 +131,27 @@ class Nested(nn.Module):
     def __init__(self):
         super().__init__()
         self.shared = nn.Linear(3, 3)
-        self.parts = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), self.shared)
+        self.parts = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), self.shared)
 
     def forward(self, x):
         return F.softmax(self.shared(self.parts(x)), 1)
 
 
 def test_modules_are_named_by_their_path_and_one_that_is_called_twice_by_its_first():
+    """Between a layer and its own operation a batch normalisation counts its batches, which has no gradient."""
     trace = recorded(gl.Step(seeded(Nested), drawn(2, 3)))
-    forward = [(op.name, op.module) for op in trace.operations if op.phase == "forward" and op.name != "t"]
+    forward = [(op.name, op.module) for op in trace.operations if op.phase == "forward" and op.name not in ("t", "add")]
     once = ("addmm", "shared")
-    assert forward[:5] == [("addmm", "parts.0.0"), ("tanh", "parts.0.1"), once, once, ("_softmax", "Nested")]
+    assert forward[:5] == [
+        ("addmm", "parts.0.0"),
+        ("native_batch_norm", "parts.0.1"),
+        once,
+        once,
+        ("_softmax", "Nested"),
+    ]
+    assert [op.module for op in named(trace, "mm", "backward")[-1:]] == ["parts.0.0"]
     assert {op.module for op in named(trace, "mm", "backward")} == {"shared", "parts.0.0"}
-    assert [op.module for op in named(trace, "tanh_backward", "backward")] == ["parts.0.1"]
-
-
-def test_what_has_no_gradient_does_not_lend_its_name_to_what_was_before():
-    """A batch normalisation counts its batches between the convolution and its own operation."""
-    net = seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)))
-    trace = recorded(gl.Step(net, drawn(2, 2, 5, 5)))
-    assert [op.module for op in named(trace, "convolution_backward", "backward")] == ["0"]
+    assert [op.module for op in named(trace, "native_batch_norm_backward", "backward")] == ["parts.0.1"]
 
 
 # --- kinds of steps -----------------------------------------------------------------------------------------
@@ -235,13 +236,13 @@ def state():
 
 
 def test_an_error_in_a_step_reaches_the_caller_and_leaves_nothing_behind():
-    breaking, step = gl.Step(nn.Sequential(Breaks(2, 2)), torch.ones(1, 2)), dropout_step()
+    breaking, step = gl.Step(nn.Sequential(Breaks(2, 2)), torch.ones(1, 2)), tiny_step()
     before = state()
     with pytest.raises(ValueError, match="in the middle"):
         recorded(breaking, "cpu:threads=1")
     assert state() == before
     trace = recorded(step, "cpu:threads=1,precision=float64")
-    assert [op.module for op in named(trace, "addmm")] == ["0"]
+    assert [op.module for op in named(trace, "addmm")] == ["first"]
     assert state() == before
 
 
@@ -335,20 +336,6 @@ def test_roundings_are_carried_as_far_as_a_closed_form_says():
     assert carried / size == pytest.approx(math.hypot(*bounds), rel=0.5)
 
 
-def test_an_operation_in_place_is_measured_from_what_it_was_given():
-    def step(setting):
-        x = drawn(50).to(setting.dtype)
-        x.mul_(3).add_(1).sigmoid_()
-        torch._foreach_add_([x, x.clone()], 0.1)
-        return x
-
-    trace = recorded(step)
-    for op in trace.operations:
-        if op.name in ("mul", "add", "sigmoid", "_foreach_add"):
-            assert op.ratio <= 1
-            assert 0 < op.bound < 1e-5
-
-
 def test_generators_of_numpy_and_python_are_seeded_and_left_as_they_were():
     before = np.random.get_state()[1].tolist(), random.getstate()
 
@@ -362,13 +349,9 @@ def test_generators_of_numpy_and_python_are_seeded_and_left_as_they_were():
 
 def test_an_unseeded_generator_is_told_from_a_device_that_does_not_repeat_itself():
     generator = np.random.default_rng()
-
-    def step(setting):
-        return torch.from_numpy(generator.standard_normal(4)).to(setting.dtype).exp()
-
-    assert next(op for op in recorded(step).operations if op.repeats is False).anew
-    found = audited(step).findings[0]
+    found = audited(lambda: torch.from_numpy(generator.standard_normal(4)).exp()).findings[0]
     assert found.kind == "nondeterminism"
+    assert found.op.anew
     assert "no operation of the step had made" in found.detail
     assert "default_rng" in found.advice
 
@@ -393,33 +376,32 @@ def test_an_operation_without_a_kernel_for_float64_is_done_in_float32():
 # --- repeating ------------------------------------------------------------------------------------------------
 
 
-def test_dropout_draws_the_same_and_is_marked_as_random():
-    trace = recorded(dropout_step())
-    assert {op.repeats for op in trace.operations if op.random} == {None}
-    assert all(op.repeats is not False for op in trace.operations)
+def test_dropout_alone_is_random_and_every_part_of_a_tensor_repeats_itself():
+    """Attention may drop something, and here drops nothing. A copy of a part, without the gaps, would go through
+    another kernel, which rounds otherwise.
+    """
 
-
-def test_attention_that_drops_nothing_is_not_random():
-    def step(setting):
-        q = drawn(1, 2, 5, 8).to(setting.dtype).requires_grad_()
-        F.scaled_dot_product_attention(q, q, q).sum().backward()
-
-    attention = [op for op in recorded(step).operations if "attention" in op.name]
-    assert attention
-    assert [op.name for op in attention if op.random] == []
-    assert all(op.error is not None for op in attention)
-
-
-def test_an_operation_on_parts_of_a_tensor_repeats_itself():
-    """A copy without the gaps would go through another kernel, which rounds otherwise."""
+    words, whole = drawn(1, 2, 5, 8), drawn(7, 37)
 
     def step(setting):
-        whole = drawn(7, 37).to(setting.dtype)
-        for part in whole.split([5, 11, 21], 1):
+        q = words.to(setting.dtype).requires_grad_()
+        F.dropout(F.scaled_dot_product_attention(q, q, q)).sum().backward()
+        for part in whole.to(setting.dtype, copy=True).split([5, 11, 21], 1):
             part.sigmoid_()
 
     trace = recorded(step)
+    assert {op.repeats for op in trace.operations if op.random} == {None}
+    assert {op.name for op in trace.operations if op.random} == {"bernoulli"}
+    assert all(op.repeats is not False for op in trace.operations)
     assert [op.repeats for op in named(trace, "sigmoid")] == [True, True, True]
+    attention = [op for op in trace.operations if "attention" in op.name]
+    assert {op.phase for op in attention} == {"forward", "backward"}
+    assert all(op.error is not None for op in attention)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_cudnn_draws_random_numbers_for_an_lstm_with_dropout_alone(dropout):
+    assert _is_random(torch.ops.aten._cudnn_rnn.default, {"dropout": dropout}) == (dropout > 0)
 
 
 # --- sketches -------------------------------------------------------------------------------------------------
@@ -428,7 +410,6 @@ def test_an_operation_on_parts_of_a_tensor_repeats_itself():
 def test_a_small_tensor_is_kept_as_it_is():
     x = drawn(8, 8)
     assert (sketch(x) == x.double().ravel().numpy()).all()
-    assert len(sketch(drawn(1000))) == SKETCH
     assert sketch(torch.tensor(2.5)).tolist() == [2.5]
     assert np.isfinite(sketch(drawn(500).index_fill(0, torch.tensor(3), math.nan))).all()
 
@@ -459,11 +440,14 @@ def test_distances_between_sketches_are_those_between_tensors():
     assert 0.6 < min(ratios) < max(ratios) < 1.4
 
 
-def test_one_wrong_number_among_many_is_seen_in_full():
-    x = drawn(100_000)
+@pytest.mark.parametrize("count", [100_000, BLOCK + 9])
+def test_one_wrong_number_among_many_is_seen_in_full(count):
+    x = drawn(count)
     wrong = x.clone()
-    wrong[777] += 5
+    wrong[-3] += 5
     assert np.linalg.norm(sketch(wrong) - sketch(x)) == pytest.approx(5, rel=1e-6)
+    assert factors(x, 3, 0.5).unique().tolist() == [0.5, 1.5]
+    assert factors(x, 3, 0.5).shape == x.shape
 
 
 # --- aligning ---------------------------------------------------------------------------------------------------
@@ -499,8 +483,3 @@ def test_a_step_is_found_by_module_and_by_file(tmp_path, monkeypatch):
         for name in names:
             with pytest.raises(gl.UsageError, match=words):
                 find_step(name)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_cudnn_draws_random_numbers_for_an_lstm_with_dropout_alone(dropout):
-    assert _is_random(torch.ops.aten._cudnn_rnn.default, {"dropout": dropout}) == (dropout > 0)
