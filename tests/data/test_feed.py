@@ -193,15 +193,18 @@ def test_gradients_are_those_of_the_authors_loop_in_chainer(chainer, name):
 # --- names and ids -----------------------------------------------------------------------------------------
 
 
-def test_an_experiment_hands_its_loader_to_every_run_and_each_loader_is_another_run(tmp_path):
+def test_an_experiment_hands_its_loader_to_every_run_and_each_loader_or_decoder_is_another_run(tmp_path):
     options = {"loader": "reused", "frames": 20, "model_options": {"channels": [3, 4]}}
     (job,) = gl.Experiment("prednet", [SETTING], [0], "smoke", tmp_path, options=options).jobs()
     run = gl.train(**job, progress=False)
     assert run.record["loader"] == "reused"
     usual = {"setting": SETTING, "seed": 0, "profile": "smoke"}
     assert run.record["id"] == planned("prednet", **usual, **options).id
-    names = {planned("prednet", **usual, loader=loader).id for loader in LOADERS}
-    assert len(names | {planned("prednet", **usual).id}) == len(LOADERS), "the usual one needs no name"
+    others = [{}, {"flip": 0}, {"draws": "device"}, *({"loader": loader} for loader in LOADERS if loader != "window")]
+    others += [{"data": "jpeg:walk", "data_options": {"decoder": decoder}} for decoder in ("av", "pillow")]
+    assert len({planned("prednet", **usual, **more).id for more in others}) == len(others)
+    named = planned("prednet", **usual, loader="window", flip=None, draws="cpu")
+    assert named.id == planned("prednet", **usual).id, "the usual ones need no name"
 
 
 @pytest.mark.parametrize("file", sorted(records.recorded_folder("runs").glob("*.parquet")), ids=lambda file: file.stem)

@@ -7,7 +7,6 @@ from PIL import Image
 
 import gpulab as gl
 from gpulab.data.jpeg import DECODERS, SUBSAMPLINGS, compare_decoders
-from gpulab.training.request import planned
 
 HERE = gl.data.available_decoders()
 FRAMES = next(gl.load("walk", frames=20, size=(24, 32)).windows(5)).frames
@@ -109,11 +108,3 @@ def test_a_decoder_is_a_factor_and_the_quality_is_not(tmp_path):
     other = gl.train("prednet", data_options={"quality": 50}, **small)
     assert other.record["configuration"]["data_options"]["quality"] == 50
     assert "--decoder av" in (tmp_path / frame.id[frame.decoder == "av"].iloc[0] / "run.json").read_text()
-
-
-def test_without_jpeg_a_run_keeps_its_id():
-    usual = {"setting": "cpu", "seed": 0, "profile": "smoke"}
-    others = [{}, {"flip": 0}, {"draws": "device"}]
-    others += [{"data": "jpeg:walk", "data_options": {"decoder": decoder}} for decoder in ("av", "pillow")]
-    assert planned("prednet", **usual).id == planned("prednet", **usual, flip=None, draws="cpu").id
-    assert len({planned("prednet", **usual, **more).id for more in others}) == len(others)

@@ -85,12 +85,6 @@ def test_at_twice_the_speed_every_second_frame_is_seen():
     assert (frames(moving(4, (48, 64), 2.0), 0, 50) == frames(moving(4, (48, 64)), 0, 100)[::2]).all()
 
 
-@SCENES
-def test_every_frame_shows_something_new(scene):
-    seen = frames(scene(0, (48, 64)), 0, 300)
-    assert (np.abs(np.diff(seen.astype(int), axis=0)).reshape(299, -1).max(1) > 0).all()
-
-
 def test_a_longer_stream_takes_no_more_memory():
     def peak(count):
         stream = Walk(0, (24, 32)).stream(0, count)

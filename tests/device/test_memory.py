@@ -122,21 +122,6 @@ def test_what_reference_cycles_hold_is_no_leak():
     assert watch.leaks.empty
 
 
-@pytest.mark.parametrize("detached", [True, False])
-def test_prednets_state_is_no_leak_unless_its_graph_goes_with_it(detached):
-    net, state = gl.models.PredNet(channels=(3, 4, 8), size=(12, 16)), None
-    frames = torch.rand(3, 1, 3, 12, 16)
-    with memory_watch() as watch:
-        for _ in range(6):
-            predictions, after = net(frames, state)
-            state = gl.models.prednet.detached(after) if detached else after
-            if detached:
-                (predictions - frames).square().mean().backward()
-            watch.step()
-    assert watch.leaks.empty is detached
-    assert detached or any("prednet.py" in line for line in watch.leaks.index)
-
-
 def test_gpulabs_own_training_can_be_watched():
     with memory_watch() as watch:
         gl.train("autoencoder", profile="smoke", progress=False, watch=lambda *_: watch.step())

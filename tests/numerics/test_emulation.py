@@ -128,6 +128,8 @@ def test_subnormal_numbers_are_zero_where_they_are_flushed_and_there_alone():
 LAYERS = {
     "LSTM": lambda: nn.LSTM(8, 8, num_layers=2),
     "Transformer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
+    "GRU": lambda: nn.GRU(8, 8),
+    "RNN": lambda: nn.RNN(8, 8),
     "attention": lambda: nn.MultiheadAttention(8, 2),
 }
 
