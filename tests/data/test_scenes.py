@@ -79,12 +79,6 @@ def test_a_frame_does_not_depend_on_how_many_are_rendered_together():
     assert (together == backwards[::-1]).all()
 
 
-def test_at_twice_the_speed_every_second_frame_is_seen():
-    assert (frames(Walk(4, (24, 32), 2.0), 0, 50) == frames(Walk(4, (24, 32)), 0, 100)[::2]).all()
-    # A pair of moving digits lives a hundred frames at any speed.
-    assert (frames(moving(4, (48, 64), 2.0), 0, 50) == frames(moving(4, (48, 64)), 0, 100)[::2]).all()
-
-
 def test_a_longer_stream_takes_no_more_memory():
     def peak(count):
         stream = Walk(0, (24, 32)).stream(0, count)
