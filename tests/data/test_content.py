@@ -4,9 +4,8 @@ import hashlib
 import os
 import shutil
 
-import numpy as np
 import pytest
-from test_datasets import SMALL, noise, write_idx, write_images, write_video
+from files_cases import SMALL, noise, write_idx, write_images, write_video
 
 import gpulab as gl
 from gpulab.store import identities
@@ -78,16 +77,6 @@ def test_images_are_known_by_their_arrays_and_scenes_come_from_no_file(tmp_path)
     assert gl.load("digits").content == gl.load("digits").content not in ("", None, one)
     assert gl.load("walk").content == gl.load("moving-digits").content == gl.load("jpeg:walk").content == ""
     gl.load("walk").check_unchanged()
-
-
-def test_the_content_of_somebodys_own_data_is_not_known():
-    class Own(gl.load("walk").__class__.__mro__[1]):  # a sequence
-        def stream(self, start=0, stop=None):
-            return iter(np.zeros((stop - start, 1, 2, 2), np.uint8))
-
-    own = Own("own", 1, (2, 2), 40, 4)
-    assert own.content is None
-    own.check_unchanged()
 
 
 @pytest.mark.parametrize("how", ["replaced", "rewritten", "removed"])

@@ -2,7 +2,6 @@ import gc
 import weakref
 from concurrent import futures
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -69,6 +68,7 @@ def test_the_peak_of_a_chain_of_products_is_that_of_the_closed_form(layers):
     assert 0 <= watch.peak_bytes - before_bytes(watch) - (layers + 3) * unit <= 16
     lines = watch.peak[watch.peak.kind == "saved for backward"].line
     assert [line.partition(": ")[2] for line in lines if line != BEFORE] == ["h = h @ weight"]
+    assert "1 steps are too few to see a leak" in str(watch)
 
 
 def test_adams_moments_come_once_and_are_no_leak():
@@ -122,21 +122,6 @@ def test_what_reference_cycles_hold_is_no_leak():
     assert watch.leaks.empty
 
 
-@pytest.mark.parametrize("detached", [True, False])
-def test_prednets_state_is_no_leak_unless_its_graph_goes_with_it(detached):
-    net, state = gl.models.PredNet(channels=(3, 4, 8), size=(12, 16)), None
-    frames = torch.rand(3, 1, 3, 12, 16)
-    with memory_watch() as watch:
-        for _ in range(6):
-            predictions, after = net(frames, state)
-            state = gl.models.prednet.detached(after) if detached else after
-            if detached:
-                (predictions - frames).square().mean().backward()
-            watch.step()
-    assert watch.leaks.empty is detached
-    assert detached or any("prednet.py" in line for line in watch.leaks.index)
-
-
 def test_gpulabs_own_training_can_be_watched():
     with memory_watch() as watch:
         gl.train("autoencoder", profile="smoke", progress=False, watch=lambda *_: watch.step())
@@ -154,15 +139,6 @@ def test_gradients_are_the_same_bits_and_the_graph_is_freed_as_ever():
         del hidden
         assert freed() is None
     assert all(torch.equal(p.grad, want) for p, want in zip(model.parameters(), expected, strict=True))
-
-
-def test_what_numpy_holds_is_not_seen_and_that_is_said():
-    with memory_watch() as watch:
-        held = [np.ones(10_000_000, np.float32)]
-        watch.step()
-    assert watch.peak_bytes - before_bytes(watch) < 1000 < held[0].nbytes
-    assert "1 steps are too few to see a leak" in str(watch)
-    assert "Not seen: NumPy's memory" in str(watch)
 
 
 def test_what_a_loaders_thread_made_is_seen_when_it_is_used():

@@ -146,14 +146,6 @@ def test_the_term_is_what_autograd_gives_for_a_graph_that_was_kept(chainer):
     assert (expected - gradient_of(net, batch, state)).norm() > 3e-3 * expected.norm()
 
 
-def test_shared_memory_is_imitated_with_the_term(chainer):
-    reused, imitated = ([g for _, g in trained(chainer, loader=name)] for name in ("reused", "imitated"))
-    copied = [gradient for _, gradient in trained(chainer, loader="copied")]
-    for number, (one, other) in enumerate(zip(reused, imitated, strict=True)):
-        assert all((one[name] == other[name]).all() for name in one)
-        assert any((one[name] != copied[number][name]).any() for name in one)
-
-
 def test_nothing_depends_on_numbers_that_a_captured_step_could_not_know(chainer):
     """Tensors without numbers refuse to be asked for one, as a CUDA graph does."""
     net, batch, state = after_a_window(chainer, "loss")

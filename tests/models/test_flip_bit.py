@@ -27,7 +27,6 @@ def test_what_is_not_there_is_refused():
     for call, words in (
         (lambda: gl.models.flip_bit(network(), 14), "flip 14: .* from 0 to 13"),
         (lambda: gl.models.flip_bit(network(), -1), "flip -1"),
-        (lambda: gl.models.flip_bit(network(), 0.5), "flip 0.5"),
         (lambda: gl.models.flip_bit(network(), bit=32), "bit 32: .* from 0, the last place, to 31, the sign"),
         (lambda: gl.models.flip_bit(network().double()), "float64"),
         (lambda: gl.train("autoencoder", flip=999_999_999, **SMALL), "flip 999999999: expected the number of a weight"),

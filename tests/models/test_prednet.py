@@ -1,6 +1,4 @@
-import itertools
 import math
-import re
 
 import pytest
 import torch
@@ -41,18 +39,6 @@ def test_a_batch_is_its_members_one_by_one():
     net, frames = small(), video(5, batch=2)
     alone = [net(member)[0] for member in frames.split(1, dim=1)]
     torch.testing.assert_close(net(frames)[0], torch.cat(alone, dim=1), rtol=0, atol=1e-12)
-
-
-def test_the_loss_is_carried_from_window_to_window_with_the_state():
-    net, frames = small(), video(9)
-    _, whole, after = net.training_loss(frames, None)
-    _, first, state = net.training_loss(frames[:5], None)
-    _, second, state = net.training_loss(frames[4:], state)
-    assert (torch.cat([first, second]) == whole).all()
-    for one, other in zip(itertools.chain(*state), itertools.chain(*after), strict=True):
-        assert (one == other).all()
-    assert not torch.allclose(net.training_loss(frames[4:], None)[1], second), "without the state it is another"
-    assert not any(part.requires_grad for part in [whole, *itertools.chain(*state)]), "they are cut off from the graph"
 
 
 @torch.no_grad()
@@ -123,45 +109,3 @@ def test_a_gpu_gets_the_weights_that_a_cpu_gets_and_predicts_the_same():
     frames = video(6, 1, (24, 32), dtype=torch.float32)
     with torch.no_grad(), gl.setting("cuda:tf32=off"):
         torch.testing.assert_close(device(frames.cuda())[0].cpu(), host(frames)[0], rtol=0, atol=1e-5)
-
-
-def test_a_size_that_does_not_halve_is_refused_with_sizes_that_do():
-    for channels, size, *offered in (
-        ((3, 4, 5), (30, 41), "(28, 40)", "(32, 44)", "multiples of 4"),
-        ((3, 4), (7, 8), "(6, 8)", "(8, 8)", "multiples of 2"),
-        ((3, 4, 5, 6), (1, 1), "(8, 8)", "multiples of 8"),
-        ((3,), (0, 4), "(1, 4)"),
-        ((3, 4), (-4, 4), "(2, 4)"),
-    ):
-        with pytest.raises(gl.UsageError) as error:
-            gl.models.PredNet(channels, size)
-        assert [word for word in (f"size={size}", *offered) if word not in str(error.value)] == []
-
-
-def test_other_nonsense_is_refused():
-    for options, named in (
-        *(({"truncation": wrong}, f"'{wrong}'.*'loss' or 'state'") for wrong in ("", "none")),
-        *(({"channels": wrong}, f"channels={re.escape(str(wrong))}") for wrong in ((), (3, 0))),
-        *(({"kernel_size": wrong}, "kernel_size=") for wrong in (0, 2, 11, 3.5, "3")),
-        ({"batch_size": 0}, "batch_size=0"),
-    ):
-        with pytest.raises(gl.UsageError, match=named):
-            gl.models.PredNet(**{"channels": (3, 4), "size": (8, 8), **options})
-
-
-def test_frames_of_another_shape_are_refused_with_the_shape_expected():
-    for shape in ((5, 1, 1, 8, 12), (5, 1, 3, 12, 8), (3, 8, 12)):
-        with pytest.raises(gl.UsageError, match=rf"{re.escape(str(shape))}.*expected \(T, B, 3, 8, 12\)"):
-            small()(torch.zeros(shape, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    "networks",
-    [
-        [gl.models.PredNet((3, 4), (12, 16), truncation=truncation) for truncation in ("loss", "state")],
-        [gl.models.Autoencoder((8,), batch_size=size) for size in (1, 4)],
-    ],
-)
-def test_networks_that_differ_in_one_option_are_other_runs(networks):
-    ids = {gl.train(net, profile="smoke", frames=20, progress=False).record["id"] for net in networks}
-    assert len(ids) == 2

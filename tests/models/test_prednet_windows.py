@@ -13,10 +13,6 @@ from gpulab.models.prednet_kernels import uses_tf32
 from gpulab.models.prednet_windows import Windows
 from gpulab.numerics.tf32 import switch_tf32, tf32_restored
 from gpulab.settings import Setting
-from gpulab.training import checkpoints
-from gpulab.training.engines import Engines
-from gpulab.training.plan import plan_run
-from gpulab.training.run import set_up, train_to_the_end
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}
@@ -171,29 +167,13 @@ def test_a_network_of_other_formulas_is_left_to_autograd(change):
         assert not Windows.follows(other)
 
 
-def ways(setting="cpu", guard=False, **options):
-    options |= {"setting": setting, "guard": guard}
-    return gl.train("prednet", profile="smoke", frames=60, progress=False, **options).record["gradients"]
-
-
 def test_a_run_says_which_way_its_gradients_were_computed():
-    assert ways() == "written out"
-    assert ways(fast=False) == "autograd"
-    assert ways(loader="reused") == "autograd"
-    assert ways(guard=True) == "autograd"
-    assert ways("cpu:emulate=tf32") == "autograd"
-
-
-def test_an_interrupted_training_goes_on_to_the_same_bits():
-    def trained(frames, after=None):
-        plan = plan_run("prednet", seed=1, profile="smoke", setting="cpu:threads=1", frames=frames)
-        plan.draw_weights()
-        training = set_up(plan)
-        if after:
-            checkpoints.restore(training, *checkpoints.checkpoint(after))
-        train_to_the_end(plan, training, Engines(plan, training))
-        return [note.loss for note in training.history], training
-
-    whole, _ = trained(200)
-    _, half = trained(80)
-    assert trained(200, after=half)[0] == whole
+    for options, way in (
+        ({}, "written out"),
+        ({"fast": False}, "autograd"),
+        ({"loader": "reused"}, "autograd"),
+        ({"guard": True}, "autograd"),
+        ({"setting": "cpu:emulate=tf32"}, "autograd"),
+    ):
+        options = {"setting": "cpu", "profile": "smoke", "frames": 60, "progress": False} | options
+        assert gl.train("prednet", **options).record["gradients"] == way, options

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
-from gpulab.numerics.arithmetic import CHIPS, KNOWN, ORDERS, PRECISIONS, arithmetic_of
+from gpulab.numerics.arithmetic import CHIPS, KNOWN, ORDERS, arithmetic_of
 from gpulab.numerics.emulation import emulate
 from gpulab.numerics.formats import FORMATS, round_to
 from gpulab.settings import TF32_CARDS
@@ -68,10 +68,9 @@ def test_factors_are_rounded_and_of_results_those_in_sixteen_bits(product, name)
 def test_eight_bit_formats_use_their_range_whatever_the_scale(name, relative, scale):
     a, b = draw(40, 30) * scale, draw(30, 20, seed=1)
     with emulate(name):
-        made = a @ b
+        assert 0.05 * relative < apart(a @ b, a.double() @ b.double()) < relative
         assert torch.equal(torch.zeros(3, 3) @ torch.ones(3, 3), torch.zeros(3, 3))
         assert torch.empty(0, 3).matmul(torch.empty(3, 2)).shape == (0, 2)
-    assert 0.05 * relative < apart(made, a.double() @ b.double()) < relative
 
 
 def test_the_backward_pass_is_emulated_and_the_gradient_of_a_bias_is_a_plain_sum():
@@ -128,9 +127,9 @@ def test_subnormal_numbers_are_zero_where_they_are_flushed_and_there_alone():
 
 LAYERS = {
     "LSTM": lambda: nn.LSTM(8, 8, num_layers=2),
+    "Transformer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
     "GRU": lambda: nn.GRU(8, 8),
     "RNN": lambda: nn.RNN(8, 8),
-    "Transformer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
     "attention": lambda: nn.MultiheadAttention(8, 2),
 }
 
@@ -331,15 +330,6 @@ def test_an_inner_emulation_replaces_the_outer_one_and_leaves_it_in_place():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_a_setting_emulates_and_composes_with_its_other_options():
-    with gl.setting("cpu:threads=1,emulate=tf32,order=pairwise") as setting:
-        assert (setting.emulated, torch.get_num_threads()) == (True, 1)
-        result = A @ B
-    with emulate("tf32", order="pairwise") as arithmetic:
-        assert torch.equal(A @ B, result)
-    assert arithmetic == replace(PRECISIONS["tf32"], order="pairwise")
-
-
 def test_the_guard_sees_through_an_emulation():
     buffer = np.zeros((4, 3), np.float32)
     x = torch.from_numpy(buffer)
@@ -353,14 +343,6 @@ def test_the_guard_sees_through_an_emulation():
 
     with pytest.raises(gl.OverwrittenError):
         step()
-
-
-def test_training_under_emulation_is_another_run_and_the_same_each_time():
-    settings = ("cpu", "cpu:tf32=on,emulate=hopper", "cpu:tf32=on,emulate=hopper")
-    options = {"seed": 0, "profile": "smoke", "frames": 20, "progress": False}
-    plain, first, second = (gl.train("prednet", setting=setting, **options).final_loss for setting in settings)
-    assert first == second
-    assert 0 < abs(first - plain) < 0.1 * plain, "eleven bits are enough for this network"
 
 
 @pytest.mark.parametrize(

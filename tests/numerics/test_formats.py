@@ -4,7 +4,6 @@ import torch
 from exact_numbers import draw
 
 import gpulab as gl
-from gpulab.numerics import formats as numerics
 from gpulab.numerics.formats import round_to, rounded_format
 
 # What a format keeps: (bits of the significand after the leading one, smallest exponent, largest finite number).
@@ -62,16 +61,6 @@ def test_rounding_is_that_of_exact_arithmetic_bit_for_bit(name, mode):
     assert (result[~nan].view(np.uint32) == rounded(given[~nan], name, mode).view(np.uint32)).all()
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn"])
-def test_every_number_of_a_format_that_torch_has_stays_as_it_is(name):
-    dtype = numerics.FORMATS[name].dtype
-    whole = {1: torch.int8, 2: torch.int16}[dtype.itemsize]
-    limits = torch.iinfo(whole)
-    every = torch.arange(limits.min, limits.max + 1, dtype=torch.int32).to(whole).view(dtype).float()
-    for mode in ROUND:
-        assert torch.equal(round_to(every, name, mode).nan_to_num(7), every.nan_to_num(7))
-
-
 def test_flushing_takes_subnormal_numbers_for_zero_and_no_others():
     given = bit_patterns()
     made = round_to(torch.from_numpy(given), "float32_ftz").numpy()
@@ -89,20 +78,21 @@ def test_shape_and_strides_of_any_tensor_and_the_argument_stays(name):
     for view in (lambda x: x.T, lambda x: x[:, ::2], lambda x: x[0, 0], lambda x: x[:0]):
         assert torch.equal(round_to(view(given), name), view(round_to(given, name)))
     assert torch.equal(given, before)
-    assert torch.equal(round_to(torch._efficientzerotensor(3), name).clone(), torch.zeros(3)), (
-        "as forward mode has them"
-    )
+    zeros = torch._efficientzerotensor(3)  # as forward mode has them
+    assert torch.equal(round_to(zeros, name).clone(), torch.zeros(3))
 
 
 def test_other_formats_modes_and_types_are_refused():
-    for name, mode in (("tf16", "nearest"), ("tf32", "up")):
-        with pytest.raises(gl.UsageError, match=f"format '{name}', mode '{mode}'"):
-            round_to(torch.ones(3), name, mode)
-    with pytest.raises(gl.UsageError, match="must be float32, and these are float64"):
-        round_to(torch.ones(3, dtype=torch.float64), "tf32")
-    for one, other in (("float32", "float16"), ("int32", "int32"), ("float64", "float64")):
-        with pytest.raises(gl.UsageError, match=f"these are {one} and {other}"):
-            gl.numerics.ulp_distance(*(torch.zeros(2, dtype=getattr(torch, kind)) for kind in (one, other)))
+    one, double, half = (torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.float16))
+    for call, arguments, words in (
+        (round_to, (one, "tf16", "nearest"), "format 'tf16', mode 'nearest'"),
+        (round_to, (one, "tf32", "up"), "format 'tf32', mode 'up'"),
+        (round_to, (double, "tf32"), "must be float32, and these are float64"),
+        (gl.numerics.ulp_distance, (one, half), "these are float32 and float16"),
+        (gl.numerics.ulp_distance, (double, double), "these are float64 and float64"),
+    ):
+        with pytest.raises(gl.UsageError, match=words):
+            call(*arguments)
 
 
 def test_a_distance_counts_the_numbers_between_special_values_among_them():
@@ -122,45 +112,36 @@ def test_a_distance_counts_the_numbers_between_special_values_among_them():
     assert gl.numerics.ulp_distance(torch.ones(3, 1), torch.ones(4)).shape == (3, 4)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8, 1e30], ids=str)
-@pytest.mark.parametrize("count", [64, 100, 1000, 100_000])
-def test_rounded_numbers_are_told_from_full_ones(count, scale):
-    for seed in range(5 if count < 10_000 else 1):
-        x = draw(count, seed=seed) * scale
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 16, 32, 64, 100, 1000, 100_000])
+def test_rounded_numbers_are_told_from_full_ones_and_few_give_no_false_alarm(count):
+    for seed in range(max(1, min(300, 5000 // count))):
+        x = draw(count, seed=seed) * 10.0 ** (seed % 5 * 15 - 30)
         assert rounded_format(x) is None
         assert rounded_format(x.relu()) is None
-        assert rounded_format(round_to(x, "tf32")) == "tf32"
-        assert rounded_format(round_to(x, "tf32", "truncate")) == "tf32"
-        assert rounded_format(round_to(x, "bfloat16")) == "bfloat16"
-        if scale == 1.0:
-            assert rounded_format(round_to(x, "float16")) == "tf32", "which has as many bits"
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 16, 32])
-def test_few_numbers_give_no_false_alarm(count):
-    generator = torch.Generator().manual_seed(0)
-    assert {rounded_format(torch.randn(count, generator=generator)) for _ in range(300)} == {None}
+        if count >= 64:
+            assert rounded_format(round_to(x, "tf32")) == "tf32"
+            assert rounded_format(round_to(x, "tf32", "truncate")) == "tf32"
+            assert rounded_format(round_to(x, "bfloat16")) == "bfloat16"
     unusual = torch.tensor([np.inf, -np.inf, np.nan, 0.0, 1e-42])  # which hide no rounding
     assert rounded_format(torch.cat([round_to(draw(100), "tf32"), unusual])) == "tf32"
+    assert rounded_format(round_to(draw(100), "float16")) == "tf32", "which has as many bits"
 
 
 SHORT_BY_NATURE = {
     "an image": lambda k: k / 255,
     "whole numbers": lambda k: k,
-    "eighths": lambda k: k / 8,
     "tenths": lambda k: k / 10,
     "a one-hot vector": lambda k: torch.eye(len(k))[0],
     "a constant": lambda k: torch.full_like(k, 0.3),
     "powers of two": lambda k: 2.0 ** (k % 40 - 20),
     "a mask of dropout": lambda k: (k % 2) / 0.9,
-    "zeros": lambda k: 0 * k,
     "steps from 0 to 1": lambda k: torch.linspace(0, 1, len(k)),
     "nothing": lambda k: k[:0],
 }
 
 
 @pytest.mark.parametrize("name", SHORT_BY_NATURE)
-@pytest.mark.parametrize("count", [10, 100, 5000])
-def test_what_is_short_by_nature_was_not_rounded(name, count):
-    whole = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(0)).float()
-    assert rounded_format(SHORT_BY_NATURE[name](whole)) is None
+def test_what_is_short_by_nature_was_not_rounded(name):
+    for count in (10, 100, 5000):
+        whole = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(0)).float()
+        assert rounded_format(SHORT_BY_NATURE[name](whole)) is None

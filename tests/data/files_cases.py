@@ -1,0 +1,60 @@
+"""Films, folders of images and files of MNIST, as the tests of data write them."""
+
+import gzip
+import io
+import struct
+
+import av
+import numpy as np
+from PIL import Image
+
+SMALL = (24, 32)
+
+
+def noise(*shape):
+    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+def write_video(file, frames, codec="ffv1", pixels="bgr0"):
+    """Encode colour (T, H, W, 3) or grey (T, H, W) frames; FFV1 and PNG lose nothing."""
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream(codec, rate=25)
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = pixels
+        for frame in frames:
+            picture = av.VideoFrame.from_ndarray(frame, format="gray" if frame.ndim == 2 else "rgb24")
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    return file
+
+
+def write_sound(file):
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), dtype=np.int16), format="s16", layout="mono")
+        frame.rate = 8000
+        container.mux(stream.encode(frame))
+
+
+def write_images(folder, frames, suffix="png"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, frame in enumerate(frames):
+        (folder / f"{number:03}.{suffix}").write_bytes(encoded(frame, suffix=suffix))
+    return folder
+
+
+def encoded(*frames, suffix="png"):
+    """The content of an image file, of several pictures if there are several frames."""
+    file, (first, *more) = io.BytesIO(), map(Image.fromarray, frames)
+    kind = Image.registered_extensions()[f".{suffix}"]
+    first.save(file, kind, **({"save_all": True, "append_images": more} if more else {}))
+    return file.getvalue()
+
+
+def idx(images, magic=2051):
+    return struct.pack(">4I", magic, *images.shape) + images.tobytes()
+
+
+def write_idx(file, images):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(gzip.compress(idx(images)) if file.suffix == ".gz" else idx(images))

@@ -1,0 +1,177 @@
+"""Files that are damaged, cut off, too large or of another kind: an error names the file, and what is wrong with it."""
+
+import gzip
+import os
+import struct
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+from files_cases import SMALL, encoded, idx, noise, write_images, write_sound, write_video
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpulab as gl
+from gpulab.data import pictures
+from gpulab.errors import printable
+
+WHOLE = idx(noise(30, 28, 28))
+PACKED = gzip.compress(WHOLE, mtime=0)
+IMAGE = encoded(noise(24, 32, 3))
+TRAIN, TEST = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
+PROSE = b"Call me Ishmael.\n" * 100
+NO_IMAGE = "not a whole image"
+
+
+def damaged(content, place, by=b"\xff\xff\xff\xff"):
+    return content[:place] + by + content[place + len(by) :]
+
+
+def a_png_of(edge):
+    """84 bytes that promise so many pixels to either side."""
+
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">2I5B", edge, edge, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+MALFORMED = [
+    (f"{TEST}.gz", WHOLE, "cannot be unpacked"),
+    (f"{TEST}.gz", damaged(PACKED, 12), "cannot be unpacked"),
+    (f"{TEST}.gz", b"", "begins with 0"),
+    (f"{TEST}.gz", gzip.compress(WHOLE[:4] + struct.pack(">3I", 2**31, 28, 28)), "2147483648 images"),
+    (TEST, idx(noise(30, 28, 28), magic=2049), "2049"),
+    (TEST, WHOLE + b"x", "30 images of 28×28"),
+    (TEST, idx(noise(9, 28, 28)), "9 images"),
+    (TRAIN, WHOLE[:10], "30 images of 0×0"),
+    (TRAIN, idx(noise(0, 28, 28)), "0 images"),
+    ("004.png", PROSE, NO_IMAGE),
+    ("004.png", damaged(IMAGE, IMAGE.index(b"IDAT") - 1, b"\x07"), NO_IMAGE),  # the next chunk begins elsewhere
+    ("004.png", encoded(noise(20, 32, 3)), "is 32×20 pixels, the images before it 32×24"),
+    ("004.png", encoded(*noise(3, 24, 32, 3)), "3 pictures"),
+    ("004.png", encoded(*noise(3, 24, 32, 3), suffix="tiff"), "3 pictures"),
+    # Pillow would hand an EPS file, whatever its name, to Ghostscript, which runs it.
+    ("004.png", encoded(noise(24, 32, 3), suffix="eps"), f"{NO_IMAGE} of a known format (PNG, JPEG"),
+    ("004.png", a_png_of(12_000), "12,000×12,000 pixels"),  # more than gpulab allows
+    ("004.png", a_png_of(16_000), "256000000 pixels"),  # and than Pillow does
+    ("text.mp4", PROSE, "not a video"),
+    ("zeros.mp4", bytes(10_000), "not a video"),
+    ("list.mp4", b"ffconcat version 1.0\nfile 'film.mkv'\n", "not a video"),  # which would open another file
+    ("hls.mp4", b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfilm.mkv\n#EXT-X-ENDLIST\n", "not a video"),
+    ("short.mkv", lambda file: write_video(file, noise(3, 24, 32, 3)), "3 frames; at least 4"),
+    ("grey.mkv", lambda file: write_video(file, noise(20, 45, 61), pixels="gray"), "is grey (gray); ask for grey=True"),
+    ("sound.wav", write_sound, "no video"),
+    ("missing.mp4", lambda _: None, "no such file"),
+    ("folder", os.mkdir, "not a file, but a folder"),
+]
+if hasattr(os, "mkfifo"):  # Windows has no pipes in folders
+    MALFORMED += [("a pipe", os.mkfifo, "a pipe"), ("005.png", os.mkfifo, "a pipe")]
+
+
+def load(file):
+    """All that is loaded from an image's or IDX file's folder, or from a film."""
+    if "idx" in file.name:
+        data = gl.load(f"mnist:{file.parent}")
+        return np.concatenate([data.train, data.held])
+    name = f"frames:{file.parent}" if file.name.startswith("00") else f"video:{file}"
+    return np.stack(list(gl.load(name, size=SMALL).stream()))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("name", "content", "why"), MALFORMED, ids=lambda value: value if type(value) is str else "")
+def test_a_malformed_file_is_named_with_what_is_wrong(tmp_path, monkeypatch, name, content, why):
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("Ghostscript was started"))
+    write_video(tmp_path / "film.mkv", noise(5, 24, 32, 3))
+    write_images(tmp_path, noise(5, 24, 32, 3))
+    file = tmp_path / name
+    content(file) if callable(content) else file.write_bytes(content)
+    with pytest.raises(gl.DataError) as error:
+        load(file)
+    assert [word for word in (str(file), why) if word not in str(error.value)] == []
+    assert "object at 0x" not in str(error.value)
+
+
+SUMMED = ["004.png", f"{TEST}.gz"]  # hold a sum of their content; of others only the length can be told to be wrong
+ENDING = [*SUMMED, TEST, *(f"004.{suffix}" for suffix in ("jpg", "webp", "bmp", "tiff"))]
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory):
+    """Files in folders of their own, their contents, and what is loaded from them."""
+    found = {}
+    for name in ENDING:
+        file = tmp_path_factory.mktemp("valid") / name
+        if "idx" in name:
+            file.write_bytes(PACKED if name.endswith("gz") else WHOLE)
+        else:
+            write_images(file.parent, noise(5, 24, 32, 3), file.suffix[1:])
+        found[name] = file, file.read_bytes(), load(file)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.tuples(st.sampled_from(SUMMED), st.binary(min_size=1, max_size=9)) | st.tuples(st.sampled_from(ENDING)),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_a_valid_file_that_is_damaged_or_cut_anywhere_never_loads_as_something_else(valid, damage, share):
+    name, *by = damage
+    file, content, expected = valid[name]
+    place = int(share * len(content))
+    file.write_bytes(damaged(content, place, *by) if by else content[:place])
+    try:
+        found, said = load(file), ""
+    except gl.DataError as error:
+        found, said = None, str(error)
+    assert (str(file) in said and "\n" not in said) if said else np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("place", ["a\0b", 300 * "x", "films\udcff"], ids=["NUL", "long", "no UTF-8"])
+@pytest.mark.parametrize("kind", ["video", "frames", "mnist", "jpeg:video"])
+def test_a_path_that_can_be_none_is_one_clear_line(kind, place):
+    with pytest.raises(gl.GpulabError) as error:
+        gl.load(f"{kind}:{place}")
+    assert str(error.value).startswith((printable(place), f"{kind}:{printable(place)}: this name is not UTF-8"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_what_is_looked_for_or_with_images_of_two_sizes_is_named(tmp_path):
+    def refused(name, why):
+        with pytest.raises(gl.DataError, match=rf"(?s){tmp_path}.*{why}"):
+            gl.load(name)
+
+    refused(f"frames:{tmp_path / 'missing'}", "missing: no such folder")
+    refused(f"frames:{tmp_path}", "holds no images")
+    refused(f"mnist:{tmp_path}", f"neither {TRAIN} nor {TEST}")
+    (tmp_path / TRAIN).write_bytes(WHOLE)
+    (tmp_path / TEST).write_bytes(idx(noise(12, 8, 8)))
+    refused(f"mnist:{tmp_path}", f"{TEST}: images of another size")
+
+
+def test_frames_of_too_many_pixels_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "MOST_PIXELS", 700)
+    with pytest.raises(gl.DataError, match=r"a\.mkv: frames of 768 pixels; they may have 700"):
+        gl.load(f"video:{write_video(tmp_path / 'a.mkv', noise(5, 24, 32, 3))}")
+
+
+def test_a_small_archive_cannot_ask_for_much_memory(tmp_path):
+    """100 kB that unpack to 100 MB are read as far as the header says."""
+    (tmp_path / f"{TEST}.gz").write_bytes(gzip.compress(WHOLE[:16] + bytes(100 << 20)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(gl.DataError, match=r"promises 30 images of 28×28 and holds more"):
+            gl.load(f"mnist:{tmp_path}")
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_real_video_with_a_hole_is_named_with_the_frame(shared, tmp_path):
+    content = (shared / "video" / "road_camera.mp4").read_bytes()
+    (tmp_path / "hole.mp4").write_bytes(damaged(content, len(content) // 2, bytes(20_000)))
+    data = gl.load(f"video:{tmp_path / 'hole.mp4'}", size=SMALL)
+    with pytest.raises(gl.DataError, match=r"hole\.mp4: frame 1\d\d cannot be decoded"):
+        list(data.stream())
