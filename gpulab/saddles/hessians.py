@@ -190,7 +190,7 @@ def hessian(
         value = loss() if batch is None else loss(model(batch[0]), batch[1])
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UsageError(f"the loss is {getattr(value, 'shape', type(value).__name__)}: expected a scalar tensor")
-        leaves = set()
+        leaves: set[int] = set()
         for node in graph_nodes(value):
             if hasattr(node, "variable"):
                 leaves.add(id(node.variable))
