@@ -64,6 +64,7 @@ def objects(url):
     return sorted(each["path"] for batch in there.api.list(there.store) for each in batch)
 
 
+@pytest.mark.slow("starts processes")
 def test_an_experiment_in_a_bucket_has_the_runs_that_it_has_in_a_folder(bucket, tmp_path, monkeypatch):
     local = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", tmp_path / "here", options=TINY)
     one = local.run(progress=False)
@@ -82,6 +83,7 @@ def test_an_experiment_in_a_bucket_has_the_runs_that_it_has_in_a_folder(bucket, 
     assert stores.pack(bucket, tmp_path / "packed.parquet") == 2
 
 
+@pytest.mark.slow("starts processes")
 def test_of_several_devices_that_share_a_training_the_first_fetches_and_uploads(bucket, tmp_path, monkeypatch):
     images = {"profile": "smoke", "setting": "cpu:threads=1", "frames": 100, "progress": False, "devices": 2}
     images |= {"model_options": {"hidden": [16], "batch_size": 7}, "store": bucket}
