@@ -16,7 +16,6 @@ import torch
 
 import gpulab as gl
 from gpulab.store import run_files, sources
-from gpulab.training.request import planned
 
 SMALL = {"profile": "smoke", "setting": "cpu:threads=1", "progress": False}
 CLIP = {
@@ -161,13 +160,15 @@ HELD = [  # beside its weights
 ]
 
 
-def test_all_that_a_network_holds_its_hooks_and_weights_that_are_not_drawn_count(mine):
+def test_all_that_a_network_holds_its_hooks_and_weights_that_are_not_drawn_count(mine, tmp_path):
     made = [functools.partial(lambda held, mine: mine(**held), held) for held in HELD]
     made += [hooked, functools.partial(filled, 0.01), functools.partial(filled, 0.02)]
-    asked = {"data": "digits", "profile": "smoke", "setting": "cpu:threads=1", "seed": 0, "rerun": 0}
-    once, again = ([planned(make(mine), **asked).id for make in made] for _ in range(2))
-    assert once == again
-    assert len(set(once)) == len(made)
+    seen = set()
+    for number, make in enumerate(made):
+        path = path_of(make(mine), tmp_path)
+        assert path not in seen, number
+        assert path_of(make(mine), tmp_path) == path, number
+        seen.add(path)
 
 
 def test_what_cannot_be_known_is_trained_again_and_said(mine, tmp_path):
