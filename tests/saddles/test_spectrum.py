@@ -31,13 +31,6 @@ def test_moments_are_within_the_sampling_error(known, spectrum):
     assert (errors < 0.3 * np.abs(means).max()).all()
 
 
-def test_a_network_gives_what_its_matrix_gives(small_hessian, known):
-    make, _ = small_hessian
-    made, dense = (gl.saddles.spectral_density(H, probes=2, steps=6) for H in (make(torch.float64), known[0]))
-    assert np.abs(made.nodes - dense.nodes).max() < 1e-8
-    assert np.abs(made.weights - dense.weights).max() < 1e-6
-
-
 def test_a_quadrature_of_m_steps_is_exact_for_polynomials_below_degree_2m(known):
     H, _ = known
     spectrum = gl.saddles.spectral_density(H, probes=3, steps=4, seed=5)
