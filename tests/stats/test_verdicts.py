@@ -277,8 +277,8 @@ RERUNS = pd.concat(
 def test_the_reruns_of_the_reference_are_a_control_and_not_compared():
     verdict = gl.verdict(RERUNS, reference="cuda")
     assert verdict.table.setting.tolist() == ["cpu"]
-    assert verdict.reruns.difference.tolist() == pytest.approx([0, 0.6]), "every rerun counts"
-    assert verdict.reruns.same_bits.tolist() == [True, False]
+    assert verdict.reruns.difference.tolist() == pytest.approx([0, 0.03, 0.6])
+    assert verdict.reruns.same_bits.tolist() == [True, False, False]
     assert verdict.largest == pytest.approx(0.05), "neither the reruns of the reference nor those of others count"
     assert "cuda run again changed a seed by up to 6.00e-01; 1 of 2 seeds gave the same bits twice" in str(verdict)
     assert gl.verdict(RERUNS).reruns.difference.tolist() == pytest.approx([0.8])
