@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,7 @@ Batch = tuple[Any, Any]
 Product = Callable[..., list[Tensor]]
 FORWARD, REVERSE = "forward over reverse", "reverse over reverse"
 METHODS = ("auto", FORWARD, REVERSE)
+ONCE = once_differentiable(len).__code__  # of every backward function with that mark
 MOST_AT_ONCE = 10
 ROOM = {"cpu": 2**28, "cuda": 3 * 2**30}  # bytes for the tangents of vectors that go through together
 
@@ -188,7 +190,13 @@ def hessian(
         value = loss() if batch is None else loss(model(batch[0]), batch[1])
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UsageError(f"the loss is {getattr(value, 'shape', type(value).__name__)}: expected a scalar tensor")
-        leaves = {id(node.variable) for node in graph_nodes(value) if hasattr(node, "variable")}
+        leaves: set[int] = set()
+        for node in graph_nodes(value):
+            if hasattr(node, "variable"):
+                leaves.add(id(node.variable))
+            backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
+            if getattr(backward, "__code__", None) is ONCE:  # whose gradients autograd would take for constants
+                raise UsageError(f"{type(node).__name__} has no second derivatives: it is marked once_differentiable")
         if held := [name for name, tensor in selected.items() if id(tensor) in leaves]:
             raise UsageError(f"the loss holds {held[0]} itself: ask the model for it each time (model.{held[0]})")
         if not value.requires_grad:

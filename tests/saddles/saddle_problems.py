@@ -44,3 +44,29 @@ class Model(nn.Module):
 
     def forward(self, *inputs):
         return self.function(self, *inputs)
+
+
+def on_rows(function, **parts):
+    return Model(function, **parts), rand(5, 3)
+
+
+def of_layer(function):
+    return lambda: on_rows(function, layer=nn.Linear(3, 4))
+
+
+def language_model(padding=None):
+    table, head = nn.Embedding(7, 4, padding_idx=padding), nn.Linear(4, 7, bias=False)
+    head.weight = table.weight
+    return nn.Sequential(table, nn.Linear(4, 4), nn.Tanh(), head), TOKENS
+
+
+def problem(make):
+    """A model in float64 with weights of seed 0, and what goes into it."""
+    torch.manual_seed(0)
+    model, inputs = make()
+    return model.double().eval(), inputs
+
+
+def loss_of(model, inputs):
+    """Squared and summed, so that the model's own curvature and the loss's both count."""
+    return (torch.tanh(model(inputs)) ** 2).mean()

@@ -1,5 +1,4 @@
 import itertools
-import math
 
 import pytest
 import torch
@@ -109,16 +108,3 @@ def test_a_plateau_without_end_is_no_critical_point():
     alone = search(lambda x: (-x[0]).exp(), 1.0, tolerance=1e-12)
     assert not alone.found
     assert "plateau" in alone.message
-
-
-def test_wrong_requests(data):
-    broken = network(0)
-    torch.nn.utils.vector_to_parameters(torch.full((20,), math.nan), broken.parameters())
-    for error, words, net, options in (
-        (gl.UsageError, "tolerance=0", network(0), {"tolerance": 0}),
-        (gl.UsageError, "max_steps=0", network(0), {"max_steps": 0}),
-        (gl.UsageError, "training mode", nn.Sequential(nn.Linear(5, 5), nn.Dropout()), {}),
-        (gl.DataError, "not finite", broken, {}),
-    ):
-        with pytest.raises(error, match=words):
-            find_critical_point(net, MSE, (data, data), **options, progress=False)

@@ -1,22 +1,26 @@
+"""Hessians of models as other people write them: against autograd's dense matrix and differences of gradients."""
+
 import copy
 import functools
 from pathlib import Path
 
 import pytest
 import torch
-from saddle_problems import DOUBLE, TOKENS, Model, rand
+from saddle_problems import DOUBLE, TOKENS, Model, language_model, loss_of, of_layer, on_rows, problem, rand
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parameters_to_vector, parametrizations, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
-from gpulab.errors import DataError, UsageError
+from gpulab.errors import DataError, UnsupportedError
 from gpulab.models import Autoencoder, PredNet
 from gpulab.saddles.hessians import FORWARD, METHODS, REVERSE
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 both_ways = pytest.mark.parametrize("method", [FORWARD, REVERSE])
+all_ways = pytest.mark.parametrize("method", METHODS)
 
 
 def dense(model, loss):
@@ -32,6 +36,28 @@ def dense(model, loss):
             for some in torch.eye(len(flat), dtype=flat.dtype).split(500)
         ]
     return torch.cat([torch.cat([part.flatten(1) for part in row], 1) for row in rows])
+
+
+def products_by_differences(model, loss, vectors, step=1e-5):
+    """What the gradient changes by along each vector, where that lies in the parameters."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    point = parameters_to_vector(parameters).detach()
+
+    def gradient(place):
+        vector_to_parameters(place, parameters)
+        gradients = torch.autograd.grad(loss(), parameters, materialize_grads=True)
+        return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+    columns = [(gradient(point + step * v) - gradient(point - step * v)) / (2 * step) for v in vectors.T]
+    vector_to_parameters(point, parameters)
+    return torch.stack(columns, 1)
+
+
+def check_products(H, model, loss):
+    V = rand(H.shape[0], 2)
+    expected = products_by_differences(model, loss, V)
+    assert expected.norm() > 1e-3
+    assert (H @ V - expected).norm() < 1e-6 * expected.norm()
 
 
 def in_place(s, x):
@@ -70,7 +96,14 @@ def recurrent(layer):
 chain, average = nn.Sequential, functools.partial(nn.AdaptiveAvgPool2d, 1)
 convolution_1x1 = functools.partial(nn.Conv2d, kernel_size=1, bias=False)
 MODULES = {
-    "linear": lambda: (chain(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), rand(6, 4)),
+    "autoencoder": lambda: (
+        Model(lambda s, x: s.net(x) - x, net=Autoencoder(hidden=(5, 3), size=(4, 4))),
+        torch.rand(6, 1, 4, 4, dtype=DOUBLE),
+    ),
+    "prednet": lambda: (
+        Model(lambda s, x: s.net.training_loss(x, None)[0], net=PredNet(channels=(1, 2), size=(4, 4))),
+        torch.rand(3, 1, 1, 4, 4, dtype=DOUBLE),
+    ),
     "gelu, softmax": lambda: (chain(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 3), nn.Softmax(-1)), rand(6, 4)),
     "normed": lambda: (chain(nn.Linear(4, 6), nn.LayerNorm(6), nn.SiLU(), nn.Linear(6, 2)), rand(5, 4)),
     "strided": lambda: (chain(nn.Conv2d(2, 3, 3, 2, 1), nn.Sigmoid(), nn.Conv2d(3, 2, 2)), rand(2, 2, 7, 6)),
@@ -88,37 +121,21 @@ MODULES = {
     "hard": lambda: (chain(nn.Linear(4, 5), nn.Hardtanh(), nn.Linear(5, 2), nn.LeakyReLU()), rand(6, 4)),
     "embedding": lambda: (chain(nn.Embedding(7, 3), nn.Linear(3, 2)), TOKENS),
 }
-NAMES = ["autoencoder", "prednet", *MODULES]
-
-
-def problem(name):
-    """A model, what goes into it, and the loss of the two."""
-    torch.manual_seed(0)
-    if name == "autoencoder":
-        model, inputs = Autoencoder(hidden=(5, 3), size=(4, 4)), torch.rand(6, 1, 4, 4, dtype=DOUBLE)
-        return model.double(), inputs, lambda model, images: (model(images) - images).square().mean()
-    if name == "prednet":
-        model = PredNet(channels=(1, 2), size=(4, 4)).double()
-        inputs = torch.rand(3, 1, 1, 4, 4, dtype=DOUBLE)
-        return model, inputs, lambda model, frames: model.training_loss(frames, None)[0]
-    model, inputs = MODULES[name]()
-    # Squared and summed, so that the model's own curvature and the loss's both count.
-    return model.double().eval(), inputs, lambda model, inputs: (torch.tanh(model(inputs)) ** 2).mean()
-
-
-def model_and_loss(name="autoencoder"):
-    model, inputs, function = problem(name)
-    return model, lambda: function(model, inputs)
 
 
 @functools.cache
 def with_dense(name):
-    model, loss = model_and_loss(name)
+    model, loss = model_and_loss(MODULES[name])
     return model, loss, dense(model, loss)
 
 
+def model_and_loss(make=MODULES["autoencoder"]):
+    model, inputs = problem(make)
+    return model, lambda: loss_of(model, inputs)
+
+
 @both_ways
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODULES)
 def test_products_are_those_of_the_dense_matrix(name, method):
     model, loss, exact = with_dense(name)
     H = gl.hessian(model, loss, method=method)
@@ -135,11 +152,117 @@ def test_products_are_those_of_the_dense_matrix(name, method):
         torch.testing.assert_close(torch.linalg.eigvalsh(D), torch.linalg.eigvalsh(exact), rtol=0, atol=1e-8)
 
 
-def test_the_engine_has_one_door():
-    files = [file for file in Path(gl.__file__).parent.rglob("*.py") if file.parent.name != "_forward"]
-    lines = [line.strip() for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    imports = {line for line in lines if "_forward" in line and "import" in line}
-    assert imports == {"from gpulab.saddles._forward import linearize_gradient"}
+def two_layers(first, second, **parts):
+    return on_rows(lambda s, x: F.linear(torch.tanh(F.linear(x, first(s))), second(s)), **parts)
+
+
+def tied_recurrent():
+    layer = nn.GRU(3, 3, 2)
+    layer.weight_ih_l1 = layer.weight_ih_l0
+    return Model(lambda s, x: s.layer(x)[0], layer=layer), rand(4, 2, 3)
+
+
+def overlapping():
+    """Two parameters in one storage: autograd differentiates by each of them all the same."""
+    storage = rand(21) / 2
+    w, v = nn.Parameter(storage[:12].view(4, 3)), nn.Parameter(storage[8:16].view(2, 4))
+    return two_layers(lambda s: s.w, lambda s: s.v, w=w, v=v)
+
+
+def frozen():
+    """Tied, too."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    return model, rand(5, 3)
+
+
+def joined(*parts):
+    """Of no numbers, as caches begin, and of some."""
+    return on_rows(lambda s, x: torch.cat([part(torch.tanh(F.linear(x, s.w))) for part in parts]), w=rand(4, 3))
+
+
+def empty(*shape):
+    return lambda h: torch.zeros(shape, dtype=h.dtype)
+
+
+def of_matrix(function):
+    return of_layer(lambda s, x: function(s.layer(x).T @ s.layer(x) + torch.eye(4, dtype=DOUBLE)))
+
+
+def by_expert():
+    def function(s, x):
+        weights, places = s.router(x).softmax(-1).topk(2, -1)
+        y = torch.zeros(5, 3, dtype=DOUBLE)
+        for number, expert in enumerate(s.experts):
+            rows, k = (places == number).nonzero(as_tuple=True)
+            y.index_add_(0, rows, torch.tanh(expert(x[rows])) * weights[rows, k, None])
+        return y
+
+    return on_rows(function, router=nn.Linear(3, 3), experts=nn.ModuleList(nn.Linear(3, 3) for _ in range(3)))
+
+
+def checkpointed(s, x):
+    return checkpoint(lambda h: torch.tanh(s.layer(h)).square(), x * s.layer(x).sum(), use_reentrant=False)
+
+
+def normed(norm):
+    return lambda: (nn.Sequential(norm(nn.Linear(3, 4)), nn.Tanh()), rand(5, 3))
+
+
+def seeded_noise(s, x):
+    return torch.tanh(s.layer(x + torch.randn(5, 3, generator=torch.Generator().manual_seed(3), dtype=DOUBLE)))
+
+
+FOREIGN = {
+    "tied language model": language_model,
+    "transposed": lambda: two_layers(lambda s: s.w, lambda s: s.w.t(), w=rand(4, 3)),
+    "partly tied": lambda: two_layers(lambda s: s.w, lambda s: torch.cat([s.w[1:], s.v]), w=rand(3, 3), v=rand(2, 3)),
+    "slices": lambda: two_layers(lambda s: s.w[:3], lambda s: s.w[2:], w=rand(6, 3)),
+    "transposed convolution": lambda: (
+        Model(lambda s, x: F.conv_transpose2d(torch.tanh(F.conv2d(x, s.w)), s.w), w=rand(3, 2, 2, 2)),
+        rand(2, 2, 3, 3),
+    ),
+    "tied recurrent layers": tied_recurrent,
+    "one layer three times": lambda: (
+        nn.Sequential(layer := nn.Linear(3, 3), nn.Tanh(), layer, nn.ELU(), layer),
+        rand(5, 3),
+    ),
+    "overlapping views": overlapping,
+    "frozen, tied": frozen,
+    "unused": lambda: on_rows(lambda s, x: torch.tanh(F.linear(x, s.w)), w=rand(4, 3), z=rand(2, 2)),
+    "empty parameter": lambda: on_rows(
+        lambda s, x: torch.tanh(F.linear(x, s.w)) * (1 + s.z.sum()), w=rand(4, 3), z=rand(0, 3)
+    ),
+    "empty constant": lambda: joined(empty(0), lambda h: h),
+    "empty rows": lambda: joined(lambda h: h[:0], empty(0), lambda h: h**2, lambda h: h[:0].flatten()),
+    "noise from a seed of its own": of_layer(seeded_noise),
+    "experts": by_expert,
+    "checkpointed": of_layer(checkpointed),
+    "weight norm": normed(parametrizations.weight_norm),
+    "spectral norm": normed(parametrizations.spectral_norm),
+    # By-products of these, a matrix's factors, serve the backward pass.
+    "solved": of_matrix(lambda A: torch.linalg.solve(A, torch.ones(4, 2, dtype=DOUBLE))),
+    "determinant": of_matrix(lambda A: torch.linalg.det(A) / 9),
+    "log determinant": of_matrix(torch.logdet),
+    "trace": of_matrix(lambda A: A.trace() * A.diagonal() / 90),
+}
+
+
+@both_ways
+@pytest.mark.parametrize("name", FOREIGN)
+def test_products_are_differences_of_gradients(name, method):
+    model, loss = model_and_loss(FOREIGN[name])
+    check_products(gl.hessian(model, loss, method=method), model, loss)
+
+
+def test_what_cannot_be_followed_is_left_to_autograd():
+    model, loss = model_and_loss(of_layer(lambda s, x: torch.fft.fft(torch.tanh(s.layer(x))).abs()))
+    H = gl.hessian(model, loss)
+    assert H.method == REVERSE
+    check_products(H, model, loss)
+    with pytest.raises((UnsupportedError, DataError)):
+        gl.hessian(model, loss, method=FORWARD)
 
 
 OVERWRITING = {  # of what each does, the last counts
@@ -150,6 +273,7 @@ OVERWRITING = {  # of what each does, the last counts
     # The derivative of rsqrt is taken by its argument here, by its result in autograd.
     "what a rule needs": (FORWARD, lambda y: (y.add_(2), z := y.rsqrt(), y.add_(1), z + y**2)),
     "in parts": (FORWARD, lambda y: (ab := y.unsafe_chunk(2, 1), ab[0].sigmoid_() * ab[1].tanh_())),
+    "copied": (FORWARD, lambda y: (z := torch.zeros_like(y), z.copy_(torch.sin(y)[:1]), z * y)),
     "constants": (FORWARD, lambda y: (z := torch.zeros(5, 4, dtype=DOUBLE), z[0].add_(1), z[:, 1].add_(2), y * z)),
 }
 
@@ -168,15 +292,30 @@ def test_what_is_overwritten_is_followed_or_left_to_autograd(name):
     torch.testing.assert_close(H.dense(), dense(model, loss), rtol=0, atol=1e-12)
 
 
-@both_ways
-def test_loss_and_gradient_are_the_models(method):
-    model, loss = model_and_loss()
-    H = gl.hessian(model, loss, method=method, at_once=2)
-    assert H.at_once == 2
-    assert H.loss == loss().item()
-    gradients = torch.autograd.grad(loss(), list(model.parameters()))
-    torch.testing.assert_close(H.gradient, torch.cat([g.flatten() for g in gradients]), rtol=0, atol=1e-15)
-    assert repr(H).startswith(f"Hessian of {H.shape[0]:,} parameters, torch.float64 on cpu")
+@all_ways
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_stands_for_padding_is_a_constant(tied, method):
+    model, _ = language_model(padding=1)
+    if not tied:
+        model[3].weight = nn.Parameter(rand(7, 4))
+    model = model.double()
+    H = gl.hessian(model, lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), (TOKENS, TOKENS), method=method)
+    padding = model[0].weight[1].detach().clone()  # as autograd has what is looked up for it
+
+    def loss():
+        found = torch.where((TOKENS == 1)[..., None], padding, F.embedding(TOKENS, model[0].weight))
+        return F.cross_entropy(model[1:](found).flatten(0, 1), TOKENS.flatten())
+
+    check_products(H, model, loss)
+
+
+@all_ways
+def test_a_compiled_model_is_differentiated_as_written(method):
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double(), rand(5, 3)
+    compiled = torch.compile(model, backend="eager")
+    H = gl.hessian(model, lambda: compiled(x).square().mean(), method=method)
+    expected = gl.hessian(model, lambda: model(x).square().mean())
+    torch.testing.assert_close(H.dense(), expected.dense(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("setting", ["cpu", pytest.param("cuda:tf32=off", marks=needs_cuda)])
@@ -195,112 +334,67 @@ def test_products_in_float32_have_its_accuracy(setting):
 
 
 @both_ways
-def test_some_parameters_alone_are_a_block_of_the_whole(method):
+def test_loss_and_gradient_are_the_models_and_some_parameters_alone_are_a_block_of_the_whole(method):
     model, loss = model_and_loss()
-    whole = gl.hessian(model, loss)
-    H = gl.hessian(model, loss, parameters=["layers.2", "layers.0.bias"], method=method)
-    assert list(H.parameters) == ["layers.0.bias", "layers.2.weight", "layers.2.bias"]
-    inside = torch.cat([torch.full((t.numel(),), name in H.parameters) for name, t in whole.parameters.items()])
-    torch.testing.assert_close(H.dense(), whole.dense()[inside][:, inside], rtol=0, atol=1e-14)
-    assert list(gl.hessian(model, loss, parameters="layers.0").parameters) == list(whole.parameters)[:2]
+    H = gl.hessian(model, loss, method=method, at_once=2)
+    assert (H.at_once, H.loss) == (2, loss().item())
+    gradients = torch.autograd.grad(loss(), list(model.parameters()))
+    torch.testing.assert_close(H.gradient, torch.cat([g.flatten() for g in gradients]), rtol=0, atol=1e-15)
+    assert repr(H).startswith(f"Hessian of {H.shape[0]:,} parameters, torch.float64 on cpu")
+    block = gl.hessian(model, loss, parameters=["net.layers.2", "net.layers.0.bias"], method=method)
+    assert list(block.parameters) == ["net.layers.0.bias", "net.layers.2.weight", "net.layers.2.bias"]
+    inside = torch.cat([torch.full((t.numel(),), name in block.parameters) for name, t in H.parameters.items()])
+    torch.testing.assert_close(block.dense(), H.dense()[inside][:, inside], rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("method", METHODS)
+def test_tied_parameters_go_by_any_of_their_names():
+    model, tokens = language_model()
+    H = gl.hessian(model.double(), lambda: model(tokens).square().mean(), parameters="3")
+    assert list(H.parameters) == ["0.weight"]
+    assert H.shape == (28, 28)
+
+
+@all_ways
+def test_the_operator_stays_where_it_was_made_and_the_model_as_it_was(method):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    x, state = rand(5, 3), copy.deepcopy(model.state_dict())
+
+    def loss():
+        return checkpoint(model, x, use_reentrant=False).square().mean()
+
+    H = gl.hessian(model, loss, parameters="0", method=method)
+    before = H @ rand(16)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.add_(1)
+    assert torch.equal(H @ rand(16), before)
+    assert not torch.allclose(gl.hessian(model, loss, parameters="0", method=method) @ rand(16), before)
+
+
+@all_ways
 def test_a_linear_loss_has_no_curvature(method):
     model, x = nn.Linear(3, 2).double(), rand(4, 3)
     H = gl.hessian(model, lambda: model(x).sum(), method=method)
     assert (H @ rand(H.shape[0]) == 0).all()
 
 
-class Cubed(torch.autograd.Function):
-    """With a derivative of the derivative."""
-
-    @staticmethod
-    def forward(context, x):
-        context.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(context, gradient):
-        (x,) = context.saved_tensors
-        return gradient * 3 * x**2
-
-
-class Once(Cubed):
-    backward = staticmethod(once_differentiable(Cubed.backward))
-
-
-def test_a_function_of_ones_own_is_differentiated_by_its_own_rules():
-    model, x = nn.Linear(3, 1, bias=False).double(), rand(5, 3)
-    H = gl.hessian(model, lambda: Cubed.apply(model(x)).mean())
-    assert H.method == REVERSE
-    torch.testing.assert_close(H.dense(), dense(model, lambda: (model(x) ** 3).mean()), rtol=0, atol=1e-12)
-
-
-def test_a_loss_that_is_no_scalar_or_has_no_second_derivatives_is_refused():
-    model, x = nn.Linear(3, 2).double(), rand(5, 3)
-    for loss, message in (
-        (lambda y: Once.apply(y).mean(), "OnceBackward has no second derivatives: it is marked once_differentiable"),
-        (lambda y: y.exp().add_(1).mean(), "modified by an inplace operation"),
-        (lambda y: y.detach().mean(), "does not depend on the parameters"),
-        (lambda y: torch.ones(len(y)).mean(), "does not depend on the parameters"),
-        (lambda y: y, r"the loss is torch.Size\(\[5, 2\]\)"),
-        (lambda y: y.mean().item(), "the loss is float"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            gl.hessian(model, lambda: loss(model(x)))  # noqa: B023
-
-
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(3)])
-def test_a_model_in_training_mode_is_refused(layer):
-    model, x = nn.Sequential(nn.Linear(3, 3), layer, nn.Linear(3, 1)), torch.randn(5, 3)
-    with pytest.raises(UsageError, match=rf"1 \({type(layer).__name__}\) is in training mode: call model.eval"):
-        gl.hessian(model, lambda: model(x).mean())
-    H = gl.hessian(model.eval(), lambda: model(x).pow(2).mean())
-    assert H.shape == (sum(p.numel() for p in model.parameters()),) * 2
-
-
-def test_numbers_that_are_not_finite_are_refused():
-    model, x = nn.Linear(3, 2).double(), rand(5, 3)
-    with pytest.raises(DataError, match="the loss is nan"):
-        gl.hessian(model, lambda: model(x * torch.nan).mean())
-    nn.init.constant_(model.bias, torch.nan)
-    with pytest.raises(DataError, match="bias has 2 values that are not finite"):
-        gl.hessian(model, lambda: model(x).mean())
-
-
-def test_unknown_parameters_and_methods_are_refused():
-    for model, options, message in (
-        (nn.Linear(2, 2), {"parameters": "layers.9"}, r"parameters='layers.9': expected one of weight, bias"),
-        (nn.Linear(2, 2), {"method": "fast"}, r"method='fast': expected one of auto"),
-        (nn.Linear(2, 2), {"at_once": 0}, "at_once=0: expected a whole number"),
-        (nn.Linear(2, 2).half(), {}, "float16"),
-        (nn.ReLU(), {}, "no parameters"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            gl.hessian(model, lambda: torch.zeros(()), **options)
-
-
-def test_vectors_that_do_not_fit_are_refused():
-    H = gl.hessian(*model_and_loss())
-    n = H.shape[0]
-    with pytest.raises(UsageError, match=rf"H @ \(3,\): expected a tensor of shape \({n},\)"):
-        H @ torch.ones(3, dtype=DOUBLE)
-    with pytest.raises(UsageError, match="expected a tensor"):
-        H @ [1.0] * n
-    with pytest.raises(UsageError, match=r"v is torch.float32 on cpu, H torch.float64"):
-        H @ torch.ones(n)
-    assert (H @ torch.empty(n, 0, dtype=DOUBLE)).shape == (n, 0)
+def test_the_engine_has_one_door():
+    files = [file for file in Path(gl.__file__).parent.rglob("*.py") if file.parent.name != "_forward"]
+    lines = [line.strip() for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    imports = {line for line in lines if "_forward" in line and "import" in line}
+    assert imports == {"from gpulab.saddles._forward import linearize_gradient"}
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODULES)
 def test_products_on_a_gpu_are_those_of_the_cpu(name):
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    model, inputs, function = problem(name)
-    here = gl.hessian(model, lambda: function(model, inputs))
+    model, inputs = problem(MODULES[name])
+    here = gl.hessian(model, lambda: loss_of(model, inputs))
     on_gpu, inputs_on_gpu = copy.deepcopy(model).cuda(), inputs.cuda()
-    there = gl.hessian(on_gpu, lambda: function(on_gpu, inputs_on_gpu))
+    there = gl.hessian(on_gpu, lambda: loss_of(on_gpu, inputs_on_gpu))
     for k in (1, 3):
         V = rand(here.shape[0], k)
         expected = here @ V

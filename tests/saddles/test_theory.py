@@ -1,5 +1,4 @@
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -74,33 +73,3 @@ def test_any_matrix_of_numbers_will_do_and_a_saddle_says_what_it_is():
     assert "components held: 0, 2" in text
     assert "index 1" in text
     assert "held: none" in repr(gl.saddles.linear_autoencoder_saddle(PROBLEMS["distinct"], []))
-
-
-WRONG_DATA = [
-    (torch.zeros(3), r"shape \(3,\)"),
-    (torch.zeros(0, 3), r"shape \(0, 3\)"),
-    (torch.tensor([[1.0, math.nan], [math.inf, 0.0]]), "2 of 4 values are not finite"),
-    ("digits", "data of type str"),
-]
-WRONG_COMPONENTS = [
-    ([3], None, "component 3: the data have 3, numbered from 0 to 2"),
-    ([-1], None, "component -1"),
-    ([1, 1], None, "each can be held once"),
-    ([0.5], None, "whole numbers"),
-    ("one", None, "whole numbers"),
-    (3, None, "sequence of whole numbers"),
-    ([0, 1], 1, "hidden=1: expected a whole number from 2"),
-    ([], 0, "hidden=0"),
-    ([0], 1.5, "hidden=1.5"),
-]
-
-
-def test_wrong_data_and_components_are_refused():
-    for data, message in WRONG_DATA:
-        with pytest.raises(gl.DataError, match=message):
-            gl.saddles.linear_autoencoder_saddle(data, [0])
-    for components, hidden, message in WRONG_COMPONENTS:
-        with pytest.raises(gl.UsageError, match=message):
-            gl.saddles.linear_autoencoder_saddle(PROBLEMS["distinct"], components, hidden=hidden)
-    with pytest.raises(gl.UsageError, match="hidden=0"):
-        gl.models.LinearAutoencoder(4, 0)

@@ -1,5 +1,6 @@
 """A run is known by what it was made of: never is another result returned for it."""
 
+import functools
 import importlib.util
 import linecache
 import re
@@ -38,27 +39,25 @@ def film(file, brightness):
     return file
 
 
-def test_another_film_of_the_same_name_is_another_run_and_a_moved_one_the_same(tmp_path):
-    clip, store = film(tmp_path / "clip.mp4", 40), tmp_path / "runs"
-    first = gl.train("prednet", f"video:{clip}", store=store, **CLIP)
-    moved = shutil.move(clip, tmp_path / "elsewhere.mp4")
-    same = gl.train("prednet", f"video:{moved}", store=store, **CLIP)
-    assert same.path == first.path
-    film(clip, 200)
-    other = gl.train("prednet", f"video:{clip}", store=store, **CLIP)
-    assert other.path != first.path
-    assert other.final_loss != first.final_loss
-    frame = gl.runs(store)
-    assert frame.protocol.nunique() == 2, "they are not compared either"
+def stopping(done, _):
+    if done >= 20:
+        raise KeyboardInterrupt
 
 
-def test_a_checkpoint_is_not_resumed_on_another_film(tmp_path):
+def test_a_film_is_known_by_what_is_in_it_and_not_by_its_name(tmp_path):
     clip, store = film(tmp_path / "clip.mp4", 40), tmp_path / "runs"
+    train = functools.partial(gl.train, "prednet", store=store)
     with pytest.raises(KeyboardInterrupt):
-        gl.train("prednet", f"video:{clip}", store=store, **CLIP | {"progress": stopping})
-    assert len(list((store / run_files.WORK).glob("*.safetensors"))) == 1
-    film(clip, 200)
-    assert "resumed_at" not in gl.train("prednet", f"video:{clip}", store=store, **CLIP).record
+        train(f"video:{clip}", **CLIP | {"progress": stopping})
+    moved = shutil.move(clip, tmp_path / "elsewhere.mp4")
+    other = train(f"video:{film(clip, 200)}", **CLIP)
+    assert "resumed_at" not in other.record
+    first = train(f"video:{moved}", **CLIP)
+    assert "resumed_at" in first.record
+    assert first.path != other.path
+    assert first.final_loss != other.final_loss
+    assert train(f"video:{moved}", **CLIP).path == first.path
+    assert gl.runs(store).protocol.nunique() == 2, "they are not compared either"
 
 
 class Closed:
@@ -69,11 +68,6 @@ class Closed:
 
     def __reduce_ex__(self, protocol):
         raise TypeError
-
-
-def stopping(done, _):
-    if done >= 20:
-        raise KeyboardInterrupt
 
 
 NETWORK = """
@@ -132,50 +126,49 @@ def test_an_edited_forward_is_another_run(mine, tmp_path):
     store = tmp_path / "runs"
     first = path_of(mine(), store)
     assert path_of(mine(), store) == first
-    assert (
-        path_of(mine(("self.scale\n\n    def training", "self.scale  # as it was\n\n    def training")), store) == first
-    )
+    remark = "self.scale\n\n    def training", "self.scale  # as it was\n\n    def training"
+    assert path_of(mine(remark), store) == first
     assert path_of(mine((".view_as(x) * self", ".view_as(x).tanh() * self")), store) != first
 
 
-def test_what_a_network_holds_beside_its_weights_counts(mine, tmp_path):
-    store, seen = tmp_path / "runs", set()
-    for attributes in (
-        {},
-        {"scale": 0.5},
-        {"table": torch.arange(3)},
-        {"table": torch.arange(3) + 1},
-        {"names": {"a": (1, 2)}},
-        {"table": pd.DataFrame({"a": [1, 2]})},
-        {"table": pd.DataFrame({"a": [1, 3]})},
-        {"noise": torch.Generator().manual_seed(3)},
-        {"pattern": re.compile("a")},
-        {"activation": torch.tanh},
-        {"activation": lambda x: 2 * x},
-    ):
-        path = path_of(mine(**attributes), store)
-        assert path not in seen, attributes
-        assert path_of(mine(**attributes), store) == path, attributes
-        seen.add(path)
-
-
-def test_hooks_count(mine, tmp_path):
+def hooked(mine):
     net = mine()
     net.inner.register_forward_hook(lambda *given: given[-1] * 0.5)
-    assert path_of(net, tmp_path) != path_of(mine(), tmp_path)
+    return net
 
 
-def test_initial_weights_that_are_not_drawn_from_the_seed_count(mine, tmp_path):
-    def own(value):
-        net = mine()
-        net.draw_weights = None  # it keeps those that it has
-        net.fresh = False
-        with torch.no_grad():
-            net.inner.weight.fill_(value)
-            net.inner.bias.zero_()
-        return net
+def filled(value, mine):
+    """A network that keeps the weights it has."""
+    net = mine(draw_weights=None, fresh=False)
+    for parameter in net.parameters():
+        torch.nn.init.constant_(parameter, value)
+    return net
 
-    assert path_of(own(0.01), tmp_path) == path_of(own(0.01), tmp_path) != path_of(own(0.02), tmp_path)
+
+HELD = [  # beside its weights
+    {},
+    {"scale": 0.5},
+    {"table": torch.arange(3)},
+    {"table": torch.arange(3) + 1},
+    {"names": {"a": (1, 2)}},
+    {"table": pd.DataFrame({"a": [1, 2]})},
+    {"table": pd.DataFrame({"a": [1, 3]})},
+    {"noise": torch.Generator().manual_seed(3)},
+    {"pattern": re.compile("a")},
+    {"activation": torch.tanh},
+    {"activation": lambda x: 2 * x},
+]
+
+
+def test_all_that_a_network_holds_its_hooks_and_weights_that_are_not_drawn_count(mine, tmp_path):
+    made = [functools.partial(lambda held, mine: mine(**held), held) for held in HELD]
+    made += [hooked, functools.partial(filled, 0.01), functools.partial(filled, 0.02)]
+    seen = set()
+    for number, make in enumerate(made):
+        path = path_of(make(mine), tmp_path)
+        assert path not in seen, number
+        assert path_of(make(mine), tmp_path) == path, number
+        seen.add(path)
 
 
 def test_what_cannot_be_known_is_trained_again_and_said(mine, tmp_path):

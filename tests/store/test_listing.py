@@ -76,14 +76,6 @@ def test_a_store_may_be_told_by_the_environment_and_an_absent_one_is_empty(writt
     assert list(gl.runs(tmp_path / "absent").columns) == listing.COLUMNS
 
 
-@pytest.mark.parametrize("store", ["a\0b", "n" * 300, "/".join(["folder"] * 1000)])
-def test_a_path_that_no_file_may_have_is_refused_by_name(store):
-    for use in (gl.runs, gl.store.check, lambda s: gl.train("autoencoder", profile="smoke", store=s, progress=False)):
-        with pytest.raises(gl.GpulabError, match=r"embedded null byte|the name is too long") as error:
-            use(store)
-        assert str(error.value).startswith(printable(store)[:200])
-
-
 def test_histories_are_put_below_each_other_with_the_columns_of_their_runs(written, tmp_path):
     for seed in (1, 2):
         written(tmp_path, seed)
@@ -105,22 +97,20 @@ def shipped():
         return gl.recorded_runs()
 
 
-@pytest.mark.parametrize(
-    ("model", "profile", "settings"),
-    [
-        *(
-            (model, "paper", ("cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on"))
-            for model in ("autoencoder", "prednet")
-        ),
-        *((model, "quick", ("cpu", "cpu:threads=1")) for model in ("autoencoder", "prednet")),
-    ],
-)
-def test_there_are_recorded_runs_of_ten_seeds(shipped, model, profile, settings):
+OF_TEN_SEEDS = {
+    "paper": ("cuda:tf32=off", "cuda:tf32=on", "cuda:cudnn=off", "cuda:deterministic=on"),
+    "quick": ("cpu", "cpu:threads=1"),
+}
+
+
+@pytest.mark.parametrize("model", ["autoencoder", "prednet"])
+@pytest.mark.parametrize("profile", OF_TEN_SEEDS)
+def test_there_are_recorded_runs_of_ten_seeds(shipped, model, profile):
     of_the_notebooks = (shipped.loader == "window") & (shipped["rerun"] == 0)
     these = shipped[(shipped.experiment == model) & (shipped.profile == profile) & of_the_notebooks]
-    for setting in settings:
-        assert these[these.setting == setting].seed.nunique() >= 10, setting
-    assert these[these.setting.isin(settings)].protocol.nunique() == 1
+    these = these[these.setting.isin(OF_TEN_SEEDS[profile])]
+    assert (these.groupby("setting").seed.nunique().reindex(OF_TEN_SEEDS[profile], fill_value=0) >= 10).all()
+    assert these.protocol.nunique() == 1
 
 
 def test_every_recorded_run_has_the_passport_of_its_machine_and_its_command(shipped):
@@ -194,12 +184,9 @@ def packed(written, record, tmp_path):
     return tmp_path
 
 
-def test_packed_runs_are_the_runs_that_were_packed(packed):
+def test_packed_runs_are_the_runs_that_were_packed_and_share_what_they_have_in_common(packed):
     store, file = gl.runs(packed / "store"), gl.runs(packed / "shared.parquet")
     assert file.drop(columns="path").equals(store.drop(columns="path"))
-    here, there = listing.history(store), listing.history(file)
-    assert there.drop(columns="seconds").equals(here.drop(columns="seconds"))
-    assert (there.seconds - here.seconds).abs().max() <= 1 / 2048, "rounded to 1/1024"
     for one, other in zip(store.itertuples(), file.itertuples(), strict=True):
         assert listing.record_of(other) == listing.record_of(one)
     _, shared = records.read_rows(packed / "shared.parquet", [])
@@ -247,14 +234,15 @@ def test_a_column_is_as_large_as_all_its_row_groups_together(tmp_path):
 def test_a_path_that_can_be_none_is_one_clear_line(path):
     for use in (
         gl.runs,
-        lambda path: gl.train("autoencoder", profile="smoke", frames=20, store=path),
+        gl.store.check,
+        lambda path: gl.train("autoencoder", profile="smoke", frames=20, store=path, progress=False),
         lambda path: gl.train("autoencoder", profile="smoke", frames=20, registered=path),
         lambda path: gl.train(f"{path}.py:train"),
         lambda path: files.write(path, b""),
     ):
-        with pytest.raises(gl.GpulabError, match=r"(?i)(name is|name) too long|embedded null") as error:
+        with pytest.raises(gl.GpulabError, match=r"(?i)name (is )?too long|embedded null") as error:
             use(path)
-        assert printable(path) in str(error.value)
+        assert printable(path)[:100] in str(error.value)
 
 
 def test_a_long_text_as_an_option_of_a_function_is_no_path():

@@ -17,6 +17,7 @@ import pytest
 import gpulab as gl
 from gpulab.store import checks, run_files
 from gpulab.store import listing as stores
+from gpulab.store.identities import Identity
 from gpulab.store.object_store import remote
 
 MOTO = os.environ.get("GPULAB_MOTO") or shutil.which("moto_server")
@@ -64,6 +65,7 @@ def objects(url):
     return sorted(each["path"] for batch in there.api.list(there.store) for each in batch)
 
 
+@pytest.mark.slow("starts processes")
 def test_an_experiment_in_a_bucket_has_the_runs_that_it_has_in_a_folder(bucket, tmp_path, monkeypatch):
     local = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", tmp_path / "here", options=TINY)
     one = local.run(progress=False)
@@ -82,6 +84,7 @@ def test_an_experiment_in_a_bucket_has_the_runs_that_it_has_in_a_folder(bucket, 
     assert stores.pack(bucket, tmp_path / "packed.parquet") == 2
 
 
+@pytest.mark.slow("starts processes")
 def test_of_several_devices_that_share_a_training_the_first_fetches_and_uploads(bucket, tmp_path, monkeypatch):
     images = {"profile": "smoke", "setting": "cpu:threads=1", "frames": 100, "progress": False, "devices": 2}
     images |= {"model_options": {"hidden": [16], "batch_size": 7}, "store": bucket}
@@ -101,7 +104,7 @@ def pressed(*_):
     raise KeyboardInterrupt
 
 
-def test_what_was_trained_when_an_upload_was_cut_off_is_uploaded_and_not_trained_again(bucket, monkeypatch):
+def test_what_was_trained_when_an_upload_was_cut_off_is_uploaded_and_not_trained_again(bucket, tmp_path, monkeypatch):
     image = {"profile": "smoke", "setting": "cpu:threads=1", "frames": 20, "progress": False, "keep_weights": False}
     with monkeypatch.context() as cut_off:
         cut_off.setattr("gpulab.store.object_store.Remote.push", pressed)
@@ -114,6 +117,10 @@ def test_what_was_trained_when_an_upload_was_cut_off_is_uploaded_and_not_trained
     assert again.record == run_files.read_record(kept)
     assert objects(bucket) == [f"{kept.name}.parquet"]
     assert gl.runs(bucket).id.tolist() == [kept.name]
+    held = [remote(bucket).has(Identity(name, again.record)) for name in (kept.name, "absent")]
+    assert held == [True, False]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
+    assert gl.train("autoencoder", store=bucket, **image).record == again.record
 
 
 def test_a_server_that_is_not_there_is_one_sentence(monkeypatch):

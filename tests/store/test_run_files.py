@@ -1,36 +1,61 @@
 """One run at rest, and one that is not yet: what is written is read back whole, or refused by name."""
 
 import contextlib
-import json
+import functools
 import os
 import re
 import shutil
+import tempfile
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
-from small_runs import HISTORY
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_runs import HISTORY, flipped
 
 import gpulab as gl
-from gpulab.store import identities, run_files
+from gpulab.errors import printable
+from gpulab.store import checks, identities, listing, run_files
 
-WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3).T, "b": torch.tensor(3), "c": torch.ones(2, dtype=torch.bfloat16)}
-DIGEST = identities.weights_digest(WEIGHTS)
+TENSORS = st.builds(
+    lambda dtype, shape: (10 * torch.randn(*shape, 2)).to(dtype).transpose(0, -1),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]),
+    st.lists(st.integers(0, 3), max_size=2),
+) | st.just(torch.tensor(3))
+LOSSES = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=3)
 
 
-def test_what_is_written_is_read_back(written, record, tmp_path):
-    store = tmp_path / "new" / "store"
-    folder = written(store, 5, weights=WEIGHTS)
-    assert sorted(file.name for file in folder.iterdir()) == ["results.safetensors", "run.json"]
-    assert folder == store / "run-5"
-    back, history, weights = run_files.read_run(folder)
-    assert back == {**record, "id": "run-5", "seed": 5}
-    assert history.equals(HISTORY)
-    assert identities.weights_digest(weights) == DIGEST
-    assert list((store / run_files.WORK).iterdir()) == []
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 2**31), st.text(), LOSSES, st.dictionaries(st.text(), TENSORS, max_size=3))
+def test_what_is_written_is_read_back_packed_or_not_and_twice_is_once(written, record, seed, command, losses, weights):
+    changes = {"command": command, "summary": {**record["summary"], "weights": identities.weights_digest(weights)}}
+    history = pd.DataFrame({"loss": losses}).assign(window=range(len(losses)), step=range(len(losses)), seconds=0.3)
+    history = history[HISTORY.columns]
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "new" / "store"
+        run = written(store, seed, history, **changes)
+        for _ in range(2):  # the first to finish wins; weights are added to it
+            assert written(store, seed, history.assign(seconds=9.0), weights, **changes) == run
+        assert sorted(file.name for file in run.iterdir()) == ["results.safetensors", "run.json"]
+        assert list((store / run_files.WORK).iterdir()) == []
+        back, read, kept = run_files.read_run(run)
+        assert back == {**record, "id": f"run-{seed}", "seed": seed, **changes, "command": printable(command)}
+        assert read.equals(history)
+        assert (kept or {}).keys() == weights.keys()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(kept[name], tensor, rtol=0, atol=0)
+        assert listing.pack(store, store / "all.parquet") == 1
+        frame = gl.runs(store / "all.parquet")
+        assert frame.drop(columns="path").equals(gl.runs(store).drop(columns="path"))
+        assert listing.record_of(frame.iloc[0]) == back
+        rows = listing.history(frame)
+        assert rows.loss.tolist() == losses
+        assert (rows.seconds - 0.3).abs().max() <= 1 / 2048, "rounded to 1/1024"
 
 
 def test_a_run_that_cannot_be_written_whole_leaves_nothing(written, tmp_path):
@@ -40,16 +65,11 @@ def test_a_run_that_cannot_be_written_whole_leaves_nothing(written, tmp_path):
     assert gl.runs(tmp_path).empty
 
 
-def test_weights_are_added_to_a_run_without_them_if_they_are_its_own(written, record, tmp_path):
-    summary = {**record["summary"], "weights": DIGEST}
-    folder = written(tmp_path, 1, summary=summary)
+def test_weights_that_are_not_those_of_a_run_are_not_added_to_it(written, tmp_path):
+    folder = written(tmp_path, 1)
     with pytest.warns(UserWarning, match="run-1: trained again, it ended with other weights"):
-        written(tmp_path, 1, weights={"a": torch.zeros(3)}, summary=summary)
+        written(tmp_path, 1, weights={"a": torch.zeros(3)})
     assert run_files.read_run(folder)[2] is None
-    written(tmp_path, 1, HISTORY.assign(seconds=9.0), weights=WEIGHTS, summary=summary)
-    _, history, weights = run_files.read_run(folder)
-    assert identities.weights_digest(weights) == DIGEST
-    assert history.equals(HISTORY), "the first to finish wins"
 
 
 def test_many_threads_write_at_once_and_readers_see_whole_runs_only(written, tmp_path):
@@ -90,17 +110,18 @@ def test_many_threads_write_at_once_and_readers_see_whole_runs_only(written, tmp
 
 # --- prepared runs -------------------------------------------------------------------------------------------
 
+ONE = {"profile": "smoke", "setting": "cpu:threads=1", "frames": 20, "progress": False}
+
 
 def test_prepared_runs_are_copied_and_not_trained_again(tmp_path, monkeypatch):
     shelf, mine = tmp_path / "shelf", tmp_path / "mine"
-    (prepared,) = gl.Experiment("autoencoder", ["cpu:threads=1"], 1, "smoke", shelf).run(progress=False).path
-    for path in Path(prepared).iterdir():
-        path.chmod(0o444)
-    Path(prepared).chmod(0o555)
+    prepared = gl.train("autoencoder", store=shelf, **ONE).path
+    for path in (*prepared.iterdir(), prepared):
+        path.chmod(0o555 if path == prepared else 0o444)
     monkeypatch.setenv("GPULAB_PREPARED", str(shelf))
-    two = gl.Experiment("autoencoder", ["cpu:threads=1"], 2, "smoke", mine).run(progress=False)
-    copied, trained = ((Path(path) / run_files.RECORD).read_bytes() for path in two.path)
-    assert (Path(prepared) / run_files.RECORD).read_bytes() == copied != trained
+    copied, trained = (gl.train("autoencoder", seed=seed, store=mine, **ONE).path for seed in range(2))
+    record, other = ((path / run_files.RECORD).read_bytes() for path in (copied, trained))
+    assert (prepared / run_files.RECORD).read_bytes() == record != other
     assert len(gl.runs(shelf)) == 1, "what was missing is in the store of who asked"
     assert not any((mine / run_files.WORK).iterdir())
     shutil.rmtree(mine)
@@ -109,8 +130,7 @@ def test_prepared_runs_are_copied_and_not_trained_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize("trouble", ["damaged", "unreadable", "unreachable"])
 def test_a_prepared_run_that_is_of_no_use_is_trained_and_left_as_it_was(trouble, tmp_path, monkeypatch):
     shelf, mine = tmp_path / "shelf", tmp_path / "mine"
-    (run,) = gl.Experiment("autoencoder", ["cpu:threads=1"], 1, "smoke", shelf).run(progress=False).path
-    (Path(run) / run_files.RESULTS).write_bytes(b"no results")
+    (gl.train("autoencoder", store=shelf, **ONE).path / run_files.RESULTS).write_bytes(b"no results")
     before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
     monkeypatch.setenv("GPULAB_PREPARED", str(shelf))
     if trouble == "unreadable":
@@ -118,7 +138,7 @@ def test_a_prepared_run_that_is_of_no_use_is_trained_and_left_as_it_was(trouble,
     if trouble == "unreachable":
         monkeypatch.setenv("GPULAB_PREPARED", str(shelf / ("n" * 5000)))
     with pytest.warns(match="trained again") if trouble == "damaged" else contextlib.nullcontext():
-        gl.train("autoencoder", profile="smoke", setting="cpu:threads=1", store=mine, progress=False)
+        gl.train("autoencoder", store=mine, **ONE)
     assert gl.runs(mine).status.tolist() == ["finished"]
     assert {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()} == before
 
@@ -126,51 +146,60 @@ def test_a_prepared_run_that_is_of_no_use_is_trained_and_left_as_it_was(trouble,
 # --- damage ------------------------------------------------------------------------------------------------
 
 
-def without(field):
-    def change(folder):
-        record = json.loads((folder / "run.json").read_text())
-        del record[field]
-        (folder / "run.json").write_text(json.dumps(record))
-
-    return change
+def replaced_by(content, file):
+    file.write_bytes(content)
 
 
-def holding(name, content):
-    return lambda folder: (folder / name).write_bytes(content)
+def cut(share, file):
+    os.truncate(file, int(share * file.stat().st_size))
 
 
-RECORDS = {  # beside what a store's check is tested with
-    "binary": holding("run.json", bytes(range(128, 256))),
-    "a list": holding("run.json", b"[1, 2]"),
-    "of a later format": holding("run.json", b'{"format": 99}'),
-    **{f"without a {field}": without(field) for field in ("seed", "passport", "configuration", "seal")},
-    "without results": lambda folder: (folder / "results.safetensors").unlink(),
-}
-RESULTS = {
-    "garbage": holding("results.safetensors", b"PAR" * 1000),
-    "truncated": lambda folder: os.truncate(folder / "results.safetensors", 300),
-    "another run's": lambda folder: shutil.copy(folder.parent / "run-99" / "results.safetensors", folder),
-    "a folder": lambda folder: ((folder / "results.safetensors").unlink(), (folder / "results.safetensors").mkdir()),
-    "a checkpoint": lambda folder: run_files.write_checkpoint(
-        folder / "results.safetensors", {"loss": torch.ones(3)}, {"run": folder.name}
-    ),
-}
+def made_a_folder(file):
+    file.unlink()
+    file.mkdir()
 
 
-def test_damaged_records_are_reported_and_skipped_and_damaged_histories_are_named(written, tmp_path):
-    folders = [written(tmp_path, seed) for seed in range(len(RECORDS) + len(RESULTS))]
-    written(tmp_path, 99)
-    before = gl.runs(tmp_path)
-    for damage, folder in zip([*RECORDS.values(), *RESULTS.values()], folders, strict=True):
-        damage(folder)
-    with pytest.warns(UserWarning, match=rf"{len(RECORDS) + 1} damaged run\(s\) skipped") as warned:
-        frame = gl.runs(tmp_path)
-    assert frame.attrs["damaged"] == len(RECORDS) + 1, "those whose results are no file, too"
-    assert warned[0].filename == __file__
-    for folder in folders:
-        assert (f"{folder}/" in str(warned[0].message)) == (folder.name not in set(frame.id))
-        with pytest.raises(gl.DataError, match=rf"{folder.name}.(run\.json|results\.safetensors)"):
-            gl.store.history(before[before.id == folder.name])
+def that_of_another_run(file):
+    shutil.copy(file.parents[1] / "run-2" / file.name, file)
+
+
+SHARES = st.floats(0, 1, exclude_max=True)
+DAMAGES = st.one_of(
+    st.builds(functools.partial, st.just(flipped), SHARES, st.integers(0, 7)),
+    st.builds(functools.partial, st.just(cut), SHARES),
+    st.builds(functools.partial, st.just(replaced_by), st.binary() | st.sampled_from([b"[1, 2]", b'{"format": 99}'])),
+    st.sampled_from([Path.unlink, made_a_folder, that_of_another_run]),
+)
+
+
+@pytest.fixture(scope="module")
+def two_runs(written, tmp_path_factory):
+    store = tmp_path_factory.mktemp("two") / "runs"
+    for seed in (1, 2):
+        written(store, seed, weights={"a": torch.arange(6.0)})
+    return store, gl.runs(store)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([run_files.RECORD, run_files.RESULTS]), DAMAGES)
+def test_damage_anywhere_is_named_and_set_aside_and_never_another_result(two_runs, name, damage):
+    whole, before = two_runs
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(shutil.copytree(whole, folder, dirs_exist_ok=True))
+        run, frame = store / "run-1", before.assign(path=[str(store / f"run-{seed}") for seed in (1, 2)])
+        damage(run / name)
+        with pytest.raises(gl.DataError, match=rf"run-1.{re.escape(name)}"):
+            gl.store.history(frame)
+        with warnings.catch_warnings(record=True) as warned:
+            listed = gl.runs(store)
+        assert listed.attrs.get("damaged", 0) == len(warned) == 2 - len(listed)
+        assert all(f"{run}" in str(each.message) and each.filename == __file__ for each in warned)
+        assert name == run_files.RESULTS or listed.id.tolist() == ["run-2"]
+        found = checks.check(store, progress=False)
+        assert found[["path", "remedy"]].values.tolist() == [[str(run), checks.SET_ASIDE]]
+        assert found.attrs["runs"] == 1
+        assert [path.name[:6] for path in (store / run_files.DAMAGED).iterdir()] == ["run-1-"]
+        assert gl.runs(store).id.tolist() == ["run-2"]
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------

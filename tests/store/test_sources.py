@@ -65,6 +65,7 @@ CELLS = r"""
 """
 
 
+@pytest.mark.slow("starts processes")
 def test_a_function_of_a_notebook_is_what_was_typed(python, tmp_path):
     first, second = (python(CELLS, number, tmp_path).stdout.splitlines() for number in (1, 2))
     assert first[:1] == second, "the same in another process"

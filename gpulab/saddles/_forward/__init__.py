@@ -60,7 +60,6 @@ def linearize_gradient(
 
     Raises:
         UnsupportedError: Where the gradient cannot be followed; it may still be differentiated twice by autograd.
-        UsageError: For a function of the user's own that is marked as differentiable once.
     """
 
     def linearize(create_graph: bool) -> tuple[Tensor, list[Tensor], LinearMap]:

@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gpulab.errors import UnsupportedError, UsageError
+from gpulab.errors import UnsupportedError
 from gpulab.numerics.call_sites import UncompiledDispatchMode
 from gpulab.saddles.operators import graph_nodes
 
-ONCE = once_differentiable(len).__code__  # of every backward function with that mark
 DETACH = torch.ops.aten.detach.default
 
 
@@ -160,9 +158,6 @@ def _check_graph(loss: Tensor) -> None:
     """Autograd functions written in Python may hand over numbers in ways that no operation shows."""
     for node in graph_nodes(loss):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            forward: Any = type(node)
-            if getattr(forward._forward_cls.backward, "__code__", None) is ONCE:
-                raise UsageError(f"{type(node).__name__} has no second derivatives: it is marked once_differentiable")
             raise UnsupportedError(f"{type(node).__name__} is written in Python")
 
 
