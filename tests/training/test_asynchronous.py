@@ -150,6 +150,7 @@ def test_the_guard_names_memory_that_another_worker_changed(tmp_path):
         ({"mode": "wild"}, "mode 'wild': expected one of lock-free"),
         ({"mode": "bounded"}, "delay=None with mode 'bounded'"),
         ({"updates": 5}, "updates=5: expected a multiple of 2"),
+        ({"workers": 0}, "workers=0"),
         ({"data": "walk"}, "'walk' is a sequence"),
     ],
 )

@@ -265,6 +265,7 @@ def test_a_file_that_begins_an_experiment_when_it_is_imported_is_refused(write):
         (lambda seed, /: 0.0, "seed"),
         (lambda seed, status=1: 0.0, "option 'status' is a column"),
         ("nothing.py:train", r"nothing\.py cannot be imported"),
+        (3, "train 3"),
         ("usual.py:nothing", "has no function named 'nothing'"),
         ("usual.py:Config", "it takes no seed"),
         ("broken.py:train", r"broken\.py cannot be imported: NameError: .*\(broken\.py:2\)"),

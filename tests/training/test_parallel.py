@@ -185,22 +185,20 @@ def test_what_cannot_be_shared_is_refused_before_a_process_starts(options, words
         trained({"devices": 2, **options})
 
 
-@starts_processes
+DIES = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
+
 def test_a_process_that_dies_is_told_of(monkeypatch):
-    """Its worker ends, as one that is killed does, and nobody waits for it."""
-    monkeypatch.setenv("GPULAB_TEST", "1")
+    """Its worker ends, as one that is killed does, and nobody waits for it, nor for the other."""
+    monkeypatch.setattr(parallel, "LAST_WORDS", 0.1)
     monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", DIES])
     with pytest.raises(gl.GpulabError, match="process 1 of 2: its worker process ended with status -9"):
         trained(IMAGES, devices=2)
-
-
-DIES = """
-import os, signal
-from gpulab.training.worker import main
-if os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-main()
-"""
 
 
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]

@@ -145,7 +145,7 @@ def test_the_same_seed_and_setting_give_the_same_bits_whatever_the_process_draws
     assert (torch.get_rng_state() == state).all()
     assert torch.get_num_threads() == threads
     assert not torch.are_deterministic_algorithms_enabled()
-    for other in ({"seed": 4}, {"learning_rate": 2e-3}):
+    for other in ({"seed": 4}, {"learning_rate": 2e-3}, {"flip": 3}):
         assert weights(trained(model, **options | other)) != weights(first)
 
 
@@ -414,6 +414,7 @@ def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
     [
         ({"net": "resnet"}, "'resnet'"),
         ({"net": nn.Linear(2, 2)}, r"Linear: give the function that trains it, train\(seed, setting\)"),
+        ({"net": gl.models.Autoencoder()}, "model_options"),
         ({"profile": "huge"}, "'huge'.*smoke, quick, motion, paper"),
         ({"frames": 19}, "19.*20"),
         ({"frames": 30.5}, "30.5"),
