@@ -1,4 +1,8 @@
+import contextlib
 import copy
+import resource
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,15 +36,19 @@ def whole(model, loss, data):
     return value.detach(), gradient(model)
 
 
+def check_parts(model, loss, data, in_parts=None, **how):
+    """The loss and the gradient in parts are those of the whole."""
+    expected, of_the_whole = whole(model, loss, data)
+    model.zero_grad()
+    value = in_parts() if in_parts else GradientAccumulation(model, loss, **how)(data)
+    torch.testing.assert_close(value, expected)
+    assert (gradient(model) - of_the_whole).norm() <= 1e-6 * of_the_whole.norm()
+
+
 @pytest.mark.parametrize("size", [1, 3, 4, 9, 10, 50])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_gradient_in_parts_is_that_of_the_whole(size, reduction):
-    model, data, loss = network(), batch(), nn.MSELoss(reduction=reduction)
-    expected, of_the_whole = whole(model, loss, data)
-    model.zero_grad()
-    value = GradientAccumulation(model, loss, batch=size)(data)
-    torch.testing.assert_close(value, expected)
-    assert (gradient(model) - of_the_whole).norm() <= 1e-6 * of_the_whole.norm()
+    check_parts(network(), nn.MSELoss(reduction=reduction), batch(), batch=size)
 
 
 def test_it_adds_to_the_gradient_that_is_there():
@@ -90,10 +98,7 @@ def test_a_batch_is_halved_until_it_fits_and_the_size_is_remembered(error):
     model.sizes.clear()
     backward(data)
     assert model.sizes == [3, 3, 3, 1]
-    _, of_the_whole = whole(model.inner, F.mse_loss, data)
-    model.zero_grad()
-    backward(data)
-    assert (gradient(model) - of_the_whole).norm() <= 1e-6 * of_the_whole.norm()
+    check_parts(model.inner, F.mse_loss, data, lambda: backward(data))
 
 
 def test_a_gradient_that_was_there_is_as_before_where_it_fails():
@@ -157,7 +162,7 @@ def test_what_cannot_be_split_is_refused_by_name(layer, words):
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(16).eval(), nn.Dropout(0.0), nn.Dropout(0.5).eval()])
 def test_what_takes_each_example_alone_is_split(layer):
-    GradientAccumulation(network(layer), F.mse_loss, batch=3)(batch())
+    check_parts(network(layer), F.mse_loss, batch(), batch=3)
 
 
 def test_a_mean_over_what_a_mask_leaves_is_refused_and_its_sum_is_not():
@@ -165,125 +170,78 @@ def test_a_mean_over_what_a_mask_leaves_is_refused_and_its_sum_is_not():
     targets = torch.tensor([0, -100, 1, 2, -100, -100, 0, 1, 2, -100])
     with pytest.raises(gl.UsageError, match="cannot be split"):
         GradientAccumulation(model, F.cross_entropy, batch=3)((inputs, targets))
-    loss = nn.CrossEntropyLoss(reduction="sum")
-    _, of_the_whole = whole(model, loss, (inputs, targets))
-    model.zero_grad()
-    GradientAccumulation(model, loss, batch=3)((inputs, targets))
-    assert (gradient(model) - of_the_whole).norm() <= 1e-6 * of_the_whole.norm()
+    check_parts(model, nn.CrossEntropyLoss(reduction="sum"), (inputs, targets), batch=3)
 
 
 def test_gpulabs_networks_are_split_or_refused_by_name():
-    images = torch.rand(12, 1, 28, 28)
-    net = gl.models.Autoencoder(batch_size=12)
-    net.training_loss(images, None)[0].backward()
-    of_the_whole = gradient(net)
-    net.zero_grad()
-    GradientAccumulation(net, batch=5)(images)
-    assert (gradient(net) - of_the_whole).norm() <= 1e-6 * of_the_whole.norm()
+    images, net = torch.rand(12, 1, 28, 28), gl.models.Autoencoder(batch_size=12)
+    in_parts = GradientAccumulation(net, batch=5)
+    check_parts(net, lambda *_: net.training_loss(images, None)[0], (images, None), lambda: in_parts(images))
     with pytest.raises(gl.UsageError, match="batch of Whitener cannot be split"):
         GradientAccumulation(gl.models.Whitener(), batch=30)(torch.rand(50, 1, 28, 28))
     with pytest.raises(gl.UsageError, match="PredNet carries a state"):
         GradientAccumulation(gl.models.PredNet(channels=(3, 4), size=(12, 16)), batch=2)(torch.rand(5, 1, 3, 12, 16))
 
 
+class Named(nn.Sequential):
+    """Takes a batch by the names of its tensors, and computes the loss itself."""
+
+    def forward(self, x, y):
+        return {"loss": F.mse_loss(super().forward(x), y)}
+
+
 def test_a_batch_by_names_is_split():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = network()
-
-        def forward(self, x, y):
-            return {"loss": F.mse_loss(self.inner(x), y)}
-
-    (x, y), model = batch(), Named()
-    expected, of_the_whole = whole(model.inner, F.mse_loss, (x, y))
-    model.zero_grad()
-    torch.testing.assert_close(GradientAccumulation(model, batch=4)({"x": x, "y": y}), expected)
-    assert (gradient(model) - of_the_whole).norm() <= 1e-6 * of_the_whole.norm()
+    (x, y), layers = batch(), network()
+    in_parts = GradientAccumulation(Named(*layers), batch=4)
+    check_parts(layers, F.mse_loss, (x, y), lambda: in_parts({"x": x, "y": y}))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "rows", "words"),
     [
-        ({"batch": 0}, "batch 0"),
-        ({"batch": "half"}, "'half'"),
-        ({"reduction": "none"}, "'none'"),
-        ({"loss": nn.MSELoss(reduction="none")}, "'none'"),
+        ({"batch": 0}, 3, "batch 0"),
+        ({"reduction": "none"}, 3, "'none'"),
+        ({"loss": nn.MSELoss(reduction="none")}, 3, "'none'"),
+        ({"loss": F.mse_loss}, 4, r"\[3, 4\] rows"),
     ],
 )
-def test_nonsense_is_refused(arguments, words):
+def test_nonsense_is_refused(arguments, rows, words):
     with pytest.raises(gl.UsageError, match=words):
-        GradientAccumulation(network(), **arguments)
+        GradientAccumulation(network(), **arguments)((torch.rand(3, 6), torch.rand(rows, 3)))
 
 
-def test_tensors_of_different_lengths_are_refused():
-    with pytest.raises(gl.UsageError, match=r"\[3, 4\] rows"):
-        GradientAccumulation(network(), F.mse_loss)((torch.rand(3, 6), torch.rand(4, 3)))
-
-
-def test_a_batch_that_really_does_not_fit_is_trained_on(python):
-    """A process whose address space is limited: the allocator itself fails."""
-    done = python(
-        """
-        import copy
-        import resource
-        import torch
-        from torch import nn
-        from gpulab.training import GradientAccumulation
-
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(100, 500), nn.Tanh(), nn.Linear(500, 500), nn.Tanh(), nn.Linear(500, 1))
-        inputs, targets = torch.rand(20_000, 100), torch.rand(20_000, 1)
-        loss = nn.functional.mse_loss
-        exact = copy.deepcopy(model).double()  # in float32 the whole batch's own rounding is 2e-6
-        whole = loss(exact(inputs.double()), targets.double())
-        whole.backward()
-        expected = [p.grad for p in exact.parameters()]
-        used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
-        resource.setrlimit(resource.RLIMIT_AS, (used + 100 * 2**20, -1))
-        try:
-            loss(model(inputs), targets).backward()
-            print("the whole fits")
-        except RuntimeError as error:
-            print(str(error)[:300].replace(chr(10), " "))
-        model.zero_grad()
-        backward = GradientAccumulation(model, loss)
-        value = backward((inputs, targets))
-        pairs = [(p.grad, e) for p, e in zip(model.parameters(), expected)]
-        off = max(float((got - want).norm() / want.norm()) for got, want in pairs)
-        print(backward.batch, off, float((value - whole).abs() / whole))
-        """,
-        OMP_NUM_THREADS="1",
-    )
-    refused, numbers = done.stdout.splitlines()
-    assert "memory" in refused
-    size, off, loss = numbers.split()
-    assert 1 < int(size) < 20_000
-    assert float(off) <= 1e-6
-    assert float(loss) <= 1e-6
-
-
-@needs_cuda
-def test_a_batch_that_does_not_fit_on_the_gpu_is_trained_on():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(100, 2000), nn.Tanh(), nn.Linear(2000, 2000), nn.Tanh(), nn.Linear(2000, 1)).cuda()
-    data = torch.rand(20_000, 100, device="cuda"), torch.rand(20_000, 1, device="cuda")
-    exact = copy.deepcopy(model).double()
-    _, expected = whole(exact, F.mse_loss, [part.double() for part in data])
-    expected = expected.float()
-    exact = None
-    torch.cuda.empty_cache()
-    room = torch.cuda.memory_reserved() + 300 * 2**20
-    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info()[1])
+@contextlib.contextmanager
+def little_memory(device):
+    """The allocator itself fails, of this process or of the GPU."""
+    if device == "cpu":
+        before, pages = resource.getrlimit(resource.RLIMIT_AS), int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 100 * 2**20, before[1]))
+    else:
+        torch.cuda.empty_cache()
+        room = torch.cuda.memory_reserved() + 300 * 2**20
+        torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info()[1])
     try:
-        with pytest.raises(torch.OutOfMemoryError):
+        yield
+    finally:
+        if device == "cpu":
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        else:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize(("device", "width"), [("cpu", 500), pytest.param("cuda", 2000, marks=needs_cuda)])
+@pytest.mark.skipif(sys.platform != "linux", reason="a process on Linux can limit its own memory")
+def test_a_batch_that_really_does_not_fit_is_trained_on(device, width):
+    torch.manual_seed(0)
+    layers = nn.Linear(100, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
+    model, data = nn.Sequential(*layers).to(device), [torch.rand(20_000, n, device=device) for n in (100, 1)]
+    # In float32 the whole batch's own rounding is 2e-6.
+    value, expected = whole(copy.deepcopy(model).double(), F.mse_loss, [part.double() for part in data])
+    with little_memory(device), gl.setting("cuda:tf32=off" if device == "cuda" else "cpu:threads=1"):
+        with pytest.raises(RuntimeError, match="memory"):
             F.mse_loss(model(data[0]), data[1]).backward()
         model.zero_grad()
         backward = GradientAccumulation(model, F.mse_loss)
-        with gl.setting("cuda:tf32=off"):
-            backward(data)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.testing.assert_close(backward(data), value.float())
     assert 1 < backward.batch < 20_000
-    assert (gradient(model) - expected).norm() <= 1e-6 * expected.norm()
+    assert (gradient(model) - expected.float()).norm() <= 1e-6 * expected.norm()

@@ -1,4 +1,7 @@
-"""Hogwild in real processes: what it ends at, and that what is lost is counted."""
+"""Hogwild: what it ends at, and that what is lost is counted."""
+
+import os
+import pathlib
 
 import numpy as np
 import pytest
@@ -7,9 +10,25 @@ import torch
 import gpulab as gl
 from gpulab.models import Autoencoder
 from gpulab.training import asynchronous, parallel
-from gpulab.training.asynchronous import Memory, descend
+from gpulab.training.asynchronous import Memory, descend, work
 
-SMALL = {"updates": 60, "hidden": (8,)}
+SMALL = {"updates": 20, "hidden": (8,)}
+several = pytest.mark.slow("two processes")
+
+
+class Here:
+    """This process instead of one that is started."""
+
+    devices = 1
+
+    def do(self, job):
+        return [work(job["seed"], gl.Setting.parse(job["setting"]), **job["model_options"])]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with parallel.Processes("cpu:threads=1", 2) as processes:
+        yield processes
 
 
 def sequential(updates, workers=1, seed=0, rate=1.0):
@@ -32,18 +51,31 @@ def sequential(updates, workers=1, seed=0, rate=1.0):
         return losses, model.training_loss(torch.from_numpy(heldout).float() / 255, None)[0].item()
 
 
-@pytest.mark.parametrize(("mode", "workers"), [("lock-free", 1), ("synchronous", 1), ("synchronous", 2)])
-def test_without_a_race_it_is_gradient_descent(mode, workers):
-    losses, heldout = sequential(60, workers)
-    descent = descend(mode, workers=workers, **SMALL)
+def check_descent(descent, workers):
+    losses, heldout = sequential(20, workers)
     mine = descent.history.sort_values(["update", "worker"]).loss
     np.testing.assert_allclose(mine, losses, rtol=1e-5)
     assert descent.summary["heldout_loss"] == pytest.approx(heldout, rel=1e-5)
     assert (descent.summary["lost"], descent.summary["staleness"]) == (0, 0)
 
 
-def test_lock_free_workers_learn_and_read_old_weights():
-    descent = descend("lock-free", guard=True, updates=300)
+@pytest.mark.parametrize("options", [{}, {"guard": True}, {"mode": "bounded", "delay": 0}, {"mode": "synchronous"}])
+def test_without_a_race_it_is_gradient_descent(options, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    descent = descend(workers=1, processes=Here(), **SMALL, **options)
+    check_descent(descent, 1)
+    assert descent.summary["overwritten_steps"] == pytest.approx(0.0 if "guard" in options else np.nan, nan_ok=True)
+
+
+@several
+def test_two_that_wait_for_each_other_sum_their_gradients(two):
+    check_descent(descend("synchronous", processes=two, **SMALL), 2)
+
+
+@several
+def test_lock_free_workers_learn_and_read_old_weights(two):
+    descent = descend("lock-free", guard=True, updates=300, processes=two)
     assert len(descent.history) == 300
     assert descent.history.groupby("worker").size().tolist() == [150, 150]
     assert descent.history.loss.tail(20).mean() < 0.8 * descent.history.loss.head(20).mean()
@@ -52,9 +84,10 @@ def test_lock_free_workers_learn_and_read_old_weights():
     assert 0 <= descent.summary["lost_share"] < 0.5
 
 
-def test_a_bounded_worker_is_never_further_ahead():
+@several
+def test_a_bounded_worker_is_never_further_ahead(two):
     """At most 2 × delay + 1 updates of one other come in between; an update ends after the one it had to wait for."""
-    history = descend("bounded", delay=1, **SMALL).history
+    history = descend("bounded", delay=1, processes=two, **SMALL).history
     assert history.staleness.max() <= 3
     ended = history.set_index(["worker", "update"]).seconds
     for worker, update in ended.index[ended.index.get_level_values("update") >= 2]:
@@ -66,9 +99,6 @@ HAMMER_SIZE = 64
 
 def hammer(seed, setting, memory="", updates=20_000):  # noqa: ARG001
     """Nothing but additions, in one of two processes."""
-    import os
-    import pathlib
-
     shared = Memory(pathlib.Path(memory), torch.nn.Linear(HAMMER_SIZE, 1, bias=False), 2)
     shared.clocks[int(os.environ["RANK"])] = 0
     while int(shared.clocks.min()) < 0:
@@ -79,13 +109,13 @@ def hammer(seed, setting, memory="", updates=20_000):  # noqa: ARG001
     return 0.0
 
 
-def test_a_lost_update_is_lost_with_its_count(tmp_path):
+@several
+def test_a_lost_update_is_lost_with_its_count(two, tmp_path):
     """Weights and counts begin at 0 and are both raised by 1: they stay equal only if both are lost together."""
     model = torch.nn.Linear(HAMMER_SIZE, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     shared = Memory(tmp_path, model, 2, create=True)
-    job = {"net": f"{__file__}:hammer", "setting": "cpu:threads=1", "seed": 0}
-    parallel.launch(job | {"model_options": {"memory": str(tmp_path)}}, 2)
+    two.do({"net": f"{__file__}:hammer", "setting": "cpu:threads=1", "model_options": {"memory": str(tmp_path)}})
     assert torch.equal(shared.pairs[:, 0], shared.pairs[:, 1])
     assert shared.pairs[:, 1].max() <= 40_000
     assert shared.pairs[:, 1].min() > 20_000 * 0.9
@@ -119,7 +149,6 @@ def test_the_guard_names_memory_that_another_worker_changed(tmp_path):
     [
         ({"mode": "wild"}, "mode 'wild': expected one of lock-free"),
         ({"mode": "bounded"}, "delay=None with mode 'bounded'"),
-        ({"delay": 3}, "delay=3 with mode 'lock-free'"),
         ({"updates": 5}, "updates=5: expected a multiple of 2"),
         ({"workers": 0}, "workers=0"),
         ({"data": "walk"}, "'walk' is a sequence"),

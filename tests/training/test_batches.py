@@ -46,12 +46,6 @@ def test_a_gradient_lost_in_noise_has_no_scale():
     assert noise_scale(net, examples[torch.tensor([0, 5, 1, 6, 2, 7, 3, 8])], 1).scale == math.inf
 
 
-@pytest.mark.parametrize(("count", "size"), [(10, 10), (10, 3), (10, 0)])
-def test_examples_that_are_no_batches_are_refused(count, size):
-    with pytest.raises(gl.UsageError, match=f"{count} examples in batches of {size}"):
-        noise_scale(Mean(2), torch.rand(count, 2), size)
-
-
 def test_larger_batches_take_fewer_steps_to_a_target_and_more_examples():
     net, data = Autoencoder((16,)), gl.load("digits", size=(28, 28))
     table = steps_to_target(net, data, 0.04, (1, 8, 64), (1e-3, 3e-3), most=1500, progress=False)
@@ -59,12 +53,23 @@ def test_larger_batches_take_fewer_steps_to_a_target_and_more_examples():
     assert best.steps.is_monotonic_decreasing
     assert best.examples.is_monotonic_increasing
     assert math.isnan(steps_to_target(net, data, 1e-6, (1,), (1e-3,), most=5, progress=False).steps[0])
-    with pytest.raises(gl.UsageError, match="walk is a sequence"):
-        steps_to_target(net, gl.load("walk"), 0.04)
 
 
 def test_the_law_is_found_again():
     sizes = [1, 2, 4, 8, 16, 32, 64]
     assert fit_law(sizes, [30 * (1 + 12 / size) for size in sizes]) == pytest.approx((30, 12), rel=1e-4)
-    with pytest.raises(gl.UsageError, match="three or more, all finite"):
-        fit_law(sizes, [math.nan] * 7)
+
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        (lambda: noise_scale(Mean(2), torch.rand(10, 2), 10), "10 examples in batches of 10"),
+        (lambda: noise_scale(Mean(2), torch.rand(10, 2), 3), "10 examples in batches of 3"),
+        (lambda: noise_scale(Mean(2), torch.rand(10, 2), 0), "10 examples in batches of 0"),
+        (lambda: steps_to_target(Autoencoder(), gl.load("walk"), 0.04), "walk is a sequence"),
+        (lambda: fit_law([1, 2, 4], [math.nan] * 3), "three or more, all finite"),
+    ],
+)
+def test_nonsense_is_refused(refused, words):
+    with pytest.raises(gl.UsageError, match=words):
+        refused()

@@ -1,8 +1,10 @@
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
+import types
 from importlib.util import find_spec
 
 import psutil
@@ -14,10 +16,8 @@ from gpulab.cli import app
 from gpulab.store import run_files
 from gpulab.training import cluster as clusters
 
-if (
-    find_spec("ray") is None
-):  # not imported here: Ray reads the environment when it is, which `clusters.ray` sets before
-    pytest.skip("Ray is not installed", allow_module_level=True)
+# Ray itself is not imported here: it reads the environment when it is, which `clusters.ray` sets before.
+starts_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 PATIENCE = 600  # seconds; a busy machine takes its time to start Ray
 SMALL = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}, "frames": 2000}
 DRIVER = """
@@ -38,19 +38,20 @@ def train(seed):
 """
 
 
+@starts_ray
+@pytest.mark.slow("starts Ray")
 def test_a_cluster_of_this_machine_listens_on_it_alone_and_has_no_dashboard():
-    with clusters.RayCluster() as cluster:
+    with clusters.RayCluster():
         mine = {process.pid: process.name() for process in psutil.Process().children(recursive=True)}
         heard = [c.laddr for c in psutil.net_connections("inet") if c.pid in mine and c.status == psutil.CONN_LISTEN]
         assert "raylet" in mine.values()
         assert heard
         assert {address.ip.removeprefix("::ffff:") for address in heard} == {"127.0.0.1"}
         assert 8265 not in {address.port for address in heard}
-        cluster.cpus = 4096
-        with pytest.raises(gl.UsageError, match="asks for 4096 CPU and 0 GPU on one node; of 1 nodes none has as much"):
-            cluster.passports("cpu")
 
 
+@starts_ray
+@pytest.mark.slow("starts two nodes of Ray's")
 def test_a_node_that_dies_loses_no_finished_run_and_its_others_are_run_again(tmp_path):
     """On two nodes of one CPU each, with the runs that this machine gives, and none done twice."""
     clusters.ray("local")
@@ -87,6 +88,58 @@ def test_a_node_that_dies_loses_no_finished_run_and_its_others_are_run_again(tmp
         alone = gl.train("prednet", seed=seed, setting="cpu:threads=1", profile="smoke", progress=False, **SMALL)
         (there,) = runs[runs.seed == seed].itertuples()
         assert (there.id, there.weights) == (alone.record["id"], alone.record["summary"]["weights"])
+
+
+class OneNode:
+    """Stands in for Ray: it calls what it is given, on a node that dies under so many trainings."""
+
+    def __init__(self, deaths):
+        names = ("RayError", "RayTaskError", "TaskCancelledError")
+        self.exceptions = types.SimpleNamespace(**{name: type(name, (Exception,), {}) for name in names})
+        self.deaths = deaths
+
+    def init(self, address, **_):
+        self.address = address
+
+    def nodes(self):
+        return [{"Alive": True, "NodeID": "here", "Resources": {"CPU": 1.0}}]
+
+    def remote(self, **options):
+        def task(function):
+            called = functools.partial(self.streamed, function) if "num_returns" in options else function
+            made = types.SimpleNamespace(options=lambda **_: made, remote=called)
+            return made
+
+        return task
+
+    def streamed(self, function, *arguments):
+        if self.deaths:
+            self.deaths -= 1
+            raise self.exceptions.RayError("the node died\nand more")
+        yield from function(*arguments)
+
+    def get(self, answers):
+        return answers
+
+    def shutdown(self):
+        self.address = None
+
+
+def test_an_experiment_on_a_stand_in_for_ray(monkeypatch, tmp_path):
+    strategies = types.SimpleNamespace(NodeAffinitySchedulingStrategy=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    monkeypatch.setattr(clusters, "_passport_here", lambda: gl.passport().to_json())
+    exp = gl.Experiment("autoencoder", ["cpu:threads=1"], 1, "smoke", tmp_path, options={"frames": 20})
+    monkeypatch.setitem(sys.modules, "ray", OneNode(clusters.DEATHS))
+    with pytest.raises(gl.GpulabError, match=r"5 nodes died under it: the node died$"):
+        exp.run(progress=False, engine="ray")
+    monkeypatch.setitem(sys.modules, "ray", OneNode(1))
+    frame = exp.run(progress=False, engine="ray")
+    assert (sys.modules["ray"].deaths, sys.modules["ray"].address) == (0, None)
+    with pytest.raises(gl.UsageError, match="asks for 4096 CPU and 0 GPU on one node; of 1 nodes none has as much"):
+        exp.run(progress=False, engine="ray", cpus=4096)
+    alone = gl.train("autoencoder", setting="cpu:threads=1", profile="smoke", frames=20, progress=False)
+    assert frame.weights[0] == alone.record["summary"]["weights"]
 
 
 @pytest.mark.parametrize(
@@ -132,8 +185,9 @@ def test_what_a_run_asks_for(setting, shares, asked):
         engine.asked("cuda:1")
 
 
+@pytest.mark.slow("runs the tasks of a job array side by side")
 def test_a_job_array_does_each_run_once_and_then_the_experiment_is_done(tmp_path, monkeypatch):
-    """Slurm itself is not here: `srun` is a stand-in, the tasks run side by side, and one is submitted twice."""
+    """Slurm itself is not here: `srun` is a stand-in, and one task is submitted twice."""
     (tmp_path / "counted.py").write_text(COUNTED)
     (tmp_path / "srun").write_text('#!/bin/sh\nexec "$@"\n')
     (tmp_path / "gpulab").write_text(f'#!/bin/sh\nexec {sys.executable} -m gpulab "$@"\n')
@@ -141,17 +195,14 @@ def test_a_job_array_does_each_run_once_and_then_the_experiment_is_done(tmp_path
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    experiment = ["gpulab", "experiment", "counted.py:train", "--setting", "cpu:threads=1", "--seeds", "3"]
-    printed = subprocess.run([*experiment, "--engine", "slurm", "--tasks", "2"], capture_output=True, text=True)
-    assert "#SBATCH --array=0-1\n" in printed.stdout
-    (tmp_path / "job.sh").write_text(printed.stdout)
+    command = ["experiment", "counted.py:train", "--setting", "cpu:threads=1", "--seeds", "3", "--engine", "slurm"]
+    monkeypatch.setattr(sys, "argv", ["gpulab", *command])
+    (tmp_path / "job.sh").write_text(CliRunner().invoke(app, [*command, "--tasks", "2"]).stdout)
     environments = [{**os.environ, "SLURM_ARRAY_TASK_ID": number} for number in "011"]
-    tasks = [subprocess.Popen(["bash", "job.sh"], env=each, stdout=subprocess.PIPE) for each in environments]
+    tasks = [subprocess.Popen(["bash", "job.sh"], env=each, stdout=subprocess.DEVNULL) for each in environments]
     assert [task.wait(timeout=PATIENCE) for task in tasks] == [0, 0, 0]
     assert sorted((tmp_path / "log").read_text().split()) == list("012")
     assert sorted(gl.runs("runs").seed) == [0, 1, 2]
-    for task in tasks:
-        task.stdout.close()
 
 
 def test_a_job_array_asks_for_what_all_devices_and_workers_of_a_task_need():

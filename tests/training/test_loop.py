@@ -2,8 +2,10 @@
 
 import copy
 import inspect
+import itertools
 import json
 import math
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +13,11 @@ import pytest
 import torch
 
 from gpulab.data.feed import Loader
+from gpulab.errors import DataError
 from gpulab.training import loop
 from gpulab.training.loop import Plain
 from gpulab.training.plan import plan_run
-from gpulab.training.run import set_up, train_to_the_end, windows
+from gpulab.training.run import ahead, set_up, train_to_the_end, windows
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_autoencoder.ipynb"
 
@@ -59,10 +62,17 @@ class Telling:
         return torch.tensor(next(self.losses), dtype=torch.float64), len(self.states)
 
 
-def test_an_engine_is_an_object_with_one_method():
+def test_an_engine_is_an_object_with_one_method_and_between_two_windows_others_take_their_turn():
     plan = planned("prednet")
     training, engine, seen = set_up(plan), Telling([1.0], [2.0], [3.0], [4.0], [5.0]), []
-    train_to_the_end(plan, training, engine, lambda: seen.append((training.step, training.inside_window)))
+    turns = loop.train(
+        training, windows(plan, training), engine, lambda: seen.append((training.step, training.inside_window))
+    )
+    for window in range(5):
+        next(turns)
+        assert training.inside_window
+        assert len(training.history) == window, "its losses are not looked at before the next turn"
+    assert next(turns, "the end") == "the end"
     assert engine.states == [None, 1, 2, 3, 4], "the state goes from window to window"
     assert seen == [(1, False), (2, False), (3, False), (4, False), (5, False)]
 
@@ -78,20 +88,40 @@ def test_a_loss_that_is_not_finite_ends_it_where_it_came(wrong):
     assert len(training.history) == 2
 
 
-def test_between_two_windows_others_take_their_turn():
-    plan = planned("prednet")
-    training = set_up(plan)
-    turns = loop.train(training, windows(plan, training), Telling([1.0], [2.0], [3.0], [4.0], [5.0]))
-    for window in range(5):
-        next(turns)
-        assert training.inside_window
-        assert len(training.history) == window, "its losses are not looked at before the next turn"
-    assert next(turns, "the end") == "the end"
-    assert len(training.history) == 5
-
-
 def test_the_notebook_prints_this_loop():
     printed = "".join(inspect.getsource(part) + "\n" for part in (loop.train, Plain.update, Plain.gradients))
     cells = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
     assert "".join(cells["03-loop"]["outputs"][0]["text"]) == printed
     assert len(inspect.getsource(loop).splitlines()) < 150
+
+
+def test_windows_come_in_order_and_the_next_one_and_no_more_is_made_meanwhile():
+    made, second = [], threading.Event()
+
+    def windows():
+        for number in itertools.count():
+            made.append(number)
+            if number == 1:
+                second.set()
+            yield number
+
+    before, coming = threading.active_count(), ahead(windows())
+    assert next(coming) == 0
+    assert second.wait(60), "while the first is looked at"
+    for number in range(1, 12):
+        assert len(made) <= number + 1
+        assert next(coming) == number
+    coming.close()
+    assert threading.active_count() == before
+    assert list(ahead(iter(range(5)))) == [0, 1, 2, 3, 4]
+
+
+def test_what_goes_wrong_there_is_said_here():
+    def windows():
+        yield 0
+        raise DataError("clip.mp4: truncated")
+
+    coming = ahead(windows())
+    assert next(coming) == 0
+    with pytest.raises(DataError, match="truncated"):
+        next(coming)

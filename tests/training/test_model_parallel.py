@@ -14,14 +14,8 @@ from gpulab.training.run import heldout_loss, set_up, train_to_the_end
 
 CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has not two CUDA GPUs")
 PLACES = [("cpu", "cpu"), pytest.param(("cuda:0", "cuda:1"), marks=CARDS)]
-NETS = {
-    "autoencoder": {"net": "autoencoder", "model_options": {"hidden": [16, 8]}},
-    "prednet": {
-        "net": "prednet",
-        "model_options": {"channels": [3, 4, 6], "size": (8, 12)},
-        "data_options": {"size": (8, 12)},
-    },
-}
+FILMS = {"model_options": {"channels": [3, 4, 6], "size": (8, 12)}, "data_options": {"size": (8, 12)}}
+NETS = {"autoencoder": {"model_options": {"hidden": [16, 8]}}, "prednet": FILMS}
 
 
 @pytest.mark.parametrize("devices", PLACES)
@@ -32,7 +26,7 @@ def test_a_split_network_has_the_same_losses(name, devices):
         return training, Engines(plan, training)
 
     def trained(begin_with_engine):
-        plan = plan_run(**NETS[name], profile="smoke", frames=100, fast=False, setting="cpu:precision=float64")
+        plan = plan_run(name, **NETS[name], profile="smoke", frames=100, fast=False, setting="cpu:precision=float64")
         plan.draw_weights()
         training, engine = begin_with_engine(plan)
         train_to_the_end(plan, training, engine)
@@ -79,12 +73,15 @@ def test_memory_per_part():
     assert all(part["activations"] > 0 and part["optimizer"] == 3 * part["weights"] for part in parts)
 
 
-@pytest.mark.parametrize(("net", "count"), [(Autoencoder((8,)), 3), (PredNet((3, 4), (8, 12)), 3), (Autoencoder(), 0)])
-def test_more_devices_than_layers_are_refused(net, count):
-    with pytest.raises(gl.UsageError, match="layers over"):
+@pytest.mark.parametrize(
+    ("net", "count", "words"),
+    [
+        (Autoencoder((8,)), 3, "2 layers over 3"),
+        (PredNet((3, 4), (8, 12)), 3, "2 layers over 3"),
+        (Autoencoder(), 0, "layers over 0"),
+        (gl.models.Whitener(), 2, "Whitener: an Autoencoder or a PredNet"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(net, count, words):
+    with pytest.raises(gl.UsageError, match=words):
         split(net, ["cpu"] * count)
-
-
-def test_another_network_is_refused():
-    with pytest.raises(gl.UsageError, match="Whitener: an Autoencoder or a PredNet"):
-        split(gl.models.Whitener(), ["cpu", "cpu"])

@@ -7,13 +7,17 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gpulab as gl
 from gpulab.models.base import Trainable, draw_linear_
 from gpulab.store import run_files
 from gpulab.training import data_parallel, parallel
+from gpulab.training.keeping import Keeping
+from gpulab.training.plan import plan_run
+from gpulab.training.run import carry_out, under
+from gpulab.training.workers import TORCHRUN
 
 IMAGES = {"net": "autoencoder", "model_options": {"hidden": [16], "batch_size": 7}, "frames": 100}
 FILMS = {
@@ -38,9 +42,43 @@ def distance(run, other):
     return max(max((one - two).abs().max().item() for one, two in pairs), *losses)
 
 
-# --- the same end ----------------------------------------------------------------------------------------
+starts_processes = pytest.mark.slow("starts processes that train together")
 
 
+@pytest.fixture
+def in_a_group_of_one(monkeypatch, tmp_path):
+    """This process takes its share of each batch, which is all of it, as one of several that meet through gloo."""
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", init_method=(tmp_path / "meeting").as_uri(), rank=0, world_size=1)
+    yield parallel.Group(0, 1)
+    dist.destroy_process_group()
+
+
+def to_the_end(turns):
+    """What a generator returns."""
+    result = []
+
+    def delegate():
+        result.append((yield from turns))
+
+    list(delegate())
+    return result[0]
+
+
+@pytest.mark.parametrize("what", [IMAGES, FILMS], ids=["images", "films"])
+def test_a_group_of_one_computes_what_one_alone_does(what, in_a_group_of_one, tmp_path):
+    plan = plan_run(
+        what["net"], setting=DOUBLE, profile="smoke", **{name: what[name] for name in what if name != "net"}
+    )
+    keeping, make_engine = data_parallel.in_group(plan, Keeping(store=tmp_path), in_a_group_of_one)
+    with under(plan.setting, 1):
+        run = to_the_end(carry_out(plan, {}, keeping, make_engine))
+    assert 0 <= distance(trained(what, setting=DOUBLE), run) < 1e-10
+    assert keeping.existing_run(plan.identity(gl.passport())).folder == run.path
+
+
+@starts_processes
 @pytest.mark.parametrize("what", [IMAGES, FILMS], ids=["images", "films"])
 @pytest.mark.parametrize(("setting", "bound"), [("cpu:threads=1", 1e-5), (DOUBLE, 1e-10)])
 def test_two_devices_end_where_one_does(what, setting, bound):
@@ -52,22 +90,29 @@ def test_two_devices_end_where_one_does(what, setting, bound):
     assert shared.history.loss.iloc[-1] != shared.history.loss.iloc[0]
 
 
+@starts_processes
 def test_more_devices_than_examples_in_the_last_batch():
     """The window's last batch has 2 images, of which one of three devices has none."""
     what = IMAGES | {"model_options": {"hidden": [16], "batch_size": 9}}
     assert distance(trained(what, setting=DOUBLE), trained(what, setting=DOUBLE, devices=3)) < 1e-10
 
 
-def test_the_run_is_kept_as_another_with_its_command(tmp_path):
+@starts_processes
+def test_the_run_is_kept_as_another_with_its_command_and_found_without_a_process(tmp_path, monkeypatch):
     seen = []
-    options = {"devices": 2, "store": tmp_path, "progress": lambda done, loss: seen.append((done, loss))}
-    run = trained(IMAGES, **options)
+    options = {"devices": 2, "store": tmp_path, "keep_weights": False}
+    run = trained(IMAGES, **options, progress=lambda done, loss: seen.append((done, loss)))
     assert [done for done, _ in seen] == [20, 40, 60, 80, 100]
     assert "--devices 2" in run.record["command"]
+    assert run_files.read_run(run.path)[2] is None
     trained(IMAGES, store=tmp_path)
     frame = gl.runs(tmp_path)
     assert sorted(frame.devices) == [1, 2]
     assert gl.verdict(frame, factor="devices", reference=1).decision == "inconclusive"  # one pair
+    monkeypatch.setattr("gpulab.training.workers.WORKER", ["no-python"])
+    assert trained(IMAGES, **options).record == run.record
+    with pytest.raises(gl.GpulabError, match="could not be started"):
+        trained(IMAGES, **options, resume=False)
 
 
 class Mine(Trainable):
@@ -93,16 +138,7 @@ class Mine(Trainable):
         draw_linear_(self, generator)
 
 
-def test_a_run_that_is_there_starts_no_process(tmp_path, monkeypatch):
-    options = {"devices": 2, "store": tmp_path, "keep_weights": False}
-    run = trained(IMAGES, **options)
-    assert run_files.read_run(run.path)[2] is None
-    monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", DIES])
-    assert trained(IMAGES, **options).record == run.record
-    with pytest.raises(gl.GpulabError, match="ended with status"):
-        trained(IMAGES, **options, resume=False)
-
-
+@starts_processes
 def test_a_network_of_ones_own(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]))
     net = Mine()
@@ -112,7 +148,11 @@ def test_a_network_of_ones_own(monkeypatch):
     assert torch.equal(shared.model.spare.weight, alone.model.spare.weight), "what has no gradient is left alone"
 
 
-# --- what cannot be shared -------------------------------------------------------------------------------
+class Carrying(gl.models.PredNet):
+    """It cuts every frame into two, and carries their states on."""
+
+    def batches(self, window):
+        yield torch.stack([window, window.flip(0)], 1)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +173,10 @@ def test_a_network_of_ones_own(monkeypatch):
         (IMAGES | {"watch": print}, "torchrun"),
         (IMAGES | {"window": 1}, "window=1"),
         (FILMS | {"window": 8}, "batch_size=5: of a window of 8 frames too few"),
+        (
+            {"net": Carrying((3, 4), (8, 12)), "data_options": {"size": (8, 12)}},
+            "Carrying carries a state from batch to batch",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused_before_a_process_starts(options, words, monkeypatch):
@@ -141,49 +185,25 @@ def test_what_cannot_be_shared_is_refused_before_a_process_starts(options, words
         trained({"devices": 2, **options})
 
 
-class Carrying(gl.models.PredNet):
-    """It cuts every frame into two, and carries their states on."""
-
-    def batches(self, window):
-        yield torch.stack([window, window.flip(0)], 1)
-
-
-def test_a_state_that_is_carried_on_is_refused():
-    net = Carrying((3, 4), (8, 12))
-    with pytest.raises(gl.UsageError, match="Carrying carries a state from batch to batch"):
-        trained({"net": net, "data_options": {"size": (8, 12)}, "devices": 2})
+DIES = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
 
 
 def test_a_process_that_dies_is_told_of(monkeypatch):
-    """Its worker ends, as one that is killed does, and nobody waits for it."""
-    monkeypatch.setenv("GPULAB_TEST", "1")
+    """Its worker ends, as one that is killed does, and nobody waits for it, nor for the other."""
+    monkeypatch.setattr(parallel, "LAST_WORDS", 0.1)
     monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", DIES])
     with pytest.raises(gl.GpulabError, match="process 1 of 2: its worker process ended with status -9"):
         trained(IMAGES, devices=2)
 
 
-DIES = """
-import os, signal
-from gpulab.training.worker import main
-if os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-main()
-"""
-
-
-# --- torchrun --------------------------------------------------------------------------------------------
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
-TORCHRUN += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+COMMAND = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
+COMMAND += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-
-
-def torchrun(*arguments, cwd, may_fail=False):
-    """The output of a program that torchrun starts twice."""
-    command, environment = [*TORCHRUN, *map(str, arguments)], {**os.environ, **LOOPBACK}
-    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120)
-    assert may_fail or done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 KILLED = """
@@ -203,11 +223,13 @@ gl.train("autoencoder", setting=setting, profile="smoke", frames=100, model_opti
 """
 
 
+@starts_processes
 def test_a_worker_killed_half_way_is_restarted_from_the_last_checkpoint_with_the_same_end(tmp_path):
     file = tmp_path / "training.py"
     file.write_text(KILLED)
     for store in ("killed", "whole"):
-        torchrun("--max-restarts", 1, file, store, cwd=tmp_path)
+        command, environment = [*COMMAND, "--max-restarts", "1", file, store], {**os.environ, **LOOPBACK}
+        subprocess.run(command, env=environment, cwd=tmp_path, check=True, timeout=120)
     (killed,), (whole,) = (
         [run_files.read_run(p.parent) for p in (tmp_path / s).glob("*/run.json")] for s in ("killed", "whole")
     )
@@ -220,15 +242,8 @@ def test_a_worker_killed_half_way_is_restarted_from_the_last_checkpoint_with_the
     assert alone.final_loss == pytest.approx(killed[0]["summary"]["final_loss"], abs=1e-10)
 
 
-def test_the_command_line_under_torchrun_tells_of_one_run(tmp_path):
-    command = ["-m", "gpulab", "train", "autoencoder", "--profile", "smoke", "--setting", "cpu:threads=1"]
-    command += ["--frames", "60", "--option", "batch_size=7", "--store", tmp_path / "runs"]
-    for _ in range(2):  # trained, and found
-        assert torchrun(*command, cwd=tmp_path).count("kept in") == 1
-    assert gl.runs(tmp_path / "runs").devices.tolist() == [2]
-
-
-def test_two_nodes_train_one_network_and_need_no_common_folder(tmp_path):
+@starts_processes
+def test_two_nodes_train_one_network_tell_of_one_run_and_need_no_common_folder(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -236,70 +251,27 @@ def test_two_nodes_train_one_network_and_need_no_common_folder(tmp_path):
     command += ["--rdzv-backend", "c10d", "--rdzv-id", "gpulab", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     command += ["--local-addr", "127.0.0.1", "-m", "gpulab", "train", "autoencoder", "--profile", "smoke"]
     command += ["--setting", "cpu:threads=1", "--frames", "60", "--option", "batch_size=7"]
-    nodes = []
-    for node in ("one", "two"):
-        words = [*command, "--store", str(tmp_path / node)]
-        pipe = subprocess.PIPE
-        nodes.append(subprocess.Popen(words, env={**os.environ, **LOOPBACK}, stdout=pipe, stderr=pipe, text=True))
-    said = [node.communicate(timeout=120) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
-    assert sum("kept in" in out for out, _ in said) == 1
+    how = {"env": {**os.environ, **LOOPBACK}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    for _ in range(2):  # trained, and found
+        nodes = [subprocess.Popen([*command, "--store", tmp_path / node], **how) for node in ("one", "two")]
+        said = [node.communicate(timeout=120) for node in nodes]
+        assert [node.returncode for node in nodes] == [0, 0], said
+        assert sum("kept in" in out for out, _ in said) == 1
     (run,) = [run_files.read_record(file.parent) for file in tmp_path.glob("*/*/run.json")]
     assert run["devices"] == 2
 
 
-OTHERS = """
-import os
-import gpulab as gl
-
-options = {"model_options": {"hidden": [16], "batch_size": 7}, "profile": "smoke", "frames": 40, "progress": False}
-rank = int(os.environ["RANK"])
-alone = gl.train("autoencoder", seed=rank, devices=1, **options)  # each its own
-try:
-    gl.train("autoencoder", seed=rank, **options)
-except gl.GpulabError as error:
-    print("refused:", error)
-try:
-    gl.train("autoencoder", devices=3, **options)
-except gl.UsageError as error:
-    print("refused:", error)
-"""
-
-
-def test_processes_with_different_trainings_do_not_share_one(tmp_path):
-    (tmp_path / "others.py").write_text(OTHERS)
-    said = torchrun("others.py", cwd=tmp_path, may_fail=True)  # the first waits for one that has left
-    assert "process 1 of 2 has another training to do than the first" in said
-    assert "devices=3, and torchrun has started 2 processes" in said
-
-
-# --- against torch's own ---------------------------------------------------------------------------------
-
-
-def gradients_by_both(seed, batch=6):
-    """In one of two processes: the distance between our gradients and DistributedDataParallel's."""
-    with parallel.join(gl.Setting.parse("cpu"), 2) as group:
-        from gpulab.training.engines import Engines
-        from gpulab.training.plan import plan_run
-        from gpulab.training.run import set_up
-
-        net = Mine().double()
-        net.draw_weights(torch.Generator().manual_seed(seed))
-        plan = plan_run(net, "digits", setting="cpu:precision=float64", profile="smoke", devices=2)
-        engine = data_parallel.DataParallel(Engines(plan, set_up(plan)), group)
-        images = torch.rand(batch, 1, 28, 28, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        engine.gradients(images, None)
-        theirs = DistributedDataParallel(net, find_unused_parameters=True)
-        mine = images.tensor_split(2)[group.rank]
-        (theirs(mine) - mine).square().mean().backward()
-        pairs = [(one.grad, other.grad) for one, other in zip(plan.model.parameters(), net.parameters(), strict=True)]
-        return max((one - other).abs().max().item() for one, other in pairs if one is not None)
-
-
-def test_equal_shares_have_the_gradient_of_distributed_data_parallel():
-    name = f"{__file__}:gradients_by_both"
-    answers = parallel.launch({"net": name, "setting": "cpu", "seed": 3, "profile": "smoke"}, 2)
-    assert [answer["final_loss"] < 1e-15 for answer in answers] == [True, True]
+def test_processes_with_different_trainings_do_not_share_one(monkeypatch, tmp_path):
+    """Stands in for the first of two processes: it says that it has something else to do."""
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda answer, _: answer.__setitem__(0, "something else"))
+    plan = plan_run("autoencoder", profile="smoke", devices=2, model_options={"batch_size": 7})
+    keeping, _ = data_parallel.in_group(plan, Keeping(store=tmp_path), parallel.Group(1, 2))
+    with pytest.raises(gl.GpulabError, match="process 1 of 2 has another training to do than the first"):
+        keeping.existing_run(plan.identity(gl.passport()))
+    monkeypatch.setenv(TORCHRUN, "one")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(gl.UsageError, match="devices=3, and torchrun has started 2 processes"):
+        trained(IMAGES, devices=3)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])

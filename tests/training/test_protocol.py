@@ -1,10 +1,15 @@
-import contextlib
 import copy
 import shlex
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from typer.testing import CliRunner
 
 import gpulab as gl
+from gpulab.cli import app
 from gpulab.data.feed import LOADERS
 from gpulab.training.protocol import OPTIONS, PROFILES, PROTOCOLS, Specification, factors_of_record, protocol
 from gpulab.training.request import planned
@@ -29,24 +34,25 @@ def test_each_model_has_each_profile_and_they_grow(model):
 
 
 def test_the_environment_has_the_last_word(monkeypatch):
-    monkeypatch.delenv("GPULAB_PROFILE", raising=False)
-    assert [gl.profile(name) for name in PROFILES] == list(PROFILES)
-    monkeypatch.setenv("GPULAB_PROFILE", "")
-    assert gl.profile("paper") == "paper"
-    monkeypatch.setenv("GPULAB_PROFILE", "smoke")
-    assert gl.profile("paper") == "smoke"
-
-
-def test_unknown_names_are_refused_with_the_known_ones(monkeypatch):
+    for environment, expected in (("", "paper"), ("smoke", "smoke")):
+        monkeypatch.setenv("GPULAB_PROFILE", environment)
+        assert gl.profile("paper") == expected
     monkeypatch.setenv("GPULAB_PROFILE", "huge")
     with pytest.raises(gl.UsageError, match=r"'huge'.*smoke, quick, paper"):
         gl.profile("quick")
-    with pytest.raises(gl.UsageError, match=r"'huge': prednet has smoke, quick, motion, paper"):
-        protocol("prednet", "huge")
-    with pytest.raises(gl.UsageError, match=r"'motion': autoencoder has smoke, quick, paper"):
-        protocol("autoencoder", "motion")
-    with pytest.raises(gl.UsageError, match=r"'resnet'.*autoencoder, prednet"):
-        protocol("resnet", "quick")
+
+
+@pytest.mark.parametrize(
+    ("model", "profile", "words"),
+    [
+        ("prednet", "huge", "'huge': prednet has smoke, quick, motion, paper"),
+        ("autoencoder", "motion", "'motion': autoencoder has smoke, quick, paper"),
+        ("resnet", "quick", "'resnet'.*autoencoder, prednet"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_known_ones(model, profile, words):
+    with pytest.raises(gl.UsageError, match=words):
+        protocol(model, profile)
 
 
 def test_a_profile_may_have_options_of_its_data_that_a_run_can_override():
@@ -57,71 +63,57 @@ def test_a_profile_may_have_options_of_its_data_that_a_run_can_override():
     assert speeds == [4.0, 2.0]
 
 
-# --- specifications ----------------------------------------------------------------------------------------
-
-SPECIFICATIONS = {
-    "nothing": Specification("autoencoder", profile="smoke", options={"frames": 20}),
-    "a learning rate": Specification(
-        "autoencoder", "cpu:threads=1", 3, "smoke", 1, {"frames": 20, "learning_rate": 3e-4}
-    ),
-    "factors": Specification("prednet", profile="smoke", options={"frames": 20, "loader": "reused", "flip": 3}),
-    "model and data": Specification(
-        "prednet",
-        profile="smoke",
-        options={
-            "frames": 20,
-            "data_options": {"speed": 2.0, "seed": 5},
-            "model_options": {"size": (8, 12), "channels": [3, 4], "kernel_size": 1},
-        },
-    ),
-    "JPEG": Specification(
-        "prednet",
-        "cpu",
-        1,
-        "smoke",
-        0,
-        {"frames": 20, "data": "jpeg:walk", "data_options": {"decoder": "pillow", "quality": 50}},
-    ),
-    "a whitener": Specification(
-        "whitener", profile="smoke", options={"frames": 200, "model_options": {"covariance": "centred", "hidden": 16}}
-    ),
+OPTIONAL = {
+    "learning_rate": st.floats(0, 1),
+    "window": st.sampled_from([10, 20]),
+    "flip": st.integers(0, 9),
+    "fast": st.just(False),
+    "draws": st.just("device"),
+    "devices": st.just(2),
 }
+PER_MODEL = {
+    "autoencoder": {"model_options": st.sampled_from([{"hidden": [16]}, {"batch_size": 5}])},
+    "prednet": {
+        "loader": st.sampled_from(LOADERS),
+        "data": st.just("walk"),
+        "data_options": st.fixed_dictionaries({}, optional={"speed": st.floats(0.5, 4), "seed": st.integers(0, 9)}),
+        "model_options": st.sampled_from(
+            [{"size": (8, 12), "channels": [3, 4], "kernel_size": 1}, {"truncation": "state"}]
+        ),
+    },
+    "whitener": {"model_options": st.just({"covariance": "centred", "hidden": 16})},
+}
+JPEG = {"data": "jpeg:walk", "data_options": {"decoder": "pillow", "quality": 50}, "frames": 20}
 
 
-@pytest.fixture(scope="module")
-def rerun(tmp_path_factory):
-    """Each specification trained, then again by the command that its run keeps, all in one process."""
-    from gpulab import cli
-
-    store = tmp_path_factory.mktemp("store")
-    runs = {
-        name: gl.train(**s.arguments(), store=store / "first", progress=False) for name, s in SPECIFICATIONS.items()
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for run in runs.values():
-            patch.setattr("sys.argv", [*shlex.split(run.record["command"]), "--store", str(store / "again")])
-            with contextlib.suppress(SystemExit):
-                cli.main()
-    return runs, gl.runs(store / "again").set_index("id")
+@st.composite
+def specifications(draw):
+    model = draw(st.sampled_from([*PER_MODEL]))
+    frames = {"frames": st.sampled_from([200, 400])}
+    options = draw(st.fixed_dictionaries(frames, optional=OPTIONAL | PER_MODEL[model]))
+    options = JPEG if model == "prednet" and draw(st.booleans()) else options
+    run = draw(st.tuples(st.sampled_from(["cpu", "cpu:threads=1"]), st.integers(0, 9)))
+    return Specification(model, *run, "smoke", draw(st.integers(0, 2)), options)
 
 
-@pytest.mark.parametrize("name", SPECIFICATIONS)
-def test_the_kept_command_makes_the_run_again(name, rerun):
-    runs, again = rerun
-    record = runs[name].record
-    assert record["id"] in again.index
-    assert again.weights[record["id"]] == record["summary"]["weights"]
+@settings(max_examples=40, deadline=None)
+@given(specifications())
+def test_command_and_record_give_the_specification_back(specification):
+    identity = planned(**specification.arguments())
+    with mock.patch("gpulab.training.request.train") as train:
+        CliRunner().invoke(app, shlex.split(specification.command())[1:])
+    assert planned(**train.call_args.kwargs).id == identity.id
+    assert planned(**Specification.from_record(identity.record).arguments()).id == identity.id
 
 
-def test_a_record_older_than_truncation_was_made_with_the_whole_state_cut_off(rerun):
-    record = copy.deepcopy(rerun[0]["factors"].record)
+def test_a_record_older_than_truncation_was_made_with_the_whole_state_cut_off():
+    record = copy.deepcopy(planned("prednet", profile="smoke", loader="reused").record)
     assert factors_of_record(record)["truncation"] == "loss"
     assert record["configuration"]["model_options"].pop("truncation") == "loss"
     assert factors_of_record(record)["truncation"] == "state"
     assert Specification.from_record(record).options["model_options"]["truncation"] == "state"
     assert "truncation" not in record["configuration"]["model_options"]
-    asked = {"frames": 20, "model_options": {"truncation": "state"}}
-    again = gl.train("prednet", profile="smoke", progress=False, **asked).record
+    again = planned("prednet", profile="smoke", model_options={"truncation": "state"}).record
     assert "truncation" not in again["configuration"]["model_options"], "so that an older run can stand for it"
     assert "--option truncation=state" in Specification.from_record(again).command()
     recorded = gl.recorded_runs()
@@ -129,15 +121,7 @@ def test_a_record_older_than_truncation_was_made_with_the_whole_state_cut_off(re
     assert recorded[recorded.experiment != "prednet"].truncation.isna().all()
 
 
-@pytest.mark.parametrize("name", SPECIFICATIONS)
-def test_a_record_gives_its_specification_back(name, rerun):
-    record = rerun[0][name].record
-    assert planned(**Specification.from_record(record).arguments()).id == record["id"]
-
-
 def test_a_grey_film_is_specified_again(tmp_path):
-    from PIL import Image
-
     for number in range(40):
         Image.new("L", (12, 8), 5 * number).save(tmp_path / f"{number:02}.png")
     flat = {"data": f"frames:{tmp_path}", "grey": True, "size": "8x12", "frames": 20}

@@ -19,35 +19,36 @@ def plan(tmp_path):
     return file
 
 
-def test_every_run_made_under_a_registration_keeps_its_digest(plan, tmp_path):
-    how = {"registered": str(plan)}
-    options = {"seeds": 1, "profile": "smoke", "store": tmp_path / "store", "how": how}
-    gl.Experiment("autoencoder", ["cpu:threads=1"], **options).run(progress=False)
-    gl.train(lambda seed: seed / 2, store=tmp_path / "store", registered=plan, progress=False)
-    gl.train("autoencoder", seed=1, profile="smoke", store=tmp_path / "store", progress=False)
-    gl.store.listing.pack(tmp_path / "store", tmp_path / "packed.parquet")
+def test_every_run_made_under_a_registration_keeps_its_digest_which_is_no_part_of_what_is_run(plan, tmp_path):
+    store, options = tmp_path / "store", {"profile": "smoke", "frames": 20}
+    made = {"how": {"registered": str(plan)}, "options": {"frames": 20}, "store": store}
+    gl.Experiment("autoencoder", ["cpu:threads=1"], 1, "smoke", **made).run(progress=False)
+    gl.train(lambda seed: seed / 2, store=store, registered=plan, progress=False)
+    registered = gl.train("autoencoder", store=store, registered=plan, progress=False, **options)
+    gl.train("autoencoder", seed=1, store=store, progress=False, **options)
+    gl.store.listing.pack(store, tmp_path / "packed.parquet")
     digest = hashlib.sha256(plan.read_bytes()).hexdigest()
-    for runs in (gl.runs(tmp_path / "store"), gl.runs(tmp_path / "packed.parquet")):
-        made_under = set(runs[runs.seed == 0].registered)
-        assert made_under == {f"a-plan {digest}"}
+    for runs in (gl.runs(store), gl.runs(tmp_path / "packed.parquet")):
+        assert set(runs[runs.seed == 0].registered) == {f"a-plan {digest}"}
         assert runs[runs.seed == 1].registered.isna().all()
+    again = gl.train("autoencoder", progress=False, **options)
+    for name in ("id", "configuration"):
+        assert registered.record[name] == again.record[name]
 
 
-def test_a_registration_is_no_part_of_what_is_run(plan, tmp_path):
-    run = gl.train("autoencoder", profile="smoke", store=tmp_path, registered=plan, progress=False)
-    again = gl.train("autoencoder", profile="smoke", progress=False)
-    assert run.record["id"] == again.record["id"]
-    assert run.record["summary"]["weights"] == again.record["summary"]["weights"]
-
-
-def test_what_lays_nothing_down_is_refused_before_anything_is_trained(plan, tmp_path):
-    with pytest.raises(gl.UsageError, match=r"none\.md.: cannot be read"):
-        gl.train("autoencoder", registered=tmp_path / "none.md")
-    plan.write_text(PLAN.replace("## Margin\n", ""), encoding="utf-8")
-    with pytest.raises(gl.UsageError, match="has no heading '## Margin'"):
-        gl.train("autoencoder", registered=plan)
-    plan.write_bytes(b"\xff\xfe")
-    with pytest.raises(gl.UsageError, match="cannot be read"):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, r"a-plan\.md.: cannot be read"),
+        (PLAN.replace("## Margin\n", "").encode(), "has no heading '## Margin'"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_what_lays_nothing_down_is_refused_before_anything_is_trained(content, words, plan):
+    plan.unlink()
+    if content:
+        plan.write_bytes(content)
+    with pytest.raises(gl.UsageError, match=words):
         gl.train("autoencoder", registered=plan)
 
 
