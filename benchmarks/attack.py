@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import os
 import re
@@ -86,7 +87,7 @@ def _make(form: Format, folder: Path) -> None:
 
 def _judge(form: Format, do: Callable[[Path], Any], hostile: bool = False, cut: bool = False) -> None:
     """Raise what is wrong with what the reader makes of a file to which something was done."""
-    whole = _read_in_child(form, lambda _: None)[0]
+    whole = _whole(form)
     facts, words, refused, trace, name = _read_in_child(form, do)
     if trace:
         raise fault("memory" if MEMORY_WORDS.search(trace) else "traceback", trace)
@@ -107,6 +108,11 @@ def _judge(form: Format, do: Callable[[Path], Any], hostile: bool = False, cut: 
         elif facts[fact] != whole.get(fact):
             kind = "unhealed" if fact == "again reported" else "silent"
             raise fault(kind, f"{fact}: {facts[fact]!r:.400}, undamaged {whole.get(fact)!r:.400}")
+
+
+@functools.cache
+def _whole(form: Format) -> dict[str, Any]:
+    return _read_in_child(form, lambda _: None)[0]
 
 
 def _read_in_child(form: Format, do: Callable[[Path], Any]) -> tuple[dict[str, Any], str, str, str, str]:
