@@ -1,36 +1,34 @@
 """Attacks gpulab: damaged files, kills, faults at every call, a full disk, several writers. `all` prints the table.
 
-    python benchmarks/attack.py all                  # the long form, the table in attack.md
-    python benchmarks/attack.py short                # a few cases of each, as in `make test`
-    python benchmarks/attack.py mutate --only 17     # the cases of one seed again, with every finding
-    python benchmarks/attack.py ten                  # ten kinds of damage in one store, and what gpulab says
+    python benchmarks/attack.py all                        # the long form, the table in attack.md
+    python benchmarks/attack.py short                      # a few cases of each, as in the tests
+    python benchmarks/attack.py mutate --case checkpoint   # one case; what failed before is tried first, and made small
 
-Every finding names its attack and its seed. Exit status 1 where there are any.
+Hypothesis draws what is done, makes a failure as small as it can be, and keeps it in `build/attack`, by case. strace
+makes system calls fail, or the last ones of a process. Exit status 1 where anything was found.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import functools
 import importlib
-import importlib.util
-import json
 import os
-import random
 import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # One thread, because children are forked; and an allocator that reserves no more than it needs.
 os.environ |= {
@@ -40,189 +38,114 @@ os.environ |= {
     "COLUMNS": "200",
 }
 
-from attacks import commands, formats, mutations
-from attacks.commands import ALONE, COMMANDS, Command
-from attacks.formats import FORMATS, REQUIRED, SETTING, Facts, Format
-from attacks.harness import BASE, Finding, Score, Tell, attend, in_lanes, room
+import hypothesis
+from attacks import children, damage, formats
+from attacks.children import BASE, FORK, Child, Fault, fault, room
+from attacks.commands import COMMANDS, Call, Place, usual
+from attacks.formats import BY_NAME, REQUIRED, Format
+from hypothesis import strategies as st
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 import gpulab as gl
+from gpulab import files
+from gpulab.passports import Passport
+from gpulab.progress import Progress
 
-BATCH = 100  # mutations a seed
+ROOT = Path(__file__).parents[1]
+DATABASE = ROOT / "build" / "attack"
 MEMORY_WORDS = re.compile(r"MemoryError|[Cc]annot allocate|can't allocate|malloc of size|bad_alloc|Unable to allocate")
+MISSING_FRAMES = 13  # that a film may lack which says how long it is: half a second
 
 
-# --- mutations ----------------------------------------------------------------------------------------------------
+# --- damaged files ----------------------------------------------------------------------------------------
 
 
-def mutate(seed: int, count: int = BATCH) -> tuple[int, list[Finding]]:
-    """Mutations of one format: the reader refuses by name, or says exactly what the undamaged file says."""
-    import hypothesis
-
-    form, skipped = FORMATS[seed % len(FORMATS)], set()
-    findings: list[Finding] = []
-    name = "mutate" if count == BATCH else f"mutate --count {count}"  # which is drawn depends on how many are
-
-    def batch(tell: Tell) -> None:
-        number = 0
-        with room() as folder:
-            reference = _read(form, folder / "whole")[0]
-            content = next((BASE / form.name).glob(form.file)).read_bytes()
-
-            @hypothesis.seed(seed)
-            @hypothesis.settings(
-                max_examples=count,
-                database=None,
-                deadline=None,
-                phases=[hypothesis.Phase.generate],
-                suppress_health_check=list(hypothesis.HealthCheck),
-            )
-            @hypothesis.given(mutations.mutations(content, form.knows))
-            def attack(mutation: tuple[str, bytes]) -> None:
-                nonlocal number
-                number += 1
-                if number in skipped or mutation[1] == content:
-                    return
-                what, damaged = mutation
-                sealed_again = _seal_again(damaged) if number % 2 else damaged
-                hostile = sealed_again != damaged
-                tell(at=number, what=f"{form.name}: {what}{', sealed again' if hostile else ''}")
-                for kind, detail in _judge(form, reference, *_read(form, folder / "case", sealed_again), hostile)[:1]:
-                    tell(kind=kind, what=f"{form.name}: {what}{', sealed again' if hostile else ''}", detail=detail)
-
-            attack()
-
-    for _ in range(20):  # a batch that hangs or crashes is done again without the mutation that did it
-        at, what, end, findings = 0, form.name, "", [f for f in findings if f.kind.startswith(("hang", "crash"))]
-        for message in attend(_quietly(batch), 15):
-            if "at" in message:
-                at, what = message["at"], message["what"]
-            elif "kind" in message:
-                findings.append(Finding(name, seed, **message))
-            else:
-                end = message["end"]
-        if not end:
-            break
-        if not at:
-            raise SystemExit(f"{form.name}: the undamaged one cannot be read ({end})")
-        findings.append(Finding(name, seed, end, what))
-        skipped.add(at)
-    return at, findings
+def mutate(name: str, damaged: bytes, sealed_again: bool) -> None:
+    """The reader refuses a damaged file by name, or says exactly what the undamaged one says."""
+    content = content_of(name)
+    damaged = _seal_again(damaged) if sealed_again else damaged
+    cut = content.startswith(damaged) and damaged != content
+    _judge(BY_NAME[name], lambda file: file.write_bytes(damaged), sealed_again, cut)
 
 
-def _quietly(work: Callable[[Tell], Any]) -> Callable[[Tell], Any]:
-    """Work whose words go nowhere."""
+def content_of(name: str) -> bytes:
+    """The content of an undamaged file, which is made once."""
+    form, folder = BY_NAME[name], BASE / name
+    if not folder.exists():
+        scratch = folder.with_name(f"{name}.{os.getpid()}")
+        Child(_make, form, scratch, memory=None).result(120)
+        with contextlib.suppress(OSError):  # another process was first
+            scratch.rename(folder)
+    return next(folder.glob(form.file)).read_bytes()
 
-    def quiet(tell: Tell) -> None:
-        for number in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-        work(tell)
 
-    return quiet if "--loud" not in sys.argv else work
-
-
-def _read(form: Format, folder: Path, content: bytes | None = None) -> tuple[Facts, str, BaseException | None]:
-    """The facts in a copy of the form's folder, with another content in the file; what was said; what was raised."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(BASE / form.name, folder, symlinks=True)
+def _make(form: Format, folder: Path) -> None:
+    folder.mkdir()
     os.chdir(folder)
-    if content is not None:
-        next(folder.glob(form.file)).write_bytes(content)
-    return _facts(form, folder)
+    form.make(folder)
 
 
-def _facts(form: Format, folder: Path) -> tuple[Facts, str, BaseException | None]:
-    facts: Facts = {}
-    raised: BaseException | None = None
+def _judge(form: Format, do: Callable[[Path], Any], hostile: bool = False, cut: bool = False) -> None:
+    """Raise what is wrong with what the reader makes of a file to which something was done."""
+    whole = _whole(form)
+    facts, words, refused, trace, name = _read_in_child(form, do)
+    if trace:
+        raise fault("memory" if MEMORY_WORDS.search(trace) else "traceback", trace)
+    if len(refused.splitlines()) > 1 or len(refused) > 20_000:
+        raise fault("not one line", refused)
+    if refused and name not in refused:
+        raise fault("nameless", refused)
+    if form.declares and cut and not refused and facts["frames"] < whole["frames"] - MISSING_FRAMES:
+        raise fault("silent", f"{facts['frames']} of {whole['frames']} frames, no word")
+    for fact in () if form.foreign else sorted(whole.keys() | facts.keys()):
+        if hostile and not fact.startswith("other"):  # a stranger may have written anything
+            continue
+        if fact not in facts:
+            if fact.startswith(REQUIRED):
+                raise fault("lost" if fact.startswith("other") else "unhealed", f"{fact}: {words} {refused}")
+            if name not in words + refused:
+                raise fault("silent", f"nothing of {fact}, no word")
+        elif facts[fact] != whole.get(fact):
+            kind = "unhealed" if fact == "again reported" else "silent"
+            raise fault(kind, f"{fact}: {facts[fact]!r:.400}, undamaged {whole.get(fact)!r:.400}")
+
+
+@functools.cache
+def _whole(form: Format) -> dict[str, Any]:
+    return _read_in_child(form, lambda _: None)[0]
+
+
+def _read_in_child(form: Format, do: Callable[[Path], Any]) -> tuple[dict[str, Any], str, str, str, str]:
+    with room() as folder:
+        shutil.copytree(BASE / form.name, folder, symlinks=True, dirs_exist_ok=True)
+        do(file := next(folder.glob(form.file)))
+        return *Child(_read, form, folder).result(15), file.name
+
+
+def _read(form: Format, folder: Path) -> tuple[dict[str, Any], str, str, str]:
+    """The facts, the words of warnings, those of a refusal, and the traceback of anything else."""
+    os.chdir(folder)
+    facts: dict[str, Any] = {}
+    refused = trace = ""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            form.read(folder, facts)
-        except BaseException as error:
-            raised = error
-    return facts, "\n".join(str(warning.message) for warning in said), raised
-
-
-def _judge(
-    form: Format, reference: Facts, facts: Facts, words: str, raised: BaseException | None, hostile: bool
-) -> list[tuple[str, str]]:
-    """What is wrong with what a reader did, (kind, detail), the worst first."""
-    found = []
-    if raised is not None:
-        text = "".join(traceback.format_exception(raised))
-        if MEMORY_WORDS.search(text) and not isinstance(raised, gl.GpulabError):
-            found.append(("memory", text))
-        elif not isinstance(raised, gl.GpulabError):
-            found.append(("traceback", text))
-        elif len(str(raised).splitlines()) > 1 or len(str(raised)) > 20_000:
-            found.append(("not one line", str(raised)))
-        words += f"\n{raised}"
-    names = [part for pattern in form.file.split("/") for part in pattern.split("*") if len(part) > 4]
-    named = any(name in words for name in names)
-    if isinstance(raised, gl.GpulabError) and not isinstance(raised, formats.Said) and not named:
-        found.append(("nameless", words))
-    for name in () if form.foreign else sorted(reference.keys() | facts.keys()):
-        if hostile and not name.startswith("other"):
-            continue
-        if name not in facts:
-            if name.startswith(REQUIRED):
-                found.append(("lost" if name.startswith("other") else "unhealed", f"{name}: {words}"))
-            elif not named:
-                found.append(("silent", f"nothing of {name}, no word"))
-        elif facts[name] != reference.get(name):
-            kind = "unhealed" if name == "again: reported" else "silent"
-            found.append((kind, f"{name}: {facts[name]!r:.400}, undamaged {reference.get(name)!r:.400}"))
-    return found
+            for name, fact in form.read(folder):
+                facts[name] = fact
+        except gl.GpulabError as error:
+            refused = str(error)
+        except BaseException:
+            trace = traceback.format_exc()
+    return facts, "\n".join(str(warning.message) for warning in said), refused, trace
 
 
 def _seal_again(content: bytes) -> bytes:
     """A content whose checksum is right, as a stranger would send it; as it was where there is none."""
-    with contextlib.suppress(ImportError, AssertionError):
-        from gpulab.files import DIGITS, SEAL, seal
-
-        if (place := content.rfind(SEAL)) >= 0:
-            place += len(SEAL)
-            return bytes(seal(content[:place] + b"0" * DIGITS + content[place + DIGITS :]))
+    place = content.rfind(files.SEAL) + len(files.SEAL)
+    with contextlib.suppress(AssertionError):
+        return files.seal(content[:place] + files.DIGITS * b"0" + content[place + files.DIGITS :])
     return content
 
-
-# --- truncated films ----------------------------------------------------------------------------------------------
-
-
-DECLARING = ("film mp4", "film mkv", "film webm", "film avi")
-
-
-def cut_film(seed: int) -> tuple[int, list[Finding]]:
-    """A film that is cut short: where it says how long it is, it is refused, or no half second is missing."""
-    films = [form for form in FORMATS if form.name.startswith("film")]
-    form, findings, count = films[seed % len(films)], [], 20
-    content = next((BASE / form.name).glob(form.file)).read_bytes()
-
-    def batch(tell: Tell) -> None:
-        with room() as folder:
-            reference = _read(form, folder / "whole")[0]
-            for number in range(1, count + 1):
-                share = (number - random.Random(seed * count + number).random()) / count
-                facts, _, raised = _read(form, folder / "case", content[: int(share * len(content))])
-                tell(at=number)
-                missing = 0 if raised else reference["frames"] - facts["frames"]
-                if form.name in DECLARING and missing > 13:
-                    tell(
-                        kind="silent",
-                        what=f"{form.name} cut to {share:.1%}",
-                        detail=f"{facts['frames']} of {reference['frames']} frames, no word",
-                    )
-                elif raised is not None and not isinstance(raised, gl.GpulabError):
-                    tell(kind="traceback", what=f"{form.name} cut to {share:.1%}", detail=repr(raised))
-
-    for message in attend(_quietly(batch), 20):
-        if "kind" in message:
-            findings.append(Finding("film", seed, **message))
-        elif message.get("end"):
-            findings.append(Finding("film", seed, message["end"], form.name))
-    return count, findings
-
-
-# --- special files ------------------------------------------------------------------------------------------------
 
 SPECIAL: dict[str, Callable[[Path], Any]] = {
     "a pipe": os.mkfifo,
@@ -230,624 +153,309 @@ SPECIAL: dict[str, Callable[[Path], Any]] = {
     "a link to itself": lambda file: file.symlink_to(file.name),
     "a link to nothing": lambda file: file.symlink_to("nothing-there"),
     "a folder": Path.mkdir,
-    "no permission": lambda file: (file.write_bytes(b"x"), file.chmod(0)),
     "gone": lambda _: None,
 }
+EMPTY = list(SPECIAL)[2:]  # in the place of a store that is an empty one
+if os.geteuid():  # root may read all
+    SPECIAL["no permission"] = lambda file: (file.write_bytes(b"x"), file.chmod(0))
 
 
-def special(seed: int) -> tuple[int, list[Finding]]:
+def special(what: str, name: str) -> None:
     """Something that is no file in a file's place."""
-    name = list(SPECIAL)[seed % len(SPECIAL)]
-    form, findings = FORMATS[seed // len(SPECIAL) % len(FORMATS)], []
-    # Root may read all; and a store that is not there, or a folder, is an empty one.
-    empty = ("gone", "a link to nothing", "a link to itself", "a folder")
-    if (name == "no permission" and os.geteuid() == 0) or (form.name == "packed runs" and name in empty):
-        return 0, []
-
-    def one(tell: Tell) -> None:
-        with room() as folder:
-            reference = _read(form, folder / "whole")[0]
-            shutil.copytree(BASE / form.name, folder / "case", symlinks=True)
-            file = next((folder / "case").glob(form.file))
-            file.unlink()
-            SPECIAL[name](file)
-            os.chdir(folder / "case")
-            for kind, detail in _judge(form, reference, *_facts(form, folder / "case"), hostile=False)[:1]:
-                tell(kind=kind, what=f"{form.name} is {name}", detail=detail)
-
-    for message in attend(_quietly(one), 12):
-        if "kind" in message:
-            findings.append(Finding("special", seed, **message))
-        elif message["end"]:
-            findings.append(Finding("special", seed, message["end"], f"{form.name} is {name}"))
-    return 1, findings
+    content_of(name)
+    _judge(BY_NAME[name], lambda file: (file.unlink(), SPECIAL[what](file)))
 
 
-# --- commands that are disturbed ----------------------------------------------------------------------------------
-
-
-class Case:
-    """A command in a folder of its own, to be disturbed."""
-
-    def __init__(self, attack: str, seed: int, command: Command, base: Path) -> None:
-        self.attack, self.seed, self.command = attack, seed, command
-        self.folder, self.said = base / "folder", base / "said"
-        self.said.mkdir(exist_ok=True)
-        known = undisturbed(command)
-        self.reference, self.before, self.seconds = known["after"], known["before"], known["seconds"]
-        self.status = known["status"]
-        self.findings: list[Finding] = []
-        self.what = command.name
-        if not self.folder.exists():
-            shutil.copytree(BASE / "command" / command.name, self.folder)
-
-    def found(self, kind: str, detail: str) -> None:
-        self.findings.append(Finding(self.attack, self.seed, kind, self.what, detail))
-
-    def start(self, before: Callable[[], Any] = lambda: None) -> int:
-        return commands.start(self.command.line, self.folder, self.said, before)
-
-    def refused(self, status: int | None, allowed: tuple[int, ...] = (1,)) -> None:
-        """Hold what a command that was disturbed said against what it should: one line, no traceback."""
-        words = commands.words(self.said)
-        text = (self.said / "err").read_text(errors="replace")
-        if status is None:
-            self.found("hang", text)
-        elif "Traceback" in text:
-            self.found("traceback", text)
-        elif status and status not in allowed:
-            self.found("status", f"{status}: {text}")
-        elif status == 1 and not (len(words) == 1 and words[0].startswith("gpulab: ")):
-            self.found("not one line", f"{words}")
-
-    def intact(self, strays: bool) -> None:
-        """All that is there must be whole; what was there must still be."""
-        facts = commands.left(self.command, self.folder)
-        for kind, detail in commands.differences(self.reference, facts, self.before):
-            if strays or kind != "stray":
-                self.found(kind, detail)
-
-    def again(self) -> None:
-        """The same command to its end, which must leave what an undisturbed one leaves."""
-        status = commands.wait(self.start())
-        if status not in (0, self.status):
-            self.found(
-                "unhealed", f"the same command again: {status}: {(self.said / 'err').read_text(errors='replace')}"
-            )
-            return
-        wrong = self._wrong()
-        if any(kind == "stray" for kind, _ in wrong) and CHECKS:
-            commands.wait(commands.start("check store", self.folder, self.said))
-            wrong = self._wrong()
-        for kind, detail in wrong:
-            self.found(kind, f"after the same command again: {detail}")
-
-    def _wrong(self) -> list[tuple[str, str]]:
-        """What is wrong with what is left; half an output beside the store, which a kill leaves, may stay."""
-        facts = commands.left(self.command, self.folder)
-        facts["files"] = [name for name in facts["files"] if name.startswith("store/") or not name.endswith(".part")]
-        return commands.differences(self.reference, facts)
-
-
-def undisturbed(command: Command) -> dict[str, Any]:
-    """What a command leaves that runs to its end, with its exit status, the seconds it takes, and what was there."""
-    folder, known = BASE / "command" / command.name, BASE / "command" / f"{command.name}.json"
-    if known.exists():
-        return json.loads(known.read_text())
-    before = commands.left(command, folder)
-    with room() as base:
-        (base / "said").mkdir()
-        shutil.copytree(folder, base / "folder")
-        begin = time.perf_counter()
-        status = commands.wait(commands.start(command.line, base / "folder", base / "said"), 200)
-        seconds, after = time.perf_counter() - begin, commands.left(command, base / "folder")
-        words = (base / "said" / "err").read_text()
-    if status is None or "Traceback" in words or "error" in after:
-        raise SystemExit(f"{command.name}, undisturbed: {status}: {words} {after.get('error')}")
-    scratch = known.with_suffix(f".{os.getpid()}")  # another lane may be at it, too
-    scratch.write_text(json.dumps({"before": before, "after": after, "seconds": seconds, "status": status}))
-    scratch.replace(known)
-    return undisturbed(command)
-
-
-CHECKS = any(
-    getattr(command, "callback", None) and command.callback.__name__ == "check"
-    for command in importlib.import_module("gpulab.cli").app.registered_commands
-)
+# --- commands that are disturbed --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _case(attack: str, seed: int, command: Command) -> Iterator[Case]:
-    with room() as base:
-        yield Case(attack, seed, command, base)
+def _place(name: str) -> Any:
+    with room() as folder:
+        yield Place(name, folder / "folder")
 
 
-def kills(seed: int) -> tuple[int, list[Finding]]:
-    """SIGKILL at random moments, once to three times; then the same command again."""
-    draw = random.Random(seed)
-    command = draw.choices(COMMANDS, [c.weight for c in COMMANDS])[0]
-    with _case("kill", seed, command) as case:
-        count = draw.choice([1, 1, 2, 3])
-        for number in range(count):
-            child, moment = case.start(), draw.uniform(0, 1.05) * case.seconds
-            time.sleep(moment)
-            case.what = f"{command.name}, kill {number + 1} of {count} after {moment:.2f} s"
-            workers = (
-                [pid for pid in commands.processes(case.said) if pid != child] if command.name == "experiment" else []
-            )
-            victim = draw.choice([child, *workers])
-            commands.kill(victim)
-            status = commands.wait(child)
-            if victim != child:
-                case.what += ", a worker"
-                case.refused(status)
-            if command.name == "experiment":
-                _orphans(case)
-        case.intact(strays=False)
-        case.again()
-        return count, case.findings[:1]
+def sync(name: str) -> None:
+    """What a command renames, and what it leaves, was forced to the disk before: power may fail at any moment."""
+    if usual(name).unsynced:
+        raise fault("unsynced", usual(name).unsynced)
 
 
-def _orphans(case: Case) -> None:
-    end = time.monotonic() + 20
-    while left := commands.processes(case.said):
-        if time.monotonic() > end:
-            case.found("orphan", f"{len(left)} workers outlived their parent by 20 s")
-            for pid in left:
-                commands.kill(pid)
-            return
-        time.sleep(0.1)
+def kill(name: str, calls: list[Call]) -> None:
+    """Calls that write are a process's last, once to three times; then the same command again."""
+    with _place(name) as place:
+        for call, number in calls:
+            place.run(f"trace={call}", f"inject={call}:signal=KILL:when={number}")
+        place.intact(usual(name), killed=True)
+        place.again(usual(name))
 
 
-def interrupts(seed: int) -> tuple[int, list[Finding]]:
-    """Ctrl-C, or a polite end, at a random moment: no traceback, and the same command again."""
-    draw = random.Random(seed)
-    command, fresh, sent = draw.choice(ALONE), seed % 5 == 0, draw.choice([signal.SIGINT, signal.SIGTERM])
-    with _case("interrupt", seed, command) as case:
-        moment = draw.uniform(0.1, 3.0) if fresh else draw.uniform(0, 1.05) * case.seconds
-        case.what = f"{command.name}, {sent.name} after {moment:.2f} s{' of a fresh process' if fresh else ''}"
-        before = functools.partial(os.execv, *_fresh(command)) if fresh else os.getpid
-        child = case.start(before)
-        time.sleep(moment + 0.05)
-        commands.kill(child, sent)
-        status = commands.wait(child)
-        if "gpulab" in (case.said / "err").read_text(errors="replace"):  # else Python's own start was interrupted
-            case.refused(status, (1, 128 + sent, -sent))
-        case.intact(strays=True)
-        case.again()
-        return 1, case.findings[:1]
+def kill_worker(name: str, moment: float) -> None:
+    """A worker process is killed, or the one that waits for them; none may outlive the command."""
+    import psutil
+
+    def meanwhile(process: int) -> None:
+        time.sleep(moment)
+        workers = psutil.Process(process).children(recursive=True)
+        workers = [worker for worker in workers if "resource_tracker" not in " ".join(worker.cmdline())]
+        (workers or [psutil.Process(process)])[-1].kill()
+
+    with _place(name) as place:
+        place.refused(place.run(meanwhile=meanwhile, seconds=300), (1, -signal.SIGKILL))
+        place.intact(usual(name), killed=True)
+        place.again(usual(name))
 
 
-def _fresh(command: Command) -> tuple[str, list[str]]:
-    known = importlib.util.find_spec("gpulab.__main__")  # else of before there was one
-    program = [sys.executable, *(["-m", "gpulab"] if known else ["-c", "from gpulab.cli import main; main()"])]
-    return program[0], [*program, *command.line.split()]
+def interrupt(name: str, call: Call, sent: str, fresh: bool = False) -> None:
+    """Ctrl-C, or a polite end, at any call: no traceback, and the same command again."""
+    with _place(name) as place:
+        program = [sys.executable, "-m", "gpulab", *place.command.line.split()]
+        before = (lambda: os.execv(program[0], program)) if fresh else os.getpid
+        ended = place.run(f"trace={call.name}", f"inject={call.name}:signal={sent}:when={call.place}", before=before)
+        number = getattr(signal, f"SIG{sent}")
+        if not fresh or "gpulab" in ended.said:  # else Python's own start was interrupted
+            place.refused(ended, (1, 128 + number, -number))
+        place.intact(usual(name))
+        place.again(usual(name))
 
 
-def calls(seed: int) -> tuple[int, list[Finding]]:
-    """Each opening for writing, rename, making of a folder and sync fails in its turn, or is the process's last."""
-    command, killed, place = ALONE[seed % len(ALONE)], seed // len(ALONE) % 2, seed // len(ALONE) // 2 + 1
-    with _case("call", seed, command) as case:
-        mark = case.said / "fault"
-        status = commands.wait(case.start(lambda: _plant(case.folder, place, mark, bool(killed))))
-        if not mark.exists():
-            return 0, []
-        mark.rmdir()
-        case.what = f"{command.name}, call {place} {'is the last' if killed else 'fails'}"
-        if not killed:
-            case.refused(status)
-        case.intact(strays=not killed)
-        case.again()
-        return 1, case.findings[:1]
+def call(name: str, call: Call, error: str) -> None:
+    """A call that writes fails."""
+    _hindered(name, [f"trace={call.name}", f"inject={call.name}:error={error}:when={call.place}"])
 
 
-def _plant(folder: Path, place: int, mark: Path, killed: bool) -> None:
-    """Make the call of that number that writes in a folder fail, or the process's last."""
-    left = place
+def full(name: str, way: str, size: int) -> None:
+    """From a moment on nothing can be written, no file may grow beyond a size, or standard output has no room."""
+    writes = [call for call in usual(name).writes if "write" in call.name]
+    call = writes[size % len(writes)]
+    strace = [f"trace={call.name}", f"inject={call.name}:error=ENOSPC:when={call.place}+"] if way == "disk" else []
 
-    def call(path: str | bytes, error: int) -> None:
-        nonlocal left
-        if os.path.abspath(os.fsdecode(path)).startswith(str(folder)):
-            left -= 1
-            if left == 0:
-                mark.mkdir()
-                if killed:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise OSError(error, os.strerror(error))
+    def before() -> None:
+        if way == "limit":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        elif way == "output":
+            sys.stdout = open("/dev/full", "w")  # noqa: SIM115
 
-    def hook(event: str, given: tuple[Any, ...]) -> None:
-        writes = event == "open" and isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        if (writes or event in ("os.rename", "os.mkdir")) and isinstance(given[0], str | bytes):
-            call(given[0], errno.ENOSPC)
-
-    def synced(descriptor: Any, sync: Callable[[Any], None] = os.fsync) -> None:
-        call(os.readlink(f"/dev/fd/{descriptor if isinstance(descriptor, int) else descriptor.fileno()}"), errno.EIO)
-        sync(descriptor)
-
-    os.fsync = synced
-    sys.addaudithook(hook)
+    _hindered(name, strace, (1, 120) if way == "output" else (1,), before=before)
 
 
-WRITING = {
-    "write": "ENOSPC",
-    "pwrite64": "ENOSPC",
-    "rename": "EIO",
-    "fsync": "EIO",
-    "mkdir": "ENOSPC",
-    "openat": "ENOSPC",
-    "ftruncate": "EIO",
-}
+def _hindered(name: str, strace: Iterable[str], allowed: tuple[int, ...] = (1,), **options: Any) -> None:
+    with _place(name) as place:
+        place.refused(place.run(*strace, **options), allowed)
+        place.intact(usual(name))
+        place.again(usual(name))
 
 
-def system_calls(seed: int) -> tuple[int, list[Finding]]:
-    """The same with strace, for what libraries do, too: twenty of the calls that touch the folder."""
-    command, killed = ALONE[seed % len(ALONE)], seed // len(ALONE) % 2
-    findings, cases = [], 0
-    found = _traced(command)
-    for call, place in random.Random(seed).sample(found, min(len(found), 20)):
-        with _case("syscall", seed, command) as case:
-            case.what = f"{command.name}, {call} {place} {'is the last' if killed else WRITING[call]}"
-            action = "signal=KILL" if killed else f"error={WRITING[call]}"
-            status, log = _under_strace(case, [f"trace={call}", f"inject={call}:{action}:when={place}"])
-            if not any(str(case.folder) in line for line in log if "INJECTED" in line or "KILL" in line) and not (
-                killed and status == -9
-            ):
-                continue  # another call than in the first run
-            if not killed:
-                case.refused(status)
-            case.intact(strays=not killed)
-            case.again()
-            cases += 1
-            findings += case.findings[:1]
-    return cases, findings
-
-
-def _traced(command: Command) -> list[tuple[str, int]]:
-    """(call, the how manieth of its thread) of all calls that write in the folder."""
-    with _case("syscall", 0, command) as case:
-        _, log = _under_strace(case, [f"trace={','.join(WRITING)}"])
-        counts: dict[tuple[str, str], int] = {}
-        found = []
-        for line in log:
-            if not (parts := re.match(r"(\d+)\s+(\w+)\(", line)):
-                continue
-            key = (parts[1], parts[2])
-            counts[key] = counts.get(key, 0) + 1
-            reads = parts[2] == "openat" and "O_RDONLY" in line
-            if str(case.folder) in line and not reads and "__pycache__" not in line:
-                found.append((parts[2], counts[key]))
-        return list(dict.fromkeys(found))
-
-
-def _under_strace(case: Case, filters: list[str]) -> tuple[int | None, list[str]]:
-    ready, go = os.pipe()
-    child = case.start(lambda: (os.close(go), os.read(ready, 1)))
-    os.close(ready)
-    log = case.said / "calls"
-    options = [part for text in filters for part in ("-e", text)]
-    strace = subprocess.Popen(
-        ["strace", "-f", "-y", "-p", str(child), "-o", str(log), *options], stderr=subprocess.PIPE, text=True
-    )
-    assert strace.stderr is not None
-    strace.stderr.readline()  # attached
-    os.write(go, b"x")
-    os.close(go)
-    status = commands.wait(child)
-    strace.wait(20)
-    return status, log.read_text(errors="replace").splitlines()
-
-
-def full(seed: int) -> tuple[int, list[Finding]]:
-    """A file that may not grow, a disk of a few pages, or a full one behind standard output."""
-    draw = random.Random(seed)
-    command, way = ALONE[seed % len(ALONE)], ["limit", "disk", "output"][seed // len(ALONE) % 3]
-    with room() as base, contextlib.ExitStack() as stack:
-        (base / "folder").mkdir()
-        if way == "disk":
-            if (
-                os.geteuid()
-                or subprocess.run(
-                    ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", base / "folder"], capture_output=True
-                ).returncode
-            ):
-                return 0, []
-            stack.callback(subprocess.run, ["umount", "-l", base / "folder"], check=True)
-        shutil.copytree(BASE / "command" / command.name, base / "folder", dirs_exist_ok=True)
-        case = Case("full", seed, command, base)
-        size = int(2 ** draw.uniform(0, 19))
-        case.what = f"{command.name}, {way} of {size} bytes"
-        filler = base / "folder" / "__pycache__" / "filler"
-        if way == "disk":
-            filler.parent.mkdir(exist_ok=True)
-            found = os.statvfs(base / "folder")
-            room_left = size // found.f_frsize
-            with filler.open("wb") as stream:
-                os.posix_fallocate(stream.fileno(), 0, max(found.f_bavail - room_left, 1) * found.f_frsize)
-
-        def before() -> None:
-            if way == "limit":
-                resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-            elif way == "output":
-                os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-
-        status = commands.wait(case.start(before))
-        case.refused(status, (1, 120) if way == "output" else (1,))
-        filler.unlink(missing_ok=True)
-        case.intact(strays=True)
-        case.again()
-        return 1, case.findings[:1]
-
-
-PLACES = {"a name of 300 characters": 300 * "n", "below a file": "step.py/x", "where nobody may write": "/sys/x"}
-
-
-def places(seed: int) -> tuple[int, list[Finding]]:
+def nowhere(name: str, where: str) -> None:
     """What a command writes goes where it cannot."""
-    able = [command for command in ALONE if command.name != "reproduce"]
-    command, where = able[seed % len(able)], list(PLACES)[seed // len(able)]
-    with _case("place", seed, command) as case:
-        case.what = f"{command.name}, {where}"
-        old = f" {command.outputs[0]}" if command.outputs else "--store store"
-        line = command.line.replace(old, f"{old.rpartition(' ')[0]} {PLACES[where]}{Path(old).suffix}")
-        status = commands.wait(commands.start(line, case.folder, case.said))
-        case.refused(status)
-        if not status:
-            case.found("silent", f"exit status {status}: {(case.said / 'out').read_text()}")
-        case.intact(strays=True)
-        return 1, case.findings[:1]
+    with _place(name) as place:
+        old = f" {place.command.output}" if place.command.output else "--store store"
+        new = f"{old.rpartition(' ')[0]} {where}{Path(old).suffix}"
+        ended = children.run(place.command.line.replace(old, new), place.folder)
+        place.refused(ended)
+        if not ended.status:
+            raise fault("silent", f"exit status {ended.status}")
+        place.intact(usual(name))
 
 
-# --- several at once ----------------------------------------------------------------------------------------------
-
-
-def writers(seed: int, seconds: float = 75.0) -> tuple[int, list[Finding]]:
+def writers(case: str) -> None:
     """Eight writers and two readers on one store: no word, no half-written run, no other result."""
-    findings: list[Finding] = []
+    trainings = int(case)
     with room() as folder:
-        os.chdir(folder)
-        formats.write_function(folder)
-        seeds, end = range(6), time.monotonic() + seconds
-        jobs = [(what, number) for what in ("function", "autoencoder") for number in seeds]
-
-        def write(writer: int, tell: Tell) -> None:
-            draw = random.Random(seed * 100 + writer)
-            while time.monotonic() < end:
-                what, number = draw.choice(jobs)
-                run = formats.train(folder, what, seed=number, resume=draw.random() < 0.5)
-                tell(run=f"{what} {number}", outcome=formats.outcome(run))
-
-        def read(tell: Tell) -> None:
-            while time.monotonic() < end:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error")
-                    frame = gl.runs(folder / "store")
-                    for name, text in (
-                        formats.rows(frame) | {f"history of {k}": v for k, v in formats.histories(frame).items()}
-                    ).items():
-                        tell(run=name, outcome=text)
-
-        known: dict[str, str] = {}
-        cases = 0
-        workers = [functools.partial(write, writer) for writer in range(8)] + [read, read]
-        for number, messages in enumerate(_together(workers, seconds + 30)):
-            cases += len(messages)
-            for message in messages:
-                if message.get("end") or "error" in message:
-                    findings.append(
-                        Finding(
-                            "writers",
-                            seed,
-                            message.get("end") or "traceback",
-                            f"process {number}",
-                            message.get("error", ""),
-                        )
-                    )
-                elif "run" in message and known.setdefault(message["run"], message["outcome"]) != message["outcome"]:
-                    findings.append(
-                        Finding(
-                            "writers",
-                            seed,
-                            "silent",
-                            message["run"],
-                            f"{message['outcome']} and {known[message['run']]}",
-                        )
-                    )
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            if len(gl.runs(folder / "store")) > len(jobs) or said:
-                findings.append(
-                    Finding("writers", seed, "lost", "the store afterwards", str([str(w.message) for w in said]))
-                )
-        if strays := [
-            file for file in commands.files(folder) if "/.unfinished/" in file and not file.endswith(".lock")
-        ]:
-            findings.append(Finding("writers", seed, "stray", ", ".join(strays)))
-    return cases, findings
+        formats.make_store(folder, seeds=0)
+        works = [Child(_write, folder, number, trainings, memory=None) for number in range(8)]
+        works += [Child(_list, folder, 4 * trainings, memory=None) for _ in range(2)]
+        known: dict[str, Any] = {}
+        last = Child(_list, folder, 1, memory=None)
+        for name, outcome in [pair for work in [*works, last] for pair in work.result(60 + trainings)]:
+            if known.setdefault(name, outcome) != outcome:
+                raise fault("silent", f"{name}: {outcome} and {known[name]}")
+        after = Child(_list, folder, 1, memory=None).result()
+        for what in ("row", "history"):
+            found = sum(name.startswith(what) for name, _ in after)
+            if found != sum(name.startswith("trained") for name in known):
+                raise fault("lost", f"{found} {what} in the store afterwards")
+        if strays := [*(folder / "store" / ".unfinished").iterdir()]:
+            raise fault("stray", strays)
 
 
-def _together(works: list[Callable[[Tell], Any]], seconds: float) -> list[list[dict[str, Any]]]:
-    """Works at the same time, each in a thread's child; what each told."""
-    files = [Path(f"said-{number}") for number in range(len(works))]
-    children = []
-    for file, work in zip(files, works, strict=True):
-        if (child := os.fork()) == 0:
-            with file.open("w") as stream:
-                try:
-                    work(lambda stream=stream, **message: print(json.dumps(message), file=stream, flush=True))
-                except BaseException:
-                    print(json.dumps({"error": traceback.format_exc()}), file=stream, flush=True)
-                finally:
-                    os._exit(0)
-        children.append(child)
-    end, messages = time.monotonic() + seconds, []
-    for child, file in zip(children, files, strict=True):
-        while not (done := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < end:
-            time.sleep(0.05)
-        if not done:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        messages.append(
-            [json.loads(line) for line in file.read_text().splitlines()] + ([] if done else [{"end": "hang"}])
-        )
-        file.unlink()
-    return messages
+def _write(folder: Path, writer: int, trainings: int) -> list[tuple[str, Any]]:
+    os.chdir(folder)
+    warnings.simplefilter("error")
+    outcomes = []
+    for number in range(trainings):
+        what, seed = ("function", "autoencoder")[number % 2], (writer + number) // 2 % 6
+        run = formats.train(folder, what, seed=seed, resume=number % 3 > 0)
+        outcomes.append((f"trained {what} {seed}", formats.outcome(run)))
+    return outcomes
 
 
-# --- one store, ten kinds of damage -------------------------------------------------------------------------------
+def _list(folder: Path, times: int) -> list[tuple[str, Any]]:
+    warnings.simplefilter("error")
+    seen: set[tuple[str, Any]] = set()
+    for _ in range(times):
+        frame = gl.runs(folder / "store")
+        seen |= {*formats.rows(frame).items(), *formats.histories(frame).items()}
+    return sorted(seen)
 
 
-def ten() -> None:
-    """Damage ten runs of a store in ten ways, and show what gpulab says of it."""
-    with room() as folder:
-        os.chdir(folder)
-        line = f"experiment autoencoder --profile smoke --frames 40 --setting {SETTING} --seeds 12 --store store"
-        (folder / "said").mkdir()
-        show = functools.partial(_show, folder)
-        show(line)
-        before = {
-            path.name: (path / "results.safetensors").read_bytes() for path in sorted((folder / "store").glob("auto*"))
-        }
-        runs = [folder / "store" / name for name in before]
-        text = (runs[0] / "run.json").read_text()
-        flipped = bytearray((runs[7] / "results.safetensors").read_bytes())
-        flipped[40] ^= 4
-        damages: list[tuple[str, Callable[[], Any]]] = [
-            ("run.json emptied", lambda: (runs[0] / "run.json").write_text("")),
-            ("run.json with a text as loss", lambda: _edit(runs[1], summary={"final_loss": "good"})),
-            ("run.json with a list as seed", lambda: _edit(runs[2], seed=[1])),
-            ("run.json of 2,000 brackets", lambda: (runs[3] / "run.json").write_text(2000 * "[")),
-            ("run.json cut in half", lambda: (runs[4] / "run.json").write_text(text[: len(text) // 2])),
-            ("run.json is a pipe", lambda: ((runs[5] / "run.json").unlink(), os.mkfifo(runs[5] / "run.json"))),
-            ("results.safetensors gone", lambda: (runs[6] / "results.safetensors").unlink()),
-            (
-                "results.safetensors with one bit flipped",
-                lambda: (runs[7] / "results.safetensors").write_bytes(flipped),
-            ),
-            ("the folder emptied", lambda: [file.unlink() for file in runs[8].iterdir()]),
-            (
-                "run.json is a link to /dev/zero",
-                lambda: ((runs[9] / "run.json").unlink(), (runs[9] / "run.json").symlink_to("/dev/zero")),
-            ),
-        ]
-        for run, (what, damage) in zip(runs, damages, strict=False):
-            print(f"{run.name}: {what}")
-            damage()
-        show("runs store")
-        if CHECKS:
-            show("check store")
-        show(line)
-        show("runs store")
+# --- all of them ------------------------------------------------------------------------------------------
 
 
-def _edit(run: Path, **changes: Any) -> None:
-    record = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(record | changes))
+class Attack(NamedTuple):
+    """What is attacked, what Hypothesis draws for each, how many examples at most, and those of how many in short."""
+
+    work: Callable[..., None]
+    cases: list[str]
+    drawn: Callable[[str], tuple[st.SearchStrategy[Any], ...]]
+    long: int
+    short: int = 1
+    of: int = 3
+    traced: bool = False
 
 
-def _show(folder: Path, line: str) -> None:
-    status = commands.wait(commands.start(line, folder, folder / "said"), 200)
-    print(f"\n$ gpulab {line}")
-    print((folder / "said" / "out").read_text().rstrip())
-    words = commands.words(folder / "said")
-    print("\n".join(["Traceback …", words[-1]] if any("Traceback" in word for word in words) else words))
-    print(f"[exit status {status}]" if status is not None else "[hangs, and is killed]")
+def _damaged(name: str) -> st.SearchStrategy[bytes]:
+    content = content_of(name)
+    return damage.blind(content) | BY_NAME[name].hostile(content)
 
 
-# --- all of them --------------------------------------------------------------------------------------------------
+def _call(name: str) -> st.SearchStrategy[Call]:
+    """A call of a command that writes; half of them the first of their kind."""
+    return st.sampled_from(usual(name).kinds) | st.sampled_from(usual(name).writes)
 
-ATTACKS: dict[str, tuple[Callable[..., Any], range, list[int]]] = {  # seeds of the long form and of the short one
-    "mutate": (mutate, range(5 * len(FORMATS)), [*range(14), 18, 21]),
-    "film": (cut_film, range(7), []),
-    "special": (special, range(len(SPECIAL) * len(FORMATS)), [0, 10, 15, 20, 30, 50, 55]),
-    "kill": (kills, range(290), [0, 1, 4]),
-    "interrupt": (interrupts, range(100), [1, 3, 4]),
-    "call": (calls, range(2 * 20 * len(ALONE)), [0, 10, 18, 27, 28]),
-    "syscall": (system_calls, range(2 * len(ALONE)), []),
-    "full": (full, range(120), [2, 3, 8, 18]),
-    "place": (places, range(len(PLACES) * 7), [0, 10, 18]),
-    "writers": (writers, range(1), [0]),
+
+def _files(what: str) -> st.SearchStrategy[str]:
+    return st.sampled_from([name for name in BY_NAME if name != "packed runs" or what not in EMPTY])
+
+
+ALONE = [name for name in COMMANDS if name != "experiment"]  # without worker processes
+SENT, ERRORS = st.sampled_from(["INT", "TERM"]), st.sampled_from(["ENOSPC", "EIO"])
+WAYS, PLACES = st.sampled_from(["disk", "limit", "output"]), st.sampled_from([300 * "n", "step.py/x", "/sys/x"])
+SIZES = st.integers(0, 19).flatmap(lambda bits: st.integers(0, 2**bits))
+OPENINGS = st.builds(Call, st.just("openat"), st.integers(1, 3000))
+ATTACKS = {
+    "mutate": Attack(mutate, [*BY_NAME], lambda name: (_damaged(name), st.booleans()), 300, 3, len(BY_NAME)),
+    "special": Attack(special, [*SPECIAL], lambda what: (_files(what),), len(BY_NAME), 1, len(SPECIAL)),
+    "sync": Attack(sync, ALONE, lambda _: (), 1, 1, 2, traced=True),
+    "kill": Attack(kill, ALONE, lambda name: (st.lists(_call(name), min_size=1, max_size=3),), 60, 4, 2, traced=True),
+    "worker": Attack(kill_worker, ["experiment"], lambda _: (st.floats(0, 8),), 20, of=0),
+    "interrupt": Attack(interrupt, ALONE, lambda name: (st.sampled_from(usual(name).calls), SENT), 30, 2, traced=True),
+    "start": Attack(interrupt, ["train"], lambda _: (OPENINGS, SENT, st.just(True)), 30, of=0, traced=True),
+    "call": Attack(call, ALONE, lambda name: (_call(name), ERRORS), 60, 4, traced=True),
+    "full": Attack(full, ALONE, lambda _: (WAYS, SIZES), 30, 3, 2, traced=True),
+    "place": Attack(nowhere, ALONE[:-1], lambda _: (PLACES,), 3, 1, 4),
+    "writers": Attack(writers, ["6", "400"], lambda _: (), 1, 1, 1),
 }
+
+
+class Score(NamedTuple):
+    """What came of a case: how many examples there were, and what was found."""
+
+    examples: int
+    found: list[tuple[str, str]]
+
+
+def explore(attack: str, case: str, short: bool, seed: int) -> Score:
+    """Try the examples of a case. What fails is made small, except in the short form, and kept for the next time."""
+    work, drawn, long, few = ATTACKS[attack].work, ATTACKS[attack].drawn, ATTACKS[attack].long, ATTACKS[attack].short
+    examples = 0
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=few if short else long,
+        database=DirectoryBasedExampleDatabase(DATABASE / attack / case.replace("/", "-")),
+        deadline=None,
+        phases=[phase for phase in hypothesis.Phase if not short or phase.name != "shrink"],
+        suppress_health_check=list(hypothesis.HealthCheck),
+        verbosity=hypothesis.Verbosity.quiet,
+    )
+    @hypothesis.given(st.tuples(*drawn(case)))
+    def example(given: tuple[Any, ...]) -> None:
+        nonlocal examples
+        examples += 1
+        try:
+            work(case, *given)
+        except Fault as error:
+            shown = ", ".join(_shown(case, part) if isinstance(part, bytes) else str(part) for part in given)
+            raise type(error)(f"{attack} --case '{case}': {shown}\n    {error}") from None
+
+    try:
+        example()
+    except (Fault, BaseExceptionGroup) as found:
+        return Score(examples, [(type(error).__name__, str(error)) for error in _flat(found)])
+    return Score(examples, [])
+
+
+def _shown(name: str, damaged: bytes) -> str:
+    content = content_of(name)
+    pairs = enumerate(zip(content, damaged, strict=False))
+    same = next((place for place, (one, other) in pairs if one != other), len(damaged))
+    return f"{len(damaged)} of {len(content)} bytes, from {same} on {damaged[same:][:60]!r}"
+
+
+def _flat(error: BaseException) -> list[BaseException]:
+    return (
+        [part for inner in error.exceptions for part in _flat(inner)]
+        if isinstance(error, BaseExceptionGroup)
+        else [error]
+    )
 
 
 def prepare() -> None:
-    """Make an undamaged one of everything in a child, and load here whatever that loaded there."""
-
-    def work(tell: Tell) -> None:
-        for form in FORMATS:
-            folder = BASE / form.name
-            folder.mkdir(parents=True)
-            os.chdir(folder)
-            form.make(folder)
-        for command in COMMANDS:
-            folder = BASE / "command" / command.name
-            folder.mkdir(parents=True)
-            commands.prepare(command, folder)
-        with room() as folder:
-            shutil.copytree(BASE / "command" / "html", folder / "html")
-            for form in (
-                formats.BY_NAME["results.safetensors of a network"],
-                formats.BY_NAME["trace"],
-                formats.BY_NAME["csv"],
-            ):
-                _read(form, folder / "read")
-        tell(modules=[name for name in sys.modules if not name.startswith("__")])
-
-    for name in ("torch", "gpulab.training.request", "gpulab.cli", "pyarrow.parquet", "hypothesis"):
+    """Load here what children need, so that each has not to."""
+    for name in ("av", "PIL.Image", "matplotlib.pyplot", "pandas", "psutil", "pyarrow.parquet", "scipy.stats", "torch"):
         importlib.import_module(name)
-    *messages, end = attend(_quietly(work), 120, None)
-    if end["end"] or not messages:
-        raise SystemExit("the undamaged files could not be made; --loud says why")
+    for name in ("gpulab.cli", "gpulab.training.request", "safetensors.torch", "yaml"):
+        importlib.import_module(name)
     gl.passport()
     gl.load("digits")
-    for name in messages[0]["modules"]:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+
+
+def table(asked: argparse.Namespace) -> tuple[list[str], bool]:
+    """The table, printed row by row with what was found, and whether anything was."""
+    short, traced, failed = asked.attack == "short", children.traces(), False
+    rows = ["| attack | examples | failures | of which | time |", "|---|---|---|---|---|"]
+    with ProcessPoolExecutor(asked.lanes, FORK) as pool:
+        for attack in ATTACKS if asked.attack in ("all", "short") else [asked.attack]:
+            cases = [case for case in ATTACKS[attack].cases if asked.case in (None, case)]
+            cases = cases[: ATTACKS[attack].of] if short else cases
+            if ATTACKS[attack].traced and not traced:
+                rows.append(f"| `{attack}` | not done | | strace is not installed here, or may not trace | |")
+                print(rows[-1], flush=True)
+            if not cases or (ATTACKS[attack].traced and not traced):
+                continue
+            begin = time.perf_counter()
+            lanes = [pool.submit(explore, attack, case, short, asked.seed) for case in cases]
+            done = Progress(as_completed(lanes), total=len(lanes), desc=attack, unit="case", leave=False)
+            scores = [lane.result() for lane in done]
+            found = [pair for score in scores for pair in score.found]
+            kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(kind for kind, _ in found).most_common())
+            examples, seconds = sum(score.examples for score in scores), time.perf_counter() - begin
+            rows.append(f"| `{attack}` | {examples:,} | {len(found)} | {kinds} | {seconds:.0f} s |")
+            print(rows[-1], *(f"{kind}: {what}" for kind, what in found), sep="\n", flush=True)
+            failed |= bool(found)
+    return rows, failed
 
 
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("attack", choices=[*ATTACKS, "all", "short", "ten"])
-    parser.add_argument("--only", type=int, help="one seed")
-    parser.add_argument("--seeds", type=int, help="how many seeds of an attack, from 0")
-    parser.add_argument("--count", type=int, default=BATCH, help="how many mutations a seed")
+    parser.add_argument("attack", choices=[*ATTACKS, "all", "short"])
+    parser.add_argument("--case", help="one case, by its name")
+    parser.add_argument("--seed", type=int, default=0, help="draw other examples")
     parser.add_argument("--lanes", type=int, default=max(2, (os.cpu_count() or 1) // 2), help="cases at a time")
-    parser.add_argument("--write", type=Path, help="write the table to this file")
-    parser.add_argument("--findings", type=Path, help="write every finding to this file")
-    parser.add_argument("--loud", action="store_true", help="let the children print what they print")
+    parser.add_argument("--write", type=Path, help="write machine, date and table to this file, below its last heading")
     asked = parser.parse_args()
-    write, to = (path and path.resolve() for path in (asked.write, asked.findings))
-    scores: list[Score] = []
     try:
         prepare()
-        if asked.attack == "ten":
-            ten()
-            return
-        if asked.attack in ("all", "mutate") and asked.count == BATCH:
-            mutations.bomb()  # which takes seconds, once for all children
-        for name in ATTACKS if asked.attack in ("all", "short") else [asked.attack]:
-            case, long, short = ATTACKS[name]
-            seeds: Any = short if asked.attack == "short" else range(asked.seeds) if asked.seeds else long
-            seeds = seeds if asked.only is None else [asked.only]
-            if name == "mutate":
-                case = functools.partial(mutate, count=5 if asked.attack == "short" else asked.count)
-            if name == "writers" and asked.attack == "short":
-                case = functools.partial(writers, seconds=3)
-            if not seeds or (name == "syscall" and not shutil.which("strace")):
-                continue
-            scores.append(in_lanes(name, seeds, case, asked.lanes))
-            print(scores[-1].row(), flush=True)
-            for finding in scores[-1].findings if asked.only is not None or asked.attack == "short" else ():
-                print(finding)
+        rows, failed = table(asked)
     finally:
         shutil.rmtree(BASE, ignore_errors=True)
-    findings = [finding for score in scores for finding in score.findings]
-    if to:
-        to.write_text("\n".join(map(str, findings)) + "\n")
-    if write:
-        head = ["| attack | cases | failures | of which | time |", "|---|---|---|---|---|"]
-        write.write_text("\n".join([*head, *(score.row() for score in scores)]) + "\n")
-    sys.exit(bool(findings))
+    if asked.write:
+        kept, heading, _ = asked.write.read_text().rpartition("\n## ")
+        here = f"`attack.py {asked.attack}` on {date.today()}: {Passport(gl.passport()).summary()}"
+        asked.write.write_text("\n".join([kept + heading + "The last time", here + ".\n", *rows, ""]))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

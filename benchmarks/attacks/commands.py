@@ -1,30 +1,25 @@
-"""Commands of gpulab that write, run in a child that can be killed, and what they leave."""
+"""Commands of gpulab that write, what they do to the disk when nothing disturbs them, and what they leave."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
+import pickle
 import re
-import signal
-import sys
-import time
-import traceback
+import shutil
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attacks import formats
-from attacks.formats import SETTING, Facts
-from attacks.harness import attend
+from attacks import children, formats
+from attacks.children import BASE, Child, Ended, fault
+from attacks.formats import SETTING
 
 import gpulab as gl
 
-MARK = "ATTACK"  # in the environment of every process that a command starts
-PROGRESS = re.compile(
-    r"\d+%\|| \?(run|frame|step|operation)|\d+(run|frame|step|operation)s? |/s[,\]]|s/(run|frame|step|operation)"
-)
+# Where a call that writes to a disk can fail; what only reads, or removes what was written, is left alone.
+WRITES = re.compile(r"(p?write(v|64)?|openat|f(data)?sync|ftruncate|mkdir(at)?|rename(at2?)?)\(")
 GOES_ON = re.compile(r"/\.unfinished/[^./][^/]*(-[0-9a-f]{10}\.safetensors|-[0-9a-f]{10}/state\.(json|new))$")
 FUNCTION = """
 import json
@@ -42,23 +37,11 @@ STEP = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\nfro
 
 
 class Command(NamedTuple):
-    """A command line, what lies in its folder before, and what files it writes beside the store."""
+    """A command line, the file it writes beside the store, and what lies in its folder before."""
 
-    name: str
     line: str
-    outputs: tuple[str, ...] = ()
+    output: str = ""
     prepare: Callable[[Path], None] = lambda _: None
-    weight: int = 1  # how often it is killed
-
-
-def prepare(command: Command, folder: Path) -> None:
-    """The folder before the command: with a run of somebody's that must stay as it is."""
-    os.chdir(folder)
-    formats.write_function(folder)
-    (folder / "own.py").write_text(FUNCTION)
-    (folder / "step.py").write_text(STEP)
-    formats.train(folder, "function", seed=99)
-    command.prepare(folder)
 
 
 def _twelve_runs(folder: Path) -> None:
@@ -66,207 +49,168 @@ def _twelve_runs(folder: Path) -> None:
         formats.train(folder, "function", seed=seed)
 
 
-AUTOENCODER = f"train autoencoder --profile smoke --setting {SETTING} --store store --checkpoint-seconds 0"
-COMMANDS = [
-    Command("train", f"{AUTOENCODER} --seed 3", weight=10),
-    Command(
-        "prednet",
-        f"train prednet --profile smoke --frames 100 --setting {SETTING} --store store --checkpoint-seconds 0",
-        weight=8,
-    ),
-    Command("function", f"train own.py:train --setting {SETTING} --store store", weight=10),
-    Command("pack", "pack store packed.parquet", ("packed.parquet",), formats.make_store, weight=8),
-    Command("record", f"record step.py:step --setting {SETTING} --output a.trace", ("a.trace",), weight=8),
-    Command(
-        "reproduce",
-        f"reproduce fn.py:train --target {SETTING} --setting cpu --search rate=0.1,0.11,0.2 --store store",
-        (),
-        _twelve_runs,
-        weight=8,
-    ),
-    Command("picture", f"{AUTOENCODER} --frames 20 --picture p.png", ("p.png",), weight=1),
-    Command("html", "audit a.trace a.trace --html r.html", ("r.html",), formats.make_trace, weight=1),
-    Command(
-        "experiment",
-        f"experiment autoencoder --profile smoke --frames 40 --setting {SETTING} --setting cpu:threads=2 --seeds 2 "
-        "--workers 2 --store store",
-        weight=2,
-    ),
-]
-BY_NAME = {command.name: command for command in COMMANDS}
-ALONE = [command for command in COMMANDS if command.name != "experiment"]  # without worker processes
+NETWORK = f"--profile smoke --setting {SETTING} --store store --checkpoint-seconds 0"
+SEARCH = f"--target {SETTING} --setting cpu --search rate=0.1,0.11,0.2 --store store"
+WORKERS = f"--frames 20 --setting {SETTING} --seeds 2 --workers 2 --store store"
+COMMANDS = {  # the short form has the first ones
+    "train": Command(f"train autoencoder --seed 3 {NETWORK}"),
+    "pack": Command("pack store packed.parquet", "packed.parquet", formats.make_store),
+    "record": Command(f"record step.py:step --setting {SETTING} --output a.trace", "a.trace"),
+    "function": Command(f"train own.py:train --setting {SETTING} --store store"),
+    "picture": Command(f"train autoencoder --frames 20 --picture p.png {NETWORK}", "p.png"),
+    "html": Command("audit a.trace a.trace --html r.html", "r.html", formats.make_trace),
+    "prednet": Command(f"train prednet --frames 100 {NETWORK}"),
+    "reproduce": Command(f"reproduce fn.py:train {SEARCH}", prepare=_twelve_runs),
+    "experiment": Command(f"experiment autoencoder --profile smoke {WORKERS}"),
+}
 
 
-_pipes: dict[int, tuple[Path, list[int]]] = {}  # by process: where its words go, and what they come out of
+class Call(NamedTuple):
+    """A system call of a command that writes in its folder: its name, and the how manieth of that name it is."""
+
+    name: str
+    place: int
 
 
-def start(line: str, folder: Path, said: Path, before: Callable[[], Any] = lambda: None) -> int:
-    """Begin a command in a child, whose words `wait` puts into the files `out` and `err`; returns its process id."""
-    pipes = [os.pipe() for _ in range(2)]
-    for reader, writer in pipes:
-        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 1 << 20)  # nobody reads before the end
-        os.set_blocking(reader, False)
-    sys.stdout.flush()
-    if child := os.fork():
-        for _, writer in pipes:
-            os.close(writer)
-        _pipes[child] = said, [reader for reader, _ in pipes]
-        return child
-    status = 1
-    try:
-        os.setpgid(0, 0)
-        os.chdir(folder)
-        os.environ[MARK] = str(said)
-        for number, (_, writer) in enumerate(pipes, 1):
-            os.dup2(writer, number)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        sys.argv = ["gpulab", *line.split()]
-        before()
-        status = _as_the_interpreter()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+class Usual(NamedTuple):
+    """What a command does that nothing disturbs: what is there before and after, its system calls, its exit status."""
+
+    before: dict[str, Any]
+    after: dict[str, Any]
+    calls: list[Call]  # of any kind
+    writes: list[Call]  # those that write
+    kinds: list[Call]  # the first of each kind that writes
+    unsynced: list[str]  # what was not forced to the disk before it was renamed, or left
+    status: int
 
 
-def _hear(child: int) -> None:
-    said, readers = _pipes.pop(child)
-    for name, reader in zip(("out", "err"), readers, strict=True):
-        words = b""
-        with contextlib.suppress(BlockingIOError):  # a worker still holds it
-            while part := os.read(reader, 1 << 20):
-                words += part
-        os.close(reader)
-        (said / name).write_bytes(words)
+class Place:
+    """A folder of its own for a command that is to be disturbed."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.command, self.folder = name, COMMANDS[name], folder
+        source = BASE / name
+        if not source.exists():
+            Child(_prepare, self.command, scratch := source.with_name(f"{name}.{os.getpid()}"), memory=None).result(120)
+            scratch.rename(source)
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+
+    def run(self, *strace: str, **options: Any) -> Ended:
+        return children.run(self.command.line, self.folder, *strace, **options)
+
+    def left(self) -> dict[str, Any]:
+        return Child(_left, self.command, self.folder, memory=None).result(60)
+
+    def refused(self, ended: Ended, allowed: tuple[int, ...] = (1,)) -> None:
+        """A command that was disturbed says one line, and no traceback."""
+        if ended.status is None:
+            raise fault("hang", ended.said)
+        if "Traceback" in ended.said:
+            raise fault("traceback", ended.said)
+        if ended.status and ended.status not in allowed:
+            raise fault("status", f"{ended.status}: {ended.said}")
+        lines = ended.lines()
+        if ended.status == 1 and not (len(lines) == 1 and lines[0].startswith("gpulab: ")):
+            raise fault("not one line", lines)
+
+    def intact(self, usual: Usual, killed: bool = False) -> None:
+        """All that is there is whole, and what was there still is; only a killed command leaves something else."""
+        facts = self.left()
+        self._compare(facts, usual.after, usual.before)
+        strays = [file for file in sorted(facts["files"] - usual.after["files"]) if not GOES_ON.search(file)]
+        if strays and not killed:
+            raise fault("stray", strays)
+
+    def again(self, usual: Usual) -> None:
+        """The same command to its end leaves what an undisturbed one leaves; `gpulab check` may remove the rest."""
+        ended = self.run()
+        if ended.status not in (0, usual.status):
+            raise fault("unhealed", f"the same command again: {ended.status}: {ended.said}")
+        facts = self.left()
+        self._compare(facts, usual.after, usual.after)
+        if facts["files"] - usual.after["files"]:
+            children.run("check store", self.folder)
+        # Half an output beside the store, which a kill leaves, may stay.
+        strays = self.left()["files"] - usual.after["files"]
+        if strays := [file for file in sorted(strays) if file.startswith("store/") or not file.endswith(".part")]:
+            raise fault("stray", f"after the same command and gpulab check: {strays}")
+
+    def _compare(self, facts: dict[str, Any], after: dict[str, Any], needed: dict[str, Any]) -> None:
+        for name in sorted((facts.keys() | needed.keys()) - {"files"}):
+            if name not in facts:
+                raise fault("lost", name)
+            if facts[name] != after.get(name):
+                kind = name if name == "warnings" else "silent"
+                raise fault(kind, f"{name}: {facts[name]!r:.300} and not {after.get(name)!r:.300}")
 
 
-def _as_the_interpreter() -> int:
-    """The command's exit status; what Python itself would print of an error is printed."""
-    try:
-        from gpulab.__main__ import main
-    except ImportError:  # of before it was quiet from its first line on
-        from gpulab.cli import main
-    status: Any = 0
-    try:
-        main()
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:
-        traceback.print_exc()
-        status = 130 if isinstance(error, KeyboardInterrupt) else 1
-    try:
-        sys.stdout.flush()
-    except BaseException:
-        traceback.print_exc()
-        status = 120
-    return status
+def _prepare(command: Command, folder: Path) -> None:
+    """The folder before the command: with a run of somebody's that must stay as it is."""
+    folder.mkdir()
+    os.chdir(folder)
+    (folder / "fn.py").write_text(formats.FUNCTION)
+    (folder / "own.py").write_text(FUNCTION)
+    (folder / "step.py").write_text(STEP)
+    formats.train(folder, "function", seed=99)
+    command.prepare(folder)
 
 
-def wait(child: int, seconds: float = 60.0) -> int | None:
-    """The exit status, negative for a signal; None for a command that hung and was killed."""
-    end = time.monotonic() + seconds
-    try:
-        while time.monotonic() < end:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.005)
-        kill(child, group=True)
-        os.waitpid(child, 0)
-        return None
-    finally:
-        _hear(child)
+def _left(command: Command, folder: Path) -> dict[str, Any]:
+    """What there is in the folder: every run, what the command wrote beside them, and every file."""
+    os.chdir(folder)
+    files = [path for path in folder.rglob("*") if not path.is_dir() and "__pycache__" not in path.parts]
+    facts: dict[str, Any] = {"files": {str(path.relative_to(folder)) for path in files}}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        frame = gl.runs("store")
+        facts |= formats.rows(frame) | formats.histories(frame)
+    if command.output and (folder / command.output).exists():
+        facts[command.output] = (folder / command.output).read_bytes()[-4:]  # by which all these formats end
+    if said:
+        facts["warnings"] = [str(warning.message) for warning in said]
+    (bystander,) = folder.glob(f"store/fn.py_train*-{SETTING.replace(':', '_').replace('=', '_')}-seed99-*")
+    facts["bystander"] = [file.read_bytes() for file in sorted(bystander.iterdir())]
+    return facts
 
 
-def kill(child: int, sent: int = signal.SIGKILL, group: bool = False) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        (os.killpg if group else os.kill)(child, sent)
+def usual(name: str) -> Usual:
+    """What a command does that nothing disturbs, looked at once for all processes."""
+    known = BASE / f"{name}.usual"
+    if not known.exists():
+        with children.room() as room:
+            place = Place(name, room / "folder")
+            before, ended = place.left(), place.run("trace=all")
+            place.refused(ended)
+            if ended.status is None or not ended.calls:
+                raise SystemExit(f"{name} cannot be traced: {ended}")
+            found = Usual(before, place.left(), *_calls(ended, place.folder), ended.status)
+        scratch = known.with_suffix(f".{os.getpid()}")
+        scratch.write_bytes(pickle.dumps(found))
+        scratch.replace(known)
+    return pickle.loads(known.read_bytes())
 
 
-def words(said: Path) -> list[str]:
-    """The lines on standard error, without those of a progress bar."""
-    lines = re.split(r"[\r\n]", (said / "err").read_text(errors="replace").replace("\x1b[A", ""))
-    return [line.strip() for line in lines if line.strip() and not PROGRESS.search(line)]
-
-
-def processes(said: Path) -> list[int]:
-    """The processes that a command started with `exec`, and those below."""
-    import psutil
-
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == str(said) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
-
-
-def left(command: Command, folder: Path) -> Facts:
-    """What there is in the folder after a command: every run, every output that can be read, every file."""
-
-    def look(tell: Any) -> None:
-        os.chdir(folder)
-        facts: Facts = {}
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            try:
-                frame = gl.runs("store")
-                facts |= {f"run {name}": text for name, text in formats.rows(frame).items()}
-                facts |= {f"history {name}": text for name, text in formats.histories(frame).items()}
-                for name in command.outputs:
-                    if (folder / name).exists():
-                        facts[name] = _read(folder / name)
-            except Exception as error:
-                facts["error"] = repr(error)
-        if said:
-            facts["warnings"] = [str(warning.message) for warning in said]
-        of_setting = SETTING.replace(":", "_").replace("=", "_")  # a search has runs of this seed under another one
-        bystander = next(folder.glob(f"store/fn.py_train*-{of_setting}-seed99-*"))
-        facts["bystander"] = [file.read_bytes().hex() for file in sorted(bystander.iterdir())]
-        facts["files"] = files(folder)
-        tell(facts=facts)
-
-    *messages, end = attend(look, 30, None)
-    return messages[0]["facts"] if messages else {"error": end["end"]}
-
-
-def _read(file: Path) -> Any:
-    if file.suffix == ".parquet":
-        frame = gl.runs(file)
-        return [formats.rows(frame), formats.histories(frame)]
-    if file.suffix == ".trace":
-        trace = gl.diagnostics.Trace.load(file)
-        return repr((trace.operations, sorted((name, values.tolist()) for name, values in trace.sketches.items())))
-    if file.suffix == ".png":
-        from PIL import Image
-
-        with Image.open(file) as image:
-            image.load()
-            return list(image.size)
-    text = file.read_text()
-    return [text.rstrip().endswith("</html>"), text.count("<table")]
-
-
-def files(folder: Path) -> list[str]:
-    return sorted(
-        str(file.relative_to(folder))
-        for file in folder.rglob("*")
-        if not file.is_dir() and "__pycache__" not in file.parts
-    )
-
-
-def differences(reference: Facts, facts: Facts, before: Facts | None = None) -> list[tuple[str, str]]:
-    """(kind, what) that is wrong in what is left; with `before`, of a command that did not end, all may be missing."""
-    found = []
-    strays = sorted(set(facts.get("files", ())) - set(reference["files"]))
-    if before is not None:  # what it goes on from may stay
-        strays = [file for file in strays if not GOES_ON.search(file)]
-    for name in sorted((reference.keys() | facts.keys()) - {"files"}):
-        if name in ("error", "warnings"):
-            found.append((name, str(facts[name])))
-        elif name not in facts:
-            if before is None or name in before:
-                found.append(("lost", name))
-        elif facts[name] != reference.get(name):
-            found.append(("silent", f"{name}: {facts[name]!r:.300} and not {reference.get(name)!r:.300}"))
-    return found + [("stray", ", ".join(strays))] * bool(strays)
+def _calls(ended: Ended, folder: Path) -> tuple[list[Call], list[Call], list[Call], list[str]]:
+    """All calls of the command's own process; those that write in the folder, and in new ways; what is not synced."""
+    counts: Counter[str] = Counter()
+    calls, writes, kinds, unsynced, dirty = [], [], {}, [], set()
+    for line in ended.calls:
+        process, _, call = line.partition(" ")
+        if process != str(ended.process) or not (named := re.match(r"(\w+)\(", call := call.lstrip())):
+            continue
+        counts[named[1]] += 1
+        calls.append(Call(named[1], counts[named[1]]))
+        inside = str(folder) in call or re.match(r'\w+\("[^/]', call)
+        if not inside or not WRITES.match(call) or "O_RDONLY" in call or "__pycache__" in call:
+            continue
+        writes.append(calls[-1])
+        kinds.setdefault(re.sub(r"[0-9a-f]{5,}|\d+|(?<=>), .*", "", call.replace(str(folder), "")), calls[-1])
+        (path, *_) = re.findall(r"<(/[^>]*)>|$", call)
+        names = [os.path.join(folder, name) for name in re.findall(r'"([^"]*)"', call)]
+        if "write" in named[1] and "/state." not in path:  # a function's own file is its author's affair
+            dirty.add(path)
+        elif "sync" in named[1]:
+            dirty.discard(path)
+        elif named[1].startswith("rename"):
+            unsynced += [file for file in dirty if file.startswith(names[0])]
+    return calls, writes, [*kinds.values()], [*unsynced, *dirty]

@@ -1,7 +1,8 @@
 """Every format that gpulab reads: how an undamaged one is made, and what reading it says.
 
-`read` fills in facts, by name, as far as it comes: those of an undamaged file are what all others are held against.
-A fact that is missing must have been missed with a word, unless it is one of `REQUIRED`: those must be there always.
+Reading gives facts, each a name and a value, as far as it comes: those of an undamaged file are what all others are
+held against. A fact that is missing must have been missed with a word, unless it is one of `REQUIRED`: those must be
+there always.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ import io
 import struct
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from attacks import mutations
+from attacks import damage
 
 import gpulab as gl
-from gpulab.store import listing as stores
-from gpulab.store import records
+from gpulab.store import listing
 
 SETTING = "cpu:threads=1"
 FUNCTION = """
@@ -35,7 +35,7 @@ def train(seed, setting, rate=0.1):
 """
 VOLATILE = ["seconds", "frames_per_second", "path", "recorded"]  # what a run done again does not repeat
 REQUIRED = ("other", "trained", "again")  # the beginnings of the names of facts that a damage must not touch
-Facts = dict[str, Any]
+Facts = Iterator[tuple[str, Any]]
 
 
 class Format(NamedTuple):
@@ -44,40 +44,34 @@ class Format(NamedTuple):
     name: str
     file: str
     make: Callable[[Path], None]
-    read: Callable[[Path, Facts], None]
-    knows: Callable[..., Any] | None = None  # a mutation that knows the format
+    read: Callable[[Path], Facts]
+    hostile: Callable[[bytes], damage.Strategy]  # damage that knows the format
     foreign: bool = False  # without a checksum of gpulab's, so that nobody can know what was in it
+    declares: bool = False  # how long it is, so that it cannot be cut short unnoticed
 
 
-# --- stores -------------------------------------------------------------------------------------------------------
+# --- stores -----------------------------------------------------------------------------------------------
 
 
 def train(folder: Path, what: str, **options: Any) -> Any:
-    if what == "function":
-        return gl.train("fn.py:train", setting=SETTING, store=folder / "store", progress=False, **options)
-    return gl.train(
-        "autoencoder", profile="smoke", frames=20, setting=SETTING, store=folder / "store", progress=False, **options
-    )
+    """A short training of a function or of a network, in the folder's store."""
+    name, of_network = ("fn.py:train", {}) if what == "function" else (what, {"profile": "smoke", "frames": 20})
+    options = {"setting": SETTING, "store": folder / "store", "progress": False, **of_network, **options}
+    return gl.train(name, **options)
 
 
-def make_store(folder: Path) -> None:
-    write_function(folder)
-    for what in ("function", "autoencoder"):
-        for seed in (0, 1):
-            train(folder, what, seed=seed)
-
-
-def write_function(folder: Path) -> None:
+def make_store(folder: Path, seeds: int = 2) -> None:
     (folder / "fn.py").write_text(FUNCTION)
+    for seed in range(seeds):
+        train(folder, "function", seed=seed)
+        train(folder, "autoencoder", seed=seed)
 
 
 def outcome(run: Any) -> str:
     """What a run computed, to the bit."""
-    weights = (
-        b"" if run.model is None else b"".join(p.detach().numpy().tobytes() for p in run.model.state_dict().values())
-    )
+    weights = [] if run.model is None else [part.detach().numpy().tobytes() for part in run.model.parameters()]
     losses = run.history[["window", "step", "loss"]].to_json(double_precision=15)
-    return f"{run.status} {run.record['summary']['final_loss']!r} {_digest(losses.encode() + weights)}"
+    return f"{run.status} {run.record['summary']['final_loss']!r} {_digest(b''.join([losses.encode(), *weights]))}"
 
 
 def _digest(content: bytes) -> str:
@@ -85,43 +79,34 @@ def _digest(content: bytes) -> str:
 
 
 def rows(frame: Any) -> dict[str, str]:
-    frame = frame.drop(columns=[name for name in VOLATILE if name in frame])
+    """What a listing says of each run."""
+    said = frame.drop(columns=[name for name in VOLATILE if name in frame]).to_dict("records")
     return {
-        str(row["id"]): repr(sorted((k, v) for k, v in row.items() if v == v and v is not None))
-        for row in frame.to_dict("records")
+        f"row {row['id']}": repr(sorted((k, v) for k, v in row.items() if v == v and v is not None)) for row in said
     }
 
 
 def histories(frame: Any) -> dict[str, str]:
-    whole = stores.history(frame)
-    parts = whole[["window", "step", "loss"]].groupby(whole.id)
-    return {str(name): _digest(part.to_csv(index=False).encode()) for name, part in parts}
+    """The history of each run."""
+    whole = listing.history(frame)
+    parts = whole[["window", "step", "loss"]].groupby(whole.id) if len(whole) else ()
+    return {f"history {run}": _digest(part.to_csv(index=False).encode()) for run, part in parts}
 
 
-def read_store(what: str, folder: Path, facts: Facts) -> None:
+def read_store(what: str, folder: Path) -> Facts:
     """The runs of a store of which one is damaged, done again, and listed again: nothing else may be touched."""
-    first = "fn.py_train-own" if what == "function" else "autoencoder-smoke"
-    damaged = f"{first}-cpu_threads_1-seed0"
-
-    def named(said: dict[str, str], first: str) -> Facts:
-        return {
-            (f"{first} {name}" if name.startswith(damaged) else f"other: {first} {name}"): text
-            for name, text in said.items()
-        }
-
-    facts |= named(rows(frame := gl.runs(folder / "store")), "row")
+    damaged = ("fn.py_train-own" if what == "function" else "autoencoder-smoke") + "-cpu_threads_1-seed0"
+    said = rows(frame := gl.runs(folder / "store"))
     for run, part in frame.groupby("id"):
         with contextlib.suppress(gl.DataError) if str(run).startswith(damaged) else contextlib.nullcontext():
-            facts |= named(histories(part), "history")
-    facts["trained"] = outcome(train(folder, what, seed=0))
-    with warnings.catch_warnings(record=True) as said:
+            said |= histories(part)
+    yield from ((name if damaged in name else f"other {name}", text) for name, text in said.items())
+    yield "trained", outcome(train(folder, what, seed=0))
+    with warnings.catch_warnings(record=True) as words:
         warnings.simplefilter("always")
         frame = gl.runs(folder / "store")
-        facts |= {
-            f"again: {name}": text
-            for name, text in (rows(frame) | {f"h {k}": v for k, v in histories(frame).items()}).items()
-        }
-    facts["again: reported"] = [str(warning.message) for warning in said]
+    yield "again reported", [str(word.message) for word in words]
+    yield from ((f"again {name}", text) for name, text in (rows(frame) | histories(frame)).items())
     cli(["runs", "store"])
 
 
@@ -132,47 +117,27 @@ def make_checkpoint(folder: Path) -> None:
         if updates >= 60:
             raise KeyboardInterrupt
 
-    options = {"profile": "smoke", "setting": SETTING, "seed": 7, "store": folder / "store", "progress": False}
     with contextlib.suppress(KeyboardInterrupt):
-        gl.train("autoencoder", frames=100, checkpoint_seconds=0, watch=stop, **options)
+        train(folder, "autoencoder", frames=100, seed=7, checkpoint_seconds=0, watch=stop)
 
 
-def read_checkpoint(folder: Path, facts: Facts) -> None:
-    facts["trained"] = outcome(
-        gl.train(
-            "autoencoder", frames=100, profile="smoke", setting=SETTING, seed=7, store=folder / "store", progress=False
-        )
-    )
-    facts |= {f"again: {name}": text for name, text in rows(gl.runs(folder / "store")).items()}
+def read_checkpoint(folder: Path) -> Facts:
+    yield "trained", outcome(train(folder, "autoencoder", frames=100, seed=7))
+    yield from ((f"again {name}", text) for name, text in rows(gl.runs(folder / "store")).items())
 
 
 def make_packed(folder: Path) -> None:
     make_store(folder)
-    gl.store.listing.pack(folder / "store", folder / "packed.parquet")
+    listing.pack(folder / "store", folder / "packed.parquet")
 
 
-def read_packed(folder: Path, facts: Facts) -> None:
-    facts["rows"] = rows(frame := gl.runs(folder / "packed.parquet"))
-    if frame.empty:
-        del facts["rows"]
-        return
-    facts["histories"] = histories(frame)
+def read_packed(folder: Path) -> Facts:
+    frame = gl.runs(folder / "packed.parquet")
+    yield from rows(frame).items()
+    yield from histories(frame).items()
 
 
-# --- other files of gpulab's own ----------------------------------------------------------------------------------
-
-
-def make_table(folder: Path) -> None:
-    import pandas as pd
-
-    table = pd.DataFrame({"setting": ["cpu", "cuda"] * 20, "step": range(40), "value": np.linspace(0, 1, 40) ** 3})
-    records.write_table(folder / "table.parquet", table, {"passport": gl.passport(), "command": "a command"})
-
-
-def read_table(folder: Path, facts: Facts) -> None:
-    table, record = records.read_table(folder / "table.parquet")
-    facts["table"] = table.to_csv()
-    facts["record"] = repr({name: record.get(name) for name in ("passport", "command")})
+# --- other files of gpulab's own --------------------------------------------------------------------------
 
 
 def step() -> Any:
@@ -187,56 +152,44 @@ def make_trace(folder: Path) -> None:
     gl.diagnostics.record(step(), SETTING, folder / "a.trace")
 
 
-def read_trace(folder: Path, facts: Facts) -> None:
+def read_trace(folder: Path) -> Facts:
     trace = gl.diagnostics.Trace.load(folder / "a.trace")
-    sketches = {name: _digest(values.tobytes()) for name, values in trace.sketches.items()}
-    facts["trace"] = repr(
-        (trace.setting, trace.operations, trace.reference, trace.passport, trace.arithmetic, sketches)
-    )
+    yield "step", repr((trace.setting, trace.operations, trace.reference, trace.passport, trace.arithmetic))
+    yield "numbers", {name: _digest(values.tobytes()) for name, values in trace.sketches.items()}
     str(gl.audit(folder / "a.trace", folder / "a.trace"))
 
 
-# --- foreign files ------------------------------------------------------------------------------------------------
+# --- foreign files ----------------------------------------------------------------------------------------
 
 
 def make_model(folder: Path) -> None:
     from gpulab.models.chainer import chainer_views
 
-    net = gl.models.PredNet((3, 4), (8, 8))
-    np.savez(
-        folder / "net.npz",
-        **{name: view.detach().numpy() for name, view in chainer_views(net, lambda p: p.data).items()},
-    )
-    (folder / "net.npz").rename(folder / "net.model")
+    views = chainer_views(gl.models.PredNet((3, 4), (8, 8)), lambda parameter: parameter.data)
+    with (folder / "net.model").open("wb") as stream:
+        np.savez(stream, **{name: view.numpy() for name, view in views.items()})
 
 
-def read_model(folder: Path, facts: Facts) -> None:
-    net = gl.models.PredNet.from_chainer(folder / "net.model")
-    values = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-    facts["model"] = _digest(values)
-    facts["finite"] = bool(all(p.isfinite().all() for p in net.parameters()))
+def read_model(folder: Path) -> Facts:
+    yield "weights", len([*gl.models.PredNet.from_chainer(folder / "net.model").parameters()])
 
 
 def make_mnist(folder: Path) -> None:
     images = (np.arange(40 * 28 * 28) % 251).astype(np.uint8).tobytes()
-    (folder / "mnist").mkdir()
     packed = gzip.compress(struct.pack(">4I", 2051, 40, 28, 28) + images)
-    (folder / "mnist" / "train-images-idx3-ubyte.gz").write_bytes(packed)
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(packed)
 
 
-def read_mnist(folder: Path, facts: Facts) -> None:
-    data = gl.load(f"mnist:{folder / 'mnist'}")
-    facts["images"] = _digest(
-        b"".join(w.frames.tobytes() for w in data.heldout(20)) + next(data.windows(20)).frames.tobytes()
-    )
+def read_mnist(folder: Path) -> Facts:
+    data = gl.load(f"mnist:{folder}")
+    yield "images", sum(len(window.frames) for window in [*data.heldout(20), next(data.windows(20))])
 
 
 def picture(number: int) -> Any:
     from PIL import Image
 
-    return Image.fromarray(
-        (np.add.outer(np.arange(48), np.arange(64))[..., None] * [1, 2, 3] + 9 * number).astype(np.uint8)
-    )
+    shades = np.add.outer(np.arange(48), np.arange(64))[..., None] * [1, 2, 3] + 9 * number
+    return Image.fromarray(shades.astype(np.uint8))
 
 
 def make_images(suffix: str, folder: Path) -> None:
@@ -245,50 +198,38 @@ def make_images(suffix: str, folder: Path) -> None:
         picture(number).save(folder / "frames" / f"{number}{suffix}")
 
 
-def read_images(folder: Path, facts: Facts) -> None:
-    data = gl.load(f"frames:{folder / 'frames'}", size=(16, 16))
-    facts["frames"] = _digest(b"".join(frame.tobytes() for frame in data.stream()))
+def read_images(folder: Path) -> Facts:
+    yield "frames", len([*gl.load(f"frames:{folder / 'frames'}", size=(16, 16)).stream()])
 
 
-def make_film(container: str, codec: str, folder: Path, frames: int = 40, **options: str) -> None:
+def make_film(name: str, codec: str, options: dict[str, str], folder: Path) -> None:
     import av
 
-    with av.open(str(folder / f"film.{container}"), "w", options=options) as film:
+    with av.open(str(folder / name), "w", options=options) as film:
         stream = film.add_stream(codec, rate=25)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         stream.codec_context.gop_size = 8
-        for number in range(frames):
-            for packet in stream.encode(av.VideoFrame.from_image(picture(number))):
-                film.mux(packet)
-        for packet in stream.encode():
-            film.mux(packet)
+        for number in range(40):
+            film.mux(stream.encode(av.VideoFrame.from_image(picture(number))))
+        film.mux(stream.encode())
 
 
-def read_film(container: str, folder: Path, facts: Facts) -> None:
-    data = gl.load(f"video:{folder / f'film.{container}'}", size=(16, 16))
-    facts["frames"] = data.frames + data.held
-    facts["content"] = _digest(b"".join(frame.tobytes() for frame in data.stream()))
+def read_film(name: str, folder: Path) -> Facts:
+    yield "frames", len([*gl.load(f"video:{folder / name}", size=(16, 16)).stream()])
 
 
 def make_csv(folder: Path) -> None:
-    lines = [
-        f"{setting},{seed},{1 + seed / 7 + shift},finished"
-        for setting, shift in (("cpu", 0), ("cuda", 0.01))
-        for seed in range(8)
-    ]
+    shifts = {"cpu": 0, "cuda": 0.01}
+    lines = [f"{setting},{seed},{1 + seed / 7 + shifts[setting]},finished" for setting in shifts for seed in range(8)]
     (folder / "runs.csv").write_text("\n".join(["setting,seed,final_loss,state", *lines]) + "\n")
 
 
-def read_csv(folder: Path, facts: Facts) -> None:  # noqa: ARG001
-    facts["verdict"] = cli(["verdict", "runs.csv"])
-
-
-class Said(gl.GpulabError):
-    """What a command said before it ended with another status than 0."""
+def read_csv(folder: Path) -> Facts:  # noqa: ARG001
+    yield "verdict", cli(["verdict", "runs.csv"])
 
 
 def cli(arguments: list[str]) -> str:
-    """What a command prints; `Said` where it fails in one line."""
+    """What a command prints; `GpulabError` where it fails."""
     from gpulab.cli import main
 
     out, err, status = io.StringIO(), io.StringIO(), 0
@@ -300,61 +241,48 @@ def cli(arguments: list[str]) -> str:
         status = end.code or 0
     finally:
         sys.argv = before
-    if any(ord(sign) < 32 and sign not in "\n\t" for sign in out.getvalue() + err.getvalue()):
-        raise AssertionError(f"control characters on the terminal: {out.getvalue()!r} {err.getvalue()!r}")
+    said = out.getvalue() + err.getvalue()
+    if any(ord(sign) < 32 and sign not in "\n\t" for sign in said):
+        raise AssertionError(f"control characters on the terminal: {said!r}")
     if status:
-        raise Said(err.getvalue().strip())
+        raise gl.GpulabError(f"gpulab {' '.join(arguments)}: {err.getvalue().strip()}")
     return out.getvalue()
 
 
-FILMS = {
-    "mp4": ("mp4", "mpeg4", {}),
-    "fragmented mp4": ("mp4", "mpeg4", {"movflags": "frag_keyframe+empty_moov"}),
-    "mkv": ("mkv", "mpeg4", {}),
-    "webm": ("webm", "libvpx", {}),
-    "ts": ("ts", "mpeg2video", {}),
-    "mpg": ("mpg", "mpeg2video", {}),
-    "avi": ("avi", "mpeg4", {}),
-}
+def _of_run(run: str, file: str, what: str, hostile: Callable[[bytes], damage.Strategy]) -> Format:
+    pattern = f"store/{run}*-seed0-*/{file}"
+    return Format(f"{file} of {what}", pattern, make_store, functools.partial(read_store, what), hostile)
+
+
+def _of_film(name: str, suffix: str, codec: str, declares: bool = False, **options: str) -> Format:
+    make = functools.partial(make_film, f"film.{suffix}", codec, options)
+    read = functools.partial(read_film, f"film.{suffix}")
+    return Format(name, f"film.{suffix}", make, read, damage.cut, foreign=True, declares=declares)
+
+
+def _of_images(suffix: str) -> Format:
+    make = functools.partial(make_images, suffix)
+    return Format(f"image {suffix}", f"frames/3{suffix}", make, read_images, damage.image, foreign=True)
+
+
 FORMATS = [
-    *(
-        Format(
-            f"{file} of {what}",
-            f"store/{run}*-seed0-*/{file}",
-            make_store,
-            functools.partial(read_store, what.split()[-1]),
-            knows,
-        )
-        for what, run in (("a network", "autoencoder"), ("a function", "fn.py"))
-        for file, knows in (("run.json", mutations.json_file), ("results.safetensors", mutations.safetensors))
-    ),
-    Format("checkpoint", "store/.unfinished/*.safetensors", make_checkpoint, read_checkpoint, mutations.safetensors),
-    Format("packed runs", "packed.parquet", make_packed, read_packed, mutations.parquet),
-    Format("table", "table.parquet", make_table, read_table, mutations.parquet),
-    Format("trace", "a.trace", make_trace, read_trace, mutations.parquet),
-    Format("model", "net.model", make_model, read_model, mutations.npz, foreign=True),
-    Format("mnist", "mnist/*.gz", make_mnist, read_mnist, mutations.idx, foreign=True),
-    Format("csv", "runs.csv", make_csv, read_csv, mutations.csv, foreign=True),
-    *(
-        Format(
-            f"image{suffix}",
-            f"frames/3{suffix}",
-            functools.partial(make_images, suffix),
-            read_images,
-            mutations.image,
-            foreign=True,
-        )
-        for suffix in (".png", ".jpg", ".bmp", ".webp", ".tif")
-    ),
-    *(
-        Format(
-            f"film {name}",
-            f"film.{end}",
-            functools.partial(make_film, end, codec, **options),
-            functools.partial(read_film, end),
-            foreign=True,
-        )
-        for name, (end, codec, options) in FILMS.items()
-    ),
+    _of_run("autoencoder", "run.json", "autoencoder", damage.json_text),
+    _of_run("autoencoder", "results.safetensors", "autoencoder", damage.safetensors),
+    _of_run("fn.py", "run.json", "function", damage.json_text),
+    _of_run("fn.py", "results.safetensors", "function", damage.safetensors),
+    Format("checkpoint", "store/.unfinished/*.safetensors", make_checkpoint, read_checkpoint, damage.safetensors),
+    Format("packed runs", "packed.parquet", make_packed, read_packed, damage.parquet),
+    Format("trace", "a.trace", make_trace, read_trace, damage.parquet),
+    Format("model", "net.model", make_model, read_model, damage.npz, foreign=True),
+    Format("mnist", "train-images-idx3-ubyte.gz", make_mnist, read_mnist, damage.idx, foreign=True),
+    Format("csv", "runs.csv", make_csv, read_csv, damage.csv, foreign=True),
+    *map(_of_images, (".png", ".jpg", ".bmp", ".webp", ".tif")),
+    _of_film("mp4", "mp4", "mpeg4", declares=True),
+    _of_film("fragmented mp4", "mp4", "mpeg4", movflags="frag_keyframe+empty_moov"),
+    _of_film("mkv", "mkv", "mpeg4", declares=True),
+    _of_film("webm", "webm", "libvpx", declares=True),
+    _of_film("avi", "avi", "mpeg4", declares=True),
+    _of_film("ts", "ts", "mpeg2video"),
+    _of_film("mpg", "mpg", "mpeg2video"),
 ]
 BY_NAME = {form.name: form for form in FORMATS}
