@@ -150,7 +150,7 @@ def test_the_finding_has_its_numbers_from_the_tables(scaling, descents, batches)
 
 def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
     file = tmp_path / "measured" / "scale_out-here.json"
-    script = [sys.executable, str(ROOT / "benchmarks" / "scale_out.py"), "cpu:threads=1", "--devices", "1,2"]
+    script = [sys.executable, str(ROOT / "benchmarks" / "record.py"), "scale_out", "cpu:threads=1", "--devices", "1,2"]
     small = ["--batch-size", "4", "--frames", "3", "--updates", "2"]
     done = subprocess.run([*script, *small, "--record", str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
