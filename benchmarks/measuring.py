@@ -16,6 +16,7 @@ import typer
 from tqdm.auto import tqdm
 
 import gpulab as gl
+from gpulab.errors import in_one_line
 from gpulab.settings import Setting
 from gpulab.store import records
 
@@ -44,6 +45,7 @@ def race(
     steps: int = 1,
     warm_up: int = WARM_UP,
     label: str = "",
+    failed: dict[str, str] | None = None,
 ) -> dict[str, Way]:
     """Several ways of doing something side by side: each is made and warmed up, then they take turns.
 
@@ -56,6 +58,7 @@ def race(
         steps: Of a turn, which are timed together.
         warm_up: Steps before.
         label: Of the progress bar.
+        failed: Takes what kept a way from being made and warmed up, which is then left out; without it that is raised.
 
     Returns:
         The ways. `memory` is the most that was allocated on a GPU while one was made and warmed up, above what the
@@ -66,12 +69,19 @@ def race(
         if setting.kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        way = ways[name] = Way(make())
-        for _ in range(warm_up):
-            way.step()
-        wait_for(setting)
+        try:
+            way = Way(make())
+            for _ in range(warm_up):
+                way.step()
+            wait_for(setting)
+        except Exception as problem:  # whatever a library raises: the others are still to be measured
+            if failed is None:
+                raise
+            failed[name] = f"{type(problem).__name__}: {in_one_line(problem)[:200]}"
+            continue
         if setting.kind == "cuda":
             way.memory = torch.cuda.max_memory_allocated() - before
+        ways[name] = way
     for _ in tqdm(range(rounds), desc=label, disable=None):
         for way in ways.values():
             way.seconds.append(seconds(way.step, setting, steps))
