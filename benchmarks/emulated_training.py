@@ -14,6 +14,9 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
+from matplotlib.figure import Figure
+from measuring import keep, show
+from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.models import VisionTransformer
@@ -27,8 +30,6 @@ SEEDS, STEPS, BATCH = 12, 200, 32
 
 def digits() -> tuple[Tensor, Tensor]:
     """Scikit-learn's digits as three-channel images of 16×16, and what they show."""
-    from sklearn.datasets import load_digits
-
     images, labels = load_digits(return_X_y=True)
     small = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     return F.interpolate(small, scale_factor=2).expand(-1, 3, -1, -1).contiguous(), torch.tensor(labels)
@@ -62,34 +63,32 @@ def train(setting: str, seed: int, images: Tensor, labels: Tensor) -> list[float
 
 def report(files: list[Path], stem: Path) -> None:
     """Curves and verdicts of what was trained, beside each other."""
-    import matplotlib.pyplot as plt
-
     documents = [records.read_json(file) for file in files]
     runs = pd.DataFrame([run for document in documents for run in document["rows"]])
     runs["final_loss"] = [sum(losses[-STEPS // 5 :]) / (STEPS // 5) for losses in runs.losses]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, dpi=100)
-    pairs = [("cpu", "cpu:tf32=on,emulate=ampere", "emulated"), ("cuda:tf32=off", "cuda:tf32=on", "real")]
-    text = ["# A vision transformer under emulated and real TF32", ""]
-    for axis, (plain, short, title) in zip(axes, pairs, strict=True):
-        for setting, colour, style in ((plain, "tab:blue", "-"), (short, "tab:orange", "--")):
+    emulated, real = ("cpu", "cpu:tf32=on,emulate=ampere"), ("cuda:tf32=off", "cuda:tf32=on")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    for axis, pair in zip(figure.subplots(1, 2, sharey=True), (emulated, real), strict=True):
+        for setting, colour, style in zip(pair, ("tab:blue", "tab:orange"), ("-", "--"), strict=True):
             curves = pd.DataFrame(list(runs[runs.setting == setting].losses))
             smooth = curves.T.rolling(10, min_periods=1).mean()
             axis.plot(smooth, color=colour, alpha=0.25, lw=0.8)
             axis.plot(smooth.mean(axis=1), style, color=colour, lw=2, label=setting)
-        axis.set(title=title, xlabel="step", ylabel="cross-entropy, mean of 10 steps", yscale="log")
+        axis.set(xlabel="step", ylabel="cross-entropy, mean of 10 steps", yscale="log")
         axis.legend()
-        pair = runs[runs.setting.isin((plain, short))]
-        verdict = gl.verdict(pair, metric="final_loss", margin="0.25sd", reference=plain)
-        text += [f"- {title}: {line}" for line in str(verdict).splitlines()]
-    across = runs[runs.setting.isin(("cpu:tf32=on,emulate=ampere", "cuda:tf32=on"))]
-    verdict = gl.verdict(across, metric="final_loss", margin="0.25sd", reference="cuda:tf32=on")
-    text += [f"- emulated against real: {line}" for line in str(verdict).splitlines()]
-    text += ["", f"![loss curves]({stem.name}.png)", ""]
-    text += [f"Recorded by `{document['command']}` on {document['machine']}." for document in documents]
-    figure.tight_layout()
     figure.savefig(stem.with_suffix(".png"), dpi=80)
-    stem.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
-    print("\n".join(text))
+    lines = []
+    for title, (usual, other) in {
+        "emulated": emulated,
+        "real": real,
+        "emulated against real": (real[1], emulated[1]),
+    }.items():
+        pair = runs[runs.setting.isin((usual, other))]
+        verdict = gl.verdict(pair, metric="final_loss", margin="0.25sd", reference=usual)
+        lines += [f"- {title}: {line}" for line in str(verdict).splitlines()]
+    made = [f"Recorded by `{document['command']}` on {document['machine']}." for document in documents]
+    text = "\n".join([*lines, "", f"![loss curves]({stem.name}.png)", "", *made])
+    show("A vision transformer under emulated and real TF32", stem.with_suffix(".md"), measured=text)
 
 
 def main(
@@ -104,8 +103,7 @@ def main(
     images, labels = digits()
     jobs = tqdm([(setting, seed) for setting in names for seed in range(SEEDS)], unit="training")
     runs = [{"setting": s, "seed": seed, "losses": train(s, seed, images, labels)} for s, seed in jobs]
-    device = "cpu" if all(name.startswith("cpu") for name in names) else "cuda"
-    records.write_json(output, records.measured(device, rows=runs))
+    keep(output, "cpu" if all(name.startswith("cpu") for name in names) else "cuda", rows=runs)
 
 
 if __name__ == "__main__":

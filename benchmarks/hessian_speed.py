@@ -337,11 +337,8 @@ def densities(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def machine_of(record: dict[str, Any]) -> str:
-    return (
-        record["machine"]
-        if record["device"] == "cuda"
-        else f"{record['machine']}, {record['rows'][0]['threads']} threads"
-    )
+    on_a_gpu = record["machine"] != record["passport"]["cpu"]["model"]
+    return record["machine"] if on_a_gpu else f"{record['machine']}, {record['rows'][0]['threads']} threads"
 
 
 def details(record: dict[str, Any], rows: list[dict[str, Any]]) -> str:
@@ -415,7 +412,7 @@ def main(
         with setting.apply():
             for one in size:
                 rows += measure(one, frames, setting, names, products, block, steps)
-                keep(record, device, device=device, rows=rows)
+                keep(record, device, rows=rows)
     found = records.read_measured("hessian_speed")
     sizes = [(document, one) for document in found for one in dict.fromkeys(row["size"] for row in document["rows"])]
     groups = [(document, [row for row in document["rows"] if row["size"] == one]) for document, one in sizes]

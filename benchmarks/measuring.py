@@ -77,7 +77,7 @@ def race(
         except Exception as problem:  # whatever a library raises: the others are still to be measured
             if failed is None:
                 raise
-            failed[name] = f"{type(problem).__name__}: {in_one_line(problem)[:200]}"
+            failed[name] = in_one_line(problem)[:200]
             continue
         if setting.kind == "cuda":
             way.memory = torch.cuda.max_memory_allocated() - before
