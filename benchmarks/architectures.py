@@ -96,8 +96,9 @@ def without_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout | torchvision.ops.StochasticDepth):
             module.p = 0.0
-        for holder in (module, getattr(module, "config", None)):
-            for name, value in list(vars(holder).items()) if holder is not None else ():
+        config = getattr(module, "config", None)
+        for holder in (module, config) if isinstance(config, hf.PretrainedConfig) else (module,):
+            for name, value in list(vars(holder).items()):
                 if "drop" in name and isinstance(value, float):  # which some give to a function
                     setattr(holder, name, 0.0)
 

@@ -51,16 +51,12 @@ FOLDER = "GPULAB_CHAINER_PREDNET"  # the environment variable that names the aut
 class Published:
     """The authors' network with its optimiser, and their loop over one window.
 
-    Args:
-        net: Their `net.py`, or its folder.
-        kind: `cpu` or `cuda`.
-        seed: Of the weights, which NumPy's global generator draws on the CPU.
-        size: (height, width) of a frame in pixels.
-        channels: Of each layer, from the bottom up.
-        loader: `reused` is theirs: one buffer, whose memory every step of a window shares on a CPU, and which is
-            copied to a GPU at each step. `copied`: every frame has an array of its own. `shared`: one array on the
-            device, overwritten, which is what `reused` is on a CPU.
-        round_trip: On a GPU, take the network to the CPU and back after each update, as they do.
+    Their `net.py`, or its folder; `size` is (height, width), and NumPy's global generator draws the weights, on a CPU.
+
+    The loader `reused` is theirs: one buffer, whose memory every step of a window shares on a CPU, and which is copied
+    to a GPU at each step. `copied`: every frame has an array of its own. `shared`: one array on the device,
+    overwritten, which is what `reused` is on a CPU. With `round_trip` a GPU takes the network to the CPU and back after
+    each update, as they do.
 
     References:
         Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks*
@@ -248,15 +244,10 @@ def published(
         setting: `cpu`, `cpu:threads=N`, or `cuda:tf32=off,cudnn=off`, which is all that CuPy and Chainer know today.
         folder: For checkpoints.
         net: The authors' `net.py`.
-        data: `walk`, or a video file.
-        speed: Of the walk.
-        every: As in `windows`.
+        data: `walk`, whose `speed` that is, or a video file, of which one frame in `every` is taken.
         frames: To train on: as many updates are made as they fill windows.
-        window: Frames in one.
         size: Width x height of a frame in pixels, as the authors write it.
-        channels: Of each layer.
-        loader: As in `Published`.
-        round_trip: As in `Published`.
+        loader, round_trip: As in `Published`.
 
     Yields:
         For each window the mean `loss` of its frames, that of the `last_frame` (which the authors log), and
@@ -308,13 +299,7 @@ def published(
 
 
 class Cell(NamedTuple):
-    """A device and a way of handing over frames.
-
-    Attributes:
-        kind: `cpu` or `cuda`.
-        loader: As of `Published`.
-        round_trip: Likewise.
-    """
+    """A device and a way of handing over frames."""
 
     kind: str
     loader: str
@@ -337,13 +322,8 @@ def published_windows(
 ) -> pd.DataFrame:
     """The first windows of the authors' own network in Chainer, each cell trained by itself, cell against cell.
 
-    Args:
-        net: The authors' `net.py` or its folder, else `$GPULAB_CHAINER_PREDNET`.
-        pairs: What to compare: the second of each with the first.
-        count: Of windows; the weights of the second and later ones have come apart already.
-        seed: Of the weights.
-        profile: How large.
-        speed: Of the walk.
+    `net`, the authors' `net.py` or its folder, is else `$GPULAB_CHAINER_PREDNET`; of each pair the second is compared
+    with the first. The weights of the second and later windows have come apart already.
 
     Returns:
         A row for each pair and window: `same_losses` counts the forward losses with the same bits, of `losses`;
