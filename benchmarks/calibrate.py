@@ -1,8 +1,7 @@
-"""How often a verdict is wrong, and how often a search confirms what is not so: by simulation.
+"""How often a verdict is wrong, by simulation.
 
     python benchmarks/calibrate.py verdicts
     python benchmarks/calibrate.py mixed
-    python benchmarks/calibrate.py searches
 
 `verdicts` fills the tables of `verdict_calibration.md`, which says how they are read, and draws `verdict_power.png`
 beside this file; `mixed` is one of them. Losses are standardised to a standard deviation of 1 between seeds; a pair's
@@ -13,7 +12,6 @@ settings are exchangeable.
 from __future__ import annotations
 
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from itertools import combinations, product
@@ -25,12 +23,11 @@ import pandas as pd
 import scipy
 import statsmodels
 from matplotlib.figure import Figure
-from measuring import command_line, markdown, run, show, table
+from measuring import command_line, markdown, run, show
 from scipy import stats
 from tqdm import tqdm
 
 import gpulab as gl
-from gpulab.search.trials import WITHIN
 from gpulab.stats import tests as inference
 from gpulab.stats.decisions import JUMP
 from gpulab.store import listing
@@ -505,38 +502,6 @@ def verdicts() -> None:
 def mixed() -> None:
     """What a verdict says of jumps against all others, printed."""
     print(about_mixed_means())
-
-
-def search(changes: int, noise: float, seed: int, store: str) -> tuple[bool, bool]:
-    """(some change looked equivalent on the seeds of the search, one was confirmed on fresh seeds)."""
-    generator = np.random.default_rng(seed)
-    old = pd.DataFrame({"seed": range(20), "final_loss": generator.normal(size=20)})
-    off = SHARE + noise * generator.normal(size=(changes + 1, 20))
-
-    def train(setting: Any, seed: int, change: int = 0) -> float:  # noqa: ARG001
-        return float(old.final_loss[seed] + off[change, seed])
-
-    space = {"change": range(1, changes + 1)}
-    found = gl.reproduce(old, space, "cpu", train, margin=SHARE, store=store, progress=False)
-    return bool(found.table.decision.isin(WITHIN).any()), found.confirmed
-
-
-@app.command()
-def searches(count: int = 150) -> None:
-    """How often `gpulab.reproduce` calls a change equivalent that is not: by luck on its seeds, and confirmed.
-
-    Simulated searches without any right answer: the true difference of every change is exactly the margin, a quarter of
-    the standard deviation between seeds. 20 seeds, ten of them fresh. `noise` is the standard deviation of the paired
-    differences over that between seeds. Ten minutes.
-    """
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for changes, noise in ((3, 0.15), (10, 0.05), (10, 0.15)):
-            stores = [f"{folder}/{changes}-{noise}-{seed}" for seed in range(count)]
-            found = [search(changes, noise, seed, store) for seed, store in enumerate(tqdm(stores))]
-            lucky, confirmed = np.mean(found, axis=0)
-            rows.append([changes, noise, f"{lucky:.1%}", f"{confirmed:.1%}"])
-    print(table("changes|noise (sd)|one equivalent on the seeds of the search|one confirmed on fresh seeds", rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What gpulab costs: time and memory of notebooks, guard, emulation, many runs, a class, a busy machine.
+"""What gpulab costs: time and memory of notebooks, guard, emulation, many runs, a class.
 
 python benchmarks/costs.py budgets --profile smoke --profile quick --device cpu
 python benchmarks/costs.py guard --write benchmarks/guard_cost.md
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import shlex
@@ -22,19 +21,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import joblib
 import nbformat
-import pandas as pd
 import psutil
 import torch
 import torchvision
 import typer
-from measuring import Step, command_line, machine, markdown, quartiles, race, run, seconds, show, table
+from measuring import Step, command_line, machine, quartiles, race, run, seconds, show, table
 from nbclient import NotebookClient
 from torch import nn
 from torch.nn import functional as F
@@ -389,93 +386,6 @@ def classroom(
         row = [count, threads or os.cpu_count(), "prepared" if prepared else "trained", *times]
         row += [f"{peak / 2**30:.1f} GiB", f"{peak / count / 2**20:.0f} MiB"]
         print(table("students|threads each|runs|first done|half|all|memory|of one", [row]), flush=True)
-
-
-# --- a busy machine --------------------------------------------------------------------------------------
-
-FRAMES = {"autoencoder": 1_000, "prednet": 100, "whitener": 10_000}  # a second or two each
-BUSY = (0, 1, 2, 4)  # loops a core
-QUOTA = "quota of one CPU"
-ONE = """
-import sys, warnings
-warnings.filterwarnings("ignore")
-import gpulab as gl
-net, setting, frames = sys.argv[1], sys.argv[2], int(sys.argv[3])
-gl.train(net, setting=setting, frames=frames // 4, progress=False)
-print(gl.train(net, setting=setting, frames=frames, progress=False).record["summary"]["frames_per_second"])
-"""
-CGROUPS = {"/sys/fs/cgroup/cpu": "cpu.cfs_quota_us", "/sys/fs/cgroup": "cpu.max"}  # of version 1, of version 2
-
-
-def fresh_speed(net: str, setting: str, within: list[str]) -> float:
-    """Frames per second of a training in a new process."""
-    command = [*within, sys.executable, "-c", ONE, net, setting, str(FRAMES[net])]
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return float(done.stdout.split()[-1])
-
-
-@contextlib.contextmanager
-def loops(count: int) -> Iterator[list[str]]:
-    """So many processes that do nothing, as fast as they can."""
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield []
-    finally:
-        for process in spinning:
-            process.kill()
-            process.wait()
-
-
-@contextlib.contextmanager
-def quota() -> Iterator[list[str] | None]:
-    """The beginning of a command that then has one CPU of this machine; None where that cannot be had."""
-    root = next((Path(root) for root, name in CGROUPS.items() if Path(root, "tasks").exists() or name == "cpu.max"))
-    group = root / "gpulab-busy"
-    try:
-        group.mkdir()
-    except OSError:
-        yield None
-        return
-    try:
-        (group / CGROUPS[str(root)]).write_text("100000" if root.name == "cpu" else "100000 100000")
-        bind = f'mount --bind {group} {root} && echo $$ > {root}/cgroup.procs && exec "$0" "$@"'
-        yield ["unshare", "--mount", "sh", "-c", bind]
-    finally:
-        group.rmdir()
-
-
-@app.command()
-def busy(repeats: int = 3, write: Write = None) -> None:
-    """The quick trainings beside busy loops, and inside a quota of one CPU, over the fair share.
-
-    Beside k busy loops a core the fair share of a training is 1/(k + 1) of its best speed alone; inside a quota of one
-    CPU it is the speed of one thread. The quota takes root and a cgroup, bound where a container would see its own;
-    without them its column stays empty. Trainings take turns, each in a process of its own.
-    """
-    rows, cores = [], joblib.cpu_count(only_physical_cores=True)
-    settings = ["cpu", *(f"cpu:threads={count}" for count in (1, 2, 4, 8) if count <= cores)]
-    places = [(f"{count} loops a core" if count else "alone", loops(count * cores)) for count in BUSY]
-    for where, place in [*places, (QUOTA, quota())]:
-        with place as within:
-            times = repeats if within is not None else 0
-            for _, net, setting in itertools.product(range(times), FRAMES, settings):
-                rows.append((net, setting, where, fresh_speed(net, setting, within or [])))
-                print(*rows[-1], flush=True)
-    groups = pd.DataFrame(rows, columns=["net", "setting", "where", "fps"]).groupby(
-        ["net", "setting", "where"], sort=False
-    )
-    found = groups.fps.median().unstack("where")
-    best = found["alone"].groupby("net").transform("max")
-    fair = {name: best / (1 + count) for name, count in zip(found.columns, BUSY, strict=False)}
-    fair[QUOTA] = found["alone"].xs("cpu:threads=1", level="setting").reindex(found.index, level="net")
-    shown = {name: [f"{a:.0f} ({b / a:.2f})" for a, b in zip(found[name], fair[name], strict=True)] for name in found}
-    spread = (groups.fps.max() - groups.fps.min()) / groups.fps.median()
-    text = (
-        f"{markdown(pd.DataFrame(shown, index=found.index).reset_index())}\n\nLargest minus smallest over the median: "
-        f"{spread.median():.0%} (median), {spread.max():.0%} at most. {machine(threads=False)}, medians of {repeats}."
-    )
-    show("A busy machine", write, measured=text)
 
 
 if __name__ == "__main__":
