@@ -30,7 +30,7 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
-from measuring import run, show, table
+from measuring import markdown, run, show
 
 import gpulab as gl
 from companion.first_windows import FirstWindow
@@ -168,21 +168,15 @@ def main(
         return
     here = gl.passport()
     versions = [f"{name} {here['software'][name]}" for name in DISTRIBUTIONS if name in here["software"]]
-    steps, speeds = [], []
-    for net in NETWORKS:
-        for row in one_step(net, setting, size=size, libraries=compared).itertuples():
-            steps.append([net, row.library, f"{row.loss_roundings:.2g}", f"{row.gradient_roundings:.2g}"])
-        found = library_speeds(net, setting, size, [TORCH, *compared], rounds, windows)
-        for library, some in found.groupby("library", sort=False):
-            speed = some.frames_per_second
-            cells = [net, library, f"{speed.median():.0f}", f"{speed.min():.0f} to {speed.max():.0f}"]
-            speeds.append([*cells, f"{some.first_two.iloc[0]:.1f}"])
+    steps = pd.concat([one_step(net, setting, size=size, libraries=compared) for net in NETWORKS])
+    both = [TORCH, *compared]
+    speeds = pd.concat([library_speeds(net, setting, size, both, rounds, windows) for net in NETWORKS])
+    groups = speeds.groupby(["network", "library"], sort=False)
+    found = groups.frames_per_second.agg(["median", "min", "max"]).round().assign(first_two=groups.first_two.first())
     made = f"`{shlex.join(['python', *sys.argv])}` on {', '.join([here.summary(), *versions])}."
-    steps_table = table(
-        "network|library|losses of the first window, roundings off torch|gradient, roundings off torch", steps
-    )
-    heads = f"network|library|frames/s, median of {rounds}|lowest to highest|first two windows, s"
-    show("The library as a factor", write, measured=f"{made}\n\n{steps_table}\n\n{table(heads, speeds)}")
+    words = {"median": "frames/s, median", "first_two": "first two windows, s"}
+    tables = [markdown(steps.round(9)), markdown(found.reset_index().rename(columns=words).round(1))]
+    show("The library as a factor", write, measured="\n\n".join([made, *tables]))
 
 
 if __name__ == "__main__":

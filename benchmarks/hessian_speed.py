@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from measuring import keep, quartiles, race, run, seconds, show, table
+from measuring import keep, race, run, seconds, show, table
 from torch import Tensor, nn
 
 import gpulab as gl
@@ -301,7 +301,8 @@ def in_short(record: dict[str, Any], rows: list[dict[str, Any]]) -> list[list[st
         for what, (taken, memory) in costs(own).items():
             if of_all := [(*costs_of_one[what], name) for costs_of_one, name in costs_of_peers if what in costs_of_one]:
                 least, its_memory, name = min(of_all)
-                cells = [machine_of(record), f"{own['size']}, {own['frames']} frames", own["library"], what]
+                of = f"{own['size']}, {own['frames']} frames, {own['threads']} threads"
+                cells = [record["machine"], of, own["library"], what]
                 share = memory / its_memory if its_memory else np.nan
                 lines.append([*cells, f"{taken:.3g}", f"{least:.3g} ({name})", f"{least / taken:.2f}", f"{share:.2f}"])
     return lines
@@ -336,58 +337,6 @@ def densities(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [made for made in row.get("densities", []) if made]
 
 
-def machine_of(record: dict[str, Any]) -> str:
-    on_a_gpu = record["machine"] != record["passport"]["cpu"]["model"]
-    return record["machine"] if on_a_gpu else f"{record['machine']}, {record['rows'][0]['threads']} threads"
-
-
-def details(record: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """All that was measured of a size on a machine."""
-    gradient = next(statistics.median(row["products"]) for row in rows if row["library"] == "a gradient")
-    sizes = list(dict.fromkeys(k for row in rows for k in row.get("blocks", {})))
-    steps = next((row["steps"] for row in rows if "steps" in row), 0)
-    works = ["products", "density", *(f"block {k}" for k in sizes)]
-    heads = ["library", "set-up, s", "a product, ms", "of a gradient", *(f"in blocks of {k}, ms each" for k in sizes)]
-    heads += [f"density, {steps} steps, s", "peak, MiB: products", *works[1:], "error"]
-    lines, said = [], []
-    for row in rows:
-        made = row.get("products") or []
-        cells = [f"{row['library']} {row.get('version', '')}" if row["library"] in LIBRARIES else row["library"]]
-        cells += [number(row.get("set_up")), spread(made), f"{statistics.median(made) / gradient:.2f}" if made else ""]
-        for k in sizes:
-            of_block = row.get("blocks", {}).get(k, {"seconds": []})["seconds"]
-            cells.append(spread([taken / int(k) for taken in of_block]))
-        cells.append(spread([one["seconds"] for one in densities(row)], 1))
-        cells += [
-            ", ".join(f"{size / 2**20:.0f}" for size in (row["memory"].get(work) or {}).values()) for work in works
-        ]
-        lines.append([*cells, number(row.get("error"), ".1e")])
-        for one in densities(row)[:1]:
-            means = [f"{one[name][0]:.4g} ± {one[name][1]:.1g}" for name in ("mean", "square")]
-            said.append([row["library"], f"{one['lowest']:.5g}", f"{one['highest']:.5g}", *means])
-    of = f"{rows[0]['size']} profile, {rows[0]['frames']} frames, {rows[0]['parameters']:,} parameters"
-    failures = [f"- {row['library']}, {what}: {why}" for row in rows for what, why in row["failed"].items()]
-    parts = [
-        f"## {machine_of(record)}: PredNet of the {of}",
-        f"torch {record['passport']['software']['torch']}, `{record['command']}`",
-        table("|".join(heads), lines),
-        f"What the densities say (mean ± standard error over {PROBES} probes, each library's own):",
-        table("library|lowest|highest|mean eigenvalue|mean of its square", said),
-        "\n".join(failures),
-    ]
-    return "\n\n".join(filter(None, parts))
-
-
-def spread(taken: list[float], scale: float = 1000) -> str:
-    """The median, and the quartiles where there are four values or more."""
-    low, middle, high = (f"{scale * value:.3g}" for value in quartiles(taken)) if taken else ("", "", "")
-    return f"{middle} ({low} to {high})" if len(taken) > 3 else middle
-
-
-def number(value: float | None, form: str = ".3g") -> str:
-    return "" if value is None else format(value, form)
-
-
 def main(
     size: Annotated[list[str], typer.Option(help="the PredNet of these profiles")] = ("quick", "paper"),
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -398,10 +347,10 @@ def main(
     only: Annotated[list[str], typer.Option(help="these libraries alone")] = tuple(LIBRARIES),
     record: Annotated[Path | None, typer.Option(help="measure, and keep it in this file")] = None,
     write: Annotated[
-        Path | None, typer.Option(help="write the tables of all records between the marks of a page")
+        Path | None, typer.Option(help="write the table of all records between the marks of a page")
     ] = None,
 ) -> None:
-    """Measure with `--record`; else print the tables of what is recorded."""
+    """Measure with `--record`; else print the table of what is recorded."""
     if record is not None:
         for asked, known in ((size, PROFILES), (only, LIBRARIES), ([device], ("cpu", "cuda"))):
             if unknown := set(asked) - set(known):
@@ -413,12 +362,12 @@ def main(
             for one in size:
                 rows += measure(one, frames, setting, names, products, block, steps)
                 keep(record, device, rows=rows)
-    found = records.read_measured("hessian_speed")
-    sizes = [(document, one) for document in found for one in dict.fromkeys(row["size"] for row in document["rows"])]
-    groups = [(document, [row for row in document["rows"] if row["size"] == one]) for document, one in sizes]
-    heads = "machine|PredNet|as|what|gpulab, s|fastest peer, s|times as fast|of its memory"
-    short = table(heads, [line for group in groups for line in in_short(*group)])
-    show("A Hessian", write, short=short, details="\n\n".join(details(*group) for group in groups))
+    lines = []
+    for document in records.read_measured("hessian_speed"):
+        for one in dict.fromkeys(row["size"] for row in document["rows"]):
+            lines += in_short(document, [row for row in document["rows"] if row["size"] == one])
+    short = table("machine|PredNet|as|what|gpulab, s|fastest peer, s|times as fast|of its memory", lines)
+    show("A Hessian", write, short=short)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Annotated, NamedTuple
 
 import pandas as pd
 import typer
-from measuring import keep, run, show, table
+from measuring import keep, markdown, run, show
 
 from gpulab.errors import DataError, UsageError
 from gpulab.store.listing import record_of, recorded_runs
@@ -208,22 +208,13 @@ def main(
         atlas_limits(beside, **size),
         rates_table(rates),
     )
-    of_runs, of_gpus = [], []
-    for _, row in measured.iterrows():
-        seconds = f"{row['seconds of a run']:.0f} ({row.least:.0f} to {row.most:.0f})"
-        cells = [row.experiment, row["settings measured"], row["runs recorded"], f"{row['at a time']:.1f}"]
-        of_runs.append([*cells, seconds, f"{row['of a GPU']:.0f}"])
-    for row in plan.itertuples():
-        hours, money = f"{row.hours_low:.2f} to {row.hours_high:.2f}", f"{row.money_low:,.0f} to {row.money_high:,.0f}"
-        of_gpus.append([row.gpus, hours, money, f"{row.idle:.1%}"])
-    heads = "experiment|settings measured|runs recorded|at a time on the GPU|seconds of a run|of the GPU"
     asked = (
         f"{settings} settings × {seeds} seeds × {len(EXPERIMENTS)} experiments, the `paper` profile: "
         f"{settings * seeds * len(EXPERIMENTS):,} runs. One GPU is an {measured.machine[0]}; its hour costs {price:g}, "
         "a number that was put in and is no quotation."
     )
     ends = "\n".join(f"- {limit}" for limit in limits)
-    parts = {"rates": f"{asked}\n\n{table(heads, of_runs)}", "plan": table("GPUs|hours|money|idle at the end", of_gpus)}
+    parts = {"rates": f"{asked}\n\n{markdown(measured.round(1))}", "plan": markdown(plan.round(3))}
     show("What the whole atlas costs", write, **parts, limits=ends)
     tables = {"rates": measured.to_dict("records"), "plan": plan.to_dict("records")}
     keep(record, "cpu", **tables, price=price, beside=beside, limits=limits)

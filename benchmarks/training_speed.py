@@ -209,19 +209,21 @@ def ways_of(
 def speeds(net: str, found: list[dict[str, Any]]) -> str:
     """The table of records."""
     rows = []
-    for record, row in [(document, row) for document in found for row in document["rows"]]:
-        same = [other for other in record["rows"] if all(other.get(k) == row.get(k) for k in ("setting", "size"))]
-        usual = next((other["per_second"] for other in same if other["entrant"] == USUAL[net]), None)
-        size, share = "", ""
-        if net == "prednet":
-            batch, count, height, width, channels = SIZES[row["size"]]
-            size = f"{row['size']}: {batch}×{count} frames, {width}×{height}, {'-'.join(map(str, channels))}"
-            share = f"{row['flop'] * row['per_second'] / (batch * count) / record['peak'][row['setting']]:.0%}"
-        slow, fast = row["quartiles"]
-        speed = f"{row['per_second']:,.0f} ({slow:,.0f} to {fast:,.0f})"
-        memory = f"{row['memory'] / 2**20:,.1f} MiB" if row["memory"] else ""
-        times = f"{row['per_second'] / usual:.2f}" if usual else ""
-        rows.append([record["machine"], row["setting"], size, row["entrant"], speed, times, share, memory])
+    for record in found:
+        usual = {(row["setting"], row.get("size")): row for row in record["rows"] if row["entrant"] == USUAL[net]}
+        for row in record["rows"]:
+            size = SIZES[row["size"]] if net == "prednet" else None
+            beside = usual.get((row["setting"], row.get("size")))
+            slow, fast = row["quartiles"]
+            speed = f"{row['per_second']:,.0f} ({slow:,.0f} to {fast:,.0f})"
+            times = f"{row['per_second'] / beside['per_second']:.2f}" if beside else ""
+            memory = f"{row['memory'] / 2**20:,.1f} MiB" if row["memory"] else ""
+            words, share = "", ""
+            if size:
+                batch, count, height, width, channels = size
+                words = f"{row['size']}: {batch}×{count} frames, {width}×{height}, {'-'.join(map(str, channels))}"
+                share = f"{row['flop'] * row['per_second'] / (batch * count) / record['peak'][row['setting']]:.0%}"
+            rows.append([record["machine"], row["setting"], words, row["entrant"], speed, times, share, memory])
     unit = {"prednet": "frames", "autoencoder": "updates"}[net]
     return table(f"machine|setting|size||{unit}/s (quartiles)|× {USUAL[net]}|of the peak|memory", rows)
 
