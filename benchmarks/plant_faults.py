@@ -107,7 +107,6 @@ class Case:
     batch: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda x, y: (x, y)
     call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x)
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
-    after_loss: Callable[[nn.Module], Any] = lambda model: None
     after_backward: Callable[[nn.Module], Any] = lambda model: None
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
 
@@ -124,7 +123,6 @@ class Case:
         optimizer = self.optimizer(model.parameters()) if self.optimizer else None
         x, y = self.batch(x, y)
         loss = self.loss(self.call(model, x), y)
-        self.after_loss(model)
         loss.backward()
         self.after_backward(model)
         if optimizer:
@@ -272,15 +270,14 @@ def custom() -> Iterator[Fault]:
         "scaled": lambda x: torch.ops.planted.scaled(x, 2.0),
         "written": lambda x: torch.ops.planted.written_(x.clone()),
     }
+
+    def step(network: str, call: Any) -> Case:
+        return Case(network, call=lambda model, x: Through.apply(model(x), call))
+
+    networks = ("layers", "convolutions", "recurrence")
     for name, call in calls.items():
-
-        def step(network: str, call: Any) -> Case:
-            return Case(network, call=lambda model, x: Through.apply(model(x), call))
-
         place = (name, "tanh", "mul", "add")
-        yield from over(
-            "torch.library", {name: call}, ("layers", "convolutions", "recurrence"), step, place, around=library
-        )
+        yield from over("torch.library", {name: call}, networks, step, place, around=library)
 
 
 # --- the user's code --------------------------------------------------------------------------------------
