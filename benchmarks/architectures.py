@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,11 +26,12 @@ import torch
 import torchvision
 import transformers as hf
 import typer
+from measuring import machine, show, table
+from public_cases import first_line, said_instead
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import gpulab as gl
-from gpulab.passports import Passport
 
 PAIRS = [("cpu", "cuda:tf32=off"), ("cuda:tf32=off", "cuda:tf32=on"), ("cuda:tf32=off", "cuda:precision=bfloat16")]
 WORDS, LENGTH = 1000, 32
@@ -95,19 +96,16 @@ def without_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout | torchvision.ops.StochasticDepth):
             module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):  # which some give to a function
-                setattr(module, name, 0.0)
-    for part in model.modules():
-        config = getattr(part, "config", None)
-        if isinstance(config, hf.PretrainedConfig):
-            for name, value in list(vars(config).items()):
-                if "drop" in name and isinstance(value, float):
-                    setattr(config, name, 0.0)
+        config = getattr(module, "config", None)
+        for holder in (module, config) if isinstance(config, hf.PretrainedConfig) else (module,):
+            for name, value in list(vars(holder).items()):
+                if "drop" in name and isinstance(value, float):  # which some give to a function
+                    setattr(holder, name, 0.0)
 
 
 def of_torchvision(name: str) -> gl.Step:
-    made = networks.NETWORKS[name]() if name in networks.NETWORKS else networks.images(TORCHVISION[name](), 64, 4)
+    make = networks.NETWORKS.get(name) or (lambda: networks.images(getattr(torchvision.models, name)(), 64, 4))
+    made = make()
     without_dropout(made.model)
     return made
 
@@ -126,14 +124,7 @@ def decoder(billions: float) -> gl.Step:
     return gl.Step(model, {"input_ids": numbers, "labels": numbers})
 
 
-TORCHVISION: dict[str, Callable[[], nn.Module]] = {
-    "resnet18": torchvision.models.resnet18,
-    "mobilenet_v3_small": torchvision.models.mobilenet_v3_small,
-    "densenet121": torchvision.models.densenet121,
-    "efficientnet_b0": torchvision.models.efficientnet_b0,
-    "vit_b_16": torchvision.models.vit_b_16,
-    "convnext_tiny": torchvision.models.convnext_tiny,
-}
+TORCHVISION = ["resnet18", "mobilenet_v3_small", "densenet121", "efficientnet_b0", "vit_b_16", "convnext_tiny"]
 ENCODER_DECODER = {"d_model": 128, "vocab_size": WORDS, "decoder_start_token_id": 1, "pad_token_id": 0}
 ARCHITECTURES: dict[str, Callable[[], gl.Step]] = {
     "GPT-2 (124 million)": lambda: language(hf.GPT2Config()),
@@ -163,7 +154,7 @@ ARCHITECTURES: dict[str, Callable[[], gl.Step]] = {
     "Whisper": whisper,
     "CLIP": clip,
     "wav2vec 2.0": wav2vec2,
-    **{name: (lambda name=name: of_torchvision(name)) for name in TORCHVISION},
+    **{name: partial(of_torchvision, name) for name in TORCHVISION},
 }  # fmt: skip
 
 
@@ -187,52 +178,32 @@ def examined(made: gl.Step, a: str, b: str) -> dict[str, Any]:
     if a == "cpu":
         right = {"rounding"} if repeats(made, b) else {"rounding", "nondeterminism"}
     torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    try:
-        report = gl.audit(made, a, b, progress=False)
-        said, at, text = report.kind, report.findings[0].operation, str(report)
-    except Exception as error:  # which a researcher would see instead of an answer
-        said, at, text = "error", type(error).__name__, f"{type(error).__name__}: {error}"
-    return {
-        "expected": " or ".join(sorted(right)),
-        "said": said,
-        "at": at,
-        "right": said in right,
-        "seconds": time.perf_counter() - start,
-        "GiB": torch.cuda.max_memory_allocated() / 2**30,
-        "text": text,
-    }
+    found = first_line(made, a, b)
+    found |= {"expected": " or ".join(sorted(right)), "right": found["said"] in right}
+    return found | {"GiB": torch.cuda.max_memory_allocated() / 2**30}
 
 
-def document(table: pd.DataFrame) -> str:
-    lines = [
-        "# Architectures on a GPU",
-        "",
-        f"Of {len(table)} audits {table.right.sum()} begin with the kind that is right; "
-        f"{(table.said == 'mismatch').sum()} say *mismatch*. What is right is said in `benchmarks/architectures.py`. "
-        f"Made by `{shlex.join(['python', *sys.argv])}` on {date.today()}: {Passport(gl.passport()).summary()}, "
-        f"transformers {hf.__version__}.",
-        "",
-        "| architecture | weights | settings | right | said | s | GiB |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in table.itertuples():
+def document(found: pd.DataFrame) -> str:
+    made = (
+        f"Of {len(found)} audits {found.right.sum()} begin with the kind that is right; "
+        f"{(found.said == 'mismatch').sum()} say *mismatch*. What is right is said in `benchmarks/architectures.py`. "
+        f"Made by `{shlex.join(['python', *sys.argv])}` on {date.today()}: {machine(threads=False)}, "
+        f"transformers {hf.__version__}."
+    )
+    rows = []
+    for row in found.itertuples():
         said = f"{row.said}: `{row.at}`" if row.right else f"**{row.said}**: `{row.at}`"
         cells = [row.architecture, f"{row.weights:,}", f"`{row.a}`, `{row.b}`", row.expected, said]
-        lines.append(f"| {' | '.join(cells)} | {row.seconds:.1f} | {row.GiB:.1f} |")
-    for row in table[~table.right].itertuples():
-        text = ["    " + line for line in row.text.splitlines()[:12]]
-        lines += ["", f"{row.architecture}, `{row.a}` against `{row.b}`:", "", *text]
-    return "\n".join(lines) + "\n"
+        rows.append([*cells, f"{row.seconds:.1f}", f"{row.GiB:.1f}"])
+    heads = "architecture|weights|settings|right|said|s|GiB"
+    return "\n\n".join(filter(None, [made, table(heads, rows), said_instead(found[~found.right])]))
 
 
 def main(
     only: Annotated[str, typer.Option(help="parts of names, separated by commas")] = "",
-    pairs: Annotated[
-        str, typer.Option(help="which of the pairs of settings, by number, separated by commas")
-    ] = "0,1,2",
+    pairs: Annotated[str, typer.Option(help="numbers of pairs of settings, separated by commas")] = "0,1,2",
     billions: Annotated[float, typer.Option(help="weights of the large decoder; 0: without it")] = 0.0,
-    record: Annotated[Path | None, typer.Option(help="write the table to this file")] = None,
+    record: Annotated[Path | None, typer.Option(help="write the table between the marks of this page")] = None,
 ) -> None:
     """Audit the architectures and print what the first lines say."""
     makers = dict(ARCHITECTURES)
@@ -246,13 +217,8 @@ def main(
         for number in map(int, pairs.split(",")):
             a, b = PAIRS[number]
             rows.append({"architecture": name, "weights": weights, "a": a, "b": b} | examined(made, a, b))
-            print({key: value for key, value in rows[-1].items() if key != "text"}, flush=True)
-            if not rows[-1]["right"]:
-                print(rows[-1]["text"][:2000], flush=True)
-    table = pd.DataFrame(rows)
-    print(table.drop(columns="text").to_string())
-    if record is not None:
-        record.write_text(document(table), encoding="utf-8")
+            print(*rows[-1].values(), flush=True)
+    show("Architectures on a GPU", record, measured=document(pd.DataFrame(rows)))
 
 
 if __name__ == "__main__":

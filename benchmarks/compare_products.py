@@ -28,6 +28,7 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
+from measuring import keep, markdown, run, show
 from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional as F
@@ -40,9 +41,9 @@ from gpulab.numerics.emulation import emulate
 from gpulab.numerics.formats import FORMATS, MODES, round_to
 from gpulab.progress import Progress
 from gpulab.settings import setting
-from gpulab.store.records import measured, read_json, recorded_folder, write_json
+from gpulab.store.records import read_json, recorded_folder
 
-RECORDED, TABLE = recorded_folder("measured") / "products-nvidia-h200.json", Path(__file__).with_name("products.md")
+RECORDED = recorded_folder("measured") / "products-nvidia-h200.json"
 SAMPLE = 1024  # elements of each result that are compared
 MOST_SLICES = 64  # so many sums are tried
 # (rows, summed, columns) of a matrix product; (images, channels, height, width) and (channels, size, stride) of a
@@ -193,7 +194,7 @@ def record_products(file: Path) -> None:
         events = [event for event in profile.events() if event.device_time and not no_products.search(event.name)]
         kernels[str(case)] = max(events, key=lambda event: event.device_time).name[:160] if events else ""
     files.write(file.with_suffix(".safetensors"), save(samples))
-    write_json(file, measured("cuda", kernels={"case": [*kernels], "kernel": [*kernels.values()]}))
+    keep(file, "cuda", kernels={"case": [*kernels], "kernel": [*kernels.values()]})
 
 
 def recorded_samples() -> dict[Case, Tensor]:
@@ -238,7 +239,7 @@ def find_kernels() -> None:
             how = closest_arithmetic(case, result)
             rounding = how.roundings[0]  # of products, convolutions and gradients alike
             found.append({"case": str(case), "rounding": rounding, **{name: getattr(how, name) for name in kept}})
-    write_json(RECORDED.with_name("products-found.json"), measured("cpu", found=found))
+    keep(RECORDED.with_name("products-found.json"), "cpu", found=found)
 
 
 def found_arithmetic() -> dict[Case, Arithmetic]:
@@ -253,17 +254,12 @@ def found_arithmetic() -> dict[Case, Arithmetic]:
 
 
 def compare_products(results: Mapping[Case, Tensor], arithmetic: Mapping[Case, Arithmetic]) -> pd.DataFrame:
-    """Compare a GPU's products with the emulated ones.
+    """Compare a GPU's products, a sample of each case as float64, with the emulated ones: a row a case.
 
-    Args:
-        results: Of the cases to compare, a sample each, as float64.
-        arithmetic: Of these cases.
-
-    Returns:
-        A row a case. `used` is the format that the kernel multiplied in: `float32` where the library left TF32 unused.
-        `error` is the GPU's relative distance from the exact result; `explained` the share of its squared deviation
-        that the emulation makes as well, and `equal` the share of elements that are the same bits, both with sums as
-        this machine makes them; `explained_exact` and `equal_exact` are the same in the tensor core's order.
+    `used` is the format that the kernel multiplied in: `float32` where the library left TF32 unused. `error` is the
+    GPU's relative distance from the exact result; `explained` the share of its squared deviation that the emulation
+    makes as well, and `equal` the share of elements that are the same bits, both with sums as this machine makes them;
+    `explained_exact` and `equal_exact` are the same in the tensor core's order.
     """
     return pd.DataFrame(compared(case, result, arithmetic[case]) for case, result in Progress(results.items()))
 
@@ -331,19 +327,6 @@ def summarize(frame: pd.DataFrame) -> pd.DataFrame:
     return groups.agg(**columns).astype(float).reset_index()
 
 
-# --- the tables ------------------------------------------------------------------------------------------
-
-READING = """
-`explained` is the share of the GPU's squared deviation from the exact result that the emulation makes as well, with
-sums as the CPU's libraries make them; `equal` the share of elements with the same bits. With the `tensor core's sums`
-the sums are made in the order found for the kernel. `used` is what the kernel multiplied in: a library that may use
-TF32 leaves it unused in many convolutions. Where all numbers are positive, or the factors are short already, rounding
-the factors does little, and what deviates is how the sum drifts when a tensor core cuts it: the formats cannot explain
-that, its sums do. What is not the same bits is split over the chip in a way that was not found: gradients of weights,
-convolutions over few places, a product of 8192 terms returned in bfloat16.
-"""
-
-
 def main(
     record: Annotated[Path | None, typer.Option(help="record this machine's GPU into this file")] = None,
     find: Annotated[bool, typer.Option("--find", help="search for the recorded kernels' arithmetic")] = False,
@@ -357,29 +340,18 @@ def main(
         find_kernels()
         return
     frame = compare_products(recorded_samples(), found_arithmetic())
-    notes = read_json(RECORDED)
-    gpu = notes["passport"]["gpus"][0]["name"]
-    text = f"# Emulated products beside those of an {gpu}\n\n"
-    text += f"Recorded by `{notes['command']}`, compared by `python benchmarks/compare_products.py --write`.\n"
-    text += f"{READING}\n## In short\n{markdown(summarize(frame))}\n"
-    text += f"\n## Not bit for bit\n{markdown(frame[(frame.used != 'float32') & (frame.equal_exact < 1)])}\n"
-    print(text)
+
+    def shown(table: pd.DataFrame) -> str:
+        return markdown(table.map(lambda value: f"{value:.6g}" if isinstance(value, float) else str(value)))
+
+    differ = frame[(frame.used != "float32") & (frame.equal_exact < 1)]
+    page = Path(__file__).with_name("products.md") if write else None
+    show("Emulated products beside those of a GPU", page, short=shown(summarize(frame)), differ=shown(differ))
     if write:
-        TABLE.write_text(text, encoding="utf-8")
-        table = json.loads(summarize(frame[frame.inputs == INPUTS[0]]).to_json(orient="records"))
-        document = measured("cpu", gpu=gpu, inputs=INPUTS[0], comparison=table)
-        write_json(RECORDED.with_name("products-comparison.json"), document)
-
-
-def markdown(frame: pd.DataFrame) -> str:
-    """A table in Markdown."""
-
-    def shown(value: object) -> str:
-        return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-    rows = [list(frame.columns), ["---"] * len(frame.columns), *frame.to_numpy(dtype=object).tolist()]
-    return "\n".join(f"| {' | '.join(map(shown, row))} |" for row in rows)
+        rows = json.loads(summarize(frame[frame.inputs == INPUTS[0]]).to_json(orient="records"))
+        gpu = read_json(RECORDED)["passport"]["gpus"][0]["name"]
+        keep(RECORDED.with_name("products-comparison.json"), "cpu", gpu=gpu, inputs=INPUTS[0], comparison=rows)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(lambda: typer.run(main))

@@ -1,4 +1,4 @@
-"""What is trained in a cell of dose and response: see `benchmarks/record_dose.py`."""
+"""What is trained in a cell of dose and response: see `benchmarks/record.py dose`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ from gpulab.training.plan import TRAINING_FILES, Plan, plan_run
 from gpulab.training.run import outcome, set_up, train_to_the_end
 
 # What of gpulab a run depends on.
-GPULAB_PARTS = (
-    "settings.py",
-    "data",
-    "models/base.py",
-    "models/prednet.py",
-    *TRAINING_FILES,
-    "training/protocol.py",
-)
+GPULAB_PARTS = ("settings.py", "data", "models/base.py", "models/prednet.py", *TRAINING_FILES, "training/protocol.py")
 EVERY = 10  # windows along a training, the bias is looked at
 
 
@@ -52,10 +45,7 @@ def bias_and_loss(
             right, wrong = (gradient(plan, training, upcoming, loader) for loader in ("copied", sharing))
             biases.append(float((wrong - right).norm() / right.norm()))
 
-    losses = {
-        "copied": final_loss(with_loader("copied"), look),
-        "shared": final_loss(with_loader(sharing)),
-    }
+    losses = {"copied": final_loss(with_loader("copied"), look), "shared": final_loss(with_loader(sharing))}
     first, *later = biases
     return {**losses, "bias": math.fsum(later) / len(later), "bias_first": first}
 

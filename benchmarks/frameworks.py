@@ -16,18 +16,21 @@ says whether a library ends elsewhere. Needs the extras jax and keras; --librari
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import itertools
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+import torch
+import typer
+from measuring import markdown, run, show
 
 import gpulab as gl
 from companion.first_windows import FirstWindow
@@ -47,29 +50,16 @@ TORCH = "torch"
 def one_step(
     net: str = "prednet", setting: str = "cpu", seed: int = 0, size: str = "quick", libraries: Sequence[str] = LIBRARIES
 ) -> pd.DataFrame:
-    """The first window of a training, before any update, in other libraries against torch.
+    """The first window of a training, before any update, in other libraries against torch: a row a library.
 
-    Args:
-        net: `prednet` or `autoencoder`.
-        setting: For all of them.
-        seed: Of the weights.
-        size: A profile.
-        libraries: Of `jax` and `keras`.
-
-    Returns:
-        A row a library, with the relative distances of its losses and of its gradient to torch's
-        (`loss_difference`, `gradient_difference`), and the same in units of `torch.finfo(…).eps`, the relative
-        distance of neighbouring numbers in the setting's precision (`loss_roundings`, `gradient_roundings`).
-
-    Raises:
-        GpulabError: For a library that is not installed, or cannot honour the setting.
+    The relative distances of its losses and of its gradient to torch's (`loss_difference`, `gradient_difference`), and
+    the same in units of `torch.finfo(…).eps`, the relative distance of neighbouring numbers in the setting's precision
+    (`loss_roundings`, `gradient_roundings`). A library that is not there, or cannot honour the setting, is an error.
 
     Examples:
         >>> float(one_step("autoencoder", size="smoke", libraries=["jax"]).gradient_roundings.max()) < 100
         True
     """
-    import torch
-
     usual = FirstWindow(net, seed=seed, profile=size).gradient(setting)
     eps, rows = torch.finfo(Setting.parse(setting).dtype).eps, []
     for library in libraries:
@@ -94,11 +84,11 @@ def library_runs(frame: pd.DataFrame) -> pd.DataFrame:
     if len(others := frame.experiment[named.network.isna()]):
         raise UsageError(f"runs of {others.iloc[0]}: expected prednet or autoencoder, in torch or another library")
     of_torch = named.library.isna()
-    for run in frame[of_torch].itertuples():
-        usual = protocol(run.experiment, run.profile)
-        if (run.data, run.frames) != (usual.data, usual.frames):
+    for one in frame[of_torch].itertuples():
+        usual = protocol(one.experiment, one.profile)
+        if (one.data, one.frames) != (usual.data, usual.frames):
             raise UsageError(
-                f"a run on {run.frames} frames of {run.data}: expected the profile's, {usual.frames} of {usual.data}"
+                f"a run on {one.frames} frames of {one.data}: expected the profile's, {usual.frames} of {usual.data}"
             )
     sizes = frame.profile if of_torch.all() else frame.profile.where(of_torch, frame["size"])
     more = {"library": named.library.fillna(TORCH), "experiment": named.network, "profile": sizes}
@@ -108,12 +98,7 @@ def library_runs(frame: pd.DataFrame) -> pd.DataFrame:
 def library_verdicts(frame: pd.DataFrame, margin: str | float | None = None) -> dict[tuple[str, str, str], Verdict]:
     """What other libraries do to the final loss, against torch on the same seeds.
 
-    Args:
-        frame: Runs, recorded or fresh, as for `library_runs`.
-        margin: As of `gpulab.verdict`.
-
-    Returns:
-        A verdict for each network, size and setting.
+    A verdict for each network, size and setting, of runs as for `library_runs`; the margin is `gpulab.verdict`'s.
     """
     groups = library_runs(frame).groupby(["experiment", "profile", "setting"])
     return {key: verdict(some, factor="library", reference=TORCH, margin=margin) for key, some in groups}
@@ -127,30 +112,18 @@ def library_speeds(
     rounds: int = 3,
     windows: int = 10,
 ) -> pd.DataFrame:
-    """Frames per second of trainings that take turns.
+    """Frames per second of trainings of so many windows that take turns: a row a library and round.
 
-    Args:
-        net: `prednet` or `autoencoder`.
-        setting: For all of them.
-        size: A profile.
-        libraries: Which.
-        rounds: How many trainings each.
-        windows: Of a training; the first two, in which a library may compile, are not timed.
-
-    Returns:
-        A row a library and round: `frames_per_second` by the median window, `first_two` the seconds until the second
-        window was done.
-
-    Raises:
-        UsageError: For fewer than three windows.
+    The first two windows, in which a library may compile, are not timed; `first_two` are the seconds until the second
+    was done. `frames_per_second` are the median window's.
     """
     if windows < 3:
         raise UsageError(f"windows={windows}: expected 3 or more, for the first two are not timed")
     length, rows = protocol(net, size).window, []
     for number, library in itertools.product(range(rounds), libraries):
         if library == TORCH:
-            run = train(net, setting=setting, profile=size, frames=windows * length, progress=False)
-            seconds = run.history.seconds.tolist()
+            trained = train(net, setting=setting, profile=size, frames=windows * length, progress=False)
+            seconds = trained.history.seconds.tolist()
         else:
             begun = time.perf_counter()
             steps = itertools.islice(getattr(_in(library), net)(0, Setting.parse(setting), size), windows)
@@ -179,50 +152,32 @@ def _in(library: str) -> Any:
     return importlib.import_module(f"in_{library}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("setting", nargs="?", default="cpu", help="such as cpu:threads=1 or cuda:tf32=off")
-    parser.add_argument("--size", default="quick", help="smoke, quick or paper")
-    parser.add_argument("--libraries", nargs="+", default=["jax", "keras"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--windows", type=int, default=12)
-    parser.add_argument("--write", type=Path)
-    parser.add_argument("--store", type=Path, help="folder of runs: compare those, and measure nothing")
-    asked = parser.parse_args()
-    if asked.store:
-        for group, found in library_verdicts(gl.runs(asked.store)).items():
+def main(
+    setting: Annotated[str, typer.Argument(help="such as cpu:threads=1 or cuda:tf32=off")] = "cpu",
+    size: Annotated[str, typer.Option(help="smoke, quick or paper")] = "quick",
+    compared: Annotated[list[str], typer.Option("--libraries", help="jax or keras; several times")] = LIBRARIES,
+    rounds: int = 5,
+    windows: int = 12,
+    write: Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")] = None,
+    store: Annotated[Path | None, typer.Option(help="folder of runs: compare those, and measure nothing")] = None,
+) -> None:
+    """How far a first step differs from torch's, and frames per second; or whether recorded runs end elsewhere."""
+    if store:
+        for group, found in library_verdicts(gl.runs(store)).items():
             print(", ".join(group), found, sep="\n")
         return
     here = gl.passport()
     versions = [f"{name} {here['software'][name]}" for name in DISTRIBUTIONS if name in here["software"]]
-    lines = [
-        "# The library as a factor",
-        "",
-        f"`python {' '.join(sys.argv)}` on {', '.join([here.summary(), *versions])}.",
-        "",
-        "| network | library | losses of the first window, roundings off torch | gradient, roundings off torch |",
-        "|---|---|---|---|",
-    ]
-    for net in NETWORKS:
-        for row in one_step(net, asked.setting, size=asked.size, libraries=asked.libraries).itertuples():
-            lines.append(f"| {net} | {row.library} | {row.loss_roundings:.2g} | {row.gradient_roundings:.2g} |")
-    lines += [
-        "",
-        f"| network | library | frames/s, median of {asked.rounds} | lowest to highest | first two windows, s |",
-    ]
-    lines.append("|---|---|---|---|---|")
-    for net in NETWORKS:
-        options = {"rounds": asked.rounds, "windows": asked.windows, "libraries": ["torch", *asked.libraries]}
-        table = library_speeds(net, asked.setting, asked.size, **options)
-        for library, some in table.groupby("library", sort=False):
-            speed = some.frames_per_second
-            spread = f"{speed.min():.0f} to {speed.max():.0f}"
-            lines.append(f"| {net} | {library} | {speed.median():.0f} | {spread} | {some.first_two.iloc[0]:.1f} |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if asked.write:
-        asked.write.write_text(text, encoding="utf-8")
+    steps = pd.concat([one_step(net, setting, size=size, libraries=compared) for net in NETWORKS])
+    both = [TORCH, *compared]
+    speeds = pd.concat([library_speeds(net, setting, size, both, rounds, windows) for net in NETWORKS])
+    groups = speeds.groupby(["network", "library"], sort=False)
+    found = groups.frames_per_second.agg(["median", "min", "max"]).round().assign(first_two=groups.first_two.first())
+    made = f"`{shlex.join(['python', *sys.argv])}` on {', '.join([here.summary(), *versions])}."
+    words = {"median": "frames/s, median", "first_two": "first two windows, s"}
+    tables = [markdown(steps.round(9)), markdown(found.reset_index().rename(columns=words).round(1))]
+    show("The library as a factor", write, measured="\n\n".join([made, *tables]))
 
 
 if __name__ == "__main__":
-    main()
+    run(lambda: typer.run(main))

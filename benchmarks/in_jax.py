@@ -187,17 +187,7 @@ def on(setting: Setting) -> Iterator[None]:
 def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = "loss") -> Iterator[dict[str, float]]:
     """Train the published PredNet as `gpulab.train("prednet")` does: the same weights, frames and protocol.
 
-    Args:
-        seed: Of the weights.
-        setting: `cpu` or `cuda`, with `threads`, `tf32` and `precision` (float32 or float64).
-        size: A profile.
-        truncation: As in `PredNet`.
-
-    Yields:
-        The mean `loss` of each window's frames.
-
-    Raises:
-        UsageError: For a setting of torch's alone, and for an unknown size.
+    The settings are `cpu` and `cuda`, with `threads`, `tf32` and `precision` (float32 or float64); others are refused.
 
     Examples:
         >>> from gpulab import train

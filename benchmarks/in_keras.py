@@ -215,7 +215,7 @@ def _switch(precision: str, tf32: bool) -> None:
 
 
 def prednet(seed: int, setting: Setting, size: str = "quick", truncation: str = "loss") -> Iterator[dict[str, float]]:
-    """Train the published PredNet: arguments, what it yields and what it refuses are those of `in_jax.prednet`.
+    """Train the published PredNet: all else as `in_jax.prednet`.
 
     Examples:
         >>> from gpulab import train

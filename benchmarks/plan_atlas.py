@@ -10,7 +10,6 @@ is what notebook 08 shows: `companion.atlas_plan`.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import random
@@ -19,13 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import pandas as pd
+import typer
+from measuring import keep, markdown, run, show
 
-import gpulab as gl
 from gpulab.errors import DataError, UsageError
-from gpulab.store import records
 from gpulab.store.listing import record_of, recorded_runs
 from gpulab.training.workers import Worker
 
@@ -48,11 +47,7 @@ class Rate(NamedTuple):
 
 
 def atlas_rates() -> dict[str, Rate]:
-    """What the recorded runs of each experiment took, at the paper's size on one GPU.
-
-    Raises:
-        DataError: Where they are of several machines, or of one with several GPUs, of which this says nothing.
-    """
+    """What the recorded runs of each experiment took, at the paper's size on one GPU of one machine."""
     return {experiment: _rate(experiment) for experiment in EXPERIMENTS}
 
 
@@ -60,15 +55,15 @@ def _rate(experiment: str) -> Rate:
     frame = recorded_runs().query("profile == 'paper' and device == 'cuda' and loader == 'window'")
     frame = frame[(frame.experiment == experiment) & (frame.status == "finished")]
     runs = list(frame.itertuples())
-    gpus = {len(record_of(run)["passport"]["gpus"]) for run in runs}
+    gpus = {len(record_of(one)["passport"]["gpus"]) for one in runs}
     if frame.machine.nunique() != 1 or gpus != {1}:
         raise DataError(f"the recorded runs of {experiment} are not of one machine with one GPU")
     walls: dict[str, list[float]] = {}
     spans = []
-    for run in runs:
-        begin = datetime.fromisoformat(record_of(run)["started"]).timestamp()
-        walls.setdefault(run.setting, []).append(run.seconds)
-        spans.append((begin, begin + run.seconds))
+    for one in runs:
+        begin = datetime.fromisoformat(record_of(one)["started"]).timestamp()
+        walls.setdefault(one.setting, []).append(one.seconds)
+        spans.append((begin, begin + one.seconds))
     busy = sum(end - begin for begin, end in _union(sorted(spans)))
     wall = sum(end - begin for begin, end in spans)
     return Rate(walls, wall / busy, busy / len(spans), frame.machine.iloc[0])
@@ -100,11 +95,7 @@ def startup(tries: int = 3) -> float:
 
 
 def rates_table(rates: dict[str, Rate]) -> pd.DataFrame:
-    """What was measured, for reading: a row an experiment.
-
-    `settings measured`, `runs recorded`, how many `at a time` on the GPU, `seconds of a run` (the median), from the
-    `least` to the `most`, and the seconds `of a GPU` that it cost.
-    """
+    """What was measured, for reading: a row an experiment; `seconds of a run` are the median."""
     rows = []
     for name, rate in rates.items():
         times = [*itertools.chain(*rate.walls.values())]
@@ -122,25 +113,12 @@ def atlas_plan(
     gpus: Iterable[int] = (1, 8, 64),
     rates: dict[str, Rate] | None = None,
 ) -> pd.DataFrame:
-    """Hours and money of the atlas on several numbers of GPUs.
+    """Hours and money of the atlas on several numbers of GPUs, at the price of one for one hour.
 
     From low to high: the settings that nobody measured as fast as the fastest, and as slow as the slowest measured one.
-    Every free place takes the next run; an idle GPU is paid until the last run ends.
-
-    Args:
-        price: Of one GPU for one hour, in any currency.
-        beside: Seconds of a run beside its training, from `startup`.
-        settings: How many.
-        seeds: For each setting.
-        gpus: Numbers of GPUs.
-        rates: From `atlas_rates`, by default.
-
-    Returns:
-        A row for each number of `gpus`: `hours_low`, `hours_high`, `money_low`, `money_high`, and `idle`, the share of
-        the paid time (of the high guess) in which GPUs have nothing left to do.
-
-    Raises:
-        UsageError: For numbers that make no sense.
+    Every free place takes the next run; an idle GPU is paid until the last run ends. `beside` are the seconds of a run
+    beside its training, from `startup`; `idle` is the share of the paid time (of the high guess) in which GPUs have
+    nothing left to do.
     """
     if not price > 0 or min(settings, seeds, *(counts := list(gpus))) < 1 or beside < 0:
         raise UsageError(f"price={price}, beside={beside}, settings={settings}, seeds={seeds}: expected more than 0")
@@ -211,64 +189,36 @@ def atlas_limits(
     ]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--price", type=float, required=True, help="of one GPU for one hour, in any currency")
-    parser.add_argument("--settings", type=int, default=12)
-    parser.add_argument("--seeds", type=int, default=100)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--beside", type=float, help="seconds of a run beside its training; by default measured here")
-    parser.add_argument("--write", type=Path)
-    parser.add_argument("--record", type=Path)
-    given = parser.parse_args()
-    beside, rates = startup() if given.beside is None else given.beside, atlas_rates()
-    size = {"settings": given.settings, "seeds": given.seeds, "rates": rates}
-    plan = atlas_plan(given.price, beside, gpus=given.gpus, **size)
-    lines = [
-        "# What the whole atlas costs",
-        "",
-        f"{given.settings} settings × {given.seeds} seeds × {len(EXPERIMENTS)} experiments, the `paper` profile: "
-        f"{given.settings * given.seeds * len(EXPERIMENTS):,} runs. One GPU is an {rates[EXPERIMENTS[0]].machine}; its "
-        f"hour costs {given.price:g}, a number that was put in and is no quotation.",
-        "",
-        "| experiment | settings measured | runs recorded | at a time on the GPU | seconds of a run | of the GPU |",
-        "|---|---|---|---|---|---|",
-    ]
-    for _, row in rates_table(rates).iterrows():
-        seconds = f"{row['seconds of a run']:.0f} ({row.least:.0f} to {row.most:.0f})"
-        lines.append(
-            f"| {row.experiment} | {row['settings measured']} | {row['runs recorded']} | {row['at a time']:.1f} | "
-            f"{seconds} | {row['of a GPU']:.0f} |"
-        )
-    lines += [
-        "",
-        "From low to high: the settings that nobody measured as fast as the fastest, and as slow as the slowest "
-        "measured one. Every free place takes the next run; an idle GPU is paid until the last run ends.",
-        "",
-        "| GPUs | hours | money | idle at the end |",
-        "|---|---|---|---|",
-    ]
-    for row in plan.itertuples():
-        hours, money = f"{row.hours_low:.2f} to {row.hours_high:.2f}", f"{row.money_low:,.0f} to {row.money_high:,.0f}"
-        lines.append(f"| {row.gpus} | {hours} | {money} | {row.idle:.1%} |")
-    lines += ["", "## Where these assumptions end", ""]
-    lines += [f"- {limit}" for limit in atlas_limits(beside, **size)]
-    versions = ", ".join(sorted(set(gl.recorded_runs().query("profile == 'paper'").gpulab)))
-    lines += [
-        "",
-        f"Made by `benchmarks/plan_atlas.py --price {given.price:g}`"
-        f" from `data/runs`, recorded with gpulab {versions}.",
-    ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if given.write:
-        given.write.write_text(text, encoding="utf-8")
-    if given.record:
-        tables = {"rates": rates_table(rates), "plan": plan}
-        document = {name: table.to_dict("records") for name, table in tables.items()}
-        document |= {"price": given.price, "beside": beside, "limits": atlas_limits(beside, **size)}
-        records.write_json(given.record, records.measured("cpu", **document))
+def main(
+    price: Annotated[float, typer.Option(help="of one GPU for one hour, in any currency")],
+    settings: int = 12,
+    seeds: int = 100,
+    gpus: list[int] = (1, 8, 64),
+    beside: Annotated[
+        float | None, typer.Option(help="seconds of a run beside its training  [default: measured]")
+    ] = None,
+    write: Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")] = None,
+    record: Path | None = None,
+) -> None:
+    """Hours and money of the whole atlas, from the times of the recorded runs, and where that ends."""
+    rates, beside = atlas_rates(), startup() if beside is None else beside
+    size = {"settings": settings, "seeds": seeds, "rates": rates}
+    plan, limits, measured = (
+        atlas_plan(price, beside, gpus=gpus, **size),
+        atlas_limits(beside, **size),
+        rates_table(rates),
+    )
+    asked = (
+        f"{settings} settings × {seeds} seeds × {len(EXPERIMENTS)} experiments, the `paper` profile: "
+        f"{settings * seeds * len(EXPERIMENTS):,} runs. One GPU is an {measured.machine[0]}; its hour costs {price:g}, "
+        "a number that was put in and is no quotation."
+    )
+    ends = "\n".join(f"- {limit}" for limit in limits)
+    parts = {"rates": f"{asked}\n\n{markdown(measured.round(1))}", "plan": markdown(plan.round(3))}
+    show("What the whole atlas costs", write, **parts, limits=ends)
+    tables = {"rates": measured.to_dict("records"), "plan": plan.to_dict("records")}
+    keep(record, "cpu", **tables, price=price, beside=beside, limits=limits)
 
 
 if __name__ == "__main__":
-    main()
+    run(lambda: typer.run(main))

@@ -12,6 +12,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +81,8 @@ def labels(count: int, of: int = 3) -> Tensor:
 
 
 def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(8, 8, 3),
-        nn.SiLU(),
-        nn.Flatten(),
-        nn.Linear(32, 3),
-    )
+    below = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*below, nn.Conv2d(8, 8, 3), nn.SiLU(), nn.Flatten(), nn.Linear(32, 3))
 
 
 def layers() -> nn.Module:
@@ -114,7 +107,6 @@ class Case:
     batch: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda x, y: (x, y)
     call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x)
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
-    after_loss: Callable[[nn.Module], Any] = lambda model: None
     after_backward: Callable[[nn.Module], Any] = lambda model: None
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
 
@@ -131,7 +123,6 @@ class Case:
         optimizer = self.optimizer(model.parameters()) if self.optimizer else None
         x, y = self.batch(x, y)
         loss = self.loss(self.call(model, x), y)
-        self.after_loss(model)
         loss.backward()
         self.after_backward(model)
         if optimizer:
@@ -209,62 +200,43 @@ WRONG = {
     "NaN": on_results(lambda t: t * torch.nan),
 }
 KERNELS = {
-    "layers": (
-        "addmm",
-        "native_layer_norm",
-        "tanh",
-        "sigmoid",
-        "_log_softmax",
-        "nll_loss_forward",
-        "mm",
-        "sigmoid_backward",
-        "tanh_backward",
-        "native_layer_norm_backward",
-        "_log_softmax_backward_data",
-    ),
-    "convolutions": (
-        "convolution",
-        "native_batch_norm",
-        "relu",
-        "max_pool2d_with_indices",
-        "silu",
-        "convolution_backward",
-        "silu_backward",
-        "max_pool2d_with_indices_backward",
-        "threshold_backward",
-        "native_batch_norm_backward",
-    ),
-    "attention": (
-        "embedding",
-        "add",
-        "gelu",
-        "gelu_backward",
-        "embedding_dense_backward",
-        "_scaled_dot_product_flash_attention_for_cpu",
-    ),
-    "recurrence": ("addmm", "mul_", "sigmoid_", "tanh_"),
+    "layers": "addmm native_layer_norm tanh sigmoid _log_softmax nll_loss_forward mm sigmoid_backward tanh_backward "
+    "native_layer_norm_backward _log_softmax_backward_data",
+    "convolutions": "convolution native_batch_norm relu max_pool2d_with_indices silu convolution_backward "
+    "silu_backward max_pool2d_with_indices_backward threshold_backward native_batch_norm_backward",
+    "attention": "embedding add gelu gelu_backward embedding_dense_backward "
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "recurrence": "addmm mul_ sigmoid_ tanh_",
 }
 
 
 def kernels() -> Iterator[Fault]:
     for network, names in KERNELS.items():
-        for number, name in enumerate(names):
+        for number, name in enumerate(names.split()):
             for what, wrong in WRONG.items():
                 always = (number + len(what)) % 3 == 0
-                around = lambda name=name, wrong=wrong, always=always: Kernels(name, wrong, always)  # noqa: E731
-                where = "both sides" if always else "one side"
-                yield Fault(
-                    f"kernels, {where}",
-                    f"{name} in {network}: {what}",
-                    Case(network),
-                    (name.rstrip("_"),),
-                    around=around,
-                )
+                group = f"kernels, {'both sides' if always else 'one side'}"
+                around = partial(Kernels, name, wrong, always)
+                place = (name.rstrip("_"),)
+                yield Fault(group, f"{name} in {network}: {what}", Case(network), place, around=around)
     for network, name in (("layers", "addmm"), ("layers", "mm"), ("convolutions", "convolution"), ("attention", "mm")):
-        around = lambda name=name: Kernels(name, short_products, False)  # noqa: E731
-        yield Fault(
-            "short products", f"{name} of {network} in TF32", Case(network), (name,), ("reduced precision",), around
-        )
+        kinds, around = ("reduced precision",), partial(Kernels, name, short_products, False)
+        yield Fault("short products", f"{name} of {network} in TF32", Case(network), (name,), kinds, around)
+
+
+def over(
+    group: str,
+    changes: dict[str, Any],
+    networks: Iterable[str],
+    step: Callable[[str, Any], Case],
+    place: tuple[str, ...],
+    kinds: tuple[str, ...] = ("mismatch",),
+    **more: Any,
+) -> Iterator[Fault]:
+    """Each change in each network."""
+    for what, change in changes.items():
+        for network in networks:
+            yield Fault(group, f"{what} in {network}", step(network, change), place, kinds, **more)
 
 
 @contextlib.contextmanager
@@ -298,10 +270,14 @@ def custom() -> Iterator[Fault]:
         "scaled": lambda x: torch.ops.planted.scaled(x, 2.0),
         "written": lambda x: torch.ops.planted.written_(x.clone()),
     }
+
+    def step(network: str, call: Any) -> Case:
+        return Case(network, call=lambda model, x: Through.apply(model(x), call))
+
+    networks = ("layers", "convolutions", "recurrence")
     for name, call in calls.items():
-        for network in ("layers", "convolutions", "recurrence"):
-            step = Case(network, call=lambda model, x, call=call: Through.apply(model(x), call))
-            yield Fault("torch.library", f"{name} in {network}", step, (name, "tanh", "mul", "add"), around=library)
+        place = (name, "tanh", "mul", "add")
+        yield from over("torch.library", {name: call}, networks, step, place, around=library)
 
 
 # --- the user's code --------------------------------------------------------------------------------------
@@ -343,6 +319,22 @@ def with_b(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callabl
     return lambda x, y: change(x, y) if under_b() else (x, y)
 
 
+def transposed_parts(h: Tensor) -> Tensor:
+    return h.view(-1, 2, 4).transpose(1, 2).reshape(h.shape)
+
+
+def dilated(model: nn.Module) -> None:
+    model[0].dilation, model[0].padding = 2, 2
+
+
+def untied(model: nn.Module) -> None:
+    model.last.weight = nn.Parameter(model.words.weight.detach().clone())
+
+
+def other_gelu(h: Tensor) -> Tensor:
+    return F.gelu(h, approximate="tanh")
+
+
 def forward_faults() -> Iterator[Fault]:
     def middle(change: Callable[[Tensor], Tensor]) -> Case:
         def call(model: nn.Module, x: Tensor) -> Tensor:
@@ -357,10 +349,7 @@ def forward_faults() -> Iterator[Fault]:
         "an offset": (lambda h: h + 0.01, ("add",)),
         "flipped": (lambda h: h.flip(0), ("flip",)),
         "rolled": (lambda h: h.roll(1, 1), ("roll",)),
-        "transposed parts": (
-            lambda h: h.view(-1, 2, 4).transpose(1, 2).reshape(h.shape),
-            ("transpose", "view", "clone"),
-        ),
+        "transposed parts": (transposed_parts, ("transpose", "view", "clone")),
         "in half precision": (lambda h: h.half().to(h.dtype), ("_to_copy",)),
         "clipped": (lambda h: h.clamp(-0.5, 0.5), ("clamp",)),
         "no gradient": (lambda h: h.detach() + 0 * h, ("mul", "add")),
@@ -399,137 +388,108 @@ def forward_faults() -> Iterator[Fault]:
         "eps": ("layers", if_b(lambda m: setattr(m[1], "eps", 1e-2)), ("native_layer_norm",)),
         "momentum": ("convolutions", if_b(lambda m: setattr(m[1], "momentum", 0.3)), ("native_batch_norm",)),
         "evaluated": ("convolutions", if_b(lambda m: m.eval()), ("native_batch_norm",)),
-        "dilation": (
-            "convolutions",
-            if_b(lambda m: (setattr(m[0], "dilation", 2), setattr(m[0], "padding", 2))),
-            ("convolution",),
-        ),
-        "exact gelu": (
-            "attention",
-            if_b(lambda m: setattr(m.block, "activation", lambda h: F.gelu(h, approximate="tanh"))),
-            ("gelu",),
-        ),
+        "dilation": ("convolutions", if_b(dilated), ("convolution",)),
+        "exact gelu": ("attention", if_b(lambda m: setattr(m.block, "activation", other_gelu)), ("gelu",)),
         "norm first": ("attention", if_b(lambda m: setattr(m.block, "norm_first", True)), ()),
         "padding": ("attention", if_b(lambda m: setattr(m.words, "padding_idx", 3)), ("embedding",)),
-        "untied": (
-            "attention",
-            if_b(lambda m: setattr(m.last, "weight", nn.Parameter(m.words.weight.detach().clone()))),
-            ("gradient", "result", "last.weight", "words.weight"),
-        ),
+        "untied": ("attention", if_b(untied), ("gradient", "result", "last.weight", "words.weight")),
     }
     for what, (network, change, place) in layer_options.items():
         yield Fault("forward code", what, Case(network, model=change), place)
-    for what, mask in (("no mask", 8), ("a mask one too far", 2), ("a mask one too near", 0)):
+    for what, mask in (("no mask", 8), ("a mask one too far", 2)):
 
         def call(model: nn.Module, x: Tensor, mask: int = mask) -> Tensor:
             keep = torch.ones(7, 7, dtype=torch.bool).triu(mask if under_b() else 1)
             h = model.words(x) + model.places(torch.arange(7))
             return model.last(model.block(h, src_mask=keep.fill_diagonal_(False))).transpose(1, 2)
 
-        if mask:
-            yield Fault("forward code", what, Case("attention", call=call), ("triu",))
+        yield Fault("forward code", what, Case("attention", call=call), ("triu",))
 
 
 def backward_faults() -> Iterator[Fault]:
-    for how in ("nine per cent", "other tensor", "forgotten factor", "NumPy", "transposed", "zero"):
-        for network in ("layers", "convolutions", "recurrence"):
-            step = Case(network, call=lambda model, x, how=how: WrongGradient.apply(model(x), how))
-            place = ("WrongGradient", "mul", "abs", "flip", "plant_faults.py")
-            yield Fault("backward code", f"{how} in {network}", step, place)
+    group = "backward code"
+    hows = ("nine per cent", "other tensor", "forgotten factor", "NumPy", "transposed", "zero")
+    place = ("WrongGradient", "mul", "abs", "flip", "plant_faults.py")
+
+    def wrong(network: str, how: str) -> Case:
+        return Case(network, call=lambda model, x: WrongGradient.apply(model(x), how))
+
+    yield from over(group, {how: how for how in hows}, ("layers", "convolutions", "recurrence"), wrong, place)
     lost = {
         "a bias without gradient": if_b(lambda m: m[0].bias.requires_grad_(False)),
         "a weight without gradient": if_b(lambda m: m[0].weight.requires_grad_(False)),
     }
-    for what, change in lost.items():
-        for network in ("layers", "convolutions"):
-            yield Fault("backward code", f"{what} in {network}", Case(network, model=change), ("0.bias", "0.weight"))
+    yield from over(group, lost, ("layers", "convolutions"), of_the_model, ("0.bias", "0.weight"))
     gradients = {
-        "doubled": lambda p: p.grad.mul_(2),
-        "clipped": lambda p: p.grad.clamp_(-1e-3, 1e-3),
-        "one zero": lambda p: p.grad.view(-1)[FEW].zero_(),
-        "None": lambda p: setattr(p, "grad", None),
+        "gradient doubled": lambda p: p.grad.mul_(2),
+        "gradient clipped": lambda p: p.grad.clamp_(-1e-3, 1e-3),
+        "gradient one zero": lambda p: p.grad.view(-1)[FEW].zero_(),
+        "gradient None": lambda p: setattr(p, "grad", None),
     }
-    for what, change in gradients.items():
-        for network in ("layers", "recurrence"):
-            after = if_b(lambda m, change=change: change(next(m.parameters())))
-            sgd = lambda p: torch.optim.SGD(p, 0.1)  # noqa: E731
-            place = ("mul", "clamp", "zero", "updated", "_foreach_add")
-            yield Fault(
-                "backward code",
-                f"gradient {what} in {network}",
-                Case(network, after_backward=after, optimizer=sgd),
-                place,
-            )
+
+    def updated(network: str, change: Callable[[Any], Any]) -> Case:
+        after = if_b(lambda m: change(next(m.parameters())))
+        return Case(network, after_backward=after, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+
+    place = ("mul", "clamp", "zero", "updated", "_foreach_add")
+    yield from over(group, gradients, ("layers", "recurrence"), updated, place)
+
+
+def of_the_model(network: str, change: Callable[[nn.Module], Any]) -> Case:
+    """A step of a model that is changed first."""
+    return Case(network, model=change)
 
 
 def hook_faults() -> Iterator[Fault]:
     tensors = {
-        "scaled": lambda g: g * 1.1 if under_b() else None,
-        "zero": lambda g: torch.zeros_like(g) if under_b() else None,
-        "noise": lambda g: g + 1e-3 * drawn(*g.shape).to(g.dtype) if under_b() else None,
+        "of a parameter, scaled": lambda g: g * 1.1 if under_b() else None,
+        "of a parameter, zero": lambda g: torch.zeros_like(g) if under_b() else None,
+        "of a parameter, noise": lambda g: g + 1e-3 * drawn(*g.shape).to(g.dtype) if under_b() else None,
     }
-    for what, hook in tensors.items():
-        for network in NETWORKS:
-            place = ("mul", "zeros_like", "add", "randn", "gradient")
-            step = Case(network, model=lambda m, hook=hook: next(m.parameters()).register_hook(hook))
-            yield Fault(
-                "hooks", f"of a parameter, {what} in {network}", step, place, ("mismatch", "different random numbers")
-            )
+
+    def hooked(network: str, hook: Any) -> Case:
+        return Case(network, model=lambda m: next(m.parameters()).register_hook(hook))
+
+    place, kinds = ("mul", "zeros_like", "add", "randn", "gradient"), ("mismatch", "different random numbers")
+    yield from over("hooks", tensors, NETWORKS, hooked, place, kinds)
     outputs = {
-        "forward": lambda m: m[2].register_forward_hook(lambda mod, i, o: o * 1.01 if under_b() else None),
-        "before": if_b(lambda m: m[2].register_forward_pre_hook(lambda mod, i: (i[0] * 1.01,))),
-        "backward": if_b(lambda m: m[2].register_full_backward_hook(lambda mod, gi, go: (gi[0] * 1.01,))),
+        "of a module, forward": lambda m: m[2].register_forward_hook(lambda mod, i, o: o * 1.01 if under_b() else None),
+        "of a module, before": if_b(lambda m: m[2].register_forward_pre_hook(lambda mod, i: (i[0] * 1.01,))),
+        "of a module, backward": if_b(lambda m: m[2].register_full_backward_hook(lambda mod, gi, go: (gi[0] * 1.01,))),
     }
-    for what, change in outputs.items():
-        for network in ("layers", "convolutions"):
-            yield Fault("hooks", f"of a module, {what} in {network}", Case(network, model=change), ("mul",))
+    yield from over("hooks", outputs, ("layers", "convolutions"), of_the_model, ("mul",))
 
 
 def data_faults() -> Iterator[Fault]:
-    def no_words(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Any]:
-        return with_b(lambda x, y: (change(x), y))
-
     changes = {
         "flipped": lambda x: x.flip(-1),
         "brighter": lambda x: x * 1.02,
-        "one number": lambda x: one_number(x),
+        "one number": one_number,
         "eight bits": lambda x: (x * 64).round() / 64,
         "another batch": lambda x: drawn(*x.shape, seed=9).to(x.dtype),
         "first item twice": lambda x: torch.cat([x[:1], x[:1], x[2:]]),
     }
-    for what, change in changes.items():
-        for network in ("layers", "convolutions", "recurrence"):
-            yield Fault(
-                "data",
-                f"{what} in {network}",
-                Case(network, batch=no_words(change)),
-                (),
-                ("mismatch", "different random numbers"),
-            )
+
+    def of_inputs(network: str, change: Callable[[Tensor], Tensor]) -> Case:
+        return Case(network, batch=with_b(lambda x, y: (change(x), y)))
+
+    kinds = ("mismatch", "different random numbers")
+    yield from over("data", changes, ("layers", "convolutions", "recurrence"), of_inputs, (), kinds)
     for network in NETWORKS:
-        yield Fault(
-            "data",
-            f"shifted labels in {network}",
-            Case(network, batch=with_b(lambda x, y: (x, y.roll(1, 0)))),
-            ("roll", "nll_loss"),
-        )
-        arrays = with_b(lambda x, y: (x, torch.from_numpy(y.numpy()[::-1].copy())))
-        yield Fault("data", f"reversed labels in {network}", Case(network, batch=arrays), ("nll_loss",))
+        shifted = Case(network, batch=with_b(lambda x, y: (x, y.roll(1, 0))))
+        yield Fault("data", f"shifted labels in {network}", shifted, ("roll", "nll_loss"))
+        reversed_ = Case(network, batch=with_b(lambda x, y: (x, torch.from_numpy(y.numpy()[::-1].copy()))))
+        yield Fault("data", f"reversed labels in {network}", reversed_, ("nll_loss",))
     other_words = with_b(lambda x, y: (torch.from_numpy(np.where(x.numpy() == 3, 4, x.numpy())), y))
     yield Fault("data", "one word for another", Case("attention", batch=other_words), ("embedding",))
 
 
 def state_faults() -> Iterator[Fault]:
-    def changed(change: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-        def apply(model: nn.Module) -> None:
-            if under_b():
-                with torch.no_grad():
-                    change(model)
-
-        return apply
-
     def first(model: nn.Module) -> Tensor:
         return next(model.parameters())
+
+    def changed(network: str, change: Callable[[nn.Module], Any]) -> Case:
+        return Case(network, model=if_b(torch.no_grad()(change)))
 
     changes = {
         "a weight a tenth off": lambda m: first(m).view(-1)[-1:].mul_(1.1),
@@ -537,12 +497,10 @@ def state_faults() -> Iterator[Fault]:
         "weights in bfloat16": lambda m: first(m).copy_(first(m).bfloat16()),
         "a missing layer": lambda m: first(m).zero_(),
     }
-    for what, change in changes.items():
-        for network in NETWORKS:
-            kinds = ("mismatch", "reduced precision", "different random numbers")
-            yield Fault("state", f"{what} in {network}", Case(network, model=changed(change)), (), kinds)
-    running = changed(lambda m: m[1].running_mean.add_(0.1))
-    yield Fault("state", "running mean", Case("convolutions", model=running), ("native_batch_norm", "updated", "add"))
+    kinds = ("mismatch", "reduced precision", "different random numbers")
+    yield from over("state", changes, NETWORKS, changed, (), kinds)
+    running = changed("convolutions", lambda m: m[1].running_mean.add_(0.1))
+    yield Fault("state", "running mean", running, ("native_batch_norm", "updated", "add"))
     optimizers = {
         "learning rate": lambda p: torch.optim.SGD(p, 0.11 if under_b() else 0.1),
         "momentum": lambda p: torch.optim.Adam(p, 1e-2, betas=(0.8 if under_b() else 0.9, 0.99)),
@@ -550,14 +508,9 @@ def state_faults() -> Iterator[Fault]:
         "eps": lambda p: torch.optim.Adam(p, 1e-2, eps=1e-3 if under_b() else 1e-8),
         "amsgrad": lambda p: torch.optim.RMSprop(p, 1e-2, alpha=0.9 if under_b() else 0.99),
     }
-    for what, optimizer in optimizers.items():
-        for network in ("layers", "attention"):
-            yield Fault(
-                "state",
-                f"optimizer: {what} in {network}",
-                Case(network, optimizer=optimizer),
-                ("updated", "_foreach", "add", "mul", "addcdiv", "lerp"),
-            )
+    named = {f"optimizer: {what}": optimizer for what, optimizer in optimizers.items()}
+    place = ("updated", "_foreach", "add", "mul", "addcdiv", "lerp")
+    yield from over("state", named, ("layers", "attention"), lambda net, made: Case(net, optimizer=made), place)
 
 
 def faults() -> list[Fault]:
@@ -587,21 +540,15 @@ def sweep(planted: list[Fault]) -> pd.DataFrame:
     rows = []
     for number, fault in enumerate(tqdm(planted, leave=False, disable=None)):
         try:
-            report = examined(fault, number)
+            report, text = examined(fault, number), ""
         except gl.DataError as error:  # traces that are refused as those of different steps are detected, too
             report, text = None, str(error)
-        row = {"group": fault.group, "what": fault.what}
-        if report is None:
-            row |= {"detected": True, "kind": True, "place": True, "report": text}
-        else:
-            worst = report.findings[0]
+        row = {"group": fault.group, "what": fault.what, "detected": True, "kind": True, "place": True, "report": text}
+        if report is not None:
+            worst, found = report.findings[0], report.kind != "rounding"
             text = f"{worst.operation} {worst.module} {worst.line} {worst.detail}"
-            row |= {
-                "detected": report.kind != "rounding",
-                "kind": report.kind in fault.kinds,
-                "place": any(word in text for word in fault.place) if fault.place else report.kind != "rounding",
-                "report": str(report),
-            }
+            place = any(word in text for word in fault.place) if fault.place else found
+            row |= {"detected": found, "kind": report.kind in fault.kinds, "place": place, "report": str(report)}
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -14,6 +14,7 @@ import inspect
 import re
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +27,11 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 import typer
+from measuring import machine, markdown, show, table
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import gpulab as gl
-from gpulab.passports import Passport
 
 ANOTHER_ANSWER = "another valid answer"
 REDUCED, ROUNDING, RANDOM = "reduced precision", "rounding", "different random numbers"
@@ -613,16 +614,21 @@ def compared(one: Case, device: str) -> list[tuple[str, str] | None]:
     return [pair for pair in {"cpu": [cpu], "cuda": [cuda], "auto": [cuda, cpu]}[device] if pair] or [None]
 
 
-def examined(one: Case, pair: tuple[str, str]) -> dict[str, Any]:
-    """What the audit says first, and whether that was expected."""
+def first_line(step: Any, a: str, b: str) -> dict[str, Any]:
+    """What the audit of a step says first, at which operation, and how long it took."""
     start = time.perf_counter()
     try:
-        first = gl.audit(one.step(), *pair, progress=False).findings[0]
-        kind, operation, text = first.kind, first.operation, str(first)
+        first = gl.audit(step, a, b, progress=False).findings[0]
+        said, at, text = first.kind, first.operation, str(first)
     except Exception as error:  # which a researcher would see instead of an answer
-        kind, operation, text = "error", type(error).__name__, f"{type(error).__name__}: {error}"
-    right = kind == one.kind and re.search(one.operation, operation) is not None
-    return {"said": kind, "at": operation, "right": right, "seconds": time.perf_counter() - start, "text": text}
+        said, at, text = "error", type(error).__name__, f"{type(error).__name__}: {error}"
+    return {"said": said, "at": at, "seconds": time.perf_counter() - start, "text": text}
+
+
+def examined(one: Case, pair: tuple[str, str]) -> dict[str, Any]:
+    """What the audit says first, and whether that was expected."""
+    found = first_line(one.step(), *pair)
+    return found | {"right": found["said"] == one.kind and re.search(one.operation, found["at"]) is not None}
 
 
 def run(cases: list[Case], device: str) -> pd.DataFrame:
@@ -637,65 +643,53 @@ def run(cases: list[Case], device: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def totals(table: pd.DataFrame) -> pd.DataFrame:
+def totals(found: pd.DataFrame) -> pd.DataFrame:
     """By the kind expected, how many were run and how many first lines were right."""
-    counts = table[table.said.notna()].groupby("kind", sort=False).right.agg(run="size", right="sum")
+    counts = found[found.said.notna()].groupby("kind", sort=False).right.agg(run="size", right="sum")
     counts.loc["all"] = counts.sum()
-    return counts
+    return counts.rename_axis("expected").reset_index()
 
 
-def document(table: pd.DataFrame) -> str:
-    """The table as a page."""
-    done = table[table.said.notna()]
-    missed = done[~done.right]
-    lines = [
-        "# Public questions",
-        "",
-        f"Of {len(done)} audits {int(done.right.sum())} begin with the line expected; "
-        f"{(missed.said == 'mismatch').sum()} say *mismatch* where something else is right. {len(table) - len(done)} "
-        "cases have no settings that this machine can run. What is expected was committed before the first run. Three "
-        "convolutions were made larger after a first run on an H200, where cuDNN had taken kernels in float32 for the "
-        "small ones, as a profile showed, and lengths were moved to their scores' device. "
-        f"Made by `{shlex.join(['python', *sys.argv])}` on {date.today()}: {Passport(gl.passport()).summary()}.",
-        "",
-        "| expected | run | right |",
-        "|---|---|---|",
-        *(f"| {kind} | {row.run} | {row.right} |" for kind, row in totals(table).iterrows()),
-        "",
-        "| case | thread | cause confirmed there | settings | expected | said | right | s |",
-        "|---|---|---|---|---|---|---|---|",
+def said_instead(missed: pd.DataFrame) -> str:
+    """The reports that begin with another line than expected."""
+    texts = [
+        f"{row[1]}, `{row.a}` against `{row.b}`:\n\n" + textwrap.indent(row.text, "    ") for row in missed.itertuples()
     ]
-    for row in table.itertuples():
+    return "\n\n".join(texts)
+
+
+def document(found: pd.DataFrame) -> str:
+    """The table for a page."""
+    done = found[found.said.notna()]
+    missed = done[~done.right]
+    made = (
+        f"Of {len(done)} audits {done.right.sum()} begin with the line expected; {(missed.said == 'mismatch').sum()} "
+        f"say *mismatch* where something else is right. {len(found) - len(done)} cases have no settings that this "
+        f"machine can run. Made by `{shlex.join(['python', *sys.argv])}` on {date.today()}: {machine(threads=False)}."
+    )
+    rows = []
+    for row in found.itertuples():
         expected = f"{row.kind}: `{row.operation}`".replace("|", "\\|") if row.operation else row.kind
-        cells = [row.case, row.thread, row.cause, "", expected, "not run", "", ""]
+        answer = ["", expected, "not run", "", ""]
         if isinstance(row.said, str):
-            cells[3] = f"`{row.a}`, `{row.b}`"
-            cells[5:] = f"{row.said}: `{row.at}`", "yes" if row.right else "**no**", f"{row.seconds:.1f}"
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "## What was said instead"]
-    for row in missed.itertuples():
-        lines += [
-            "",
-            f"{row.case}, `{row.a}` against `{row.b}`:",
-            "",
-            *("    " + line for line in row.text.splitlines()),
-        ]
-    return "\n".join(lines) + "\n"
+            right = "yes" if row.right else "**no**"
+            answer = [f"`{row.a}`, `{row.b}`", expected, f"{row.said}: `{row.at}`", right, f"{row.seconds:.1f}"]
+        rows.append([row.case, row.thread, row.cause, *answer])
+    cases = table("case|thread|cause confirmed there|settings|expected|said|right|s", rows)
+    parts = [made, markdown(totals(found)), cases, "## What was said instead", said_instead(missed)]
+    return "\n\n".join(filter(None, parts))
 
 
 def main(
     only: Annotated[str, typer.Option(help="names of cases, or parts of names, separated by commas")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda: which of the pairs of settings")] = "auto",
-    record: Annotated[Path | None, typer.Option(help="write the table to this file")] = None,
+    record: Annotated[Path | None, typer.Option(help="write the table between the marks of this page")] = None,
 ) -> None:
-    """Audit the cases and print how many first lines are as expected."""
+    """Audit the cases and say how many first lines are as expected."""
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"device {device!r}: expected auto, cpu or cuda")
-    table = run([one for one in CASES if any(part in one.name for part in only.split(","))], device)
-    print(table.drop(columns=["cause", "text"], errors="ignore").to_string())
-    print(totals(table).to_string())
-    if record is not None:
-        record.write_text(document(table), encoding="utf-8")
+    found = run([one for one in CASES if any(part in one.name for part in only.split(","))], device)
+    show("Public questions", record, measured=document(found))
 
 
 if __name__ == "__main__":

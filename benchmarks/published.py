@@ -15,46 +15,48 @@ buffer after the update and not before, and computes predictions for frames that
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import stock_chainer
+import torch
+from measuring import run
+from threadpoolctl import threadpool_limits
 
 from gpulab.data.base import Sequence
 from gpulab.data.datasets import Rendered, load
-from gpulab.errors import GpulabError, UsageError
+from gpulab.errors import UsageError
 from gpulab.settings import Setting
 from gpulab.stats.verdicts import verdict
 from gpulab.store import run_files
 from gpulab.training.experiment import Experiment
-from gpulab.training.protocol import whole_numbers
+from gpulab.training.protocol import protocol, whole_numbers
 
 GPULAB_PARTS = ("data/scenes.py", "data/films.py")  # what of gpulab a run depends on
 LOADERS = ("reused", "copied", "shared")
 SETTINGS = "cpu, cpu:threads=N and cuda:tf32=off,cudnn=off"
 CHECKPOINT_SECONDS = 60.0
 Arrays = dict[str, npt.NDArray[Any]]
+FOLDER = "GPULAB_CHAINER_PREDNET"  # the environment variable that names the authors' folder
 
 
 class Published:
     """The authors' network with its optimiser, and their loop over one window.
 
-    Args:
-        net: Their `net.py`, or its folder.
-        kind: `cpu` or `cuda`.
-        seed: Of the weights, which NumPy's global generator draws on the CPU.
-        size: (height, width) of a frame in pixels.
-        channels: Of each layer, from the bottom up.
-        loader: `reused` is theirs: one buffer, whose memory every step of a window shares on a CPU, and which is
-            copied to a GPU at each step. `copied`: every frame has an array of its own. `shared`: one array on the
-            device, overwritten, which is what `reused` is on a CPU.
-        round_trip: On a GPU, take the network to the CPU and back after each update, as they do.
+    Their `net.py`, or its folder; `size` is (height, width), and NumPy's global generator draws the weights, on a CPU.
+
+    The loader `reused` is theirs: one buffer, whose memory every step of a window shares on a CPU, and which is copied
+    to a GPU at each step. `copied`: every frame has an array of its own. `shared`: one array on the device,
+    overwritten, which is what `reused` is on a CPU. With `round_trip` a GPU takes the network to the CPU and back after
+    each update, as they do.
 
     References:
         Pietrowski et al. 2021, *Impact of GPU uncertainty on the training of predictive deep neural networks*
@@ -242,15 +244,10 @@ def published(
         setting: `cpu`, `cpu:threads=N`, or `cuda:tf32=off,cudnn=off`, which is all that CuPy and Chainer know today.
         folder: For checkpoints.
         net: The authors' `net.py`.
-        data: `walk`, or a video file.
-        speed: Of the walk.
-        every: As in `windows`.
+        data: `walk`, whose `speed` that is, or a video file, of which one frame in `every` is taken.
         frames: To train on: as many updates are made as they fill windows.
-        window: Frames in one.
         size: Width x height of a frame in pixels, as the authors write it.
-        channels: Of each layer.
-        loader: As in `Published`.
-        round_trip: As in `Published`.
+        loader, round_trip: As in `Published`.
 
     Yields:
         For each window the mean `loss` of its frames, that of the `last_frame` (which the authors log), and
@@ -275,7 +272,7 @@ def published(
         trained.restore({name: tensor.numpy() for name, tensor in tensors.items()})
         rows.extend(notes["state"]["rows"])
 
-    with _threads(setting.threads):
+    with threadpool_limits(setting.threads):
         run_files.resume(file, restore)
         yield from rows
         saved = time.monotonic()
@@ -289,7 +286,8 @@ def published(
             row = {"loss": float(np.mean(losses)), "last_frame": losses[-1], "repeat_loss": float(repeats)}
             rows.append(row)
             if due:
-                _write_checkpoint(file, trained.state(), rows)
+                tensors = {name: torch.from_numpy(np.array(array)) for name, array in trained.state().items()}
+                run_files.write_checkpoint(file, tensors, {"step": len(rows), "state": {"rows": rows}})
                 saved = time.monotonic()
             yield row
     file.unlink(missing_ok=True)  # what is left in the folder is kept with the run
@@ -297,18 +295,99 @@ def published(
     return {"beats_repeating": sum(r["loss"] for r in last) < sum(r["repeat_loss"] for r in last)}
 
 
-def _write_checkpoint(file: Path, state: Arrays, rows: list[dict[str, float]]) -> None:
-    import torch
-
-    tensors = {name: torch.from_numpy(np.array(array)) for name, array in state.items()}
-    run_files.write_checkpoint(file, tensors, {"step": len(rows), "state": {"rows": rows}})
+# --- the first windows -----------------------------------------------------------------------------------
 
 
-def _threads(count: int | None) -> Any:
-    """NumPy's products with so many threads."""
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+class Cell(NamedTuple):
+    """A device and a way of handing over frames."""
 
-    return threadpool_limits(count)
+    kind: str
+    loader: str
+    round_trip: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.loader}" + ("" if self.round_trip else ", no round trip")
+
+
+USUAL = ((Cell("cpu", "copied"), Cell("cpu", "reused")),)
+
+
+def published_windows(
+    net: str | Path | None = None,
+    pairs: Iterable[tuple[Cell, Cell]] = USUAL,
+    count: int = 1,
+    seed: int = 0,
+    profile: str = "smoke",
+    speed: float = 1.0,
+) -> pd.DataFrame:
+    """The first windows of the authors' own network in Chainer, each cell trained by itself, cell against cell.
+
+    `net`, the authors' `net.py` or its folder, is else `$GPULAB_CHAINER_PREDNET`; of each pair the second is compared
+    with the first. The weights of the second and later windows have come apart already.
+
+    Returns:
+        A row for each pair and window: `same_losses` counts the forward losses with the same bits, of `losses`;
+        `loss_difference` is the largest relative one; `gradient_difference` the relative distance of the whole
+        gradient, `cosine` its direction, and `worst_array` the relative distance of the worst single array.
+
+    Raises:
+        GpulabError: Without Chainer, or CuPy where a GPU is asked for; the message says how to install it.
+    """
+    net = net or os.environ.get(FOLDER)
+    if not net:
+        raise UsageError(
+            f"the authors' net.py: give its folder, or set ${FOLDER} to PredNet in a clone of {stock_chainer.AUTHORS}"
+        )
+    usual = protocol("prednet", profile)
+    frames = load("walk", usual.frames, usual.size, speed=speed)
+    found = {
+        cell: first_windows(net, cell, frames, count, seed, tuple(usual.model["channels"]))
+        for cell in {*itertools.chain(*pairs)}
+    }
+    rows = []
+    for pair in pairs:
+        for number, (before, after) in enumerate(zip(*(found[cell] for cell in pair), strict=True)):
+            rows.append({"of": str(pair[1]), "against": str(pair[0]), "window": number, **compared(before, after)})
+    return pd.DataFrame(rows)
+
+
+def first_windows(
+    net: str | Path, cell: Cell, frames: Sequence, count: int, seed: int, channels: tuple[int, ...]
+) -> list[tuple[list[float], Arrays]]:
+    """The losses and the gradients of each window."""
+    callers = np.random.get_state()
+    trained = Published(net, cell.kind, seed, frames.size, channels, cell.loader, cell.round_trip)
+    np.random.set_state(callers)
+    found = []
+    for window, restart in itertools.islice(windows(frames), count):
+        if restart:
+            trained.restart(window[0])
+        gradients: Arrays = {}
+        losses = trained.window(window[1:] if restart else window, lambda: gradients.update(trained.gradients()))  # noqa: B023
+        found.append((losses, gradients))
+    return found
+
+
+def compared(before: tuple[list[float], Arrays], after: tuple[list[float], Arrays]) -> dict[str, float]:
+    losses, others = np.array(before[0]), np.array(after[0])
+    right, wrong = (
+        [array.ravel().astype(np.float64) for _, array in sorted(gradients.items())]
+        for gradients in (before[1], after[1])
+    )
+    of_each = [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in zip(right, wrong, strict=True) if a.any()]
+    whole, other = np.concatenate(right), np.concatenate(wrong)
+    lengths = np.linalg.norm(whole), np.linalg.norm(other)
+    return {
+        "same_losses": int((losses == others).sum()),
+        "losses": len(losses),
+        "loss_difference": float(np.abs(others / losses - 1).max()),
+        "gradient_difference": float(np.linalg.norm(other - whole) / lengths[0]),
+        "cosine": float(whole @ other / lengths[0] / lengths[1]),
+        "worst_array": float(max(of_each)),
+    }
+
+
+# --- the command -----------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -320,31 +399,22 @@ def main() -> None:
     parser.add_argument("--seeds", default="1", help="how many (10), or which (0,1,7)")
     parser.add_argument("--loader", nargs="+", default=["reused"], help="reused (as published), copied, or shared")
     parser.add_argument("--no-round-trip", action="store_true", help="on a GPU: not to the CPU and back")
-    parser.add_argument("--data", default="walk", help="walk, or a video file")
-    parser.add_argument("--speed", type=float, default=1.0, help="of the walk")
-    parser.add_argument("--every", type=int, default=1, help="take one frame of the film in so many")
-    parser.add_argument("--frames", type=int, default=5000, help="to train on")
-    parser.add_argument("--window", type=int, default=20, help="frames in one, for one update")
-    parser.add_argument("--size", default="160x120", help="width x height of a frame in pixels")
-    parser.add_argument("--channels", default="3,48,96,192", help="of each layer")
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time")
     parser.add_argument("--store", default=None, help="folder of the runs")
-    asked = parser.parse_args()
     names = ("data", "speed", "every", "frames", "window", "size", "channels")
-    options = {name: getattr(asked, name) for name in names}
-    options["round_trip"] = not asked.no_round_trip
-    variants = [{"loader": loader} for loader in asked.loader]
-    try:
-        stock_chainer.chainer()
-        options["net"] = str(asked.net / "net.py" if asked.net.is_dir() else asked.net)
-        stock_chainer.network(options["net"])
-        numbers = whole_numbers(asked.seeds, name="--seeds")
-        seeds = numbers if "," in asked.seeds else numbers[0]
-        training = f"{os.path.relpath(__file__)}:published"
-        more = {"store": asked.store, "workers": asked.workers, "options": options, "variants": variants}
-        frame = Experiment(training, [asked.setting], seeds, **more).run()
-    except GpulabError as error:
-        raise SystemExit(f"error: {error}") from None
+    for name in names:
+        default = inspect.signature(published).parameters[name].default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help="as of `published`")
+    asked = parser.parse_args()
+    options = {name: getattr(asked, name) for name in names} | {"round_trip": not asked.no_round_trip}
+    stock_chainer.chainer()
+    options["net"] = str(asked.net / "net.py" if asked.net.is_dir() else asked.net)
+    stock_chainer.network(options["net"])
+    numbers = whole_numbers(asked.seeds, name="--seeds")
+    seeds = numbers if "," in asked.seeds else numbers[0]
+    more = {"store": asked.store, "workers": asked.workers, "variants": [{"loader": loader} for loader in asked.loader]}
+    training = f"{os.path.relpath(__file__)}:published"
+    frame = Experiment(training, [asked.setting], seeds, options=options, **more).run()
     columns = ["setting", "seed", "loader", "status", "final_loss", "repeat_loss", "beats_repeating", "seconds"]
     print(frame[columns].to_string(index=False))
     if frame.loader.nunique() > 1:
@@ -352,4 +422,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -18,15 +18,8 @@ from gpulab.settings import OPTIONS, Setting
 from gpulab.training.plan import Plan, plan_run
 
 # What of gpulab a training in another library depends on.
-GPULAB_PARTS = (
-    "settings.py",
-    "data",
-    "models/base.py",
-    "models/prednet.py",
-    "models/autoencoders.py",
-    "training/plan.py",
-    "training/protocol.py",
-)
+GPULAB_PARTS = ("settings.py", "data", "models/base.py", "models/prednet.py", "models/autoencoders.py")
+GPULAB_PARTS += ("training/plan.py", "training/protocol.py")
 PRECISIONS = (None, "float32", "float64")
 
 

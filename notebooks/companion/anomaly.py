@@ -4,7 +4,7 @@ The loop that the paper's authors published (`main.py` of github.com/eijwat/pred
 buffer per frame and wraps it for the device. Where wrapping does not copy, the gradient of every step is taken against
 the window's last frame. Their experiment was run in its own code, one thing changed at a time: what is compared, on
 which seeds and films, and by which tests, was laid down in `data/README.md` before the runs. For dose and response,
-`benchmarks/record_dose.py` trained in cells, a length of window and a speed of motion each, every seed once on copied
+`benchmarks/record.py dose` trained in cells, a length of window and a speed of motion each, every seed once on copied
 frames and once on shared memory. A cell is what is counted: its seeds see one film, and are shared by all cells.
 """
 
@@ -310,7 +310,7 @@ def published_figure(frame: pd.DataFrame) -> Picture:
 
 
 def recorded_dose() -> pd.DataFrame:
-    """The recorded runs of `benchmarks/record_dose.py`, a row for a seed in a cell: its `bias`, and the `ratio` of the
+    """The recorded runs of `benchmarks/record.py dose`, a row for a seed in a cell: its `bias`, and the `ratio` of the
     losses.
     """
     runs = listing.recorded_runs("dose")

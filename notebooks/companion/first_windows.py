@@ -100,7 +100,7 @@ class Computed:
 
 
 def recorded_windows() -> pd.DataFrame:
-    """What `benchmarks/record_published.py` recorded: as its `published_windows`, with the `machine`."""
+    """What `benchmarks/record.py published` recorded: as `published_windows` there, with the `machine`."""
     return records.recorded_table("windows").drop(columns="recorded")
 
 
@@ -110,7 +110,7 @@ def published_network(net: str | Path | None = None) -> str:
     Where Chainer or `net`, their folder, is missing, the sentence says that it was skipped, and how to get it.
     """
     try:
-        (row,) = benchmark("record_published").published_windows(net, profile="smoke").itertuples()
+        (row,) = benchmark("published").published_windows(net, profile="smoke").itertuples()
     except gl.GpulabError as missing:
         return f"Skipped: {missing}."
     version = importlib.metadata.version("chainer")

@@ -137,7 +137,7 @@ def _mean_times(
 
 
 def recorded_scale_out(table: str = "scaling") -> pd.DataFrame:
-    """What `benchmarks/scale_out.py` recorded elsewhere: `scaling`, `ends` (of `same_end`) or `parts`."""
+    """What `benchmarks/record.py scale_out` recorded elsewhere: `scaling`, `ends` (of `same_end`) or `parts`."""
     return records.recorded_table("scale_out", table)
 
 

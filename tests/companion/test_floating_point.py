@@ -14,7 +14,7 @@ from companion.floating_point import FLIPPED, MEASURED, OTHER_SEED, Factor, fact
 from gpulab.numerics.cuda_random import cuda_threads, same_draws
 from gpulab.store import listing as stores
 
-record_factors = benchmark("record_factors").record_factors
+record_factors = benchmark("record").record_factors
 SMALL = {"profile": "smoke", "frames": 20, "progress": False}
 GROWTH = {"profile": "smoke", "frames": 40, "progress": False}
 NETS = {

@@ -20,7 +20,7 @@ from gpulab.data.datasets import load
 from gpulab.settings import Setting
 from gpulab.store.listing import record_of
 
-published, record_published, stock_chainer = map(benchmark, ("published", "record_published", "stock_chainer"))
+published, stock_chainer = map(benchmark, ("published", "stock_chainer"))
 SMALL = {"frames": 160, "size": "32x24", "channels": "3,8,16", "speed": 2.0}
 
 
@@ -68,9 +68,9 @@ def test_windows_are_those_of_the_published_loop():
 
 
 def test_one_reused_buffer_changes_the_gradient_and_not_the_first_losses(net):
-    cells = [record_published.Cell("cpu", loader) for loader in published.LOADERS]
+    cells = [published.Cell("cpu", loader) for loader in published.LOADERS]
     np.random.seed(1)
-    rows = record_published.published_windows(net, [(cells[1], cells[0]), (cells[0], cells[2])], count=2)
+    rows = published.published_windows(net, [(cells[1], cells[0]), (cells[0], cells[2])], count=2)
     assert np.random.random() == np.random.RandomState(1).random_sample(), "the caller's random numbers go on"
     first, second, *same = rows.to_dict("records")
     assert (first["same_losses"], second["same_losses"]) == (19, 0)

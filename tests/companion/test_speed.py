@@ -236,9 +236,9 @@ def test_figures_say_the_numbers_of_their_tables(monkeypatch):
 @pytest.mark.slow("starts a process that measures")
 def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
     file = tmp_path / "measured" / "speed-here.json"
-    script = [sys.executable, str(ROOT / "benchmarks" / "record_speed.py"), CPU, "--sizes", "smoke"]
+    script = [sys.executable, str(ROOT / "benchmarks" / "record.py"), "speed", CPU, "--sizes", "smoke"]
     done = subprocess.run(
-        [*script, "--parts", "small", "transfer", "--write", str(file)], capture_output=True, text=True
+        [*script, "--parts", "small", "--parts", "transfer", "--write", str(file)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     monkeypatch.setattr(records, "DATA", tmp_path)

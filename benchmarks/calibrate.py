@@ -1,0 +1,508 @@
+"""How often a verdict is wrong, by simulation.
+
+    python benchmarks/calibrate.py verdicts
+    python benchmarks/calibrate.py mixed
+
+`verdicts` fills the tables of `verdict_calibration.md`, which says how they are read, and draws `verdict_power.png`
+beside this file; `mixed` is one of them. Losses are standardised to a standard deviation of 1 between seeds; a pair's
+difference is a shift plus noise, and the noise is the difference of two fresh losses, scaled: under no effect both
+settings are exchangeable.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy
+import statsmodels
+from matplotlib.figure import Figure
+from measuring import command_line, markdown, run, show
+from scipy import stats
+from tqdm import tqdm
+
+import gpulab as gl
+from gpulab.stats import tests as inference
+from gpulab.stats.decisions import JUMP
+from gpulab.store import listing
+
+app = command_line(__doc__)
+PAGE = Path(__file__).with_name("verdict_calibration.md")
+SEEDS = (5, 10, 30)
+NOISES = (1e-5, 0.1, 0.5, 1.0)
+SHARE, ALPHA = 0.25, 0.05
+SETTLED_MARGIN = 0.3
+REPEATS = 10_000
+HUMP = 0.35  # share of seeds that stay on the plateau; of the recorded PredNets about a third do
+Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+def two_humps(generator: np.random.Generator, shape: tuple[int, ...], share: float = HUMP) -> np.ndarray:
+    plateau = generator.random(shape) < share
+    losses = plateau + 0.05 * generator.standard_normal(shape)
+    return (losses - share) / np.sqrt(share * (1 - share) + 0.05**2)
+
+
+def lognormal(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return (generator.lognormal(size=shape) - np.sqrt(np.e)) / np.sqrt((np.e - 1) * np.e)
+
+
+LOSSES: dict[str, Draw] = {
+    "normal": lambda generator, shape: generator.standard_normal(shape),
+    "Student t, 3 d.f.": lambda generator, shape: generator.standard_t(3, shape) / np.sqrt(3),
+    "lognormal": lognormal,
+    "two humps, 35 %": two_humps,
+    "two humps, 10 %": lambda generator, shape: two_humps(generator, shape, 0.1),
+}
+
+
+def jumps(share: float) -> Draw:
+    """Differences of which a share jump up and all others make up for it."""
+    return lambda generator, shape: (
+        (generator.random(shape) < share) - share + 0.05 * np.sqrt(share) * generator.standard_normal(shape)
+    )
+
+
+DIFFERENCES: dict[str, Draw] = {  # whose mean is zero
+    "normal": LOSSES["normal"],
+    "Student t, 3 d.f.": LOSSES["Student t, 3 d.f."],
+    "one in ten jumps, either way": lambda generator, shape: (
+        (generator.random(shape) < 0.1) * generator.choice([-1, 1], shape) + 0.01 * generator.standard_normal(shape)
+    ),
+    "lognormal, sigma 0.5": lambda generator, shape: generator.lognormal(sigma=0.5, size=shape) - np.exp(0.125),
+    "exponential": lambda generator, shape: generator.exponential(size=shape) - 1,
+    "lognormal, sigma 1": lognormal,
+    **{f"{share:.0%} jump, the others make up for it": jumps(share) for share in (0.35, 0.2, 0.1, 0.05)},
+}
+
+
+# --- the shipped tests, of many rows at once -------------------------------------------------------------
+
+
+def different_p(moved: np.ndarray) -> np.ndarray:
+    """`inference.mean_p` of each row of (repeats, n), for differences other than zero."""
+    n, (mean, skewness), p = moved.shape[1], moments(moved), flipped_p(moved)
+    corrected = np.maximum(p, 2 * stats.t.sf(np.abs(inference.skewed_t(mean, skewness, n)), n - 1))
+    return np.where(mean * skewness < 0, corrected, p)
+
+
+def moments(moved: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over standard deviation and skewness of each row."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return moved.mean(axis=1) / moved.std(axis=1, ddof=1), stats.skew(moved, axis=1)
+
+
+def flipped_p(moved: np.ndarray) -> np.ndarray:
+    """`inference.sign_flip_p` of each row."""
+    moved = np.sort(moved, axis=1)
+    n = moved.shape[1]
+    signs = 2.0 * np.concatenate(list(inference.sign_flips(n))).T - 1
+    p = np.empty(len(moved))
+    for part in np.array_split(np.arange(len(moved)), max(1, len(moved) // 500)):
+        limit = np.abs(moved[part].sum(axis=1)) - 1e-12 * np.abs(moved[part]).sum(axis=1)
+        extreme = (np.abs(moved[part] @ signs) >= limit[:, None]).sum(axis=1)
+        p[part] = extreme / signs.shape[1] if n <= inference.EXACT else (1 + extreme) / (1 + inference.FLIPS)
+    return p
+
+
+def equivalent_p(moved: np.ndarray, margin: np.ndarray | float, corrected: bool = True) -> np.ndarray:
+    """`inference.equivalence_p` of each row; uncorrected, by Student's t alone."""
+    n, (mean, skewness) = moved.shape[1], moments(moved)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        reach = margin / moved.std(axis=1, ddof=1)
+        rooms = [inference.skewed_t(reach + sign * mean, sign * skewness * corrected, n) for sign in (1, -1)]
+        p = stats.t.sf(np.minimum.reduce(rooms), n - 1)
+    return np.where(moved.any(axis=1), p, 0.0)
+
+
+def sd_limit(losses: np.ndarray) -> np.ndarray:
+    """`inference.sd_lower_limit` of each row."""
+    kurtosis = np.maximum(3.0, 3 + stats.kurtosis(losses, axis=1, bias=False))
+    return losses.std(axis=1, ddof=1) * inference.sd_limit_ratio(losses.shape[1], kurtosis)
+
+
+def rate(p: np.ndarray) -> float:
+    """How often a test says so."""
+    return float((p <= ALPHA).mean())
+
+
+def check_that_these_are_the_shipped_tests() -> None:
+    generator = np.random.default_rng(1)
+    for n in SEEDS:
+        moved = generator.standard_t(3, (20, n))
+        assert np.allclose(different_p(moved), [inference.mean_p(row) for row in moved], atol=1e-12)
+        assert np.allclose(flipped_p(moved), [inference.sign_flip_p(row) for row in moved], atol=1e-12)
+        assert np.allclose(equivalent_p(moved, 0.5), [inference.equivalence_p(row, 0.5) for row in moved])
+        assert np.allclose(sd_limit(moved), [inference.sd_lower_limit(row) for row in moved])
+    for _ in range(20):
+        losses, moved, _ = freed(0.1, 3e-3)(generator, 27)
+        both = paired_runs(losses, losses + moved)
+        assert ("mixes" in str(gl.verdict(both))) == says_that_it_mixes(losses, moved)
+
+
+def paired_runs(before: np.ndarray, after: np.ndarray) -> pd.DataFrame:
+    """Runs of the same seeds under two settings."""
+    n = len(before)
+    losses = np.concatenate([before, after])
+    return pd.DataFrame({"setting": np.repeat(["a", "b"], n), "seed": [*range(n)] * 2, "final_loss": losses})
+
+
+# --- error rates -----------------------------------------------------------------------------------------
+
+
+def error_rates() -> pd.DataFrame:
+    """False `different` without an effect, false `equivalent` with one as large as the margin."""
+    rows = []
+    for (name, draw), n, noise in tqdm([*product(LOSSES.items(), SEEDS, NOISES)], desc="error rates"):
+        generator, shape = np.random.default_rng(2), (REPEATS, n)
+        base = draw(generator, shape)
+        wobble = noise * (draw(generator, shape) - draw(generator, shape)) / np.sqrt(2)
+        at_edge = SHARE + wobble
+        rows.append(
+            {
+                "losses": name,
+                "seeds": n,
+                "noise (sd)": f"{noise:g}",
+                "false different": rate(different_p(wobble)),
+                "false equivalent, absolute margin": rate(equivalent_p(at_edge, SHARE)),
+                "false equivalent, 0.25sd": rate(equivalent_p(at_edge, SHARE * sd_limit(base))),
+                "the same, naive sd": rate(equivalent_p(at_edge, SHARE * base.std(axis=1, ddof=1))),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def skewed() -> pd.DataFrame:
+    """Errors about the mean where differences are skewed or jump, by sign flips or t alone and as corrected."""
+    rows = []
+    for (name, draw), n in tqdm([*product(DIFFERENCES.items(), (6, 10, 20, 32, 50))], desc="skewed"):
+        moved = draw(np.random.default_rng(9), (REPEATS, n))
+        sd = draw(np.random.default_rng(10), (1_000_000,)).std()
+        at_margin = np.concatenate([moved[::2], -moved[::2]]) + 3 * sd  # skewed to either side
+        shifted = at_margin + (3 / np.sqrt(n) - 3) * sd
+        share = float(name.split("%")[0]) / 100 if "make up" in name else np.nan
+        rows.append(
+            {
+                "differences": name,
+                "seeds": n,
+                "no jump seen": (1 - share) ** n,
+                "false different, sign flips": rate(flipped_p(moved)),
+                "false different": rate(different_p(moved)),
+                "false equivalent, t": rate(equivalent_p(at_margin, 3 * sd, corrected=False)),
+                "false equivalent": rate(equivalent_p(at_margin, 3 * sd)),
+                "right different, sign flips": rate(flipped_p(shifted)),
+                "right different": rate(different_p(shifted)),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def rare_switch() -> pd.DataFrame:
+    """The effect is that few seeds jump from the low hump to the high one; the mean moves by the margin."""
+    rows = []
+    for n in (*SEEDS, 100):
+        generator = np.random.default_rng(3)
+        plateau = generator.random((REPEATS, n)) < HUMP
+        sd = np.sqrt(HUMP * (1 - HUMP) + 0.05**2)
+        losses = (plateau + 0.05 * generator.standard_normal((REPEATS, n))) / sd
+        jumped = ~plateau & (generator.random((REPEATS, n)) < SHARE * sd / (1 - HUMP))
+        still = 1e-5 * generator.standard_normal((REPEATS, n))
+        moved, limit = jumped / sd + still, SHARE * sd_limit(losses)
+        # A guard: what may have gone unseen, the jumps' possible rate times the distance of the losses.
+        guarded = limit - (1 - 0.05 ** (1 / n)) * np.ptp(losses, axis=1)
+        rows.append(
+            {
+                "seeds": n,
+                "seeds that jump": SHARE * sd,
+                "no jump seen": (~jumped.any(axis=1)).mean(),
+                "different": rate(different_p(moved)) if n <= 30 else np.nan,
+                "false equivalent, absolute margin": rate(equivalent_p(moved, SHARE)),
+                "false equivalent, 0.25sd": rate(equivalent_p(moved, limit)),
+                "right equivalent, 0.25sd": rate(equivalent_p(still, limit)),
+                "false, with a guard": rate(equivalent_p(moved, guarded)),
+                "right, with a guard": rate(equivalent_p(still, guarded)),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+# --- jumps against all others ----------------------------------------------------------------------------
+
+Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]  # losses under the reference, differences, whether a seed jumped
+
+
+def any_losses(share: float) -> Callable[[np.random.Generator, int], Pairs]:
+    """`jumps`, whatever the losses: the differences alone tell which seeds jumped."""
+
+    def draw(generator: np.random.Generator, n: int) -> Pairs:
+        moved = jumps(share)(generator, n)
+        return generator.standard_normal(n), moved, moved > 0.5
+
+    return draw
+
+
+def freed(share: float, noise: float, back: bool = True) -> Callable[[np.random.Generator, int], Pairs]:
+    """Losses like the recorded PredNets': 30 % are stuck near 0.14, and some of these are freed; it pays for the rest.
+
+    Or, not `back`, the rest moves along with them.
+    """
+
+    def draw(generator: np.random.Generator, n: int) -> Pairs:
+        stuck = generator.random(n) < 0.3
+        losses = np.where(stuck, generator.normal(0.14, 0.01, n), generator.normal(0.04, 0.015, n))
+        jump = stuck & (generator.random(n) < share / 0.3)
+        rest = 0.1 * share / (1 - share) * (1 if back else -1)
+        return losses, np.where(jump, -0.1, rest) + noise * generator.standard_normal(n), jump
+
+    return draw
+
+
+def alike(name: str, shift: float) -> Callable[[np.random.Generator, int], Pairs]:
+    """No seed jumps: all shift by so many standard deviations of the noise, which is the difference of two losses."""
+
+    def draw(generator: np.random.Generator, n: int) -> Pairs:
+        losses, one, other = (LOSSES[name](generator, (n,)) for _ in range(3))
+        return losses, shift + (one - other) / np.sqrt(2), np.zeros(n, bool)
+
+    return draw
+
+
+def says_that_it_mixes(losses: np.ndarray, moved: np.ndarray) -> bool:
+    """Whether a verdict on such pairs says that some seeds jumped, and the others moved the other way."""
+    jumped = inference.jumped(moved, JUMP * inference.sample_sd(losses))
+    if not jumped.any() or moved[jumped].mean() * moved[~jumped].mean() >= 0:
+        return False
+    return inference.mean_p(moved[~jumped]) <= ALPHA
+
+
+def mixed_means(repeats: int = 400) -> pd.DataFrame:
+    """How often a verdict calls a mean other than zero, and how often it says that the mean mixes two parts."""
+    shares = (0.05, 0.1, 0.2)
+    cases = {f"{share:.0%} jump, the others make up for it": any_losses(share) for share in shares}
+    for share, noise in product(shares, (3e-3, 1.5e-2)):
+        cases[f"{share:.0%} are freed, the others pay; noise {noise:g}"] = freed(share, noise)
+    for share in (0.05, 0.2):
+        cases[f"{share:.0%} are freed, the others gain, too; noise 0.003"] = freed(share, 3e-3, back=False)
+    for shift, name in product((0, 0.5), [*LOSSES][:4]):
+        cases[f"{'all shift by half the noise' if shift else 'nothing differs'}; {name}"] = alike(name, shift)
+    cases["skewed about a mean of zero: lognormal, sigma 1"] = lambda generator, n: (
+        *(LOSSES[name](generator, (n,)) for name in ("normal", "lognormal")),
+        np.zeros(n, bool),
+    )
+    rows = []
+    for (name, draw), n in tqdm([*product(cases.items(), (8, 16, 27))], desc="mixed"):
+        generator, seen = np.random.default_rng(11), []
+        for _ in range(repeats):
+            losses, moved, jumped = draw(generator, n)
+            seen.append((jumped.any(), inference.mean_p(moved) <= ALPHA, says_that_it_mixes(losses, moved)))
+        jump, different, said = np.array(seen).T
+        rows.append(
+            {
+                "pairs": name,
+                "seeds": n,
+                "one jumped": jump.mean(),
+                "`different`": different.mean(),
+                "the same, and nothing said": (different & ~said).mean(),
+                "said, if one jumped": said[jump].mean() if jump.any() else np.nan,
+                "said, if none did": said[~jump].mean() if not jump.all() else np.nan,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def about_mixed_means() -> str:
+    found = mixed_means()
+    none_did, lopsided = found["said, if none did"], found.pairs.str.startswith("skewed")
+    return (
+        f"{percent(found)}\n\nWithout a jump it is said in {none_did[~lopsided].max():.1%} of samples at most; of "
+        f"skewed differences, whose tail looks like jumps, in {none_did[lopsided].max():.1%}."
+    )
+
+
+# --- intervals, further seeds, power ---------------------------------------------------------------------
+
+
+def coverage(repeats: int = 1000) -> pd.DataFrame:
+    """How often the 95 % interval holds the true mean difference."""
+    rows = []
+    differences: dict[str, Draw] = {
+        f"{name}, symmetric": lambda generator, shape, draw=LOSSES[name]: (
+            draw(generator, shape) - draw(generator, shape)
+        )
+        for name in ("normal", "Student t, 3 d.f.", "two humps, 35 %")
+    }
+    differences["lognormal, skewed"] = lognormal
+    for (name, draw), n in tqdm([*product(differences.items(), (6, *SEEDS[1:]))], desc="coverage"):
+        moved = draw(np.random.default_rng(4), (repeats, n))
+        row = {"differences": name, "seeds": n}
+        for what, interval in (("sign flips", inference.sign_flip_interval), ("as used", inference.mean_interval)):
+            row[f"coverage, {what}"] = np.mean([low <= 0 <= high for low, high in map(interval, moved)])
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def further_seeds(kind: str, size: float, n: int, generator: np.random.Generator) -> pd.DataFrame:
+    """Runs of n seeds; `size` is a shift in margins, or the share of seeds that jump, are lost or diverge."""
+    base, noise = generator.standard_normal(n), generator.standard_normal(n)
+    some = generator.random(n) < size
+    if kind == "learned or not":
+        base = (generator.random(n) < 0.9).astype(float)
+    moved = {
+        "shift": base + SETTLED_MARGIN * (size + 2 * noise),
+        "jump": base + 1.5 * some + 1e-3 * noise,
+        "learned or not": np.where(some, 0.0, base),
+        "diverge": np.where(some, np.nan, base + 0.1 * noise),
+    }[kind]
+    return paired_runs(base, moved)
+
+
+def settled(repeats: int = 40) -> pd.DataFrame:
+    """Of experiments that are inconclusive, how many the number of seeds that the verdict names does settle."""
+    sizes = {"shift": (0.0, 0.5, 1.0, 2.0), "jump": (0.1, 0.25, 0.4)}
+    sizes |= {"learned or not": (0.05, 0.25, 0.4), "diverge": (0.02, 0.25, 0.5)}
+    rows = []
+    for (kind, size), n in tqdm([*product([(k, s) for k in sizes for s in sizes[k]], (6, 12, 20))], desc="settled"):
+        generator, named, done = np.random.default_rng(8), [], []
+        for _ in range(repeats):
+            runs = further_seeds(kind, size, n, generator)
+            needed = gl.verdict(runs, margin=SETTLED_MARGIN).table.seeds_needed[0]
+            if needed <= 3000:
+                more = further_seeds(kind, size, int(needed) - n, generator)
+                whole = pd.concat([runs, more.assign(seed=more.seed + n)])
+                named.append(needed)
+                done.append(gl.verdict(whole, margin=SETTLED_MARGIN).decision != "inconclusive")
+        row = {"further seeds": kind, "size": f"{size:g}", "seeds": n, "inconclusive": len(done) / repeats}
+        middle = f"{np.median(named):.0f}" if named else ""
+        rows.append({**row, "seeds named (median)": middle, "settled then": np.mean(done) if len(done) > 9 else np.nan})
+    return pd.DataFrame(rows)
+
+
+def power_curves(noise: float = 0.25) -> pd.DataFrame:
+    rows = []
+    for n in tqdm(SEEDS, desc="power"):
+        generator, shape = np.random.default_rng(5), (4000, n)
+        limit = SHARE * sd_limit(LOSSES["normal"](generator, shape))
+        wobble = noise * LOSSES["normal"](generator, shape)
+        for shift in np.linspace(0, 0.75, 16):
+            decided = {"different": different_p(shift + wobble), "equivalent": equivalent_p(shift + wobble, limit)}
+            rows.append({"seeds": n, "shift": shift, **{name: rate(p) for name, p in decided.items()}})
+    return pd.DataFrame(rows)
+
+
+def draw_power(curves: pd.DataFrame, published: float) -> Figure:
+    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, what in zip(panels, ("different", "equivalent"), strict=True):
+        for (n, some), style in zip(curves.groupby("seeds"), (":", "--", "-"), strict=True):
+            axes.plot(some["shift"], some[what], ls=style, color="#0072B2", label=f"{n} seeds")
+        axes.axvline(SHARE, color="#999999", lw=0.8)
+        axes.set_xlabel("true difference (sd between seeds)")
+        axes.set_title(f"probability of “{what}”", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].scatter([0], [published], marker="x", color="#D55E00", zorder=3)
+    words = "one seed each, the last\n50 batches as replicates,\nno effect"
+    line = {"arrowstyle": "-", "color": "#D55E00", "lw": 0.8}
+    panels[0].annotate(words, (0.01, published), (0.36, 0.45), fontsize=8, arrowprops=line)
+    panels[1].annotate(" margin", (SHARE, 0.96), fontsize=8)
+    panels[1].legend(frameon=False, fontsize=8)
+    return figure
+
+
+# --- the published kind of analysis ----------------------------------------------------------------------
+
+
+def published_analysis() -> pd.DataFrame:
+    """False alarms of one run each, its last 50 batches taken for replicates, between runs of the same setting."""
+    rows = []
+    runs = gl.recorded_runs()
+    runs = runs[(runs.rerun == 0) & (runs.status == "finished") & runs.setting.isin(["cpu", "cuda:tf32=off"])]
+    for key, some in runs.groupby(["experiment", "profile", "setting"]):
+        losses = [part.loss.to_numpy()[-50:] for _, part in listing.history(some).groupby("seed")]
+        alarms = [stats.ttest_ind(a, b).pvalue <= ALPHA for a, b in combinations(losses, 2)]
+        rows.append([f"recorded: {', '.join(key)}", len(alarms), np.mean(alarms)])
+    for spread, words in ((0.0, "no spread between seeds"), (1.0, "two humps")):
+        generator = np.random.default_rng(6)
+        noise = generator.standard_normal((2, 2000, 50))
+        for step in range(1, 50):
+            noise[..., step] = 0.8 * noise[..., step - 1] + 0.6 * noise[..., step]
+        first, second = spread * two_humps(generator, (2, 2000, 1)) + 0.2 * noise
+        alarms = stats.ttest_ind(first, second, axis=1).pvalue
+        rows.append([f"synthetic: autocorrelation 0.8, {words}", 2000, rate(alarms)])
+    return pd.DataFrame(rows, columns=["runs", "pairs", "false alarms"])
+
+
+def seconds_of_a_verdict(seeds: int = 1000, settings: int = 12) -> float:
+    generator = np.random.default_rng(7)
+    base, noise = generator.standard_normal(seeds), generator.standard_normal((settings, seeds))
+    names, numbers = np.repeat([f"s{k}" for k in range(settings)], seeds), np.tile(np.arange(seeds), settings)
+    frame = pd.DataFrame({"setting": names, "seed": numbers, "final_loss": (base + 1e-3 * noise).ravel()})
+    gl.verdict(frame[frame.seed < 20])
+    start = time.perf_counter()
+    gl.verdict(frame)
+    return time.perf_counter() - start
+
+
+# --- the commands ----------------------------------------------------------------------------------------
+
+
+def percent(frame: pd.DataFrame) -> str:
+    """A table of rates."""
+
+    def shown(value: Any) -> Any:
+        if not isinstance(value, float):
+            return value
+        return "" if np.isnan(value) else f"{value:.1%}"
+
+    return markdown(frame.astype(object).map(shown))
+
+
+@app.command()
+def verdicts() -> None:
+    """Error rates, power, and the published analysis beside it; minutes."""
+    check_that_these_are_the_shipped_tests()
+    errors, lopsided, then, published = error_rates(), skewed(), settled(), published_analysis()
+    curves = power_curves()
+    draw_power(curves, published["false alarms"].iloc[-1]).savefig(PAGE.with_name("verdict_power.png"), dpi=100)
+    rates = errors.columns[3:6]
+    worst = ", ".join(f"{name} {errors[name].max():.1%}" for name in rates)
+    no_jumps = lopsided[lopsided["no jump seen"].isna()]
+    before, after = (no_jumps[f"false different{test}"].max() for test in (", sign flips", ""))
+    excess = (lopsided["false different"] - lopsided["no jump seen"]).max()
+    made = (
+        f"{REPEATS:,} simulated experiments a row (standard error of a rate of 5 %: 0.2 points). Python "
+        f"{platform.python_version()}, NumPy {np.__version__}, SciPy {scipy.__version__}, statsmodels "
+        f"{statsmodels.__version__}. One verdict on 1,000 seeds × 12 settings: {seconds_of_a_verdict():.2f} s.\n\n"
+        f"Highest: {worst}. Rows above 6 %: {(errors[rates] > 0.06).any(axis=1).sum()} of {len(errors)}."
+    )
+    without = (
+        f"Without jumps the false `different` are at most {after:.1%} (by sign flips alone {before:.1%}). With them "
+        f"the error is at least about `no jump seen`, and at most {100 * excess:.1f} points more."
+    )
+    quarters = curves[np.isclose(curves["shift"] % 0.25, 0)]
+    parts = {
+        "errors": f"{made}\n\n{percent(errors)}",
+        "skewed": f"{without}\n\n{percent(lopsided)}",
+        "mixed": about_mixed_means(),
+        "switch": percent(rare_switch()),
+        "coverage": percent(coverage()),
+        "settled": f"Kept on average: {then['settled then'].mean():.0%}.\n\n{percent(then)}",
+        "power": percent(quarters.assign(shift=quarters["shift"].map("{:g} sd".format))),
+        "published": percent(published),
+    }
+    show("How often a verdict is wrong", PAGE, **parts)
+
+
+@app.command()
+def mixed() -> None:
+    """What a verdict says of jumps against all others, printed."""
+    print(about_mixed_means())
+
+
+if __name__ == "__main__":
+    run(app)

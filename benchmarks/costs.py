@@ -1,0 +1,392 @@
+"""What gpulab costs: time and memory of notebooks, guard, emulation, many runs, a class.
+
+python benchmarks/costs.py budgets --profile smoke --profile quick --device cpu
+python benchmarks/costs.py guard --write benchmarks/guard_cost.md
+python benchmarks/costs.py emulation --write benchmarks/emulation_cost.md
+python benchmarks/costs.py many-runs --write benchmarks/many_runs.md
+python benchmarks/costs.py classroom 00 --students 1,10,30
+python benchmarks/costs.py busy --write benchmarks/busy_machine.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import nbformat
+import psutil
+import torch
+import torchvision
+import typer
+from measuring import Step, command_line, machine, quartiles, race, run, seconds, show, table
+from nbclient import NotebookClient
+from torch import nn
+from torch.nn import functional as F
+
+import gpulab as gl
+from gpulab.diagnostics.fingerprints import fingerprint
+from gpulab.numerics.arithmetic import CHIPS
+from gpulab.store import identities, records, run_files
+from gpulab.store import listing as stores
+
+app = command_line(__doc__)
+ROOT = Path(__file__).resolve().parents[1]
+Write = Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")]
+
+
+# --- what the companion costs ----------------------------------------------------------------------------
+
+
+def process_seconds(command: list[str], repeats: int = 1) -> float:
+    """Seconds of a process, the median; its failure is ours."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a reader says them.
+
+    >>> duration(0.0421), duration(7.31), duration(251)
+    ('0.04 s', '7 s', '4 min 11 s')
+    """
+    if seconds < 1:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+@app.command()
+def budgets(
+    profile: Annotated[list[str], typer.Option(help="smoke, quick or paper; several times")] = ("smoke", "quick"),
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps or xpu")] = "cpu",
+    only: Annotated[str, typer.Option(help="notebooks whose names begin so; the page is left alone")] = "",
+) -> None:
+    """Time and peak memory of the companion, of each notebook and of a start, into docs/costs.md.
+
+    Time: the wall clock of `python -m companion`, into an empty folder, and of each notebook in it. Memory: the largest
+    sum, over all processes of one notebook, that the companion saw. A start is the median of seven processes after one
+    that warms the file cache.
+    """
+    rows = []
+    for what, command in (
+        ("`import gpulab`, Python's own start included", ["-c", "import gpulab"]),
+        ("`gpulab --help`", ["-m", "gpulab.cli", "--help"]),
+    ):
+        process_seconds([sys.executable, *command])
+        rows.append([what, duration(process_seconds([sys.executable, *command], 7)), ""])
+    for one in profile:
+        with tempfile.TemporaryDirectory() as output:
+            command = [sys.executable, "-m", "companion", "--profile", one, "--device", device, "--output", output]
+            whole = process_seconds([*command, "--only", only] if only else command)
+            results = json.loads((Path(output) / "report" / "results.json").read_text(encoding="utf-8"))
+        found = [(f"`{result['name']}`, {one}", result["seconds"], result["peak_memory_bytes"]) for result in results]
+        peak = max(memory for _, _, memory in found)
+        found.append((f"`python -m companion`, {one}: all of these and the report", whole, peak))
+        rows += [[what, duration(took), f"{memory / 2**20:,.0f} MiB"] for what, took, memory in found]
+    here = gl.passport()
+    cpu, software = here["cpu"], here["software"]
+    gpus = "".join(f", {gpu['name']}" for gpu in here["gpus"]) or ", no GPU"
+    where = (
+        f"Measured by `benchmarks/costs.py budgets --device {device}` on {time.strftime('%Y-%m-%d', time.gmtime())}: "
+        f"{cpu['model']}, {cpu['physical_cores']} cores{gpus}, Python {software['python']}, torch {software['torch']}."
+    )
+    page = None if only else ROOT / "docs" / "costs.md"
+    show("Costs", page, budgets=f"{table('what|time|peak memory', rows)}\n\n{where}")
+
+
+# --- guard and emulation ---------------------------------------------------------------------------------
+
+
+class LSTM(nn.Module):
+    """A cell of two layers and a linear layer on its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTM(64, 256, num_layers=2), nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.cell(x)[0][-1])
+
+
+class Transformer(nn.Module):
+    """Four layers of an encoder and a linear layer on the mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(256, 8, 1024, batch_first=True)
+        self.body, self.out = nn.TransformerEncoder(layer, 4), nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.body(x).mean(1))
+
+
+def image_network(name: str) -> Callable[[], nn.Module]:
+    return lambda: getattr(torchvision.models, name)(num_classes=10)
+
+
+CASES = {
+    "resnet18": (image_network("resnet18"), (8, 3, 224, 224)),
+    "resnet18, batch 16": (image_network("resnet18"), (16, 3, 224, 224)),
+    "mobilenet_v3_small": (image_network("mobilenet_v3_small"), (8, 3, 224, 224)),
+    "vit_b_16": (image_network("vit_b_16"), (2, 3, 224, 224)),
+    "LSTM": (LSTM, (50, 16, 64)),
+    "Transformer encoder": (Transformer, (8, 64, 256)),
+}
+
+
+def ratios(ways: dict[str, Any], plain: str, other: str) -> list[float]:
+    """How many times as long as the plain way another took, round by round."""
+    return [b / a for a, b in zip(ways[plain].seconds, ways[other].seconds, strict=True)]
+
+
+@app.command()
+def guard(
+    device: str = "cpu",
+    repeats: int = 7,
+    only: Annotated[str, typer.Option(help="cases whose names begin so")] = "",
+    write: Write = None,
+) -> None:
+    """A training step under `gpulab.guard` over the same step without it, and the speed of its fingerprint."""
+    setting, rows = gl.Setting.parse(device), []
+    for name, (build, shape) in CASES.items():
+        if not name.startswith(only):
+            continue
+        torch.manual_seed(0)
+        step = sgd_step(build().to(device), torch.rand(shape, device=device))
+
+        def guarded(step: Step = step) -> None:
+            with gl.guard():
+                step()
+
+        made = {"without": lambda step=step: step, "with": lambda guarded=guarded: guarded}
+        ways = race(made, setting, repeats, warm_up=1, label=name)
+        times = [f"{1000 * statistics.median(way.seconds):.1f}" for way in ways.values()]
+        found = sorted(ratios(ways, "without", "with"))
+        middle, spread = f"{statistics.median(found):.2f}", f"{found[0]:.2f} to {found[-1]:.2f}"
+        rows.append([name, "×".join(map(str, shape)), *times, middle, spread])
+        print(*rows[-1], flush=True)
+    rates = []
+    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27):
+        x = torch.rand(size // 4, device=device)
+        fingerprint(x)
+        taken = statistics.median(seconds(lambda x=x: fingerprint(x), setting) for _ in range(15))
+        rates.append([f"{size:,} bytes", f"{size / taken / 1e9:.2f}"])
+    steps = table("one step of SGD|input|without, ms|with, ms|ratio|lowest to highest", rows)
+    text = f"`{shlex.join(['python', *sys.argv])}` on {machine()}.\n\n{steps}\n\n{table('fingerprint of|GB/s', rates)}"
+    show("What the guard costs", write, measured=text)
+
+
+def sgd_step(net: nn.Module, x: torch.Tensor) -> Step:
+    target = torch.zeros(F.relu(net(x)).shape[0], dtype=torch.long, device=x.device)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), target).backward()
+        optimizer.step()
+
+    return step
+
+
+ARITHMETICS: dict[str, dict[str, Any]] = {
+    **{name: {"name": name} for name in ("tf32", "bfloat16", "float16", "float8_e4m3fn", "float32_ftz")},
+    "ampere": {"name": CHIPS["ampere"]},  # in TF32, whatever this program allows
+    "hopper": {"name": CHIPS["hopper"]},
+    "split-4": {"order": "split-4"},
+}
+SLOW: dict[str, dict[str, Any]] = {
+    "pairwise": {"order": "pairwise"},
+    "sequential": {"order": "sequential"},
+    "hopper, tensor-core": {"name": replace(CHIPS["hopper"], order="tensor-core")},
+}
+WINDOW = "PredNet, a window of the quick profile"
+
+
+def laptop_steps() -> dict[str, Step]:
+    """Training steps of the size that people train on a laptop."""
+
+    def squared(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Step:
+        net, x = make(), torch.randn(shape)
+        return lambda: net(x).square().mean().backward()
+
+    steps = {name: squared(*CASES[name]) for name in ("resnet18", "LSTM", "Transformer encoder")}
+    frames, images = torch.rand(10, 1, 3, 48, 64), torch.rand(1, 1, 28, 28)
+    prednet, autoencoder = gl.models.PredNet(channels=(3, 16, 32), size=(48, 64)), gl.models.Autoencoder()
+    steps[WINDOW] = lambda: F.mse_loss(prednet(frames)[0][:-1], frames[1:]).backward()
+    steps["autoencoder, one image"] = lambda: F.mse_loss(autoencoder(images), images).backward()
+    return steps
+
+
+def emulated(step: Step, how: dict[str, Any]) -> Step:
+    def under() -> None:
+        with gl.emulate(**how):
+            step()
+
+    return under
+
+
+@app.command()
+def emulation(
+    repeats: int = 9,
+    slow: Annotated[bool, typer.Option(help="also the orders that are summed one by one")] = True,
+    write: Write = None,
+) -> None:
+    """A training step under emulation over a plain one, which take turns: the median of paired ratios."""
+    rows, cpu = [], gl.Setting.parse("cpu")
+
+    def paired(step: Step, ways: dict[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
+        made = {"plain": lambda: step} | {name: lambda how=how: emulated(step, how) for name, how in ways.items()}
+        return race(made, cpu, rounds, warm_up=1)
+
+    steps = laptop_steps()
+    for name, step in steps.items():
+        ways = paired(step, ARITHMETICS, repeats)
+        cells = [name, f"{1000 * statistics.median(ways['plain'].seconds):.3g}"]
+        for way in ARITHMETICS:
+            low, middle, high = quartiles(ratios(ways, "plain", way))
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+        rows.append(cells)
+        print(*cells, flush=True)
+    text = f"{machine()}, {repeats} pairs.\n\n{table('|'.join(['step', 'plain, ms', *ARITHMETICS]), rows)}"
+    if slow:
+        ways = paired(steps[WINDOW], SLOW, 1)
+        one_by_one = [[name, f"{ratios(ways, 'plain', name)[0]:.0f}"] for name in SLOW]
+        text += f"\n\nSums made one by one here, on the window of PredNet:\n\n{table('order|ratio', one_by_one)}"
+    show("What emulation costs", write, measured=text)
+
+
+# --- a large store ---------------------------------------------------------------------------------------
+
+LIST = """
+import sys, time
+begin = time.perf_counter()
+import gpulab as gl
+frame = gl.runs(sys.argv[1])
+listed = time.perf_counter()
+some = frame[(frame.setting == "cpu:threads=7") & (frame.final_loss < 0.01)]
+print(len(frame), listed - begin, time.perf_counter() - listed, len(some))
+"""
+
+
+def generate(store: Path, count: int) -> None:
+    """Folders as a real run of this machine has them, with other settings, seeds and losses."""
+    trained = gl.train("prednet", profile="smoke", setting="cpu:threads=1", progress=False)
+    for number in range(count):
+        summary = {**trained.record["summary"], "final_loss": (number * 7919 % 1000) / 1e3}
+        own = {"setting": f"cpu:threads={1 + number % 12}", "seed": number // 12, "summary": summary}
+        record = {**trained.record, **own}
+        record["id"] = identities.run_id({name: record[name] for name in ("experiment", "profile", "setting", "seed")})
+        folder = store / record["id"]
+        folder.mkdir(parents=True)
+        records.write_json(folder / run_files.RECORD, record)
+        run_files.write_results(folder, record["id"], trained.history)
+
+
+@app.command()
+def many_runs(runs: int = 20_000, write: Write = None) -> None:
+    """How long a large store takes to be listed and filtered, in a fresh process, Python's own start included."""
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        store, packed = (Path(scratch) / name for name in ("store", "packed.parquet"))
+        generate(store, runs)
+        begin = time.perf_counter()
+        stores.pack(store, packed)
+        packing = time.perf_counter() - begin
+        for path, what in 2 * [(store, "a folder a run")] + 2 * [(packed, "one packed file")]:
+            said = subprocess.check_output([sys.executable, "-c", LIST, str(path)], text=True)
+            count, listed, filtered, found = map(float, said.split())
+            assert count == runs
+            rows.append([what, f"{listed:.2f}", f"{filtered:.3f}", f"{found:.0f}"])
+    here = gl.passport()
+    text = (
+        f"{runs:,} runs.\n\n{table('store|listed, s|filtered, s|runs found', rows)}\n\nTo pack them took {packing:.0f} "
+        "s. The files were in the operating system's cache, and other programs ran. "
+        f"{here.summary()}, {here['cpu']['physical_cores']} cores, Python {here['software']['python']}."
+    )
+    show("A large store", write, measured=text)
+
+
+# --- a class on one server -------------------------------------------------------------------------------
+
+SPARE = 1.5e9  # bytes that are left to the machine: below, nothing is measured any more
+
+
+async def study(notebook: Path, home: Path) -> float:
+    """Run a copy of a notebook and return the seconds that it took."""
+    home.mkdir()
+    shutil.copy(notebook, home)
+    begin = time.perf_counter()
+    options = {"resources": {"metadata": {"path": str(home)}}, "extra_arguments": ["--log-level=ERROR"]}
+    await NotebookClient(nbformat.read(home / notebook.name, as_version=4), timeout=3600, **options).async_execute()
+    return time.perf_counter() - begin
+
+
+def memory() -> int:
+    """Bytes of all processes begun from here, what they share counted once."""
+    found = 0
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found += child.memory_full_info().pss
+    return found
+
+
+async def lesson(notebook: Path, students: int) -> tuple[list[float], int]:
+    """Everybody presses run: the seconds of each, and the peak of memory."""
+    peak = 0
+    with tempfile.TemporaryDirectory() as folder:
+        pending = {asyncio.create_task(study(notebook, Path(folder, str(n)))) for n in range(students)}
+        all_of_them = list(pending)
+        while pending:
+            _, pending = await asyncio.wait(pending, timeout=1)
+            peak = max(peak, await asyncio.to_thread(memory))
+            if psutil.virtual_memory().available < SPARE:
+                raise SystemExit(f"{SPARE / 1e9:.1f} GB are left: this machine is too small for so many students")
+        return [student.result() for student in all_of_them], peak
+
+
+@app.command()
+def classroom(
+    notebook: Annotated[str, typer.Argument(help="such as 00")],
+    students: Annotated[str, typer.Option(help="how many, such as 1,10,30")] = "1,10,30",
+    profile: str = "smoke",
+    threads: Annotated[int, typer.Option(help="that a kernel may use; 0: as many as there are cores")] = 1,
+    prepared: Annotated[Path | None, typer.Option(help="a store of finished runs, which is only read")] = None,
+) -> None:
+    """How long a notebook takes, and how much memory, if all students of a class run it at the same moment.
+
+    Each has a kernel, a copy of the notebook and a store of their own, as on a server that they share.
+    """
+    os.environ["GPULAB_PROFILE"] = profile
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    if prepared:
+        os.environ["GPULAB_PREPARED"] = str(prepared.resolve())
+    (file,) = (ROOT / "notebooks").glob(f"{notebook}_*.ipynb")
+    print(f"\n{file.stem}, {profile}: {machine(threads=False)}, {os.cpu_count()} cores\n")
+    for count in map(int, students.split(",")):
+        taken, peak = asyncio.run(lesson(file, count))
+        times = [f"{s:.0f} s" for s in (min(taken), statistics.median(taken), max(taken))]
+        row = [count, threads or os.cpu_count(), "prepared" if prepared else "trained", *times]
+        row += [f"{peak / 2**30:.1f} GiB", f"{peak / count / 2**20:.0f} MiB"]
+        print(table("students|threads each|runs|first done|half|all|memory|of one", [row]), flush=True)
+
+
+if __name__ == "__main__":
+    run(app)

@@ -1,0 +1,404 @@
+"""How fast training is: PredNet and the autoencoder beside other ways of training them, kernels, scaling, replicas.
+
+python benchmarks/training_speed.py race prednet cpu:threads=2 --leido pytorch-prednet --authors prednet_in_pytorch
+python benchmarks/training_speed.py race autoencoder cuda:tf32=off --record data/measured/autoencoder-my-gpu.json
+python benchmarks/training_speed.py race prednet --write benchmarks/prednet.md    # from all that is recorded
+python benchmarks/training_speed.py kernels cuda:tf32=off --size paper --record data/measured/kernels-my-gpu.json
+python benchmarks/training_speed.py scaling cuda:tf32=on --size paper --replicas
+python benchmarks/training_speed.py replicas cuda:tf32=off cuda:tf32=on --write benchmarks/replicas.md
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from measuring import Step, command_line, keep, machine, markdown, race, run, seconds, show, table
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import gpulab as gl
+from gpulab.settings import Setting
+from gpulab.store import records
+from gpulab.training import replicas as together
+from gpulab.training.capture import Captured, Graph
+from gpulab.training.engines import Engines
+from gpulab.training.plan import plan_run
+from gpulab.training.run import set_up
+
+app = command_line(__doc__)
+Settings = Annotated[list[str], typer.Argument(help="such as cpu:threads=2, cuda:tf32=off")]
+Sizes = Annotated[list[str], typer.Option(help="quick, paper or kitti; several times")]
+Record = Annotated[Path | None, typer.Option(help="JSON file, such as data/measured/KIND-my-gpu.json")]
+Write = Annotated[Path | None, typer.Option(help="page of Markdown, between its marks")]
+
+Shape = tuple[int, int, int, int, tuple[int, ...]]  # batch, frames, height, width, channels
+SIZES: dict[str, Shape] = {
+    "quick": (1, 20, 48, 64, (3, 16, 32)),
+    "paper": (1, 20, 120, 160, (3, 48, 96, 192)),
+    "kitti": (16, 10, 128, 160, (3, 48, 96, 192)),
+}
+STEPS = 3  # that are timed together
+IMAGES = 20  # in a window of the autoencoder
+
+
+# --- PredNet ---------------------------------------------------------------------------------------------
+# A step is the forward and the backward pass through a window and Adam's update, on random frames that lie on the
+# device. Each network is trained as its authors' own script does it; both ports have the architecture of Lotter et al.
+
+
+def prednet_step(shape: Shape, setting: Setting, fast: bool) -> Step:
+    """One update of gpulab's from one window; the state goes on."""
+    batch, count, height, width, channels = shape
+    options = {"channels": list(channels), "size": (height, width)}
+    plan = plan_run("prednet", setting=setting, profile="quick", model_options=options, fast=fast)
+    plan.draw_weights()
+    training = set_up(plan)
+    engine = Engines(plan, training).uncaptured()
+    frames = torch.rand(count + 1, batch, channels[0], height, width, device=setting.device)
+    _, state = engine.update([frames], None)
+    if not (fast and setting.kind == "cuda"):
+        held = [state]
+
+        def step() -> None:
+            held[0] = engine.update([frames], held[0])[1]
+
+        return step
+    moments = itertools.chain(*training.optimizer.state.values())
+    graph = Graph(lambda f, s: engine.update([f], s), frames, state, [*training.model.parameters(), *moments])
+    return lambda: (graph(frames, graph.after), engine)  # whose buffers the graph reads and writes
+
+
+def of_a_port(net: nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+
+    def step() -> None:
+        found = loss()
+        optimizer.zero_grad()
+        found.backward()
+        optimizer.step()
+
+    return step
+
+
+def leidos(folder: Path, shape: Shape, setting: Setting) -> Step:
+    """https://github.com/leido/pytorch-prednet, as its kitti_train.py trains it, on the lowest error units."""
+    batch, count, height, width, channels = shape
+    if setting.kind == "cpu":  # it moves everything to a GPU
+        torch.Tensor.cuda = lambda self, *_: self  # type: ignore[method-assign, assignment]
+        torch.cuda.FloatTensor = torch.FloatTensor  # type: ignore[misc, assignment]
+    net = module_of(folder, "prednet").PredNet(channels, channels, output_mode="error").to(setting.device)
+    frames = torch.rand(batch, count, channels[0], height, width, device=setting.device)
+    weights = torch.full((count, 1), 1 / (count - 1), device=setting.device)
+    weights[0] = 0
+    return of_a_port(net, lambda: torch.mm(net(frames).view(-1, count), weights).view(batch, -1)[:, 0].mean())
+
+
+def authors_port(folder: Path, shape: Shape, setting: Setting, hooks: bool) -> Step:
+    """https://github.com/eijwat/prednet_in_pytorch, also without the hooks that log every layer."""
+    batch, count, height, width, channels = shape
+    net = module_of(folder, "prednet").PredNet(list(channels), device=setting.device).to(setting.device)
+    for module in net.modules() if not hooks else ():
+        module._forward_hooks.clear()
+    frames = torch.rand(batch, count + 1, channels[0], height, width, device=setting.device)
+    return of_a_port(net, lambda: net(frames)[0].mean())
+
+
+def module_of(folder: Path, name: str) -> Any:
+    """A module of a folder that is no package; those of the same names from elsewhere are forgotten."""
+    for known in ("prednet", "convlstmcell", "debug"):
+        sys.modules.pop(known, None)
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(folder))
+
+
+def peak(setting: Setting) -> float:
+    """FLOP/s of a large matrix product, the ceiling of all that is measured."""
+    edge = 8192 if setting.kind == "cuda" else 2048
+    a = torch.rand(edge, edge, device=setting.device)
+    times = [seconds(lambda: a @ a, setting) for _ in range(7)]
+    return 2 * edge**3 / sorted(times[2:])[2]
+
+
+# --- the autoencoder, one image at a time ----------------------------------------------------------------
+# A step is a window of images that lie on the device, an update for each, and one look at the losses.
+
+
+def autoencoder_window(setting: Setting, fast: bool) -> Step:
+    """A window as `gpulab.train` does it."""
+    plan = plan_run("autoencoder", setting=setting, profile="quick", fast=fast)
+    plan.draw_weights()
+    training, images = set_up(plan), torch.rand(IMAGES, 1, 28, 28, device=setting.device)
+    engine = Engines(plan, training).choose(None)
+
+    def step() -> None:
+        if isinstance(engine, Captured):
+            losses, _ = engine.replay(images, None)
+        else:
+            losses, _ = engine.update(training.model.batches(images), None)
+        losses.tolist()
+
+    return step
+
+
+def usual_loop(setting: Setting, look: bool) -> Step:
+    """The loop that everybody writes; a `look` at every loss makes each update wait for the device."""
+    widths = (784, 128, 32, 128, 784)
+    layers = [part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
+    net = nn.Sequential(*layers[:-1], nn.Sigmoid()).to(setting.device)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    images = torch.rand(IMAGES, 1, 784, device=setting.device)
+
+    def step() -> None:
+        losses = []
+        for image in images:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(net(image), image)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item() if look else loss.detach())
+        if not look:
+            torch.stack(losses).tolist()
+
+    return step
+
+
+# --- several ways, beside each other ---------------------------------------------------------------------
+
+USUAL = {"prednet": "leido", "autoencoder": "usual loop"}  # what the others are measured by
+
+
+def ways_of(
+    net: str, shape: Shape, setting: Setting, leido: Path | None = None, authors: Path | None = None
+) -> dict[str, Callable[[], Step]]:
+    """Makes the step of each way to train a network."""
+    if net == "autoencoder":
+        return {
+            "gpulab, plain": lambda: autoencoder_window(setting, False),
+            "gpulab": lambda: autoencoder_window(setting, True),
+            "usual loop": lambda: usual_loop(setting, False),
+            "usual loop, a look at every loss": lambda: usual_loop(setting, True),
+        }
+    made = {
+        "gpulab, plain": lambda: prednet_step(shape, setting, False),
+        "gpulab": lambda: prednet_step(shape, setting, True),
+    }
+    if leido:
+        made["leido"] = lambda: leidos(leido, shape, setting)
+    if authors:
+        made["authors' port"] = lambda: authors_port(authors, shape, setting, True)
+        made["authors' port, no hooks"] = lambda: authors_port(authors, shape, setting, False)
+    return made
+
+
+def speeds(net: str, found: list[dict[str, Any]]) -> str:
+    """The table of records."""
+    rows = []
+    for record in found:
+        usual = {(row["setting"], row.get("size")): row for row in record["rows"] if row["entrant"] == USUAL[net]}
+        for row in record["rows"]:
+            size = SIZES[row["size"]] if net == "prednet" else None
+            beside = usual.get((row["setting"], row.get("size")))
+            slow, fast = row["quartiles"]
+            speed = f"{row['per_second']:,.0f} ({slow:,.0f} to {fast:,.0f})"
+            times = f"{row['per_second'] / beside['per_second']:.2f}" if beside else ""
+            memory = f"{row['memory'] / 2**20:,.1f} MiB" if row["memory"] else ""
+            words, share = "", ""
+            if size:
+                batch, count, height, width, channels = size
+                words = f"{row['size']}: {batch}×{count} frames, {width}×{height}, {'-'.join(map(str, channels))}"
+                share = f"{row['flop'] * row['per_second'] / (batch * count) / record['peak'][row['setting']]:.0%}"
+            rows.append([record["machine"], row["setting"], words, row["entrant"], speed, times, share, memory])
+    unit = {"prednet": "frames", "autoencoder": "updates"}[net]
+    return table(f"machine|setting|size||{unit}/s (quartiles)|× {USUAL[net]}|of the peak|memory", rows)
+
+
+@app.command("race")
+def race_ways(
+    net: Annotated[str, typer.Argument(help="prednet (frames per second) or autoencoder (updates per second)")],
+    settings: Settings = (),
+    size: Sizes = ("quick",),
+    leido: Annotated[Path | None, typer.Option(help="folder of leido/pytorch-prednet")] = None,
+    authors: Annotated[Path | None, typer.Option(help="folder of eijwat/prednet_in_pytorch")] = None,
+    rounds: int = 15,
+    record: Record = None,
+    write: Write = None,
+) -> None:
+    """Training by gpulab, plain and fast, beside ports to PyTorch that lie in a folder, or beside the usual loop."""
+    rows: list[dict[str, Any]] = []
+    peaks = {}
+    for text in settings:
+        with gl.setting(text) as setting:
+            peaks[text] = peak(setting)
+            for one in size:
+                ways = race(
+                    ways_of(net, SIZES[one], setting, leido, authors), setting, rounds, STEPS, label=f"{one} {text}"
+                )
+                same, count = {"setting": text}, IMAGES
+                if net == "prednet":
+                    with FlopCounterMode(display=False) as counted:
+                        ways["gpulab, plain"].step()
+                    same |= {"size": one, "flop": counted.get_total_flops()}
+                    count = SIZES[one][0] * SIZES[one][1]
+                rows += [{**same, "entrant": name, **way.per_second(count)} for name, way in ways.items()]
+    if settings:
+        print(speeds(net, [keep(record, setting.kind, peak=peaks, rows=rows)]))
+    if write:
+        show(f"Training: {net}", write, measured=speeds(net, records.read_measured(net)))
+
+
+# --- what an update is made of ---------------------------------------------------------------------------
+
+GROUPS = {  # the first that fits a name
+    "weight gradients": r"wgrad|convolution_backward",
+    "changes of layout": r"nchwToNhwc|nhwcToNchw|convertTensor|AddPadding|reorder",
+    "the LSTM's cell": r"lstm_cell",
+    "Adam": r"adam|multi_tensor|FusedOptimizer",
+    "pooling": r"pool",
+    "convolutions": r"fprop|dgrad|gemm|cutlass|convol|winograd|fft|direct|im2col|conv2d|aten::mm",
+    "copies": r"copy|Memcpy|Memset|FillFunctor|CatArray|flip|aten::(cat|zero|fill|stack)",
+    "sums": r"reduce|aten::(sum|mean)",
+}
+
+
+def kinds_of_work(size: str, setting: Setting) -> list[dict[str, Any]]:
+    """A row a group: milliseconds of a window, and how many kernels."""
+    step, on_gpu = prednet_step(SIZES[size], setting, True), setting.kind == "cuda"
+    seconds(step, setting, STEPS)
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
+        seconds(step, setting, STEPS)
+    found = []
+    for event in profiled.key_averages():
+        group = next((what for what, words in GROUPS.items() if re.search(words, event.key)), "element by element")
+        found.append((group, event.self_device_time_total if on_gpu else event.self_cpu_time_total, event.count))
+    frame = pd.DataFrame(found, columns=["what", "ms", "count"]).groupby("what").sum() / [1e3 * STEPS, STEPS]
+    frame = frame[frame.ms > 0].sort_values("ms", ascending=False).reset_index()
+    return frame.assign(size=size, setting=str(setting)).to_dict("records")
+
+
+@app.command()
+def kernels(settings: Settings, size: Sizes = ("quick",), record: Record = None) -> None:
+    """What kinds of work an update of PredNet is made of, under torch's profiler."""
+    rows = []
+    for text in settings:
+        with gl.setting(text) as setting:
+            rows += [row for one in size for row in kinds_of_work(one, setting)]
+    print(pd.DataFrame(rows).to_string())
+    keep(record, Setting.parse(settings[0]).kind, rows=rows)
+
+
+# --- networks that share a GPU ---------------------------------------------------------------------------
+
+FRAMES = {("autoencoder", "quick"): 6_000, ("prednet", "quick"): 1_200, ("prednet", "paper"): 400}
+WARM = 2  # windows of each, in which its graph is captured
+
+
+def frames_in_sum(net: str, size: str, setting: str, count: int) -> dict[str, float]:
+    """Frames per second in sum while so many train, and the peak of memory.
+
+    Each goes through the loop of `gpulab.train` from its first window to its last, data and checkpoints included; what
+    is measured is the time in which all are under way.
+    """
+    together.TELL = 0.0  # every window is told
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    frames, seen = FRAMES[net, size], dict[int, list[tuple[float, int]]]()
+
+    def answer(number: int, **message: object) -> None:
+        if "error" in message:
+            raise SystemExit(str(message["error"]))
+        if "done" in message:
+            seen.setdefault(number, []).append((time.perf_counter(), int(str(message["done"]))))
+
+    with tempfile.TemporaryDirectory() as store:
+        job = {"net": net, "profile": size, "setting": setting, "frames": frames, "store": store}
+        lines = [json.dumps({"number": seed, **job, "seed": seed, "keep_weights": False}) for seed in range(count)]
+        coming = together.Coming(iter(lines))
+        for number, first in coming:
+            together.train_together(number, first, coming, answer, count)
+    begin = max(times[WARM][0] for times in seen.values())
+    end = min(times[-1][0] for times in seen.values())
+    if begin >= end:
+        raise SystemExit(f"{net}, {size}: {frames} frames are too few for {count} at once")
+    inside = [[done for at, done in times if begin <= at <= end] for times in seen.values()]
+    done = sum(part[-1] - part[0] for part in inside)
+    return {"per_second": done / (end - begin), "memory": torch.cuda.max_memory_allocated()}
+
+
+@app.command()
+def replicas(
+    settings: Settings,
+    profiles: Annotated[list[str], typer.Option(help="quick or paper; several times")] = ("quick", "paper"),
+    counts: Annotated[list[int], typer.Option(help="of networks; several times")] = (1, 2, 4, 8, 16, 32),
+    write: Write = None,
+) -> None:
+    """Frames per second in sum of 1, 2, 4, … networks that share one GPU."""
+    rows: list[dict[str, str]] = []
+    for setting, (net, size) in itertools.product(settings, FRAMES):
+        if size in profiles:
+            row = {"net": net, "profile": size, "setting": setting}
+            for count in counts:
+                found = frames_in_sum(net, size, setting, count)
+                row[str(count)] = f"{found['per_second']:.0f}"
+                print(row, flush=True)
+            rows.append({**row, f"GiB for {counts[-1]}": f"{found['memory'] / 2**30:.2f}"})
+    text = f"{markdown(pd.DataFrame(rows))}\n\n{machine(threads=False)}"
+    show("Networks that share a GPU", write, measured=text)
+
+
+# --- scaling ---------------------------------------------------------------------------------------------
+
+
+def variants(shape: Shape) -> list[tuple[str, float, Shape]]:
+    """What changes, to what, and the size that this makes."""
+    batch, count, height, width, channels = shape
+    found: list[tuple[str, float, Shape]] = []
+    for factor in (0.5, 1.0, 2.0):
+        halved = 2 ** (len(channels) - 1)  # each layer but the last halves a frame
+        edges = int(height * factor) // halved * halved, int(width * factor) // halved * halved
+        found.append(("frame size", edges[0] * edges[1], (batch, count, *edges, channels)))
+    for factor in (0.5, 1.0, 2.0):
+        wider = (channels[0], *(int(c * factor) for c in channels[1:]))
+        found.append(("channels", factor, (batch, count, height, width, wider)))
+    return found + [("window", length, (batch, length, height, width, channels)) for length in (5, 10, 20, 40)]
+
+
+@app.command()
+def scaling(
+    setting: str,
+    size: Annotated[str, typer.Option(help="quick or paper")] = "quick",
+    rounds: int = 5,
+    many: Annotated[bool, typer.Option("--replicas", help="also networks that share a GPU")] = False,
+    record: Record = None,
+) -> None:
+    """How time and memory of training PredNet grow with frames, channels, window and replicas, one at a time."""
+    rows: list[dict[str, Any]] = []
+    with gl.setting(setting) as applied:
+        for what, value, shape in variants(SIZES[size]):
+            same = {"what": what, "value": value, "setting": setting}
+            ways = race(ways_of("prednet", shape, applied), applied, rounds, STEPS, label=f"{what} {value:g}")
+            rows += [{**same, "entrant": name, **way.per_second(shape[0] * shape[1])} for name, way in ways.items()]
+    for count in (1, 2, 4, 8, 16) if many else ():
+        same = {"what": "replicas", "value": count, "setting": setting, "entrant": "gpulab"}
+        rows.append(same | frames_in_sum("prednet", size, setting, count))
+    print(pd.DataFrame(rows).to_string())
+    keep(record, applied.kind, size=size, rows=rows)
+
+
+if __name__ == "__main__":
+    run(app)
