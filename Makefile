@@ -37,7 +37,7 @@ check: $(DEVELOPED) ## style, format and types, without the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-attack: $(DEVELOPED) ## damaged files, kills and full disks, the long form (half an hour); `make test` does a few of each
+attack: $(DEVELOPED) ## damaged files, kills and full disks, the long form (half an hour); `make test-all` does a few of each
 	$(BIN)/python benchmarks/attack.py all
 
 lab: $(INSTALLED) ## open the notebooks in JupyterLab
