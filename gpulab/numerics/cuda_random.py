@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpulab.errors import UsageError, check_count
+from gpulab.errors import UsageError
 
 BLOCK = 256  # threads of a block in torch's kernels that draw
 LANES = 4  # numbers that a thread draws at a time
@@ -124,7 +124,8 @@ def same_draws(card: str | int, other: str | int, numbers: int) -> int:
     A number's place says by which thread, and at which turn of it, the number was drawn; both are the same on two
     cards only as long as no thread of either has drawn twice. Later ones agree by chance, about one in 2^24.
     """
-    check_count("numbers", numbers)
+    if numbers < 0:
+        raise UsageError(f"numbers={numbers}: expected a whole number from 0")
     threads, others = cuda_threads(card), cuda_threads(other)
     return numbers if threads == others else min(numbers, threads, others)
 

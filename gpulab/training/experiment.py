@@ -96,7 +96,8 @@ class Experiment:
         check_count("reruns", self.reruns)
         check_count("workers", self.workers)
         if not (self.settings and self.seeds and self.variants):
-            raise UsageError(f"settings={self.settings}, seeds={seeds!r}: an experiment needs one of each at least")
+            asked = f"settings={self.settings}, seeds={seeds!r}, variants={self.variants}"
+            raise UsageError(f"{asked}: an experiment needs one of each at least")
 
     def jobs(self) -> list[dict[str, Any]]:
         """The arguments of each training, ordered by setting."""
