@@ -131,9 +131,13 @@ def test_the_tables_are_those_of_the_recorded_products():
     recorded = companion.recorded_products().set_index(["operation", "asked", "result", "used", "rounding"])
     normal = {case: SAMPLES[case] for case in cases() if case.operation == MATRIX and case.inputs == "normal"}
     made = products.summarize(compare_products(normal, ARITHMETIC)).set_index(recorded.index.names)
-    shown = ["cases", "median error", "least explained", "bit for bit, tensor core's sums"]
+    shown = ["cases", "median error", "bit for bit, tensor core's sums"]
     assert len(made) == 7
-    np.testing.assert_allclose(made[shown], recorded.loc[made.index, shown], rtol=0.05)
+    recorded_here = recorded.loc[made.index]
+    np.testing.assert_allclose(made[shown], recorded_here[shown], rtol=0.05)
+    deviates = recorded_here["least explained"] > 0  # below it is the order of sums alone, which is the library's
+    assert deviates.sum() >= 3
+    np.testing.assert_allclose(made["least explained"][deviates], recorded_here["least explained"][deviates], rtol=0.05)
     assert recorded.cases.sum() == sum(case.inputs == "normal" for case in cases())
 
 
