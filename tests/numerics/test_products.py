@@ -8,17 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import gpulab as gl
 from gpulab.numerics.arithmetic import CHIPS, PRECISIONS, arithmetic_of
 from gpulab.numerics.emulation import emulate
-from gpulab.store.records import read_json
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 products = importlib.import_module("compare_products")
 FORWARD, TO_INPUT, TO_WEIGHT, MATRIX = products.FORWARD, products.TO_INPUT, products.TO_WEIGHT, products.MATRIX
 INPUTS, Case, cases = products.INPUTS, products.Case, products.cases
 SAMPLES = products.recorded_samples()
-NOTES = read_json(products.RECORDED)
 
 
 def assert_bit_for_bit(case, how):
@@ -83,18 +80,3 @@ def test_the_slices_of_a_sum_are_searched_for_and_a_comparison_can_tell_a_wrong_
     wrong, sample = replace(PRECISIONS["tf32"], roundings=("truncate",) * 3), SAMPLES[case]
     assert products.explained(sample, case.emulated(wrong), case.exact()) < 0
     assert not torch.equal(case.emulated(arithmetic_of("tf32", "tensor-core")), sample), "one sum, not 14"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to record")
-def test_recording_without_a_gpu_says_so(tmp_path):
-    with pytest.raises(gl.GpulabError, match="recorded on an NVIDIA GPU"):
-        products.record_products(tmp_path / "made.json")
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
-@pytest.mark.parametrize("case", [c for c in cases() if c.inputs == "normal" and c.operation == MATRIX], ids=str)
-def test_this_gpu_computes_what_was_recorded_or_another_chip_is_at_work(case):
-    if torch.cuda.get_device_name() != NOTES["passport"]["gpus"][0]["name"]:
-        pytest.skip("another chip")
-    assert torch.equal(case.sample(products.on_this_gpu(case)).cpu().double(), SAMPLES[case])
