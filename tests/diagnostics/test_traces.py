@@ -261,29 +261,11 @@ def test_an_operation_without_a_kernel_for_float64_is_done_in_float32():
     np.testing.assert_allclose(values(trace, exact.outputs[0]), drawn(5).double().exp(), rtol=1e-6)
 
 
-# --- repeating ------------------------------------------------------------------------------------------------
-
-
-def test_dropout_alone_is_random():
-    """Attention may drop something, and here drops nothing."""
-    words = drawn(1, 2, 5, 8)
-
-    def step(setting):
-        q = words.to(setting.dtype).requires_grad_()
-        F.dropout(F.scaled_dot_product_attention(q, q, q)).sum().backward()
-
-    trace = recorded(step)
-    assert {op.repeats for op in trace.operations if op.random} == {None}
-    assert {op.name for op in trace.operations if op.random} == {"bernoulli"}
-    assert all(op.repeats is not False for op in trace.operations)
-    attention = [op for op in trace.operations if "attention" in op.name]
-    assert {op.phase for op in attention} == {"forward", "backward"}
-    assert all(op.error is not None for op in attention)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_cudnn_draws_random_numbers_for_an_lstm_with_dropout_alone(dropout):
-    assert _is_random(torch.ops.aten._cudnn_rnn.default, {"dropout": dropout}) == (dropout > 0)
+def test_cudnns_lstm_and_attention_draw_random_numbers_with_dropout_alone(dropout):
+    aten = torch.ops.aten
+    assert _is_random(aten._cudnn_rnn.default, {"dropout": dropout}) == (dropout > 0)
+    assert _is_random(aten._scaled_dot_product_efficient_attention.default, {"dropout_p": dropout}) == (dropout > 0)
 
 
 # --- sketches -------------------------------------------------------------------------------------------------
