@@ -8,7 +8,6 @@ from small_steps import compared, drawn, ratio
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-import gpulab as gl
 from gpulab.diagnostics.float64_check import SAFETY, ForwardError, forward_error
 from gpulab.diagnostics.twins import in_float64
 from gpulab.numerics.formats import round_to
@@ -108,38 +107,30 @@ def test_every_product_is_bounded_by_the_number_of_its_terms(operation, args, in
 RIGHT = {
     "exp": lambda x: x.exp(),
     "log near 1": lambda x: (1 + 1e-5 * x).log(),
-    "tanh near saturation": lambda x: (x + 8).tanh(),
     "gelu": F.gelu,
     "a sum that cancels": lambda x: torch.cat([x, -x * (1 + 1e-6)]).sum(),
     "a mean off zero": lambda x: (x + 1000).mean(0),
     "norm": lambda x: torch.linalg.vector_norm(x),
     "cumsum": lambda x: x.cumsum(0),
-    "prod": lambda x: (1 + 0.01 * x).prod(),
     "logsumexp": lambda x: x.logsumexp(0),
     "softmax": lambda x: x.softmax(1),
     "softmax of a masked row": lambda x: x.masked_fill(x > 1, -math.inf).softmax(1),
     "log_softmax": lambda x: (30 * x).log_softmax(1),
     "cross entropy": lambda x: F.cross_entropy(x, torch.arange(len(x)) % x.shape[1]),
-    "mse of what is close": lambda x: F.mse_loss(x, (x + 1e-6).detach()),
     "layer norm": lambda x: F.layer_norm(x + 10, x.shape[1:]),
     "layer norm of nearly a constant": lambda x: F.layer_norm(0.3 + 1e-6 * x, x.shape[1:]),
     "batch norm": lambda x: F.batch_norm(x + 5, torch.zeros(12), torch.ones(12), training=True),
-    "batch norm in use": lambda x: F.batch_norm(x, torch.ones(12), torch.ones(12)),
-    "group norm": lambda x: F.group_norm(x[..., None], 3),
     "sort of what is close": lambda x: (1 + 1e-7 * x).sort(0).values,
-    "clamp at an edge": lambda x: (1 + 1e-7 * x).clamp(max=1.0),
     "relu at zero": lambda x: (x.round() * 0 + x.detach().round()).relu() + 0 * x,
     "max pooling": lambda x: F.max_pool2d(x[None], 3, 2, 1),
     "average pooling": lambda x: F.avg_pool2d(x[None], 3, 2, 1),
     "bilinear": lambda x: F.interpolate(x[None, None], size=(71, 53), mode="bilinear"),
-    "bilinear, large": lambda x: F.interpolate(x.repeat(12, 20)[None, None], size=(499, 223), mode="bilinear"),
     "nearest": lambda x: F.interpolate(x[None, None], scale_factor=1.7),
     "embedding": lambda x: F.embedding(torch.arange(300) % 24, x),
     "embedding of few words": lambda x: F.embedding(torch.arange(300) % 7, x),
     "index_add": lambda x: torch.zeros(3, 12).index_add(0, torch.arange(len(x)) % 3, x),
     "LSTM cell": lambda x: torch.nn.LSTMCell(12, 5)(x)[0],
     "attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, -1, 12)] * 3),
-    "attention, causal": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, -1, 12)] * 3, is_causal=True),
     "a layer": lambda x: F.linear(x, x).tanh(),
     "a product that cancels": lambda x: torch.addmm(-(x @ x.T).detach(), x, x.T),
     "conv1d": lambda x: F.conv1d(x[None], drawn(4, len(x) // 2, 3), groups=2, stride=2, dilation=2),
@@ -262,13 +253,6 @@ def test_a_kernel_that_takes_subnormal_numbers_for_zero_is_named():
         assert ratio(wrong) > 1
 
 
-def test_where_nothing_large_is_lost_flushing_is_rounding():
-    scores = 30 * drawn(64) - 30
-    seen = compared(aten._softmax.default, (scores, 0, False), flushed(scores.softmax(0)))
-    assert seen.format is None
-    assert ratio(seen) <= 1
-
-
 def test_the_same_is_seen_where_the_check_itself_runs_with_subnormal_numbers_off():
     small, large = drawn(64) * 1e-39, torch.tensor(1e38)
     if not torch.set_flush_denormal(True):
@@ -335,19 +319,6 @@ def test_also_in_convolutions_forward_and_backward(format_, mode):
         assert not seen.rounded_before
 
 
-def test_distances_by_a_product_in_tf32_are_told_apart_from_a_wrong_kernel():
-    x, y = drawn(64, 32), drawn(40, 32, seed=1)
-    operation = aten._euclidean_dist.default
-    for other in (x, y):
-        with gl.emulate("tf32"):
-            made = operation(x, other)
-        assert compared(operation, (x, other), made).format == "tf32"
-        assert compared(operation, (x, other), operation(x, other)).format is None
-        wrong = compared(operation, (x, other), operation(x, other) + 0.1)
-        assert wrong.format is None
-        assert ratio(wrong) > 1
-
-
 def test_a_right_product_of_few_numbers_is_not_taken_for_a_short_format():
     """One number in three lies nearer to one of four formats' results than to the exact one."""
     alarms = 0
@@ -369,15 +340,3 @@ def test_a_factorisation_that_failed_is_no_error_whatever_it_left():
     wrong = (2 * fine, torch.tensor(0))
     seen = compared(cholesky, (fine,), wrong)
     assert seen.error > seen.bound
-
-
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_formats_of_factors_and_result_are_told_also_where_they_overflow(name):
-    a, b = drawn(24, 24), drawn(24, 24, seed=1)
-    product = aten.mm.default
-    for scale in (1.0, 1e5):
-        with gl.emulate(name):
-            made = product(scale * a, b)
-        assert compared(product, (scale * a, b), made).format == name
-    if name == "float16":
-        assert not made.isfinite().all()

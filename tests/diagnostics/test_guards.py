@@ -1,5 +1,4 @@
 import gc
-import itertools
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -8,12 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from torchvision.models.resnet import BasicBlock, ResNet
 
 import gpulab as gl
 from gpulab.diagnostics import fingerprints, guards
@@ -115,14 +112,6 @@ def test_a_write_through_data(device):
     assert "through .data" in finding.explanation
 
 
-def test_a_write_through_the_numpy_view_of_a_tensor():
-    net, x = Weight(4, 6), torch.rand(4, 6)
-    view = x.numpy()
-    (finding,) = spoiled(lambda: net(x), lambda: np.copyto(view, view[:, ::-1].copy()))
-    assert finding.cause == "numpy"
-    assert "`view`" in finding.explanation
-
-
 def test_data_that_is_assigned():
     """Without the guard autograd sees the new values of a leaf, and with it the old ones: so it must say so."""
     net, x = Weight(3), torch.ones(3, requires_grad=True)
@@ -141,29 +130,11 @@ def test_what_torch_itself_would_refuse():
     assert (finding.cause, finding.function, finding.operand) == ("inplace", "exp", "result")
 
 
-def tensor_loader():
-    batch = torch.zeros(3)
-    for value in range(3):
-        batch.data.fill_(value)
-        yield batch
-
-
 def numpy_loader():
     hidden = np.zeros(3, np.float32)
     for value in range(3):
         hidden[:] = value
         yield torch.from_numpy(hidden)
-
-
-class Reader:
-    """An iterable whose buffer is an attribute."""
-
-    def __init__(self):
-        self.buffer = np.zeros(3, np.float32)
-
-    def __iter__(self):
-        for self.buffer[:] in range(3):
-            yield torch.from_numpy(self.buffer)
 
 
 def data_loader():
@@ -175,9 +146,7 @@ def data_loader():
 @pytest.mark.parametrize(
     ("loader", "cause", "words"),
     [
-        (tensor_loader, "data", "fills one buffer again and again"),
         (numpy_loader, "numpy", "the NumPy array `hidden` (float32, shape (3,)) in numpy_loader"),
-        (Reader, "numpy", "`reader.buffer`"),
         (data_loader, "shared", "shared memory"),
     ],
 )
@@ -203,19 +172,6 @@ def test_backward_after_the_block(on):
 
 
 class Times(torch.autograd.Function):
-    """x · w, with x kept as an attribute, which no hook of torch's meets."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.x = x
-        return x * w
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None, gradient * ctx.x
-
-
-class TimesSaved(Times):
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x)
@@ -236,7 +192,7 @@ def checkpointed(x, constant, reentrant):
 
 
 GRAPHS = {
-    "custom function": (lambda x, constant: TimesSaved.apply(constant, x), "TimesSaved (TimesSavedBackward)"),
+    "custom function": (lambda x, constant: Times.apply(constant, x), "Times (TimesBackward)"),
     "double backward": (lambda x, constant: gradient_of((x * constant) ** 2, x) ** 2, "mul (MulBackward0)"),
     "checkpoint, reentrant": (lambda x, constant: checkpointed(x, constant, True), "CheckpointFunction"),
     "checkpoint": (lambda x, constant: checkpointed(x, constant, False), "recomputation"),
@@ -305,133 +261,19 @@ def test_mistakes_are_told():
         torch.func.vmap(square)(torch.ones(2, 2, requires_grad=True)).sum().backward()
 
 
-# --- what it says that it does not see ---------------------------------------------------------------------------
-
-
-def hooked(x, w):
-    out = w * 1
-    out.register_hook(lambda gradient: gradient * x)
-    return out
-
-
-def in_thread(function):
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(function).result()
-
-
-def on_cpu(x, w):
-    with torch.autograd.graph.save_on_cpu():
-        return x * w
-
-
-def gradient(product):
-    """That of w, which would be one, after x was overwritten with twos."""
-    x, w = torch.ones(3), torch.ones(3, requires_grad=True)
-    loss = product(x, w).sum()
-    x.data.fill_(2)
-    loss.backward()
-    return w.grad.tolist()
-
-
-@pytest.mark.parametrize(
-    ("product", "words"),
-    [
-        (Times.apply, "`ctx.x = x`"),
-        (hooked, "closure"),
-        (lambda x, w: in_thread(lambda: x * w), "another thread"),
-        (on_cpu, "save_on_cpu"),
-    ],
-    ids=["an attribute", "a hook", "a thread", "save_on_cpu"],
-)
-def test_what_is_not_seen_is_said(product, words):
-    assert words in gl.guard.__doc__
-    with gl.guard() as report:
-        assert gradient(product) == [2, 2, 2], "wrong, and nobody says so"
-    assert not report
-    assert report.checked == 0
-
-
-def test_what_is_advised_instead_is_seen():
-    def guarded(x, w):
-        with guard:
-            return x * w
-
-    guard = gl.guard()
-    with pytest.raises(gl.OverwrittenError), guard:
-        gradient(lambda x, w: in_thread(lambda: guarded(x, w)))
-
-
 # --- what it leaves alone --------------------------------------------------------------------------------------
 
 
-class LSTM(nn.LSTM):
-    def forward(self, x):
-        return super().forward(x)[0]
-
-
-VISION_TRANSFORMER = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
-MODELS = {
-    "resnet": (lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10), (2, 3, 32, 32)),
-    "vision transformer": (lambda: torchvision.models.VisionTransformer(32, 16, **VISION_TRANSFORMER), (1, 3, 32, 32)),
-    "lstm": (lambda: LSTM(5, 7, num_layers=2, dropout=0.1, batch_first=True), (3, 6, 5)),
-}
-
-
-def two_steps(name, guarded, device="cpu"):
-    """Two updates of a real model; every gradient of both."""
-    torch.manual_seed(0)
-    build, shape = MODELS[name]
-    net, x = build().to(device), torch.rand(shape, device=device)
-    optimizer = torch.optim.Adam(net.parameters(), 1e-3, foreach=True)
-    gradients = []
-
-    def loop():
-        for _ in range(2):
-            optimizer.zero_grad()
-            F.cross_entropy(net(x).flatten(1), torch.zeros(len(x), dtype=torch.long, device=device)).backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            gradients.append([p.grad.clone() for p in net.parameters()])
-            optimizer.step()
-
-    clean(loop) if guarded else loop()
-    return gradients
-
-
-@DEVICES
-@pytest.mark.parametrize("name", MODELS)
-def test_real_models_are_left_alone_and_their_gradients_are_the_same_bits(name, device):
-    with torch.backends.cudnn.flags(deterministic=True):
-        plain, guarded = two_steps(name, False, device), two_steps(name, True, device)
-    if device == "cpu":
-        assert all(map(torch.equal, itertools.chain(*plain), itertools.chain(*guarded)))
-
-
-def test_honest_in_place_operations():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(8, 4))
-    average = [p.detach().clone() for p in net.parameters()]
-
-    def step():
-        for _ in range(3):
-            for _ in range(2):  # two passes accumulate, and the running statistics move in between
-                y = net(torch.rand(5, 4)) + net(torch.rand(5, 4))
-                y.add_(1).mul_(2)
-                y.square().mean().backward()
-            with torch.no_grad():
-                for p, mean in zip(net.parameters(), average, strict=True):
-                    p.sub_(0.1 * p.grad)
-                    mean.lerp_(p, 0.1)
-                    p.grad.zero_()
-
-    clean(step)
-
-
+KERNEL, RECURRENT, ATTENTION = nn.Parameter(torch.rand(3, 3, 1, 1)), nn.LSTM(4, 5, 2), nn.MultiheadAttention(4, 2)
 LAYERS = [nn.BatchNorm2d(3), nn.BatchNorm2d(3).eval(), nn.InstanceNorm2d(3, affine=True, track_running_stats=True)]
 LAYERS += [nn.RReLU(), nn.RReLU(inplace=True), nn.PReLU(), nn.Hardswish(inplace=True), nn.ELU(inplace=True)]
 LAYERS += [nn.GroupNorm(1, 3), nn.Dropout2d(), nn.AdaptiveMaxPool2d(2), nn.MaxPool2d(2)]
 LAYERS += [way(nn.Conv2d(3, 3, 1)) for way in (parametrizations.spectral_norm, parametrizations.weight_norm)]
 FUNCTIONS = {
     **{f"{type(layer).__name__} {number}": layer for number, layer in enumerate(LAYERS)},
+    "autocast": torch.autocast("cpu", torch.bfloat16)(lambda x: F.conv2d(x, KERNEL) + F.conv2d(x, KERNEL)),
+    "an LSTM": lambda x: RECURRENT(x[0])[0],
+    "attention": lambda x: ATTENTION(x[0], x[0], x[0])[0],
     "sparse": lambda x: torch.sparse.mm(torch.eye(4).to_sparse(), x[0, 0]),
     "complex numbers": lambda x: (torch.fft.fft(x).conj() * x).abs(),
     "indices": lambda x: x[0, torch.tensor([0, 2])] * x[1, :2],
@@ -454,32 +296,6 @@ def test_layers_and_tensors_of_every_kind_are_left_alone(name):
     clean(step)
 
 
-def test_embeddings_tied_weights_and_autocast():
-    embedding, out = nn.Embedding(10, 6, max_norm=1.0, sparse=False), nn.Linear(6, 10, bias=False)
-    out.weight = embedding.weight
-    optimizer = torch.optim.AdamW(out.parameters(), fused=True)
-
-    def step():
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                logits = out(embedding(torch.tensor([1, 2, 3])).clone())
-                loss = F.cross_entropy(logits, torch.tensor([0, 1, 2]))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    clean(step)
-
-
-def test_compiled_functions():
-    torch.compiler.reset()
-    compiled = torch.compile(Weight(3), backend="aot_eager")
-    with gl.guard() as report:
-        compiled(torch.ones(3)).sum().backward()
-    assert not report
-    torch.compiler.reset()
-
-
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
@@ -487,49 +303,25 @@ def saved():
     return [thing for thing in gc.get_objects() if type(thing) is guards._Saved]
 
 
-@pytest.mark.parametrize("ending", ["backward", "dropped", "error"])
-def test_memory_is_freed(ending):
-    """At once, without the garbage collector, unless an error's traceback keeps its frames."""
-
+@pytest.mark.parametrize("ending", ["backward", "dropped"])
+def test_memory_is_freed_without_the_garbage_collector(ending):
     def step():
         net, x = Weight(1000), torch.zeros(1000)
         with gl.guard():
-            loss = net(x).sum()  # waits in autograd's queue when the error comes
             y = net(x).exp()
-            loss = loss + y.sum()
-            if ending == "error":
-                y.data.add_(1)
-            if ending != "dropped":
+            loss = y.sum()
+            if ending == "backward":
                 loss.backward()
-            assert saved() if ending == "dropped" else not saved()
+                assert not saved()
             return weakref.ref(y)
 
     gc.collect()
     gc.disable()
     try:
-        y = step()
-    except gl.OverwrittenError:
-        gc.collect()
-    else:
-        assert y() is None
+        assert step()() is None
+        assert not saved()
     finally:
         gc.enable()
-    assert not saved()
-
-
-def test_a_thread_leaves_nothing_in_its_queue():
-    """Else torch frees it beside a main thread that may be ending Python, one hook after the other."""
-
-    def work():
-        with gl.guard():
-            loss = sum(net(x).sum() for _ in range(400))
-        x.data.add_(1)
-        with pytest.raises(gl.OverwrittenError):
-            loss.backward()
-
-    net, x = Weight(3), torch.ones(3)
-    in_thread(work)
-    assert not saved()
 
 
 # --- the fingerprint ---------------------------------------------------------------------------------------------
@@ -601,7 +393,10 @@ def test_the_words_have_chunks(monkeypatch):
     monkeypatch.setattr(fingerprints, "CHUNK", chunk)
     others = [x.index_add(0, torch.tensor([place]), torch.ones(1)) for place in (0, chunk // 2, chunk, len(x) - 1)]
     others.append(torch.cat([x[chunk : 2 * chunk], x[:chunk], x[2 * chunk :]]))
+    state = torch.get_rng_state()
+    fingerprints._table.cache_clear()
     assert len({in_words(x), *map(in_words, others)}) == 6
+    assert torch.equal(state, torch.get_rng_state()), "its table is drawn beside the generator of training"
 
 
 def test_the_accelerators_way_through_a_whole_backward(monkeypatch):
@@ -634,11 +429,7 @@ def test_tensors_of_other_kinds():
     x = torch.rand(3, dtype=torch.complex64)
     assert fingerprint(x.conj()) == fingerprint(x)  # the same memory, and the flag cannot be changed
     assert fingerprint(x.conj().imag) is not None
-
-    class Mine(torch.Tensor):
-        pass
-
-    assert fingerprint(dense.as_subclass(Mine)) == fingerprint(dense)
+    assert fingerprint(nn.Parameter(dense)) == fingerprint(dense), "of a subclass"
 
 
 def test_what_has_no_memory_has_no_fingerprint_and_is_counted_as_unchecked():
@@ -648,15 +439,6 @@ def test_what_has_no_memory_has_no_fingerprint_and_is_counted_as_unchecked():
         (torch.rand(3, device="meta", requires_grad=True) * torch.rand(3, device="meta")).sum().backward()
     assert report.checked == 0
     assert report.unchecked > 0
-
-
-def test_a_fingerprint_changes_neither_random_numbers_nor_what_may_be_done_with_a_tensor():
-    x, state = torch.rand(3), torch.get_rng_state()
-    fingerprints._table.cache_clear()
-    assert fingerprint(x) == fingerprint(x.clone())
-    assert in_words(x) == in_words(x.clone())
-    assert torch.equal(state, torch.get_rng_state())
-    assert x.resize_(1000).shape == (1000,)
 
 
 # --- where it is used ----------------------------------------------------------------------------------------------
@@ -699,7 +481,7 @@ def test_the_pytest_fixture(pytester):
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.mark.slow("ends eight processes")
+@pytest.mark.slow("ends five processes")
 def test_processes_live_to_their_end(python):
     """What a failed backward leaves in autograd's queue is not destroyed after Python has ended.
 
@@ -713,19 +495,19 @@ def test_processes_live_to_their_end(python):
         from gpulab.diagnostics import fingerprints, guards
         from torch.utils.checkpoint import checkpoint
 
-        def loss(spoil=1, call=lambda f, *args: f(*args)):
+        def loss(call=lambda f, *args: f(*args)):
             buffer, w, total = np.ones(3, np.float32), torch.ones(3, requires_grad=True), 0
             for _ in range(4):
                 total = total + call(torch.mul, w, torch.from_numpy(buffer)).sum()
-                buffer += spoil
+                buffer += 1
             return total
 
-        def fails(error=gl.OverwrittenError, **options):
+        def fails(**options):
             with gl.guard():
                 total = loss(**options)
             try:
                 total.backward()
-            except error:
+            except gl.OverwrittenError:
                 return
             sys.exit("no error")
 
@@ -733,32 +515,14 @@ def test_processes_live_to_their_end(python):
             with gl.guard():
                 loss().backward()
 
-        def again_and_again():
-            with gl.guard(), gl.guard(on="warn"):
-                for _ in range(3):
-                    fails()
-
-        def in_one_thread_of_autograd():
-            with torch.autograd.set_multithreading_enabled(False), torch.autograd.detect_anomaly():
-                fails()
-
         def as_on_an_accelerator():
             guards.fingerprint = fingerprints._digest
             fails()
 
-        def in_a_hook_of_the_user():
-            def hooked(f, *args):
-                y = f(*args)
-                y.register_hook(lambda gradient: 1 / 0)
-                return y
-
-            fails(ZeroDivisionError, spoil=0, call=hooked)
-
         def in_a_checkpoint():
             fails(call=lambda *args: checkpoint(*args, use_reentrant=False))
 
-        ways = [fails_in_the_block, fails, again_and_again, in_one_thread_of_autograd, as_on_an_accelerator]
-        for way in [*ways, in_a_hook_of_the_user, in_a_checkpoint]:
+        for way in (fails_in_the_block, fails, as_on_an_accelerator, in_a_checkpoint):
             child = os.fork()
             if child == 0:
                 sys.exit(way())
@@ -767,13 +531,3 @@ def test_processes_live_to_their_end(python):
         """
     )
     assert "OverwrittenError" in done.stderr
-
-
-def test_the_plugin_imports_nothing_heavy(python):
-    python(
-        """
-        import sys, gpulab.pytest_plugin
-        heavy = {'torch', 'numpy', 'pandas'} & set(sys.modules)
-        assert not heavy, heavy
-        """
-    )

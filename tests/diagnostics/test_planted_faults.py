@@ -1,4 +1,7 @@
-"""A part of the sweep of `benchmarks/plant_faults.py`: an audit never says that all is well of a step that is not."""
+"""An audit never says that all is well of a step that is not, nor the other way round.
+
+Here are a part of the sweep of `benchmarks/plant_faults.py` and the cases of `benchmarks/public_cases.py`.
+"""
 
 import importlib
 import sys
@@ -8,12 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 pytestmark = pytest.mark.usefixtures("two_threads")
-plant_faults = importlib.import_module("plant_faults")
-
-
+plant_faults, public_cases = map(importlib.import_module, ("plant_faults", "public_cases"))
 FAULTS = plant_faults.faults()
-
-
 SAMPLE = {
     "tanh in layers: NaN",
     "mm of layers in TF32",
@@ -26,10 +25,6 @@ SAMPLE = {
     "reversed labels in layers",
     "running mean",
 }
-
-
-def test_there_are_two_hundred_faults_and_no_two_alike():
-    assert len({fault.what for fault in FAULTS}) == len(FAULTS) >= 200
 
 
 def test_a_fault_whose_cause_is_not_found_is_a_fault():
@@ -62,3 +57,17 @@ def test_every_planted_fault_is_found_and_nearly_all_are_named_and_placed():
 def test_a_right_step_is_never_suspected(network):
     table = plant_faults.right_steps(network, range(2))
     assert set(table.kind) == {"rounding"}, table[table.kind != "rounding"].report.tolist()
+
+
+LARGE = {"convolution_and_batch_norm", "convolution_on_an_rtx_3090"}
+ON_A_CPU = [
+    pytest.param(one, id=one.name, marks=[pytest.mark.slow("a large step")] * (one.name in LARGE))
+    for one in public_cases.CASES
+    if one.pairs[1]
+]
+
+
+@pytest.mark.parametrize("one", ON_A_CPU)
+def test_the_first_line_answers_what_people_asked(one):
+    row = public_cases.examined(one, one.pairs[1])
+    assert row["right"], row["text"]

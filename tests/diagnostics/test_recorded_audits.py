@@ -5,7 +5,6 @@ import pytest
 import gpulab as gl
 from gpulab.diagnostics.float64_check import PRODUCTS
 from gpulab.diagnostics.steps import find_step
-from gpulab.store.records import recorded_table
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT / "data" / "traces"
@@ -47,15 +46,6 @@ def test_this_cpu_and_a_recorded_gpu_differ_by_nothing_unexplained(file):
         "these are one kernel on a GPU, and several on this CPU"
     )
     assert not report.table.same_bits[matched].all(), "two devices do round differently"
-
-
-def test_the_recorded_gpu_rounds_the_factors_of_every_network_where_tf32_is_on():
-    rows = {(row.network, row.b): row.findings for row in recorded_table("audits").itertuples()}
-    assert {network for network, _ in rows} == set(map(network_of, RECORDED))
-    for network, _ in rows:
-        assert "reduced precision" in rows[network, "cuda:tf32=on"]
-        assert "reduced precision" not in rows[network, "cuda:tf32=off"]
-    assert not any("mismatch" in findings for findings in rows.values())
 
 
 def test_what_becomes_nan_under_one_setting_alone_comes_first():

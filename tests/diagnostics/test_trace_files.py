@@ -100,16 +100,13 @@ def first(value):
     return lambda values: [value, *values[1:]]
 
 
-NOTES = [{"format": 2}, {"setting": "gpu"}, {"setting": 3}, {"more": 1}, {"arithmetic": 3}]
-NOTES += [{"overwritten": [{"operation": "x"}]}, json.dumps({"setting": "cpu"}), "[1, 2]", "{", "[" * 100_000]
-NOTES += ['{"format": ' + "9" * 5000 + "}"]
+NOTES = [{"format": 2}, {"setting": "gpu"}, {"more": 1}, {"arithmetic": 3}, {"overwritten": [{"operation": "x"}]}]
+NOTES += [json.dumps({"setting": "cpu"}), "[1, 2]", "{", "[" * 100_000, '{"format": ' + "9" * 5000 + "}"]
 DAMAGED = {
     **{f"notes {str(notes)[:24]}": {"notes": notes} for notes in NOTES},
     "no seal": {"notes": {"seal": "none"}},
     "a column too few": {"name": lambda values: None},  # noqa: ARG005
     "an error in words": {"error": lambda values: pa.array(["small"] * len(values))},
-    "an operation without a name": {"name": lambda values: pa.array([3] * len(values))},
-    "an operation without outputs": {"outputs": first([])},
     "a value without a sketch": {"inputs": first(["another", "one more"])},
     "a sketch too many": {"sketches": first([[1.0]] * 9)},
     **{f"arguments {text[:9]}": {"arguments": first(text)} for text in ("(Tensor, 1)", "[1]", "[" * 100_000)},

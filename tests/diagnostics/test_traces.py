@@ -1,4 +1,3 @@
-import contextlib
 import copy
 import math
 import random
@@ -7,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_steps import audited, drawn, recorded, seeded
+from small_steps import drawn, recorded, seeded
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
 import gpulab as gl
-from gpulab.diagnostics.count_sketch import BLOCK, SKETCH, factors, sketch
+from gpulab.diagnostics.comparison import differing
+from gpulab.diagnostics.count_sketch import BLOCK, factors, sketch
 from gpulab.diagnostics.steps import find_step
 from gpulab.diagnostics.tracer import RESULT, Operation, _is_random
 from gpulab.diagnostics.traces import aligned
@@ -73,87 +73,6 @@ def test_a_tiny_step_is_recorded_as_one_computes_it_by_hand():
     assert min(np.abs(made - expected.numpy()).max(), np.abs(made - expected.view(2, 3).T.ravel().numpy()).max()) < 1e-6
 
 
-def test_the_reference_is_the_same_step_in_float64_and_the_machine_is_named():
-    trace = recorded(tiny_step(), "cpu:threads=1")
-    assert (trace.setting, trace.arithmetic["threads"]) == ("cpu:threads=1", 1)
-    assert (trace.passport, trace.overwritten) == (dict(gl.passport()), [])
-    assert "operations under cpu:threads=1" in repr(trace)
-    assert [op.name for op in trace.reference] == [op.name for op in trace.operations]
-    assert {op.dtype for op in trace.reference} == {"float64"}
-    for mine, exact in zip(trace.operations, trace.reference, strict=True):
-        np.testing.assert_allclose(
-            values(trace, mine.outputs[0]), values(trace, exact.outputs[0]), rtol=1e-5, atol=1e-6
-        )
-
-
-def test_operations_that_write_say_what_they_changed_and_are_measured_from_what_they_were_given():
-    def step(setting):
-        x = drawn(100).to(setting.dtype)
-        x.mul_(2)
-        y = torch.zeros(100, dtype=setting.dtype)
-        y.copy_(x)
-        torch._foreach_add_([x, x.clone()], 0.1)
-        return y.sigmoid_()
-
-    trace = recorded(step)
-    doubled, copied, listed, flat = (named(trace, name)[0] for name in ("mul", "copy", "_foreach_add", "sigmoid"))
-    assert doubled.changed == doubled.outputs
-    assert doubled.outputs != doubled.inputs
-    assert (copied.inputs, copied.changed) == (doubled.outputs, []), "what was there before does not matter"
-    assert flat.inputs == copied.outputs
-    for op in (doubled, listed, flat):
-        assert op.ratio <= 1
-        assert 0 < op.bound < 1e-5
-
-
-def test_arguments_are_named_as_in_the_schema_and_are_json():
-    def step(setting):
-        x = drawn(2, 3).to(setting.dtype)
-        F.gelu(x)
-        F.gelu(x, approximate="tanh")
-        torch.cat([x, x], 1).clamp(max=math.inf)
-        x.to(torch.float64, memory_format=torch.contiguous_format).index_select(1, torch.tensor([0]))
-
-    trace = recorded(step)
-    plain, tanh = named(trace, "gelu")
-    assert (plain.arguments, plain.defaults) == ({"self": "Tensor"}, {"approximate": "none"})
-    assert (tanh.arguments, tanh.defaults) == ({"self": "Tensor", "approximate": "tanh"}, {})
-    ((cat,), (clamp,), (select,)) = (named(trace, name) for name in ("cat", "clamp", "index_select"))
-    assert cat.arguments == {"tensors": ["Tensor", "Tensor"], "dim": 1}
-    assert clamp.arguments == {"self": "Tensor", "min": None, "max": math.inf}
-    assert select.arguments == {"self": "Tensor", "dim": 1, "index": "Tensor"}
-
-
-# --- modules ------------------------------------------------------------------------------------------------
-
-
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.shared = nn.Linear(3, 3)
-        self.parts = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), self.shared)
-
-    def forward(self, x):
-        return F.softmax(self.shared(self.parts(x)), 1)
-
-
-def test_modules_are_named_by_their_path_and_one_that_is_called_twice_by_its_first():
-    """Between a layer and its own operation a batch normalisation counts its batches, which has no gradient."""
-    trace = recorded(gl.Step(seeded(Nested), drawn(2, 3)))
-    forward = [(op.name, op.module) for op in trace.operations if op.phase == "forward" and op.name not in ("t", "add")]
-    once = ("addmm", "shared")
-    assert forward[:5] == [
-        ("addmm", "parts.0.0"),
-        ("native_batch_norm", "parts.0.1"),
-        once,
-        once,
-        ("_softmax", "Nested"),
-    ]
-    assert [op.module for op in named(trace, "mm", "backward")[-1:]] == ["parts.0.0"]
-    assert {op.module for op in named(trace, "mm", "backward")} == {"shared", "parts.0.0"}
-    assert [op.module for op in named(trace, "native_batch_norm_backward", "backward")] == ["parts.0.1"]
-
-
 # --- kinds of steps -----------------------------------------------------------------------------------------
 
 
@@ -198,13 +117,6 @@ def test_any_function_of_one_step_can_be_recorded(step):
     assert step is not two_backwards or len(named(trace, "mm", "backward")) == 2
 
 
-def test_a_step_is_called_with_its_setting_or_without():
-    settings = []
-    recorded(lambda setting: settings.append(str(setting)) or torch.ones(2, dtype=setting.dtype) + 1, "cpu:threads=1")
-    under, exact = "cpu:threads=1", "cpu:precision=float64"
-    assert settings == [under, under, exact, exact, exact]
-
-
 def test_what_is_no_step_is_refused():
     for wrong in (None, 3, "step", nn.Linear(2, 2).weight):
         with pytest.raises(gl.UsageError, match="a function that does one step"):
@@ -244,21 +156,6 @@ def test_an_error_in_a_step_reaches_the_caller_and_leaves_nothing_behind():
     trace = recorded(step, "cpu:threads=1,precision=float64")
     assert [op.module for op in named(trace, "addmm")] == ["first"]
     assert state() == before
-
-
-def test_a_module_whose_error_is_caught_does_not_lend_its_name_to_the_next():
-    class Catches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.breaks, self.after = Breaks(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x):
-            with contextlib.suppress(ValueError):
-                self.breaks(x)
-            return self.after(x)
-
-    trace = recorded(gl.Step(Catches(), torch.ones(1, 2)))
-    assert [op.module for op in named(trace, "addmm")] == ["breaks", "after"]
 
 
 class BackwardInBackward(torch.autograd.Function):
@@ -347,15 +244,6 @@ def test_generators_of_numpy_and_python_are_seeded_and_left_as_they_were():
     assert before == (np.random.get_state()[1].tolist(), random.getstate())
 
 
-def test_an_unseeded_generator_is_told_from_a_device_that_does_not_repeat_itself():
-    generator = np.random.default_rng()
-    found = audited(lambda: torch.from_numpy(generator.standard_normal(4)).exp()).findings[0]
-    assert found.kind == "nondeterminism"
-    assert found.op.anew
-    assert "no operation of the step had made" in found.detail
-    assert "default_rng" in found.advice
-
-
 def test_an_operation_without_a_kernel_for_float64_is_done_in_float32():
     with torch.library._scoped_library("gpulab_tests", "FRAGMENT") as lib:
         lib.define("only_float32(Tensor x) -> Tensor")
@@ -373,35 +261,11 @@ def test_an_operation_without_a_kernel_for_float64_is_done_in_float32():
     np.testing.assert_allclose(values(trace, exact.outputs[0]), drawn(5).double().exp(), rtol=1e-6)
 
 
-# --- repeating ------------------------------------------------------------------------------------------------
-
-
-def test_dropout_alone_is_random_and_every_part_of_a_tensor_repeats_itself():
-    """Attention may drop something, and here drops nothing. A copy of a part, without the gaps, would go through
-    another kernel, which rounds otherwise.
-    """
-
-    words, whole = drawn(1, 2, 5, 8), drawn(7, 37)
-
-    def step(setting):
-        q = words.to(setting.dtype).requires_grad_()
-        F.dropout(F.scaled_dot_product_attention(q, q, q)).sum().backward()
-        for part in whole.to(setting.dtype, copy=True).split([5, 11, 21], 1):
-            part.sigmoid_()
-
-    trace = recorded(step)
-    assert {op.repeats for op in trace.operations if op.random} == {None}
-    assert {op.name for op in trace.operations if op.random} == {"bernoulli"}
-    assert all(op.repeats is not False for op in trace.operations)
-    assert [op.repeats for op in named(trace, "sigmoid")] == [True, True, True]
-    attention = [op for op in trace.operations if "attention" in op.name]
-    assert {op.phase for op in attention} == {"forward", "backward"}
-    assert all(op.error is not None for op in attention)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_cudnn_draws_random_numbers_for_an_lstm_with_dropout_alone(dropout):
-    assert _is_random(torch.ops.aten._cudnn_rnn.default, {"dropout": dropout}) == (dropout > 0)
+def test_cudnns_lstm_and_attention_draw_random_numbers_with_dropout_alone(dropout):
+    aten = torch.ops.aten
+    assert _is_random(aten._cudnn_rnn.default, {"dropout": dropout}) == (dropout > 0)
+    assert _is_random(aten._scaled_dot_product_efficient_attention.default, {"dropout_p": dropout}) == (dropout > 0)
 
 
 # --- sketches -------------------------------------------------------------------------------------------------
@@ -412,21 +276,6 @@ def test_a_small_tensor_is_kept_as_it_is():
     assert (sketch(x) == x.double().ravel().numpy()).all()
     assert sketch(torch.tensor(2.5)).tolist() == [2.5]
     assert np.isfinite(sketch(drawn(500).index_fill(0, torch.tensor(3), math.nan))).all()
-
-
-def test_a_sketch_is_the_same_on_every_machine():
-    numbers = torch.arange(1000, dtype=torch.float64)
-    made = sketch(numbers)
-    # splitmix64 written with Python's own integers; 64 stretches of 64 columns, each shifted by one
-    expected = [0.0] * SKETCH
-    for place in range(1000):
-        x = (place + 1) * 0x9E3779B97F4A7C15 % 2**64
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-        x ^= x >> 31
-        expected[(place + place // SKETCH) % SKETCH] += -place if x >> 63 else place
-    assert made.tolist() == expected
-    assert made[[0, 2]].tolist() == [1451.0, -3601.0]
 
 
 def test_distances_between_sketches_are_those_between_tensors():
@@ -466,6 +315,64 @@ def test_operations_are_aligned_in_order_and_gaps_are_shown():
     assert None not in both
 
 
+# --- comparing arguments ------------------------------------------------------------------------------------
+
+FUSED, ON_CPU = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu"
+T = "Tensor"
+
+
+def called(name, arguments, defaults=None):
+    return Operation(name, "forward", "", "", [], [], [], "float32", arguments, defaults or {})
+
+
+def texts(a, b):
+    return {name: tuple(map(repr, values)) for name, values in differing(a, b).items()}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (({"self": T}, {"x": "none"}), ({"self": T, "x": "tanh"},), {"x": ("'none'", "'tanh'")}),
+        (({"self": T, "alpha": 2},), ({"self": T}, {"alpha": 1}), {"alpha": ("2", "1")}),
+        (({"self": T},), ({"self": T, "dim": [0]},), {"dim": ("nothing", "[0]")}),
+        (({"self": T, "x": True},), ({"self": T, "x": 1},), {"x": ("True", "1")}),
+        (({"self": T, "x": None},), ({"self": T, "x": [1, math.inf]},), {"x": ("None", "[1, inf]")}),
+    ],
+    ids=str,
+)
+def test_an_argument_that_differs_is_named_and_shown_with_its_default(a, b, expected):
+    assert texts(called("gelu", *a), called("gelu", *b)) == expected
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (({"self": T, "non_blocking": True},), ({"self": T}, {"non_blocking": False})),
+        (({"self": T}, {"approximate": "none"}), ({"self": T, "approximate": "none"},)),
+        (({"self": T, "other": 0.5},), ({"self": T, "other": 0.50001},)),
+        (({"self": T, "other": T},), ({"self": T, "other": 0.5},)),
+        (({"self": T, "value": math.nan},), ({"self": T, "value": math.nan},)),
+        (({"self": T}, {"new_in_this_torch": 3}), ({"self": T},)),
+        (({"self": T, "dim": 1},), ({"argument 1": T, "argument 2": 0},)),
+        (({"self": T, "dim": 1},), ({},)),
+    ],
+    ids=str,
+)
+def test_what_says_how_or_is_not_known_by_name_is_no_difference(a, b):
+    assert texts(called("gelu", *a), called("gelu", *b)) == {}
+    assert texts(called("gelu", *b), called("gelu", *a)) == {}
+
+
+def test_kernels_of_two_devices_are_compared_in_what_they_share():
+    defaults = {"is_causal": False, "scale": None}
+    plain = called(ON_CPU, {"query": T}, defaults)
+    assert texts(plain, called(FUSED, {"query": T, "compute_log_sumexp": True}, defaults)) == {}
+    causal = called(FUSED, {"query": T, "is_causal": True, "scale": 0.125}, {"dropout_p": 0.0})
+    assert texts(plain, causal) == {"is_causal": ("False", "True")}
+    norms = called("native_batch_norm", {"training": True, "eps": 1e-5}), called("cudnn_batch_norm", {"epsilon": 1e-3})
+    assert texts(*norms) == {"eps": ("1e-05", "0.001")}
+
+
 # --- finding a step by its name ---------------------------------------------------------------------------------
 
 
@@ -475,11 +382,10 @@ def test_a_step_is_found_by_module_and_by_file(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
     assert find_step("my_steps_here:step")("x") == "x"
     assert find_step(f"{tmp_path / 'my_steps_here.py'}:step")("y") == "y"
-    for words, names in {
-        "expected module:name": ["my_steps_here", "my_steps_here:", ":step", "my_steps_here:1+1"],
-        "no function": ["my_steps_here:other", "my_steps_here:number"],
-        "cannot be imported": ["no_such_module_anywhere:step", "missing.py:step"],
+    for words, name in {
+        "expected module:name": "my_steps_here",
+        "no function": "my_steps_here:number",
+        "cannot be imported": "no_such_module_anywhere:step",
     }.items():
-        for name in names:
-            with pytest.raises(gl.UsageError, match=words):
-                find_step(name)
+        with pytest.raises(gl.UsageError, match=words):
+            find_step(name)

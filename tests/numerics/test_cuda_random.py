@@ -53,10 +53,6 @@ def test_two_cards_have_the_numbers_in_common_that_their_threads_explain(card, o
 def test_the_shape_only_arranges_the_numbers_and_the_seed_chooses_them():
     flat = cuda_uniform(5, (60_000,), "T4")
     assert torch.equal(cuda_uniform(5, (3, 200, 100), "Tesla T4"), flat.reshape(3, 200, 100))
-    assert flat.dtype == torch.float32
-    assert flat.min() >= 0
-    assert flat.max() < 1
-    assert abs(flat.double().mean() - 0.5) < 0.005  # four standard errors
     for seed in (6, 5 + 2**32, 2**64 - 1):
         assert not torch.equal(cuda_uniform(seed, (60_000,), "T4"), flat)
 

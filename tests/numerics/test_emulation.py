@@ -63,16 +63,6 @@ def test_factors_are_rounded_and_of_results_those_in_sixteen_bits(product, name)
         assert not torch.equal(result, product(lambda x: x))
 
 
-@pytest.mark.parametrize(("name", "relative"), [("float8_e4m3fn", 2.0**-3), ("float8_e5m2", 2.0**-2)])
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_eight_bit_formats_use_their_range_whatever_the_scale(name, relative, scale):
-    a, b = draw(40, 30) * scale, draw(30, 20, seed=1)
-    with emulate(name):
-        assert 0.05 * relative < apart(a @ b, a.double() @ b.double()) < relative
-        assert torch.equal(torch.zeros(3, 3) @ torch.ones(3, 3), torch.zeros(3, 3))
-        assert torch.empty(0, 3).matmul(torch.empty(3, 2)).shape == (0, 2)
-
-
 def test_the_backward_pass_is_emulated_and_the_gradient_of_a_bias_is_a_plain_sum():
     for layer, x in ((nn.Linear(30, 20), draw(8, 30)), (nn.Conv2d(3, 4, 3), draw(2, 3, 8, 7))):
         flow = draw(*layer(x).shape, seed=1)
@@ -90,7 +80,7 @@ def test_the_backward_pass_is_emulated_and_the_gradient_of_a_bias_is_a_plain_sum
 
 
 def test_chips_round_as_their_libraries_do():
-    """A tie: TF32's neighbours of 1 + 2^-11 are 1 and 1 + 2^-10; of 1 + 3·2^-11, 1 + 2^-9 is even."""
+    """A tie: TF32's neighbours of 1 + 2^-11 are 1 and 1 + 2^-10."""
     tie, one = torch.tensor([[1 + 2.0**-11]]), torch.ones(1, 1)
     image, kernel = tie.view(1, 1, 1, 1), one.view(1, 1, 1, 1).requires_grad_()
     expected = {"pascal": (tie, tie, tie), "turing": (tie, tie, tie)}
@@ -103,10 +93,6 @@ def test_chips_round_as_their_libraries_do():
             assert out == convolution
             out.backward()
         assert kernel.grad == gradient
-    above = torch.tensor([[1 + 3 * 2.0**-11]])
-    for rounding, value in (("nearest", 1 + 2.0**-9), ("truncate", 1 + 2.0**-10), ("away", 1 + 2.0**-9)):
-        with emulate(replace(CHIPS["hopper"], roundings=(rounding,) * 3)):
-            assert above @ one == value
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16], ids=str)
@@ -127,44 +113,23 @@ def test_subnormal_numbers_are_zero_where_they_are_flushed_and_there_alone():
 
 LAYERS = {
     "LSTM": lambda: nn.LSTM(8, 8, num_layers=2),
-    "Transformer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
-    "GRU": lambda: nn.GRU(8, 8),
-    "RNN": lambda: nn.RNN(8, 8),
-    "attention": lambda: nn.MultiheadAttention(8, 2),
+    "Transformer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    "attention": lambda: nn.MultiheadAttention(8, 2, batch_first=True),
 }
 
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
-def test_fused_layers_are_reached_forward_and_backward(name, train):
-    make = LAYERS[name]
-    torch.manual_seed(0)
-    layer, x = make().train(train), draw(5, 3, 8)
-
-    def gradient(precision=torch.float32):
-        copy = make().train(train).to(precision)
-        copy.load_state_dict(layer.state_dict())
-        given = x.to(precision)
-        out = copy(given, given, given)[0] if name == "attention" else copy(given)
-        out = out[0] if isinstance(out, tuple) else out
-        out.square().sum().backward()
-        return torch.cat([out.detach().flatten(), *(p.grad.flatten() for p in copy.parameters())])
-
-    exact, plain = gradient(torch.float64), gradient()
-    with emulate("tf32"):
-        made = gradient()
-    assert apart(plain, exact) < 1e-6 < 3e-5 < apart(made, exact) < 3e-3
-    with torch.no_grad(), emulate("tf32"):  # a path of its own in torch, where nothing is differentiated
-        layer.eval()
-        layer(x, x, x) if name == "attention" else layer(x)
-
-
-def test_distances_between_points_go_through_a_product():
-    x, y = draw(40, 4) + 30, draw(40, 4, seed=1) + 30
-    exact = torch.cdist(x.double(), y.double())
-    with emulate("tf32"):
-        assert apart(torch.cdist(x, y), exact) > 1e-2, "cancellation leaves little of eleven bits"
-    assert apart(torch.cdist(x, y), exact) < 1e-2
+def test_fused_layers_are_reached(name, train):
+    """In use torch has paths of its own for them, which no product passes."""
+    layer, x = LAYERS[name]().train(train), draw(5, 3, 8)
+    with torch.set_grad_enabled(train):
+        arguments = (x,) * 3 if name == "attention" else (x,)
+        plain = layer(*arguments)
+        with emulate("tf32"):
+            made = layer(*arguments)
+    plain, made = (out[0] if isinstance(out, tuple) else out for out in (plain, made))
+    assert 3e-5 < apart(made.detach(), plain.detach()) < 3e-3
 
 
 def test_products_that_are_not_emulated_are_named():
@@ -173,14 +138,6 @@ def test_products_that_are_not_emulated_are_named():
         attention(q, q, q)
     with pytest.raises(gl.GpulabError, match="this one runs over 3"), emulate(order="pairwise"):
         F.conv3d(draw(1, 2, 4, 4, 4), draw(3, 2, 2, 2, 2, seed=1))
-
-
-def test_a_second_derivative_passes_through():
-    weight, x = draw(4, 4).requires_grad_(), draw(3, 4, seed=1)
-    with emulate("tf32"):
-        (first,) = torch.autograd.grad((x @ weight).pow(3).sum(), weight, create_graph=True)
-        (second,) = torch.autograd.grad(first.pow(2).sum(), weight)
-    assert second.isfinite().all()
 
 
 def sequential(a, b):
@@ -258,23 +215,12 @@ def test_a_tensor_core_passes_on_what_is_not_finite():
         assert (torch.tensor([[math.nan, 1.0]]) @ torch.ones(2, 1)).isnan().all()
 
 
-@pytest.mark.parametrize("slices", [1, 3, 64])
-def test_a_split_sum_is_the_sum_of_its_parts_in_turn(slices):
-    a, b = draw(5, 40), draw(40, 6, seed=1)
-    with emulate(order=f"split-{slices}"):
-        made = a @ b
-    each = -(-40 // slices)
-    total = torch.zeros(5, 6)
-    for start in range(0, 40, each):
-        total = total + a[:, start : start + each] @ b[start : start + each]
-    assert torch.equal(made, total)
-
-
 @pytest.mark.parametrize("order", [*ORDERS, "tensor-core+split-3"])
-@pytest.mark.parametrize("shape", [(0, 3, 2), (4, 0, 2), (4, 3, 0)], ids=str)
-def test_matrices_without_numbers_have_sums_of_zero_in_every_order(order, shape):
+@pytest.mark.parametrize("shape", [(0, 3, 2), (4, 0, 2), (4, 3, 0), (4, 3, 2)], ids=str)
+@pytest.mark.parametrize("name", ["tf32", "float8_e4m3fn"])
+def test_matrices_without_numbers_or_of_zeros_have_sums_of_zero_in_every_order(name, order, shape):
     rows, terms, columns = shape
-    with emulate("tf32", order=order):
+    with emulate(name, order=order):
         assert torch.equal(torch.zeros(rows, terms) @ torch.zeros(terms, columns), torch.zeros(rows, columns))
 
 
@@ -330,37 +276,15 @@ def test_an_inner_emulation_replaces_the_outer_one_and_leaves_it_in_place():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_the_guard_sees_through_an_emulation():
-    buffer = np.zeros((4, 3), np.float32)
-    x = torch.from_numpy(buffer)
-    weight = draw(3, 2).requires_grad_()
-
-    def step():
-        with emulate("tf32"), gl.guard():
-            loss = (x @ weight).square().sum()
-            buffer[:] += 1
-            loss.backward()
-
-    with pytest.raises(gl.OverwrittenError):
-        step()
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_unknown_names_are_refused_naming_what_there_is():
+    for options, named in (
         ("emulate=tf23", ["'tf23'", *FORMATS, *CHIPS]),
-        ("order=sideways", ["'sideways'", *ORDERS, "split-N"]),
-        ("emulate=tf32,order=split-0", ["'split-0'", "1 to 9999"]),
-        ("emulate=tf32,order=split-4+sequential", ["'split-4+sequential'"]),
+        ("emulate=tf32,order=split-0", ["'split-0'", "1 to 9999", *ORDERS]),
         ("emulate=pascal,order=tensor-core", ["no tensor cores for pascal", "tf32, ampere or hopper"]),
-    ],
-)
-def test_unknown_names_are_refused_naming_what_there_is(options, named):
-    with pytest.raises(gl.UsageError) as error, gl.setting(f"cpu:{options}"):
-        pass
-    assert [word for word in named if word not in str(error.value)] == []
-    with pytest.raises(gl.UsageError, match="''"), emulate("tf32", order=""):
-        pass
+    ):
+        with pytest.raises(gl.UsageError) as error, gl.setting(f"cpu:{options}"):
+            pass
+        assert [word for word in named if word not in str(error.value)] == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
@@ -368,21 +292,15 @@ def test_unknown_names_are_refused_naming_what_there_is(options, named):
 def test_a_gpu_emulates_as_a_cpu_does_its_backward_pass_included(order):
     """The backward pass of a GPU runs on a thread of its own, which the emulation must reach as well."""
 
-    def gradients(device):
-        layer, linear = nn.Conv2d(3, 4, 3), nn.Linear(4 * 4 * 3, 5)
-        with torch.no_grad():
-            for seed, weight in enumerate([*layer.parameters(), *linear.parameters()]):
-                weight.copy_(draw(*weight.shape, seed=seed))
-        layer, linear, x = layer.to(device), linear.to(device), draw(2, 3, 6, 5).to(device).requires_grad_()
-        linear(layer(x).flatten(1)).square().sum().backward()
-        return [t.grad.cpu() for t in (x, *layer.parameters(), *linear.parameters())]
+    def gradient(device):
+        x = draw(2, 3, 6, 5).to(device).requires_grad_()
+        F.conv2d(x, draw(4, 3, 3, 3, seed=1).to(device)).square().sum().backward()
+        return x.grad.cpu()
 
     with gl.setting("cuda:tf32=off"):
-        plain = gradients("cuda")
+        plain = gradient("cuda")
         with emulate(replace(CHIPS["hopper"], order=order)):
-            made = gradients("cuda")
+            made = gradient("cuda")
     with emulate(replace(CHIPS["hopper"], order=order)):
-        expected = gradients("cpu")
-    for gpu, cpu, without in zip(made, expected, plain, strict=True):
-        assert apart(gpu, cpu) < 1e-6
-        assert apart(gpu, without) > 1e-5
+        assert apart(made, gradient("cpu")) < 1e-6
+    assert apart(made, plain) > 1e-5

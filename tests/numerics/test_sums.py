@@ -86,11 +86,3 @@ def test_fma_keeps_infinities_and_nans():
     assert gl.numerics.fma(nan, one, one).isnan()
     with pytest.raises(gl.UsageError, match="float64"):
         gl.numerics.fma(one.double(), one, one)
-
-
-def test_the_shorter_the_format_the_larger_the_error():
-    table = gl.numerics.product_errors(("float32", "tf32", "bfloat16", "float8_e4m3fn"), size=64)
-    assert table.error.is_monotonic_increasing
-    assert table.first_bit.tolist() == [bit_of(error) for error in table.error]
-    with pytest.raises(gl.UsageError, match="float4"):
-        gl.numerics.product_errors(("float4",))
