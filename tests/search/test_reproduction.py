@@ -160,10 +160,9 @@ def test_distances():
         "learning_rate": [1e-4, 4e-3],
         "momentum": [0.9, 0.5],
         "batch_size": (2, 64),
-        "width": (1, 3),
         "precision": ["float64", "float32"],
     }
-    originals = {"learning_rate": 1e-3, "momentum": 0.0, "batch_size": 8, "width": 2.0}
+    originals = {"learning_rate": 1e-3, "momentum": 0.0, "batch_size": 8}
     dimensions = {d.name: d for d in Space(offered, originals, gl.Setting.parse("cpu:precision=bfloat16")).dimensions}
     assert dimensions["learning_rate"].distance(1e-4) == pytest.approx(math.log2(10))
     assert dimensions["learning_rate"].distance(4e-3) == pytest.approx(2)
@@ -171,7 +170,6 @@ def test_distances():
     assert dimensions["batch_size"].distance(64) == 3
     assert [dimensions["precision"].distance(value) for value in ("bfloat16", "float32", "float64")] == [0, 1, 1]
     assert dimensions["batch_size"].values == (8, 2, 4, 16, 32, 64)
-    assert [repr(value) for value in dimensions["width"].values] == ["2.0", "1.0", "3.0"], "of the original's kind"
 
 
 def test_pruning_spares_trainings_and_changes_no_answer(search, plain, monkeypatch):

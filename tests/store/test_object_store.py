@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -16,13 +15,11 @@ import pytest
 
 import gpulab as gl
 from gpulab.store import checks, run_files
-from gpulab.store import listing as stores
 from gpulab.store.identities import Identity
 from gpulab.store.object_store import remote
 
 MOTO = os.environ.get("GPULAB_MOTO") or shutil.which("moto_server")
 pytest.importorskip("obstore")
-TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}, "frames": 60}
 
 
 def free_port():
@@ -63,25 +60,6 @@ def bucket(server, monkeypatch, tmp_path, request):
 def objects(url):
     there = remote(url)
     return sorted(each["path"] for batch in there.api.list(there.store) for each in batch)
-
-
-@pytest.mark.slow("starts processes")
-def test_an_experiment_in_a_bucket_has_the_runs_that_it_has_in_a_folder(bucket, tmp_path, monkeypatch):
-    local = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", tmp_path / "here", options=TINY)
-    one = local.run(progress=False)
-    far = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", bucket, options=TINY)
-    two = far.run(progress=False)
-    same = ["id", "seed", "status", "final_loss", "heldout_loss", "weights", "protocol"]
-    assert one[same].equals(two[same])
-    assert objects(bucket) == sorted(f"{name}.parquet" for name in one.id), "one object a run"
-    assert stores.history(two).loss.tolist() == stores.history(one).loss.tolist()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
-    monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", "raise SystemExit('boom')"])
-    assert far.run(progress=False)[same].equals(two[same]), "what is done is skipped there"
-    again = gl.train("prednet", profile="smoke", setting="cpu:threads=1", seed=1, progress=False, store=bucket,
-                     keep_weights=False, **TINY)  # fmt: skip
-    assert again.record["started"] == stores.record_of(two.iloc[1])["started"]
-    assert stores.pack(bucket, tmp_path / "packed.parquet") == 2
 
 
 def pressed(*_):
