@@ -57,13 +57,6 @@ def test_what_is_written_is_read_back_packed_or_not_and_twice_is_once(written, r
         assert (rows.seconds - 0.3).abs().max() <= 1 / 2048, "rounded to 1/1024"
 
 
-def test_a_run_that_cannot_be_written_whole_leaves_nothing(written, tmp_path):
-    with pytest.raises(TypeError):
-        written(tmp_path, 1, command=object())  # JSON has no objects
-    assert [path.name for path in tmp_path.rglob("*")] == [run_files.WORK]
-    assert gl.runs(tmp_path).empty
-
-
 def test_weights_that_are_not_those_of_a_run_are_not_added_to_it(written, tmp_path):
     folder = written(tmp_path, 1)
     with pytest.warns(UserWarning, match="run-1: trained again, it ended with other weights"):

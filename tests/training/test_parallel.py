@@ -138,7 +138,6 @@ class Carrying(gl.models.PredNet):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"net": "prednet"}, "PredNet learns from a batch of 1, which 2 devices cannot share.*batch_size"),
         ({"net": "whitener"}, "2 devices cannot share a batch: the batch of Whitener cannot be split.*another seed"),
         (
             {"net": Mine(nn.BatchNorm1d(784)), "data": "digits"},
@@ -146,7 +145,6 @@ class Carrying(gl.models.PredNet):
         ),
         ({"net": Mine(nn.Dropout()), "data": "digits"}, r"Dropout \(layer\) draws other numbers"),
         (IMAGES | {"loader": "reused"}, "'reused' hands over one frame after another"),
-        (FILMS | {"window": 8}, "batch_size=5: of a window of 8 frames too few"),
         (
             {"net": Carrying((3, 4), (8, 12)), "data_options": {"size": (8, 12)}},
             "Carrying carries a state from batch to batch",

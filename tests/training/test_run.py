@@ -337,7 +337,6 @@ def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"net": "resnet"}, "'resnet'"),
         ({"net": nn.Linear(2, 2)}, r"Linear: give the function that trains it, train\(seed, setting\)"),
         ({"frames": 19}, "19.*20"),
         ({"data": "digits"}, "digits is a set of images; PredNet learns from a sequence"),

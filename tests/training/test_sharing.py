@@ -55,9 +55,8 @@ def test_every_shipped_run_of_our_networks_makes_the_round_trip_to_another_folde
     losses, expected = (listing.history(runs[runs.id == there.id[0]]).loss.tolist() for runs in (there, frame))
     assert losses == expected
     shared_runs(frame[frame.seed == 0]).save(some)
-    for file in (some, every):
-        with pytest.raises(DataError, match=f" of .* runs are in {atlas} already"):
-            merge(file, atlas)
+    with pytest.raises(DataError, match=f" of .* runs are in {atlas} already"):
+        merge(some, atlas)
     assert len(list(atlas.iterdir())) == 1
 
 
