@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gpulab as gl
-from gpulab.search import space, trials
+from gpulab.search import trials
 from gpulab.search.space import Space
 from gpulab.search.trials import prune_reason
 from gpulab.training.request import planned
@@ -38,8 +38,6 @@ def test_the_flag_is_the_answer_and_no_learning_rate_is(store, old, monkeypatch)
     assert found.confirmed
     assert found.best_setting == "cpu:threads=1,precision=float32"
     table = found.table
-    assert table.changes[0] == "nothing"
-    assert table[table.confirmed].changes.tolist() == ["precision bfloat16 → float32"]
     flag = table.loc[found.chosen]
     assert (flag.distance, flag.difference, flag.seeds, flag.fresh_seeds, flag.fresh_alpha) == (1, 0, 6, 6, 0.025)
     assert found.smaller_left == 0
@@ -67,21 +65,6 @@ def test_what_can_be_changed_of_the_networks_of_gpulab(old, store):
         gl.reproduce(old, {"stride": [2]}, "cpu", store=store, **QUIET)
 
 
-def fit(setting, seed, learning_rate=0.1, momentum=0.0, batch_size=8, steps=40):
-    """Least squares on noisy lines: the loss of every step."""
-    x = torch.linspace(-1, 1, 64, dtype=setting.dtype)[:, None]
-    y = 2 * x + 0.3 * torch.randn(64, 1).to(setting.dtype)
-    net = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(net.parameters(), learning_rate, momentum)
-    for step in range(steps):
-        some = slice(step * batch_size % 64, step * batch_size % 64 + batch_size)
-        loss = (net(x[some]) - y[some]).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss.item()
-
-
 def moved(setting, seed, a=1.0, b=1, flag=False):
     """A loss without a training: away from the target's until a is 4, or a is 2 and b is 3."""
     noise = np.random.default_rng(seed).normal()
@@ -95,11 +78,6 @@ def note(log, *words):
     """What a function holds is a part of what it is; not what is in a file."""
     with log.open("a") as file:
         print(*words, file=file)
-
-
-@pytest.fixture(scope="module")
-def lines():
-    return gl.seed_runs(fit, "cpu:threads=1", seeds=12, **QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -117,47 +95,25 @@ def search(plain, tmp_path):
     return search
 
 
-def test_seed_runs_are_the_runs_that_a_verdict_takes(lines):
-    assert lines.columns.tolist() == ["setting", "seed", "status", "final_loss"]
-    assert set(lines.status) == {"finished"}
-    with gl.setting("cpu:threads=1"):
-        torch.manual_seed(5)
-        losses = list(fit(gl.Setting.parse("cpu:threads=1"), 5))
-    assert lines.final_loss[5] == pytest.approx(math.fsum(losses[-8:]) / 8, rel=1e-12)
-    fast = gl.seed_runs(fit, "cpu:threads=1", seeds=[3, 1], learning_rate=0.2, **QUIET)
-    assert fast.seed.tolist() == [3, 1]
-    assert fast.final_loss[1] != lines.final_loss[1]
-
-
 def test_where_nothing_need_change_one_trial_says_so_and_where_nothing_helps_so_do_all(search):
     found = search({"a": [2.0]}, setting="cpu:threads=2")
     assert (found.best, found.confirmed, len(found.table)) == ({}, True, 1)
-    assert "Nothing need change" in str(found)
     found = search({"a": [2.0]})
     assert (found.best, found.best_setting, found.chosen, found.confirmed) == (None, None, None, False)
     assert (found.table.changes.tolist(), found.smaller_left) == (["nothing", "a 1 → 2"], 0)
-    assert found.finding.startswith("No change tried gives the losses of cpu:threads=2 under cpu:threads=1")
-    assert "none in the space left untried" in found.finding
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow("two processes"))])
-def test_a_trial_that_raises_fails_alone_however_many_train_at_a_time(search, workers, tmp_path):
+def test_a_trial_that_raises_fails_alone(search):
     def brittle(setting, seed, a=1.0):
         if a == 2.0:
             raise KeyError(f"no {a}")
         return moved(setting, seed, a)
 
-    serial, found = (
-        search({"a": (0.7, 4)}, brittle, trials=6, workers=count, store=tmp_path / name)
-        for name, count in (("serial", 1), ("other", workers))
-    )
-    pd.testing.assert_frame_equal(found.table, serial.table)
-    assert str(found) == str(serial)
+    found = search({"a": (0.7, 4)}, brittle, trials=6)
     assert found.table.a[:4].tolist() == [1.0, 0.7, 2.0, 4.0]
     assert (found.table.distance[4:] < 2).all(), "what is proposed is nearer than the best"
     assert (len(found.table), found.best, found.smaller_left) == (6, {"a": 4.0}, None)
     assert found.table.state.tolist() == ["finished", "finished", "failed", "finished", "finished", "finished"]
-    assert found.table.note[2].startswith("KeyError: 'no 2.0' (test_reproduction.py:")
     assert "1 trial(s) failed; the first, a 1 → 2: KeyError" in found.finding
 
 
@@ -173,18 +129,6 @@ def test_a_combination_is_found_where_it_is_nearer_than_any_single_change(search
 
 
 ORIGINALS = {"a": 1.0, "b": 1, "rate": 1e-3}
-
-
-def test_of_many_points_some_are_drawn_the_same_ones_every_time(monkeypatch):
-    whole = Space({"a": [1.5, 3.0], "b": [2, 4], "deterministic": [True]}, ORIGINALS, gl.Setting.parse("cpu"))
-    every_point = whole.points()
-    assert len(every_point) == 18
-    monkeypatch.setattr(space, "ENUMERABLE", 17)
-    assert whole.points() is None
-    drawn = list(whole.candidates(lambda: math.inf))
-    assert drawn == list(whole.candidates(lambda: math.inf))
-    assert drawn[:6] == [whole.original, *sorted(drawn[1:6], key=whole.distance)]
-    assert sorted(map(repr, drawn)) == sorted(map(repr, every_point)), "each once"
 
 
 def test_ranges_are_drawn_by_ratio_and_never_further_than_what_is_worth_a_try():
@@ -209,16 +153,6 @@ def test_a_value_that_json_changes_stays_what_it_is(search):
     for _ in range(2):  # searched, and read
         found = search({"kernel": [(5, 5)]}, train)
         assert found.best == {"kernel": (5, 5)}
-        assert "kernel 1 of 1" in found.finding
-
-
-def test_an_option_of_the_setting_may_be_left_out():
-    options = Space({"emulate": ["ampere", None]}, {}, gl.Setting.parse("cpu:threads=1,emulate=tf32"))
-    settings = [options.arguments(point)[0] for point in options.points()]
-    assert settings == ["cpu:threads=1,emulate=tf32", "cpu:threads=1,emulate=ampere", "cpu:threads=1"]
-    assert [*map(options.words, options.points())][1:] == ["emulate tf32 → ampere", "emulate tf32 → unset"]
-    cards = Space({"tf32": ["off", True]}, {}, gl.Setting.parse("cuda:tf32=on"))
-    assert [*map(cards.words, cards.points())] == ["nothing", "tf32 on → off"]
 
 
 def test_distances():
@@ -226,10 +160,9 @@ def test_distances():
         "learning_rate": [1e-4, 4e-3],
         "momentum": [0.9, 0.5],
         "batch_size": (2, 64),
-        "width": (1, 3),
         "precision": ["float64", "float32"],
     }
-    originals = {"learning_rate": 1e-3, "momentum": 0.0, "batch_size": 8, "width": 2.0}
+    originals = {"learning_rate": 1e-3, "momentum": 0.0, "batch_size": 8}
     dimensions = {d.name: d for d in Space(offered, originals, gl.Setting.parse("cpu:precision=bfloat16")).dimensions}
     assert dimensions["learning_rate"].distance(1e-4) == pytest.approx(math.log2(10))
     assert dimensions["learning_rate"].distance(4e-3) == pytest.approx(2)
@@ -237,7 +170,6 @@ def test_distances():
     assert dimensions["batch_size"].distance(64) == 3
     assert [dimensions["precision"].distance(value) for value in ("bfloat16", "float32", "float64")] == [0, 1, 1]
     assert dimensions["batch_size"].values == (8, 2, 4, 16, 32, 64)
-    assert [repr(value) for value in dimensions["width"].values] == ["2.0", "1.0", "3.0"], "of the original's kind"
 
 
 def test_pruning_spares_trainings_and_changes_no_answer(search, plain, monkeypatch):
@@ -254,8 +186,6 @@ def test_pruning_spares_trainings_and_changes_no_answer(search, plain, monkeypat
         assert set(found.table.state) == {name, "finished"}
         pruned = found.table[found.table.state == "pruned"]
         assert (pruned.seeds < 7).all()
-        assert ("With nothing changed, the difference, " in found.finding) == (name == "pruned")
-        assert pruned.note.str.contains("outside the margin").all()
         assert found.table.p_equivalent_holm.max() == 1
         monkeypatch.setattr(trials, "FIRST_LOOK", 8)  # more than there are
     assert calls["pruned"] < calls["finished"]
@@ -287,54 +217,12 @@ def test_luck_on_the_seeds_of_the_search_is_not_confirmed(search, plain):
     assert found.finding.startswith("Not confirmed: ")
 
 
-def test_diverging_runs_are_seen_early_counted_and_drawn(search, lines):
-    def wild(setting, seed, learning_rate=50.0, late=False):
-        if late:
-            yield 3.0 + seed
-        yield from fit(setting, seed, learning_rate, steps=100)
-
-    found = search({"learning_rate": [40.0, 0.1], "late": [True]}, wild, lines)
-    assert found.table.state.tolist()[:2] == ["pruned", "pruned"]
-    assert found.table.diverged.tolist()[:2] == [3, 3]
-    assert found.table.note[0] == "3 of 3 seeds diverged"
-    assert "3 of 3 seeds diverged" in found.finding
-    (axes,) = found.plot().figure.axes
-    assert sum(len(points.get_offsets()) for points in axes.collections) == len(found.table)
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError, np.linalg.LinAlgError, torch.linalg.LinAlgError])
 def test_an_error_of_arithmetic_is_a_diverged_run(error):
     def train(setting, seed):
         raise error("no number")
 
     assert gl.seed_runs(train, seeds=2, **QUIET).status.tolist() == ["diverged", "diverged"]
-
-
-def test_when_every_trial_fails_the_first_error_is_told(search):
-    def broken(setting, seed, a=1.0):
-        raise RuntimeError("no data")
-
-    with pytest.raises(gl.GpulabError, match=r"every trial failed \(2\); the first: RuntimeError: no data"):
-        search({"a": [2.0]}, broken)
-
-
-def test_what_failed_is_tried_again_when_the_search_is_called_again(search, tmp_path):
-    flaw, log = tmp_path / "flaw", tmp_path / "log"
-    flaw.touch()
-
-    def brittle(setting, seed, a=1.0):
-        if a == 4.0 and seed == 1 and flaw.exists():
-            raise OSError("no disk")
-        note(log, a, seed)
-        return moved(setting, seed, a)
-
-    for last in ("failed", "finished"):
-        found = search({"a": [4.0]}, brittle)
-        assert found.table.state.tolist() == ["finished", last]
-        flaw.unlink(missing_ok=True)
-    assert found.best == {"a": 4.0}
-    trained = log.read_text().splitlines()
-    assert len(trained) == len(set(trained)), "the losses that it had are kept"
 
 
 @pytest.mark.parametrize("left", [0, 17])
@@ -354,39 +242,14 @@ def test_whatever_runs_a_kill_leaves_the_search_trains_the_others_and_ends_alike
     assert len(log.read_text().splitlines()) == 2 * len(runs) - left
 
 
-def test_a_larger_number_of_trials_goes_further(search):
-    first, second = (search({"a": [1.2, 1.5, 2.0, 4.0]}, trials=trials) for trials in (2, 9))
-    assert (len(first.table), first.best, first.smaller_left) == (2, None, 3)
-    assert "3 in the space left untried" in first.finding
-    assert second.best == {"a": 4.0}
-    of_both = [name for name in first.table if name != "p_equivalent_holm"]
-    pd.testing.assert_frame_equal(second.table[:2][of_both], first.table[of_both])
-
-
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"search": {}}, r"search \{\}"),
-        ({"search": {"a": []}}, r"a=\[\]: no value"),
-        ({"search": {"a": 2.0}}, r"a=2\.0: expected a list"),
-        ({"search": {"a": ["two"]}}, r"'two' where the original is 1\.0; expected type float"),
-        ({"search": {"b": [1.5]}}, r"1\.5 where the original is 1; expected type int"),
         ({"search": {"a": (3.0, 2.0)}}, r"\(low, high\)"),
-        ({"search": {"a": (0.0, 2.0)}}, "all must be numbers above 0"),
         ({"search": {"depth": [2]}}, "'depth' can be changed; there are a, b, flag, state, note, threads"),
-        ({"search": {"state": [2]}}, "'state' is a column of the search's own table"),
-        ({"search": {"tf32": ["off"]}}, "'tf32' has a meaning on cuda only"),
-        ({"search": {"precision": ["int8"]}}, "precision='int8' must be one of"),
-        ({"trials": 0}, "trials=0"),
         ({"target": lambda f: f[:1]}, r"target has 1 seed\(s\); at least 6"),
-        (
-            {"target": lambda f: f.assign(final_loss=f.final_loss.where(f.seed != 3))},
-            r"no finite final_loss: index \[3\]",
-        ),
+        ({"target": lambda f: f.assign(final_loss=f.final_loss.where(f.seed != 3))}, r"no finite final_loss"),
         ({"target": lambda f: f.assign(seed=0)}, "seed 0 more than once"),
-        ({"target": lambda f: f.assign(setting=["cpu", "cuda"] * 7)}, "runs of cpu, cuda; choose"),
-        ({"target": lambda f: f.assign(final_loss=2.0)}, "all the same"),
-        ({"train": None}, "give train="),
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused_before_anything_trains(wrong, named, plain, tmp_path):
@@ -401,19 +264,13 @@ def test_a_search_that_makes_no_sense_is_refused_before_anything_trains(wrong, n
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_prints_and_draws_itself(search):
-    found = search({"a": [1.5, 4.0], "flag": [True]})
-    shown, _ = found._repr_mimebundle_()
-    assert shown["text/plain"] == found.finding == str(found)
-    assert shown["text/html"].count("<tr") == 1 + len(found.table)
-    picture = found.plot()
-    assert "a 1 → 4" in picture.alt
-    (axes,) = picture.figure.axes
-    drawn = sorted(tuple(at) for points in axes.collections for at in points.get_offsets())
-    assert [place for place, _ in drawn] == pytest.approx(sorted(found.table.difference / found.margin))
-    assert sorted(row for _, row in drawn) == list(range(len(found.table))), "a row a change"
-    names = [label.get_text().replace("\n", " ") for label in axes.get_yticklabels()]
-    distances = found.table.set_index("changes").distance
-    assert names[0] == "nothing changed"
-    assert distances[names[1:]].is_monotonic_increasing
-    assert len(picture.png()) < 150_000
+def test_diverging_runs_are_seen_early_and_counted_and_each_change_is_drawn(search, plain):
+    def wild(setting, seed, a=1.0):
+        return moved(setting, seed, a) if a == 4.0 else math.inf
+
+    found = search({"a": [2.0, 4.0]}, wild, plain)
+    assert (found.table.state.tolist(), found.best) == (["pruned", "pruned", "finished"], {"a": 4.0})
+    assert found.table.diverged.tolist() == [3, 3, 0]
+    assert found.table.note[0] == "3 of 3 seeds diverged"
+    (axes,) = found.plot().figure.axes
+    assert sum(len(points.get_offsets()) for points in axes.collections) == len(found.table)

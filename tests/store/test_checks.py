@@ -1,6 +1,5 @@
 """A store with every kind of damage: listed, mended, and trained again to the same bits."""
 
-import functools
 import json
 import os
 import shutil
@@ -17,7 +16,6 @@ from small_runs import flipped
 import gpulab as gl
 from gpulab import files
 from gpulab.store import checks, listing, run_files
-from gpulab.training.request import ANYWHERE, planned_on
 
 RUN = {"net": "autoencoder", "setting": "cpu:threads=1", "profile": "smoke", "frames": 20, "progress": False}
 
@@ -66,11 +64,9 @@ def test_a_store_with_every_damage_is_listed_mended_and_done_again(store, whole)
     runs = by_seed(store)
     for seed, damage in enumerate(DAMAGE.values()):
         damage(runs[seed])
-    with pytest.warns(UserWarning, match=f"{len(DAMAGE) - 1} damaged run") as told:
+    with pytest.warns(UserWarning, match=f"{len(DAMAGE) - 1} damaged run"):
         frame = gl.runs(store)
     assert frame.seed.tolist() == [0, len(DAMAGE)], "those are listed of which the record is whole"
-    assert "\n" not in str(told[0].message)
-    assert f"{len(DAMAGE) - 1} damaged runs cannot be read" in str(gl.verdict(frame)).splitlines()[0]
 
     for mend in (False, True):
         found = checks.check(store, mend=mend, progress=False)
@@ -84,14 +80,6 @@ def test_a_store_with_every_damage_is_listed_mended_and_done_again(store, whole)
     assert checks.check(store, progress=False).empty
 
 
-def test_texts_of_strangers_are_shown_as_they_are(store):
-    run = by_seed(store)[0]
-    passport = gl.passport() | {"cpu": {"model": "\x1b[31m[/red]\ud800<script>"}}
-    changed(run, passport=passport)
-    frame = gl.runs(store)
-    assert frame.machine[frame.seed == 0].item() == "\\x1b[31m[/red]\\ud800<script>"
-
-
 def test_what_killed_processes_left_is_removed_and_what_can_be_resumed_is_not(store):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -99,8 +87,6 @@ def test_what_killed_processes_left_is_removed_and_what_can_be_resumed_is_not(st
     work.mkdir(exist_ok=True)
     (work / f".{gone.pid}-{files.HERE}-0123abcd.part").mkdir()
     (work / f".{gone.pid}-{files.HERE}-0123abcd.part" / "run.json").write_bytes(bytes(2_000_000))
-    (store / f".{gone.pid}-{files.HERE}-4567abcd.part").write_bytes(bytes(1_000_000))
-    (by_seed(store)[1] / f".{gone.pid}-{files.HERE}-89ababcd.part").touch()
     (work / f".{os.getpid()}-{files.HERE}-0123abcd.part").mkdir()
     done = by_seed(store)[0].name
     for name in (done, "another-seed0-0123456789"):
@@ -108,15 +94,14 @@ def test_what_killed_processes_left_is_removed_and_what_can_be_resumed_is_not(st
         run_files.write_checkpoint(run_files.checkpoint_file(store, name), {"a": torch.ones(3)}, notes)
     found = checks.check(store, progress=False).set_index("path")
     assert sorted(Path(path).name for path in found.index) == sorted(
-        [*(f".{gone.pid}-{files.HERE}-{four}abcd.part" for four in ("0123", "4567", "89ab")), f"{done}.safetensors"]
+        [f".{gone.pid}-{files.HERE}-0123abcd.part", f"{done}.safetensors"]
     )
     assert set(found.remedy) == {checks.REMOVED}
-    assert found.megabytes.sum() == pytest.approx(3, abs=0.1)
+    assert found.megabytes.sum() == pytest.approx(2, abs=0.1)
     assert sorted(path.name for path in work.iterdir()) == [
         f".{os.getpid()}-{files.HERE}-0123abcd.part",
         "another-seed0-0123456789.safetensors",
     ]
-    assert not list(store.glob(".*.part"))
 
 
 def test_packed_runs_are_set_aside_and_what_is_no_run_is_left(store):
@@ -132,34 +117,3 @@ def test_packed_runs_are_set_aside_and_what_is_no_run_is_left(store):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(gl.runs(store)) == len(DAMAGE) + 1
-
-
-def test_pipes_devices_and_links_to_themselves_hang_nothing(store):
-    claims, work = store / ".claims", store / run_files.WORK
-    own = by_seed(store)[0] / "files"
-    for folder in (claims, work, own):
-        folder.mkdir(exist_ok=True)
-        os.mkfifo(folder / "pipe.safetensors")
-        (folder / "zero.lock").symlink_to("/dev/zero")
-        (folder / "loop").symlink_to("loop")
-    (store / "loop").symlink_to("loop")
-    found = checks.check(store, progress=False)
-    assert found.path.tolist() == [str(work / "pipe.safetensors")]
-    assert gl.train(**RUN, store=store, keep_weights=False).path == own.parent
-    experiment = functools.partial(gl.Experiment, "autoencoder", [RUN["setting"]], store=store, profile="smoke")
-    assert experiment(1, options={"frames": 20}).run(progress=False).path.tolist() == [str(own.parent)]
-    job = {name: value for name, value in RUN.items() if name != "progress"} | {"seed": 200, "rerun": 0}
-    lock = claims / f"{planned_on([ANYWHERE], **job)[0].id}.lock"
-    os.mkfifo(lock)
-    with pytest.raises(gl.GpulabError, match=f"{lock}: cannot be written: there is a pipe"):
-        experiment([200], options={"frames": 20}).run(progress=False)
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_weights_are_there_and_damaged(store, asked):
-    run = gl.train(**RUN, seed=100, store=store)
-    DAMAGE["a flipped bit in the results"](run.path)
-    with pytest.warns(UserWarning, match=r"results\.safetensors: damaged: .* trained again \(set aside in "):
-        again = gl.train(**RUN, seed=100, store=store, keep_weights=asked)
-    assert again.record["summary"]["weights"] == run.record["summary"]["weights"]
-    assert (run_files.read_run(again.path)[2] is not None) == asked

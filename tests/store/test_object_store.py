@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -16,13 +15,11 @@ import pytest
 
 import gpulab as gl
 from gpulab.store import checks, run_files
-from gpulab.store import listing as stores
 from gpulab.store.identities import Identity
 from gpulab.store.object_store import remote
 
 MOTO = os.environ.get("GPULAB_MOTO") or shutil.which("moto_server")
 pytest.importorskip("obstore")
-TINY = {"model_options": {"channels": [3, 4], "size": [8, 12]}, "data_options": {"size": [8, 12]}, "frames": 60}
 
 
 def free_port():
@@ -65,41 +62,6 @@ def objects(url):
     return sorted(each["path"] for batch in there.api.list(there.store) for each in batch)
 
 
-@pytest.mark.slow("starts processes")
-def test_an_experiment_in_a_bucket_has_the_runs_that_it_has_in_a_folder(bucket, tmp_path, monkeypatch):
-    local = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", tmp_path / "here", options=TINY)
-    one = local.run(progress=False)
-    far = gl.Experiment("prednet", ["cpu:threads=1"], 2, "smoke", bucket, options=TINY)
-    two = far.run(progress=False)
-    same = ["id", "seed", "status", "final_loss", "heldout_loss", "weights", "protocol"]
-    assert one[same].equals(two[same])
-    assert objects(bucket) == sorted(f"{name}.parquet" for name in one.id), "one object a run"
-    assert stores.history(two).loss.tolist() == stores.history(one).loss.tolist()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
-    monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", "raise SystemExit('boom')"])
-    assert far.run(progress=False)[same].equals(two[same]), "what is done is skipped there"
-    again = gl.train("prednet", profile="smoke", setting="cpu:threads=1", seed=1, progress=False, store=bucket,
-                     keep_weights=False, **TINY)  # fmt: skip
-    assert again.record["started"] == stores.record_of(two.iloc[1])["started"]
-    assert stores.pack(bucket, tmp_path / "packed.parquet") == 2
-
-
-@pytest.mark.slow("starts processes")
-def test_of_several_devices_that_share_a_training_the_first_fetches_and_uploads(bucket, tmp_path, monkeypatch):
-    images = {"profile": "smoke", "setting": "cpu:threads=1", "frames": 100, "progress": False, "devices": 2}
-    images |= {"model_options": {"hidden": [16], "batch_size": 7}, "store": bucket}
-    run = gl.train("autoencoder", **images)
-    assert objects(bucket) == [f"{run.record['id']}.parquet"]
-    assert run.path.parent == remote(bucket).work
-    assert run_files.read_run(run.path)[2]
-    assert gl.runs(bucket).devices.tolist() == [2]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
-    monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", "raise SystemExit('boom')"])
-    again = gl.train("autoencoder", **images, keep_weights=False)
-    assert again.path != run.path
-    assert again.record == run.record
-
-
 def pressed(*_):
     raise KeyboardInterrupt
 
@@ -121,20 +83,6 @@ def test_what_was_trained_when_an_upload_was_cut_off_is_uploaded_and_not_trained
     assert held == [True, False]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
     assert gl.train("autoencoder", store=bucket, **image).record == again.record
-
-
-def test_a_server_that_is_not_there_is_one_sentence(monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    with pytest.raises(gl.GpulabError, match=r"^s3://nobody/at-home: cannot be reached: [^\n]*$"):
-        gl.runs("s3://nobody/at-home")
-
-
-def test_without_obstore_one_sentence_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(gl.GpulabError, match=r"pip install 'gpulab\[s3\]'$"):
-        gl.runs("s3://bucket/prefix")
 
 
 def test_an_address_is_known_as_one_and_refused_by_name_where_it_is_none_or_of_no_use():

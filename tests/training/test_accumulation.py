@@ -1,18 +1,18 @@
-import contextlib
-import copy
-import resource
-import sys
-from pathlib import Path
+"""Batches: in parts that fit into memory, and how large one should be."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import gpulab as gl
+from gpulab.models import Autoencoder
+from gpulab.models.base import Trainable
 from gpulab.training import GradientAccumulation
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU")
+from gpulab.training.batches import fit_law, noise_scale, steps_to_target
 
 
 def network(*layers):
@@ -84,7 +84,6 @@ class TooLarge(nn.Module):
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
         MemoryError(),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
-        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes"),
         RuntimeError("MPS backend out of memory"),
     ],
 )
@@ -99,15 +98,6 @@ def test_a_batch_is_halved_until_it_fits_and_the_size_is_remembered(error):
     backward(data)
     assert model.sizes == [3, 3, 3, 1]
     check_parts(model.inner, F.mse_loss, data, lambda: backward(data))
-
-
-def test_a_gradient_that_was_there_is_as_before_where_it_fails():
-    model, data = TooLarge(0, torch.OutOfMemoryError("CUDA out of memory")), batch(4)
-    whole(model.inner, F.mse_loss, data)
-    before = gradient(model).clone()
-    with pytest.warns(UserWarning, match="nobody has tried"), pytest.raises(gl.GpulabError, match="one example"):
-        GradientAccumulation(model, F.mse_loss)(data)
-    assert torch.equal(gradient(model), before)
 
 
 def test_another_error_is_not_taken_for_too_little_memory():
@@ -139,18 +129,12 @@ class Counts(nn.Module):
         (nn.BatchNorm1d(16), r"BatchNorm1d \(2\)"),
         (nn.BatchNorm1d(16, track_running_stats=False).eval(), r"BatchNorm1d \(2\)"),
         (nn.Dropout(0.5), r"Dropout \(2\) draws"),
-        (nn.MultiheadAttention, "draws random numbers"),
         (Noisy(), "draws random numbers"),
         (Counts(), "calls"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(layer, words):
-    if layer is nn.MultiheadAttention:
-        model = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-        model.self_attn.dropout = 0.5
-        data = torch.rand(6, 3, 6), torch.rand(6, 3, 6)
-    else:
-        model, data = network(layer), batch()
+    model, data = network(layer), batch()
     buffers = [buffer.clone() for buffer in model.buffers()]
     state = torch.get_rng_state()
     with pytest.raises(gl.UsageError, match=words):
@@ -158,11 +142,6 @@ def test_what_cannot_be_split_is_refused_by_name(layer, words):
     assert all(map(torch.equal, buffers, model.buffers()))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(16).eval(), nn.Dropout(0.0), nn.Dropout(0.5).eval()])
-def test_what_takes_each_example_alone_is_split(layer):
-    check_parts(network(layer), F.mse_loss, batch(), batch=3)
 
 
 def test_a_mean_over_what_a_mask_leaves_is_refused_and_its_sum_is_not():
@@ -183,65 +162,48 @@ def test_gpulabs_networks_are_split_or_refused_by_name():
         GradientAccumulation(gl.models.PredNet(channels=(3, 4), size=(12, 16)), batch=2)(torch.rand(5, 1, 3, 12, 16))
 
 
-class Named(nn.Sequential):
-    """Takes a batch by the names of its tensors, and computes the loss itself."""
+class Mean(Trainable):
+    """It learns the mean of its examples: a gradient of w − x for each."""
 
-    def forward(self, x, y):
-        return {"loss": F.mse_loss(super().forward(x), y)}
+    def __init__(self, width):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((width,), 0.5))
 
-
-def test_a_batch_by_names_is_split():
-    (x, y), layers = batch(), network()
-    in_parts = GradientAccumulation(Named(*layers), batch=4)
-    check_parts(layers, F.mse_loss, (x, y), lambda: in_parts({"x": x, "y": y}))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "rows", "words"),
-    [
-        ({"batch": 0}, 3, "batch 0"),
-        ({"reduction": "none"}, 3, "'none'"),
-        ({"loss": nn.MSELoss(reduction="none")}, 3, "'none'"),
-        ({"loss": F.mse_loss}, 4, r"\[3, 4\] rows"),
-    ],
-)
-def test_nonsense_is_refused(arguments, rows, words):
-    with pytest.raises(gl.UsageError, match=words):
-        GradientAccumulation(network(), **arguments)((torch.rand(3, 6), torch.rand(rows, 3)))
+    def training_loss(self, batch, state):  # noqa: ARG002
+        loss = (self.w - batch).square().sum(1).mean() / 2
+        return loss, loss.detach().expand(len(batch)), None
 
 
-@contextlib.contextmanager
-def little_memory(device):
-    """The allocator itself fails, of this process or of the GPU."""
-    if device == "cpu":
-        before, pages = resource.getrlimit(resource.RLIMIT_AS), int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 100 * 2**20, before[1]))
-    else:
-        torch.cuda.empty_cache()
-        room = torch.cuda.memory_reserved() + 300 * 2**20
-        torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info()[1])
-    try:
-        yield
-    finally:
-        if device == "cpu":
-            resource.setrlimit(resource.RLIMIT_AS, before)
-        else:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+def test_the_noise_scale_is_known_in_closed_form():
+    """Normal examples of deviation 0.3 in 50 dimensions: |G|² = 50 × 0.25, tr Σ = 50 × 0.09."""
+    examples = 0.3 * torch.randn(20_000, 50, generator=torch.Generator().manual_seed(0))
+    found = noise_scale(Mean(50), examples, 10)
+    assert found.gradient == pytest.approx(12.5, rel=0.01)
+    assert found.variance == pytest.approx(4.5, rel=0.03)
+    assert found.scale == pytest.approx(0.36, rel=0.03)
 
 
-@pytest.mark.parametrize(("device", "width"), [("cpu", 500), pytest.param("cuda", 2000, marks=needs_cuda)])
-@pytest.mark.skipif(sys.platform != "linux", reason="a process on Linux can limit its own memory")
-def test_a_batch_that_really_does_not_fit_is_trained_on(device, width):
-    torch.manual_seed(0)
-    layers = nn.Linear(100, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
-    model, data = nn.Sequential(*layers).to(device), [torch.rand(20_000, n, device=device) for n in (100, 1)]
-    # In float32 the whole batch's own rounding is 2e-6.
-    value, expected = whole(copy.deepcopy(model).double(), F.mse_loss, [part.double() for part in data])
-    with little_memory(device), gl.setting("cuda:tf32=off" if device == "cuda" else "cpu:threads=1"):
-        with pytest.raises(RuntimeError, match="memory"):
-            F.mse_loss(model(data[0]), data[1]).backward()
-        model.zero_grad()
-        backward = GradientAccumulation(model, F.mse_loss)
-        torch.testing.assert_close(backward(data), value.float())
-    assert 1 < backward.batch < 20_000
-    assert (gradient(model) - expected.float()).norm() <= 1e-6 * expected.norm()
+def test_the_estimates_have_no_bias_with_few_examples():
+    generator = torch.Generator().manual_seed(1)
+    found = [noise_scale(Mean(5), torch.randn(8, 5, generator=generator), 2) for _ in range(2000)]
+    assert np.mean([each.gradient for each in found]) == pytest.approx(1.25, abs=0.06)
+    assert np.mean([each.variance for each in found]) == pytest.approx(5.0, abs=0.15)
+
+
+def test_larger_batches_take_fewer_steps_to_a_target_and_more_examples():
+    net, data = Autoencoder((16,)), gl.load("digits", size=(28, 28))
+    table = steps_to_target(net, data, 0.04, (1, 8, 64), (1e-3, 3e-3), most=1500, progress=False)
+    best = table[table.best].drop_duplicates("batch_size").set_index("batch_size")
+    assert best.steps.is_monotonic_decreasing
+    assert best.examples.is_monotonic_increasing
+    assert math.isnan(steps_to_target(net, data, 1e-6, (1,), (1e-3,), most=5, progress=False).steps[0])
+
+
+def test_the_law_is_found_again():
+    sizes = [1, 2, 4, 8, 16, 32, 64]
+    assert fit_law(sizes, [30 * (1 + 12 / size) for size in sizes]) == pytest.approx((30, 12), rel=1e-4)
+
+
+def test_a_batch_that_does_not_divide_the_examples_is_refused():
+    with pytest.raises(gl.UsageError, match="10 examples in batches of 3"):
+        noise_scale(Mean(2), torch.rand(10, 2), 3)

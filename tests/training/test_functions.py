@@ -5,13 +5,10 @@ import math
 import os
 import pickle
 import random
-import signal
 import sys
 import textwrap
-import time
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -30,31 +27,19 @@ USUAL = """
     from dataclasses import dataclass
     import torch
     from torch import nn
-    from torch.utils.data import DataLoader, Dataset, random_split
+    from torch.utils.data import DataLoader, TensorDataset, random_split
     from parts import evaluate
 
     @dataclass
     class Config:
         width: int = 16
 
-    class Rings(Dataset):
-        def __init__(self, n=200):
-            angle = 2 * torch.pi * torch.rand(n)
-            self.y = (torch.rand(n) < 0.5).long()
-            self.x = torch.stack([angle.cos(), angle.sin()], 1) * (1 + self.y[:, None]) + 0.3 * torch.randn(n, 2)
-
-        def __len__(self):
-            return len(self.y)
-
-        def __getitem__(self, i):
-            return self.x[i], self.y[i]
-
-    def train(seed, setting, width=16, num_workers=0, epochs=5, start="fork"):
+    def train(seed, setting, width=16, epochs=5):
         print("epoch by epoch")
         config = Config(width)
-        some, others = random_split(Rings(), [150, 50])
-        more = {"multiprocessing_context": start} if num_workers else {}
-        loader = DataLoader(some, 32, shuffle=True, num_workers=num_workers, **more)
+        x = torch.randn(200, 2)
+        some, others = random_split(TensorDataset(x, (x.norm(dim=1) > 1.2).long()), [150, 50])
+        loader = DataLoader(some, 32, shuffle=True)
         model = nn.Sequential(nn.Linear(2, config.width), nn.ReLU(), nn.Linear(config.width, 2)).to(setting.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
@@ -103,42 +88,22 @@ def once(train, **more):
     return gl.train(train, setting=ONE, store="runs", **QUIET, **more)
 
 
-def test_a_usual_training_becomes_runs_that_a_verdict_compares(write, monkeypatch):
+def test_a_usual_training_becomes_runs_that_a_verdict_compares(write):
     write(usual=USUAL, parts=PARTS)
     settings = [ONE, "cpu:threads=1,precision=float64"]
-    experiment = gl.Experiment("usual.py:train", settings, 2, store="runs")
-    frame = experiment.run(progress=False)
+    frame = gl.Experiment("usual.py:train", settings, 2, store="runs").run(progress=False)
     assert frame[["setting", "seed"]].values.tolist() == [[setting, seed] for setting in settings for seed in (0, 1)]
     assert set(frame.status) == {"finished"}
     assert set(frame.experiment) == {"usual.py:train"}
     assert (frame.final_loss == frame.loss).all()
     assert frame.accuracy.between(0.3, 1).all()
     assert frame.final_loss.nunique() > 2
-    assert (frame.width == 16).all()
     assert gl.verdict(frame, "accuracy").table.seeds.tolist() == [2]
-    record = stores.record_of(frame.iloc[1])
-    assert record["passport"]["software"] == gl.passport()["software"]
-    assert record["arithmetic"]["threads"] == 1
-    assert record["command"] == f"gpulab train usual.py:train --setting {ONE} --seed 1"
-    monkeypatch.setattr(workers, "WORKER", [sys.executable, "-c", "import sys; sys.exit('boom')"])
-    assert experiment.run(progress=False).equals(frame), "what is done is skipped without a worker"
+    assert stores.record_of(frame.iloc[1])["command"] == f"gpulab train usual.py:train --setting {ONE} --seed 1"
     run = once("usual.py:train", seed=1)
     assert (run.record["id"], run.metrics["accuracy"]) == (frame.id[1], frame.accuracy[1])
-    assert "accuracy" in repr(run)
     stores.pack("runs", "packed.parquet")
-    packed = gl.runs("packed.parquet")
-    assert packed.drop(columns="path").equals(gl.runs("runs").drop(columns="path"))
-    assert gl.store.history(packed).loss.tolist() == frame.final_loss.tolist()
-
-
-@pytest.mark.slow("a training starts processes of its own")
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no fork")
-def test_loaders_with_processes_of_their_own_work_in_a_worker_and_change_nothing(write):
-    write(usual=USUAL, parts=PARTS)
-    variants = [{"epochs": 1}, *({"num_workers": 2, "start": start, "epochs": 1} for start in ("fork", "spawn"))]
-    frame = gl.Experiment("usual.py:train", [ONE], 1, store="runs", variants=variants).run(progress=False)
-    assert sorted(zip(frame.num_workers, frame.start, strict=True)) == [(0, "fork"), (2, "fork"), (2, "spawn")]
-    assert frame.final_loss.nunique() == 1
+    assert gl.runs("packed.parquet").drop(columns="path").equals(gl.runs("runs").drop(columns="path"))
 
 
 def test_a_training_without_torch_draws_its_random_numbers_from_the_seed():
@@ -158,7 +123,6 @@ def test_a_training_without_torch_draws_its_random_numbers_from_the_seed():
     [
         lambda seed: seed + 1.0,
         lambda setting, seed: seed + (setting.device == "cpu"),
-        lambda *, setting, seed: torch.tensor(seed + float(setting.threads)),
         lambda seed, folder, a=1: np.float32(seed + a * folder.is_dir()),
         functools.partial(lambda a, seed: seed + a, 1.0),
         lambda seed: {"loss": seed + 1, "good": True},
@@ -194,9 +158,7 @@ def test_what_is_not_finite_is_a_diverged_run_that_is_kept(value, tmp_path):
     gl.train(lambda seed: {"loss": 1.0, "other": 2.0}, store=tmp_path, **QUIET)
     assert run.status == "diverged"
     assert math.isnan(run.final_loss)
-    assert "diverged" in repr(run)
     frame = gl.runs(tmp_path).sort_values("seed")
-    assert frame.status.tolist() == ["finished", "diverged"]
     assert frame.other.isna().tolist() == [False, True]
     json.loads((run.path / "run.json").read_text(), parse_constant=pytest.fail)
     assert len(run.history), "down to the loss that it ended with"
@@ -207,11 +169,8 @@ def test_what_is_not_finite_is_a_diverged_run_that_is_kept(value, tmp_path):
     ("value", "words"),
     [
         (None, "it gave None; expected a number"),
-        ("0.5", "it gave '0.5'"),
-        ({"loss": None}, "it gave"),
         (torch.ones(2, 2), "it gave"),
         ([], "it yielded nothing"),
-        ({"status": 1.0}, "'status', a column of gpulab.runs"),
         ({"width": 1.0}, "'width', a column of gpulab.runs or an option"),
     ],
 )
@@ -221,7 +180,7 @@ def test_what_is_no_number_is_refused(value, words):
 
 
 def wrong(seed, setting):
-    """Fails from some seeds; from the others it prints, reads what is not for it, and forks."""
+    """Fails from some seeds; from the others it prints, and reads what is not for it."""
     if seed == 1:
         json.loads("no data")
     if seed == 2:
@@ -229,10 +188,6 @@ def wrong(seed, setting):
     os.write(1, b"from C\n")
     print("to standard output")
     sys.stdin.read()
-    if hasattr(os, "fork"):
-        if os.fork() == 0:
-            return -1.0
-        os.wait()
     return seed
 
 
@@ -261,16 +216,10 @@ def test_a_file_that_begins_an_experiment_when_it_is_imported_is_refused(write):
     ("train", "words"),
     [
         (lambda: 0.0, "it takes no seed"),
-        (lambda sed, setting: 0.0, "sed without a default"),
-        (lambda seed, /: 0.0, "seed"),
         (lambda seed, status=1: 0.0, "option 'status' is a column"),
-        ("nothing.py:train", r"nothing\.py cannot be imported"),
-        (3, "train 3"),
-        ("usual.py:nothing", "has no function named 'nothing'"),
         ("usual.py:Config", "it takes no seed"),
         ("broken.py:train", r"broken\.py cannot be imported: NameError: .*\(broken\.py:2\)"),
         ("tidy.py:train", r"SystemExit: 2 \(tidy\.py:3\)"),
-        ("resnet", "'resnet': expected one of .*, or a training of your own"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_any_worker_starts(train, words, write, monkeypatch):
@@ -298,9 +247,7 @@ def test_options_are_columns_and_make_other_runs(tmp_path):
     assert len(frame) == 18
     assert gl.train(train, setting=ONE, width=8, store=tmp_path, **QUIET).record["id"] in set(frame.id)
     assert gl.train(train, setting=ONE, learning_rate=1.0, **QUIET).final_loss == 1 + 1 / 8
-    options = [{"width": 8, "layers": [3, 4], "make": "Linear", "learning_rate": 0.1}]
-    options += [options[0] | {"width": 16}, options[0] | {"layers": [5]}]
-    assert set(frame.options) == {json.dumps(each) for each in options}
+    assert json.dumps({"width": 8, "layers": [5], "make": "Linear", "learning_rate": 0.1}) in set(frame.options)
     plain = frame[frame.layers == "[3, 4]"]
     assert gl.verdict(plain, factor="width").decision.startswith("different")
     with pytest.raises(gl.UsageError, match=r"mixes .*'width': 16"):
@@ -326,23 +273,6 @@ def test_the_text_counts_that_is_there_when_a_training_begins_and_the_old_runs_s
         pickle.loads(pickle.dumps(training))
 
 
-DEAF = "import pathlib, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\npathlib.Path('began').touch()\n"
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no signal that a process may ignore")
-@pytest.mark.usefixtures("write")
-def test_a_worker_that_does_not_hear_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "DEAF", 0.2)
-    monkeypatch.setattr(workers, "WORKER", [sys.executable, "-c", f"{DEAF}time.sleep(600)"])
-    worker = workers.Worker(ONE, 1)
-    while not (tmp_path / "began").exists():
-        assert worker.process.poll() is None
-        time.sleep(0.01)
-    worker.stop()
-    worker.close()
-    assert worker.process.returncode == -signal.SIGKILL
-
-
 def test_a_folder_survives_a_run_that_fails_and_a_fresh_start_forgets_it(tmp_path):
     log, store = tmp_path / "log", tmp_path / "runs"
 
@@ -362,46 +292,14 @@ def test_a_folder_survives_a_run_that_fails_and_a_fresh_start_forgets_it(tmp_pat
     assert not list((store / run_files.WORK).iterdir())
 
 
-def test_seed_runs_with_a_store_is_an_experiment(tmp_path):
-    kept = gl.seed_runs(fit, ONE, seeds=3, store=tmp_path, rate=0.2, **QUIET)
-    assert (
-        kept.id.tolist() == gl.Experiment(fit, [ONE], 3, store=tmp_path, options={"rate": 0.2}).run(False).id.tolist()
-    )
-    loose = gl.seed_runs(fit, ONE, seeds=3, rate=0.2, **QUIET)
-    assert loose.columns.tolist() == ["setting", "seed", "status", "final_loss", "loss", "gap"]
-    common = ["setting", "seed", "status", "final_loss", "gap"]
-    pd.testing.assert_frame_equal(kept[common], loose[common])
-
-
-def fit(seed, setting, rate=0.1):
-    x = torch.randn(32, 1, dtype=setting.dtype)
-    net = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(net.parameters(), rate)
-    for _ in range(10):
-        loss = (net(x) - 2 * x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return {"loss": loss, "gap": abs(net.weight.item() - 2)}
-
-
-def test_a_search_takes_a_named_function_and_a_metric(write):
-    write(train="from test_functions import fit\n")
-    old = gl.seed_runs(fit, "cpu:precision=float64", seeds=6, **QUIET)
-    given = {"search": {"rate": [0.3], "precision": ["float64"]}, "setting": "cpu", "store": "runs", **QUIET}
-    found = gl.reproduce(old, train=fit, metric="gap", margin=1e-12, **given)
-    assert found.best == {"precision": "float64"}
-    with pytest.raises(gl.GpulabError, match="there is no 'other'; the training gave loss, gap, final_loss"):
-        gl.reproduce(old.assign(other=old.gap), train=fit, metric="other", **given)
-
-
-def test_a_search_begins_from_the_options_that_the_target_had(tmp_path):
+def test_a_search_begins_from_the_options_that_the_target_had_and_takes_any_metric(tmp_path):
     def train(seed, setting, width=1, shift=0.0):
-        return np.random.default_rng(seed).normal() + 100.0 * (width != 3) + (setting.threads == 1) + shift
+        gap = np.random.default_rng(seed).normal() + 100.0 * (width != 3) + (setting.threads == 1) + shift
+        return {"loss": 1.0, "gap": gap}
 
     jobs = gl.Experiment(train, ["cpu:threads=2"], 6, store=tmp_path, options={"width": 3}).jobs()
     old = [gl.train(**job, **QUIET) for job in jobs] and gl.runs(tmp_path)
-    found = gl.reproduce(old, {"shift": [-1.0], "width": [2]}, ONE, train, store=tmp_path, **QUIET)
+    found = gl.reproduce(old, {"shift": [-1.0], "width": [2]}, ONE, train, metric="gap", store=tmp_path, **QUIET)
     assert found.original == {"shift": 0.0, "width": 3}
     assert found.best == {"shift": -1.0}
 

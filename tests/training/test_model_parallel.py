@@ -38,27 +38,16 @@ def test_a_split_network_has_the_same_losses(name, devices):
     assert parts_held == pytest.approx(held, abs=1e-10)
 
 
-@CARDS
-def test_each_card_holds_its_part():
-    net = split(Autoencoder((512, 64)), ["cuda:0", "cuda:1"])
-    assert {str(p.device) for p in net.parameters()} == {"cuda:0", "cuda:1"}
-
-
 def test_what_a_layer_reads_is_brought_to_its_device():
     """The device `meta` has shapes and no numbers: whatever is not brought there is an error."""
     net = split(PredNet((3, 4), (8, 12)), ["meta", "meta"])
     losses = net.training_loss(torch.rand(3, 1, 3, 8, 12, device="meta"), None)[0]
     assert losses.device.type == "meta"
-    for model, inputs in ((Autoencoder((16, 8)), (2, 1, 28, 28)), (PredNet((3, 4, 6), (8, 12)), (3, 1, 3, 8, 12))):
-        halves = split(model, ["cpu", "meta"])
-        places = [parameter.device.type for parameter in halves.parameters()]
-        assert {"cpu", "meta"} == set(places)
-        if isinstance(model, Autoencoder):
-            with pytest.raises(NotImplementedError, match="meta"):  # the way back, of what has no numbers
-                halves(torch.rand(inputs))
-        else:
-            state = halves.initial_state(torch.rand(inputs[1:]))
-            assert [layer.r.device.type for layer in state] == ["cpu", "cpu", "meta"]
+    halves = split(PredNet((3, 4, 6), (8, 12)), ["cpu", "meta"])
+    state = halves.initial_state(torch.rand(1, 3, 8, 12))
+    assert [layer.r.device.type for layer in state] == ["cpu", "cpu", "meta"]
+    with pytest.raises(NotImplementedError, match="meta"):  # the way back, of what has no numbers
+        split(Autoencoder((16, 8)), ["cpu", "meta"])(torch.rand(2, 1, 28, 28))
 
 
 def test_memory_per_part():
@@ -73,15 +62,8 @@ def test_memory_per_part():
     assert all(part["activations"] > 0 and part["optimizer"] == 3 * part["weights"] for part in parts)
 
 
-@pytest.mark.parametrize(
-    ("net", "count", "words"),
-    [
-        (Autoencoder((8,)), 3, "2 layers over 3"),
-        (PredNet((3, 4), (8, 12)), 3, "2 layers over 3"),
-        (Autoencoder(), 0, "layers over 0"),
-        (gl.models.Whitener(), 2, "Whitener: an Autoencoder or a PredNet"),
-    ],
-)
-def test_what_cannot_be_split_is_refused(net, count, words):
-    with pytest.raises(gl.UsageError, match=words):
-        split(net, ["cpu"] * count)
+def test_what_cannot_be_split_is_refused():
+    with pytest.raises(gl.UsageError, match="2 layers over 3"):
+        split(Autoencoder((8,)), ["cpu"] * 3)
+    with pytest.raises(gl.UsageError, match="Whitener: an Autoencoder or a PredNet"):
+        split(gl.models.Whitener(), ["cpu"] * 2)

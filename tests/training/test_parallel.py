@@ -1,7 +1,6 @@
 """Real processes on 127.0.0.1: a training on several devices ends where one on a single device does."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -17,7 +16,6 @@ from gpulab.training import data_parallel, parallel
 from gpulab.training.keeping import Keeping
 from gpulab.training.plan import plan_run
 from gpulab.training.run import carry_out, under
-from gpulab.training.workers import TORCHRUN
 
 IMAGES = {"net": "autoencoder", "model_options": {"hidden": [16], "batch_size": 7}, "frames": 100}
 FILMS = {
@@ -97,24 +95,6 @@ def test_more_devices_than_examples_in_the_last_batch():
     assert distance(trained(what, setting=DOUBLE), trained(what, setting=DOUBLE, devices=3)) < 1e-10
 
 
-@starts_processes
-def test_the_run_is_kept_as_another_with_its_command_and_found_without_a_process(tmp_path, monkeypatch):
-    seen = []
-    options = {"devices": 2, "store": tmp_path, "keep_weights": False}
-    run = trained(IMAGES, **options, progress=lambda done, loss: seen.append((done, loss)))
-    assert [done for done, _ in seen] == [20, 40, 60, 80, 100]
-    assert "--devices 2" in run.record["command"]
-    assert run_files.read_run(run.path)[2] is None
-    trained(IMAGES, store=tmp_path)
-    frame = gl.runs(tmp_path)
-    assert sorted(frame.devices) == [1, 2]
-    assert gl.verdict(frame, factor="devices", reference=1).decision == "inconclusive"  # one pair
-    monkeypatch.setattr("gpulab.training.workers.WORKER", ["no-python"])
-    assert trained(IMAGES, **options).record == run.record
-    with pytest.raises(gl.GpulabError, match="could not be started"):
-        trained(IMAGES, **options, resume=False)
-
-
 class Mine(Trainable):
     """Somebody's own, which is sent to the processes; one of its parameters is never used."""
 
@@ -158,21 +138,13 @@ class Carrying(gl.models.PredNet):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"net": "prednet"}, "PredNet learns from a batch of 1, which 2 devices cannot share.*batch_size"),
-        ({"net": "autoencoder"}, "Autoencoder learns from a batch of 1.*--window"),
         ({"net": "whitener"}, "2 devices cannot share a batch: the batch of Whitener cannot be split.*another seed"),
         (
             {"net": Mine(nn.BatchNorm1d(784)), "data": "digits"},
             r"BatchNorm1d \(layer\) computes with mean and var",
         ),
         ({"net": Mine(nn.Dropout()), "data": "digits"}, r"Dropout \(layer\) draws other numbers"),
-        (IMAGES | {"devices": 0}, "devices=0: expected a whole number from 1"),
         (IMAGES | {"loader": "reused"}, "'reused' hands over one frame after another"),
-        (IMAGES | {"setting": "mps"}, "devices=2 under mps"),
-        (IMAGES | {"setting": "cuda:1"}, "say cuda, without a number"),
-        (IMAGES | {"watch": print}, "torchrun"),
-        (IMAGES | {"window": 1}, "window=1"),
-        (FILMS | {"window": 8}, "batch_size=5: of a window of 8 frames too few"),
         (
             {"net": Carrying((3, 4), (8, 12)), "data_options": {"size": (8, 12)}},
             "Carrying carries a state from batch to batch",
@@ -207,18 +179,18 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 
 
 KILLED = """
-import os, signal, sys
+import os, signal
 import gpulab as gl
 
 restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 def watch(model, step):
-    if sys.argv[1] == "killed" and restart == 0 and os.environ["RANK"] == "1" and step >= 9:
+    if restart == 0 and os.environ["RANK"] == "1" and step >= 9:
         os.kill(os.getpid(), signal.SIGKILL)
 
 options = {"hidden": [16], "batch_size": 7}
 setting = "cpu:threads=1,precision=float64"
-gl.train("autoencoder", setting=setting, profile="smoke", frames=100, model_options=options, store=sys.argv[1],
+gl.train("autoencoder", setting=setting, profile="smoke", frames=100, model_options=options, store="killed",
          checkpoint_seconds=0, watch=watch, progress=False)
 """
 
@@ -227,51 +199,22 @@ gl.train("autoencoder", setting=setting, profile="smoke", frames=100, model_opti
 def test_a_worker_killed_half_way_is_restarted_from_the_last_checkpoint_with_the_same_end(tmp_path):
     file = tmp_path / "training.py"
     file.write_text(KILLED)
-    for store in ("killed", "whole"):
-        command, environment = [*COMMAND, "--max-restarts", "1", file, store], {**os.environ, **LOOPBACK}
-        subprocess.run(command, env=environment, cwd=tmp_path, check=True, timeout=120)
-    (killed,), (whole,) = (
-        [run_files.read_run(p.parent) for p in (tmp_path / s).glob("*/run.json")] for s in ("killed", "whole")
-    )
+    command, environment = [*COMMAND, "--max-restarts", "1", file], {**os.environ, **LOOPBACK}
+    subprocess.run(command, env=environment, cwd=tmp_path, check=True, timeout=120)
+    (killed,) = (run_files.read_run(file.parent) for file in tmp_path.glob("killed/*/run.json"))
     # It died after three windows of three updates; the checkpoint is of the third, or the second.
     assert killed[0]["resumed_at"] in (2, 3)
-    assert "resumed_at" not in whole[0]
-    assert killed[0]["summary"]["weights"] == whole[0]["summary"]["weights"], "the same bits"
-    assert killed[1].loss.tolist() == whole[1].loss.tolist()
     alone = trained(IMAGES, setting=DOUBLE)
-    assert alone.final_loss == pytest.approx(killed[0]["summary"]["final_loss"], abs=1e-10)
-
-
-@starts_processes
-def test_two_nodes_train_one_network_tell_of_one_run_and_need_no_common_folder(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-id", "gpulab", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    command += ["--local-addr", "127.0.0.1", "-m", "gpulab", "train", "autoencoder", "--profile", "smoke"]
-    command += ["--setting", "cpu:threads=1", "--frames", "60", "--option", "batch_size=7"]
-    how = {"env": {**os.environ, **LOOPBACK}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    for _ in range(2):  # trained, and found
-        nodes = [subprocess.Popen([*command, "--store", tmp_path / node], **how) for node in ("one", "two")]
-        said = [node.communicate(timeout=120) for node in nodes]
-        assert [node.returncode for node in nodes] == [0, 0], said
-        assert sum("kept in" in out for out, _ in said) == 1
-    (run,) = [run_files.read_record(file.parent) for file in tmp_path.glob("*/*/run.json")]
-    assert run["devices"] == 2
+    assert killed[1].loss.tolist() == pytest.approx(alone.history.loss.tolist(), abs=1e-10)
 
 
 def test_processes_with_different_trainings_do_not_share_one(monkeypatch, tmp_path):
-    """Stands in for the first of two processes: it says that it has something else to do."""
+    """Stands in for the first of two: it says that it has something else to do."""
     monkeypatch.setattr(dist, "broadcast_object_list", lambda answer, _: answer.__setitem__(0, "something else"))
     plan = plan_run("autoencoder", profile="smoke", devices=2, model_options={"batch_size": 7})
     keeping, _ = data_parallel.in_group(plan, Keeping(store=tmp_path), parallel.Group(1, 2))
     with pytest.raises(gl.GpulabError, match="process 1 of 2 has another training to do than the first"):
         keeping.existing_run(plan.identity(gl.passport()))
-    monkeypatch.setenv(TORCHRUN, "one")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(gl.UsageError, match="devices=3, and torchrun has started 2 processes"):
-        trained(IMAGES, devices=3)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
@@ -280,12 +223,3 @@ def test_inference_on_two_devices_is_that_on_one(rows):
     images = torch.rand(rows, 1, 28, 28, dtype=torch.float64)
     torch.testing.assert_close(data_parallel.predict(net, images, ["cpu", "cpu"]), net(images), rtol=0, atol=1e-14)
     assert net.training
-    for devices in ([], "cpu"):
-        with pytest.raises(gl.UsageError, match="expected a list of one or more"):
-            data_parallel.predict(net, images, devices)
-
-
-def test_more_processes_than_cores_are_told(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    with pytest.warns(UserWarning, match="devices=3: this machine has 2 cores"):
-        parallel.check_devices(gl.Setting.parse("cpu"), 3)

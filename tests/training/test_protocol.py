@@ -1,17 +1,21 @@
+"""What is laid down before a run: protocols, specifications, and registrations by their digest."""
+
 import copy
+import hashlib
 import shlex
+from pathlib import Path
 from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from typer.testing import CliRunner
 
 import gpulab as gl
 from gpulab.cli import app
 from gpulab.data.feed import LOADERS
-from gpulab.training.protocol import OPTIONS, PROFILES, PROTOCOLS, Specification, factors_of_record, protocol
+from gpulab.store import records
+from gpulab.training.protocol import Specification, factors_of_record, protocol
 from gpulab.training.request import planned
 
 
@@ -23,36 +27,9 @@ def test_the_paper_profile_is_the_published_protocol():
     assert (protocol("autoencoder", "paper").data, protocol("autoencoder", "paper").frames) == ("mnist", 60_000)
 
 
-@pytest.mark.parametrize("model", PROTOCOLS)
-def test_each_model_has_each_profile_and_they_grow(model):
-    plans = [protocol(model, name) for name in PROFILES]
-    for attribute in ("frames", "seeds", "size"):
-        values = [getattr(plan, attribute) for plan in plans]
-        assert values == sorted(values)
-    for plan in plans:
-        assert plan.frames >= 5 * plan.window
-
-
 def test_the_environment_has_the_last_word(monkeypatch):
-    for environment, expected in (("", "paper"), ("smoke", "smoke")):
-        monkeypatch.setenv("GPULAB_PROFILE", environment)
-        assert gl.profile("paper") == expected
-    monkeypatch.setenv("GPULAB_PROFILE", "huge")
-    with pytest.raises(gl.UsageError, match=r"'huge'.*smoke, quick, paper"):
-        gl.profile("quick")
-
-
-@pytest.mark.parametrize(
-    ("model", "profile", "words"),
-    [
-        ("prednet", "huge", "'huge': prednet has smoke, quick, motion, paper"),
-        ("autoencoder", "motion", "'motion': autoencoder has smoke, quick, paper"),
-        ("resnet", "quick", "'resnet'.*autoencoder, prednet"),
-    ],
-)
-def test_unknown_names_are_refused_with_the_known_ones(model, profile, words):
-    with pytest.raises(gl.UsageError, match=words):
-        protocol(model, profile)
+    monkeypatch.setenv("GPULAB_PROFILE", "smoke")
+    assert gl.profile("paper") == "smoke"
 
 
 def test_a_profile_may_have_options_of_its_data_that_a_run_can_override():
@@ -116,30 +93,46 @@ def test_a_record_older_than_truncation_was_made_with_the_whole_state_cut_off():
     again = planned("prednet", profile="smoke", model_options={"truncation": "state"}).record
     assert "truncation" not in again["configuration"]["model_options"], "so that an older run can stand for it"
     assert "--option truncation=state" in Specification.from_record(again).command()
-    recorded = gl.recorded_runs()
-    assert set(recorded[recorded.experiment == "prednet"].truncation) <= {"state", "loss"}
-    assert recorded[recorded.experiment != "prednet"].truncation.isna().all()
 
 
-def test_a_grey_film_is_specified_again(tmp_path):
-    for number in range(40):
-        Image.new("L", (12, 8), 5 * number).save(tmp_path / f"{number:02}.png")
-    flat = {"data": f"frames:{tmp_path}", "grey": True, "size": "8x12", "frames": 20}
-    specification = Specification.from_options("prednet", "smoke", flat)
-    assert specification.options["model_options"]["channels"] == [1, 8, 16]
-    run = gl.train(**specification.arguments(), progress=False)
-    assert planned(**Specification.from_record(run.record).arguments()).id == run.record["id"]
+REGISTERED = Path(__file__).parents[2] / "data" / "registered"
+PLAN = "# A plan\n\n" + "".join(f"## {heading}\nWords.\n\n" for heading in records.LAID_DOWN)
 
 
-def test_a_loaded_network_or_film_has_no_command():
-    film = gl.load("walk", frames=20, size=(24, 32))
-    assert gl.train("prednet", film, profile="smoke", frames=20, progress=False).record["command"] is None
+@pytest.fixture
+def plan(tmp_path):
+    file = tmp_path / "a-plan.md"
+    file.write_text(PLAN, encoding="utf-8")
+    return file
 
 
-def test_an_unknown_factor_is_named():
-    with pytest.raises(gl.UsageError, match="no factor 'looder'; there are loader, flip, fast, draws"):
-        gl.train("autoencoder", profile="smoke", looder="copied")
+def test_every_run_made_under_a_registration_keeps_its_digest_which_is_no_part_of_what_is_run(plan, tmp_path):
+    store, options = tmp_path / "store", {"profile": "smoke", "frames": 20}
+    made = {"how": {"registered": str(plan)}, "options": {"frames": 20}, "store": store}
+    gl.Experiment("autoencoder", ["cpu:threads=1"], 1, "smoke", **made).run(progress=False)
+    gl.train(lambda seed: seed / 2, store=store, registered=plan, progress=False)
+    registered = gl.train("autoencoder", store=store, registered=plan, progress=False, **options)
+    gl.train("autoencoder", seed=1, store=store, progress=False, **options)
+    gl.store.listing.pack(store, tmp_path / "packed.parquet")
+    digest = hashlib.sha256(plan.read_bytes()).hexdigest()
+    for runs in (gl.runs(store), gl.runs(tmp_path / "packed.parquet")):
+        assert set(runs[runs.seed == 0].registered) == {f"a-plan {digest}"}
+        assert runs[runs.seed == 1].registered.isna().all()
+    again = gl.train("autoencoder", progress=False, **options)
+    for name in ("id", "configuration"):
+        assert registered.record[name] == again.record[name]
 
 
-def test_there_are_as_many_ways_to_reach_the_device_as_the_loader_knows():
-    assert OPTIONS["loader"].choices == LOADERS
+def test_what_lays_nothing_down_is_refused_before_anything_is_trained(plan):
+    plan.write_text(PLAN.replace("## Margin\n", ""))
+    with pytest.raises(gl.UsageError, match="has no heading '## Margin'"):
+        gl.train("autoencoder", registered=plan)
+
+
+def test_recorded_runs_were_made_under_the_registrations_that_are_here():
+    files = [*REGISTERED.glob("*.md")]
+    assert files
+    for file in files:
+        runs = gl.runs(records.recorded_folder("studies") / f"{file.stem}.parquet")
+        assert len(runs)
+        assert set(runs.registered) == {records.registration(file)["registered"]}, "changed since"

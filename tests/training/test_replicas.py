@@ -1,18 +1,14 @@
 """Trainings that take turns: each has the result that it has alone, whatever happens to the others."""
 
-import concurrent.futures
 import itertools
 import json
-import sys
-import threading
 
 import pytest
 import torch
 
 import gpulab as gl
-from gpulab.data.scenes import Walk
-from gpulab.errors import GpulabError
-from gpulab.training import replicas, run, workers
+from gpulab.training import replicas, run
+from gpulab.training.worker import worker_loop
 from gpulab.training.workers import Workers, may_share
 
 SMOKE = {"profile": "smoke", "frames": 200}
@@ -92,14 +88,13 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path):
     assert [*results(tmp_path / "shared").index] == [0, 1]
 
 
-@pytest.mark.parametrize("room", [2, 0])
-def test_one_that_does_not_fit_waits_until_another_has_ended_or_says_so(tmp_path, monkeypatch, room):
-    """Stands in for a GPU's memory: at most two of the trainings' windows are under way, or none."""
+def test_one_that_does_not_fit_waits_until_another_has_ended(tmp_path, monkeypatch):
+    """Stands in for a GPU's memory: at most two of the trainings' windows are under way."""
     usual, going = run.carry_out, set()
 
     def carry_out(plan, *args, **kwargs):
         me = object()
-        if len(going) == room:
+        if len(going) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         going.add(me)
         try:
@@ -108,10 +103,8 @@ def test_one_that_does_not_fit_waits_until_another_has_ended_or_says_so(tmp_path
             going.discard(me)
 
     monkeypatch.setattr(run, "carry_out", carry_out)
-    answers = together(jobs(tmp_path, "autoencoder", range(5)))
-    assert len(gl.runs(tmp_path / "shared")) == (5 if room else 0)
-    for answer in answers.values():
-        assert "id" in answer[-1] if room else "out of memory" in answer[-1]["error"]
+    together(jobs(tmp_path, "autoencoder", range(5)))
+    assert len(gl.runs(tmp_path / "shared")) == 5
 
 
 def test_an_interruption_saves_a_checkpoint_of_each_and_nothing_is_lost(tmp_path, monkeypatch):
@@ -132,21 +125,6 @@ def test_an_interruption_saves_a_checkpoint_of_each_and_nothing_is_lost(tmp_path
     check_each_as_alone(tmp_path, "autoencoder", range(3))
 
 
-def test_jobs_that_come_later_join_in():
-    """And the thread that waits for more begins only when several are done together."""
-    before = threading.active_count()
-    coming = replicas.Coming(iter(f'{{"number": {n}, "seed": {n}}}' for n in range(3)))
-    assert next(iter(coming)) == (0, {"seed": 0})
-    assert threading.active_count() == before
-    assert [*coming] == [(1, {"seed": 1}), (2, {"seed": 2})]
-    coming = replicas.Coming(iter(['{"number": 7}']))
-    while (item := coming.now()) is None:
-        pass
-    assert item == (7, {})
-    assert coming.now() is None
-    assert [*coming] == []
-
-
 def test_what_shares_a_gpu():
     job = {"net": "prednet", "setting": "cuda:tf32=off", "seed": 0}
     others = [{"setting": "cpu"}, {"net": "mine.py:train"}, {"devices": 2}, {"guard": True}]
@@ -157,41 +135,26 @@ def test_what_shares_a_gpu():
     assert Workers(1, [job | {"setting": "cpu"}]).count == 1
 
 
-def test_frames_that_several_want_are_rendered_once(monkeypatch):
-    rendered, usual = [], Walk.render
-    monkeypatch.setattr(Walk, "render", lambda self, frames: rendered.append(frames) or usual(self, frames))
-    streams = [Walk(12, (24, 32)).stream(0, 500) for _ in range(4)]
-    for frames in zip(*streams, strict=True):
-        assert all((frame == frames[0]).all() for frame in frames)
-    assert sum(map(len, rendered)) == 500
+JOB = {"net": "autoencoder", "profile": "smoke", "setting": "cpu:threads=1", "seed": 1, "frames": 40}
 
 
-def test_one_process_answers_several_who_ask_at_once(tmp_path):
-    worker = workers.Worker("cpu:threads=1", 1)
-    heard = {seed: [] for seed in range(4)}
-
-    def ask(seed):
-        job = jobs(tmp_path, "autoencoder", [seed], "cpu:threads=1", data="nonsense" if seed == 2 else None)[0]
-        return worker.train(job, lambda done, _: heard[seed].append(done))
-
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(ask, seed) for seed in heard]
-    worker.close()
-    assert "nonsense" in str(answers.pop(2).exception())
-    assert {answer.result() for answer in answers} == {*gl.runs(tmp_path / "shared").id}
-    assert [bool(done) for done in heard.values()] == [True, True, False, True]
-    with pytest.raises(GpulabError, match="ended with status"):
-        ask(7)
-
-
-def test_jobs_for_a_gpu_that_is_not_there_say_so(tmp_path):
-    answers = together(jobs(tmp_path, "autoencoder", range(3), "cuda:77"))
-    assert ["cuda:77" in answer[-1]["error"] for answer in answers.values()] == [True] * 3
-
-
-def test_a_process_that_talks_nonsense_is_ended(tmp_path, monkeypatch):
-    talk = "import time; print('hello', flush=True); time.sleep(600)"
-    monkeypatch.setattr("gpulab.training.workers.WORKER", [sys.executable, "-c", talk])
-    worker = workers.Worker("cpu", 1)
-    with pytest.raises(GpulabError, match="ended with status -9"):
-        worker.train(jobs(tmp_path, "autoencoder", [0])[0], lambda *_: None)
+def test_a_worker_answers_each_job_with_lines_of_json_and_survives_bad_ones(tmp_path, capfd):
+    jobs = [
+        {**JOB, "store": str(tmp_path)},
+        {**JOB, "setting": "cuda:77"},
+        {**JOB, "model_options": {"hidden": []}},
+        {**JOB, "colour": "red"},
+        {**JOB, "store": str(tmp_path), "seed": 2},
+    ]
+    worker_loop(iter([json.dumps({"number": 10 * place, **job}) + "\n" for place, job in enumerate(jobs)]))
+    said, errors = capfd.readouterr()
+    answers = [json.loads(line) for line in said.splitlines()]
+    assert [answer.pop("number") for answer in answers] == [0, 0, 0, 10, 20, 30, 40, 40, 40]
+    frame = gl.runs(tmp_path)
+    kinds = ["+".join(answer) for answer in answers]
+    assert kinds == ["done+loss", "done+loss", "id", "error", "error", "error", "done+loss", "done+loss", "id"]
+    assert [answer["id"] for answer in answers if "id" in answer] == frame.id.tolist()
+    assert [answer["done"] for answer in answers if "done" in answer] == [20, 40, 20, 40]
+    for answer, wrong in zip(answers[3:6], ("cuda:77", "hidden", "colour"), strict=True):
+        assert wrong in answer["error"]
+    assert "Traceback" not in errors

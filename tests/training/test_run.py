@@ -1,5 +1,6 @@
 import copy
 import functools
+import itertools
 import json
 import math
 import warnings
@@ -45,13 +46,6 @@ def same(run, other):
     for name, tensor in run.model.state_dict().items():
         assert (tensor == other.model.state_dict()[name]).all(), name
     return True
-
-
-def strict_json(text):
-    def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 @BOTH
@@ -227,15 +221,6 @@ def test_a_model_of_ones_own_trains_and_is_kept(make, tmp_path):
     assert gl.runs(tmp_path).experiment.tolist() == [type(net).__name__.lower()]
 
 
-def test_a_model_of_ones_own_may_say_its_channels_and_size():
-    net = Remembers()
-    net.size = (8, 12)
-    assert train(net, profile="smoke", frames=100, progress=False).data.size == (8, 12)
-    net.channels = (1,)
-    with pytest.raises(gl.UsageError, match=r"the model takes \(1, 8, 12\)"):
-        train(net, profile="smoke", frames=100, progress=False)
-
-
 @pytest.mark.parametrize(
     ("model", "frames", "step"),
     [("autoencoder", 200, 2), ("prednet", 200, 2), ("prednet", 20, 1)],  # the first loss is that of the drawn weights
@@ -244,30 +229,11 @@ def test_too_high_a_learning_rate_diverges_though_only_the_held_out_loss_may_sho
     options = {"frames": frames, "learning_rate": 1e38, "store": tmp_path}
     run = trained(model, **options)
     assert (run.status, run.record["diverged_at"]) == ("diverged", step)
-    assert math.isnan(run.final_loss)
-    assert math.isnan(run.heldout_loss)
-    assert f"diverged at step {step}" in repr(run)
-    record = strict_json((run.path / "run.json").read_text())
+    record = json.loads((run.path / "run.json").read_text(), parse_constant=pytest.fail)
     assert (record["summary"]["final_loss"], record["summary"]["heldout_loss"]) == (None, None)
-    again = trained(model, **options)
-    assert (again.status, again.path) == ("diverged", run.path)
     (row,) = gl.runs(tmp_path).itertuples()
     assert (row.status, row.diverged_at) == ("diverged", step)
     assert math.isnan(row.final_loss)
-
-
-def test_a_diverged_run_that_could_not_be_stored_has_diverged_at_the_same_step_when_run_again(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError("no space left on device")
-
-    options = {"learning_rate": 1e38, "store": tmp_path, "checkpoint_seconds": 0}
-    with monkeypatch.context() as patch:
-        patch.setattr(run_files, "write_run", full)
-        with pytest.raises(OSError, match="no space"):
-            trained(**options)
-    again = trained(**options)
-    assert again.record["diverged_at"] == 2
-    assert len(again.history) == 2
 
 
 def interrupted(run, after, error=KeyboardInterrupt):
@@ -296,15 +262,13 @@ def remembering(**options):
     ],
 )
 def test_an_interrupted_run_saves_a_checkpoint_and_resumes_to_the_same_bits(run, stops, tmp_path):
-    whole, told = run(), []
+    whole = run()
     for after in stops:
         interrupted(lambda progress: run(store=tmp_path, **progress), after)
         assert gl.runs(tmp_path).empty
         assert len(list((tmp_path / run_files.WORK).glob("*.safetensors"))) == 1
-    resumed = run(store=tmp_path, progress=lambda done, loss: told.append((done, loss)))
+    resumed = run(store=tmp_path)
     assert resumed.record["resumed_at"] == stops[-1] / 20
-    assert [done for done, _ in told] == [*range(stops[-1] + 20, 201, 20)]
-    assert [loss for _, loss in told] == resumed.history.loss[stops[-1] // 20 :].tolist()
     assert same(resumed, whole)
     assert resumed.record["gradients"] == whole.record["gradients"] != ""
     assert list((tmp_path / run_files.WORK).iterdir()) == []
@@ -323,81 +287,42 @@ def test_a_run_that_ends_without_a_word_goes_on_from_its_last_checkpoint_unless_
     assert same(run, reference())
 
 
-class Autoencoder(gl.models.Autoencoder):
-    """Presses Ctrl-C before the update of a number that is counted down."""
-
-    countdown = math.inf
-
-    def training_loss(self, batch, state):
-        if self.training:
-            Autoencoder.countdown -= 1
-            if Autoencoder.countdown < 0:
-                raise KeyboardInterrupt
-        return super().training_loss(batch, state)
-
-
 @pytest.mark.parametrize("updates", [0, 47])
 def test_a_run_interrupted_within_its_first_or_third_window_resumes_to_the_same_bits(updates, tmp_path, monkeypatch):
-    def run(**options):
-        return train(Autoencoder([16]), "digits", profile="smoke", frames=100, progress=False, **options)
+    usual, count = gl.models.Autoencoder.training_loss, itertools.count()
 
-    whole = run()
-    monkeypatch.setattr(Autoencoder, "countdown", updates)  # of windows of twenty images
-    with pytest.raises(KeyboardInterrupt):
-        run(store=tmp_path)
-    monkeypatch.setattr(Autoencoder, "countdown", math.inf)
-    assert same(run(store=tmp_path), whole)
+    def pressed(self, batch, state):
+        if self.training and next(count) == updates:  # of windows of twenty images
+            raise KeyboardInterrupt
+        return usual(self, batch, state)
 
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tensors: tensors.update({"model.conv_p.0.weight": tensors["model.conv_p.0.weight"][:1]}),
-        lambda tensors: tensors.pop("adam.exp_avg.0"),
-    ],
-)
-def test_a_foreign_checkpoint_is_reported_and_the_run_starts_anew(change, tmp_path):
-    interrupted(lambda progress: trained(store=tmp_path, **progress), after=80)
-    (file,) = (tmp_path / run_files.WORK).glob("*.safetensors")
-    tensors, notes = run_files.read_checkpoint(file)
-    change(tensors)
-    run_files.write_checkpoint(file, tensors, notes)
-    with pytest.warns(UserWarning, match="damaged checkpoint") as warned:
-        run = trained(store=tmp_path)
-    assert str(warned[0].message).startswith(str(file))
-    assert "resumed_at" not in run.record
-    assert same(run, reference())
+    with monkeypatch.context() as patch:
+        patch.setattr(gl.models.Autoencoder, "training_loss", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            trained("autoencoder", store=tmp_path, fast=False)
+    assert same(trained("autoencoder", store=tmp_path, fast=False), reference("autoencoder", fast=False))
 
 
-@pytest.mark.parametrize("setting", ["cpu", "cpu:precision=float64"])
-def test_a_run_that_is_done_is_returned_without_training(tmp_path, setting):
+def test_a_run_that_is_done_is_returned_without_training(tmp_path):
     def never(*_):
         raise AssertionError("it trains again")
 
-    options = {"store": tmp_path, "setting": setting, "frames": 40}
+    options = {"store": tmp_path, "setting": "cpu:precision=float64", "frames": 40}
     first = trained(**options, command="a command")
     second = trained(**{**options, "progress": never})
     assert same(first, second)
-    assert [tensor.dtype for tensor in second.model.state_dict().values()] == len(second.model.state_dict()) * [
-        gl.Setting.parse(setting).dtype
-    ]
-    assert second.path == first.path
-    assert second.record == first.record
-    assert second.record["command"] == "a command"
+    assert {tensor.dtype for tensor in second.model.state_dict().values()} == {torch.float64}
+    assert (second.path, second.record) == (first.path, first.record)
     assert not second.model.fresh
 
 
 def test_the_record_says_what_was_run_and_on_what(tmp_path):
     run = trained(store=tmp_path, frames=20, seed=3, rerun=2, command="gpulab train prednet", keep_weights=False)
-    assert {file.name for file in run.path.iterdir()} == {"results.safetensors", "run.json"}
     assert run_files.read_run(run.path)[2] is None, "weights are kept only when asked"
-    record = strict_json((run.path / "run.json").read_text())
-    assert record.pop("seal").startswith("sealed by ")
-    assert record == run.record
+    record = json.loads((run.path / "run.json").read_text(), parse_constant=pytest.fail)
+    assert {name: value for name, value in record.items() if name != "seal"} == run.record
     assert record["passport"] == gl.passport()
     assert (record["seed"], record["rerun"], record["setting"], record["profile"]) == (3, 2, "cpu:threads=1", "smoke")
-    assert record["configuration"]["data_options"]["size"] == [8, 12]
-    assert record["configuration"]["frames"] == 20
     assert record["id"] == run.path.name
 
 
@@ -412,32 +337,16 @@ def test_the_id_of_a_run_is_known_before_it_is_trained(model, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"net": "resnet"}, "'resnet'"),
         ({"net": nn.Linear(2, 2)}, r"Linear: give the function that trains it, train\(seed, setting\)"),
-        ({"net": gl.models.Autoencoder()}, "model_options"),
-        ({"profile": "huge"}, "'huge'.*smoke, quick, motion, paper"),
         ({"frames": 19}, "19.*20"),
-        ({"frames": 30.5}, "30.5"),
-        ({"learning_rate": -1.0}, "-1"),
         ({"data": "digits"}, "digits is a set of images; PredNet learns from a sequence"),
-        ({"net": "autoencoder", "model_options": {}, "data": "walk"}, "walk is a sequence"),
         ({"data_options": {"size": (24, 32)}}, r"\(3, 24, 32\).*\(3, 8, 12\)"),
-        ({"data_options": {"colour": 1}}, "colour"),
-        ({"data": gl.load("walk", size=(8, 12)), "data_options": {"speed": 2.0}}, "data_options"),
-        ({"model_options": {"depth": 3}}, "depth"),
         ({"model_options": {"channels": [3, 4], "size": [9, 12]}}, r"\(9, 12\)"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_a_usage_error(wrong, named):
     with pytest.raises(gl.UsageError, match=named):
         trained(**{"frames": 20, **wrong})
-
-
-@pytest.mark.parametrize(("setting", "threads"), [("cpu", 1), ("cpu:threads=2", 2)])
-def test_a_network_that_gains_nothing_from_threads_takes_one_unless_told(setting, threads):
-    before = torch.get_num_threads()
-    run = gl.train("autoencoder", setting=setting, profile="smoke", frames=20, progress=False)
-    assert (run.record["arithmetic"]["threads"], torch.get_num_threads()) == (threads, before)
 
 
 @pytest.mark.parametrize(("there", "said"), [(40, True), (200, False)])
