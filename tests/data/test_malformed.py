@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpulab as gl
-from gpulab.errors import printable
 
 WHOLE = idx(noise(30, 28, 28))
 PACKED = gzip.compress(WHOLE, mtime=0)
@@ -120,15 +119,6 @@ def test_a_valid_file_that_is_damaged_or_cut_anywhere_never_loads_as_something_e
     except gl.DataError as error:
         found, said = None, str(error)
     assert (str(file) in said and "\n" not in said) if said else np.array_equal(found, expected)
-
-
-@pytest.mark.parametrize("place", ["a\0b", 300 * "x", "films\udcff"], ids=["NUL", "long", "no UTF-8"])
-@pytest.mark.parametrize("kind", ["video", "frames", "mnist", "jpeg:video"])
-def test_a_path_that_can_be_none_is_one_clear_line(kind, place):
-    with pytest.raises(gl.GpulabError) as error:
-        gl.load(f"{kind}:{place}")
-    assert str(error.value).startswith((printable(place), f"{kind}:{printable(place)}: this name is not UTF-8"))
-    assert "\n" not in str(error.value)
 
 
 def test_a_folder_without_what_is_looked_for_or_with_images_of_two_sizes_is_named(tmp_path):

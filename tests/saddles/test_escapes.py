@@ -54,6 +54,17 @@ def test_minibatches_leave_when_their_noise_says(saddle, alone):
     assert not others[0].history.equals(first.history)
 
 
+def test_the_history_ends_where_the_radius_is_passed(saddle):
+    seen = escape(saddle, perturbation=1e-4)
+    history = seen.history
+    assert history.distance[0] == pytest.approx(1e-4)
+    assert (history.along <= history.unstable + 1e-15).all()
+    assert (history.unstable <= history.distance + 1e-15).all()
+    assert history.unstable.iloc[-1] > seen.radius >= history.unstable.iloc[-2]
+    assert history.loss[0] == pytest.approx(saddle.loss)
+    assert escape(saddle, perturbation=1e-4, steps=20).history.equals(history[:21])
+
+
 def test_a_zero_unit_is_a_way_out_too(saddle):
     spare = gl.saddles.linear_autoencoder_saddle(saddle.data, [0], hidden=2)
     seen = escape(spare, perturbation=1e-6)
