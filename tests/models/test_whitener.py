@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-import companion
 import gpulab as gl
 from gpulab.models.autoencoders import COVARIANCES, EPSILON, covariance, whiten
 
@@ -40,17 +39,6 @@ def test_whitened_codes_are_uncorrelated_and_of_variance_one_or_nan_without_an_e
     assert white.shape == x.shape
     assert white.isnan().all()
     assert whiten(x, torch.diag(torch.tensor([1.0, 0.0]))).isfinite().all(), "a variance of nothing is made up for"
-
-
-def test_reconstructions_have_the_shape_of_the_images_and_lie_in_0_to_1():
-    net, batch = gl.models.Whitener(), images()
-    made = net(batch)
-    assert made.shape == batch.shape
-    assert 0 < made.min() < made.max() < 1
-    loss, per_image, state = net.training_loss(batch, None)
-    assert loss.item() == pytest.approx((made - batch).square().mean().item(), rel=1e-5)
-    torch.testing.assert_close(per_image, (made - batch).square().mean((1, 2, 3)))
-    assert state is None
 
 
 def test_a_window_is_cut_into_batches_of_at_least_the_size_asked_for():
@@ -99,15 +87,3 @@ def test_products_kept_in_float32_are_those_without_an_emulation_and_flags_are_p
         assert (x.T @ x == rounded).all()
     assert not (rounded == plain).all()
     assert torch.backends.cuda.matmul.fp32_precision == flags
-
-
-def test_the_audit_names_the_product_and_where_it_turns_nan():
-    step = companion.FirstWindow("whitener", seed=7, frames=50)
-    report = gl.audit(step, CPU, TF32, progress=False)
-    first = report.findings[0]
-    assert (first.kind, first.operation, first.phase) == ("reduced precision", "mm", "forward")
-    assert "codes.T @ codes" in first.line
-    assert "NaN in masked_fill (forward)" in first.detail
-    assert "gpulab.float32_products()" in first.advice
-    assert f"Under {TF32} alone the step makes NaN, first in masked_fill" in str(report)
-    assert not report.faulty

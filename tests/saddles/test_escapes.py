@@ -1,7 +1,6 @@
 import math
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from saddle_problems import FLOAT64, SIX_SCALES, escape, scaled_data
@@ -46,17 +45,6 @@ def test_coarser_products_leave_sooner_and_float64_by_nothing_but_its_own_roundi
         assert 0.5 < one.steps / one.expected < 2
 
 
-def test_rounding_can_hold_a_network_at_a_saddle(saddle):
-    """An update below half of the last place of a weight is lost: here, all of them, in a format of 8 bits."""
-    seen = escape(saddle, "cpu:precision=bfloat16")
-    assert seen.noise > 1e-4
-    assert seen.held
-    assert seen.moved < 0.5
-    assert "held" in repr(seen)
-    pushed = escape(saddle, "cpu:precision=bfloat16", perturbation=0.05, learning_rate=5 * seen.learning_rate)
-    assert pushed.moved > seen.moved
-
-
 def test_minibatches_leave_when_their_noise_says(saddle, alone):
     first, again, *others = (escape(saddle, batch_size=10, seed=seed, learning_rate=0.05) for seed in (0, 0, 1, 2))
     for one in (first, *others):
@@ -66,20 +54,15 @@ def test_minibatches_leave_when_their_noise_says(saddle, alone):
     assert not others[0].history.equals(first.history)
 
 
-def test_history(saddle):
+def test_the_history_ends_where_the_radius_is_passed(saddle):
     seen = escape(saddle, perturbation=1e-4)
     history = seen.history
-    assert history.step.tolist() == list(range(seen.steps + 1))
     assert history.distance[0] == pytest.approx(1e-4)
     assert (history.along <= history.unstable + 1e-15).all()
     assert (history.unstable <= history.distance + 1e-15).all()
     assert history.unstable.iloc[-1] > seen.radius >= history.unstable.iloc[-2]
     assert history.loss[0] == pytest.approx(saddle.loss)
-    assert history.loss.iloc[-1] < saddle.loss
-    assert f"left after {seen.steps:,} steps (theory" in repr(seen)
-    fewer = escape(saddle, perturbation=1e-4, steps=20)
-    assert fewer.history.equals(history[:21])
-    assert "still there after 20 steps" in repr(fewer)
+    assert escape(saddle, perturbation=1e-4, steps=20).history.equals(history[:21])
 
 
 def test_a_zero_unit_is_a_way_out_too(saddle):
@@ -88,18 +71,6 @@ def test_a_zero_unit_is_a_way_out_too(saddle):
     assert abs(seen.steps - seen.expected) < 2
     never = escape(spare)  # zeros stay zeros: nothing is rounded
     assert never.expected == math.inf
-
-
-def test_the_weights_of_the_model_are_where_it_begins(saddle):
-    near = gl.saddles.linear_autoencoder_saddle(saddle.data, [1, 2]).model
-    with torch.no_grad():
-        torch.nn.utils.vector_to_parameters(
-            torch.nn.utils.parameters_to_vector(near.parameters()) + 1e-3 * saddle.direction, near.parameters()
-        )
-    seen = gl.saddles.escape(near, saddle, FLOAT64, progress=False)
-    assert seen.start == pytest.approx(1e-3, rel=1e-3)
-    assert seen.steps == escape(saddle, perturbation=1e-3).steps
-    assert seen.perturbation == 0
 
 
 def test_from_a_saddle_that_was_found():
@@ -111,35 +82,11 @@ def test_from_a_saddle_that_was_found():
     assert abs(seen.steps - seen.expected) <= 0.05 * seen.expected
 
 
-@pytest.fixture(scope="module")
-def escapes(saddle):
+def test_a_table_has_a_row_for_each_training_and_its_figure_says_who_never_left(saddle):
     options = {"batch_sizes": [None, 20], "seeds": 2, "learning_rate": 0.3, "progress": False}
-    return gl.saddles.escape_table(saddle, [FLOAT64, "cpu:emulate=bfloat16"], **options)
-
-
-def test_table(escapes):
+    escapes = gl.saddles.escape_table(saddle, [FLOAT64, "cpu:emulate=bfloat16"], **options)
     assert escapes.table.emulated.sum() == 4
-    assert set(escapes.table.batch_size) == {0, 20}
-    rows = escapes.paths.groupby(["setting", "perturbation", "batch_size", "seed"]).size()
-    assert len(rows) == 8
-    exact = escapes.table[(escapes.table.setting == FLOAT64) & (escapes.table.perturbation == 0)]
-    assert exact[exact.batch_size == 0].noise.nunique() == 2, "seeds round otherwise"
-    assert str(escapes).startswith(f"8 trainings from a saddle: {int(escapes.table.left.sum())} left")
-
-
-def test_mixing_changes_nothing_that_theory_sees(saddle):
-    other = saddle.mixed(3)
-    dense = other.hessian().dense()
-    assert torch.allclose(torch.linalg.eigvalsh(dense), saddle.eigenvalues, atol=1e-12)
-    for vector, value in ((other.direction, other.curvature), (other.steepest, float(other.eigenvalues[-1]))):
-        assert (dense @ vector - value * vector).norm() < 1e-12
-    assert other.hessian().gradient.norm() < 1e-12
-    assert not torch.equal(other.direction, saddle.direction)
-
-
-def test_figures(escapes):
-    recorded = escapes.table.assign(recorded=True, machine="a GPU")
-    held = escapes.table.assign(left=False, steps=np.nan)
+    assert len(escapes.paths.groupby(["setting", "perturbation", "batch_size", "seed"])) == 8
+    assert escapes.table[(escapes.table.setting == FLOAT64) & (escapes.table.batch_size == 0)].noise.nunique() == 2
     assert "theory expects" in escapes.plot().alt
-    assert "8 never left" in plots.escape_law(held).alt
-    assert len(plots.escape_law(pd.concat([escapes.table, recorded, held])).png()) < 150_000
+    assert "8 never left" in plots.escape_law(escapes.table.assign(left=False, steps=np.nan)).alt

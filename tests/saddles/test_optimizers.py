@@ -62,23 +62,12 @@ def test_steps_of_one_size_leave_after_the_radius_over_that_size(saddle, optimiz
     assert 6 < seen[1e-5].steps / seen[1e-4].steps < 20
 
 
-def test_below_its_epsilon_adam_is_gradient_descent_with_momentum(saddle):
-    seen = escape(saddle, optimizer=LARGE_EPSILON, learning_rate=0.1, perturbation=1e-6)
-    same = escape(saddle, optimizer="momentum", learning_rate=0.01, perturbation=1e-6)
-    assert seen.expected == pytest.approx(same.expected, rel=1e-6)
-    assert seen.steps / same.steps == pytest.approx(1, abs=0.05)
-
-
 def test_an_optimiser_without_a_law_says_so(saddle):
     seen = escape(saddle, optimizer=torch.optim.AdamW, steps=300)
     assert math.isnan(seen.expected)
-    assert "by adamw" in repr(seen)
     assert "no theory" in repr(seen)
-    assert seen.left
     assert Law.of(torch.optim.Adam([torch.zeros(1, requires_grad=True)], eps=0.0)) is None
-    batches = escape(saddle, optimizer="adam", batch_size=10, steps=5)
-    assert math.isnan(batches.noise)
-    assert math.isnan(batches.expected)
+    assert math.isnan(escape(saddle, optimizer="adam", batch_size=10, steps=5).expected)
 
 
 @pytest.mark.parametrize(
@@ -93,24 +82,11 @@ def test_the_ratio_is_that_of_the_settled_step(optimizer, step, dtype):
     assert ratio == pytest.approx(step / (places.item() / 2), rel=0.01)
 
 
-def test_a_step_is_rounded_away_below_one_and_not_above():
-    for power, moves in ((-26, False), (-25, False), (-23, True)):
-        weight, gradient = torch.ones(5), torch.full((5,), 2.0**power)
-        assert (step_ratio("sgd", 1.0, [weight], [gradient]) > 1) == moves
-        assert bool((weight - gradient != weight).all()) == moves
-
-
 def test_the_optimiser_and_its_rate_decide_what_a_format_holds(saddle):
-    held, moved, scaled = (escape(saddle, FLOAT32, optimizer=name) for name in ("sgd", "momentum", "adam"))
+    held, scaled = (escape(saddle, FLOAT32, optimizer=name) for name in ("sgd", "adam"))
     small, large = (escape(saddle, BFLOAT16, optimizer="adam", learning_rate=rate) for rate in (1e-5, 1e-2))
-    assert held.held
-    assert small.held
-    assert held.step_ratio < 0.2
-    assert small.step_ratio < 0.1
-    assert moved.step_ratio == pytest.approx(10 * held.step_ratio, rel=0.01)
-    assert scaled.step_ratio > 100
-    assert large.step_ratio > 1
-    assert all(one.left for one in (scaled, large, escape(saddle, FLOAT32, optimizer="adam", learning_rate=1e-5)))
+    assert all(one.held and one.step_ratio < 0.2 for one in (held, small))
+    assert all(one.left and one.step_ratio > 1 for one in (scaled, large))
 
 
 def test_what_is_rounded_away_is_the_update(saddle):
@@ -123,35 +99,14 @@ def test_what_is_rounded_away_is_the_update(saddle):
     assert "weights in float64" in repr(free)
 
 
-def test_gradient_descent_is_that_of_a_loop_to_the_last_bit(saddle):
-    seen = escape(saddle, FLOAT32, perturbation=1e-3)
-    net = saddle.mixed(0).model.float()
-    start = torch.nn.utils.parameters_to_vector(saddle.model.parameters()).detach()
-    torch.nn.utils.vector_to_parameters((start + 1e-3 * saddle.direction).float(), net.parameters())
-    order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
-    x = saddle.data[order].float()
-    for distance in seen.history.distance:
-        weights = torch.nn.utils.parameters_to_vector(net.parameters()).detach().double()
-        assert float((weights - start).norm()) == distance
-        gradients = torch.autograd.grad(torch.nn.functional.mse_loss(net(x), x), list(net.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(net.parameters(), gradients, strict=True):
-                parameter.add_(gradient, alpha=-seen.learning_rate)
-
-
 def test_a_table_and_its_figures_have_every_optimiser_with_its_rates(saddle):
     rates = {"sgd": [None], "adam": [1e-5, 1e-2]}
     escapes = gl.saddles.escape_table(saddle, [FLOAT32, BFLOAT16], optimizers=rates, progress=False)
     table = escapes.table
     assert table.groupby("optimizer").learning_rate.nunique().to_dict() == {"adam": 2, "sgd": 1}
-    assert len(escapes.paths.groupby(["optimizer", "learning_rate", "setting"])) == 6
     phases, paths = plots.escape_phases(table), plots.escape_paths(escapes.paths, radius=0.1)
     right = int((table.left == (table.step_ratio > 1)).sum())
     assert f"{right} of {len(table)} trainings follow the criterion" in phases.alt
-    assert "for sgd, adam" in phases.alt
     assert f"{int(table.left.sum())} of {len(table)} trainings leave" in paths.alt
-    assert all(len(picture.png()) < 200_000 for picture in (phases, paths))
     with pytest.raises(gl.UsageError, match="escape_phases"):
         plots.escape_law(table[table.optimizer == "adam"])
-    with pytest.raises(gl.UsageError, match="step_ratio"):
-        plots.escape_phases(table.assign(step_ratio=math.nan))

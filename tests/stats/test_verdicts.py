@@ -123,25 +123,21 @@ def test_holms_correction_by_hand():
     verdict = gl.verdict(runs, margin=0.05)
     raw = verdict.table.p_different.tolist()
     assert raw[0] < raw[1] < raw[2]
-    assert raw[0] == 2 / 2**10
     by_hand = np.maximum.accumulate([3 * raw[0], 2 * raw[1], raw[2]])
     assert verdict.table.p_different_holm.tolist() == pytest.approx(by_hand)
     a, b, c = verdict.table.p_equivalent
     assert c < b < a
     assert verdict.table.p_equivalent_holm.tolist() == pytest.approx([max(2 * b, a), 2 * b, 3 * c])
     assert verdict.decision == "different", "one level that differs decides the whole"
-    verdict = gl.verdict(levels(cpu=BASE, a=BASE, b=BASE[:1]))
-    assert verdict.decisions == {"a": "equivalent", "b": "inconclusive"}
-    assert verdict.decision == "inconclusive", "the whole is equivalent only when each is"
+    assert gl.verdict(levels(cpu=BASE, a=BASE, b=BASE[:1])).decision == "inconclusive", "equivalent when each is"
 
 
 def test_the_order_of_the_runs_does_not_matter_nor_the_precision_of_numbers():
     generator = np.random.default_rng(8)
     losses = generator.standard_normal(40)
-    runs = levels(cpu=losses, a=losses + generator.standard_normal(40) / 3, b=losses)
-    first, second = gl.verdict(runs), gl.verdict(runs.sample(frac=1, random_state=1))
-    for level in ("a", "b"):
-        assert row(first, level) == pytest.approx(row(second, level), nan_ok=True)
+    runs = levels(cpu=losses, a=losses + generator.standard_normal(40) / 3)
+    shuffled = gl.verdict(runs.sample(frac=1, random_state=1))
+    assert row(gl.verdict(runs), "a") == pytest.approx(row(shuffled, "a"), nan_ok=True)
     single = gl.verdict(runs.astype({"final_loss": "float32"}))  # is compared in double
     exact = np.float32(runs.final_loss[40:80]).astype(float) - np.float32(losses).astype(float)
     assert row(single, "a")["difference"] == pytest.approx(exact.mean(), rel=1e-12)
@@ -149,12 +145,9 @@ def test_the_order_of_the_runs_does_not_matter_nor_the_precision_of_numbers():
 
 def test_any_factor_reference_and_block_can_be_compared():
     assert gl.verdict(levels(cuda=BASE, cpu=BASE)).reference == "cpu"
-    assert gl.verdict(levels(cuda=BASE, xpu=BASE)).reference == "cuda"
     assert gl.verdict(levels(cuda=BASE, xpu=BASE), reference="xpu").reference == "xpu"
     runs = levels(copied=BASE, reused=shifted(0.2)).rename(columns={"setting": "loader", "seed": "film"})
     runs["film"] = "film " + runs.film.astype(str)
-    verdict = gl.verdict(runs, factor="loader", block="film")
-    assert "reused against copied, 10 films: different" in str(verdict)
     numbered = runs.assign(loader=runs.loader.map({"copied": 16, "reused": 32}))
     assert gl.verdict(numbered, factor="loader", block="film").decisions == {32: "different"}
 
@@ -177,10 +170,8 @@ def test_yes_and_no_have_a_share_of_the_seeds_for_margin():
     assert (usual.margin, usual.decision) == (0.1, "equivalent")
     shown = stats.beta.ppf(0.8, 6, 25)
     assert f"a difference of {shown:.2g} would have been shown with 80 % power at alpha 0.05" in str(usual)
-    assert "; the margin is 0.1, a share of the seeds." in str(usual)
-    for margin in ("0.25sd", 1.5):
-        with pytest.raises(gl.UsageError, match=f"margin '?{margin}'?: 'final_loss' holds only yes and no"):
-            gl.verdict(runs, margin=margin)
+    with pytest.raises(gl.UsageError, match="'final_loss' holds only yes and no"):
+        gl.verdict(runs, margin="0.25sd")
 
 
 def test_the_same_weights_are_not_tested():
@@ -188,36 +179,11 @@ def test_the_same_weights_are_not_tested():
     runs.loc[runs.setting == "cuda", "weights"] = [f"cpu{seed}" for seed in range(10)]
     verdict = gl.verdict(runs)
     assert verdict.decisions == {"cuda": "equivalent", "tf32": "different"}
-    assert "cuda against cpu, 10 seeds: equivalent; the same kernels, the same bits in every weight" in str(verdict)
     assert math.isnan(row(verdict)["p_different"])
     assert row(verdict, "tf32")["p_different_holm"] == row(verdict, "tf32")["p_different"], "one test, not two"
     assert gl.verdict(runs[runs.setting != "tf32"], "learned").decision == "equivalent", "though ten seeds are few"
     runs.loc[runs.setting == "cuda", "weights"] = [f"cpu{seed}" for seed in range(9)] + ["other"]
     assert row(gl.verdict(runs))["p_different"] == 1
-
-
-def test_the_words_follow_from_the_numbers_and_a_notebook_is_shown_them_with_table_and_figure():
-    verdict = gl.verdict(levels(cpu=BASE, cuda=shifted(TINY)))
-    text, numbers = str(verdict), row(verdict)
-    half = row(gl.verdict(verdict.runs, margin=" .5 sd"))["margin"]
-    assert half == pytest.approx(0.5 * inference.sd_lower_limit(BASE))
-    assert verdict.between_seeds == pytest.approx(np.std(BASE, ddof=1))
-    for piece in (
-        f"equivalent within ±{numbers['margin']:.2g}; ",
-        f"difference {numbers['difference']:.2g} [{numbers['low']:.2g}, {numbers['high']:.2g}]",
-        f"p = {numbers['p_different']:.2g}",
-        "0 of 10 seeds moved by more than the margin; up to 26% of seeds could",
-    ):
-        assert piece in text
-    unseen = 1 - 0.05 ** (1 / 10)
-    moved = str(gl.verdict(levels(cpu=BASE, cuda=shifted(0.1))))
-    assert f"none of these seeds made could undo this mean: of {-0.1 * (1 - unseen) / unseen:.2g}" in moved
-    assert f"in {unseen:.0%} of all seeds" in moved
-    bundle, _ = verdict._repr_mimebundle_()
-    assert bundle["text/plain"] == text
-    for piece in ("equivalent within", "<table", "p different holm"):
-        assert piece in bundle["text/html"]
-    assert verdict.html() == bundle["text/html"] + verdict.plot().html()
 
 
 def test_the_design_is_said_in_one_line():
@@ -228,20 +194,13 @@ def test_the_design_is_said_in_one_line():
     assert b["margin_relative"] == pytest.approx(a["margin"] / np.mean(BASE[:9]))
     assert a["smallest_shown"] == pytest.approx(smallest_shown(10, np.std(WIDE, ddof=1), 0.05 / 2))
     assert c["smallest_shown"] == math.inf
-    low, high = sorted(f"{100 * some['margin_relative']:.2g}" for some in (a, b))
-    for piece in (
-        f"Design: 9 to 10 pairs of distinct seeds; a difference of {a['smallest_shown']:.2g} to ",
-        f"{b['smallest_shown']:.2g} would have been shown with 80 % power at alpha 0.025; the margin is ",
-        f"{a['margin']:.2g} (0.25 sd between seeds, at that sd's lower 97.5 % limit), {low} to {high} % of ",
-    ):
-        assert piece in line
+    assert f"Design: 9 to 10 pairs of distinct seeds; a difference of {a['smallest_shown']:.2g} to " in line
 
 
 def test_pairs_that_are_no_seeds_are_not_taken_for_seeds():
     runs = levels(cpu=BASE, cuda=shifted(TINY)).assign(scene=lambda runs: runs.seed)
     text = str(gl.verdict(runs.assign(seed=runs.scene % 2), block="scene"))
     assert "Design: 10 pairs of distinct scenes, made from 2 distinct seeds; a difference" in text
-    assert "Design: 10 pairs of distinct scenes; a" in str(gl.verdict(runs.drop(columns="seed"), block="scene"))
 
 
 def test_jumps_against_all_others_are_said_in_the_first_sentence():
@@ -254,7 +213,6 @@ def test_jumps_against_all_others_are_said_in_the_first_sentence():
     assert numbers["rest"] == pytest.approx(np.delete(noise, (2, 5)).mean())
     assert numbers["p_rest"] == inference.mean_p(np.delete(freed - plateau, (2, 5)))
     assert "; 2 of 27 seeds jumped (mean -0.1), the other 25 moved the other way (mean +0.0" in first
-    assert "the difference mixes the two" in first
     # with the others, among them, too few or too little of a jump
     worse = plateau + noise + np.where(np.isin(np.arange(27), (2, 5)), 0.1, 0)
     among = plateau + noise - np.where(np.isin(np.arange(27), (2, 5)), 0.01, 0)
@@ -280,8 +238,6 @@ def test_the_reruns_of_the_reference_are_a_control_and_not_compared():
     assert verdict.reruns.difference.tolist() == pytest.approx([0, 0.03, 0.6])
     assert verdict.reruns.same_bits.tolist() == [True, False, False]
     assert verdict.largest == pytest.approx(0.05), "neither the reruns of the reference nor those of others count"
-    assert "cuda run again changed a seed by up to 6.00e-01; 1 of 2 seeds gave the same bits twice" in str(verdict)
-    assert gl.verdict(RERUNS).reruns.difference.tolist() == pytest.approx([0.8])
 
 
 def test_what_has_no_pairs_has_a_figure_and_a_diverged_run_no_metric_even_where_there_is_a_number():
@@ -292,7 +248,6 @@ def test_what_has_no_pairs_has_a_figure_and_a_diverged_run_no_metric_even_where_
     assert (len(alone.table), alone.largest, alone.decision) == (0, 0, "inconclusive")
     assert "nothing to compare" in alone.html()
     single = gl.verdict(THREE[THREE.seed == 0])
-    assert single.largest == pytest.approx(0.2)
     assert math.isnan(single.ratio)
     for drawn in (single, gl.verdict(levels(cpu=BASE, cuda=LOST * 10))):
         assert drawn.plot().png()
@@ -309,11 +264,7 @@ def test_the_figure_shows_every_seed_and_every_difference():
         for axes in (left, right)
     ]
     assert marks == [20, 9], "the diverged run is drawn, too"
-    assert picture.figure._suptitle.get_text() == "cuda against cpu: inconclusive"
     assert "cuda against cpu" in picture.alt
-    assert right.get_xscale() == "linear"
-    low, high = right.get_xlim()
-    assert high == -low >= 1.5 * verdict.table.margin[0] / verdict.between_seeds, "the margin does not fill the panel"
-    largest = verdict.pairs.difference.abs().max() / verdict.between_seeds
-    assert [text.get_text() for text in right.texts] == [f" inconclusive\n largest {largest:.2g}"]
-    assert picture.figure.get_size_inches()[0] == 7.2
+    bundle, _ = verdict._repr_mimebundle_()
+    assert bundle["text/plain"] == str(verdict)
+    assert verdict.html() == bundle["text/html"] + picture.html()
