@@ -1,5 +1,4 @@
 import math
-import re
 
 import numpy as np
 import pandas as pd
@@ -8,7 +7,6 @@ import pytest
 import companion
 import gpulab as gl
 from companion.meta import meta_analysis
-from gpulab.errors import UsageError
 from gpulab.store.records import recorded_folder
 from gpulab.training.sharing import merge, shared_runs
 
@@ -63,32 +61,7 @@ def test_machines_are_pooled_by_their_errors_and_not_by_a_vote(row):
     assert "over 4 machines no change of the final loss is shown" in str(verdict)
 
 
-def test_machines_that_disagree_widen_the_interval_and_are_told(row):
-    ways = [(-0.05, "A"), (0.05, "B"), (0.02, "C"), (-0.03, "D")]
-    runs = pd.concat([machine(row, name, spread(mean, 0.01, 12)) for mean, name in ways], ignore_index=True)
-    verdict = companion.atlas_verdict(runs)
-    (found,) = verdict.pooled.itertuples()
-    assert found.i2 > 0.9
-    assert 0.03 < found.tau < 0.07
-    assert found.p_heterogeneous < 1e-6
-    assert found.high - found.low > 0.1  # each machine's own is 0.013
-    assert re.search(r"tau = 4\.\d % \[.+\], I² = 100%.*another machine is expected in \[", str(verdict), re.S)
-
-
-def test_with_one_machine_there_is_nothing_to_pool_and_without_pairs_nothing_to_compare(row):
-    verdict = companion.atlas_verdict(machine(row, "NVIDIA A100", spread(0.02, 0.01, 9)))
-    assert verdict.pooled.empty
-    assert "one machine, Intel Xeon + NVIDIA A100, torch 2.11.0, so there is nothing to pool" in str(verdict)
-    assert "nothing to pool" in verdict.plot().alt
-    for frame in (pd.DataFrame([row]), pd.DataFrame([row])[:0]):
-        verdict = companion.atlas_verdict(frame)
-        assert "nothing to compare" in str(verdict)
-        assert "nothing to compare" in verdict.html()
-        with pytest.raises(UsageError, match="nothing to draw"):
-            verdict.plot()
-
-
-def test_same_bits_few_seeds_and_diverged_runs_are_told_and_not_pooled(row):
+def test_same_bits_few_seeds_and_diverged_runs_are_not_pooled(row):
     runs = [machine(row, name, spread(0.02, 0.01, 8)) for name in "AB"]
     runs += [machine(row, "SAME", [0.0] * 8), machine(row, "FEW", spread(0.5, 0.01, 4))]
     lost = machine(row, "LOST", spread(0.02, 0.01, 5))
@@ -98,10 +71,6 @@ def test_same_bits_few_seeds_and_diverged_runs_are_told_and_not_pooled(row):
     assert verdict.pooled.effect[0] == pytest.approx(0.02)
     assert sorted(verdict.machines.diverged) == [0, 0, 0, 0, 1]
     assert sorted(verdict.machines.seeds) == [4, 4, 8, 8, 8]
-    text = str(verdict)
-    assert "Not one bit changed on Intel Xeon + SAME" in text
-    assert re.search(r"Fewer than 5 seeds, not pooled: .*Intel Xeon \+ FEW, torch 2.11.0 \(4\)", text)
-    assert f"Diverged, and in no effect: 0 under {OFF}, 1 under {ON}" in text
 
 
 def test_only_runs_that_differ_in_nothing_else_are_paired_and_the_device_where_it_is_asked_for(row):
@@ -114,17 +83,13 @@ def test_only_runs_that_differ_in_nothing_else_are_paired_and_the_device_where_i
     assert table.effect.tolist() == pytest.approx([0.02])
 
 
-def test_a_change_on_all_machines_is_said_and_several_settings_are_corrected_for_their_number(row):
+def test_several_settings_are_corrected_for_their_number(row):
     effects = {ON: 0.1, CUDNN: 0.0}
     runs = [machine(row, name, spread(mean, 0.01, 8), how) for how, mean in effects.items() for name in "ABC"]
     verdict = companion.atlas_verdict(pd.concat(runs, ignore_index=True).drop_duplicates(["gpu", "setting", "seed"]))
     pooled = verdict.pooled.set_index("setting")
     assert pooled.p_holm[ON] == pytest.approx(2 * pooled.p[ON])
-    assert "over 3 machines changes the final loss, +11 % [" in str(verdict)
-    picture = verdict.plot()
-    assert "2 pooled, 1 shown to change the loss" in picture.alt
-    ends = [patch.get_xy()[1][0] for axes in picture.figure.axes for patch in axes.patches]
-    assert pytest.approx(100 * math.expm1(0.1)) in ends
+    assert "2 pooled, 1 shown to change the loss" in verdict.plot().alt
 
 
 def test_what_was_merged_is_in_the_atlas(monkeypatch, tmp_path):
