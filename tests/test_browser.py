@@ -15,7 +15,6 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import nbformat
 import pytest
 
 pytestmark = pytest.mark.slow("starts a browser")
@@ -152,28 +151,3 @@ def test_notebook_in_a_browser(notebook, opened):
         assert page.locator(CONTROLS).count() > 30
         assert unmoved(page) == []
     assert complaints == []
-
-
-PIXEL = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
-BROKEN = [
-    "import warnings, ipywidgets; from IPython.display import HTML, Javascript; warnings.warn('careful')",
-    f"HTML('<img src=\"{PIXEL}\"><img alt=lost src=nowhere.png>')",
-    "HTML('<p style=\"width: 3000px\">wide</p>')",
-    "ipywidgets.FloatProgress(0.5)",
-    "ipywidgets.VBox([ipywidgets.IntSlider(), ipywidgets.Dropdown(options='ab'), ipywidgets.HTML('still')])",
-    "Javascript('console.error(\"said aloud\")')",
-    "1 / 0",
-    "never = 1",
-]
-
-
-def test_what_is_wrong_with_a_notebook_is_seen(lab, opened):
-    cells = [nbformat.v4.new_code_cell(source) for source in BROKEN]
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), lab[1] / "broken.ipynb")
-    page, complaints = opened("broken.ipynb", run_for=60)
-    said = "\n".join(page.evaluate(FAULTS))
-    faults = ["careful", "no words: Image", "no picture: lost", ": wide", "unfinished bar", "division", "run: never"]
-    assert [fault for fault in faults if fault not in said] == [], said
-    assert len(unmoved(page, seconds=1)) == 2
-    assert any("said aloud" in complaint for complaint in complaints)

@@ -131,14 +131,6 @@ CONTRASTS = """() => {  // of each text with what is behind it, as WCAG counts
 
 
 @pytest.mark.slow("starts a browser")
-def test_nothing_is_wider_than_a_telephone(pages, browser):
-    page = browser.new_page(viewport={"width": 390, "height": 800})
-    for name in PAGES:
-        page.goto((pages / name).as_uri())
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
-
-
-@pytest.mark.slow("starts a browser")
 @pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("light", 1366), ("dark", 800)])
 def test_the_report_of_the_committed_notebooks_can_be_read_on_every_screen_and_on_paper(
     browser, width, scheme, tmp_path
