@@ -15,7 +15,6 @@ import tomllib
 import venv
 from pathlib import Path
 
-import nbformat
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -270,25 +269,6 @@ def test_the_papers_numbers_are_those_of_the_recorded_runs(monkeypatch):
     cited = set(re.findall(r"@(\w+)", paper.paper()))
     assert cited == set(re.findall(r"^@article\{(\w+),", paper.PAPER.with_name("paper.bib").read_text(), re.M))
     assert 700 < len(paper.paper().split()) < 2000, "two to four pages"
-
-
-def test_an_address_leads_the_buttons_there(tmp_path):
-    address = script("address")
-    assert not re.search(r"mybinder\.org/?\)|colab\.research\.google\.com/?\)", README), "no button without an address"
-    for name in ("README.md", "CITATION.cff", "notebooks/01_devices.ipynb"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    for owner in ("some", "other"):
-        address.settle(f"https://github.com/{owner}/thing.git", tmp_path)
-    readme = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "(https://mybinder.org/v2/gh/other/thing/HEAD?urlpath=lab/tree/notebooks/00_start_here.ipynb)" in readme
-    assert "(https://colab.research.google.com/github/other/thing/blob/HEAD/notebooks/00_start_here.ipynb)" in readme
-    assert readme.count("mybinder.org") == readme.count("colab.research.google.com") == 1
-    notebook = nbformat.read(tmp_path / "notebooks" / "01_devices.ipynb", as_version=4)
-    nbformat.validate(notebook)
-    assert sum("https://github.com/other/thing" in cell.source for cell in notebook.cells) == 1
-    with pytest.raises(SystemExit, match="expected an address"):
-        address.settle("example.org/thing", tmp_path)
 
 
 def test_every_option_of_a_setting_is_listed():

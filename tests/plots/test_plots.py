@@ -13,7 +13,6 @@ from matplotlib.text import Text
 from PIL import Image
 
 import gpulab as gl
-from gpulab.plots import style
 
 SETTINGS = ("cpu", "cuda:tf32=on", "cpu:threads=1,emulate=tf32")
 
@@ -129,11 +128,6 @@ def test_a_name_with_dollars_is_no_mathematics(runs):
         shown = [text for text in picture.figure.findobj(Text) if "$2^3$" in text.get_text()]
         assert shown
         assert not any(text.get_parse_math() for text in shown)
-    _, (axes,) = style.canvas(1, height=2)
-    style.decades(axes.xaxis)
-    assert style.finished(axes.figure, "powers", "").png()
-    assert all(label.get_parse_math() for label in axes.get_xticklabels())
-    assert style.power_of_ten(-12) == "10⁻¹²"
 
 
 def test_a_picture_is_a_png_with_words_which_a_notebook_folds_below_it(tmp_path, outputs_of):
@@ -148,7 +142,6 @@ def test_a_picture_is_a_png_with_words_which_a_notebook_folds_below_it(tmp_path,
     assert "background: white" in image.attrib["style"], "ink stays readable on a dark page"
     figure, fold = outputs_of(picture)
     assert set(figure.data) == {"image/png", "text/plain"}, "where there is HTML too, JupyterLab shows that"
-    assert figure.metadata["image/png"]["width"] == wide // 2
     words = figure.data["text/plain"]
     assert fold.data["text/html"] == f"<details><summary>In words</summary><p>{escape(words)}</p></details>"
     assert figure.metadata["image/png"]["alt"] == words
