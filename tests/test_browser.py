@@ -1,7 +1,7 @@
-"""Every notebook in JupyterLab, in a browser: it fits and says what its pictures show, and widgets answer.
+"""Every notebook in JupyterLab, in a browser: it fits and says what its pictures show.
 
-That the notebooks run is nbval's to show; here they are opened as they are committed, and one that has a widget is
-executed. Without Playwright or Chromium all of this is skipped.
+That the notebooks run is nbval's to show, and that widgets answer is in `test_explore.py`; here they are opened as they
+are committed. Without Playwright or Chromium all of this is skipped.
 """
 
 import json
@@ -15,13 +15,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import nbformat
 import pytest
 
 pytestmark = pytest.mark.slow("starts a browser")
 
 ROOT = Path(__file__).parent.parent
-EXECUTED = "02_floating_point"  # whose widget has the most controls
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 LAPTOP = {"width": 1366, "height": 768}
 SETTINGS = {  # JupyterLab's own, but that every cell is drawn and no window asks for anything
@@ -29,8 +27,6 @@ SETTINGS = {  # JupyterLab's own, but that every cell is drawn and no window ask
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
 }
 IDLE = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status == 'idle'"
-CONTROLS = ".jupyter-widgets :is([role=slider], select, input, button)"
-RUN = "() => void jupyterapp.commands.execute('notebook:run-all-cells').finally(() => window.ran = true)"
 FAULTS = """() => {
     const panel = jupyterapp.shell.currentWidget, faults = [];
     const all = (selector) => panel.node.querySelectorAll(selector);
@@ -56,17 +52,13 @@ FAULTS = """() => {
     for (const bar of all(".progress-bar:not(.progress-bar-success)")) tell("unfinished bar", bar);
     return faults;
 }"""
-LOOK = """control => Promise.all(
-    [...control.closest(".jp-OutputArea-output").querySelectorAll("img, .widget-html")].map(
-        async part => part.localName == "img" ? (await fetch(part.src)).text() : part.innerText))"""
 
 
 @pytest.fixture(scope="module")
 def lab(browser, tmp_path_factory):  # noqa: ARG001 - without a browser there is nothing to serve
-    """The address of a JupyterLab with a copy of the notebooks, and their folder."""
+    """The address of a JupyterLab with a copy of the notebooks."""
     home = tmp_path_factory.mktemp("lab")
     shutil.copytree(ROOT / "notebooks", home / "notebooks", ignore=shutil.ignore_patterns("runs", ".*"))
-    shutil.copytree(ROOT / "benchmarks", home / "benchmarks")  # some of whose scripts the notebooks call
     (home / "config" / "labconfig").mkdir(parents=True)
     (home / "config" / "labconfig" / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
     folders = {f"JUPYTER_{name.upper()}_DIR": str(home / name) for name in ("config", "data", "runtime")}
@@ -88,92 +80,21 @@ def lab(browser, tmp_path_factory):  # noqa: ARG001 - without a browser there is
             except urllib.error.URLError:
                 assert server.poll() is None, (home / "log").read_text()
                 time.sleep(0.1)
-        yield address, home / "notebooks"
+        yield address
     finally:
         server.terminate()
         server.wait(60)
 
 
-@pytest.fixture
-def opened(lab, browser):
-    """Open a notebook, and perhaps run it: the page, and what the browser complained of."""
-    page = browser.new_page(viewport=LAPTOP)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
+def test_notebook_in_a_browser(notebook, lab, browser):
+    page, complaints = browser.new_page(viewport=LAPTOP), []
     page.set_default_timeout(60_000)
-    complaints = []
     page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
-
-    def open_notebook(name, run_for=0):
-        page.goto(lab[0].format(f"lab/tree/{name}"))
-        page.wait_for_function(IDLE)
-        if run_for:
-            page.evaluate("jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
-            page.evaluate(RUN)
-            page.wait_for_function(f"window.ran && {IDLE}", timeout=run_for * 1000)
-        return page, complaints
-
-    yield open_notebook
+    page.goto(lab.format(f"lab/tree/{notebook.name}"))
+    page.wait_for_function(IDLE)
+    assert page.evaluate(FAULTS) == []
+    assert complaints == []
     page.evaluate("jupyterapp.serviceManager.sessions.shutdownAll()")
     page.close()
-
-
-def move(control):
-    """What a reader does with it."""
-    if control.get_attribute("role") == "slider":
-        control.press("ArrowRight")
-    elif control.evaluate("control => control.localName == 'select'"):
-        control.select_option(index=control.evaluate("control => (control.selectedIndex + 1) % control.length"))
-    elif control.evaluate("control => control.localName == 'input'"):
-        control.fill("0.7")
-        control.press("Enter")
-    else:
-        control.click()
-
-
-def unmoved(page, seconds=5):
-    """The controls after whose movement the widget shows what it showed before."""
-    found = []
-    for control in page.locator(CONTROLS).all():
-        before, until = control.evaluate(LOOK), time.monotonic() + seconds
-        move(control)
-        while control.evaluate(LOOK) == before:
-            if time.monotonic() > until:
-                found.append(control.evaluate("control => control.outerHTML"))
-                break
-            time.sleep(0.02)
-    return found
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
-def test_notebook_in_a_browser(notebook, opened):
-    page, complaints = opened(notebook.name, run_for=500 if notebook.stem == EXECUTED else 0)
-    assert page.evaluate(FAULTS) == []
-    if notebook.stem == EXECUTED:
-        assert page.locator(CONTROLS).count() > 30
-        assert unmoved(page) == []
-    assert complaints == []
-
-
-PIXEL = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
-BROKEN = [
-    "import warnings, ipywidgets; from IPython.display import HTML, Javascript; warnings.warn('careful')",
-    f"HTML('<img src=\"{PIXEL}\"><img alt=lost src=nowhere.png>')",
-    "HTML('<p style=\"width: 3000px\">wide</p>')",
-    "ipywidgets.FloatProgress(0.5)",
-    "ipywidgets.VBox([ipywidgets.IntSlider(), ipywidgets.Dropdown(options='ab'), ipywidgets.HTML('still')])",
-    "Javascript('console.error(\"said aloud\")')",
-    "1 / 0",
-    "never = 1",
-]
-
-
-def test_what_is_wrong_with_a_notebook_is_seen(lab, opened):
-    cells = [nbformat.v4.new_code_cell(source) for source in BROKEN]
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), lab[1] / "broken.ipynb")
-    page, complaints = opened("broken.ipynb", run_for=60)
-    said = "\n".join(page.evaluate(FAULTS))
-    faults = ["careful", "no words: Image", "no picture: lost", ": wide", "unfinished bar", "division", "run: never"]
-    assert [fault for fault in faults if fault not in said] == [], said
-    assert len(unmoved(page, seconds=1)) == 2
-    assert any("said aloud" in complaint for complaint in complaints)

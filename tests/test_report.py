@@ -3,21 +3,18 @@
 import dataclasses
 import html.parser
 import os
-from pathlib import Path
 
-import nbformat
 import pandas as pd
 import pytest
 import safetensors.torch
 import torch
 
 import gpulab as gl
-from companion.run import BOTH, HERE, RECORDED, NotebookFinding, Result, collect, write_report
+from companion.run import BOTH, HERE, RECORDED, NotebookFinding, Result, write_report
 from gpulab import files, report
 from gpulab.diagnostics.steps import Step
 from gpulab.diagnostics.trace_files import Overwritten
 
-ROOT = Path(__file__).parent.parent
 HOSTILE = "</p><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}<style>*{display:none}</style>"
 
 
@@ -108,53 +105,3 @@ def test_a_message_writes_control_characters_out_and_keeps_its_ends_whatever_lon
     assert message.endswith("xxx: expected a number")
     assert " … (196," in message
     assert str(gl.GpulabError(message)) == message, "as one process hands it to another"
-
-
-# --- in a browser ------------------------------------------------------------------------------------------
-
-CONTRASTS = """() => {  // of each text with what is behind it, as WCAG counts
-    const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
-    const linear = (c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-    const light = (colour) => {
-        const [red, green, blue] = numbers(colour).map(c => linear(c / 255));
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05;
-    };
-    const behind = (node) => {
-        const colour = getComputedStyle(node).backgroundColor;
-        return numbers(colour)[3] === 0 ? behind(node.parentElement) : colour;
-    };
-    return [...document.querySelectorAll("body, body *:not(img)")].filter(node => node.innerText).map(node => {
-        const [one, other] = [getComputedStyle(node).color, behind(node)].map(light);
-        return [Math.max(one, other) / Math.min(one, other), node.outerHTML.slice(0, 99)];
-    });
-}"""
-
-
-@pytest.mark.slow("starts a browser")
-def test_nothing_is_wider_than_a_telephone(pages, browser):
-    page = browser.new_page(viewport={"width": 390, "height": 800})
-    for name in PAGES:
-        page.goto((pages / name).as_uri())
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
-
-
-@pytest.mark.slow("starts a browser")
-@pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("light", 1366), ("dark", 800)])
-def test_the_report_of_the_committed_notebooks_can_be_read_on_every_screen_and_on_paper(
-    browser, width, scheme, tmp_path
-):
-    results = []
-    for file in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
-        results.append(Result(file.stem, file.stem, 60.0, 2**30, None, file, [], []))
-        collect(nbformat.read(file, as_version=4), results[-1])
-    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    page.goto(write_report(results, tmp_path, "quick").as_uri())
-    page.screenshot(path=ROOT / "build" / "screenshots" / f"report-{width}-{scheme}.png", full_page=True)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.locator("img:not([alt]), img[alt='']").count() == 0
-    assert page.locator("img").count() > 20
-    assert [(ratio, node) for ratio, node in page.evaluate(CONTRASTS) if ratio < 4.5] == []
-    colour = "Math.max(...getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g))"
-    assert (page.evaluate(colour) < 64) == (scheme == "dark")
-    page.emulate_media(media="print", color_scheme=scheme)
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

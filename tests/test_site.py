@@ -1,12 +1,10 @@
-"""The site of `make site`, opened from disk: its links, its words, its width on a telephone, its search.
+"""The site of `make site`, opened from disk: its links, its words, its width on a telephone, its search; the slides.
 
 Without the extra `site` all of this is skipped, and without a browser what needs one.
 """
 
 import html.parser
-import importlib.util
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +15,7 @@ import pytest
 import companion
 import gpulab as gl
 
-for library in ("sphinx", "myst_nb", "furo"):
+for library in ("sphinx", "myst_nb", "furo", "sphinx_revealjs"):
     pytest.importorskip(library, reason=f"{library} is not installed: the site is not built (pip install gpulab[site])")
 
 pytestmark = pytest.mark.slow("builds the site")
@@ -25,10 +23,6 @@ pytestmark = pytest.mark.slow("builds the site")
 ROOT = Path(__file__).parent.parent
 TELEPHONE = {"width": 390, "height": 844}
 LAPTOP = {"width": 1280, "height": 800}
-SEEN = """() => {
-    const focus = document.activeElement, box = focus.getBoundingClientRect();
-    return box.left >= 0 && box.right <= innerWidth && getComputedStyle(focus).outlineStyle != "none";
-}"""
 WIDE = """() => [...document.querySelectorAll("article *, header *")].filter(part => {
     if (part.getBoundingClientRect().right <= innerWidth + 1) return false;
     for (let box = part.parentElement; !box.matches("article, header"); box = box.parentElement)
@@ -98,12 +92,6 @@ def test_every_link_leads_to_a_page_and_an_anchor_and_nothing_comes_from_a_netwo
     assert not re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//[^)\"']*", styles)
 
 
-def test_all_pages_notebooks_and_seminars_are_there(site):
-    for source in [ROOT / "README.md", *ROOT.glob("notebooks/[0-9][0-9]_*.ipynb"), *(ROOT / "docs").rglob("*.md")]:
-        page = str(source.relative_to(ROOT)).replace("README.md", "index.md")
-        assert (site / page).with_suffix(".html").is_file(), source
-
-
 def test_every_public_name_has_an_entry(site, pages):
     for package in [gl, companion, *(getattr(gl, name) for name in gl.PACKAGES)]:
         anchors = pages[site / "reference" / f"{package.__name__}.html"].anchors
@@ -111,45 +99,9 @@ def test_every_public_name_has_an_entry(site, pages):
             assert {f"{package.__name__}.{name}", f"module-{package.__name__}.{name}"} & anchors, name
 
 
-def test_every_figure_has_words_and_is_in_the_gallery_which_leads_to_its_section(site, pages):
-    def words(page):
-        return {(attributes.get("alt") or "").strip() for tag, attributes in page.elements if tag == "img"}
-
-    assert not any("" in words(page) for page in pages.values())
-    gallery = pages[site / "gallery" / "index.html"]
-    notebooks = sorted((site / "notebooks").glob("*.html"))
-    assert len(words(gallery)) > 50
-    for notebook in notebooks:
-        assert words(pages[notebook]) <= words(gallery), notebook.name
-        assert any(target.startswith(f"../notebooks/{notebook.name}#") for _, target in targets(gallery))
-    assert words(pages[site / "docs" / "atlas.html"]) <= words(pages[site / "notebooks" / "10_verdict.html"])
-
-
-def test_a_link_leads_to_the_site_else_to_the_repository_else_nowhere(monkeypatch, tmp_path):
-    specification = importlib.util.spec_from_file_location("conf", ROOT / "docs" / "conf.py")
-    conf = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(conf)
-    monkeypatch.setattr(conf, "ROOT", tmp_path)
-    (tmp_path / "docs").mkdir()
-    page, source, notebook = tmp_path / "docs" / "page.md", tmp_path / "code.py", tmp_path / "docs" / "a.ipynb"
-    page.write_text("[a](../README.md#b-c) [`d`](a.ipynb#E,-f?) [g](../code.py) [h](gone.md) [i](https://j.k)\n")
-    source.touch()
-    pages, repository = [page, notebook, tmp_path / "README.md"], "https://github.com/o/n"
-    for address, g in ((None, "g"), ((None, repository), f"[g]({repository}/blob/HEAD/code.py)")):
-        monkeypatch.setattr(conf, "ADDRESS", address)
-        adapted = conf.adapted(page, pages)
-        assert adapted == f"[a](../index.md#b-c) [`d`](a.ipynb#e-f) {g} [h](gone.md) [i](https://j.k)\n"
-
-
-def test_a_dead_link_fails_the_build(tmp_path):
-    for file in ("docs/conf.py", "docs/site.css", "docs/atlas.md", "CITATION.cff"):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / file, tmp_path / file)
-    (tmp_path / "README.md").write_text("# Here\n[there](docs/atlas.md), [gone](docs/gone.md), [nowhere](#nowhere)\n")
-    done = build(tmp_path / "docs", tmp_path)
-    assert done.returncode != 0
-    assert "'docs/gone.md'" in done.stderr
-    assert "'nowhere'" in done.stderr
+def test_every_figure_has_words(pages):
+    for file, page in pages.items():
+        assert all((attributes.get("alt") or "").strip() for tag, attributes in page.elements if tag == "img"), file
 
 
 @pytest.fixture
@@ -157,8 +109,8 @@ def look(site, browser):
     """Open a page of the site from disk; the page, and what the browser asked for or complained of."""
     opened = []
 
-    def go(name, scheme="light", size=TELEPHONE):
-        context = browser.new_context(viewport=size, color_scheme=scheme)
+    def go(name, size=TELEPHONE):
+        context = browser.new_context(viewport=size)
         page, complaints = context.new_page(), []
         page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -190,27 +142,54 @@ def test_the_search_finds_a_word_from_disk(look):
     assert complaints == []
 
 
-@pytest.mark.parametrize("size", [TELEPHONE, LAPTOP], ids=["telephone", "laptop"])
-def test_a_keyboard_reaches_the_content_first_and_sees_where_it_is(size, look):
-    page, _ = look("docs/verdict.html", size=size)
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.textContent.trim()") == "Skip to content"
-    for _ in range(12):
-        page.keyboard.press("Tab")
-        page.wait_for_function(SEEN, timeout=3000)
-    page.goto(page.url.partition("#")[0])
-    page.keyboard.press("Tab")
-    page.keyboard.press("Enter")
-    page.keyboard.press("Tab")
-    assert page.evaluate(f"document.querySelector('article').contains(document.activeElement) && ({SEEN})()")
+# --- the slides: what stands on them can be read from the last row ------------------------------------------
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PROJECTOR = {"width": 1280, "height": 720}
+# Of the slide in view: what stands outside of the picture, is smaller than SMALLEST, or has no words.
+SMALLEST = 24
+FAULTS = """smallest => {
+    const slide = Reveal.getCurrentSlide(), found = [];
+    for (const part of slide.querySelectorAll("*")) {
+        if (part.closest("math, .anchor-link") || !part.getClientRects().length) continue;
+        const box = part.getBoundingClientRect(), name = part.localName + " " + (part.innerText ?? "").slice(0, 60);
+        if (box.bottom > innerHeight || box.right > innerWidth + 1 || part.scrollWidth > part.clientWidth + 1 &&
+            part.clientWidth && getComputedStyle(part).display != "inline") found.push("outside: " + name);
+        if (part.localName == "img" && !part.alt) found.push("no words: " + name);
+        const written = [...part.childNodes].some(node => node.nodeType == 3 && node.data.trim());
+        if (written && parseFloat(getComputedStyle(part).fontSize) < smallest) found.push("small: " + name);
+    }
+    if (!slide.querySelector("img, table, pre") && slide.innerText.split(/\\s+/).length < 2) found.push("empty");
+    const words = [...slide.querySelectorAll("p, li, h2")].map(part => part.innerText).join(" ");
+    if (words.includes("$")) found.push("a formula? " + words);
+    return found.map(fault => location.hash + " " + fault);
+}"""
 
 
-def test_dark_pages_are_dark_and_pictures_stay_readable(look):
-    brightness = (
-        "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"
-    )
-    for scheme, dark in (("light", False), ("dark", True)):
-        page, _ = look("index.html", scheme)
-        assert (page.evaluate(brightness) < 384) is dark
-        picture = "document.querySelector('article img[src*=answer]')"
-        assert page.evaluate(f"getComputedStyle({picture}).backgroundColor") == "rgb(255, 255, 255)"
+@pytest.fixture(scope="module")
+def decks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slides")
+    subprocess.run([sys.executable, ROOT / "docs" / "slides.py", folder], check=True, timeout=300)
+    return folder
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
+def test_slides_can_be_read(notebook, decks, browser):
+    page, asked, complaints, faults = browser.new_page(viewport=PROJECTOR), [], [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: message.type in ("error", "warning") and complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto((decks / f"{notebook.stem}.slides.html").as_uri())
+    page.wait_for_function("window.Reveal && Reveal.isReady()")
+    for number in range(total := page.evaluate("Reveal.getTotalSlides()")):
+        faults += page.evaluate(FAULTS, SMALLEST)
+        file = ROOT / "build" / "screenshots" / "slides" / f"{notebook.stem}-{number:02}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=file)
+        page.evaluate("Reveal.next()")
+    page.close()
+    assert total > 10
+    assert f'href="{notebook.stem}.slides.html"' in (decks / "index.html").read_text(encoding="utf-8")
+    assert faults == []
+    assert complaints == []
+    assert all(url.startswith(("file:", "data:")) for url in asked)

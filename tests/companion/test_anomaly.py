@@ -85,39 +85,6 @@ def test_the_table_has_every_decision_with_and_without_correction_and_against_th
     assert (alone["beat"], alone["beat_reference"]) == (better.sum(), better[frame.loader == "copied"].sum()) == (2, 2)
 
 
-def test_finding_and_figure_follow_from_the_tables(window, control):
-    both = pd.concat([runs("copied", COPIED), runs("reused", WORSE)])
-    finding = companion.anomaly_finding(window, companion.anomaly_table(both))
-    assert "19 of 19 forward losses of the window have the same bits, the gradient is off" in str(finding)
-    said = "final loss of the seeds that learned: inconclusive at speed 1 (2 times, higher in 7 of 7 seeds)"
-    assert any(said in line for line in finding.statistics()), "four tests, each p times four"
-    assert "neither network has learned motion" not in str(finding)
-    assert "computes a wrong gradient" in str(finding)
-    dull = companion.anomaly_table(pd.concat([runs("copied", [1.0] * 7 + [1.1]), runs("reused", [2.0] * 7 + [2.1])]))
-    assert "neither network has learned motion." in str(companion.anomaly_finding(window, dull))
-    same = pd.concat([runs("copied", COPIED, weights="w"), runs("reused", COPIED, weights="w")])
-    text = str(companion.anomaly_finding(control, companion.anomaly_table(same)))
-    assert "agrees to the last bit" in text
-    assert "frames reused: the same bits in every seed" in text
-    assert "wrong gradient" not in text
-    said = "Sharing memory gave the higher loss for 88% of the seeds, by size and speed"
-    assert companion.shared_memory(both.assign(device="cpu")).figure._suptitle.get_text() == said
-
-
-def test_recorded_runs_answer_for_both_sizes():
-    recorded = gl.recorded_runs().query("loader != 'window'")
-    counts = recorded.groupby(["experiment", "profile", "device", "speed", "loader"], dropna=False).seed.nunique()
-    assert counts.min() == 32
-    assert {1.0, 2.0, 4.0} == set(recorded[recorded.experiment == "prednet"].speed)
-    for _, pair in recorded.groupby(["experiment", "profile", "device", "speed"], dropna=False):
-        assert pair.loader.nunique() == 2
-        assert set(pair[pair.loader == "copied"].seed) == set(pair[pair.loader != "copied"].seed)
-    on_gpu = recorded.query("device == 'cuda' and profile == 'quick'").pivot_table(
-        index=["experiment", "speed", "seed"], columns="loader", values="weights", aggfunc="first", dropna=False
-    )
-    assert (on_gpu["copied"] == on_gpu["reused"]).sum() == len(on_gpu.dropna()), "a GPU copies"
-
-
 def test_what_backpropagation_is_cut_off_from_changes_no_verdict():
     """What data/README.md says of the study `truncation`."""
     recorded = gl.recorded_runs("truncation")

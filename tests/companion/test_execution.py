@@ -1,17 +1,16 @@
 import json
 import os
-import re
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from typer.testing import CliRunner
 
 import gpulab as gl
 from companion import run
 from companion.__main__ import app
-from companion.run import Result, collect, execute, execute_in_place, find_notebooks, write_report
+from companion.run import Result, execute, execute_in_place, find_notebooks, write_report
 
 KERNEL = {"kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3"}}
 PARAMETERS = 'profile = "quick"  # a size\nstore = "runs"'
@@ -56,34 +55,6 @@ def test_notebooks_are_executed_and_bound_into_a_report(notebooks, tmp_path):
     assert (row["name"], row["notebook"]) == ("01_one", "01_one.ipynb")
 
 
-FOUND = "Alone: nothing.\nPaper: three things:\n  one, two\n  three.\n\nTwo settings: 1 < 2.\nBut not twice."
-FOLDED = "<p>Alone</p><details><summary>The statistics</summary><p>p = 1</p><p>1 &lt; 2</p></details>"
-
-
-@pytest.mark.parametrize(("tag", "origin"), [("here", run.HERE), ("recorded", run.RECORDED), ("other", run.BOTH)])
-def test_findings_and_figures_are_taken_apart_into_a_report_that_needs_no_other_file(tag, origin, tmp_path):
-    shown = new_output("execute_result", {"text/plain": FOUND, "text/html": FOLDED})
-    pictures = [{"image/png": "AAAA", "text/plain": "A hill."}, {"image/png": "BB", "text/plain": "1 < 2"}]
-    cells = [
-        new_markdown_cell("# Why?\n\nThat is why.\n\n## A part"),
-        new_code_cell("1 + 1", outputs=[new_output("stream", name="stdout", text="2, recorded")]),
-        new_code_cell("found", metadata={"tags": ["finding", tag]}, outputs=[shown]),
-        new_code_cell("gl.plot()", outputs=[new_output("display_data", picture) for picture in pictures]),
-    ]
-    result = Result("01", "", 0.0, 0, None, tmp_path / "01.ipynb", [], [])
-    collect(new_notebook(cells=cells), result)
-    assert result.title == "Why?"
-    said = ["Alone: nothing.", "Paper: three things:\n  one, two\n  three.", "Two settings: 1 < 2.", "But not twice."]
-    assert result.said(origin) == said
-    assert [finding.statistics for finding in result.findings] == [[], [], [], ["p = 1", "1 < 2"]]
-    assert [(figure["png"], figure["alt"]) for figure in result.figures] == [("AAAA", "A hill."), ("BB", "1 < 2")]
-    text = write_report([result], tmp_path, "smoke").read_text()
-    assert text.count("<figcaption><b>A part.</b> ") == 2
-    targets = re.findall(r'(?:href|src)="([^"]*)"', text)
-    ids = {f"#{name}" for name in re.findall(r' id="([^"]*)"', text)}
-    assert {target for target in targets if not target.startswith("data:")} <= ids
-
-
 @pytest.mark.slow("starts a kernel for each of six notebooks")
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot share its cores out")
 def test_notebooks_beside_each_other_have_cores_of_their_own(tmp_path):
@@ -120,14 +91,6 @@ def test_a_kernel_that_dies_is_reported_with_its_last_words_and_others_are_execu
     assert (cell.source, cell.execution_count) == (PARAMETERS, 1)
 
 
-def test_an_executed_notebook_keeps_pictures_of_widgets_and_leaves_bars_out():
-    view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
-    outputs = [new_output("display_data", {**view, **more}) for more in ({}, {"image/png": "AA"})]
-    notebook = new_notebook(cells=[new_code_cell("companion.bit_explorer()", outputs=outputs)])
-    run.tidy(notebook)
-    assert [output.data for output in notebook.cells[0].outputs] == [{"image/png": "AA"}]
-
-
 def test_what_cannot_be_executed_is_named(notebooks, tmp_path):
     assert [file.stem for file in find_notebooks(notebooks, None)] == ["01_one", "02_two"]
     torn = tmp_path / "torn" / "03_three.ipynb"
@@ -137,12 +100,8 @@ def test_what_cannot_be_executed_is_named(notebooks, tmp_path):
     for refused, named in (
         (lambda: find_notebooks(notebooks, "01,07"), "no notebook begins with '07'; there are 01_one, 02_two"),
         (lambda: find_notebooks(tmp_path / "missing", None), "missing: no such folder; run this where the notebooks"),
-        (lambda: find_notebooks(tmp_path, None), "holds no notebooks"),
         (lambda: execute(torn.parent, out, **usual), "03_three.ipynb: not a notebook"),
         (lambda: execute(notebooks, torn, **usual), "cannot be written: a part of its path is a file"),
-        (lambda: execute(notebooks, out, **usual, jobs=5000), "jobs=5000: at most one notebook a core"),
-        (lambda: execute(notebooks, out, "huge", "cpu"), "huge"),
-        (lambda: execute(notebooks, out, "smoke", "tpu"), "tpu"),
     ):
         with pytest.raises(gl.GpulabError, match=named):
             refused()

@@ -7,14 +7,12 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from matplotlib.colors import to_rgb
 
 import companion
 import gpulab as gl
 from companion import explorers
 from gpulab.diagnostics import trace_files
 from gpulab.files import MOST_UPLOADED
-from gpulab.plots.instruments import EXPONENT, FRACTION, SIGN
 from gpulab.store.records import recorded_folder
 
 LOSS = torch.nn.functional.mse_loss
@@ -32,18 +30,6 @@ def changes(explorer, control, value, part="image"):
 
 def pattern(explorer):
     return "".join(bit.description for bit in explorer.bits)
-
-
-@pytest.mark.parametrize("x", [-0.1, 0.0, 1e-45, -3e38])
-def test_a_typed_number_is_shown_with_its_bits_and_what_they_mean(x):
-    explorer = companion.bit_explorer(1.0)
-    explorer.number.value = x
-    stored = torch.tensor([x], dtype=torch.float32)
-    assert pattern(explorer) == f"{int(stored.view(torch.int32)) & 0xFFFFFFFF:032b}"
-    assert f"{stored.item():.12g}" in explorer.answer.value
-    sign, power, fraction = (meaning.value.partition("</span> ")[2] for meaning in explorer.meanings)
-    exponent = float(power.removeprefix("× 2").translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")))
-    assert float(torch.tensor({"+": 1, "−": -1}[sign] * float(fraction) * 2**exponent)) == pytest.approx(x, rel=1e-7)
 
 
 @pytest.mark.parametrize("bit", [0, 8, 31])
@@ -68,32 +54,6 @@ def test_what_is_no_number_is_not_sent_to_the_page():
     assert math.isnan(explorer.x)
     assert math.isfinite(explorer.number.value)
     assert "nan" in explorer.answer.value
-
-
-def test_the_answer_is_the_rounded_number():
-    explorer = companion.bit_explorer(1 / 3)
-    explorer.format.value = "float8_e5m2"
-    for mode in ("nearest", "truncate"):
-        explorer.rounding.value = mode
-        rounded = gl.numerics.round_to(torch.tensor([1 / 3]), "float8_e5m2", mode).item()
-        assert f"<b>{rounded:.12g}</b>" in explorer.answer.value
-
-
-def luminance(colour):
-    """The relative luminance of a CSS colour, as the Web Content Accessibility Guidelines 2 define it."""
-    parts = np.array(to_rgb(colour))
-    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
-    return linear @ [0.2126, 0.7152, 0.0722]
-
-
-def test_every_bit_has_its_colour_and_can_be_read():
-    explorer = companion.bit_explorer(-math.pi)
-    colours = [bit.style.get_state()["button_color"] for bit in explorer.bits]  # which is what the page is sent
-    ones = [colour for colour, bit in zip(colours, explorer.bits, strict=True) if bit.description == "1"]
-    assert set(ones) == {SIGN, EXPONENT, FRACTION}
-    for bit in explorer.bits:
-        light, dark = sorted(map(luminance, (bit.style.button_color, bit.style.text_color)), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= 4.5
 
 
 def test_without_a_kernel_there_is_the_still_picture(outputs_of):
@@ -138,17 +98,6 @@ def test_every_control_of_the_saddle_and_of_a_slice_changes_the_picture():
     assert changes(cut, cut.reach, 0.1)
 
 
-def test_where_every_step_is_rounded_away_the_ball_stays():
-    saddle = explorers.small_saddle()
-    assert saddle.eigenvalues.tolist() == pytest.approx([-3, 4])
-    for setting in explorers.FORMATS.values():
-        stays = gl.saddles.trajectory(saddle, setting, optimizer="sgd", learning_rate=0.01)
-        leaves = gl.saddles.trajectory(saddle, setting, optimizer="adam", learning_rate=0.01)
-        assert stays.along.abs().max() < 0.01, setting
-        assert leaves.along.abs().iloc[-1] == pytest.approx(1, abs=0.05), "beside the saddle lie the two minima"
-        assert leaves.loss.iloc[-1] == pytest.approx(saddle.loss / 4, abs=0.01)
-
-
 def test_a_trajectory_is_that_of_the_escape_and_ends_where_it_leaves_the_finite_numbers():
     saddle = explorers.small_saddle()
     options = {"optimizer": "momentum", "learning_rate": 0.05, "perturbation": 1e-3}
@@ -170,16 +119,6 @@ def seeds():
     return companion.seeds_explorer()
 
 
-def test_a_false_difference_appears_and_vanishes(seeds):
-    seeds.which.value = next(iter(explorers.COMPARISONS))
-    for count, different in ((8, True), (seeds.seeds.max, False)):
-        assert changes(seeds, seeds.seeds, count)
-        (low,), (high,) = (seeds.verdicts[count].table[end] for end in ("low", "high"))
-        assert (low > 0 or high < 0) == different
-        assert f"{count} seeds: " in seeds.said.value
-    assert seeds.verdicts[count].decision == "equivalent"
-
-
 @pytest.mark.parametrize("name", explorers.COMPARISONS)
 def test_every_comparison_has_the_verdict_of_all_its_runs(seeds, name):
     query, factor, levels = explorers.COMPARISONS[name]
@@ -189,14 +128,6 @@ def test_every_comparison_has_the_verdict_of_all_its_runs(seeds, name):
     seeds.seeds.value = seeds.seeds.max
     whole = gl.verdict(runs, factor=factor, reference=levels[0])
     assert seeds.verdicts[seeds.seeds.max].table.equals(whole.table)
-
-
-def test_another_order_changes_what_is_seen(seeds):
-    seeds.seeds.value = 8
-    before = seeds.verdicts[8].table.difference.iloc[0]
-    assert changes(seeds, seeds.order, seeds.order.value + 1)
-    seeds.seeds.value = 8
-    assert seeds.verdicts[8].table.difference.iloc[0] != before
 
 
 # --- two trainings -----------------------------------------------------------------------------------------
@@ -219,14 +150,6 @@ def test_two_trainings_are_those_that_train_makes(training):
     for control, rows in zip(training.settings, training.losses, strict=True):
         alone = gl.train("autoencoder", setting=control.value, profile="smoke", frames=100, progress=False)
         assert [loss for _, loss in rows] == alone.history.loss.tolist(), control.value
-
-
-def test_the_same_setting_twice_gives_the_same_bits(training):
-    training.settings[1].value = training.settings[0].value
-    training.train.click()
-    training.thread.join(60)
-    assert training.said.value == "Done. The trained weights have the same bits."
-    assert "the losses are nothing apart" in training.image.value
 
 
 def test_a_training_can_be_stopped_and_another_one_begun(training):

@@ -1,15 +1,11 @@
 """The library as a factor: JAX and Keras do what torch does, from the same weights, and refuse what they cannot."""
 
-import doctest
-import sys
-
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 import gpulab as gl
-from companion.benchmarks import SCRIPTS, benchmark
+from companion.benchmarks import benchmark
 
 SIZE = {"size": "smoke"}
 frameworks, same_start = benchmark("frameworks"), benchmark("same_start")
@@ -88,30 +84,6 @@ def test_threads_are_as_many_as_asked_or_refused(library, python):
     assert "chooses its threads once in a process" in refusal
 
 
-def test_a_gpu_that_is_not_there_is_an_error(library):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(gl.GpulabError, match="'cuda' cannot run here"), library.on(gl.Setting.parse("cuda")):
-        pass
-
-
-@pytest.mark.parametrize(("name", "module"), [("jax", "jax"), ("keras", "tensorflow")])
-def test_a_library_that_is_not_installed_is_one_sentence(name, module, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, f"in_{name}", raising=False)
-    sentence = rf'is not installed: pip install "gpulab\[{name}\]"'
-    with pytest.raises(gl.GpulabError, match=sentence):
-        frameworks.one_step("autoencoder", libraries=[name], **SIZE)
-    with pytest.raises(gl.GpulabError, match=sentence):
-        gl.train(f"{SCRIPTS}/in_{name}.py:prednet", model_options=SIZE, progress=False)
-
-
-def test_the_examples_of_a_library_run(library):
-    tested = doctest.testmod(library)
-    assert tested.attempted
-    assert not tested.failed
-
-
 # --- runs ------------------------------------------------------------------------------------------------
 
 
@@ -136,29 +108,13 @@ def in_jax(**columns):
     return runs(experiment="in_jax.py:prednet", profile="own", size="smoke", data=None, frames=None, **columns)
 
 
-def test_a_library_that_ends_higher_is_different():
-    frame = pd.concat([runs(), in_jax(final_loss=np.arange(6.0) + 1)], ignore_index=True)
-    assert set(frameworks.library_runs(frame).library) == {"torch", "jax"}
-    (found,) = frameworks.library_verdicts(frame).values()
-    assert found.decisions == {"jax": "different"}
-
-
 @pytest.mark.parametrize(
     ("refused", "said"),
     [
-        (lambda: frameworks.library_verdicts(runs(experiment="whitener")), "runs of whitener"),
         (lambda: frameworks.library_verdicts(runs(frames=400)), "400 frames of walk: expected the profile's, 200 of"),
         (lambda: frameworks.library_verdicts(pd.concat([runs(), in_jax(truncation="state")])), "the frame mixes"),
-        (lambda: frameworks.library_speeds(windows=2), "windows=2"),
-        (lambda: frameworks.library_speeds(libraries=["mxnet"]), "library 'mxnet': expected one of jax, keras"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(refused, said):
     with pytest.raises(gl.UsageError, match=said):
         refused()
-
-
-def test_speeds_are_of_trainings_in_turn(library):
-    table = frameworks.library_speeds("autoencoder", "cpu", "smoke", ["torch", name_of(library)], rounds=2, windows=4)
-    assert table.library.tolist() == ["torch", name_of(library)] * 2
-    assert (table.frames_per_second > 0).all()

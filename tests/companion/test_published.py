@@ -37,23 +37,6 @@ def run(net, folder, seed=3, setting="cpu", **options):
     return published.published(seed, Setting.parse(setting), Path(folder), net=net, **{**SMALL, **options})
 
 
-def test_what_is_missing_is_named_with_how_to_get_it(monkeypatch, tmp_path):
-    monkeypatch.delenv("GPULAB_CHAINER_PREDNET", raising=False)
-    told = companion.published_network()
-    assert told.startswith("Skipped: the authors' net.py")
-    assert "GPULAB_CHAINER_PREDNET" in told
-    monkeypatch.delitem(stock_chainer.sys.modules, "chainer", raising=False)
-    for installed, version, said in ((None, "", r"chainer==7\.8\.1"), ("chainer", "6.0.0", r"7\.8\.1, not 6\.0\.0")):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda _, found=installed: found)
-        monkeypatch.setattr(importlib.metadata, "version", lambda _, number=version: number)
-        with pytest.raises(gl.GpulabError, match=said):
-            stock_chainer.chainer()
-    with pytest.raises(gl.UsageError, match=r"net\.py: no such file"):
-        stock_chainer.network(tmp_path)
-    with pytest.raises(gl.UsageError, match="setting cuda:tf32=on"):
-        next(published.published(0, Setting.parse("cuda:tf32=on"), tmp_path))
-
-
 def test_windows_are_those_of_the_published_loop():
     walk = load("walk", 100, (24, 32))
     frames = np.stack(list(walk.stream(0, 100))) / np.float32(255)

@@ -10,12 +10,9 @@ import pytest
 import companion
 import gpulab as gl
 from companion import anomaly
-from companion.anomaly import dose_finding, dose_response, dose_table, rank_correlation
-from companion.benchmarks import SCRIPTS, benchmark
-from companion.learning import ALL, BEAT
-from gpulab.stats.verdicts import p_text
+from companion.anomaly import dose_table, rank_correlation
+from companion.benchmarks import SCRIPTS
 
-REUSED, SHARED = "GPU, as published", "GPU, memory shared"
 CPU = "cpu:threads=1"
 TRAINING = f"{SCRIPTS}/dose_training.py:bias_and_loss"
 CELLS = np.arange(12)
@@ -31,12 +28,6 @@ def table(recorded):
     return companion.published_table(recorded)
 
 
-@pytest.fixture(scope="module")
-def longer():
-    table = pd.DataFrame({"metric": [BEAT, ALL], "worse": [0, 15], "seeds": 16, "decision": "different"})
-    return table.assign(relative=1.0, beat=0, beat_reference=16)
-
-
 def runs(device="cuda", loader="reused", losses=(), film="walk", size="160x120", round_trip=True, repeat=0.01):
     losses = np.array(losses, float)
     frame = pd.DataFrame({"final_loss": losses, "seed": range(100, 100 + len(losses))})
@@ -45,19 +36,6 @@ def runs(device="cuda", loader="reused", losses=(), film="walk", size="160x120",
     )
     frame = frame.assign(size=size, round_trip=round_trip, frames=5000, speed=2.0, status="finished", recorded=True)
     return anomaly.described(frame.assign(machine=device, experiment="published", profile="own", rerun=0))
-
-
-def test_recorded_runs_are_the_registered_ones(recorded):
-    assert set(recorded.seed) <= set(range(100, 132))
-    assert set(recorded.frames) == {5000}
-    assert set(recorded.window) == {20}
-    assert set(recorded.channels) == {"3,48,96,192"}
-    walk = recorded[(recorded.film == "walk") & recorded.full]
-    assert set(walk.speed) == {2.0}
-    for _, seeds in walk[walk.round_trip].groupby("condition").seed:
-        assert sorted(seeds) == list(range(100, 100 + len(seeds)))  # in ascending order, none left out
-    assert ((recorded.final_loss < recorded.repeat_loss) == recorded.beats_repeating).all()
-    assert np.allclose(companion.repeat_losses(walk), walk.repeat_loss, rtol=1e-6)
 
 
 def test_the_table_counts_seeds_by_hand(recorded, table):
@@ -92,54 +70,6 @@ def test_the_correction_is_over_the_films_of_an_endpoint():
     assert "seeds on 3 films" in anomaly._over_films(table)
 
 
-def test_half_size_is_judged_apart():
-    losses = np.linspace(0.008, 0.012, 16)
-    cells = [("cpu", "reused", 2.0), ("cpu", "copied", 1.0), ("cuda", "reused", 1.0), ("cuda", "shared", 2.0)]
-    frame = pd.concat(runs(device, loader, losses * k, size="80x56") for device, loader, k in cells)
-    table = companion.published_table(frame)
-    assert set(table.family) == {"four cells"}
-    of_loss = table[table.endpoint == anomaly.LOSS].set_index(["condition", "reference"]).decision
-    assert of_loss["CPU, frames copied", REUSED] == "equivalent"
-    assert of_loss["CPU, as published", SHARED] == "equivalent"
-    assert of_loss["CPU, as published", "CPU, frames copied"] == "different"
-
-
-def test_in_short_has_every_registered_pair_and_those_that_go_the_other_way(table, longer):
-    rows = [("paper", 30, 0, "inconclusive"), ("paper", 32, 0, "different"), ("quick", 28, 0, "equivalent")]
-    port = pd.DataFrame(rows, columns=["profile", "worse", "same_bits", "decision"])
-    copies = port.assign(worse=0, same_bits=32)  # a GPU copies whatever the loader: there the memory does not differ
-    port = pd.concat([port, copies]).assign(experiment="prednet", metric=ALL, seeds=32)
-    first, devices, size = anomaly._short(table, longer, port)
-    pairs = (table.family != "four cells") | (table.reference == "CPU, frames copied")
-    worse, seeds = table[pairs & (table.endpoint == anomaly.LOSS)][["worse", "seeds"]].sum()
-    assert f"{worse} of {seeds} of the authors' code, 15 of 16 of our port after 50,000 frames, " in first
-    assert "62 of 64 of our port at the published size (of 2 speeds inconclusive at 1, different at 1)" in first
-    assert "28 of 32 of our port at the quick size (of 1 speeds equivalent at 1)." in first
-    assert devices.startswith("Where only the device differs")
-    assert "on a GPU alone" in size
-    full_on_cpu = table.assign(condition=table.condition.where(table["size"] != anomaly.FULL, "CPU, as published"))
-    assert "on a GPU alone" not in "".join(anomaly._short(full_on_cpu, longer, port))
-
-
-def test_the_figure_and_the_page_show_what_is_there(recorded, table, longer):
-    first = table[(table.family == "one line, on a GPU") & (table.endpoint == anomaly.LOSS)]
-    assert f"ends worse in {first.worse.sum()} of {first.seeds.sum()} pairs" in companion.published_figure(recorded).alt
-    trips, window = companion.round_trips(recorded), companion.first_window(["cpu"], profile="smoke")
-    quick = "loader != 'window' and profile == 'quick' and device == 'cpu'"
-    port = companion.anomaly_table(gl.recorded_runs().query(quick))
-    dose, windows = companion.recorded_dose(), companion.recorded_windows()
-    page = companion.published_page(window, table, trips, dose, windows, longer, port)
-    said, statistics = str(page), "\n".join(page.statistics())
-    row = table[table.endpoint == anomaly.LOSS].iloc[0]
-    assert f"{row.ratio:.2f} times as high (median), higher for {row.worse} of {row.seeds} seeds" in statistics
-    for row in table[table.decision == "equivalent"].itertuples():
-        assert f"({row.decision}, p = {p_text(row.p_equivalent)})" in statistics
-    assert f"higher for {first.worse.sum()} of {first.seeds.sum()} seeds" in said
-    walk = table[(table.film == "walk") & (table["size"] == anomaly.FULL)].iloc[0]
-    assert f"Of those that do, {walk.beat_blurred:.0f} of {walk.beat_reference} (walk), " in said
-    assert f"the losses of {trips.windows.sum():,} windows have the same bits ({trips.seeds.sum()} pairs" in said
-
-
 # --- dose and response -----------------------------------------------------------------------------------
 
 
@@ -164,14 +94,6 @@ def test_a_cell_is_trained_as_gpulab_trains_and_its_bias_is_that_of_the_first_wi
     assert found["bias"] > 0
 
 
-def test_a_window_of_two_frames_has_one_frame_to_come_and_nothing_to_overwrite_at_first():
-    with gl.setting(CPU):
-        found = benchmark("dose_training").bias_and_loss(0, gl.Setting.parse(CPU), window=2, size="smoke")
-    assert found["bias_first"] == 0
-    assert found["bias"] > 0, "later windows begin with the last frame of the one before"
-    assert found["shared"] != found["copied"]
-
-
 def test_the_interval_of_a_rank_correlation_keeps_its_level_at_twelve_pairs():
     generator = np.random.default_rng(0)
     for correlation in (0.0, 0.6, 0.9):
@@ -190,24 +112,6 @@ def test_ranks_that_all_agree_are_not_taken_for_certainty_and_too_few_are_refuse
     for x in ([1, 2, 3, 4], [1] * 6):
         with pytest.raises(gl.UsageError, match=f"{len(x)} pairs"):
             rank_correlation(x, range(len(x)))
-
-
-@pytest.mark.parametrize(
-    ("ratios", "worse", "rho", "said"),
-    [
-        (0.95 + CELLS / 10, 11, "+1.00", "the loss is higher."),
-        (3 - CELLS / 10, 12, "-1.00", "the loss is lower."),
-        (1.01 + CELLS * 5 % 12 / 10, 12, "+0.22", "no trend is shown"),
-    ],
-)
-def test_finding_and_figure_follow_from_the_cells(ratios, worse, rho, said):
-    frame = cells(ratios)
-    finding = dose_finding(frame)
-    assert said in str(finding)
-    assert "3 seeds in 12 cells" in finding.statistics()[0]
-    assert dose_response(frame).figure._suptitle.get_text() == (
-        f"Sharing memory ended worse in {worse} of 12 cells; rank correlation with the bias {rho}"
-    )
 
 
 def test_cells_are_counted_whole_and_by_the_geometric_mean_of_their_seeds():

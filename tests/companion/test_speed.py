@@ -1,8 +1,4 @@
 import math
-import subprocess
-import sys
-from pathlib import Path
-from urllib.error import URLError
 
 import numpy as np
 import pandas as pd
@@ -13,13 +9,10 @@ import companion
 import gpulab as gl
 from companion import speed, workloads
 from companion.benchmarks import benchmark
-from gpulab.errors import GpulabError, UsageError
-from gpulab.store import records
 
 boosted_trees, texts = benchmark("boosted_trees"), benchmark("text_classifier")
 CPU = "cpu:threads=1"
 SETTINGS = [CPU, *(each for each in gl.available_settings() if each in ("cuda:tf32=off", "mps", "xpu"))]
-ROOT = Path(__file__).parents[2]
 GPU = {"setting": "cuda:tf32=off", "machine": "a GPU", "recorded": True}
 HERE = {"setting": "cpu", "machine": "a CPU", "recorded": False}
 
@@ -73,23 +66,8 @@ def test_what_was_measured_is_what_was_asked_for(measured):
     assert (judged.table.seeds == texts.SEEDS).all()
 
 
-def test_the_classifier_learns_and_a_seed_repeats_itself():
-    setting, some = gl.Setting.parse(CPU), texts.split("docstrings", 16)
-
-    def training(seed, precision="float32"):
-        return {unit: value for value, unit in texts.trained(setting, "smoke", some, precision, seed)}
-
-    with setting.apply():
-        once, again, other, rounded = training(0), training(0), training(1), training(0, "bfloat16")
-    assert once["loss"] == again["loss"]
-    assert once["loss"] not in (other["loss"], rounded["loss"])
-    assert rounded["loss"] == pytest.approx(once["loss"], rel=1e-2)
-    assert once["accuracy"] > 1.2 * float((some[3] == some[1].mode().values).float().mean())
-
-
 def test_texts_held_out_are_not_trained_on_and_words_are_numbered_alike_whatever_their_case():
     whole, packages = texts.docstrings()
-    assert len(whole) > 1000
     assert set(packages) == set(texts.PACKAGES)
     words, labels, held_words, held_labels = texts.split("docstrings", 400)
     assert len(words) + len(held_words) == len(whole)
@@ -107,35 +85,6 @@ def test_places_without_a_word_do_not_count(kind):
     short, long = torch.tensor([[5, 7, 9]]), torch.tensor([[5, 7, 9, 0, 0]])
     torch.testing.assert_close(net(short), net(long))
     assert not torch.allclose(net(short), net(torch.tensor([[5, 7, 8]])))
-
-
-def test_what_cannot_be_had_here_is_said_in_a_sentence(monkeypatch):
-    import sklearn.datasets
-
-    def offline(**_):
-        raise URLError("no route to host")
-
-    monkeypatch.setattr(sklearn.datasets, "fetch_20newsgroups", offline)
-    with pytest.raises(GpulabError, match="20 Newsgroups cannot be had here"):
-        texts.newsgroups()
-    monkeypatch.setitem(sys.modules, "xgboost", None)
-    (row,) = boosted_trees.trees(gl.Setting.parse(CPU), "smoke")
-    assert row.value is None
-    assert "gpulab[trees]" in row.note
-    seconds = iter([1.0, 1.5, 50.0])
-    monkeypatch.setattr(texts, "timed", lambda *_: (next(seconds), 0.0))
-    found = texts.precisions(gl.Setting.parse(CPU))
-    assert found["bfloat16"] == ""
-    assert "50 times" in found["float16"], "a format that the device is slow in"
-    assert "Ampere" in found["tf32"]
-    for asked, named in (
-        (lambda: companion.measure_speed("flops"), "'flops', 'quick': expected one of step"),
-        (lambda: companion.measure_speed("step", size="huge"), "'huge'"),
-        (lambda: companion.workload("VGG"), "'VGG'"),
-        (lambda: companion.cost_table(pd.DataFrame(), {"cpu": 0.1, "gpu": 0}), "expected a price above 0"),
-    ):
-        with pytest.raises(UsageError, match=named):
-            asked()
 
 
 # --- what is made of it ----------------------------------------------------------------------------------
@@ -188,70 +137,3 @@ def test_the_cost_is_time_by_price_and_breaks_even_at_the_speedup():
     assert table.breaks_even["cuda:tf32=off"] == pytest.approx(10)
     assert table.watt_hours["cuda:tf32=off"] == 1
     assert math.isnan(table.watt_hours["cpu"])
-
-
-def test_backends_are_told_apart_by_the_passport():
-    card = {"kind": "cuda", "name": "a card", "compute_capability": "9.0"}
-    software = {"cuda": "13.0", "rocm": None}
-    found = companion.backends({"gpus": [card], "software": software}).set_index("backend").devices
-    assert found.to_dict() == dict.fromkeys(["ROCm", "Metal", "XPU"], "none here") | {"CUDA": "a card, capability 9.0"}
-    amd = {"gpus": [card, {"kind": "xpu", "name": "another"}], "software": {"cuda": None, "rocm": "6.4"}}
-    found = companion.backends(amd).set_index("backend").devices
-    assert found["CUDA"] == "none here"
-    assert (found["ROCm"], found["XPU"]) == ("a card, capability 9.0", "another")
-
-
-def test_the_finding_names_what_was_recorded_and_what_was_claimed(measured):
-    here = pd.concat(measured.values())
-    ((place, _),) = alone = companion.speed_finding(here).sentences()
-    assert place == "On this CPU"
-    assert companion.speed_finding(here.assign(setting="mps")).parts[0][0] == "On this GPU"
-    recorded = rows("text", {"float32": 100.0}, **{**HERE, "recorded": True})
-    both = companion.speed_finding(pd.concat([here, recorded, rows("text", {"float32": 20.0}, **GPU)]))
-    assert both.sentences()[:1] == alone
-    (claim,) = dict(both.sentences())["What was claimed, recorded on a GPU"]
-    assert claim.startswith("Text classification is faster on a GPU: yes, 5× (quick size). Claimed: 198.2 s")
-
-
-def test_figures_say_the_numbers_of_their_tables(monkeypatch):
-    times = [{"setting": "cuda", "size": "paper", "what": "convolutions", "ms": 3}]
-    times.append(times[0] | {"what": "copies", "ms": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr(records, "read_measured", lambda _: [{"machine": "a GPU", "rows": times}])
-        picture = companion.kernels()
-    assert "75% to 75%" in picture.alt
-    assert {text.get_text() for text in picture.figure.axes[0].texts} == {"75%", "25%", "4 ms"}
-    phases = rows("step", {"forward": 1.0, "backward": 2.0, "update": 1.0}, **HERE)
-    assert "Backpropagation takes 50% to 50% of a step" in companion.shares(phases).alt
-    trained = rows("text", {"float32": [2.0, 2.0], "bfloat16": 1.0}, **GPU)
-    assert "The most gained: bfloat16 on a GPU, 2.00 times as fast" in companion.ladder(trained).alt
-    widths = {"16": 1.0, "64": 2.0, "256": 4.0}
-    small = pd.concat([rows("small", widths, **HERE), rows("small", dict.fromkeys(widths, 2.0), **GPU)])
-    assert "up to a width of about 64" in companion.small_work(small).alt
-    on_gpu = gl.device.recorded_rooflines().query("setting == 'cuda:tf32=off'")
-    on_cpu = on_gpu.assign(setting="cpu", gflops=on_gpu.gflops / 2)
-    assert "At an edge of 16 a GPU has overtaken the CPU" in companion.scaling(pd.concat([on_cpu, on_gpu])).alt
-
-
-@pytest.mark.slow("starts a process that measures")
-def test_a_recording_is_read_as_it_was_measured(tmp_path, monkeypatch):
-    file = tmp_path / "measured" / "speed-here.json"
-    script = [sys.executable, str(ROOT / "benchmarks" / "record.py"), "speed", CPU, "--sizes", "smoke"]
-    done = subprocess.run(
-        [*script, "--parts", "small", "--parts", "transfer", "--write", str(file)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    monkeypatch.setattr(records, "DATA", tmp_path)
-    found = companion.recorded_speed()
-    assert found.recorded.all()
-    assert found.way[found.part == "small"].tolist() == list(map(str, workloads.WIDTHS["smoke"]))
-    assert (found.value[found.part == "small"] > 0).all()
-    assert found.note[found.part == "transfer"].str.contains("nothing to move").all()
-    assert records.read_json(file)["cores_of_others"].keys() == {"smoke small", "smoke transfer"}
-
-
-def test_what_is_recorded_is_whole():
-    found = companion.recorded_speed()
-    assert (found.value.notna() | found.note.fillna("").ne("")).all()
-    assert set(found.part) <= set(workloads.PARTS)
-    assert not found.duplicated(["part", "what", "way", "unit", "seed", "size", "setting", "machine"]).any()
