@@ -393,3 +393,13 @@ def test_benchmarks_import_what_is_there(script):
             module = importlib.import_module(node.module)
             for name in node.names:
                 assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), name.name
+
+
+def test_torch_and_torchvision_are_pinned_as_a_pair():
+    installed = importlib.metadata.version("torchvision").partition("+")[0]
+    if installed != PINS["torchvision"]:
+        pytest.skip(f"torchvision {installed} is installed; {PINS['torchvision']} is pinned")
+    (torch,) = [
+        wanted for wanted in map(Requirement, importlib.metadata.requires("torchvision")) if wanted.name == "torch"
+    ]
+    assert torch.specifier.contains(PINS["torch"]), torch

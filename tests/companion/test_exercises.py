@@ -1,7 +1,10 @@
-"""Every exercise has a check that says what is wrong, and a solution that passes."""
+"""Every notebook has three exercises with a hint, a check that says what is wrong, and a solution that runs."""
 
 import contextlib
+import functools
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,10 @@ from companion.exercises import CHECKS, LEVELS
 
 ROOT = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = {file.name[:2]: file for file in sorted(ROOT.glob("[0-9][0-9]_*.ipynb"))}
+ITEM = re.compile(
+    r"^\*\*(\d\d-\d)\*\*, (\w+), (\d+) minutes\. (.+?)\n\n<details><summary>Hint</summary>\n\n(.+?)\n\n</details>$",
+    re.M | re.S,
+)
 
 
 def cells(file, kind):
@@ -23,6 +30,20 @@ def cells(file, kind):
         for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]
         if cell["cell_type"] == kind
     ]
+
+
+@pytest.mark.parametrize("number", NOTEBOOKS)
+def test_a_notebook_has_three_exercises_and_their_checks(number):
+    (text,) = [
+        text.partition("## Exercises\n")[2] for text in cells(NOTEBOOKS[number], "markdown") if "## Exerc" in text
+    ]
+    found = ITEM.findall(text)
+    assert [(name, level) for name, level, *_ in found] == [(f"{number}-{n}", level) for n, level in LEVELS.items()]
+    assert {name for name, *_ in found} == {name for name in CHECKS if name.startswith(number)}
+    assert text.count("<details>") == 3
+    for name in re.findall(r"\bgl\.([\w.]*\w)", text):
+        functools.reduce(getattr, name.split("."), gl)  # an AttributeError names what there is not
+    assert f"](solutions/{number}_solutions.ipynb)" in text
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS)
@@ -46,12 +67,64 @@ def solved(request, tmp_path_factory):
 
 
 @pytest.mark.slow("executes a notebook of solutions")
-def test_each_solution_passes(solved):
+def test_each_solution_passes_and_a_wrong_answer_is_told_why(solved):
     number, answers, said = solved
     assert list(answers) == [f"{number}-{n}" for n in LEVELS]
     for name, checked in said.items():
         assert checked.passed, checked
         assert str(checked).startswith(f"{name}. {'Open' if name.endswith('3') else 'Right'}: ")
+        expected, mistaken = WRONG[name]
+        wrong = companion.check(name, mistaken(answers[name]))
+        assert not wrong.passed, (name, expected)
+        assert str(wrong).startswith(f"{name}. Not yet: ")
+        assert expected in wrong.said, (name, wrong.said)
+
+
+def changed(verdict, column, value):
+    """The verdict with another value in its table."""
+    return replace(verdict, table=verdict.table.assign(**{column: value}))
+
+
+def of_runs(verdict, **columns):
+    return replace(verdict, runs=verdict.runs.assign(**columns))
+
+
+WRONG = {  # by exercise: what must be said of a wrong answer, and how it is made of the right one
+    "00-1": ("half a chance", lambda right: right - 1),
+    "00-2": ("2 seeds are in both", lambda right: (right[0], right[1][right[1].seed < 2])),
+    "00-3": ("was run once only", lambda right: right[right["rerun"] == 0]),
+    "01-1": ("count bytes", lambda right: 4 * right),
+    "01-2": ("all threads over one", lambda right: (right[0], {"memory", "arithmetic"}.difference([right[1]]).pop())),
+    "01-3": ("near the GPU's peak", lambda right: {**right, "cuda": {"gflops": 50_000, "watts": 700}}),
+    "02-1": ("those of x itself", lambda _: 78),
+    "02-2": ("the first step", lambda right: of_runs(right, step=0)),
+    "02-3": ("float32 numbers apart", lambda right: {**right, "neighbour": right["start"] + 0.01}),
+    "03-1": ("with the usual margin", lambda _: 0),
+    "03-2": ("emulate rounds products", lambda right: changed(right, "setting", "cpu:emulate=bfloat16")),
+    "03-3": ("of one protocol", lambda right: {1: right[32], 32: right[32]}),
+    "04-1": ("a seed was run on each", lambda right: 2 * right),
+    "04-2": ("take heldout_loss", lambda right: (right[0], right[0].final_loss / right[0].data.repeat_loss())),
+    "04-3": ("says how well", lambda right: replace(right, metric="final_loss")),
+    "05-1": ("share the buffer's memory", lambda _: (210, 210)),
+    "05-2": ("neither trace was overwritten", lambda right: gl.audit(right.a, right.a)),
+    "05-3": ("measured from what is right", lambda right: replace(right, reference="reused")),
+    "06-1": ("in this table float64 left", lambda right: (right[0], "float32")),
+    "06-2": ("was not tried", lambda right: right[~right.master_weights | (right.learning_rate > 1e-4)]),
+    "06-3": ("still rounded away", lambda right: right.table.assign(step_ratio=0.2)),
+    "07-1": ("how many times as dear", lambda right: 10 * right),
+    "07-2": ("'width' does", lambda right: {**right, "width": right["words"]}),
+    "07-3": ("the inverse", lambda right: right[::-1]),
+    "08-1": ("the price is 2", lambda right: right - 1),
+    "08-2": ("the smaller network comes first", lambda right: right[::-1]),
+    "08-3": ("for the same price", lambda _: [(8, 6), (32, 2), (128, 1)]),
+    "09-1": ("the mean", lambda _: 138 / 37),
+    "09-2": ("the control must fail", lambda right: right.assign(status="finished")),
+    "09-3": ("that is one pass", lambda _: one_pass("tf32")),
+    "10-1": ("that none of them does", lambda _: 0.95**20),
+    "10-2": ("some of these runs are the recorded ones", lambda right: right.assign(recorded=True)),
+    "10-3": ("'the old one'", lambda right: {**right, "reference": "the old one"}),
+}
+assert WRONG.keys() == CHECKS.keys()
 
 
 NUMBERS = {"half a chance": 7, "the sign": -8, "look at the units": 8000, "per cent": 800, "the inverse": 1 / 8}
@@ -62,6 +135,14 @@ def test_a_number_that_is_wrong_is_told_how():
     for said, answer in NUMBERS.items():
         assert said in companion.check("00-1", answer).said
     assert companion.check("00-1", torch.tensor(8)).passed
+
+
+CODES = torch.randn(50, 24, generator=torch.Generator().manual_seed(0)) * 0.003 + 0.5
+
+
+def one_pass(arithmetic):
+    with gl.emulate(arithmetic):
+        return CODES.T @ CODES / 50 - torch.outer(CODES.mean(0), CODES.mean(0))
 
 
 class Spiteful:

@@ -3,6 +3,7 @@
 import gzip
 import os
 import struct
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -140,3 +141,15 @@ def test_a_real_video_with_a_hole_is_named_with_the_frame(shared, tmp_path):
     data = gl.load(f"video:{tmp_path / 'hole.mp4'}", size=SMALL)
     with pytest.raises(gl.DataError, match=r"hole\.mp4: frame 1\d\d cannot be decoded"):
         list(data.stream())
+
+
+def test_a_small_archive_cannot_ask_for_much_memory(tmp_path):
+    """100 kB that unpack to 100 MB are read as far as the header says."""
+    (tmp_path / f"{TEST}.gz").write_bytes(gzip.compress(WHOLE[:16] + bytes(100 << 20)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(gl.DataError, match=r"promises 30 images of 28×28 and holds more"):
+            gl.load(f"mnist:{tmp_path}")
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()

@@ -1,4 +1,5 @@
 import gc
+import itertools
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -7,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
+from torchvision.models.resnet import BasicBlock, ResNet
 
 import gpulab as gl
 from gpulab.diagnostics import fingerprints, guards
@@ -531,3 +534,47 @@ def test_processes_live_to_their_end(python):
         """
     )
     assert "OverwrittenError" in done.stderr
+
+
+VISION_TRANSFORMER = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
+
+
+class LSTM(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+MODELS = {
+    "resnet": (lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10), (2, 3, 32, 32)),
+    "vision transformer": (lambda: torchvision.models.VisionTransformer(32, 16, **VISION_TRANSFORMER), (1, 3, 32, 32)),
+    "lstm": (lambda: LSTM(5, 7, num_layers=2, dropout=0.1, batch_first=True), (3, 6, 5)),
+}
+
+
+def two_steps(name, guarded, device="cpu"):
+    """Two updates of a real model; every gradient of both."""
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    net, x = build().to(device), torch.rand(shape, device=device)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3, foreach=True)
+    gradients = []
+
+    def loop():
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x).flatten(1), torch.zeros(len(x), dtype=torch.long, device=device)).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            gradients.append([p.grad.clone() for p in net.parameters()])
+            optimizer.step()
+
+    clean(loop) if guarded else loop()
+    return gradients
+
+
+@DEVICES
+@pytest.mark.parametrize("name", MODELS)
+def test_real_models_are_left_alone_and_their_gradients_are_the_same_bits(name, device):
+    with torch.backends.cudnn.flags(deterministic=True):
+        plain, guarded = two_steps(name, False, device), two_steps(name, True, device)
+    if device == "cpu":
+        assert all(map(torch.equal, itertools.chain(*plain), itertools.chain(*guarded)))

@@ -358,3 +358,18 @@ def test_products_on_a_gpu_are_those_of_the_cpu(name):
         for _ in range(3):  # captured at the first
             found = (there @ V.cuda()).cpu() / expected.norm()
             torch.testing.assert_close(found, expected / expected.norm(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("setting", ["cpu", pytest.param("cuda:tf32=off", marks=needs_cuda)])
+def test_products_in_float32_have_its_accuracy(setting):
+    torch.manual_seed(0)
+    model, frames = PredNet(channels=(3, 8, 16), size=(24, 32)), torch.rand(6, 1, 3, 24, 32)
+    exact = copy.deepcopy(model).double()
+    H = gl.hessian(exact, lambda: exact.training_loss(frames.double(), None)[0])
+    v = rand(H.shape[0])
+    with gl.setting(setting) as chosen:
+        model, frames = model.to(chosen.device), frames.to(chosen.device)
+        single = gl.hessian(model, lambda: model.training_loss(frames, None)[0])
+        product = single @ v.float().to(chosen.device)
+    assert single.dtype == torch.float32
+    assert (product.double().cpu() - H @ v).norm() < 1e-5 * (H @ v).norm()

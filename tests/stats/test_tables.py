@@ -121,3 +121,22 @@ def test_a_factor_of_too_many_levels_is_named():
     frame = pd.DataFrame({"name": map(str, range(MOST_LEVELS + 1)), "seed": 0, "loss": 0.5})
     with pytest.raises(UsageError, match=r"factor 'name' has 1,001 levels \('0', '1', '2', …\), and may have 1,000"):
         gl.verdict(frame, "loss", "name")
+
+
+@pytest.mark.parametrize(
+    "column",
+    [pa.DictionaryArray.from_arrays(pa.array([0] * 7_000, pa.int32()), ["x" * 1_000_000]), pa.nulls(1 << 25)],
+    ids=["texts", "cells"],
+)
+def test_a_small_file_cannot_ask_for_much_memory(table, column):
+    """20 kB that held 7 GB of text, and one of many cells."""
+    content = pa.table({"setting": column, "loss": pa.nulls(len(column), pa.float64())})
+    usual = pa.default_memory_pool()
+    counted = pa.proxy_memory_pool(usual)
+    pa.set_memory_pool(counted)
+    try:
+        with pytest.raises(DataError, match="it is too large: more than"):
+            table(content)
+    finally:
+        pa.set_memory_pool(usual)
+    assert counted.max_memory() < 400_000_000

@@ -1,13 +1,17 @@
 """Stores as tables: what is in them, and what is packed into one file."""
 
 import math
+import re
 import shutil
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from small_runs import HISTORY
 
 import gpulab as gl
+from gpulab.passports import OTHERS
 from gpulab.store import listing, records
 
 
@@ -81,3 +85,38 @@ def test_a_long_text_as_an_option_of_a_function_is_no_path():
         return float(seed + len(prompt))
 
     assert gl.train(train, model_options={"prompt": 300 * "x"}, progress=False).metrics["final_loss"] == 300
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # none of them is damaged
+        return gl.recorded_runs()
+
+
+def test_every_recorded_run_has_the_passport_of_its_machine_and_its_command(shipped):
+    assert shipped.recorded.all()
+    here = gl.passport()
+    for file in set(shipped.path):
+        for record in records.packed_runs(Path(file)):
+            passport = record["passport"]
+            assert passport.keys() == here.keys(), record["id"]
+            assert passport["cpu"].keys() == here["cpu"].keys()
+            assert passport["software"].keys() == here["software"].keys() - set(OTHERS)
+            software = {key: passport["software"][key] for key in ("torch", "python", "os", "gpulab", "commit")}
+            assert None not in software.values(), record["id"]
+            assert re.fullmatch("[0-9a-f]{40}", software["commit"]), f"{record['id']}: a commit to be looked up"
+            assert record["command"].startswith("gpulab "), record["id"]
+            if record["setting"].startswith("cuda"):
+                assert passport["gpus"][0]["driver"], record["id"]
+                assert passport["software"]["cuda"]
+
+
+def test_every_recorded_history_is_whole_and_agrees_with_its_summary(shipped):
+    histories = dict(list(listing.history(shipped).groupby("id")))
+    for row in shipped.itertuples():
+        history = histories[row.id]
+        assert history.window.tolist() == list(range(len(history)))
+        if row.status == "finished":
+            assert len(history) == row.frames // {"whitener": 200}.get(row.experiment, 20)
+            assert history.loss[-(len(history) // 5) :].mean() == pytest.approx(row.final_loss, rel=1e-12), row.id

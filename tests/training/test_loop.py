@@ -1,0 +1,127 @@
+"""The loop alone: against one that is written down here, and with an engine of one's own."""
+
+import copy
+import inspect
+import itertools
+import json
+import math
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gpulab.data.feed import Loader
+from gpulab.errors import DataError
+from gpulab.training import loop
+from gpulab.training.loop import Plain
+from gpulab.training.plan import plan_run
+from gpulab.training.run import ahead, set_up, train_to_the_end, windows
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_autoencoder.ipynb"
+
+
+def planned(model, **options):
+    plan = plan_run(model, profile="smoke", frames=100, setting="cpu:precision=float64", **options)
+    plan.draw_weights()
+    return plan
+
+
+@pytest.mark.parametrize("model", ["autoencoder", "prednet"])
+def test_it_is_the_loop_that_everybody_writes(model):
+    plan = planned(model)
+    net, losses, state = copy.deepcopy(plan.model).double(), [], None
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    for window in windows(plan, set_up(plan)):
+        of_window = []
+        for batch in net.batches(torch.from_numpy(window.frames).double() / 255):
+            optimizer.zero_grad()
+            loss, per_frame, state = net.training_loss(batch, state)
+            loss.backward()
+            optimizer.step()
+            of_window.append(per_frame.mean().item())
+        losses.append(sum(of_window) / len(of_window))
+    training = set_up(plan)
+    train_to_the_end(plan, training, Plain(training, Loader("window", plan.setting)))
+    assert [note.loss for note in training.history] == pytest.approx(losses, rel=1e-6)
+    assert [note.window for note in training.history] == [0, 1, 2, 3, 4]
+    assert training.step == (100 if model == "autoencoder" else 5)
+    assert (training.diverged_at, training.ways) == (None, set())
+
+
+class Telling:
+    """An engine that trains nothing, and has the losses it is told."""
+
+    def __init__(self, *losses):
+        self.losses, self.states = iter(losses), []
+
+    def train_window(self, frames, state):
+        assert frames.dtype == np.uint8
+        self.states.append(state)
+        return torch.tensor(next(self.losses), dtype=torch.float64), len(self.states)
+
+
+def test_an_engine_is_an_object_with_one_method_and_between_two_windows_others_take_their_turn():
+    plan = planned("prednet")
+    training, engine, seen = set_up(plan), Telling([1.0], [2.0], [3.0], [4.0], [5.0]), []
+    turns = loop.train(
+        training, windows(plan, training), engine, lambda: seen.append((training.step, training.inside_window))
+    )
+    for window in range(5):
+        next(turns)
+        assert training.inside_window
+        assert len(training.history) == window, "its losses are not looked at before the next turn"
+    assert next(turns, "the end") == "the end"
+    assert engine.states == [None, 1, 2, 3, 4], "the state goes from window to window"
+    assert seen == [(1, False), (2, False), (3, False), (4, False), (5, False)]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_ends_it_where_it_came(wrong):
+    plan = planned("autoencoder")
+    training = set_up(plan)
+    train_to_the_end(plan, training, Telling([1.0, 3.0], [1.0, wrong, -wrong], [1.0]))
+    assert (training.diverged_at, training.step) == (4, 5)
+    assert training.history[0].loss == 2.0
+    assert training.history[1].loss == pytest.approx(wrong, nan_ok=True)
+    assert len(training.history) == 2
+
+
+def test_the_notebook_prints_this_loop():
+    printed = "".join(inspect.getsource(part) + "\n" for part in (loop.train, Plain.update, Plain.gradients))
+    cells = {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
+    assert "".join(cells["03-loop"]["outputs"][0]["text"]) == printed
+    assert len(inspect.getsource(loop).splitlines()) < 150
+
+
+def test_windows_come_in_order_and_the_next_one_and_no_more_is_made_meanwhile():
+    made, second = [], threading.Event()
+
+    def windows():
+        for number in itertools.count():
+            made.append(number)
+            if number == 1:
+                second.set()
+            yield number
+
+    before, coming = threading.active_count(), ahead(windows())
+    assert next(coming) == 0
+    assert second.wait(60), "while the first is looked at"
+    for number in range(1, 12):
+        assert len(made) <= number + 1
+        assert next(coming) == number
+    coming.close()
+    assert threading.active_count() == before
+    assert list(ahead(iter(range(5)))) == [0, 1, 2, 3, 4]
+
+
+def test_what_goes_wrong_there_is_said_here():
+    def windows():
+        yield 0
+        raise DataError("clip.mp4: truncated")
+
+    coming = ahead(windows())
+    assert next(coming) == 0
+    with pytest.raises(DataError, match="truncated"):
+        next(coming)
