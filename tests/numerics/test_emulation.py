@@ -238,6 +238,8 @@ def test_convolutions_of_every_geometry_in_every_order_match_float64(order):
         options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
         if transposed and stride > 1:
             options["output_padding"] = 1
+        if sides == 2 and not transposed:
+            options["stride"] = (stride, stride % 3 + 1)
         function = (backwards if transposed else plain)[sides - 1]
         right = function(x.double(), weight.double(), bias.double(), **options)
         flow = draw(*right.shape, seed=3)

@@ -68,6 +68,8 @@ def test_fma_where_rounding_twice_in_float64_would_err():
     """Cancellation and halfway cases: a sum in float64, rounded to float32, would be wrong here."""
     tiny, one, half = 2.0**-100, 1.0, 2.0**-24
     cases = [(one, one + 2.0**-23, half * tiny), (one, half, one), (one + 2.0**-12, one - 2.0**-12, -one)]
+    # just above halfway, where the sum's last place in float64 is odd: one step down is halfway, which rounds to even
+    cases.append((81_285.0, 422_707 * 2.0**-59, one))
     for sign in (1, -1):
         cases += [(one + 2.0**-23, half, sign * tiny), (half, one, one + sign * 2.0**-23)]
         # (1 + 2^-24) exactly between two float32 numbers, and a third term far below float64's last place
