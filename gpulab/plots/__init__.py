@@ -1,7 +1,7 @@
 """Figures, one visual language for all notebooks: from finished results only.
 
-`style` holds that language; `runs`, `decisions`, `instruments`, `costs`, `escapes` and `pictures` draw what their names
-say.
+`style` holds that language, `names` the words for settings; `runs`, `decisions`, `instruments`, `costs`, `escapes` and
+`pictures` draw what their names say.
 """
 
 from gpulab.plots import decisions as decisions

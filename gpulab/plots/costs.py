@@ -8,6 +8,7 @@ import pandas as pd
 from gpulab.device.placements import Placement
 from gpulab.device.rooflines import UNDER_THE_ROOF, bounds
 from gpulab.plots import style
+from gpulab.plots.names import setting_words
 from gpulab.plots.style import FAINT, INK, ON_GPU, Look
 from gpulab.report import Picture, draw
 
@@ -26,7 +27,8 @@ def roofline(frame: pd.DataFrame) -> Picture:
     intensities = np.logspace(-1.5, 3.5, 200)
     for (machine, setting), device in frame.groupby(["machine", "setting"], sort=False):
         bandwidth, peak = device[device.kind == "memory"].gigabytes_per_second.max(), device.gflops.max()
-        label = f"{setting}, {machine} (recorded)" if machine else f"{setting} (this machine)"
+        words = setting_words(setting)
+        label = f"{words}, {machine} (recorded)" if machine else f"{words} (this machine)"
         tint, ceiling = style.colour(setting), np.minimum(bandwidth * intensities, peak)
         axes.plot(intensities, ceiling, color=tint, lw=1.5, label=label)
         for kind, (marker, _) in ROOFED.items():
@@ -73,5 +75,5 @@ def placement(step: Placement) -> Picture:
     right.invert_yaxis()
     right.set(xlim=(0, 1.2 * milliseconds.max()), xlabel="ms for one step; below, at least, each alone")
     headline = f"Bound by {step.bound}: {step.reached:.0%} of the roof, launches {step.launch_share:.0%} of the time"
-    alt = f"A step under the roofline of {step.setting}, and the time of its parts at their ceilings."
+    alt = f"A step under the roofline of {setting_words(step.setting)}, and the time of its parts at their ceilings."
     return style.finished(figure, headline, alt)

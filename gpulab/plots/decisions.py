@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from gpulab.plots import style
+from gpulab.plots.names import names
 from gpulab.plots.style import BESIDE, FAINT, INK, Look
 from gpulab.report import Picture, draw
 from gpulab.search.reproduction import Reproduction
@@ -17,7 +18,7 @@ from gpulab.search.trials import WITHIN
 from gpulab.stats.verdicts import Verdict
 
 GREEN, RED = "#117733", "#CC3311"  # of no setting: colours here say how a change was judged
-BROKEN = r"^(?=.{19})([^:]*:|.{1,18}[,\s])"  # where a level that is longer goes on in a second line
+BROKEN = r"^(?=.{19})(.{1,18}[,\s])"  # where a level that is longer goes on in a second line
 ROWS = 24  # of a search, more than which nobody reads
 FAR = 12  # margins
 LOOKS: dict[str, tuple[str, str, float]] = {  # of a trial: colour, marker, size
@@ -44,6 +45,7 @@ def estimation(verdict: Verdict) -> Picture:
     factor, block, table = verdict.factor, verdict.block, verdict.table
     levels = [verdict.reference, *table[factor]]
     rows = {level: row for row, level in enumerate(levels)}
+    called = names(levels, factor)
     tints = style.level_colours(factor, levels)
     blocks = sorted(verdict.runs[block].unique())
     # How far from its row a seed is drawn, the same in every row.
@@ -73,7 +75,7 @@ def estimation(verdict: Verdict) -> Picture:
         left.scatter(np.full(len(some), 0.97), some.height, color=tints[level], **edge)
     if diverged.any():
         left.margins(x=0.12)  # room for the crosses
-    left.set_yticks(range(len(levels)), [re.sub(BROKEN, r"\1\n", str(level), count=1) for level in levels])
+    left.set_yticks(range(len(levels)), [re.sub(BROKEN, r"\1\n", words, count=1) for words in called.values()])
     left.set(ylim=(len(levels) - 0.5, -0.5), xlabel=style.metric_label(verdict.metric, experiments))
 
     unit = verdict.between_seeds if verdict.between_seeds > 0 else 1.0
@@ -115,21 +117,23 @@ def estimation(verdict: Verdict) -> Picture:
     if table.equivalent_low.notna().any():
         inside = f"{100 * table.equivalent_confidence.iloc[0]:.3g}% interval: for equivalent, within the margin"
         keys.append(style.key(inside, color=INK, lw=3.2))
-    differences = f"the differences from {verdict.reference} with intervals and the margin"
-    alt = f"{verdict.metric} of each {block} under {', '.join(map(str, levels))}, and {differences}."
+    differences = f"the differences from {called[verdict.reference]} with intervals and the margin"
+    alt = f"{verdict.metric} of each {block} under {'; '.join(called.values())}; and {differences}."
     return style.finished(figure, decided(verdict), alt, [*keys, *bands])
 
 
 def decided(verdict: Verdict) -> str:
     """The title: how many levels came to which decision."""
     decisions = verdict.decisions
+    called = names([verdict.reference, *decisions], verdict.factor)
+    usual = called[verdict.reference]
     if not decisions:
-        return f"Only {verdict.reference}: nothing to compare with"
+        return f"Only {usual}: nothing to compare with"
     if len(decisions) == 1:
         ((level, decision),) = decisions.items()
-        return f"{level} against {verdict.reference}: {decision}"
+        return f"{called[level]}, against {usual}: {decision}"
     counts = verdict.table.decision.value_counts()
-    return f"Against {verdict.reference}: " + ", ".join(f"{n} {decision}" for decision, n in counts.items())
+    return f"Against {usual}: " + ", ".join(f"{n} {decision}" for decision, n in counts.items())
 
 
 @draw.register

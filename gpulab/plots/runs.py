@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.ticker import MaxNLocator
 
 from gpulab.plots import style
+from gpulab.plots.names import AGAIN, names
 from gpulab.plots.style import FAINT, INK, Look
 from gpulab.report import Picture
 from gpulab.stats.pairs import check_one_protocol
@@ -25,6 +24,7 @@ def losses(frame: pd.DataFrame) -> Picture:
     check_one_protocol(frame)
     frame = frame[frame.rerun == 0].astype({"final_loss": float})
     order = style.setting_order(frame)
+    called = names(order)
     frame["place"] = frame.setting.map(order.index)
     figure, (axes,) = style.canvas(1, height=3.6)
     for _, seed in frame.drop_duplicates(["setting", "seed"]).sort_values("place").groupby("seed"):
@@ -36,7 +36,7 @@ def losses(frame: pd.DataFrame) -> Picture:
             top = (place, 0.98)
             axes.annotate(f"{diverged} diverged", top, xycoords=("data", "axes fraction"), ha="center", va="top")
     style.loss_scale(axes)
-    axes.set_xticks(range(len(order)), [re.sub("[:=,]", "\n", setting) for setting in order], fontsize=8)
+    axes.set_xticks(range(len(order)), [words.replace(", ", "\n") for words in called.values()], fontsize=8)
     axes.set(xlim=(-0.6, len(order) - 0.4), ylabel=style.metric_label("final_loss", frame.experiment))
     by_setting = frame.groupby("setting").final_loss
     headline = f"From seed to seed the loss varies up to {(by_setting.max() / by_setting.min()).max():.1f}-fold"
@@ -44,7 +44,7 @@ def losses(frame: pd.DataFrame) -> Picture:
     along_lines, between_seeds = (wide.max(axis=axis) - wide.min(axis=axis) for axis in (1, 0))
     if len(wide) > 1 and along_lines.max() < 0.1 * between_seeds.max():
         headline += "; along a line it hardly moves"
-    alt = f"final_loss of each seed under {', '.join(order)}; the same seeds joined by lines."
+    alt = f"The final loss of each seed: {'; '.join(called.values())}. The same seeds joined by lines."
     return style.finished(figure, headline, alt, style.origin_keys(frame), columns=1)
 
 
@@ -54,20 +54,22 @@ def differences(verdict: Verdict) -> Picture:
     On one linear scale, with the margin as a band. The largest change stands beside its row.
     """
     factor, metric, reference = verdict.factor, verdict.metric, verdict.reference
-    again = verdict.reruns.assign(**{factor: f"{reference} again"})
+    again = verdict.reruns.assign(**{factor: f"{reference}{AGAIN}"})
     pairs = pd.concat([verdict.pairs, again], ignore_index=True)
     tints = style.level_colours(factor, [reference, *verdict.table[factor]])
+    called = names([reference, *verdict.table[factor], *again[factor].unique()], factor)
     hollow = bool(style.is_recorded(verdict.runs).all())
     rows = []
     for level in [*verdict.table[factor], *again[factor].unique()]:
         shown = pairs.difference[pairs[factor] == level].dropna().astype(float)
         largest = shown.abs().max()
         said = f"largest {largest:.2g}" if largest > 0 else "exactly the same" if largest == 0 else "no pair"
-        rows.append(style.Row(level, shown, tints.get(level, tints[reference]), hollow, said))
+        rows.append(style.Row(called[level], shown, tints.get(level, tints[reference]), hollow, said))
     levels = [row.name for row in rows]
+    usual = called[reference]
     rows.append(style.Row("one seed against another", (), INK, words=f"standard deviation {verdict.between_seeds:.2g}"))
     unit = style.metric_label(metric, verdict.runs.get("experiment", ()))
-    label = f"change of the same seed against {reference}: {unit}"
+    label = f"change of the same seed against {usual}: {unit}"
     figure, axes = style.rows_of_points(rows, label, reference=0)
     base = verdict.runs[verdict.runs[factor] == reference][metric].to_numpy(float)
     between = (base[:, None] - base)[~np.eye(len(base), dtype=bool)]
@@ -80,7 +82,7 @@ def differences(verdict: Verdict) -> Picture:
     headline = f"The largest change of setting is {verdict.ratio:.2g} of the spread between seeds"
     if np.isnan(verdict.ratio):
         headline = "One seed has no spread to compare with"
-    alt = f"Change of {metric} against {reference} for {', '.join(levels)}, and between seeds."
+    alt = f"Change of {metric} against {usual}: {'; '.join(levels)}; and between seeds."
     return style.finished(figure, headline, alt, keys)
 
 
@@ -106,7 +108,10 @@ def curves(
     style.run_lines(axes, runs, "frames_seen", "loss", [factor, "id"], tints, lw=0.6, alpha=0.5)
     style.run_lines(axes, medians, "frames_seen", "loss", [factor], tints, lw=2)
     last = medians.groupby(factor).loss.last()
-    ends: list[tuple[str, float, Look]] = [(str(at), loss, {"color": tints[at], "lw": 2}) for at, loss in last.items()]
+    called = names(levels, factor)
+    ends: list[tuple[str, float, Look]] = []
+    for level, loss in last.items():
+        ends.append((called[level], loss, {"color": tints[level], "lw": 2}))
     if baseline is not None:
         axes.axhline(baseline, color=INK, lw=1, ls=":")
         ends.append((baseline_label, baseline, {"color": INK, "lw": 1, "ls": ":"}))

@@ -23,6 +23,7 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import LogFormatter, LogLocator, NullFormatter, NullLocator
 
+from gpulab.plots.names import names
 from gpulab.report import Picture
 from gpulab.settings import Setting
 
@@ -159,8 +160,8 @@ def margin_key(margin: float) -> Patch:
 def setting_keys(frame: pd.DataFrame, shapes: bool = False, **look: Any) -> list[Line2D]:
     """Which colour, and with `shapes` which marker, is which setting."""
     return [
-        key(s, **{"color": colour(s), "ls": dashes(s), "marker": shape(s) if shapes else None, **look})
-        for s in setting_order(frame)
+        key(words, **{"color": colour(s), "ls": dashes(s), "marker": shape(s) if shapes else None, **look})
+        for s, words in names(setting_order(frame)).items()
     ]
 
 

@@ -20,11 +20,12 @@ from matplotlib.ticker import LogLocator
 from numpy.typing import ArrayLike
 
 import gpulab as gl
-from companion.findings import SIZES, CheckedSentences, Part, finding, listed, span
+from companion.findings import SIZES, CheckedSentences, Part, finding, listed, setting_in_text, span
 from companion.first_windows import FirstWindow
 from companion.learning import ALL, ALPHA, BEAT, blurred_losses, corrected, learning_table
 from gpulab.models.base import Trainable
 from gpulab.plots import style
+from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY, setting_words
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, Look
 from gpulab.report import Picture
 from gpulab.stats.verdicts import p_text
@@ -35,9 +36,16 @@ PLAIN = "copied"
 SPEED_COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#222222")
 FULL = "160x120"  # the published size
 KINDS = {"cpu": "CPU", "cuda": "GPU"}
-HANDED = {"reused": "as published", "copied": "frames copied", "shared": "memory shared"}
+# One array for all frames, handed over by one line, is copied on a GPU and shared on a CPU.
+HANDED = {
+    ("cpu", "reused"): f"CPU, {SHARED_MEMORY}",
+    ("cpu", "copied"): f"CPU, {OWN_MEMORY}",
+    ("cuda", "reused"): f"GPU, {OWN_MEMORY}",
+    ("cuda", "copied"): f"GPU, {OWN_MEMORY}",
+    ("cuda", "shared"): f"GPU, {SHARED_MEMORY}",
+}
 BEATS, LOSS = "share that beats repeating the last frame", "final loss"
-ORDER = ("GPU, as published", "CPU, frames copied", "GPU, memory shared", "CPU, as published")  # in the figure
+ORDER = tuple(f"{device}, {memory}" for memory in (OWN_MEMORY, SHARED_MEMORY) for device in ("GPU", "CPU"))
 METRICS = {BEATS: ("beats_repeating", 0.1), LOSS: ("final_loss", 0.25)}  # and the margin: a share, or in sd
 KIND = ["size", "setting", "machine"]  # of an experiment on dose and response
 CELL = [*KIND, "window", "speed"]
@@ -45,37 +53,40 @@ MARKS = "osD^v"  # of the lengths of a window
 FEWEST = 5  # cells, whose ranks an interval needs
 COLUMNS = "family film size condition reference endpoint seeds decision difference low high ratio worse margin p p_holm"
 COLUMNS += " p_equivalent uncorrected beat beat_reference beat_blurred machine machine_reference"
-CLAIM = (
-    "Pietrowski et al. (2021, arXiv 2109.01451): PredNet reaches a lower loss on a GPU than on a CPU in the same "
-    "number of steps, an autoencoder does not. Retracted in version 4: the difference came with the library, Chainer, "
-    "and the authors' port to PyTorch does not show it. They suspect a bug and do not say which."
-)
-LINE = (
-    "The published loop puts each new frame into the same NumPy array, over the last one, and hands it on with "
-    "xp.asarray, which copies it on a GPU and does not on a CPU. The network is trained on windows of 20 frames, with "
-    "one update after each. The loss of a frame is computed while that frame is still there, and is right. The "
-    "gradient is computed after the twentieth, when every step finds the twentieth frame in memory, and is wrong. An "
-    "autoencoder takes its gradient after each image, and the authors' port loads whole clips: neither is touched. Nor "
-    "are Chainer 1 and 2, whose squared error kept the difference of prediction and frame for the gradient; since 3.0 "
-    "it keeps the two arrays. The cure is to copy each frame."
+CLAIM = [
+    "PredNet learns better on a GPU than on a CPU, an autoencoder does not (Pietrowski et al. 2021, arXiv 2109.01451).",
+    "Retracted: the difference came with the library, Chainer. The authors suspect a bug and do not say which.",
+]
+LINE = [
+    "The published loop writes each new frame over the last one in one NumPy array, and hands it on with xp.asarray.",
+    "On a GPU that copies the frame. On a CPU it does not: all frames share one memory.",
+    "The gradient is computed after twenty frames. On a CPU it then finds the twentieth in the place of each, and is "
+    "wrong. The losses, computed while each frame was there, are right.",
+    "The cure is to copy each frame.",
+]
+MORE_OF_THE_LINE = (
+    "Not touched: an autoencoder, which takes its gradient after each image; the authors' port, which loads whole "
+    "clips; Chainer 1 and 2, whose squared error kept the difference of prediction and frame for the gradient. Since "
+    "3.0 it keeps the two arrays."
 )
 MEASURE = (
-    "By the loss, which is the mean squared error of predicted frames; and by whether it is below that of repeating "
-    "the last frame, the laziest prediction. Seeds, films and tests were laid down before the runs; the data "
-    "card says when."
+    "By the final loss, and by whether it beats the laziest prediction, that the next frame is the last one. "
+    "Seeds, films and tests were laid down before the runs."
 )
-UNKNOWN = (
-    "Whether this line made the published difference, or all of it: it is enough to make one. Their network was "
-    "run unchanged, in Chainer 7.8.1, by a loop with the operations of theirs. They name 7.8.0, which differs in what "
-    "it knows of CuPy alone; in it their own script gives, on a CPU and with one NumPy, the same bits in its first "
-    "updates. Which release made the paper's numbers is not said. Their film, from body-worn cameras, and "
-    "their machines were not at hand. Their GPUs used cuDNN, which today's CuPy does not have for Chainer; whether "
-    "that matters is not known."
+UNKNOWN = [
+    "Whether this line made the published difference, or all of it: it is enough to make one.",
+    "The authors' film, their machines and the release behind their numbers were not at hand.",
+]
+MORE_UNKNOWN = (
+    "Their network was run unchanged, in Chainer 7.8.1, by a loop with the operations of theirs. They name 7.8.0, "
+    "which differs in what it knows of CuPy alone; in it their own script gives, on a CPU and with one NumPy, the same "
+    "bits in its first updates. Their GPUs used cuDNN, which today's CuPy does not have for Chainer; whether that "
+    "matters is not known."
 )
 HEADINGS = {
-    "one line, on a GPU": "In the losses: the published code on a GPU, one line changed, so that frames share memory",
+    "one line, on a GPU": "The published code on a GPU, one line changed so that frames share memory",
     "one line, on a CPU": "The same on a CPU",
-    "four cells": "Is it the device? The same code with device and memory crossed, at half the size",
+    "four cells": "Is it the device? Device and memory crossed, at half the size",
 }
 
 
@@ -113,10 +124,12 @@ def anomaly_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 def window_finding(row: Any) -> str:
     """A row of `first_window` in a sentence."""
-    off = f"is off by {row.gradient_difference:.1%}" if row.gradient_difference else "agrees to the last bit"
+    name = row.network.replace("prednet", "PredNet").replace("autoencoder", "Autoencoder")
+    off = f"is wrong by {row.gradient_difference:.1%}" if row.gradient_difference else "has the same bits, too"
+    rounding = np.format_float_positional(100 * row.rounding, precision=1, fractional=False, trim="-")
     return (
-        f"{row.network}, {row.setting}: {row.same_losses} of {row.losses} forward losses of the window have the same "
-        f"bits, the gradient {off} (rounding: {100 * row.rounding:.0e} %)."
+        f"{name}, {setting_in_text(row.setting)}: {row.same_losses} of {row.losses} losses have the same bits, and the "
+        f"gradient {off}; rounding moves it by {rounding} %."
     )
 
 
@@ -126,14 +139,14 @@ def anomaly_finding(window: pd.DataFrame, table: pd.DataFrame) -> CheckedSentenc
     return finding(
         {
             "The first window": [window_finding(row) for row in window.itertuples()],
-            "What is learned, with shared memory against copied frames": table,
+            "What is learned, with shared memory against own memory": table,
             "So": [wrong] if (window.gradient_difference > FAR * window.rounding).any() else [],
         }
     )
 
 
 def shared_memory(frame: pd.DataFrame) -> Picture:
-    """Each seed's loss with shared memory against its loss with copied frames: above the diagonal, sharing was worse.
+    """Each seed's loss with shared memory against its loss with own memory: above the diagonal, sharing was worse.
 
     The frame has runs with the loader `copied` and with `reused` or `imitated`.
     """
@@ -153,15 +166,15 @@ def shared_memory(frame: pd.DataFrame) -> Picture:
         axes.plot(ends, ends, color=INK, lw=0.8, ls="--", zorder=1)
         style.log_scale(axes.xaxis, *ends, numbers="{x:g}")
         style.log_scale(axes.yaxis, *ends, numbers="{x:g}")
-        axes.set(xlim=ends, ylim=ends, xlabel="final loss, frames copied", ylabel=f"final loss, buffer {shared}")
-        axes.set_title(f"{profile} size, {device}: {shared} against copied")
+        axes.set(xlim=ends, ylim=ends, xlabel=f"final loss, {OWN_MEMORY}", ylabel=f"final loss, {SHARED_MEMORY}")
+        axes.set_title(f"{KINDS[device]}, {SIZES[profile]}")
     speeds = [
         style.point_key(f"speed {speed:g}", marker=marker, markerfacecolor=tint, markeredgecolor=tint)
         for speed, (marker, tint) in looks.items()
     ]
     panels[-1].legend(handles=speeds, fontsize=8, frameon=False, loc="lower right")
     headline = f"Sharing memory gave the higher loss for {span(higher, '.0%')} of the seeds, by size and speed"
-    alt = "Final loss with shared memory against final loss with copied frames, one point a seed."
+    alt = "Final loss with shared memory against final loss with own memory, one point a seed."
     return style.finished(figure, headline, alt, style.origin_keys(frame), columns=1)
 
 
@@ -178,11 +191,11 @@ class RegisteredPair(NamedTuple):
 
 
 REGISTERED = (
-    RegisteredPair("one line, on a GPU", "GPU, memory shared", "GPU, as published", True),
-    RegisteredPair("one line, on a CPU", "CPU, as published", "CPU, frames copied", True),
-    RegisteredPair("four cells", "CPU, frames copied", "GPU, as published", False),
-    RegisteredPair("four cells", "CPU, as published", "GPU, memory shared", False),
-    RegisteredPair("four cells", "CPU, as published", "CPU, frames copied", False),
+    RegisteredPair("one line, on a GPU", "GPU, shared memory", "GPU, own memory", True),
+    RegisteredPair("one line, on a CPU", "CPU, shared memory", "CPU, own memory", True),
+    RegisteredPair("four cells", "CPU, own memory", "GPU, own memory", False),
+    RegisteredPair("four cells", "CPU, shared memory", "GPU, shared memory", False),
+    RegisteredPair("four cells", "CPU, shared memory", "CPU, own memory", False),
 )
 
 
@@ -198,13 +211,17 @@ def published_runs() -> pd.DataFrame:
 
 def described(frame: pd.DataFrame) -> pd.DataFrame:
     """Runs of `benchmarks/published.py`, with the columns that `published_runs` has."""
-    device = frame.device.map(KINDS)
     tripped = (frame.device == "cuda") & ~frame.round_trip.astype(bool)
-    condition = device + ", " + frame.loader.map(HANDED) + tripped.map({True: ", no round trip", False: ""})
+    condition = _condition(frame) + tripped.map({True: ", no round trip", False: ""})
     film = frame.data.map(lambda name: Path(name).stem)
     upright = frame["size"].str.split("x").str[::-1].str.join("x")  # the authors write the width first
     frame = frame.assign(film=film, condition=condition, full=frame["size"] == FULL, frame_size=upright, scene_seed=0)
     return frame.drop(columns=["protocol", "options"], errors="ignore")
+
+
+def _condition(frame: pd.DataFrame) -> pd.Series:
+    """The device of each run and the memory of its frames, in words."""
+    return pd.Series([HANDED[key] for key in zip(frame.device, frame.loader, strict=True)], frame.index, dtype=object)
 
 
 def published_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -261,9 +278,7 @@ def round_trips(frame: pd.DataFrame) -> pd.DataFrame:
     A row for each film and condition: `seeds` run both ways, their `windows`, and those whose loss has the `same_bits`.
     """
     trips = frame[(frame.device == "cuda") & frame.full].astype({"round_trip": bool})
-    trips = trips.assign(condition="GPU, " + trips.loader.map(HANDED))[
-        ["id", "film", "condition", "seed", "round_trip"]
-    ]
+    trips = trips.assign(condition=_condition(trips))[["id", "film", "condition", "seed", "round_trip"]]
     losses = listing.history(frame[frame.id.isin(trips.id)])[["id", "window", "loss"]].merge(trips, on="id")
     kept, left_out = (losses[losses.round_trip == tripped] for tripped in (True, False))
     both = kept.merge(left_out, on=["film", "condition", "seed", "window"])
@@ -298,9 +313,9 @@ def published_figure(frame: pd.DataFrame) -> Picture:
     axes.set_xticks([*ticks], [*ticks.values()])
     axes.set(xlim=(-0.6, start - 1), ylabel="final loss / loss of repeating the last frame")
     full = shown[shown.full].pivot(index=["film", "seed"], columns="condition", values="final_loss")
-    pairs = full[["GPU, memory shared", "GPU, as published"]].dropna()
-    worse = (pairs["GPU, memory shared"] > pairs["GPU, as published"]).sum()
-    title = f"With one line different, the published network ends worse in {worse} of {len(pairs)} pairs at 160×120"
+    pairs = full[["GPU, shared memory", "GPU, own memory"]].dropna()
+    worse = (pairs["GPU, shared memory"] > pairs["GPU, own memory"]).sum()
+    title = f"Where frames share memory, the published network ends worse in {worse} of {len(pairs)} pairs (160×120)"
     keys = [style.key("repeating the last frame", color=INK, ls="--", lw=0.8), *style.origin_keys(shown)]
     alt = "Final loss of each seed over the loss of repeating the last frame, by film and condition, seeds joined."
     return style.finished(figure, title, alt, keys, columns=3)
@@ -346,15 +361,14 @@ def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float, float, float]:
 def dose_finding(frame: pd.DataFrame) -> CheckedSentences:
     """Whether the bias predicts the loss, in a sentence for each size and setting of `recorded_dose`."""
     said, numbers = [], []
-    for (size, setting, machine), runs in frame.groupby(KIND, sort=False):
+    for (size, _, machine), runs in frame.groupby(KIND, sort=False):
         cells = dose_table(runs)
         rho, low, high = rank_correlation(cells.bias, cells.ratio)
         alone = [rank_correlation(one.bias, one.ratio)[0] for _, one in runs.groupby("seed")]
-        trend = "the loss is higher" if low > 0 else "the loss is lower" if high < 0 else "no trend is shown either way"
-        where = f"{SIZES[size]}, {setting} ({machine})"
+        where = f"{SIZES[size].capitalize()}, {machine}"
         said.append(
-            f"{where}: with shared memory the loss is higher in {(cells.ratio > 1).sum()} of {len(cells)} cells; where "
-            f"the gradient is further off, {trend}."
+            f"{where}: with {SHARED_MEMORY} the loss is higher in {(cells.ratio > 1).sum()} of {len(cells)} cells; "
+            f"where the gradient is further off, {_trend(rho, low, high)}."
         )
         numbers.append(
             f"{where}, {cells.seeds.max()} seeds in {len(cells)} cells: the loss is {cells.ratio.min():.2f} to "
@@ -363,6 +377,13 @@ def dose_finding(frame: pd.DataFrame) -> CheckedSentences:
             f"{high:+.2f}), in single seeds {min(alone):+.2f} to {max(alone):+.2f}."
         )
     return finding({"Dose and response, in our own port": said}, numbers)
+
+
+def _trend(_: float, low: float, high: float) -> str:
+    """What the interval of a rank correlation with the bias says of the loss."""
+    if low > 0:
+        return "it is higher"
+    return "it is lower" if high < 0 else "no trend is shown"
 
 
 def dose_response(frame: pd.DataFrame) -> Picture:
@@ -379,16 +400,17 @@ def dose_response(frame: pd.DataFrame) -> Picture:
                 style.points(axes, some.bias, some.ratio, tints[speed], marker=marks[window], **look)
         for axis, values in ((axes.xaxis, runs.bias), (axes.yaxis, runs.ratio)):
             style.log_scale(axis, values.min(), values.max(), numbers="{x:g}")
-        axes.set(title=f"{size} size, {setting}", xlabel="bias of the gradient (relative)")
-    panels[0].set_ylabel("final loss, shared over copied")
+        axes.set(title=f"{SIZES[size]}, {setting_words(setting)}", xlabel="bias of the gradient (relative)")
+    panels[0].set_ylabel(f"final loss, {SHARED_MEMORY} over {OWN_MEMORY}")
     worse = pd.concat([cells.ratio > 1 for *_, cells in groups])
-    rho = " and ".join(f"{rank_correlation(cells.bias, cells.ratio)[0]:+.2f}" for *_, cells in groups)
+    trends = dict.fromkeys(_trend(*rank_correlation(cells.bias, cells.ratio)) for *_, cells in groups)
     keys = [style.key(f"speed {speed:g}", color=tint, marker="o", ls="") for speed, tint in tints.items()]
     keys += [style.key(f"windows of {window}", color=INK, marker=mark, ls="") for window, mark in marks.items()]
     headline = (
-        f"Sharing memory ended worse in {worse.sum()} of {len(worse)} cells; rank correlation with the bias {rho}"
+        f"With {SHARED_MEMORY} the loss is higher in {worse.sum()} of {len(worse)} cells; "
+        f"where the gradient is further off, {listed(trends)}"
     )
-    alt = "Ratio of the final losses, shared over copied, against the bias of the gradient, by window and speed."
+    alt = "Final loss with shared over that with own memory, against the bias of the gradient, by window and speed."
     return style.finished(figure, headline, alt, [*keys, *style.origin_keys(frame)], columns=4)
 
 
@@ -410,7 +432,7 @@ def published_page(
     `longer_runs` by loader, and `anomaly_table`.
     """
     first = windows[(windows.window == 0) & ~windows.of.str.endswith("trip")].copy()
-    ways = {f"{device} {loader}": f"{kind} {how}" for device, kind in KINDS.items() for loader, how in HANDED.items()}
+    ways = {f"{device} {loader}": f"{how} ({loader})" for (device, loader), how in HANDED.items()}
     of, against = (cells.str.partition(",")[0] for cells in (first.of, first.against))
     first["ways"] = of.map(ways) + " against " + against.map(ways)
     shared = ["cpu reused", "cuda shared"]  # with memory that all frames share
@@ -423,32 +445,34 @@ def published_page(
         "In short": _short(table, longer, port),
         "How it is measured": MEASURE,
         "In the first gradient": [
-            f"Where frames are handed over alike, a CPU and a GPU agree to {alike.gradient_difference.max():.4%}. With "
-            f"shared memory and without they differ by {unlike.gradient_difference.max():.1%}, on a CPU and on a GPU.",
+            f"A CPU and a GPU agree to {alike.gradient_difference.max():.4%} where the memory is alike. Shared and own "
+            f"memory differ by {unlike.gradient_difference.max():.1%}, on either device.",
             f"The losses of that window do not tell: {unlike.same_losses.sum()} of {unlike.losses.sum()} have the same "
             "bits.",
         ],
     }
-    numbers = [f"First window of our own port, here: {window_finding(row)}" for row in window.itertuples()]
+    numbers = [MORE_OF_THE_LINE, MORE_UNKNOWN]
+    numbers += [f"First window of our own port, here: {window_finding(row)}" for row in window.itertuples()]
     off = first.gradient_difference.map(lambda off: f" differs by {off:.1g}" if off else " has the same bits")
     numbers += [f"First window of the published code: {'; '.join(first.ways + off)}."]
     for family, rows in table.groupby("family", sort=False):
         pairs = rows.groupby(["condition", "reference"], sort=False)
-        parts[HEADINGS[family]] = [_over_films(pair) for _, pair in pairs]
+        parts[HEADINGS[family]] = [sentence for _, pair in pairs for sentence in _over_films(pair)]
         films = rows.groupby(["condition", "reference", "film"], sort=False)
         numbers += [f"{family}: {_compared(pair.set_index('endpoint'))}" for _, pair in films]
     share, loss = (longer.set_index("metric").loc[metric] for metric in (BEAT, ALL))
     same, counted = trips.same_bits.sum(), trips.windows.sum()
     bits = "the same bits" if same == counted else f"the same bits in {same:,} of {counted:,} only"
     parts["Our own port to PyTorch, which keeps the one array"] = port
-    parts["Does longer training close the gap? Our own port, ten times as long"] = (
-        f"After 50,000 frames the loss with shared memory is {1 + loss.relative:.2f} times as high, higher for "
-        f"{loss.worse} of {loss.seeds} seeds ({loss.decision}); {share.beat - share.beat_reference} instead of "
-        f"{share.beat_reference} of {share.seeds} beat repeating the last frame."
-    )
+    parts["Does longer training close the gap? Our own port, ten times as long"] = [
+        f"After 50,000 frames the loss with {SHARED_MEMORY} is {1 + loss.relative:.2f} times as high, and higher for "
+        f"{loss.worse} of {loss.seeds} seeds ({loss.decision}).",
+        f"{share.beat - share.beat_reference} instead of {share.beat_reference} of {share.seeds} beat repeating the "
+        "last frame.",
+    ]
     parts |= dict(by_dose.parts)
     parts["Is it another step? On a GPU the loop takes the network to the CPU and back at each update"] = (
-        f"With and without it the losses of {counted:,} windows have {bits} ({trips.seeds.sum()} pairs of runs)."
+        f"With and without that, the losses of {counted:,} windows have {bits} ({trips.seeds.sum()} pairs of runs)."
     )
     return finding(parts | {"Not known": UNKNOWN}, [*numbers, *by_dose.numbers])
 
@@ -457,18 +481,17 @@ def _short(table: pd.DataFrame, longer: pd.DataFrame, port: pd.DataFrame) -> lis
     """Sentences: in how many of all registered pairs of runs the memory decides, and in how many the device."""
     losses = table[table.endpoint == LOSS]
     same_device = losses.condition.str[:3] == losses.reference.str[:3]
-    of_our_port = f"{_pairs(longer[longer.metric == ALL])} of our port after 50,000 frames"
-    pairs = [f"{_pairs(losses[same_device])} of the authors' code", of_our_port]
+    ended = f"with {SHARED_MEMORY} the loss ends higher in"
+    said = [
+        f"The authors' code: {ended} {_pairs(losses[same_device])} pairs of runs that differ in nothing else.",
+        f"Our port after 50,000 frames: {ended} {_pairs(longer[longer.metric == ALL])}.",
+    ]
     # Where all bits are the same, the device copied: the memory does not differ.
     asked = port[(port.experiment == "prednet") & (port.metric == ALL) & (port.same_bits < port.seeds)]
     for profile, rows in asked.groupby("profile", sort=False):
         counts = ", ".join(f"{decision} at {n}" for decision, n in rows.decision.value_counts(sort=False).items())
-        pairs.append(f"{_pairs(rows)} of our port at the {SIZES[profile]} (of {len(rows)} speeds {counts})")
-    ended = f"sharing it ends worse in {listed(pairs)}."
-    said = [
-        f"Of the pairs laid down beforehand in which only the memory differs, {ended}",
-        f"Where only the device differs, the CPU does in {_pairs(losses[~same_device])}.",
-    ]
+        said.append(f"Our port, {SIZES[profile]}: {ended} {_pairs(rows)} (of {len(rows)} speeds {counts}).")
+    said.append(f"Where only the device differs, the CPU's loss ends higher in {_pairs(losses[~same_device])}.")
     if not (losses["size"].eq(FULL) & losses.condition.str.startswith("CPU")).any():
         said.append(
             "At the published size the authors' code was trained on a GPU alone, which imitates a CPU's sharing."
@@ -480,19 +503,24 @@ def _pairs(rows: pd.DataFrame) -> str:
     return f"{rows.worse.sum()} of {rows.seeds.sum()}"
 
 
-def _over_films(rows: pd.DataFrame) -> str:
+def _over_films(rows: pd.DataFrame) -> list[str]:
     """One comparison, of all its films together."""
     loss, share = (rows[rows.endpoint == endpoint] for endpoint in (LOSS, BEATS))
     seeds = loss.seeds.sum()
     films = f" on {len(loss)} films" if len(loss) > 1 else ""
+    high, low = (name.replace(", ", " with ") for name in (loss.condition.iloc[0], loss.reference.iloc[0]))
+    said = [
+        f"{high}: the loss is {span(loss.ratio, '.2f')} times that of a {low}, higher for {loss.worse.sum()} of "
+        f"{seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))}); {share.beat.sum()} instead of "
+        f"{share.beat_reference.sum()} of {seeds} beat repeating the last frame."
+    ]
     known = share[share.beat_blurred.notna() & (share.beat_reference > 0)]
-    by_film = ", ".join(f"{row.beat_blurred:.0f} of {row.beat_reference} ({row.film})" for row in known.itertuples())
-    blurred = f" Of those that do, {by_film} beat a blurred copy of it, too." if len(known) else ""
-    return (
-        f"{loss.condition.iloc[0]}, against {loss.reference.iloc[0]}: the loss is {span(loss.ratio, '.2f')} times as "
-        f"high, higher for {loss.worse.sum()} of {seeds} seeds{films} ({listed(dict.fromkeys(loss.decision))}); "
-        f"{share.beat.sum()} instead of {share.beat_reference.sum()} of {seeds} beat repeating the last frame.{blurred}"
-    )
+    if len(known):
+        by_film = ", ".join(
+            f"{row.beat_blurred:.0f} of {row.beat_reference} ({row.film})" for row in known.itertuples()
+        )
+        said.append(f"Of those {share.beat_reference.sum()}, {by_film} beat a blurred copy of it, too.")
+    return said
 
 
 def _compared(rows: pd.DataFrame) -> str:

@@ -10,6 +10,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from companion.learning import ALL, BEAT, FAMILY, LEARNED, METRICS, STUCK
+from gpulab.plots.names import LOADERS, SHARED_MEMORY, names, setting_words
 from gpulab.report import Report, paragraphs
 from gpulab.stats.decisions import DECISIONS
 from gpulab.stats.verdicts import Verdict
@@ -17,13 +18,8 @@ from gpulab.stats.verdicts import Verdict
 Part: TypeAlias = "Verdict | pd.DataFrame | str | list[str]"
 SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest size", "motion": "profile motion"}
 SAME = "the same bits"
-WORDS = {
-    SAME: "the same bits in every {block}",
-    "equivalent": "no difference that matters{within}, with {seeds} {block}s",
-    "different but negligible": "different, by too little to matter{within}",
-    "inconclusive": "{seeds} {block}s do not settle it{needed}",
-    "different": "different, with {seeds} {block}s",
-}
+METRIC_WORDS = {"final_loss": "loss", "heldout_loss": "held-out loss", "smallest": "steepest way down"}
+METRIC_WORDS |= {"index_fraction": "share of ways down"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +70,7 @@ def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]], numbers: Seq
     >>> losses = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5]
     >>> runs = pd.DataFrame({"setting": ["cpu"] * 6 + ["cuda"] * 6, "seed": [*range(6)] * 2, "final_loss": losses})
     >>> print(finding({"A card": gl.verdict(runs)}))
-    A card: cuda against cpu: 1.8 times as high, higher in 6 of 6 seeds.
+    A card: Under GPU the loss is 1.8 times as high as under CPU, and higher in 6 of 6 seeds.
     """
     pairs = parts.items() if isinstance(parts, Mapping) else parts
     return CheckedSentences([(heading, part) for heading, part in pairs if not isinstance(part, list) or part], numbers)
@@ -98,38 +94,88 @@ def by_decision(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
             yield decision, table[said == decision]
 
 
+def names_in_text(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
+    """What each level of a factor is called within a sentence, which has commas of its own: `GPU (TF32)`."""
+    return {level: _bracketed(words) for level, words in names(levels, factor).items()}
+
+
+def setting_in_text(setting: Any) -> str:
+    """A setting within a sentence: `CPU (one thread)`."""
+    return _bracketed(setting_words(setting))
+
+
+def _bracketed(words: str) -> str:
+    first, comma, rest = words.partition(", ")
+    return f"{first} ({rest})" if comma else words
+
+
 def _verdict(judged: Verdict) -> str:
+    called = names_in_text([judged.reference, *judged.table[judged.factor]], judged.factor)
     if not len(judged.table):
-        return f"only {judged.reference} was run, so there is nothing to compare."
-    parts, against = [], f" against {judged.reference}"
+        return f"Only {called[judged.reference]} was run, so there is nothing to compare."
+    sentences: list[str] = []
     for decision, rows in by_decision(judged.table):
-        if decision == "different":
-            parts += [f"{row[judged.factor]}{against}: {_moved(row, judged)}" for _, row in rows.iterrows()]
-            continue
-        most = rows.seeds_needed.max()
-        needed = f"; about {most:.0f} would" if most == most else ""
-        within = _within(rows.margin_relative)
-        words = WORDS[decision].format(block=judged.block, seeds=span(rows.seeds), needed=needed, within=within)
-        if rows.seeds.max() == 1:
-            words = f"one {judged.block} is no evidence"
-        elif decision == "inconclusive" and len(rows) == 1:
-            words = f"{_higher(rows.iloc[0], judged)}, but {words}"
-        parts.append(f"{listed(rows[judged.factor])}{against}: {words}")
-    return "; ".join(parts) + "."
+        if decision == "different" or (decision == "inconclusive" and len(rows) == 1):
+            sentences += [_one_level(row, judged, called) for _, row in rows.iterrows()]
+        else:
+            sentences.append(_alike(decision, rows, judged, called))
+    return " ".join(sentences)
 
 
-def _moved(row: pd.Series, judged: Verdict) -> str:
-    """How far a level that is different lies from the reference."""
+def _alike(decision: str, rows: pd.DataFrame, judged: Verdict, called: Mapping[Any, str]) -> str:
+    """Levels that came to one decision, in a sentence."""
+    block, usual = judged.block, called[judged.reference]
+    levels = listed(called[level] for level in rows[judged.factor])
+    under = _preposition(judged)
+    count = f"{span(rows.seeds)} {block}{'s' if rows.seeds.max() > 1 else ''}"
+    if decision == SAME:
+        return f"{under.title()} {levels} every {block} ends with the same bits as {under} {usual}."
+    if decision == "inconclusive":
+        return f"Whether {levels} differ from {usual}, {count} do not decide{_would(rows)}."
+    within = f"within {_per_cent(rows.margin_relative)} of" if rows.margin_relative.notna().all() else "near"
+    mean = f"the mean {_metric(judged)}"
+    if decision == "equivalent":
+        return f"{under.title()} {levels} {mean} is {within} that of {usual} ({count}): no difference that matters."
+    return f"{under.title()} {levels} {mean} is not that of {usual}, but {within} it ({count}): too little to matter."
+
+
+def _one_level(row: pd.Series, judged: Verdict, called: Mapping[Any, str]) -> str:
+    """A level that is different, or that alone is undecided, in a sentence."""
+    level, usual, block = called[row[judged.factor]], called[judged.reference], judged.block
+    under = _preposition(judged)
+    if row.seeds == 1:
+        return f"One {block} cannot compare {level} with {usual}."
     if row.diverged != row.reference_diverged:
-        return f"{row.diverged} of its runs diverged, and {row.reference_diverged} of the others"
-    usual = judged.runs[judged.runs[judged.factor] == judged.reference][judged.metric].mean()
-    size = f"{1 + row.difference / usual:.3g} times as high" if usual > 0 else f"{row.difference:+.2g}"
-    return f"{size}, {_higher(row, judged)}"
-
-
-def _higher(row: pd.Series, judged: Verdict) -> str:
+        of = judged.runs.groupby(judged.factor).size()
+        here, there = (
+            f"{row.diverged} of {of[row[judged.factor]]}",
+            f"{row.reference_diverged} of {of[judged.reference]}",
+        )
+        return f"{under.title()} {level} {here} runs diverged, {under} {usual} {there}."
     moved = judged.pairs[judged.pairs[judged.factor] == row[judged.factor]].difference
-    return f"higher in {(moved > 0).sum()} of {row.seeds} {judged.block}s"
+    higher = f"higher in {(moved > 0).sum()} of {row.seeds} {block}s"
+    if row.decision == "inconclusive":
+        return (
+            f"{under.title()} {level} the {_metric(judged)} is {higher} than {under} {usual}, which does not "
+            f"decide{_would(judged.table[judged.table[judged.factor] == row[judged.factor]])}."
+        )
+    mean = judged.runs[judged.runs[judged.factor] == judged.reference][judged.metric].mean()
+    size = f"{1 + row.difference / mean:.3g} times as high as" if mean > 0 else f"off by {row.difference:+.2g} from"
+    return f"{under.title()} {level} the {_metric(judged)} is {size} {under} {usual}, and {higher}."
+
+
+def _preposition(judged: Verdict) -> str:
+    return "under" if judged.factor == "setting" else "with"
+
+
+def _metric(judged: Verdict) -> str:
+    return METRIC_WORDS.get(judged.metric, judged.metric.replace("_", " "))
+
+
+def _would(rows: pd.DataFrame) -> str:
+    """How many seeds would decide, as far as that is known."""
+    most = rows.seeds_needed.max()
+    return f"; about {most:.0f} would" if most == most else ""
 
 
 def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
@@ -141,16 +187,19 @@ def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
     none_matters = set(losses.decision) <= {"equivalent", "different but negligible"}
     if narrower and none_matters and (losses.same_bits < losses.seeds).any():
         # Seeds that do not learn widen the margin of all, so what holds within the narrow one is said first.
-        wide = f"over all {span(losses.seeds)} no difference of more than {_per_cent(losses.margin_relative)}"
-        parts = [f"of the seeds that learned, {'; '.join(_losses(learned))}", wide]
+        wide = f"over all {span(losses.seeds)} the mean differs by less than {_per_cent(losses.margin_relative)}"
+        parts = [f"among seeds that learned, {'; '.join(_losses(learned))}", wide]
     different = shares[shares.decision == "different"]
     if len(different):
-        counts = [f"{row.beat - row.beat_reference} instead of {row.beat_reference}" for row in different.itertuples()]
-        parts.append(f"{listed(counts)} of {span(different.seeds)} seeds beat repeating the last frame")
+        beat, instead = different.beat - different.beat_reference, different.beat_reference
+        of = f"of {span(different.seeds)} seeds beat repeating the last frame"
+        parts.append(f"{listed(beat)} {of}, instead of {listed(instead)}")
     elif len(shares) and not shares.beat.any():
-        parts.append("neither network has learned motion")
-    name = "PredNet" if experiment == "prednet" else experiment
-    return f"{name}, {SIZES.get(size, size)}, {setting}, frames {loader}: {'; '.join(parts)}."
+        parts.append("no network has learned motion")
+    name = "PredNet" if experiment == "prednet" else experiment.capitalize()
+    where = f"{name}, {SIZES.get(size, size)}, {setting_in_text(setting)}"
+    memory = f", {SHARED_MEMORY}" if LOADERS.get(loader) == SHARED_MEMORY else ""
+    return f"{where}{memory}: {'; '.join(parts)}."
 
 
 def _losses(rows: pd.DataFrame) -> list[str]:
@@ -158,13 +207,18 @@ def _losses(rows: pd.DataFrame) -> list[str]:
     parts = []
     for decision in sorted(set(rows.decision), key=[*reversed(DECISIONS)].index):
         alike = rows[rows.decision == decision]
+        within, seeds = _per_cent(alike.margin_relative), span(alike.seeds)
         if decision == "different":
             words = f"the loss is {listed(f'{1 + part:.3g}' for part in alike.relative)} times as high"
+        elif (alike.same_bits == alike.seeds).all():
+            words = "the same bits in every seed"
+        elif decision == "inconclusive":
+            words = f"{seeds} seeds do not decide"
+        elif decision == "equivalent":
+            words = f"the mean loss differs by less than {within} ({seeds} seeds)"
         else:
-            words = WORDS[SAME if (alike.same_bits == alike.seeds).all() else decision]
-        where = _speeds(alike) if len(rows) > 1 else ""
-        within = _within(alike.margin_relative)
-        parts.append(words.format(block="seed", seeds=span(alike.seeds), needed="", within=within) + where)
+            words = f"the mean loss differs, but by less than {within} ({seeds} seeds)"
+        parts.append(words + (_speeds(alike) if len(rows) > 1 else ""))
     return parts
 
 
@@ -201,13 +255,8 @@ def _speeds(rows: pd.DataFrame) -> str:
     return "" if rows.speed.isna().all() else f" at speed {listed(map('{:g}'.format, rows.speed))}"
 
 
-def _within(margins: pd.Series) -> str:
-    """How wide the margin is, in per cent of the mean; nothing of yes and no."""
-    return f" (less than {_per_cent(margins)})" if margins.notna().all() else ""
-
-
 def _per_cent(parts: pd.Series) -> str:
-    return f"{100 * parts.max():.2g} % of the mean"
+    return f"{100 * parts.max():.2g} %"
 
 
 def _once(words: Iterable[Any]) -> str:

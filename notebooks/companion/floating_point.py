@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import gpulab as gl
-from companion.findings import SIZES, WORDS, CheckedSentences, Part, by_decision, finding, listed, span
+from companion.findings import SAME, SIZES, CheckedSentences, Part, by_decision, finding, listed, span
 from companion.in_workers import first_step
 from gpulab.data.jpeg import available_decoders
 from gpulab.device.operations import measure
@@ -55,6 +55,13 @@ CARDS = ("T4", "V100", "RTX 4090", "A100", "H100")
 MEASURED = ("conversions", "repeatability", "fused", "decoders")
 STEP_SEEDS = 3  # one step is cheap, but one seed proves nothing
 MADE_HERE, RECORDED = "made here", "recorded"
+CHANGES = {  # what was found of the factors of one machine, which are named after it
+    SAME: "The same bits in every seed",
+    "equivalent": "No difference that matters to the final loss ({seeds} seeds)",
+    "different but negligible": "A difference, too small to matter",
+    "inconclusive": "Not decided by {seeds} seeds",
+    "different": "A difference ({seeds} seeds)",
+}
 IN_SD = {"effect": "difference", "low": "low", "high": "high", "largest": "largest_difference"}
 SAME_STEP, SAME_LOSS = 3e-11, 1e-8  # where what keeps its bits is drawn: a gradient, a seed's final loss in sd
 
@@ -370,9 +377,9 @@ class FactorTable(Report):
             where, seeds = f"{source.capitalize()} on {machine}", span(rows.seeds)
             said, moved = [], []
             for decision, some in by_decision(rows):
-                words = WORDS[decision].format(block="seed", seeds=seeds, needed="", within="")
-                said.append(f"{listed(some['name'])}: {words}")
-            parts[f"{where}, {SIZES[profile]}"] = f"{'; '.join(said)}."
+                words = CHANGES[decision].format(seeds=seeds)
+                said.append(f"{words}: {listed(some['name'])}.")
+            parts[f"{where}, {SIZES[profile]}"] = said
             for row in rows[rows.same_bits != rows.seeds].itertuples():
                 interval = f" [{row.low:.1g}, {row.high:.1g}]" if row.low == row.low else ""  # few seeds have none
                 moved.append(f"{row.name} {row.effect:+.1g}{interval}")

@@ -153,17 +153,13 @@ def motion_finding(frame: pd.DataFrame) -> str:
     if not (of := int(known.notna().sum())):
         return "No run here predicts frames of a rendered film."
     if of == 1:
-        sharp, blurred = ("beats" if count else "does not beat" for count in (better, sharper))
-        return (
-            f"The one run here {sharp} repeating the last frame, and {blurred} repeating it blurred, "
-            "which knows nothing of motion."
-        )
+        if not better:
+            return "The one network here does not beat repeating the last frame: it has not learned motion."
+        blurred = "and" if sharper else "but not"
+        return f"The one network here beats repeating the last frame, {blurred} repeating it blurred."
     if not better:
-        return f"No network has learned motion here: none of {of} runs beats repeating the last frame."
-    return (
-        f"{better} of {of} runs beat repeating the last frame, and {sharper} of {of} beat repeating it blurred, which "
-        "knows nothing of motion."
-    )
+        return f"None of {of} networks beats repeating the last frame: none has learned motion."
+    return f"{better} of {of} networks beat repeating the last frame, {sharper} of {of} repeating it blurred."
 
 
 def recorded_films() -> pd.DataFrame:

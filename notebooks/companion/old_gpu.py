@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 import gpulab as gl
-from companion.findings import CheckedSentences, Part, finding, listed
+from companion.findings import CheckedSentences, Part, finding, listed, setting_in_text
 from companion.first_windows import FirstWindow
 from gpulab.data.jpeg import available_decoders, decode_jpeg, encode_jpeg
 from gpulab.diagnostics.audits import Audit
@@ -93,19 +93,26 @@ def cards_finding(
     became = []
     for row in cards_table(runs[runs.covariance == "one-pass"]).itertuples():
         where = f"recorded on {row.machine}" if row.recorded else "here"
-        became.append(f"{row.diverged} of {row.seeds} seeds under {row.setting}, {where}.")
+        became.append(f"{row.diverged} of {row.seeds} seeds under {setting_in_text(row.setting)}, {where}.")
     first = report.findings[0]
     named = runs[runs.recorded].assign(way=lambda frame: frame.covariance + " under " + frame.setting)
     cured = named[(named.way == USUAL) | ((named.setting == "cuda:tf32=on") & (named.covariance != "one-pass"))]
     verdicts = [gl.verdict(cured, factor="way", margin=margin, reference=USUAL) for margin in MARGINS]
     cures = []
     for row in verdicts[0].table.itertuples():
-        within = listed(f"{judged.decisions[row.way]} within {judged.margin}" for judged in verdicts)
-        cures.append(f"{row.way}: {row.diverged} of {row.seeds} seeds became NaN; {within}.")
+        covariance, setting = row.way.split(" under ")
+        within = listed(
+            f"{judged.decisions[row.way]} within {margin.removesuffix('sd')}"
+            for margin, judged in zip(MARGINS, verdicts, strict=True)
+        )
+        cures.append(
+            f"{covariance.capitalize()} under {setting_in_text(setting)}: {row.diverged} of {row.seeds} seeds became "
+            f"NaN; the loss is {within} of the spread between seeds."
+        )
     parts: dict[str, Part] = {
         "One-pass covariance became NaN": became,
         "The operation": f"The audit blames {first.operation} ({first.phase}), {first.kind}, at {first.line}.",
-        f"The cures, against {USUAL}": cures,
+        f"The cures, against one-pass under {setting_in_text(USUAL.split()[-1])}": cures,
     }
     for machine, rows in recorded_prices().groupby("machine"):
         ms = rows.set_index(["setting", "covariance"]).ms

@@ -8,12 +8,13 @@ import numpy as np
 import pandas as pd
 
 import gpulab as gl
-from companion.findings import SIZES, CheckedSentences, Part, finding, in_words, listed
+from companion.findings import SIZES, CheckedSentences, Part, finding, in_words, listed, setting_in_text
 from gpulab.stats.verdicts import p_text
 
 SHUFFLES = 9999
 FEWEST = 5  # seeds: four have 24 orders, too few to show a correlation at 5 %
 COMPARED = {"index_fraction": "share of ways down", "smallest": "steepest way down"}
+OPTIMIZERS = {"sgd": "SGD", "momentum": "SGD with momentum", "rmsprop": "RMSprop", "adam": "Adam"}
 MADE = {True: "recorded", False: "made here"}
 
 
@@ -52,7 +53,11 @@ def _say_escapes(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: li
             f"where it is below, {_left(known[~above])}.{near if len(wrong) else ''}"
         )
         parts.append(("When", said))
-    parts.append(("How rough the law of an adaptive optimiser is", [*_law(table[unmoved])]))
+    laws = []
+    for optimizer, times, spread in _law(table[unmoved]):
+        laws.append(f"{OPTIMIZERS[optimizer]} took {times:.1f} times the expected steps (median).")
+        numbers.append(f"{OPTIMIZERS[optimizer]}, where about r/(η‖v‖₁) steps are expected: {spread}.")
+    parts.append(("How rough the law of an adaptive optimiser is", laws))
     for (_, optimizer), rows in alone.groupby(["recorded", "optimizer"], sort=False):
         stayed = [f"{setting} at {_rates(some)}" for setting, some in rows[~rows.left].groupby("setting", sort=False)]
         more = f"; stayed under {', '.join(stayed)}" if stayed else ""
@@ -86,10 +91,13 @@ def _deciding(alone: pd.DataFrame) -> list[str]:
     free, held = [], []
     for (optimizer, rate), rows in alone.groupby(["optimizer", "learning_rate"], sort=False):
         counts = rows.groupby("setting", sort=False).left.agg(["sum", "size"])
-        stayed = [f"{setting} ({n} of {of} left)" for setting, n, of in counts.itertuples() if n < of]
-        name = f"{optimizer} at {rate:.3g}"
+        stayed = []
+        for setting, left, of in counts.itertuples():
+            if left < of:
+                stayed.append(f"{left} of {of} leave under {setting_in_text(setting)}")
+        name = f"{OPTIMIZERS.get(optimizer, optimizer)} at {rate:.3g}"
         if stayed:
-            held.append(f"{name} stays under {listed(stayed)}.")
+            held.append(f"{name}: {listed(stayed)}.")
         else:
             free.append(name)
     said = ["It is the optimiser that decides what an arithmetic does at a saddle."] if free and held else []
@@ -97,17 +105,17 @@ def _deciding(alone: pd.DataFrame) -> list[str]:
     return said + held
 
 
-def _law(table: pd.DataFrame) -> Iterator[str]:
-    """How many times as many steps as its law expects an optimiser took that divides a gradient by its size."""
+def _law(table: pd.DataFrame) -> Iterator[tuple[str, float, str]]:
+    """How many times as many steps as its law expects an optimiser took that divides a gradient by its size.
+
+    The optimiser, the median, and the spread in words.
+    """
     adaptive = table[table.left & table.optimizer.isin(["adam", "rmsprop"]) & (table.expected > 1)]
     for optimizer, rows in adaptive.assign(times=adaptive.steps / adaptive.expected).groupby("optimizer"):
         low, middle, high = rows.times.quantile([0.25, 0.5, 0.75])
         rates = [f"{some.median():.1f} at {rate:g}" for rate, some in rows.groupby("learning_rate").times]
         by_rate = f"; by learning rate {listed(rates)}" if len(rates) > 1 else ""
-        yield (
-            f"{optimizer} took {middle:.1f} times the steps that are expected, about r/(η‖v‖₁) (median of {len(rows)} "
-            f"escapes; quartiles {low:.1f} to {high:.1f}{by_rate})."
-        )
+        yield str(optimizer), middle, f"median of {len(rows)} escapes; quartiles {low:.1f} to {high:.1f}{by_rate}"
 
 
 def _say_batches(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: list[str]) -> None:
@@ -124,12 +132,12 @@ def _say_batches(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: li
         f"that leaves than in the fastest (median of {len(steps)} seeds); from seed to seed up to {seeds:.0%} longer."
     )
     if stuck:
-        answer = f"The batches lead away, but not under {listed(stuck)}."
+        answer = f"The batches lead away, but not under {listed(map(setting_in_text, stuck))}."
     elif arithmetic < seeds / 2:
         answer = "It is the batches that lead away, and the arithmetic hardly matters."
     else:
         answer = "Even with minibatches the arithmetic matters here as much as the seed."
-    parts.append((f"With minibatches, {who}", answer))
+    parts.append((f"With minibatches, {OPTIMIZERS[table.optimizer.iloc[0]]} at {_rates(table)}", answer))
 
 
 def _left(rows: pd.DataFrame) -> str:
@@ -154,9 +162,11 @@ def _late(rows: pd.DataFrame) -> str:
 def _say_curvature(frame: pd.DataFrame, parts: list[tuple[str, Part]], numbers: list[str]) -> None:
     correlations: list[str] = []
     for (network, size, recorded), rows in frame.groupby(["experiment", "profile", "recorded"], sort=False):
-        where = f"{network}, {SIZES[size]} ({MADE[recorded]})"
+        where = f"{_of(network, size)} ({MADE[recorded]})"
         known = rows.dropna(subset=["loss", "index_fraction"])
-        correlations.append(f"{where}: {_correlation(known)}")
+        sentence, number = _correlation(known)
+        correlations.append(f"{where}: {sentence}")
+        numbers.append(f"{where}: {number}")
         of_step = {step: some.loss.rank().corr(some.index_fraction.rank()) for step, some in known.groupby("step")}
         by_step = ", ".join(f"{r:+.2f} at step {step}" for step, r in of_step.items())
         numbers.append(f"{where}, rank correlation of all trainings {by_step}.")
@@ -167,19 +177,26 @@ def _say_curvature(frame: pd.DataFrame, parts: list[tuple[str, Part]], numbers: 
             ended = rows[rows.final].drop_duplicates(["setting", "seed"])
             if ended.setting.nunique() > 1:
                 judged = gl.verdict(ended, metric=metric)
-                said += [f"{network}, {SIZES[size]}: {sentence}" for sentence in in_words(judged)]
-                numbers += [f"{network}, {SIZES[size]}, {name}:", *str(judged).splitlines()]
+                said += [f"{_of(network, size)}: {sentence[0].lower()}{sentence[1:]}" for sentence in in_words(judged)]
+                numbers += [f"{_of(network, size)}, {name}:", *str(judged).splitlines()]
         parts.append((f"{name.capitalize()}, at the end of training", said))
 
 
-def _correlation(rows: pd.DataFrame) -> str:
-    """The rank correlation of loss and share, over all snapshots and at a fixed step, with its p by exchanging seeds.
+def _of(network: str, size: str) -> str:
+    return f"{'PredNet' if network == 'prednet' else network.capitalize()}, {SIZES[size]}"
+
+
+def _correlation(rows: pd.DataFrame) -> tuple[str, str]:
+    """Whether loss and share go together, in a sentence, and the numbers behind it.
+
+    Their rank correlation over all snapshots and at a fixed step, with its p by exchanging seeds.
 
     Both fall in a training, so that snapshots of many steps correlate whatever the share has to do with the loss.
     """
     every = rows.loss.corr(rows.index_fraction, method="spearman", min_periods=3)
     trainings = rows.groupby(["setting", "seed"]).ngroups
-    said = f"rank correlation {every:+.2f} over {len(rows)} snapshots of {trainings} trainings."
+    said = f"rank correlation {every:+.2f} over {len(rows)} snapshots of {trainings} trainings"
+    together = f"a lower loss {'goes' if every > 0 else 'does not go'} with fewer ways down"
     # What settings made of one seed is averaged: they are no replications.
     table = rows.pivot_table(index="step", columns="seed", values=["loss", "index_fraction"]).dropna(axis=1)
     scores = []
@@ -190,10 +207,11 @@ def _correlation(rows: pd.DataFrame) -> str:
     products = scores[0].T @ scores[1] / len(table)
     seeds, r = len(products), products.trace()
     if seeds < FEWEST:
-        return f"{said} At a fixed step {seeds} seeds say nothing: it may be training time alone."
+        return f"{together}. It may be training time alone: {seeds} seeds cannot tell.", f"{said}."
     places = np.arange(seeds)
     shuffled = np.random.default_rng(0).permuted(np.tile(places, (SHUFFLES, 1)), axis=1)
     by_luck = products[shuffled, places].sum(axis=1)
     p = (1 + (abs(by_luck) >= abs(r) - 1e-12).sum()) / (1 + SHUFFLES)
-    found = "shown, so it is not training time alone" if p <= 0.05 else "not shown, so training time may be all of it"
-    return f"{said} At a fixed step, over {seeds} seeds, {r:+.2f} on average (p = {p_text(p)}): {found}."
+    shown = "shown, so it is not" if p <= 0.05 else "not shown, so it may be"
+    number = f"{said}; at a fixed step, over {seeds} seeds, {r:+.2f} on average (p = {p_text(p)})."
+    return f"{together}. At a fixed step that is {shown} training time alone.", number

@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 
 import gpulab as gl
-from companion.findings import span
+from companion.findings import setting_in_text, span
 from gpulab.data.feed import Loader
 from gpulab.models import Autoencoder
 from gpulab.plots import style
@@ -416,18 +416,18 @@ def scale_finding(ends: pd.DataFrame, scaling: pd.DataFrame, summaries: pd.DataF
     usual = mean.updates_per_second["synchronous"]
     for way, row in mean.drop("synchronous").iterrows():
         lines.append(
-            f"Descent {way}: {row.updates_per_second / usual:.2f} times the synchronous updates a "
-            f"second; a gradient is {row.staleness:.2f} updates old when it is applied, and of a weight's updates "
-            f"{row.lost_share:.1%} are overwritten by another worker's."
+            f"Descent {way}: {row.updates_per_second / usual:.2f} times the updates a second of workers that wait for "
+            f"each other. A gradient is {row.staleness:.2f} updates old when it is applied; {row.lost_share:.1%} of a "
+            "weight's updates are overwritten by another worker's."
         )
     middle = found.median()
     lines.append(
-        f"A batch of {middle.critical_batch:.0f} images takes twice the fewest updates ({middle.least_steps:.0f}) "
-        f"by the law, which misses a measured number by up to {found.law_off.max():.0%}; "
-        f"the gradient's noise scale is {middle.noise_begin:.0f} at first, and {middle.noise_target:.0f} at the target."
+        f"By the law, a batch of {middle.critical_batch:.0f} images takes twice the fewest updates "
+        f"({middle.least_steps:.0f}). The law misses a measured number by up to {found.law_off.max():.0%}. "
+        f"The gradient's noise scale is {middle.noise_begin:.0f} at first, and {middle.noise_target:.0f} at the target."
     )
     for (machine, setting), rows in scaling[recorded].groupby(["machine", "setting"], sort=False):
-        lines += [f"Recorded on {machine}, {setting}: {line}" for line in _scaling_sentences(rows)]
+        lines += [f"Recorded on {machine}, {setting_in_text(setting)}: {line}" for line in _scaling_sentences(rows)]
     return "\n".join(lines)
 
 
@@ -439,9 +439,8 @@ def _scaling_sentences(scaling: pd.DataFrame) -> list[str]:
         strong, weak = last.loc["strong"], last.loc["weak"]
         total = strong[[*DOES]].sum()
         lines.append(
-            f"{strong.devices} devices train a {size} PredNet on {strong.speedup:.2f} times the frames a second of one "
-            f"where they divide a batch of {strong.batch}, {weak.speedup:.2f} times where each has as large a batch. "
-            f"Of an update of a divided batch {strong.wait / total:.0%} is waiting and "
-            f"{strong.communicate / total:.0%} communication."
+            f"{strong.devices} devices train a {size} PredNet {strong.speedup:.2f} times as fast as one where they "
+            f"divide a batch of {strong.batch}, {weak.speedup:.2f} times where each has as large a batch. "
+            f"Of a divided update {strong.wait / total:.0%} is waiting, {strong.communicate / total:.0%} communication."
         )
     return lines
