@@ -40,8 +40,9 @@ check: $(DEVELOPED) ## style, format and types, without the tests
 attack: $(DEVELOPED) ## damaged files, kills and full disks, the long form (half an hour); `make test-all` does a few of each
 	$(BIN)/python benchmarks/attack.py all
 
-lab: $(INSTALLED) ## open the notebooks in JupyterLab
-	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
+lab: $(INSTALLED) ## open copies of the notebooks in JupyterLab, without outputs, in lab/; the executed ones are beside them
+	$(BIN)/python -m companion copies lab
+	PYTHONPATH=$(CURDIR)/notebooks $(BIN)/jupyter lab --LabApp.default_url=/lab/tree/lab/00_start_here.ipynb
 
 site: $(DEVELOPED) ## build notebooks, pages and reference as a site in build/site, which opens from disk
 	rm -rf build/site build/sphinx && mkdir -p build/sphinx/source

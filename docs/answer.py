@@ -1,8 +1,8 @@
 """The figure on the front page, from the recorded runs. `python docs/answer.py` draws `answer.svg` anew.
 
-Every seed twice: each frame in memory of its own, and all frames of a window in one array, as the published line has
-it on a CPU. Five rows are the authors' own network in Chainer, the others gpulab's port: ten times as long, and at the
-published length, where three speeds of the walk are one row.
+Every seed twice: with own memory, where every frame has memory of its own, and with shared memory, where all frames of
+a window lie in one array, as the published line has it on a CPU. Five rows are the authors' own network in Chainer, the
+others gpulab's port: ten times as long, and at the published length, where three speeds of the walk are one row.
 """
 
 from pathlib import Path
@@ -15,15 +15,13 @@ from matplotlib.ticker import FixedLocator, NullLocator
 import companion
 import gpulab as gl
 from companion.findings import listed
+from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY
 from gpulab.plots.style import BESIDE, INK, ON_CPU, ON_GPU, canvas, points
 from gpulab.report import Picture
 
 FILE = Path(__file__).with_name("answer.svg")
-OWN, SHARED = "own", "shared"
 TINTS = {"GPU": ON_GPU, "CPU": ON_CPU}
-
-
-PORT = {"paper": "160x120, our port", "quick": "64x48, our port"}
+PORT = {"paper": "160×120", "quick": "64×48"}
 
 
 def short_runs():
@@ -40,19 +38,22 @@ def pairs():
     port = port.assign(film="walk", size=port.profile.map(PORT), repeat_loss=companion.repeat_losses(port))
     runs = pd.concat([published, port.assign(code=port.profile)], ignore_index=True)
     device = runs.device.map({"cuda": "GPU", "cpu": "CPU"})
-    # As published: on a GPU each frame is copied, on a CPU none is.
+    # The published line, `reused`, copies each frame to a GPU; on a CPU it copies none.
     shared = runs.loader.isin(["shared", "imitated"]) | ((runs.loader == "reused") & (runs.device == "cpu"))
     long = runs.frames.map("\n{:,} frames".format).where(runs.code != "authors", "")
     row = runs.film + ", " + device + "\n" + runs["size"].str.replace("x", "×") + long
     return runs.assign(
-        row=row, memory=shared.map({True: SHARED, False: OWN}), times=runs.final_loss / runs.repeat_loss, device=device
+        row=row,
+        memory=shared.map({True: SHARED_MEMORY, False: OWN_MEMORY}),
+        times=runs.final_loss / runs.repeat_loss,
+        device=device,
     )
 
 
 def counted(runs):
     """How many pairs end higher with shared memory, of how many, and of what, by name."""
     losses = paired(runs)
-    worse, code = losses[SHARED] > losses[OWN], losses.index.get_level_values("code")
+    worse, code = losses[SHARED_MEMORY] > losses[OWN_MEMORY], losses.index.get_level_values("code")
     long = losses.index.get_level_values("row").str.contains("50,000")
     of = {
         "authors": ("of the authors' code", code == "authors"),
@@ -69,9 +70,9 @@ def sentence(runs):
     higher = [f"in {worse} of {count} pairs {words}" for worse, count, words in counted(runs).values()]
     beat = (losses < 1).sum()
     return (
-        f"Every seed twice. Where all frames of a window share one memory, the loss ends higher {listed(higher)}. "
-        f"Repeating the last frame is beaten by {beat[OWN]} of {len(losses)} runs with a memory for each frame, by "
-        f"{beat[SHARED]} of {len(losses)} with shared memory."
+        f"Every seed twice, with own and with shared memory. With shared memory the loss ends higher {listed(higher)}. "
+        f"Of {len(losses)} runs with own memory {beat[OWN_MEMORY]} beat repeating the last frame, of "
+        f"{len(losses)} with shared memory {beat[SHARED_MEMORY] or 'none'}."
     )
 
 
@@ -88,62 +89,64 @@ def verdicts():
     for profile, rows in table.groupby("profile", sort=False):
         of_decision = rows.groupby("decision", sort=False).speed
         speeds = [f"*{decision}* at speed {listed(map('{:g}'.format, which))}" for decision, which in of_decision]
-        said.append(f"at {PORT[profile].partition(',')[0].replace('x', '×')} {', '.join(speeds)}")
+        said.append(f"at {PORT[profile]} {', '.join(speeds)}")
     return "; ".join(said)
 
 
 def devices():
-    """What the verdicts are on a CPU against a GPU where each frame has a memory of its own, for the front page."""
+    """What the verdicts are on a CPU against a GPU, both with own memory, for the front page."""
     runs = companion.title_runs().query("experiment == 'prednet' and gradients == 'written out'")
     runs = runs[(runs.profile == "paper") & ~runs.setting.str.endswith("again")]
     table = companion.learning_table(runs, factor="setting", reference="cuda:tf32=off").set_index("metric")
     every, learned = table.loc["final loss of all seeds"], table.loc["final loss of the seeds that learned"]
     stuck = table.loc["share of seeds that did not learn"]
     return (
-        f"With a memory for each frame, the mean loss of our port is *{learned.decision}* on a CPU and a GPU over "
-        f"the {learned.seeds} seeds that learn: it differs by {abs(learned.relative):.1%}, and the margin is "
-        f"{learned.margin_relative:.1%}. Over all {every.seeds} seeds it is *{every.decision}*, too, but the "
-        f"{every.seeds - learned.seeds} that learn on neither widen the margin to {every.margin_relative:.0%}, which "
-        f"says little. Whether the device decides how many seeds learn is *{stuck.decision}*: "
-        f"{abs(stuck.difference) * stuck.seeds:.0f} of {stuck.seeds} changed sides."
+        f"With own memory, the mean loss of our port is *{learned.decision}* on a CPU and a GPU: over the "
+        f"{learned.seeds} seeds that learn it differs by {abs(learned.relative):.1%}, and the margin is "
+        f"{learned.margin_relative:.1%}. The other {every.seeds - learned.seeds} of {every.seeds} seeds learn on "
+        f"neither device. With them the margin grows to {every.margin_relative:.0%}; within it the loss is "
+        f"*{every.decision}*, too, but that says little. Whether the device decides how many seeds learn is "
+        f"*{stuck.decision}*: {abs(stuck.difference) * stuck.seeds:.0f} of {stuck.seeds} learn on one device alone."
     ).replace("%", " %")
 
 
 def picture():
-    """A row for each device, film, size and length; own memory above shared, seeds joined."""
+    """A row for each device, film, size and length; own memory above shared memory, seeds joined."""
     runs = pairs()
-    figure, (axes,) = canvas(1, height=7.0)
+    figure, (axes,) = canvas(1, height=7.6)
     figure.set_figwidth(6.2)
-    beside = {"textcoords": "offset points", "va": "center", "fontsize": 10}
-    names = list(dict.fromkeys(runs.row))
-    for place, name in enumerate(names):
+    text = {"fontsize": 10, **BESIDE}
+    names = dict(zip(runs.row, runs.code, strict=True))
+    places = [row + (0 if code == "authors" else 0.8) for row, code in enumerate(names.values())]
+    for place, name in zip(places, names, strict=True):
         some = runs[runs.row == name]
         tint = TINTS[some.device.iloc[0]]
-        heights = {OWN: place - 0.2, SHARED: place + 0.2}
+        heights = {OWN_MEMORY: place - 0.2, SHARED_MEMORY: place + 0.2}
         losses = paired(some)
-        joined = losses.assign(between=np.nan)[[OWN, SHARED, "between"]]  # one line for all pairs, with gaps
+        joined = losses.assign(between=np.nan)[[*heights, "between"]]  # one line for all pairs, with gaps
         up_down = np.tile([*heights.values(), np.nan], len(losses))
         axes.plot(joined.to_numpy().ravel(), up_down, color=tint, lw=0.5, alpha=0.35, zorder=1)
         for memory, part in some.groupby("memory"):
             points(axes, part.times, [heights[memory]] * len(part), tint, hollow=True, s=16)
-            beat = f"{(part.times < 1).sum()} of {len(part)}"
-            axes.annotate(beat, (1.03, heights[memory]), fontsize=10, **BESIDE)
-            if place == 0:
-                axes.annotate(f"{memory} memory", (part.times.max(), heights[memory]), (9, 0), **beside)
-        worse = f"{(losses[SHARED] > losses[OWN]).sum()} of {len(losses)}"
-        axes.annotate(worse, (1.28, place), fontsize=10, **BESIDE)
+            axes.annotate(memory.partition(" ")[0], (1.03, heights[memory]), **text)
+            axes.annotate(f"{(part.times < 1).sum()} of {len(part)}", (1.26, heights[memory]), **text)
+        worse = f"{(losses[SHARED_MEMORY] > losses[OWN_MEMORY]).sum()} of {len(losses)}"
+        axes.annotate(worse, (1.5, place), **text)
     axes.axvline(1, color=INK, lw=0.8, ls="--", zorder=1)
-    axes.annotate("repeating the last frame", (1, -0.7), (4, 0), **beside)
-    axes.annotate("runs that\nbeat it", (1.03, -0.75), fontsize=10, **BESIDE)
-    axes.annotate("pairs higher\nwith shared", (1.28, -0.75), fontsize=10, **BESIDE)
-    axes.set_yticks(range(len(names)), names)
+    axes.annotate("as good as repeating\nthe last frame", (1, -0.8), (4, 0), textcoords="offset points", va="center")
+    for words, x in (("memory", 1.03), ("better\nthan that", 1.26), ("pairs in which\nshared is worse", 1.5)):
+        axes.annotate(words, (x, -0.8), **text)
+    ported = next(place for place, code in zip(places, names.values(), strict=True) if code != "authors")
+    for words, place in (("The authors' code", places[0]), ("Our port", ported)):
+        axes.annotate(words, (-0.03, place - 0.8), ha="right", weight="bold", **text)
+    axes.set_yticks(places, [*names])
     axes.tick_params(labelsize=10)  # read where a page is narrow
-    axes.set_ylim(len(names) - 0.5, -0.95)
+    axes.set_ylim(places[-1] + 0.5, -1.1)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(FixedLocator([0.3, 0.5, 1, 2, 3, 5, 10, 20]))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("final loss / loss of repeating the last frame (lower is better)", fontsize=10)
+    axes.set_xlabel("final loss, over that of repeating the last frame\n(further left is better)", fontsize=10)
     return Picture(figure, sentence(runs))
 
 

@@ -1,150 +1,149 @@
-"""The notebooks as slides: `make slides`. A deck is one file that needs no network; a slide is one thought."""
+"""The notebooks as slides: `make slides`. A deck is one file that needs no network.
+
+A cell with the tag `slide` begins a slide, and one with the tag `fragment` is shown on it when the lecturer goes on:
+the question first, then the answer. What stands on the slide of a Markdown cell is its metadata's `slide`, a sentence
+or two; without it, the whole cell. Of a code cell it is the figure, else the finding, else a short table, else its few
+lines with what they print.
+"""
 
 import base64
+import html
 import re
 import sys
 from importlib.resources import files
 from pathlib import Path
 
+import jinja2
 import nbformat
 from docutils.utils.math.latex2mathml import tex2mathml
-from nbconvert import SlidesExporter
+from nbconvert.filters import markdown2html
 
 from companion.run import figure
 from gpulab.report import DPI, image
 
 ROOT = Path(__file__).parents[1]
-WORDS = 60  # that a slide may have
-LINES, COLUMNS = 15, 80  # of code and what it prints
-ROWS = 8  # of a table
+DECK = 20  # slides at most, which is a lecture of three quarters of an hour
+WORDS = 45  # that a slide may have beside its answer
+FOUND = 80  # words of a finding; the notebook has the rest
+ROWS, COLUMNS = 8, 7  # of a table
+LINES = 15  # of code and what it prints
 LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\((?!https?:)[^()\s]+\)")
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", re.S)
 CODE = re.compile(r"(`[^`]+`)")
-FOLDED = re.compile(r"<details>.*?</details>|^\*(?:Takes|Words).*\*$", re.S | re.M)
+FOLDED = re.compile(r"<details>.*?</details>", re.S)
 PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.S)
-BLOCK = re.compile(r"\n\s*\n(?![ \t])")
-SENTENCE = re.compile(r"(?<=[a-z0-9)*`%][.?!])\s+(?=[A-Z`*\[(])")
 HEADING = re.compile(r"^#+ (.*)$", re.M)
-ITEM = re.compile(r"\n(?=[-*] |\d+\. |\*\*\d\d-\d\*\*)")
-TEMPLATE = """{%- extends 'base.html.j2' -%}
-{%- block header -%}<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ nb.metadata.title }}</title>
-<style>{{ resources.reveal_css }}</style>
-{% for css in resources.inlining.css %}<style>{{ css }}</style>{% endfor %}
-<style>{{ resources.slides_css }}</style></head>{%- endblock -%}
-{%- block body_header -%}<body><div class="reveal"><div class="slides">{%- endblock -%}
-{%- block body_footer -%}</div></div>{%- endblock -%}
-{%- block footer -%}<script>{{ resources.reveal_js }}</script>
+PAGE = jinja2.Template(
+    """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<style>{{ reveal_css }}</style><style>{{ slides_css }}</style></head>
+<body><div class="reveal"><div class="slides">
+{% for slide in slides %}<section>
+<h2>{{ slide.heading }}</h2>
+<div class="{{ "asked" if slide.answer else "alone" }}">{{ slide.text }}</div>
+{% if slide.answer %}<div class="fragment answer">{{ slide.answer }}</div>{% endif %}
+</section>
+{% endfor %}</div></div>
+<script>{{ reveal_js }}</script>
 <script>Reveal.initialize({width: 1280, height: 720, margin: 0.03, center: false, hash: true, slideNumber: "c/t",
-  controls: false, transition: "none"});</script></body></html>{%- endblock -%}"""
-
-INDEX = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Slides</title>
-<style>body {{ font: 1.25em/1.8 system-ui, sans-serif; max-width: 40em; margin: 2em auto }}</style></head>
-<body><h1>Slides of the notebooks</h1><p>Space goes on, Shift+Space back, O shows all, F fills the screen.</p>
-<ul>
-{}</ul></body></html>
+  controls: false, transition: "none", display: "flex"});</script></body></html>
 """
+)
+INDEX = jinja2.Template(
+    """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Slides</title>
+<style>body { font: 1.25em/1.8 system-ui, sans-serif; max-width: 40em; margin: 2em auto }</style></head>
+<body><h1>Slides of the notebooks</h1>
+<p>Space goes on, to an answer or to the next slide; Shift+Space back, O shows all, F fills the screen.</p>
+<ul>
+{% for name, title, count in decks %}<li><a href="{{ name }}.slides.html">{{ name[:2] }} {{ title }}</a>, {{ count }}
+{% endfor %}</ul></body></html>
+"""
+)
 
 
-def readable(text):
+def as_html(text):
     """Markdown for a slide: formulas as MathML, and no links to files that do not lie beside it."""
-    text = LINK.sub(r"\1", text)
-    parts = CODE.split(text)  # no formula stands in code
+    parts = CODE.split(LINK.sub(r"\1", text))  # no formula stands in code
     parts[::2] = [
         FORMULA.sub(lambda math: tex2mathml(math[1] or math[2], as_block=bool(math[1])), part) for part in parts[::2]
     ]
-    return "".join(parts)
-
-
-def lines(text):
-    """How many lines of a slide a text takes."""
-    return sum(1 + len(line) // COLUMNS for line in text.splitlines())
-
-
-def packed(pieces, joint):
-    """Neighbours joined as long as a slide has room for them."""
-    slides = []
-    for piece in filter(str.strip, pieces):
-        if slides and len(f"{slides[-1]} {piece}".split()) <= WORDS:
-            slides[-1] += joint + piece
-        else:
-            slides.append(piece)
-    return slides
-
-
-def thoughts(block):
-    """A paragraph, list or table, in parts that a slide has room for."""
-    if block.lstrip().startswith(("|", "```", "<")):
-        return [block] if len(block.splitlines()) <= ROWS + 2 else []
-    if len(items := ITEM.split(block)) > 1:
-        return packed(items, "\n")
-    return packed(SENTENCE.split(block), " ")
+    return markdown2html("".join(parts))
 
 
 def shown(cell):
-    """What a code cell has for the audience: its figures, else its findings, or its few lines with what they print."""
-    figures = [*filter(None, map(figure, cell.outputs))]
-    if figures:
-        yield from (image(base64.b64decode(drawn["png"]), drawn["alt"], DPI) for drawn in figures)
-        return
-    code = f"```python\n{cell.source}\n```"
+    """What a code cell has for the audience, as HTML; nothing where that cannot be read from a chair."""
+    for drawn in filter(None, map(figure, cell.outputs)):
+        return image(base64.b64decode(drawn["png"]), drawn["alt"], DPI)
     for output in cell.outputs:
         data = output.get("data", {})
-        page, text = data.get("text/html", ""), output.get("text") or data.get("text/plain", "")
-        if "<table" in page:  # what pandas breaks into parts is too wide to be read from a chair
-            if page.count("<tr") <= ROWS + 1 and "\\\n" not in text:
-                yield page
-        elif page and (paragraphs := PARAGRAPH.findall(FOLDED.sub("", page))):
-            yield from packed([f"<p>{line}</p>" for text in paragraphs for line in text.split("<br>")], "\n")
-        elif text and "finding" in cell.metadata.get("tags", []):
-            yield from packed(text.splitlines(), "\n\n")
-        elif text and lines(text) + lines(cell.source) <= LINES:
-            yield f"{code}\n\n<pre>{text.replace('<', '&lt;')}</pre>"
+        page, text = FOLDED.sub("", data.get("text/html", "")), output.get("text") or data.get("text/plain", "")
+        if "<table" in page:
+            columns = page.partition("</tr>")[0].count("<th")
+            return page if page.count("<tr") <= ROWS + 1 and columns <= COLUMNS else ""
+        if page and PARAGRAPH.search(page):
+            return first_words([line for found in PARAGRAPH.findall(page) for line in found.split("<br>")])
+        if "finding" in cell.metadata.get("tags", []):
+            return first_words([html.escape(line) for line in text.splitlines()])
+        if text and len(f"{cell.source}\n{text}".splitlines()) <= LINES:
+            return as_html(f"```python\n{cell.source}\n```") + f"<pre>{html.escape(text)}</pre>"
+    return ""
+
+
+def shown_or_refused(cell):
+    """As `shown`; a cell that has nothing to show is named, so that its author takes the tag away."""
+    body = shown(cell)
+    if not body:
+        raise SystemExit(f"tagged for the slides, but nothing of it can be read from a chair:\n{cell.source}")
+    return body
+
+
+def first_words(sentences):
+    """The sentences of a finding that a slide has room for, and how many more the notebook has."""
+    kept = [number for number in range(len(sentences)) if len(" ".join(sentences[: number + 1]).split()) <= FOUND]
+    count = max(1, len(kept))
+    more = len(sentences) - count
+    rest = [f"<i>{more} more in the notebook.</i>"] if more else []
+    return "".join(f"<p>{sentence}</p>" for sentence in [*sentences[:count], *rest])
 
 
 def slides(notebook):
-    """The notebook as a notebook of slides, each a cell."""
-    section, cells = "", []
-
-    def add(kind, body):
-        heading = f"## {section}\n\n"
-        metadata = {"slideshow": {"slide_type": kind}}
-        cells.append(nbformat.v4.new_markdown_cell(readable(heading + body), metadata=metadata))
-
+    """The slides of a notebook: each a heading, a text that stands alone, and an answer that comes when asked for."""
+    section, heading, deck = "", "", []
     for cell in notebook.cells:
-        if cell.cell_type == "code":
-            housekeeping = "parameters" in cell.metadata.get("tags", []) or cell.source.startswith("import ")
-            for body in () if housekeeping else shown(cell):
-                add("subslide", body)
-            continue
-        continued, *sections = HEADING.split(FOLDED.sub("", cell.source))
-        for heading, text in [(section, continued), *zip(sections[::2], sections[1::2], strict=True)]:
-            kind, section = "subslide" if heading == section else "slide", heading
-            for body in packed([part for block in BLOCK.split(text) for part in thoughts(block)], "\n\n"):
-                add(kind, body)
-                kind = "subslide"
-    title = notebook.cells[0].source.splitlines()[0].removeprefix("# ")
-    return nbformat.v4.new_notebook(cells=cells, metadata={"title": title})
+        tags = cell.metadata.get("tags", [])
+        if cell.cell_type == "markdown":
+            headings = HEADING.findall(cell.source) or [section]
+            heading, section = PARAGRAPH.sub(r"\1", as_html(headings[0])).strip(), headings[-1]
+        if "slide" in tags and cell.cell_type == "markdown":
+            text = cell.metadata.get("slide") or HEADING.sub("", cell.source)
+            if len(text.split()) > WORDS:
+                raise SystemExit(f"a slide of {len(text.split())} words, at most {WORDS} can be read: {text}")
+            deck.append({"heading": heading, "text": as_html(text), "answer": ""})
+        elif "slide" in tags:
+            deck.append({"heading": heading, "text": shown_or_refused(cell), "answer": ""})
+        elif "fragment" in tags:
+            deck[-1]["answer"] += shown_or_refused(cell)
+    if len(deck) > DECK:
+        raise SystemExit(f"{len(deck)} slides, expected at most {DECK}: take the tag `slide` from some cells")
+    return deck
 
 
 def main(folder):
     """Write a deck for each notebook, and a page that leads to them."""
     reveal = files("sphinx_revealjs") / "_static" / "revealjs" / "dist"
-    texts = {name: (reveal / f"reveal.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
-    resources = {f"reveal_{name}": text for name, text in texts.items()}
+    resources = {f"reveal_{kind}": (reveal / f"reveal.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")}
     resources["slides_css"] = (ROOT / "docs" / "slides.css").read_text(encoding="utf-8")
     folder.mkdir(parents=True, exist_ok=True)
-    contents = ""
-    exporter = SlidesExporter(raw_template=TEMPLATE)
+    decks = []
     for file in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        deck = slides(nbformat.read(file, 4))
-        page, _ = exporter.from_notebook_node(deck, dict(resources))
+        notebook = nbformat.read(file, 4)
+        deck = slides(notebook)
+        title = notebook.cells[0].source.splitlines()[0].removeprefix("# ")
+        page = PAGE.render(title=title, slides=deck, **resources)
         (folder / f"{file.stem}.slides.html").write_text(page, encoding="utf-8")
-        contents += (
-            f'<li><a href="{file.stem}.slides.html">{file.stem[:2]} {deck.metadata.title}</a>, {len(deck.cells)}\n'
-        )
-    (folder / "index.html").write_text(INDEX.format(contents), encoding="utf-8")
+        decks.append((file.stem, title, len(deck)))
+    (folder / "index.html").write_text(INDEX.render(decks=decks), encoding="utf-8")
     print(f"Open {folder / 'index.html'}")
 
 

@@ -185,10 +185,11 @@ def test_an_upload_is_audited_or_refused_in_a_sentence(page, tmp_path):
             page.get_by_role("button", name="Upload").click()
         chooser.value.set_files(file)
 
+    page.wait_for_function("document.body.innerText.includes('An example.')")
     large = tmp_path / "large.trace"
     large.write_bytes(bytes(100_000_000))
     upload(large)
-    said = page.locator(".gpulab-upload .widget-html-content").inner_text()
+    said = page.locator(".gpulab-upload .widget-html-content").first.inner_text()
     assert said == "large.trace: it has 100,000,000 bytes, and may have 8,388,608"
     upload({"name": "<img src=x onerror=alert(1)>", "mimeType": "", "buffer": b"no trace"})
     page.wait_for_function("document.body.innerText.includes('not a trace')")

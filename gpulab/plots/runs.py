@@ -14,6 +14,8 @@ from gpulab.report import Picture
 from gpulab.stats.pairs import check_one_protocol
 from gpulab.stats.verdicts import Verdict
 
+SMALL = 0.01  # a share below which one counts in parts
+
 
 def losses(frame: pd.DataFrame) -> Picture:
     """Each seed's loss under each setting, the same seeds joined by thin lines.
@@ -79,7 +81,13 @@ def differences(verdict: Verdict) -> Picture:
     if margin > 0:
         keys.append(style.margin_band(axes, margin))
     axes.xaxis.set_major_locator(MaxNLocator(6, symmetric=True))
-    headline = f"The largest change of setting is {verdict.ratio:.2g} of the spread between seeds"
+    headline = f"The {factor} moves a seed by up to {verdict.ratio:.2g} times the spread between seeds"
+    if verdict.ratio == 0:
+        headline = f"The {factor} moves no seed by a digit"
+    elif verdict.ratio < SMALL:
+        headline = (
+            f"The {factor} moves a seed by at most one part in {1 / verdict.ratio:,.0f} of the spread between seeds"
+        )
     if np.isnan(verdict.ratio):
         headline = "One seed has no spread to compare with"
     alt = f"Change of {metric} against {usual}: {'; '.join(levels)}; and between seeds."
@@ -107,10 +115,10 @@ def curves(
     runs = histories.assign(loss=histories.groupby("id").loss.transform(smooth))
     style.run_lines(axes, runs, "frames_seen", "loss", [factor, "id"], tints, lw=0.6, alpha=0.5)
     style.run_lines(axes, medians, "frames_seen", "loss", [factor], tints, lw=2)
-    last = medians.groupby(factor).loss.last()
+    middle = medians.groupby(factor).loss.last()
     called = names(levels, factor)
     ends: list[tuple[str, float, Look]] = []
-    for level, loss in last.items():
+    for level, loss in middle.items():
         ends.append((called[level], loss, {"color": tints[level], "lw": 2}))
     if baseline is not None:
         axes.axhline(baseline, color=INK, lw=1, ls=":")
@@ -122,5 +130,10 @@ def curves(
     last = histories.groupby("id").loss.last()
     counts = f"{len(levels)} {factor}{'s' if len(levels) > 1 else ''} × {histories.seed.nunique()} seeds"
     headline = f"{counts}: the runs end {last.max() / last.min():.1f}-fold apart"
+    if len(levels) == 2:
+        low, high = sorted(levels, key=middle.get)
+        headline = (
+            f"{called[high]}: the median ends {middle[high] / middle[low]:.2g} times as high as for {called[low]}"
+        )
     alt = f"Loss against frames seen, one line for each of {len(last)} runs, coloured by {factor}."
     return style.finished(figure, headline, alt)

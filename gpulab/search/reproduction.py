@@ -300,7 +300,7 @@ def _evidence(result: Reproduction, row: Any) -> str:
     margin = "as asked"
     if isinstance(result.margin_asked, str):
         asked = result.margin_asked.replace("sd", " sd")
-        margin = f"{asked} between the target's seeds, at that sd's lower 97.5 % limit"
+        margin = f"{asked} between the target's seeds, cautiously estimated"
     return (
         f"On {row.fresh_seeds} seeds that the search had not seen: {row.fresh_decision} within ±{result.margin:.2g} "
         f"({margin}), difference {row.fresh_difference:.2g}, equivalence p = "

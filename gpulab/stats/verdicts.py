@@ -277,13 +277,13 @@ def _unsettled(row: Any, within: str, block: str, alpha: float) -> Iterator[str]
     yield f"Neither a difference nor equivalence{within} is shown"
     n, fewest = row.seeds, planning.fewest_pairs(1 - row.confidence)
     if n < fewest:
-        corrected = "" if math.isclose(row.confidence, 1 - alpha) else " with so many tests"
-        yield f"{n} {block}s cannot show a difference at alpha {alpha:g}{corrected}, {fewest} can"
+        corrected = "" if math.isclose(row.confidence, 1 - alpha) else " in so many comparisons"
+        yield f"{n} {block}s are too few to show a difference{corrected}, {fewest} are enough"
     if may_diverge_apart(row):
         yield f"on up to {row.diverged_apart_at_most:.0%} of {block}s one of the two could diverge alone"
     if math.isfinite(row.seeds_needed):
-        about = "about" if n >= SURE else "very roughly"
-        yield f"{about} {row.seeds_needed:.0f} {block}s would settle it (power 0.8, if others are like these)"
+        guess = "" if n >= SURE else "a rough guess, "
+        yield f"about {row.seeds_needed:.0f} {block}s would settle it ({guess}power 0.8, if others are like these)"
     else:
         yield f"no number of {block}s up to {planning.MOST_SEEDS:,} would settle it"
 
@@ -305,7 +305,7 @@ def _design(verdict: Verdict) -> Iterator[str]:
         share, in_sd = planning.parse_margin(verdict.margin)
         meaning = f", a share of the {block}s" if is_yes_or_no(runs, verdict.metric) else ""
         if in_sd:
-            meaning += f" ({share:g} sd between {block}s, at that sd's lower 97.5 % limit)"
+            meaning += f" ({share:g} of the spread between {block}s, cautiously estimated)"
         if table.margin_relative.notna().all():
             share_of_mean = _span(100 * table.margin_relative, ".2g")
             meaning += f", {share_of_mean} % of the mean {verdict.metric} under {verdict.reference}"

@@ -10,7 +10,7 @@ import typer
 
 from gpulab import cli, signals
 from gpulab.errors import extra
-from gpulab.options import Profile, option
+from gpulab.options import Profile, argument, option
 from gpulab.terminal import say
 
 NOTEBOOKS = Path(__file__).parents[1]
@@ -47,6 +47,18 @@ def execute(
     say(f"report: {report}")
     if failed:
         raise typer.Exit(1)
+
+
+@app.command()
+def copies(
+    folder: Annotated[Path, argument("where to, such as lab, beside the folder notebooks")],
+    notebooks: Annotated[Path, option("folder of the notebooks", "in which companion lies")] = NOTEBOOKS,
+) -> None:
+    """Copy the notebooks without their outputs, for a class that guesses first. Copies that are there stay."""
+    from companion import run
+
+    made = run.copy_without_outputs(notebooks, folder)
+    say(f"{len(made)} new copies in {folder}")
 
 
 @app.command()

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from companion.findings import listed, names_in_text
 from gpulab.errors import printable
 from gpulab.stats.verdicts import Verdict
 from gpulab.store.listing import recorded_runs
@@ -118,4 +119,6 @@ def recorded(experiment: str, profile: str, **columns: Any) -> pd.DataFrame:
 
 def decisions(verdict: Verdict) -> str:
     """What a verdict decided of each level, in words."""
-    return ", ".join(f"{level} is {decision}" for level, decision in verdict.decisions.items())
+    called = names_in_text([verdict.reference, *verdict.decisions], verdict.factor)
+    said = listed(f"{called[level]} is {decision}" for level, decision in verdict.decisions.items())
+    return f"compared with {called[verdict.reference]}, {said}"

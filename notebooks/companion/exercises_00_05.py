@@ -22,6 +22,7 @@ from companion.answers import (
     shown,
     table,
 )
+from companion.findings import setting_in_text
 from companion.learning import missing_colour_losses, repeat_losses
 from gpulab.device.rooflines import UNDER_THE_ROOF, recorded_rooflines
 from gpulab.diagnostics.audits import Audit
@@ -66,8 +67,9 @@ def _reruns(answer: Any) -> str:
     again = frame.groupby(["setting", "seed"])
     need((again["rerun"].nunique() >= 2).all(), "some seed was run once only: ask for reruns=2")
     differ = again.weights.nunique() > 1
-    found = ", ".join(sorted(set(differ[differ].reset_index().setting))) or "none"
-    return f"of {settings} settings, not the same bits again under: {found}. Nobody has a complete list."
+    found = ", ".join(map(setting_in_text, sorted(set(differ[differ].reset_index().setting))))
+    said = f"the second time other bits came out under {found}" if found else "the second time gave the same bits"
+    return f"of {settings} settings run twice, {said}. Nobody has a complete list."
 
 
 # --- 01: what is inside your device ----------------------------------------------------------------------
@@ -102,9 +104,10 @@ def _ceilings(answer: Any) -> str:
         "arithmetic": under.groupby("setting").gflops.max(),
     }
     fall = {name: float(peak["cpu"] / peak["cpu:threads=1"]) for name, peak in peaks.items()}
-    numbers = " and ".join(f"{name} {times:.2f} times" for name, times in fall.items())
-    need(said == max(fall, key=lambda name: fall[name]), f"in this table all threads over one are {numbers}")
-    return f"all threads over one are {numbers}. Cores compute alone and share the way to memory."
+    times = " and ".join(f"{name} is {ratio:.2f} times" for name, ratio in fall.items())
+    numbers = f"with all threads {times} as fast as with one"
+    need(said == max(fall, key=lambda name: fall[name]), f"in this table, {numbers}")
+    return f"{numbers}. Cores compute alone and share the way to memory."
 
 
 @exercise("01-3", "{'cpu': {'gflops': …, 'watts': …}, 'cuda': {'gflops': …, 'watts': …}}, of the autoencoder's layer")
@@ -118,10 +121,11 @@ def _per_joule(answer: Any) -> str:
     layer = frame[frame.operation.str.startswith("autoencoder") & (frame.setting == "cuda:tf32=off")].gflops.max()
     rate = number(answer["cuda"]["gflops"])
     need(rate < 10 * layer, f"{rate:g} Gflop/s is near the GPU's peak, and this layer was recorded at {layer:.3g}")
-    best = max(work, key=lambda device: work[device])
+    best = "CPU" if work["cpu"] > work["cuda"] else "GPU"
     return (
-        f"by these numbers {best} does more per joule: {work['cpu']:.2g} on cpu, {work['cuda']:.2g} Gflop on cuda. "
-        "Whether the watts are those of this layer cannot be seen from here: a data sheet's are of full load."
+        f"by these numbers the {best} does more with a joule: {work['cpu']:.2g} Gflop on the CPU, "
+        f"{work['cuda']:.2g} on the GPU. Whether the watts are those of this layer cannot be seen from here: a data "
+        "sheet's are of full load."
     )
 
 
@@ -141,7 +145,10 @@ def _exact_orders(answer: Any) -> str:
         0: "was the exact sum left in float64? Round it to float32 before you compare",
     }
     near(answer, right, mistakes, rel=1e-6)
-    return f"{right} of 1000, before it were {before}: partial sums are larger than what is left, and lose its digits."
+    return (
+        f"{right} of 1000 orders hit the exact sum, and with x itself {before} did. On the way the sums are far larger "
+        "than what is left at the end, and its last digits are lost."
+    )
 
 
 @exercise("02-2", "a verdict on `distance` by `change`, at the last step, from six seeds at least")
@@ -152,7 +159,7 @@ def _grown(answer: Any) -> str:
     need(any("bit" in level for level in levels), f"one bit of one weight is not among {', '.join(levels)}")
     steps = given.runs.step.unique()
     need(steps.min() > 0, "this is the first step, before any training: take the last")
-    return f"{decisions(given)}, against {given.reference}, after {steps.max()} updates."
+    return f"after {steps.max()} updates, {decisions(given)}."
 
 
 @exercise("02-3", "{'start': w, 'neighbour': w, 'end': loss, 'neighbour_end': loss}, four numbers")
@@ -183,7 +190,7 @@ def _enough_to_matter(answer: Any) -> str:
         len(narrow): "all of them. A setting that gives nearly the same losses is within any margin",
     }
     near(answer, narrow.count("different"), mistakes, rel=1e-6)
-    return "the differences stayed, the margin moved: whether they matter is laid down before, and not measured."
+    return "the differences stayed, the margin moved. What matters you say before you look; no run can tell it."
 
 
 @exercise("03-2", "a verdict on six seeds at least, with cpu:precision=bfloat16 among the settings")
@@ -193,7 +200,7 @@ def _in_bfloat16(answer: Any) -> str:
     need("emulate=bfloat16" not in levels, "emulate rounds products; weights are to be bfloat16")
     need("precision=bfloat16" not in str(given.reference), "bfloat16 is the reference: compare with float32")
     need("precision=bfloat16" in levels, f"bfloat16 is not among {levels}")
-    return f"{decisions(given)}, against {given.reference}, on {int(given.table.seeds.min())} seeds."
+    return f"{decisions(given)}, on {int(given.table.seeds.min())} seeds."
 
 
 @exercise("03-3", "{1: verdict, 32: verdict}, by images in an update, each of TF32 against float32")
@@ -206,7 +213,8 @@ def _batches_of_32(answer: Any) -> str:
         need(rounded, f"of {images}: no setting uses TF32 among {', '.join(levels)}")
         need(len(rounded) < len(levels), f"of {images}: no setting computes in float32 among {', '.join(levels)}")
         row = given.table.iloc[-1]
-        said.append(f"with {images} in an update {int(row.same_bits)} of {int(row.seeds)} seeds have the same bits")
+        images_words = "one image" if images == 1 else f"{images} images"
+        said.append(f"with {images_words} an update {int(row.same_bits)} of {int(row.seeds)} seeds have the same bits")
         protocols.append(set(given.runs.protocol))
     need(not protocols[0] & protocols[1], "both are of one protocol: model_options={'batch_size': 32} did not arrive")
     return f"{', '.join(said)}. A GPU uses TF32 for products of matrices; the emulation rounds every product."
@@ -226,7 +234,10 @@ def _not_learned(answer: Any) -> str:
         int((one.final_loss >= repeat_losses(one)).sum()): "those that do not beat repeating the last frame",
     }
     near(answer, lost, mistakes, rel=1e-6)
-    return f"{lost} of {len(one)} seeds, on the GPU {both - lost}: a mean over all mixes whether and how well."
+    return (
+        f"{lost} of {len(one)} seeds, and on the GPU {both - lost}. A mean over all seeds mixes two things: how many "
+        "learn, and how well those do."
+    )
 
 
 @exercise("04-2", "(run, ratio): a run of gl.train, and its held-out loss over that of repeating the last frame")
@@ -255,15 +266,15 @@ def _leaving(answer: Any) -> str:
     need(given.runs[metric].min() >= 1, "some left before the first frame: a number of frames, or of updates, is due")
     lost = int(given.table.diverged.sum() + given.table.left_out.sum())
     return (
-        f"{decisions(given)}, against {given.reference}. {lost} seeds that one setting alone has, or "
-        "that never left, are not in it. What a threshold and a mean cannot see is open."
+        f"{decisions(given)}. Not counted: {lost} seeds that never left, or were run under one setting alone. What "
+        "another threshold would say, or single seeds, is open."
     )
 
 
 # --- 05: did GPUs train better, or did CPUs train wrongly? -----------------------------------------------
 
 
-@exercise("05-1", "(reused, copied), the two sums over the window")
+@exercise("05-1", "(reused, copied), the sums over the window with shared and with own memory")
 def _window_sums(answer: Any) -> str:
     reused, copied = 20 * 20, sum(range(1, 21))  # every step sees the last frame, or its own
     first, second = (number(part) for part in pair(answer))
@@ -274,27 +285,28 @@ def _window_sums(answer: Any) -> str:
     return f"{reused} is twenty times the last frame: every step of the window holds it."
 
 
-@exercise("05-2", "the audit of two traces, gl.audit(copied, reused)")
+@exercise("05-2", "the audit of two traces, gl.audit(own, shared), of own and of shared memory")
 def _found_by_audit(answer: Any) -> str:
     need(isinstance(answer, Audit), f"{shown(answer)} is no audit: record both loaders and compare them with gl.audit")
     faults = [bool(trace.overwritten) for trace in (answer.a, answer.b)]
-    need(any(faults), "neither trace was overwritten: record the loader 'reused' of 'prednet' over several frames")
-    need(not all(faults), "both traces were overwritten: one of the two should be right, with the loader 'copied'")
+    need(any(faults), "neither trace was overwritten: record 'prednet' with shared memory, the loader 'reused'")
+    need(not all(faults), "both traces were overwritten: one should have own memory, the loader 'copied'")
     finding = next(finding for finding in answer.findings if finding.kind == "overwritten")
-    return f"the audit names {finding.operation} ({finding.phase}), and no loss would have."
+    return f"the audit names {finding.operation} ({finding.phase}). No loss would have shown it."
 
 
-@exercise("05-3", "a verdict by loader, reused against copied, on other data than the walk, from six seeds at least")
+@exercise("05-3", "a verdict by loader, 'reused' (shared memory) against 'copied' (own), not on the walk, on six seeds")
 def _helpful_fault(answer: Any) -> str:
     given = judged(answer, "loader")
-    need(given.reference == "copied", f"the reference is {given.reference}: a fault is measured from what is right")
-    need("reused" in given.decisions, f"reused is not among {', '.join(map(str, given.decisions))}")
+    need(given.reference == "copied", f"the reference is {given.reference!r}: a fault is measured from what is right")
+    need("reused" in given.decisions, f"'reused' is not among {', '.join(map(str, given.decisions))}")
     data = set(given.runs.data)
     need(data != {"walk"}, "these runs saw the walk, of which the notebook tells: look for other data")
     row = given.table[given.table.loader == "reused"].iloc[0]
     helps = row.decision == "different" and row.difference < 0
     said = "helps" if helps else "is not shown to help"
     return (
-        f"sharing memory {said} on {', '.join(sorted(map(str, data)))}: {row.decision}, {row.difference:+.2g}. "
+        f"shared memory {said} on {', '.join(sorted(map(str, data)))}: the verdict is {row.decision}, the mean "
+        f"difference {row.difference:+.2g}. "
         "Two networks that have learned nothing are alike whatever the gradient was."
     )

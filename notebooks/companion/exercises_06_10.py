@@ -11,6 +11,7 @@ from companion.answers import choice, exercise, fields, near, need, number, pair
 from companion.scale_out import batch_gains
 from companion.speed import cost_table, on_gpu, recorded_speed
 from gpulab.device.placements import Placement
+from gpulab.plots.names import setting_words
 from gpulab.settings import Setting
 from gpulab.stats.power import parse_margin, seeds_needed
 
@@ -37,7 +38,9 @@ def _pushed(answer: Any) -> str:
     moved = frame[usual].moved.mean()
     choice(who, "float32", "float64", "both", "neither")
     need(who == right, f"in this table {right} left. The first step moved {moved:.0%} of the weights in float32")
-    return f"{right} left; the first step moved {moved:.0%} of the weights in float32, for the rest is rounded away."
+    return (
+        f"{right} left. In float32 the first step moved {moved:.0%} of the weights; for the others it is rounded away."
+    )
 
 
 @exercise("06-2", "a table of escapes by Adam, weights in bfloat16, with and without master weights, at several rates")
@@ -87,7 +90,7 @@ def _break_even(answer: Any) -> str:
         0.1 / gpu.breaks_even: "the wrong way round: the faster device may cost more",
     }
     near(answer, right, mistakes)
-    return f"{right:.3g} an hour; `breaks_even` told {gpu.breaks_even:.3g} whatever the prices are."
+    return f"{right:.3g} an hour. `breaks_even`, {gpu.breaks_even:.3g}, is the same whatever the prices are."
 
 
 @exercise("07-2", "{'usual': …, 'words': …, 'width': …}, three placements of gl.device.place")
@@ -112,7 +115,7 @@ def _any_number(answer: Any) -> str:
     need(slow["what"] == fast["what"], f"{slow['what']} against {fast['what']}: one network, on two machines")
     need(slow["size"] == fast["size"], f"sizes {slow['size']} and {fast['size']}: that is not the same work")
     places = [(row["machine"], row["setting"]) for row in (slow, fast)]
-    need(places[0] != places[1], f"both are of {' '.join(places[0])}: two devices are compared")
+    need(places[0] != places[1], f"both are of {places[0][0]}, {setting_words(places[0][1])}: two devices are compared")
     ratio = number(slow["value"]) / number(fast["value"])
     need(abs(ratio * 13.76 - 1) > 0.02, "the inverse: the slow one comes first")
     need(abs(ratio / 13.76 - 1) < 0.02, f"{ratio:.4g} times, which is more than 2 % from 13.76")
@@ -146,7 +149,7 @@ def _lost_updates(answer: Any) -> str:
         need(free.seed.nunique() >= 6, f"{free.seed.nunique()} seeds: take six at least")
         shares.append(float(free.lost_share.mean()))
     need(small.weights.max() < large.weights.max(), "the smaller network comes first, and has fewer weights")
-    return f"lost of all updates: {shares[0]:.2g} in the small network, {shares[1]:.2g} in the large one."
+    return f"of all updates a share of {shares[0]:.2g} is lost in the small network, {shares[1]:.2g} in the large one."
 
 
 @exercise("08-3", "[(critical batch, devices), …], a phase each, two at least, of equally many updates at least")
@@ -202,7 +205,7 @@ def _centred(answer: Any) -> str:
     need(seeds.min() >= 6, f"{seeds.min()} seeds in one of the cells: take six at least")
     lost = (runs.status == "diverged").groupby(runs.covariance).sum()
     need(lost["one-pass"], "no run in one pass became NaN: train longer, for the control must fail")
-    return f"NaN: {lost['one-pass']} runs in one pass, {lost['centred']} centred. The rest is the proof."
+    return f"NaN: {lost['one-pass']} runs in one pass, {lost['centred']} centred. Why, the proof must say."
 
 
 @exercise("09-3", "the covariance (24, 24) of the exercise's codes, from sums alone, under gl.emulate('tf32')")
@@ -219,8 +222,8 @@ def _shifted(answer: Any) -> str:
     need(off < 0.005, f"off by {off:.1%}: what you subtracted is not quite the mean. Take its product away, too")
     need(off > 1e-5, f"off by {off:.0e}: no product was in TF32. Compute it under gl.emulate('tf32')")
     return (
-        f"off by {off:.1e} only. From a matrix nobody can see that it came of sums alone: whether the product is "
-        "innocent an audit of the step must say."
+        f"off by {off:.1e} only. A matrix does not show that it was made from sums alone, nor that the product is "
+        "innocent: an audit of the step does."
     )
 
 
@@ -252,7 +255,8 @@ def _yours(answer: Any) -> str:
     spread, far = theirs.final_loss.std(), (both.final_loss_x - both.final_loss_y).abs().max()
     same = int((both.weights_x == both.weights_y).sum())
     return (
-        f"{same} of {len(both)} have the same bits; the losses are at most {far / spread:.1e} sd between seeds apart."
+        f"{same} of {len(both)} have the same bits as the recorded ones. Their losses are at most {far / spread:.1e} "
+        "of the standard deviation between seeds apart."
     )
 
 
@@ -270,4 +274,7 @@ def _registration(answer: Any) -> str:
     need(seeds >= 6, f"{seeds:g} seeds cannot show a difference, however large: six are the fewest")
     needed = seeds_needed(runs, margin=plan["margin"], power=0.8, reference="cuda:tf32=off").seeds.min()
     need(seeds >= needed, f"{seeds:g} seeds: as far as recorded runs tell, this margin takes {needed:g} at least")
-    return f"{seeds:g} seeds can settle this margin where settings scatter least. Whether it convinces is yours to say."
+    return (
+        f"as far as recorded runs tell, {seeds:g} seeds are enough for the setting that scatters least. Whether it "
+        "convinces is yours to say."
+    )

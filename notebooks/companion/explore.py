@@ -79,14 +79,14 @@ PAGES = {
         "Two settings, side by side",
         "training_explorer",
         "Choose two settings and press Train: the same network starts from the same weights under both.",
-        "Left are the losses as they come; right is how far they are apart, which begins with roundings and grows.",
+        "On the left are the losses as they come, on the right their difference: where does it begin, does it grow?",
         "02_floating_point",
     ),
     "bits": Page(
         "The bits of a number",
         "bit_explorer",
         "Type a number, or click a bit, and choose the format that it is rounded to.",
-        "Below the bits stands what is left of the number, and by how much it is off.",
+        "Below the bits stands what is left of the number, and by how much that is off.",
         "02_floating_point",
     ),
     "saddle": Page(
@@ -99,14 +99,14 @@ PAGES = {
     "seeds": Page(
         "The verdict, seed by seed",
         "seeds_explorer",
-        "Press play: recorded runs come in one seed at a time, and each time the verdict is asked again.",
+        "Press play: recorded runs come in one seed at a time, in the order you choose, with a verdict each time.",
         "An interval without zero shows a difference; see which differences are still there when all seeds are in.",
         "10_verdict",
     ),
     "audit": Page(
         "The audit of a trace",
         "audit_explorer",
-        "Upload a trace that gpulab record wrote, to be compared with a recorded one of the same step, or upload two.",
+        "Look at the example; then upload a trace that gpulab record wrote, or two of the same step.",
         "You see which operations differ, how far, and whether rounding explains it.",
         "02_floating_point",
     ),

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
+from companion.findings import in_words
 from companion.widgets import Explorer
 from gpulab.diagnostics.audits import audit
 from gpulab.diagnostics.comparison import check_same_step
@@ -28,6 +29,7 @@ from gpulab.errors import DataError, GpulabError, in_one_line, printable
 from gpulab.files import MOST_UPLOADED
 from gpulab.plots import style
 from gpulab.plots.decisions import GREEN, RED, decided
+from gpulab.plots.names import names, setting_words
 from gpulab.plots.style import FAINT, INK, ON_GPU, Look
 from gpulab.report import Picture, paragraphs
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
@@ -56,7 +58,7 @@ FILL_SECONDS = 0.2  # in which verdicts of fewer seeds than are in are made, too
 GPU = "cuda:tf32=off,deterministic=on"
 # Recorded runs with two levels of one factor: a query, the factor, and its levels, the reference first.
 COMPARISONS = {
-    "autoencoder: CPU and GPU": (
+    "Autoencoder: CPU and GPU": (
         "experiment == 'autoencoder' and profile == 'quick' and loader == 'copied'",
         "setting",
         ("cpu:threads=1", GPU),
@@ -98,12 +100,13 @@ class TrainingExplorer(Explorer):
 
     def __init__(self) -> None:
         self.stopping = threading.Event()
-        names = [name for name in available_settings() if "isa=" not in name]  # that one is chosen before torch loads
-        names += [name for name in OTHERS if name not in names]
+        able = [name for name in available_settings() if "isa=" not in name]  # that one is chosen before torch loads
+        able += [name for name in OTHERS if name not in able]
+        options = [(words, name) for name, words in names(able).items()]
         self.net = ipywidgets.Dropdown(options=[*FRAMES], description="network")
         self.settings = [
-            ipywidgets.Dropdown(options=names, value=value, description=description)
-            for description, value in (("setting", names[0]), ("and", "cpu:emulate=tf32"))
+            ipywidgets.Dropdown(options=options, value=value, description=description)
+            for description, value in (("setting", able[0]), ("and", "cpu:emulate=tf32"))
         ]
         self.seed = ipywidgets.IntSlider(0, min=0, max=9, description="seed")
         self.train = ipywidgets.Button(description="Train", button_style="primary", icon="play")
@@ -225,7 +228,8 @@ class SaddleExplorer(Explorer):
 
     def picture(self) -> Picture:
         """The ball where the sliders say."""
-        how = f"{self.optimizer.value}, {self.format.value}, rate {self.rate.value}, push {self.push.label}"
+        push = f"a push of {self.push.label}" if self.push.value else "no push"
+        how = f"{self.optimizer.value}, {self.format.value}, rate {self.rate.value}, {push}"
         return saddle_path(self.surface, self.path, self.step.value, self.turn.value, self.tilt.value, how)
 
     def _roll(self, _: Any = None) -> None:
@@ -283,15 +287,24 @@ class SeedsExplorer(Explorer):
             if fewer not in self.verdicts and (fewer == count or time.monotonic() < until):
                 runs = self.chosen[self.chosen.seed.isin(self.in_order[:fewer])]
                 self.verdicts[fewer] = verdict(runs, factor=self.factor, reference=self.reference)
-        first, _, more = str(self.verdicts[count]).partition(". ")
-        self.said.value = Markup("<p>{}.</p><details><summary>more</summary>{}</details>").format(
-            first, paragraphs(more.splitlines())
+        judged = self.verdicts[count]
+        self.said.value = Markup("<p>{}</p><details><summary>The statistics</summary>{}</details>").format(
+            " ".join(in_words(judged)), paragraphs(str(judged).splitlines())
         )
         self.draw()
 
 
+EXAMPLE = ("whitener-cuda-tf32-off.trace", "whitener-cuda-tf32-on.trace")
+EXAMPLE_WORDS = (
+    "One step of a small network, recorded on one GPU twice: in float32, and with TF32, which rounds the factors of a "
+    "matrix product. In the table each row is an operation that rounded more than it should, the worst first."
+)
+
+
 class AuditExplorer(ipywidgets.VBox):
     """An uploaded trace, compared with the recorded one of the same step; or two, with one another.
+
+    Before anything is uploaded it shows an example: a network that becomes NaN on a card that rounds to TF32.
 
     >>> "not a trace" in AuditExplorer().compare([("mine.trace", b"anything")])
     True
@@ -303,10 +316,15 @@ class AuditExplorer(ipywidgets.VBox):
             description="Upload a trace, or two",
             layout=ipywidgets.Layout(width="auto", align_self="flex-start"),
         )
-        self.said = ipywidgets.HTML(f"Each may have {MOST_UPLOADED:,} bytes.")
-        super().__init__([self.upload, self.said])
+        self.said = ipywidgets.HTML(self.example())
+        super().__init__([self.upload, ipywidgets.HTML(f"Each may have {MOST_UPLOADED:,} bytes."), self.said])
         self.add_class("gpulab-upload")  # where the page says that a file is too large to be sent
         self.upload.observe(self._came, "value")
+
+    def example(self) -> Markup:
+        """The audit of two recorded traces, and a sentence that says of what."""
+        named = [(name, (recorded_folder("traces") / name).read_bytes()) for name in EXAMPLE]
+        return Markup("<p><b>An example.</b> {}</p>").format(EXAMPLE_WORDS) + self.compare(named)
 
     def _came(self, change: dict[str, Any]) -> None:
         if not change["new"]:
@@ -371,8 +389,9 @@ def side_by_side(settings: Sequence[str], losses: Sequence[Sequence[tuple[int, f
     figure, (left, right) = style.canvas(2, height=3.4)
     tints = style.colour(settings[0]), style.colour(settings[1])
     looks: tuple[Look, Look] = {"lw": 3.5}, {"lw": 1.5, "ls": (0, (4, 3))}
-    for tint, look, setting, rows in zip(tints, looks, settings, losses, strict=True):
-        left.plot(*np.reshape(rows, (-1, 2)).T, color=tint, label=setting, **look)
+    called = [setting_words(setting) for setting in settings]
+    for tint, look, words, rows in zip(tints, looks, called, losses, strict=True):
+        left.plot(*np.reshape(rows, (-1, 2)).T, color=tint, label=words, **look)
     both = [(seen, abs(a - b)) for (seen, a), (_, b) in zip(*losses, strict=False)]
     seen, apart = np.reshape(both, (-1, 2)).T
     right.plot(seen, np.where(apart > 0, apart, np.nan), color=INK, lw=1.3, marker=".", ms=4)
@@ -391,9 +410,9 @@ def side_by_side(settings: Sequence[str], losses: Sequence[Sequence[tuple[int, f
     right.set_ylabel("difference of the losses", fontsize=9)
     headline = "Nothing is trained yet"
     if len(apart):
-        latest = f"{apart[-1]:.1e}" if apart[-1] else "nothing"
-        headline = f"After {seen[-1]:,.0f} of {total:,} the losses are {latest} apart"
-    alt = f"The losses of two trainings, under {settings[0]} and {settings[1]}, and their difference. {headline}."
+        latest = f"are {apart[-1]:.1e} apart" if apart[-1] else "have the same bits"
+        headline = f"After {seen[-1]:,.0f} of {total:,} the losses {latest}"
+    alt = f"The losses of two trainings ({'; '.join(called)}), and their difference. {headline}."
     return style.finished(figure, headline, alt, left.get_legend_handles_labels()[0])
 
 
@@ -412,7 +431,7 @@ def seed_by_seed(verdicts: Mapping[int, Verdict]) -> Picture:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     latest = verdicts[counts[-1]]
     metric = style.metric_label(latest.metric, latest.runs.get("experiment", ())).replace(" (", "\n(")
-    axes.set_xlabel(f"{latest.block}s that are in")
+    axes.set_xlabel(f"number of {latest.block}s")
     axes.set_ylabel(f"difference in {metric}", fontsize=8)
     headline = f"After {len(latest.pairs)} {latest.block}s: {decided(latest)}"
     alt = f"The mean difference and its interval against the number of {latest.block}s. {headline}."
@@ -437,8 +456,8 @@ def saddle_path(surface: Surface, path: pd.DataFrame, step: int, turn: float, ti
     axes.view_init(elev=tilt, azim=turn)
     axes.set_box_aspect((2.2, 1.4, 1.0), zoom=0.95)
     axes.set(zlim=(0, top), xlim=surface.along[[0, -1]], ylim=(y.min(), y.max()))
-    axes.set_xlabel("along the least curvature", fontsize=8)
-    axes.set_ylabel("along the greatest", fontsize=8)
+    axes.set_xlabel("along the steepest way down", fontsize=8)
+    axes.set_ylabel("along the steepest way up", fontsize=8)
     axes.set_zlabel("loss", fontsize=8)
     axes.tick_params(labelsize=7)
     away = f"{math.hypot(ball.along, ball.across):.2g} from the saddle, at a loss of {ball.loss:.2g}"

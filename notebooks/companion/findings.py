@@ -187,13 +187,13 @@ def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
     none_matters = set(losses.decision) <= {"equivalent", "different but negligible"}
     if narrower and none_matters and (losses.same_bits < losses.seeds).any():
         # Seeds that do not learn widen the margin of all, so what holds within the narrow one is said first.
-        wide = f"over all {span(losses.seeds)} the mean differs by less than {_per_cent(losses.margin_relative)}"
+        wide = f"over all {span(losses.seeds)} the mean is within {_per_cent(losses.margin_relative)}"
         parts = [f"among seeds that learned, {'; '.join(_losses(learned))}", wide]
     different = shares[shares.decision == "different"]
     if len(different):
         beat, instead = different.beat - different.beat_reference, different.beat_reference
         of = f"of {span(different.seeds)} seeds beat repeating the last frame"
-        parts.append(f"{listed(beat)} {of}, instead of {listed(instead)}")
+        parts.append(f"{listed(beat) if beat.any() else 'none'} {of}, instead of {listed(instead)}")
     elif len(shares) and not shares.beat.any():
         parts.append("no network has learned motion")
     name = "PredNet" if experiment == "prednet" else experiment.capitalize()
@@ -215,9 +215,9 @@ def _losses(rows: pd.DataFrame) -> list[str]:
         elif decision == "inconclusive":
             words = f"{seeds} seeds do not decide"
         elif decision == "equivalent":
-            words = f"the mean loss differs by less than {within} ({seeds} seeds)"
+            words = f"the mean loss is within {within} of the reference's ({seeds} seeds)"
         else:
-            words = f"the mean loss differs, but by less than {within} ({seeds} seeds)"
+            words = f"the mean loss is not the reference's, but within {within} of it ({seeds} seeds)"
         parts.append(words + (_speeds(alike) if len(rows) > 1 else ""))
     return parts
 

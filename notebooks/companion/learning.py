@@ -159,7 +159,7 @@ def motion_finding(frame: pd.DataFrame) -> str:
         return f"The one network here beats repeating the last frame, {blurred} repeating it blurred."
     if not better:
         return f"None of {of} networks beats repeating the last frame: none has learned motion."
-    return f"{better} of {of} networks beat repeating the last frame, {sharper} of {of} repeating it blurred."
+    return f"{better} of {of} networks beat repeating the last frame, {sharper} of {of} beat repeating it blurred."
 
 
 def recorded_films() -> pd.DataFrame:

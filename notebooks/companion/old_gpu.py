@@ -26,7 +26,14 @@ from gpulab.search.reproduction import Reproduction
 from gpulab.store import records
 from gpulab.store.listing import history
 
-USUAL, MARGINS = "one-pass under cuda:tf32=off", ("0.25sd", "0.5sd")  # what the cures are held against
+USUAL = "one-pass under cuda:tf32=off"  # what the cures are held against
+MARGINS = {"0.25sd": "a quarter", "0.5sd": "half"}
+DECIDED = {
+    "equivalent": "not different",
+    "different but negligible": "different, but not",
+    "inconclusive": "not decided",
+    "different": "different",
+}
 ARITHMETIC = ("emulate", "order", "tf32", "precision", "covariance")  # what changes how a search's trial computes
 WAY_COLOURS = {"one-pass": "#D55E00", "float32": "#0072B2", "centred": "#009E73"}
 
@@ -102,8 +109,8 @@ def cards_finding(
     for row in verdicts[0].table.itertuples():
         covariance, setting = row.way.split(" under ")
         within = listed(
-            f"{judged.decisions[row.way]} within {margin.removesuffix('sd')}"
-            for margin, judged in zip(MARGINS, verdicts, strict=True)
+            f"{DECIDED[judged.decisions[row.way]]} by {words}"
+            for words, judged in zip(MARGINS.values(), verdicts, strict=True)
         )
         cures.append(
             f"{covariance.capitalize()} under {setting_in_text(setting)}: {row.diverged} of {row.seeds} seeds became "
@@ -121,7 +128,9 @@ def cards_finding(
             f"{ms['cuda:tf32=on', 'centred']:.1f} ms centred, and {ms['cuda:tf32=on', 'float32']:.1f} ms with the one "
             "product kept in float32."
         )
-    parts[f"The old losses, within {reproduction.margin_asked}"] = [*_outcomes(reproduction)]
+    parts[f"The old losses, within {str(reproduction.margin_asked).replace('sd', ' standard deviations')}"] = [
+        *_outcomes(reproduction)
+    ]
     whole = (conversions.returned == 256).mean()
     divided = conversions.query("machine != 'here' and way == 'x / 255' and format == 'float32'")
     parts["Bytes of an image"] = [

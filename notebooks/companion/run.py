@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from gpulab import files, signals
 from gpulab.errors import DataError, GpulabError, UsageError, extra, in_one_line
-from gpulab.report import IN_WORDS
+from gpulab.report import DPI, IN_WORDS, image
 from gpulab.training.protocol import PROFILES
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ SUMMARY = {  # of a report: what is said of each
     RECORDED: ("Recorded elsewhere", "On other machines, by runs that come with gpulab."),
     BOTH: ("Here and elsewhere", "Numbers made here, beside recorded ones; the notebooks say which are which."),
 }
+CITATION = Path(__file__).parents[2] / "CITATION.cff"
+GLOSSARY = CITATION.parent / "docs" / "glossary.md"
+LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 TIMED = ("01", "07", "08")  # how notebooks begin that time things, beside which nothing else is executed
 LAST = ("10",)  # and that read what the others have left in the store
 LONGEST = ("06", "08", "04")  # these begin first, so that none of them is left running alone at the end
@@ -190,6 +193,27 @@ def execute_in_place(notebooks: Path, only: str | None = None) -> list[Path]:
     return sources
 
 
+@extra("notebooks")
+def copy_without_outputs(notebooks: Path, folder: Path) -> list[Path]:
+    """Copies of the notebooks with nothing executed, in which guesses come before answers; the new ones.
+
+    A copy that is there already stays as it is: it may hold somebody's work. The solutions are copied with their
+    outputs.
+    """
+    copies = []
+    for source in [*find_notebooks(notebooks, None), *sorted((notebooks / "solutions").glob("*.ipynb"))]:
+        copy = folder / source.relative_to(notebooks)
+        if copy.exists():
+            continue
+        notebook = _read(source)
+        for cell in notebook.cells:
+            if cell.cell_type == "code" and source.parent == notebooks:
+                cell.outputs, cell.execution_count = [], None
+        _write(notebook, copy)
+        copies.append(copy)
+    return copies
+
+
 def _read(file: Path) -> Any:
     import nbformat
 
@@ -336,12 +360,22 @@ def tidy(notebook: Any) -> None:
 
 
 def write_report(results: list[Result], output: Path, profile: str) -> Path:
-    """One page that needs no other file: what was found here and elsewhere, what failed, the figures, the passport."""
+    """One page that needs no other file, a letter that one can mail.
+
+    What gpulab is and its main finding; what was found here and elsewhere, what failed, the figures, the passport.
+    """
+    from companion import anomaly
     from gpulab.passports import passport
 
     folder = output / "report"
+    published = anomaly.published_runs()
+    main_figure = anomaly.published_figure(published)
     page = render(
         "report.html",
+        main_finding=anomaly.main_finding(anomaly.higher_losses(published)),
+        main_figure=Markup(image(main_figure.png(), main_figure.alt, DPI)),
+        words=glossary(),
+        repository=repository(),
         results=results,
         summary=SUMMARY,
         failed=[result for result in results if result.error],
@@ -358,6 +392,20 @@ def write_report(results: list[Result], output: Path, profile: str) -> Path:
         del row["figures"]
     files.write(folder / "results.json", (json.dumps(rows, indent=1) + "\n").encode())
     return report.resolve()
+
+
+def glossary() -> Markup:
+    """The table of words that findings use; its links, which lead to files beside it, are left out."""
+    from nbconvert.filters import markdown2html
+
+    text = GLOSSARY.read_text(encoding="utf-8")
+    return Markup(markdown2html(LINK.sub(r"\1", text[text.index("|") :])))
+
+
+def repository() -> str | None:
+    """The address of the public repository; None as long as there is none."""
+    named = re.search(r'^repository-code: "(.+)"', CITATION.read_text(encoding="utf-8"), re.M)
+    return named[1] if named else None
 
 
 def render(template: str, **values: Any) -> Markup:

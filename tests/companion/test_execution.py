@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import gpulab as gl
 from companion import run
 from companion.__main__ import app
-from companion.run import Result, execute, execute_in_place, find_notebooks, write_report
+from companion.run import Result, copy_without_outputs, execute, execute_in_place, find_notebooks, write_report
 
 KERNEL = {"kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3"}}
 PARAMETERS = 'profile = "quick"  # a size\nstore = "runs"'
@@ -51,8 +51,31 @@ def test_notebooks_are_executed_and_bound_into_a_report(notebooks, tmp_path):
     assert "smoke smoke True" in page.read_text()
     assert page.read_text().count("UserWarning: &lt;careful&gt;") == 1
     assert f'<img alt="{figure["alt"]}" src="data:image/png;base64,{figure["png"]}"' in page.read_text()
+    assert "the loss ends higher with shared memory in " in page.read_text()
+    assert page.read_text().count('href="verdict.md') == 0, "a letter has no files beside it"
     (row,) = json.loads((page.parent / "results.json").read_text())
     assert (row["name"], row["notebook"]) == ("01_one", "01_one.ipynb")
+
+
+def test_copies_without_outputs_are_made_once(notebooks, tmp_path):
+    outputs = [nbformat.v4.new_output("stream", text="seen")]
+    (notebooks / "solutions").mkdir()
+    for name in ("03_three", "solutions/03_solutions"):
+        cells = [new_code_cell("print('seen')", outputs=outputs, execution_count=1, metadata={"tags": ["finding"]})]
+        nbformat.write(new_notebook(cells=cells, metadata=KERNEL), notebooks / f"{name}.ipynb")
+    made = copy_without_outputs(notebooks, tmp_path / "lab")
+    assert sorted(copy.name for copy in made) == [
+        "01_one.ipynb",
+        "02_two.ipynb",
+        "03_solutions.ipynb",
+        "03_three.ipynb",
+    ]
+    (cell,) = nbformat.read(tmp_path / "lab" / "03_three.ipynb", 4).cells
+    assert (cell.outputs, cell.execution_count, cell.metadata.tags) == ([], None, ["finding"])
+    assert nbformat.read(tmp_path / "lab" / "solutions" / "03_solutions.ipynb", 4).cells[0].outputs == outputs
+    (tmp_path / "lab" / "03_three.ipynb").write_text("my work")
+    assert copy_without_outputs(notebooks, tmp_path / "lab") == []
+    assert (tmp_path / "lab" / "03_three.ipynb").read_text() == "my work"
 
 
 @pytest.mark.slow("starts a kernel for each of six notebooks")

@@ -94,7 +94,7 @@ WRONG = {  # by exercise: what must be said of a wrong answer, and how it is mad
     "00-2": ("2 seeds are in both", lambda right: (right[0], right[1][right[1].seed < 2])),
     "00-3": ("was run once only", lambda right: right[right["rerun"] == 0]),
     "01-1": ("count bytes", lambda right: 4 * right),
-    "01-2": ("all threads over one", lambda right: (right[0], {"memory", "arithmetic"}.difference([right[1]]).pop())),
+    "01-2": ("with all threads", lambda right: (right[0], {"memory", "arithmetic"}.difference([right[1]]).pop())),
     "01-3": ("near the GPU's peak", lambda right: {**right, "cuda": {"gflops": 50_000, "watts": 700}}),
     "02-1": ("those of x itself", lambda _: 78),
     "02-2": ("the first step", lambda right: of_runs(right, step=0)),

@@ -77,17 +77,38 @@ def judged(shift, spread, seeds=12):
 @pytest.mark.parametrize(
     ("shift", "spread", "decision", "said"),
     [
-        (0.0, 1e-9, "equivalent", "no difference that matters (less than 0.45 % of the mean), with 12 seeds"),
-        (1e-3, 1e-9, "different but negligible", "different, by too little to matter (less than 0.45 % of the mean)"),
-        (5.0, 1e-9, "different", "1.48 times as high, higher in 12 of 12 seeds"),
-        (-5.0, 1e-9, "different", "0.522 times as high, higher in 0 of 12 seeds"),
-        (0.0, 1.0, "inconclusive", "higher in 7 of 12 seeds, but 12 seeds do not settle it"),
+        (
+            0.0,
+            1e-9,
+            "equivalent",
+            "the mean loss is within 0.45 % of that of a (12 seeds): no difference that matters.",
+        ),
+        (1e-3, 1e-9, "different but negligible", "the mean loss is not that of a, but within 0.45 % of it (12 seeds)"),
+        (5.0, 1e-9, "different", "the loss is 1.48 times as high as under a, and higher in 12 of 12 seeds."),
+        (-5.0, 1e-9, "different", "the loss is 0.522 times as high as under a, and higher in 0 of 12 seeds."),
+        (0.0, 1.0, "inconclusive", "the loss is higher in 7 of 12 seeds than under a, which does not decide"),
     ],
 )
 def test_every_decision_has_its_words(shift, spread, decision, said):
     verdict = judged(shift, spread)
     assert verdict.decision == decision
-    assert f"b against a: {said}" in str(companion.finding({"Here": verdict}))
+    assert f"Here: Under b {said}" in str(companion.finding({"Here": verdict}))
+
+
+def test_levels_that_came_to_one_decision_are_said_in_one_sentence():
+    rows = [
+        {
+            "setting": setting,
+            "seed": seed,
+            "final_loss": 10 + seed + shift * (seed % 2 - 0.5),
+            "weights": f"{seed}{shift}",
+        }
+        for setting, shift in (("cpu", 0), ("cpu:threads=1", 0), ("cuda:tf32=on", 3), ("cuda:cudnn=off", 3))
+        for seed in range(6)
+    ]
+    said = str(companion.finding({"Here": gl.verdict(pd.DataFrame(rows))}))
+    assert "Under CPU (one thread) every seed ends with the same bits as under CPU." in said
+    assert "Whether GPU (TF32) and GPU (no cuDNN) differ from CPU, 6 seeds do not decide; about" in said
 
 
 def test_the_page_on_reading_a_verdict_shows_what_its_example_prints(capsys):

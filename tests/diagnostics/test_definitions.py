@@ -192,6 +192,9 @@ def test_bases_of_either_sign_are_right_and_those_of_another_matrix_are_not():
     u, s, v = aten._linalg_svd.default(x)
     assert is_right(aten._linalg_svd.default, (x,), (u * signs, s, v * signs[:, None]))
     assert not is_right(aten._linalg_svd.default, (x,), (u, s * 1.001, v))
+    for oblong in (x, x.T):  # whose bases, whole, have vectors that meet no singular value
+        whole = aten._linalg_svd.default(oblong, True)
+        assert is_right(aten._linalg_svd.default, (oblong, True), whole)
     symmetric = x.T @ x
     for side in ("L", "U"):
         values, vectors = aten._linalg_eigh.default(symmetric, side)

@@ -13,6 +13,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 import gpulab as gl
+from gpulab.plots.names import names
 
 SETTINGS = ("cpu", "cuda:tf32=on", "cpu:threads=1,emulate=tf32")
 
@@ -55,8 +56,8 @@ def test_differences_are_those_of_the_verdict(runs):
     picture = gl.plots.differences(verdict)
     (axes,) = picture.figure.axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels == [*SETTINGS[1:], "cpu again", "one seed against another"]
-    assert title(picture) == f"The largest change of setting is {verdict.ratio:.2g} of the spread between seeds"
+    assert labels == [*names(SETTINGS[1:]).values(), "CPU, again", "one seed against another"]
+    assert title(picture) == f"The setting moves a seed by up to {verdict.ratio:.2g} times the spread between seeds"
     same, moved, _, between = (points.get_offsets()[:, 0] for points in axes.collections)
     assert set(same) == {0.0}
     assert np.allclose(np.sort(moved), 0.001 * np.arange(1, 9))
@@ -78,7 +79,7 @@ def test_curves_leave_reruns_out():
     (axes,) = picture.figure.axes
     assert [list(line.get_xdata()) for line in axes.lines[:3]] == [[20, 40, 60]] * 3
     assert list(axes.lines[2].get_ydata()) == pytest.approx([0.3, 0.15, 0.075]), "the median of both"
-    assert [text.get_text() for text in axes.texts] == ["cpu", "repeating"]
+    assert [text.get_text() for text in axes.texts] == ["CPU", "repeating"]
     assert title(picture) == "1 setting × 2 seeds: the runs end 2.0-fold apart"
     assert axes.get_xlabel() == "frames seen"
 
@@ -157,3 +158,32 @@ def test_rows_put_below_each_other_may_bear_the_same_numbers(runs):
     drawings = (lambda frame: gl.verdict(frame).plot(), twice), (gl.plots.curvature_over_time, measured)
     for drawn, frame in drawings:
         assert drawn(frame).png() == drawn(frame.reset_index(drop=True)).png()
+
+
+def test_what_is_off_stands_in_the_last_row_of_reconstructions(tmp_path):
+    run = gl.train("autoencoder", profile="smoke", store=tmp_path, progress=False)
+    images, output = run.predict()
+    drawn = gl.plots.reconstructions(run).figure.axes
+    last = [axes.images[0].get_array() for axes in drawn[-8:]]
+    expected = (output - images).abs()[:8, 0].numpy()
+    assert np.allclose(np.stack(last), expected.clip(0, 1), atol=1e-6)
+
+
+def test_settings_have_names_in_words_and_keep_their_own_where_two_would_be_called_alike():
+    settings = {
+        "cpu": "CPU",
+        "cpu:threads=3,denormals=off": "CPU, 3 threads, denormals as zero",
+        "cpu:isa=avx512,precision=float64": "CPU, AVX-512, float64",
+        "cuda:1:tf32=off,cudnn=off,deterministic=on": "GPU 1, no TF32, no cuDNN, deterministic",
+        "cpu:emulate=tf32,order=pairwise": "CPU, emulating TF32, sums pairwise",
+        "cuda:tf32=on again": "GPU, TF32, again",
+        "mine": "mine",
+    }
+    assert names(settings) == settings
+    assert names(["cpu:threads=1", "cpu: threads=1"]) == {
+        "cpu:threads=1": "cpu:threads=1",
+        "cpu: threads=1": "cpu: threads=1",
+    }
+    assert names(["copied", "imitated"], "loader") == {"copied": "own memory", "imitated": "shared memory"}
+    assert names(["copied", "window"], "loader") == {"copied": "copied", "window": "window"}
+    assert names(["cpu", 3], "width") == {"cpu": "cpu", 3: "3"}

@@ -84,8 +84,8 @@ CASES = [
     case(BASE, MOVED, "different but negligible", margin=0.2),
     case(BASE, shifted(WIDE), "inconclusive", "seeds would settle it"),
     case(BASE, BASE, "equivalent", DOUBT, 1e-12, difference=0, low=0, high=0, p_different=1, p_equivalent=0),
-    case(BASE[:5], shifted(WIDE)[:5], "inconclusive", "5 seeds cannot show a difference at alpha 0.05, 6 can"),
-    case(BASE[:5], shifted(WIDE)[:5], "inconclusive", "; very roughly "),
+    case(BASE[:5], shifted(WIDE)[:5], "inconclusive", "5 seeds are too few to show a difference, 6 are enough"),
+    case(BASE[:5], shifted(WIDE)[:5], "inconclusive", " (a rough guess, power 0.8"),
     case(BASE[:6], shifted(9.0)[:6], "different"),
     case(BASE[:1], [0.4], "inconclusive", "one seed is no evidence"),
     case(BASE[:1], [0.4], "inconclusive", "between seeds under cpu is unknown: fewer than two finished"),
@@ -264,7 +264,7 @@ def test_the_figure_shows_every_seed_and_every_difference():
         for axes in (left, right)
     ]
     assert marks == [20, 9], "the diverged run is drawn, too"
-    assert "cuda against cpu" in picture.alt
+    assert "GPU, against CPU: " in picture.alt
     bundle, _ = verdict._repr_mimebundle_()
     assert bundle["text/plain"] == str(verdict)
     assert verdict.html() == bundle["text/html"] + picture.html()

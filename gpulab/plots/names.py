@@ -1,0 +1,71 @@
+"""What figures and sentences call a setting or another level of a factor: words in place of options."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from gpulab.errors import UsageError
+from gpulab.settings import Setting
+
+OWN_MEMORY, SHARED_MEMORY = "own memory", "shared memory"
+LOADERS = {"copied": OWN_MEMORY, "window": OWN_MEMORY, "reused": SHARED_MEMORY, "imitated": SHARED_MEMORY}
+DEVICES = {"cpu": "CPU", "cuda": "GPU", "mps": "Apple GPU", "xpu": "Intel GPU"}
+ISA = {"sse4": "SSE4", "avx2": "AVX2", "avx512": "AVX-512"}
+EMULATED = {"tf32": "TF32", "ampere": "an Ampere card", "hopper": "a Hopper card"}
+SWITCHES = {
+    "tf32": {True: "TF32", False: "no TF32"},
+    "cudnn": {True: "cuDNN", False: "no cuDNN"},
+    "denormals": {True: "denormals kept", False: "denormals as zero"},
+    "deterministic": {True: "deterministic", False: "any order of sums"},
+}
+AGAIN = " again"  # at the end of a setting that was run a second time
+
+
+def setting_words(setting: str | Setting) -> str:
+    """A setting in words.
+
+    >>> setting_words("cpu:threads=1"), setting_words("cuda:tf32=on"), setting_words("cuda:tf32=off again")
+    ('CPU, one thread', 'GPU, TF32', 'GPU, no TF32, again')
+    """
+    text = str(setting)
+    if text.endswith(AGAIN):
+        return f"{setting_words(text.removesuffix(AGAIN))},{AGAIN}"
+    try:
+        parsed = Setting.parse(text)
+    except UsageError:  # the frame is of somebody else, whose levels are not settings of ours
+        return text
+    device, _, number = parsed.device.partition(":")
+    words = [f"{DEVICES[device]} {number}".rstrip()]
+    if parsed.threads:
+        words.append("one thread" if parsed.threads == 1 else f"{parsed.threads} threads")
+    if parsed.isa:
+        words.append(ISA.get(parsed.isa, parsed.isa))
+    switched = {name: getattr(parsed, name) for name in SWITCHES}
+    words += [SWITCHES[name][value] for name, value in switched.items() if value is not None]
+    if parsed.precision:
+        words.append(parsed.precision)
+    if parsed.emulate:
+        words.append(f"emulating {EMULATED.get(parsed.emulate, parsed.emulate)}")
+    if parsed.order:
+        words.append(f"sums {parsed.order}")
+    if parsed.float32:
+        words.append(f"float32 at {parsed.float32}")
+    return ", ".join(words)
+
+
+def names(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:
+    """What each level of a factor is called; levels that would be called alike keep their exact names.
+
+    >>> names(["copied", "reused"], "loader")
+    {'copied': 'own memory', 'reused': 'shared memory'}
+    """
+    levels = list(levels)
+    called = {level: str(level) for level in levels}
+    if factor == "setting":
+        called = {level: setting_words(level) for level in levels}
+    elif factor == "loader":
+        called = {level: LOADERS.get(level, str(level)) for level in levels}
+    times = Counter(called.values())
+    return {level: words if times[words] == 1 else str(level) for level, words in called.items()}
