@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from gpulab.errors import UsageError
 from gpulab.plots import style
+from gpulab.plots.names import optimizer_words
 from gpulab.plots.style import BESIDE, FAINT, INK, ON_CPU, ON_GPU, Look
 from gpulab.report import Picture, draw
 from gpulab.saddles.escapes import EscapeTable
@@ -113,7 +114,7 @@ def escape_paths(paths: pd.DataFrame, radius: float) -> Picture:
         rates = ", ".join(f"{rate:.3g}" for rate in paths.learning_rate[paths.optimizer == optimizer].unique())
         axes.axhline(radius, color=FAINT, lw=0.9)
         style.decades(axes.yaxis)
-        axes.set(title=f"{optimizer}, learning rate {rates}", xlabel="steps of the optimiser")
+        axes.set(title=f"{optimizer_words(optimizer)}, learning rate {rates}", xlabel="steps of the optimiser")
     [*panels.values()][:2][-1].annotate(" left", (1, radius), fontsize=8, **BESIDE)
     left = (escapes.tail(1).unstable > radius).sum()
     headline = f"{left} of {escapes.ngroups} trainings leave the saddle"
@@ -159,7 +160,7 @@ def escape_phases(table: pd.DataFrame) -> Picture:
         style.decades(axes.xaxis, 6)
         rates = own.learning_rate
         axes.set(xlim=(rates.min() / 4, rates.max() * 4), ylim=(min(low, 0.1), max(high, 10)))
-        axes.set(title=optimizer, xlabel="learning rate")
+        axes.set(title=optimizer_words(optimizer), xlabel="learning rate")
     below: Look = BESIDE | {"ha": "right", "va": "top", "fontsize": 7.5}
     next(iter(panels.values())).annotate("rounded away", (0.98, 1 / 1.3), **below)
     right = int((shown.left == (shown.step_ratio > 1)).sum())

@@ -20,6 +20,7 @@ SWITCHES = {
     "denormals": {True: "denormals kept", False: "denormals as zero"},
     "deterministic": {True: "deterministic", False: "any order of sums"},
 }
+OPTIMIZERS = {"sgd": "SGD", "momentum": "SGD with momentum", "rmsprop": "RMSprop", "adam": "Adam"}
 AGAIN = " again"  # at the end of a setting that was run a second time
 
 
@@ -53,6 +54,21 @@ def setting_words(setting: str | Setting) -> str:
     if parsed.float32:
         words.append(f"float32 at {parsed.float32}")
     return ", ".join(words)
+
+
+def optimizer_words(optimizer: str) -> str:
+    """An optimiser as people write it.
+
+    >>> optimizer_words("adam(eps=0.0001)")
+    'Adam (eps=0.0001)'
+    """
+    name, bracket, options = optimizer.partition("(")
+    return f"{OPTIMIZERS.get(name, name)} {bracket}{options}".rstrip()
+
+
+def network_words(network: str) -> str:
+    """A network at the beginning of a sentence: `PredNet`, `Autoencoder`."""
+    return "PredNet" if network == "prednet" else network[:1].upper() + network[1:]
 
 
 def names(levels: Iterable[Any], factor: str = "setting") -> dict[Any, str]:

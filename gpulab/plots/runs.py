@@ -132,8 +132,7 @@ def curves(
     headline = f"{counts}: the runs end {last.max() / last.min():.1f}-fold apart"
     if len(levels) == 2:
         low, high = sorted(levels, key=middle.get)
-        headline = (
-            f"{called[high]}: the median ends {middle[high] / middle[low]:.2g} times as high as for {called[low]}"
-        )
+        times = middle[high] / middle[low]
+        headline = f"The median ends {times:.2g} times as high for {called[high]} as for {called[low]}"
     alt = f"Loss against frames seen, one line for each of {len(last)} runs, coloured by {factor}."
     return style.finished(figure, headline, alt)

@@ -25,7 +25,7 @@ from companion.first_windows import FirstWindow
 from companion.learning import ALL, ALPHA, BEAT, blurred_losses, corrected, learning_table
 from gpulab.models.base import Trainable
 from gpulab.plots import style
-from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY, setting_words
+from gpulab.plots.names import OWN_MEMORY, SHARED_MEMORY, network_words, setting_words
 from gpulab.plots.style import INK, ON_CPU, ON_GPU, Look
 from gpulab.report import Picture
 from gpulab.stats.verdicts import p_text
@@ -124,7 +124,8 @@ def anomaly_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 def window_finding(row: Any) -> str:
     """A row of `first_window` in a sentence."""
-    name = row.network.replace("prednet", "PredNet").replace("autoencoder", "Autoencoder")
+    network, comma, trained = row.network.partition(",")
+    name = f"{network_words(network)}{comma}{trained}"
     off = f"is wrong by {row.gradient_difference:.1%}" if row.gradient_difference else "has the same bits, too"
     rounding = np.format_float_positional(100 * row.rounding, precision=1, fractional=False, trim="-")
     return (

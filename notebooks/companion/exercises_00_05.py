@@ -68,8 +68,8 @@ def _reruns(answer: Any) -> str:
     need((again["rerun"].nunique() >= 2).all(), "some seed was run once only: ask for reruns=2")
     differ = again.weights.nunique() > 1
     found = ", ".join(map(setting_in_text, sorted(set(differ[differ].reset_index().setting))))
-    said = f"the second time other bits came out under {found}" if found else "the second time gave the same bits"
-    return f"of {settings} settings run twice, {said}. Nobody has a complete list."
+    said = f"other bits under {found}" if found else "the same bits"
+    return f"{settings} settings were run twice, and the second time gave {said}. Nobody has a complete list."
 
 
 # --- 01: what is inside your device ----------------------------------------------------------------------

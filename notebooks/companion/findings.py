@@ -10,7 +10,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from companion.learning import ALL, BEAT, FAMILY, LEARNED, METRICS, STUCK
-from gpulab.plots.names import LOADERS, SHARED_MEMORY, names, setting_words
+from gpulab.plots.names import LOADERS, SHARED_MEMORY, names, network_words, setting_words
 from gpulab.report import Report, paragraphs
 from gpulab.stats.decisions import DECISIONS
 from gpulab.stats.verdicts import Verdict
@@ -196,8 +196,7 @@ def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
         parts.append(f"{listed(beat) if beat.any() else 'none'} {of}, instead of {listed(instead)}")
     elif len(shares) and not shares.beat.any():
         parts.append("no network has learned motion")
-    name = "PredNet" if experiment == "prednet" else experiment.capitalize()
-    where = f"{name}, {SIZES.get(size, size)}, {setting_in_text(setting)}"
+    where = f"{network_words(experiment)}, {SIZES.get(size, size)}, {setting_in_text(setting)}"
     memory = f", {SHARED_MEMORY}" if LOADERS.get(loader) == SHARED_MEMORY else ""
     return f"{where}{memory}: {'; '.join(parts)}."
 

@@ -29,9 +29,9 @@ from gpulab.store.listing import history
 USUAL = "one-pass under cuda:tf32=off"  # what the cures are held against
 MARGINS = {"0.25sd": "a quarter", "0.5sd": "half"}
 DECIDED = {
-    "equivalent": "not different",
-    "different but negligible": "different, but not",
-    "inconclusive": "not decided",
+    "equivalent": "the same",
+    "different but negligible": "slightly different",
+    "inconclusive": "undecided",
     "different": "different",
 }
 ARITHMETIC = ("emulate", "order", "tf32", "precision", "covariance")  # what changes how a search's trial computes
@@ -109,7 +109,7 @@ def cards_finding(
     for row in verdicts[0].table.itertuples():
         covariance, setting = row.way.split(" under ")
         within = listed(
-            f"{DECIDED[judged.decisions[row.way]]} by {words}"
+            f"{DECIDED[judged.decisions[row.way]]} within {words}"
             for words, judged in zip(MARGINS.values(), verdicts, strict=True)
         )
         cures.append(
@@ -128,9 +128,8 @@ def cards_finding(
             f"{ms['cuda:tf32=on', 'centred']:.1f} ms centred, and {ms['cuda:tf32=on', 'float32']:.1f} ms with the one "
             "product kept in float32."
         )
-    parts[f"The old losses, within {str(reproduction.margin_asked).replace('sd', ' standard deviations')}"] = [
-        *_outcomes(reproduction)
-    ]
+    within = str(reproduction.margin_asked).replace("sd", " standard deviations")
+    parts[f"The old losses, within {within}"] = [*_outcomes(reproduction)]
     whole = (conversions.returned == 256).mean()
     divided = conversions.query("machine != 'here' and way == 'x / 255' and format == 'float32'")
     parts["Bytes of an image"] = [

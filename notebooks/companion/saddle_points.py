@@ -9,12 +9,12 @@ import pandas as pd
 
 import gpulab as gl
 from companion.findings import SIZES, CheckedSentences, Part, finding, in_words, listed, setting_in_text
+from gpulab.plots.names import network_words, optimizer_words
 from gpulab.stats.verdicts import p_text
 
 SHUFFLES = 9999
 FEWEST = 5  # seeds: four have 24 orders, too few to show a correlation at 5 %
 COMPARED = {"index_fraction": "share of ways down", "smallest": "steepest way down"}
-OPTIMIZERS = {"sgd": "SGD", "momentum": "SGD with momentum", "rmsprop": "RMSprop", "adam": "Adam"}
 MADE = {True: "recorded", False: "made here"}
 
 
@@ -55,8 +55,8 @@ def _say_escapes(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: li
         parts.append(("When", said))
     laws = []
     for optimizer, times, spread in _law(table[unmoved]):
-        laws.append(f"{OPTIMIZERS[optimizer]} took {times:.1f} times the expected steps (median).")
-        numbers.append(f"{OPTIMIZERS[optimizer]}, where about r/(η‖v‖₁) steps are expected: {spread}.")
+        laws.append(f"{optimizer_words(optimizer)} took {times:.1f} times the expected steps (median).")
+        numbers.append(f"{optimizer_words(optimizer)}, where about r/(η‖v‖₁) steps are expected: {spread}.")
     parts.append(("How rough the law of an adaptive optimiser is", laws))
     for (_, optimizer), rows in alone.groupby(["recorded", "optimizer"], sort=False):
         stayed = [f"{setting} at {_rates(some)}" for setting, some in rows[~rows.left].groupby("setting", sort=False)]
@@ -95,7 +95,7 @@ def _deciding(alone: pd.DataFrame) -> list[str]:
         for setting, left, of in counts.itertuples():
             if left < of:
                 stayed.append(f"{left} of {of} leave under {setting_in_text(setting)}")
-        name = f"{OPTIMIZERS.get(optimizer, optimizer)} at {rate:.3g}"
+        name = f"{optimizer_words(optimizer)} at {rate:.3g}"
         if stayed:
             held.append(f"{name}: {listed(stayed)}.")
         else:
@@ -137,7 +137,7 @@ def _say_batches(table: pd.DataFrame, parts: list[tuple[str, Part]], numbers: li
         answer = "It is the batches that lead away, and the arithmetic hardly matters."
     else:
         answer = "Even with minibatches the arithmetic matters here as much as the seed."
-    parts.append((f"With minibatches, {OPTIMIZERS[table.optimizer.iloc[0]]} at {_rates(table)}", answer))
+    parts.append((f"With minibatches, {optimizer_words(table.optimizer.iloc[0])} at {_rates(table)}", answer))
 
 
 def _left(rows: pd.DataFrame) -> str:
@@ -183,7 +183,7 @@ def _say_curvature(frame: pd.DataFrame, parts: list[tuple[str, Part]], numbers: 
 
 
 def _of(network: str, size: str) -> str:
-    return f"{'PredNet' if network == 'prednet' else network.capitalize()}, {SIZES[size]}"
+    return f"{network_words(network)}, {SIZES[size]}"
 
 
 def _correlation(rows: pd.DataFrame) -> tuple[str, str]:

@@ -67,7 +67,7 @@ def test_the_correction_is_over_the_films_of_an_endpoint():
         assert some.p_holm[smallest] == pytest.approx(min(1, 3 * some.p[smallest]))
     assert set(table.film) == {"walk", "a", "b"}
     assert table[table.film != "walk"].beat_blurred.isna().all()
-    assert "seeds on 3 films" in anomaly._over_films(table)
+    assert "seeds on 3 films" in anomaly._over_films(table)[0]
 
 
 # --- dose and response -----------------------------------------------------------------------------------

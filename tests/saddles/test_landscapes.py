@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -25,6 +27,16 @@ def test_curvatures_and_loss_are_those_of_theory(saddle, around):
     picture = gl.plots.landscape_slice(around, around.slice(0))
     assert "lower" in picture.alt
     assert len(picture.png()) < 150_000
+
+
+def test_a_surface_has_the_loss_at_every_place(saddle):
+    around = gl.saddles.surface(saddle, extent=0.2, places=2)
+    weights = torch.nn.utils.parameters_to_vector(saddle.model.parameters())
+    for row, column in ((0, 0), (1, 3), (4, 2)):
+        moved = copy.deepcopy(saddle.model)
+        by = around.along[column] * saddle.direction + around.across[row] * saddle.steepest
+        torch.nn.utils.vector_to_parameters(weights + by, moved.parameters())
+        assert around.losses[row, column] == pytest.approx(saddle.objective(moved).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("angle", [0, 30, 90])

@@ -207,3 +207,8 @@ def test_the_file_that_an_option_names_counts(tmp_path, monkeypatch):
     Path("table.csv").write_text("2.5")
     assert gl.train("table_training.py:train", seed=2, store="runs", progress=False).final_loss == 4.5
     assert gl.runs("runs").protocol.nunique() == 2, "they are not compared"
+
+
+def test_options_are_known_by_what_they_are_and_not_by_their_order():
+    assert sources.plain({"b": 1, "a": max}) == sources.plain({"a": max, "b": 1}) == '{"a": "max", "b": 1}'
+    assert sources.plain([object()]) == '["object"]', "an address is no part of it"
