@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 DECK = 20  # slides at most, which is a lecture of three quarters of an hour
 WORDS = 45  # that a slide may have beside its answer
 FOUND = 80  # words of a finding; the notebook has the rest
-ROWS, COLUMNS = 8, 7  # of a table
-LINES = 15  # of code and what it prints
+ROWS, COLUMNS = 8, 8  # of a table, its index included
+LINES, WIDTH = 11, 80  # of code and what it prints, and the letters of a line
 LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\((?!https?:)[^()\s]+\)")
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", re.S)
 CODE = re.compile(r"(`[^`]+`)")
@@ -71,6 +71,11 @@ def as_html(text):
     return markdown2html("".join(parts))
 
 
+def lines(text):
+    """How many lines of a slide a text takes."""
+    return sum(1 + len(line) // WIDTH for line in text.splitlines())
+
+
 def shown(cell):
     """What a code cell has for the audience, as HTML; nothing where that cannot be read from a chair."""
     for drawn in filter(None, map(figure, cell.outputs)):
@@ -79,14 +84,15 @@ def shown(cell):
         data = output.get("data", {})
         page, text = FOLDED.sub("", data.get("text/html", "")), output.get("text") or data.get("text/plain", "")
         if "<table" in page:
-            columns = page.partition("</tr>")[0].count("<th")
+            columns = len(re.findall("<th[ >]", page.partition("</tr>")[0]))
             return page if page.count("<tr") <= ROWS + 1 and columns <= COLUMNS else ""
         if page and PARAGRAPH.search(page):
             return first_words([line for found in PARAGRAPH.findall(page) for line in found.split("<br>")])
         if "finding" in cell.metadata.get("tags", []):
             return first_words([html.escape(line) for line in text.splitlines()])
-        if text and len(f"{cell.source}\n{text}".splitlines()) <= LINES:
-            return as_html(f"```python\n{cell.source}\n```") + f"<pre>{html.escape(text)}</pre>"
+        if text and lines(text) <= LINES:
+            code = as_html(f"```python\n{cell.source}\n```") if lines(cell.source + text) <= LINES else ""
+            return f"{code}<pre>{html.escape(text)}</pre>"
     return ""
 
 

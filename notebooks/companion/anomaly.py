@@ -1,4 +1,4 @@
-"""Notebook 05, the anomaly: what one reused buffer does to a gradient, and to what is learned from it.
+"""Notebook 05, the anomaly: what shared memory does to a gradient, and to what is learned from it.
 
 The loop that the paper's authors published (`main.py` of github.com/eijwat/prednet_in_chainer_py3) fills one NumPy
 buffer per frame and wraps it for the device. Where wrapping does not copy, the gradient of every step is taken against
@@ -174,7 +174,8 @@ def shared_memory(frame: pd.DataFrame) -> Picture:
         for speed, (marker, tint) in looks.items()
     ]
     panels[-1].legend(handles=speeds, fontsize=8, frameon=False, loc="lower right")
-    by = ", by size and speed" if len(higher) > 1 else ""
+    several = frame.groupby(["profile", "device", "speed"]).ngroups > 1
+    by = ", by size and speed" if several else ""
     headline = f"Sharing memory gave the higher loss for {span(higher, '.0%')} of the seeds{by}"
     alt = "Final loss with shared memory against final loss with own memory, one point a seed."
     return style.finished(figure, headline, alt, style.origin_keys(frame), columns=1)

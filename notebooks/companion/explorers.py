@@ -29,7 +29,7 @@ from gpulab.errors import DataError, GpulabError, in_one_line, printable
 from gpulab.files import MOST_UPLOADED
 from gpulab.plots import style
 from gpulab.plots.decisions import GREEN, RED, decided
-from gpulab.plots.names import names, setting_words
+from gpulab.plots.names import names, optimizer_words, setting_words
 from gpulab.plots.style import FAINT, INK, ON_GPU, Look
 from gpulab.report import Picture, paragraphs
 from gpulab.saddles.critical import CriticalPoint, find_critical_point
@@ -210,7 +210,8 @@ class SaddleExplorer(Explorer):
     def __init__(self) -> None:
         self.saddle = small_saddle()
         self.surface = surface(self.saddle, extent=1.4, places=20)
-        self.optimizer = ipywidgets.Dropdown(options=[*OPTIMIZERS], value="adam", description="optimiser")
+        named = [(optimizer_words(name), name) for name in OPTIMIZERS]
+        self.optimizer = ipywidgets.Dropdown(options=named, value="adam", description="optimiser")
         self.format = ipywidgets.Dropdown(options=[*FORMATS], value="float32", description="arithmetic")
         self.rate = ipywidgets.Dropdown(options=[0.01, 0.03, 0.1], value=0.01, description="rate")
         self.push = ipywidgets.Dropdown(options=PUSHES, description="push")
@@ -229,7 +230,7 @@ class SaddleExplorer(Explorer):
     def picture(self) -> Picture:
         """The ball where the sliders say."""
         push = f"a push of {self.push.label}" if self.push.value else "no push"
-        how = f"{self.optimizer.value}, {self.format.value}, rate {self.rate.value}, {push}"
+        how = f"{self.optimizer.label}, {self.format.value}, rate {self.rate.value}, {push}"
         return saddle_path(self.surface, self.path, self.step.value, self.turn.value, self.tilt.value, how)
 
     def _roll(self, _: Any = None) -> None:

@@ -182,13 +182,15 @@ def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
     """A network under one setting or loader, against its reference, at every speed."""
     experiment, size, setting, loader = key
     losses, learned, shares = (rows[rows.metric == metric] for metric in (ALL, LEARNED, BEAT))
-    parts = _losses(losses)
+    reference = rows.reference.iloc[0]
+    usual = LOADERS.get(reference) or setting_in_text(reference)
+    parts = _losses(losses, usual)
     narrower = len(learned) and learned.margin.sum() < losses.margin.sum()
     none_matters = set(losses.decision) <= {"equivalent", "different but negligible"}
     if narrower and none_matters and (losses.same_bits < losses.seeds).any():
         # Seeds that do not learn widen the margin of all, so what holds within the narrow one is said first.
         wide = f"over all {span(losses.seeds)} the mean is within {_per_cent(losses.margin_relative)}"
-        parts = [f"among seeds that learned, {'; '.join(_losses(learned))}", wide]
+        parts = [f"among seeds that learned, {'; '.join(_losses(learned, usual))}", wide]
     different = shares[shares.decision == "different"]
     if len(different):
         beat, instead = different.beat - different.beat_reference, different.beat_reference
@@ -201,8 +203,8 @@ def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
     return f"{where}{memory}: {'; '.join(parts)}."
 
 
-def _losses(rows: pd.DataFrame) -> list[str]:
-    """What is said of one loss at every speed."""
+def _losses(rows: pd.DataFrame, usual: str) -> list[str]:
+    """What is said of one loss at every speed, against the usual level."""
     parts = []
     for decision in sorted(set(rows.decision), key=[*reversed(DECISIONS)].index):
         alike = rows[rows.decision == decision]
@@ -214,9 +216,9 @@ def _losses(rows: pd.DataFrame) -> list[str]:
         elif decision == "inconclusive":
             words = f"{seeds} seeds do not decide"
         elif decision == "equivalent":
-            words = f"the mean loss is within {within} of the reference's ({seeds} seeds)"
+            words = f"the mean loss is within {within} of that with {usual} ({seeds} seeds)"
         else:
-            words = f"the mean loss is not the reference's, but within {within} of it ({seeds} seeds)"
+            words = f"the mean loss is not that with {usual}, but within {within} of it ({seeds} seeds)"
         parts.append(words + (_speeds(alike) if len(rows) > 1 else ""))
     return parts
 

@@ -71,7 +71,7 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataF
     the correction; `registered`, that against the margin as it was registered, a quarter of the sample's standard
     deviation itself (`registered_margin`); `worse` (seeds whose metric is higher), `same_bits` (seeds whose trained
     weights are identical), `beat` and `beat_reference` (runs that beat repeating the last frame: all, and the
-    reference's).
+    reference's); `reference`.
     """
     rows, fixed = [], [name for name in FAMILY if name != factor]
     groups = list(frame.groupby([*fixed, "data", "speed"], dropna=False))
@@ -85,7 +85,7 @@ def learning_table(frame: pd.DataFrame, factor: str, reference: str) -> pd.DataF
     table = pd.DataFrame(rows)
     size = table.groupby([*FAMILY], dropna=False).seeds.transform("size")
     table["p_diverged_holm"] = (table.p_diverged * size).clip(upper=1.0)
-    return corrected(table, [*FAMILY])[[*FAMILY, *COLUMNS.split()]]
+    return corrected(table, [*FAMILY])[[*FAMILY, *COLUMNS.split()]].assign(reference=reference)
 
 
 def corrected(table: pd.DataFrame, family: list[str]) -> pd.DataFrame:
