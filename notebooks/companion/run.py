@@ -249,16 +249,18 @@ async def _run(
     `started` hears the kernel's process id.
     """
     import nbclient
+    from traitlets.config import Config
 
-    client: Any = nbclient.NotebookClient(
-        notebook,
-        resources={"metadata": {"path": str(folder)}},
-        timeout=CELL_SECONDS,
-        kernel_name=KERNEL,
-        extra_arguments=QUIET,
-        on_notebook_start=lambda **_: started(client.km.provisioner.pid),
-    )
-    with tempfile.TemporaryFile("w+", errors="replace") as words:
+    with tempfile.TemporaryFile("w+", errors="replace") as words, tempfile.TemporaryDirectory(prefix="gpulab") as own:
+        client: Any = nbclient.NotebookClient(
+            notebook,
+            resources={"metadata": {"path": str(folder)}},
+            timeout=CELL_SECONDS,
+            kernel_name=KERNEL,
+            extra_arguments=QUIET,
+            config=Config(KernelManager=_without_ports(own) if os.name == "posix" else {}),
+            on_notebook_start=lambda **_: started(client.km.provisioner.pid),
+        )
         try:
             await client.async_execute(env={**os.environ, **environment}, stderr=words)
         except nbclient.exceptions.CellExecutionError as failure:
@@ -268,6 +270,15 @@ async def _run(
             words.seek(0)
             said = " ".join(words.read().split()[-30:])
             raise GpulabError(f"{type(failure).__name__}: {failure}{': ' * bool(said)}{said}") from None
+
+
+def _without_ports(folder: str) -> dict[str, str]:
+    """How a kernel is spoken to through sockets in a folder.
+
+    A port is chosen by trying one and letting it go; until the kernel takes it, another server may choose the same.
+    Of thirty that choose at the same moment two do so every other time.
+    """
+    return {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
 
 
 async def _execute_one(source: Path, target: Path, parameters: dict[str, Any], cores: set[int]) -> Result:
