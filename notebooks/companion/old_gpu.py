@@ -128,7 +128,8 @@ def cards_finding(
             f"{ms['cuda:tf32=on', 'centred']:.1f} ms centred, and {ms['cuda:tf32=on', 'float32']:.1f} ms with the one "
             "product kept in float32."
         )
-    within = str(reproduction.margin_asked).replace("sd", " standard deviations")
+    margin = str(reproduction.margin_asked)
+    within = "one standard deviation between seeds" if margin == "1sd" else f"a margin of {margin}"
     parts[f"The old losses, within {within}"] = [*_outcomes(reproduction)]
     whole = (conversions.returned == 256).mean()
     divided = conversions.query("machine != 'here' and way == 'x / 255' and format == 'float32'")

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 import gpulab as gl
 from companion.findings import SIZES, CheckedSentences, Part, finding, listed
 from gpulab.plots import style
+from gpulab.plots.names import setting_words
 from gpulab.plots.style import FAINT, INK
 from gpulab.report import Picture
 from gpulab.stats.verdicts import Verdict
@@ -206,7 +207,9 @@ def on_gpu(frame: pd.DataFrame) -> pd.Series:
 
 def _where(frame: pd.DataFrame) -> pd.Series:
     """What made each row, in words."""
-    return frame.machine + ", " + frame.setting + frame.recorded.map({True: " (recorded)", False: ""})
+    return (
+        frame.machine + ", " + frame.setting.map(setting_words) + frame.recorded.map({True: " (recorded)", False: ""})
+    )
 
 
 def _short(value: float) -> str:
