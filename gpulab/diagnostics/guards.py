@@ -37,6 +37,7 @@ from gpulab.diagnostics.memory_holders import (
     span_of,
     user_frame,
 )
+from gpulab.diagnostics.shared_reads import SharedReads, StaleRead
 from gpulab.errors import GpulabError, OverwrittenError, OverwrittenWarning, UsageError
 
 CAUSES = {  # what happened, and what to do
@@ -91,15 +92,16 @@ def drain_at_the_end() -> None:
     _thread.life  # noqa: B018 - which is made now, if there was none
 
 
-def guard(on: str = "raise") -> Guard:
-    """A context manager that refuses tensors overwritten between their saving and `backward`.
+def guard(on: str = "raise", reads: str = "backward") -> Guard:
+    """A context manager that refuses tensors overwritten between their saving and `backward`, or any read.
 
     What is saved inside the block is checked, even when `backward` is called after it. A tensor that is overwritten
     but never used is no error. Gradients are the same bits with and without the guard.
 
     What never passes torch's hooks for saved tensors is not seen:
 
-    - what was overwritten before the forward pass read it, as in a list of frames that share one buffer;
+    - what was overwritten before the forward pass read it, as in a list of frames that share one buffer (with
+      `reads="any"` it is, see `gpulab.diagnostics.shared_reads`);
     - what a `torch.autograd.Function` keeps as an attribute (`ctx.x = x`; say `ctx.save_for_backward(x)`), or one
       written in C++ as a member of its own;
     - what a hook of a tensor or module, or any other closure, keeps for backward;
@@ -110,12 +112,17 @@ def guard(on: str = "raise") -> Guard:
     Args:
         on: `raise` raises `OverwrittenError` where the first one is about to be used, which ends `backward`; `warn`
             lets `backward` go on, collects into the `Guard` that the block yields, and warns once at its end.
+        reads: `backward` compares what autograd has saved. `any` compares, too, what any operation reads of memory that
+            a tensor shares with NumPy or another library: a tensor is refused that was made there earlier than
+            another one, and whose content has changed since. Not seen are reads of what was copied before (by
+            `np.stack`, by `.tolist()`), other processes, views of one memory that begin at different places, and a
+            single tensor that is read before and after its memory was written, which may be meant.
 
     Returns:
         A `Guard`, to be used in a `with` statement.
 
     Raises:
-        UsageError: for another `on`.
+        UsageError: for another `on` or `reads`.
         GpulabError: where torch forbids its hooks (inside `torch.func.grad` and what is built on it).
 
     Examples:
@@ -131,7 +138,9 @@ def guard(on: str = "raise") -> Guard:
     """
     if on not in ("raise", "warn"):
         raise UsageError(f"on={on!r}: expected 'raise' or 'warn'")
-    return Guard(on)
+    if reads not in ("backward", "any"):
+        raise UsageError(f"reads={reads!r}: expected 'backward' or 'any'")
+    return Guard(on, reads)
 
 
 @dataclass(frozen=True)
@@ -175,10 +184,12 @@ class Guard:
             transform such as vmap, while a CUDA graph is being captured).
     """
 
-    def __init__(self, on: str = "raise") -> None:
-        self.on = on
+    def __init__(self, on: str = "raise", reads: str = "backward") -> None:
+        self.on, self.reads = on, reads
+        self._shared = SharedReads(self._tell)
+        self._watching = threading.local()
         self.checked = self.unchecked = 0
-        self._findings: dict[tuple[Line, str], Overwritten] = {}
+        self._findings: dict[tuple[Line, str], Overwritten | StaleRead] = {}
         self._warned = 0
         self._lock = threading.Lock()
         self._threads: list[int] = []  # who is inside the block
@@ -187,8 +198,8 @@ class Guard:
         self._pending: dict[int, list[tuple[Tensor, Callable[[], None]]]] = {}
 
     @property
-    def findings(self) -> list[Overwritten]:
-        """What was found so far: one `Overwritten` for each line and operation."""
+    def findings(self) -> list[Overwritten | StaleRead]:
+        """What was found so far: one `Overwritten` or `StaleRead` for each line and operation."""
         return list(self._findings.values())
 
     def __len__(self) -> int:
@@ -209,9 +220,15 @@ class Guard:
             self._holders.clear()
         self._last_thread = _thread.ident
         self._threads.append(self._last_thread)
+        if self.reads == "any":
+            watching = self._shared.watching()
+            watching.__enter__()
+            self._watching.__dict__.setdefault("entered", []).append(watching)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self.reads == "any":
+            self._watching.entered.pop().__exit__(None, None, None)
         torch._C._autograd._pop_saved_tensors_default_hooks()
         self._threads.remove(_thread.ident)
         if error is not None or self._findings:
@@ -272,8 +289,9 @@ class Guard:
     def _report(self, finding: Overwritten, span: Span) -> None:
         key = (finding.line, finding.operation)
         with self._lock:
-            if key in self._findings:
-                finding = replace(self._findings[key], count=self._findings[key].count + 1)
+            known = self._findings.get(key)
+            if isinstance(known, Overwritten):
+                finding = replace(known, count=known.count + 1)
             else:
                 holder = self._holders.get(finding.line)
                 if holder is None or not (holder.array and overlap(holder.span, span)):
@@ -291,6 +309,15 @@ class Guard:
             raise OverwrittenError(finding)
         if not self._threads:
             self._warn()
+
+    def _tell(self, finding: StaleRead) -> None:
+        """A read that `SharedReads` has found."""
+        key = (finding.line, finding.operation)
+        with self._lock:
+            known = self._findings.get(key)
+            self._findings[key] = replace(known, count=known.count + 1) if known else finding
+        if self.on == "raise":
+            raise OverwrittenError(finding)
 
     def _warn(self) -> None:
         """Warn once of what has been found since the last warning."""

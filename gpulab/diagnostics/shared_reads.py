@@ -1,0 +1,193 @@
+"""Tensors over memory that others write, read after it was written.
+
+`torch.from_numpy`, `as_tensor`, `frombuffer` and DLPack copy nothing: the tensor is the array's memory. Who fills one
+array again and again, and makes a tensor of it each time, has many tensors with one content, the last. No gradient
+need be involved: a replay buffer, a list of observations that is stacked later. Torch's own count of changes does not
+see it, because torch did not write.
+
+A tensor over such memory is *born* when it is made. It is read *stale* when an operation reads it, its content is
+another than when it was born or last read, and meanwhile another tensor was born in the same memory: whoever made that
+one wanted the new content, so the old one was to keep the old. A single tensor that is filled through NumPy and read
+again and again is a view on purpose, and no finding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+import xxhash
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gpulab.diagnostics.memory_holders import Line, Span, is_plain, line_of, nearest_holder, user_frame
+
+# What may make a tensor without a copy.
+MAKERS = [(torch, name) for name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")]
+MAKERS.append((torch.utils.dlpack, "from_dlpack"))
+FEW = 1000  # births, after which those are dropped whose memory is gone
+KINDS = {  # what happened, in words
+    "stale": "its memory was overwritten before it was read again",
+    "together": "several tensors that should differ share one memory",
+}
+
+
+@dataclass(frozen=True)
+class StaleRead:
+    """One finding: an operation read a tensor whose memory had been written since the tensor was made."""
+
+    cause: str  # one of `KINDS`
+    operation: str  # which read it
+    shape: tuple[int, ...]
+    dtype: str
+    made: Line  # the user's, which made the tensor
+    made_again: Line  # which made the latest tensor in the same memory
+    line: Line  # which read it
+    array: str  # the NumPy array in that memory, empty where none is in sight
+    count: int = 1  # reads that this is true of
+
+    @property
+    def explanation(self) -> str:
+        """What happened, in words."""
+        return KINDS[self.cause]
+
+    @property
+    def remedy(self) -> str:
+        """What to do."""
+        array = self.array or "array"
+        return f"copy it where it is made: torch.tensor({array}) or torch.from_numpy({array}.copy())"
+
+    def __str__(self) -> str:
+        times = f" ({self.count} such reads)" if self.count > 1 else ""
+        source = f"\n      {self.made.text}" if self.made.text else ""
+        whose = f", in the memory of the NumPy array `{self.array}`" if self.array else ""
+        return (
+            f"{self.operation} read a tensor, {self.dtype} of shape {self.shape} on cpu: {self.explanation}{times}\n"
+            f"  made by {self.made}{whose}{source}\n"
+            f"  read by {self.line}\n"
+            f"  why: something other than torch wrote there, and {self.made_again} made another tensor of it\n"
+            f"  do: {self.remedy}"
+        )
+
+
+@dataclass
+class _Birth:
+    """A tensor over foreign memory: where it lies, what was in it when it was last read rightly, and who made it."""
+
+    storage: StorageWeakRef
+    address: int
+    size: int  # bytes
+    version: int
+    line: Line
+    content: int = 0
+
+    def look(self) -> int:
+        """A number that stands for what is in the memory now."""
+        return xxhash.xxh3_64_intdigest((ctypes.c_char * self.size).from_address(self.address))
+
+
+class SharedReads:
+    """The memory that tensors share with others, as far as it was seen; `tell` hears of every stale read."""
+
+    def __init__(self, tell: Callable[[StaleRead], None]) -> None:
+        self.tell = tell
+        self.checked = 0
+        self.births: dict[int, _Birth] = {}  # by the identity of the storage
+        self.latest: dict[int, _Birth] = {}  # by the address of the memory
+        self.room = FEW
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, every tensor that is made without a copy is noted, and what every operation reads is checked."""
+        with contextlib.ExitStack() as stack:
+            for module, name in MAKERS:
+                make = getattr(module, name)
+                stack.callback(setattr, module, name, make)
+                setattr(module, name, self._noting(make))
+            stack.enter_context(_Watch(self))
+            yield
+
+    def _noting(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(make)
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = make(*args, **kwargs)
+            self.birth_of(tensor)
+            return tensor
+
+        return made
+
+    def birth_of(self, tensor: Tensor) -> _Birth | None:
+        """What is known of the memory of a tensor; None where torch itself owns it."""
+        if tensor.device.type != "cpu" or not is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        known = self.births.get(storage._cdata)
+        if known and not known.storage.expired():
+            return known
+        if storage.resizable() or not storage.nbytes():
+            return None
+        if len(self.births) >= self.room:
+            self.births = {key: birth for key, birth in self.births.items() if not birth.storage.expired()}
+            self.latest = {key: birth for key, birth in self.latest.items() if not birth.storage.expired()}
+            self.room = max(FEW, 2 * len(self.births))
+        line = line_of(user_frame(sys._getframe(1)))
+        birth = _Birth(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes(), tensor._version, line)
+        birth.content = birth.look()
+        self.births[storage._cdata] = self.latest[birth.address] = birth
+        return birth
+
+    def check(self, tensors: list[Tensor], operation: Any) -> None:
+        """Look at what an operation is about to read."""
+        births = [self.birth_of(tensor) for tensor in tensors]
+        addresses = [birth.address for birth in births if birth]
+        for tensor, birth in zip(tensors, births, strict=True):
+            if birth is None:
+                continue
+            self.checked += 1
+            content = birth.look()
+            counted = tensor._version != birth.version  # torch wrote there itself
+            latest = self.latest.get(birth.address, birth)
+            if counted or latest is birth or latest.storage.expired():
+                birth.version, birth.content = tensor._version, content
+            elif content != birth.content:
+                cause = "together" if addresses.count(birth.address) > 1 else "stale"
+                self._report(tensor, birth, latest, cause, operation)
+
+    def _report(self, tensor: Tensor, birth: _Birth, latest: _Birth, cause: str, operation: Any) -> None:
+        span: Span = (birth.address, birth.address + birth.size)
+        holder = nearest_holder(span, "cpu", threading.get_ident())
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        name, line = operation.overloadpacket.__name__, line_of(user_frame(sys._getframe(1)))
+        array = holder.array if holder else ""
+        self.tell(StaleRead(cause, name, shape, dtype, birth.line, latest.line, line, array))
+
+
+class _Watch(TorchDispatchMode):
+    """Hears of every operation, the backward pass included."""
+
+    def __init__(self, reads: SharedReads) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Check what an operation reads, and run it."""
+        if not _is_view(operation):
+            self.reads.check([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)], operation)
+        return operation(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _is_view(operation: Any) -> bool:
+    """Whether an operation reads no number: what it returns is other words for the same memory."""
+    returned = [given.alias_info for given in operation._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)

@@ -1,0 +1,158 @@
+"""Memory that a tensor shares is written, and the tensor is read later: told where it is a fault, and nowhere else."""
+
+import collections
+import contextlib
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gpulab as gl
+
+NET = nn.Linear(4, 2)
+MAKERS = {  # by a name that is looked up when it is called, as programs do
+    "from_numpy": lambda array: torch.from_numpy(array),
+    "as_tensor": lambda array: torch.as_tensor(array),
+    "asarray": lambda array: torch.asarray(array),
+    "from_dlpack": lambda array: torch.from_dlpack(array),
+    "from_dlpack of utils": lambda array: torch.utils.dlpack.from_dlpack(array),
+    "frombuffer": lambda array: torch.frombuffer(array, dtype=torch.float32),
+}
+
+
+class Environment:
+    """Like many of reinforcement learning: what it sees lies in one array, which the next step overwrites."""
+
+    def __init__(self):
+        self.seen = np.zeros(4, np.float32)
+
+    def step(self):
+        self.seen += 1
+        return self.seen
+
+
+def replayed(make=MAKERS["from_numpy"]):
+    """A policy looks at each observation, and learns from all of them later."""
+    environment, memory = Environment(), collections.deque(maxlen=8)
+    for _ in range(5):
+        seen = make(environment.step())
+        with torch.no_grad():
+            NET(seen)
+        memory.append(seen)
+    return sum(NET(seen).sum() for seen in memory)
+
+
+def stacked(make=MAKERS["from_numpy"]):
+    environment = Environment()
+    return torch.stack([make(environment.step()) for _ in range(5)]).sum()
+
+
+def compared(make=MAKERS["from_numpy"]):
+    """What was before the step and what is after it, which are the same."""
+    environment = Environment()
+    before = make(environment.step())
+    after = make(environment.step())
+    return NET(after).sum() - NET(before[None])[0].sum()
+
+
+WRONG = {"stale": [replayed, compared], "together": [stacked]}
+
+
+@pytest.mark.parametrize(("cause", "program"), [(cause, program) for cause in WRONG for program in WRONG[cause]])
+def test_a_fault_is_told_with_who_made_it_who_read_it_and_the_cure(cause, program):
+    with pytest.raises(gl.OverwrittenError) as told, gl.guard(reads="any"):
+        program()
+    message = str(told.value)
+    assert gl.diagnostics.shared_reads.KINDS[cause] in message
+    assert "  made by " in message
+    assert f"tests/diagnostics/{__name__.rpartition('.')[2]}.py" in message
+    assert "torch.tensor(" in message
+    with warnings.catch_warnings(action="ignore"), gl.guard(on="warn", reads="any") as report:
+        program()
+    assert {finding.cause for finding in report.findings} == {cause}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_whatever_makes_a_tensor_without_a_copy_is_noted(make):
+    with pytest.raises(gl.OverwrittenError, match="share one memory"), gl.guard(reads="any"):
+        stacked(make)
+
+
+@pytest.mark.parametrize("program", [replayed, stacked, compared])
+@pytest.mark.parametrize(
+    "make", [lambda array: torch.from_numpy(array.copy()), torch.tensor, lambda array: torch.as_tensor(array).clone()]
+)
+def test_with_a_copy_the_same_programs_are_right(program, make):
+    with gl.guard(reads="any") as report:
+        program(make)
+    assert report.findings == []
+
+
+def staged():
+    """One tensor over one array, filled again for each batch: a view on purpose."""
+    array = np.zeros((3, 4), np.float32)
+    batch = torch.from_numpy(array)
+    for number in range(4):
+        array[:] = number
+        NET(batch).sum().backward()
+
+
+def made_anew():
+    environment = Environment()
+    for _ in range(4):
+        NET(torch.from_numpy(environment.step())).sum().backward()
+
+
+def two_buffers():
+    arrays = [np.zeros(4, np.float32) for _ in range(2)]
+    before = torch.from_numpy(arrays[1])
+    for number in range(4):
+        arrays[number % 2][:] = number
+        now = torch.from_numpy(arrays[number % 2])
+        (NET(now) - NET(before)).sum().backward()
+        before = now.clone()
+
+
+def loaded():
+    data = torch.utils.data.TensorDataset(torch.from_numpy(np.random.default_rng(0).random((12, 4), np.float32)))
+    batches = [batch for (batch,) in torch.utils.data.DataLoader(data, batch_size=3)]
+    return torch.cat(batches).sum()
+
+
+def one_tensor_many_times():
+    return torch.stack([torch.from_numpy(Environment().step())] * 3).sum()
+
+
+@pytest.mark.parametrize("program", [staged, made_anew, two_buffers, loaded, one_tensor_many_times])
+def test_a_right_program_gives_no_finding_and_the_same_bits(program):
+    def gradients():
+        NET.zero_grad(set_to_none=True)
+        returned = program()
+        return returned, None if NET.weight.grad is None else NET.weight.grad.clone()
+
+    plain = gradients()
+    with gl.guard(reads="any") as report:
+        guarded = gradients()
+    assert report.findings == []
+    for one, other in zip(plain, guarded, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+def test_what_makes_tensors_is_put_back_and_reads_is_one_of_two():
+    makers = [getattr(torch, name) for name in ("from_numpy", "as_tensor", "frombuffer")]
+    with contextlib.suppress(ZeroDivisionError), gl.guard(reads="any"), gl.guard(reads="any"):
+        assert torch.from_numpy is not makers[0]
+        raise ZeroDivisionError
+    assert [getattr(torch, name) for name in ("from_numpy", "as_tensor", "frombuffer")] == makers
+    with pytest.raises(gl.UsageError, match="reads='all': expected 'backward' or 'any'"):
+        gl.guard(reads="all")
+
+
+def test_of_many_tensors_those_are_forgotten_whose_memory_is_gone():
+    guard = gl.guard(reads="any")
+    with guard:
+        for _ in range(3000):
+            torch.from_numpy(np.zeros(4, np.float32))
+    assert len(guard._shared.births) <= gl.diagnostics.shared_reads.FEW
