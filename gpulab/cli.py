@@ -418,6 +418,39 @@ def audit(
         raise typer.Exit(1)
 
 
+@app.command(name="guard", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def guard_script(
+    script: Annotated[str, argument("a Python script, which knows nothing of gpulab")],
+    arguments: Annotated[list[str] | None, argument("what the script is given", "nothing")] = None,
+    reads: Annotated[str, option("any: every later read of shared memory; backward: what autograd saved")] = "any",
+    stop: Annotated[bool, option("end the script at the first finding", flag="--stop")] = False,
+    json: Annotated[
+        Path | None, option("write the findings to this file, a line of JSON each", callback=writable)
+    ] = None,
+) -> None:
+    """Run a script and tell which tensors were overwritten before they were used. Exit status 1 if one was."""
+    from gpulab.diagnostics import guarded_scripts, guards
+    from gpulab.errors import OverwrittenError
+
+    report = guards.guard("raise" if stop else "warn", reads)
+    guarded_scripts.check_script(script)
+    with warnings.catch_warnings(action="ignore", category=guards.OverwrittenWarning):
+        try:
+            guarded_scripts.run_script(script, arguments or (), report)
+        except OverwrittenError:
+            if not report.findings:  # another guard's
+                raise
+        except SystemExit as ended:
+            if ended.code or not report.findings:  # the script's own status
+                raise
+        finally:
+            say(report, sys.stderr)
+            if json:
+                files.write(json, "".join(f"{line}\n" for line in guarded_scripts.json_lines(report)).encode())
+    if report.findings:
+        raise typer.Exit(1)
+
+
 def main(commands: typer.Typer = app) -> None:
     """Run the command line; an error of gpulab's own is one line, and the exit status says which."""
     with contextlib.suppress(AttributeError):  # where a terminal has no ×

@@ -206,7 +206,10 @@ class Guard:
         return len(self._findings)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.findings)) or f"nothing was overwritten in {self.checked} uses of saved tensors"
+        uses = f"{self.checked} uses of saved tensors"
+        if self.reads == "any":
+            uses += f" and {self._shared.checked} reads of memory that tensors share with others"
+        return "\n".join(map(str, self.findings)) or f"nothing was overwritten in {uses}"
 
     def __repr__(self) -> str:
         return f"<guard on={self.on!r}: {len(self)} findings, {self.checked} checked, {self.unchecked} unchecked>"

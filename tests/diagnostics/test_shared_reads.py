@@ -2,14 +2,18 @@
 
 import collections
 import contextlib
+import json
+import sys
 import warnings
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import gpulab as gl
+from gpulab.cli import app
 
 NET = nn.Linear(4, 2)
 MAKERS = {  # by a name that is looked up when it is called, as programs do
@@ -156,3 +160,65 @@ def test_of_many_tensors_those_are_forgotten_whose_memory_is_gone():
         for _ in range(3000):
             torch.from_numpy(np.zeros(4, np.float32))
     assert len(guard._shared.births) <= gl.diagnostics.shared_reads.FEW
+
+
+# --- a script that knows nothing of gpulab ----------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import numpy as np, torch
+from beside import observe
+
+seen, kept = np.zeros(4, np.float32), []
+for number in range(int(sys.argv[2])):
+    kept.append(observe(seen))
+print("sum", float(torch.stack(kept).sum()), __name__)
+sys.exit(int(sys.argv[-1]))
+"""
+BESIDE = """
+import torch
+
+def observe(seen):
+    seen += 1
+    return torch.from_numpy(seen)
+"""
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text(BESIDE)
+
+    def run(*options, arguments=("--steps", "3", "0")):
+        command = ["guard", *options, str(tmp_path / "script.py"), *arguments]
+        return CliRunner().invoke(app, [str(each) for each in command])
+
+    yield run
+    sys.modules.pop("beside", None)
+
+
+def test_a_script_is_run_with_its_arguments_and_what_is_found_is_told_and_written(guarded, tmp_path):
+    before = list(sys.argv), list(sys.path)
+    done = guarded("--json", tmp_path / "found.jsonl")
+    assert (done.exit_code, "sum 36.0 __main__" in done.output) == (1, True)
+    assert "stack read a tensor" in done.output
+    (line,) = (tmp_path / "found.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert (found["cause"], found["made"]["function"], found["made"]["number"]) == ("together", "observe", 6)
+    assert found["line"]["text"].startswith('print("sum"')
+    assert (sys.argv, sys.path) == before
+
+
+def test_a_script_that_is_right_ends_as_it_would_and_says_how_much_was_looked_at(guarded):
+    done = guarded(arguments=("--steps", "1", "0"))
+    assert (done.exit_code, "nothing was overwritten in 0 uses of saved tensors and 1 reads" in done.output) == (
+        0,
+        True,
+    )
+    assert guarded(arguments=("--steps", "1", "3")).exit_code == 3, "the script's own status"
+
+
+def test_a_script_can_be_ended_at_the_first_finding_and_must_be_there(guarded):
+    done = guarded("--stop")
+    assert (done.exit_code, "sum" in done.stdout) == (1, False)
+    assert "no such script" in str(CliRunner().invoke(app, ["guard", "nowhere.py"]).exception)

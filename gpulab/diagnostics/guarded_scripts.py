@@ -1,0 +1,52 @@
+"""A script that knows nothing of gpulab, run under a guard: `gpulab guard script.py`."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from gpulab.diagnostics.guards import Guard
+from gpulab.diagnostics.memory_holders import Line
+from gpulab.errors import UsageError
+
+
+def check_script(script: str | Path) -> None:
+    """Raises `UsageError` where there is no such file."""
+    if not Path(script).is_file():
+        raise UsageError(f"{script}: no such script")
+
+
+def run_script(script: str | Path, arguments: Sequence[str], report: Guard) -> None:
+    """Run a script as Python would, with its arguments, inside the guard `report`.
+
+    What the script raises comes out of here, `SystemExit` included; what was found so far is in the report.
+    """
+    check_script(script)
+    script = Path(script)
+    before = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
+    try:
+        with report:
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[0] = before
+
+
+def json_lines(report: Guard) -> Iterator[str]:
+    """Each finding as an object of JSON in a line.
+
+    Examples:
+        >>> list(json_lines(Guard()))
+        []
+    """
+    for finding in report.findings:
+        fields = asdict(finding)
+        for name in ("line", "made", "made_again"):
+            if name in fields:
+                line = Line(*fields[name])
+                fields[name] = {"file": line.file, "number": line.number, "function": line.function, "text": line.text}
+        yield json.dumps({**fields, "explanation": finding.explanation, "remedy": finding.remedy})
