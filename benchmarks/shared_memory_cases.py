@@ -1,4 +1,4 @@
-"""Programs that share memory, wrongly and rightly, under `gl.guard(reads="any")`: what is caught, placed, a false alarm.
+"""Programs that share memory, wrongly and rightly, under `gl.guard(reads="any")`: caught, placed, false alarms.
 
 python benchmarks/shared_memory_cases.py --record benchmarks/shared_memory.md
 

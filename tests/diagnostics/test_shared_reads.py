@@ -2,9 +2,11 @@
 
 import collections
 import contextlib
+import importlib
 import json
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,6 +162,16 @@ def test_of_many_tensors_those_are_forgotten_whose_memory_is_gone():
         for _ in range(3000):
             torch.from_numpy(np.zeros(4, np.float32))
     assert len(guard._shared.births) <= gl.diagnostics.shared_reads.FEW
+
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+CASES = importlib.import_module("shared_memory_cases")
+
+
+@pytest.mark.parametrize("case", CASES.CASES, ids=lambda case: case.program.__name__)
+def test_faults_of_public_threads_are_caught_where_they_are_and_right_programs_left_alone(case):
+    seen = CASES.tried(case)
+    assert (seen["caught"], seen["placed"]) == (True, True if case.cause else None), seen
 
 
 # --- a script that knows nothing of gpulab ----------------------------------------------------------------------
