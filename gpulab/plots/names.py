@@ -56,6 +56,16 @@ def setting_words(setting: str | Setting) -> str:
     return ", ".join(words)
 
 
+def memory_words(loader: str, setting: str) -> str:
+    """What memory frames have, by the loader and where it trains: the published line, `reused`, copies on a GPU.
+
+    >>> memory_words("reused", "cpu"), memory_words("reused", "cuda:tf32=off")
+    ('shared memory', 'own memory')
+    """
+    copies = loader == "reused" and not setting.startswith("cpu")
+    return OWN_MEMORY if copies else LOADERS[loader]
+
+
 def optimizer_words(optimizer: str) -> str:
     """An optimiser as people write it.
 

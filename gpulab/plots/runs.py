@@ -133,6 +133,6 @@ def curves(
     if len(levels) == 2:
         low, high = sorted(levels, key=middle.get)
         times = middle[high] / middle[low]
-        headline = f"The median ends {times:.2g} times as high for {called[high]} as for {called[low]}"
+        headline = f"The median curve ends {times:.2g} times as high for {called[high]} as for {called[low]}"
     alt = f"Loss against frames seen, one line for each of {len(last)} runs, coloured by {factor}."
     return style.finished(figure, headline, alt)

@@ -289,12 +289,13 @@ class SeedsExplorer(Explorer):
                 runs = self.chosen[self.chosen.seed.isin(self.in_order[:fewer])]
                 self.verdicts[fewer] = verdict(runs, factor=self.factor, reference=self.reference)
         judged = self.verdicts[count]
-        self.said.value = Markup("<p>{}</p><details><summary>The statistics</summary>{}</details>").format(
-            " ".join(in_words(judged)), paragraphs(str(judged).splitlines())
+        self.said.value = Markup("<p>{} {}</p><details><summary>The statistics</summary>{}</details>").format(
+            " ".join(in_words(judged)), ALONE, paragraphs(str(judged).splitlines())
         )
         self.draw()
 
 
+ALONE = "This asks one question. Where several are asked at once, as in the notebooks, luck is allowed for."
 EXAMPLE = ("whitener-cuda-tf32-off.trace", "whitener-cuda-tf32-on.trace")
 EXAMPLE_WORDS = (
     "One step of a small network, recorded on one GPU twice: in float32, and with TF32, which rounds the factors of a "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,7 +10,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from companion.learning import ALL, BEAT, FAMILY, LEARNED, METRICS, STUCK
-from gpulab.plots.names import LOADERS, SHARED_MEMORY, names, network_words, setting_words
+from gpulab.plots.names import LOADERS, SHARED_MEMORY, memory_words, names, network_words, setting_words
 from gpulab.report import Report, paragraphs
 from gpulab.stats.decisions import DECISIONS
 from gpulab.stats.verdicts import Verdict
@@ -28,6 +28,7 @@ class CheckedSentences(Report):
 
     parts: Sequence[tuple[str, Part]]
     numbers: Sequence[str] = ()  # lines of statistics, beside those of verdicts and tables
+    folded: Container[str] = ()  # headings that a page shows behind a fold of their own
 
     def sentences(self) -> list[tuple[str, list[str]]]:
         """Each heading, and the sentences below it."""
@@ -42,12 +43,17 @@ class CheckedSentences(Report):
 
     def words(self) -> Markup:
         """The sentences, and the statistics in an element that unfolds."""
-        said = Markup()
+        said, behind = Markup(), Markup()
         for heading, sentences in self.sentences():
-            said += Markup("<p><b>{}.</b> {}</p>").format(heading, Markup("<br>").join(sentences))
+            paragraph = Markup("<p><b>{}.</b> {}</p>").format(heading, Markup("<br>").join(sentences))
+            if heading in self.folded:
+                behind += paragraph
+            else:
+                said += paragraph
+        fold = Markup("<details><summary>{}</summary>{}</details>")
+        said += fold.format("How one knows", behind) if behind else behind
         numbers = self.statistics()
-        fold = Markup("<details><summary>The statistics</summary>{}</details>")
-        return said + fold.format(paragraphs(numbers)) if numbers else said
+        return said + fold.format("The statistics", paragraphs(numbers)) if numbers else said
 
     def statistics(self) -> list[str]:
         """What stands behind the fold, line by line."""
@@ -60,8 +66,12 @@ class CheckedSentences(Report):
         return [*lines, *self.numbers]
 
 
-def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]], numbers: Sequence[str] = ()) -> CheckedSentences:
+def finding(
+    parts: Mapping[str, Part] | Iterable[tuple[str, Part]], numbers: Sequence[str] = (), folded: Container[str] = ()
+) -> CheckedSentences:
     """A sentence for each of several results, under a heading of its own; `numbers` are lines behind the fold.
+
+    What stands under the headings `folded` is behind another one.
 
     A part is a verdict, a table of `learning_table`, or a sentence or several, said as they are; an empty list of them
     is left out.
@@ -73,7 +83,8 @@ def finding(parts: Mapping[str, Part] | Iterable[tuple[str, Part]], numbers: Seq
     A card: Under GPU the loss is 1.8 times as high as under CPU, and higher in 6 of 6 seeds.
     """
     pairs = parts.items() if isinstance(parts, Mapping) else parts
-    return CheckedSentences([(heading, part) for heading, part in pairs if not isinstance(part, list) or part], numbers)
+    told = [(heading, part) for heading, part in pairs if not isinstance(part, list) or part]
+    return CheckedSentences(told, numbers, folded)
 
 
 def in_words(part: Part) -> list[str]:
@@ -132,11 +143,16 @@ def _alike(decision: str, rows: pd.DataFrame, judged: Verdict, called: Mapping[A
         return f"{under.title()} {levels} every {block} ends with the same bits as {under} {usual}."
     if decision == "inconclusive":
         return f"Whether {levels} differ from {usual}, {count} do not decide{_would(rows)}."
-    within = f"within {_per_cent(rows.margin_relative)} of" if rows.margin_relative.notna().all() else "near"
+    margin = "the margin"
+    if rows.margin_relative.notna().all():
+        margin += f" of {_per_cent(rows.margin_relative)}"
     mean = f"the mean {_metric(judged)}"
     if decision == "equivalent":
-        return f"{under.title()} {levels} {mean} is {within} that of {usual} ({count}): no difference that matters."
-    return f"{under.title()} {levels} {mean} is not that of {usual}, but {within} it ({count}): too little to matter."
+        return (
+            f"{under.title()} {levels} {mean} is that of {usual} within {margin} ({count}): no difference that matters."
+        )
+    less = f"by less than {margin} ({count})"
+    return f"{under.title()} {levels} {mean} differs from that of {usual}, {less}: too little to matter."
 
 
 def _one_level(row: pd.Series, judged: Verdict, called: Mapping[Any, str]) -> str:
@@ -199,7 +215,11 @@ def _family(key: tuple[str, str, str, str], rows: pd.DataFrame) -> str:
     elif len(shares) and not shares.beat.any():
         parts.append("no network has learned motion")
     where = f"{network_words(experiment)}, {SIZES.get(size, size)}, {setting_in_text(setting)}"
-    memory = f", {SHARED_MEMORY}" if LOADERS.get(loader) == SHARED_MEMORY else ""
+    memory = ""
+    if loader in LOADERS and LOADERS[loader] == SHARED_MEMORY:
+        memory = f", {memory_words(loader, setting)}"
+        if memory_words(loader, setting) != SHARED_MEMORY:
+            memory = ", the published line, which copies on a GPU (own memory)"
     return f"{where}{memory}: {'; '.join(parts)}."
 
 

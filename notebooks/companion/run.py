@@ -200,6 +200,8 @@ def copy_without_outputs(notebooks: Path, folder: Path) -> list[Path]:
     A copy that is there already stays as it is: it may hold somebody's work. The solutions are copied with their
     outputs.
     """
+    import nbformat
+
     copies = []
     for source in [*find_notebooks(notebooks, None), *sorted((notebooks / "solutions").glob("*.ipynb"))]:
         copy = folder / source.relative_to(notebooks)
@@ -209,6 +211,8 @@ def copy_without_outputs(notebooks: Path, folder: Path) -> list[Path]:
         for cell in notebook.cells:
             if cell.cell_type == "code" and source.parent == notebooks:
                 cell.outputs, cell.execution_count = [], None
+        if source.parent == notebooks:
+            notebook.cells.append(nbformat.v4.new_code_cell("# Your answers to the exercises"))
         _write(notebook, copy)
         copies.append(copy)
     return copies

@@ -70,7 +70,8 @@ def test_copies_without_outputs_are_made_once(notebooks, tmp_path):
         "03_solutions.ipynb",
         "03_three.ipynb",
     ]
-    (cell,) = nbformat.read(tmp_path / "lab" / "03_three.ipynb", 4).cells
+    cell, answers = nbformat.read(tmp_path / "lab" / "03_three.ipynb", 4).cells
+    assert answers.cell_type == "code"
     assert (cell.outputs, cell.execution_count, cell.metadata.tags) == ([], None, ["finding"])
     assert nbformat.read(tmp_path / "lab" / "solutions" / "03_solutions.ipynb", 4).cells[0].outputs == outputs
     (tmp_path / "lab" / "03_three.ipynb").write_text("my work")
