@@ -122,16 +122,17 @@ class Audit(report.Report):
             {
                 "finding": f.kind,
                 "operation": f"{f.operation} ({f.phase})",
+                "what to do": f.advice,
+                "what was seen": f.detail,
+                "at": f.line,
+                "of the difference": f"{f.share:.0%}" if f.share == f.share else "",
                 "module": f.module,
                 "under": f.setting,
-                "what was seen": f.detail,
-                "of the difference": f"{f.share:.0%}" if f.share == f.share else "",
                 "explained by": f"{f.explained_by.kind}: {f.explained_by.operation}" if f.explained_by else "",
-                "at": f.line,
-                "what to do": f.advice,
             }
             for f in self.findings[:MOST_FINDINGS]
         )
+        findings = findings.loc[:, (findings != "").any()]
         shown = ["operation", "phase", "module", "kind", "ratio_a", "ratio_b", "so_far_a", "so_far_b", "difference"]
         return report.render(
             "audit.html",

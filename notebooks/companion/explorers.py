@@ -299,7 +299,7 @@ ALONE = "This asks one question. Where several are asked at once, as in the note
 EXAMPLE = ("whitener-cuda-tf32-off.trace", "whitener-cuda-tf32-on.trace")
 EXAMPLE_WORDS = (
     "One step of a small network, recorded on one GPU twice: in float32, and with TF32, which rounds the factors of a "
-    "matrix product. In the table each row is an operation that rounded more than it should, the worst first."
+    "matrix product. In the table each row is an operation that rounded more than it should; the first leads to NaN."
 )
 
 
@@ -344,8 +344,9 @@ class AuditExplorer(ipywidgets.VBox):
             with at_most(MORE_MEMORY):
                 traces = [Trace.load(name, content, MOST_NUMBERS) for name, content in files]
                 a, b = traces if len(traces) == 2 else (traces[0], recorded_twin(traces[0]))
-                for trace, (name, _) in zip((a, b), (*files, ("recorded", b"")), strict=False):
-                    trace.label = f"{trace.title} ({name})"
+                if a.title == b.title:
+                    for trace, (name, _) in zip((a, b), (*files, ("recorded", b"")), strict=False):
+                        trace.label = f"{trace.title} ({name})"
                 return Markup(audit(a, b, progress=False).html())
         except GpulabError as error:
             return Markup("<p>{}</p>").format(error)

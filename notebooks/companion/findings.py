@@ -18,6 +18,7 @@ from gpulab.stats.verdicts import Verdict
 Part: TypeAlias = "Verdict | pd.DataFrame | str | list[str]"
 SIZES = {"paper": "published size", "quick": "quick size", "smoke": "smallest size", "motion": "profile motion"}
 SAME = "the same bits"
+FEWEST = 6  # seeds that can show a difference at 5 %
 METRIC_WORDS = {"final_loss": "loss", "heldout_loss": "held-out loss", "smallest": "steepest way down"}
 METRIC_WORDS |= {"index_fraction": "share of ways down"}
 
@@ -191,6 +192,8 @@ def _metric(judged: Verdict) -> str:
 def _would(rows: pd.DataFrame) -> str:
     """How many seeds would decide, as far as that is known."""
     most = rows.seeds_needed.max()
+    if most < FEWEST:
+        return f"; about {most:.0f} would be enough to show that nothing matters"
     return f"; about {most:.0f} would" if most == most else ""
 
 
